@@ -1,0 +1,1 @@
+"""fp8core's own backends, each a plug-in like any third party's."""

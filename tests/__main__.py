@@ -1,0 +1,47 @@
+"""Every check that a change must pass: ``python -m tests [--fast] [pytest arguments]``.
+
+Stops at the first check that fails, with its exit status. ``--fast`` skips the packaging tests.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"fp8core": ROOT / "fp8core", "fp8core_backends": ROOT / "backends"}
+
+
+def run(*command: str, cwd: Path = ROOT) -> None:
+    """Run a module of this interpreter in ``cwd``; exit with its status if it fails."""
+    print("$ python -m", *command, flush=True)
+    status = subprocess.run([sys.executable, "-m", *command], cwd=cwd, check=False).returncode
+    if status:
+        sys.exit(status)
+
+
+def type_check() -> None:
+    """Run mypy where ``backends/`` goes by its installed name, however fp8core is installed."""
+    names = [argument for name in PACKAGES for argument in ("-p", name)]
+    config = ["--config-file", str(ROOT / "pyproject.toml")]
+    cache = ["--cache-dir", str(ROOT / ".mypy_cache")]
+    with TemporaryDirectory() as folder:
+        for name, source in PACKAGES.items():
+            Path(folder, name).symlink_to(source, target_is_directory=True)
+        run("mypy", "--strict", *config, *cache, *names, cwd=Path(folder))
+
+
+def main(arguments: list[str]) -> None:
+    """Run the checks in order."""
+    fast = [argument for argument in arguments if argument == "--fast"]
+    rest = [argument for argument in arguments if argument != "--fast"]
+    run("ruff", "format", "--check", ".")
+    run("ruff", "check", ".")
+    type_check()
+    run("pytest", *(["-m", "not packaging"] if fast else []), *rest)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,97 @@
+"""What every test gets: a fixed seed, one marker for missing hardware, the golden vectors."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+NO_ACCELERATOR = "needs an accelerator"
+
+# The examples are a function of the commit, so a failure in CI is one that everybody can repeat.
+# No deadline: the first call of a torch operator is slower than the others.
+settings.register_profile("fp8core", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("fp8core")
+
+
+def backends_folder() -> Path | None:
+    """Folder that ``import fp8core_backends`` finds; None when fp8core is not installed."""
+    spec = importlib.util.find_spec("fp8core_backends")
+    return Path(spec.origin).resolve().parent if spec and spec.origin else None
+
+
+def pytest_report_header() -> str:
+    folder = backends_folder()
+    return f"fp8core_backends: {folder or 'not installed, run `python -m pip install -e .`'}"
+
+
+def pytest_sessionstart() -> None:
+    """Refuse to test an installed copy that the checkout has left behind."""
+    folder = backends_folder()
+    if folder is None or folder == ROOT / "backends":
+        return
+    stale = [
+        str(source.relative_to(ROOT))
+        for tree, installed in ((ROOT / "backends", folder), (ROOT / "csrc", folder / "csrc"))
+        for source in sorted(tree.rglob("*"))
+        if source.is_file()
+        and source.suffix != ".pyc"
+        and (
+            not (copy := installed / source.relative_to(tree)).exists()
+            or copy.read_bytes() != source.read_bytes()
+        )
+    ]
+    if stale:
+        pytest.exit(
+            f"the tests would run an old copy of the backends: {folder}, which differs in "
+            f"{', '.join(stale)}; install again: `python -m pip install -e .`",
+            returncode=pytest.ExitCode.USAGE_ERROR,
+        )
+
+
+def missing_hardware(item: pytest.Item) -> str | None:
+    """Reason to skip ``item``, or None when the device that it needs is here."""
+    marker = item.get_closest_marker("needs_accelerator")
+    if marker is None:
+        return None
+    found = torch.accelerator.current_accelerator(check_available=True)
+    wanted = marker.args[0] if marker.args else None
+    if found is not None and wanted in (None, found.type):
+        return None
+    return f"{NO_ACCELERATOR}{f' of kind {wanted}' if wanted else ''}, found {found}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seed before any fixture runs, so that a test alone sees the numbers it sees among others."""
+    torch.manual_seed(0)
+    if reason := missing_hardware(item):
+        pytest.skip(reason)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print how many tests this machine could not run: a skip must never go unseen."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    hardware = sum(NO_ACCELERATOR in str(report.longrepr) for report in skipped)
+    terminalreporter.write_line(
+        f"skipped for missing hardware: {hardware}; skipped for other reasons: "
+        f"{len(skipped) - hardware}"
+    )
+
+
+@pytest.fixture(scope="session")
+def golden() -> Callable[[str], dict[str, np.ndarray]]:
+    """``golden(name)`` returns the arrays of ``tests/golden/<name>.npz`` by key."""
+
+    def load(name: str) -> dict[str, np.ndarray]:
+        with np.load(ROOT / "tests" / "golden" / f"{name}.npz", allow_pickle=False) as arrays:
+            return dict(arrays)
+
+    return load

@@ -1,0 +1,370 @@
+"""The floors of the library and its size limits, read from the source text.
+
+A module imports only from lower floors, or from its own floor without a cycle. Nothing in
+``fp8core`` imports a backend, and a backend sees only the public contract. A module that is on no
+floor fails: the place to add it is ``FLOORS``.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {"fp8core": "fp8core", "backends": "fp8core_backends", "tests": "tests"}
+
+# Lowest first; a name is a module or a package of fp8core, `__init__` is `fp8core` itself.
+FLOORS = (
+    ("errors", "formats", "reporting"),
+    ("backend_api", "hookspecs"),
+    ("dispatch", "plan", "recipe"),
+    ("autocast", "parameter", "quantizer", "scaling"),
+    ("ops",),
+    ("chain",),
+    ("checkpoint", "convert", "explain", "modules"),
+    ("__init__", "__main__", "demo", "doctor", "testing"),
+)
+TOP = len(FLOORS) - 1
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+
+# What a backend may know of fp8core.
+CONTRACT = {"fp8core.backend_api", "fp8core.errors", "fp8core.formats"}
+# Optional third-party packages: the only imports that a function below the top floor may hold.
+OPTIONAL = {"matplotlib", "rich", "torch_npu"}
+VAGUE_NAMES = {"common", "helper", "helpers", "manager", "managers", "types", "util", "utils"}
+
+MAX_FILE, MAX_FUNCTION, MAX_POSITIONAL = 400, 60, 6
+# Functions that may take more than MAX_POSITIONAL positional arguments, each with its reason.
+LONG_SIGNATURES = {
+    "fp8core.modules.linear.Linear.__init__": "Transformer Engine's argument order",
+    "fp8core.modules.grouped_linear.GroupedLinear.__init__": "Transformer Engine's argument order",
+    "fp8core.modules.delayed.DelayedModule._load_from_state_dict": "overrides torch's",
+}
+
+Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Source(NamedTuple):
+    """One Python file; ``name`` is what it is imported as, ``path`` is relative to the root."""
+
+    name: str
+    path: Path
+    text: str
+    tree: ast.Module
+
+
+class Import(NamedTuple):
+    """One imported module, with the line and whether a function holds the statement."""
+
+    target: str
+    line: int
+    in_function: bool
+
+
+class Sources(dict[str, Source]):
+    """The files of a checkout by imported name."""
+
+    @classmethod
+    def read(cls, root: Path) -> Sources:
+        found = cls()
+        for folder, package in FOLDERS.items():
+            for path in sorted((root / folder).rglob("*.py")):
+                parts = path.relative_to(root / folder).with_suffix("").parts
+                name = ".".join((package, *(parts[:-1] if parts[-1] == "__init__" else parts)))
+                text = path.read_text(encoding="utf-8")
+                found[name] = Source(name, path.relative_to(root), text, ast.parse(text))
+        return found
+
+    def shipped(self) -> list[Source]:
+        """The files that are installed."""
+        return [source for name, source in self.items() if not is_within(name, "tests")]
+
+    def imports(self, source: Source) -> Iterator[Import]:
+        """Every import of ``source``; ``from package import module`` imports the module."""
+        inner = {
+            id(node)
+            for function in functions(source.tree).values()
+            for node in ast.walk(function)
+            if node is not function
+        }
+        for node in ast.walk(source.tree):
+            for target in self.targets(node):
+                yield Import(target, getattr(node, "lineno", 0), id(node) in inner)
+
+    def targets(self, node: ast.AST) -> list[str]:
+        match node:
+            case ast.Import(names=names):
+                return [alias.name for alias in names]
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                inside = [f"{module}.{alias.name}" for alias in names]
+                return sorted({name if name in self else module for name in inside})
+            case ast.Call(
+                func=ast.Name(id="import_module" | "__import__")
+                | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(target)), *_],
+            ):
+                return [target]
+        return []
+
+
+def is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def unit(name: str) -> str:
+    """First name below the top-level package: the module, package or backend it belongs to."""
+    return name.split(".")[1] if "." in name else "__init__"
+
+
+def functions(tree: ast.Module) -> dict[str, Function]:
+    """Every function and method of a file by qualified name."""
+
+    def collect(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
+        for child in ast.iter_child_nodes(node):
+            name = prefix
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                name = f"{prefix}{child.name}."
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                # An overload or a property's setter shares the name; both are kept.
+                yield f"{prefix}{child.name}:{child.lineno}", child
+            yield from collect(child, name)
+
+    return dict(collect(tree, ""))
+
+
+def floors(sources: Sources) -> Iterator[str]:
+    """Every module of fp8core is on a floor and imports nothing from a higher one."""
+    for source in sources.shipped():
+        if not is_within(source.name, "fp8core"):
+            continue
+        floor = FLOOR_OF.get(unit(source.name))
+        if floor is None:
+            yield (
+                f"{source.path}: '{unit(source.name)}' is on no floor; add it to FLOORS in "
+                "tests/test_layering.py, as low as its imports allow"
+            )
+            continue
+        for item in sources.imports(source):
+            if is_within(item.target, "fp8core_backends"):
+                yield f"{source.path}:{item.line}: fp8core never imports fp8core_backends"
+            elif is_within(item.target, "fp8core"):
+                above = FLOOR_OF.get(unit(item.target), -1)  # an unknown one is reported by itself
+                if above > floor:
+                    yield (
+                        f"{source.path}:{item.line}: floor {floor} imports {item.target} "
+                        f"of floor {above}"
+                    )
+
+
+def cycles(sources: Sources) -> Iterator[str]:
+    """Imports run in no circle, neither between modules nor between packages of one floor."""
+    modules: dict[str, set[str]] = {}
+    units: dict[str, set[str]] = {}
+    for source in sources.shipped():
+        package = source.name.partition(".")[0]
+        for item in sources.imports(source):
+            # At the top, an import inside a function is how the command line loads on demand.
+            if item.in_function or not is_within(item.target, package):
+                continue
+            modules.setdefault(source.name, set()).add(item.target)
+            if unit(item.target) != unit(source.name):
+                units.setdefault(f"{package}.{unit(source.name)}", set()).add(
+                    f"{package}.{unit(item.target)}"
+                )
+    for graph in (modules, units):
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            yield f"import cycle: {' -> '.join(reversed(error.args[1]))}"
+            return  # a circle of modules is often one of packages too
+
+
+def backends(sources: Sources) -> Iterator[str]:
+    """A backend imports the public contract and itself; no backend imports another."""
+    for source in sources.shipped():
+        if not is_within(source.name, "fp8core_backends"):
+            continue
+        for item in sources.imports(source):
+            where = f"{source.path}:{item.line}: {source.name} imports {item.target}"
+            if is_within(item.target, "fp8core") and item.target not in CONTRACT:
+                yield f"{where}; a backend may import only {', '.join(sorted(CONTRACT))}"
+            if is_within(item.target, "fp8core_backends") and unit(item.target) != unit(
+                source.name
+            ):
+                yield f"{where}; a backend imports no other"
+
+
+def import_places(sources: Sources) -> Iterator[str]:
+    """Imports are absolute and at the top of the file, except optional packages."""
+    for source in sources.shipped():
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                yield f"{source.path}:{node.lineno}: relative import"
+        on_top = is_within(source.name, "fp8core") and FLOOR_OF.get(unit(source.name)) == TOP
+        for item in sources.imports(source):
+            package = item.target.partition(".")[0]
+            allowed = package in OPTIONAL or (on_top and package == "fp8core")
+            if item.in_function and not allowed:
+                yield f"{source.path}:{item.line}: import of {item.target} inside a function"
+
+
+def names(sources: Sources) -> Iterator[str]:
+    """A file is named for what it holds."""
+    for source in sources.values():
+        for part in source.path.with_suffix("").parts:
+            if part.strip("_") in VAGUE_NAMES:
+                yield f"{source.path}: '{part}' says nothing about what is inside"
+
+
+def sizes(sources: Sources) -> Iterator[str]:
+    """Files, functions and signatures stay short enough to read."""
+    for source in sources.values():
+        if (lines := len(source.text.splitlines())) > MAX_FILE:
+            yield f"{source.path}: {lines} lines, at most {MAX_FILE}"
+        for key, function in functions(source.tree).items():
+            name = f"{source.name}.{key.partition(':')[0]}"
+            where = f"{source.path}:{function.lineno}: {name}"
+            if (lines := (function.end_lineno or 0) - function.lineno + 1) > MAX_FUNCTION:
+                yield f"{where} has {lines} lines, at most {MAX_FUNCTION}"
+            is_long = num_positional(function) > MAX_POSITIONAL
+            if is_long and name not in LONG_SIGNATURES:
+                yield (
+                    f"{where} takes {num_positional(function)} positional arguments, at most "
+                    f"{MAX_POSITIONAL}; make the rest keyword-only"
+                )
+            if not is_long and name in LONG_SIGNATURES:
+                yield f"{where} needs no entry in LONG_SIGNATURES; remove it"
+
+
+def num_positional(function: Function) -> int:
+    """Arguments that can be passed by position, ``self`` and ``cls`` not counted."""
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    return len(arguments) - (bool(arguments) and arguments[0].arg in ("self", "cls"))
+
+
+RULES: tuple[Callable[[Sources], Iterator[str]], ...] = (
+    floors,
+    cycles,
+    backends,
+    import_places,
+    names,
+    sizes,
+)
+
+
+@pytest.fixture(scope="module")
+def checkout() -> Sources:
+    return Sources.read(ROOT)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_checkout_obeys(rule: Callable[[Sources], Iterator[str]], checkout: Sources) -> None:
+    assert checkout.shipped(), f"no sources under {ROOT}"
+    problems = list(rule(checkout))
+    assert not problems, "\n".join(["", *problems])
+
+
+LONG_BODY = "def f():\n" + "    x = 1\n" * 60
+PLANTED = {
+    "upward": (floors, {"fp8core/errors.py": "import fp8core.chain"}, "errors.py:1: floor 0"),
+    "upward_symbol": (floors, {"fp8core/recipe.py": "from fp8core import Linear"}, "of floor 7"),
+    "upward_submodule": (
+        floors,
+        {"fp8core/chain.py": "from fp8core import modules", "fp8core/modules/__init__.py": ""},
+        "floor 5 imports fp8core.modules of floor 6",
+    ),
+    "type_checking": (
+        floors,
+        {"fp8core/plan.py": "if TYPE_CHECKING:\n    from fp8core.ops.linear import LinearOp"},
+        "plan.py:2: floor 2",
+    ),
+    "no_floor": (floors, {"fp8core/novelty/x.py": ""}, "'novelty' is on no floor; add it to"),
+    "backend": (floors, {"fp8core/doctor.py": "import fp8core_backends.cuda"}, "never imports"),
+    "backend_by_name": (
+        floors,
+        {"fp8core/doctor.py": "importlib.import_module('fp8core_backends.cuda')"},
+        "never imports",
+    ),
+    "module_cycle": (
+        cycles,
+        {
+            "fp8core/dispatch/select.py": "from fp8core.dispatch import table",
+            "fp8core/dispatch/table.py": "from fp8core.dispatch.select import choose",
+        },
+        "import cycle: fp8core.dispatch.",
+    ),
+    "package_cycle": (
+        cycles,
+        {
+            "fp8core/recipe.py": "import fp8core.dispatch.plugins",
+            "fp8core/dispatch/plugins.py": "",
+            "fp8core/dispatch/select.py": "import fp8core.recipe",
+        },
+        "import cycle: fp8core.",
+    ),
+    "beyond_contract": (
+        backends,
+        {"backends/cuda/gemm.py": "from fp8core.recipe import LinearPlan"},
+        "a backend may import only",
+    ),
+    "other_backend": (
+        backends,
+        {"backends/cuda/gemm.py": "import fp8core_backends.reference"},
+        "a backend imports no other",
+    ),
+    "relative": (import_places, {"fp8core/ops/norm.py": "from . import x"}, "relative import"),
+    "late": (import_places, {"fp8core/chain.py": "def f():\n    import json"}, "chain.py:2:"),
+    "vague_file": (names, {"fp8core/ops/_utils.py": ""}, "'_utils' says nothing"),
+    "vague_folder": (names, {"backends/cuda/common/gemm.py": ""}, "'common' says nothing"),
+    "long_file": (sizes, {"fp8core/chain.py": "x = 1\n" * 401}, "401 lines, at most 400"),
+    "long_function": (sizes, {"fp8core/chain.py": LONG_BODY}, "chain.f has 61 lines, at most 60"),
+    "long_signature": (
+        sizes,
+        {"fp8core/chain.py": "class A:\n    def f(self, a, b, c, d, e, g, h): pass"},
+        "A.f takes 7 positional arguments",
+    ),
+    "stale_waiver": (
+        sizes,
+        {"fp8core/modules/linear.py": "class Linear:\n    def __init__(self, a): pass"},
+        "needs no entry in LONG_SIGNATURES",
+    ),
+}
+
+
+def plant(root: Path, files: dict[str, str]) -> Sources:
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return Sources.read(root)
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_planted_violation_is_reported_once(case: str, tmp_path: Path) -> None:
+    rule, files, message = PLANTED[case]
+    problems = list(rule(plant(tmp_path, files)))
+    assert problems
+    assert all(message in problem for problem in problems)
+
+
+def test_allowed_imports_are_not_reported(tmp_path: Path) -> None:
+    sources = plant(
+        tmp_path,
+        {
+            "fp8core/__main__.py": "def main():\n    import fp8core.demo",
+            "fp8core/demo/__init__.py": "def show():\n    from rich.table import Table",
+            "fp8core/recipe.py": "from fp8core.plan import LinearPlan\nimport fp8core.formats",
+            "fp8core/plan.py": "import torch",
+            "fp8core/modules/linear.py": "from fp8core.modules import base",
+            "fp8core/modules/base.py": "from fp8core import chain",
+            "fp8core/chain.py": "",
+            "backends/cuda/gemm.py": "from fp8core_backends.cuda import load\n"
+            "from fp8core.backend_api import GemmDesc",
+            "backends/cuda/load.py": "def f(a, b, c, d, e, g, *, h): pass",
+        },
+    )
+    assert [problem for rule in RULES for problem in rule(sources)] == []
