@@ -1,0 +1,54 @@
+"""The errors a user can meet; each message says what was asked, what was found and what would work.
+
+Fp8CoreError
+|-- RecipeError       a recipe, format, backend name or setting that means nothing as written
+|-- OperandError      a tensor that does not fit what it was given to: wrong k, dtype, device, state
+|-- UnsupportedError  a request that is clear, but that nothing installed here can run
+`-- PluginError       a plug-in that cannot be used: failed import, misspelt hook, wrong API version
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "Fp8CoreError",
+    "OperandError",
+    "PluginError",
+    "RecipeError",
+    "UnsupportedError",
+    "did_you_mean",
+]
+
+
+class Fp8CoreError(Exception):
+    """Base of every error that fp8core raises on purpose."""
+
+
+class RecipeError(Fp8CoreError, ValueError):
+    """A recipe, format name, backend name or setting has no meaning as written."""
+
+
+class OperandError(Fp8CoreError, ValueError):
+    """A tensor, shape or stored state does not fit the place it was given to."""
+
+
+class UnsupportedError(Fp8CoreError, NotImplementedError):
+    """The request is understood, but no backend here, or nothing yet, can run it."""
+
+
+class PluginError(Fp8CoreError, RuntimeError):
+    """A plug-in was asked for by name and cannot be used."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the nearest known word, else an empty string.
+
+    >>> did_you_mean("e4m4", ["e4m3", "e5m2"])
+    " Did you mean 'e4m3'?"
+    >>> did_you_mean("zzz", ["e4m3"])
+    ''
+    """
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
