@@ -1,0 +1,74 @@
+"""What the program asks for: ``use_backend``, per thread."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from fp8core.dispatch import plugins, settings
+
+__all__ = ["NO_POLICY", "Policy", "current", "use_backend"]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The backends that the program names: for every operation, and for single ones."""
+
+    backend: str | None = None
+    op_backends: tuple[tuple[str, str], ...] = ()
+
+
+NO_POLICY = Policy()
+
+
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.policy = NO_POLICY
+        self.outer: list[Policy] = []
+
+
+_active = _Active()
+
+
+def current() -> Policy:
+    """Return the calling thread's policy."""
+    return _active.policy
+
+
+class use_backend:
+    """Context manager: use backend ``name`` for every operation, or ``op=name`` for single ones.
+
+    ``with use_backend("reference"):`` or ``with use_backend(gemm="cuda", quantize="reference"):``.
+    Nested uses refine the outer one; re-entrant; affects the calling thread alone. Backward uses
+    what was chosen in forward.
+
+    Raises:
+        RecipeError: no such backend or operation; raised at once, not at first use.
+        PluginError: the backend's plug-in failed to load; the message holds the reason.
+    """
+
+    def __init__(self, name: str | None = None, /, **op_backends: str) -> None:
+        registry = plugins.load()
+        for op in op_backends:
+            settings.check_op(op, "use_backend()")
+        for backend in (*([name] if name is not None else []), *op_backends.values()):
+            registry.spec(backend, "use_backend()")
+        self._name = name
+        self._op_backends = op_backends
+
+    def __enter__(self) -> None:
+        outer = _active.policy
+        # A whole-backend choice is the innermost word for every operation it does not list.
+        inherited = {} if self._name is not None else dict(outer.op_backends)
+        ops = tuple(sorted({**inherited, **self._op_backends}.items()))
+        _active.outer.append(outer)
+        _active.policy = replace(outer, backend=self._name or outer.backend, op_backends=ops)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _active.policy = _active.outer.pop()

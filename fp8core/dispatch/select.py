@@ -1,0 +1,166 @@
+"""Which backend runs a descriptor on a device, and why none of the others does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fp8core.backend_api import BackendSpec, OpDesc
+from fp8core.dispatch import plugins, settings
+from fp8core.dispatch.policy import Policy
+from fp8core.errors import UnsupportedError
+from fp8core.reporting import log_once
+
+__all__ = ["Choice", "Verdict", "choose", "default_device", "selected_spec"]
+
+
+class Verdict(NamedTuple):
+    """One backend's answer to a descriptor: why it cannot run it (None: it can).
+
+    ``emulated``: it can, but only by computing in high precision on a device that is not its own.
+    """
+
+    backend: str
+    reason: str | None
+    emulated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A backend for a descriptor on a device, who asked for it, and what became of the others."""
+
+    desc: OpDesc
+    device: torch.device
+    backend: str
+    because: str
+    substitution: str | None
+    verdicts: tuple[Verdict, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.desc} on {self.device}: {self.backend} ({self.because})"]
+        if self.substitution:
+            lines.append(f"  substitution: {self.substitution}")
+        lines += [f"  {v.backend}: {v.reason}" for v in self.verdicts if v.reason]
+        return "\n".join(lines)
+
+
+def choose(
+    desc: OpDesc, device: torch.device, policy: Policy, explicit: str | None = None
+) -> Choice:
+    """Choose in this order: ``explicit``, use_backend, FP8CORE_OP_BACKEND, FP8CORE_BACKEND, the
+    site policy's hook, the device's backends by priority, the reference on the same device.
+
+    Decided from declarations alone, so the same question has the same answer.
+
+    Raises:
+        UnsupportedError: nothing can run it; or a low-precision GEMM's only way, or in strict mode
+            anybody's only way, is a substitution.
+        RecipeError, PluginError: the backend that was asked for is unknown or broken.
+    """
+    wanted = settings.read()
+    registry = plugins.load()
+    verdicts = tuple(_verdict(registry, spec, desc, device) for spec in registry.by_priority())
+    by_name = {verdict.backend: verdict for verdict in verdicts}
+    asked, asked_by = _asked(desc.op, policy, wanted, explicit)
+    substitution: str | None = None
+    if asked is not None:
+        registry.spec(asked, asked_by)
+        if by_name[asked].reason is None:
+            return Choice(desc, device, asked, asked_by, None, verdicts)
+        substitution = f"{asked_by} asks for {asked}, but {by_name[asked].reason}"
+    native = [v.backend for v in verdicts if v.reason is None and not v.emulated]
+    emulating = [v.backend for v in verdicts if v.reason is None and v.emulated]
+    is_low_precision_gemm = desc.low_precision and "gemm" in desc.op
+    if native and not (substitution and is_low_precision_gemm):
+        backend, because = _site_or_first(registry, desc, device, native)
+    elif emulating and not is_low_precision_gemm:
+        backend, because = emulating[0], "nothing native; emulates it"
+        substitution = substitution or f"no native backend for {device}"
+    else:
+        raise UnsupportedError(_refusal(desc, device, verdicts, substitution))
+    if substitution:
+        if wanted.strict:
+            raise UnsupportedError(
+                f"FP8CORE_STRICT=1: {desc} on {device} would run on {backend}: {substitution}."
+            )
+        log_once(f"{desc.op} on {device} runs on {backend}: {substitution} [{desc}]")
+    return Choice(desc, device, backend, because, substitution, verdicts)
+
+
+def selected_spec(policy: Policy) -> BackendSpec:
+    """Return the backend that new modules are made for: the one asked for, or the best usable."""
+    registry = plugins.load()
+    asked, asked_by = _asked(None, policy, settings.read(), None)
+    if asked is not None:
+        return registry.spec(asked, asked_by)
+    for spec in registry.by_priority():
+        if registry.unusable(spec) is None:
+            return spec
+    raise UnsupportedError(
+        "no backend can be used here; `fp8core doctor` says why. "
+        "Install fp8core with pip, so that its entry points are registered."
+    )
+
+
+def default_device(policy: Policy) -> torch.device:
+    """Return the device that new modules are made on: the selected backend's preferred one."""
+    return torch.device(selected_spec(policy).device_types[0])
+
+
+def _verdict(
+    registry: plugins.Registry, spec: BackendSpec, desc: OpDesc, device: torch.device
+) -> Verdict:
+    native = device.type in spec.device_types
+    if not native and not spec.portable:
+        return Verdict(spec.name, f"runs on {'/'.join(spec.device_types)}, not on {device.type}")
+    reason = registry.unusable(spec)
+    if reason is None:
+        reason = registry.instance(spec).unsupported(desc, device)
+    return Verdict(spec.name, reason, emulated=not native and desc.low_precision)
+
+
+def _asked(
+    op: str | None, policy: Policy, wanted: settings.Settings, explicit: str | None
+) -> tuple[str | None, str]:
+    names = (
+        (explicit, "the argument backend="),
+        (dict(policy.op_backends).get(op or ""), "use_backend()"),
+        (policy.backend, "use_backend()"),
+        (dict(wanted.op_backends).get(op or ""), "FP8CORE_OP_BACKEND"),
+        (wanted.backend, "FP8CORE_BACKEND"),
+    )
+    return next(((name, by) for name, by in names if name is not None), (None, ""))
+
+
+def _site_or_first(
+    registry: plugins.Registry, desc: OpDesc, device: torch.device, candidates: list[str]
+) -> tuple[str, str]:
+    picked: str | None = registry.manager.hook.fp8core_select_backend(
+        op=desc.op, desc=desc, device=device, candidates=tuple(candidates)
+    )
+    if picked is None:
+        return candidates[0], "device and priority"
+    if picked not in candidates:
+        raise UnsupportedError(
+            f"the site policy picks {picked!r} for {desc} on {device}; able are {candidates}."
+        )
+    return picked, "site policy"
+
+
+def _refusal(
+    desc: OpDesc, device: torch.device, verdicts: tuple[Verdict, ...], substitution: str | None
+) -> str:
+    lines = [f"no backend runs {desc} on {device}" + (f" ({substitution})" if substitution else "")]
+    for verdict in verdicts:
+        if verdict.reason is not None:
+            lines.append(f"  {verdict.backend}: {verdict.reason}")
+        elif verdict.emulated:
+            lines.append(
+                f"  {verdict.backend}: emulates it on any device; choose it with "
+                f'FP8CORE_BACKEND={verdict.backend} or use_backend("{verdict.backend}")'
+            )
+        else:
+            lines.append(f"  {verdict.backend}: can run it, but was not asked for")
+    return "\n".join(lines)
