@@ -1,0 +1,251 @@
+"""Recipes that the user composes: another one per layer, or one put together by hand."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from fp8core.backend_api import OperandSpec
+from fp8core.errors import RecipeError
+from fp8core.plan import (
+    HIGH_PRECISION,
+    AmaxAlgorithm,
+    DelayedPlan,
+    LayerRole,
+    LinearPlan,
+    ScalingAlgorithm,
+    TensorPlan,
+)
+from fp8core.recipe.base import (
+    FAST,
+    SPLIT,
+    Format,
+    Recipe,
+    check_common,
+    check_delayed,
+    check_format,
+    delayed_linear_plan,
+    element,
+    linear_plan,
+)
+
+__all__ = ["CustomRecipe", "DelayedScalingRequest", "PerLayer", "QuantizerRole"]
+
+Rule: TypeAlias = "tuple[str | LayerRole, Recipe | None]"
+
+
+class PerLayer(Recipe):
+    """Another recipe for some layers: the first rule that matches a layer decides.
+
+    Args:
+        rules: a mapping, or pairs, from a pattern of the layer's name (``"*.fc1"``, as in a shell)
+            or a :class:`LayerRole` (its kind, and its name as a pattern if it has one) to a recipe,
+            or to None for no quantization.
+        default: the recipe of every other layer; None for no quantization.
+
+    >>> from fp8core import recipe
+    >>> rules = {"*.head": None, recipe.LayerRole("grouped_linear"): recipe.MXFP8BlockScaling()}
+    >>> mixed = recipe.PerLayer(rules, default=recipe.Float8CurrentScaling())
+
+    Raises:
+        RecipeError: a rule is neither; or, when a plan is asked for, a name pattern has to be
+            matched against a layer without a name (``fp8core.prepare(model)`` gives names).
+    """
+
+    __slots__ = ("default", "rules")
+
+    def __init__(
+        self,
+        rules: Mapping[str | LayerRole, Recipe | None] | Iterable[Rule],
+        default: Recipe | None = None,
+    ) -> None:
+        pairs = tuple(rules.items()) if isinstance(rules, Mapping) else tuple(rules)
+        for key, value in pairs:
+            if not isinstance(key, str | LayerRole):
+                raise RecipeError(f"PerLayer rule {key!r}: expected a name pattern or a LayerRole.")
+            _check_choice(f"PerLayer rule {key!r}", value)
+        _check_choice("PerLayer(default=...)", default)
+        self.rules = pairs
+        self.default = default
+
+    def __eq__(self, other: object) -> bool:
+        """Compare by value."""
+        return isinstance(other, PerLayer) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        """Hash by value."""
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        return f"PerLayer({dict(self.rules)!r}, default={self.default!r})"
+
+    def _key(self) -> tuple[tuple[Rule, ...], Recipe | None]:
+        return self.rules, self.default
+
+    def choose(self, role: LayerRole) -> Recipe | None:
+        """Return the recipe of the first rule that matches ``role``, else the default."""
+        for key, value in self.rules:
+            wanted = LayerRole(role.kind, key) if isinstance(key, str) else key
+            if wanted.kind != role.kind:
+                continue
+            if wanted.name is None:
+                return value
+            if role.name is None:
+                raise RecipeError(
+                    f"PerLayer matches layers by name ({wanted.name!r}), but this "
+                    f"{role.kind} has none. Call fp8core.prepare(model) first, or pass name=."
+                )
+            if fnmatch.fnmatchcase(role.name, wanted.name):
+                return value
+        return self.default
+
+    def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
+        """Return the plan of the recipe chosen for ``role``."""
+        chosen = self.choose(role)
+        return HIGH_PRECISION if chosen is None else chosen.plan(role, dtype)
+
+
+class QuantizerRole(NamedTuple):
+    """What a quantizer is for: ``tensor_type`` is ``input``, ``weight`` or ``grad_output``."""
+
+    module_type: str
+    tensor_type: str
+    name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class DelayedScalingRequest:
+    """A factory's wish for a tensorwise delayed scale; see :class:`DelayedScaling` for the fields.
+
+    The slots of one layer share their history, so every request of a layer must agree in all but
+    the format.
+    """
+
+    fp8_format: str = Format.HYBRID
+    margin: float = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: AmaxAlgorithm = "max"
+    scaling_factor_compute_algo: ScalingAlgorithm | None = None
+    reduce_amax: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_format(self, self.fp8_format)
+        check_delayed(type(self).__name__, self.amax_history_len, self.amax_compute_algo)
+
+    def delayed(self) -> DelayedPlan:
+        """Return what the layer's state has to be."""
+        return DelayedPlan(
+            self.amax_history_len,
+            self.margin,
+            self.amax_compute_algo,
+            self.scaling_factor_compute_algo,
+            self.reduce_amax,
+        )
+
+
+Made: TypeAlias = OperandSpec | TensorPlan | DelayedScalingRequest
+QuantizerFactory: TypeAlias = Callable[[QuantizerRole], Made]
+
+
+@dataclass(frozen=True, slots=True)
+class CustomRecipe(Recipe):
+    """A recipe put together by hand, in exactly one of two ways.
+
+    Attributes:
+        qfactory: called with a :class:`QuantizerRole` for ``input``, ``weight`` and
+            ``grad_output``; returns an :class:`OperandSpec` for both orientations, a
+            :class:`TensorPlan` of two (None in it: high precision), or a
+            :class:`DelayedScalingRequest`.
+        fp8_format, margin, amax_history_len, amax_compute_algo, scaling_factor_compute_algo: the
+            scaling fields of :class:`DelayedScaling`, from which this is then that recipe.
+
+    Raises:
+        RecipeError: both ways, or neither; or, when a plan is asked for, a factory that returns
+            something else.
+    """
+
+    qfactory: QuantizerFactory | None = None
+    fp8_format: str | None = None
+    margin: float | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: AmaxAlgorithm | None = None
+    scaling_factor_compute_algo: ScalingAlgorithm | None = None
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check that exactly one way was taken."""
+        fields = self._scaling_fields()
+        if (self.qfactory is None) == (not fields):
+            found = "neither" if not fields else f"qfactory and {', '.join(fields)}"
+            raise RecipeError(
+                f"CustomRecipe takes either qfactory or scaling fields (fp8_format, margin, "
+                f"amax_history_len, amax_compute_algo, scaling_factor_compute_algo), found {found}."
+            )
+        if fields:
+            check_common(self, (None,))
+            self._request()
+        else:
+            check_common(self)
+
+    def _scaling_fields(self) -> list[str]:
+        names = ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")
+        given = [name for name in names if getattr(self, name) is not None]
+        return given + ["scaling_factor_compute_algo"] * bool(self.scaling_factor_compute_algo)
+
+    def _request(self) -> DelayedScalingRequest:
+        return DelayedScalingRequest(
+            **{name: getattr(self, name) for name in self._scaling_fields()}
+        )
+
+    def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
+        """Ask the factory for each tensor, or plan delayed scaling from the fields."""
+        if self.qfactory is None:
+            request = self._request()
+            return delayed_linear_plan(request.fp8_format, request.delayed())
+        made = {
+            tensor: self.qfactory(QuantizerRole(role.kind, tensor, role.name))
+            for tensor in ("input", "weight", "grad_output")
+        }
+        requests = {m.delayed() for m in made.values() if isinstance(m, DelayedScalingRequest)}
+        if len(requests) > 1:
+            raise RecipeError(
+                f"CustomRecipe: the delayed slots of one layer share their history, "
+                f"but qfactory asked for {sorted(map(str, requests))}."
+            )
+        return linear_plan(
+            lambda tensor: _tensor_plan(tensor, made[tensor]),
+            (FAST, SPLIT, SPLIT),
+            backward_override=self.backward_override,
+            delayed=next(iter(requests), None),
+        )
+
+
+def _tensor_plan(tensor: str, made: Made) -> TensorPlan:
+    if isinstance(made, DelayedScalingRequest):
+        first = element(made.fp8_format, tensor, (0, 0))
+        spec = OperandSpec(*first, delayed=True, cast_first=False)
+        return TensorPlan(spec, spec)
+    plan = TensorPlan(made, made) if isinstance(made, OperandSpec) else made
+    if not isinstance(plan, TensorPlan):
+        raise RecipeError(
+            f"CustomRecipe: qfactory returned {made!r} for {tensor}; expected an OperandSpec, "
+            f"a TensorPlan or a DelayedScalingRequest."
+        )
+    if any(spec is not None and spec.delayed for spec in plan):
+        raise RecipeError(
+            f"CustomRecipe: qfactory returned a delayed OperandSpec for {tensor}; "
+            f"return a DelayedScalingRequest, which also says how the scale is found."
+        )
+    return plan
+
+
+def _check_choice(where: str, value: object) -> None:
+    if value is not None and not isinstance(value, Recipe):
+        raise RecipeError(f"{where}: expected a Recipe or None, found {value!r}.")

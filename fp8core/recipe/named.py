@@ -1,0 +1,296 @@
+"""The recipes that have a name: each a frozen value with Transformer Engine's field names."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from fp8core.backend_api import OperandSpec
+from fp8core.errors import RecipeError
+from fp8core.plan import (
+    AmaxAlgorithm,
+    DelayedPlan,
+    LayerRole,
+    LinearPlan,
+    ScalingAlgorithm,
+    TensorPlan,
+)
+from fp8core.recipe.base import (
+    FAST,
+    SPLIT,
+    Format,
+    MMParams,
+    Recipe,
+    check_common,
+    check_delayed,
+    check_format,
+    delayed_linear_plan,
+    element,
+    linear_plan,
+)
+
+__all__ = [
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Float8RowwiseScaling",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class DelayedScaling(Recipe):
+    """One scale a tensor, from the amaxes of earlier steps; the first step uses scale 1.
+
+    Attributes:
+        margin: the amax maps to ``max * 2^-margin``.
+        fp8_format: E4M3 or HYBRID (e4m3 forward, e5m2 backward).
+        amax_history_len: updates that an amax is remembered for.
+        amax_compute_algo: ``"max"`` of the window, ``"most_recent"``, or a function of the history.
+        scaling_factor_compute_algo: a function instead of ``max * 2^-margin / amax``, or None.
+        reduce_amax: take the maximum over ``autocast``'s amax_reduction_group, where one is given.
+    """
+
+    margin: float = 0
+    fp8_format: str = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: AmaxAlgorithm = "max"
+    scaling_factor_compute_algo: ScalingAlgorithm | None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_format(self, self.fp8_format, refuse=("e5m2",))
+        check_common(self, (None,))
+        check_delayed(type(self).__name__, self.amax_history_len, self.amax_compute_algo)
+
+    def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
+        """Tensorwise, delayed; a fused producer hands over float32."""
+        delayed = DelayedPlan(
+            self.amax_history_len,
+            self.margin,
+            self.amax_compute_algo,
+            self.scaling_factor_compute_algo,
+            self.reduce_amax,
+        )
+        return delayed_linear_plan(self.fp8_format, delayed)
+
+
+@dataclass(frozen=True, slots=True)
+class Float8CurrentScaling(Recipe):
+    """One scale a tensor, ``max / amax`` of the tensor itself: no state, two passes over it."""
+
+    use_power_2_scales: bool = False
+    fp8_format: str = Format.HYBRID
+    fp8_gemm_fprop: MMParams = FAST
+    fp8_gemm_dgrad: MMParams = SPLIT
+    fp8_gemm_wgrad: MMParams = SPLIT
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_format(self, self.fp8_format)
+        check_common(self)
+
+    def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
+        """Tensorwise, current."""
+
+        def tensor(name: str) -> TensorPlan:
+            spec = OperandSpec(
+                *element(self.fp8_format, name, (0, 0)), power_of_two=self.use_power_2_scales
+            )
+            return TensorPlan(spec, spec)
+
+        return linear_plan(tensor, _gemms(self), backward_override=self.backward_override)
+
+
+@dataclass(frozen=True, slots=True)
+class Float8RowwiseScaling(Recipe):
+    """One scale for each row of each operand, current: rows of unequal size keep their accuracy.
+
+    The columnwise operand has one scale for each column of the tensor, so it is quantized anew.
+    """
+
+    use_power_2_scales: bool = False
+    fp8_format: str = Format.E4M3
+    fp8_gemm_fprop: MMParams = FAST
+    fp8_gemm_dgrad: MMParams = SPLIT
+    fp8_gemm_wgrad: MMParams = SPLIT
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_format(self, self.fp8_format)
+        check_common(self)
+
+    def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
+        """One scale a row, current."""
+
+        def tensor(name: str) -> TensorPlan:
+            spec = OperandSpec(
+                *element(self.fp8_format, name, (1, 0)), power_of_two=self.use_power_2_scales
+            )
+            return TensorPlan(spec, spec)
+
+        return linear_plan(tensor, _gemms(self), backward_override=self.backward_override)
+
+
+@dataclass(frozen=True, slots=True)
+class MXFP8BlockScaling(Recipe):
+    """OCP microscaling: a power-of-two byte for every 32 elements along the contraction.
+
+    Attributes:
+        margin: has no meaning for power-of-two block scales; only 0 is taken.
+        fp8_format: E4M3 both ways by default; gradients in e5m2 are known to train worse.
+        enable_2d_quantization: weights take 32 x 32 blocks, so both orientations hold one value.
+    """
+
+    margin: int = 0
+    fp8_format: str = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+    enable_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_format(self, self.fp8_format)
+        check_common(self)
+        if self.margin != 0:
+            raise RecipeError(
+                f"MXFP8BlockScaling(margin={self.margin}) would have no effect: "
+                f"block scales are rounded up to a power of two. Use margin=0."
+            )
+
+    def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
+        """Blocks of 32 along the contraction, e8m0 scales."""
+
+        def tensor(name: str) -> TensorPlan:
+            is_square = name == "weight" and self.enable_2d_quantization
+            block = (32, 32) if is_square else (1, 32)
+            spec = OperandSpec(*element(self.fp8_format, name, block), scale_format="e8m0")
+            return TensorPlan(spec, spec)
+
+        gemms = (SPLIT, SPLIT, SPLIT)
+        return linear_plan(tensor, gemms, backward_override=self.backward_override)
+
+
+@dataclass(frozen=True, slots=True)
+class Float8BlockScaling(Recipe):
+    """DeepSeek-V3's blocks: 1 x 128 for activations and gradients, 128 x 128 for weights.
+
+    Attributes:
+        use_f32_scales: float32 scales as they come; False rounds them down to powers of two.
+        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1 for 1 x 128, 2 for
+            128 x 128.
+    """
+
+    use_f32_scales: bool = False
+    fp8_format: str = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = SPLIT
+    fp8_gemm_dgrad: MMParams = SPLIT
+    fp8_gemm_wgrad: MMParams = SPLIT
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_format(self, self.fp8_format)
+        check_common(self)
+        for name, params in zip(("fprop", "dgrad", "wgrad"), _gemms(self), strict=True):
+            if not params.use_split_accumulator:
+                raise RecipeError(
+                    f"Float8BlockScaling(fp8_gemm_{name}={params}): block scales are applied in "
+                    f"float32, so only MMParams(use_split_accumulator=True) exists."
+                )
+        for name, value in self._dims().items():
+            if value not in (1, 2):
+                raise RecipeError(
+                    f"Float8BlockScaling({name}_block_scaling_dim={value!r}): expected 1 or 2."
+                )
+
+    def _dims(self) -> dict[str, int]:
+        return {
+            "x": self.x_block_scaling_dim,
+            "w": self.w_block_scaling_dim,
+            "grad": self.grad_block_scaling_dim,
+        }
+
+    def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
+        """Blocks of 128 along the contraction, float32 scales."""
+        dims = self._dims()
+
+        def tensor(name: str) -> TensorPlan:
+            dim = dims[{"input": "x", "weight": "w", "grad_output": "grad"}[name]]
+            block = (128, 128) if dim == 2 else (1, 128)
+            spec = OperandSpec(
+                *element(self.fp8_format, name, block), power_of_two=not self.use_f32_scales
+            )
+            return TensorPlan(spec, spec)
+
+        return linear_plan(tensor, _gemms(self), backward_override=self.backward_override)
+
+
+@dataclass(frozen=True, slots=True)
+class NVFP4BlockScaling(Recipe):
+    """NVIDIA's FP4: e2m1 elements, an e4m3 scale for every 16, one float32 scale a tensor.
+
+    Weights take 16 x 16 blocks; the columnwise operands of wgrad go through a random Hadamard
+    transform of 16; gradients are rounded stochastically. Each can be disabled.
+    """
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    fp4_format: str = Format.E2M1
+    fp8_format: str = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_common(self)
+        for name, value, only in (
+            ("fp4_format", self.fp4_format, "e2m1"),
+            ("fp8_format", self.fp8_format, "e4m3"),
+        ):
+            if value != only:
+                raise RecipeError(f"NVFP4BlockScaling({name}={value!r}): only {only!r} exists.")
+
+    def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
+        """Blocks of 16 along the contraction, two-level scales."""
+
+        def tensor(name: str) -> TensorPlan:
+            is_square = name == "weight" and not self.disable_2d_quantization
+            spec = OperandSpec(
+                *element(self.fp4_format, name, (16, 16) if is_square else (1, 16)),
+                scale_format="e4m3",
+                stochastic=name == "grad_output" and not self.disable_stochastic_rounding,
+            )
+            if name == "weight" or self.disable_rht:
+                return TensorPlan(spec, spec)
+            return TensorPlan(spec, dataclasses.replace(spec, transform="hadamard16"))
+
+        gemms = (SPLIT, SPLIT, SPLIT)
+        return linear_plan(tensor, gemms, backward_override=self.backward_override)
+
+
+def _gemms(
+    recipe: Float8CurrentScaling | Float8RowwiseScaling | Float8BlockScaling,
+) -> tuple[MMParams, MMParams, MMParams]:
+    return recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad
