@@ -1,0 +1,125 @@
+"""The judge of the other backends: every operation in plain torch, on any device.
+
+``docs/numerics.md`` says what is computed; the vectors in ``tests/golden`` decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fp8core import formats
+from fp8core.backend_api import (
+    Alignment,
+    AmaxDesc,
+    DequantizeDesc,
+    GemmDesc,
+    GroupedGemmDesc,
+    OpDesc,
+    OperandSpec,
+    QuantizeDesc,
+    ScaleUpdateDesc,
+    bind_method,
+)
+from fp8core_backends.reference.gemm import gemm, grouped_gemm
+from fp8core_backends.reference.quantize import amax, dequantize, quantize
+from fp8core_backends.reference.scaling import scale_update
+
+__all__ = ["ReferenceBackend"]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SCALE_FORMATS = ("float32", "e8m0", "e4m3")
+
+
+class ReferenceBackend:
+    """Implements every operation of the backend API."""
+
+    amax = staticmethod(amax)
+    quantize = staticmethod(quantize)
+    dequantize = staticmethod(dequantize)
+    gemm = staticmethod(gemm)
+    grouped_gemm = staticmethod(grouped_gemm)
+    scale_update = staticmethod(scale_update)
+
+    def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
+        """Say why ``desc`` cannot run, or None."""
+        check = _CHECKS.get(type(desc))
+        return f"unknown descriptor {desc}" if check is None else check(desc)
+
+    def alignment(self, desc: GemmDesc) -> Alignment:
+        """Take any size, but whole blocks of the formats whose storage has no partial ones."""
+        specs = [spec for spec in (desc.a, desc.b) if spec is not None]
+        return Alignment(k=max((_whole_block(spec) for spec in specs), default=1))
+
+    def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
+        """Return the method that runs ``desc``."""
+        return bind_method(self, desc)
+
+
+def _whole_block(spec: OperandSpec) -> int:
+    """Return what k must be a multiple of: MX and NVFP4 know no partial block, e2m1 packs pairs."""
+    if spec.scale_format != "float32":
+        return spec.block[1]
+    return 2 if formats.by_name(spec.format).bits == 4 else 1
+
+
+def _check_spec(spec: OperandSpec | None) -> str | None:
+    if spec is None:
+        return None
+    rows, k = spec.block
+    scale_is_byte = spec.scale_format != "float32"
+    is_two_level = spec.scale_format == "e4m3"
+    problems = (
+        (spec.format not in formats.names(), f"unknown format {spec.format!r}"),
+        (spec.scale_format not in SCALE_FORMATS, f"unknown scale format {spec.scale_format!r}"),
+        (rows < 0 or k < 0 or (rows == 0) != (k == 0 and rows != 1), f"no block {spec.block}"),
+        (scale_is_byte and (k == 0 or rows == 0), "byte scales need blocks along k"),
+        (scale_is_byte and spec.power_of_two, "power_of_two is for float32 scales"),
+        (scale_is_byte and spec.amax_epsilon != 0, "amax_epsilon is for float32 scales"),
+        (spec.delayed and (scale_is_byte or spec.block != (0, 0)), "delayed scales are tensorwise"),
+        (spec.delayed and spec.power_of_two, "delayed scales are not rounded"),
+        (spec.stochastic and spec.format != "e2m1", "stochastic rounding is for e2m1"),
+        (spec.transform not in (None, "hadamard16"), f"unknown transform {spec.transform!r}"),
+        (spec.transform is not None and not is_two_level, "the transform is for two-level scales"),
+        (not spec.target > 0, f"target {spec.target} is not positive"),
+    )
+    return next((reason for wrong, reason in problems if wrong), None)
+
+
+def _check_float(dtype: torch.dtype, *more: torch.dtype) -> str | None:
+    return None if dtype in (*FLOATS, *more) else f"no low precision from or to {dtype}"
+
+
+def _check_quantize(desc: QuantizeDesc) -> str | None:
+    halves = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
+    if len({spec.delayed for spec in halves}) > 1:
+        return "one orientation is delayed, the other is not"
+    return _check_float(desc.dtype) or next(filter(None, map(_check_spec, halves)), None)
+
+
+def _check_dequantize(desc: DequantizeDesc) -> str | None:
+    return _check_float(desc.dtype) or _check_spec(desc.operand)
+
+
+def _check_gemm(desc: GemmDesc) -> str | None:
+    if desc.a is not None and desc.b is not None and desc.a.transform != desc.b.transform:
+        return f"a is transformed by {desc.a.transform}, b by {desc.b.transform}"
+    wide = () if desc.low_precision else (torch.float64,)
+    return _check_float(desc.out_dtype, *wide) or _check_spec(desc.a) or _check_spec(desc.b)
+
+
+def _check_update(desc: ScaleUpdateDesc) -> str | None:
+    known = ("max", "most_recent")
+    return None if desc.algorithm in known else f"no algorithm {desc.algorithm!r}"
+
+
+_CHECKS: dict[type, Callable[[Any], str | None]] = {
+    QuantizeDesc: _check_quantize,
+    DequantizeDesc: _check_dequantize,
+    GemmDesc: _check_gemm,
+    GroupedGemmDesc: _check_gemm,
+    AmaxDesc: lambda desc: _check_float(desc.dtype),
+    ScaleUpdateDesc: _check_update,
+}

@@ -1,0 +1,106 @@
+"""GEMM over dequantized operands, in float32, rounded once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from fp8core import formats
+from fp8core.backend_api import GemmDesc, GroupedGemmDesc, Operand, OperandSpec
+from fp8core_backends.reference.quantize import dequantize_float32
+
+__all__ = ["gemm", "grouped_gemm"]
+
+
+def gemm(
+    desc: GemmDesc,
+    a: Operand,
+    b: Operand,
+    *,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``d[m, n] = a[m, k] @ b[n, k].T + bias``; see the backend API."""
+    is_plain = not desc.low_precision and a.data.dtype == b.data.dtype == desc.out_dtype
+    if is_plain and out is None:
+        # [m, k] x [n, k] -> [m, n]: torch's own kernel, which also accumulates in float32
+        return torch.nn.functional.linear(a.data, b.data, bias)
+    return _store(_float32_gemm(desc, a, b, bias), desc, out)
+
+
+def grouped_gemm(
+    desc: GroupedGemmDesc,
+    a: Operand,
+    b: Operand | Sequence[Operand],
+    group_offsets: torch.Tensor,
+    *,
+    bias: Sequence[torch.Tensor] | None = None,
+    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+) -> torch.Tensor | list[torch.Tensor]:
+    """One GEMM a group; see the backend API."""
+    bounds = group_offsets.tolist()
+    a_parts = _split(desc.a, a, bounds, dim=1 if desc.contract_groups else 0)
+    if desc.contract_groups:
+        assert isinstance(b, Operand)
+        b_parts: Sequence[Operand] = _split(desc.b, b, bounds, dim=1)
+        outs: Sequence[torch.Tensor | None] = [None] * len(a_parts) if out is None else list(out)
+        return [
+            gemm(desc, a_part, b_part, out=own)  # [m, k_g] x [n, k_g] -> [m, n]
+            for a_part, b_part, own in zip(a_parts, b_parts, outs, strict=True)
+        ]
+    assert not isinstance(b, Operand)
+    biases: Sequence[torch.Tensor | None] = [None] * len(a_parts) if bias is None else bias
+    # [m_g, k] x [n, k] -> [m_g, n], stacked to [m, n]
+    if out is None:
+        return torch.cat(
+            [
+                gemm(desc, a_part, b_part, bias=own)
+                for a_part, b_part, own in zip(a_parts, b, biases, strict=True)
+            ]
+        )
+    assert isinstance(out, torch.Tensor)
+    for group, (a_part, b_part, own) in enumerate(zip(a_parts, b, biases, strict=True)):
+        gemm(desc, a_part, b_part, bias=own, out=out[bounds[group] : bounds[group + 1]])
+    return out
+
+
+def _split(
+    spec: OperandSpec | None, operand: Operand, bounds: list[int], dim: int
+) -> list[Operand]:
+    """Split an operand grouped along ``dim`` into the operands of its groups."""
+    sizes = [end - start for start, end in itertools.pairwise(bounds)]
+    if spec is None:
+        return [Operand(part) for part in torch.split(operand.data, sizes, dim)]
+    assert operand.scale_inv is not None
+    per_byte = 8 // formats.by_name(spec.format).bits if dim == 1 else 1
+    block = spec.block[dim]
+    scale_sizes = [-(-size // block) if block else 1 for size in sizes]
+    data = torch.split(operand.data, [size // per_byte for size in sizes], dim)
+    scales = torch.split(operand.scale_inv, scale_sizes, dim)
+    if operand.global_scale_inv is None:
+        return [Operand(*parts) for parts in zip(data, scales, strict=True)]
+    globals_ = torch.split(operand.global_scale_inv, 1, dim)
+    return [Operand(*parts) for parts in zip(data, scales, globals_, strict=True)]
+
+
+def _float32_gemm(
+    desc: GemmDesc, a: Operand, b: Operand, bias: torch.Tensor | None
+) -> torch.Tensor:
+    product = _values(desc.a, a) @ _values(desc.b, b).t()  # [m, k] x [n, k] -> [m, n]
+    return product if bias is None else product.add_(bias.to(product.dtype))
+
+
+def _values(spec: OperandSpec | None, operand: Operand) -> torch.Tensor:
+    """Return the operand's values ``[rows, k]`` in float32 (float64 stays)."""
+    if spec is not None:
+        return dequantize_float32(spec, operand)
+    wide = torch.float64 if operand.data.dtype == torch.float64 else torch.float32
+    return operand.data.to(wide)
+
+
+def _store(product: torch.Tensor, desc: GemmDesc, out: torch.Tensor | None) -> torch.Tensor:
+    if out is None:
+        return product.to(desc.out_dtype)
+    return out.copy_(product.add_(out) if desc.accumulate else product)

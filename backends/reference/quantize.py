@@ -1,0 +1,215 @@
+"""Quantize, dequantize and amax: amax of a block -> scale -> elements, in float32 throughout.
+
+A columnwise operand is quantized in the layout of ``x`` with the block turned, and handed out as a
+transposed view: that costs no transposition, and strides are the maker's business.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from fp8core import formats
+from fp8core.backend_api import (
+    AmaxDesc,
+    DequantizeDesc,
+    Operand,
+    OperandSpec,
+    Quantized,
+    QuantizeDesc,
+)
+from fp8core_backends.reference import blocks, rounding
+
+__all__ = ["amax", "dequantize", "dequantize_float32", "quantize"]
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def amax(desc: AmaxDesc, x: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of ``x``, float32 ``[1]``; NaN is ignored, empty gives 0."""
+    return blocks.amax(x.reshape(1, -1), (0, 0)).reshape(1)
+
+
+def quantize(
+    desc: QuantizeDesc,
+    x: torch.Tensor,
+    group_offsets: torch.Tensor | None = None,
+    *,
+    scale: torch.Tensor | None = None,
+    amax_out: torch.Tensor | None = None,
+    rng: torch.Tensor | None = None,
+) -> Quantized:
+    """Quantize ``x [rows, cols]`` in the orientations of ``desc``; see the backend API."""
+    if group_offsets is None:
+        return _quantize_tensor(desc, x, scale, amax_out, rng)
+    bounds = group_offsets.tolist()
+    parts = []
+    for group, (start, end) in enumerate(itertools.pairwise(bounds)):
+        one = slice(group, group + 1)
+        own_rng = None if rng is None else rng + torch.tensor([0, group])
+        parts.append(
+            _quantize_tensor(
+                desc,
+                x[start:end],
+                None if scale is None else scale[one],
+                None if amax_out is None else amax_out[one],
+                own_rng,
+            )
+        )
+    return Quantized(
+        _concatenate([part.rowwise for part in parts], dim=0),
+        _concatenate([part.columnwise for part in parts], dim=1),
+    )
+
+
+def _concatenate(operands: list[Operand | None], dim: int) -> Operand | None:
+    present = [operand for operand in operands if operand is not None]
+    if not present:
+        return None
+
+    def join(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+        kept = [part for part in parts if part is not None]
+        return torch.cat(kept, dim) if kept else None
+
+    return Operand(
+        torch.cat([operand.data for operand in present], dim),
+        join([operand.scale_inv for operand in present]),
+        join([operand.global_scale_inv for operand in present]),
+    )
+
+
+def _quantize_tensor(
+    desc: QuantizeDesc,
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    amax_out: torch.Tensor | None,
+    rng: torch.Tensor | None,
+) -> Quantized:
+    if amax_out is not None:
+        torch.maximum(amax_out, blocks.amax(x, (0, 0)).reshape(1), out=amax_out)
+    row, column = desc.rowwise, desc.columnwise
+    if row is not None and row == column and row.block[0] == row.block[1] and not row.stochastic:
+        # A square block holds the same elements both ways: one quantization, seen twice.
+        operand = _orient(row, x, scale, rng, turned=False)
+        if formats.by_name(row.format).bits == 8:
+            return Quantized(operand, _turn(operand))
+        return Quantized(operand, _orient(row, x, scale, rng, turned=True))
+    return Quantized(
+        None if row is None else _orient(row, x, scale, rng, turned=False),
+        None if column is None else _orient(column, x, scale, rng, turned=True),
+    )
+
+
+def _turn(operand: Operand) -> Operand:
+    data, scale_inv, global_scale_inv = operand
+    return Operand(
+        data.t(),
+        None if scale_inv is None else scale_inv.t(),
+        None if global_scale_inv is None else global_scale_inv.t(),
+    )
+
+
+def _orient(
+    spec: OperandSpec,
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    rng: torch.Tensor | None,
+    *,
+    turned: bool,
+) -> Operand:
+    """Make the rowwise operand of ``x``, or, ``turned``, the columnwise one."""
+    dim = 0 if turned else 1  # the dimension of x that the GEMM contracts
+    block = (spec.block[1], spec.block[0]) if turned else spec.block
+    if spec.transform is not None:
+        x = rounding.hadamard16(x, dim)
+    multiplier, scale_inv, global_scale_inv = _scales(spec, x, block, scale)
+    scaled = blocks.multiply(x, multiplier, block)
+    element = formats.by_name(spec.format)
+    codes = (
+        rounding.stochastic_e2m1(scaled, rng, dim) if spec.stochastic else element.encode(scaled)
+    )
+    data = rounding.pack(codes, dim) if element.bits == 4 else codes
+    operand = Operand(data, scale_inv, global_scale_inv)
+    return _turn(operand) if turned else operand
+
+
+def _scales(
+    spec: OperandSpec, x: torch.Tensor, block: tuple[int, int], scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the multiplier of each block (float32), and what is stored to undo it."""
+    if spec.delayed:
+        assert scale is not None
+        multiplier = scale.reshape(1, 1)
+        return multiplier, _reciprocal(multiplier), None
+    block_amax = blocks.amax(x, block)
+    if spec.scale_format == "e8m0":
+        return *_e8m0_scales(spec, block_amax), None
+    if spec.scale_format == "e4m3":
+        return _two_level_scales(spec, x, block_amax)
+    multiplier = _float32_scale(spec, block_amax, x.dtype)
+    return multiplier, _reciprocal(multiplier), None
+
+
+def _float32_scale(spec: OperandSpec, block_amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``target / amax``; 1 where amax is 0 or inf. Source: docs/numerics.md 3.2, 3.4."""
+    floored = block_amax.clamp(min=spec.amax_epsilon)
+    # Divide tensor by tensor: torch computes python_scalar / tensor as a rounded reciprocal times
+    # the scalar, which is one ulp off the correctly rounded quotient.
+    scale = torch.full_like(floored, spec.target) / floored
+    largest = FLOAT32_MAX if spec.block[1] == 0 else torch.finfo(dtype).max
+    scale = torch.where(torch.isinf(scale), largest, scale)
+    scale = torch.where((floored == 0) | torch.isinf(floored), 1.0, scale)
+    if spec.power_of_two:
+        # s eeeeeeee mmm...m -> s eeeeeeee 000...0: clearing the mantissa rounds down.
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return scale
+
+
+def _e8m0_scales(spec: OperandSpec, block_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The byte is the exponent of ``amax / target`` rounded up. Source: docs/numerics.md 3.3."""
+    codes = formats.by_name("e8m0").encode(block_amax * (1 / spec.target), rounding="up")
+    exponent = codes.to(torch.int32)
+    # 2^(127 - e) = 0 (254 - e) 000...0 as bits; e = 254 is the subnormal 2^-127, 255 is NaN.
+    bits = torch.where(exponent == 254, 0x00400000, (254 - exponent) << 23)
+    bits = torch.where(exponent == 255, 0x7FC00000, bits)
+    return bits.view(torch.float32), codes
+
+
+def _two_level_scales(
+    spec: OperandSpec, x: torch.Tensor, block_amax: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """An e4m3 scale a block under one float32 scale. Source: docs/numerics.md 3.5."""
+    e4m3 = formats.by_name("e4m3")
+    tensor_amax = (
+        block_amax.amax().reshape(1, 1) if block_amax.numel() else block_amax.new_zeros(1, 1)
+    )
+    encode = torch.full_like(tensor_amax, e4m3.max * spec.target) / tensor_amax
+    encode = encode.clamp(max=FLOAT32_MAX)
+    encode = torch.where((tensor_amax == 0) | torch.isinf(tensor_amax), 1.0, encode)
+    codes = e4m3.encode(block_amax * (encode * (1 / spec.target)))
+    decode = _reciprocal(encode)
+    multiplier = _reciprocal(e4m3.decode(codes) * decode).clamp(max=FLOAT32_MAX)
+    return multiplier, codes, decode
+
+
+def _reciprocal(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(x) / x
+
+
+def dequantize(desc: DequantizeDesc, operand: Operand) -> torch.Tensor:
+    """Return the values of ``operand``, ``[rows, k]`` in ``desc.dtype``."""
+    return dequantize_float32(desc.operand, operand).to(desc.dtype)
+
+
+def dequantize_float32(spec: OperandSpec, operand: Operand) -> torch.Tensor:
+    """Return the values of ``operand`` ``[rows, k]`` in float32; a transform is not undone."""
+    element = formats.by_name(spec.format)
+    data = rounding.unpack(operand.data) if element.bits == 4 else operand.data
+    assert operand.scale_inv is not None
+    scale_inv = operand.scale_inv
+    if spec.scale_format != "float32":
+        scale_inv = formats.by_name(spec.scale_format).decode(scale_inv)
+    if operand.global_scale_inv is not None:
+        scale_inv = scale_inv * operand.global_scale_inv
+    return blocks.multiply(element.decode(data), scale_inv, spec.block)

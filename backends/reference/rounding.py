@@ -1,0 +1,70 @@
+"""What NVFP4 adds to a cast: packing, the Hadamard transform, stochastic rounding."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from fp8core import formats
+
+__all__ = ["hadamard16", "pack", "stochastic_e2m1", "unpack"]
+
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""The fixed signs of the transform. Source: docs/numerics.md 3.5, RHT."""
+
+
+def pack(codes: torch.Tensor, dim: int) -> torch.Tensor:
+    """Pack pairs of 4-bit codes along ``dim``: ``hhhhllll``, the even element is the low half."""
+    if dim == 0:
+        return codes[0::2] | (codes[1::2] << 4)
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def unpack(data: torch.Tensor) -> torch.Tensor:
+    """Undo :func:`pack` along the last dimension: ``[rows, k / 2]`` -> ``[rows, k]``."""
+    return torch.stack((data & 0x0F, data >> 4), dim=-1).flatten(-2)
+
+
+@functools.lru_cache(maxsize=16)
+def _hadamard_matrix(device: torch.device) -> torch.Tensor:
+    matrix = torch.ones(1, 1)
+    for _ in range(4):
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
+    signs = torch.tensor(_SIGNS, dtype=torch.float32)
+    return (signs[:, None] * matrix / 4).to(device)
+
+
+def hadamard16(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Transform every 16 elements along ``dim`` by ``diag(signs) H / 4``; bf16 in and out.
+
+    The matrix is orthogonal, so a GEMM over two operands transformed along k is unchanged but for
+    rounding. Source: docs/numerics.md 3.5.
+    """
+    rows, cols = x.shape
+    matrix = _hadamard_matrix(x.device)
+    values = x.to(torch.bfloat16).to(torch.float32)
+    if dim == 0:
+        turned = torch.einsum("bic,ij->bjc", values.reshape(rows // 16, 16, cols), matrix)
+    else:
+        turned = values.reshape(rows, cols // 16, 16) @ matrix
+    return turned.reshape(rows, cols).to(torch.bfloat16)
+
+
+def stochastic_e2m1(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torch.Tensor:
+    """Encode ``x`` as e2m1, up or down with probabilities that keep the mean; saturates.
+
+    ``rng`` int64 ``[2]`` on the CPU is seed and offset; ``dim`` keeps the two orientations of one
+    tensor apart. NaN becomes +6, as in the cast to the nearest.
+    """
+    assert rng is not None
+    seed, offset = (int(value) for value in rng)
+    generator = torch.Generator(device=x.device)
+    generator.manual_seed((seed * 0x9E3779B97F4A7C15 + 2 * offset + dim) & 0x7FFFFFFFFFFFFFFF)
+    noise = torch.rand(x.shape, generator=generator, dtype=torch.float32, device=x.device)
+    magnitude = x.abs()
+    # e2m1 is 0 0.5 1 1.5 2 | 3 4 | 6: the step is 0.5 below 2, 1 below 4, 2 above.
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    rounded = torch.floor(magnitude / step + noise) * step
+    rounded = torch.where(torch.isfinite(magnitude), rounded, magnitude)
+    return formats.by_name("e2m1").encode(torch.copysign(rounded, x))
