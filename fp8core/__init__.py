@@ -1,0 +1,44 @@
+"""Train and run Transformers in low precision on any accelerator, behind one front end.
+
+Importing it loads no backend and touches no device.
+"""
+
+from __future__ import annotations
+
+from fp8core import errors, formats, recipe
+from fp8core.autocast import autocast, fp8_autocast
+from fp8core.dispatch.policy import use_backend
+from fp8core.errors import (
+    Fp8CoreError,
+    OperandError,
+    PluginError,
+    RecipeError,
+    UnsupportedError,
+)
+from fp8core.explain import explain
+from fp8core.modules.base import prepare
+from fp8core.modules.grouped_linear import GroupedLinear
+from fp8core.modules.linear import Linear
+from fp8core.recipe import get_default_recipe
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Fp8CoreError",
+    "GroupedLinear",
+    "Linear",
+    "OperandError",
+    "PluginError",
+    "RecipeError",
+    "UnsupportedError",
+    "__version__",
+    "autocast",
+    "errors",
+    "explain",
+    "formats",
+    "fp8_autocast",
+    "get_default_recipe",
+    "prepare",
+    "recipe",
+    "use_backend",
+]

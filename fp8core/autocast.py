@@ -1,0 +1,134 @@
+"""``autocast``: which recipe is active, per thread, and when delayed scales are updated."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+import torch.distributed
+
+from fp8core import scaling
+from fp8core.errors import RecipeError
+from fp8core.recipe import Recipe, get_default_recipe
+from fp8core.scaling import DelayedState
+
+__all__ = ["Active", "active", "autocast", "fp8_autocast", "touch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Active:
+    """What an ``autocast`` asks of the layers inside it.
+
+    ``quantize`` is the recipe to compute with, ``observe`` the one to record amaxes for while
+    computing in high precision; at most one is set.
+    """
+
+    quantize: Recipe | None = None
+    observe: Recipe | None = None
+    group: torch.distributed.ProcessGroup | None = None
+
+
+_INACTIVE = Active()
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.active = _INACTIVE
+        self.outer: list[Active] = []
+        self.touched: dict[DelayedState, None] = {}
+
+
+_thread = _ThreadState()
+
+
+def active() -> Active:
+    """Return what the calling thread's innermost autocast asks for."""
+    return _thread.active
+
+
+def touch(state: DelayedState, group: torch.distributed.ProcessGroup | None) -> None:
+    """Have ``state`` updated when the thread's outermost autocast exits."""
+    state.group = group
+    _thread.touched[state] = None
+
+
+class autocast(contextlib.ContextDecorator):
+    """Context manager: layers inside compute their GEMMs in low precision, as ``recipe`` says.
+
+    Nested uses are allowed, the innermost decides; one object may be entered again, also while it
+    is active, and from several threads. What backward needs is kept in forward, so backward may
+    run outside. An exception restores the outer state, and its amaxes are forgotten.
+
+    Args:
+        enabled: False computes in high precision.
+        calibrating: with ``enabled=False``, record the amaxes that a delayed-scaling recipe will
+            need, and turn them into scales on exit; works without gradients too.
+        recipe: a Recipe; None takes :func:`fp8core.get_default_recipe`.
+        amax_reduction_group: process group over which delayed amaxes are reduced (MAX). None
+            reduces nothing; there is no implicit WORLD group.
+
+    Raises:
+        RecipeError: ``recipe`` is not a Recipe, or ``amax_reduction_group`` not a process group.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | None = None,
+        amax_reduction_group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise RecipeError(
+                f"autocast(recipe={recipe!r}): expected a Recipe, as in fp8core.recipe."
+            )
+        if amax_reduction_group is not None and not _is_group(amax_reduction_group):
+            raise RecipeError(
+                f"autocast(amax_reduction_group={amax_reduction_group!r}): expected a process "
+                f"group from torch.distributed.new_group, or None to reduce nothing."
+            )
+        if recipe is None and (enabled or calibrating):
+            recipe = get_default_recipe()
+        self._active = Active(
+            quantize=recipe if enabled else None,
+            observe=recipe if calibrating and not enabled else None,
+            group=amax_reduction_group,
+        )
+
+    def __enter__(self) -> None:
+        thread = _thread
+        thread.outer.append(thread.active)
+        thread.active = self._active
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        thread = _thread
+        thread.active = thread.outer.pop()
+        if thread.outer or not thread.touched:
+            return
+        touched, thread.touched = thread.touched, {}
+        if kind is None:
+            scaling.update(touched)
+        else:
+            scaling.discard(touched)
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: torch.distributed.ProcessGroup | None = None,
+) -> autocast:
+    """Return :class:`autocast` under the argument names of Transformer Engine's older function."""
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group)
+
+
+def _is_group(group: object) -> bool:
+    return torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)

@@ -1,0 +1,1 @@
+"""Layers: they name parameters, check their input, and list the ops of a chain."""

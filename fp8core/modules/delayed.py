@@ -1,0 +1,232 @@
+"""A layer's delayed-scaling state as buffers: made on first use, moved, saved, loaded, checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fp8core import formats
+from fp8core.errors import RecipeError
+from fp8core.ops.bind import BACKWARD_SLOTS, FORWARD_SLOTS, LinearStates
+from fp8core.plan import DelayedPlan, LinearPlan, TensorPlan
+from fp8core.reporting import log_once, logger
+from fp8core.scaling import DelayedState
+
+__all__ = ["Bindings", "DelayedModule"]
+
+META = "delayed_meta"
+BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd", META)
+
+
+class Bindings:
+    """What a layer has made ready: bound ops by key, and the delayed states they use.
+
+    Empty again in a copy of the layer, as all of it refers to the layer's own tensors.
+    """
+
+    __slots__ = ("last", "states", "table")
+
+    def __init__(self) -> None:
+        self.table: dict[tuple[object, ...], Any] = {}
+        self.last: tuple[tuple[object, ...], Any] | None = None
+        self.states: dict[object, LinearStates] = {}
+
+    def __reduce__(self) -> tuple[type[Bindings], tuple[()]]:
+        return Bindings, ()
+
+
+class DelayedModule(torch.nn.Module):
+    """Keeps ``scale_*``, ``amax_history_*`` (float32) and ``delayed_meta`` (uint8) buffers.
+
+    They exist from the first use of a delayed-scaling recipe. ``delayed_meta`` is JSON: each
+    slot's format and the history's length, so that a checkpoint is not taken for another recipe's.
+    All are plain tensors: a ``state_dict`` loads with ``weights_only=True``.
+    """
+
+    _bindings: Bindings
+    _state_is_from_checkpoint: bool
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bindings = Bindings()
+        self._state_is_from_checkpoint = False
+
+    @property
+    def label(self) -> str:
+        """What messages call the layer."""
+        return type(self).__name__
+
+    def reset_delayed_state(self) -> None:
+        """Forget the scales and amax histories; the next use of delayed scaling starts fresh."""
+        for name in BUFFERS:
+            self._buffers.pop(name, None)
+        self._bindings = Bindings()
+        self._state_is_from_checkpoint = False
+
+    def delayed_states(self, recipe: Any, plan: LinearPlan, groups: int) -> LinearStates:
+        """Return the layer's states under ``plan``, made fresh if there are none that fit.
+
+        Raises:
+            RecipeError: the state came from a checkpoint of another recipe.
+        """
+        assert plan.delayed is not None
+        maxima = _maxima(plan)
+        wanted = _describe(plan)
+        stored = self._stored_meta()
+        if stored is not None and stored != wanted:
+            if self._state_is_from_checkpoint:
+                raise RecipeError(
+                    f"the delayed-scaling state in the checkpoint is for {stored}, the recipe "
+                    f"needs {wanted}. Use the checkpoint's recipe, or reset_delayed_state()."
+                )
+            logger.info("%s: delayed state starts fresh for %s", self.label, wanted)
+            self.reset_delayed_state()
+            stored = None
+        if stored is None:
+            self._create(plan.delayed, wanted, max(groups, 1))
+        key = (recipe, plan.delayed)
+        if key not in self._bindings.states:
+            slots = max(groups, 1)
+            self._bindings.states[key] = LinearStates(
+                self._state("fwd", recipe, plan.delayed, maxima[:FORWARD_SLOTS] * slots),
+                self._state("bwd", recipe, plan.delayed, maxima[FORWARD_SLOTS:] * slots),
+            )
+        return self._bindings.states[key]
+
+    def _create(self, delayed: DelayedPlan, meta: str, gemms: int) -> None:
+        device = next(self.parameters()).device
+        # Made under inference_mode, they could never be updated by training.
+        with torch.inference_mode(False):
+            for way, slots in (("fwd", FORWARD_SLOTS * gemms), ("bwd", BACKWARD_SLOTS * gemms)):
+                history = torch.zeros(delayed.history_len, slots, device=device)
+                self.register_buffer(f"scale_{way}", torch.ones(slots, device=device))
+                self.register_buffer(f"amax_history_{way}", history)
+            encoded = torch.tensor(list(meta.encode()), dtype=torch.uint8, device="cpu")
+            self.register_buffer(META, encoded.to(device))
+
+    def _state(
+        self, way: str, recipe: Any, delayed: DelayedPlan, maxima: list[float]
+    ) -> DelayedState:
+        scale, history = self._buffers[f"scale_{way}"], self._buffers[f"amax_history_{way}"]
+        assert scale is not None
+        assert history is not None
+        label = f"{self.label} {way}"
+        return DelayedState(
+            label, delayed, recipe, scale=scale, amax_history=history, maxima=maxima
+        )
+
+    def _stored_meta(self) -> str | None:
+        stored = self._buffers.get(META)
+        return None if stored is None else bytes(stored.tolist()).decode()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        # .to(), .bfloat16(), .cuda() come through here: the state moves, its dtype stays.
+        self._bindings = Bindings()
+        state = {name: self._buffers.pop(name) for name in BUFFERS if name in self._buffers}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        for name, old in state.items():
+            assert old is not None
+            moved = fn(old)
+            keep = moved if moved.dtype == old.dtype else old.to(moved.device)
+            self._buffers[name] = keep
+        if any(old is not None and old.is_meta for old in state.values()):
+            self.reset_delayed_state()
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if state_dict.pop(f"{prefix}_extra_state", None) is not None:
+            log_once(f"{self.label}: the checkpoint's _extra_state is another library's; not read")
+        found = {
+            name: state_dict.pop(prefix + name) for name in BUFFERS if prefix + name in state_dict
+        }
+        errors = self._check_shapes(state_dict, prefix) + self._check_state(found)
+        if errors:  # nothing of a layer is loaded unless all of it fits
+            error_msgs.extend(f"{self.label}: {error}" for error in errors)
+            return
+        kept = {name: self._buffers.pop(name) for name in BUFFERS if name in self._buffers}
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self._bindings = Bindings()
+        if not found:
+            if kept:
+                log_once(f"{self.label}: no delayed state in the checkpoint; it starts fresh")
+            return
+        device = next(self.parameters()).device
+        with torch.inference_mode(False):
+            for name, value in found.items():
+                self.register_buffer(name, value.detach().clone().to(device))
+        self._state_is_from_checkpoint = True
+
+    def _check_shapes(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+        return [
+            f"{name} is {list(state_dict[prefix + name].shape)} in the checkpoint, "
+            f"{list(parameter.shape)} here"
+            for name, parameter in self._parameters.items()
+            if parameter is not None
+            and prefix + name in state_dict
+            and state_dict[prefix + name].shape != parameter.shape
+        ]
+
+    def _check_state(self, found: Mapping[str, Any]) -> list[str]:
+        if not found:
+            return []
+        missing = [name for name in BUFFERS if name not in found]
+        if missing:
+            return [f"the checkpoint's delayed state lacks {', '.join(missing)}"]
+        try:
+            meta = json.loads(bytes(found[META].tolist()))
+            length, gemms = meta["history_len"], self._num_gemms()
+        except (ValueError, KeyError, TypeError):
+            return [f"the checkpoint's {META} is not fp8core's"]
+        wanted: dict[str, tuple[int, ...]] = {}
+        for way, slots in (("fwd", FORWARD_SLOTS * gemms), ("bwd", BACKWARD_SLOTS * gemms)):
+            wanted[f"scale_{way}"] = (slots,)
+            wanted[f"amax_history_{way}"] = (length, slots)
+        errors = [
+            f"{name} is {list(found[name].shape)} in the checkpoint, expected {list(shape)}"
+            for name, shape in wanted.items()
+            if tuple(found[name].shape) != shape
+        ]
+        stored = self._stored_meta()
+        if not errors and stored is not None and json.loads(stored) != meta:
+            return [f"the checkpoint's delayed state is for {meta}, the layer's for {stored}"]
+        return errors
+
+    def _num_gemms(self) -> int:
+        return 1
+
+
+def _slots(plan: LinearPlan) -> list[TensorPlan | None]:
+    """Return the plan behind each slot of one GEMM; Transformer Engine's order."""
+    return [plan.input, plan.weight, None, plan.grad_output, None]
+
+
+def _describe(plan: LinearPlan) -> str:
+    assert plan.delayed is not None
+    names = [
+        next((s.format for s in tensor if s is not None and s.delayed), None) if tensor else None
+        for tensor in _slots(plan)
+    ]
+    return json.dumps({"formats": names, "history_len": plan.delayed.history_len})
+
+
+def _maxima(plan: LinearPlan) -> list[float]:
+    """Return each slot's maximum: of its own format, or, unused, of the tensor it would follow."""
+    found = []
+    for tensor in _slots(plan):
+        spec = next((s for s in tensor or () if s is not None and s.delayed), None)
+        found.append(spec.target if spec is not None else formats.by_name("e4m3").max)
+    return found

@@ -1,0 +1,151 @@
+"""One linear layer a group of rows, all groups in one call: the experts of a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fp8core import chain
+from fp8core.errors import OperandError
+from fp8core.modules.base import LowPrecisionModule, refuse_arguments, resolve_device
+from fp8core.modules.linear import InitMethod, check_size, default_init_method, new_seed
+from fp8core.ops.linear import LinearShape
+from fp8core.ops.protocol import Call
+
+__all__ = ["GroupedLinear"]
+
+
+_NOT_OFFERED = (
+    "sequence_parallel",
+    "fuse_wgrad_accumulation",
+    "tp_group",
+    "tp_size",
+    "get_rng_state_tracker",
+    "rng_tracker_name",
+    "parallel_mode",
+    "ub_overlap_rs",
+    "ub_overlap_ag",
+    "ub_name",
+    "delay_wgrad_compute",
+    "save_original_input",
+    "single_grouped_weight",
+    "single_grouped_bias",
+    "use_grouped_tensor",
+)
+
+
+class GroupedLinear(LowPrecisionModule):
+    """``num_gemms`` linear layers, each over its own rows of one input.
+
+    Input ``[..., in_features]``, rows grouped in order; output ``[..., out_features]``. Parameters
+    ``weight0 .. weightN-1 [out_features, in_features]`` and ``bias0 .. biasN-1``. Each group is
+    quantized as a tensor of its own. Arguments as in :class:`fp8core.Linear`; what is not offered
+    is refused alike.
+    """
+
+    kind = "grouped_linear"
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: object | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: object | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: torch.device | str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        name: str | None = None,
+        use_grouped_tensor: bool | None = None,
+    ) -> None:
+        super().__init__(name)
+        refuse_arguments(GroupedLinear.__init__, locals(), _NOT_OFFERED)
+        self.num_gemms = check_size("GroupedLinear", "num_gemms", num_gemms)
+        self.in_features = check_size("GroupedLinear", "in_features", in_features)
+        self.out_features = check_size("GroupedLinear", "out_features", out_features)
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self._init_method = init_method or default_init_method
+        target = resolve_device(device)
+        dtype = params_dtype or torch.get_default_dtype()
+        for i in range(num_gemms):
+            weight = torch.empty(out_features, in_features, device=target, dtype=dtype)
+            self.register_parameter(f"weight{i}", torch.nn.Parameter(weight))
+        for i in range(num_gemms):
+            own = torch.empty(out_features, device=target, dtype=dtype) if bias else None
+            self.register_parameter(f"bias{i}", None if own is None else torch.nn.Parameter(own))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the weights with ``init_method`` and the biases with 0; nothing on meta."""
+        with torch.no_grad():
+            for weight in self._all("weight"):
+                if not weight.is_meta:
+                    self._init_method(weight)
+            for bias in self._all("bias"):
+                bias.zero_()
+
+    def linear_shape(self) -> LinearShape:
+        """Return sizes and dtypes."""
+        dtype = self._all("weight")[0].dtype
+        bias_dtype = dtype if self.use_bias and not self.return_bias else None
+        return LinearShape(self.in_features, self.out_features, dtype, bias_dtype, self.num_gemms)
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        m_splits: Sequence[int] | torch.Tensor,
+        is_first_microbatch: bool | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Compute ``[..., out_features]``; group ``i`` has ``m_splits[i]`` rows, perhaps none.
+
+        ``m_splits`` is a list, or an integer tensor ``[num_gemms]``; one on a device is read back.
+
+        Raises:
+            OperandError: ``m_splits`` has not one entry a group, is negative, or does not add up
+                to the rows of the input.
+        """
+        if is_first_microbatch is not None:
+            refuse_arguments(GroupedLinear.forward, locals(), ("is_first_microbatch",))
+        weights, biases = self._all("weight"), self._all("bias")
+        dtype = self.check_input(input, weights[0])
+        splits = self._check_splits(m_splits, input.numel() // self.in_features)
+        bound = self.bind(input.device, dtype)
+        if input.dtype != dtype:
+            input = input.to(dtype)
+        offsets = torch.tensor((0, *splits), device=input.device).cumsum(0)
+        rng = new_seed() if bound.ops[0].is_stochastic else None
+        params = weights if self.return_bias else weights + biases
+        output = chain.run(bound.ops, input, params, Call((offsets,), splits, rng))
+        return (output, biases) if self.return_bias else output
+
+    def _check_splits(self, m_splits: Sequence[int] | torch.Tensor, rows: int) -> tuple[int, ...]:
+        given = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
+        is_valid = len(given) == self.num_gemms and all(
+            isinstance(size, int) and size >= 0 for size in given
+        )
+        if not is_valid or sum(given) != rows:
+            raise OperandError(
+                f"{self.label}: m_splits={given} for {rows} rows; expected {self.num_gemms} "
+                f"integers >= 0 that add up to {rows}."
+            )
+        return tuple(given)
+
+    def _all(self, kind: str) -> list[torch.Tensor]:
+        named = (self._parameters[f"{kind}{i}"] for i in range(self.num_gemms))
+        return [parameter for parameter in named if parameter is not None]

@@ -1,0 +1,214 @@
+"""A linear layer in any recipe, with Transformer Engine's constructor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from fp8core import chain
+from fp8core.errors import OperandError, RecipeError
+from fp8core.modules.base import LowPrecisionModule, refuse_arguments, resolve_device
+from fp8core.ops.linear import LinearShape
+from fp8core.ops.protocol import DENSE, Call
+
+__all__ = ["Linear"]
+
+InitMethod = Callable[[torch.Tensor], Any]
+
+default_init_method: InitMethod = partial(torch.nn.init.normal_, mean=0.0, std=0.023)
+"""Transformer Engine's default: normal with standard deviation 0.023."""
+
+
+_NOT_OFFERED = (
+    "sequence_parallel",
+    "fuse_wgrad_accumulation",
+    "tp_group",
+    "tp_size",
+    "get_rng_state_tracker",
+    "rng_tracker_name",
+    "parallel_mode",
+    "ub_overlap_ag",
+    "ub_overlap_rs",
+    "ub_overlap_rs_dgrad",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+    "ub_name",
+    "delay_wgrad_compute",
+    "symmetric_ar_type",
+    "save_original_input",
+)
+
+
+class Linear(LowPrecisionModule):
+    """``y = x w^T + b`` with its three GEMMs in the precision of the active ``autocast``.
+
+    Input ``[..., in_features]`` and output ``[..., out_features]`` in bfloat16, float16 or float32;
+    any number of rows, none included. ``weight [out_features, in_features]``, ``bias
+    [out_features]``, or, with ``parameters_split``, one ``NAME_weight`` and ``NAME_bias`` for each
+    part of ``out_features``. Outside an autocast it is torch's own linear.
+
+    Args:
+        in_features: size of each input row.
+        out_features: size of each output row.
+        init_method: fills each weight; the default is normal with standard deviation 0.023.
+        bias: whether there is a bias, zero at first.
+        return_bias: return ``(y, bias)`` with the bias not added.
+        params_dtype: dtype of the parameters; torch's default dtype if None.
+        parameters_split: names of equal parts, or a mapping of names to sizes along out_features;
+            the parts are quantized as one tensor.
+        device: of the parameters; None takes the selected backend's. ``"meta"`` defers.
+        name: what messages and PerLayer patterns call the layer; see :func:`fp8core.prepare`.
+
+    The other arguments belong to features that are not offered: anything but their default raises
+    UnsupportedError.
+
+    Raises:
+        UnsupportedError: an argument that is not offered, or a recipe that the device cannot run.
+        OperandError: an input that does not fit; see :meth:`check_input`.
+    """
+
+    kind = "linear"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: object | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: object | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        refuse_arguments(Linear.__init__, locals(), _NOT_OFFERED)
+        self.in_features = check_size("Linear", "in_features", in_features)
+        self.out_features = check_size("Linear", "out_features", out_features)
+        self.return_bias = return_bias
+        self.use_bias = bias
+        self._init_method = init_method or default_init_method
+        self._parts = split_sizes(parameters_split, out_features)
+        target, dtype = resolve_device(device), params_dtype or torch.get_default_dtype()
+        for prefix, rows in self._parts:
+            weight = torch.empty(rows, in_features, device=target, dtype=dtype)
+            self.register_parameter(f"{prefix}weight", torch.nn.Parameter(weight))
+        for prefix, rows in self._parts:
+            own = torch.empty(rows, device=target, dtype=dtype) if bias else None
+            self.register_parameter(
+                f"{prefix}bias", None if own is None else torch.nn.Parameter(own)
+            )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the weights with ``init_method`` and the biases with 0; nothing on meta."""
+        for prefix, _ in self._parts:
+            weight, bias = getattr(self, f"{prefix}weight"), getattr(self, f"{prefix}bias")
+            if weight.is_meta:
+                continue
+            with torch.no_grad():
+                self._init_method(weight)
+                if bias is not None:
+                    bias.zero_()
+
+    def linear_shape(self) -> LinearShape:
+        """Return sizes and dtypes."""
+        first = next(iter(self._parameters.values()))
+        assert first is not None
+        bias_dtype = first.dtype if self.use_bias and not self.return_bias else None
+        return LinearShape(self.in_features, self.out_features, first.dtype, bias_dtype)
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute ``[..., out_features]`` from ``[..., in_features]``; see the class.
+
+        ``is_first_microbatch``, ``fp8_output`` and ``fp8_grad`` are not offered: only their
+        defaults are taken.
+        """
+        if is_first_microbatch is not None or fp8_output or fp8_grad:
+            names = ("is_first_microbatch", "fp8_output", "fp8_grad")
+            refuse_arguments(Linear.forward, locals(), names)
+        weight, bias = self._merged("weight"), self._merged("bias")
+        assert weight is not None
+        dtype = self.check_input(input, weight)
+        bound = self.bind(input.device, dtype)
+        if input.dtype != dtype:
+            input = input.to(dtype)
+        params = (weight,) if bias is None or self.return_bias else (weight, bias)
+        call = DENSE if not bound.ops[0].is_stochastic else Call(rng=new_seed())
+        output = chain.run(bound.ops, input, params, call)
+        return (output, bias) if self.return_bias else output
+
+    def _merged(self, kind: str) -> torch.Tensor | None:
+        if len(self._parts) == 1:
+            return self._parameters[f"{self._parts[0][0]}{kind}"]
+        parts = [self._parameters[f"{prefix}{kind}"] for prefix, _ in self._parts]
+        return None if parts[0] is None else torch.cat([part for part in parts if part is not None])
+
+
+def check_size(owner: str, name: str, value: int) -> int:
+    """Return ``value`` if it is a positive integer.
+
+    Raises:
+        OperandError: it is not.
+    """
+    if not isinstance(value, int) or value < 1:
+        raise OperandError(f"{owner}({name}={value!r}): expected an integer >= 1.")
+    return value
+
+
+def new_seed() -> torch.Tensor:
+    """Draw a seed and offset for stochastic rounding from torch's CPU generator, int64 ``[2]``.
+
+    ``torch.manual_seed`` fixes it, and a recompute that restores the generator's state repeats it.
+    """
+    return torch.randint(0, 2**62, (2,))
+
+
+def split_sizes(
+    split: Sequence[str] | Mapping[str, int] | None, out_features: int
+) -> list[tuple[str, int]]:
+    """Return ``(parameter prefix, rows)`` of each part; trailing underscores are ignored.
+
+    Raises:
+        RecipeError: sizes that do not add up to ``out_features``, or names that clash.
+    """
+    if split is None:
+        return [("", out_features)]
+    names = [name.rstrip("_") for name in split]
+    if isinstance(split, Mapping):
+        sizes = list(split.values())
+    else:
+        sizes = [out_features // max(len(names), 1)] * len(names)
+    if sum(sizes) != out_features or min(sizes, default=0) < 1:
+        raise RecipeError(
+            f"Linear(parameters_split={split!r}): sizes {sizes} do not add up to "
+            f"out_features={out_features}."
+        )
+    if len(set(names)) != len(names) or "" in names:
+        raise RecipeError(f"Linear(parameters_split={split!r}): names must be unique, not empty.")
+    return [(f"{name}_", size) for name, size in zip(names, sizes, strict=True)]

@@ -1,0 +1,86 @@
+"""Zero-padding to what a format's blocks and a backend's kernels take; zeros change no sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fp8core.ops.protocol import Call
+from fp8core.quantizer import Groups
+from fp8core.reporting import log_once
+
+__all__ = ["LayerPadding", "PaddedCall"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPadding:
+    """What a linear layer has to add: ``tokens`` is the multiple that the rows of each group are
+    padded to, ``in_features`` and ``out_features`` are the zero columns that are added."""
+
+    owner: str
+    tokens: int
+    in_features: int
+    out_features: int
+
+    def for_call(self, rows: int, call: Call) -> PaddedCall | None:
+        """Return the padding of a call with ``rows`` rows, None if it needs none."""
+        sizes = call.splits if call.groups else (rows,)
+        padded = [size + -size % self.tokens for size in sizes]
+        if sum(padded) == rows and not (self.in_features or self.out_features):
+            return None
+        log_once(
+            f"{self.owner}: pads with zeros, as its recipe takes no such sizes: input features "
+            f"by {self.in_features}, output features by {self.out_features}, rows (here {rows}) "
+            f"to a multiple of {self.tokens}{' in each group' if call.groups else ''}"
+        )
+        if not call.groups:
+            return PaddedCall(self, padded[0], None, ())
+        offsets = call.groups[0]
+        ends = torch.tensor([0, *padded]).cumsum(0)
+        # Row r of group g moves from offsets[g] + r to ends[g] + r.
+        shift = (ends[:-1] - torch.tensor([0, *sizes]).cumsum(0)[:-1]).repeat_interleave(
+            torch.tensor(sizes)
+        )
+        index = (torch.arange(rows) + shift).to(offsets.device)
+        return PaddedCall(self, sum(padded), index, (ends.to(offsets),))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddedCall:
+    """The padding of one call: its rows become ``rows``, those of a group at ``index``."""
+
+    layer: LayerPadding
+    rows: int
+    index: torch.Tensor | None
+    groups: Groups
+
+    def pad_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Pad ``x [rows, in_features]``."""
+        return self._pad(x, self.layer.in_features)
+
+    def pad_grad_output(self, grad: torch.Tensor) -> torch.Tensor:
+        """Pad ``grad [rows, out_features]``."""
+        return self._pad(grad, self.layer.out_features)
+
+    def pad_weights(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Pad each ``weight [out_features, in_features]``."""
+        amount = (0, self.layer.in_features, 0, self.layer.out_features)
+        return [torch.nn.functional.pad(weight, amount) for weight in weights]
+
+    def pad_biases(self, biases: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Pad each ``bias [out_features]``."""
+        return [torch.nn.functional.pad(bias, (0, self.layer.out_features)) for bias in biases]
+
+    def cut(self, y: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        """Return the ``[rows, columns]`` of ``y`` that are not padding, contiguous."""
+        kept = y[:rows] if self.index is None else y.index_select(0, self.index)
+        return kept[:, :columns].contiguous()
+
+    def _pad(self, x: torch.Tensor, columns: int) -> torch.Tensor:
+        if self.index is None:
+            return torch.nn.functional.pad(x, (0, columns, 0, self.rows - x.shape[0]))
+        padded = x.new_zeros(self.rows, x.shape[1] + columns)
+        padded[self.index, : x.shape[1]] = x
+        return padded

@@ -1,0 +1,229 @@
+"""Bound quantizers: a tensor's plan, a device and a state made into something to call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from fp8core.backend_api import AmaxDesc, Operand, QuantizeDesc
+from fp8core.dispatch import table
+from fp8core.dispatch.select import Choice
+from fp8core.plan import TensorPlan
+
+__all__ = ["Binding", "Groups", "Orientations", "PerGroup", "Quantizer", "Slot", "bind_quantizer"]
+
+Groups: TypeAlias = "tuple[torch.Tensor, ...]"
+"""``()`` for a dense operand, ``(group_offsets,)`` for a grouped one."""
+
+
+class Orientations(NamedTuple):
+    """A tensor's operands, None for the orientation that was not asked for."""
+
+    rowwise: Any
+    columnwise: Any
+
+
+class Slot(NamedTuple):
+    """A tensor's place in a delayed state: ``scale`` and ``amax``, one entry, or one a group.
+
+    ``amax`` is None where nothing is to be recorded.
+    """
+
+    scale: torch.Tensor
+    amax: torch.Tensor | None
+
+
+class Quantizer(Protocol):
+    """Makes the operands of one tensor ``x [rows, cols]``; ``choices`` says who computes them."""
+
+    choices: tuple[Choice, ...]
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Return the orientations asked for; ``rng`` as in QuantizeDesc."""
+
+
+class HighPrecision:
+    """No quantization: the operands are the tensor in the activation dtype, and its view."""
+
+    __slots__ = ("_dtype", "choices")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.choices: tuple[Choice, ...] = ()
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Return ``x`` and ``x.T``."""
+        x = x.to(self._dtype)
+        return Orientations(Operand(x) if rowwise else None, Operand(x.t()) if columnwise else None)
+
+
+class LowPrecision:
+    """Low precision, in one call of the backend where both orientations are asked for."""
+
+    __slots__ = ("_both", "_columnwise", "_rowwise", "choices")
+
+    def __init__(self, desc: QuantizeDesc, device: torch.device, slot: Slot | None) -> None:
+        self.choices: tuple[Choice, ...] = ()
+        given = {} if slot is None else {"scale": slot.scale, "amax_out": slot.amax}
+
+        def bind(one: QuantizeDesc) -> Callable[..., Any]:
+            resolved = table.resolve(one, device)
+            self.choices = (resolved.choice,)
+            return partial(resolved.run, **given) if given else resolved.run
+
+        rowwise, columnwise = desc.halves()
+        self._rowwise = bind(rowwise)
+        self._columnwise = bind(columnwise)
+        self._both = bind(desc)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Quantize ``x``."""
+        both_or_column = self._both if rowwise else self._columnwise
+        run = both_or_column if columnwise else self._rowwise
+        made: Orientations = run(x, *groups) if rng is None else run(x, *groups, rng=rng)
+        return made
+
+
+class Mixed:
+    """One orientation in low precision, the other in high precision."""
+
+    __slots__ = ("_columnwise", "_rowwise", "choices")
+
+    def __init__(self, rowwise: Quantizer, columnwise: Quantizer) -> None:
+        self._rowwise = rowwise
+        self._columnwise = columnwise
+        self.choices = (*rowwise.choices, *columnwise.choices)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Make each orientation by its own quantizer."""
+        row = self._rowwise(x, groups, columnwise=False, rng=rng).rowwise if rowwise else None
+        if not columnwise:
+            return Orientations(row, None)
+        return Orientations(row, self._columnwise(x, groups, rowwise=False, rng=rng).columnwise)
+
+
+class Observer:
+    """Records the amax of what passes, then hands it to another quantizer."""
+
+    __slots__ = ("_amax", "_inner", "_recorded", "choices")
+
+    def __init__(
+        self, inner: Quantizer, dtype: torch.dtype, device: torch.device, recorded: torch.Tensor
+    ) -> None:
+        self._inner = inner
+        self._amax = table.resolve(AmaxDesc(dtype), device).run
+        self._recorded = recorded
+        self.choices = inner.choices
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Record, then quantize."""
+        parts = [x] if not groups else torch.split(x, groups[0].diff().tolist())
+        amax = torch.cat([self._amax(part) for part in parts])
+        self._recorded.copy_(torch.maximum(self._recorded, amax))
+        return self._inner(x, groups, rowwise=rowwise, columnwise=columnwise, rng=rng)
+
+
+class PerGroup:
+    """One quantizer a group, for the weights of a grouped layer: operands come as tuples."""
+
+    __slots__ = ("_quantizers", "choices")
+
+    def __init__(self, quantizers: Sequence[Quantizer]) -> None:
+        self._quantizers = tuple(quantizers)
+        self.choices = self._quantizers[0].choices
+
+    def __call__(self, weights: Sequence[torch.Tensor], *, columnwise: bool) -> Orientations:
+        """Quantize ``weights``, one ``[rows, cols]`` a group."""
+        made = [
+            quantizer(weight, columnwise=columnwise)
+            for quantizer, weight in zip(self._quantizers, weights, strict=True)
+        ]
+        return Orientations(
+            tuple(one.rowwise for one in made), tuple(one.columnwise for one in made)
+        )
+
+
+class Binding(NamedTuple):
+    """What quantizers of one layer have in common."""
+
+    device: torch.device
+    activation_dtype: torch.dtype
+    is_observing: bool = False
+
+
+def bind_quantizer(
+    plan: TensorPlan,
+    dtype: torch.dtype,
+    binding: Binding,
+    *,
+    grouped: bool = False,
+    slot: Slot | None = None,
+) -> Quantizer:
+    """Return the quantizer of a tensor of ``dtype`` planned as ``plan``.
+
+    With ``slot`` it takes its scale there and records its amax; while observing it only records.
+
+    Raises:
+        UnsupportedError: no backend quantizes like that on the device.
+    """
+    if binding.is_observing:
+        inner = HighPrecision(binding.activation_dtype)
+        if slot is None or slot.amax is None:
+            return inner
+        return Observer(inner, dtype, binding.device, slot.amax)
+    if plan.rowwise is None and plan.columnwise is None:
+        return HighPrecision(binding.activation_dtype)
+    if plan.rowwise is None or plan.columnwise is None:
+        rest = plan._replace(rowwise=plan.rowwise or plan.columnwise)
+        rest = rest._replace(columnwise=rest.rowwise)
+        low = LowPrecision(_desc(rest, dtype, grouped), binding.device, slot)
+        high = HighPrecision(binding.activation_dtype)
+        return Mixed(high, low) if plan.rowwise is None else Mixed(low, high)
+    return LowPrecision(_desc(plan, dtype, grouped), binding.device, slot)
+
+
+def _desc(plan: TensorPlan, dtype: torch.dtype, grouped: bool) -> QuantizeDesc:
+    return QuantizeDesc(dtype, plan.rowwise, plan.columnwise, grouped)

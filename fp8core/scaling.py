@@ -1,0 +1,175 @@
+"""Delayed scaling's state: where it lives, when amaxes become scales, and over which ranks.
+
+Forward scales change when the outermost ``autocast`` exits, backward scales once per backward pass,
+whatever the order of the modules in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed
+
+from fp8core.backend_api import ScaleUpdateDesc
+from fp8core.dispatch import table
+from fp8core.plan import DelayedPlan
+from fp8core.reporting import logger
+
+__all__ = ["DelayedState", "discard", "update", "update_after_backward"]
+
+
+_creation_order = itertools.count()
+
+
+class DelayedState:
+    """Scale and amax history of one direction of one layer; a view of the layer's buffers.
+
+    ``scale [slots]`` and ``amax_history [length, slots]`` are float32 and updated in place; row 0
+    of the history holds the amax since the last update, rows 1 to length - 1 older ones, the
+    oldest first. ``fp8_max [slots]`` is each slot's format maximum, ``nonfinite [1]`` int64 counts
+    the amaxes that were not recorded because they were inf.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        plan: DelayedPlan,
+        recipe: Any,
+        *,
+        scale: torch.Tensor,
+        amax_history: torch.Tensor,
+        maxima: Sequence[float],
+    ) -> None:
+        self.owner = owner
+        self.plan = plan
+        self.recipe = recipe
+        self.scale = scale
+        self.amax_history = amax_history
+        self.fp8_max = torch.tensor(maxima, dtype=torch.float32, device=scale.device)
+        self.targets = self.fp8_max * 2.0**-plan.margin
+        self.nonfinite = torch.zeros(1, dtype=torch.int64, device=scale.device)
+        self.group: torch.distributed.ProcessGroup | None = None
+        # Ranks make their layers in the same order, so this orders a reduction alike on all.
+        self.order = next(_creation_order)
+        self.reported = False
+
+
+def update(states: Iterable[DelayedState]) -> None:
+    """Turn the newest amaxes of ``states`` into scales; reduce them over each state's group."""
+    ordered = sorted(states, key=lambda state: state.order)
+    with torch.no_grad():
+        for _, members in _partition(ordered, lambda state: id(state.group)):
+            if members[0].group is not None:
+                _reduce(members, members[0].group)
+        _count_nonfinite(ordered)
+        for _, members in _partition(ordered, _update_key):
+            _advance(members)
+
+
+def discard(states: Iterable[DelayedState]) -> None:
+    """Forget the amaxes since the last update: what recorded them did not finish."""
+    with torch.no_grad():
+        for state in states:
+            state.amax_history[0].zero_()
+
+
+def _partition(
+    states: Sequence[DelayedState], key: Callable[[DelayedState], Any]
+) -> list[tuple[Any, list[DelayedState]]]:
+    parts: dict[Any, list[DelayedState]] = {}
+    for state in states:
+        parts.setdefault(key(state), []).append(state)
+    return list(parts.items())
+
+
+def _update_key(state: DelayedState) -> tuple[Any, ...]:
+    plan = state.plan
+    return plan.amax_algorithm, plan.scaling_algorithm, state.scale.device
+
+
+def _reduce(states: Sequence[DelayedState], group: torch.distributed.ProcessGroup) -> None:
+    reducing = [state for state in states if state.plan.reduce_amax]
+    if not reducing:
+        return
+    newest = [state.amax_history[0] for state in reducing]
+    flat = torch.cat(newest)
+    torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
+    torch._foreach_copy_(newest, list(torch.split(flat, [part.numel() for part in newest])))
+
+
+def _count_nonfinite(states: Sequence[DelayedState]) -> None:
+    for state in states:
+        bad = ~torch.isfinite(state.amax_history[0])
+        state.nonfinite += bad.sum()
+        # Asking a device would wait for it; there the count is read on request.
+        if state.scale.device.type == "cpu" and not state.reported and bool(bad.any()):
+            state.reported = True
+            logger.warning(
+                "%s: amax of slot %s is not finite and was not recorded; its scale is unchanged",
+                state.owner,
+                bad.nonzero().flatten().tolist(),
+            )
+
+
+def _advance(states: Sequence[DelayedState]) -> None:
+    plan = states[0].plan
+    if isinstance(plan.amax_algorithm, str) and plan.scaling_algorithm is None:
+        desc = ScaleUpdateDesc(plan.amax_algorithm)
+        table.resolve(desc, states[0].scale.device).run(
+            [state.amax_history for state in states],
+            [state.scale for state in states],
+            [state.targets for state in states],
+        )
+        return
+    for state in states:
+        _advance_by_user(state)
+
+
+def _advance_by_user(state: DelayedState) -> None:
+    """Advance one state with the user's own functions, under the same rules of what is recorded."""
+    history, plan = state.amax_history, state.plan
+    newest = history[0]
+    recorded = torch.isfinite(newest) & (newest > 0)
+    window = torch.cat((history[1:], newest[None]))
+    if callable(plan.amax_algorithm):
+        amax = plan.amax_algorithm(window)
+    else:
+        amax = window.amax(0) if plan.amax_algorithm == "max" else newest
+    if plan.scaling_algorithm is None:
+        scale = state.targets / amax
+    else:
+        scale = plan.scaling_algorithm(amax, state.scale, state.fp8_max, state.recipe)
+    good = recorded & torch.isfinite(scale) & (scale > 0)
+    state.scale.copy_(torch.where(good, scale, state.scale))
+    history.copy_(torch.where(recorded, window, history))
+    history[0] = 0
+
+
+_backward_lock = threading.Lock()
+_in_backward: dict[int, dict[DelayedState, None]] = {}
+
+
+def update_after_backward(state: DelayedState) -> None:
+    """Update ``state`` when the backward pass that is running ends; once, however often called.
+
+    A pass that raises updates nothing; what it recorded counts towards the next.
+    """
+    task = torch._C._current_graph_task_id()
+    with _backward_lock:
+        states = _in_backward.get(task)
+        if states is None:
+            states = _in_backward[task] = {}
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(partial(_finish_backward, task))
+        states[state] = None
+
+
+def _finish_backward(task: int) -> None:
+    with _backward_lock:
+        states = _in_backward.pop(task)
+    update(states)
