@@ -18,8 +18,7 @@ class _Chain(torch.autograd.Function):
     def forward(
         ctx: Any, ops: tuple[Op, ...], call: Call, x: torch.Tensor, *params: torch.Tensor
     ) -> torch.Tensor:
-        needs = ctx.needs_input_grad[2:]
-        y, saved, steps = _forward(ops, call, x, params, needs)
+        y, saved, steps = _forward(ops, call, x, params, ctx.needs_input_grad[2:])
         ctx.save_for_backward(*saved)
         ctx.steps = steps
         ctx.call = call
@@ -27,24 +26,10 @@ class _Chain(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved: Sequence[torch.Tensor | None] = ctx.saved_tensors
-        grad: torch.Tensor | None = grad_output.reshape(-1, grad_output.shape[-1])
-        grad_params: tuple[torch.Tensor | None, ...] = ()
-        end = len(saved)
-        device_type = grad_output.device.type
-        with _without_autocast(device_type):
-            for op, count, context, needs in reversed(ctx.steps):
-                if grad is None:
-                    grad_params = ((None,) * (len(needs) - 1)) + grad_params
-                    continue
-                made = op.backward(grad, saved[end - count : end], context, ctx.call, needs)
-                end -= count
-                grad = made.grad_input
-                grad_params = (*made.grad_params, *grad_params)
-        grad_input = None if grad is None else grad.reshape(ctx.input_shape)
-        return None, None, grad_input, *grad_params
+        if torch.is_grad_enabled():  # create_graph=True: an error only if it is used
+            return _backward_once(ctx, grad_output)
+        return _backward(ctx, grad_output)
 
 
 def run(
@@ -53,12 +38,22 @@ def run(
     """Run ``x [..., k]`` through ``ops``; ``params`` are theirs, in order. Returns ``[..., n]``.
 
     What the ops save for backward is what some gradient needs, nothing where none is.
+    ``torch.autocast`` is kept out of the backends: its casts would change their arithmetic.
     """
-    with _without_autocast(x.device.type):
-        if torch.is_grad_enabled() and (x.requires_grad or _any_requires_grad(params)):
-            y: torch.Tensor = _Chain.apply(ops, call, x, *params)  # type: ignore[no-untyped-call]
-            return y
-        return _forward(ops, call, x, params, (False,) * (1 + len(params)))[0]
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type):
+        with torch.autocast(device_type, enabled=False):
+            return _run(ops, x, params, call)
+    return _run(ops, x, params, call)
+
+
+def _run(
+    ops: tuple[Op, ...], x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
+) -> torch.Tensor:
+    if torch.is_grad_enabled() and (x.requires_grad or _any_requires_grad(params)):
+        y: torch.Tensor = _Chain.apply(ops, call, x, *params)  # type: ignore[no-untyped-call]
+        return y
+    return _forward(ops, call, x, params, (False,) * (1 + len(params)))[0]
 
 
 def _forward(
@@ -68,36 +63,52 @@ def _forward(
     params: Sequence[torch.Tensor],
     needs: Sequence[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor | None], list[Any]]:
-    lead = x.shape[:-1]
-    y = x.reshape(-1, x.shape[-1])
+    shape = x.shape
+    y = x if len(shape) == 2 else x.reshape(-1, shape[-1])
     saved: list[torch.Tensor | None] = []
     steps = []
     need_input, first = needs[0], 0
     for op in ops:
         last = first + op.num_params
         own = (need_input, *needs[1 + first : 1 + last])
-        output, kept, context = op.forward(y, params[first:last], call, own, None)
+        y, kept, context = op.forward(y, params[first:last], call, own, None)
         saved.extend(kept)
         steps.append((op, len(kept), context, own))
-        y, need_input, first = output, True in own, last
-    return y.reshape(*lead, y.shape[-1]), saved, steps
+        need_input, first = True in own, last
+    if len(shape) != 2:
+        y = y.reshape(*shape[:-1], y.shape[-1])
+    return y, saved, steps
+
+
+def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    device_type = grad_output.device.type
+    if torch.is_autocast_enabled(device_type):
+        with torch.autocast(device_type, enabled=False):
+            return _backward(ctx, grad_output)
+    shape = grad_output.shape
+    grad: torch.Tensor | None
+    grad = grad_output if len(shape) == 2 else grad_output.reshape(-1, shape[-1])
+    saved: Sequence[torch.Tensor | None] = ctx.saved_tensors
+    grad_params: Sequence[torch.Tensor | None] = ()
+    end = len(saved)
+    for op, count, context, needs in reversed(ctx.steps):
+        if grad is None:
+            grad_params = (*(None,) * (len(needs) - 1), *grad_params)
+            continue
+        kept = saved[end - count : end]
+        grad, own = op.backward(grad, kept, context, ctx.call, needs)
+        end -= count
+        grad_params = (*own, *grad_params)
+    if grad is not None and len(ctx.input_shape) != 2:
+        grad = grad.reshape(ctx.input_shape)
+    return None, None, grad, *grad_params
+
+
+_backward_once = once_differentiable(_backward)
 
 
 def _any_requires_grad(params: Sequence[torch.Tensor]) -> bool:
-    return any(param.requires_grad for param in params)
-
-
-class _NoContext:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-_NO_CONTEXT = _NoContext()
-
-
-def _without_autocast(device_type: str) -> Any:
-    """Keep torch.autocast out of the backends: its casts would change their float32 arithmetic."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return _NO_CONTEXT
+    for param in params:  # a loop costs less than any() over a generator
+        if param.requires_grad:
+            return True
+    return False

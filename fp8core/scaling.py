@@ -7,6 +7,7 @@ whatever the order of the modules in it.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ import torch.distributed
 from fp8core.backend_api import ScaleUpdateDesc
 from fp8core.dispatch import table
 from fp8core.plan import DelayedPlan
-from fp8core.reporting import logger
+from fp8core.reporting import log_once
 
 __all__ = ["DelayedState", "discard", "update", "update_after_backward"]
 
@@ -56,7 +57,6 @@ class DelayedState:
         self.group: torch.distributed.ProcessGroup | None = None
         # Ranks make their layers in the same order, so this orders a reduction alike on all.
         self.order = next(_creation_order)
-        self.reported = False
 
 
 def update(states: Iterable[DelayedState]) -> None:
@@ -104,15 +104,16 @@ def _reduce(states: Sequence[DelayedState], group: torch.distributed.ProcessGrou
 
 def _count_nonfinite(states: Sequence[DelayedState]) -> None:
     for state in states:
-        bad = ~torch.isfinite(state.amax_history[0])
-        state.nonfinite += bad.sum()
-        # Asking a device would wait for it; there the count is read on request.
-        if state.scale.device.type == "cpu" and not state.reported and bool(bad.any()):
-            state.reported = True
-            logger.warning(
-                "%s: amax of slot %s is not finite and was not recorded; its scale is unchanged",
-                state.owner,
-                bad.nonzero().flatten().tolist(),
+        newest = state.amax_history[0]
+        if state.scale.device.type != "cpu":  # to ask a device is to wait for it: count, no report
+            state.nonfinite += (~torch.isfinite(newest)).sum()
+            continue
+        bad = [slot for slot, amax in enumerate(newest.tolist()) if not math.isfinite(amax)]
+        if bad:
+            state.nonfinite += len(bad)
+            log_once(
+                f"{state.owner}: the amax of slots {bad} is not finite and was not recorded; "
+                f"their scales are unchanged"
             )
 
 

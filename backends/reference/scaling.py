@@ -23,13 +23,33 @@ def scale_update(
 
     Source: docs/numerics.md 3.1. A non-finite newest amax is not recorded.
     """
-    for history, scale, target in zip(histories, scales, targets, strict=True):
-        newest = history[0]
-        recorded = torch.isfinite(newest) & (newest > 0)  # [slots]
-        window = torch.cat((history[1:], newest[None]))  # oldest first
-        amax = window.amax(0) if desc.algorithm == "max" else newest
-        updated = (target / amax).clamp(max=FLOAT32_MAX)
-        scale.copy_(torch.where(recorded & torch.isfinite(amax), updated, scale))
-        # h[i] = h[i + 1], h[L - 1] = newest, then h[0] = 0: L - 1 values stay stored
-        history.copy_(torch.where(recorded, window, history))
-        history[0] = 0
+    by_length: dict[int, list[int]] = {}
+    for index, history in enumerate(histories):
+        by_length.setdefault(history.shape[0], []).append(index)
+    for members in by_length.values():
+        _update(
+            desc.algorithm == "max",
+            [histories[i] for i in members],
+            [scales[i] for i in members],
+            torch.cat([targets[i] for i in members]),
+        )
+
+
+def _update(
+    is_max: bool, histories: list[torch.Tensor], scales: list[torch.Tensor], target: torch.Tensor
+) -> None:
+    """Update states whose histories have one length: all their slots side by side."""
+    history = torch.cat(histories, dim=1)  # [length, slots]
+    scale = torch.cat(scales)
+    newest = history[0]
+    recorded = torch.isfinite(newest) & (newest > 0)
+    window = torch.cat((history[1:], newest[None]))  # oldest first
+    amax = window.amax(0) if is_max else newest
+    updated = (target / amax).clamp_(max=FLOAT32_MAX)
+    scale = torch.where(recorded & torch.isfinite(amax), updated, scale)
+    # h[i] = h[i + 1], h[L - 1] = newest, then h[0] = 0: L - 1 values stay stored
+    history = torch.where(recorded, window, history)
+    history[0] = 0
+    sizes = [own.numel() for own in scales]
+    torch._foreach_copy_(histories, list(torch.split(history, sizes, dim=1)))
+    torch._foreach_copy_(scales, list(torch.split(scale, sizes)))

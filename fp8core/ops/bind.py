@@ -88,6 +88,8 @@ def bind_linear(
         backward_state=states.backward if states is not None and uses_backward_state else None,
         is_stochastic=any(spec is not None and spec.stochastic for spec in specs),
         choices=choices,
+        num_weights=shape.num_weights,
+        num_params=shape.num_params,
     )
 
 

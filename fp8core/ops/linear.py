@@ -34,6 +34,11 @@ class LinearShape(NamedTuple):
         """The number of weights."""
         return self.groups or 1
 
+    @property
+    def num_params(self) -> int:
+        """The number of weights and biases."""
+        return self.num_weights * (1 if self.bias_dtype is None else 2)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearOp:
@@ -54,11 +59,8 @@ class LinearOp:
     backward_state: DelayedState | None
     is_stochastic: bool
     choices: dict[str, Choice]
-
-    @property
-    def num_params(self) -> int:
-        """How many of the chain's parameters are this op's."""
-        return self.shape.num_weights * (1 if self.shape.bias_dtype is None else 2)
+    num_weights: int
+    num_params: int
 
     def forward(
         self,
@@ -69,7 +71,7 @@ class LinearOp:
         out: Quantizer | None = None,
     ) -> Forward:
         """Compute y; save the columnwise input for wgrad and the columnwise weight for dgrad."""
-        count = self.shape.num_weights
+        count = self.num_weights
         weights, biases, groups = params[:count], params[count:], call.groups
         rows = x.shape[0]
         padded = None if self.padding is None else self.padding.for_call(rows, call)
@@ -102,7 +104,7 @@ class LinearOp:
         needs: Sequence[bool],
     ) -> Backward:
         """Compute grad_input by dgrad, grad_weight by wgrad, each only if needed."""
-        count = self.shape.num_weights
+        count = self.num_weights
         need_input, needed_weights = needs[0], needs[1 : 1 + count]
         need_weight = True in needed_weights
         grad_biases = self._grad_biases(grad_output, call, needs[1 + count :])
