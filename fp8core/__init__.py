@@ -18,7 +18,10 @@ from fp8core.errors import (
 from fp8core.explain import explain
 from fp8core.modules.base import prepare
 from fp8core.modules.grouped_linear import GroupedLinear
+from fp8core.modules.layernorm_linear import LayerNormLinear
+from fp8core.modules.layernorm_mlp import LayerNormMLP
 from fp8core.modules.linear import Linear
+from fp8core.modules.norm import LayerNorm, RMSNorm
 from fp8core.recipe import get_default_recipe
 
 __version__ = "0.1.0"
@@ -26,9 +29,13 @@ __version__ = "0.1.0"
 __all__ = [
     "Fp8CoreError",
     "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "OperandError",
     "PluginError",
+    "RMSNorm",
     "RecipeError",
     "UnsupportedError",
     "__version__",

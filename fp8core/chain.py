@@ -1,24 +1,33 @@
-"""The library's one autograd.Function: a layer is a tuple of ops, run forward and back here."""
+"""The library's one autograd.Function: a layer is a tuple of links, run forward and back here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from fp8core.ops.protocol import DENSE, Call, Op
+from fp8core.links.protocol import DENSE, Call, Link, Saved
 
 __all__ = ["run"]
+
+
+class _Step(NamedTuple):
+    """What backward has to know of one link's forward, besides its tensors."""
+
+    link: Link
+    num_saved: int
+    context: object
+    needs: Sequence[bool]
 
 
 class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ops: tuple[Op, ...], call: Call, x: torch.Tensor, *params: torch.Tensor
+        ctx: Any, links: tuple[Link, ...], call: Call, x: torch.Tensor, *params: torch.Tensor
     ) -> torch.Tensor:
-        y, saved, steps = _forward(ops, call, x, params, ctx.needs_input_grad[2:])
+        y, saved, steps = _forward(links, call, x, params, ctx.needs_input_grad[2:])
         ctx.save_for_backward(*saved)
         ctx.steps = steps
         ctx.call = call
@@ -33,51 +42,68 @@ class _Chain(torch.autograd.Function):
 
 
 def run(
-    ops: tuple[Op, ...], x: torch.Tensor, params: Sequence[torch.Tensor], call: Call = DENSE
+    links: tuple[Link, ...], x: torch.Tensor, params: Sequence[torch.Tensor], call: Call = DENSE
 ) -> torch.Tensor:
-    """Run ``x [..., k]`` through ``ops``; ``params`` are theirs, in order. Returns ``[..., n]``.
+    """Run ``x [..., k]`` through ``links``; ``params`` are theirs, in order. Returns ``[..., n]``.
 
-    What the ops save for backward is what some gradient needs, nothing where none is.
+    What the links save for backward is what some gradient needs, nothing where none is.
     ``torch.autocast`` is kept out of the backends: its casts would change their arithmetic.
     """
     device_type = x.device.type
     if torch.is_autocast_enabled(device_type):
         with torch.autocast(device_type, enabled=False):
-            return _run(ops, x, params, call)
-    return _run(ops, x, params, call)
+            return _run(links, x, params, call)
+    return _run(links, x, params, call)
 
 
 def _run(
-    ops: tuple[Op, ...], x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
+    links: tuple[Link, ...], x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
 ) -> torch.Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or _any_requires_grad(params)):
-        y: torch.Tensor = _Chain.apply(ops, call, x, *params)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _Chain.apply(links, call, x, *params)  # type: ignore[no-untyped-call]
         return y
-    return _forward(ops, call, x, params, (False,) * (1 + len(params)))[0]
+    return _forward(links, call, x, params, (False,) * (1 + len(params)))[0]
 
 
 def _forward(
-    ops: tuple[Op, ...],
+    links: tuple[Link, ...],
     call: Call,
     x: torch.Tensor,
     params: Sequence[torch.Tensor],
     needs: Sequence[bool],
-) -> tuple[torch.Tensor, list[torch.Tensor | None], list[Any]]:
+) -> tuple[torch.Tensor, list[torch.Tensor | None], list[_Step]]:
     shape = x.shape
-    y = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+    value: Any = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+    rows = value.shape[0]
+    spans = _spans(links, needs)
+    out = links[0].wants(rows, spans[0][2], call)
+    if out is not None:
+        value = out(value)
     saved: list[torch.Tensor | None] = []
     steps = []
-    need_input, first = needs[0], 0
-    for op in ops:
-        last = first + op.num_params
-        own = (need_input, *needs[1 + first : 1 + last])
-        y, kept, context = op.forward(y, params[first:last], call, own, None)
+    last = len(links) - 1
+    for at, link in enumerate(links):
+        first, end, own = spans[at]
+        out = None if at == last else links[at + 1].wants(rows, spans[at + 1][2], call)
+        value, kept, context = link.forward(value, params[first:end], call, own, out)
         saved.extend(kept)
-        steps.append((op, len(kept), context, own))
-        need_input, first = True in own, last
+        steps.append(_Step(link, len(kept), context, own))
+    y: torch.Tensor = value
     if len(shape) != 2:
         y = y.reshape(*shape[:-1], y.shape[-1])
     return y, saved, steps
+
+
+def _spans(links: tuple[Link, ...], needs: Sequence[bool]) -> list[tuple[int, int, Sequence[bool]]]:
+    """Return, for each link, where its parameters are, and whose gradients it has to give."""
+    spans = []
+    need_input, first = needs[0], 0
+    for link in links:
+        end = first + link.num_params
+        own = (need_input, *needs[1 + first : 1 + end])
+        spans.append((first, end, own))
+        need_input, first = True in own, end
+    return spans
 
 
 def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -85,30 +111,39 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
     if torch.is_autocast_enabled(device_type):
         with torch.autocast(device_type, enabled=False):
             return _backward(ctx, grad_output)
-    shape = grad_output.shape
-    grad: torch.Tensor | None
-    grad = grad_output if len(shape) == 2 else grad_output.reshape(-1, shape[-1])
-    saved: Sequence[torch.Tensor | None] = ctx.saved_tensors
+    shape, call, steps = grad_output.shape, ctx.call, ctx.steps
+    value: Any = grad_output if len(shape) == 2 else grad_output.reshape(-1, shape[-1])
+    rows = value.shape[0]
+    saved: Saved = ctx.saved_tensors
     grad_params: Sequence[torch.Tensor | None] = ()
-    end = len(saved)
-    for op, count, context, needs in reversed(ctx.steps):
-        if grad is None:
-            grad_params = (*(None,) * (len(needs) - 1), *grad_params)
+    end, last = len(saved), len(steps) - 1
+    step = steps[last]
+    out = step.link.wants_grad(rows, step.needs, call, step.context)
+    if out is not None:
+        value = out(value)
+    for at in range(last, -1, -1):
+        step = steps[at]
+        if value is None:  # nothing further up needs a gradient
+            grad_params = (*(None,) * (len(step.needs) - 1), *grad_params)
             continue
-        kept = saved[end - count : end]
-        grad, own = op.backward(grad, kept, context, ctx.call, needs)
-        end -= count
+        out = None
+        if at and step.needs[0]:
+            before = steps[at - 1]
+            out = before.link.wants_grad(rows, before.needs, call, before.context)
+        kept = saved[end - step.num_saved : end]
+        value, own = step.link.backward(value, kept, step.context, call, step.needs, out)
+        end -= step.num_saved
         grad_params = (*own, *grad_params)
-    if grad is not None and len(ctx.input_shape) != 2:
-        grad = grad.reshape(ctx.input_shape)
-    return None, None, grad, *grad_params
+    if value is not None and len(ctx.input_shape) != 2:
+        value = value.reshape(ctx.input_shape)
+    return None, None, value, *grad_params
 
 
 _backward_once = once_differentiable(_backward)
 
 
 def _any_requires_grad(params: Sequence[torch.Tensor]) -> bool:
-    for param in params:  # a loop costs less than any() over a generator
+    for param in params:  # noqa: SIM110  a loop costs less than any() over a generator
         if param.requires_grad:
             return True
     return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -13,7 +13,15 @@ from fp8core.dispatch import table
 from fp8core.dispatch.select import Choice
 from fp8core.plan import TensorPlan
 
-__all__ = ["Binding", "Groups", "Orientations", "PerGroup", "Quantizer", "Slot", "bind_quantizer"]
+__all__ = [
+    "Binding",
+    "Groups",
+    "LowPrecision",
+    "Orientations",
+    "Quantizer",
+    "Slot",
+    "bind_quantizer",
+]
 
 Groups: TypeAlias = "tuple[torch.Tensor, ...]"
 """``()`` for a dense operand, ``(group_offsets,)`` for a grouped one."""
@@ -79,21 +87,23 @@ class HighPrecision:
 class LowPrecision:
     """Low precision, in one call of the backend where both orientations are asked for."""
 
-    __slots__ = ("_both", "_columnwise", "_rowwise", "choices")
+    __slots__ = ("_both", "_columnwise", "_rowwise", "choices", "desc", "slot")
 
     def __init__(self, desc: QuantizeDesc, device: torch.device, slot: Slot | None) -> None:
-        self.choices: tuple[Choice, ...] = ()
-        given = {} if slot is None else {"scale": slot.scale, "amax_out": slot.amax}
-
-        def bind(one: QuantizeDesc) -> Callable[..., Any]:
-            resolved = table.resolve(one, device)
-            self.choices = (resolved.choice,)
-            return partial(resolved.run, **given) if given else resolved.run
-
+        self.desc = desc
+        self.slot = slot
+        whole = table.resolve(desc, device)
+        self.choices: tuple[Choice, ...] = (whole.choice,)
         rowwise, columnwise = desc.halves()
-        self._rowwise = bind(rowwise)
-        self._columnwise = bind(columnwise)
-        self._both = bind(desc)
+        self._both = self.with_slot(whole.run)
+        self._rowwise = self.with_slot(table.resolve(rowwise, device).run)
+        self._columnwise = self.with_slot(table.resolve(columnwise, device).run)
+
+    def with_slot(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``run`` with this tensor's delayed scale and amax filled in."""
+        if self.slot is None:
+            return run
+        return partial(run, scale=self.slot.scale, amax_out=self.slot.amax)
 
     def __call__(
         self,
@@ -164,26 +174,6 @@ class Observer:
         amax = torch.cat([self._amax(part) for part in parts])
         self._recorded.copy_(torch.maximum(self._recorded, amax))
         return self._inner(x, groups, rowwise=rowwise, columnwise=columnwise, rng=rng)
-
-
-class PerGroup:
-    """One quantizer a group, for the weights of a grouped layer: operands come as tuples."""
-
-    __slots__ = ("_quantizers", "choices")
-
-    def __init__(self, quantizers: Sequence[Quantizer]) -> None:
-        self._quantizers = tuple(quantizers)
-        self.choices = self._quantizers[0].choices
-
-    def __call__(self, weights: Sequence[torch.Tensor], *, columnwise: bool) -> Orientations:
-        """Quantize ``weights``, one ``[rows, cols]`` a group."""
-        made = [
-            quantizer(weight, columnwise=columnwise)
-            for quantizer, weight in zip(self._quantizers, weights, strict=True)
-        ]
-        return Orientations(
-            tuple(one.rowwise for one in made), tuple(one.columnwise for one in made)
-        )
 
 
 class Binding(NamedTuple):

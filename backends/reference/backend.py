@@ -12,18 +12,25 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api import (
+    ACTIVATIONS,
+    ActivationBackwardDesc,
+    ActivationDesc,
     Alignment,
     AmaxDesc,
     DequantizeDesc,
     GemmDesc,
     GroupedGemmDesc,
+    NormBackwardDesc,
+    NormDesc,
     OpDesc,
     OperandSpec,
     QuantizeDesc,
     ScaleUpdateDesc,
     bind_method,
 )
+from fp8core_backends.reference.activation import activation, activation_backward
 from fp8core_backends.reference.gemm import gemm, grouped_gemm
+from fp8core_backends.reference.norm import norm, norm_backward
 from fp8core_backends.reference.quantize import amax, dequantize, quantize
 from fp8core_backends.reference.scaling import scale_update
 
@@ -36,7 +43,11 @@ SCALE_FORMATS = ("float32", "e8m0", "e4m3")
 class ReferenceBackend:
     """Implements every operation of the backend API."""
 
+    activation = staticmethod(activation)
+    activation_backward = staticmethod(activation_backward)
     amax = staticmethod(amax)
+    norm = staticmethod(norm)
+    norm_backward = staticmethod(norm_backward)
     quantize = staticmethod(quantize)
     dequantize = staticmethod(dequantize)
     gemm = staticmethod(gemm)
@@ -115,11 +126,27 @@ def _check_update(desc: ScaleUpdateDesc) -> str | None:
     return None if desc.algorithm in known else f"no algorithm {desc.algorithm!r}"
 
 
+def _check_norm(desc: NormDesc) -> str | None:
+    kind = None if desc.kind in ("layernorm", "rmsnorm") else f"no norm {desc.kind!r}"
+    wide = torch.float64
+    return kind or _check_float(desc.dtype, wide) or _check_float(desc.out_dtype, wide)
+
+
+def _check_activation(desc: ActivationDesc | ActivationBackwardDesc) -> str | None:
+    name = None if desc.name in ACTIVATIONS else f"no activation {desc.name!r}"
+    wide = torch.float64
+    return name or _check_float(desc.dtype, wide) or _check_float(desc.out_dtype, wide)
+
+
 _CHECKS: dict[type, Callable[[Any], str | None]] = {
     QuantizeDesc: _check_quantize,
     DequantizeDesc: _check_dequantize,
     GemmDesc: _check_gemm,
     GroupedGemmDesc: _check_gemm,
+    NormDesc: _check_norm,
+    NormBackwardDesc: lambda desc: _check_norm(desc.norm),
+    ActivationDesc: _check_activation,
+    ActivationBackwardDesc: _check_activation,
     AmaxDesc: lambda desc: _check_float(desc.dtype),
     ScaleUpdateDesc: _check_update,
 }

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from fp8core.backend_api import OPS
+from fp8core.backend_api import OPS, OPTIONAL_OPS
 from fp8core.errors import RecipeError, did_you_mean
 
 __all__ = ["VARIABLES", "Settings", "in_force", "read", "unknown_names"]
@@ -15,6 +15,7 @@ VARIABLES: Mapping[str, str] = {
     "FP8CORE_BACKEND": "name of the backend to use for every operation it supports",
     "FP8CORE_OP_BACKEND": 'a backend for single operations, as in "gemm=cuda,quantize=reference"',
     "FP8CORE_STRICT": "1: a substituted backend is an error instead of a logged line",
+    "FP8CORE_DEBUG": "1: check what fused operations of a backend return",
     "FP8CORE_PLUGINS": "comma-separated modules to load as plug-ins besides the installed ones",
     "FP8CORE_DISABLE_PLUGINS": "comma-separated names of installed plug-ins to leave out",
 }
@@ -30,6 +31,7 @@ class Settings:
     backend: str | None = None
     op_backends: tuple[tuple[str, str], ...] = ()
     strict: bool = False
+    debug: bool = False
     plugins: tuple[str, ...] = ()
     disabled_plugins: tuple[str, ...] = ()
 
@@ -41,13 +43,11 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
         RecipeError: a value cannot be parsed, or FP8CORE_OP_BACKEND names an unknown operation.
     """
     env = os.environ if environ is None else environ
-    strict = env.get("FP8CORE_STRICT", "")
-    if strict not in _FLAGS:
-        raise RecipeError(f"FP8CORE_STRICT={strict!r}: expected 0 or 1.")
     return Settings(
         backend=env.get("FP8CORE_BACKEND", "").strip() or None,
         op_backends=_op_backends(env.get("FP8CORE_OP_BACKEND", "")),
-        strict=_FLAGS[strict],
+        strict=_flag(env, "FP8CORE_STRICT"),
+        debug=_flag(env, "FP8CORE_DEBUG"),
         plugins=_names(env.get("FP8CORE_PLUGINS", "")),
         disabled_plugins=_names(env.get("FP8CORE_DISABLE_PLUGINS", "")),
     )
@@ -71,11 +71,19 @@ def unknown_names(declared: Iterable[str]) -> list[str]:
 
 def check_op(op: str, asked_by: str) -> None:
     """Raise RecipeError unless ``op`` is the name of an operation."""
-    if op not in OPS:
+    known = (*OPS, *OPTIONAL_OPS)
+    if op not in known:
         raise RecipeError(
             f"{asked_by} names the operation {op!r}; "
-            f"operations are {', '.join(OPS)}.{did_you_mean(op, OPS)}"
+            f"operations are {', '.join(known)}.{did_you_mean(op, known)}"
         )
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    value = env.get(name, "")
+    if value not in _FLAGS:
+        raise RecipeError(f"{name}={value!r}: expected 0 or 1.")
+    return _FLAGS[value]
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import torch
 from fp8core.backend_api import Alignment, GemmDesc, OpDesc
 from fp8core.dispatch import plugins, policy, select, settings
 
-__all__ = ["Resolved", "resolve"]
+__all__ = ["Resolved", "resolve", "resolve_optional"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,15 @@ def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -
     registry = plugins.load()
     key = (policy.current(), settings.read(), registry, len(registry.rows))
     return _resolve(desc, device, backend, key)
+
+
+def resolve_optional(desc: OpDesc, device: torch.device, backend: str) -> Resolved | None:
+    """Bind an optional operation by ``backend``, or return None if it does not offer it."""
+    registry = plugins.load()
+    implementation = registry.instance(registry.backends[backend])
+    if implementation.unsupported(desc, device) is not None:
+        return None
+    return resolve(desc, device, backend=backend)
 
 
 @functools.lru_cache(maxsize=4096)

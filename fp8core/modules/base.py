@@ -12,9 +12,11 @@ import torch
 from fp8core.autocast import active, touch
 from fp8core.dispatch import policy, select
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
+from fp8core.links.bind import LinkShape, Site, bind_chain
+from fp8core.links.linear import LinearLink, LinearShape
+from fp8core.links.protocol import DENSE, Call, Link
+from fp8core.links.states import LinearStates
 from fp8core.modules.delayed import Bindings, DelayedModule
-from fp8core.ops.bind import LinearStates, bind_linear
-from fp8core.ops.linear import LinearOp, LinearShape
 from fp8core.plan import HIGH_PRECISION, LayerRole, LinearPlan
 from fp8core.quantizer import Binding
 from fp8core.recipe import Recipe
@@ -25,14 +27,27 @@ __all__ = ["Bound", "LowPrecisionModule", "prepare"]
 class Bound(NamedTuple):
     """A layer made ready for one combination of recipe, device, dtype and policy."""
 
-    ops: tuple[LinearOp, ...]
+    links: tuple[Link, ...]
     plan: LinearPlan
     states: LinearStates | None
     recipe: Recipe | None
+    needs_rng: bool
+
+    @property
+    def linears(self) -> list[LinearLink]:
+        """The chain's linear links, in order."""
+        return [link for link in self.links if isinstance(link, LinearLink)]
+
+    def call(self, first_microbatch: bool | None = None) -> Call:
+        """Return what a dense call of the layer brings: a new seed if a link takes one."""
+        if not self.needs_rng and first_microbatch is None:
+            return DENSE
+        rng = new_seed() if self.needs_rng else None
+        return Call(rng=rng, first_microbatch=first_microbatch)
 
 
 class LowPrecisionModule(DelayedModule):
-    """Base of the layers. A subclass says its ``kind`` and its :class:`LinearShape`."""
+    """Base of the layers. A subclass says its ``kind`` and the shapes of its chain."""
 
     kind: ClassVar[str]
 
@@ -40,15 +55,29 @@ class LowPrecisionModule(DelayedModule):
         super().__init__()
         self.name = name
 
-    def linear_shape(self) -> LinearShape:
-        """Return what the layer is, apart from its recipe."""
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return what the layer is, apart from its recipe: the shapes of its chain."""
         raise NotImplementedError
+
+    def linear_shapes(self) -> list[LinearShape]:
+        """Return the shapes of the chain's linears."""
+        return [shape for shape in self.link_shapes() if isinstance(shape, LinearShape)]
+
+    def count_gemms(self) -> int:
+        """Return how many forward GEMMs the layer has."""
+        return sum(shape.num_weights for shape in self.linear_shapes())
+
+    def invalidate_weight_cache(self) -> None:
+        """Forget the quantized weights, after a write that torch cannot see (``.data``)."""
+        self._bindings.weights.clear()
 
     @property
     def label(self) -> str:
         """What messages call the layer: its name in the model, else its class and sizes."""
-        shape = self.linear_shape()
-        sizes = f"{type(self).__name__}({shape.in_features}, {shape.out_features})"
+        shapes = self.linear_shapes()
+        sizes = ", ".join(str(shape.in_features) for shape in shapes)
+        last = shapes[-1].out_features if shapes else ""
+        sizes = f"{type(self).__name__}({sizes}, {last})"
         return sizes if self.name is None else f"{self.name!r} ({sizes})"
 
     def bind(self, device: torch.device, dtype: torch.dtype) -> Bound:
@@ -75,15 +104,16 @@ class LowPrecisionModule(DelayedModule):
         try:
             role = LayerRole(self.kind, self.name)
             plan = HIGH_PRECISION if recipe is None else recipe.plan(role, binding.activation_dtype)
-            shape = self.linear_shape()
             states = None
-            if plan.delayed is not None:
-                states = self.delayed_states(recipe, plan, shape.groups)
+            if plan.delayed is not None and self.count_gemms():
+                states = self.delayed_states(recipe, plan)
                 states = dataclasses.replace(states, is_recording=is_recording)
-            op = bind_linear(shape, plan, binding, owner=self.label, states=states)
+            site = Site(plan, binding, self.label, self._bindings.weights, states)
+            links = bind_chain(self.link_shapes(), site)
         except Fp8CoreError as error:
             raise type(error)(f"{self.label}: {error}") from None
-        return Bound((op,), plan, states, recipe)
+        needs_rng = any(link.needs_rng for link in links)
+        return Bound(links, plan, states, recipe, needs_rng)
 
     def check_input(self, input: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
         """Return the activation dtype of ``input [..., k]`` for ``weight [n, k]``, or refuse it.
@@ -122,21 +152,24 @@ class LowPrecisionModule(DelayedModule):
 
     def extra_repr(self) -> str:
         """Return sizes, dtype, and how the layer last ran."""
-        shape = self.linear_shape()
-        words = [
+        words = [*self._describe(), f"dtype={str(self._dtype()).removeprefix('torch.')}"]
+        if self._bindings.last is not None:
+            bound: Bound = self._bindings.last[1]
+            recipe = "high precision" if bound.recipe is None else type(bound.recipe).__name__
+            used = {link.choices["fprop"].backend for link in bound.linears}
+            words.append(f"last run: {' '.join([recipe, *(f'on {name}' for name in used)])}")
+        return ", ".join(words)
+
+    def _dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def _describe(self) -> list[str]:
+        shape = self.linear_shapes()[0]
+        return [
             f"in_features={shape.in_features}",
             f"out_features={shape.out_features}",
             f"bias={shape.bias_dtype is not None}",
-            f"dtype={str(shape.weight_dtype).removeprefix('torch.')}",
         ]
-        if self._bindings.last is not None:
-            bound = self._bindings.last[1]
-            recipe = "high precision" if bound.recipe is None else type(bound.recipe).__name__
-            words.append(f"last run: {recipe} on {bound.ops[0].choices['fprop'].backend}")
-        return ", ".join(words)
-
-    def _num_gemms(self) -> int:
-        return self.linear_shape().num_weights
 
 
 def prepare(model: torch.nn.Module) -> torch.nn.Module:
@@ -171,3 +204,12 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         return select.default_device(policy.current())
     return torch.device(device)
+
+
+def new_seed() -> torch.Tensor:
+    """Draw a seed and offset for dropout and stochastic rounding from torch's CPU generator.
+
+    int64 ``[2]``. ``torch.manual_seed`` fixes it, and a recompute that restores the generator's
+    state repeats it.
+    """
+    return torch.randint(0, 2**62, (2,))

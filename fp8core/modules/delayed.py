@@ -10,10 +10,11 @@ import torch
 
 from fp8core import formats
 from fp8core.errors import RecipeError
-from fp8core.ops.bind import BACKWARD_SLOTS, FORWARD_SLOTS, LinearStates
+from fp8core.links.states import BACKWARD_SLOTS, FORWARD_SLOTS, LinearStates
 from fp8core.plan import DelayedPlan, LinearPlan, TensorPlan
 from fp8core.reporting import log_once, logger
 from fp8core.scaling import DelayedState
+from fp8core.weights import WeightStore
 
 __all__ = ["Bindings", "DelayedModule"]
 
@@ -27,12 +28,13 @@ class Bindings:
     Empty again in a copy of the layer, as all of it refers to the layer's own tensors.
     """
 
-    __slots__ = ("last", "states", "table")
+    __slots__ = ("last", "states", "table", "weights")
 
     def __init__(self) -> None:
         self.table: dict[tuple[object, ...], Any] = {}
         self.last: tuple[tuple[object, ...], Any] | None = None
         self.states: dict[object, LinearStates] = {}
+        self.weights = WeightStore()
 
     def __reduce__(self) -> tuple[type[Bindings], tuple[()]]:
         return Bindings, ()
@@ -66,7 +68,7 @@ class DelayedModule(torch.nn.Module):
         self._bindings = Bindings()
         self._state_is_from_checkpoint = False
 
-    def delayed_states(self, recipe: Any, plan: LinearPlan, groups: int) -> LinearStates:
+    def delayed_states(self, recipe: Any, plan: LinearPlan) -> LinearStates:
         """Return the layer's states under ``plan``, made fresh if there are none that fit.
 
         Raises:
@@ -86,13 +88,13 @@ class DelayedModule(torch.nn.Module):
             self.reset_delayed_state()
             stored = None
         if stored is None:
-            self._create(plan.delayed, wanted, max(groups, 1))
+            self._create(plan.delayed, wanted, self.count_gemms())
         key = (recipe, plan.delayed)
         if key not in self._bindings.states:
-            slots = max(groups, 1)
+            gemms = self.count_gemms()
             self._bindings.states[key] = LinearStates(
-                self._state("fwd", recipe, plan.delayed, maxima[:FORWARD_SLOTS] * slots),
-                self._state("bwd", recipe, plan.delayed, maxima[FORWARD_SLOTS:] * slots),
+                self._state("fwd", recipe, plan.delayed, maxima[:FORWARD_SLOTS] * gemms),
+                self._state("bwd", recipe, plan.delayed, maxima[FORWARD_SLOTS:] * gemms),
             )
         return self._bindings.states[key]
 
@@ -188,7 +190,7 @@ class DelayedModule(torch.nn.Module):
             return [f"the checkpoint's delayed state lacks {', '.join(missing)}"]
         try:
             meta = json.loads(bytes(found[META].tolist()))
-            length, gemms = meta["history_len"], self._num_gemms()
+            length, gemms = meta["history_len"], self.count_gemms()
         except (ValueError, KeyError, TypeError):
             return [f"the checkpoint's {META} is not fp8core's"]
         wanted: dict[str, tuple[int, ...]] = {}
@@ -205,8 +207,9 @@ class DelayedModule(torch.nn.Module):
             return [f"the checkpoint's delayed state is for {meta}, the layer's for {stored}"]
         return errors
 
-    def _num_gemms(self) -> int:
-        return 1
+    def count_gemms(self) -> int:
+        """Return how many forward GEMMs the layer has, each with its slots."""
+        raise NotImplementedError
 
 
 def _slots(plan: LinearPlan) -> list[TensorPlan | None]:

@@ -8,10 +8,16 @@ import torch
 
 from fp8core import chain
 from fp8core.errors import OperandError
-from fp8core.modules.base import LowPrecisionModule, refuse_arguments, resolve_device
-from fp8core.modules.linear import InitMethod, check_size, default_init_method, new_seed
-from fp8core.ops.linear import LinearShape
-from fp8core.ops.protocol import Call
+from fp8core.links.call import Call
+from fp8core.links.linear import LinearShape
+from fp8core.modules.base import LowPrecisionModule, new_seed, refuse_arguments, resolve_device
+from fp8core.modules.parameters import (
+    InitMethod,
+    check_size,
+    default_init_method,
+    fill,
+    make_parameter,
+)
 
 __all__ = ["GroupedLinear"]
 
@@ -82,29 +88,27 @@ class GroupedLinear(LowPrecisionModule):
         self.return_bias = return_bias
         self._init_method = init_method or default_init_method
         target = resolve_device(device)
-        dtype = params_dtype or torch.get_default_dtype()
         for i in range(num_gemms):
-            weight = torch.empty(out_features, in_features, device=target, dtype=dtype)
-            self.register_parameter(f"weight{i}", torch.nn.Parameter(weight))
+            made = make_parameter(out_features, in_features, device=target, dtype=params_dtype)
+            self.register_parameter(f"weight{i}", made)
         for i in range(num_gemms):
-            own = torch.empty(out_features, device=target, dtype=dtype) if bias else None
-            self.register_parameter(f"bias{i}", None if own is None else torch.nn.Parameter(own))
+            own = make_parameter(out_features, device=target, dtype=params_dtype) if bias else None
+            self.register_parameter(f"bias{i}", own)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Fill the weights with ``init_method`` and the biases with 0; nothing on meta."""
-        with torch.no_grad():
-            for weight in self._all("weight"):
-                if not weight.is_meta:
-                    self._init_method(weight)
-            for bias in self._all("bias"):
-                bias.zero_()
+        for weight in self._all("weight"):
+            fill(weight, self._init_method)
+        for bias in self._all("bias"):
+            fill(bias, torch.nn.init.zeros_)
 
-    def linear_shape(self) -> LinearShape:
+    def link_shapes(self) -> tuple[LinearShape]:
         """Return sizes and dtypes."""
-        dtype = self._all("weight")[0].dtype
+        dtype = self._dtype()
         bias_dtype = dtype if self.use_bias and not self.return_bias else None
-        return LinearShape(self.in_features, self.out_features, dtype, bias_dtype, self.num_gemms)
+        sizes = self.in_features, self.out_features
+        return (LinearShape(*sizes, dtype, bias_dtype, self.num_gemms),)
 
     def forward(
         self,
@@ -120,8 +124,6 @@ class GroupedLinear(LowPrecisionModule):
             OperandError: ``m_splits`` has not one entry a group, is negative, or does not add up
                 to the rows of the input.
         """
-        if is_first_microbatch is not None:
-            refuse_arguments(GroupedLinear.forward, locals(), ("is_first_microbatch",))
         weights, biases = self._all("weight"), self._all("bias")
         dtype = self.check_input(input, weights[0])
         splits = self._check_splits(m_splits, input.numel() // self.in_features)
@@ -129,9 +131,11 @@ class GroupedLinear(LowPrecisionModule):
         if input.dtype != dtype:
             input = input.to(dtype)
         offsets = torch.tensor((0, *splits), device=input.device).cumsum(0)
-        rng = new_seed() if bound.ops[0].is_stochastic else None
+        rng = new_seed() if bound.needs_rng else None
         params = weights if self.return_bias else weights + biases
-        output = chain.run(bound.ops, input, params, Call((offsets,), splits, rng))
+        output = chain.run(
+            bound.links, input, params, Call((offsets,), splits, rng, is_first_microbatch)
+        )
         return (output, biases) if self.return_bias else output
 
     def _check_splits(self, m_splits: Sequence[int] | torch.Tensor, rows: int) -> tuple[int, ...]:

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from fp8core import chain
-from fp8core.errors import OperandError, RecipeError
+from fp8core.errors import RecipeError
+from fp8core.links.bind import LinkShape
+from fp8core.links.linear import LinearShape
 from fp8core.modules.base import LowPrecisionModule, refuse_arguments, resolve_device
-from fp8core.ops.linear import LinearShape
-from fp8core.ops.protocol import DENSE, Call
+from fp8core.modules.parameters import (
+    InitMethod,
+    check_size,
+    default_init_method,
+    fill,
+    make_parameter,
+)
 
-__all__ = ["Linear"]
+__all__ = ["NOT_OFFERED", "Linear"]
 
-InitMethod = Callable[[torch.Tensor], Any]
-
-default_init_method: InitMethod = partial(torch.nn.init.normal_, mean=0.0, std=0.023)
-"""Transformer Engine's default: normal with standard deviation 0.023."""
-
-
-_NOT_OFFERED = (
+NOT_OFFERED = (
     "sequence_parallel",
     "fuse_wgrad_accumulation",
     "tp_group",
@@ -101,41 +100,34 @@ class Linear(LowPrecisionModule):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        refuse_arguments(Linear.__init__, locals(), _NOT_OFFERED)
+        refuse_arguments(Linear.__init__, locals(), NOT_OFFERED)
         self.in_features = check_size("Linear", "in_features", in_features)
         self.out_features = check_size("Linear", "out_features", out_features)
         self.return_bias = return_bias
         self.use_bias = bias
         self._init_method = init_method or default_init_method
         self._parts = split_sizes(parameters_split, out_features)
-        target, dtype = resolve_device(device), params_dtype or torch.get_default_dtype()
-        for prefix, rows in self._parts:
-            weight = torch.empty(rows, in_features, device=target, dtype=dtype)
-            self.register_parameter(f"{prefix}weight", torch.nn.Parameter(weight))
-        for prefix, rows in self._parts:
-            own = torch.empty(rows, device=target, dtype=dtype) if bias else None
-            self.register_parameter(
-                f"{prefix}bias", None if own is None else torch.nn.Parameter(own)
-            )
+        self._make_parameters(resolve_device(device), params_dtype)
         self.reset_parameters()
+
+    def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        for prefix, rows in self._parts:
+            made = make_parameter(rows, self.in_features, device=device, dtype=dtype)
+            self.register_parameter(f"{prefix}weight", made)
+        for prefix, rows in self._parts:
+            own = make_parameter(rows, device=device, dtype=dtype) if self.use_bias else None
+            self.register_parameter(f"{prefix}bias", own)
 
     def reset_parameters(self) -> None:
         """Fill the weights with ``init_method`` and the biases with 0; nothing on meta."""
         for prefix, _ in self._parts:
-            weight, bias = getattr(self, f"{prefix}weight"), getattr(self, f"{prefix}bias")
-            if weight.is_meta:
-                continue
-            with torch.no_grad():
-                self._init_method(weight)
-                if bias is not None:
-                    bias.zero_()
+            fill(self._parameters[f"{prefix}weight"], self._init_method)
+            fill(self._parameters[f"{prefix}bias"], torch.nn.init.zeros_)
 
-    def linear_shape(self) -> LinearShape:
+    def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return sizes and dtypes."""
-        first = next(iter(self._parameters.values()))
-        assert first is not None
-        bias_dtype = first.dtype if self.use_bias and not self.return_bias else None
-        return LinearShape(self.in_features, self.out_features, first.dtype, bias_dtype)
+        bias_dtype = self._dtype() if self.use_bias and not self.return_bias else None
+        return (LinearShape(self.in_features, self.out_features, self._dtype(), bias_dtype),)
 
     def forward(
         self,
@@ -146,47 +138,33 @@ class Linear(LowPrecisionModule):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Compute ``[..., out_features]`` from ``[..., in_features]``; see the class.
 
-        ``is_first_microbatch``, ``fp8_output`` and ``fp8_grad`` are not offered: only their
-        defaults are taken.
+        ``is_first_microbatch`` True quantizes the weight anew, False takes the one kept from the
+        first, None decides by whether the weight has changed. ``fp8_output`` and ``fp8_grad`` are
+        not offered.
         """
-        if is_first_microbatch is not None or fp8_output or fp8_grad:
-            names = ("is_first_microbatch", "fp8_output", "fp8_grad")
-            refuse_arguments(Linear.forward, locals(), names)
-        weight, bias = self._merged("weight"), self._merged("bias")
-        assert weight is not None
+        if fp8_output or fp8_grad:
+            refuse_arguments(Linear.forward, locals(), ("fp8_output", "fp8_grad"))
+        weight, params, bias = self._linear_params()
         dtype = self.check_input(input, weight)
         bound = self.bind(input.device, dtype)
         if input.dtype != dtype:
             input = input.to(dtype)
-        params = (weight,) if bias is None or self.return_bias else (weight, bias)
-        call = DENSE if not bound.ops[0].is_stochastic else Call(rng=new_seed())
-        output = chain.run(bound.ops, input, params, call)
+        output = chain.run(bound.links, input, params, bound.call(is_first_microbatch))
         return (output, bias) if self.return_bias else output
+
+    def _linear_params(
+        self,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """Return the weight, the linear link's parameters, and the bias."""
+        weight, bias = self._merged("weight"), self._merged("bias")
+        assert weight is not None
+        return weight, (weight,) if bias is None or self.return_bias else (weight, bias), bias
 
     def _merged(self, kind: str) -> torch.Tensor | None:
         if len(self._parts) == 1:
             return self._parameters[f"{self._parts[0][0]}{kind}"]
         parts = [self._parameters[f"{prefix}{kind}"] for prefix, _ in self._parts]
         return None if parts[0] is None else torch.cat([part for part in parts if part is not None])
-
-
-def check_size(owner: str, name: str, value: int) -> int:
-    """Return ``value`` if it is a positive integer.
-
-    Raises:
-        OperandError: it is not.
-    """
-    if not isinstance(value, int) or value < 1:
-        raise OperandError(f"{owner}({name}={value!r}): expected an integer >= 1.")
-    return value
-
-
-def new_seed() -> torch.Tensor:
-    """Draw a seed and offset for stochastic rounding from torch's CPU generator, int64 ``[2]``.
-
-    ``torch.manual_seed`` fixes it, and a recompute that restores the generator's state repeats it.
-    """
-    return torch.randint(0, 2**62, (2,))
 
 
 def split_sizes(

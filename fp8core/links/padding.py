@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8core.ops.protocol import Call
+from fp8core.links.call import Call
 from fp8core.quantizer import Groups
 from fp8core.reporting import log_once
 

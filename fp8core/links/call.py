@@ -1,0 +1,30 @@
+"""What a call of a layer brings besides its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fp8core.quantizer import Groups
+
+__all__ = ["DENSE", "Call"]
+
+
+class Call(NamedTuple):
+    """What one call of a layer adds to its tensors.
+
+    ``groups`` is ``(group_offsets,)``, int64 ``[groups + 1]``, or ``()`` for a dense layer;
+    ``splits`` are the same sizes as integers. ``rng`` int64 ``[2]`` is the seed and offset of
+    dropout and stochastic rounding. ``first_microbatch`` True quantizes the weight anew, False
+    takes the one kept, None decides by whether it has changed.
+    """
+
+    groups: Groups = ()
+    splits: Sequence[int] = ()
+    rng: torch.Tensor | None = None
+    first_microbatch: bool | None = None
+
+
+DENSE = Call()

@@ -1,0 +1,194 @@
+"""The linear link: three GEMMs over three quantized tensors, dense or grouped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.backend_api import Operand
+from fp8core.dispatch.select import Choice
+from fp8core.links.padding import LayerPadding, PaddedCall
+from fp8core.links.protocol import Backward, Call, Forward, Handed, Saved, Want
+from fp8core.quantizer import Quantizer
+from fp8core.scaling import DelayedState, update_after_backward
+from fp8core.weights import KeptWeight, PerGroup
+
+__all__ = ["LinearLink", "LinearShape"]
+
+_NOT_SAVED: Saved = (None, None, None)
+
+
+class LinearShape(NamedTuple):
+    """What a linear layer is, apart from its recipe; ``groups`` is 0 for a dense layer."""
+
+    in_features: int
+    out_features: int
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    groups: int = 0
+
+    @property
+    def num_weights(self) -> int:
+        """The number of weights."""
+        return self.groups or 1
+
+    @property
+    def num_params(self) -> int:
+        """The number of weights and biases."""
+        return self.num_weights * (1 if self.bias_dtype is None else 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearLink:
+    """``y[m, n] = x[m, k] @ w[n, k].T + bias[n]``, or the same for each group of rows.
+
+    Parameters come as ``(weight, bias)``, or ``(*weights, *biases)`` for a grouped link, without
+    biases where ``shape.bias_dtype`` is None. ``input_dtype`` and ``grad_dtype`` are what the
+    neighbours hand over. ``index`` tells the linears of one chain apart. ``choices`` says, by GEMM
+    and tensor, who computes.
+    """
+
+    shape: LinearShape
+    input: Quantizer
+    weight: KeptWeight | PerGroup
+    grad_output: Quantizer
+    fprop: Callable[..., Any]
+    dgrad: Callable[..., Any]
+    wgrad: Callable[..., Any]
+    padding: LayerPadding | None
+    backward_state: DelayedState | None
+    needs_rng: bool
+    input_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    index: int
+    choices: dict[str, Choice]
+    num_weights: int
+    num_params: int
+    _plain_wants: dict[tuple[object, ...], Want] = field(default_factory=dict)
+
+    def wants(self, rows: int, needs: Sequence[bool], call: Call) -> Want:
+        """Want the input quantized: rowwise for fprop, and columnwise if wgrad will run."""
+        columnwise = True in needs[1 : 1 + self.num_weights]
+        padded = None if self.padding is None else self.padding.for_call(rows, call)
+        if padded is None and not call.groups:
+            return self._plain(False, True, columnwise, False)
+        return Want(self.input, self.input_dtype, columnwise=columnwise, call=call, padded=padded)
+
+    def wants_grad(self, rows: int, needs: Sequence[bool], call: Call, context: object) -> Want:
+        """Want grad_output quantized: rowwise for dgrad, columnwise for wgrad; summed for bias."""
+        end = 1 + self.num_weights
+        need_input, need_weight = needs[0], True in needs[1:end]
+        has_sums = True in needs[end:]
+        padded = context if isinstance(context, PaddedCall) else None
+        if padded is None and not call.groups and not self.needs_rng:
+            return self._plain(True, need_input, need_weight, has_sums)
+        rng = None
+        if self.needs_rng and call.rng is not None:
+            rng = call.rng + torch.tensor((0, self.index << 32))
+        return Want(
+            self.grad_output,
+            self.grad_dtype,
+            rowwise=need_input,
+            columnwise=need_weight,
+            has_sums=has_sums,
+            rng=rng,
+            call=call,
+            padded=padded,
+            is_gradient=True,
+        )
+
+    def _plain(self, is_gradient: bool, rowwise: bool, columnwise: bool, has_sums: bool) -> Want:
+        """Return the want of a dense call without padding, the same object each time."""
+        key = (is_gradient, rowwise, columnwise, has_sums)
+        want = self._plain_wants.get(key)
+        if want is None:
+            quantizer = self.grad_output if is_gradient else self.input
+            dtype = self.grad_dtype if is_gradient else self.input_dtype
+            want = Want(quantizer, dtype, rowwise, columnwise, has_sums, is_gradient=is_gradient)
+            self._plain_wants[key] = want
+        return want
+
+    def forward(
+        self,
+        x: Handed,
+        params: Sequence[torch.Tensor],
+        call: Call,
+        needs: Sequence[bool],
+        out: Want | None,
+    ) -> Forward:
+        """Compute y; save the columnwise input for wgrad and the columnwise weight for dgrad."""
+        count, padded, groups = self.num_weights, x.padded, call.groups
+        weights, biases = params[:count], params[count:]
+        if padded is not None:
+            groups = padded.groups
+            weights, biases = padded.pad_weights(weights), padded.pad_biases(biases)
+        is_grouped = bool(self.shape.groups)
+        w_row, w_column = self.weight(
+            weights if is_grouped else weights[0],  # type: ignore[arg-type]  # as groups says
+            columnwise=needs[0],
+            first=call.first_microbatch,
+        )
+        bias: Any = (biases if is_grouped else biases[0]) if biases else None
+        x_row, x_column = x.operands
+        y: Any = self.fprop(x_row, w_row, *groups, bias=bias)  # [m, k] x [n, k] -> [m, n]
+        if padded is not None:
+            y = padded.cut(y, x.rows, self.shape.out_features)
+        saved = [*(_NOT_SAVED if x_column is None else x_column)]
+        if needs[0]:
+            for operand in w_column if is_grouped else (w_column,):
+                saved.extend(operand)
+        return Forward(y if out is None else out(y), saved, padded)
+
+    def backward(
+        self,
+        grad: Handed,
+        saved: Saved,
+        context: object,
+        call: Call,
+        needs: Sequence[bool],
+        out: Want | None,
+    ) -> Backward:
+        """Compute grad_input by dgrad, grad_weight by wgrad, each only if needed."""
+        end = 1 + self.num_weights
+        groups = call.groups if grad.padded is None else grad.padded.groups
+        dy_row, dy_column = grad.operands
+        grad_input: Any = None
+        grad_weights: Sequence[torch.Tensor | None] = [None] * self.num_weights
+        if self.backward_state is not None and (dy_row is not None or dy_column is not None):
+            update_after_backward(self.backward_state)
+        if needs[0]:
+            # [m, n] x [k, n] -> [m, k]
+            grad_input = self.dgrad(dy_row, self._saved_weight(saved), *groups)
+            if grad.padded is not None:
+                grad_input = grad.padded.cut(grad_input, grad.rows, self.shape.in_features)
+            grad_input = grad_input if out is None else out(grad_input)
+        if dy_column is not None:
+            x_column = Operand(*saved[:3])  # type: ignore[arg-type]  # data is saved
+            made = self.wgrad(dy_column, x_column, *groups)  # [n, m] x [k, m] -> [n, k]
+            grad_weights = self._grad_weights(made, needs[1:end])
+        return Backward(grad_input, (*grad_weights, *self._grad_biases(grad.sums, needs[end:])))
+
+    def _saved_weight(self, saved: Saved) -> Operand | list[Operand]:
+        operands = [Operand(*saved[i : i + 3]) for i in range(3, len(saved), 3)]  # type: ignore[arg-type]  # data is saved
+        return operands if self.shape.groups else operands[0]
+
+    def _grad_weights(self, made: Any, needed: Sequence[bool]) -> list[torch.Tensor | None]:
+        n, k = self.shape.out_features, self.shape.in_features
+        grads = made if self.shape.groups else (made,)
+        return [
+            grad[:n, :k].to(self.shape.weight_dtype) if need else None
+            for grad, need in zip(grads, needed, strict=True)
+        ]
+
+    def _grad_biases(
+        self, sums: Sequence[torch.Tensor], needed: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        if self.shape.bias_dtype is None or not sums:
+            return [None] * len(needed)
+        return [
+            own.to(self.shape.bias_dtype) if need else None
+            for own, need in zip(sums, needed, strict=True)
+        ]

@@ -1,0 +1,253 @@
+"""Links without a GEMM or a norm: bias, dropout, residual add, quantize-and-back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.links.protocol import Backward, Call, Forward, Saved, Want
+
+__all__ = [
+    "AddLink",
+    "AddShape",
+    "BiasLink",
+    "BiasShape",
+    "DropoutLink",
+    "DropoutShape",
+    "OutputLink",
+    "OutputShape",
+    "QuantizeLink",
+    "QuantizeShape",
+]
+
+
+class BiasShape(NamedTuple):
+    """A bias ``[size]``."""
+
+    size: int
+    dtype: torch.dtype
+    num_params: int = 1
+
+
+class DropoutShape(NamedTuple):
+    """Dropout with probability ``p``."""
+
+    p: float
+    num_params: int = 0
+
+
+class AddShape(NamedTuple):
+    """Adds a second tensor, which comes as its parameter."""
+
+    num_params: int = 1
+
+
+class QuantizeShape(NamedTuple):
+    """Rounds to the recipe's input format and back, forward, backward or both."""
+
+    forward: bool = True
+    backward: bool = False
+    num_params: int = 0
+
+
+class OutputShape(NamedTuple):
+    """The value leaves the chain here, in the activation dtype, and comes back in."""
+
+    num_params: int = 0
+
+
+class _Plain:
+    """Takes tensors and gradients as they are."""
+
+    __slots__ = ()
+
+    def wants(self, rows: int, needs: Sequence[bool], call: Call) -> None:
+        """Take the tensor as it is."""
+
+    def wants_grad(self, rows: int, needs: Sequence[bool], call: Call, context: object) -> None:
+        """Take the gradient as it is."""
+
+
+def _hand(y: torch.Tensor, out: Want | None) -> Any:
+    return y if out is None else out(y)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputLink(_Plain):
+    """Passes everything on; where a layer returns the value, it runs the two sides apart."""
+
+    num_params: int = 0
+    needs_rng: bool = False
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        params: Sequence[torch.Tensor],
+        call: Call,
+        needs: Sequence[bool],
+        out: Want | None,
+    ) -> Forward:
+        """Pass the value on."""
+        return Forward(_hand(x, out), ())
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        saved: Saved,
+        context: object,
+        call: Call,
+        needs: Sequence[bool],
+        out: Want | None,
+    ) -> Backward:
+        """Pass the gradient on."""
+        return Backward(_hand(grad, out) if needs[0] else None, ())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BiasLink(_Plain):
+    """``y = x + bias``."""
+
+    shape: BiasShape
+    num_params: int = 1
+    needs_rng: bool = False
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        params: Sequence[torch.Tensor],
+        call: Call,
+        needs: Sequence[bool],
+        out: Want | None,
+    ) -> Forward:
+        """Add the bias."""
+        return Forward(_hand((x + params[0]).to(x.dtype), out), ())
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        saved: Saved,
+        context: object,
+        call: Call,
+        needs: Sequence[bool],
+        out: Want | None,
+    ) -> Backward:
+        """Pass the gradient on; sum it in float32 for the bias."""
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        grad_bias = grad.sum(0, dtype=wide).to(self.shape.dtype) if needs[1] else None
+        return Backward(_hand(grad, out) if needs[0] else None, (grad_bias,))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DropoutLink(_Plain):
+    """Zeroes elements with probability ``p``, scales the rest by ``1 / (1 - p)``.
+
+    The mask is made anew in backward from the call's seed and offset; nothing is saved.
+    """
+
+    shape: DropoutShape
+    index: int
+    num_params: int = 0
+    needs_rng: bool = True
+
+    def _mask(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        assert call.rng is not None
+        seed, offset = (int(value) for value in call.rng)
+        generator = torch.Generator(device=x.device)
+        generator.manual_seed((seed * 0x9E3779B97F4A7C15 + offset + self.index) & (2**63 - 1))
+        noise = torch.rand(x.shape, generator=generator, device=x.device)
+        return (noise >= self.shape.p).to(x.dtype) / (1 - self.shape.p)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        params: Sequence[torch.Tensor],
+        call: Call,
+        needs: Sequence[bool],
+        out: Want | None,
+    ) -> Forward:
+        """Drop."""
+        return Forward(_hand(x * self._mask(x, call), out), ())
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        saved: Saved,
+        context: object,
+        call: Call,
+        needs: Sequence[bool],
+        out: Want | None,
+    ) -> Backward:
+        """Drop the same elements of the gradient."""
+        return Backward(_hand(grad * self._mask(grad, call), out) if needs[0] else None, ())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AddLink(_Plain):
+    """``y = x + residual``, rounded once to the dtype of ``x``."""
+
+    shape: AddShape
+    num_params: int = 1
+    needs_rng: bool = False
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        params: Sequence[torch.Tensor],
+        call: Call,
+        needs: Sequence[bool],
+        out: Want | None,
+    ) -> Forward:
+        """Add."""
+        return Forward(_hand(x + params[0].reshape(x.shape), out), (), params[0].shape)
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        saved: Saved,
+        context: object,
+        call: Call,
+        needs: Sequence[bool],
+        out: Want | None,
+    ) -> Backward:
+        """Both inputs get the gradient."""
+        residual = grad.reshape(context) if needs[1] else None  # type: ignore[call-overload]  # a shape
+        return Backward(_hand(grad, out) if needs[0] else None, (residual,))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizeLink(_Plain):
+    """Rounds values to a low-precision format and back, as the next layer would see them."""
+
+    shape: QuantizeShape
+    round_forward: Callable[[torch.Tensor], torch.Tensor]
+    round_backward: Callable[[torch.Tensor], torch.Tensor]
+    num_params: int = 0
+    needs_rng: bool = False
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        params: Sequence[torch.Tensor],
+        call: Call,
+        needs: Sequence[bool],
+        out: Want | None,
+    ) -> Forward:
+        """Round the value, if asked for."""
+        return Forward(_hand(self.round_forward(x) if self.shape.forward else x, out), ())
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        saved: Saved,
+        context: object,
+        call: Call,
+        needs: Sequence[bool],
+        out: Want | None,
+    ) -> Backward:
+        """Pass the gradient straight through, rounded if asked for."""
+        if not needs[0]:
+            return Backward(None, ())
+        return Backward(_hand(self.round_backward(grad) if self.shape.backward else grad, out), ())

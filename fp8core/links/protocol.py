@@ -1,0 +1,136 @@
+"""What a link of a chain is: stateless, forward and backward over plain tensors.
+
+Neighbours talk through :class:`Want`: a link is told how its neighbour wants the result, and calls
+``out(y)``, or lets a fused operation of the backend make the same :class:`Handed` in one go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from fp8core.links.call import DENSE, Call
+from fp8core.links.padding import PaddedCall
+from fp8core.quantizer import Orientations, Quantizer
+
+__all__ = ["DENSE", "Backward", "Call", "Forward", "Handed", "Link", "Saved", "Value", "Want"]
+
+Saved: TypeAlias = "Sequence[torch.Tensor | None]"
+"""Plain tensors, so that checkpointing, offload hooks and compilers see them."""
+
+
+class Handed(NamedTuple):
+    """A tensor as its consumer wanted it: quantized, padded, with its column sums if asked for.
+
+    ``sums`` are float32 ``[cols]``, one a group, of the tensor before quantization.
+    """
+
+    operands: Orientations
+    sums: Sequence[torch.Tensor] = ()
+    padded: PaddedCall | None = None
+    rows: int = 0
+
+
+Value: TypeAlias = "torch.Tensor | Handed"
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """How a link wants a tensor ``y [rows, cols]``; call it with ``y`` in ``dtype``."""
+
+    quantizer: Quantizer
+    dtype: torch.dtype
+    rowwise: bool = True
+    columnwise: bool = True
+    has_sums: bool = False
+    rng: torch.Tensor | None = None
+    call: Call = DENSE
+    padded: PaddedCall | None = None
+    is_gradient: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a fused operation can make it: dense, not padded, something to quantize."""
+        return self.padded is None and not self.call.groups and (self.rowwise or self.columnwise)
+
+    def __call__(self, y: torch.Tensor) -> Handed:
+        """Sum, pad and quantize ``y``."""
+        sums: Sequence[torch.Tensor] = ()
+        if self.has_sums:
+            wide = torch.float64 if y.dtype == torch.float64 else torch.float32
+            parts = torch.split(y, list(self.call.splits)) if self.call.groups else (y,)
+            sums = [part.sum(0, dtype=wide) for part in parts]
+        if not (self.rowwise or self.columnwise):
+            return Handed(Orientations(None, None), sums, self.padded, y.shape[0])
+        rows, groups = y.shape[0], self.call.groups
+        if self.padded is not None:
+            groups = self.padded.groups
+            pad = self.padded.pad_grad_output if self.is_gradient else self.padded.pad_input
+            y = pad(y)
+        operands = self.quantizer(
+            y, groups, rowwise=self.rowwise, columnwise=self.columnwise, rng=self.rng
+        )
+        return Handed(operands, sums, self.padded, rows)
+
+
+class Forward(NamedTuple):
+    """The output, what backward needs as tensors, and the rest of it as a value."""
+
+    output: Any
+    saved: Saved
+    context: object = None
+
+
+class Backward(NamedTuple):
+    """The gradient of the input, None if nobody needs it, and those of the parameters."""
+
+    grad_input: Any
+    grad_params: Sequence[torch.Tensor | None]
+
+
+class Link(Protocol):
+    """One link of a chain. Holds bound callables only; tensors and sizes come with the call."""
+
+    @property
+    def num_params(self) -> int:
+        """How many of the chain's parameters are this link's."""
+
+    @property
+    def needs_rng(self) -> bool:
+        """Whether it takes ``call.rng``."""
+
+    def wants(self, rows: int, needs: Sequence[bool], call: Call) -> Want | None:
+        """Say how it wants its input; None: the tensor as it is."""
+
+    def wants_grad(
+        self, rows: int, needs: Sequence[bool], call: Call, context: object
+    ) -> Want | None:
+        """Say how it wants the gradient of its output."""
+
+    def forward(
+        self,
+        x: Any,
+        params: Sequence[torch.Tensor],
+        call: Call,
+        needs: Sequence[bool],
+        out: Want | None,
+    ) -> Forward:
+        """Compute from ``x``: what :meth:`wants` made of ``[rows, k]``, or that tensor itself.
+
+        ``needs`` says whose gradient backward will be asked for: the input's, then each
+        parameter's. The output goes through ``out`` if there is one.
+        """
+
+    def backward(
+        self,
+        grad: Any,
+        saved: Saved,
+        context: object,
+        call: Call,
+        needs: Sequence[bool],
+        out: Want | None,
+    ) -> Backward:
+        """Compute the gradients that ``needs`` asks for; grad_input goes through ``out``."""

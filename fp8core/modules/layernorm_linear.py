@@ -1,0 +1,170 @@
+"""A norm and a linear layer as one chain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fp8core import chain
+from fp8core.links.bind import LinkShape
+from fp8core.links.norm import NormShape
+from fp8core.links.pointwise import OutputLink, OutputShape
+from fp8core.modules.base import Bound, refuse_arguments
+from fp8core.modules.linear import NOT_OFFERED, Linear
+from fp8core.modules.parameters import InitMethod, check_normalization, fill, make_parameter
+
+__all__ = ["LayerNormLinear", "register_norm", "reset_norm", "run_after_norm"]
+
+_NOT_OFFERED = (
+    *(name for name in NOT_OFFERED if name != "save_original_input"),
+    "return_layernorm_output_gathered",
+)
+
+
+class LayerNormLinear(Linear):
+    """``Linear(norm(x))`` with the norm's result handed over in the form the linear wants.
+
+    Parameters ``layer_norm_weight``, ``layer_norm_bias`` (LayerNorm only) and those of
+    :class:`fp8core.Linear`, whose arguments have the same meaning here.
+
+    Args:
+        eps: added to the variance.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        zero_centered_gamma: the norm's factor is ``1 + layer_norm_weight``.
+        return_layernorm_output: also return the norm's result, rounded to the activation dtype;
+            the linear then quantizes that rounded value.
+    """
+
+    kind = "layernorm_linear"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: object | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: object | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        refuse_arguments(LayerNormLinear.__init__, locals(), _NOT_OFFERED)
+        self._norm = (check_normalization("LayerNormLinear", normalization), eps)
+        self.zero_centered_gamma = zero_centered_gamma
+        self.return_layernorm_output = return_layernorm_output
+        super().__init__(
+            in_features,
+            out_features,
+            init_method=init_method,
+            bias=bias,
+            return_bias=return_bias,
+            params_dtype=params_dtype,
+            parameters_split=parameters_split,
+            device=device,
+            name=name,
+        )
+
+    def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        register_norm(self, self._norm[0], self.in_features, device, dtype)
+        super()._make_parameters(device, dtype)
+
+    def reset_parameters(self) -> None:
+        """Fill as :class:`Linear` does; the norm starts as the identity. Nothing on meta."""
+        reset_norm(self, self.zero_centered_gamma)
+        super().reset_parameters()
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return the norm, then the linear; between them the norm's result may leave."""
+        kind, eps = self._norm
+        norm = NormShape(kind, self.in_features, eps, self.zero_centered_gamma, self._dtype())
+        leaves = (OutputShape(),) if self.return_layernorm_output else ()
+        return (norm, *leaves, *super().link_shapes())
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """Compute ``[..., out_features]`` from ``[..., in_features]``.
+
+        Returns the output, followed by the bias with ``return_bias`` and by the norm's result with
+        ``return_layernorm_output``. The other arguments are those of :meth:`Linear.forward`.
+        """
+        if fp8_output or fp8_grad:
+            refuse_arguments(LayerNormLinear.forward, locals(), ("fp8_output", "fp8_grad"))
+        weight, params, bias = self._linear_params()
+        dtype = self.check_input(input, weight)
+        bound = self.bind(input.device, dtype)
+        if input.dtype != dtype:
+            input = input.to(dtype)
+        outputs = run_after_norm(self, bound, input, params, is_first_microbatch)
+        if self.return_bias:
+            outputs.insert(1, bias)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def register_norm(
+    module: torch.nn.Module,
+    kind: str,
+    size: int,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> None:
+    """Give ``module`` the parameters ``layer_norm_weight``, and for a LayerNorm its bias."""
+    made = make_parameter(size, device=device, dtype=dtype)
+    module.register_parameter("layer_norm_weight", made)
+    if kind == "layernorm":
+        own = make_parameter(size, device=device, dtype=dtype)
+        module.register_parameter("layer_norm_bias", own)
+
+
+def reset_norm(module: torch.nn.Module, zero_centered: bool) -> None:
+    """Make gamma 1 (0 if zero-centered) and beta 0."""
+    first = torch.nn.init.zeros_ if zero_centered else torch.nn.init.ones_
+    fill(module._parameters["layer_norm_weight"], first)
+    fill(module._parameters.get("layer_norm_bias"), torch.nn.init.zeros_)
+
+
+def run_after_norm(
+    module: torch.nn.Module,
+    bound: Bound,
+    input: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    is_first_microbatch: bool | None,
+) -> list[Any]:
+    """Run the norm and what follows, whose parameters are ``params``.
+
+    Returns the output, and the norm's result where it leaves the chain behind the norm.
+    """
+    names = ("layer_norm_weight", "layer_norm_bias")
+    norm = [own for own in map(module._parameters.get, names) if own is not None]
+    call = bound.call(is_first_microbatch)
+    if not isinstance(bound.links[1], OutputLink):
+        return [chain.run(bound.links, input, [*norm, *params], call)]
+    normalized = chain.run(bound.links[:1], input, norm, call)
+    return [chain.run(bound.links[2:], normalized, params, call), normalized]

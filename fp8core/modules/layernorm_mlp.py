@@ -1,0 +1,181 @@
+"""Norm, linear, activation, linear: the feed-forward block as one chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp8core.links.activation import activation_shape
+from fp8core.links.bind import LinkShape
+from fp8core.links.linear import LinearShape
+from fp8core.links.norm import NormShape
+from fp8core.links.pointwise import OutputShape
+from fp8core.modules.base import LowPrecisionModule, refuse_arguments, resolve_device
+from fp8core.modules.layernorm_linear import register_norm, reset_norm, run_after_norm
+from fp8core.modules.parameters import (
+    InitMethod,
+    check_normalization,
+    check_size,
+    default_init_method,
+    fill,
+    make_parameter,
+)
+
+__all__ = ["LayerNormMLP"]
+
+_NOT_OFFERED = (
+    "sequence_parallel",
+    "get_rng_state_tracker",
+    "tp_group",
+    "tp_size",
+    "fuse_wgrad_accumulation",
+    "return_layernorm_output_gathered",
+    "set_parallel_mode",
+    "ub_overlap_ag",
+    "ub_overlap_rs",
+    "ub_overlap_rs_dgrad",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+    "delay_wgrad_compute",
+    "symmetric_ar_type",
+    "checkpoint",
+)
+
+
+class LayerNormMLP(LowPrecisionModule):
+    """``fc2(activation(fc1(norm(x))))``.
+
+    Parameters ``layer_norm_weight``, ``layer_norm_bias`` (LayerNorm only), ``fc1_weight
+    [ffn_hidden_size, hidden_size]`` (twice the rows for a gated activation), ``fc1_bias``,
+    ``fc2_weight [hidden_size, ffn_hidden_size]``, ``fc2_bias``.
+
+    Args:
+        hidden_size: size of each input and output row.
+        ffn_hidden_size: size between the linears, after the activation.
+        eps: added to the norm's variance.
+        return_bias: return ``(y, fc2_bias)`` with that bias not added.
+        init_method, output_layer_init_method: fill fc1_weight and fc2_weight.
+        bias: whether both linears have one.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        activation: one of :data:`fp8core.backend_api.ACTIVATIONS`.
+        activation_params: of ``clamped_swiglu``: ``limit``, ``alpha``, ``glu_linear_offset``.
+        params_dtype, device, name: as in :class:`fp8core.Linear`.
+        return_layernorm_output: also return the norm's result in the activation dtype.
+        seq_length, micro_batch_size: taken for compatibility; sizes are found at run time.
+        zero_centered_gamma: the norm's factor is ``1 + layer_norm_weight``.
+
+    The other arguments belong to features that are not offered: anything but their default raises
+    UnsupportedError.
+    """
+
+    kind = "layernorm_mlp"
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        return_bias: bool = False,
+        get_rng_state_tracker: object | None = None,
+        tp_group: object | None = None,
+        tp_size: int = 1,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        activation_params: dict[str, float] | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        set_parallel_mode: bool = False,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        checkpoint: bool = False,
+    ) -> None:
+        super().__init__(name)
+        refuse_arguments(LayerNormMLP.__init__, locals(), _NOT_OFFERED)
+        self.hidden_size = check_size("LayerNormMLP", "hidden_size", hidden_size)
+        self.ffn_hidden_size = check_size("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size)
+        self._norm = check_normalization("LayerNormMLP", normalization), eps
+        self._activation = activation_shape(activation, activation_params)
+        self.zero_centered_gamma = zero_centered_gamma
+        self.use_bias, self.return_bias = bias, return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self._init_methods = (
+            init_method or default_init_method,
+            output_layer_init_method or default_init_method,
+        )
+        self._make_parameters(resolve_device(device), params_dtype)
+        self.reset_parameters()
+
+    def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        register_norm(self, self._norm[0], self.hidden_size, device, dtype)
+        inner = self.ffn_hidden_size * (2 if self._activation.is_gated else 1)
+        sizes = (inner, self.hidden_size), (self.hidden_size, self.ffn_hidden_size)
+        for name, (rows, columns) in zip(("fc1", "fc2"), sizes, strict=True):
+            weight = make_parameter(rows, columns, device=device, dtype=dtype)
+            own = make_parameter(rows, device=device, dtype=dtype) if self.use_bias else None
+            self.register_parameter(f"{name}_weight", weight)
+            self.register_parameter(f"{name}_bias", own)
+
+    def reset_parameters(self) -> None:
+        """Fill the weights, zero the biases, make the norm the identity; nothing on meta."""
+        reset_norm(self, self.zero_centered_gamma)
+        for name, method in zip(("fc1", "fc2"), self._init_methods, strict=True):
+            fill(self._parameters[f"{name}_weight"], method)
+            fill(self._parameters[f"{name}_bias"], torch.nn.init.zeros_)
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return the norm, fc1, the activation and fc2."""
+        kind, eps = self._norm
+        dtype, hidden, ffn = self._dtype(), self.hidden_size, self.ffn_hidden_size
+        inner = ffn * (2 if self._activation.is_gated else 1)
+        leaves = (OutputShape(),) if self.return_layernorm_output else ()
+        bias = dtype if self.use_bias else None
+        return (
+            NormShape(kind, hidden, eps, self.zero_centered_gamma, dtype),
+            *leaves,
+            LinearShape(hidden, inner, dtype, bias),
+            self._activation,
+            LinearShape(ffn, hidden, dtype, None if self.return_bias else bias),
+        )
+
+    def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """Compute ``[..., hidden_size]`` from ``[..., hidden_size]``.
+
+        Returns the output, followed by ``fc2_bias`` with ``return_bias`` and by the norm's result
+        with ``return_layernorm_output``. ``is_first_microbatch`` as in :class:`fp8core.Linear`.
+        """
+        dtype = self.check_input(input, self.fc1_weight)
+        bound = self.bind(input.device, dtype)
+        if input.dtype != dtype:
+            input = input.to(dtype)
+        fc2_bias = None if self.return_bias else self.fc2_bias
+        names = (self.fc1_weight, self.fc1_bias, self.fc2_weight, fc2_bias)
+        params = [parameter for parameter in names if parameter is not None]
+        outputs = run_after_norm(self, bound, input, params, is_first_microbatch)
+        if self.return_bias:
+            outputs.insert(1, self.fc2_bias)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _describe(self) -> list[str]:
+        return [
+            f"hidden_size={self.hidden_size}",
+            f"ffn_hidden_size={self.ffn_hidden_size}",
+            f"activation={self._activation.name}",
+            f"bias={self.use_bias}",
+        ]

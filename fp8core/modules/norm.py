@@ -1,0 +1,106 @@
+"""LayerNorm and RMSNorm with zero-centered gamma."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from fp8core import chain
+from fp8core.errors import OperandError, UnsupportedError
+from fp8core.links.norm import NormShape
+from fp8core.modules.base import LowPrecisionModule, resolve_device
+from fp8core.modules.parameters import check_size, fill, make_parameter
+
+__all__ = ["LayerNorm", "RMSNorm"]
+
+
+class _Norm(LowPrecisionModule):
+    kind = "norm"
+    norm_kind: ClassVar[str]
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | Sequence[int] | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        owner = type(self).__name__
+        if sequence_parallel:
+            raise UnsupportedError(f"{owner}(sequence_parallel=True) is not offered.")
+        shape = normalized_shape if normalized_shape is not None else hidden_size
+        sizes = [shape] if isinstance(shape, int) else list(shape or ())
+        if len(sizes) != 1:
+            raise OperandError(
+                f"{owner}(normalized_shape={shape!r}): expected one size, the last dimension's."
+            )
+        self.hidden_size = check_size(owner, "normalized_shape", sizes[0])
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        target = resolve_device(device)
+        made = make_parameter(self.hidden_size, device=target, dtype=params_dtype or dtype)
+        self.register_parameter("weight", made)
+        if self.norm_kind == "layernorm":
+            own = make_parameter(self.hidden_size, device=target, dtype=params_dtype or dtype)
+            self.register_parameter("bias", own)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Make gamma 1 (0 if zero-centered) and beta 0; nothing on meta."""
+        first = torch.nn.init.zeros_ if self.zero_centered_gamma else torch.nn.init.ones_
+        fill(self.weight, first)
+        fill(self._parameters.get("bias"), torch.nn.init.zeros_)
+
+    def link_shapes(self) -> tuple[NormShape]:
+        """Return the norm's shape."""
+        sizes = self.norm_kind, self.hidden_size, self.eps, self.zero_centered_gamma
+        return (NormShape(*sizes, self._dtype()),)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalize the last dimension of ``input [..., n]``, in float32; the dtype stays.
+
+        Raises:
+            OperandError: an input that does not fit.
+        """
+        dtype = self.check_input(input, self.weight)
+        bound = self.bind(input.device, dtype)
+        input = input if input.dtype == dtype else input.to(dtype)
+        return chain.run(bound.links, input, list(self.parameters()))
+
+    def _describe(self) -> list[str]:
+        return [
+            str(self.hidden_size),
+            f"eps={self.eps}",
+            f"zero_centered={self.zero_centered_gamma}",
+        ]
+
+
+class LayerNorm(_Norm):
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dimension.
+
+    Args:
+        normalized_shape: the size of the last dimension; ``hidden_size`` is its older name.
+        eps: added to the variance.
+        sequence_parallel: not offered.
+        params_dtype: dtype of ``weight`` and ``bias``; ``dtype`` is another name for it.
+        zero_centered_gamma: the factor is ``1 + weight``.
+        device: of the parameters; None takes the selected backend's.
+        name: what messages call the layer.
+    """
+
+    norm_kind = "layernorm"
+
+
+class RMSNorm(_Norm):
+    """``x / sqrt(mean square + eps) * weight`` over the last dimension; arguments as LayerNorm."""
+
+    norm_kind = "rmsnorm"

@@ -1,0 +1,68 @@
+"""How layers make their parameters, and check the sizes and names they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from fp8core.errors import OperandError, RecipeError, did_you_mean
+
+__all__ = [
+    "NORMALIZATIONS",
+    "InitMethod",
+    "check_normalization",
+    "check_size",
+    "default_init_method",
+    "fill",
+    "make_parameter",
+]
+
+InitMethod = Callable[[torch.Tensor], Any]
+
+default_init_method: InitMethod = partial(torch.nn.init.normal_, mean=0.0, std=0.023)
+"""Transformer Engine's default: normal with standard deviation 0.023."""
+
+NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+
+
+def make_parameter(
+    *size: int, device: torch.device, dtype: torch.dtype | None
+) -> torch.nn.Parameter:
+    """Return an unfilled parameter; torch's default dtype if None."""
+    dtype = dtype or torch.get_default_dtype()
+    return torch.nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+
+
+def fill(parameter: torch.Tensor | None, method: InitMethod) -> None:
+    """Fill ``parameter`` by ``method``; does nothing to one on the meta device, or to None."""
+    if parameter is not None and not parameter.is_meta:
+        with torch.no_grad():
+            method(parameter)
+
+
+def check_size(owner: str, name: str, value: int) -> int:
+    """Return ``value`` if it is a positive integer.
+
+    Raises:
+        OperandError: it is not.
+    """
+    if not isinstance(value, int) or value < 1:
+        raise OperandError(f"{owner}({name}={value!r}): expected an integer >= 1.")
+    return value
+
+
+def check_normalization(owner: str, name: str) -> str:
+    """Return the norm's kind in descriptors for ``"LayerNorm"`` or ``"RMSNorm"``.
+
+    Raises:
+        RecipeError: another name; lists these.
+    """
+    if name not in NORMALIZATIONS:
+        raise RecipeError(
+            f"{owner}(normalization={name!r}): normalizations are {', '.join(NORMALIZATIONS)}."
+            f"{did_you_mean(str(name), NORMALIZATIONS)}"
+        )
+    return NORMALIZATIONS[name]
