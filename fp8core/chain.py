@@ -96,7 +96,7 @@ def _forward(
 
 def _spans(links: tuple[Link, ...], needs: Sequence[bool]) -> list[tuple[int, int, Sequence[bool]]]:
     """Return, for each link, where its parameters are, and whose gradients it has to give."""
-    spans = []
+    spans: list[tuple[int, int, Sequence[bool]]] = []
     need_input, first = needs[0], 0
     for link in links:
         end = first + link.num_params

@@ -70,6 +70,10 @@ class LayerNormMLP(LowPrecisionModule):
     """
 
     kind = "layernorm_mlp"
+    fc1_weight: torch.nn.Parameter
+    fc1_bias: torch.nn.Parameter | None
+    fc2_weight: torch.nn.Parameter
+    fc2_bias: torch.nn.Parameter | None
 
     def __init__(
         self,

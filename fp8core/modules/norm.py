@@ -18,6 +18,7 @@ __all__ = ["LayerNorm", "RMSNorm"]
 
 class _Norm(LowPrecisionModule):
     kind = "norm"
+    weight: torch.nn.Parameter
     norm_kind: ClassVar[str]
 
     def __init__(
