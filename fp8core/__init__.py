@@ -5,8 +5,9 @@ Importing it loads no backend and touches no device.
 
 from __future__ import annotations
 
-from fp8core import errors, formats, recipe
+from fp8core import errors, formats, ops, recipe
 from fp8core.autocast import autocast, fp8_autocast
+from fp8core.checkpoint import checkpoint
 from fp8core.dispatch.policy import use_backend
 from fp8core.errors import (
     Fp8CoreError,
@@ -40,11 +41,13 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "autocast",
+    "checkpoint",
     "errors",
     "explain",
     "formats",
     "fp8_autocast",
     "get_default_recipe",
+    "ops",
     "prepare",
     "recipe",
     "use_backend",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -15,7 +16,7 @@ from fp8core.errors import RecipeError
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.scaling import DelayedState
 
-__all__ = ["Active", "active", "autocast", "fp8_autocast", "touch"]
+__all__ = ["Active", "activated", "active", "autocast", "fp8_autocast", "touch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,16 @@ _thread = _ThreadState()
 def active() -> Active:
     """Return what the calling thread's innermost autocast asks for."""
     return _thread.active
+
+
+@contextlib.contextmanager
+def activated(asked: Active) -> Iterator[None]:
+    """Have the calling thread's layers do what ``asked`` says; updates no scales at the end."""
+    outer, _thread.active = _thread.active, asked
+    try:
+        yield
+    finally:
+        _thread.active = outer
 
 
 def touch(state: DelayedState, group: torch.distributed.ProcessGroup | None) -> None:

@@ -23,10 +23,10 @@ FLOORS = (
     ("errors", "formats", "reporting"),
     ("backend_api", "descriptors", "hookspecs"),
     ("dispatch", "plan", "recipe"),
-    ("autocast", "parameter", "quantizer", "scaling", "weights"),
+    ("autocast", "parameter", "quantizer", "recompute", "scaling", "weights"),
     ("links",),
     ("chain",),
-    ("checkpoint", "convert", "explain", "modules"),
+    ("checkpoint", "convert", "explain", "modules", "ops"),
     ("__init__", "__main__", "demo", "doctor", "testing"),
 )
 TOP = len(FLOORS) - 1

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import TracebackType
 
 from fp8core.dispatch import plugins, settings
 
-__all__ = ["NO_POLICY", "Policy", "current", "use_backend"]
+__all__ = ["NO_POLICY", "Policy", "activated", "current", "use_backend"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,16 @@ _active = _Active()
 def current() -> Policy:
     """Return the calling thread's policy."""
     return _active.policy
+
+
+@contextlib.contextmanager
+def activated(asked: Policy) -> Iterator[None]:
+    """Have the calling thread dispatch by ``asked``."""
+    outer, _active.policy = _active.policy, asked
+    try:
+        yield
+    finally:
+        _active.policy = outer
 
 
 class use_backend:

@@ -18,7 +18,8 @@ BACKWARD_SLOTS = 2
 
 @dataclass(frozen=True, slots=True)
 class LinearStates:
-    """The delayed states of a layer; ``is_recording``: amaxes are taken down.
+    """The delayed states of a layer; ``records_forward``, ``records_backward``: amaxes are taken
+    down on the way forward, and back.
 
     The slots of the chain's linears follow one another; ``first`` is the index of the linear's
     first GEMM, ``count`` the number of its GEMMs: 1, or one a group.
@@ -26,26 +27,29 @@ class LinearStates:
 
     forward: DelayedState
     backward: DelayedState
-    is_recording: bool = True
+    records_forward: bool = True
+    records_backward: bool = True
     first: int = 0
     count: int = 1
 
     def input(self) -> Slot:
         """Return the slots of the input: one, or one a group."""
-        return self._slot(self.forward, FORWARD_SLOTS, 0)
+        return self._slots(self.forward, FORWARD_SLOTS, self.records_forward)
 
     def weight(self, group: int) -> Slot:
         """Return the slot of a weight."""
         at = (self.first + group) * FORWARD_SLOTS + 1
-        return self._at(self.forward, slice(at, at + 1))
+        return _slot(self.forward, slice(at, at + 1), self.records_forward)
 
     def grad_output(self) -> Slot:
         """Return the slots of grad_output: one, or one a group."""
-        return self._slot(self.backward, BACKWARD_SLOTS, 0)
+        return self._slots(self.backward, BACKWARD_SLOTS, self.records_backward)
 
-    def _slot(self, state: DelayedState, step: int, offset: int) -> Slot:
-        start, end = self.first * step + offset, (self.first + self.count) * step
-        return self._at(state, slice(start, end, step))
+    def _slots(self, state: DelayedState, step: int, is_recording: bool) -> Slot:
+        """Return the first slot of each of the linear's GEMMs."""
+        end = (self.first + self.count) * step
+        return _slot(state, slice(self.first * step, end, step), is_recording)
 
-    def _at(self, state: DelayedState, where: slice) -> Slot:
-        return Slot(state.scale[where], state.amax_history[0, where] if self.is_recording else None)
+
+def _slot(state: DelayedState, where: slice, is_recording: bool) -> Slot:
+    return Slot(state.scale[where], state.amax_history[0, where] if is_recording else None)

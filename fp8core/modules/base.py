@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
 
+from fp8core import chain, recompute
 from fp8core.autocast import active, touch
 from fp8core.dispatch import policy, select
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
@@ -59,6 +60,10 @@ class LowPrecisionModule(DelayedModule):
         """Return what the layer is, apart from its recipe: the shapes of its chain."""
         raise NotImplementedError
 
+    def link_params(self) -> list[torch.Tensor]:
+        """Return the chain's parameters, in order."""
+        return []
+
     def linear_shapes(self) -> list[LinearShape]:
         """Return the shapes of the chain's linears."""
         return [shape for shape in self.link_shapes() if isinstance(shape, LinearShape)]
@@ -81,33 +86,86 @@ class LowPrecisionModule(DelayedModule):
         return sizes if self.name is None else f"{self.name!r} ({sizes})"
 
     def bind(self, device: torch.device, dtype: torch.dtype) -> Bound:
-        """Return the layer's ops for activations of ``dtype`` under what is active now."""
-        asked = active()
+        """Return the layer's links for activations of ``dtype`` under what is active now.
+
+        Raises:
+            UnsupportedError: a recompute that cannot equal its forward.
+        """
+        asked, tape = active(), recompute.current()
         recipe = asked.quantize if asked.quantize is not None else asked.observe
-        is_recording = asked.observe is not None or torch.is_grad_enabled()
         is_observing = asked.observe is not None
-        key = (recipe, is_observing, is_recording, device, dtype, policy.current())
+        is_grad_enabled = torch.is_grad_enabled()
+        if tape is None:
+            records = is_observing or is_grad_enabled
+            if is_grad_enabled and recompute.is_in_backward():
+                records = False
+                self._check_recompute(recipe)
+        else:
+            records = not tape.is_replaying and (is_observing or tape.is_grad_enabled)
+        mode = (is_observing, records, is_grad_enabled, self.training)
+        key = (recipe, device, dtype, policy.current(), mode)
         last = self._bindings.last
         if last is not None and last[0] == key:
             bound: Bound = last[1]
         else:
             found: Bound | None = self._bindings.table.get(key)
-            bound = found or self._bind(recipe, is_recording, Binding(device, dtype, is_observing))
+            bound = found or self._bind(recipe, mode, Binding(device, dtype, is_observing))
             self._bindings.table[key] = bound
             self._bindings.last = (key, bound)
-        if bound.states is not None and is_recording:
+        if bound.states is not None and records:
             touch(bound.states.forward, asked.group)
             bound.states.backward.group = asked.group
         return bound
 
-    def _bind(self, recipe: Recipe | None, is_recording: bool, binding: Binding) -> Bound:
+    def _check_recompute(self, recipe: Recipe | None) -> None:
+        """Refuse a recompute, not by fp8core.checkpoint, that would differ from its forward."""
+        last: Bound | None = self._bindings.last[1] if self._bindings.last is not None else None
+        if last is None or last.recipe is None:
+            return
+        if recipe is None:
+            raise UnsupportedError(
+                f"{self.label} is recomputed in backward outside the autocast it ran in. Use "
+                f"fp8core.checkpoint, or enter autocast inside the checkpointed function."
+            )
+        if last.states is not None:
+            raise UnsupportedError(
+                f"{self.label} is recomputed in backward under delayed scaling, whose scales have "
+                f"moved on since. Use fp8core.checkpoint, which keeps them."
+            )
+
+    def run_links(
+        self,
+        bound: Bound,
+        links: tuple[Link, ...],
+        input: torch.Tensor,
+        params: Sequence[torch.Tensor],
+        call: Call,
+    ) -> torch.Tensor:
+        """Run some of the layer's links, or repeat exactly what a checkpoint's forward ran."""
+        tape = recompute.current()
+        if tape is None:
+            return chain.run(links, input, params, call)
+        state = None if bound.states is None else bound.states.forward
+        key = (bound.recipe, input.device, input.dtype, policy.current())
+        if not tape.is_replaying:
+            tape.record(self.label, key, params, state)
+            return chain.run(links, input, params, call)
+        with recompute.scale_of(state, tape.take(self.label, key, params)):
+            return chain.run(links, input, params, call)
+
+    def _bind(
+        self, recipe: Recipe | None, mode: tuple[bool, bool, bool, bool], binding: Binding
+    ) -> Bound:
         try:
             role = LayerRole(self.kind, self.name)
             plan = HIGH_PRECISION if recipe is None else recipe.plan(role, binding.activation_dtype)
             states = None
             if plan.delayed is not None and self.count_gemms():
                 states = self.delayed_states(recipe, plan)
-                states = dataclasses.replace(states, is_recording=is_recording)
+                _, records_forward, records_backward, _ = mode
+                states = dataclasses.replace(
+                    states, records_forward=records_forward, records_backward=records_backward
+                )
             site = Site(plan, binding, self.label, self._bindings.weights, states)
             links = bind_chain(self.link_shapes(), site)
         except Fp8CoreError as error:
@@ -115,26 +173,31 @@ class LowPrecisionModule(DelayedModule):
         needs_rng = any(link.needs_rng for link in links)
         return Bound(links, plan, states, recipe, needs_rng)
 
-    def check_input(self, input: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-        """Return the activation dtype of ``input [..., k]`` for ``weight [n, k]``, or refuse it.
+    def check_input(
+        self, input: torch.Tensor, weight: torch.Tensor | None, size: int | None
+    ) -> torch.dtype:
+        """Return the activation dtype of ``input [..., size]``, or refuse it.
+
+        ``weight`` is a parameter to compare dtype and device with, ``size`` None takes any.
 
         Raises:
             OperandError: wrong last dimension, not floating point, another device than the
                 parameters, or, outside torch.autocast, another dtype.
         """
-        in_features = weight.shape[1]
         if not input.is_floating_point():
             raise OperandError(
                 f"{self.label}: input {list(input.shape)} is {input.dtype}; "
                 f"expected bfloat16, float16 or float32."
             )
-        if input.dim() == 0 or input.shape[-1] != in_features:
+        if input.dim() == 0 or (size is not None and input.shape[-1] != size):
             found = f"has k={input.shape[-1]}" if input.dim() else "has no dimension"
+            shape = "" if weight is None else f", the parameter is {list(weight.shape)}"
             raise OperandError(
-                f"fprop of {self.label}: input {list(input.shape)} {found}, but the weight is "
-                f"{list(weight.shape)}.\n"
-                f"  in_features={in_features} contracts the last dimension of the input."
+                f"fprop of {self.label}: input {list(input.shape)} {found}, but the layer takes "
+                f"[..., {size}]{shape}."
             )
+        if weight is None:
+            return input.dtype
         if input.device != weight.device:
             raise OperandError(
                 f"{self.label}: input is on {input.device}, the layer on {weight.device}. "

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8core import chain
 from fp8core.errors import OperandError
 from fp8core.links.call import Call
 from fp8core.links.linear import LinearShape
@@ -125,7 +124,7 @@ class GroupedLinear(LowPrecisionModule):
                 to the rows of the input.
         """
         weights, biases = self._all("weight"), self._all("bias")
-        dtype = self.check_input(input, weights[0])
+        dtype = self.check_input(input, weights[0], self.in_features)
         splits = self._check_splits(m_splits, input.numel() // self.in_features)
         bound = self.bind(input.device, dtype)
         if input.dtype != dtype:
@@ -133,8 +132,8 @@ class GroupedLinear(LowPrecisionModule):
         offsets = torch.tensor((0, *splits), device=input.device).cumsum(0)
         rng = new_seed() if bound.needs_rng else None
         params = weights if self.return_bias else weights + biases
-        output = chain.run(
-            bound.links, input, params, Call((offsets,), splits, rng, is_first_microbatch)
+        output = self.run_links(
+            bound, bound.links, input, params, Call((offsets,), splits, rng, is_first_microbatch)
         )
         return (output, biases) if self.return_bias else output
 

@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 
-from fp8core import chain
 from fp8core.links.bind import LinkShape
 from fp8core.links.norm import NormShape
 from fp8core.links.pointwise import OutputLink, OutputShape
-from fp8core.modules.base import Bound, refuse_arguments
+from fp8core.modules.base import Bound, LowPrecisionModule, refuse_arguments
 from fp8core.modules.linear import NOT_OFFERED, Linear
 from fp8core.modules.parameters import InitMethod, check_normalization, fill, make_parameter
 
-__all__ = ["LayerNormLinear", "register_norm", "reset_norm", "run_after_norm"]
+__all__ = ["LayerNormLinear", "norm_params", "register_norm", "reset_norm", "run_after_norm"]
 
 _NOT_OFFERED = (
     *(name for name in NOT_OFFERED if name != "save_original_input"),
@@ -103,6 +102,10 @@ class LayerNormLinear(Linear):
         leaves = (OutputShape(),) if self.return_layernorm_output else ()
         return (norm, *leaves, *super().link_shapes())
 
+    def link_params(self) -> list[torch.Tensor]:
+        """Return the norm's parameters, then the linear's."""
+        return [*norm_params(self), *super().link_params()]
+
     def forward(
         self,
         input: torch.Tensor,
@@ -118,7 +121,7 @@ class LayerNormLinear(Linear):
         if fp8_output or fp8_grad:
             refuse_arguments(LayerNormLinear.forward, locals(), ("fp8_output", "fp8_grad"))
         weight, params, bias = self._linear_params()
-        dtype = self.check_input(input, weight)
+        dtype = self.check_input(input, weight, self.in_features)
         bound = self.bind(input.device, dtype)
         if input.dtype != dtype:
             input = input.to(dtype)
@@ -150,8 +153,14 @@ def reset_norm(module: torch.nn.Module, zero_centered: bool) -> None:
     fill(module._parameters.get("layer_norm_bias"), torch.nn.init.zeros_)
 
 
+def norm_params(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the norm's parameters, in order."""
+    names = ("layer_norm_weight", "layer_norm_bias")
+    return [own for own in map(module._parameters.get, names) if own is not None]
+
+
 def run_after_norm(
-    module: torch.nn.Module,
+    module: LowPrecisionModule,
     bound: Bound,
     input: torch.Tensor,
     params: Sequence[torch.Tensor],
@@ -161,10 +170,9 @@ def run_after_norm(
 
     Returns the output, and the norm's result where it leaves the chain behind the norm.
     """
-    names = ("layer_norm_weight", "layer_norm_bias")
-    norm = [own for own in map(module._parameters.get, names) if own is not None]
+    norm = norm_params(module)
     call = bound.call(is_first_microbatch)
     if not isinstance(bound.links[1], OutputLink):
-        return [chain.run(bound.links, input, [*norm, *params], call)]
-    normalized = chain.run(bound.links[:1], input, norm, call)
-    return [chain.run(bound.links[2:], normalized, params, call), normalized]
+        return [module.run_links(bound, bound.links, input, [*norm, *params], call)]
+    normalized = module.run_links(bound, bound.links[:1], input, norm, call)
+    return [module.run_links(bound, bound.links[2:], normalized, params, call), normalized]

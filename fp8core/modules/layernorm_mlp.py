@@ -12,7 +12,7 @@ from fp8core.links.linear import LinearShape
 from fp8core.links.norm import NormShape
 from fp8core.links.pointwise import OutputShape
 from fp8core.modules.base import LowPrecisionModule, refuse_arguments, resolve_device
-from fp8core.modules.layernorm_linear import register_norm, reset_norm, run_after_norm
+from fp8core.modules.layernorm_linear import norm_params, register_norm, reset_norm, run_after_norm
 from fp8core.modules.parameters import (
     InitMethod,
     check_normalization,
@@ -158,20 +158,26 @@ class LayerNormMLP(LowPrecisionModule):
             LinearShape(ffn, hidden, dtype, None if self.return_bias else bias),
         )
 
+    def link_params(self) -> list[torch.Tensor]:
+        """Return the norm's parameters, then those of fc1 and fc2."""
+        return [*norm_params(self), *self._linear_params()]
+
+    def _linear_params(self) -> list[torch.Tensor]:
+        fc2_bias = None if self.return_bias else self.fc2_bias
+        own = (self.fc1_weight, self.fc1_bias, self.fc2_weight, fc2_bias)
+        return [parameter for parameter in own if parameter is not None]
+
     def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Compute ``[..., hidden_size]`` from ``[..., hidden_size]``.
 
         Returns the output, followed by ``fc2_bias`` with ``return_bias`` and by the norm's result
         with ``return_layernorm_output``. ``is_first_microbatch`` as in :class:`fp8core.Linear`.
         """
-        dtype = self.check_input(input, self.fc1_weight)
+        dtype = self.check_input(input, self.fc1_weight, self.hidden_size)
         bound = self.bind(input.device, dtype)
         if input.dtype != dtype:
             input = input.to(dtype)
-        fc2_bias = None if self.return_bias else self.fc2_bias
-        names = (self.fc1_weight, self.fc1_bias, self.fc2_weight, fc2_bias)
-        params = [parameter for parameter in names if parameter is not None]
-        outputs = run_after_norm(self, bound, input, params, is_first_microbatch)
+        outputs = run_after_norm(self, bound, input, self._linear_params(), is_first_microbatch)
         if self.return_bias:
             outputs.insert(1, self.fc2_bias)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fp8core import chain
 from fp8core.errors import RecipeError
 from fp8core.links.bind import LinkShape
 from fp8core.links.linear import LinearShape
@@ -145,12 +144,16 @@ class Linear(LowPrecisionModule):
         if fp8_output or fp8_grad:
             refuse_arguments(Linear.forward, locals(), ("fp8_output", "fp8_grad"))
         weight, params, bias = self._linear_params()
-        dtype = self.check_input(input, weight)
+        dtype = self.check_input(input, weight, self.in_features)
         bound = self.bind(input.device, dtype)
         if input.dtype != dtype:
             input = input.to(dtype)
-        output = chain.run(bound.links, input, params, bound.call(is_first_microbatch))
+        output = self.run_links(bound, bound.links, input, params, bound.call(is_first_microbatch))
         return (output, bias) if self.return_bias else output
+
+    def link_params(self) -> list[torch.Tensor]:
+        """Return the weight, then the bias if the chain adds it."""
+        return list(self._linear_params()[1])
 
     def _linear_params(
         self,

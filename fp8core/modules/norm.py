@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 
-from fp8core import chain
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.links.norm import NormShape
 from fp8core.modules.base import LowPrecisionModule, resolve_device
@@ -66,16 +65,20 @@ class _Norm(LowPrecisionModule):
         sizes = self.norm_kind, self.hidden_size, self.eps, self.zero_centered_gamma
         return (NormShape(*sizes, self._dtype()),)
 
+    def link_params(self) -> list[torch.Tensor]:
+        """Return gamma, then beta if there is one."""
+        return list(self.parameters())
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize the last dimension of ``input [..., n]``, in float32; the dtype stays.
 
         Raises:
             OperandError: an input that does not fit.
         """
-        dtype = self.check_input(input, self.weight)
+        dtype = self.check_input(input, self.weight, self.hidden_size)
         bound = self.bind(input.device, dtype)
         input = input if input.dtype == dtype else input.to(dtype)
-        return chain.run(bound.links, input, list(self.parameters()))
+        return self.run_links(bound, bound.links, input, self.link_params())
 
     def _describe(self) -> list[str]:
         return [

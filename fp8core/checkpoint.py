@@ -1,0 +1,58 @@
+"""Activation recompute that repeats the forward exactly, with its recipe and its random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from fp8core.autocast import activated, active
+from fp8core.dispatch import policy
+from fp8core.errors import UnsupportedError
+from fp8core.recompute import Tape, playing
+
+__all__ = ["checkpoint"]
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: object | None = None,
+    tp_group: object | None = None,
+    use_reentrant: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Compute ``function(*args, **kwargs)`` keeping its inputs, and recompute it in backward.
+
+    The recompute runs under the ``autocast`` and ``use_backend`` that were active in forward, draws
+    the same random numbers and records no amax, so results and gradients equal those without
+    checkpointing bit for bit, and delayed scales advance once.
+
+    Args:
+        function: a module or function of tensors.
+        use_reentrant: as in ``torch.utils.checkpoint``, which does the work.
+        distribute_saved_activations, get_rng_state_tracker, tp_group: tensor parallelism, not
+            offered; anything but the default raises UnsupportedError.
+    """
+    for name, value, default in (
+        ("distribute_saved_activations", distribute_saved_activations, False),
+        ("get_rng_state_tracker", get_rng_state_tracker, None),
+        ("tp_group", tp_group, None),
+    ):
+        if value != default:
+            raise UnsupportedError(f"checkpoint({name}={value!r}) is not offered.")
+    asked, chosen, tape = active(), policy.current(), Tape(torch.is_grad_enabled())
+    is_first = True
+
+    def run(*inputs: Any, **named: Any) -> Any:
+        nonlocal is_first
+        if not is_first:
+            tape.replay()
+        is_first = False
+        with activated(asked), policy.activated(chosen), playing(tape):
+            return function(*inputs, **named)
+
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)

@@ -1,0 +1,297 @@
+"""The chain in public: operations to put together, run as one autograd node.
+
+``ops.Sequential(ops.RMSNorm(512), ops.Linear(512, 2048), ops.SwiGLU(), ops.Linear(1024, 512))``
+is what the library's own layers are made of: neighbours hand their results over quantized, and a
+backend's fused operations are used where it has them. Any layer of the library can take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fp8core.errors import OperandError, UnsupportedError
+from fp8core.links.activation import activation_shape
+from fp8core.links.bind import LinkShape
+from fp8core.links.linear import LinearShape
+from fp8core.links.norm import NormShape
+from fp8core.links.pointwise import AddShape, BiasShape, DropoutShape, OutputShape, QuantizeShape
+from fp8core.modules.base import LowPrecisionModule, resolve_device
+from fp8core.modules.linear import Linear
+from fp8core.modules.norm import LayerNorm, RMSNorm
+from fp8core.modules.parameters import check_size, fill, make_parameter
+
+__all__ = [
+    "GEGLU",
+    "GELU",
+    "GLU",
+    "QGEGLU",
+    "QGELU",
+    "AddExtraInput",
+    "Bias",
+    "ClampedSwiGLU",
+    "Dropout",
+    "LayerNorm",
+    "Linear",
+    "Quantize",
+    "RMSNorm",
+    "ReGLU",
+    "ReLU",
+    "SReGLU",
+    "SReLU",
+    "Sequential",
+    "SiLU",
+    "SwiGLU",
+]
+
+
+class Sequential(LowPrecisionModule):
+    """Runs its operations as one chain.
+
+    Input ``[..., k]`` for the first operation; each :class:`AddExtraInput` takes one further
+    argument, in order. Delayed-scaling state is kept here, for all its linears.
+
+    Raises:
+        OperandError: an operation that is not one, or the wrong number of extra inputs.
+        UnsupportedError: a layer that returns more than one tensor, or takes groups.
+    """
+
+    kind = "sequential"
+
+    def __init__(self, *operations: LowPrecisionModule, name: str | None = None) -> None:
+        super().__init__(name)
+        if not operations:
+            raise OperandError("ops.Sequential() needs at least one operation.")
+        for index, operation in enumerate(operations):
+            if not isinstance(operation, LowPrecisionModule):
+                raise OperandError(
+                    f"ops.Sequential: operation {index} is {type(operation).__name__}; expected "
+                    f"one of fp8core.ops or a layer of fp8core."
+                )
+            self.add_module(str(index), operation)
+        self._check_single_outputs()
+
+    def _operations(self) -> list[LowPrecisionModule]:
+        return [own for own in self.children() if isinstance(own, LowPrecisionModule)]
+
+    def _check_single_outputs(self) -> None:
+        for operation in self._operations():
+            leaves = any(isinstance(shape, OutputShape) for shape in operation.link_shapes())
+            grouped = any(shape.groups for shape in operation.linear_shapes())
+            if leaves or grouped or getattr(operation, "return_bias", False):
+                what = "takes m_splits" if grouped else "returns more than one tensor"
+                raise UnsupportedError(f"ops.Sequential: {operation.label} {what}.")
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return the shapes of all operations."""
+        return tuple(shape for own in self._operations() for shape in own.link_shapes())
+
+    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor) -> torch.Tensor:
+        """Run ``input`` and what :class:`AddExtraInput` adds through the operations."""
+        extra = list(extra_inputs)
+        params: list[torch.Tensor] = []
+        for operation in self._operations():
+            if isinstance(operation, AddExtraInput) and not extra:
+                break
+            params += (
+                [extra.pop(0)]
+                if isinstance(operation, AddExtraInput)
+                else (operation.link_params())
+            )
+        wanted = sum(isinstance(own, AddExtraInput) for own in self._operations())
+        if len(extra_inputs) != wanted:
+            raise OperandError(
+                f"{self.label}: got {len(extra_inputs)} extra inputs for {wanted} AddExtraInput."
+            )
+        dtype = self.check_input(input, next(self.parameters(), None), _width(self.link_shapes()))
+        bound = self.bind(input.device, dtype)
+        input = input if input.dtype == dtype else input.to(dtype)
+        return self.run_links(bound, bound.links, input, params, bound.call())
+
+    def _describe(self) -> list[str]:
+        return []
+
+
+def _width(shapes: Sequence[LinkShape]) -> int | None:
+    """Return the columns of the input that the first link with a size takes."""
+    first = shapes[0]
+    if isinstance(first, LinearShape):
+        return first.in_features
+    return first.size if isinstance(first, NormShape | BiasShape) else None
+
+
+class _Operation(LowPrecisionModule):
+    """One operation; called by itself it is a chain of one."""
+
+    kind = "operation"
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Compute from ``input [..., k]``."""
+        params = self.link_params()
+        like = params[0] if params else None
+        dtype = self.check_input(input, like, _width(self.link_shapes()))
+        bound = self.bind(input.device, dtype)
+        input = input if input.dtype == dtype else input.to(dtype)
+        return self.run_links(bound, bound.links, input, params, bound.call())
+
+    def _describe(self) -> list[str]:
+        return []
+
+
+class Bias(_Operation):
+    """``x + bias``, one value a column."""
+
+    bias: torch.nn.Parameter
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(None)
+        self.size = check_size("ops.Bias", "size", size)
+        made = make_parameter(size, device=resolve_device(device), dtype=dtype)
+        self.register_parameter("bias", made)
+        fill(made, torch.nn.init.zeros_)
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return the bias's shape."""
+        return (BiasShape(self.size, self.bias.dtype),)
+
+    def link_params(self) -> list[torch.Tensor]:
+        """Return the bias."""
+        return [self.bias]
+
+
+class Dropout(_Operation):
+    """Zeroes elements with probability ``p`` in training and scales the rest by ``1 / (1 - p)``.
+
+    The mask comes from a seed drawn in forward, so nothing is saved and a recompute repeats it.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__(None)
+        if not 0 <= p < 1:
+            raise OperandError(f"ops.Dropout(p={p!r}): expected 0 <= p < 1.")
+        self.p = p
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return the dropout's shape: none in evaluation."""
+        return (DropoutShape(self.p if self.training else 0.0),)
+
+
+class AddExtraInput(_Operation):
+    """The residual add: adds the next extra input of :class:`Sequential`."""
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return the add's shape."""
+        return (AddShape(),)
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Refuse: by itself it has nothing to add."""
+        raise OperandError("ops.AddExtraInput takes part in an ops.Sequential, which adds to it.")
+
+
+class Quantize(_Operation):
+    """Rounds values, gradients or both to the recipe's format and back, tensor by tensor."""
+
+    def __init__(self, forward: bool = True, backward: bool = False) -> None:
+        super().__init__(None)
+        self._shape = QuantizeShape(forward, backward)
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return which directions are rounded."""
+        return (self._shape,)
+
+
+class _Activation(_Operation):
+    activation: str
+
+    def __init__(self, **params: float) -> None:
+        super().__init__(None)
+        self._shape = activation_shape(self.activation, params)
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return which activation."""
+        return (self._shape,)
+
+
+class GELU(_Activation):
+    """GELU, tanh approximation."""
+
+    activation = "gelu"
+
+
+class GEGLU(_Activation):
+    """``gelu(a) * b`` of the two halves of each row."""
+
+    activation = "geglu"
+
+
+class GLU(_Activation):
+    """``sigmoid(a) * b``."""
+
+    activation = "glu"
+
+
+class QGELU(_Activation):
+    """``x sigmoid(1.702 x)``."""
+
+    activation = "qgelu"
+
+
+class QGEGLU(_Activation):
+    """``qgelu(a) * b``."""
+
+    activation = "qgeglu"
+
+
+class ReLU(_Activation):
+    """``max(x, 0)``."""
+
+    activation = "relu"
+
+
+class ReGLU(_Activation):
+    """``relu(a) * b``."""
+
+    activation = "reglu"
+
+
+class SReLU(_Activation):
+    """``max(x, 0)^2``."""
+
+    activation = "srelu"
+
+
+class SReGLU(_Activation):
+    """``srelu(a) * b``."""
+
+    activation = "sreglu"
+
+
+class SiLU(_Activation):
+    """``x sigmoid(x)``."""
+
+    activation = "silu"
+
+
+class SwiGLU(_Activation):
+    """``silu(a) * b``."""
+
+    activation = "swiglu"
+
+
+class ClampedSwiGLU(_Activation):
+    """``min(a, limit) sigmoid(alpha min(a, limit)) * (clamp(b, -limit, limit) + offset)``.
+
+    Arguments ``limit=7, alpha=1.702, glu_linear_offset=1``, as in GPT-OSS.
+    """
+
+    activation = "clamped_swiglu"

@@ -1,0 +1,137 @@
+"""What a recompute in backward has to know of the forward that it repeats.
+
+``fp8core.checkpoint`` keeps a :class:`Tape` of the layers that ran; the recompute replays it: the
+same recipe, the same delayed scales, the same weights, and no amax recorded twice. A layer that
+runs inside backward without a tape is somebody else's recompute: it may only go on if nothing can
+have changed since.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from fp8core.errors import OperandError
+from fp8core.scaling import DelayedState
+
+__all__ = ["Entry", "Tape", "current", "is_in_backward", "playing"]
+
+
+class Entry(NamedTuple):
+    """One layer's forward: who, under which key, with which weights and delayed scales."""
+
+    label: str
+    key: tuple[object, ...]
+    versions: tuple[int, ...]
+    scale: torch.Tensor | None
+
+
+class Tape:
+    """The entries of one checkpointed forward, in order; ``is_replaying`` in its recompute.
+
+    ``is_grad_enabled`` is what the caller of the checkpoint had: a reentrant checkpoint runs its
+    forward without gradients.
+    """
+
+    def __init__(self, is_grad_enabled: bool) -> None:
+        self.is_grad_enabled = is_grad_enabled
+        self.is_replaying = False
+        self._entries: list[Entry] = []
+        self._next = 0
+
+    def replay(self) -> None:
+        """Start over, from now on checking instead of recording."""
+        self.is_replaying = True
+        self._next = 0
+
+    def record(
+        self,
+        label: str,
+        key: tuple[object, ...],
+        weights: Sequence[torch.Tensor],
+        state: DelayedState | None,
+    ) -> None:
+        """Take down one layer's forward."""
+        scale = None if state is None else state.scale.clone()
+        self._entries.append(Entry(label, key, _versions(weights), scale))
+
+    def take(
+        self, label: str, key: tuple[object, ...], weights: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Return the scales that the forward of the next layer used.
+
+        Raises:
+            OperandError: another layer, recipe, dtype or weight than in forward.
+        """
+        if self._next >= len(self._entries):
+            raise OperandError(f"recompute of {label}: the forward ran fewer layers.")
+        entry = self._entries[self._next]
+        self._next += 1
+        if entry.label != label:
+            raise OperandError(f"recompute of {label}: the forward ran {entry.label} here.")
+        if entry.key != key:
+            raise OperandError(
+                f"recompute of {label}: recipe, dtype, device or backend differ from the forward: "
+                f"{key} instead of {entry.key}."
+            )
+        if entry.versions != _versions(weights):
+            raise OperandError(
+                f"recompute of {label}: a parameter was written between forward and backward; "
+                f"step the optimizer after backward."
+            )
+        return entry.scale
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.tape: Tape | None = None
+
+
+_thread = _Thread()
+
+
+def current() -> Tape | None:
+    """Return the tape that the calling thread's layers record on or replay."""
+    return _thread.tape
+
+
+@contextmanager
+def playing(tape: Tape) -> Iterator[None]:
+    """Have the thread's layers use ``tape``."""
+    outer, _thread.tape = _thread.tape, tape
+    try:
+        yield
+    finally:
+        _thread.tape = outer
+
+
+def is_in_backward() -> bool:
+    """Say whether the calling thread is running a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def scale_of(state: DelayedState | None, scale: torch.Tensor | None) -> Iterator[None]:
+    """Put ``scale`` in the place of the state's own."""
+    if state is None or scale is None:
+        yield
+        return
+    own = state.scale.clone()
+    _write(state, scale)
+    try:
+        yield
+    finally:
+        _write(state, own)
+
+
+def _write(state: DelayedState, scale: torch.Tensor) -> None:
+    with torch.no_grad():
+        state.scale.copy_(scale)
+
+
+def _versions(weights: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(0 if weight.is_inference() else weight._version for weight in weights)
