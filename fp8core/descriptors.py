@@ -300,7 +300,7 @@ class FusedDesc:
     """
 
     low_precision: ClassVar[bool] = True
-    producer: NormDesc | ActivationDesc | ActivationBackwardDesc
+    producer: NormDesc | NormBackwardDesc | ActivationDesc | ActivationBackwardDesc
     quantize: QuantizeDesc
     sums: bool = False
 
@@ -376,6 +376,7 @@ OPTIONAL_OPS: tuple[str, ...] = (
     "activation_backward_quantize",
     "activation_quantize",
     "add_norm",
+    "norm_backward_quantize",
     "norm_quantize",
 )
 """Fusions that a backend may offer; without them the pair runs."""

@@ -12,6 +12,7 @@ import torch
 from fp8core.backend_api import (
     ActivationBackwardDesc,
     ActivationDesc,
+    AddNormDesc,
     Alignment,
     DequantizeDesc,
     GemmDesc,
@@ -69,6 +70,14 @@ class Site(NamedTuple):
     states: LinearStates | None = None
 
 
+class Neighbours(NamedTuple):
+    """The linears on either side of a link, if they are linears, and whether an add is before."""
+
+    before: LinearLink | None
+    after: LinearLink | None
+    is_after_add: bool = False
+
+
 def bind_chain(shapes: Sequence[LinkShape], site: Site) -> tuple[Link, ...]:
     """Bind the links of ``shapes``, each knowing what its neighbours hand it.
 
@@ -96,8 +105,12 @@ def bind_chain(shapes: Sequence[LinkShape], site: Site) -> tuple[Link, ...]:
     links: list[Link] = []
     for at, shape in enumerate(shapes):
         bind = _BINDERS.get(type(shape))
-        neighbours = linears.get(at - 1), linears.get(at + 1)
-        links.append(linears[at] if bind is None else bind(shape, site, neighbours, at))
+        is_after_add = at > 0 and isinstance(links[at - 1], AddLink)
+        neighbours = Neighbours(linears.get(at - 1), linears.get(at + 1), is_after_add)
+        link = linears[at] if bind is None else bind(shape, site, neighbours, at)
+        if isinstance(link, NormLink) and link.run_added is not None:
+            links[at - 1] = AddLink(AddShape(), is_left_to_next=True)
+        links.append(link)
     return tuple(links)
 
 
@@ -210,19 +223,24 @@ def _padding(
     )
 
 
-Neighbours: TypeAlias = "tuple[LinearLink | None, LinearLink | None]"
-
-
 def _bind_norm(shape: NormShape, site: Site, neighbours: Neighbours, at: int) -> NormLink:
     dtype, device = site.binding.activation_dtype, site.binding.device
-    consumer = neighbours[1]
-    out_dtype = dtype if consumer is None else consumer.input_dtype
+    before, after, is_after_add = neighbours
+    out_dtype = dtype if after is None else after.input_dtype
     desc = NormDesc(shape.kind, dtype, out_dtype, shape.eps, shape.zero_centered)
+    backward = NormBackwardDesc(desc)
+    norm = table.resolve(desc, device)
+    fusion = None if after is None else bind_fusion(desc, after.input, device)
+    added = None
+    if is_after_add and fusion is None:  # one of the two; quantizing writes less
+        added = table.resolve_optional(AddNormDesc(desc), device, norm.choice.backend)
     return NormLink(
         shape,
-        table.resolve(desc, device).run,
-        table.resolve(NormBackwardDesc(desc), device).run,
-        None if consumer is None else bind_fusion(desc, consumer.input, device),
+        norm.run,
+        table.resolve(backward, device).run,
+        fusion,
+        None if before is None else bind_fusion(backward, before.grad_output, device),
+        None if added is None else added.run,
         shape.num_params,
     )
 
@@ -231,7 +249,7 @@ def _bind_activation(
     shape: ActivationShape, site: Site, neighbours: Neighbours, at: int
 ) -> ActivationLink:
     dtype, device = site.binding.activation_dtype, site.binding.device
-    before, after = neighbours
+    before, after, _ = neighbours
     out_dtype = dtype if after is None else after.input_dtype
     grad_dtype = dtype if before is None else before.grad_dtype
     desc = ActivationDesc(shape.name, dtype, out_dtype, shape.params)

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
+from fp8core import formats
 from fp8core.backend_api import (
     ActivationBackwardDesc,
     ActivationDesc,
     FusedDesc,
+    NormBackwardDesc,
     NormDesc,
+    Operand,
     Quantized,
 )
 from fp8core.dispatch import settings, table
@@ -25,12 +28,16 @@ __all__ = ["Fusion", "bind_fusion"]
 class Fusion:
     """The fused operation for each combination of orientations, and of column sums or none."""
 
-    __slots__ = ("_is_checked", "_runs")
+    __slots__ = ("_is_checked", "_packing", "_runs")
 
     def __init__(
-        self, runs: dict[tuple[bool, bool, bool], Callable[..., Any]], is_checked: bool
+        self,
+        runs: dict[tuple[bool, bool, bool], Callable[..., Any]],
+        packing: tuple[int, int],
+        is_checked: bool,
     ) -> None:
         self._runs = runs
+        self._packing = packing
         self._is_checked = is_checked
 
     def __call__(self, out: Want, *arguments: Any) -> list[Any]:
@@ -40,12 +47,12 @@ class Fusion:
         made, *rest = run(*arguments, **keywords)
         sums = [rest.pop()] if out.has_sums else ()
         if self._is_checked:
-            _check_orientations(made, out)
+            _check_orientations(made, out, arguments[0].shape[0], self._packing)
         return [Handed(Orientations(*made), sums), *rest]
 
 
 def bind_fusion(
-    producer: NormDesc | ActivationDesc | ActivationBackwardDesc,
+    producer: NormDesc | NormBackwardDesc | ActivationDesc | ActivationBackwardDesc,
     consumer: Quantizer,
     device: torch.device,
 ) -> Fusion | None:
@@ -65,21 +72,40 @@ def bind_fusion(
             if found is None:
                 return None
             runs[row, column, sums] = consumer.with_slot(found.run)
-    return Fusion(runs, is_checked=settings.read().debug)
+    both = consumer.desc.rowwise, consumer.desc.columnwise
+    row_packing, column_packing = (
+        1 if spec is None else _elements_a_byte(spec.format) for spec in both
+    )
+    return Fusion(runs, (row_packing, column_packing), is_checked=settings.read().debug)
 
 
-def _check_orientations(made: Quantized, out: Want) -> None:
+def _elements_a_byte(format: str) -> int:
+    return 2 if formats.by_name(format).bits == 4 else 1
+
+
+def _check_orientations(made: Quantized, out: Want, rows: int, packing: tuple[int, int]) -> None:
+    """Refuse a result that is not the orientations asked for of a tensor of ``rows`` rows.
+
+    Shapes tell a swap apart unless the tensor is square.
+    """
     for name, asked, operand in (
         ("rowwise", out.rowwise, made.rowwise),
         ("columnwise", out.columnwise, made.columnwise),
     ):
         if asked != (operand is not None):
-            verb = "lacks" if asked else "was not asked for"
-            raise UnsupportedError(f"a fused operation's result {verb} the {name} operand.")
-    if made.rowwise is not None and made.columnwise is not None:
-        row, column = made.rowwise.data.shape, made.columnwise.data.shape
-        if row[0] * row[1] != column[0] * column[1] or (row[0] != row[1] and row == column):
-            raise UnsupportedError(
-                f"a fused operation's columnwise operand is {list(column)}, "
-                f"not the transpose of the rowwise {list(row)}."
-            )
+            problem = f"lacks the {name} operand" if asked else f"has a {name} operand unasked"
+            raise UnsupportedError(f"a fused operation's result {problem}.")
+    row, column = map(_elements, made, packing)
+    if row is not None and row[0] != rows:
+        raise UnsupportedError(
+            f"a fused operation's rowwise operand is {row}; the tensor has {rows} rows."
+        )
+    if column is not None and (column[1] != rows or (row is not None and column[0] != row[1])):
+        raise UnsupportedError(
+            f"a fused operation's columnwise operand is {column}, not the transpose of a tensor "
+            f"of {rows} rows{'' if row is None else f', {row}'}."
+        )
+
+
+def _elements(operand: Operand | None, packing: int) -> list[int] | None:
+    return None if operand is None else [operand.data.shape[0], operand.data.shape[1] * packing]

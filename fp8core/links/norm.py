@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.links.fusion import Fusion
-from fp8core.links.protocol import Backward, Call, Forward, Saved, Want
+from fp8core.links.protocol import Backward, Call, Forward, Saved, Unadded, Want
 
 __all__ = ["NormLink", "NormShape"]
 
@@ -31,12 +31,18 @@ class NormShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NormLink:
-    """Normalizes each row of ``x [rows, n]``; its parameters are ``(weight, bias)``."""
+    """Normalizes each row of ``x [rows, n]``; its parameters are ``(weight, bias)``.
+
+    ``run_added`` adds a residual first, where a backend does both in one go: then the link before
+    hands over the two :class:`Unadded`.
+    """
 
     shape: NormShape
     run: Callable[..., Any]
     run_backward: Callable[..., Any]
     fusion: Fusion | None
+    backward_fusion: Fusion | None
+    run_added: Callable[..., Any] | None
     num_params: int
     needs_rng: bool = False
 
@@ -48,7 +54,7 @@ class NormLink:
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Any,
         params: Sequence[torch.Tensor],
         call: Call,
         needs: Sequence[bool],
@@ -56,7 +62,11 @@ class NormLink:
     ) -> Forward:
         """Normalize; save the input and its statistics."""
         y: Any
-        if out is not None and self.fusion is not None and out.is_plain:
+        if isinstance(x, Unadded):
+            assert self.run_added is not None
+            x, y, mean, rstd = self.run_added(*x, *params)
+            y = y if out is None else out(y)
+        elif out is not None and self.fusion is not None and out.is_plain:
             y, mean, rstd = self.fusion(out, x, *params)
         else:
             y, mean, rstd = self.run(x, *params)
@@ -75,7 +85,12 @@ class NormLink:
         out: Want | None,
     ) -> Backward:
         """Compute the three gradients; those of the parameters are summed in float32."""
-        grad_x, *grads = self.run_backward(grad, *saved)
+        grad_x: Any
+        if out is not None and self.backward_fusion is not None and out.is_plain:
+            grad_x, *grads = self.backward_fusion(out, grad, *saved)
+            out = None
+        else:
+            grad_x, *grads = self.run_backward(grad, *saved)
         grad_params = [
             own.to(self.shape.weight_dtype) if needed else None
             for own, needed in zip(grads[: self.num_params], needs[1:], strict=True)

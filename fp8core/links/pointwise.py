@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.links.protocol import Backward, Call, Forward, Saved, Want
+from fp8core.errors import OperandError
+from fp8core.links.protocol import Backward, Call, Forward, Saved, Unadded, Want
 
 __all__ = [
     "AddLink",
@@ -191,6 +192,7 @@ class AddLink(_Plain):
     shape: AddShape
     num_params: int = 1
     needs_rng: bool = False
+    is_left_to_next: bool = False
 
     def forward(
         self,
@@ -201,7 +203,16 @@ class AddLink(_Plain):
         out: Want | None,
     ) -> Forward:
         """Add."""
-        return Forward(_hand(x + params[0].reshape(x.shape), out), (), params[0].shape)
+        shape = params[0].shape
+        if params[0].numel() != x.numel() or shape[-1:] != x.shape[-1:]:
+            raise OperandError(
+                f"residual add: the extra input is {list(shape)}; expected {list(x.shape)} with "
+                f"the leading dimensions of the chain's input."
+            )
+        residual = params[0].reshape(x.shape)
+        if self.is_left_to_next and residual.dtype == x.dtype:
+            return Forward(Unadded(x, residual), (), shape)
+        return Forward(_hand((x + residual).to(x.dtype), out), (), shape)
 
     def backward(
         self,

@@ -16,7 +16,18 @@ from fp8core.links.call import DENSE, Call
 from fp8core.links.padding import PaddedCall
 from fp8core.quantizer import Orientations, Quantizer
 
-__all__ = ["DENSE", "Backward", "Call", "Forward", "Handed", "Link", "Saved", "Value", "Want"]
+__all__ = [
+    "DENSE",
+    "Backward",
+    "Call",
+    "Forward",
+    "Handed",
+    "Link",
+    "Saved",
+    "Unadded",
+    "Value",
+    "Want",
+]
 
 Saved: TypeAlias = "Sequence[torch.Tensor | None]"
 """Plain tensors, so that checkpointing, offload hooks and compilers see them."""
@@ -34,7 +45,14 @@ class Handed(NamedTuple):
     rows: int = 0
 
 
-Value: TypeAlias = "torch.Tensor | Handed"
+class Unadded(NamedTuple):
+    """``x [rows, n]`` and what is to be added to it, for a link that adds them itself."""
+
+    x: torch.Tensor
+    residual: torch.Tensor
+
+
+Value: TypeAlias = "torch.Tensor | Handed | Unadded"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,121 @@
+"""A toy backend that offers fused operations, each made of the pair that it stands for."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core.backend_api import (
+    AddNormDesc,
+    BackendSpec,
+    FusedDesc,
+    OpDesc,
+    Operand,
+    Quantized,
+    hookimpl,
+)
+from fp8core.dispatch import plugins, table
+from fp8core_backends.reference.backend import ReferenceBackend
+
+Spoil = Callable[[Quantized], Quantized]
+
+
+class FusedToy(ReferenceBackend):
+    """The reference backend plus the fused operations in ``offered``; counts every call.
+
+    ``spoil`` is applied to what a fused operation quantized.
+    """
+
+    def __init__(self, offered: set[str], calls: Counter[str], spoil: Spoil) -> None:
+        self._offered = offered
+        self._calls = calls
+        self._spoil = spoil
+
+    def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
+        if not isinstance(desc, FusedDesc | AddNormDesc):
+            return super().unsupported(desc, device)
+        return None if desc.op in self._offered else f"no {desc.op}"
+
+    def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
+        run = self._fuse(desc, device)
+
+        def counted(*arguments: Any, **keywords: Any) -> Any:
+            self._calls[desc.op] += 1
+            return run(*arguments, **keywords)
+
+        return counted
+
+    def _fuse(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
+        if isinstance(desc, FusedDesc):
+            return self._with_quantize(desc, device)
+        if isinstance(desc, AddNormDesc):
+            norm = super().bind(desc.norm, device)
+
+            def add_norm(x: torch.Tensor, residual: torch.Tensor, *own: torch.Tensor) -> Any:
+                total = x + residual
+                return (total, *norm(total, *own))
+
+            return add_norm
+        return super().bind(desc, device)
+
+    def _with_quantize(self, desc: FusedDesc, device: torch.device) -> Callable[..., Any]:
+        produce = super().bind(desc.producer, device)
+        quantize = super().bind(desc.quantize, device)
+
+        def fused(*arguments: Any, **keywords: Any) -> tuple[Any, ...]:
+            made = produce(*arguments)
+            first, *rest = made if isinstance(made, tuple) else (made,)
+            assert first.dtype == desc.quantize.dtype
+            sums = (first.sum(0, dtype=torch.float32),) if desc.sums else ()
+            return (self._spoil(quantize(first, **keywords)), *rest, *sums)
+
+        return fused
+
+
+def unspoilt(made: Quantized) -> Quantized:
+    return made
+
+
+def swapped(made: Quantized) -> Quantized:
+    return Quantized(made.columnwise, made.rowwise)
+
+
+def without_columnwise(made: Quantized) -> Quantized:
+    return Quantized(made.rowwise, None)
+
+
+def with_unasked(made: Quantized) -> Quantized:
+    return Quantized(made.rowwise, made.columnwise or made.rowwise)
+
+
+def transposed_rowwise(made: Quantized) -> Quantized:
+    assert made.rowwise is not None
+    return Quantized(Operand(made.rowwise.data.t(), *made.rowwise[1:]), made.columnwise)
+
+
+@contextlib.contextmanager
+def installed(*offered: str, spoil: Spoil = unspoilt) -> Iterator[Counter[str]]:
+    """Have the layers of the body use the toy backend; yields the counts of its calls."""
+    calls: Counter[str] = Counter()
+    module = types.ModuleType("fused_toy_made")
+    module.Made = lambda: FusedToy(set(offered), calls, spoil)  # type: ignore[attr-defined]
+    plugin = types.ModuleType("fused_toy_plugin")
+
+    @hookimpl
+    def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
+        register(BackendSpec("fused_toy", ("cpu",), "fused_toy_made:Made", priority=100))
+
+    plugin.fp8core_register_backends = fp8core_register_backends  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)
+        patch.setattr(plugins, "_loaded", [])
+        plugins.register(plugin, "fused_toy")
+        yield calls
+    table._resolve.cache_clear()
