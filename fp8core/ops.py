@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.links.activation import activation_shape
+from fp8core.links.activation import ActivationShape, activation_shape
 from fp8core.links.bind import LinkShape
 from fp8core.links.linear import LinearShape
 from fp8core.links.norm import NormShape
@@ -50,10 +50,12 @@ class Sequential(LowPrecisionModule):
     """Runs its operations as one chain.
 
     Input ``[..., k]`` for the first operation; each :class:`AddExtraInput` takes one further
-    argument, in order. Delayed-scaling state is kept here, for all its linears.
+    argument, in order. A Sequential inside runs as part of it. Delayed-scaling state is kept here,
+    for all its linears.
 
     Raises:
-        OperandError: an operation that is not one, or the wrong number of extra inputs.
+        OperandError: an operation that is not one, sizes that do not fit each other, or the wrong
+            number of extra inputs.
         UnsupportedError: a layer that returns more than one tensor, or takes groups.
     """
 
@@ -71,9 +73,16 @@ class Sequential(LowPrecisionModule):
                 )
             self.add_module(str(index), operation)
         self._check_single_outputs()
+        self._check_sizes()
 
     def _operations(self) -> list[LowPrecisionModule]:
-        return [own for own in self.children() if isinstance(own, LowPrecisionModule)]
+        found: list[LowPrecisionModule] = []
+        for own in self.children():
+            if isinstance(own, Sequential):
+                found += own._operations()
+            elif isinstance(own, LowPrecisionModule):
+                found.append(own)
+        return found
 
     def _check_single_outputs(self) -> None:
         for operation in self._operations():
@@ -82,6 +91,25 @@ class Sequential(LowPrecisionModule):
             if leaves or grouped or getattr(operation, "return_bias", False):
                 what = "takes m_splits" if grouped else "returns more than one tensor"
                 raise UnsupportedError(f"ops.Sequential: {operation.label} {what}.")
+
+    def _check_sizes(self) -> None:
+        width: int | None = None
+        for index, operation in enumerate(self._operations()):
+            for shape in operation.link_shapes():
+                takes = _width((shape,))
+                is_gated = isinstance(shape, ActivationShape) and shape.is_gated
+                fits = width is None or (width % 2 == 0 if is_gated else takes in (None, width))
+                if not fits:
+                    raise OperandError(
+                        f"ops.Sequential: operation {index}, {operation.label}, takes "
+                        f"{'an even number of' if is_gated else takes} columns, but gets {width}."
+                    )
+                if isinstance(shape, LinearShape):
+                    width = shape.out_features
+                elif is_gated:
+                    width = None if width is None else width // 2
+                else:
+                    width = width if takes is None else takes
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the shapes of all operations."""
@@ -114,11 +142,15 @@ class Sequential(LowPrecisionModule):
 
 
 def _width(shapes: Sequence[LinkShape]) -> int | None:
-    """Return the columns of the input that the first link with a size takes."""
-    first = shapes[0]
-    if isinstance(first, LinearShape):
-        return first.in_features
-    return first.size if isinstance(first, NormShape | BiasShape) else None
+    """Return the columns of the input, as the first link with a size tells; None if none does."""
+    halves = 1
+    for shape in shapes:
+        if isinstance(shape, LinearShape):
+            return halves * shape.in_features
+        if isinstance(shape, NormShape | BiasShape):
+            return halves * shape.size
+        halves *= 2 if isinstance(shape, ActivationShape) and shape.is_gated else 1
+    return None
 
 
 class _Operation(LowPrecisionModule):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.backend_api import ACTIVATIONS
-from fp8core.errors import RecipeError, did_you_mean
+from fp8core.errors import OperandError, RecipeError, did_you_mean
 from fp8core.links.fusion import Fusion
 from fp8core.links.protocol import Backward, Call, Forward, Saved, Want
 
@@ -83,6 +83,11 @@ class ActivationLink:
         out: Want | None,
     ) -> Forward:
         """Activate; save the input."""
+        if self.shape.is_gated and x.shape[-1] % 2:
+            raise OperandError(
+                f"{self.shape.name}: input {list(x.shape)} has no two halves; expected an even "
+                f"number of columns."
+            )
         y: Any
         if out is not None and self.fusion is not None and out.is_plain:
             y = self.fusion(out, x)[0]

@@ -287,7 +287,7 @@ _BINDERS: dict[type, Callable[[Any, Site, Neighbours, int], Link]] = {
     ActivationShape: _bind_activation,
     QuantizeShape: _bind_quantize,
     BiasShape: lambda shape, site, neighbours, at: BiasLink(shape),
-    DropoutShape: lambda shape, site, neighbours, at: DropoutLink(shape, at),
+    DropoutShape: lambda shape, site, neighbours, at: DropoutLink(shape, at, needs_rng=shape.p > 0),
     OutputShape: lambda shape, site, neighbours, at: OutputLink(),
     AddShape: lambda shape, site, neighbours, at: AddLink(shape),
 }

@@ -150,16 +150,18 @@ class DropoutLink(_Plain):
 
     shape: DropoutShape
     index: int
+    needs_rng: bool
     num_params: int = 0
-    needs_rng: bool = True
 
-    def _mask(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+    def _drop(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        if not self.needs_rng:
+            return x
         assert call.rng is not None
         seed, offset = (int(value) for value in call.rng)
         generator = torch.Generator(device=x.device)
         generator.manual_seed((seed * 0x9E3779B97F4A7C15 + offset + self.index) & (2**63 - 1))
         noise = torch.rand(x.shape, generator=generator, device=x.device)
-        return (noise >= self.shape.p).to(x.dtype) / (1 - self.shape.p)
+        return x * ((noise >= self.shape.p).to(x.dtype) / (1 - self.shape.p))
 
     def forward(
         self,
@@ -170,7 +172,7 @@ class DropoutLink(_Plain):
         out: Want | None,
     ) -> Forward:
         """Drop."""
-        return Forward(_hand(x * self._mask(x, call), out), ())
+        return Forward(_hand(self._drop(x, call), out), ())
 
     def backward(
         self,
@@ -182,17 +184,17 @@ class DropoutLink(_Plain):
         out: Want | None,
     ) -> Backward:
         """Drop the same elements of the gradient."""
-        return Backward(_hand(grad * self._mask(grad, call), out) if needs[0] else None, ())
+        return Backward(_hand(self._drop(grad, call), out) if needs[0] else None, ())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddLink(_Plain):
-    """``y = x + residual``, rounded once to the dtype of ``x``."""
+    """``y = x + residual``, rounded once to the dtype of ``x``; left to the next link if it can."""
 
     shape: AddShape
+    is_left_to_next: bool = False
     num_params: int = 1
     needs_rng: bool = False
-    is_left_to_next: bool = False
 
     def forward(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -80,9 +81,10 @@ class LowPrecisionModule(DelayedModule):
     def label(self) -> str:
         """What messages call the layer: its name in the model, else its class and sizes."""
         shapes = self.linear_shapes()
-        sizes = ", ".join(str(shape.in_features) for shape in shapes)
-        last = shapes[-1].out_features if shapes else ""
-        sizes = f"{type(self).__name__}({sizes}, {last})"
+        sizes = type(self).__name__
+        if shapes:
+            inputs = ", ".join(str(shape.in_features) for shape in shapes)
+            sizes += f"({inputs}, {shapes[-1].out_features})"
         return sizes if self.name is None else f"{self.name!r} ({sizes})"
 
     def bind(self, device: torch.device, dtype: torch.dtype) -> Bound:
@@ -215,7 +217,9 @@ class LowPrecisionModule(DelayedModule):
 
     def extra_repr(self) -> str:
         """Return sizes, dtype, and how the layer last ran."""
-        words = [*self._describe(), f"dtype={str(self._dtype()).removeprefix('torch.')}"]
+        words = self._describe()
+        for parameter in itertools.islice(self.parameters(), 1):
+            words.append(f"dtype={str(parameter.dtype).removeprefix('torch.')}")
         if self._bindings.last is not None:
             bound: Bound = self._bindings.last[1]
             recipe = "high precision" if bound.recipe is None else type(bound.recipe).__name__
