@@ -9,13 +9,14 @@ from typing import NamedTuple
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.quantizer import Orientations, Quantizer
+from fp8core.quantizer import Orientations, Quantizer, Slot
 
 __all__ = ["KeptWeight", "PerGroup", "WeightStore"]
 
 
 class _Entry(NamedTuple):
-    quantizer: Quantizer
+    key: tuple[object, ...]
+    is_recorded: bool
     weight: weakref.ReferenceType[torch.Tensor]
     state: tuple[object, ...]
     operands: Orientations
@@ -45,38 +46,55 @@ class WeightStore:
 class KeptWeight:
     """A weight's quantizer that quantizes only what has changed since it last did.
 
-    Changed means another tensor, storage or version counter of the weight, or another delayed
-    scale. A write through ``.data`` changes none of these: say so with
-    ``layer.invalidate_weight_cache()``.
+    Changed means another tensor, storage or version counter of the weight, another delayed scale,
+    or an amax that was not recorded and has to be. A write through ``.data`` changes none of these:
+    say so with ``layer.invalidate_weight_cache()``. ``key`` says by value how the weight is
+    quantized, so that evaluation and recompute share what training keeps.
     """
 
-    __slots__ = ("_index", "_quantizer", "_scale", "_store", "choices")
+    __slots__ = ("_index", "_key", "_quantizer", "_records", "_scale", "_store", "choices")
 
     def __init__(
-        self, quantizer: Quantizer, store: WeightStore, index: int, scale: torch.Tensor | None
+        self,
+        quantizer: Quantizer,
+        store: WeightStore,
+        index: int,
+        slot: Slot | None,
+        *,
+        key: tuple[object, ...],
     ) -> None:
         self._quantizer = quantizer
         self._store = store
         self._index = index
-        self._scale = scale
+        self._key = key
+        self._scale = None if slot is None else slot.scale
+        self._records = slot is not None and slot.amax is not None
         self.choices = quantizer.choices
 
     def __call__(
-        self, weight: torch.Tensor, *, columnwise: bool, first: bool | None = None
+        self,
+        weight: torch.Tensor,
+        *,
+        columnwise: bool,
+        first: bool | None = None,
+        source: torch.Tensor | None = None,
     ) -> Orientations:
         """Return the operands of ``weight [n, k]``; ``first`` as in :class:`Call`.
+
+        ``source`` is the tensor that ``weight`` was padded from.
 
         Raises:
             OperandError: ``first`` is False, and nothing of this weight as it is now is kept.
         """
-        if weight.is_inference():  # has no version counter, so nobody knows whether it changed
+        source = weight if source is None else source
+        if source.is_inference():  # has no version counter, so nobody knows whether it changed
             return self._quantizer(weight, columnwise=columnwise)
-        state = (weight._version, weight.data_ptr(), torch.is_inference_mode_enabled())
+        state = (source._version, source.data_ptr(), torch.is_inference_mode_enabled())
         entry = self._store.get(self._index)
         is_same = (
             entry is not None
-            and entry.quantizer is self._quantizer
-            and entry.weight() is weight
+            and (entry.key is self._key or entry.key == self._key)
+            and entry.weight() is source
             and entry.state[:3] == state
         )
         if first is False and not is_same:
@@ -88,11 +106,12 @@ class KeptWeight:
         scale_version = None if self._scale is None else self._scale._version
         if entry is not None and is_same and first is not True:
             fits = entry.operands.columnwise is not None or not columnwise
-            if fits and (first is False or entry.state[3] == scale_version):
+            is_recorded = entry.is_recorded or not self._records
+            if fits and (first is False or (is_recorded and entry.state[3] == scale_version)):
                 return entry.operands
         operands = self._quantizer(weight, columnwise=columnwise)
-        kept = _Entry(self._quantizer, weakref.ref(weight), (*state, scale_version), operands)
-        self._store.put(self._index, kept)
+        kept = (weakref.ref(source), (*state, scale_version), operands)
+        self._store.put(self._index, _Entry(self._key, self._records, *kept))
         return operands
 
 
@@ -111,11 +130,12 @@ class PerGroup:
         *,
         columnwise: bool,
         first: bool | None = None,
+        source: Sequence[torch.Tensor],
     ) -> Orientations:
         """Quantize ``weights``, one ``[rows, cols]`` a group."""
         made = [
-            quantizer(weight, columnwise=columnwise, first=first)
-            for quantizer, weight in zip(self._quantizers, weights, strict=True)
+            quantizer(weight, columnwise=columnwise, first=first, source=own)
+            for quantizer, weight, own in zip(self._quantizers, weights, source, strict=True)
         ]
         return Orientations(
             tuple(one.rowwise for one in made), tuple(one.columnwise for one in made)

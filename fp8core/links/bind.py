@@ -192,8 +192,8 @@ def _bind_quantizers(
     def weight(group: int) -> KeptWeight:
         slot = slot_of(plan.weight, lambda states: states.weight(group))
         quantizer = bind_quantizer(plan.weight, shape.weight_dtype, binding, slot=slot)
-        scale = None if slot is None else slot.scale
-        return KeptWeight(quantizer, site.weights, index + group, scale)
+        key = (plan.weight, shape.weight_dtype, binding, quantizer.choices)
+        return KeptWeight(quantizer, site.weights, index + group, slot, key=key)
 
     x_slot = slot_of(plan.input, LinearStates.input)
     x = bind_quantizer(plan.input, input_dtype, binding, grouped=is_grouped, slot=x_slot)

@@ -130,6 +130,7 @@ class LinearLink:
             weights if is_grouped else weights[0],  # type: ignore[arg-type]  # as groups says
             columnwise=needs[0],
             first=call.first_microbatch,
+            source=params[:count] if is_grouped else params[0],  # type: ignore[arg-type]  # likewise
         )
         bias: Any = (biases if is_grouped else biases[0]) if biases else None
         x_row, x_column = x.operands

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fp8core.errors import RecipeError
+from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.links.bind import LinkShape
 from fp8core.links.linear import LinearShape
 from fp8core.modules.base import LowPrecisionModule, refuse_arguments, resolve_device
@@ -143,6 +143,7 @@ class Linear(LowPrecisionModule):
         """
         if fp8_output or fp8_grad:
             refuse_arguments(Linear.forward, locals(), ("fp8_output", "fp8_grad"))
+        self._check_microbatch(is_first_microbatch)
         weight, params, bias = self._linear_params()
         dtype = self.check_input(input, weight, self.in_features)
         bound = self.bind(input.device, dtype)
@@ -162,6 +163,13 @@ class Linear(LowPrecisionModule):
         weight, bias = self._merged("weight"), self._merged("bias")
         assert weight is not None
         return weight, (weight,) if bias is None or self.return_bias else (weight, bias), bias
+
+    def _check_microbatch(self, is_first: bool | None) -> None:
+        if is_first is False and len(self._parts) > 1:
+            raise UnsupportedError(
+                f"{self.label}: is_first_microbatch=False takes a weight that was kept, but "
+                f"parameters_split puts the weight together anew in each call; pass None."
+            )
 
     def _merged(self, kind: str) -> torch.Tensor | None:
         if len(self._parts) == 1:
