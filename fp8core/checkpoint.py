@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from fp8core.autocast import activated, active
 from fp8core.dispatch import policy
 from fp8core.errors import UnsupportedError
-from fp8core.recompute import Tape, playing
+from fp8core.recompute import Tape, current, playing
 
 __all__ = ["checkpoint"]
 
@@ -44,7 +44,8 @@ def checkpoint(
     ):
         if value != default:
             raise UnsupportedError(f"checkpoint({name}={value!r}) is not offered.")
-    asked, chosen, tape = active(), policy.current(), Tape(torch.is_grad_enabled())
+    asked, chosen = active(), policy.current()
+    tape = Tape(torch.is_grad_enabled(), outer=current())
     is_first = True
 
     def run(*inputs: Any, **named: Any) -> Any:

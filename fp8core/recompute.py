@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.scaling import DelayedState
+from fp8core.scaling import DelayedState, join_backward
 
 __all__ = ["Entry", "Tape", "current", "is_in_backward", "playing"]
 
@@ -34,12 +34,15 @@ class Tape:
     """The entries of one checkpointed forward, in order; ``is_replaying`` in its recompute.
 
     ``is_grad_enabled`` is what the caller of the checkpoint had: a reentrant checkpoint runs its
-    forward without gradients.
+    forward without gradients. ``outer`` is the tape of the checkpoint around this one: what runs
+    here is recorded there too, and a recompute of the outer one repeats it from there.
     """
 
-    def __init__(self, is_grad_enabled: bool) -> None:
-        self.is_grad_enabled = is_grad_enabled
+    def __init__(self, is_grad_enabled: bool, outer: Tape | None = None) -> None:
+        self.is_grad_enabled: bool = is_grad_enabled if outer is None else outer.is_grad_enabled
         self.is_replaying = False
+        self.backward_pass: int | None = None
+        self._outer = outer
         self._entries: list[Entry] = []
         self._next = 0
 
@@ -47,26 +50,39 @@ class Tape:
         """Start over, from now on checking instead of recording."""
         self.is_replaying = True
         self._next = 0
+        outer = self._outer
+        is_within = outer is not None and outer.backward_pass is not None
+        self.backward_pass = outer.backward_pass if outer and is_within else join_backward()
 
-    def record(
+    @property
+    def is_repeating(self) -> bool:
+        """Whether what runs now repeats an earlier forward: of this checkpoint, or of an outer."""
+        return self.is_replaying or (self._outer is not None and self._outer.is_repeating)
+
+    def visit(
         self,
         label: str,
         key: tuple[object, ...],
         weights: Sequence[torch.Tensor],
         state: DelayedState | None,
-    ) -> None:
-        """Take down one layer's forward."""
-        scale = None if state is None else state.scale.clone()
-        self._entries.append(Entry(label, key, _versions(weights), scale))
-
-    def take(
-        self, label: str, key: tuple[object, ...], weights: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
-        """Return the scales that the forward of the next layer used.
+        """Take down one layer's forward, or return the scales of the forward that it repeats.
 
         Raises:
             OperandError: another layer, recipe, dtype or weight than in forward.
         """
+        if self.is_replaying:
+            return self._take(label, key, weights)
+        if self._outer is None:
+            scale = None if state is None else state.scale.clone()
+        else:
+            scale = self._outer.visit(label, key, weights, state)
+        self._entries.append(Entry(label, key, _versions(weights), scale))
+        return scale
+
+    def _take(
+        self, label: str, key: tuple[object, ...], weights: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
         if self._next >= len(self._entries):
             raise OperandError(f"recompute of {label}: the forward ran fewer layers.")
         entry = self._entries[self._next]

@@ -21,7 +21,7 @@ from fp8core.dispatch import table
 from fp8core.plan import DelayedPlan
 from fp8core.reporting import log_once
 
-__all__ = ["DelayedState", "discard", "update", "update_after_backward"]
+__all__ = ["DelayedState", "discard", "join_backward", "update", "update_after_backward"]
 
 
 _creation_order = itertools.count()
@@ -155,19 +155,26 @@ _backward_lock = threading.Lock()
 _in_backward: dict[int, dict[DelayedState, None]] = {}
 
 
-def update_after_backward(state: DelayedState) -> None:
+def update_after_backward(state: DelayedState, backward_pass: int | None = None) -> None:
     """Update ``state`` when the backward pass that is running ends; once, however often called.
 
-    A pass that raises updates nothing; what it recorded counts towards the next.
+    ``backward_pass`` names an outer one that :func:`join_backward` returned. A pass that raises
+    updates nothing; what it recorded counts towards the next.
     """
+    task = join_backward() if backward_pass is None else backward_pass
+    with _backward_lock:
+        _in_backward[task][state] = None
+
+
+def join_backward() -> int:
+    """Return the backward pass that is running, for passes within it to update at its end."""
     task = torch._C._current_graph_task_id()
     with _backward_lock:
-        states = _in_backward.get(task)
-        if states is None:
-            states = _in_backward[task] = {}
+        if task not in _in_backward:
+            _in_backward[task] = {}
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(partial(_finish_backward, task))
-        states[state] = None
+    return task
 
 
 def _finish_backward(task: int) -> None:

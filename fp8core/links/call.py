@@ -18,13 +18,15 @@ class Call(NamedTuple):
     ``groups`` is ``(group_offsets,)``, int64 ``[groups + 1]``, or ``()`` for a dense layer;
     ``splits`` are the same sizes as integers. ``rng`` int64 ``[2]`` is the seed and offset of
     dropout and stochastic rounding. ``first_microbatch`` True quantizes the weight anew, False
-    takes the one kept, None decides by whether it has changed.
+    takes the one kept, None decides by whether it has changed. ``backward_pass`` is set in a
+    recompute: the pass that it is part of, whose end is when backward scales move on.
     """
 
     groups: Groups = ()
     splits: Sequence[int] = ()
     rng: torch.Tensor | None = None
     first_microbatch: bool | None = None
+    backward_pass: int | None = None
 
 
 DENSE = Call()

@@ -159,7 +159,7 @@ class LinearLink:
         grad_input: Any = None
         grad_weights: Sequence[torch.Tensor | None] = [None] * self.num_weights
         if self.backward_state is not None and (dy_row is not None or dy_column is not None):
-            update_after_backward(self.backward_state)
+            update_after_backward(self.backward_state, call.backward_pass)
         if needs[0]:
             # [m, n] x [k, n] -> [m, k]
             grad_input = self.dgrad(dy_row, self._saved_weight(saved), *groups)

@@ -103,7 +103,7 @@ class LowPrecisionModule(DelayedModule):
                 records = False
                 self._check_recompute(recipe)
         else:
-            records = not tape.is_replaying and (is_observing or tape.is_grad_enabled)
+            records = not tape.is_repeating and (is_observing or tape.is_grad_enabled)
         mode = (is_observing, records, is_grad_enabled, self.training)
         key = (recipe, device, dtype, policy.current(), mode)
         last = self._bindings.last
@@ -121,15 +121,19 @@ class LowPrecisionModule(DelayedModule):
 
     def _check_recompute(self, recipe: Recipe | None) -> None:
         """Refuse a recompute, not by fp8core.checkpoint, that would differ from its forward."""
-        last: Bound | None = self._bindings.last[1] if self._bindings.last is not None else None
-        if last is None or last.recipe is None:
-            return
-        if recipe is None:
+        used: list[Bound] = list(self._bindings.table.values())
+        recipes = {bound.recipe for bound in used}
+        if recipe is None and recipes - {None}:
             raise UnsupportedError(
                 f"{self.label} is recomputed in backward outside the autocast it ran in. Use "
                 f"fp8core.checkpoint, or enter autocast inside the checkpointed function."
             )
-        if last.states is not None:
+        if recipe is not None and (recipes and recipes - {None} != {recipe}):
+            raise UnsupportedError(
+                f"{self.label} is recomputed in backward under another recipe than it ran with. "
+                f"Use fp8core.checkpoint, which keeps the recipe."
+            )
+        if any(bound.states is not None for bound in used):
             raise UnsupportedError(
                 f"{self.label} is recomputed in backward under delayed scaling, whose scales have "
                 f"moved on since. Use fp8core.checkpoint, which keeps them."
@@ -149,10 +153,11 @@ class LowPrecisionModule(DelayedModule):
             return chain.run(links, input, params, call)
         state = None if bound.states is None else bound.states.forward
         key = (bound.recipe, input.device, input.dtype, policy.current())
-        if not tape.is_replaying:
-            tape.record(self.label, key, params, state)
+        scale = tape.visit(self.label, key, list(self.parameters()), state)
+        if not tape.is_repeating:
             return chain.run(links, input, params, call)
-        with recompute.scale_of(state, tape.take(self.label, key, params)):
+        with recompute.scale_of(state, scale):
+            call = call._replace(backward_pass=tape.backward_pass)
             return chain.run(links, input, params, call)
 
     def _bind(

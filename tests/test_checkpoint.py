@@ -1,0 +1,293 @@
+"""Recompute in backward equals no recompute bit for bit, or says why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+import fp8core
+from fp8core import OperandError, UnsupportedError, autocast, ops, recipe
+
+RECIPES = recipe.names()
+STATELESS = [name for name in RECIPES if name != "delayed"]
+Run = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
+BOTH = pytest.mark.parametrize("use_reentrant", [True, False])
+
+
+def model() -> torch.nn.Sequential:
+    """Return layers of every kind, with dropout."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        fp8core.LayerNormMLP(32, 64, activation="swiglu"),
+        fp8core.LayerNormLinear(32, 32, return_bias=False),
+        ops.Sequential(ops.Linear(32, 64), ops.Dropout(0.3), ops.GELU(), ops.Linear(64, 32)),
+    )
+
+
+def step(
+    layers: torch.nn.Module, x: torch.Tensor, chosen: recipe.Recipe | None, run: Run
+) -> list[torch.Tensor]:
+    """Return the output, the gradients and the state after one step."""
+    torch.manual_seed(5)
+    x = x.clone().requires_grad_()
+    layers.zero_grad()
+    with autocast(enabled=chosen is not None, recipe=chosen):
+        y = run(layers, x)
+    y.square().sum().backward()
+    grads = [own.grad.clone() for own in (x, *layers.parameters())]
+    return [y.detach(), *grads, *(value.clone() for value in layers.state_dict().values())]
+
+
+def plain(layers: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layers(x)
+
+
+def checkpointed(use_reentrant: bool) -> Run:
+    def run(layers: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = fp8core.checkpoint(layer, x, use_reentrant=use_reentrant)
+        return x
+
+    return run
+
+
+def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    return len(got) == len(want) and all(map(torch.equal, got, want))
+
+
+@BOTH
+@pytest.mark.parametrize("name", [None, *RECIPES])
+def test_three_steps_equal_those_without_it_bit_for_bit(
+    name: str | None, use_reentrant: bool
+) -> None:
+    chosen = None if name is None else recipe.by_name(name)
+    x, one, other = torch.randn(32, 32), model(), model()
+    for index in range(3):
+        want = step(one, x + index, chosen, plain)
+        assert same(step(other, x + index, chosen, checkpointed(use_reentrant)), want)
+
+
+@BOTH
+def test_a_checkpoint_around_all_layers_equals_none(use_reentrant: bool) -> None:
+    chosen, x = recipe.DelayedScaling(amax_history_len=2), torch.randn(32, 32)
+
+    def whole(layers: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return fp8core.checkpoint(layers, x, use_reentrant=use_reentrant)
+
+    assert same(step(model(), x, chosen, whole), step(model(), x, chosen, plain))
+
+
+@BOTH
+def test_a_layer_used_twice_equals_no_checkpoint(use_reentrant: bool) -> None:
+    chosen, x = recipe.DelayedScaling(amax_history_len=2), torch.randn(32, 32)
+
+    def twice(run: Run) -> Run:
+        return lambda layers, x: run(layers, run(layers, x))
+
+    got = step(model(), x, chosen, twice(checkpointed(use_reentrant)))
+    assert same(got, step(model(), x, chosen, twice(plain)))
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch, of the inner
+def test_nested_checkpoints_equal_none(use_reentrant: bool) -> None:
+    chosen, x = recipe.DelayedScaling(amax_history_len=2), torch.randn(32, 32)
+
+    def nested(layers: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        inner = checkpointed(use_reentrant)
+        return fp8core.checkpoint(inner, layers, x, use_reentrant=use_reentrant)
+
+    assert same(step(model(), x, chosen, nested), step(model(), x, chosen, plain))
+
+
+@BOTH
+def test_the_amax_advances_once(use_reentrant: bool) -> None:
+    layer, chosen = fp8core.Linear(32, 32), recipe.DelayedScaling(amax_history_len=4)
+    x = torch.ones(8, 32, requires_grad=True)
+    with autocast(recipe=chosen):
+        y = fp8core.checkpoint(layer, x, use_reentrant=use_reentrant)
+    y.sum().backward()
+    assert layer.amax_history_fwd[:, 0].tolist() == [0, 0, 0, 1]
+    assert layer.amax_history_bwd[:, 0].tolist() == [0, 0, 0, 1]
+
+
+@BOTH
+def test_an_autocast_inside_the_function_equals_no_checkpoint(use_reentrant: bool) -> None:
+    chosen, x = recipe.DelayedScaling(amax_history_len=2), torch.randn(32, 32)
+
+    def inside(layers: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with autocast(recipe=chosen):
+            return layers(x)
+
+    def run(layers: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return fp8core.checkpoint(inside, layers, x, use_reentrant=use_reentrant)
+
+    assert same(step(model(), x, None, run), step(model(), x, None, inside))
+
+
+def test_keyword_arguments_reach_the_function() -> None:
+    layer, x = fp8core.Linear(32, 32), torch.randn(32, 32, requires_grad=True)
+    with autocast(recipe=recipe.by_name("current")):
+        y = fp8core.checkpoint(layer, x, use_reentrant=False, is_first_microbatch=True)
+        assert torch.equal(y, layer(x))
+
+
+@BOTH
+def test_an_evaluation_needs_no_gradient(use_reentrant: bool) -> None:
+    layer, x = fp8core.Linear(32, 32), torch.randn(32, 32, requires_grad=True)
+    with torch.no_grad(), autocast(recipe=recipe.by_name("delayed")):
+        assert torch.equal(fp8core.checkpoint(layer, x, use_reentrant=use_reentrant), layer(x))
+
+
+@pytest.mark.parametrize("arguments", [{"distribute_saved_activations": True}, {"tp_group": 1}])
+def test_tensor_parallel_arguments_are_refused(arguments: dict[str, object]) -> None:
+    with pytest.raises(UnsupportedError, match=next(iter(arguments))):
+        fp8core.checkpoint(torch.sin, torch.ones(1), **arguments)
+
+
+def forward(
+    layer: torch.nn.Module, name: str = "current", use_reentrant: bool = False
+) -> torch.Tensor:
+    with autocast(recipe=recipe.by_name(name)):
+        x = torch.randn(32, 32, requires_grad=True)
+        return fp8core.checkpoint(layer, x, use_reentrant=use_reentrant)
+
+
+@BOTH
+@pytest.mark.parametrize("parameter", ["weight", "bias"])
+def test_a_parameter_written_in_between_is_refused(parameter: str, use_reentrant: bool) -> None:
+    layer = fp8core.Linear(32, 32)
+    y = forward(layer, use_reentrant=use_reentrant)
+    with torch.no_grad():
+        getattr(layer, parameter).add_(1)
+    with pytest.raises(OperandError, match=r"Linear.*written between forward and backward"):
+        y.sum().backward()
+
+
+@BOTH
+def test_a_part_of_a_split_weight_written_in_between_is_refused(use_reentrant: bool) -> None:
+    layer = fp8core.Linear(32, 32, parameters_split=("query", "key"))
+    y = forward(layer, use_reentrant=use_reentrant)
+    with torch.no_grad():
+        layer.key_weight.add_(1)
+    with pytest.raises(OperandError, match="written between forward and backward"):
+        y.sum().backward()
+
+
+@BOTH
+def test_another_recipe_in_the_recompute_is_refused(use_reentrant: bool) -> None:
+    layer, names = fp8core.Linear(32, 32), ["current", "block"]
+
+    def alternating(x: torch.Tensor) -> torch.Tensor:
+        with autocast(recipe=recipe.by_name(names.pop(0))):
+            return layer(x)
+
+    y = fp8core.checkpoint(
+        alternating, torch.randn(32, 32, requires_grad=True), use_reentrant=use_reentrant
+    )
+    with pytest.raises(OperandError, match="recipe, dtype, device or backend differ"):
+        y.sum().backward()
+
+
+@BOTH
+def test_another_layer_in_the_recompute_is_refused(use_reentrant: bool) -> None:
+    layers = [fp8core.Linear(32, 32, name=name) for name in ("first", "second")]
+    y = fp8core.checkpoint(
+        lambda x: layers.pop(0)(x),
+        torch.randn(32, 32, requires_grad=True),
+        use_reentrant=use_reentrant,
+    )
+    with pytest.raises(OperandError, match=r"'second'.*'first'"):
+        y.sum().backward()
+
+
+def torchs(
+    layer: torch.nn.Module, x: torch.Tensor, chosen: recipe.Recipe, use_reentrant: bool
+) -> torch.Tensor:
+    """torch's own checkpoint with the autocast inside the function."""
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with autocast(recipe=chosen):
+            return layer(x)
+
+    return torch.utils.checkpoint.checkpoint(inside, x, use_reentrant=use_reentrant)
+
+
+@BOTH
+@pytest.mark.parametrize("name", STATELESS)
+def test_torchs_checkpoint_with_autocast_inside_equals_none(name: str, use_reentrant: bool) -> None:
+    chosen, x = recipe.by_name(name), torch.randn(32, 32)
+
+    def run(layers: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torchs(layers, x, chosen, use_reentrant)
+
+    assert same(step(model(), x, None, run), step(model(), x, chosen, plain))
+
+
+@BOTH
+def test_torchs_checkpoint_under_delayed_scaling_is_refused(use_reentrant: bool) -> None:
+    layer, chosen = fp8core.Linear(32, 32), recipe.by_name("delayed")
+    y = torchs(layer, torch.randn(32, 32, requires_grad=True), chosen, use_reentrant)
+    with pytest.raises(UnsupportedError, match=r"Linear.*delayed scaling.*fp8core\.checkpoint"):
+        y.sum().backward()
+
+
+def torchs_outside(layer: torch.nn.Module, name: str, use_reentrant: bool) -> torch.Tensor:
+    """torch's own checkpoint with the autocast around it, left before backward."""
+    x = torch.randn(32, 32, requires_grad=True)
+    with autocast(recipe=recipe.by_name(name)):
+        return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant)
+
+
+@BOTH
+@pytest.mark.parametrize("name", RECIPES)
+def test_torchs_checkpoint_recomputed_outside_the_autocast_is_refused(
+    name: str, use_reentrant: bool
+) -> None:
+    y = torchs_outside(fp8core.LayerNormMLP(32, 64), name, use_reentrant)
+    with pytest.raises(UnsupportedError, match=r"outside the autocast.*fp8core\.checkpoint"):
+        y.sum().backward()
+
+
+@BOTH
+def test_an_evaluation_in_between_does_not_hide_the_missing_autocast(use_reentrant: bool) -> None:
+    layer = fp8core.Linear(32, 32)
+    y = torchs_outside(layer, "current", use_reentrant)
+    with torch.no_grad():
+        layer(torch.zeros(1, 32))
+    with pytest.raises(UnsupportedError, match="outside the autocast"):
+        y.sum().backward()
+
+
+@BOTH
+def test_torchs_checkpoint_recomputed_under_another_recipe_is_refused(use_reentrant: bool) -> None:
+    y = torchs_outside(fp8core.Linear(32, 32), "current", use_reentrant)
+    with (
+        autocast(recipe=recipe.by_name("rowwise")),
+        pytest.raises(UnsupportedError, match="another recipe"),
+    ):
+        y.sum().backward()
+
+
+@BOTH
+def test_high_precision_recomputed_inside_an_autocast_is_refused(use_reentrant: bool) -> None:
+    layer, x = fp8core.Linear(32, 32), torch.randn(32, 32, requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant)
+    with (
+        autocast(recipe=recipe.by_name("current")),
+        pytest.raises(UnsupportedError, match="another recipe"),
+    ):
+        y.sum().backward()
+
+
+@BOTH
+def test_torchs_checkpoint_in_high_precision_is_torchs(use_reentrant: bool) -> None:
+    x = torch.randn(32, 32)
+
+    def run(layers: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=use_reentrant)
+
+    assert same(step(model(), x, None, run), step(model(), x, None, plain))
