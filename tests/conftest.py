@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         f"skipped for missing hardware: {hardware}; skipped for other reasons: "
         f"{len(skipped) - hardware}"
     )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Small GEMMs on a busy machine: waiting for a second core costs 20 times the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -43,6 +43,8 @@ MAX_FILE, MAX_FUNCTION, MAX_POSITIONAL = 400, 60, 6
 LONG_SIGNATURES = {
     "fp8core.modules.linear.Linear.__init__": "Transformer Engine's argument order",
     "fp8core.modules.grouped_linear.GroupedLinear.__init__": "Transformer Engine's argument order",
+    "fp8core.modules.layernorm_linear.LayerNormLinear.__init__": "Transformer Engine's order",
+    "fp8core.modules.layernorm_mlp.LayerNormMLP.__init__": "Transformer Engine's order",
     "fp8core.modules.delayed.DelayedModule._load_from_state_dict": "overrides torch's",
 }
 

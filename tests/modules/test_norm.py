@@ -1,0 +1,138 @@
+"""LayerNorm and RMSNorm as layers: against torch's own, their names, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8core import (
+    LayerNorm,
+    OperandError,
+    RMSNorm,
+    UnsupportedError,
+    autocast,
+    recipe,
+)
+
+BOTH = [LayerNorm, RMSNorm]
+BF16 = torch.bfloat16
+
+
+def twin(layer: torch.nn.Module, size: int, dtype: torch.dtype) -> torch.nn.Module:
+    """Return torch's norm with the same eps and the same factors."""
+    kind = torch.nn.LayerNorm if isinstance(layer, LayerNorm) else torch.nn.RMSNorm
+    made = kind(size, eps=layer.eps, dtype=dtype)
+    for name, parameter in made.named_parameters():
+        parameter.data.copy_(getattr(layer, name).data)
+    if layer.zero_centered_gamma:
+        made.weight.data.add_(1)
+    return made
+
+
+def randomize(layer: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("kind", BOTH)
+def test_output_and_gradients_are_torchs(kind: type, centered: bool) -> None:
+    # float64: fewer than 64 roundings of values below 2^9, times the 6 rows of a sum
+    bound = 6 * 64 * 2.0**9 * 2.0**-53
+    layer = kind(7, zero_centered_gamma=centered, params_dtype=torch.float64)
+    randomize(layer)
+    other = twin(layer, 7, torch.float64)
+    x = torch.randn(2, 3, 7, dtype=torch.float64)
+    results = []
+    for one in (layer, other):
+        own = x.clone().requires_grad_()
+        y = one(own)
+        y.sin().sum().backward()
+        results.append([y, own.grad, *(parameter.grad for parameter in one.parameters())])
+    for got, want in zip(*results, strict=True):
+        assert (got - want).abs().max() <= bound
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_gradcheck(kind: type) -> None:
+    layer = kind(5, eps=1e-2, params_dtype=torch.float64)
+    x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *layer.parameters()))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_bfloat16_is_the_float32_result_rounded_once(kind: type) -> None:
+    layer = kind(9, params_dtype=BF16)
+    randomize(layer)
+    wide = kind(9, params_dtype=torch.float32)
+    wide.load_state_dict(layer.state_dict())
+    x = torch.randn(4, 9, dtype=BF16)
+    assert torch.equal(layer(x), wide(x.float()).to(BF16))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_recipe_changes_nothing(kind: type) -> None:
+    layer = kind(8)
+    x = torch.randn(4, 8)
+    with autocast(recipe=recipe.DelayedScaling()):
+        inside = layer(x)
+    assert torch.equal(inside, layer(x))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_no_rows_give_no_rows_and_zero_gradients(kind: type) -> None:
+    layer = kind(8)
+    y = layer(torch.zeros(0, 8, requires_grad=True))
+    y.sum().backward()
+    assert y.shape == (0, 8)
+    assert layer.weight.grad is not None
+    assert not layer.weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"), [(LayerNorm, ["weight", "bias"]), (RMSNorm, ["weight"])]
+)
+def test_parameter_names(kind: type, names: list[str]) -> None:
+    assert [name for name, _ in kind(8).named_parameters()] == names
+
+
+@pytest.mark.parametrize(("centered", "value"), [(False, 1.0), (True, 0.0)])
+@pytest.mark.parametrize("kind", BOTH)
+def test_gamma_starts_as_the_identity(kind: type, centered: bool, value: float) -> None:
+    assert torch.equal(kind(3, zero_centered_gamma=centered).weight, torch.full((3,), value))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_hidden_size_is_the_older_name(kind: type) -> None:
+    assert kind(hidden_size=6).weight.shape == (6,)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_only_the_last_dimension_is_normalized(kind: type) -> None:
+    with pytest.raises(OperandError, match=r"normalized_shape=\[2, 3\]"):
+        kind([2, 3])
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_size_is_needed(kind: type) -> None:
+    with pytest.raises(OperandError, match="expected one size"):
+        kind()
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_wrong_hidden_size_names_both(kind: type) -> None:
+    with pytest.raises(OperandError, match=r"k=9.*\[\.\.\., 8\]"):
+        kind(8)(torch.zeros(2, 9))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_another_dtype_is_refused(kind: type) -> None:
+    with pytest.raises(OperandError, match="bfloat16"):
+        kind(8)(torch.zeros(2, 8, dtype=BF16))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_sequence_parallel_is_refused(kind: type) -> None:
+    with pytest.raises(UnsupportedError, match="sequence_parallel"):
+        kind(8, sequence_parallel=True)
