@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8core.ops.protocol import DENSE, Call, Op
 
-__all__ = ["run"]
+__all__ = ["is_under_torch_autocast", "run"]
 
 
 class _Chain(torch.autograd.Function):
@@ -41,10 +41,15 @@ def run(
     ``torch.autocast`` is kept out of the backends: its casts would change their arithmetic.
     """
     device_type = x.device.type
-    if torch.is_autocast_enabled(device_type):
+    if is_under_torch_autocast(device_type):
         with torch.autocast(device_type, enabled=False):
             return _run(ops, x, params, call)
     return _run(ops, x, params, call)
+
+
+def is_under_torch_autocast(device_type: str) -> bool:
+    """Say whether ``torch.autocast`` is on for the device type; asking it of meta would raise."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def _run(
@@ -82,7 +87,7 @@ def _forward(
 
 def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     device_type = grad_output.device.type
-    if torch.is_autocast_enabled(device_type):
+    if is_under_torch_autocast(device_type):
         with torch.autocast(device_type, enabled=False):
             return _backward(ctx, grad_output)
     shape = grad_output.shape
@@ -108,7 +113,7 @@ _backward_once = once_differentiable(_backward)
 
 
 def _any_requires_grad(params: Sequence[torch.Tensor]) -> bool:
-    for param in params:  # a loop costs less than any() over a generator
+    for param in params:  # noqa: SIM110  a loop costs less than any() over a generator
         if param.requires_grad:
             return True
     return False

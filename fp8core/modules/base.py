@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, NamedTuple
 
 import torch
 
 from fp8core.autocast import active, touch
+from fp8core.chain import is_under_torch_autocast
 from fp8core.dispatch import policy, select
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
-from fp8core.modules.delayed import Bindings, DelayedModule
+from fp8core.modules.delayed import DelayedModule
 from fp8core.ops.bind import LinearStates, bind_linear
 from fp8core.ops.linear import LinearOp, LinearShape
 from fp8core.plan import HIGH_PRECISION, LayerRole, LinearPlan
@@ -20,6 +22,10 @@ from fp8core.quantizer import Binding
 from fp8core.recipe import Recipe
 
 __all__ = ["Bound", "LowPrecisionModule", "prepare"]
+
+
+# Two threads that use a layer for the first time must not make its delayed state twice.
+_bind_lock = threading.RLock()
 
 
 class Bound(NamedTuple):
@@ -35,6 +41,7 @@ class LowPrecisionModule(DelayedModule):
     """Base of the layers. A subclass says its ``kind`` and its :class:`LinearShape`."""
 
     kind: ClassVar[str]
+    use_bias: bool
 
     def __init__(self, name: str | None) -> None:
         super().__init__()
@@ -43,6 +50,14 @@ class LowPrecisionModule(DelayedModule):
     def linear_shape(self) -> LinearShape:
         """Return what the layer is, apart from its recipe."""
         raise NotImplementedError
+
+    def parameter(self, name: str) -> torch.Tensor | None:
+        """Return the parameter called ``name``, or what a parametrization computes in its place."""
+        try:
+            return self._parameters[name]
+        except KeyError:
+            made: torch.Tensor | None = getattr(self, name)
+            return made
 
     @property
     def label(self) -> str:
@@ -62,10 +77,12 @@ class LowPrecisionModule(DelayedModule):
         if last is not None and last[0] == key:
             bound: Bound = last[1]
         else:
-            found: Bound | None = self._bindings.table.get(key)
-            bound = found or self._bind(recipe, is_recording, Binding(device, dtype, is_observing))
-            self._bindings.table[key] = bound
-            self._bindings.last = (key, bound)
+            with _bind_lock:
+                found: Bound | None = self._bindings.table.get(key)
+                binding = Binding(device, dtype, is_observing)
+                bound = found or self._bind(recipe, is_recording, binding)
+                self._bindings.table[key] = bound
+                self._bindings.last = (key, bound)
         if bound.states is not None and is_recording:
             touch(bound.states.forward, asked.group)
             bound.states.backward.group = asked.group
@@ -111,7 +128,7 @@ class LowPrecisionModule(DelayedModule):
                 f"Move one of them; nothing is moved silently."
             )
         device_type = input.device.type
-        if torch.is_autocast_enabled(device_type):
+        if is_under_torch_autocast(device_type):
             return torch.get_autocast_dtype(device_type)
         if input.dtype != weight.dtype:
             raise OperandError(
@@ -123,10 +140,11 @@ class LowPrecisionModule(DelayedModule):
     def extra_repr(self) -> str:
         """Return sizes, dtype, and how the layer last ran."""
         shape = self.linear_shape()
-        words = [
+        words = [f"num_gemms={shape.groups}"] if shape.groups else []
+        words += [
             f"in_features={shape.in_features}",
             f"out_features={shape.out_features}",
-            f"bias={shape.bias_dtype is not None}",
+            f"bias={self.use_bias}",
             f"dtype={str(shape.weight_dtype).removeprefix('torch.')}",
         ]
         if self._bindings.last is not None:
@@ -147,7 +165,7 @@ def prepare(model: torch.nn.Module) -> torch.nn.Module:
     for path, module in model.named_modules():
         if isinstance(module, LowPrecisionModule):
             module.name = path or module.name
-            module._bindings = Bindings()
+            module.unbind()
     return model
 
 

@@ -120,7 +120,11 @@ class Linear(LowPrecisionModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the weights with ``init_method`` and the biases with 0; nothing on meta."""
+        """Fill the weights with ``init_method`` and the biases with 0, forget the delayed state.
+
+        On meta there is nothing to fill.
+        """
+        self.reset_delayed_state()
         for prefix, _ in self._parts:
             weight, bias = getattr(self, f"{prefix}weight"), getattr(self, f"{prefix}bias")
             if weight.is_meta:
@@ -132,7 +136,7 @@ class Linear(LowPrecisionModule):
 
     def linear_shape(self) -> LinearShape:
         """Return sizes and dtypes."""
-        first = next(iter(self._parameters.values()))
+        first = self.parameter(f"{self._parts[0][0]}weight")
         assert first is not None
         bias_dtype = first.dtype if self.use_bias and not self.return_bias else None
         return LinearShape(self.in_features, self.out_features, first.dtype, bias_dtype)
@@ -165,8 +169,8 @@ class Linear(LowPrecisionModule):
 
     def _merged(self, kind: str) -> torch.Tensor | None:
         if len(self._parts) == 1:
-            return self._parameters[f"{self._parts[0][0]}{kind}"]
-        parts = [self._parameters[f"{prefix}{kind}"] for prefix, _ in self._parts]
+            return self.parameter(f"{self._parts[0][0]}{kind}")
+        parts = [self.parameter(f"{prefix}{kind}") for prefix, _ in self._parts]
         return None if parts[0] is None else torch.cat([part for part in parts if part is not None])
 
 
@@ -186,7 +190,7 @@ def new_seed() -> torch.Tensor:
 
     ``torch.manual_seed`` fixes it, and a recompute that restores the generator's state repeats it.
     """
-    return torch.randint(0, 2**62, (2,))
+    return torch.randint(0, 2**62, (2,), device="cpu")
 
 
 def split_sizes(

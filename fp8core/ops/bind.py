@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fp8core.backend_api import Alignment, GemmDesc, GroupedGemmDesc
+import torch
+
+from fp8core.backend_api import Alignment, GemmDesc, GroupedGemmDesc, Operand
 from fp8core.dispatch import table
 from fp8core.dispatch.table import Resolved
 from fp8core.ops.linear import LinearOp, LinearShape
@@ -81,7 +84,7 @@ def bind_linear(
         input=input_,
         weight=weight,
         grad_output=grad_output,
-        fprop=gemms["fprop"].run,
+        fprop=_fprop(gemms["fprop"], shape, binding, gemm_plan.fprop),
         dgrad=gemms["dgrad"].run,
         wgrad=gemms["wgrad"].run,
         padding=_padding([gemms[name].alignment for name in gemms], shape, owner),
@@ -105,6 +108,21 @@ def _bind_gemm(
     else:
         desc = GemmDesc(*fields)
     return table.resolve(desc, binding.device)
+
+
+def _fprop(
+    resolved: Resolved, shape: LinearShape, binding: Binding, plan: GemmPlan
+) -> Callable[..., Any]:
+    """Return fprop; in high precision the bias has the activation dtype, as in torch.autocast."""
+    run, dtype = resolved.run, binding.activation_dtype
+    if shape.bias_dtype in (None, dtype) or plan.a is not None or plan.b is not None:
+        return run
+
+    def fprop(a: Operand, b: Any, *groups: torch.Tensor, bias: Any) -> Any:
+        cast = [one.to(dtype) for one in bias] if shape.groups else bias.to(dtype)
+        return run(a, b, *groups, bias=cast)
+
+    return fprop
 
 
 def _bind_quantizers(
