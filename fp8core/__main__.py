@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from fp8core import doctor, explain
+from fp8core import doctor
 from fp8core.demo import cli as demo
 from fp8core.errors import Fp8CoreError
+from fp8core.explain import add_arguments as add_explain_arguments
+from fp8core.explain import run as run_explain
 
 __all__ = ["main"]
 
+
+class Command(NamedTuple):
+    """How a command declares its arguments, runs, and is described in one line."""
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    help: str
+
+
+# The module fp8core.explain is not to be had as an attribute: that name is the public function.
 _COMMANDS = {
-    "demo": (demo, "train a small GPT in bf16 and in every recipe, and compare"),
-    "doctor": (doctor, "say what is installed, what can be used here, and why not"),
-    "explain": (explain, "say which backend runs an operation, and why none of the others"),
+    "demo": Command(
+        demo.add_arguments,
+        demo.run,
+        "train a small GPT in bf16 and in every recipe, and compare",
+    ),
+    "doctor": Command(
+        doctor.add_arguments,
+        doctor.run,
+        "say what is installed, what can be used here, and why not",
+    ),
+    "explain": Command(
+        add_explain_arguments,
+        run_explain,
+        "say which backend runs an operation, and why none of the others",
+    ),
 }
 
 
@@ -23,16 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status: 0, 1 for an error or a finding, 2 for bad usage."""
     parser = argparse.ArgumentParser(prog="fp8core", description=__doc__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, text) in _COMMANDS.items():
-        module.add_arguments(subparsers.add_parser(name, help=text, description=text))
+    for name, command in _COMMANDS.items():
+        command.add_arguments(
+            subparsers.add_parser(name, help=command.help, description=command.help)
+        )
     parsed = parser.parse_args(arguments)
-    command, _ = _COMMANDS[parsed.command]
     try:
-        status: int = command.run(parsed)
+        return _COMMANDS[parsed.command].run(parsed)
     except Fp8CoreError as error:
         print(f"fp8core {parsed.command}: {error}", file=sys.stderr)
         return 1
-    return status
 
 
 if __name__ == "__main__":

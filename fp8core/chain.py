@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8core.links.protocol import DENSE, Call, Link, Saved
 
-__all__ = ["run"]
+__all__ = ["is_under_torch_autocast", "run"]
 
 
 class _Step(NamedTuple):
@@ -50,10 +50,15 @@ def run(
     ``torch.autocast`` is kept out of the backends: its casts would change their arithmetic.
     """
     device_type = x.device.type
-    if torch.is_autocast_enabled(device_type):
+    if is_under_torch_autocast(device_type):
         with torch.autocast(device_type, enabled=False):
             return _run(links, x, params, call)
     return _run(links, x, params, call)
+
+
+def is_under_torch_autocast(device_type: str) -> bool:
+    """Say whether ``torch.autocast`` is on for the device type; asking it of meta would raise."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def _run(
@@ -108,7 +113,7 @@ def _spans(links: tuple[Link, ...], needs: Sequence[bool]) -> list[tuple[int, in
 
 def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     device_type = grad_output.device.type
-    if torch.is_autocast_enabled(device_type):
+    if is_under_torch_autocast(device_type):
         with torch.autocast(device_type, enabled=False):
             return _backward(ctx, grad_output)
     shape, call, steps = grad_output.shape, ctx.call, ctx.steps

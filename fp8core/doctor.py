@@ -66,12 +66,10 @@ def examine() -> Report:
             chosen = registry.spec(name, f"FP8CORE_OP_BACKEND ({op})")
             reason = registry.unusable(chosen)
             problems += [f"backend {name!r} is selected for {op}, but: {reason}"] if reason else []
+        notes += registry.complaints()
     except Fp8CoreError as error:
         problems.append(str(error))
-    notes += settings.unknown_names(registry.environment())
-    registry.manager.hook.fp8core_doctor(
-        report=lambda topic, text: notes.append(f"{topic}: {text}")
-    )
+    notes += _plugin_notes(registry)
     return Report(
         versions=_versions(),
         devices=_devices(),
@@ -116,6 +114,21 @@ def render(report: Report) -> str:
     for title, entries in (("notes", report.notes), ("problems", report.problems)):
         lines += ["", title, *(f"   {entry}" for entry in entries)] if entries else []
     return "\n".join(lines)
+
+
+def _plugin_notes(registry: plugins.Registry) -> list[str]:
+    """Return what each plug-in's own hook reports; one that fails is a note too."""
+    notes: list[str] = []
+    found = registry.manager.list_name_plugin()
+    for name, plugin in found:
+        others = [other for _, other in found if other is not plugin]
+        try:
+            registry.manager.subset_hook_caller("fp8core_doctor", others)(
+                report=lambda topic, text: notes.append(f"{topic}: {text}")
+            )
+        except Exception as error:  # noqa: BLE001  a third party's hook may raise anything
+            notes.append(f"plug-in {name}: its fp8core_doctor failed: {plugins.describe(error)}")
+    return notes
 
 
 def _versions() -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +40,8 @@ class Line:
 
     def __str__(self) -> str:
         text = str(self.choice) if self.choice is not None else f"REFUSED: {self.refusal}"
-        return f"{self.layer} {self.step}: ".lstrip() + text
+        where = " ".join(filter(None, (self.layer, self.step)))
+        return f"{where}: {text}" if where else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +72,18 @@ def explain(
     backend's, or the layer's own; ``dtype`` is that of the activations.
 
     Raises:
-        RecipeError: ``target`` is not the name of an operation.
+        RecipeError: ``target`` is not the name of an operation, ``recipe`` is not a Recipe.
         OperandError: the model has no fp8core layer, or ``target`` is neither.
     """
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise RecipeError(f"explain(recipe={recipe!r}): expected a Recipe, as in fp8core.recipe.")
     chosen = recipe if recipe is not None else get_default_recipe()
     if isinstance(target, str):
         check_op(target, "explain()")
         where = torch.device(device) if device else select.default_device(policy.current())
-        role = LayerRole("grouped_linear" if target == "grouped_gemm" else "linear")
-        plan = chosen.plan(role, dtype)
-        return Explanation(tuple(_lines("", target, plan, dtype, where)))
+        is_grouped = target == "grouped_gemm"
+        plan = chosen.plan(LayerRole("grouped_linear" if is_grouped else "linear"), dtype)
+        return Explanation(tuple(_lines("", _descs(plan, dtype, dtype)[target], where)))
     if not isinstance(target, torch.nn.Module):
         raise OperandError(f"explain({target!r}): expected an operation's name or a model.")
     lines = [
@@ -103,14 +106,15 @@ def _layer_lines(
 ) -> Iterator[Line]:
     where = torch.device(device) if device else next(layer.parameters()).device
     plan = recipe.plan(LayerRole(layer.kind, layer.name), dtype)
-    op = "grouped_gemm" if layer.kind == "grouped_linear" else "gemm"
-    yield from _lines(path or layer.label, op, plan, dtype, where)
+    is_grouped = layer.kind == "grouped_linear"
+    descs = _descs(plan, dtype, layer.linear_shape().weight_dtype, is_grouped=is_grouped)
+    used = ["grouped_gemm" if is_grouped else "gemm", "quantize"]
+    used += ["scale_update"] if plan.delayed is not None else []
+    yield from _lines(path or layer.label, [step for op in used for step in descs[op]], where)
 
 
-def _lines(
-    layer: str, op: str, plan: LinearPlan, dtype: torch.dtype, device: torch.device
-) -> Iterator[Line]:
-    for step, desc in _descs(op, plan, dtype):
+def _lines(layer: str, descs: Iterable[tuple[str, OpDesc]], device: torch.device) -> Iterator[Line]:
+    for step, desc in descs:
         try:
             choice = select.choose(desc, device, policy.current())
         except UnsupportedError as error:
@@ -119,24 +123,35 @@ def _lines(
             yield Line(layer, step, choice, None)
 
 
-def _descs(op: str, plan: LinearPlan, dtype: torch.dtype) -> list[tuple[str, OpDesc]]:
+def _descs(
+    plan: LinearPlan, dtype: torch.dtype, weight_dtype: torch.dtype, *, is_grouped: bool = False
+) -> dict[str, list[tuple[str, OpDesc]]]:
+    """Return, for each operation, the descriptors that a layer asks for, and what each is for."""
     gemms = (("fprop", plan.fprop), ("dgrad", plan.dgrad), ("wgrad", plan.wgrad))
     tensors = (("input", plan.input), ("weight", plan.weight), ("grad_output", plan.grad_output))
     found: dict[str, list[tuple[str, OpDesc]]] = {name: [] for name in OPS}
     for name, gemm in gemms:
-        fields = (gemm.a, gemm.b, dtype, False, gemm.fast_accumulation)
-        grouped = GroupedGemmDesc(*fields, contract_groups=name == "wgrad")
+        is_low = gemm.a is not None or gemm.b is not None
+        out_dtype = weight_dtype if name == "wgrad" and is_low else dtype
+        fields = (gemm.a, gemm.b, out_dtype, False, gemm.fast_accumulation)
         found["gemm"].append((name, GemmDesc(*fields)))
-        found["grouped_gemm"].append((name, grouped))
+        found["grouped_gemm"].append(
+            (name, GroupedGemmDesc(*fields, contract_groups=name == "wgrad"))
+        )
     for name, tensor in tensors:
+        own_dtype, grouped = (weight_dtype, False) if name == "weight" else (dtype, is_grouped)
         if any(tensor):
-            found["quantize"].append((name, QuantizeDesc(dtype, *tensor)))
-        found["dequantize"] += [(name, DequantizeDesc(spec, dtype)) for spec in set(tensor) if spec]
+            desc = QuantizeDesc(own_dtype, *tensor, grouped=grouped)
+            found["quantize"].append((name, desc))
+        found["dequantize"] += [
+            (name, DequantizeDesc(spec, dtype)) for spec in dict.fromkeys(tensor) if spec
+        ]
     found["amax"].append(("", AmaxDesc(dtype)))
     algorithm = "max" if plan.delayed is None else plan.delayed.amax_algorithm
-    if isinstance(algorithm, str):
+    is_users = plan.delayed is not None and plan.delayed.scaling_algorithm is not None
+    if isinstance(algorithm, str) and not is_users:
         found["scale_update"].append(("", ScaleUpdateDesc(algorithm)))
-    return found[op]
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -321,24 +321,29 @@ def _encode_e8m0(x: torch.Tensor, rounding: str) -> torch.Tensor:
 
 _formats: dict[str, FormatSpec] = {}
 _pending_discovery: list[Callable[[], object]] = []
-_discovery_lock = threading.RLock()
+discovery_lock = threading.RLock()
 
 
-def register(spec: FormatSpec) -> None:
-    """Make a format known by its name; registering the same definition again does nothing.
+def register(*specs: FormatSpec) -> None:
+    """Make formats known by their names, all or none; the same definition again does nothing.
 
     Raises:
-        RecipeError: the name means another format, or `torch_dtype` has other values.
+        RecipeError: a name means another format, or `torch_dtype` has other values.
     """
+    known = dict(_formats)
+    for spec in specs:
+        _check_torch_dtype(spec)
+        if _definition(taken := known.setdefault(spec.name, spec)) != _definition(spec):
+            raise RecipeError(f"{spec} cannot be registered: the name is taken by {taken}")
+    _formats.update(known)
+
+
+def _check_torch_dtype(spec: FormatSpec) -> None:
     if spec.torch_dtype is not None:
-        codes = torch.arange(256, dtype=torch.uint8)
-        theirs = codes.view(spec.torch_dtype).to(torch.float32)
-        ours = _value_table(spec.values, codes.device)
+        theirs = torch.arange(256, dtype=torch.uint8).view(spec.torch_dtype).to(torch.float32)
+        ours = _value_table(spec.values, theirs.device)
         if not torch.allclose(ours, theirs, rtol=0.0, atol=0.0, equal_nan=True):
             raise RecipeError(f"format {spec.name!r} has other values than {spec.torch_dtype}")
-    known = _formats.setdefault(spec.name, spec)
-    if _definition(known) != _definition(spec):
-        raise RecipeError(f"{spec} cannot be registered: the name is taken by {known}")
 
 
 def _definition(spec: FormatSpec) -> tuple[object, ...]:
@@ -355,7 +360,7 @@ def set_discovery(callback: Callable[[], object]) -> None:
 
 
 def _discover() -> None:
-    with _discovery_lock:  # others wait for the formats; a callback that asks again passes
+    with discovery_lock:  # others wait for the formats; a callback that asks again passes
         if _pending_discovery:
             _pending_discovery.pop()()
 

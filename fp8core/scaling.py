@@ -6,11 +6,10 @@ whatever the order of the modules in it.
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +23,14 @@ from fp8core.reporting import log_once
 __all__ = ["DelayedState", "discard", "join_backward", "update", "update_after_backward"]
 
 
-_creation_order = itertools.count()
-
-
 class DelayedState:
     """Scale and amax history of one direction of one layer; a view of the layer's buffers.
 
     ``scale [slots]`` and ``amax_history [length, slots]`` are float32 and updated in place; row 0
     of the history holds the amax since the last update, rows 1 to length - 1 older ones, the
     oldest first. ``fp8_max [slots]`` is each slot's format maximum, ``nonfinite [1]`` int64 counts
-    the amaxes that were not recorded because they were inf.
+    the amaxes that were not recorded because they were inf. States are reduced in ``order``, which
+    has to be the same on all ranks.
     """
 
     def __init__(
@@ -45,6 +42,7 @@ class DelayedState:
         scale: torch.Tensor,
         amax_history: torch.Tensor,
         maxima: Sequence[float],
+        order: int,
     ) -> None:
         self.owner = owner
         self.plan = plan
@@ -54,9 +52,13 @@ class DelayedState:
         self.fp8_max = torch.tensor(maxima, dtype=torch.float32, device=scale.device)
         self.targets = self.fp8_max * 2.0**-plan.margin
         self.nonfinite = torch.zeros(1, dtype=torch.int64, device=scale.device)
+        # The backend's update, bound like every other operation; None for the user's own functions.
+        self.advance: Callable[..., None] | None = None
+        if isinstance(plan.amax_algorithm, str) and plan.scaling_algorithm is None:
+            desc = ScaleUpdateDesc(plan.amax_algorithm)
+            self.advance = table.resolve(desc, scale.device).run
         self.group: torch.distributed.ProcessGroup | None = None
-        # Ranks make their layers in the same order, so this orders a reduction alike on all.
-        self.order = next(_creation_order)
+        self.order = order
 
 
 def update(states: Iterable[DelayedState]) -> None:
@@ -67,8 +69,16 @@ def update(states: Iterable[DelayedState]) -> None:
             if members[0].group is not None:
                 _reduce(members, members[0].group)
         _count_nonfinite(ordered)
-        for _, members in _partition(ordered, _update_key):
-            _advance(members)
+        for advance, members in _partition(ordered, lambda state: state.advance):
+            if advance is None:
+                for state in members:
+                    _advance_by_user(state)
+            else:
+                advance(
+                    [state.amax_history for state in members],
+                    [state.scale for state in members],
+                    [state.targets for state in members],
+                )
 
 
 def discard(states: Iterable[DelayedState]) -> None:
@@ -85,11 +95,6 @@ def _partition(
     for state in states:
         parts.setdefault(key(state), []).append(state)
     return list(parts.items())
-
-
-def _update_key(state: DelayedState) -> tuple[Any, ...]:
-    plan = state.plan
-    return plan.amax_algorithm, plan.scaling_algorithm, state.scale.device
 
 
 def _reduce(states: Sequence[DelayedState], group: torch.distributed.ProcessGroup) -> None:
@@ -117,20 +122,6 @@ def _count_nonfinite(states: Sequence[DelayedState]) -> None:
             )
 
 
-def _advance(states: Sequence[DelayedState]) -> None:
-    plan = states[0].plan
-    if isinstance(plan.amax_algorithm, str) and plan.scaling_algorithm is None:
-        desc = ScaleUpdateDesc(plan.amax_algorithm)
-        table.resolve(desc, states[0].scale.device).run(
-            [state.amax_history for state in states],
-            [state.scale for state in states],
-            [state.targets for state in states],
-        )
-        return
-    for state in states:
-        _advance_by_user(state)
-
-
 def _advance_by_user(state: DelayedState) -> None:
     """Advance one state with the user's own functions, under the same rules of what is recorded."""
     history, plan = state.amax_history, state.plan
@@ -152,7 +143,22 @@ def _advance_by_user(state: DelayedState) -> None:
 
 
 _backward_lock = threading.Lock()
-_in_backward: dict[int, dict[DelayedState, None]] = {}
+
+
+class _Pass:
+    """The states that one backward pass has recorded in."""
+
+    __slots__ = ("__weakref__", "states")
+
+    def __init__(self) -> None:
+        self.states: dict[DelayedState, None] = {}
+
+    def finish(self) -> None:
+        update(self.states)
+
+
+# The engine's callback owns the pass, so one that raises is forgotten along with its graph task.
+_in_backward: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
 
 def update_after_backward(state: DelayedState, backward_pass: int | None = None) -> None:
@@ -163,7 +169,7 @@ def update_after_backward(state: DelayedState, backward_pass: int | None = None)
     """
     task = join_backward() if backward_pass is None else backward_pass
     with _backward_lock:
-        _in_backward[task][state] = None
+        _in_backward[task].states[state] = None
 
 
 def join_backward() -> int:
@@ -171,13 +177,7 @@ def join_backward() -> int:
     task = torch._C._current_graph_task_id()
     with _backward_lock:
         if task not in _in_backward:
-            _in_backward[task] = {}
+            running = _in_backward[task] = _Pass()
             engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(partial(_finish_backward, task))
+            engine.queue_callback(running.finish)
     return task
-
-
-def _finish_backward(task: int) -> None:
-    with _backward_lock:
-        states = _in_backward.pop(task)
-    update(states)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +63,7 @@ class ReferenceBackend:
     def alignment(self, desc: GemmDesc) -> Alignment:
         """Take any size, but whole blocks of the formats whose storage has no partial ones."""
         specs = [spec for spec in (desc.a, desc.b) if spec is not None]
-        return Alignment(k=max((_whole_block(spec) for spec in specs), default=1))
+        return Alignment(k=math.lcm(*map(_whole_block, specs)))
 
     def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
         """Return the method that runs ``desc``."""
@@ -71,9 +72,8 @@ class ReferenceBackend:
 
 def _whole_block(spec: OperandSpec) -> int:
     """Return what k must be a multiple of: MX and NVFP4 know no partial block, e2m1 packs pairs."""
-    if spec.scale_format != "float32":
-        return spec.block[1]
-    return 2 if formats.by_name(spec.format).bits == 4 else 1
+    per_byte = 8 // formats.by_name(spec.format).bits
+    return per_byte if spec.scale_format == "float32" else math.lcm(per_byte, spec.block[1])
 
 
 def _check_spec(spec: OperandSpec | None) -> str | None:
@@ -84,6 +84,7 @@ def _check_spec(spec: OperandSpec | None) -> str | None:
     is_two_level = spec.scale_format == "e4m3"
     problems = (
         (spec.format not in formats.names(), f"unknown format {spec.format!r}"),
+        (spec.format == "e8m0", "e8m0 is for scales, it has no zero"),
         (spec.scale_format not in SCALE_FORMATS, f"unknown scale format {spec.scale_format!r}"),
         (rows < 0 or k < 0 or (rows == 0) != (k == 0 and rows != 1), f"no block {spec.block}"),
         (scale_is_byte and (k == 0 or rows == 0), "byte scales need blocks along k"),
@@ -91,10 +92,16 @@ def _check_spec(spec: OperandSpec | None) -> str | None:
         (scale_is_byte and spec.amax_epsilon != 0, "amax_epsilon is for float32 scales"),
         (spec.delayed and (scale_is_byte or spec.block != (0, 0)), "delayed scales are tensorwise"),
         (spec.delayed and spec.power_of_two, "delayed scales are not rounded"),
+        (spec.delayed and spec.amax_epsilon != 0, "delayed scales have no amax_epsilon"),
         (spec.stochastic and spec.format != "e2m1", "stochastic rounding is for e2m1"),
         (spec.transform not in (None, "hadamard16"), f"unknown transform {spec.transform!r}"),
         (spec.transform is not None and not is_two_level, "the transform is for two-level scales"),
-        (not spec.target > 0, f"target {spec.target} is not positive"),
+        (spec.transform is not None and k % 16 != 0, "the transform needs blocks of 16 along k"),
+        (not 0 < spec.target < math.inf, f"target {spec.target} is not positive and finite"),
+        (
+            not 0 <= spec.amax_epsilon < math.inf,
+            f"amax_epsilon {spec.amax_epsilon} is negative or not finite",
+        ),
     )
     return next((reason for wrong, reason in problems if wrong), None)
 
@@ -115,8 +122,10 @@ def _check_dequantize(desc: DequantizeDesc) -> str | None:
 
 
 def _check_gemm(desc: GemmDesc) -> str | None:
-    if desc.a is not None and desc.b is not None and desc.a.transform != desc.b.transform:
-        return f"a is transformed by {desc.a.transform}, b by {desc.b.transform}"
+    # One transform undoes the other in the product, so an untransformed operand cannot meet one.
+    a, b = (None if spec is None else spec.transform for spec in (desc.a, desc.b))
+    if a != b:
+        return f"a has the transform {a}, b {b}"
     wide = () if desc.low_precision else (torch.float64,)
     return _check_float(desc.out_dtype, *wide) or _check_spec(desc.a) or _check_spec(desc.b)
 

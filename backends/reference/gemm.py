@@ -24,7 +24,7 @@ def gemm(
 ) -> torch.Tensor:
     """``d[m, n] = a[m, k] @ b[n, k].T + bias``; see the backend API."""
     is_plain = not desc.low_precision and a.data.dtype == b.data.dtype == desc.out_dtype
-    if is_plain and out is None:
+    if is_plain and out is None and (bias is None or bias.dtype == desc.out_dtype):
         # [m, k] x [n, k] -> [m, n]: torch's own kernel, which also accumulates in float32
         return torch.nn.functional.linear(a.data, b.data, bias)
     return _store(_float32_gemm(desc, a, b, bias), desc, out)

@@ -70,13 +70,16 @@ def _concatenate(operands: list[Operand | None], dim: int) -> Operand | None:
 
     def join(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
         kept = [part for part in parts if part is not None]
-        return torch.cat(kept, dim) if kept else None
+        if dim == 0 or not kept:
+            return torch.cat(kept) if kept else None
+        # Columnwise parts are transposed views: joined as they lie in memory, each group keeps the
+        # strides that it has alone, and a GEMM over it the order of its sums.
+        return torch.cat([part.t() for part in kept]).t()
 
-    return Operand(
-        torch.cat([operand.data for operand in present], dim),
-        join([operand.scale_inv for operand in present]),
-        join([operand.global_scale_inv for operand in present]),
-    )
+    columns = zip(*present, strict=True)  # data, scale_inv, global_scale_inv
+    data, scale_inv, global_scale_inv = (join(list(parts)) for parts in columns)
+    assert data is not None
+    return Operand(data, scale_inv, global_scale_inv)
 
 
 def _quantize_tensor(
@@ -89,7 +92,9 @@ def _quantize_tensor(
     if amax_out is not None:
         torch.maximum(amax_out, blocks.amax(x, (0, 0)).reshape(1), out=amax_out)
     row, column = desc.rowwise, desc.columnwise
-    if row is not None and row == column and row.block[0] == row.block[1] and not row.stochastic:
+    depends_on_direction = row is not None and (row.stochastic or row.transform is not None)
+    is_square = row is not None and row.block[0] == row.block[1]
+    if row is not None and row == column and is_square and not depends_on_direction:
         # A square block holds the same elements both ways: one quantization, seen twice.
         operand = _orient(row, x, scale, rng, turned=False)
         if formats.by_name(row.format).bits == 8:

@@ -42,7 +42,9 @@ def hadamard16(x: torch.Tensor, dim: int) -> torch.Tensor:
     rounding. Source: docs/numerics.md 3.5.
     """
     rows, cols = x.shape
-    matrix = _hadamard_matrix(x.device)
+    # A matrix made of a tensor subclass (fake while tracing) must not outlive its mode.
+    build = _hadamard_matrix if type(x) is torch.Tensor else _hadamard_matrix.__wrapped__
+    matrix = build(x.device)
     values = x.to(torch.bfloat16).to(torch.float32)
     if dim == 0:
         turned = torch.einsum("bic,ij->bjc", values.reshape(rows // 16, 16, cols), matrix)
@@ -57,14 +59,24 @@ def stochastic_e2m1(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torc
     ``rng`` int64 ``[2]`` on the CPU is seed and offset; ``dim`` keeps the two orientations of one
     tensor apart. NaN becomes +6, as in the cast to the nearest.
     """
-    assert rng is not None
-    seed, offset = (int(value) for value in rng)
-    generator = torch.Generator(device=x.device)
-    generator.manual_seed((seed * 0x9E3779B97F4A7C15 + 2 * offset + dim) & 0x7FFFFFFFFFFFFFFF)
-    noise = torch.rand(x.shape, generator=generator, dtype=torch.float32, device=x.device)
+    noise = _noise(x, rng, dim)
     magnitude = x.abs()
     # e2m1 is 0 0.5 1 1.5 2 | 3 4 | 6: the step is 0.5 below 2, 1 below 4, 2 above.
     step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-    rounded = torch.floor(magnitude / step + noise) * step
-    rounded = torch.where(torch.isfinite(magnitude), rounded, magnitude)
+    position = magnitude / step
+    low = torch.floor(position)
+    # The distance to low is exact. position + noise would not be: 3 + (1 - 2^-24) is 4 in float32,
+    # and a value on the grid would move.
+    rounded = (low + (noise < position - low)) * step
     return formats.by_name("e2m1").encode(torch.copysign(rounded, x))
+
+
+def _noise(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torch.Tensor:
+    """Return float32 in [0, 1) of the shape of ``x``, multiples of 2^-24."""
+    assert rng is not None
+    if x.is_meta:  # there is no generator of this device
+        return torch.empty_like(x, dtype=torch.float32)
+    seed, offset = (int(value) for value in rng)
+    generator = torch.Generator(device=x.device)
+    generator.manual_seed((seed * 0x9E3779B97F4A7C15 + 2 * offset + dim) & 0x7FFFFFFFFFFFFFFF)
+    return torch.rand(x.shape, generator=generator, dtype=torch.float32, device=x.device)

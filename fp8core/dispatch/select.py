@@ -11,7 +11,6 @@ from fp8core.backend_api import BackendSpec, OpDesc
 from fp8core.dispatch import plugins, settings
 from fp8core.dispatch.policy import Policy
 from fp8core.errors import UnsupportedError
-from fp8core.reporting import log_once
 
 __all__ = ["Choice", "Verdict", "choose", "default_device", "selected_spec"]
 
@@ -79,13 +78,12 @@ def choose(
         backend, because = emulating[0], "nothing native; emulates it"
         substitution = substitution or f"no native backend for {device}"
     else:
-        raise UnsupportedError(_refusal(desc, device, verdicts, substitution))
-    if substitution:
-        if wanted.strict:
-            raise UnsupportedError(
-                f"FP8CORE_STRICT=1: {desc} on {device} would run on {backend}: {substitution}."
-            )
-        log_once(f"{desc.op} on {device} runs on {backend}: {substitution} [{desc}]")
+        failed = [(row.name, row.reason) for row in registry.rows if row.reason is not None]
+        raise UnsupportedError(_refusal(desc, device, verdicts, substitution, failed))
+    if substitution and wanted.strict:
+        raise UnsupportedError(
+            f"FP8CORE_STRICT=1: {desc} on {device} would run on {backend}: {substitution}."
+        )
     return Choice(desc, device, backend, because, substitution, verdicts)
 
 
@@ -105,8 +103,16 @@ def selected_spec(policy: Policy) -> BackendSpec:
 
 
 def default_device(policy: Policy) -> torch.device:
-    """Return the device that new modules are made on: the selected backend's preferred one."""
-    return torch.device(selected_spec(policy).device_types[0])
+    """Return the device that new modules are made on: the selected backend's preferred one.
+
+    Raises:
+        UnsupportedError: the selected backend cannot be used on this machine.
+    """
+    spec = selected_spec(policy)
+    reason = plugins.load().unusable(spec)
+    if reason is not None:
+        raise UnsupportedError(f"backend {spec.name!r} is selected, but: {reason}")
+    return torch.device(spec.device_types[0])
 
 
 def _verdict(
@@ -115,9 +121,7 @@ def _verdict(
     native = device.type in spec.device_types
     if not native and not spec.portable:
         return Verdict(spec.name, f"runs on {'/'.join(spec.device_types)}, not on {device.type}")
-    reason = registry.unusable(spec)
-    if reason is None:
-        reason = registry.instance(spec).unsupported(desc, device)
+    reason = registry.unsupported(spec, desc, device)
     return Verdict(spec.name, reason, emulated=not native and desc.low_precision)
 
 
@@ -150,7 +154,11 @@ def _site_or_first(
 
 
 def _refusal(
-    desc: OpDesc, device: torch.device, verdicts: tuple[Verdict, ...], substitution: str | None
+    desc: OpDesc,
+    device: torch.device,
+    verdicts: tuple[Verdict, ...],
+    substitution: str | None,
+    failed: list[tuple[str, str]],
 ) -> str:
     lines = [f"no backend runs {desc} on {device}" + (f" ({substitution})" if substitution else "")]
     for verdict in verdicts:
@@ -163,4 +171,5 @@ def _refusal(
             )
         else:
             lines.append(f"  {verdict.backend}: can run it, but was not asked for")
+    lines += [f"  plug-in {name} is not used: {reason}" for name, reason in failed]
     return "\n".join(lines)

@@ -11,6 +11,7 @@ import torch
 
 from fp8core.backend_api import Alignment, GemmDesc, OpDesc
 from fp8core.dispatch import plugins, policy, select, settings
+from fp8core.reporting import log_once
 
 __all__ = ["Resolved", "resolve", "resolve_optional"]
 
@@ -26,6 +27,8 @@ class Resolved:
 
 def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -> Resolved:
     """Bind ``desc`` for ``device`` under the thread's policy and the environment as it is now.
+
+    A substituted backend is logged, once a process.
 
     Raises:
         UnsupportedError, RecipeError, PluginError: see :func:`fp8core.dispatch.select.choose`.
@@ -53,6 +56,8 @@ def _resolve(
 ) -> Resolved:
     asked, _, registry, _ = key
     choice = select.choose(desc, device, asked, backend)
+    if choice.substitution:
+        log_once(f"{desc.op} on {device} runs on {choice.backend}: {choice.substitution} [{desc}]")
     implementation = registry.instance(registry.backends[choice.backend])
     alignment = implementation.alignment(desc) if isinstance(desc, GemmDesc) else Alignment()
     return Resolved(implementation.bind(desc, device), choice, alignment)

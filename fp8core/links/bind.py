@@ -19,6 +19,7 @@ from fp8core.backend_api import (
     GroupedGemmDesc,
     NormBackwardDesc,
     NormDesc,
+    Operand,
     OperandSpec,
 )
 from fp8core.dispatch import table
@@ -153,7 +154,7 @@ def _bind_linear(
         input=x,
         weight=weight,
         grad_output=dy,
-        fprop=gemms["fprop"].run,
+        fprop=_fprop(gemms["fprop"], shape, site.binding, gemm_plan.fprop),
         dgrad=gemms["dgrad"].run,
         wgrad=gemms["wgrad"].run,
         padding=_padding([gemms[name].alignment for name in gemms], shape, site.owner),
@@ -178,6 +179,21 @@ def _bind_gemm(plan: GemmPlan, shape: LinearShape, binding: Binding, *, is_wgrad
     else:
         desc = GemmDesc(*fields)
     return table.resolve(desc, binding.device)
+
+
+def _fprop(
+    resolved: Resolved, shape: LinearShape, binding: Binding, plan: GemmPlan
+) -> Callable[..., Any]:
+    """Return fprop; in high precision the bias has the activation dtype, as in torch.autocast."""
+    run, dtype = resolved.run, binding.activation_dtype
+    if shape.bias_dtype in (None, dtype) or plan.a is not None or plan.b is not None:
+        return run
+
+    def fprop(a: Operand, b: Any, *groups: torch.Tensor, bias: Any) -> Any:
+        cast = [one.to(dtype) for one in bias] if shape.groups else bias.to(dtype)
+        return run(a, b, *groups, bias=cast)
+
+    return fprop
 
 
 def _bind_quantizers(

@@ -32,18 +32,18 @@ class LayerPadding:
             return None
         log_once(
             f"{self.owner}: pads with zeros, as its recipe takes no such sizes: input features "
-            f"by {self.in_features}, output features by {self.out_features}, rows (here {rows}) "
+            f"by {self.in_features}, output features by {self.out_features}, rows "
             f"to a multiple of {self.tokens}{' in each group' if call.groups else ''}"
         )
         if not call.groups:
             return PaddedCall(self, padded[0], None, ())
         offsets = call.groups[0]
-        ends = torch.tensor([0, *padded]).cumsum(0)
+        # The sizes are on the CPU, whatever torch's default device is.
+        ends = torch.tensor([0, *padded], device="cpu").cumsum(0)
+        counts = torch.tensor(sizes, device="cpu")
         # Row r of group g moves from offsets[g] + r to ends[g] + r.
-        shift = (ends[:-1] - torch.tensor([0, *sizes]).cumsum(0)[:-1]).repeat_interleave(
-            torch.tensor(sizes)
-        )
-        index = (torch.arange(rows) + shift).to(offsets.device)
+        shift = (ends[:-1] - (counts.cumsum(0) - counts)).repeat_interleave(counts)
+        index = (torch.arange(rows, device="cpu") + shift).to(offsets.device)
         return PaddedCall(self, sum(padded), index, (ends.to(offsets),))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -12,18 +13,23 @@ import torch
 
 from fp8core import chain, recompute
 from fp8core.autocast import active, touch
+from fp8core.chain import is_under_torch_autocast
 from fp8core.dispatch import policy, select
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.links.bind import LinkShape, Site, bind_chain
 from fp8core.links.linear import LinearLink, LinearShape
 from fp8core.links.protocol import DENSE, Call, Link
 from fp8core.links.states import LinearStates
-from fp8core.modules.delayed import Bindings, DelayedModule
+from fp8core.modules.delayed import DelayedModule
 from fp8core.plan import HIGH_PRECISION, LayerRole, LinearPlan
 from fp8core.quantizer import Binding
 from fp8core.recipe import Recipe
 
 __all__ = ["Bound", "LowPrecisionModule", "prepare"]
+
+
+# Two threads that use a layer for the first time must not make its delayed state twice.
+_bind_lock = threading.RLock()
 
 
 class Bound(NamedTuple):
@@ -52,6 +58,7 @@ class LowPrecisionModule(DelayedModule):
     """Base of the layers. A subclass says its ``kind`` and the shapes of its chain."""
 
     kind: ClassVar[str]
+    use_bias: bool
 
     def __init__(self, name: str | None) -> None:
         super().__init__()
@@ -76,6 +83,14 @@ class LowPrecisionModule(DelayedModule):
     def invalidate_weight_cache(self) -> None:
         """Forget the quantized weights, after a write that torch cannot see (``.data``)."""
         self._bindings.weights.clear()
+
+    def parameter(self, name: str) -> torch.Tensor | None:
+        """Return the parameter called ``name``, or what a parametrization computes in its place."""
+        try:
+            return self._parameters[name]
+        except KeyError:
+            made: torch.Tensor | None = getattr(self, name)
+            return made
 
     @property
     def label(self) -> str:
@@ -110,10 +125,11 @@ class LowPrecisionModule(DelayedModule):
         if last is not None and last[0] == key:
             bound: Bound = last[1]
         else:
-            found: Bound | None = self._bindings.table.get(key)
-            bound = found or self._bind(recipe, mode, Binding(device, dtype, is_observing))
-            self._bindings.table[key] = bound
-            self._bindings.last = (key, bound)
+            with _bind_lock:
+                found: Bound | None = self._bindings.table.get(key)
+                bound = found or self._bind(recipe, mode, Binding(device, dtype, is_observing))
+                self._bindings.table[key] = bound
+                self._bindings.last = (key, bound)
         if bound.states is not None and records:
             touch(bound.states.forward, asked.group)
             bound.states.backward.group = asked.group
@@ -211,7 +227,7 @@ class LowPrecisionModule(DelayedModule):
                 f"Move one of them; nothing is moved silently."
             )
         device_type = input.device.type
-        if torch.is_autocast_enabled(device_type):
+        if is_under_torch_autocast(device_type):
             return torch.get_autocast_dtype(device_type)
         if input.dtype != weight.dtype:
             raise OperandError(
@@ -237,10 +253,12 @@ class LowPrecisionModule(DelayedModule):
 
     def _describe(self) -> list[str]:
         shape = self.linear_shapes()[0]
+        words = [f"num_gemms={shape.groups}"] if shape.groups else []
         return [
+            *words,
             f"in_features={shape.in_features}",
             f"out_features={shape.out_features}",
-            f"bias={shape.bias_dtype is not None}",
+            f"bias={self.use_bias}",
         ]
 
 
@@ -252,7 +270,7 @@ def prepare(model: torch.nn.Module) -> torch.nn.Module:
     for path, module in model.named_modules():
         if isinstance(module, LowPrecisionModule):
             module.name = path or module.name
-            module._bindings = Bindings()
+            module.unbind()
     return model
 
 
@@ -284,4 +302,4 @@ def new_seed() -> torch.Tensor:
     int64 ``[2]``. ``torch.manual_seed`` fixes it, and a recompute that restores the generator's
     state repeats it.
     """
-    return torch.randint(0, 2**62, (2,))
+    return torch.randint(0, 2**62, (2,), device="cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from fp8core import formats
+from fp8core.dispatch import policy
 from fp8core.errors import RecipeError
 from fp8core.links.states import BACKWARD_SLOTS, FORWARD_SLOTS, LinearStates
 from fp8core.plan import DelayedPlan, LinearPlan, TensorPlan
@@ -22,15 +24,20 @@ META = "delayed_meta"
 BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd", META)
 
 
+_creation_order = itertools.count()
+
+
 class Bindings:
     """What a layer has made ready: bound ops by key, and the delayed states they use.
 
     Empty again in a copy of the layer, as all of it refers to the layer's own tensors.
     """
 
-    __slots__ = ("last", "states", "table", "weights")
+    __slots__ = ("last", "order", "states", "table", "weights")
 
-    def __init__(self) -> None:
+    def __init__(self, order: int | None = None) -> None:
+        # Ranks make their layers in the same order, whatever order they first run them in.
+        self.order = next(_creation_order) if order is None else order
         self.table: dict[tuple[object, ...], Any] = {}
         self.last: tuple[tuple[object, ...], Any] | None = None
         self.states: dict[object, LinearStates] = {}
@@ -61,11 +68,15 @@ class DelayedModule(torch.nn.Module):
         """What messages call the layer."""
         return type(self).__name__
 
+    def unbind(self) -> None:
+        """Forget what is bound; the next call binds anew."""
+        self._bindings = Bindings(self._bindings.order)
+
     def reset_delayed_state(self) -> None:
         """Forget the scales and amax histories; the next use of delayed scaling starts fresh."""
         for name in BUFFERS:
             self._buffers.pop(name, None)
-        self._bindings = Bindings()
+        self.unbind()
         self._state_is_from_checkpoint = False
 
     def delayed_states(self, recipe: Any, plan: LinearPlan) -> LinearStates:
@@ -89,13 +100,14 @@ class DelayedModule(torch.nn.Module):
             stored = None
         if stored is None:
             self._create(plan.delayed, wanted, self.count_gemms())
-        key = (recipe, plan.delayed)
+        key = (recipe, plan.delayed, policy.current())
         if key not in self._bindings.states:
             gemms = self.count_gemms()
-            self._bindings.states[key] = LinearStates(
-                self._state("fwd", recipe, plan.delayed, maxima[:FORWARD_SLOTS] * gemms),
-                self._state("bwd", recipe, plan.delayed, maxima[FORWARD_SLOTS:] * gemms),
-            )
+            with torch.inference_mode(False):  # see _create
+                self._bindings.states[key] = LinearStates(
+                    self._state("fwd", recipe, plan.delayed, maxima[:FORWARD_SLOTS] * gemms),
+                    self._state("bwd", recipe, plan.delayed, maxima[FORWARD_SLOTS:] * gemms),
+                )
         return self._bindings.states[key]
 
     def _create(self, delayed: DelayedPlan, meta: str, gemms: int) -> None:
@@ -103,8 +115,9 @@ class DelayedModule(torch.nn.Module):
         # Made under inference_mode, they could never be updated by training.
         with torch.inference_mode(False):
             for way, slots in (("fwd", FORWARD_SLOTS * gemms), ("bwd", BACKWARD_SLOTS * gemms)):
-                history = torch.zeros(delayed.history_len, slots, device=device)
-                self.register_buffer(f"scale_{way}", torch.ones(slots, device=device))
+                scale = torch.ones(slots, dtype=torch.float32, device=device)
+                history = scale.new_zeros(delayed.history_len, slots)
+                self.register_buffer(f"scale_{way}", scale)
                 self.register_buffer(f"amax_history_{way}", history)
             encoded = torch.tensor(list(meta.encode()), dtype=torch.uint8, device="cpu")
             self.register_buffer(META, encoded.to(device))
@@ -117,26 +130,41 @@ class DelayedModule(torch.nn.Module):
         assert history is not None
         label = f"{self.label} {way}"
         return DelayedState(
-            label, delayed, recipe, scale=scale, amax_history=history, maxima=maxima
+            label,
+            delayed,
+            recipe,
+            scale=scale,
+            amax_history=history,
+            maxima=maxima,
+            order=self._bindings.order,
         )
 
     def _stored_meta(self) -> str | None:
         stored = self._buffers.get(META)
-        return None if stored is None else bytes(stored.tolist()).decode()
+        return None if stored is None or stored.is_meta else bytes(stored.tolist()).decode()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # .to(), .bfloat16(), .cuda() come through here: the state moves, its dtype stays.
-        self._bindings = Bindings()
+        self.unbind()
         state = {name: self._buffers.pop(name) for name in BUFFERS if name in self._buffers}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        for name, old in state.items():
-            assert old is not None
-            moved = fn(old)
-            keep = moved if moved.dtype == old.dtype else old.to(moved.device)
-            self._buffers[name] = keep
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            moved = {name: self._moved(old, fn) for name, old in state.items()}
+        except BaseException:
+            self._buffers.update(state)
+            raise
+        self._buffers.update(moved)
         if any(old is not None and old.is_meta for old in state.values()):
             self.reset_delayed_state()
         return self
+
+    @staticmethod
+    def _moved(
+        old: torch.Tensor | None, fn: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        assert old is not None
+        moved = fn(old)
+        return moved if moved.dtype == old.dtype else old.to(moved.device)
 
     def _load_from_state_dict(
         self,
@@ -161,7 +189,7 @@ class DelayedModule(torch.nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        self._bindings = Bindings()
+        self.unbind()
         if not found:
             if kept:
                 log_once(f"{self.label}: no delayed state in the checkpoint; it starts fresh")
@@ -198,9 +226,10 @@ class DelayedModule(torch.nn.Module):
             wanted[f"scale_{way}"] = (slots,)
             wanted[f"amax_history_{way}"] = (length, slots)
         errors = [
-            f"{name} is {list(found[name].shape)} in the checkpoint, expected {list(shape)}"
+            f"{name} is {found[name].dtype} {list(found[name].shape)} in the checkpoint, "
+            f"expected torch.float32 {list(shape)}"
             for name, shape in wanted.items()
-            if tuple(found[name].shape) != shape
+            if tuple(found[name].shape) != shape or found[name].dtype != torch.float32
         ]
         stored = self._stored_meta()
         if not errors and stored is not None and json.loads(stored) != meta:

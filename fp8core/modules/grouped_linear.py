@@ -96,7 +96,11 @@ class GroupedLinear(LowPrecisionModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the weights with ``init_method`` and the biases with 0; nothing on meta."""
+        """Fill the weights with ``init_method`` and the biases with 0, forget the delayed state.
+
+        On meta there is nothing to fill.
+        """
+        self.reset_delayed_state()
         for weight in self._all("weight"):
             fill(weight, self._init_method)
         for bias in self._all("bias"):
@@ -129,7 +133,9 @@ class GroupedLinear(LowPrecisionModule):
         bound = self.bind(input.device, dtype)
         if input.dtype != dtype:
             input = input.to(dtype)
-        offsets = torch.tensor((0, *splits), device=input.device).cumsum(0)
+        # Sizes mean something on meta too, so they stay readable there.
+        where = "cpu" if input.is_meta else input.device
+        offsets = torch.tensor((0, *splits), device=where).cumsum(0)
         rng = new_seed() if bound.needs_rng else None
         params = weights if self.return_bias else weights + biases
         output = self.run_links(
@@ -150,5 +156,5 @@ class GroupedLinear(LowPrecisionModule):
         return tuple(given)
 
     def _all(self, kind: str) -> list[torch.Tensor]:
-        named = (self._parameters[f"{kind}{i}"] for i in range(self.num_gemms))
+        named = (self.parameter(f"{kind}{i}") for i in range(self.num_gemms))
         return [parameter for parameter in named if parameter is not None]

@@ -138,6 +138,7 @@ class LayerNormMLP(LowPrecisionModule):
 
     def reset_parameters(self) -> None:
         """Fill the weights, zero the biases, make the norm the identity; nothing on meta."""
+        self.reset_delayed_state()
         reset_norm(self, self.zero_centered_gamma)
         for name, method in zip(("fc1", "fc2"), self._init_methods, strict=True):
             fill(self._parameters[f"{name}_weight"], method)

@@ -118,15 +118,21 @@ class Linear(LowPrecisionModule):
             self.register_parameter(f"{prefix}bias", own)
 
     def reset_parameters(self) -> None:
-        """Fill the weights with ``init_method`` and the biases with 0; nothing on meta."""
+        """Fill the weights with ``init_method`` and the biases with 0, forget the delayed state.
+
+        On meta there is nothing to fill.
+        """
+        self.reset_delayed_state()
         for prefix, _ in self._parts:
             fill(self._parameters[f"{prefix}weight"], self._init_method)
             fill(self._parameters[f"{prefix}bias"], torch.nn.init.zeros_)
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return sizes and dtypes."""
-        bias_dtype = self._dtype() if self.use_bias and not self.return_bias else None
-        return (LinearShape(self.in_features, self.out_features, self._dtype(), bias_dtype),)
+        first = self.parameter(f"{self._parts[0][0]}weight")
+        assert first is not None
+        bias_dtype = first.dtype if self.use_bias and not self.return_bias else None
+        return (LinearShape(self.in_features, self.out_features, first.dtype, bias_dtype),)
 
     def forward(
         self,
@@ -173,8 +179,8 @@ class Linear(LowPrecisionModule):
 
     def _merged(self, kind: str) -> torch.Tensor | None:
         if len(self._parts) == 1:
-            return self._parameters[f"{self._parts[0][0]}{kind}"]
-        parts = [self._parameters[f"{prefix}{kind}"] for prefix, _ in self._parts]
+            return self.parameter(f"{self._parts[0][0]}{kind}")
+        parts = [self.parameter(f"{prefix}{kind}") for prefix, _ in self._parts]
         return None if parts[0] is None else torch.cat([part for part in parts if part is not None])
 
 

@@ -57,6 +57,7 @@ _NAMED: dict[str, Callable[[], Recipe]] = {
     "nvfp4": NVFP4BlockScaling,
     "rowwise": Float8RowwiseScaling,
 }
+plugins.reserve_recipes(_NAMED)
 
 
 def names() -> tuple[str, ...]:

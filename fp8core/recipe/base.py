@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import OperandSpec
 from fp8core.errors import RecipeError, UnsupportedError, did_you_mean
-from fp8core.plan import AmaxAlgorithm, DelayedPlan, GemmPlan, LayerRole, LinearPlan, TensorPlan
+from fp8core.plan import DelayedPlan, GemmPlan, LayerRole, LinearPlan, TensorPlan
 
 __all__ = ["FAST", "SPLIT", "Format", "MMParams", "Recipe"]
 
@@ -39,6 +40,8 @@ class Format(str, metaclass=_FormatNames):
 
     def __new__(cls, name: str) -> Format:
         """Look ``name`` up, in any case."""
+        if not isinstance(name, str):
+            raise RecipeError(f"Format({name!r}): expected the name of a format, as 'e4m3' is one.")
         word = name.lower()
         if word not in cls._PAIRS:
             formats.by_name(word)
@@ -101,16 +104,21 @@ def linear_plan(
 ) -> LinearPlan:
     """Arrange the plans of ``input``, ``weight`` and ``grad_output`` as three GEMMs."""
     x, w, dy = (tensors(name) for name in ("input", "weight", "grad_output"))
-    fast = [not params.use_split_accumulator for params in accumulators]
-    fprop = GemmPlan(x.rowwise, w.rowwise, fast[0])
+    fprop = _gemm_plan(x.rowwise, w.rowwise, accumulators[0])
     if backward_override is not None:
         return LinearPlan(fprop, delayed=delayed)
     return LinearPlan(
         fprop,
-        GemmPlan(dy.rowwise, w.columnwise, fast[1]),
-        GemmPlan(dy.columnwise, x.columnwise, fast[2]),
+        _gemm_plan(dy.rowwise, w.columnwise, accumulators[1]),
+        _gemm_plan(dy.columnwise, x.columnwise, accumulators[2]),
         delayed,
     )
+
+
+def _gemm_plan(a: OperandSpec | None, b: OperandSpec | None, params: MMParams) -> GemmPlan:
+    if a is None and b is None:  # the faster accumulator is for low precision alone
+        return GemmPlan()
+    return GemmPlan(a, b, not params.use_split_accumulator)
 
 
 SPLIT = MMParams(use_split_accumulator=True)
@@ -127,14 +135,22 @@ def delayed_linear_plan(fp8_format: str, delayed: DelayedPlan) -> LinearPlan:
     return linear_plan(tensor, (FAST, SPLIT, SPLIT), delayed=delayed)
 
 
-def check_delayed(recipe: str, history_len: int, algorithm: AmaxAlgorithm) -> None:
-    """Raise RecipeError unless the fields of delayed scaling make sense."""
-    if not isinstance(history_len, int) or history_len < 1:
-        raise RecipeError(f"{recipe}(amax_history_len={history_len!r}): expected an integer >= 1.")
+def check_delayed(recipe: str, plan: DelayedPlan) -> None:
+    """Raise RecipeError unless the fields of delayed scaling, as in ``plan``, make sense."""
+    length, margin, algorithm = plan.history_len, plan.margin, plan.amax_algorithm
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+        raise RecipeError(f"{recipe}(amax_history_len={length!r}): expected an integer >= 1.")
+    if not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise RecipeError(f"{recipe}(margin={margin!r}): expected a finite number.")
     if not callable(algorithm) and algorithm not in ("max", "most_recent"):
         raise RecipeError(
             f"{recipe}(amax_compute_algo={algorithm!r}): expected 'max', 'most_recent' or a "
             f"function of the history."
+        )
+    if plan.scaling_algorithm is not None and not callable(plan.scaling_algorithm):
+        raise RecipeError(
+            f"{recipe}(scaling_factor_compute_algo={plan.scaling_algorithm!r}): expected a "
+            f"function or None."
         )
 
 
@@ -147,15 +163,25 @@ def element(
     return spec.name, block, spec.max
 
 
-def check_format(recipe: object, name: str, refuse: tuple[str, ...] = ()) -> None:
-    if Format(name) in refuse:
+def check_format(recipe: Any, refuse: tuple[str, ...] = (), field: str = "fp8_format") -> None:
+    """Raise RecipeError unless ``field`` names a format for elements; spell it as Format does."""
+    owner, name = type(recipe).__name__, getattr(recipe, field)
+    found = Format(name)
+    if found in refuse:
         raise RecipeError(
-            f"{type(recipe).__name__}(fp8_format={name!r}): {name} has too few mantissa bits for "
+            f"{owner}({field}={name!r}): {found} has too few mantissa bits for "
             f"the forward pass; use Format.E4M3 or Format.HYBRID."
         )
+    if not any(value < 0 for value in found.forward.values):
+        raise RecipeError(
+            f"{owner}({field}={name!r}): {found} has no negative values, it is for scales."
+        )
+    # 'E4M3', 'e4m3' and Format.E4M3 are one value, so the recipes that hold them must be equal.
+    object.__setattr__(recipe, field, found)
 
 
 def check_common(recipe: Any, overrides: tuple[str | None, ...] = (None, "high_precision")) -> None:
+    """Raise for fields that recipes share: attention, backward_override, accumulators."""
     owner = type(recipe).__name__
     for name in ("fp8_dpa", "fp8_mha"):
         if getattr(recipe, name):
@@ -164,3 +190,7 @@ def check_common(recipe: Any, overrides: tuple[str | None, ...] = (None, "high_p
         raise RecipeError(
             f"{owner}(backward_override={recipe.backward_override!r}): expected one of {overrides}."
         )
+    for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+        params = getattr(recipe, name, SPLIT)
+        if not isinstance(params, MMParams):
+            raise RecipeError(f"{owner}({name}={params!r}): expected an MMParams.")

@@ -38,6 +38,7 @@ __all__ = ["CustomRecipe", "DelayedScalingRequest", "PerLayer", "QuantizerRole"]
 Rule: TypeAlias = "tuple[str | LayerRole, Recipe | None]"
 
 
+@dataclass(frozen=True, slots=True, init=False)
 class PerLayer(Recipe):
     """Another recipe for some layers: the first rule that matches a layer decides.
 
@@ -52,39 +53,32 @@ class PerLayer(Recipe):
     >>> mixed = recipe.PerLayer(rules, default=recipe.Float8CurrentScaling())
 
     Raises:
-        RecipeError: a rule is neither; or, when a plan is asked for, a name pattern has to be
+        RecipeError: a rule is no such pair; or, when a plan is asked for, a name pattern has to be
             matched against a layer without a name (``fp8core.prepare(model)`` gives names).
     """
 
-    __slots__ = ("default", "rules")
+    rules: tuple[Rule, ...]
+    default: Recipe | None
 
     def __init__(
         self,
         rules: Mapping[str | LayerRole, Recipe | None] | Iterable[Rule],
         default: Recipe | None = None,
     ) -> None:
-        pairs = tuple(rules.items()) if isinstance(rules, Mapping) else tuple(rules)
+        items = rules.items() if isinstance(rules, Mapping) else rules
+        try:
+            pairs = tuple((key, value) for key, value in items)
+        except (TypeError, ValueError):
+            raise RecipeError(
+                f"PerLayer({rules!r}): expected a mapping, or pairs of a pattern and a recipe."
+            ) from None
         for key, value in pairs:
             if not isinstance(key, str | LayerRole):
                 raise RecipeError(f"PerLayer rule {key!r}: expected a name pattern or a LayerRole.")
             _check_choice(f"PerLayer rule {key!r}", value)
         _check_choice("PerLayer(default=...)", default)
-        self.rules = pairs
-        self.default = default
-
-    def __eq__(self, other: object) -> bool:
-        """Compare by value."""
-        return isinstance(other, PerLayer) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        """Hash by value."""
-        return hash(self._key())
-
-    def __repr__(self) -> str:
-        return f"PerLayer({dict(self.rules)!r}, default={self.default!r})"
-
-    def _key(self) -> tuple[tuple[Rule, ...], Recipe | None]:
-        return self.rules, self.default
+        object.__setattr__(self, "rules", pairs)  # frozen, as every recipe is
+        object.__setattr__(self, "default", default)
 
     def choose(self, role: LayerRole) -> Recipe | None:
         """Return the recipe of the first rule that matches ``role``, else the default."""
@@ -134,8 +128,8 @@ class DelayedScalingRequest:
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        check_format(self, self.fp8_format)
-        check_delayed(type(self).__name__, self.amax_history_len, self.amax_compute_algo)
+        check_format(self)
+        check_delayed(type(self).__name__, self.delayed())
 
     def delayed(self) -> DelayedPlan:
         """Return what the layer's state has to be."""
@@ -188,11 +182,13 @@ class CustomRecipe(Recipe):
                 f"CustomRecipe takes either qfactory or scaling fields (fp8_format, margin, "
                 f"amax_history_len, amax_compute_algo, scaling_factor_compute_algo), found {found}."
             )
-        if fields:
-            check_common(self, (None,))
+        check_common(self, (None,) if fields else (None, "high_precision"))
+        if self.fp8_format is not None:
+            check_format(self, refuse=("e5m2",))
+        try:
             self._request()
-        else:
-            check_common(self)
+        except RecipeError as error:
+            raise RecipeError(f"CustomRecipe: {error}") from None
 
     def _scaling_fields(self) -> list[str]:
         names = ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")
@@ -233,7 +229,7 @@ def _tensor_plan(tensor: str, made: Made) -> TensorPlan:
         spec = OperandSpec(*first, delayed=True, cast_first=False)
         return TensorPlan(spec, spec)
     plan = TensorPlan(made, made) if isinstance(made, OperandSpec) else made
-    if not isinstance(plan, TensorPlan):
+    if not isinstance(plan, TensorPlan) or not all(isinstance(s, OperandSpec | None) for s in plan):
         raise RecipeError(
             f"CustomRecipe: qfactory returned {made!r} for {tensor}; expected an OperandSpec, "
             f"a TensorPlan or a DelayedScalingRequest."

@@ -66,20 +66,22 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        check_format(self, self.fp8_format, refuse=("e5m2",))
+        check_format(self, refuse=("e5m2",))
         check_common(self, (None,))
-        check_delayed(type(self).__name__, self.amax_history_len, self.amax_compute_algo)
+        check_delayed(type(self).__name__, self._delayed())
 
-    def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
-        """Tensorwise, delayed; a fused producer hands over float32."""
-        delayed = DelayedPlan(
+    def _delayed(self) -> DelayedPlan:
+        return DelayedPlan(
             self.amax_history_len,
             self.margin,
             self.amax_compute_algo,
             self.scaling_factor_compute_algo,
             self.reduce_amax,
         )
-        return delayed_linear_plan(self.fp8_format, delayed)
+
+    def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
+        """Tensorwise, delayed; a fused producer hands over float32."""
+        return delayed_linear_plan(self.fp8_format, self._delayed())
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class Float8CurrentScaling(Recipe):
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        check_format(self, self.fp8_format)
+        check_format(self)
         check_common(self)
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
@@ -130,7 +132,7 @@ class Float8RowwiseScaling(Recipe):
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        check_format(self, self.fp8_format)
+        check_format(self)
         check_common(self)
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
@@ -164,7 +166,7 @@ class MXFP8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        check_format(self, self.fp8_format)
+        check_format(self)
         check_common(self)
         if self.margin != 0:
             raise RecipeError(
@@ -209,7 +211,7 @@ class Float8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        check_format(self, self.fp8_format)
+        check_format(self)
         check_common(self)
         for name, params in zip(("fprop", "dgrad", "wgrad"), _gemms(self), strict=True):
             if not params.use_split_accumulator:
@@ -265,10 +267,9 @@ class NVFP4BlockScaling(Recipe):
     def __post_init__(self) -> None:
         """Check the fields."""
         check_common(self)
-        for name, value, only in (
-            ("fp4_format", self.fp4_format, "e2m1"),
-            ("fp8_format", self.fp8_format, "e4m3"),
-        ):
+        for name, only in (("fp4_format", "e2m1"), ("fp8_format", "e4m3")):
+            check_format(self, field=name)
+            value = getattr(self, name)
             if value != only:
                 raise RecipeError(f"NVFP4BlockScaling({name}={value!r}): only {only!r} exists.")
 

@@ -1,0 +1,210 @@
+"""Stochastic rounding keeps the mean; the Hadamard transform is what its definition says."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp8core.backend_api import DequantizeDesc, OperandSpec, QuantizeDesc
+from fp8core_backends.reference import rounding
+from fp8core_backends.reference.backend import ReferenceBackend
+
+CPU = torch.device("cpu")
+GRID = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+# Rows of a delayed-like scale of 1: target and amax are both 6.
+STOCHASTIC = OperandSpec("e2m1", (0, 0), 6.0, stochastic=True)
+NVFP4 = OperandSpec("e2m1", (1, 16), 6.0, scale_format="e4m3", stochastic=True)
+SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]  # numerics.md 3.5, RHT
+
+
+def quantize(spec: OperandSpec, x: torch.Tensor, *rng: int, columnwise: bool = False) -> Any:
+    desc = QuantizeDesc(x.dtype, None if columnwise else spec, spec if columnwise else None)
+    made = ReferenceBackend().bind(desc, CPU)(x, rng=torch.tensor(rng))
+    return made.columnwise if columnwise else made.rowwise
+
+
+def rounded(x: torch.Tensor, seed: int, offset: int = 0) -> torch.Tensor:
+    """Values after stochastic rounding of ``x [rows, k]`` whose amax is 6, so with scale 1."""
+    operand = quantize(STOCHASTIC, x, seed, offset)
+    assert operand.scale_inv.tolist() == [[1.0]]
+    return ReferenceBackend().bind(DequantizeDesc(STOCHASTIC), CPU)(operand)
+
+
+def off_grid() -> torch.Tensor:
+    """One row: a value in the middle and near each end of every interval, both signs, and 6."""
+    points = [
+        low + (high - low) * part
+        for low, high in itertools.pairwise(GRID)
+        for part in (0.03, 0.25, 0.5, 0.9)
+    ]
+    return torch.tensor([*points, *(-point for point in points), 6.0, -6.0])
+
+
+def neighbours(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The grid values below and above each |x|."""
+    grid = torch.tensor(GRID)
+    above = torch.bucketize(x.abs(), grid)
+    return grid[(above - 1).clamp(min=0)], grid[above]
+
+
+def test_mean_over_seeds_converges_to_the_value() -> None:
+    # A rounding takes two values a step apart, so Hoeffding bounds the mean of n of them:
+    # P(|mean - x| >= t) <= 2 exp(-2 n t^2 / step^2). For all values together to fail with less
+    # than 1e-9: t = step sqrt(ln(2 values / 1e-9) / (2 n)), here 1 % of a step.
+    repeats, num_seeds = 512, 250
+    x = off_grid()
+    total = torch.zeros(len(x), dtype=torch.float64)
+    for seed in range(num_seeds):
+        total += rounded(x.expand(repeats, -1), seed).double().sum(0)
+    low, high = neighbours(x)
+    samples = repeats * num_seeds
+    bound = (high - low) * math.sqrt(math.log(2 * len(x) / 1e-9) / (2 * samples))
+    error = (total / samples - x.double()).abs()
+    assert bool((error <= bound).all()), f"worst error is {(error / bound).max()} of the bound"
+
+
+def test_rounds_to_a_neighbour_on_the_grid() -> None:
+    x = off_grid().expand(50, -1)
+    low, high = neighbours(x)
+    made = rounded(x, 1)
+    assert bool(((made.abs() == low) | (made.abs() == high)).all())
+    assert torch.equal(made.signbit(), x.signbit())
+
+
+def test_value_on_the_grid_is_unchanged() -> None:
+    x = torch.tensor([*GRID, *(-value for value in GRID)])
+    for seed in range(20):
+        made = rounded(x.expand(40, -1), seed)
+        assert torch.equal(made, x.expand(40, -1))
+
+
+@pytest.mark.parametrize("noise", [0.0, 1 - 2.0**-24], ids=["least", "most"])
+def test_value_on_the_grid_is_unchanged_by_extreme_noise(
+    noise: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch.rand gives multiples of 2^-24 in [0, 1): 3 + (1 - 2^-24) is 4 in float32.
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, noise))
+    x = torch.tensor([*GRID, *(-value for value in GRID)]).reshape(2, 8)
+    assert torch.equal(rounded(x, 0), x)
+
+
+def test_saturates() -> None:
+    x = torch.tensor([[6.01, -7.9, 8.0, 1e30, -math.inf, math.inf]])
+    codes = rounding.stochastic_e2m1(x, torch.tensor([0, 0]), 1)
+    assert codes.tolist() == [[7, 15, 7, 7, 15, 7]]
+
+
+def test_nan_becomes_the_largest_value() -> None:
+    x = torch.tensor([[math.nan, 1.0]])
+    assert rounding.stochastic_e2m1(x, torch.tensor([0, 0]), 1).tolist() == [[7, 2]]
+
+
+def test_same_rng_gives_the_same_codes() -> None:
+    x = torch.randn(32, 64)
+    assert torch.equal(quantize(NVFP4, x, 7, 9).data, quantize(NVFP4, x, 7, 9).data)
+
+
+def test_global_generator_is_neither_read_nor_advanced() -> None:
+    x = torch.randn(32, 64)
+    torch.manual_seed(1)
+    first = quantize(NVFP4, x, 7, 9).data
+    after = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(3), after)
+    assert torch.equal(quantize(NVFP4, x, 7, 9).data, first)
+
+
+@pytest.mark.parametrize("other", [(7, 10), (8, 9), (9, 7)], ids=str)
+def test_other_seed_or_offset_gives_other_codes(other: tuple[int, int]) -> None:
+    x = torch.randn(32, 64)
+    assert not torch.equal(quantize(NVFP4, x, 7, 9).data, quantize(NVFP4, x, *other).data)
+
+
+def test_orientations_are_rounded_independently() -> None:
+    x = torch.randn(32, 48)
+    square = replace(NVFP4, block=(16, 16))  # so that both orientations have the same scales
+    row, column = (quantize(square, x, 7, 9, columnwise=one) for one in (False, True))
+    assert torch.equal(row.scale_inv, column.scale_inv.t())
+    assert not torch.equal(rounding.unpack(row.data), rounding.unpack(column.data).t())
+
+
+def test_equal_groups_are_rounded_independently() -> None:
+    x = torch.randn(16, 64).repeat(2, 1)
+    desc = QuantizeDesc(torch.float32, NVFP4, None, grouped=True)
+    offsets, rng = torch.tensor([0, 16, 32]), torch.tensor([7, 9])
+    first, second = ReferenceBackend().bind(desc, CPU)(x, offsets, rng=rng).rowwise.data.chunk(2)
+    assert not torch.equal(first, second)
+
+
+def test_scales_are_those_of_rounding_to_the_nearest() -> None:
+    x = torch.randn(32, 64)
+    nearest = replace(NVFP4, stochastic=False)
+    expected = ReferenceBackend().bind(QuantizeDesc(x.dtype, nearest, None), CPU)(x).rowwise
+    made = quantize(NVFP4, x, 7, 9)
+    assert torch.equal(made.scale_inv, expected.scale_inv)
+    assert torch.equal(made.global_scale_inv, expected.global_scale_inv)
+
+
+# --- Hadamard transform ---
+
+
+def hadamard_by_definition(x: list[float]) -> list[float]:
+    """``y_j = sum_i sign_i x_i (-1)^popcount(i & j) / 4``: Sylvester's matrix, in Python floats."""
+    return [
+        sum(SIGNS[i] * x[i] * (-1) ** (i & j).bit_count() for i in range(16)) / 4 for j in range(16)
+    ]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_hadamard_equals_its_definition(dim: int) -> None:
+    # Integers below 2^7 are bfloat16 numbers and their sums are exact: no order of sums matters.
+    x = torch.randint(-127, 128, (48, 32)).float()
+    lines = (x.t() if dim == 0 else x).reshape(-1, 16)
+    expected = torch.tensor([hadamard_by_definition(line.tolist()) for line in lines])
+    expected = expected.reshape((32, 48) if dim == 0 else (48, 32)).to(torch.bfloat16)
+    made = rounding.hadamard16(x, dim)
+    assert made.dtype == torch.bfloat16
+    assert torch.equal(made, expected.t() if dim == 0 else expected)
+
+
+def test_hadamard_is_orthogonal() -> None:
+    # Rows of H diag(signs) / 4 have entries +-1/4, exact in bfloat16: so are their products.
+    matrix = rounding.hadamard16(torch.eye(16), 1).double()
+    assert torch.equal(matrix @ matrix.t(), torch.eye(16, dtype=torch.float64))
+
+
+def test_hadamard_rounds_its_input_to_bfloat16_first() -> None:
+    x = torch.randn(16, 16)
+    assert torch.equal(rounding.hadamard16(x, 1), rounding.hadamard16(x.bfloat16(), 1))
+
+
+def test_hadamard_writes_no_input() -> None:
+    x = torch.randn(16, 16, dtype=torch.bfloat16)
+    before = x.clone()
+    rounding.hadamard16(x, 0).fill_(3.0)
+    assert torch.equal(x, before)
+
+
+def test_hadamard_under_a_fake_mode_leaves_no_fake_tensor_behind() -> None:
+    rounding._hadamard_matrix.cache_clear()
+    with FakeTensorMode():
+        rounding.hadamard16(torch.ones(16, 16), 1)
+    assert rounding.hadamard16(torch.ones(16, 16), 1).sum() == 16 * 4
+
+
+# --- packing ---
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_unpack_undoes_pack(dim: int) -> None:
+    codes = torch.randint(0, 16, (6, 10), dtype=torch.uint8)
+    packed = rounding.pack(codes, dim)
+    assert packed.shape == ((3, 10) if dim == 0 else (6, 5))
+    unpacked = rounding.unpack(packed.t() if dim == 0 else packed)
+    assert torch.equal(unpacked, codes.t() if dim == 0 else codes)

@@ -1,0 +1,275 @@
+"""Plug-ins that cannot be used: each a row with its reason, and nothing of it left behind."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import fp8core
+from fp8core import formats, recipe
+from fp8core.backend_api import API_VERSION
+from fp8core.dispatch import plugins, policy, select
+from fp8core.errors import PluginError, RecipeError, UnsupportedError
+from tests.dispatch import toys
+
+# The good half of every broken plug-in: all of it has to go when the other half is wrong.
+GOOD = """
+from fp8core.backend_api import BackendSpec, hookimpl
+from fp8core.formats import minifloat
+from fp8core.recipe import Float8RowwiseScaling
+
+FACTORY = "fp8core_backends.reference.backend:ReferenceBackend"
+
+@hookimpl
+def fp8core_register_formats(register):
+    register(minifloat("toy8", 3, 4, specials="finite"))
+
+@hookimpl
+def fp8core_register_recipes(register):
+    register("toy_rowwise", Float8RowwiseScaling)
+
+@hookimpl
+def fp8core_select_backend(op):
+    raise AssertionError("asked although the plug-in is not used")
+"""
+
+
+def backends(*arguments: str) -> str:
+    """Source that registers one backend for each text of arguments."""
+    calls = "".join(f"    register(BackendSpec({text}))\n" for text in arguments)
+    return f"{GOOD}\n@hookimpl\ndef fp8core_register_backends(register):\n{calls}"
+
+
+MAJOR, MINOR = API_VERSION
+BROKEN = {
+    "failing_import": ("import toy_nowhere", "ModuleNotFoundError: No module named 'toy_nowhere'"),
+    "syntax_error": ("def", "SyntaxError: invalid syntax"),
+    "raises_at_import": ("raise OSError('no library')", "OSError: no library"),
+    "raises_our_own": (
+        "from fp8core.formats import by_name\nby_name('toy0')",
+        "no format 'toy0'; known: e2m1, e4m3, e5m2, e8m0.",
+    ),
+    "no_hook": (
+        "def fp8core_register_backends(register): pass",
+        "implements no hook; hooks are fp8core_register_backends, ",
+    ),
+    "misspelt_hook": (
+        f"{GOOD}\n@hookimpl\ndef fp8core_register_backend(register): pass",
+        "unknown hook 'fp8core_register_backend'. Did you mean 'fp8core_register_backends'?",
+    ),
+    "wrong_signature": (
+        f"{GOOD}\n@hookimpl\ndef fp8core_register_backends(registry): pass",
+        "PluginValidationError: Plugin 'toy_broken' for hook 'fp8core_register_backends'",
+    ),
+    "hook_raises": (
+        f"{GOOD}\n@hookimpl\ndef fp8core_register_backends(register): 1 / 0",
+        "ZeroDivisionError: division by zero",
+    ),
+    "other_major": (
+        backends(f"'toy', ('cpu',), FACTORY, api_version=({MAJOR + 1}, 0)"),
+        f"backend 'toy' is written for backend API {MAJOR + 1}.0; this fp8core offers "
+        f"{MAJOR}.{MINOR}",
+    ),
+    "newer_minor": (
+        backends(f"'toy', ('cpu',), FACTORY, api_version=({MAJOR}, {MINOR + 1})"),
+        f"backend 'toy' is written for backend API {MAJOR}.{MINOR + 1}; this fp8core offers "
+        f"{MAJOR}.{MINOR}",
+    ),
+    "one_of_two_backends_too_new": (
+        backends("'toy', ('cpu',), FACTORY", "'new', ('cpu',), FACTORY, api_version=(99, 0)"),
+        "backend 'new' is written for backend API 99.0",
+    ),
+    "taken_backend": (
+        backends("'reference', ('cpu',), FACTORY"),
+        "backend 'reference' is already registered by another plug-in",
+    ),
+    "backend_twice": (
+        backends("'toy', ('cpu',), FACTORY", "'toy', ('cpu',), FACTORY"),
+        "registers backend 'toy' twice",
+    ),
+    "unknown_field": (backends("'toy', ('cpu',), FACTORY, prio=1"), "TypeError: "),
+    "devices_in_one_string": (
+        backends("'toy', 'cuda', FACTORY"),
+        "backend 'toy': device_types='cuda'; expected a tuple",
+    ),
+    "not_a_backend": (
+        f"{GOOD}\n@hookimpl\ndef fp8core_register_backends(register): register('toy')",
+        "registers 'toy' as a backend; expected a BackendSpec",
+    ),
+    "not_a_format": (
+        "from fp8core.backend_api import hookimpl\n"
+        "@hookimpl\ndef fp8core_register_formats(register): register('toy8')",
+        "registers 'toy8' as a format; expected a FormatSpec",
+    ),
+    "taken_format": (
+        GOOD.replace('"toy8", 3, 4', '"e4m3", 3, 4'),
+        "the name is taken by FormatSpec(name='e4m3'",
+    ),
+    "recipe_of_fp8core": (
+        GOOD.replace("toy_rowwise", "delayed"),
+        "recipe 'delayed' is fp8core's own",
+    ),
+    "recipe_without_factory": (
+        GOOD.replace("Float8RowwiseScaling)", "None)"),
+        "registers recipe 'toy_rowwise', None; expected a name, a factory",
+    ),
+}
+
+
+@pytest.fixture(params=BROKEN)
+def broken(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Have one broken plug-in, ``toy_broken``, found; return the reason to expect."""
+    source, reason = BROKEN[request.param]
+    (tmp_path / "toy_broken.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_broken")
+    return reason
+
+
+def test_broken_plugin_is_a_row_with_its_reason(broken: str) -> None:
+    reference, row = plugins.load().rows
+    assert reference.reason is None
+    assert (row.name, row.source) == ("toy_broken", "FP8CORE_PLUGINS=toy_broken")
+    assert broken in (row.reason or "")
+
+
+def test_broken_plugin_leaves_nothing_behind(broken: str) -> None:
+    registry = plugins.load()
+    assert formats.names() == ("e2m1", "e4m3", "e5m2", "e8m0")
+    assert registry.backends.keys() == {"reference"}
+    assert registry.recipes == {}
+    assert [name for name, _ in registry.manager.list_name_plugin()] == ["reference"]
+    assert registry.manager.hook.fp8core_select_backend.get_hookimpls() == []
+
+
+def test_broken_plugin_leaves_the_others_working(broken: str) -> None:
+    assert select.choose(toys.GEMM, toys.CPU, policy.current()).backend == "reference"
+
+
+def test_asking_for_a_broken_plugin_by_name_gives_the_reason(broken: str) -> None:
+    with pytest.raises(PluginError) as caught:
+        fp8core.use_backend("toy_broken")
+    assert "use_backend() asks for backend 'toy_broken': " in str(caught.value)
+    assert broken in str(caught.value)
+
+
+def test_broken_plugin_named_by_the_environment_gives_the_reason(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FP8CORE_BACKEND", "toy_broken")
+    with pytest.raises(PluginError, match="FP8CORE_BACKEND asks for backend 'toy_broken'"):
+        select.choose(toys.GEMM, toys.CPU, policy.current())
+
+
+def test_asking_for_the_backend_that_a_refused_plugin_brings_gives_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy_broken.py").write_text(BROKEN["other_major"][0])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_broken")
+    with pytest.raises(PluginError, match=f"backend 'toy'.* written for backend API {MAJOR + 1}.0"):
+        fp8core.use_backend("toy")
+
+
+def test_asking_for_an_unknown_backend_names_the_plugins_that_are_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_nowhere")
+    with pytest.raises(RecipeError, match="see `fp8core doctor`: toy_nowhere"):
+        fp8core.use_backend("toy")
+
+
+def test_corrected_plugin_is_taken_on_reload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_broken")
+    (tmp_path / "toy_broken.py").write_text("import toy_nowhere")
+    assert plugins.load().rows[1].reason is not None
+    (tmp_path / "toy_broken.py").write_text(backends("'toy', ('cpu',), FACTORY"))
+    assert plugins.reload().rows[1].reason is None
+
+
+def test_older_minor_of_the_same_major_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "API_VERSION", (MAJOR, MINOR + 1))
+    toys.register(toys.backend("toy", api_version=(MAJOR, MINOR)))
+    assert "toy" in plugins.load().backends
+
+
+def test_registering_a_broken_plugin_by_hand_raises_and_keeps_nothing() -> None:
+    rows = list(plugins.load().rows)
+    bad = toys.plugin(own_formats=[toys.TOY8], backends=[toys.backend("toy", api_version=(99, 0))])
+    with pytest.raises(PluginError, match=r"plug-in 'toy': backend 'toy' .* API 99\.0"):
+        plugins.register(bad, "toy")
+    assert plugins.load().rows == rows
+    assert "toy8" not in formats.names()
+
+
+def test_registering_a_plugin_again_leaves_the_first_intact() -> None:
+    toy = toys.plugin(fp8core_select_backend=lambda candidates: "reference")
+    plugins.register(toy, "toy")
+    for name in ("toy", "toy_again"):
+        with pytest.raises(PluginError):
+            plugins.register(toy, name)
+    assert select.choose(toys.GEMM, toys.CPU, policy.current()).because == "site policy"
+
+
+def test_recipe_factory_that_returns_no_recipe_is_an_error_when_asked() -> None:
+    toys.register(recipes={"toy": dict})
+    with pytest.raises(RecipeError, match=r"recipe 'toy': its factory returned \{\}, not a Recipe"):
+        recipe.by_name("toy")
+
+
+def test_plugin_whose_second_format_is_taken_leaves_the_first_unregistered() -> None:
+    taken = formats.minifloat("e4m3", 3, 4, specials="finite")
+    with pytest.raises(PluginError, match="the name is taken by"):
+        plugins.register(toys.plugin(own_formats=[toys.TOY8, taken]), "toy")
+    assert "toy8" not in formats.names()
+
+
+def raising_probe() -> str | None:
+    raise OSError("the driver says no")
+
+
+UNUSABLE = {
+    "probe_says_no": ({"probe": lambda: "there is no driver"}, "there is no driver"),
+    "probe_raises": ({"probe": raising_probe}, "OSError: the driver says no"),
+    "factory_module_missing": (
+        {"factory": "toy_nowhere:Backend"},
+        "ModuleNotFoundError: No module named 'toy_nowhere'",
+    ),
+    "factory_attribute_missing": (
+        {"factory": "tests.dispatch.toys:Nothing"},
+        "AttributeError: module 'tests.dispatch.toys' has no attribute 'Nothing'",
+    ),
+    "factory_raises": ({"factory": "tests.dispatch.toys:backend"}, "TypeError: backend() missing"),
+}
+
+
+@pytest.fixture(params=UNUSABLE)
+def unusable(request: pytest.FixtureRequest) -> str:
+    """Register a backend ``toy`` that cannot be used; return the reason to expect."""
+    fields, reason = UNUSABLE[request.param]
+    spec = {"factory": "fp8core_backends.reference.backend:ReferenceBackend", **fields}
+    toys.register(plugins.BackendSpec("toy", ("cpu",), priority=9, **spec))
+    return reason
+
+
+def test_unusable_backend_has_its_reason(unusable: str) -> None:
+    registry = plugins.load()
+    assert unusable in (registry.unusable(registry.backends["toy"]) or "")
+
+
+def test_unusable_backend_is_passed_over(unusable: str) -> None:
+    choice = select.choose(toys.GEMM, toys.CPU, policy.current())
+    assert (choice.backend, choice.substitution) == ("reference", None)
+
+
+def test_asking_for_an_unusable_backend_gives_the_reason(unusable: str) -> None:
+    with fp8core.use_backend("toy"), pytest.raises(UnsupportedError) as caught:
+        select.choose(toys.GEMM, toys.CPU, policy.current())
+    assert unusable in str(caught.value)

@@ -1,0 +1,260 @@
+"""What the linear op computes and keeps, by what is asked of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core import GroupedLinear, Linear, autocast, recipe
+from fp8core.modules.base import LowPrecisionModule
+
+torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
+
+RECIPES = {"none": None, **{name: recipe.by_name(name) for name in recipe.names()}}
+M, K, N = 96, 64, 32
+SPLITS = [32, 64]
+
+
+class Counter:
+    """Names the GEMMs that a layer runs, and the orientations its quantizers are asked for."""
+
+    def __init__(self, layer: LowPrecisionModule, patch: pytest.MonkeyPatch) -> None:
+        self.gemms: list[str] = []
+        self.orientations: dict[str, set[str]] = {}
+        bind = layer.bind
+
+        def bind_counted(device: torch.device, dtype: torch.dtype) -> Any:
+            bound = bind(device, dtype)
+            op = bound.ops[0]
+            gemms = {name: self._gemm(name, getattr(op, name)) for name in GEMMS}
+            tensors = {name: self._quantizer(name, getattr(op, name)) for name in TENSORS}
+            return bound._replace(ops=(dataclasses.replace(op, **gemms, **tensors),))
+
+        patch.setattr(layer, "bind", bind_counted)
+
+    def _gemm(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.gemms.append(name)
+            return run(*args, **kwargs)
+
+        return counted
+
+    def _quantizer(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            asked = self.orientations.setdefault(name, set())
+            asked |= {way for way in ("rowwise", "columnwise") if kwargs.get(way, True)}
+            return run(*args, **kwargs)
+
+        return counted
+
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+TENSORS = ("input", "weight", "grad_output")
+
+
+def build(kind: str) -> LowPrecisionModule:
+    return Linear(K, N) if kind == "linear" else GroupedLinear(len(SPLITS), K, N)
+
+
+def weights(layer: LowPrecisionModule) -> list[torch.nn.Parameter]:
+    return [value for name, value in layer.named_parameters() if "weight" in name]
+
+
+def forward(layer: LowPrecisionModule, x: torch.Tensor, chosen: recipe.Recipe | None) -> Any:
+    with autocast(enabled=chosen is not None, recipe=chosen):
+        return layer(x) if isinstance(layer, Linear) else layer(x, SPLITS)
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("frozen_weight", "frozen_input", "wanted"),
+    [
+        (False, False, ["fprop", "dgrad", "wgrad"]),
+        (True, False, ["fprop", "dgrad"]),
+        (False, True, ["fprop", "wgrad"]),
+        (True, True, ["fprop"]),
+    ],
+    ids=["trainable", "frozen weight", "frozen input", "only the bias"],
+)
+def test_a_step_runs_the_gemms_that_somebody_needs(
+    name: str,
+    kind: str,
+    frozen_weight: bool,
+    frozen_input: bool,
+    wanted: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = build(kind)
+    for weight in weights(layer):
+        weight.requires_grad_(not frozen_weight)
+    counter = Counter(layer, monkeypatch)
+    forward(
+        layer, torch.randn(M, K, requires_grad=not frozen_input), RECIPES[name]
+    ).sum().backward()
+    assert counter.gemms == wanted
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["none", "mxfp8", "delayed"])
+def test_without_gradients_there_is_one_gemm_over_rowwise_operands(
+    name: str, mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = build("linear")
+    counter = Counter(layer, monkeypatch)
+    with mode():
+        forward(layer, torch.randn(M, K, requires_grad=True), RECIPES[name])
+    assert counter.gemms == ["fprop"]
+    assert counter.orientations == {"input": {"rowwise"}, "weight": {"rowwise"}}
+
+
+def test_a_frozen_weight_needs_no_columnwise_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = build("linear")
+    layer.weight.requires_grad_(False)
+    counter = Counter(layer, monkeypatch)
+    forward(layer, torch.randn(M, K, requires_grad=True), RECIPES["mxfp8"]).sum().backward()
+    assert counter.orientations == {
+        "input": {"rowwise"},
+        "weight": {"rowwise", "columnwise"},
+        "grad_output": {"rowwise"},
+    }
+
+
+def test_a_frozen_input_needs_no_columnwise_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = build("linear")
+    counter = Counter(layer, monkeypatch)
+    forward(layer, torch.randn(M, K), RECIPES["mxfp8"]).sum().backward()
+    assert counter.orientations == {
+        "input": {"rowwise", "columnwise"},
+        "weight": {"rowwise"},
+        "grad_output": {"columnwise"},
+    }
+
+
+def saved_shapes(layer: LowPrecisionModule, x: torch.Tensor, name: str) -> list[tuple[int, ...]]:
+    kept: list[tuple[int, ...]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() >= min(M, K, N) * min(M, K, N):  # elements, not scales
+            kept.append((*tensor.shape, tensor.element_size()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward(layer, x, RECIPES[name])
+    return sorted(kept)
+
+
+def test_backward_keeps_codes_of_the_input_and_the_weight() -> None:
+    kept = saved_shapes(build("linear"), torch.randn(M, K, requires_grad=True), "current")
+    assert kept == [(K, N, 1), (K, M, 1)]
+
+
+def test_with_a_frozen_weight_backward_keeps_nothing_of_the_input() -> None:
+    layer = build("linear")
+    layer.weight.requires_grad_(False)
+    kept = saved_shapes(layer, torch.randn(M, K, requires_grad=True), "current")
+    assert kept == [(K, N, 1)]
+
+
+def test_with_a_frozen_input_backward_keeps_nothing_of_the_weight() -> None:
+    assert saved_shapes(build("linear"), torch.randn(M, K), "current") == [(K, M, 1)]
+
+
+def test_with_only_the_bias_trainable_backward_keeps_nothing() -> None:
+    layer = build("linear")
+    layer.weight.requires_grad_(False)
+    assert saved_shapes(layer, torch.randn(M, K), "current") == []
+
+
+def test_fp4_keeps_half_a_byte_an_element() -> None:
+    kept = saved_shapes(build("linear"), torch.randn(M, K, requires_grad=True), "nvfp4")
+    assert kept == [(K, N // 2, 1), (K, M // 2, 1)]
+
+
+def test_high_precision_keeps_no_copy_of_the_weight() -> None:
+    layer = build("linear")
+    storages = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storages.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(torch.randn(M, K, requires_grad=True))
+    assert layer.weight.untyped_storage().data_ptr() in storages
+
+
+def test_one_frozen_weight_of_a_group_gets_no_gradient() -> None:
+    layer = build("grouped")
+    layer.weight0.requires_grad_(False)
+    forward(layer, torch.randn(M, K), RECIPES["current"]).sum().backward()
+    assert layer.weight0.grad is None
+    assert layer.weight1.grad is not None
+
+
+@pytest.mark.parametrize("name", ["current", "delayed", "mxfp8", "nvfp4", "rowwise", "block"])
+def test_freezing_the_weight_changes_no_bit_of_grad_input(name: str) -> None:
+    layer = build("linear")
+    x, dy = torch.randn(M, K), torch.randn(M, N)
+    grads = []
+    for trainable in (True, False):
+        layer.reset_delayed_state()
+        layer.weight.requires_grad_(trainable)
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        forward(layer, leaf, RECIPES[name]).backward(dy)
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("name", ["current", "delayed", "mxfp8", "nvfp4", "rowwise", "block"])
+def test_freezing_the_input_changes_no_bit_of_grad_weight(name: str) -> None:
+    layer = build("linear")
+    x, dy = torch.randn(M, K), torch.randn(M, N)
+    grads = []
+    for trainable in (True, False):
+        layer.reset_delayed_state()
+        layer.zero_grad()
+        torch.manual_seed(1)
+        forward(layer, x.clone().requires_grad_(trainable), RECIPES[name]).backward(dy)
+        grads.append(layer.weight.grad)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_bias_gradient_is_the_rounded_float32_sum_of_grad_output(dtype: torch.dtype) -> None:
+    layer = Linear(K, N, params_dtype=dtype)
+    dy = torch.randn(M, N).to(dtype)
+    forward(layer, torch.randn(M, K).to(dtype), RECIPES["current"]).backward(dy)
+    assert torch.equal(layer.bias.grad, dy.sum(0, dtype=torch.float32).to(dtype))
+
+
+def test_the_bias_is_added_before_the_one_rounding() -> None:
+    layer = Linear(32, 32, params_dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+        layer.bias.fill_(0.5)
+    x = torch.zeros(1, 32, dtype=torch.bfloat16)
+    x[0, :2] = torch.tensor([256.0, 1.0])
+    # bfloat16 holds 256 and 258: 257.5 rounds to 258, but 257 alone to 256, and 256.5 to 256.
+    assert forward(layer, x, recipe.MXFP8BlockScaling()).unique().tolist() == [258.0]
+
+
+@pytest.mark.parametrize("name", ["rowwise", "block", "mxfp8"])
+def test_permuting_the_rows_permutes_the_result(name: str) -> None:
+    layer, x = build("linear"), torch.randn(M, K)
+    order = torch.randperm(M)
+    y = forward(layer, x, RECIPES[name])
+    assert torch.equal(forward(layer, x[order], RECIPES[name]), y[order])
+
+
+def test_choices_name_the_backend_of_every_gemm_and_tensor() -> None:
+    layer = build("linear")
+    with autocast(recipe=RECIPES["current"]):
+        op = layer.bind(torch.device("cpu"), torch.float32).ops[0]
+    assert set(op.choices) == {*GEMMS, *TENSORS}
+    assert {choice.backend for choice in op.choices.values()} == {"reference"}

@@ -1,0 +1,242 @@
+"""Checkpoints: plain tensors in, the same training out; what does not fit changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core import GroupedLinear, Linear, RecipeError, autocast, recipe
+
+torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
+
+RECIPE = recipe.DelayedScaling(amax_history_len=4)
+STATE = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd", "delayed_meta")
+
+
+def step(layer: torch.nn.Module, x: torch.Tensor, chosen: recipe.Recipe = RECIPE) -> torch.Tensor:
+    layer.zero_grad()
+    with autocast(recipe=chosen):
+        y = layer(x)
+    y.square().sum().backward()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.sub_(parameter.grad, alpha=1e-3)
+    return y.detach()
+
+
+def trained(steps: int = 2, chosen: recipe.Recipe = RECIPE, **arguments: Any) -> Linear:
+    layer = Linear(32, 16, **arguments)
+    for _ in range(steps):
+        step(layer, torch.randn(4, 32), chosen)
+    return layer
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    """Save and load, refusing everything but tensors."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def snapshot(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in layer.state_dict().items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(found[key], value), key
+
+
+def test_a_state_dict_holds_parameters_and_state_as_tensors() -> None:
+    state = trained().state_dict()
+    assert list(state) == ["weight", "bias", *STATE]
+    assert all(isinstance(value, torch.Tensor) for value in state.values())
+
+
+@pytest.mark.parametrize("is_used", [False, True], ids=["fresh", "used"])
+def test_a_round_trip_restores_every_bit(is_used: bool) -> None:
+    layer, other = trained(), trained() if is_used else Linear(32, 16)
+    missing, unexpected = other.load_state_dict(through_a_file(layer.state_dict()))
+    assert not missing
+    assert not unexpected
+    assert_same(other.state_dict(), layer.state_dict())
+
+
+@pytest.mark.parametrize("is_used", [False, True], ids=["fresh", "used"])
+def test_training_goes_on_bit_for_bit_after_loading(is_used: bool) -> None:
+    layer, other = trained(), trained() if is_used else Linear(32, 16)
+    other.load_state_dict(through_a_file(layer.state_dict()))
+    for x in torch.randn(3, 4, 32):
+        assert torch.equal(step(layer, x), step(other, x))
+    assert_same(other.state_dict(), layer.state_dict())
+
+
+def test_training_goes_on_bit_for_bit_in_a_model() -> None:
+    model = torch.nn.Sequential(Linear(32, 24), torch.nn.GELU(), Linear(24, 16))
+    step(model, torch.randn(4, 32))
+    other = copy.deepcopy(model)
+    for layer in (other[0], other[2]):
+        layer.reset_delayed_state()
+        layer.reset_parameters()
+    other.load_state_dict(through_a_file(model.state_dict()))
+    x = torch.randn(4, 32)
+    assert torch.equal(step(model, x), step(other, x))
+    assert_same(other.state_dict(), model.state_dict())
+
+
+def test_a_grouped_layer_makes_the_round_trip() -> None:
+    layer, other = GroupedLinear(2, 32, 16), GroupedLinear(2, 32, 16)
+    for one in (layer, other):
+        with autocast(recipe=RECIPE):
+            one(torch.randn(4, 32), [1, 3]).sum().backward()
+    other.load_state_dict(through_a_file(layer.state_dict()))
+    assert_same(other.state_dict(), layer.state_dict())
+
+
+def test_loading_does_not_alias_the_checkpoint() -> None:
+    layer = trained()
+    saved = snapshot(layer)
+    other = Linear(32, 16)
+    other.load_state_dict(saved)
+    before = {key: value.clone() for key, value in saved.items()}
+    step(other, torch.full((4, 32), 99.0))
+    assert_same(saved, before)
+
+
+def test_loading_leaves_the_given_dict_as_it_was() -> None:
+    saved = {**trained().state_dict(), "_extra_state": torch.zeros(3)}
+    keys = list(saved)
+    Linear(32, 16).load_state_dict(saved)
+    assert list(saved) == keys
+
+
+def test_loading_into_a_bfloat16_layer_keeps_the_state_in_float32() -> None:
+    layer = trained()
+    other = Linear(32, 16, params_dtype=torch.bfloat16)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.scale_fwd, layer.scale_fwd)
+
+
+def test_assigning_to_a_layer_on_meta_makes_it_real() -> None:
+    layer, other = trained(), Linear(32, 16, device="meta")
+    other.load_state_dict(through_a_file(layer.state_dict()), assign=True)
+    x = torch.randn(4, 32)
+    assert torch.equal(step(other, x), step(layer, x))
+
+
+@pytest.mark.parametrize("extra", [torch.zeros(7, dtype=torch.uint8), io.BytesIO(b"te")])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_transformer_engine_s_extra_state_is_consumed(extra: object, is_nested: bool) -> None:
+    layer = Linear(32, 16)
+    model = torch.nn.Sequential(layer) if is_nested else layer
+    prefix = "0." if is_nested else ""
+    saved = {f"{prefix}{key}": value for key, value in Linear(32, 16).state_dict().items()}
+    missing, unexpected = model.load_state_dict({**saved, f"{prefix}_extra_state": extra})
+    assert not missing
+    assert not unexpected
+    assert torch.equal(layer.weight, saved[f"{prefix}weight"])
+
+
+def test_extra_state_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    saved = {**Linear(32, 16).state_dict(), "_extra_state": torch.zeros(1)}
+    for _ in range(2):
+        Linear(32, 16, name="extra_state_is_reported").load_state_dict(saved)
+    assert sum("extra_state_is_reported" in line for line in caplog.messages) == 1
+
+
+def test_a_checkpoint_without_state_starts_it_fresh(caplog: pytest.LogCaptureFixture) -> None:
+    layer = trained(name="without_state")
+    layer.load_state_dict(Linear(32, 16).state_dict())
+    assert any("without_state" in line and "starts fresh" in line for line in caplog.messages)
+    with autocast(recipe=RECIPE):
+        layer(torch.full((4, 32), 7.0))
+    assert layer.amax_history_fwd[:, 0].tolist() == [0.0, 0.0, 0.0, 7.0]
+
+
+def changed(**changes: Any) -> dict[str, torch.Tensor]:
+    """Return a checkpoint with some entries changed; None leaves one out."""
+    saved = {**trained().state_dict(), **changes}
+    return {key: value for key, value in saved.items() if value is not None}
+
+
+WRONG = {
+    "weight of another shape": ({"weight": torch.zeros(16, 31)}, r"weight is \[16, 31\] in the"),
+    "scale of another shape": ({"scale_fwd": torch.ones(6)}, r"scale_fwd is .* \[6\]"),
+    "history of another length": ({"amax_history_bwd": torch.zeros(3, 2)}, "amax_history_bwd is"),
+    "scale in another dtype": ({"scale_fwd": torch.ones(3).bfloat16()}, "scale_fwd is torch.bfl"),
+    "half of a state": ({"scale_bwd": None}, "lacks scale_bwd"),
+    "no meta": ({"delayed_meta": None}, "lacks delayed_meta"),
+    "meta of another origin": ({"delayed_meta": torch.zeros(4, dtype=torch.uint8)}, "not fp8core"),
+}
+
+
+@pytest.mark.parametrize("is_used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("case", WRONG)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(case: str, is_used: bool) -> None:
+    layer = trained() if is_used else Linear(32, 16)
+    before = snapshot(layer)
+    changes, message = WRONG[case]
+    with pytest.raises(RuntimeError, match=message):
+        layer.load_state_dict(changed(**changes))
+    assert_same(snapshot(layer), before)
+
+
+def test_an_error_names_the_layer() -> None:
+    layer = Linear(32, 16, name="decoder.3.fc1")
+    with pytest.raises(RuntimeError, match=r"'decoder.3.fc1'"):
+        layer.load_state_dict(changed(weight=torch.zeros(1, 1)))
+
+
+OTHER_RECIPES = {
+    "length": recipe.DelayedScaling(amax_history_len=6),
+    "format": recipe.DelayedScaling(amax_history_len=4, fp8_format=recipe.Format.E4M3),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_RECIPES)
+def test_another_recipe_s_checkpoint_does_not_load_over_a_used_layer(case: str) -> None:
+    layer, other = trained(), trained(chosen=OTHER_RECIPES[case])
+    before = snapshot(layer)
+    with pytest.raises(RuntimeError, match=r"delayed state is for|expected"):
+        layer.load_state_dict(other.state_dict())
+    assert_same(snapshot(layer), before)
+
+
+@pytest.mark.parametrize("case", OTHER_RECIPES)
+def test_another_recipe_s_checkpoint_is_refused_when_it_is_used(case: str) -> None:
+    layer = Linear(32, 16, name="decoder.0")
+    layer.load_state_dict(trained(chosen=OTHER_RECIPES[case]).state_dict())
+    before = snapshot(layer)
+    with pytest.raises(RecipeError, match=r"'decoder.0'.*checkpoint is for .*, the recipe needs"):
+        step(layer, torch.randn(4, 32))
+    assert_same(snapshot(layer), before)
+
+
+def test_a_refused_state_can_be_reset() -> None:
+    layer = Linear(32, 16)
+    layer.load_state_dict(trained(chosen=OTHER_RECIPES["length"]).state_dict())
+    layer.reset_delayed_state()
+    step(layer, torch.full((4, 32), 7.0))
+    assert layer.amax_history_fwd[:, 0].tolist() == [0.0, 0.0, 0.0, 7.0]
+
+
+def test_a_state_from_a_checkpoint_serves_recipes_without_state() -> None:
+    layer = Linear(32, 16)
+    layer.load_state_dict(trained().state_dict())
+    before = layer.scale_fwd.clone()
+    step(layer, torch.randn(4, 32), recipe.MXFP8BlockScaling())
+    assert torch.equal(layer.scale_fwd, before)
+
+
+def test_missing_and_unexpected_keys_are_torch_s_own() -> None:
+    saved = {**Linear(32, 16, bias=False).state_dict(), "stranger": torch.zeros(1)}
+    missing, unexpected = Linear(32, 16).load_state_dict(saved, strict=False)
+    assert (missing, unexpected) == (["bias"], ["stranger"])
+    with pytest.raises(RuntimeError, match="stranger"):
+        Linear(32, 16).load_state_dict(saved)

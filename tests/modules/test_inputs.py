@@ -1,0 +1,182 @@
+"""Inputs that do not fit raise a clear error and change nothing; NaN and inf spread no further."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core import (
+    Fp8CoreError,
+    GroupedLinear,
+    Linear,
+    OperandError,
+    UnsupportedError,
+    autocast,
+    recipe,
+)
+from fp8core.modules.base import LowPrecisionModule
+
+torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
+
+RECIPES = {"none": None, **{name: recipe.by_name(name) for name in recipe.names()}}
+DELAYED = recipe.DelayedScaling(amax_history_len=4)
+K, N = 32, 16
+
+
+def call(layer: LowPrecisionModule, x: Any, chosen: recipe.Recipe | None) -> torch.Tensor:
+    with autocast(enabled=chosen is not None, recipe=chosen):
+        return layer(x) if isinstance(layer, Linear) else layer(x, [x.shape[0], 0])
+
+
+def build(kind: str, **arguments: Any) -> LowPrecisionModule:
+    if kind == "linear":
+        return Linear(K, N, **arguments)
+    return GroupedLinear(2, K, N, **arguments)
+
+
+WRONG = {
+    "wrong k": (torch.randn(4, K + 1), r"has k=33, but the weight is \[16, 32\]"),
+    "no dimension": (torch.tensor(1.0), "has no dimension"),
+    "integers": (torch.zeros(4, K, dtype=torch.int64), "is torch.int64; expected bfloat16"),
+    "booleans": (torch.zeros(4, K, dtype=torch.bool), "is torch.bool"),
+    "complex": (torch.zeros(4, K, dtype=torch.complex64), "is torch.complex64"),
+    "another dtype": (torch.randn(4, K).bfloat16(), "is torch.bfloat16, the weight torch.float32"),
+    "another device": (torch.empty(4, K, device="meta"), "input is on meta, the layer on cpu"),
+}
+
+
+@pytest.mark.parametrize("case", [case for case in WRONG if case != "no dimension"])
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+@pytest.mark.parametrize("name", ["none", "current", "delayed"])
+def test_an_input_that_does_not_fit_is_refused(name: str, kind: str, case: str) -> None:
+    x, message = WRONG[case]
+    with pytest.raises(OperandError, match=message):
+        call(build(kind), x, RECIPES[name])
+
+
+def test_an_input_without_dimension_is_refused() -> None:
+    x, message = WRONG["no dimension"]
+    with pytest.raises(OperandError, match=message):
+        Linear(K, N)(x)
+
+
+@pytest.mark.parametrize("case", [case for case in WRONG if case != "no dimension"])
+def test_a_refused_input_leaves_the_layer_as_it_was(case: str) -> None:
+    layer = build("linear")
+    call(layer, torch.randn(4, K), DELAYED)
+    before = {key: value.clone() for key, value in layer.state_dict().items()}
+    with pytest.raises(OperandError):
+        call(layer, WRONG[case][0], DELAYED)
+    after = layer.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+def test_a_refused_first_input_makes_no_state() -> None:
+    layer = build("linear")
+    with pytest.raises(OperandError):
+        call(layer, torch.randn(4, K + 1), DELAYED)
+    assert list(layer.state_dict()) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+def test_a_message_names_the_layer(kind: str) -> None:
+    layer = build(kind, name="decoder.3.fc1")
+    with pytest.raises(OperandError, match=r"'decoder.3.fc1' \(.*Linear\(32, 16\)\)"):
+        call(layer, torch.randn(4, K + 1), None)
+
+
+def test_a_message_about_dtypes_names_the_remedy() -> None:
+    with pytest.raises(OperandError, match=r"torch\.autocast"):
+        Linear(K, N)(torch.randn(4, K).bfloat16())
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "none"])
+def test_low_precision_of_float64_is_refused_with_the_layer(name: str) -> None:
+    layer = Linear(K, N, params_dtype=torch.float64, name="in_float64")
+    with pytest.raises(UnsupportedError, match=r"'in_float64'.*\n?.*float64"):
+        call(layer, torch.randn(4, K, dtype=torch.float64), RECIPES[name])
+
+
+def test_a_layer_that_was_refused_works_afterwards() -> None:
+    layer = Linear(K, N)
+    with pytest.raises(Fp8CoreError):
+        call(layer, torch.randn(4, K).bfloat16(), DELAYED)
+    call(layer, torch.randn(4, K), DELAYED).sum().backward()
+    assert layer.scale_bwd[0] == 57344.0
+
+
+def with_value(value: float) -> torch.Tensor:
+    x = torch.randn(4, K)
+    x[1, 2] = value
+    return x
+
+
+NAN_ENCODES = [name for name in RECIPES if name != "nvfp4"]
+
+
+@pytest.mark.parametrize("name", NAN_ENCODES)
+def test_a_nan_makes_its_row_nan_and_no_other(name: str) -> None:
+    y = call(Linear(K, N), with_value(math.nan), RECIPES[name])
+    assert y.isnan().all(1).tolist() == [False, True, False, False]
+    assert not y[[0, 2, 3]].isnan().any()
+
+
+@pytest.mark.parametrize("name", ["current", "rowwise", "block", "mxfp8"])
+def test_a_nan_does_not_change_the_scale_of_other_elements(name: str) -> None:
+    layer, x = Linear(K, N), with_value(math.nan)
+    y, wanted = (call(layer, given, RECIPES[name]) for given in (x, x.nan_to_num(0.0)))
+    others = [0, 2, 3]
+    assert torch.equal(y[others], wanted[others])
+
+
+def test_nan_becomes_the_largest_element_in_fp4() -> None:
+    """e2m1 has no NaN; conversion gives +6, as PTX does (fp8core/formats.py)."""
+    assert call(Linear(K, N), with_value(math.nan), RECIPES["nvfp4"]).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["current", "delayed", "rowwise", "block", "nvfp4"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_an_infinity_saturates(name: str, value: float) -> None:
+    assert call(Linear(K, N), with_value(value), RECIPES[name]).isfinite().all()
+
+
+def test_an_infinity_stays_in_its_row_in_mxfp8() -> None:
+    """The block's scale is the largest there is, 2^127, and 448 times that overflows."""
+    y = call(Linear(K, N), with_value(math.inf), RECIPES["mxfp8"])
+    assert y.isinf().any(1).tolist() == [False, True, False, False]
+    assert not y.isnan().any()
+
+
+@pytest.mark.parametrize("name", [name for name in NAN_ENCODES if name != "none"])
+def test_a_nan_in_grad_output_stays_in_its_row_of_grad_input(name: str) -> None:
+    x = torch.randn(4, K, requires_grad=True)
+    y = call(Linear(K, N), x, RECIPES[name])
+    dy = torch.randn(4, N)
+    dy[1, 2] = math.nan
+    y.backward(dy)
+    assert x.grad.isnan().all(1).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "none"])
+def test_a_step_with_a_bad_value_does_not_change_the_next(name: str, value: float) -> None:
+    layer, good = Linear(K, N), torch.randn(4, K)
+    torch.manual_seed(0)
+    call(layer, good, RECIPES[name]).sum().backward()
+    scales = [value.clone() for key, value in layer.state_dict().items() if "scale" in key]
+    bad = torch.full((4, K), value)
+    call(layer, bad, RECIPES[name]).backward(torch.full((4, N), value))
+    after = [value for key, value in layer.state_dict().items() if "scale" in key]
+    assert all(torch.equal(old, new) for old, new in zip(scales, after, strict=True))
+    assert call(layer, good, RECIPES[name]).isfinite().all()
+
+
+def test_default_histories_are_not_frozen_by_one_infinity() -> None:
+    layer = Linear(K, N)
+    for x in (torch.ones(4, K), torch.full((4, K), math.inf), torch.full((4, K), 7.0)):
+        call(layer, x, recipe.DelayedScaling())
+    assert layer.scale_fwd[0] == 64.0

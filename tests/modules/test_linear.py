@@ -1,0 +1,326 @@
+"""Linear: Transformer Engine's constructor, its parameters, and what it is as a torch module."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core import (
+    Linear,
+    OperandError,
+    RecipeError,
+    UnsupportedError,
+    autocast,
+    recipe,
+    use_backend,
+)
+from fp8core.backend_api import BackendSpec, hookimpl
+from fp8core.dispatch import plugins
+
+torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
+
+RECIPES = {"none": None, **{name: recipe.by_name(name) for name in recipe.names()}}
+
+TE_ARGUMENTS: dict[str, Any] = {
+    "in_features": inspect.Parameter.empty,
+    "out_features": inspect.Parameter.empty,
+    "sequence_parallel": False,
+    "fuse_wgrad_accumulation": False,
+    "tp_group": None,
+    "tp_size": 1,
+    "get_rng_state_tracker": None,
+    "rng_tracker_name": None,
+    "init_method": None,
+    "bias": True,
+    "return_bias": False,
+    "params_dtype": None,
+    "parallel_mode": None,
+    "parameters_split": None,
+    "device": None,  # Transformer Engine's is "cuda"; here the selected backend's
+    "ub_overlap_ag": False,
+    "ub_overlap_rs": False,
+    "ub_overlap_rs_dgrad": False,
+    "ub_bulk_dgrad": False,
+    "ub_bulk_wgrad": False,
+    "ub_name": None,
+    "delay_wgrad_compute": False,
+    "symmetric_ar_type": None,
+    "save_original_input": False,
+    "name": None,
+}
+OFFERED = {
+    "in_features",
+    "out_features",
+    "init_method",
+    "bias",
+    "return_bias",
+    "params_dtype",
+    "parameters_split",
+    "device",
+    "name",
+}
+NOT_OFFERED = [name for name in TE_ARGUMENTS if name not in OFFERED]
+
+
+def other_than(default: object) -> object:
+    """Return a value that is not ``default``, of a type that the argument could have."""
+    return {False: True, 1: 2}.get(default, "something") if default is not None else "something"
+
+
+def forward(layer: Linear, x: torch.Tensor, name: str) -> torch.Tensor:
+    chosen = RECIPES[name]
+    torch.manual_seed(11)
+    with autocast(enabled=chosen is not None, recipe=chosen):
+        return layer(x)
+
+
+def test_arguments_have_transformer_engine_s_names_order_and_defaults() -> None:
+    parameters = list(inspect.signature(Linear).parameters.items())
+    assert [(name, p.default) for name, p in parameters] == list(TE_ARGUMENTS.items())
+
+
+def test_forward_has_transformer_engine_s_order_and_defaults() -> None:
+    parameters = list(inspect.signature(Linear.forward).parameters.values())[2:]
+    assert {p.name: p.default for p in parameters} == {
+        "is_first_microbatch": None,
+        "fp8_output": False,
+        "fp8_grad": False,
+    }
+
+
+@pytest.mark.parametrize("name", NOT_OFFERED)
+def test_an_argument_that_is_not_offered_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"Linear\({name}=.*not offered"):
+        Linear(8, 8, **{name: other_than(TE_ARGUMENTS[name])})
+
+
+@pytest.mark.parametrize("name", NOT_OFFERED)
+def test_the_default_of_an_argument_that_is_not_offered_is_taken(name: str) -> None:
+    Linear(8, 8, **{name: TE_ARGUMENTS[name]})
+
+
+@pytest.mark.parametrize(
+    "argument", [{"is_first_microbatch": True}, {"fp8_output": True}, {"fp8_grad": True}], ids=str
+)
+def test_forward_refuses_what_is_not_offered(argument: dict[str, bool]) -> None:
+    with pytest.raises(UnsupportedError, match=next(iter(argument))):
+        Linear(8, 8)(torch.randn(2, 8), **argument)
+
+
+@pytest.mark.parametrize("sizes", [(0, 8), (8, 0), (-1, 8), (8.0, 8), ("8", 8)], ids=str)
+def test_a_size_that_is_no_positive_integer_is_refused(sizes: tuple[Any, Any]) -> None:
+    with pytest.raises(OperandError, match="expected an integer >= 1"):
+        Linear(*sizes)
+
+
+def test_parameters_are_weight_and_bias() -> None:
+    shapes = {name: tuple(p.shape) for name, p in Linear(6, 4).named_parameters()}
+    assert shapes == {"weight": (4, 6), "bias": (4,)}
+
+
+def test_without_bias_there_is_none() -> None:
+    layer = Linear(6, 4, bias=False)
+    assert layer.bias is None
+    assert list(layer.state_dict()) == ["weight"]
+
+
+def test_the_default_initialization_is_transformer_engine_s() -> None:
+    layer = Linear(256, 256)
+    assert abs(layer.weight.std().item() - 0.023) < 0.001
+    assert not layer.bias.any()
+
+
+def test_init_method_fills_each_weight_and_no_bias() -> None:
+    seen = []
+
+    def ones(weight: torch.Tensor) -> None:
+        seen.append(tuple(weight.shape))
+        torch.nn.init.ones_(weight)
+
+    layer = Linear(6, 4, init_method=ones, parameters_split=("q", "k"))
+    assert seen == [(2, 6), (2, 6)]
+    assert layer.q_weight.eq(1).all()
+    assert not layer.q_bias.any()
+
+
+def test_params_dtype_is_the_dtype_of_the_parameters() -> None:
+    dtypes = {p.dtype for p in Linear(6, 4, params_dtype=torch.bfloat16).parameters()}
+    assert dtypes == {torch.bfloat16}
+
+
+def test_the_dtype_is_torch_s_default() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert Linear(6, 4).weight.dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def backend_on_meta() -> Iterator[str]:
+    """A backend whose preferred device is meta."""
+
+    class Plugin:
+        @hookimpl
+        def fp8core_register_backends(self, register: Callable[[BackendSpec], None]) -> None:
+            factory = "fp8core_backends.reference.backend:ReferenceBackend"
+            register(BackendSpec("on_meta", ("meta",), factory, priority=-1))
+
+    plugins.register(Plugin(), "on_meta")
+    yield "on_meta"
+    plugins.reload()
+
+
+def test_the_device_is_the_selected_backend_s(backend_on_meta: str) -> None:
+    assert Linear(6, 4).weight.device.type == "cpu"
+    with use_backend(backend_on_meta):
+        assert Linear(6, 4).weight.device.type == "meta"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_return_bias_returns_the_bias_that_was_not_added(name: str) -> None:
+    layer = Linear(32, 16, return_bias=True)
+    torch.nn.init.normal_(layer.bias)
+    x = torch.randn(4, 32)
+    y, bias = forward(layer, x, name)
+    assert bias is layer.bias
+    without = Linear(32, 16, bias=False)
+    without.load_state_dict({"weight": layer.weight})
+    assert torch.equal(y, forward(without, x, name))
+
+
+def test_return_bias_without_a_bias_returns_none() -> None:
+    assert Linear(32, 16, bias=False, return_bias=True)(torch.randn(4, 32))[1] is None
+
+
+def test_parameters_split_names_parts_of_equal_size() -> None:
+    layer = Linear(6, 9, parameters_split=("query", "key_", "value"))
+    assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
+        **{f"{part}_weight": (3, 6) for part in ("query", "key", "value")},
+        **{f"{part}_bias": (3,) for part in ("query", "key", "value")},
+    }
+
+
+def test_parameters_split_takes_sizes() -> None:
+    layer = Linear(6, 8, bias=False, parameters_split={"query": 6, "kv": 2})
+    assert [tuple(p.shape) for p in layer.parameters()] == [(6, 6), (2, 6)]
+
+
+@pytest.mark.parametrize(
+    "split", [("a", "b", "c"), {"a": 3}, {"a": 9, "b": -1}, ("a", "a_"), ("",), ()], ids=str
+)
+def test_a_split_that_does_not_fit_is_refused(split: Any) -> None:
+    with pytest.raises(RecipeError, match="parameters_split"):
+        Linear(6, 8, parameters_split=split)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_split_layer_has_the_bits_of_a_whole_one(name: str) -> None:
+    whole, split = Linear(32, 24), Linear(32, 24, parameters_split={"q": 8, "kv": 16})
+    torch.nn.init.normal_(whole.bias)
+    with torch.no_grad():
+        for kind in ("weight", "bias"):
+            q, kv = getattr(whole, kind).split([8, 16])
+            getattr(split, f"q_{kind}").copy_(q)
+            getattr(split, f"kv_{kind}").copy_(kv)
+    x, dy = torch.randn(2, 4, 32), torch.randn(4, 24)
+    found = []
+    for layer in (whole, split):
+        leaf = x[0].clone().requires_grad_()
+        y = forward(layer, leaf, name)
+        y.backward(dy)
+        found.append((y, leaf.grad))
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
+    for kind in ("weight", "bias"):
+        parts = [getattr(split, f"{part}_{kind}").grad for part in ("q", "kv")]
+        assert torch.equal(torch.cat(parts), getattr(whole, kind).grad)
+
+
+def test_a_frozen_part_of_a_split_gets_no_gradient() -> None:
+    layer = Linear(32, 16, parameters_split=("q", "k"))
+    layer.q_weight.requires_grad_(False)
+    forward(layer, torch.randn(4, 32), "current").sum().backward()
+    assert layer.q_weight.grad is None
+    assert layer.k_weight.grad is not None
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_results_have_the_dtype_of_the_input(name: str, dtype: torch.dtype) -> None:
+    layer = Linear(32, 16, params_dtype=dtype)
+    x = torch.randn(4, 32).to(dtype).requires_grad_()
+    y = forward(layer, x, name)
+    y.sum().backward()
+    assert {y.dtype, x.grad.dtype, layer.weight.grad.dtype, layer.bias.grad.dtype} == {dtype}
+
+
+def test_print_says_sizes_dtype_and_how_it_last_ran() -> None:
+    layer = Linear(8, 4, params_dtype=torch.bfloat16, return_bias=True)
+    assert repr(layer) == "Linear(in_features=8, out_features=4, bias=True, dtype=bfloat16)"
+    with autocast(recipe=recipe.MXFP8BlockScaling()):
+        layer(torch.randn(2, 8).bfloat16())
+    assert repr(layer).endswith("dtype=bfloat16, last run: MXFP8BlockScaling on reference)")
+    layer(torch.randn(2, 8).bfloat16())
+    assert repr(layer).endswith("last run: high precision on reference)")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_deep_copy_computes_the_same_with_its_own_parameters(name: str) -> None:
+    layer, x = Linear(32, 16), torch.randn(4, 32)
+    forward(layer, x, name)
+    twin = copy.deepcopy(layer)
+    assert torch.equal(forward(layer, x, name), forward(twin, x, name))
+    assert twin.weight is not layer.weight
+
+
+def test_a_pickled_layer_computes_the_same() -> None:
+    layer, x, file = Linear(32, 16), torch.randn(4, 32), io.BytesIO()
+    forward(layer, x, "delayed")
+    torch.save(layer, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(forward(loaded, x, "delayed"), forward(layer, x, "delayed"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_moving_to_another_dtype_computes_in_it(name: str) -> None:
+    layer = Linear(32, 16)
+    forward(layer, torch.randn(4, 32), name)
+    layer.bfloat16()
+    assert forward(layer, torch.randn(4, 32).bfloat16(), name).dtype == torch.bfloat16
+
+
+def test_a_layer_made_on_meta_can_be_filled() -> None:
+    layer = Linear(32, 16, device="meta")
+    layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    assert 0 < layer.weight.std() < 1
+    assert not layer.bias.any()
+    assert forward(layer, torch.ones(2, 32), "current").isfinite().all()
+
+
+def test_a_parametrized_weight_is_used() -> None:
+    layer, x = Linear(32, 16), torch.randn(4, 32)
+    torch.nn.utils.parametrizations.weight_norm(layer, "weight")
+    y = forward(layer, x, "current")
+    y.sum().backward()
+    assert layer.parametrizations.weight.original0.grad is not None
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_two_layers_may_share_a_weight() -> None:
+    first, second = Linear(16, 16, bias=False), Linear(16, 16, bias=False)
+    second.weight = first.weight
+    x = torch.randn(4, 16)
+    forward(second, forward(first, x, "current"), "current").sum().backward()
+    alone = Linear(16, 16, bias=False)
+    alone.load_state_dict({"weight": first.weight})
+    forward(alone, forward(alone, x, "current"), "current").sum().backward()
+    assert torch.equal(alone.weight.grad, first.weight.grad)

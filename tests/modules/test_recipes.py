@@ -1,0 +1,238 @@
+"""Recipes that the user composes, end to end: PerLayer after prepare(), CustomRecipe both ways."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8core import GroupedLinear, Linear, RecipeError, UnsupportedError, autocast, prepare, recipe
+from fp8core.backend_api import OperandSpec
+
+torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
+
+CURRENT = recipe.Float8CurrentScaling()
+MXFP8 = recipe.MXFP8BlockScaling()
+ROWWISE = OperandSpec("e4m3", (1, 0), 448.0)
+
+
+def make_model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(Linear(32, 32), torch.nn.ReLU(), Linear(32, 32))
+
+
+def step(model: torch.nn.Module, x: torch.Tensor, chosen: recipe.Recipe) -> list[torch.Tensor]:
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    with autocast(recipe=chosen):
+        y = model(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def assert_same_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    for mine, theirs in zip(got, want, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_prepare_names_the_layers_by_their_paths() -> None:
+    model = prepare(torch.nn.ModuleDict({"decoder": make_model(), "head": Linear(32, 4)}))
+    assert [model["decoder"][0].name, model["decoder"][2].name] == ["decoder.0", "decoder.2"]
+    assert model["head"].name == "head"
+
+
+def test_prepare_returns_the_model() -> None:
+    model = make_model()
+    assert prepare(model) is model
+
+
+def test_prepare_keeps_the_name_of_a_layer_that_is_the_model() -> None:
+    assert prepare(Linear(32, 32, name="alone")).name == "alone"
+
+
+def test_per_layer_quantizes_each_layer_by_its_own_recipe() -> None:
+    x, model = torch.randn(4, 32), prepare(make_model())
+    mixed = recipe.PerLayer({"0": CURRENT, "2": MXFP8})
+    with autocast(recipe=mixed), torch.no_grad():
+        got = model(x)
+    with torch.no_grad():
+        with autocast(recipe=CURRENT):
+            hidden = model[0](x).relu()
+        with autocast(recipe=MXFP8):
+            assert torch.equal(got, model[2](hidden))
+
+
+def test_per_layer_none_is_high_precision() -> None:
+    model, x = prepare(make_model()), torch.randn(4, 32)
+    layer = model[2]
+    with autocast(recipe=recipe.PerLayer({"2": None}, default=CURRENT)):
+        assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_per_layer_of_one_recipe_equals_the_recipe() -> None:
+    x = torch.randn(4, 32)
+    got = step(prepare(make_model()), x, recipe.PerLayer({}, default=CURRENT))
+    assert_same_bits(got, step(make_model(), x, CURRENT))
+
+
+def test_per_layer_chooses_by_kind_without_a_name() -> None:
+    rules = {recipe.LayerRole("grouped_linear"): None}
+    chosen = recipe.PerLayer(rules, default=recipe.DelayedScaling())
+    grouped, linear = GroupedLinear(2, 32, 16), Linear(32, 16)
+    with autocast(recipe=chosen):
+        grouped(torch.randn(4, 32), [2, 2])
+        linear(torch.randn(4, 32))
+    assert "scale_fwd" not in grouped.state_dict()
+    assert "scale_fwd" in linear.state_dict()
+
+
+def test_per_layer_by_name_refuses_a_layer_without_one() -> None:
+    with pytest.raises(RecipeError, match=r"Linear\(32, 32\): .*prepare\(model\)"):
+        step(make_model(), torch.randn(4, 32), recipe.PerLayer({"0": CURRENT}))
+
+
+def test_per_layer_keeps_delayed_state_where_it_is_delayed() -> None:
+    model = prepare(make_model())
+    chosen = recipe.PerLayer({"0": recipe.DelayedScaling(amax_history_len=4)}, default=MXFP8)
+    step(model, torch.full((4, 32), 7.0), chosen)
+    assert model[0].scale_fwd[0] == 64.0
+    assert "scale_fwd" not in model[2].state_dict()
+
+
+def test_preparing_again_lets_another_rule_match() -> None:
+    model = prepare(make_model())
+    chosen = recipe.PerLayer({"0": None, "*.0": CURRENT}, default=None)
+    x = torch.randn(4, 32)
+    with autocast(recipe=chosen), torch.no_grad():
+        exact = model[0](x)
+        prepare(torch.nn.ModuleDict({"decoder": model}))
+        assert not torch.equal(model[0](x), exact)
+
+
+def test_a_custom_recipe_of_scaling_fields_is_delayed_scaling() -> None:
+    fields = {"margin": 1, "amax_history_len": 3, "amax_compute_algo": "most_recent"}
+    custom, delayed = make_model(), make_model()
+    for x in torch.randn(3, 4, 32):
+        got = step(custom, x, recipe.CustomRecipe(**fields))
+        assert_same_bits(got, step(delayed, x, recipe.DelayedScaling(**fields)))
+    assert torch.equal(custom[0].amax_history_fwd, delayed[0].amax_history_fwd)
+
+
+def test_a_custom_recipe_may_compute_the_scale() -> None:
+    def half(
+        amax: torch.Tensor, scale: torch.Tensor, fp8_max: torch.Tensor, _: object
+    ) -> torch.Tensor:
+        return fp8_max / amax / 2
+
+    layer = Linear(32, 16)
+    step(layer, torch.full((4, 32), 7.0), recipe.CustomRecipe(scaling_factor_compute_algo=half))
+    assert layer.scale_fwd[0] == 32.0
+
+
+def test_a_factory_is_asked_for_three_tensors_of_the_layer() -> None:
+    seen = []
+
+    def factory(role: recipe.QuantizerRole) -> OperandSpec:
+        seen.append(role)
+        return ROWWISE
+
+    step(Linear(32, 16, name="head"), torch.randn(4, 32), recipe.CustomRecipe(factory))
+    tensors = ("input", "weight", "grad_output")
+    assert seen == [recipe.QuantizerRole("linear", tensor, "head") for tensor in tensors]
+
+
+def test_a_factory_of_one_spec_has_the_bits_of_the_named_recipe() -> None:
+    x = torch.randn(4, 32)
+    got = step(make_model(), x, recipe.CustomRecipe(lambda role: ROWWISE))
+    assert_same_bits(got, step(make_model(), x, recipe.Float8RowwiseScaling()))
+
+
+def test_a_factory_of_delayed_requests_has_the_bits_of_delayed_scaling() -> None:
+    custom, delayed = make_model(), make_model()
+    chosen = recipe.CustomRecipe(lambda role: recipe.DelayedScalingRequest(amax_history_len=4))
+    for x in torch.randn(2, 4, 32):
+        got = step(custom, x, chosen)
+        assert_same_bits(got, step(delayed, x, recipe.DelayedScaling(amax_history_len=4)))
+
+
+def weight_only(role: recipe.QuantizerRole) -> recipe.TensorPlan:
+    spec = ROWWISE if role.tensor_type == "weight" else None
+    return recipe.TensorPlan(spec, spec)
+
+
+def test_a_factory_may_leave_tensors_in_high_precision() -> None:
+    layer, x = Linear(32, 16), torch.randn(4, 32)
+    leaf = x.clone().requires_grad_()
+    with autocast(recipe=recipe.CustomRecipe(weight_only)):
+        y = layer(leaf)
+    dy = torch.randn(4, 16)
+    y.backward(dy)
+    # The weight gradient has two operands in high precision, so it is exact.
+    torch.testing.assert_close(layer.weight.grad, dy.t() @ x)
+    assert not torch.equal(y, torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_a_factory_may_quantize_one_orientation() -> None:
+    def forward_only(role: recipe.QuantizerRole) -> recipe.TensorPlan:
+        is_forward = role.tensor_type != "grad_output"
+        return recipe.TensorPlan(ROWWISE if is_forward else None, None)
+
+    layer, x = Linear(32, 16), torch.randn(4, 32, requires_grad=True)
+    with autocast(recipe=recipe.CustomRecipe(forward_only)):
+        y = layer(x)
+    dy = torch.randn(4, 16)
+    y.backward(dy)
+    torch.testing.assert_close(x.grad, dy @ layer.weight)
+    torch.testing.assert_close(layer.weight.grad, dy.t() @ x)
+
+
+def test_a_factory_may_mix_delayed_and_current() -> None:
+    def mixed(role: recipe.QuantizerRole) -> object:
+        is_weight = role.tensor_type == "weight"
+        return recipe.DelayedScalingRequest(amax_history_len=4) if is_weight else ROWWISE
+
+    layer = Linear(32, 16)
+    step(layer, torch.full((4, 32), 7.0), recipe.CustomRecipe(mixed))
+    weight = layer.weight.detach().abs().max().item()
+    assert layer.amax_history_fwd[-1].tolist() == [0.0, weight, 0.0]
+    assert not layer.amax_history_bwd.any()
+
+
+def test_a_factory_s_mistake_is_told_with_the_layer() -> None:
+    with pytest.raises(RecipeError, match=r"'head'.*qfactory returned None for input"):
+        step(
+            Linear(32, 16, name="head"), torch.randn(4, 32), recipe.CustomRecipe(lambda role: None)
+        )
+
+
+def test_an_operand_that_no_backend_makes_is_told_with_the_layer() -> None:
+    impossible = OperandSpec("e4m3", (3, 0), 448.0)
+    with pytest.raises(UnsupportedError, match=r"'head'.*no backend runs"):
+        step(
+            Linear(32, 16, name="head"),
+            torch.randn(4, 32),
+            recipe.CustomRecipe(lambda _: impossible),
+        )
+
+
+def test_another_recipe_on_a_live_layer_takes_effect_at_once() -> None:
+    layer, x = Linear(32, 16), torch.randn(4, 32)
+    found: dict[str, torch.Tensor] = {}
+    for name in (*recipe.names(), *reversed(recipe.names())):
+        layer.reset_delayed_state()
+        torch.manual_seed(0)
+        with autocast(recipe=recipe.by_name(name)), torch.no_grad():
+            y = layer(x)
+        assert torch.equal(found.setdefault(name, y), y)
+
+
+def test_backward_follows_the_recipe_of_its_forward() -> None:
+    layer, x, dy = Linear(32, 16), torch.randn(4, 32), torch.randn(4, 16)
+    outputs = []
+    for chosen in (CURRENT, MXFP8):
+        with autocast(recipe=chosen):
+            outputs.append(layer(x))
+    grads = [torch.autograd.grad(y, layer.weight, dy)[0] for y in outputs]
+    for chosen, grad in zip((CURRENT, MXFP8), grads, strict=True):
+        with autocast(recipe=chosen):
+            y = layer(x)
+        assert torch.equal(torch.autograd.grad(y, layer.weight, dy)[0], grad)

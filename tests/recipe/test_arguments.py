@@ -1,0 +1,168 @@
+"""What a recipe's constructor refuses, and what the message says."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import fp8core
+from fp8core.errors import RecipeError, UnsupportedError
+from fp8core.plan import LayerRole
+from fp8core.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    DelayedScalingRequest,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    PerLayer,
+    Recipe,
+)
+
+NAMED = (
+    DelayedScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    Float8BlockScaling,
+    NVFP4BlockScaling,
+)
+ALL = (*NAMED, CustomRecipe, PerLayer)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_unknown_argument_gets_the_list_of_valid_ones(kind: type[Recipe]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        kind(qqq=1)
+    valid = ", ".join(inspect.signature(kind).parameters)
+    assert str(caught.value) == f"{kind.__name__} has no argument 'qqq'; valid ones: {valid}."
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "nearest"),
+    [
+        (DelayedScaling, "amax_histroy_len", "amax_history_len"),
+        (Float8CurrentScaling, "use_power2_scales", "use_power_2_scales"),
+        (MXFP8BlockScaling, "enable_2d_quantisation", "enable_2d_quantization"),
+        (Float8BlockScaling, "use_fp32_scales", "use_f32_scales"),
+        (NVFP4BlockScaling, "disable_rth", "disable_rht"),
+        (CustomRecipe, "qfactry", "qfactory"),
+        (PerLayer, "rule", "rules"),
+    ],
+)
+def test_misspelt_argument_gets_the_nearest(kind: type[Recipe], given: str, nearest: str) -> None:
+    with pytest.raises(RecipeError, match=rf"no argument {given!r}.*Did you mean {nearest!r}\?"):
+        kind(**{given: 1})
+
+
+def test_errors_of_recipes_are_value_errors() -> None:
+    with pytest.raises(ValueError, match="no argument 'qqq'"):
+        DelayedScaling(qqq=1)
+
+
+FORMATTED = (
+    DelayedScaling,
+    DelayedScalingRequest,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    Float8BlockScaling,
+    CustomRecipe,
+)
+
+
+@pytest.mark.parametrize("kind", [*FORMATTED, NVFP4BlockScaling])
+def test_unknown_format_gets_the_list_and_the_nearest(kind: type[Recipe]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        kind(fp8_format="e4m4")
+    assert str(caught.value) == (
+        "no format 'e4m4'; known: e2m1, e4m3, e5m2, e8m0. Did you mean 'e4m3'?"
+    )
+
+
+@pytest.mark.parametrize("kind", FORMATTED)
+def test_format_that_is_no_name_is_refused(kind: type[Recipe]) -> None:
+    with pytest.raises(RecipeError, match=r"Format\(8\): expected the name of a format"):
+        kind(fp8_format=8)
+
+
+@pytest.mark.parametrize("kind", FORMATTED)
+def test_format_of_scales_is_refused_for_elements(kind: type[Recipe]) -> None:
+    with pytest.raises(RecipeError, match="e8m0 has no negative values, it is for scales"):
+        kind(fp8_format="e8m0")
+
+
+@pytest.mark.parametrize("spelling", ["e5m2", "E5M2"])
+@pytest.mark.parametrize("kind", [DelayedScaling, CustomRecipe])
+def test_pure_e5m2_is_refused_for_delayed_scaling(kind: type[Recipe], spelling: str) -> None:
+    with pytest.raises(RecipeError, match=rf"^{kind.__name__}\(fp8_format=.*too few mantissa bits"):
+        kind(fp8_format=spelling)
+
+
+Case = tuple[type[Recipe], dict[str, Any], str]
+ACCUMULATING = (Float8CurrentScaling, Float8RowwiseScaling, Float8BlockScaling)
+DELAYED = (DelayedScaling, DelayedScalingRequest, CustomRecipe)
+WRONG: list[Case] = [
+    *((kind, {"amax_history_len": 0}, "expected an integer >= 1") for kind in DELAYED),
+    *((kind, {"amax_history_len": 1.5}, "expected an integer >= 1") for kind in DELAYED),
+    *((kind, {"amax_history_len": True}, "expected an integer >= 1") for kind in DELAYED),
+    *((kind, {"amax_compute_algo": "mean"}, "'max', 'most_recent'") for kind in DELAYED),
+    *((kind, {"margin": "1"}, "expected a finite number") for kind in DELAYED),
+    *((kind, {"margin": float("nan")}, "expected a finite number") for kind in DELAYED),
+    *((kind, {"margin": float("inf")}, "expected a finite number") for kind in DELAYED),
+    *((kind, {"scaling_factor_compute_algo": "x"}, "a function or None") for kind in DELAYED),
+    *((kind, {"fp8_gemm_fprop": True}, "expected an MMParams") for kind in ACCUMULATING),
+    *((kind, {"fp8_gemm_wgrad": None}, "expected an MMParams") for kind in ACCUMULATING),
+    *((kind, {"backward_override": "bf16"}, "expected one of") for kind in NAMED),
+    (DelayedScaling, {"backward_override": "high_precision"}, r"expected one of \(None,\)"),
+    (CustomRecipe, {"margin": 0, "backward_override": "high_precision"}, "expected one of"),
+    (MXFP8BlockScaling, {"margin": 1}, "would have no effect"),
+    *(
+        (Float8BlockScaling, {f"fp8_gemm_{name}": MMParams(False)}, "block scales are applied in")
+        for name in ("fprop", "dgrad", "wgrad")
+    ),
+    *(
+        (Float8BlockScaling, {f"{name}_block_scaling_dim": 3}, "expected 1 or 2")
+        for name in ("x", "w", "grad")
+    ),
+    (NVFP4BlockScaling, {"fp4_format": "e4m3"}, "only 'e2m1' exists"),
+    (NVFP4BlockScaling, {"fp8_format": "e5m2"}, "only 'e4m3' exists"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "reason"),
+    WRONG,
+    ids=[f"{number}-{kind.__name__}-{'-'.join(f)}" for number, (kind, f, _) in enumerate(WRONG)],
+)
+def test_value_without_a_meaning_is_refused(
+    kind: type[Recipe], fields: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(RecipeError, match=reason) as caught:
+        kind(**fields)
+    assert kind.__name__ in str(caught.value)
+    assert f"{list(fields)[-1]}=" in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["fp8_dpa", "fp8_mha"])
+@pytest.mark.parametrize("kind", NAMED)
+def test_low_precision_attention_is_refused_as_not_offered(kind: type[Recipe], field: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{kind.__name__}\({field}=True\).*not offered"):
+        kind(**{field: True})
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", MXFP8BlockScaling, 8])
+def test_autocast_refuses_what_is_no_recipe(recipe: Any) -> None:
+    with pytest.raises(RecipeError, match=r"expected a Recipe, as in fp8core\.recipe"):
+        fp8core.autocast(recipe=recipe)
+
+
+def test_base_class_has_no_plan() -> None:
+    with pytest.raises(NotImplementedError):
+        Recipe().plan(LayerRole(), torch.float32)

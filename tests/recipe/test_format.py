@@ -1,0 +1,109 @@
+"""``Format``: number formats by name, a plug-in's included."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from fp8core import formats
+from fp8core.errors import RecipeError
+from fp8core.recipe import Format
+from tests.dispatch import toys
+
+PAIRS = {
+    "HYBRID": ("e4m3", "e5m2"),
+    "E4M3": ("e4m3", "e4m3"),
+    "E5M2": ("e5m2", "e5m2"),
+    "E2M1": ("e2m1", "e2m1"),
+}
+MAXIMA = {"HYBRID": (448.0, 57344.0), "E5M2": (57344.0, 57344.0), "E2M1": (6.0, 6.0)}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_format_is_the_string_of_its_name(name: str) -> None:
+    assert getattr(Format, name) == name.lower()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_format_hashes_as_its_name(name: str) -> None:
+    assert {getattr(Format, name): 1}[name.lower()] == 1
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_forward_and_backward_formats(name: str) -> None:
+    found = Format(name)
+    assert (found.forward, found.backward) == tuple(map(formats.by_name, PAIRS[name]))
+
+
+@pytest.mark.parametrize("name", MAXIMA)
+def test_maxima_are_those_of_the_formats(name: str) -> None:
+    found = Format(name)
+    assert (found.max_fwd, found.max_bwd) == MAXIMA[name]
+
+
+@pytest.mark.parametrize("spelling", ["hybrid", "HYBRID", "Hybrid"])
+def test_name_is_taken_in_any_case(spelling: str) -> None:
+    assert Format(spelling) == Format.HYBRID
+
+
+@pytest.mark.parametrize("spelling", ["hybrid", "HYBRID", "Hybrid"])
+def test_attribute_is_taken_in_any_case(spelling: str) -> None:
+    assert getattr(Format, spelling) == Format.HYBRID
+
+
+def test_format_of_a_format_is_itself() -> None:
+    assert Format(Format.E4M3) == Format.E4M3
+
+
+@pytest.mark.parametrize("spelling", ["E4M4", "e4m4"])
+def test_unknown_name_gets_the_list_and_the_nearest(spelling: str) -> None:
+    with pytest.raises(RecipeError, match=r"known: e2m1, e4m3, .* Did you mean 'e4m3'\?"):
+        Format(spelling)
+
+
+def test_unknown_attribute_gets_the_same_error() -> None:
+    with pytest.raises(RecipeError, match="no format 'e4m4'"):
+        _ = Format.E4M4
+
+
+@pytest.mark.parametrize("name", [8, None, 1.5])
+def test_what_is_no_name_is_refused(name: object) -> None:
+    with pytest.raises(RecipeError, match="expected the name of a format"):
+        Format(name)
+
+
+def test_private_attributes_are_no_formats() -> None:
+    assert not hasattr(Format, "__wrapped__")
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_format_survives_pickling(protocol: int) -> None:
+    loaded = pickle.loads(pickle.dumps(Format.HYBRID, protocol))
+    assert (type(loaded), loaded) == (Format, "hybrid")
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy])
+def test_format_survives_copying(way: object) -> None:
+    assert callable(way)
+    assert (type(way(Format.HYBRID)), way(Format.HYBRID)) == (Format, "hybrid")
+
+
+def test_format_of_a_plugin_is_unknown_without_it() -> None:
+    with pytest.raises(RecipeError, match="no format 'toy8'"):
+        Format("toy8")
+
+
+def test_format_of_a_plugin_has_its_own_name() -> None:
+    toys.register(own_formats=[toys.TOY8])
+    assert Format.TOY8 == "toy8"
+    assert (Format.TOY8.forward, Format.TOY8.max_bwd) == (toys.TOY8, 31.0)
+
+
+def test_pickled_format_needs_its_plugin_when_it_is_loaded() -> None:
+    with toys.isolation():
+        toys.register(own_formats=[toys.TOY8])
+        pickled = pickle.dumps(Format.TOY8)
+    with pytest.raises(RecipeError, match="no format 'toy8'"):
+        pickle.loads(pickled)

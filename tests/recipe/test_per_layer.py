@@ -1,0 +1,164 @@
+"""``PerLayer``: the first rule that matches a layer's name or role decides."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import fp8core
+from fp8core.errors import RecipeError
+from fp8core.plan import HIGH_PRECISION, LayerRole
+from fp8core.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    PerLayer,
+)
+
+BLOCK, CURRENT, MX = Float8BlockScaling(), Float8CurrentScaling(), MXFP8BlockScaling()
+RULES = {
+    "*.head": None,
+    LayerRole("grouped_linear", "moe.*"): BLOCK,
+    LayerRole("grouped_linear"): MX,
+    "decoder.[01].*": BLOCK,
+    "decoder.*.fc1": MX,
+}
+
+
+@pytest.mark.parametrize(
+    ("role", "expected"),
+    [
+        (LayerRole("linear", "model.head"), None),
+        (LayerRole("grouped_linear", "model.head"), None),
+        (LayerRole("grouped_linear", "moe.experts"), BLOCK),
+        (LayerRole("grouped_linear", "other.experts"), MX),
+        (LayerRole("linear", "moe.experts"), CURRENT),
+        (LayerRole("linear", "decoder.1.fc1"), BLOCK),
+        (LayerRole("linear", "decoder.2.fc1"), MX),
+        (LayerRole("linear", "decoder.2.fc2"), CURRENT),
+        (LayerRole("linear", "decoder.2.FC1"), CURRENT),
+        (LayerRole("linear", "head"), CURRENT),
+    ],
+    ids=lambda value: f"{value.kind}-{value.name}" if isinstance(value, LayerRole) else "",
+)
+def test_first_matching_rule_decides(role: LayerRole, expected: Any) -> None:
+    assert PerLayer(RULES, default=CURRENT).choose(role) == expected
+
+
+def test_no_rule_and_no_default_is_no_quantization() -> None:
+    assert PerLayer({}).plan(LayerRole(), torch.bfloat16) == HIGH_PRECISION
+
+
+def test_none_is_no_quantization() -> None:
+    recipe = PerLayer({LayerRole("linear"): None}, default=CURRENT)
+    assert recipe.plan(LayerRole(), torch.bfloat16) == HIGH_PRECISION
+
+
+def test_plan_is_that_of_the_chosen_recipe() -> None:
+    role = LayerRole("linear", "decoder.2.fc1")
+    assert PerLayer(RULES).plan(role, torch.bfloat16) == MX.plan(role, torch.bfloat16)
+
+
+def test_rules_may_nest() -> None:
+    role = LayerRole("linear", "decoder.2.fc1")
+    inner = PerLayer({"*.fc1": MX}, default=CURRENT)
+    assert PerLayer({"decoder.*": inner}).plan(role, torch.bfloat16) == MX.plan(
+        role, torch.bfloat16
+    )
+
+
+def test_pairs_are_the_same_as_a_mapping() -> None:
+    pairs = [[key, value] for key, value in RULES.items()]
+    assert PerLayer(pairs, CURRENT) == PerLayer(RULES, CURRENT)
+
+
+def test_order_of_the_rules_is_part_of_the_value() -> None:
+    assert PerLayer({"a": MX, "b": None}) != PerLayer({"b": None, "a": MX})
+
+
+def test_default_is_part_of_the_value() -> None:
+    assert PerLayer({"a": MX}) != PerLayer({"a": MX}, default=CURRENT)
+
+
+def test_later_change_of_the_given_mapping_changes_nothing() -> None:
+    rules: dict[str | LayerRole, Any] = {"a": MX}
+    recipe = PerLayer(rules)
+    rules["b"] = None
+    assert recipe == PerLayer({"a": MX})
+
+
+def test_pattern_needs_a_name_and_says_how_to_get_one() -> None:
+    with pytest.raises(RecipeError) as caught:
+        PerLayer({"*.fc1": MX}).plan(LayerRole(), torch.bfloat16)
+    message = str(caught.value)
+    assert "'*.fc1'" in message
+    assert "Call fp8core.prepare(model) first, or pass name=." in message
+
+
+def test_role_without_a_name_needs_none() -> None:
+    assert PerLayer({LayerRole("linear"): MX}).choose(LayerRole()) == MX
+
+
+@pytest.mark.parametrize(
+    ("rules", "reason"),
+    [
+        ({3: None}, "rule 3: expected a name pattern or a LayerRole"),
+        ({"a": "mxfp8"}, "rule 'a': expected a Recipe or None, found 'mxfp8'"),
+        ({"a": MXFP8BlockScaling}, "rule 'a': expected a Recipe or None, found <class"),
+        ("abc", "PerLayer('abc'): expected a mapping, or pairs"),
+        ([("a",)], "expected a mapping, or pairs"),
+        (MX, "expected a mapping, or pairs"),
+        (None, "expected a mapping, or pairs"),
+    ],
+    ids=["key", "name", "class", "text", "single", "recipe", "none"],
+)
+def test_what_is_no_rule_is_refused(rules: Any, reason: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(reason)):
+        PerLayer(rules)
+
+
+def test_default_that_is_no_recipe_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"PerLayer\(default=...\): expected a Recipe or None"):
+        PerLayer({}, default="mxfp8")
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(fp8core.Linear(32, 32), fp8core.Linear(32, 32))
+        self.head = fp8core.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.body(x))
+        return result
+
+
+def test_prepared_model_computes_each_layer_as_its_rule_says() -> None:
+    model, x = fp8core.prepare(Model()), torch.randn(32, 32)
+    with fp8core.autocast(recipe=PerLayer({"body.0": MX, "head": None}, default=CURRENT)):
+        mixed = model(x)
+    with fp8core.autocast(recipe=MX):
+        x = model.body[0](x)
+    with fp8core.autocast(recipe=CURRENT):
+        x = model.body[1](x)
+    assert torch.equal(mixed, model.head(x))
+
+
+def test_model_that_is_not_prepared_is_refused_with_the_remedy() -> None:
+    with (
+        fp8core.autocast(recipe=PerLayer({"body.*": MX})),
+        pytest.raises(RecipeError, match=r"Linear\(32, 32\): .*fp8core\.prepare\(model\)"),
+    ):
+        Model()(torch.randn(32, 32))
+
+
+def test_delayed_scaling_keeps_state_in_its_own_layers_only() -> None:
+    model = fp8core.prepare(Model())
+    with fp8core.autocast(recipe=PerLayer({"head": DelayedScaling()}, default=CURRENT)):
+        model(torch.randn(32, 32))
+    owners = {name.rpartition(".")[0] for name, _ in model.named_buffers()}
+    assert owners == {"head"}

@@ -1,0 +1,273 @@
+"""What each recipe plans for each operand of each GEMM: every cell, written down.
+
+A cell is ``format block target scale_format flags``; ``-`` is high precision. A tensor is its
+rowwise cell, then, if it is another one, ``/`` and the columnwise cell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from fp8core import formats
+from fp8core.backend_api import OperandSpec
+from fp8core.plan import DelayedPlan, GemmPlan, LayerRole, LinearPlan, TensorPlan
+from fp8core.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    DelayedScalingRequest,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizerRole,
+    Recipe,
+)
+from tests.dispatch import toys
+
+FLAGS = ("power_of_two", "delayed", "stochastic")
+
+
+def cell(spec: OperandSpec | None) -> str:
+    """One cell as text; every field of the spec that has not its default shows."""
+    if spec is None:
+        return "-"
+    words = [spec.format, "{}x{}".format(*spec.block), f"{spec.target:g}", spec.scale_format]
+    words += [name for name in FLAGS if getattr(spec, name)]
+    words += [spec.transform] if spec.transform else []
+    words += [f"epsilon={spec.amax_epsilon}"] if spec.amax_epsilon else []
+    words += [] if spec.cast_first else ["uncast"]
+    return " ".join(words)
+
+
+def tensor(plan: TensorPlan) -> str:
+    cells = [cell(plan.rowwise), cell(plan.columnwise)]
+    return " / ".join(dict.fromkeys(cells))
+
+
+def accumulators(plan: LinearPlan) -> str:
+    gemms = (plan.fprop, plan.dgrad, plan.wgrad)
+    return " ".join("fast" if gemm.fast_accumulation else "split" for gemm in gemms)
+
+
+class Row(NamedTuple):
+    """A recipe, and the cells of input, weight and grad_output; fprop, dgrad, wgrad."""
+
+    recipe: Recipe
+    input: str
+    weight: str
+    grad_output: str
+    accumulators: str = "fast split split"
+
+
+DELAYED = "e4m3 0x0 448 float32 delayed uncast"
+DELAYED_E5M2 = "e5m2 0x0 57344 float32 delayed uncast"
+TENSOR = "e4m3 0x0 448 float32"
+TENSOR_E5M2 = "e5m2 0x0 57344 float32"
+TENSOR_POW2 = "e4m3 0x0 448 float32 power_of_two"
+ROW = "e4m3 1x0 448 float32"
+MX = "e4m3 1x32 448 e8m0"
+LINE = "e4m3 1x128 448 float32 power_of_two"
+SQUARE = "e4m3 128x128 448 float32 power_of_two"
+NV = "e2m1 1x16 6 e4m3"
+NV_SQUARE = "e2m1 16x16 6 e4m3"
+NV_RHT = f"{NV} / {NV} hadamard16"
+NV_SR = f"{NV} stochastic"
+SPLITS = "split split split"
+KEEP = "high_precision"
+
+
+def factory(role: QuantizerRole) -> OperandSpec | TensorPlan | DelayedScalingRequest:
+    """An MX input, a weight that is quantized for fprop alone, a delayed e5m2 gradient."""
+    row = OperandSpec("e4m3", (1, 0), 448.0)
+    return {
+        "input": OperandSpec("e4m3", (1, 32), 448.0, "e8m0"),
+        "weight": TensorPlan(row, None),
+        "grad_output": DelayedScalingRequest(fp8_format=Format.E5M2),
+    }[role.tensor_type]
+
+
+TABLE = {
+    "delayed": Row(DelayedScaling(), DELAYED, DELAYED, DELAYED_E5M2),
+    "delayed e4m3": Row(DelayedScaling(fp8_format=Format.E4M3), DELAYED, DELAYED, DELAYED),
+    "current": Row(Float8CurrentScaling(), TENSOR, TENSOR, TENSOR_E5M2),
+    "current e4m3": Row(Float8CurrentScaling(fp8_format=Format.E4M3), TENSOR, TENSOR, TENSOR),
+    "current power of two": Row(
+        Float8CurrentScaling(use_power_2_scales=True, fp8_format=Format.E4M3),
+        *(TENSOR_POW2,) * 3,
+    ),
+    "current accumulators": Row(
+        Float8CurrentScaling(fp8_gemm_fprop=MMParams(True), fp8_gemm_wgrad=MMParams(False)),
+        TENSOR,
+        TENSOR,
+        TENSOR_E5M2,
+        "split split fast",
+    ),
+    "current forward only": Row(
+        Float8CurrentScaling(backward_override=KEEP), f"{TENSOR} / -", f"{TENSOR} / -", "-"
+    ),
+    "rowwise": Row(Float8RowwiseScaling(), ROW, ROW, ROW),
+    "rowwise hybrid": Row(
+        Float8RowwiseScaling(fp8_format=Format.HYBRID), ROW, ROW, "e5m2 1x0 57344 float32"
+    ),
+    "rowwise power of two": Row(
+        Float8RowwiseScaling(use_power_2_scales=True), *(f"{ROW} power_of_two",) * 3
+    ),
+    "mxfp8": Row(MXFP8BlockScaling(), MX, MX, MX, SPLITS),
+    "mxfp8 hybrid": Row(
+        MXFP8BlockScaling(fp8_format=Format.HYBRID), MX, MX, "e5m2 1x32 57344 e8m0", SPLITS
+    ),
+    "mxfp8 square weights": Row(
+        MXFP8BlockScaling(enable_2d_quantization=True), MX, "e4m3 32x32 448 e8m0", MX, SPLITS
+    ),
+    "block": Row(Float8BlockScaling(), LINE, SQUARE, LINE, SPLITS),
+    "block float32": Row(
+        Float8BlockScaling(use_f32_scales=True),
+        "e4m3 1x128 448 float32",
+        "e4m3 128x128 448 float32",
+        "e4m3 1x128 448 float32",
+        SPLITS,
+    ),
+    "block dims turned": Row(
+        Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1, grad_block_scaling_dim=2),
+        SQUARE,
+        LINE,
+        SQUARE,
+        SPLITS,
+    ),
+    "nvfp4": Row(NVFP4BlockScaling(), NV_RHT, NV_SQUARE, f"{NV_SR} / {NV_SR} hadamard16", SPLITS),
+    "nvfp4 no transform": Row(NVFP4BlockScaling(disable_rht=True), NV, NV_SQUARE, NV_SR, SPLITS),
+    "nvfp4 nearest": Row(
+        NVFP4BlockScaling(disable_stochastic_rounding=True), NV_RHT, NV_SQUARE, NV_RHT, SPLITS
+    ),
+    "nvfp4 line weights": Row(
+        NVFP4BlockScaling(disable_2d_quantization=True, disable_rht=True), NV, NV, NV_SR, SPLITS
+    ),
+    "custom fields": Row(CustomRecipe(margin=0.1), DELAYED, DELAYED, DELAYED_E5M2),
+    "custom factory": Row(CustomRecipe(factory), MX, f"{ROW} / -", DELAYED_E5M2),
+    "custom factory forward only": Row(
+        CustomRecipe(factory, backward_override=KEEP), f"{MX} / -", f"{ROW} / -", "-"
+    ),
+}
+
+
+def plan_of(name: str, dtype: torch.dtype = torch.bfloat16) -> LinearPlan:
+    return TABLE[name].recipe.plan(LayerRole(), dtype)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_input_is_planned_as_the_table_says(name: str) -> None:
+    assert tensor(plan_of(name).input) == TABLE[name].input
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_weight_is_planned_as_the_table_says(name: str) -> None:
+    assert tensor(plan_of(name).weight) == TABLE[name].weight
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_grad_output_is_planned_as_the_table_says(name: str) -> None:
+    assert tensor(plan_of(name).grad_output) == TABLE[name].grad_output
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_gemms_accumulate_as_the_table_says(name: str) -> None:
+    assert accumulators(plan_of(name)) == TABLE[name].accumulators
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_plan_is_the_same_for_every_dtype_and_kind_of_layer(name: str) -> None:
+    recipe = TABLE[name].recipe
+    plans = {
+        recipe.plan(LayerRole(kind, path), dtype)
+        for kind in ("linear", "grouped_linear")
+        for path in (None, "decoder.fc1")
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    }
+    assert len(plans) == 1
+
+
+def test_every_field_of_a_cell_shows_in_the_table() -> None:
+    """Guard: a new field of OperandSpec must get a word in ``cell``."""
+    shown = {"format", "block", "target", "scale_format", *FLAGS}
+    shown |= {"transform", "amax_epsilon", "cast_first"}
+    assert {field.name for field in dataclasses.fields(OperandSpec)} == shown
+
+
+def test_gemms_take_the_tensors_in_the_orientation_that_they_contract() -> None:
+    cells = [OperandSpec(str(number), (0, 0), 1.0) for number in range(6)]
+    plan = LinearPlan(GemmPlan(*cells[:2]), GemmPlan(*cells[2:4]), GemmPlan(*cells[4:]))
+    assert plan.input == TensorPlan(plan.fprop.a, plan.wgrad.b)
+    assert plan.weight == TensorPlan(plan.fprop.b, plan.dgrad.b)
+    assert plan.grad_output == TensorPlan(plan.dgrad.a, plan.wgrad.a)
+
+
+@pytest.mark.parametrize("name", [name for name in TABLE if "forward only" in name])
+def test_backward_in_high_precision_leaves_its_gemms_alone(name: str) -> None:
+    plan = plan_of(name)
+    assert (plan.dgrad, plan.wgrad) == (GemmPlan(), GemmPlan())
+
+
+@pytest.mark.parametrize("name", ["current", "rowwise", "mxfp8", "block", "nvfp4"])
+def test_recipe_without_history_has_no_delayed_plan(name: str) -> None:
+    assert plan_of(name).delayed is None
+
+
+def most_recent(history: torch.Tensor) -> torch.Tensor:
+    return history[-1]
+
+
+def halve(
+    amax: torch.Tensor, scale: torch.Tensor, fp8_max: torch.Tensor, recipe: object
+) -> torch.Tensor:
+    return scale / 2
+
+
+FIELDS = {
+    "margin": 3,
+    "amax_history_len": 7,
+    "amax_compute_algo": most_recent,
+    "scaling_factor_compute_algo": halve,
+}
+DEFAULT_DELAYED = DelayedPlan(1024, 0, "max", None, True)
+CHANGED_DELAYED = DelayedPlan(7, 3, most_recent, halve, True)
+
+
+@pytest.mark.parametrize("kind", [DelayedScaling, CustomRecipe])
+def test_fields_of_delayed_scaling_reach_the_plan(kind: type[Recipe]) -> None:
+    assert kind(**FIELDS).plan(LayerRole(), torch.bfloat16).delayed == CHANGED_DELAYED
+
+
+@pytest.mark.parametrize("name", ["delayed", "custom factory"])
+def test_fields_of_delayed_scaling_have_transformer_engines_defaults(name: str) -> None:
+    assert plan_of(name).delayed == DEFAULT_DELAYED
+
+
+def test_reduction_of_amaxes_reaches_the_plan() -> None:
+    plan = DelayedScaling(reduce_amax=False).plan(LayerRole(), torch.bfloat16)
+    assert plan.delayed == dataclasses.replace(DEFAULT_DELAYED, reduce_amax=False)
+
+
+def test_the_issues_custom_recipe_is_delayed_scaling() -> None:
+    fields = {
+        "margin": 0.1,
+        "fp8_format": Format.HYBRID,
+        "amax_history_len": 10,
+        "amax_compute_algo": "max",
+    }
+    custom, delayed = CustomRecipe(**fields), DelayedScaling(**fields)
+    assert custom.plan(LayerRole(), torch.float32) == delayed.plan(LayerRole(), torch.float32)
+
+
+@pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8RowwiseScaling, DelayedScaling])
+def test_amax_maps_to_the_maximum_of_a_plugins_format(kind: type[Recipe]) -> None:
+    formats.register(toys.TOY8)
+    plan = kind(fp8_format="toy8").plan(LayerRole(), torch.bfloat16)
+    cells = [spec for gemm in (plan.fprop, plan.dgrad, plan.wgrad) for spec in (gemm.a, gemm.b)]
+    assert {(spec.format, spec.target) for spec in cells if spec} == {("toy8", 31.0)}
