@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 
 from fp8core.errors import OperandError
+from fp8core.parameter.tensor import QuantizedTensor
+from fp8core.plan import TensorPlan
 from fp8core.quantizer import Orientations, Quantizer
 
 __all__ = ["KeptWeight", "PerGroup", "WeightStore"]
@@ -48,17 +50,29 @@ class KeptWeight:
     Changed means another tensor, storage or version counter of the weight, or another delayed
     scale. A write through ``.data`` changes none of these: say so with
     ``layer.invalidate_weight_cache()``.
+
+    A :class:`QuantizedTensor` has its operands: nothing is quantized or kept. ``stored`` is how
+    one has to be stored to be used; a plan without any low precision takes all of them.
     """
 
-    __slots__ = ("_index", "_quantizer", "_scale", "_store", "choices")
+    __slots__ = ("_index", "_owner", "_quantizer", "_scale", "_store", "_stored", "choices")
 
     def __init__(
-        self, quantizer: Quantizer, store: WeightStore, index: int, scale: torch.Tensor | None
+        self,
+        quantizer: Quantizer,
+        store: WeightStore,
+        index: int,
+        scale: torch.Tensor | None,
+        *,
+        stored: TensorPlan,
+        owner: str,
     ) -> None:
         self._quantizer = quantizer
         self._store = store
         self._index = index
         self._scale = scale
+        self._stored = stored
+        self._owner = owner
         self.choices = quantizer.choices
 
     def __call__(
@@ -67,8 +81,11 @@ class KeptWeight:
         """Return the operands of ``weight [n, k]``; ``first`` as in :class:`Call`.
 
         Raises:
-            OperandError: ``first`` is False, and nothing of this weight as it is now is kept.
+            OperandError: ``first`` is False, and nothing of this weight as it is now is kept; or
+                the weight is a QuantizedTensor stored for another recipe.
         """
+        if isinstance(weight, QuantizedTensor):
+            return self._operands_of(weight, columnwise)
         if weight.is_inference():  # has no version counter, so nobody knows whether it changed
             return self._quantizer(weight, columnwise=columnwise)
         state = (weight._version, weight.data_ptr(), torch.is_inference_mode_enabled())
@@ -94,6 +111,25 @@ class KeptWeight:
         kept = _Entry(self._quantizer, weakref.ref(weight), (*state, scale_version), operands)
         self._store.put(self._index, kept)
         return operands
+
+    def _operands_of(self, weight: QuantizedTensor, columnwise: bool) -> Orientations:
+        row, column = self._stored
+        if row is None and column is None:
+            return self._quantizer(weight.dequantize(), columnwise=columnwise)
+        is_high = column is None  # backward in high precision: on the value that there is
+        if weight.plan.rowwise != row or not (is_high or weight.plan.columnwise == column):
+            raise OperandError(
+                f"{self._owner}: the weight is stored as {weight.plan.rowwise} (columnwise "
+                f"{weight.plan.columnwise}), the recipe of autocast needs {row} ({column}).\n"
+                f"  Use the recipe of quantized_model_init, or no autocast, which dequantizes it."
+            )
+        rowwise, turned = weight.operands
+        if not columnwise:
+            return Orientations(rowwise, None)
+        if is_high:
+            value = weight.dequantize()
+            turned = self._quantizer(value, rowwise=False, columnwise=True).columnwise
+        return Orientations(rowwise, turned)
 
 
 class PerGroup:

@@ -41,6 +41,7 @@ from fp8core.links.pointwise import (
 )
 from fp8core.links.protocol import Link
 from fp8core.links.states import LinearStates
+from fp8core.parameter.storage import storage_plan
 from fp8core.plan import HIGH_PRECISION, GemmPlan, LinearPlan, TensorPlan
 from fp8core.quantizer import Binding, Quantizer, Slot, bind_quantizer
 from fp8core.weights import KeptWeight, PerGroup, WeightStore
@@ -180,7 +181,10 @@ def _bind_quantizers(
         slot = slot_of(plan.weight, lambda states: states.weight(group))
         quantizer = bind_quantizer(plan.weight, shape.weight_dtype, binding, slot=slot)
         scale = None if slot is None else slot.scale
-        return KeptWeight(quantizer, site.weights, index + group, scale)
+        stored = HIGH_PRECISION.weight if binding.is_observing else storage_plan(plan.weight)
+        return KeptWeight(
+            quantizer, site.weights, index + group, scale, stored=stored, owner=site.owner
+        )
 
     x_slot = slot_of(plan.input, LinearStates.input)
     x = bind_quantizer(plan.input, input_dtype, binding, grouped=is_grouped, slot=x_slot)

@@ -11,6 +11,7 @@ import torch
 from fp8core import formats
 from fp8core.errors import RecipeError
 from fp8core.links.states import BACKWARD_SLOTS, FORWARD_SLOTS, LinearStates
+from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.plan import DelayedPlan, LinearPlan, TensorPlan
 from fp8core.reporting import log_once, logger
 from fp8core.scaling import DelayedState
@@ -128,7 +129,15 @@ class DelayedModule(torch.nn.Module):
         # .to(), .bfloat16(), .cuda() come through here: the state moves, its dtype stays.
         self._bindings = Bindings()
         state = {name: self._buffers.pop(name) for name in BUFFERS if name in self._buffers}
+        quantized: dict[str, QuantizedTensor] = {}
+        parameters: Mapping[str, torch.Tensor | None] = self._parameters
+        for name, own in parameters.items():
+            if isinstance(own, QuantizedTensor):
+                quantized[name] = own
+        self._parameters.update(dict.fromkeys(quantized))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        for name, weight in quantized.items():
+            self._parameters[name] = _apply_quantized(weight, fn)
         for name, old in state.items():
             assert old is not None
             moved = fn(old)
@@ -210,6 +219,23 @@ class DelayedModule(torch.nn.Module):
     def count_gemms(self) -> int:
         """Return how many forward GEMMs the layer has, each with its slots."""
         raise NotImplementedError
+
+
+def _apply_quantized(weight: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return ``weight``, moved as ``fn`` does; another dtype is another nominal one."""
+    with torch.no_grad():
+        made = fn(weight)
+        if made is weight:
+            return weight
+        if not isinstance(made, QuantizedTensor):
+            made = weight.with_dtype(made.dtype).to(made.device)
+        grad = None if weight.grad is None else fn(weight.grad)
+        weight.grad = None
+        # As torch.nn.Module does it for subclasses: whoever has the parameter sees it move.
+        moved = torch.nn.Parameter(made, weight.requires_grad)
+        torch.utils.swap_tensors(weight, moved)  # type: ignore[no-untyped-call]  # torch's
+        weight.grad = grad
+    return weight
 
 
 def _slots(plan: LinearPlan) -> list[TensorPlan | None]:
