@@ -23,19 +23,35 @@ from fp8core.modules.layernorm_linear import LayerNormLinear
 from fp8core.modules.layernorm_mlp import LayerNormMLP
 from fp8core.modules.linear import Linear
 from fp8core.modules.norm import LayerNorm, RMSNorm
+from fp8core.parameter import (
+    Float8BlockwiseQTensor,
+    Float8Tensor,
+    MasterWeights,
+    MXFP8Tensor,
+    NVFP4Tensor,
+    QuantizedTensor,
+    fp8_model_init,
+    quantized_model_init,
+)
 from fp8core.recipe import get_default_recipe
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Float8BlockwiseQTensor",
+    "Float8Tensor",
     "Fp8CoreError",
     "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MXFP8Tensor",
+    "MasterWeights",
+    "NVFP4Tensor",
     "OperandError",
     "PluginError",
+    "QuantizedTensor",
     "RMSNorm",
     "RecipeError",
     "UnsupportedError",
@@ -46,9 +62,11 @@ __all__ = [
     "explain",
     "formats",
     "fp8_autocast",
+    "fp8_model_init",
     "get_default_recipe",
     "ops",
     "prepare",
+    "quantized_model_init",
     "recipe",
     "use_backend",
 ]

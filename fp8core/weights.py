@@ -9,9 +9,24 @@ from typing import NamedTuple
 import torch
 
 from fp8core.errors import OperandError
+from fp8core.parameter.tensor import QuantizedTensor
+from fp8core.plan import TensorPlan
 from fp8core.quantizer import Orientations, Quantizer, Slot
 
-__all__ = ["KeptWeight", "PerGroup", "WeightStore"]
+__all__ = ["How", "KeptWeight", "PerGroup", "WeightStore"]
+
+
+class How(NamedTuple):
+    """How a weight is quantized, by value.
+
+    ``key`` tells kept weights apart, so that evaluation and recompute share what training keeps;
+    ``stored`` is how a QuantizedTensor has to be stored to be used (a plan without any low
+    precision takes all of them); ``owner`` is what messages call the layer.
+    """
+
+    key: tuple[object, ...]
+    stored: TensorPlan
+    owner: str
 
 
 class _Entry(NamedTuple):
@@ -48,11 +63,12 @@ class KeptWeight:
 
     Changed means another tensor, storage or version counter of the weight, another delayed scale,
     or an amax that was not recorded and has to be. A write through ``.data`` changes none of these:
-    say so with ``layer.invalidate_weight_cache()``. ``key`` says by value how the weight is
-    quantized, so that evaluation and recompute share what training keeps.
+    say so with ``layer.invalidate_weight_cache()``.
+
+    A :class:`QuantizedTensor` has its operands: nothing is quantized or kept.
     """
 
-    __slots__ = ("_index", "_key", "_quantizer", "_records", "_scale", "_store", "choices")
+    __slots__ = ("_how", "_index", "_quantizer", "_records", "_scale", "_store", "choices")
 
     def __init__(
         self,
@@ -60,13 +76,12 @@ class KeptWeight:
         store: WeightStore,
         index: int,
         slot: Slot | None,
-        *,
-        key: tuple[object, ...],
+        how: How,
     ) -> None:
         self._quantizer = quantizer
         self._store = store
         self._index = index
-        self._key = key
+        self._how = how
         self._scale = None if slot is None else slot.scale
         self._records = slot is not None and slot.amax is not None
         self.choices = quantizer.choices
@@ -84,8 +99,11 @@ class KeptWeight:
         ``source`` is the tensor that ``weight`` was padded from.
 
         Raises:
-            OperandError: ``first`` is False, and nothing of this weight as it is now is kept.
+            OperandError: ``first`` is False, and nothing of this weight as it is now is kept; or
+                the weight is a QuantizedTensor stored for another recipe.
         """
+        if isinstance(weight, QuantizedTensor):
+            return self._operands_of(weight, columnwise)
         source = weight if source is None else source
         if source.is_inference():  # has no version counter, so nobody knows whether it changed
             return self._quantizer(weight, columnwise=columnwise)
@@ -93,7 +111,7 @@ class KeptWeight:
         entry = self._store.get(self._index)
         is_same = (
             entry is not None
-            and (entry.key is self._key or entry.key == self._key)
+            and (entry.key is self._how.key or entry.key == self._how.key)
             and entry.weight() is source
             and entry.state[:3] == state
         )
@@ -111,8 +129,27 @@ class KeptWeight:
                 return entry.operands
         operands = self._quantizer(weight, columnwise=columnwise)
         kept = (weakref.ref(source), (*state, scale_version), operands)
-        self._store.put(self._index, _Entry(self._key, self._records, *kept))
+        self._store.put(self._index, _Entry(self._how.key, self._records, *kept))
         return operands
+
+    def _operands_of(self, weight: QuantizedTensor, columnwise: bool) -> Orientations:
+        row, column = self._how.stored
+        if row is None and column is None:
+            return self._quantizer(weight.dequantize(), columnwise=columnwise)
+        is_high = column is None  # backward in high precision: on the value that there is
+        if weight.plan.rowwise != row or not (is_high or weight.plan.columnwise == column):
+            raise OperandError(
+                f"{self._how.owner}: the weight is stored as {weight.plan.rowwise} (columnwise "
+                f"{weight.plan.columnwise}), the recipe of autocast needs {row} ({column}).\n"
+                f"  Use the recipe of quantized_model_init, or no autocast, which dequantizes it."
+            )
+        rowwise, turned = weight.operands
+        if not columnwise:
+            return Orientations(rowwise, None)
+        if is_high:
+            value = weight.dequantize()
+            turned = self._quantizer(value, rowwise=False, columnwise=True).columnwise
+        return Orientations(rowwise, turned)
 
 
 class PerGroup:

@@ -43,9 +43,10 @@ from fp8core.links.pointwise import (
 )
 from fp8core.links.protocol import Link
 from fp8core.links.states import LinearStates
+from fp8core.parameter.storage import storage_plan
 from fp8core.plan import HIGH_PRECISION, GemmPlan, LinearPlan, TensorPlan
 from fp8core.quantizer import Binding, Quantizer, Slot, bind_quantizer
-from fp8core.weights import KeptWeight, PerGroup, WeightStore
+from fp8core.weights import How, KeptWeight, PerGroup, WeightStore
 
 __all__ = ["LinkShape", "Site", "bind_chain"]
 
@@ -209,7 +210,9 @@ def _bind_quantizers(
         slot = slot_of(plan.weight, lambda states: states.weight(group))
         quantizer = bind_quantizer(plan.weight, shape.weight_dtype, binding, slot=slot)
         key = (plan.weight, shape.weight_dtype, binding, quantizer.choices)
-        return KeptWeight(quantizer, site.weights, index + group, slot, key=key)
+        stored = HIGH_PRECISION.weight if binding.is_observing else storage_plan(plan.weight)
+        how = How(key, stored, site.owner)
+        return KeptWeight(quantizer, site.weights, index + group, slot, how)
 
     x_slot = slot_of(plan.input, LinearStates.input)
     x = bind_quantizer(plan.input, input_dtype, binding, grouped=is_grouped, slot=x_slot)

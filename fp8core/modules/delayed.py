@@ -13,6 +13,7 @@ from fp8core import formats
 from fp8core.dispatch import policy
 from fp8core.errors import RecipeError
 from fp8core.links.states import BACKWARD_SLOTS, FORWARD_SLOTS, LinearStates
+from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.plan import DelayedPlan, LinearPlan, TensorPlan
 from fp8core.reporting import log_once, logger
 from fp8core.scaling import DelayedState
@@ -147,12 +148,18 @@ class DelayedModule(torch.nn.Module):
         # .to(), .bfloat16(), .cuda() come through here: the state moves, its dtype stays.
         self.unbind()
         state = {name: self._buffers.pop(name) for name in BUFFERS if name in self._buffers}
+        parameters: dict[str, torch.Tensor | None] = dict(self._parameters)
+        quantized = {n: own for n, own in parameters.items() if isinstance(own, QuantizedTensor)}
+        self._parameters.update(dict.fromkeys(quantized))
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            weights = {name: _apply_quantized(own, fn) for name, own in quantized.items()}
             moved = {name: self._moved(old, fn) for name, old in state.items()}
         except BaseException:
             self._buffers.update(state)
+            self._parameters.update(quantized)  # type: ignore[arg-type]  # they were Parameters
             raise
+        self._parameters.update(weights)
         self._buffers.update(moved)
         if any(old is not None and old.is_meta for old in state.values()):
             self.reset_delayed_state()
@@ -239,6 +246,23 @@ class DelayedModule(torch.nn.Module):
     def count_gemms(self) -> int:
         """Return how many forward GEMMs the layer has, each with its slots."""
         raise NotImplementedError
+
+
+def _apply_quantized(weight: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return ``weight``, moved as ``fn`` does; another dtype is another nominal one."""
+    with torch.no_grad():
+        made = fn(weight)
+        if made is weight:
+            return weight
+        if not isinstance(made, QuantizedTensor):
+            made = weight.with_dtype(made.dtype).to(made.device)
+        grad = None if weight.grad is None else fn(weight.grad)
+        weight.grad = None
+        # As torch.nn.Module does it for subclasses: whoever has the parameter sees it move.
+        moved = torch.nn.Parameter(made, weight.requires_grad)
+        torch.utils.swap_tensors(weight, moved)  # type: ignore[no-untyped-call]  # torch's
+        weight.grad = grad
+    return weight
 
 
 def _slots(plan: LinearPlan) -> list[TensorPlan | None]:

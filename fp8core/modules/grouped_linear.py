@@ -17,6 +17,8 @@ from fp8core.modules.parameters import (
     fill,
     make_parameter,
 )
+from fp8core.parameter.init import make_weight
+from fp8core.plan import LayerRole
 
 __all__ = ["GroupedLinear"]
 
@@ -88,7 +90,8 @@ class GroupedLinear(LowPrecisionModule):
         self._init_method = init_method or default_init_method
         target = resolve_device(device)
         for i in range(num_gemms):
-            made = make_parameter(out_features, in_features, device=target, dtype=params_dtype)
+            role = LayerRole(self.kind, self.name)
+            made = make_weight((out_features, in_features), target, params_dtype, role)
             self.register_parameter(f"weight{i}", made)
         for i in range(num_gemms):
             own = make_parameter(out_features, device=target, dtype=params_dtype) if bias else None

@@ -21,6 +21,8 @@ from fp8core.modules.parameters import (
     fill,
     make_parameter,
 )
+from fp8core.parameter.init import make_weight
+from fp8core.plan import LayerRole
 
 __all__ = ["LayerNormMLP"]
 
@@ -131,7 +133,7 @@ class LayerNormMLP(LowPrecisionModule):
         inner = self.ffn_hidden_size * (2 if self._activation.is_gated else 1)
         sizes = (inner, self.hidden_size), (self.hidden_size, self.ffn_hidden_size)
         for name, (rows, columns) in zip(("fc1", "fc2"), sizes, strict=True):
-            weight = make_parameter(rows, columns, device=device, dtype=dtype)
+            weight = make_weight((rows, columns), device, dtype, LayerRole(self.kind, self.name))
             own = make_parameter(rows, device=device, dtype=dtype) if self.use_bias else None
             self.register_parameter(f"{name}_weight", weight)
             self.register_parameter(f"{name}_bias", own)

@@ -17,6 +17,9 @@ from fp8core.modules.parameters import (
     fill,
     make_parameter,
 )
+from fp8core.parameter.init import make_weight
+from fp8core.parameter.tensor import QuantizedTensor
+from fp8core.plan import LayerRole
 
 __all__ = ["NOT_OFFERED", "Linear"]
 
@@ -111,7 +114,10 @@ class Linear(LowPrecisionModule):
 
     def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
         for prefix, rows in self._parts:
-            made = make_parameter(rows, self.in_features, device=device, dtype=dtype)
+            size, role = (rows, self.in_features), LayerRole(self.kind, self.name)
+            made = make_weight(size, device, dtype, role)
+            if len(self._parts) > 1:
+                _refuse_quantized(made, [name for name, _ in self._parts])
             self.register_parameter(f"{prefix}weight", made)
         for prefix, rows in self._parts:
             own = make_parameter(rows, device=device, dtype=dtype) if self.use_bias else None
@@ -182,6 +188,15 @@ class Linear(LowPrecisionModule):
             return self.parameter(f"{self._parts[0][0]}{kind}")
         parts = [self.parameter(f"{prefix}{kind}") for prefix, _ in self._parts]
         return None if parts[0] is None else torch.cat([part for part in parts if part is not None])
+
+
+def _refuse_quantized(weight: torch.Tensor, names: Sequence[str]) -> None:
+    if isinstance(weight, QuantizedTensor):
+        raise UnsupportedError(
+            f"Linear(parameters_split={list(names)}) under quantized_model_init is not offered: "
+            f"the parts would have to share their scales. Leave it out, or make this layer inside "
+            f"quantized_model_init(enabled=False)."
+        )
 
 
 def split_sizes(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fp8core.errors import OperandError, RecipeError, did_you_mean
+from fp8core.parameter.tensor import QuantizedTensor
 
 __all__ = [
     "NORMALIZATIONS",
@@ -37,9 +38,18 @@ def make_parameter(
 
 
 def fill(parameter: torch.Tensor | None, method: InitMethod) -> None:
-    """Fill ``parameter`` by ``method``; does nothing to one on the meta device, or to None."""
-    if parameter is not None and not parameter.is_meta:
-        with torch.no_grad():
+    """Fill ``parameter`` by ``method``; does nothing to one on the meta device, or to None.
+
+    ``method`` fills a quantized one in high precision; that is then quantized.
+    """
+    if parameter is None or parameter.is_meta:
+        return
+    with torch.no_grad():
+        if isinstance(parameter, QuantizedTensor):
+            value = torch.empty_like(parameter)
+            method(value)
+            parameter.initialize(value)
+        else:
             method(parameter)
 
 

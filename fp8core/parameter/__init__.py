@@ -1,0 +1,24 @@
+"""Parameters that live in low precision: one tensor subclass, and what training with it takes."""
+
+from __future__ import annotations
+
+from fp8core.parameter.init import fp8_model_init, quantized_model_init
+from fp8core.parameter.master import MasterWeights
+from fp8core.parameter.names import (
+    Float8BlockwiseQTensor,
+    Float8Tensor,
+    MXFP8Tensor,
+    NVFP4Tensor,
+)
+from fp8core.parameter.tensor import QuantizedTensor
+
+__all__ = [
+    "Float8BlockwiseQTensor",
+    "Float8Tensor",
+    "MXFP8Tensor",
+    "MasterWeights",
+    "NVFP4Tensor",
+    "QuantizedTensor",
+    "fp8_model_init",
+    "quantized_model_init",
+]

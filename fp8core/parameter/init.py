@@ -1,0 +1,119 @@
+"""``quantized_model_init``: layers made inside keep their GEMM weights in low precision."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from fp8core.errors import RecipeError
+from fp8core.parameter.tensor import QuantizedTensor
+from fp8core.plan import LayerRole
+from fp8core.recipe import Recipe, get_default_recipe
+
+__all__ = ["fp8_model_init", "make_weight", "quantized_model_init"]
+
+
+class _Init(NamedTuple):
+    """How weights are made: stored as ``recipe`` says, in high precision if that is None."""
+
+    recipe: Recipe | None = None
+    keeps_initial_value: bool = False
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.active = _Init()
+        self.outer: list[_Init] = []
+
+
+_thread = _ThreadState()
+
+
+class quantized_model_init(contextlib.ContextDecorator):
+    """Context manager: the GEMM weights of layers made inside are :class:`QuantizedTensor`.
+
+    Biases and norms stay in high precision. ``init_method`` fills a high-precision tensor, which
+    is then quantized. Nested uses are allowed, the innermost decides; it counts for the calling
+    thread, and ends with an exception too. Such a layer runs under an ``autocast`` whose recipe
+    stores weights in the same way, and in high precision, on the dequantized weight, outside.
+
+    Scales come from the amax of the value at hand, at init and at every write, also for
+    DelayedScaling: its history of weight amaxes stays empty. A PerLayer recipe sees the ``name``
+    that a layer is made with, as :func:`fp8core.prepare` comes later.
+
+    torch's DistributedDataParallel sends the values of the parameters when it is made, so that the
+    columnwise operands of blocks along k alone are rounded again, alike on all ranks. To avoid it,
+    broadcast each of ``weight.tensors()`` and pass ``init_sync=False``.
+
+    Args:
+        enabled: False makes weights in high precision.
+        recipe: how the weights are stored; None takes :func:`fp8core.get_default_recipe`.
+        preserve_high_precision_init_val: keep each initial value on the CPU, for
+            ``weight.get_high_precision_init_val()``, until ``clear_high_precision_init_val()``.
+
+    Raises:
+        RecipeError: ``recipe`` is not a Recipe.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        recipe: Recipe | None = None,
+        preserve_high_precision_init_val: bool = False,
+    ) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise RecipeError(
+                f"quantized_model_init(recipe={recipe!r}): expected a Recipe, as in fp8core.recipe."
+            )
+        if not enabled:
+            self._init = _Init()
+        else:
+            self._init = _Init(recipe or get_default_recipe(), preserve_high_precision_init_val)
+
+    def __enter__(self) -> None:
+        _thread.outer.append(_thread.active)
+        _thread.active = self._init
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _thread.active = _thread.outer.pop()
+
+
+def fp8_model_init(
+    enabled: bool = True,
+    recipe: Recipe | None = None,
+    preserve_high_precision_init_val: bool = False,
+) -> quantized_model_init:
+    """Return :class:`quantized_model_init` under Transformer Engine's older name."""
+    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
+
+
+def make_weight(
+    size: tuple[int, int], device: torch.device, dtype: torch.dtype | None, role: LayerRole
+) -> torch.nn.Parameter:
+    """Return an unfilled weight ``[n, k]``, quantized if that is what the context says.
+
+    ``dtype`` is torch's default if None. A recipe that keeps this layer's weight in high precision
+    leaves it a plain parameter.
+
+    Raises:
+        UnsupportedError: see :meth:`QuantizedTensor.quantize`.
+    """
+    value = torch.empty(size, device=device, dtype=dtype or torch.get_default_dtype())
+    init = _thread.active
+    if init.recipe is None:
+        return torch.nn.Parameter(value)
+    plan = init.recipe.plan(role, value.dtype).weight
+    if plan.rowwise is None and plan.columnwise is None:
+        return torch.nn.Parameter(value)
+    quantized = QuantizedTensor.quantize(value.zero_(), plan)
+    quantized._keeps_initial_value = init.keeps_initial_value
+    return torch.nn.Parameter(quantized)

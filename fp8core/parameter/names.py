@@ -1,0 +1,68 @@
+"""Transformer Engine's names of low-precision tensors, as views of the one class there is.
+
+``isinstance(weight, MXFP8Tensor)`` asks how a :class:`QuantizedTensor` is stored; there is no code
+behind a name but that question.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp8core.backend_api import OperandSpec
+from fp8core.errors import UnsupportedError
+from fp8core.parameter.tensor import QuantizedTensor
+
+__all__ = ["Float8BlockwiseQTensor", "Float8Tensor", "MXFP8Tensor", "NVFP4Tensor"]
+
+
+class _Name(torch._C._TensorMeta):
+    def __instancecheck__(cls, instance: object) -> bool:
+        if not isinstance(instance, QuantizedTensor):
+            return False
+        spec = instance.plan.rowwise
+        describes: Any = cls.describes  # type: ignore[attr-defined]  # every name has it
+        return spec is not None and bool(describes(spec))
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            f"{cls.__name__} names a way to store a QuantizedTensor, and is not made. Use "
+            f"quantized_model_init, or QuantizedTensor.quantize(value, plan)."
+        )
+
+
+class Float8Tensor(QuantizedTensor, metaclass=_Name):
+    """A QuantizedTensor with one float32 scale: delayed and current scaling."""
+
+    @staticmethod
+    def describes(spec: OperandSpec) -> bool:
+        """Return whether tensors stored as ``spec`` go by this name."""
+        return spec.block == (0, 0)
+
+
+class MXFP8Tensor(QuantizedTensor, metaclass=_Name):
+    """A QuantizedTensor with e8m0 scales: OCP microscaling."""
+
+    @staticmethod
+    def describes(spec: OperandSpec) -> bool:
+        """Return whether tensors stored as ``spec`` go by this name."""
+        return spec.scale_format == "e8m0"
+
+
+class Float8BlockwiseQTensor(QuantizedTensor, metaclass=_Name):
+    """A QuantizedTensor with a float32 scale for every 1 x 128 or 128 x 128 elements."""
+
+    @staticmethod
+    def describes(spec: OperandSpec) -> bool:
+        """Return whether tensors stored as ``spec`` go by this name."""
+        return spec.scale_format == "float32" and spec.block[1] == 128
+
+
+class NVFP4Tensor(QuantizedTensor, metaclass=_Name):
+    """A QuantizedTensor with e4m3 scales under a float32 scale: NVIDIA's FP4."""
+
+    @staticmethod
+    def describes(spec: OperandSpec) -> bool:
+        """Return whether tensors stored as ``spec`` go by this name."""
+        return spec.scale_format == "e4m3"

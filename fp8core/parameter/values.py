@@ -1,0 +1,68 @@
+"""Views of a QuantizedTensor: made for reading, as a write to one would change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from fp8core.errors import UnsupportedError
+
+__all__ = ["Values", "as_view", "written"]
+
+
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that ``func`` writes, tensors or lists of them."""
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[at] if at < len(args) else kwargs.get(argument.name)
+
+
+def as_view(func: Any, out: Any) -> Any:
+    """Return ``out``, as :class:`Values` if ``func`` is a view operation."""
+    infos = [returned.alias_info for returned in func._schema.returns]
+    if any(info is not None and not info.is_write for info in infos):
+        return tree_map_only(torch.Tensor, Values, out)
+    return out
+
+
+class Values(torch.Tensor):
+    """A view of a QuantizedTensor's values: a write to it would not reach them, so it raises."""
+
+    _plain: torch.Tensor
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Values:
+        """Wrap ``values``."""
+        self: Values = torch.Tensor._make_wrapper_subclass(
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=values.device,
+        )
+        self._plain = values
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
+        return f"Values({self._plain})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares less
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(tensor, Values) for tensor in written(func, args, kwargs)):
+            raise UnsupportedError(
+                f"{func} writes to a view of a QuantizedTensor, which would not change it. Write "
+                f"to the whole: value = p.dequantize(), change value, then p.copy_(value)."
+            )
+        args, kwargs = tree_map_only(Values, lambda view: view._plain, (args, kwargs))
+        return as_view(func, func(*args, **kwargs))

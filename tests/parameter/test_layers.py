@@ -1,0 +1,224 @@
+"""Layers made under ``quantized_model_init``: what they hold, and what they compute."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import fp8core
+from fp8core import recipe
+from fp8core.recipe import Recipe
+
+RECIPES: dict[str, Recipe] = {
+    "current": recipe.Float8CurrentScaling(),
+    "current_high_precision_backward": recipe.Float8CurrentScaling(
+        backward_override="high_precision"
+    ),
+    "rowwise": recipe.Float8RowwiseScaling(),
+    "block": recipe.Float8BlockScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "nvfp4": recipe.NVFP4BlockScaling(),
+}
+LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "linear": lambda: fp8core.Linear(96, 64, params_dtype=torch.bfloat16),
+    "layernorm_linear": lambda: fp8core.LayerNormLinear(96, 64, params_dtype=torch.bfloat16),
+    "layernorm_mlp": lambda: fp8core.LayerNormMLP(96, 64, params_dtype=torch.bfloat16),
+    "grouped": lambda: fp8core.GroupedLinear(2, 96, 64, params_dtype=torch.bfloat16),
+}
+
+
+def quantized(
+    make: Callable[[], torch.nn.Module], used: Recipe, keep: bool = True
+) -> torch.nn.Module:
+    with fp8core.quantized_model_init(recipe=used, preserve_high_precision_init_val=keep):
+        return make()
+
+
+def initial(layer: torch.nn.Module, own: torch.nn.Module) -> None:
+    """Give ``own``, in high precision, the values that ``layer`` was quantized from."""
+    for target, source in zip(own.parameters(), layer.parameters(), strict=True):
+        is_quantized = isinstance(source, fp8core.QuantizedTensor)
+        target.data.copy_(source.get_high_precision_init_val() if is_quantized else source)
+
+
+def run(layer: torch.nn.Module, used: Recipe | None, x: torch.Tensor) -> list[torch.Tensor]:
+    """Return the output and all gradients."""
+    torch.manual_seed(1)  # stochastic rounding draws its seed here
+    x = x.clone().requires_grad_()
+    more = ([40, 24],) if isinstance(layer, fp8core.GroupedLinear) else ()
+    with fp8core.autocast(enabled=used is not None, recipe=used):
+        y = layer(x, *more)
+    y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape).to(y.dtype))
+    return [y, x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+def sample() -> torch.Tensor:
+    return torch.randn(64, 96, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_only_gemm_weights_are_quantized(layer: str) -> None:
+    made = quantized(LAYERS[layer], RECIPES["current"])
+    found = {n: isinstance(p, fp8core.QuantizedTensor) for n, p in made.named_parameters()}
+    assert found == {n: "weight" in n and "layer_norm" not in n for n in found}
+    assert all(isinstance(parameter, torch.nn.Parameter) for parameter in made.parameters())
+
+
+def test_norms_stay_in_high_precision() -> None:
+    made = quantized(lambda: fp8core.LayerNorm(64), RECIPES["current"])
+    assert not isinstance(made.weight, fp8core.QuantizedTensor)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "high" not in name])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_computes_what_the_layer_in_high_precision_computes(layer: str, name: str) -> None:
+    used, own, x = RECIPES[name], LAYERS[layer](), sample()
+    made = quantized(LAYERS[layer], used)
+    initial(made, own)
+    pairs = list(zip(run(made, used, x), run(own, used, x), strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_backward_in_high_precision_sees_the_dequantized_weight() -> None:
+    used, x = RECIPES["current_high_precision_backward"], sample()
+    made = quantized(LAYERS["linear"], used)
+    y, grad_input, *_ = run(made, used, x)
+    grad = torch.linspace(-1, 1, y.numel()).reshape(y.shape).to(y.dtype)
+    assert torch.equal(grad_input, grad @ made.weight.dequantize())
+
+
+def test_delayed_scaling_uses_the_amax_of_the_weight_at_hand() -> None:
+    used, x = recipe.DelayedScaling(), sample()
+    made, own = quantized(LAYERS["linear"], used), LAYERS["linear"]()
+    initial(made, own)
+    run(own, used, x)  # makes the state
+    own.reset_delayed_state()
+    with torch.no_grad(), fp8core.autocast(recipe=used):
+        own(x)
+    own.scale_fwd[1] = 448.0 / own.weight.abs().max().float()
+    own.zero_grad()
+    assert all(
+        torch.equal(a, b) for a, b in zip(run(made, used, x), run(own, used, x), strict=True)
+    )
+
+
+def test_delayed_scaling_records_no_amax_of_the_weight() -> None:
+    used = recipe.DelayedScaling()
+    made = quantized(LAYERS["linear"], used)
+    run(made, used, sample())
+    assert made.amax_history_fwd[:, 0].any()
+    assert not made.amax_history_fwd[:, 1].any()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_without_autocast_the_weight_is_dequantized(name: str) -> None:
+    made, x = quantized(LAYERS["linear"], RECIPES[name]), sample()
+    expected = torch.nn.functional.linear(x, made.weight.dequantize(), made.bias)
+    assert torch.equal(made(x), expected)
+
+
+def test_another_recipe_is_refused_naming_both() -> None:
+    made = quantized(LAYERS["linear"], RECIPES["mxfp8"])
+    with pytest.raises(fp8core.OperandError, match=r"e8m0.*\n?.*block=\(128,128\)"):
+        run(made, RECIPES["block"], sample())
+
+
+def test_delayed_and_current_scaling_store_alike() -> None:
+    made = quantized(LAYERS["linear"], recipe.DelayedScaling())
+    run(made, RECIPES["current"], sample())
+
+
+def test_a_weight_written_between_calls_is_used() -> None:
+    used, x = RECIPES["current"], sample()
+    made = quantized(LAYERS["linear"], used)
+    run(made, used, x)
+    with torch.no_grad():
+        made.weight.zero_()
+    assert torch.equal(run(made, used, x)[0], made.bias.expand(64, 64))
+
+
+def test_gradients_are_plain_tensors_in_the_nominal_dtype() -> None:
+    made = quantized(LAYERS["linear"], RECIPES["mxfp8"])
+    run(made, RECIPES["mxfp8"], sample())
+    assert type(made.weight.grad) is torch.Tensor
+    assert made.weight.grad.dtype == torch.bfloat16
+
+
+def test_the_initial_value_is_kept_on_request_and_cleared() -> None:
+    weight = quantized(LAYERS["linear"], RECIPES["current"]).weight
+    again = fp8core.QuantizedTensor.quantize(weight.get_high_precision_init_val(), weight.plan)
+    assert torch.equal(again.dequantize(), weight.dequantize())
+    weight.clear_high_precision_init_val()
+    assert weight.get_high_precision_init_val() is None
+    plain = quantized(LAYERS["linear"], RECIPES["current"], keep=False).weight
+    assert plain.get_high_precision_init_val() is None
+
+
+def test_the_initial_value_is_the_one_in_high_precision() -> None:
+    torch.manual_seed(3)
+    own = LAYERS["linear"]()
+    torch.manual_seed(3)
+    made = quantized(LAYERS["linear"], RECIPES["current"])
+    assert torch.equal(made.weight.get_high_precision_init_val(), own.weight)
+
+
+def is_quantized() -> bool:
+    return isinstance(LAYERS["linear"]().weight, fp8core.QuantizedTensor)
+
+
+def test_the_innermost_context_decides() -> None:
+    with fp8core.fp8_model_init(recipe=RECIPES["mxfp8"]):
+        with fp8core.quantized_model_init(enabled=False):
+            assert not is_quantized()
+        assert isinstance(LAYERS["linear"]().weight, fp8core.MXFP8Tensor)
+    assert not is_quantized()
+
+
+def test_the_context_ends_with_an_exception() -> None:
+    with pytest.raises(KeyError), fp8core.quantized_model_init():
+        raise KeyError
+    assert not is_quantized()
+
+
+def test_the_context_is_of_its_thread() -> None:
+    found = []
+    with fp8core.quantized_model_init():
+        thread = threading.Thread(target=lambda: found.append(is_quantized()))
+        thread.start()
+        thread.join()
+    assert found == [False]
+
+
+def test_a_recipe_that_is_none_is_refused() -> None:
+    with pytest.raises(fp8core.RecipeError, match="expected a Recipe"):
+        fp8core.quantized_model_init(recipe="mxfp8")  # type: ignore[arg-type]
+
+
+def test_parameters_split_is_refused() -> None:
+    make = lambda: fp8core.Linear(96, 64, parameters_split=("query", "key"))  # noqa: E731
+    with pytest.raises(fp8core.UnsupportedError, match="parameters_split"):
+        quantized(make, RECIPES["current"])
+
+
+def test_conversion_of_the_module_changes_the_nominal_dtype_alone() -> None:
+    made = quantized(LAYERS["linear"], RECIPES["mxfp8"])
+    weight, before = made.weight, [part.clone() for part in made.weight.tensors()]
+    run(made, RECIPES["mxfp8"], sample())
+    made.float()
+    assert made.weight is weight
+    assert (weight.dtype, weight.grad.dtype) == (torch.float32, torch.float32)
+    assert all(torch.equal(*pair) for pair in zip(before, weight.tensors(), strict=True))
+
+
+def test_a_layer_from_meta_is_quantized_when_it_is_filled() -> None:
+    make = lambda: fp8core.Linear(96, 64, device="meta", params_dtype=torch.bfloat16)  # noqa: E731
+    made = quantized(make, RECIPES["mxfp8"])
+    assert made.weight.is_meta
+    made.to_empty(device="cpu")
+    made.reset_parameters()
+    kept = made.weight.get_high_precision_init_val()
+    again = fp8core.QuantizedTensor.quantize(kept, made.weight.plan)
+    assert all(torch.equal(*p) for p in zip(again.tensors(), made.weight.tensors(), strict=True))
