@@ -50,9 +50,9 @@ class Tape:
         """Start over, from now on checking instead of recording."""
         self.is_replaying = True
         self._next = 0
-        outer = self._outer
-        is_within = outer is not None and outer.backward_pass is not None
-        self.backward_pass = outer.backward_pass if outer and is_within else join_backward()
+        self.backward_pass = None if self._outer is None else self._outer.backward_pass
+        if self.backward_pass is None and is_in_backward():  # a debugger may unpack outside
+            self.backward_pass = join_backward()
 
     @property
     def is_repeating(self) -> bool:

@@ -128,6 +128,14 @@ def test_an_autocast_inside_the_function_equals_no_checkpoint(use_reentrant: boo
     assert same(step(model(), x, None, run), step(model(), x, None, inside))
 
 
+def test_saved_tensors_may_be_read_outside_backward() -> None:
+    layer, x = fp8core.Linear(32, 32), torch.randn(32, 32, requires_grad=True)
+    with autocast(recipe=recipe.by_name("delayed")):
+        y = fp8core.checkpoint(lambda x: layer(x).sin(), x, use_reentrant=False)
+        want = layer(x)
+    assert torch.equal(y.grad_fn._saved_self, want)
+
+
 def test_keyword_arguments_reach_the_function() -> None:
     layer, x = fp8core.Linear(32, 32), torch.randn(32, 32, requires_grad=True)
     with autocast(recipe=recipe.by_name("current")):
