@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fp8core.backend_api import (
+    ACTIVATIONS,
     OPS,
+    ActivationBackwardDesc,
+    ActivationDesc,
     AmaxDesc,
     DequantizeDesc,
-    GemmDesc,
-    GroupedGemmDesc,
+    NormBackwardDesc,
+    NormDesc,
     OpDesc,
     QuantizeDesc,
     ScaleUpdateDesc,
@@ -22,6 +25,10 @@ from fp8core.dispatch import policy, select
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.settings import check_op
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
+from fp8core.links.activation import ActivationShape, activation_shape
+from fp8core.links.bind import LinkShape, gemm_desc, handover
+from fp8core.links.linear import LinearShape
+from fp8core.links.norm import NormShape
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.plan import HIGH_PRECISION, LayerRole, LinearPlan
 from fp8core.recipe import Recipe, by_name, get_default_recipe
@@ -81,9 +88,11 @@ def explain(
     if isinstance(target, str):
         check_op(target, "explain()")
         where = torch.device(device) if device else select.default_device(policy.current())
-        is_grouped = target == "grouped_gemm"
-        plan = chosen.plan(LayerRole("grouped_linear" if is_grouped else "linear"), dtype)
-        return Explanation(tuple(_lines("", _descs(plan, dtype, dtype)[target], where)))
+        groups = 2 if target == "grouped_gemm" else 0
+        shape = LinearShape(1, 1, dtype, None, groups)
+        plan = chosen.plan(LayerRole("grouped_linear" if groups else "linear"), dtype)
+        steps = [*_linear_steps([shape], 0, plan, dtype), *_other_steps(plan, dtype)]
+        return Explanation(tuple(_lines("", [s for s in steps if s[1].op == target], where)))
     if not isinstance(target, torch.nn.Module):
         raise OperandError(f"explain({target!r}): expected an operation's name or a model.")
     lines = [
@@ -104,13 +113,41 @@ def _layer_lines(
     device: torch.device | str | None,
     dtype: torch.dtype,
 ) -> Iterator[Line]:
-    where = torch.device(device) if device else next(layer.parameters()).device
+    own = next((parameter.device for parameter in layer.parameters()), torch.device("cpu"))
+    where = torch.device(device) if device else own
     plan = recipe.plan(LayerRole(layer.kind, layer.name), dtype)
-    is_grouped = layer.kind == "grouped_linear"
-    descs = _descs(plan, dtype, layer.linear_shape().weight_dtype, is_grouped=is_grouped)
-    used = ["grouped_gemm" if is_grouped else "gemm", "quantize"]
-    used += ["scale_update"] if plan.delayed is not None else []
-    yield from _lines(path or layer.label, [step for op in used for step in descs[op]], where)
+    shapes = layer.link_shapes()
+    steps: list[tuple[str, OpDesc]] = []
+    for at, shape in enumerate(shapes):
+        made = _shape_steps(shapes, at, plan, dtype)
+        is_one_of_many = sum(isinstance(own, type(shape)) for own in shapes) > 1
+        steps += [(f"{name}[{at}]" if is_one_of_many else name, desc) for name, desc in made]
+    update = _update_desc(plan)
+    if plan.delayed is not None and layer.count_gemms() and update is not None:
+        steps.append(("", update))
+    yield from _lines(path or layer.label, steps, where)
+
+
+def _shape_steps(
+    shapes: Sequence[LinkShape], at: int, plan: LinearPlan, dtype: torch.dtype
+) -> list[tuple[str, OpDesc]]:
+    """Return what one link of a chain asks for; nothing for links without a backend operation."""
+    shape = shapes[at]
+    if isinstance(shape, LinearShape):
+        return _linear_steps(shapes, at, plan, dtype)
+    out_dtype = grad_dtype = dtype
+    if at + 1 < len(shapes) and isinstance(shapes[at + 1], LinearShape):
+        out_dtype = handover(shapes, at + 1, plan, dtype, step=-1)
+    if at and isinstance(shapes[at - 1], LinearShape):
+        grad_dtype = handover(shapes, at - 1, plan, dtype, step=1)
+    if isinstance(shape, NormShape):
+        norm = NormDesc(shape.kind, dtype, out_dtype, shape.eps, shape.zero_centered)
+        return [("norm", norm), ("norm backward", NormBackwardDesc(norm))]
+    if isinstance(shape, ActivationShape):
+        forward = ActivationDesc(shape.name, dtype, out_dtype, shape.params)
+        backward = ActivationBackwardDesc(shape.name, dtype, grad_dtype, shape.params)
+        return [(shape.name, forward), (f"{shape.name} backward", backward)]
+    return []
 
 
 def _lines(layer: str, descs: Iterable[tuple[str, OpDesc]], device: torch.device) -> Iterator[Line]:
@@ -123,35 +160,65 @@ def _lines(layer: str, descs: Iterable[tuple[str, OpDesc]], device: torch.device
             yield Line(layer, step, choice, None)
 
 
-def _descs(
-    plan: LinearPlan, dtype: torch.dtype, weight_dtype: torch.dtype, *, is_grouped: bool = False
-) -> dict[str, list[tuple[str, OpDesc]]]:
-    """Return, for each operation, the descriptors that a layer asks for, and what each is for."""
-    gemms = (("fprop", plan.fprop), ("dgrad", plan.dgrad), ("wgrad", plan.wgrad))
-    tensors = (("input", plan.input), ("weight", plan.weight), ("grad_output", plan.grad_output))
-    found: dict[str, list[tuple[str, OpDesc]]] = {name: [] for name in OPS}
-    for name, gemm in gemms:
-        is_low = gemm.a is not None or gemm.b is not None
-        out_dtype = weight_dtype if name == "wgrad" and is_low else dtype
-        fields = (gemm.a, gemm.b, out_dtype, False, gemm.fast_accumulation)
-        found["gemm"].append((name, GemmDesc(*fields)))
-        found["grouped_gemm"].append(
-            (name, GroupedGemmDesc(*fields, contract_groups=name == "wgrad"))
-        )
-    for name, tensor in tensors:
-        own_dtype, grouped = (weight_dtype, False) if name == "weight" else (dtype, is_grouped)
+def _linear_steps(
+    shapes: Sequence[LinkShape], at: int, plan: LinearPlan, dtype: torch.dtype
+) -> list[tuple[str, OpDesc]]:
+    """Return the GEMMs and casts of the linear at ``at``, and what each is for."""
+    shape = shapes[at]
+    assert isinstance(shape, LinearShape)
+    steps: list[tuple[str, OpDesc]] = [
+        (name, gemm_desc(name, plan, shape, dtype)) for name in ("fprop", "dgrad", "wgrad")
+    ]
+    input_dtype, grad_dtype = (handover(shapes, at, plan, dtype, step=s) for s in (-1, 1))
+    tensors = (
+        ("input", plan.input, input_dtype, bool(shape.groups)),
+        ("weight", plan.weight, shape.weight_dtype, False),
+        (
+            "grad_output",
+            plan.grad_output,
+            handover(shapes, at, plan, dtype, step=1),
+            bool(shape.groups),
+        ),
+    )
+    for name, tensor, own_dtype, grouped in tensors:
         if any(tensor):
-            desc = QuantizeDesc(own_dtype, *tensor, grouped=grouped)
-            found["quantize"].append((name, desc))
-        found["dequantize"] += [
-            (name, DequantizeDesc(spec, dtype)) for spec in dict.fromkeys(tensor) if spec
-        ]
-    found["amax"].append(("", AmaxDesc(dtype)))
+            steps.append((name, QuantizeDesc(own_dtype, *tensor, grouped=grouped)))
+    return steps
+
+
+def _other_steps(plan: LinearPlan, dtype: torch.dtype) -> list[tuple[str, OpDesc]]:
+    """Return what a linear layer alone does not ask for, for the operations asked by name."""
+    tensors = (("input", plan.input), ("weight", plan.weight), ("grad_output", plan.grad_output))
+    norms = [NormDesc(kind, dtype, dtype, 1e-5) for kind in ("layernorm", "rmsnorm")]
+    activations = [activation_shape(name) for name in ACTIVATIONS]
+    update = _update_desc(plan)
+    return [
+        *(
+            (name, DequantizeDesc(spec, dtype))
+            for name, tensor in tensors
+            for spec in dict.fromkeys(tensor)
+            if spec
+        ),
+        ("", AmaxDesc(dtype)),
+        *([("", update)] if update is not None else []),
+        *((norm.kind, norm) for norm in norms),
+        *((norm.kind, NormBackwardDesc(norm)) for norm in norms),
+        *(
+            (name, ActivationDesc(name, dtype, dtype, _PARAMS.get(name, ())))
+            for name in ACTIVATIONS
+        ),
+        *(
+            (name, ActivationBackwardDesc(name, dtype, dtype, _PARAMS.get(name, ())))
+            for name in ACTIVATIONS
+        ),
+    ]
+
+
+def _update_desc(plan: LinearPlan) -> ScaleUpdateDesc | None:
+    """Return the update of delayed scales, None where the user's own functions do it."""
     algorithm = "max" if plan.delayed is None else plan.delayed.amax_algorithm
     is_users = plan.delayed is not None and plan.delayed.scaling_algorithm is not None
-    if isinstance(algorithm, str) and not is_users:
-        found["scale_update"].append(("", ScaleUpdateDesc(algorithm)))
-    return found
+    return ScaleUpdateDesc(algorithm) if isinstance(algorithm, str) and not is_users else None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -218,7 +218,7 @@ def bound_ops(layers: Sequence[Linear], name: str) -> tuple[object, ...]:
     chosen = RECIPES[name]
     with autocast(enabled=chosen is not None, recipe=chosen):
         bounds = [layer.bind(torch.device("cpu"), torch.float32) for layer in layers]
-    return tuple(bound.ops[0] for bound in bounds)
+    return tuple(bound.links[0] for bound in bounds)
 
 
 @pytest.mark.parametrize("name", ["none", "current", "mxfp8"])

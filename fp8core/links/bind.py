@@ -48,7 +48,7 @@ from fp8core.plan import HIGH_PRECISION, GemmPlan, LinearPlan, TensorPlan
 from fp8core.quantizer import Binding, Quantizer, Slot, bind_quantizer
 from fp8core.weights import How, KeptWeight, PerGroup, WeightStore
 
-__all__ = ["LinkShape", "Site", "bind_chain"]
+__all__ = ["LinkShape", "Site", "bind_chain", "gemm_desc", "handover"]
 
 LinkShape: TypeAlias = (
     LinearShape
@@ -88,7 +88,8 @@ def bind_chain(shapes: Sequence[LinkShape], site: Site) -> tuple[Link, ...]:
             first, so that the message is about them.
     """
     linears: dict[int, LinearLink] = {}
-    gemms = 0
+    gemms, dtype = 0, site.binding.activation_dtype
+    gemm_plan = HIGH_PRECISION if site.binding.is_observing else site.plan
     for at, shape in enumerate(shapes):
         if isinstance(shape, LinearShape):
             states = site.states
@@ -98,10 +99,8 @@ def bind_chain(shapes: Sequence[LinkShape], site: Site) -> tuple[Link, ...]:
                 shape,
                 site._replace(states=states),
                 index=gemms,
-                input_dtype=_handover(shapes[at - 1] if at else None, site, is_backward=False),
-                grad_dtype=_handover(
-                    shapes[at + 1] if at + 1 < len(shapes) else None, site, is_backward=True
-                ),
+                input_dtype=handover(shapes, at, gemm_plan, dtype, step=-1),
+                grad_dtype=handover(shapes, at, gemm_plan, dtype, step=1),
             )
             gemms += shape.num_weights
     links: list[Link] = []
@@ -116,19 +115,22 @@ def bind_chain(shapes: Sequence[LinkShape], site: Site) -> tuple[Link, ...]:
     return tuple(links)
 
 
-def _handover(producer: LinkShape | None, site: Site, *, is_backward: bool) -> torch.dtype:
-    """Return the dtype in which ``producer`` hands its result to a linear.
+def handover(
+    shapes: Sequence[LinkShape], at: int, plan: LinearPlan, dtype: torch.dtype, *, step: int
+) -> torch.dtype:
+    """Return the dtype in which the linear at ``at`` gets its input (``step`` -1) or its gradient
+    (``step`` 1) from its neighbour, at activations of ``dtype``.
 
     Source: docs/numerics.md, "Where values are rounded before the cast".
     """
-    dtype = site.binding.activation_dtype
-    tensor = site.plan.grad_output if is_backward else site.plan.input
+    tensor = plan.input if step < 0 else plan.grad_output
     is_rounded = all(spec is None or spec.cast_first for spec in tensor)
-    if is_rounded or producer is None or site.binding.is_observing:
+    if is_rounded or not 0 <= at + step < len(shapes):
         return dtype
+    producer = shapes[at + step]
     if isinstance(producer, ActivationShape):
-        return dtype if is_backward and producer.is_gated else torch.float32
-    return torch.float32 if isinstance(producer, NormShape) and not is_backward else dtype
+        return dtype if step > 0 and producer.is_gated else torch.float32
+    return torch.float32 if isinstance(producer, NormShape) and step < 0 else dtype
 
 
 def _bind_linear(
@@ -140,8 +142,9 @@ def _bind_linear(
     grad_dtype: torch.dtype,
 ) -> LinearLink:
     gemm_plan = HIGH_PRECISION if site.binding.is_observing else site.plan
+    dtype = site.binding.activation_dtype
     gemms = {
-        name: _bind_gemm(getattr(gemm_plan, name), shape, site.binding, is_wgrad=name == "wgrad")
+        name: table.resolve(gemm_desc(name, gemm_plan, shape, dtype), site.binding.device)
         for name in ("fprop", "dgrad", "wgrad")
     }
     x, weight, dy = _bind_quantizers(shape, site, index, input_dtype, grad_dtype)
@@ -170,16 +173,16 @@ def _bind_linear(
     )
 
 
-def _bind_gemm(plan: GemmPlan, shape: LinearShape, binding: Binding, *, is_wgrad: bool) -> Resolved:
+def gemm_desc(name: str, plan: LinearPlan, shape: LinearShape, dtype: torch.dtype) -> GemmDesc:
+    """Return what ``name``, one of fprop, dgrad, wgrad, asks for at activations of ``dtype``."""
+    gemm: GemmPlan = getattr(plan, name)
     # In high precision the result is rounded to the activation dtype first, as torch.autocast does.
-    is_low = plan.a is not None or plan.b is not None
-    out_dtype = shape.weight_dtype if is_wgrad and is_low else binding.activation_dtype
-    fields = (plan.a, plan.b, out_dtype, False, plan.fast_accumulation)
-    if shape.groups:
-        desc: GemmDesc = GroupedGemmDesc(*fields, contract_groups=is_wgrad)
-    else:
-        desc = GemmDesc(*fields)
-    return table.resolve(desc, binding.device)
+    is_low = gemm.a is not None or gemm.b is not None
+    out_dtype = shape.weight_dtype if name == "wgrad" and is_low else dtype
+    fields = (gemm.a, gemm.b, out_dtype, False, gemm.fast_accumulation)
+    if not shape.groups:
+        return GemmDesc(*fields)
+    return GroupedGemmDesc(*fields, contract_groups=name == "wgrad")
 
 
 def _fprop(

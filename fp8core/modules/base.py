@@ -214,10 +214,10 @@ class LowPrecisionModule(DelayedModule):
             )
         if input.dim() == 0 or (size is not None and input.shape[-1] != size):
             found = f"has k={input.shape[-1]}" if input.dim() else "has no dimension"
-            shape = "" if weight is None else f", the parameter is {list(weight.shape)}"
+            held = "" if weight is None else f", but the weight is {list(weight.shape)}"
             raise OperandError(
-                f"fprop of {self.label}: input {list(input.shape)} {found}, but the layer takes "
-                f"[..., {size}]{shape}."
+                f"fprop of {self.label}: input {list(input.shape)} {found}{held}; "
+                f"the layer takes [..., {size}]."
             )
         if weight is None:
             return input.dtype

@@ -1,4 +1,4 @@
-"""What the linear op computes and keeps, by what is asked of it."""
+"""What the linear link computes and keeps, by what is asked of it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ class Counter:
 
         def bind_counted(device: torch.device, dtype: torch.dtype) -> Any:
             bound = bind(device, dtype)
-            op = bound.ops[0]
+            op = bound.linears[0]
             gemms = {name: self._gemm(name, getattr(op, name)) for name in GEMMS}
             tensors = {name: self._quantizer(name, getattr(op, name)) for name in TENSORS}
-            return bound._replace(ops=(dataclasses.replace(op, **gemms, **tensors),))
+            counted = dataclasses.replace(op, **gemms, **tensors, _plain_wants={})
+            return bound._replace(links=(counted,))
 
         patch.setattr(layer, "bind", bind_counted)
 
@@ -255,6 +256,6 @@ def test_permuting_the_rows_permutes_the_result(name: str) -> None:
 def test_choices_name_the_backend_of_every_gemm_and_tensor() -> None:
     layer = build("linear")
     with autocast(recipe=RECIPES["current"]):
-        op = layer.bind(torch.device("cpu"), torch.float32).ops[0]
+        op = layer.bind(torch.device("cpu"), torch.float32).linears[0]
     assert set(op.choices) == {*GEMMS, *TENSORS}
     assert {choice.backend for choice in op.choices.values()} == {"reference"}

@@ -76,12 +76,12 @@ def test_a_padded_group_has_the_bits_of_a_linear_of_its_own(name: str) -> None:
 def test_a_format_with_partial_blocks_is_not_padded(name: str) -> None:
     layer = Linear(33, 7)
     with autocast(recipe=recipe.by_name(name)):
-        op = layer.bind(torch.device("cpu"), torch.float32).ops[0]
+        op = layer.bind(torch.device("cpu"), torch.float32).linears[0]
     assert op.padding is None
 
 
 def test_high_precision_is_not_padded() -> None:
-    assert Linear(33, 7).bind(torch.device("cpu"), torch.float32).ops[0].padding is None
+    assert Linear(33, 7).bind(torch.device("cpu"), torch.float32).linears[0].padding is None
 
 
 def test_padding_is_reported_once_whatever_the_rows(caplog: pytest.LogCaptureFixture) -> None:

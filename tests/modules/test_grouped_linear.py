@@ -77,11 +77,6 @@ def test_an_argument_that_is_not_offered_is_refused_by_name(name: str) -> None:
         GroupedLinear(2, 8, 8, **{name: value})
 
 
-def test_forward_refuses_is_first_microbatch() -> None:
-    with pytest.raises(UnsupportedError, match="is_first_microbatch"):
-        GroupedLinear(2, 8, 8)(torch.randn(2, 8), [1, 1], is_first_microbatch=True)
-
-
 def test_a_count_that_is_no_positive_integer_is_refused() -> None:
     with pytest.raises(OperandError, match="num_gemms=0"):
         GroupedLinear(0, 8, 8)

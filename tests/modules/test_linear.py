@@ -105,9 +105,7 @@ def test_the_default_of_an_argument_that_is_not_offered_is_taken(name: str) -> N
     Linear(8, 8, **{name: TE_ARGUMENTS[name]})
 
 
-@pytest.mark.parametrize(
-    "argument", [{"is_first_microbatch": True}, {"fp8_output": True}, {"fp8_grad": True}], ids=str
-)
+@pytest.mark.parametrize("argument", [{"fp8_output": True}, {"fp8_grad": True}], ids=str)
 def test_forward_refuses_what_is_not_offered(argument: dict[str, bool]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(argument))):
         Linear(8, 8)(torch.randn(2, 8), **argument)
