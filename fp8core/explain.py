@@ -173,12 +173,7 @@ def _linear_steps(
     tensors = (
         ("input", plan.input, input_dtype, bool(shape.groups)),
         ("weight", plan.weight, shape.weight_dtype, False),
-        (
-            "grad_output",
-            plan.grad_output,
-            handover(shapes, at, plan, dtype, step=1),
-            bool(shape.groups),
-        ),
+        ("grad_output", plan.grad_output, grad_dtype, bool(shape.groups)),
     )
     for name, tensor, own_dtype, grouped in tensors:
         if any(tensor):
@@ -203,14 +198,8 @@ def _other_steps(plan: LinearPlan, dtype: torch.dtype) -> list[tuple[str, OpDesc
         *([("", update)] if update is not None else []),
         *((norm.kind, norm) for norm in norms),
         *((norm.kind, NormBackwardDesc(norm)) for norm in norms),
-        *(
-            (name, ActivationDesc(name, dtype, dtype, _PARAMS.get(name, ())))
-            for name in ACTIVATIONS
-        ),
-        *(
-            (name, ActivationBackwardDesc(name, dtype, dtype, _PARAMS.get(name, ())))
-            for name in ACTIVATIONS
-        ),
+        *((own[0], ActivationDesc(own[0], dtype, dtype, own[1])) for own in activations),
+        *((own[0], ActivationBackwardDesc(own[0], dtype, dtype, own[1])) for own in activations),
     ]
 
 

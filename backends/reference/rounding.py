@@ -28,10 +28,10 @@ def unpack(data: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _hadamard_matrix(device: torch.device) -> torch.Tensor:
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     for _ in range(4):
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
-    signs = torch.tensor(_SIGNS, dtype=torch.float32)
+    signs = torch.tensor(_SIGNS, dtype=torch.float32, device="cpu")
     return (signs[:, None] * matrix / 4).to(device)
 
 
