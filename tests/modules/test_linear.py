@@ -193,6 +193,17 @@ def test_return_bias_returns_the_bias_that_was_not_added(name: str) -> None:
     assert torch.equal(y, forward(without, x, name))
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_bias_that_was_not_added_gets_its_gradient_where_it_is_used(name: str) -> None:
+    layer = Linear(32, 16, return_bias=True)
+    y, bias = forward(layer, torch.randn(4, 32), name)
+    y.sum().backward()
+    assert layer.bias.grad is None
+    assert layer.weight.grad is not None
+    bias.sum().backward()
+    assert layer.bias.grad.eq(1).all()
+
+
 def test_return_bias_without_a_bias_returns_none() -> None:
     assert Linear(32, 16, bias=False, return_bias=True)(torch.randn(4, 32))[1] is None
 

@@ -185,6 +185,24 @@ def test_a_factory_may_quantize_one_orientation() -> None:
     torch.testing.assert_close(layer.weight.grad, dy.t() @ x)
 
 
+def test_a_factory_may_quantize_for_backward_alone() -> None:
+    def backward_only(role: recipe.QuantizerRole) -> recipe.TensorPlan:
+        return recipe.TensorPlan(ROWWISE if role.tensor_type == "grad_output" else None, ROWWISE)
+
+    layer, x = Linear(32, 16), torch.randn(4, 32, requires_grad=True)
+    with autocast(recipe=recipe.CustomRecipe(backward_only)):
+        y = layer(x)
+    dy = torch.randn(4, 16)
+    y.backward(dy)
+    assert torch.equal(y, torch.nn.functional.linear(x, layer.weight, layer.bias))
+    wanted = Linear(32, 16)
+    wanted.load_state_dict(layer.state_dict())
+    leaf = x.detach().clone().requires_grad_()
+    with autocast(recipe=recipe.Float8RowwiseScaling()):
+        wanted(leaf).backward(dy)
+    assert_same_bits([x.grad, layer.weight.grad], [leaf.grad, wanted.weight.grad])
+
+
 def test_a_factory_may_mix_delayed_and_current() -> None:
     def mixed(role: recipe.QuantizerRole) -> object:
         is_weight = role.tensor_type == "weight"
