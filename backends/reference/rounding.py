@@ -62,7 +62,10 @@ def stochastic_e2m1(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torc
     noise = _noise(x, rng, dim)
     magnitude = x.abs()
     # e2m1 is 0 0.5 1 1.5 2 | 3 4 | 6: the step is 0.5 below 2, 1 below 4, 2 above.
-    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    # That is half the power of two at or below the magnitude, if 1 at least; what saturates
+    # anyway is cut first, as inf has no such power: s eeeeeeee mmm...m -> s eeeeeeee 000...0.
+    power = magnitude.clamp(1.0, 8.0).view(torch.int32).bitwise_and_(0x7F800000)
+    step = power.view(torch.float32).mul_(0.5)
     position = magnitude / step
     low = torch.floor(position)
     # The distance to low is exact. position + noise would not be: 3 + (1 - 2^-24) is 4 in float32,
