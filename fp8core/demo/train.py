@@ -1,0 +1,256 @@
+"""Train the demo's model once, in bf16 or under one recipe, and measure it on held-out text."""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fp8core as te
+from fp8core.demo.data import Corpus, heldout_windows, training_batches
+from fp8core.demo.model import ByteGPT, ModelConfig
+from fp8core.recipe import Recipe
+
+__all__ = ["BASELINE", "RunResult", "TrainSettings", "train_run", "try_one_step"]
+
+BASELINE = "bf16"
+"""Name of the run without a recipe, which the others are compared with."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """How every run is trained: the same for all, so that only the precision differs.
+
+    The warmup takes half of the steps on purpose: after a short one, runs that differ by rounding
+    alone settle further apart. One CPU thread is the safe choice for so small a model: two threads
+    wait for each other on a machine that has other work.
+    """
+
+    steps: int = 150
+    batch_size: int = 16
+    learning_rate: float = 3e-3
+    warmup_fraction: float = 0.5
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    num_heldout_windows: int = 512
+    threads: int = 1
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What one run gave.
+
+    ``losses`` are those of the training steps and ``heldout_loss`` that on held-out text, in nats
+    per byte; ``tokens_per_s`` is that of the median training step. ``steps`` were run: all, unless
+    a loss was not finite. Then the run has ``diverged`` and its held-out loss is not finite either.
+    ``held_bytes`` are what a step keeps from forward to backward besides the parameters.
+    """
+
+    recipe: str
+    heldout_loss: float
+    tokens_per_s: float
+    steps: int
+    losses: tuple[float, ...]
+    held_bytes: int
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a loss was not finite, in training or on held-out text."""
+        return not math.isfinite(self.heldout_loss)
+
+
+def learning_rate_at(step: int, settings: TrainSettings) -> float:
+    """Return the learning rate of a step, counted from 0: linear warmup, then half a cosine to 0.
+
+    >>> settings = TrainSettings(steps=100, learning_rate=1.0, warmup_fraction=0.5)
+    >>> [round(learning_rate_at(step, settings), 2) for step in (0, 24, 49, 75, 99)]
+    [0.02, 0.5, 1.0, 0.5, 0.0]
+    """
+    warmup = max(1, round(settings.steps * settings.warmup_fraction))
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
+    done = (step - warmup) / (settings.steps - warmup)
+    return settings.learning_rate * (1 + math.cos(math.pi * done)) / 2
+
+
+def try_one_step(
+    recipe: Recipe | None, corpus: Corpus, settings: TrainSettings, device: torch.device
+) -> None:
+    """Train a throw-away model for one step: what cannot run raises here, before any training.
+
+    What is set up at first use is set up here, and so does not slow the first timed step.
+    """
+    model, optimizer = _build(settings, device)
+    input, target = next(_batches(corpus, settings))
+    _step(model, optimizer, recipe, input.to(device), target.to(device), settings)
+
+
+def train_run(
+    name: str,
+    recipe: Recipe | None,
+    corpus: Corpus,
+    settings: TrainSettings,
+    device: torch.device,
+    *,
+    on_step: Callable[[float], None],
+) -> RunResult:
+    """Train a fresh model and evaluate it; the seed fixes weights, batches and so the result.
+
+    Args:
+        name: what the result is called.
+        recipe: for the linear layers of the blocks; None trains in bf16.
+        corpus: text to train on, and text held out.
+        settings: sizes, schedule and seed.
+        device: where it runs.
+        on_step: called after each step with its training loss.
+    """
+    model, optimizer = _build(settings, device)
+    held = _held_bytes(model, recipe, corpus, settings, device)
+    losses: list[float] = []
+    seconds: list[float] = []
+    for step, (input, target) in enumerate(_batches(corpus, settings)):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate_at(step, settings)
+        start = time.perf_counter()
+        loss = _step(model, optimizer, recipe, input.to(device), target.to(device), settings)
+        seconds.append(time.perf_counter() - start)
+        losses.append(loss)
+        on_step(loss)
+        if not math.isfinite(loss):
+            break
+    finite = math.isfinite(losses[-1])
+    tokens = settings.batch_size * settings.model.context
+    return RunResult(
+        recipe=name,
+        heldout_loss=_heldout_loss(model, recipe, corpus, settings, device) if finite else math.nan,
+        tokens_per_s=tokens / statistics.median(seconds),
+        steps=len(losses),
+        losses=tuple(losses),
+        held_bytes=held,
+    )
+
+
+def _held_bytes(
+    model: ByteGPT,
+    recipe: Recipe | None,
+    corpus: Corpus,
+    settings: TrainSettings,
+    device: torch.device,
+) -> int:
+    """Return the bytes that one forward keeps for backward, each storage counted once.
+
+    On a copy of the model, so that nothing of the run's state has moved.
+    """
+    model = copy.deepcopy(model)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    input, target = (part.to(device) for part in next(_batches(corpus, settings)))
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with torch.random.fork_rng(devices=[]), hooks, _precision(recipe, device):
+        loss = _loss(model, input, target)
+    total = sum(held.values())
+    del loss  # until here everything saved is alive, so no storage's address comes twice
+    return total
+
+
+@contextmanager
+def _precision(recipe: Recipe | None, device: torch.device) -> Iterator[None]:
+    """Compute in bf16 from float32 parameters, the library's layers under ``recipe`` if given."""
+    with (
+        torch.autocast(device.type, dtype=torch.bfloat16),
+        te.autocast(enabled=recipe is not None, recipe=recipe),
+    ):
+        yield
+
+
+def _build(settings: TrainSettings, device: torch.device) -> tuple[ByteGPT, torch.optim.Optimizer]:
+    """Return a fresh model and its optimizer; the seed also fixes stochastic rounding."""
+    torch.manual_seed(settings.seed)
+    model = ByteGPT(settings.model, seed=settings.seed, device=device)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return model, torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
+
+
+def _batches(corpus: Corpus, settings: TrainSettings) -> Iterator[tuple[Tensor, Tensor]]:
+    return training_batches(
+        corpus.train,
+        context=settings.model.context,
+        batch_size=settings.batch_size,
+        steps=settings.steps,
+        seed=settings.seed,
+    )
+
+
+def _loss(model: ByteGPT, input: Tensor, target: Tensor) -> Tensor:
+    """Return the mean cross-entropy, float32; ``input`` and ``target`` ``[batch, context]``."""
+    logits = model(input)
+    return functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+def _step(
+    model: ByteGPT,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe | None,
+    input: Tensor,
+    target: Tensor,
+    settings: TrainSettings,
+) -> float:
+    """Take one step and return its loss; a loss that is not finite changes nothing."""
+    with _precision(recipe, input.device):
+        loss = _loss(model, input, target)
+    value = loss.item()
+    if math.isfinite(value):
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return value
+
+
+@torch.no_grad()
+def _heldout_loss(
+    model: ByteGPT,
+    recipe: Recipe | None,
+    corpus: Corpus,
+    settings: TrainSettings,
+    device: torch.device,
+) -> float:
+    """Return the loss on the held-out windows, computed in the precision of the run."""
+    inputs, targets = heldout_windows(
+        corpus.heldout,
+        context=settings.model.context,
+        num_windows=settings.num_heldout_windows,
+    )
+    total = 0.0
+    batches = zip(
+        torch.split(inputs, settings.batch_size),
+        torch.split(targets, settings.batch_size),
+        strict=True,
+    )
+    for input, target in batches:
+        with _precision(recipe, device):
+            loss = _loss(model, input.to(device), target.to(device))
+        total += loss.item() * len(input)
+    return total / len(inputs)

@@ -1,0 +1,178 @@
+"""The demo: its text, its runs, what it writes, and what a user can get wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core import OperandError, UnsupportedError, recipe
+from fp8core.__main__ import main
+from fp8core.demo import data, report
+from fp8core.demo.model import ByteGPT, ModelConfig
+from fp8core.demo.train import RunResult, TrainSettings, train_run
+
+TINY = ModelConfig(d_model=32, num_layers=1, num_heads=2, context=16)
+SETTINGS = TrainSettings(steps=3, batch_size=2, num_heldout_windows=8, model=TINY)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(range(256)) * 40)
+    return path
+
+
+def train(name: str, text: Path) -> RunResult:
+    corpus = data.load_text(text, TINY.context)
+    chosen = None if name == "bf16" else recipe.by_name(name)
+    return train_run(name, chosen, corpus, SETTINGS, CPU, on_step=lambda loss: None)
+
+
+def demo(text: Path, folder: Path, *more: str) -> int:
+    arguments = ("--steps", "1", "--text", str(text), "--out", str(folder))
+    return main(["demo", *arguments, *more])
+
+
+def test_standard_library_is_split_by_file_and_alike_each_time() -> None:
+    first, again = (data.load_stdlib(64) for _ in range(2))
+    assert torch.equal(first.train, again.train)
+    assert torch.equal(first.heldout, again.heldout)
+    kept, heldout = data.split_files([Path(f"{index}.py") for index in range(40)])
+    assert not set(kept) & set(heldout)
+
+
+def test_heldout_part_of_a_text_is_its_end(text: Path) -> None:
+    corpus = data.load_text(text, TINY.context)
+    assert bytes(corpus.train.tolist()) + bytes(corpus.heldout.tolist()) == text.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["bf16", "delayed", "nvfp4"])
+def test_one_seed_gives_one_result(name: str, text: Path) -> None:
+    first, again = train(name, text), train(name, text)
+    assert (first.losses, first.heldout_loss) == (again.losses, again.heldout_loss)
+
+
+def test_first_loss_is_that_of_knowing_nothing(text: Path) -> None:
+    first = train("bf16", text).losses[0]
+    assert first == pytest.approx(torch.log(torch.tensor(256.0)).item(), rel=2**-8)
+
+
+def test_recipe_changes_the_training(text: Path) -> None:
+    assert train("current", text).losses[1:] != train("bf16", text).losses[1:]
+
+
+def test_held_bytes_of_fp8_are_fewer_than_of_bf16(text: Path) -> None:
+    assert train("current", text).held_bytes < train("bf16", text).held_bytes
+
+
+def test_weights_follow_from_the_seed() -> None:
+    first, again = (ByteGPT(TINY, seed=3, device=CPU).state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_results_hold_a_run_for_bf16_and_each_recipe(text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.json"
+    assert demo(text, tmp_path / "out", "--recipe", "current", "block", "--json", str(file)) == 0
+    runs = json.loads(file.read_text())["runs"]
+    assert [run["recipe"] for run in runs] == ["bf16", "current", "block"]
+    for run in runs:
+        assert {"recipe", "heldout_loss", "tokens_per_s", "steps", "held_bytes"} <= set(run)
+        assert run["steps"] == 1
+        assert run["tokens_per_s"] > 0
+
+
+def test_picture_is_a_png(text: Path, tmp_path: Path) -> None:
+    assert demo(text, tmp_path / "out", "--recipe", "current") == 0
+    assert (tmp_path / "out" / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_table_names_every_run(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo(text, tmp_path, "--recipe", "current", "--backend", "reference")
+    output = capsys.readouterr().out
+    assert "held-out loss" in output
+    assert "current" in output
+    assert "reference" in output
+
+
+def test_threads_are_given_back(text: Path, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    demo(text, tmp_path, "--recipe", "current")
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["--recipe", "mxfp9"], "mxfp8"),
+        (["--backend", "cuda"], "installed: reference"),
+        (["--text", "nowhere.txt"], "nowhere.txt"),
+    ],
+    ids=["recipe", "backend", "text"],
+)
+def test_wrong_name_is_one_message_and_status_1(
+    more: Sequence[str],
+    reason: str,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert demo(text, tmp_path, *more) == 1
+    errors = capsys.readouterr().err
+    assert reason in errors
+    assert "Traceback" not in errors
+
+
+def test_no_steps_is_bad_usage(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as stop:
+        demo(text, tmp_path, "--steps", "0")
+    assert stop.value.code == 2
+
+
+def test_text_too_small_says_how_much_is_needed(tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_bytes(b"short")
+    with pytest.raises(OperandError, match=str(data.minimum_part(64))):
+        data.load_text(path, 64)
+
+
+def test_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = report.import_module
+
+    def refuse(name: str) -> Any:
+        if name == "rich":
+            raise ImportError(name)
+        return real(name)
+
+    monkeypatch.setattr(report, "import_module", refuse)
+    with pytest.raises(UnsupportedError, match=r"rich.*\n.*fp8core\[demo\]"):
+        report.require_packages()
+
+
+def test_diverged_run_is_told_and_status_1(
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("fp8core.demo.train.learning_rate_at", lambda *_: float("nan"))
+    assert demo(text, tmp_path, "--recipe", "current", "--steps", "2") == 1
+    assert "diverged" in capsys.readouterr().out
+    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert all(run["diverged"] and run["heldout_loss"] is None for run in runs)
+
+
+def test_results_that_cannot_be_written_are_refused_before_training(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file")
+    assert demo(text, blocked) == 1
+    assert "blocked" in capsys.readouterr().err
