@@ -138,6 +138,7 @@ def _versions() -> dict[str, str]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = "not installed as a package"
+    found["torch"] = torch.__version__  # names the CUDA version too, which the metadata may not
     return found
 
 
