@@ -104,14 +104,7 @@ class Float8CurrentScaling(Recipe):
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
         """Tensorwise, current."""
-
-        def tensor(name: str) -> TensorPlan:
-            spec = OperandSpec(
-                *element(self.fp8_format, name, (0, 0)), power_of_two=self.use_power_2_scales
-            )
-            return TensorPlan(spec, spec)
-
-        return linear_plan(tensor, _gemms(self), backward_override=self.backward_override)
+        return _current_plan(self, (0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +130,7 @@ class Float8RowwiseScaling(Recipe):
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
         """One scale a row, current."""
-
-        def tensor(name: str) -> TensorPlan:
-            spec = OperandSpec(
-                *element(self.fp8_format, name, (1, 0)), power_of_two=self.use_power_2_scales
-            )
-            return TensorPlan(spec, spec)
-
-        return linear_plan(tensor, _gemms(self), backward_override=self.backward_override)
+        return _current_plan(self, (1, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,3 +281,16 @@ def _gemms(
     recipe: Float8CurrentScaling | Float8RowwiseScaling | Float8BlockScaling,
 ) -> tuple[MMParams, MMParams, MMParams]:
     return recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad
+
+
+def _current_plan(
+    recipe: Float8CurrentScaling | Float8RowwiseScaling, block: tuple[int, int]
+) -> LinearPlan:
+    """Return the plan of float32 scales from the tensor itself, one for each ``block``."""
+
+    def tensor(name: str) -> TensorPlan:
+        first = element(recipe.fp8_format, name, block)
+        spec = OperandSpec(*first, power_of_two=recipe.use_power_2_scales)
+        return TensorPlan(spec, spec)
+
+    return linear_plan(tensor, _gemms(recipe), backward_override=recipe.backward_override)
