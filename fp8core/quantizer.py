@@ -80,7 +80,8 @@ class HighPrecision:
         rng: torch.Tensor | None = None,
     ) -> Orientations:
         """Return ``x`` and ``x.T``."""
-        x = x.to(self._dtype)
+        if x.dtype != self._dtype:
+            x = x.to(self._dtype)
         return Orientations(Operand(x) if rowwise else None, Operand(x.t()) if columnwise else None)
 
 

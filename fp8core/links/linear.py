@@ -177,12 +177,17 @@ class LinearLink:
         return operands if self.shape.groups else operands[0]
 
     def _grad_weights(self, made: Any, needed: Sequence[bool]) -> list[torch.Tensor | None]:
-        n, k = self.shape.out_features, self.shape.in_features
         grads = made if self.shape.groups else (made,)
         return [
-            grad[:n, :k].to(self.shape.weight_dtype) if need else None
-            for grad, need in zip(grads, needed, strict=True)
+            self._fit(grad) if need else None for grad, need in zip(grads, needed, strict=True)
         ]
+
+    def _fit(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return a weight's gradient without padding and in the weight's dtype."""
+        n, k, dtype = self.shape.out_features, self.shape.in_features, self.shape.weight_dtype
+        if grad.shape != (n, k):  # asking costs a tenth of slicing to the same shape
+            grad = grad[:n, :k]
+        return grad if grad.dtype == dtype else grad.to(dtype)
 
     def _grad_biases(
         self, sums: Sequence[torch.Tensor], needed: Sequence[bool]
