@@ -6,7 +6,6 @@ gives ``f(a) * b``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,18 +23,14 @@ class _Function(NamedTuple):
     slope: Callable[[torch.Tensor], torch.Tensor]
 
 
-_SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
-
-
 def _gelu(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
 def _gelu_slope(x: torch.Tensor) -> torch.Tensor:
-    # 0.5 x (1 + t), t = tanh(c (x + 0.044715 x^3))
-    t = torch.tanh(_SQRT_2_OVER_PI * (x + 0.044715 * x**3))
-    inner = _SQRT_2_OVER_PI * (1 + 3 * 0.044715 * x * x)
-    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * inner
+    # torch's own backward of the tanh form, one pass instead of a dozen
+    slope: torch.Tensor = torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate="tanh")
+    return slope
 
 
 def _swish(beta: float) -> _Function:
