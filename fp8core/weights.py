@@ -47,13 +47,18 @@ class KeptWeight:
 
     Changed means another tensor, storage or version counter of the weight, or another delayed
     scale. A write through ``.data`` changes none of these: say so with
-    ``layer.invalidate_weight_cache()``.
+    ``layer.invalidate_weight_cache()``. Without a store, as in a graph that torch captures, every
+    call quantizes anew, whatever ``first`` says.
     """
 
     __slots__ = ("_index", "_quantizer", "_scale", "_store", "choices")
 
     def __init__(
-        self, quantizer: Quantizer, store: WeightStore, index: int, scale: torch.Tensor | None
+        self,
+        quantizer: Quantizer,
+        store: WeightStore | None,
+        index: int,
+        scale: torch.Tensor | None,
     ) -> None:
         self._quantizer = quantizer
         self._store = store
@@ -69,7 +74,8 @@ class KeptWeight:
         Raises:
             OperandError: ``first`` is False, and nothing of this weight as it is now is kept.
         """
-        if weight.is_inference():  # has no version counter, so nobody knows whether it changed
+        # An inference tensor has no version counter, so nobody knows whether it changed.
+        if self._store is None or weight.is_inference():
             return self._quantizer(weight, columnwise=columnwise)
         state = (weight._version, weight.data_ptr(), torch.is_inference_mode_enabled())
         entry = self._store.get(self._index)

@@ -41,7 +41,7 @@ class LayerPadding:
         ends = torch.tensor([0, *padded]).cumsum(0)
         # Row r of group g moves from offsets[g] + r to ends[g] + r.
         shift = (ends[:-1] - torch.tensor([0, *sizes]).cumsum(0)[:-1]).repeat_interleave(
-            torch.tensor(sizes)
+            torch.tensor(sizes), output_size=rows
         )
         index = (torch.arange(rows) + shift).to(offsets.device)
         return PaddedCall(self, sum(padded), index, (ends.to(offsets),))

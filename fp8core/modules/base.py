@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from fp8core.autocast import active, touch
+from fp8core import chain
+from fp8core.autocast import active, active_name, named, touch
 from fp8core.dispatch import policy, select
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
-from fp8core.links.bind import LinkShape, Site, bind_chain
+from fp8core.library.operators import constant_in_graph
+from fp8core.links.bind import SHAPES, LinkShape, Site, bind_chain
 from fp8core.links.linear import LinearLink, LinearShape
+from fp8core.links.norm import NormShape
+from fp8core.links.pointwise import OutputShape
 from fp8core.links.protocol import DENSE, Call, Link
 from fp8core.links.states import LinearStates
 from fp8core.modules.delayed import Bindings, DelayedModule
@@ -24,9 +28,20 @@ from fp8core.recipe import Recipe
 __all__ = ["Bound", "LowPrecisionModule", "prepare"]
 
 
-class Bound(NamedTuple):
-    """A layer made ready for one combination of recipe, device, dtype and policy."""
+_NO_CAPTURE = (
+    "delayed scaling is not offered under torch.compile and torch.export: its scales change "
+    "outside the graph. Use a recipe without state, such as Float8CurrentScaling, or keep the "
+    "layer out of the graph with torch.compiler.disable."
+)
 
+
+class Bound(NamedTuple):
+    """A layer made ready for one combination of recipe, device, dtype and policy.
+
+    ``parts`` are the chains to run one after the other: the links, apart where a value leaves.
+    """
+
+    parts: tuple[chain.Links, ...]
     links: tuple[Link, ...]
     plan: LinearPlan
     states: LinearStates | None
@@ -74,14 +89,12 @@ class LowPrecisionModule(DelayedModule):
     @property
     def label(self) -> str:
         """What messages call the layer: its name in the model, else its class and sizes."""
-        shapes = self.linear_shapes()
-        sizes = ", ".join(str(shape.in_features) for shape in shapes)
-        last = shapes[-1].out_features if shapes else ""
-        sizes = f"{type(self).__name__}({sizes}, {last})"
-        return sizes if self.name is None else f"{self.name!r} ({sizes})"
+        return _label(type(self).__name__, self.name, self.link_shapes())
 
     def bind(self, device: torch.device, dtype: torch.dtype) -> Bound:
         """Return the layer's ops for activations of ``dtype`` under what is active now."""
+        if torch.compiler.is_compiling():
+            return self._bind_captured(device, dtype)
         asked = active()
         recipe = asked.quantize if asked.quantize is not None else asked.observe
         is_recording = asked.observe is not None or torch.is_grad_enabled()
@@ -100,10 +113,23 @@ class LowPrecisionModule(DelayedModule):
             bound.states.backward.group = asked.group
         return bound
 
+    def _bind_captured(self, device: torch.device, dtype: torch.dtype) -> Bound:
+        # torch.compile reads this code. A layer's name is asked for only where it matters: graphs
+        # are guarded by what they read.
+        asked, backends = active_name(), policy.current()
+        name = self.name if _reads_names(asked) else None
+        is_compiled = torch.compiler.is_dynamo_compiling()
+        return _bind_captured(
+            (self.kind, type(self).__name__, name, is_compiled),
+            tuple([(type(shape).__name__, *shape) for shape in self.link_shapes()]),
+            asked,
+            (backends.backend, backends.op_backends),
+            (device, dtype),
+        )
+
     def _bind(self, recipe: Recipe | None, is_recording: bool, binding: Binding) -> Bound:
         try:
-            role = LayerRole(self.kind, self.name)
-            plan = HIGH_PRECISION if recipe is None else recipe.plan(role, binding.activation_dtype)
+            plan = _plan(recipe, LayerRole(self.kind, self.name), binding.activation_dtype)
             states = None
             if plan.delayed is not None and self.count_gemms():
                 states = self.delayed_states(recipe, plan)
@@ -113,16 +139,17 @@ class LowPrecisionModule(DelayedModule):
         except Fp8CoreError as error:
             raise type(error)(f"{self.label}: {error}") from None
         needs_rng = any(link.needs_rng for link in links)
-        return Bound(links, plan, states, recipe, needs_rng)
+        parts = tuple(_parts(self.link_shapes(), links))
+        return Bound(parts, links, plan, states, recipe, needs_rng)
 
     def check_input(self, input: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-        """Return the activation dtype of ``input [..., k]`` for ``weight [n, k]``, or refuse it.
+        """Return the activation dtype of ``input [..., k]`` for ``weight [..., k]``, or refuse it.
 
         Raises:
             OperandError: wrong last dimension, not floating point, another device than the
                 parameters, or, outside torch.autocast, another dtype.
         """
-        in_features = weight.shape[1]
+        in_features = weight.shape[-1]
         if not input.is_floating_point():
             raise OperandError(
                 f"{self.label}: input {list(input.shape)} is {input.dtype}; "
@@ -170,6 +197,84 @@ class LowPrecisionModule(DelayedModule):
             f"out_features={shape.out_features}",
             f"bias={shape.bias_dtype is not None}",
         ]
+
+
+def _label(type_name: str, name: str | None, shapes: Sequence[LinkShape]) -> str:
+    linears = [shape for shape in shapes if isinstance(shape, LinearShape)]
+    sizes = ", ".join(str(shape.in_features) for shape in linears)
+    last = linears[-1].out_features if linears else ""
+    sizes = f"{type_name}({sizes}, {last})"
+    return sizes if name is None else f"{name!r} ({sizes})"
+
+
+def _columns(shape: LinkShape) -> int:
+    if isinstance(shape, LinearShape):
+        return shape.out_features
+    assert isinstance(shape, NormShape)
+    return shape.size
+
+
+def _plan(recipe: Recipe | None, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
+    return HIGH_PRECISION if recipe is None else recipe.plan(role, dtype)
+
+
+def _reads_names(asked: str) -> bool:
+    """Return whether the recipe that ``asked`` names depends on the layers' names."""
+    request = named(asked)
+    return any(
+        recipe is not None and recipe.reads_names for recipe in (request.quantize, request.observe)
+    )
+
+
+constant_in_graph(_reads_names)
+
+
+_Item = TypeVar("_Item")
+
+
+def _parts(shapes: Sequence[LinkShape], items: tuple[_Item, ...]) -> list[tuple[_Item, ...]]:
+    """Split ``items``, one a shape, where a value leaves the chain."""
+    leaves = [at for at, shape in enumerate(shapes) if isinstance(shape, OutputShape)]
+    starts = [0, *(at + 1 for at in leaves)]
+    return [items[a:b] for a, b in zip(starts, [*leaves, len(items)], strict=True)]
+
+
+def _bind_captured(
+    layer: tuple[str, str, str | None, bool],
+    shape_fields: tuple[tuple[Any, ...], ...],
+    asked: str,
+    backends: tuple[str | None, tuple[tuple[str, str], ...]],
+    place: tuple[torch.device, torch.dtype],
+) -> Bound:
+    """Bind while torch compiles or exports: a graph is guarded by the values of the arguments.
+
+    They are plain values alone, what torch.compile can hand over, and what layers of one shape
+    have in common, so that they share a graph. A compiled graph raises what
+    binding raises when it runs: torch.compile would dress it as an error of its own.
+    """
+    kind, type_name, name, is_compiled = layer
+    shapes = tuple(SHAPES[shape](*fields) for shape, *fields in shape_fields)
+    request = named(asked)
+    recipe = request.quantize if request.quantize is not None else request.observe
+    binding = Binding(*place, request.observe is not None)
+    label = _label(type_name, name, shapes)
+    try:
+        plan = _plan(recipe, LayerRole(kind, name), binding.activation_dtype)
+        if plan.delayed is not None and any(isinstance(shape, LinearShape) for shape in shapes):
+            raise UnsupportedError(_NO_CAPTURE)
+        links = bind_chain(shapes, Site(plan, binding, label, None))
+    except Fp8CoreError as error:
+        refused = type(error)(f"{label}: {error}")
+        if not is_compiled:
+            raise refused from None
+        columns = [_columns(part[-1]) for part in _parts(shapes, shapes)]
+        parts = [chain.capture(chain.Refusal(refused, size)) for size in columns]
+        return Bound(tuple(parts), (), HIGH_PRECISION, None, recipe, False)
+    parts = [chain.capture(part) for part in _parts(shapes, links)]
+    return Bound(tuple(parts), links, plan, None, recipe, False)
+
+
+constant_in_graph(_bind_captured)
 
 
 def prepare(model: torch.nn.Module) -> torch.nn.Module:

@@ -10,7 +10,7 @@ import torch
 from fp8core import chain
 from fp8core.links.bind import LinkShape
 from fp8core.links.norm import NormShape
-from fp8core.links.pointwise import OutputLink, OutputShape
+from fp8core.links.pointwise import OutputShape
 from fp8core.modules.base import Bound, refuse_arguments
 from fp8core.modules.linear import NOT_OFFERED, Linear
 from fp8core.modules.parameters import InitMethod, check_normalization, fill, make_parameter
@@ -164,7 +164,7 @@ def run_after_norm(
     names = ("layer_norm_weight", "layer_norm_bias")
     norm = [own for own in map(module._parameters.get, names) if own is not None]
     call = bound.call(is_first_microbatch)
-    if not isinstance(bound.links[1], OutputLink):
-        return [chain.run(bound.links, input, [*norm, *params], call)]
-    normalized = chain.run(bound.links[:1], input, norm, call)
-    return [chain.run(bound.links[2:], normalized, params, call), normalized]
+    if len(bound.parts) == 1:
+        return [chain.run(bound.parts[0], input, [*norm, *params], call)]
+    normalized = chain.run(bound.parts[0], input, norm, call)
+    return [chain.run(bound.parts[1], normalized, params, call), normalized]

@@ -149,7 +149,7 @@ class Linear(LowPrecisionModule):
         bound = self.bind(input.device, dtype)
         if input.dtype != dtype:
             input = input.to(dtype)
-        output = chain.run(bound.links, input, params, bound.call(is_first_microbatch))
+        output = chain.run(bound.parts[0], input, params, bound.call(is_first_microbatch))
         return (output, bias) if self.return_bias else output
 
     def _linear_params(

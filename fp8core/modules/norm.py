@@ -75,7 +75,7 @@ class _Norm(LowPrecisionModule):
         dtype = self.check_input(input, self.weight)
         bound = self.bind(input.device, dtype)
         input = input if input.dtype == dtype else input.to(dtype)
-        return chain.run(bound.links, input, list(self.parameters()))
+        return chain.run(bound.parts[0], input, list(self.parameters()))
 
     def _describe(self) -> list[str]:
         return [
