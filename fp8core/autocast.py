@@ -13,10 +13,20 @@ import torch.distributed
 
 from fp8core import scaling
 from fp8core.errors import RecipeError
+from fp8core.library.operators import constant_in_graph
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.scaling import DelayedState
 
-__all__ = ["Active", "activated", "active", "autocast", "fp8_autocast", "touch"]
+__all__ = [
+    "Active",
+    "activated",
+    "active",
+    "active_name",
+    "autocast",
+    "fp8_autocast",
+    "named",
+    "touch",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +42,30 @@ class Active:
     group: torch.distributed.ProcessGroup | None = None
 
 
-_INACTIVE = Active()
+# What was ever asked for, by a name that is never given twice. A compiled graph is guarded by the
+# name: a string is compared by value, where an object would be compared by an address that another
+# may take over. As many entries as a program has different recipes and groups.
+_asked: dict[str, Active] = {}
+_names: dict[Active, str] = {}
+_names_lock = threading.Lock()
+# Recipes that a compiled graph knows by their address: kept, so that no other has it.
+_compared_by_address: list[Recipe] = []
+
+
+def _name(asked: Active) -> str:
+    with _names_lock:
+        name = _names.setdefault(asked, f"autocast {len(_names)}")
+        _asked[name] = asked
+    return name
+
+
+_INACTIVE = _name(Active())
 
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.active = _INACTIVE
-        self.outer: list[Active] = []
+        self.outer: list[str] = []
         self.touched: dict[DelayedState, None] = {}
 
 
@@ -47,13 +74,23 @@ _thread = _ThreadState()
 
 def active() -> Active:
     """Return what the calling thread's innermost autocast asks for."""
+    return _asked[_thread.active]
+
+
+def active_name() -> str:
+    """Return the name of :func:`active`: equal names, equal requests."""
     return _thread.active
+
+
+def named(name: str) -> Active:
+    """Return what :func:`active_name` named."""
+    return _asked[name]
 
 
 @contextlib.contextmanager
 def activated(asked: Active) -> Iterator[None]:
     """Have the calling thread's layers do what ``asked`` says; updates no scales at the end."""
-    outer, _thread.active = _thread.active, asked
+    outer, _thread.active = _thread.active, _name(asked)
     try:
         yield
     finally:
@@ -92,22 +129,7 @@ class autocast(contextlib.ContextDecorator):
         recipe: Recipe | None = None,
         amax_reduction_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise RecipeError(
-                f"autocast(recipe={recipe!r}): expected a Recipe, as in fp8core.recipe."
-            )
-        if amax_reduction_group is not None and not _is_group(amax_reduction_group):
-            raise RecipeError(
-                f"autocast(amax_reduction_group={amax_reduction_group!r}): expected a process "
-                f"group from torch.distributed.new_group, or None to reduce nothing."
-            )
-        if recipe is None and (enabled or calibrating):
-            recipe = get_default_recipe()
-        self._active = Active(
-            quantize=recipe if enabled else None,
-            observe=recipe if calibrating and not enabled else None,
-            group=amax_reduction_group,
-        )
+        self._active = _ask(enabled, calibrating, recipe, amax_reduction_group)
 
     def __enter__(self) -> None:
         thread = _thread
@@ -129,6 +151,36 @@ class autocast(contextlib.ContextDecorator):
             scaling.update(touched)
         else:
             scaling.discard(touched)
+
+
+def _ask(
+    enabled: bool,
+    calibrating: bool,
+    recipe: Recipe | None,
+    group: torch.distributed.ProcessGroup | None,
+) -> str:
+    """Check the arguments of an autocast, and return the name of what it asks for."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise RecipeError(f"autocast(recipe={recipe!r}): expected a Recipe, as in fp8core.recipe.")
+    if group is not None and not _is_group(group):
+        raise RecipeError(
+            f"autocast(amax_reduction_group={group!r}): expected a process "
+            f"group from torch.distributed.new_group, or None to reduce nothing."
+        )
+    if recipe is None and (enabled or calibrating):
+        recipe = get_default_recipe()
+    elif recipe is not None and torch.compiler.is_compiling():
+        _compared_by_address.append(recipe)
+    return _name(
+        Active(
+            quantize=recipe if enabled else None,
+            observe=recipe if calibrating and not enabled else None,
+            group=group,
+        )
+    )
+
+
+constant_in_graph(_ask)
 
 
 def fp8_autocast(

@@ -27,6 +27,7 @@ import torch
 
 from fp8core.descriptors import (
     ACTIVATIONS,
+    GATED,
     OPS,
     OPTIONAL_OPS,
     ActivationBackwardDesc,
@@ -53,6 +54,7 @@ from fp8core.formats import FormatSpec
 __all__ = [
     "ACTIVATIONS",
     "API_VERSION",
+    "GATED",
     "OPS",
     "OPTIONAL_OPS",
     "ActivationBackwardDesc",
@@ -132,6 +134,8 @@ class BackendSpec:
         portable: it also runs on any other device type, as an emulation that must be asked for.
         preferred_recipe: what ``get_default_recipe()`` gives when this backend is selected.
         environment: the ``FP8CORE_*`` names that only this backend reads.
+        transposes: its columnwise operands are contiguous, not transposed views; compiled graphs
+            have to know strides beforehand.
         api_version: the :data:`API_VERSION` it was written for.
     """
 
@@ -143,4 +147,5 @@ class BackendSpec:
     portable: bool = False
     preferred_recipe: str = "current"
     environment: Sequence[str] = ()
+    transposes: bool = False
     api_version: tuple[int, int] = API_VERSION

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from fp8core.errors import Fp8CoreError
+from fp8core.library import operators
 from fp8core.links.protocol import DENSE, Call, Link, Saved
 
-__all__ = ["is_under_torch_autocast", "run"]
+__all__ = ["Links", "Refusal", "capture", "is_under_torch_autocast", "run"]
+
+Links: TypeAlias = "tuple[Link, ...] | int"
+"""The links of a chain, or, while torch compiles or exports, their number from :func:`capture`."""
+
+
+class Refusal(NamedTuple):
+    """In the place of links that could not be bound: a graph that raises ``error`` when it runs,
+    and would make ``[..., columns(k)]`` of ``[..., k]``."""
+
+    error: Fp8CoreError
+    columns: Callable[[int], int]
 
 
 class _Step(NamedTuple):
@@ -41,14 +55,47 @@ class _Chain(torch.autograd.Function):
         return _backward(ctx, grad_output)
 
 
+# A graph holds numbers, so nothing that torch captured is ever removed.
+_captured: list[tuple[Link, ...] | Refusal] = []
+_captured_lock = threading.Lock()
+
+
+def capture(links: tuple[Link, ...] | Refusal) -> int:
+    """Return a number that stands for ``links`` in a graph that torch captures.
+
+    torch.compile then calls :func:`run` on the number as one function, does not read its code, and
+    traces it with the operators that the links are bound to: forward, and backward by autograd.
+    """
+    torch.compiler.allow_in_graph(_run_captured)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    with _captured_lock:
+        _captured.append(links)
+        return len(_captured) - 1
+
+
+def _run_captured(
+    number: int,
+    x: torch.Tensor,
+    params: list[torch.Tensor],
+    groups: list[torch.Tensor],
+    splits: list[int],
+) -> torch.Tensor:
+    links = _captured[number]
+    if isinstance(links, Refusal):
+        return operators.refuse(x, links.columns(x.shape[-1]), links.error)
+    rng = operators.draw_seed() if any(link.needs_rng for link in links) else None
+    return run(links, x, params, Call(tuple(groups), tuple(splits), rng))
+
+
 def run(
-    links: tuple[Link, ...], x: torch.Tensor, params: Sequence[torch.Tensor], call: Call = DENSE
+    links: Links, x: torch.Tensor, params: Sequence[torch.Tensor], call: Call = DENSE
 ) -> torch.Tensor:
     """Run ``x [..., k]`` through ``links``; ``params`` are theirs, in order. Returns ``[..., n]``.
 
     What the links save for backward is what some gradient needs, nothing where none is.
     ``torch.autocast`` is kept out of the backends: its casts would change their arithmetic.
     """
+    if isinstance(links, int):
+        return _run_captured(links, x, list(params), list(call.groups), list(call.splits))
     device_type = x.device.type
     if is_under_torch_autocast(device_type):
         with torch.autocast(device_type, enabled=False):

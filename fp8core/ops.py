@@ -135,7 +135,7 @@ class Sequential(LowPrecisionModule):
         dtype = self.check_input(input, next(self.parameters(), None), _width(self.link_shapes()))
         bound = self.bind(input.device, dtype)
         input = input if input.dtype == dtype else input.to(dtype)
-        return self.run_links(bound, bound.links, input, params, bound.call())
+        return self.run_links(bound, bound.parts[0], input, params, bound.call(None))
 
     def _describe(self) -> list[str]:
         return []
@@ -165,7 +165,7 @@ class _Operation(LowPrecisionModule):
         dtype = self.check_input(input, like, _width(self.link_shapes()))
         bound = self.bind(input.device, dtype)
         input = input if input.dtype == dtype else input.to(dtype)
-        return self.run_links(bound, bound.links, input, params, bound.call())
+        return self.run_links(bound, bound.parts[0], input, params, bound.call(None))
 
     def _describe(self) -> list[str]:
         return []

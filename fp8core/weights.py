@@ -63,7 +63,8 @@ class KeptWeight:
 
     Changed means another tensor, storage or version counter of the weight, another delayed scale,
     or an amax that was not recorded and has to be. A write through ``.data`` changes none of these:
-    say so with ``layer.invalidate_weight_cache()``.
+    say so with ``layer.invalidate_weight_cache()``. Without a store, as in a graph that torch
+    captures, every call quantizes anew, whatever ``first`` says.
 
     A :class:`QuantizedTensor` has its operands: nothing is quantized or kept.
     """
@@ -73,7 +74,7 @@ class KeptWeight:
     def __init__(
         self,
         quantizer: Quantizer,
-        store: WeightStore,
+        store: WeightStore | None,
         index: int,
         slot: Slot | None,
         how: How,
@@ -105,7 +106,8 @@ class KeptWeight:
         if isinstance(weight, QuantizedTensor):
             return self._operands_of(weight, columnwise)
         source = weight if source is None else source
-        if source.is_inference():  # has no version counter, so nobody knows whether it changed
+        # An inference tensor has no version counter, so nobody knows whether it changed.
+        if self._store is None or source.is_inference():
             return self._quantizer(weight, columnwise=columnwise)
         state = (source._version, source.data_ptr(), torch.is_inference_mode_enabled())
         entry = self._store.get(self._index)

@@ -22,7 +22,7 @@ FOLDERS = {"fp8core": "fp8core", "backends": "fp8core_backends", "tests": "tests
 FLOORS = (
     ("errors", "formats", "reporting"),
     ("backend_api", "descriptors", "hookspecs"),
-    ("dispatch", "plan", "recipe"),
+    ("dispatch", "library", "plan", "recipe"),
     ("autocast", "parameter", "quantizer", "recompute", "scaling", "weights"),
     ("links",),
     ("chain",),

@@ -11,6 +11,9 @@ import torch
 
 from fp8core.backend_api import Alignment, GemmDesc, OpDesc
 from fp8core.dispatch import plugins, policy, select, settings
+from fp8core.errors import UnsupportedError
+from fp8core.library import calls, operators
+from fp8core.library.encoding import Operation
 from fp8core.reporting import log_once
 
 __all__ = ["Resolved", "resolve", "resolve_optional"]
@@ -28,14 +31,15 @@ class Resolved:
 def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -> Resolved:
     """Bind ``desc`` for ``device`` under the thread's policy and the environment as it is now.
 
-    A substituted backend is logged, once a process.
+    A substituted backend is logged, once a process. While torch compiles or exports, the callable
+    is an operator of ``torch.ops.fp8core``.
 
     Raises:
         UnsupportedError, RecipeError, PluginError: see :func:`fp8core.dispatch.select.choose`.
     """
     registry = plugins.load()
     key = (policy.current(), settings.read(), registry, len(registry.rows))
-    return _resolve(desc, device, backend, key)
+    return _resolve(desc, device, backend, torch.compiler.is_compiling(), key)
 
 
 def resolve_optional(desc: OpDesc, device: torch.device, backend: str) -> Resolved | None:
@@ -52,12 +56,37 @@ def _resolve(
     desc: OpDesc,
     device: torch.device,
     backend: str | None,
+    is_captured: bool,
     key: tuple[policy.Policy, settings.Settings, plugins.Registry, int],
 ) -> Resolved:
     asked, _, registry, _ = key
     choice = select.choose(desc, device, asked, backend)
     if choice.substitution:
         log_once(f"{desc.op} on {device} runs on {choice.backend}: {choice.substitution} [{desc}]")
-    implementation = registry.instance(registry.backends[choice.backend])
+    spec = registry.backends[choice.backend]
+    implementation = registry.instance(spec)
     alignment = implementation.alignment(desc) if isinstance(desc, GemmDesc) else Alignment()
-    return Resolved(implementation.bind(desc, device), choice, alignment)
+    if is_captured:
+        run = calls.call_of(Operation(choice.backend, desc, spec.transposes))
+    else:
+        run = implementation.bind(desc, device)
+    return Resolved(run, choice, alignment)
+
+
+def _bind_named(backend: str, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
+    """Bind ``desc`` by the backend that a compiled or exported graph was made with."""
+    return _bind_for(plugins.load(), backend, desc, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _bind_for(
+    registry: plugins.Registry, backend: str, desc: OpDesc, device: torch.device
+) -> Callable[..., Any]:
+    implementation = registry.instance(registry.spec(backend, "a compiled graph"))
+    reason = implementation.unsupported(desc, device)
+    if reason is not None:
+        raise UnsupportedError(f"a compiled graph has {desc} for {backend} on {device}: {reason}")
+    return implementation.bind(desc, device)
+
+
+operators.set_binder(_bind_named)

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.backend_api import ACTIVATIONS
+from fp8core.backend_api import ACTIVATIONS, GATED
 from fp8core.errors import OperandError, RecipeError, did_you_mean
 from fp8core.links.fusion import Fusion
 from fp8core.links.protocol import Backward, Call, Forward, Saved, Want
 
 __all__ = ["GATED", "ActivationLink", "ActivationShape", "activation_shape"]
 
-GATED = frozenset({"geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"})
 _PARAMS = {"clamped_swiglu": {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,7 +49,7 @@ from fp8core.plan import HIGH_PRECISION, GemmPlan, LinearPlan, TensorPlan
 from fp8core.quantizer import Binding, Quantizer, Slot, bind_quantizer
 from fp8core.weights import How, KeptWeight, PerGroup, WeightStore
 
-__all__ = ["LinkShape", "Site", "bind_chain", "gemm_desc", "handover"]
+__all__ = ["SHAPES", "LinkShape", "Site", "bind_chain", "gemm_desc", "handover"]
 
 LinkShape: TypeAlias = (
     LinearShape
@@ -61,14 +62,22 @@ LinkShape: TypeAlias = (
     | OutputShape
 )
 
+SHAPES: dict[str, Callable[..., LinkShape]] = {
+    shape.__name__: shape for shape in typing.get_args(LinkShape)
+}
+"""Every kind of link by the name of its shape."""
+
 
 class Site(NamedTuple):
-    """Where a chain is bound: its plan, what its quantizers share, and what its layer keeps."""
+    """Where a chain is bound: its plan, what its quantizers share, and what its layer keeps.
+
+    Without ``weights`` every call quantizes them anew.
+    """
 
     plan: LinearPlan
     binding: Binding
     owner: str
-    weights: WeightStore
+    weights: WeightStore | None
     states: LinearStates | None = None
 
 

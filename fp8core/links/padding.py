@@ -42,7 +42,9 @@ class LayerPadding:
         ends = torch.tensor([0, *padded], device="cpu").cumsum(0)
         counts = torch.tensor(sizes, device="cpu")
         # Row r of group g moves from offsets[g] + r to ends[g] + r.
-        shift = (ends[:-1] - (counts.cumsum(0) - counts)).repeat_interleave(counts)
+        shift = (ends[:-1] - (counts.cumsum(0) - counts)).repeat_interleave(
+            counts, output_size=rows
+        )
         index = (torch.arange(rows, device="cpu") + shift).to(offsets.device)
         return PaddedCall(self, sum(padded), index, (ends.to(offsets),))
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.errors import OperandError
+from fp8core.library import fused, operators
 from fp8core.links.protocol import Backward, Call, Forward, Saved, Unadded, Want
 
 __all__ = [
@@ -136,8 +137,7 @@ class BiasLink(_Plain):
         out: Want | None,
     ) -> Backward:
         """Pass the gradient on; sum it in float32 for the bias."""
-        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        grad_bias = grad.sum(0, dtype=wide).to(self.shape.dtype) if needs[1] else None
+        grad_bias = operators.column_sums(grad).to(self.shape.dtype) if needs[1] else None
         return Backward(_hand(grad, out) if needs[0] else None, (grad_bias,))
 
 
@@ -157,11 +157,7 @@ class DropoutLink(_Plain):
         if not self.needs_rng:
             return x
         assert call.rng is not None
-        seed, offset = (int(value) for value in call.rng)
-        generator = torch.Generator(device=x.device)
-        generator.manual_seed((seed * 0x9E3779B97F4A7C15 + offset + self.index) & (2**63 - 1))
-        noise = torch.rand(x.shape, generator=generator, device=x.device)
-        return x * ((noise >= self.shape.p).to(x.dtype) / (1 - self.shape.p))
+        return fused.drop(x, call.rng, self.index, self.shape.p)
 
     def forward(
         self,

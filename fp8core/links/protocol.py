@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from fp8core.library import operators
 from fp8core.links.call import DENSE, Call
 from fp8core.links.padding import PaddedCall
 from fp8core.quantizer import Orientations, Quantizer
@@ -78,9 +79,8 @@ class Want:
         """Sum, pad and quantize ``y``."""
         sums: Sequence[torch.Tensor] = ()
         if self.has_sums:
-            wide = torch.float64 if y.dtype == torch.float64 else torch.float32
             parts = torch.split(y, list(self.call.splits)) if self.call.groups else (y,)
-            sums = [part.sum(0, dtype=wide) for part in parts]
+            sums = [operators.column_sums(part) for part in parts]
         if not (self.rowwise or self.columnwise):
             return Handed(Orientations(None, None), sums, self.padded, y.shape[0])
         rows, groups = y.shape[0], self.call.groups

@@ -7,21 +7,28 @@ import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
 from fp8core import chain, recompute
-from fp8core.autocast import active, touch
+from fp8core.autocast import active, active_name, touch
 from fp8core.chain import is_under_torch_autocast
 from fp8core.dispatch import policy, select
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.links.bind import LinkShape, Site, bind_chain
-from fp8core.links.linear import LinearLink, LinearShape
-from fp8core.links.protocol import DENSE, Call, Link
-from fp8core.links.states import LinearStates
+from fp8core.links.linear import LinearShape
+from fp8core.links.protocol import Call
+from fp8core.modules.bound import (
+    Bound,
+    bind_captured,
+    label_of,
+    parts_of,
+    plan_of,
+    reads_names,
+)
 from fp8core.modules.delayed import DelayedModule
-from fp8core.plan import HIGH_PRECISION, LayerRole, LinearPlan
+from fp8core.plan import LayerRole
 from fp8core.quantizer import Binding
 from fp8core.recipe import Recipe
 
@@ -30,28 +37,6 @@ __all__ = ["Bound", "LowPrecisionModule", "prepare"]
 
 # Two threads that use a layer for the first time must not make its delayed state twice.
 _bind_lock = threading.RLock()
-
-
-class Bound(NamedTuple):
-    """A layer made ready for one combination of recipe, device, dtype and policy."""
-
-    links: tuple[Link, ...]
-    plan: LinearPlan
-    states: LinearStates | None
-    recipe: Recipe | None
-    needs_rng: bool
-
-    @property
-    def linears(self) -> list[LinearLink]:
-        """The chain's linear links, in order."""
-        return [link for link in self.links if isinstance(link, LinearLink)]
-
-    def call(self, first_microbatch: bool | None = None) -> Call:
-        """Return what a dense call of the layer brings: a new seed if a link takes one."""
-        if not self.needs_rng and first_microbatch is None:
-            return DENSE
-        rng = new_seed() if self.needs_rng else None
-        return Call(rng=rng, first_microbatch=first_microbatch)
 
 
 class LowPrecisionModule(DelayedModule):
@@ -95,12 +80,7 @@ class LowPrecisionModule(DelayedModule):
     @property
     def label(self) -> str:
         """What messages call the layer: its name in the model, else its class and sizes."""
-        shapes = self.linear_shapes()
-        sizes = type(self).__name__
-        if shapes:
-            inputs = ", ".join(str(shape.in_features) for shape in shapes)
-            sizes += f"({inputs}, {shapes[-1].out_features})"
-        return sizes if self.name is None else f"{self.name!r} ({sizes})"
+        return label_of(type(self).__name__, self.name, self.link_shapes())
 
     def bind(self, device: torch.device, dtype: torch.dtype) -> Bound:
         """Return the layer's links for activations of ``dtype`` under what is active now.
@@ -108,6 +88,8 @@ class LowPrecisionModule(DelayedModule):
         Raises:
             UnsupportedError: a recompute that cannot equal its forward.
         """
+        if torch.compiler.is_compiling():
+            return self._bind_captured(device, dtype)
         asked, tape = active(), recompute.current()
         recipe = asked.quantize if asked.quantize is not None else asked.observe
         is_observing = asked.observe is not None
@@ -135,6 +117,20 @@ class LowPrecisionModule(DelayedModule):
             bound.states.backward.group = asked.group
         return bound
 
+    def _bind_captured(self, device: torch.device, dtype: torch.dtype) -> Bound:
+        # torch.compile reads this code. A layer's name is asked for only where it matters: graphs
+        # are guarded by what they read.
+        asked, backends = active_name(), policy.current()
+        name = self.name if reads_names(asked) else None
+        is_compiled = torch.compiler.is_dynamo_compiling()
+        return bind_captured(
+            (self.kind, type(self).__name__, name, is_compiled),
+            tuple([(type(shape).__name__, *shape) for shape in self.link_shapes()]),
+            asked,
+            (backends.backend, backends.op_backends),
+            (device, dtype),
+        )
+
     def _check_recompute(self, recipe: Recipe | None) -> None:
         """Refuse a recompute, not by fp8core.checkpoint, that would differ from its forward."""
         used: list[Bound] = list(self._bindings.table.values())
@@ -158,12 +154,17 @@ class LowPrecisionModule(DelayedModule):
     def run_links(
         self,
         bound: Bound,
-        links: tuple[Link, ...],
+        links: chain.Links,
         input: torch.Tensor,
         params: Sequence[torch.Tensor],
         call: Call,
     ) -> torch.Tensor:
-        """Run some of the layer's links, or repeat exactly what a checkpoint's forward ran."""
+        """Run some of the layer's links, or repeat exactly what a checkpoint's forward ran.
+
+        ``links`` is one of ``bound.parts``. A graph that torch captures has no tape.
+        """
+        if isinstance(links, int):
+            return chain.run(links, input, params, call)
         tape = recompute.current()
         if tape is None:
             return chain.run(links, input, params, call)
@@ -180,8 +181,7 @@ class LowPrecisionModule(DelayedModule):
         self, recipe: Recipe | None, mode: tuple[bool, bool, bool, bool], binding: Binding
     ) -> Bound:
         try:
-            role = LayerRole(self.kind, self.name)
-            plan = HIGH_PRECISION if recipe is None else recipe.plan(role, binding.activation_dtype)
+            plan = plan_of(recipe, LayerRole(self.kind, self.name), binding.activation_dtype)
             states = None
             if plan.delayed is not None and self.count_gemms():
                 states = self.delayed_states(recipe, plan)
@@ -194,7 +194,8 @@ class LowPrecisionModule(DelayedModule):
         except Fp8CoreError as error:
             raise type(error)(f"{self.label}: {error}") from None
         needs_rng = any(link.needs_rng for link in links)
-        return Bound(links, plan, states, recipe, needs_rng)
+        parts = tuple(parts_of(self.link_shapes(), links))
+        return Bound(parts, links, plan, states, recipe, needs_rng)
 
     def check_input(
         self, input: torch.Tensor, weight: torch.Tensor | None, size: int | None
@@ -294,12 +295,3 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         return select.default_device(policy.current())
     return torch.device(device)
-
-
-def new_seed() -> torch.Tensor:
-    """Draw a seed and offset for dropout and stochastic rounding from torch's CPU generator.
-
-    int64 ``[2]``. ``torch.manual_seed`` fixes it, and a recompute that restores the generator's
-    state repeats it.
-    """
-    return torch.randint(0, 2**62, (2,), device="cpu")

@@ -9,7 +9,8 @@ import torch
 from fp8core.errors import OperandError
 from fp8core.links.call import Call
 from fp8core.links.linear import LinearShape
-from fp8core.modules.base import LowPrecisionModule, new_seed, refuse_arguments, resolve_device
+from fp8core.modules.base import LowPrecisionModule, refuse_arguments, resolve_device
+from fp8core.modules.bound import new_seed
 from fp8core.modules.parameters import (
     InitMethod,
     check_size,
@@ -125,6 +126,7 @@ class GroupedLinear(LowPrecisionModule):
         """Compute ``[..., out_features]``; group ``i`` has ``m_splits[i]`` rows, perhaps none.
 
         ``m_splits`` is a list, or an integer tensor ``[num_gemms]``; one on a device is read back.
+        While torch compiles it must be a list, and other values make another graph.
 
         Raises:
             OperandError: ``m_splits`` has not one entry a group, is negative, or does not add up
@@ -142,11 +144,16 @@ class GroupedLinear(LowPrecisionModule):
         rng = new_seed() if bound.needs_rng else None
         params = weights if self.return_bias else weights + biases
         output = self.run_links(
-            bound, bound.links, input, params, Call((offsets,), splits, rng, is_first_microbatch)
+            bound, bound.parts[0], input, params, Call((offsets,), splits, rng, is_first_microbatch)
         )
         return (output, biases) if self.return_bias else output
 
     def _check_splits(self, m_splits: Sequence[int] | torch.Tensor, rows: int) -> tuple[int, ...]:
+        if isinstance(m_splits, torch.Tensor) and torch.compiler.is_compiling():
+            raise OperandError(
+                "m_splits must be a list of integers while torch compiles or exports: the sizes of "
+                "a graph cannot come from a tensor's values. Call m_splits.tolist() outside of it."
+            )
         given = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
         is_valid = len(given) == self.num_gemms and all(
             isinstance(size, int) and size >= 0 for size in given

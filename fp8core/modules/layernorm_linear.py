@@ -9,7 +9,7 @@ import torch
 
 from fp8core.links.bind import LinkShape
 from fp8core.links.norm import NormShape
-from fp8core.links.pointwise import OutputLink, OutputShape
+from fp8core.links.pointwise import OutputShape
 from fp8core.modules.base import Bound, LowPrecisionModule, refuse_arguments
 from fp8core.modules.linear import NOT_OFFERED, Linear
 from fp8core.modules.parameters import InitMethod, check_normalization, fill, make_parameter
@@ -173,7 +173,7 @@ def run_after_norm(
     """
     norm = norm_params(module)
     call = bound.call(is_first_microbatch)
-    if not isinstance(bound.links[1], OutputLink):
-        return [module.run_links(bound, bound.links, input, [*norm, *params], call)]
-    normalized = module.run_links(bound, bound.links[:1], input, norm, call)
-    return [module.run_links(bound, bound.links[2:], normalized, params, call), normalized]
+    if len(bound.parts) == 1:
+        return [module.run_links(bound, bound.parts[0], input, [*norm, *params], call)]
+    normalized = module.run_links(bound, bound.parts[0], input, norm, call)
+    return [module.run_links(bound, bound.parts[1], normalized, params, call), normalized]

@@ -161,7 +161,9 @@ class Linear(LowPrecisionModule):
         bound = self.bind(input.device, dtype)
         if input.dtype != dtype:
             input = input.to(dtype)
-        output = self.run_links(bound, bound.links, input, params, bound.call(is_first_microbatch))
+        output = self.run_links(
+            bound, bound.parts[0], input, params, bound.call(is_first_microbatch)
+        )
         return (output, bias) if self.return_bias else output
 
     def link_params(self) -> list[torch.Tensor]:

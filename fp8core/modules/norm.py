@@ -78,7 +78,7 @@ class _Norm(LowPrecisionModule):
         dtype = self.check_input(input, self.weight, self.hidden_size)
         bound = self.bind(input.device, dtype)
         input = input if input.dtype == dtype else input.to(dtype)
-        return self.run_links(bound, bound.links, input, self.link_params(), bound.call())
+        return self.run_links(bound, bound.parts[0], input, self.link_params(), bound.call(None))
 
     def _describe(self) -> list[str]:
         return [

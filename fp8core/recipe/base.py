@@ -75,9 +75,14 @@ class MMParams(NamedTuple):
 
 
 class Recipe:
-    """Base of every recipe: a frozen dataclass that can say ``plan(role, dtype)``."""
+    """Base of every recipe: a frozen dataclass that can say ``plan(role, dtype)``.
+
+    ``reads_names``: the plan depends on the layer's name, so that torch.compile makes a graph for
+    each name instead of one for all layers of a shape.
+    """
 
     __slots__ = ()
+    reads_names: ClassVar[bool] = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Refuse unknown arguments by name, before the dataclass's own ``__init__``."""

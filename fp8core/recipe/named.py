@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -54,6 +55,7 @@ class DelayedScaling(Recipe):
         reduce_amax: take the maximum over ``autocast``'s amax_reduction_group, where one is given.
     """
 
+    reads_names: ClassVar[bool] = False
     margin: float = 0
     fp8_format: str = Format.HYBRID
     amax_history_len: int = 1024
@@ -88,6 +90,7 @@ class DelayedScaling(Recipe):
 class Float8CurrentScaling(Recipe):
     """One scale a tensor, ``max / amax`` of the tensor itself: no state, two passes over it."""
 
+    reads_names: ClassVar[bool] = False
     use_power_2_scales: bool = False
     fp8_format: str = Format.HYBRID
     fp8_gemm_fprop: MMParams = FAST
@@ -114,6 +117,7 @@ class Float8RowwiseScaling(Recipe):
     The columnwise operand has one scale for each column of the tensor, so it is quantized anew.
     """
 
+    reads_names: ClassVar[bool] = False
     use_power_2_scales: bool = False
     fp8_format: str = Format.E4M3
     fp8_gemm_fprop: MMParams = FAST
@@ -143,6 +147,7 @@ class MXFP8BlockScaling(Recipe):
         enable_2d_quantization: weights take 32 x 32 blocks, so both orientations hold one value.
     """
 
+    reads_names: ClassVar[bool] = False
     margin: int = 0
     fp8_format: str = Format.E4M3
     fp8_dpa: bool = False
@@ -183,6 +188,7 @@ class Float8BlockScaling(Recipe):
             128 x 128.
     """
 
+    reads_names: ClassVar[bool] = False
     use_f32_scales: bool = False
     fp8_format: str = Format.E4M3
     x_block_scaling_dim: int = 1
@@ -241,6 +247,7 @@ class NVFP4BlockScaling(Recipe):
     transform of 16; gradients are rounded stochastically. Each can be disabled.
     """
 
+    reads_names: ClassVar[bool] = False
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False

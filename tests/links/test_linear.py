@@ -33,7 +33,7 @@ class Counter:
             gemms = {name: self._gemm(name, getattr(op, name)) for name in GEMMS}
             tensors = {name: self._quantizer(name, getattr(op, name)) for name in TENSORS}
             counted = dataclasses.replace(op, **gemms, **tensors, _plain_wants={})
-            return bound._replace(links=(counted,))
+            return bound._replace(parts=((counted,),), links=(counted,))
 
         patch.setattr(layer, "bind", bind_counted)
 

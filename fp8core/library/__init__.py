@@ -1,0 +1,1 @@
+"""The backends' operations as ``torch.ops.fp8core.*``, for torch.compile and torch.export."""

@@ -1,0 +1,115 @@
+"""A descriptor and its backend as a string, so that a graph says by itself what it computes.
+
+JSON and a list of known classes: nothing is evaluated, and another process reads the same value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.backend_api import (
+    ActivationBackwardDesc,
+    ActivationDesc,
+    AddNormDesc,
+    AmaxDesc,
+    DequantizeDesc,
+    FusedDesc,
+    GemmDesc,
+    GroupedGemmDesc,
+    NormBackwardDesc,
+    NormDesc,
+    OpDesc,
+    OperandSpec,
+    QuantizeDesc,
+    ScaleUpdateDesc,
+)
+from fp8core.errors import RecipeError
+
+__all__ = ["Operation", "decode", "encode"]
+
+_CLASSES = {
+    cls.__name__: cls
+    for cls in (
+        ActivationBackwardDesc,
+        ActivationDesc,
+        AddNormDesc,
+        AmaxDesc,
+        DequantizeDesc,
+        FusedDesc,
+        GemmDesc,
+        GroupedGemmDesc,
+        NormBackwardDesc,
+        NormDesc,
+        OperandSpec,
+        QuantizeDesc,
+        ScaleUpdateDesc,
+    )
+}
+
+
+class Operation(NamedTuple):
+    """Who computes what; ``transposes`` as in :class:`fp8core.backend_api.BackendSpec`."""
+
+    backend: str
+    desc: OpDesc
+    transposes: bool = False
+
+
+def encode(operation: Operation) -> str:
+    """Return ``operation`` as text; :func:`decode` reads it.
+
+    >>> encode(Operation("reference", AmaxDesc(torch.bfloat16)))
+    '["reference",{"AmaxDesc":{"dtype":{"dtype":"bfloat16"}}},false]'
+    """
+    return json.dumps(_plain(tuple(operation)), separators=(",", ":"))
+
+
+@functools.lru_cache(maxsize=4096)
+def decode(text: str) -> Operation:
+    """Return what :func:`encode` wrote.
+
+    Raises:
+        RecipeError: ``text`` is something else, or of a version that knew other descriptors.
+
+    >>> decode('["reference",{"AmaxDesc":{"dtype":{"dtype":"bfloat16"}}},false]').desc
+    AmaxDesc(dtype=torch.bfloat16)
+    """
+    try:
+        backend, desc, transposes = _value(json.loads(text))
+    except (ValueError, TypeError, KeyError) as error:
+        raise RecipeError(f"{text!r} is no operation that this fp8core knows: {error}") from None
+    return Operation(backend, desc, transposes)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: _plain(getattr(value, field.name)) for field in _fields(value)}
+        return {type(value).__name__: fields}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _fields(value: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(value)
+
+
+def _value(plain: Any) -> Any:
+    if isinstance(plain, list):
+        return tuple(_value(item) for item in plain)
+    if not isinstance(plain, dict):
+        return plain
+    ((name, content),) = plain.items()
+    if name == "dtype":
+        dtype = getattr(torch, content)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{content} is no dtype")
+        return dtype
+    return _CLASSES[name](**{field: _value(item) for field, item in content.items()})

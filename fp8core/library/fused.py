@@ -1,0 +1,112 @@
+"""The optional operations of a backend as operators: fusions with quantization, and add_norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fp8core.backend_api import (
+    ActivationBackwardDesc,
+    AddNormDesc,
+    FusedDesc,
+    NormBackwardDesc,
+    NormDesc,
+)
+from fp8core.library import shapes
+from fp8core.library.encoding import decode
+from fp8core.library.operators import bound, define, empty, flat, given, settle_all, with_amax
+from fp8core.library.shapes import Shape
+
+__all__ = ["_add_norm", "_fused", "drop"]
+
+
+def _fused_shapes(text: str, arguments: Sequence[torch.Tensor | None]) -> list[Shape]:
+    _, desc, transposes = decode(text)
+    assert isinstance(desc, FusedDesc)
+    is_backward = isinstance(desc.producer, NormBackwardDesc | ActivationBackwardDesc)
+    x = arguments[1] if is_backward else arguments[0]
+    assert x is not None
+    if isinstance(desc.producer, NormDesc):
+        first, *rest = shapes.norm_shapes(desc.producer, x.shape)
+    elif isinstance(desc.producer, NormBackwardDesc):
+        first, *rest = shapes.norm_backward_shapes(desc.producer.norm, x.shape)
+    else:
+        first, rest = shapes.activation_shape(desc.producer, x.shape), []
+    sums = [Shape((first.size[1],), torch.float32)] if desc.sums else []
+    return [*shapes.quantize_shapes(desc.quantize, first.size, 0, transposes), *rest, *sums]
+
+
+@define(
+    "(str operation, Tensor?[] arguments, Tensor? scale, Tensor? amax, Tensor? rng) -> Tensor[]",
+    lambda text, arguments, scale, amax, rng: empty(
+        with_amax(_fused_shapes(text, arguments), amax), arguments[0].device
+    ),
+)
+def _fused(
+    text: str,
+    arguments: Sequence[torch.Tensor | None],
+    scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
+    rng: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    _, desc, transposes = decode(text)
+    assert isinstance(desc, FusedDesc)
+    assert arguments[0] is not None
+    run = bound(text, arguments[0].device)
+    new = None if amax is None else amax.clone()
+    made, *rest = run(*arguments, **given(scale=scale, amax_out=new, rng=rng))
+    quantized = flat(made, shapes.hands_both_as_one(desc.quantize, transposes))
+    return settle_all([*quantized, *rest, new], with_amax(_fused_shapes(text, arguments), amax))
+
+
+def _add_norm_shapes(text: str, x: torch.Tensor) -> list[Shape]:
+    desc = decode(text).desc
+    assert isinstance(desc, AddNormDesc)
+    return [
+        Shape((x.shape[0], x.shape[1]), desc.norm.dtype),
+        *shapes.norm_shapes(desc.norm, x.shape),
+    ]
+
+
+@define(
+    "(str operation, Tensor x, Tensor residual, Tensor weight, Tensor? bias) -> Tensor[]",
+    lambda text, x, residual, weight, bias: empty(_add_norm_shapes(text, x), x.device),
+)
+def _add_norm(
+    text: str,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    run = bound(text, x.device)
+    made = run(x, residual, weight, *(() if bias is None else (bias,)))
+    return settle_all(made, _add_norm_shapes(text, x))
+
+
+def _dropped(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.Tensor:
+    seed, offset = (int(value) for value in rng)
+    generator = torch.Generator(device=x.device)
+    generator.manual_seed((seed * 0x9E3779B97F4A7C15 + offset + index) & (2**63 - 1))
+    noise = torch.rand(x.shape, generator=generator, device=x.device)
+    return x * ((noise >= p).to(x.dtype) / (1 - p))
+
+
+@define(
+    "(Tensor x, Tensor rng, int index, float p) -> Tensor",
+    lambda x, rng, index, p: x.new_empty(x.shape),
+)
+def _drop(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.Tensor:
+    return _dropped(x, rng, index, p).contiguous()
+
+
+def drop(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.Tensor:
+    """Zero elements of ``x`` with probability ``p`` and scale the rest by ``1 / (1 - p)``.
+
+    ``rng`` int64 ``[2]`` is a seed and an offset; ``index`` tells apart the uses of one seed.
+    """
+    if torch.compiler.is_compiling():
+        made: torch.Tensor = _drop(x, rng, index, p)
+        return made
+    return _dropped(x, rng, index, p)

@@ -1,0 +1,168 @@
+"""What an operation returns, told from its descriptor and the shapes of its inputs alone.
+
+Fake kernels make empty tensors of these shapes; the operations see to it that the real ones have
+the same sizes and strides. Sizes may be symbolic, and none depends on a tensor's values: where the
+number of scale blocks does (groups that end in the middle of a block), it is an upper bound, and
+:func:`trim` takes the rest off again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fp8core import formats
+from fp8core.backend_api import (
+    GATED,
+    ActivationBackwardDesc,
+    ActivationDesc,
+    NormDesc,
+    OperandSpec,
+    QuantizeDesc,
+)
+from fp8core.errors import OperandError
+
+__all__ = [
+    "Shape",
+    "activation_shape",
+    "elements_per_byte",
+    "hands_both_as_one",
+    "norm_backward_shapes",
+    "norm_shapes",
+    "quantize_shapes",
+    "settle",
+    "trim",
+]
+
+
+class Shape(NamedTuple):
+    """Size and dtype of one tensor; ``is_turned``: a transposed view of a contiguous matrix."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    is_turned: bool = False
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Return an unfilled tensor."""
+        size = self.size[::-1] if self.is_turned else self.size
+        made = torch.empty(size, dtype=self.dtype, device=device)
+        return made.t() if self.is_turned else made
+
+
+def settle(made: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Return ``made`` with the strides of ``shape``, filled with zeros where it is smaller.
+
+    Raises:
+        OperandError: a backend returned another dtype or a larger size.
+    """
+    missing = [wanted - size for wanted, size in zip(shape.size, made.shape, strict=True)]
+    if made.dtype != shape.dtype or any(size < 0 for size in missing):
+        raise OperandError(
+            f"a backend returned {made.dtype} {list(made.shape)}, expected {shape.dtype} "
+            f"{list(shape.size)}."
+        )
+    if any(missing):
+        made = torch.nn.functional.pad(made, (0, missing[1], 0, missing[0]))
+    return made.t().contiguous().t() if shape.is_turned else made.contiguous()
+
+
+def hands_both_as_one(desc: QuantizeDesc, transposes: bool) -> bool:
+    """Return whether the columnwise operand is the rowwise one's transposed view.
+
+    A square block of bytes holds the same values both ways.
+    """
+    spec = desc.rowwise
+    is_square = spec is not None and spec == desc.columnwise and spec.block[0] == spec.block[1]
+    if spec is None or not is_square or desc.grouped or transposes:
+        return False
+    return not spec.stochastic and spec.transform is None and elements_per_byte(spec) == 1
+
+
+def quantize_shapes(
+    desc: QuantizeDesc, size: Sequence[int], groups: int, transposes: bool
+) -> list[Shape]:
+    """Return the tensors of the rowwise operand of ``x [rows, cols]``, then the columnwise one's.
+
+    ``groups`` is 0 for a dense tensor.
+    """
+    rows, cols = size
+    shapes = []
+    if desc.rowwise is not None:
+        shapes += _operand(desc.rowwise, (rows, cols), groups, grouped_dim=0)
+    if desc.columnwise is not None and not hands_both_as_one(desc, transposes):
+        turned = _operand(desc.columnwise, (cols, rows), groups, grouped_dim=1)
+        is_view = not groups and not transposes
+        shapes += [shape._replace(is_turned=is_view) for shape in turned]
+    return shapes
+
+
+def _operand(
+    spec: OperandSpec, size: tuple[int, int], groups: int, grouped_dim: int
+) -> list[Shape]:
+    blocks = [
+        -(-extent // block) if block else 1 for extent, block in zip(size, spec.block, strict=True)
+    ]
+    one = [1, 1]
+    if groups:
+        extent, block = size[grouped_dim], spec.block[grouped_dim]
+        one[grouped_dim] = groups
+        if block != 1:  # every group may end with a partial block
+            blocks[grouped_dim] = extent // block + groups if block else groups
+    scale_dtype = torch.float32 if spec.scale_format == "float32" else torch.uint8
+    shapes = [
+        Shape((size[0], size[1] // elements_per_byte(spec)), torch.uint8),
+        Shape((blocks[0], blocks[1]), scale_dtype),
+    ]
+    if spec.scale_format == "e4m3":
+        shapes.append(Shape((one[0], one[1]), torch.float32))
+    return shapes
+
+
+def elements_per_byte(spec: OperandSpec) -> int:
+    """Return 2 for a 4-bit format, whose codes are packed, else 1."""
+    return 2 if formats.by_name(spec.format).bits == 4 else 1
+
+
+def trim(
+    spec: OperandSpec | None, parts: Sequence[torch.Tensor], offsets: Sequence[int], dim: int
+) -> list[torch.Tensor]:
+    """Take off the scales that :func:`settle` added to an operand grouped along ``dim``."""
+    if spec is None or not spec.block[dim]:
+        return list(parts)
+    block = spec.block[dim]
+    count = sum(-(-(end - start) // block) for start, end in itertools.pairwise(offsets))
+    data, scale_inv, *rest = parts
+    if scale_inv.shape[dim] != count:
+        scale_inv = scale_inv.narrow(dim, 0, count).contiguous()
+    return [data, scale_inv, *rest]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def norm_shapes(desc: NormDesc, size: Sequence[int]) -> list[Shape]:
+    """Return ``y``, the mean (LayerNorm alone) and the reciprocal deviation of ``x [rows, n]``."""
+    rows, n = size
+    statistic = Shape((rows,), _wide(desc.dtype))
+    count = 2 if desc.kind == "layernorm" else 1
+    return [Shape((rows, n), desc.out_dtype), *[statistic] * count]
+
+
+def norm_backward_shapes(desc: NormDesc, size: Sequence[int]) -> list[Shape]:
+    """Return ``grad_x``, ``grad_weight`` and, for LayerNorm alone, ``grad_bias``."""
+    rows, n = size
+    parameter = Shape((n,), _wide(desc.dtype))
+    count = 2 if desc.kind == "layernorm" else 1
+    return [Shape((rows, n), desc.dtype), *[parameter] * count]
+
+
+def activation_shape(desc: ActivationDesc | ActivationBackwardDesc, size: Sequence[int]) -> Shape:
+    """Return the result for ``x [rows, n]``; half as many columns from a gated activation."""
+    rows, columns = size
+    if isinstance(desc, ActivationDesc) and desc.name in GATED:
+        columns //= 2
+    return Shape((rows, columns), desc.out_dtype)

@@ -1,0 +1,153 @@
+"""A layer made ready to run: by itself in eager, and from plain values while torch captures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from fp8core import chain
+from fp8core.autocast import named
+from fp8core.errors import Fp8CoreError, UnsupportedError
+from fp8core.library.operators import constant_in_graph
+from fp8core.links.activation import ActivationShape
+from fp8core.links.bind import SHAPES, LinkShape, Site, bind_chain
+from fp8core.links.linear import LinearLink, LinearShape
+from fp8core.links.norm import NormShape
+from fp8core.links.pointwise import BiasShape, OutputShape
+from fp8core.links.protocol import DENSE, Call, Link
+from fp8core.links.states import LinearStates
+from fp8core.plan import HIGH_PRECISION, LayerRole, LinearPlan
+from fp8core.quantizer import Binding
+from fp8core.recipe import Recipe
+
+__all__ = ["Bound", "bind_captured", "label_of", "new_seed", "parts_of", "plan_of", "reads_names"]
+
+_NO_CAPTURE = (
+    "delayed scaling is not offered under torch.compile and torch.export: its scales change "
+    "outside the graph. Use a recipe without state, such as Float8CurrentScaling, or keep the "
+    "layer out of the graph with torch.compiler.disable."
+)
+
+
+class Bound(NamedTuple):
+    """A layer made ready for one combination of recipe, device, dtype and policy.
+
+    ``parts`` are the chains to run one after the other: the links, apart where a value leaves.
+    """
+
+    parts: tuple[chain.Links, ...]
+    links: tuple[Link, ...]
+    plan: LinearPlan
+    states: LinearStates | None
+    recipe: Recipe | None
+    needs_rng: bool
+
+    @property
+    def linears(self) -> list[LinearLink]:
+        """The chain's linear links, in order."""
+        return [link for link in self.links if isinstance(link, LinearLink)]
+
+    def call(self, first_microbatch: bool | None) -> Call:
+        """Return what a dense call of the layer brings: a new seed if a link takes one."""
+        if not self.needs_rng and first_microbatch is None:
+            return DENSE
+        rng = new_seed() if self.needs_rng else None
+        return Call(rng=rng, first_microbatch=first_microbatch)
+
+
+def new_seed() -> torch.Tensor:
+    """Draw a seed and offset for dropout and stochastic rounding from torch's CPU generator.
+
+    int64 ``[2]``. ``torch.manual_seed`` fixes it, and a recompute that restores the generator's
+    state repeats it.
+    """
+    return torch.randint(0, 2**62, (2,), device="cpu")
+
+
+def label_of(type_name: str, name: str | None, shapes: Sequence[LinkShape]) -> str:
+    """Return what messages call a layer: its name in the model, else its class and sizes."""
+    linears = [shape for shape in shapes if isinstance(shape, LinearShape)]
+    sizes = type_name
+    if linears:
+        inputs = ", ".join(str(shape.in_features) for shape in linears)
+        sizes += f"({inputs}, {linears[-1].out_features})"
+    return sizes if name is None else f"{name!r} ({sizes})"
+
+
+def plan_of(recipe: Recipe | None, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
+    """Return the plan of a layer; without a recipe it computes in high precision."""
+    return HIGH_PRECISION if recipe is None else recipe.plan(role, dtype)
+
+
+_Item = TypeVar("_Item")
+
+
+def parts_of(shapes: Sequence[LinkShape], items: tuple[_Item, ...]) -> list[tuple[_Item, ...]]:
+    """Split ``items``, one a shape, where a value leaves the chain."""
+    leaves = [at for at, shape in enumerate(shapes) if isinstance(shape, OutputShape)]
+    starts = [0, *(at + 1 for at in leaves)]
+    return [items[a:b] for a, b in zip(starts, [*leaves, len(items)], strict=True)]
+
+
+def reads_names(asked: str) -> bool:
+    """Return whether the recipe that ``asked`` names depends on the layers' names."""
+    request = named(asked)
+    return any(
+        recipe is not None and recipe.reads_names for recipe in (request.quantize, request.observe)
+    )
+
+
+constant_in_graph(reads_names)
+
+
+def bind_captured(
+    layer: tuple[str, str, str | None, bool],
+    shape_fields: tuple[tuple[Any, ...], ...],
+    asked: str,
+    backends: tuple[str | None, tuple[tuple[str, str], ...]],
+    place: tuple[torch.device, torch.dtype],
+) -> Bound:
+    """Bind while torch compiles or exports: a graph is guarded by the values of the arguments.
+
+    They are plain values alone, what torch.compile can hand over, and what layers of one shape
+    have in common, so that they share a graph. A compiled graph raises what
+    binding raises when it runs: torch.compile would dress it as an error of its own.
+    """
+    kind, type_name, name, is_compiled = layer
+    shapes = tuple(SHAPES[shape](*fields) for shape, *fields in shape_fields)
+    request = named(asked)
+    recipe = request.quantize if request.quantize is not None else request.observe
+    binding = Binding(*place, request.observe is not None)
+    label = label_of(type_name, name, shapes)
+    try:
+        plan = plan_of(recipe, LayerRole(kind, name), binding.activation_dtype)
+        if plan.delayed is not None and any(isinstance(shape, LinearShape) for shape in shapes):
+            raise UnsupportedError(_NO_CAPTURE)
+        links = bind_chain(shapes, Site(plan, binding, label, None))
+    except Fp8CoreError as error:
+        refused = type(error)(f"{label}: {error}")
+        if not is_compiled:
+            raise refused from None
+        refusals = [chain.Refusal(refused, partial(_columns, p)) for p in parts_of(shapes, shapes)]
+        parts = [chain.capture(refusal) for refusal in refusals]
+        return Bound(tuple(parts), (), HIGH_PRECISION, None, recipe, False)
+    parts = [chain.capture(part) for part in parts_of(shapes, links)]
+    return Bound(tuple(parts), links, plan, None, recipe, False)
+
+
+constant_in_graph(bind_captured)
+
+
+def _columns(shapes: Sequence[LinkShape], columns: int) -> int:
+    """Return how many columns ``shapes`` make of ``columns``."""
+    for shape in shapes:
+        if isinstance(shape, LinearShape):
+            columns = shape.out_features
+        elif isinstance(shape, NormShape | BiasShape):
+            columns = shape.size
+        elif isinstance(shape, ActivationShape) and shape.is_gated:
+            columns //= 2
+    return columns

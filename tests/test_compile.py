@@ -1,0 +1,395 @@
+"""Compiled and exported layers compute what eager ones do, bit for bit, and are not recompiled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import fp8core as te
+from fp8core import backend_api, recipe
+from tests.links import fused_toy
+
+# Raised inside torch.compile and torch.export themselves.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
+]
+
+BF16 = torch.bfloat16
+CURRENT = recipe.Float8CurrentScaling()
+MX = recipe.MXFP8BlockScaling()
+NVFP4 = recipe.NVFP4BlockScaling()
+RECIPES = {
+    "high_precision": None,
+    "current": CURRENT,
+    "rowwise": recipe.Float8RowwiseScaling(),
+    "block": recipe.Float8BlockScaling(),
+    "mxfp8": MX,
+    "nvfp4": NVFP4,
+}
+LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "Linear": lambda: te.Linear(64, 48, params_dtype=BF16),
+    "GroupedLinear": lambda: te.GroupedLinear(3, 64, 48, params_dtype=BF16),
+    "LayerNorm": lambda: te.LayerNorm(64, params_dtype=BF16),
+    "RMSNorm": lambda: te.RMSNorm(64, params_dtype=BF16),
+    "LayerNormLinear": lambda: te.LayerNormLinear(
+        64, 48, params_dtype=BF16, return_layernorm_output=True, return_bias=True
+    ),
+    "LayerNormMLP": lambda: te.LayerNormMLP(
+        64, 32, params_dtype=BF16, normalization="RMSNorm", activation="swiglu"
+    ),
+}
+SPLITS = [8, 0, 32]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function: Callable[..., Any], backend: str = "aot_eager", **options: Any) -> Any:
+    return torch.compile(function, fullgraph=True, backend=backend, **options)
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def caller(name: str, layer: torch.nn.Module) -> Callable[..., Any]:
+    return (lambda x: layer(x, SPLITS)) if name == "GroupedLinear" else lambda x: layer(x)
+
+
+def rand(*size: int) -> torch.Tensor:
+    return torch.randn(*size, dtype=BF16)
+
+
+def results(
+    call: Callable[..., Any], model: torch.nn.Module, x: torch.Tensor
+) -> Sequence[torch.Tensor]:
+    """Everything that forward and backward give, and the generator's next number."""
+    model.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    torch.manual_seed(7)
+    made = call(x)
+    outputs = made if isinstance(made, tuple) else (made,)
+    sum(output.float().square().sum() for output in outputs if output.requires_grad).backward()  # type: ignore[union-attr]
+    grads = [x.grad, *(parameter.grad for parameter in model.parameters())]
+    return [*outputs, *(grad for grad in grads if grad is not None), torch.rand(1)]
+
+
+def assert_same(
+    call: Callable[..., Any], fast: Callable[..., Any], model: torch.nn.Module, x: torch.Tensor
+) -> None:
+    want, got = results(call, model, x), results(fast, model, x)
+    assert len(want) == len(got)
+    assert [torch.equal(a, b) for a, b in zip(want, got, strict=True)] == [True] * len(want)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("recipe_name", RECIPES)
+def test_layer_equals_eager_without_recompiling(name: str, recipe_name: str) -> None:
+    asked = RECIPES[recipe_name]
+    layer = LAYERS[name]()
+    call = caller(name, layer)
+    fast = compiled(call)
+    for _ in range(5):
+        with te.autocast(enabled=asked is not None, recipe=asked):
+            assert_same(call, fast, layer, rand(40, 64))
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe_name"),
+    [("GroupedLinear", "block"), ("LayerNormMLP", "nvfp4"), ("LayerNormLinear", "current")],
+)
+def test_inductor_equals_eager(name: str, recipe_name: str) -> None:
+    layer = LAYERS[name]()
+    call = caller(name, layer)
+    fast = compiled(call, "inductor")
+    for _ in range(2):
+        with te.autocast(recipe=RECIPES[recipe_name]):
+            assert_same(call, fast, layer, rand(40, 64))
+    assert graphs() == 1
+
+
+def test_recipe_and_policy_are_honoured_when_they_change() -> None:
+    layer = te.Linear(64, 48, params_dtype=BF16)
+    fast, x = compiled(layer), rand(32, 64)
+    for asked in (CURRENT, MX, None) * 2:
+        with te.autocast(enabled=asked is not None, recipe=asked):
+            assert_same(layer, fast, layer, x)
+    assert graphs() == 3
+    with te.use_backend("reference"):
+        assert_same(layer, fast, layer, x)
+    assert graphs() == 4
+
+
+def test_equal_recipe_made_anew_is_no_reason_to_recompile() -> None:
+    layer = te.Linear(64, 48, params_dtype=BF16)
+    fast = compiled(layer)
+    for _ in range(3):
+        with te.autocast(recipe=recipe.Float8CurrentScaling()):
+            fast(rand(32, 64))
+    assert graphs() == 1
+
+
+def test_layers_of_one_shape_share_a_graph() -> None:
+    with te.autocast(recipe=CURRENT):
+        for layer in te.prepare(torch.nn.Sequential(*[te.Linear(64, 64) for _ in range(4)])):
+            compiled(layer)(torch.randn(8, 64))
+    assert graphs() == 1
+
+
+def test_names_matter_where_the_recipe_reads_them() -> None:
+    model = te.prepare(torch.nn.Sequential(*[te.Linear(64, 64, params_dtype=BF16) for _ in "ab"]))
+    fast = compiled(model)
+    with te.autocast(recipe=recipe.PerLayer({"0": CURRENT}, default=MX)):
+        assert_same(model, fast, model, rand(32, 64))
+
+
+@pytest.mark.parametrize("asked", [CURRENT, NVFP4], ids=["current", "nvfp4"])
+def test_autocast_inside_the_graph(asked: recipe.Recipe) -> None:
+    first = te.LayerNormLinear(64, 64, params_dtype=BF16)
+    model = torch.nn.Sequential(first, te.LayerNormMLP(64, 32, params_dtype=BF16), first)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe=asked):
+            y = model[:2](x)
+            with te.autocast(enabled=False):
+                y = model[1](y)
+        loss: torch.Tensor = first(y)
+        return loss
+
+    fast = compiled(step)
+    for _ in range(2):
+        assert_same(step, fast, model, rand(32, 64))
+    assert graphs() == 1
+
+
+def test_torch_autocast_inside_and_outside() -> None:
+    layer = te.LayerNormMLP(64, 32)
+    x = torch.randn(16, 64)
+
+    def step(x: torch.Tensor) -> Any:
+        with torch.autocast("cpu", dtype=BF16), te.autocast(recipe=CURRENT):
+            return layer(x)
+
+    assert_same(step, compiled(step), layer, x)
+    with torch.autocast("cpu", dtype=BF16), te.autocast(recipe=CURRENT):
+        assert_same(layer, compiled(layer), layer, x)
+
+
+def test_seeds_are_drawn_where_eager_draws_them() -> None:
+    model = torch.nn.Sequential(*[te.Linear(64, 64, bias=False, params_dtype=BF16) for _ in "ab"])
+
+    def step(x: torch.Tensor) -> Any:
+        return model(model[0](x))
+
+    fast, x = compiled(step, "inductor"), rand(32, 64)
+    with te.autocast(recipe=NVFP4):
+        assert_same(step, fast, model, x)
+        after = []
+        for call in (step, fast):
+            torch.manual_seed(1)
+            with torch.no_grad():
+                call(x)
+            after.append(torch.rand(1))
+    assert torch.equal(*after)
+
+
+def test_sizes_may_be_dynamic() -> None:
+    layer = te.LayerNormMLP(64, 32, params_dtype=BF16)
+    fast = compiled(layer, dynamic=True)
+    with te.autocast(recipe=recipe.Float8BlockScaling()):
+        for rows in (32, 130):
+            assert_same(layer, fast, layer, rand(rows, 64))
+
+
+def test_weight_is_quantized_anew_whatever_is_first_microbatch() -> None:
+    layer = te.Linear(64, 48, params_dtype=BF16)
+    fast, x = compiled(layer), rand(32, 64)
+    with te.autocast(recipe=CURRENT):
+        fast(x, is_first_microbatch=True)
+        with torch.no_grad():
+            layer.weight.data.mul_(2)
+        layer.invalidate_weight_cache()
+        assert torch.equal(fast(x, is_first_microbatch=False), layer(x))
+
+
+def test_delayed_scaling_says_why_not() -> None:
+    layer = te.LayerNormLinear(64, 48, params_dtype=BF16, return_layernorm_output=True)
+    fast = compiled(layer)
+    with (
+        te.autocast(recipe=recipe.DelayedScaling()),
+        pytest.raises(te.UnsupportedError, match=r"LayerNormLinear\(64, 48\): delayed scaling is"),
+    ):
+        fast(rand(32, 64))
+
+
+def test_unsupported_recipe_says_why() -> None:
+    layer = te.Linear(64, 48, params_dtype=torch.float64)
+    fast = compiled(layer)
+    with te.autocast(recipe=CURRENT), pytest.raises(te.UnsupportedError, match="no backend runs"):
+        fast(torch.randn(4, 64, dtype=torch.float64))
+
+
+def test_tensor_of_splits_is_refused() -> None:
+    layer = te.GroupedLinear(2, 64, 48, params_dtype=BF16)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="m_splits must be a list"):
+        compiled(layer)(rand(8, 64), torch.tensor([4, 4]))
+
+
+class Model(torch.nn.Module):
+    def __init__(self, asked: recipe.Recipe) -> None:
+        super().__init__()
+        self.asked = asked
+        self.body = torch.nn.Sequential(
+            te.Linear(64, 64, params_dtype=BF16), te.LayerNormMLP(64, 32, params_dtype=BF16)
+        )
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with te.autocast(recipe=self.asked):
+            return self.body(x)
+
+
+RUN = """
+import sys, torch, fp8core
+x, want = torch.load(sys.argv[2])
+sys.exit(0 if torch.equal(torch.export.load(sys.argv[1]).module()(x), want) else "differs")
+"""
+
+
+@pytest.mark.parametrize("asked", [CURRENT, MX, NVFP4], ids=["current", "mxfp8", "nvfp4"])
+def test_exported_program_equals_eager(asked: recipe.Recipe, tmp_path: Path) -> None:
+    model, x = Model(asked).eval(), rand(32, 64)
+    path = tmp_path / "model.pt2"
+    with torch.no_grad():
+        want = model(x)
+        program = torch.export.export(model, (x,))
+        assert torch.equal(program.module()(x), want)
+        torch.export.save(program, path)
+        assert torch.equal(torch.export.load(path).module()(x), want)
+    if asked is CURRENT:  # another process: nothing but the file
+        torch.save((x, want), tmp_path / "x.pt")
+        command = [sys.executable, "-c", RUN, str(path), str(tmp_path / "x.pt")]
+        subprocess.run(command, check=True, timeout=100)
+
+
+def test_export_around_autocast_and_with_dynamic_rows() -> None:
+    model = te.LayerNormMLP(64, 32, params_dtype=BF16).eval()
+    rows = ({0: torch.export.Dim.DYNAMIC},)
+    with torch.no_grad(), te.autocast(recipe=CURRENT):
+        program = torch.export.export(model, (rand(32, 64),), dynamic_shapes=rows)
+        want = model(x := rand(48, 64))
+    assert torch.equal(program.module()(x), want)
+
+
+def test_export_of_delayed_scaling_is_refused() -> None:
+    with te.autocast(recipe=recipe.DelayedScaling()), pytest.raises(te.UnsupportedError):
+        torch.export.export(te.Linear(64, 64), (torch.randn(4, 64),))
+
+
+def sequential(*more: torch.nn.Module) -> Any:
+    return te.ops.Sequential(
+        te.ops.Linear(64, 48, params_dtype=BF16),
+        *more,
+        te.ops.AddExtraInput(),
+        te.ops.RMSNorm(48, params_dtype=BF16),
+        te.ops.Sequential(te.ops.Linear(48, 64, params_dtype=BF16), te.ops.SwiGLU()),
+        te.ops.Bias(32, dtype=BF16),
+        te.ops.Quantize(),
+    )
+
+
+@pytest.mark.parametrize("recipe_name", ["high_precision", "current", "nvfp4"])
+def test_sequential_with_dropout_equals_eager(recipe_name: str) -> None:
+    asked, model = RECIPES[recipe_name], sequential(te.ops.Dropout(0.25))
+    if recipe_name == "current":
+        model = sequential(te.ops.Dropout(0.25), te.ops.Quantize(False, backward=True))
+    residual = rand(32, 48)
+    fast = compiled(lambda x: model(x, residual))
+    for _ in range(2):
+        with te.autocast(enabled=asked is not None, recipe=asked):
+            assert_same(lambda x: model(x, residual), fast, model, rand(32, 64))
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("recipe_name", ["current", "mxfp8"])
+def test_fused_operations_equal_eager(recipe_name: str) -> None:
+    with fused_toy.installed(*backend_api.OPTIONAL_OPS) as calls:
+        for model in (
+            te.LayerNormMLP(64, 32, params_dtype=BF16, activation="swiglu"),
+            torch.nn.Sequential(
+                te.Linear(64, 64, params_dtype=BF16), te.LayerNormLinear(64, 64, params_dtype=BF16)
+            ),
+            te.ops.Sequential(
+                te.ops.Linear(64, 64, params_dtype=BF16),
+                te.ops.LayerNorm(64, params_dtype=BF16),
+                te.ops.Linear(64, 64, params_dtype=BF16),
+            ),
+        ):
+            with te.autocast(recipe=RECIPES[recipe_name]):
+                assert_same(model, compiled(model), model, rand(32, 64))
+        model = sequential()
+        residual = rand(32, 48)
+
+        def call(x: torch.Tensor) -> Any:
+            return model(x, residual)
+
+        assert_same(call, compiled(call), model, rand(32, 64))
+    assert [op for op in backend_api.OPTIONAL_OPS if not calls[op]] == []
+
+
+@pytest.mark.parametrize("recipe_name", ["high_precision", "current"])
+def test_quantized_parameters_equal_eager(recipe_name: str) -> None:
+    with te.quantized_model_init(recipe=CURRENT):
+        layer = te.Linear(64, 48, params_dtype=BF16)
+    asked, fast = RECIPES[recipe_name], compiled(layer)
+    for _ in range(2):
+        with te.autocast(enabled=asked is not None, recipe=asked):
+            assert_same(layer, fast, layer, rand(32, 64))
+        with torch.no_grad():
+            layer.weight.copy_(rand(48, 64))
+    assert graphs() == 1
+
+
+def test_parametrized_weight_equals_eager() -> None:
+    layer = te.Linear(64, 48, params_dtype=BF16)
+    torch.nn.utils.parametrizations.weight_norm(layer)
+    with te.autocast(recipe=CURRENT):
+        assert_same(layer, compiled(layer), layer, rand(32, 64))
+
+
+def test_refused_sequential_has_the_columns_it_would_have() -> None:
+    model, residual = sequential(), rand(32, 48)
+    with (
+        te.autocast(recipe=recipe.DelayedScaling()),
+        pytest.raises(te.UnsupportedError, match="delayed scaling"),
+    ):
+        compiled(lambda x: model(x, residual) @ rand(32, 4))(rand(32, 64))
+
+
+def test_compiled_model_in_a_checkpoint() -> None:
+    model = te.LayerNormMLP(64, 32, params_dtype=BF16)
+    fast = compiled(model)
+    with te.autocast(recipe=NVFP4):
+        assert_same(
+            lambda x: te.checkpoint(model, x), lambda x: te.checkpoint(fast, x), model, rand(32, 64)
+        )
+
+
+def test_exported_sequential_equals_eager() -> None:
+    model, x, residual = sequential(te.ops.Dropout(0.25)).eval(), rand(32, 64), rand(32, 48)
+    with torch.no_grad(), te.autocast(recipe=CURRENT):
+        program = torch.export.export(model, (x, residual))
+        assert torch.equal(program.module()(x, residual), model(x, residual))
