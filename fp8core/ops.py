@@ -231,7 +231,11 @@ class AddExtraInput(_Operation):
 
 
 class Quantize(_Operation):
-    """Rounds values, gradients or both to the recipe's format and back, tensor by tensor."""
+    """Rounds values, gradients or both to the recipe's format and back.
+
+    By the scale of the tensor itself and to the nearest, also where the recipe's GEMMs take delayed
+    scales or round stochastically.
+    """
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__(None)

@@ -320,3 +320,15 @@ def test_an_odd_input_of_a_gate_is_refused() -> None:
 def test_clamped_swiglu_names_its_parameters() -> None:
     with pytest.raises(RecipeError, match="limit, alpha, glu_linear_offset"):
         ops.ClampedSwiGLU(gain=1.0)
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_quantize_rounds_gradients_of_every_recipe(name: str) -> None:
+    x = torch.randn(32, 32, requires_grad=True)
+    with autocast(recipe=recipe.by_name(name)):
+        y = ops.Sequential(ops.Quantize(forward=False, backward=True))(x)
+    grad = torch.randn(32, 32)
+    y.backward(grad)
+    assert torch.equal(y, x)
+    assert not torch.equal(x.grad, grad)
+    assert torch.allclose(x.grad, grad, atol=1.0)  # half an e2m1 step of a block's amax below 6

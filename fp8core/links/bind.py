@@ -302,7 +302,8 @@ def _bind_quantize(
     def rounding(spec: OperandSpec | None) -> Callable[[torch.Tensor], torch.Tensor]:
         if spec is None or binding.is_observing:
             return lambda x: x
-        plan = TensorPlan(dataclasses.replace(spec, delayed=False), None)
+        plain = dataclasses.replace(spec, delayed=False, stochastic=False)
+        plan = TensorPlan(plain, None)
         quantize = bind_quantizer(plan, binding.activation_dtype, binding)
         desc = DequantizeDesc(spec, binding.activation_dtype)
         dequantize = table.resolve(desc, binding.device).run

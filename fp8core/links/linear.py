@@ -178,9 +178,7 @@ class LinearLink:
 
     def _grad_weights(self, made: Any, needed: Sequence[bool]) -> list[torch.Tensor | None]:
         grads = made if self.shape.groups else (made,)
-        return [
-            self._fit(grad) if need else None for grad, need in zip(grads, needed, strict=True)
-        ]
+        return [self._fit(grad) if need else None for grad, need in zip(grads, needed, strict=True)]
 
     def _fit(self, grad: torch.Tensor) -> torch.Tensor:
         """Return a weight's gradient without padding and in the weight's dtype."""
