@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ from fp8core.library import calls, operators
 from fp8core.library.encoding import Operation
 from fp8core.reporting import log_once
 
-__all__ = ["Resolved", "resolve", "resolve_optional"]
+__all__ = ["Resolved", "capturing", "resolve", "resolve_optional"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,27 @@ class Resolved:
     run: Callable[..., Any]
     choice: select.Choice
     alignment: Alignment
+
+
+class _Thread(threading.local):
+    is_capturing = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Have the calling thread resolve to operators, as for a graph that torch is capturing.
+
+    torch.compiler.is_compiling() does not say so everywhere: torch 2.11 calls functions of
+    constants with it off.
+    """
+    outer, _thread.is_capturing = _thread.is_capturing, True
+    try:
+        yield
+    finally:
+        _thread.is_capturing = outer
 
 
 def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -> Resolved:
@@ -39,7 +62,8 @@ def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -
     """
     registry = plugins.load()
     key = (policy.current(), settings.read(), registry, len(registry.rows))
-    return _resolve(desc, device, backend, torch.compiler.is_compiling(), key)
+    is_captured = _thread.is_capturing or torch.compiler.is_compiling()
+    return _resolve(desc, device, backend, is_captured, key)
 
 
 def resolve_optional(desc: OpDesc, device: torch.device, backend: str) -> Resolved | None:

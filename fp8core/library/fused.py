@@ -15,8 +15,16 @@ from fp8core.backend_api import (
 )
 from fp8core.library import shapes
 from fp8core.library.encoding import decode
-from fp8core.library.operators import bound, define, empty, flat, given, settle_all, with_amax
-from fp8core.library.shapes import Shape
+from fp8core.library.operators import (
+    bound,
+    define,
+    empty,
+    flat,
+    given,
+    settle_all,
+    with_amax,
+)
+from fp8core.library.shapes import Shape, is_captured
 
 __all__ = ["_add_norm", "_fused", "drop"]
 
@@ -106,7 +114,7 @@ def drop(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.Tens
 
     ``rng`` int64 ``[2]`` is a seed and an offset; ``index`` tells apart the uses of one seed.
     """
-    if torch.compiler.is_compiling():
+    if is_captured(x):
         made: torch.Tensor = _drop(x, rng, index, p)
         return made
     return _dropped(x, rng, index, p)

@@ -19,7 +19,7 @@ from fp8core import errors
 from fp8core.backend_api import OpDesc, Operand, Quantized
 from fp8core.library import shapes
 from fp8core.library.encoding import decode
-from fp8core.library.shapes import Shape, settle
+from fp8core.library.shapes import Shape, is_captured, settle
 
 __all__ = [
     "Tensors",
@@ -372,7 +372,7 @@ def _column_sums(x: torch.Tensor) -> torch.Tensor:
 
 def column_sums(x: torch.Tensor) -> torch.Tensor:
     """Return the sum over the rows of ``x [rows, n]``, ``[n]`` float32 (float64 stays)."""
-    if torch.compiler.is_compiling():
+    if is_captured(x):
         made: torch.Tensor = _column_sums(x)
         return made
     return x.sum(0, dtype=_sums_dtype(x))

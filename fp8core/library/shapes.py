@@ -30,6 +30,7 @@ __all__ = [
     "activation_shape",
     "elements_per_byte",
     "hands_both_as_one",
+    "is_captured",
     "norm_backward_shapes",
     "norm_shapes",
     "quantize_shapes",
@@ -166,3 +167,11 @@ def activation_shape(desc: ActivationDesc | ActivationBackwardDesc, size: Sequen
     if isinstance(desc, ActivationDesc) and desc.name in GATED:
         columns //= 2
     return Shape((rows, columns), desc.out_dtype)
+
+
+def is_captured(x: torch.Tensor) -> bool:
+    """Say whether ``x`` is a stand-in that torch traces with, fake or functional."""
+    return torch.compiler.is_compiling() or type(x) not in _REAL
+
+
+_REAL = (torch.Tensor, torch.nn.Parameter)

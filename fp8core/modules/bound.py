@@ -10,6 +10,7 @@ import torch
 
 from fp8core import chain
 from fp8core.autocast import named
+from fp8core.dispatch import table
 from fp8core.errors import Fp8CoreError, UnsupportedError
 from fp8core.library.operators import constant_in_graph
 from fp8core.links.activation import ActivationShape
@@ -126,7 +127,8 @@ def bind_captured(
         plan = plan_of(recipe, LayerRole(kind, name), binding.activation_dtype)
         if plan.delayed is not None and any(isinstance(shape, LinearShape) for shape in shapes):
             raise UnsupportedError(_NO_CAPTURE)
-        links = bind_chain(shapes, Site(plan, binding, label, None))
+        with table.capturing():
+            links = bind_chain(shapes, Site(plan, binding, label, None))
     except Fp8CoreError as error:
         refused = type(error)(f"{label}: {error}")
         if not is_compiled:
