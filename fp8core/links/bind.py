@@ -80,6 +80,11 @@ class Site(NamedTuple):
     weights: WeightStore | None
     states: LinearStates | None = None
 
+    @property
+    def gemm_plan(self) -> LinearPlan:
+        """How the GEMMs compute: while amaxes are only observed, in high precision."""
+        return HIGH_PRECISION if self.binding.is_observing else self.plan
+
 
 class Neighbours(NamedTuple):
     """The linears on either side of a link, if they are linears, and whether an add is before."""
@@ -97,8 +102,7 @@ def bind_chain(shapes: Sequence[LinkShape], site: Site) -> tuple[Link, ...]:
             first, so that the message is about them.
     """
     linears: dict[int, LinearLink] = {}
-    gemms, dtype = 0, site.binding.activation_dtype
-    gemm_plan = HIGH_PRECISION if site.binding.is_observing else site.plan
+    gemms, dtype, gemm_plan = 0, site.binding.activation_dtype, site.gemm_plan
     for at, shape in enumerate(shapes):
         if isinstance(shape, LinearShape):
             states = site.states
@@ -150,8 +154,7 @@ def _bind_linear(
     input_dtype: torch.dtype,
     grad_dtype: torch.dtype,
 ) -> LinearLink:
-    gemm_plan = HIGH_PRECISION if site.binding.is_observing else site.plan
-    dtype = site.binding.activation_dtype
+    dtype, gemm_plan = site.binding.activation_dtype, site.gemm_plan
     gemms = {
         name: table.resolve(gemm_desc(name, gemm_plan, shape, dtype), site.binding.device)
         for name in ("fprop", "dgrad", "wgrad")
@@ -305,7 +308,7 @@ def _bind_quantize(
         plain = dataclasses.replace(spec, delayed=False, stochastic=False)
         plan = TensorPlan(plain, None)
         quantize = bind_quantizer(plan, binding.activation_dtype, binding)
-        desc = DequantizeDesc(spec, binding.activation_dtype)
+        desc = DequantizeDesc(plain, binding.activation_dtype)
         dequantize = table.resolve(desc, binding.device).run
         return lambda x: dequantize(quantize(x, columnwise=False).rowwise)
 
