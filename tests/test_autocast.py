@@ -346,3 +346,13 @@ def test_something_else_than_a_recipe_is_refused(wrong: object) -> None:
 def test_something_else_than_a_process_group_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"amax_reduction_group='world'.*process group"):
         autocast(recipe=DELAYED, amax_reduction_group="world")
+
+
+def test_calibrating_without_delayed_scales_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    layer = Linear(32, 16, name="calibrating_is_said_once")
+    for _ in range(2):
+        with autocast(enabled=False, calibrating=True, recipe=CURRENT):
+            layer(torch.randn(4, 32))
+    lines = [one for one in caplog.messages if "calibrating_is_said_once" in one]
+    assert len(lines) == 1
+    assert "Float8CurrentScaling" in lines[0]

@@ -31,6 +31,7 @@ from fp8core.modules.delayed import DelayedModule
 from fp8core.plan import LayerRole
 from fp8core.quantizer import Binding
 from fp8core.recipe import Recipe
+from fp8core.reporting import log_once
 
 __all__ = ["Bound", "LowPrecisionModule", "prepare"]
 
@@ -183,6 +184,11 @@ class LowPrecisionModule(DelayedModule):
         try:
             plan = plan_of(recipe, LayerRole(self.kind, self.name), binding.activation_dtype)
             states = None
+            if binding.is_observing and plan.delayed is None:
+                log_once(
+                    f"{self.label}: calibrating records nothing, as {type(recipe).__name__} has no "
+                    f"delayed scales"
+                )
             if plan.delayed is not None and self.count_gemms():
                 states = self.delayed_states(recipe, plan)
                 _, records_forward, records_backward, _ = mode
