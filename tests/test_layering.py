@@ -21,7 +21,7 @@ FOLDERS = {"fp8core": "fp8core", "backends": "fp8core_backends", "tests": "tests
 # Lowest first; a name is a module or a package of fp8core, `__init__` is `fp8core` itself.
 FLOORS = (
     ("errors", "formats", "reporting"),
-    ("backend_api", "descriptors", "hookspecs"),
+    ("backend_api", "descriptors", "hookspecs", "operands"),
     ("dispatch", "library", "plan", "recipe"),
     ("autocast", "parameter", "quantizer", "recompute", "scaling", "weights"),
     ("links",),
