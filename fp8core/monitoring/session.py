@@ -190,10 +190,11 @@ class Monitor:
         title = f"{role} ({orientation}) of {layer}"
         plots.draw_scales(path, title, self._tally(CastKey(layer, role, orientation)))
 
-    def what_if(self, recipes: Sequence[str | Recipe]) -> WhatIf:
+    def what_if(self, recipes: str | Recipe | Sequence[str | Recipe]) -> WhatIf:
         """Cast the tensors of the latest observed step as other recipes would; see :func:`replay`.
 
-        The tensors are those of the first microbatch; nothing but their casts is computed.
+        Recipes are given as such or by name. The tensors are those of the first microbatch;
+        nothing but their casts is computed.
 
         Raises:
             RecipeError: no recipe has that name.

@@ -132,7 +132,7 @@ def _summary(label: str, rows: Sequence[Row]) -> Summary:
 def replay(
     kept: Mapping[tuple[str, int], KeptLinear],
     layers: Mapping[str, LowPrecisionModule],
-    recipes: Sequence[str | Recipe],
+    recipes: str | Recipe | Sequence[str | Recipe],
 ) -> WhatIf:
     """Cast what was kept as each recipe would; ``layers`` are the monitored ones by path.
 
@@ -154,7 +154,8 @@ def replay(
     for path, layer in layers.items():
         several = len(layer.linear_shapes()) > 1
         for index in range(len(layer.linear_shapes())):
-            patterns[f"{path}[{index}]" if several else path] = _pattern(path, layer)
+            name = f"{path}[{index}]" if several else path
+            patterns[name] = _pattern(path, layer, is_only=len(layers) == 1)
     rows = {}
     for label, recipe in chosen.items():
         recorder = Recorder()
@@ -167,7 +168,7 @@ def replay(
     return WhatIf(chosen, rows, patterns)
 
 
-def _label(recipes: Sequence[str | Recipe]) -> dict[str, Recipe]:
+def _label(recipes: str | Recipe | Sequence[str | Recipe]) -> dict[str, Recipe]:
     """Return the recipes by what the tables call them: their name, or their class."""
     if isinstance(recipes, str | Recipe):
         recipes = [recipes]
@@ -187,11 +188,11 @@ def _label(recipes: Sequence[str | Recipe]) -> dict[str, Recipe]:
     return made
 
 
-def _pattern(path: str, layer: LowPrecisionModule) -> str | LayerRole:
-    """Return how a rule of PerLayer says this layer; a model of one unnamed layer, by its kind."""
-    if layer.name is not None:
-        return glob.escape(layer.name)
-    return glob.escape(path) if path != type(layer).__name__ else LayerRole(layer.kind)
+def _pattern(path: str, layer: LowPrecisionModule, *, is_only: bool) -> str | LayerRole:
+    """Return how a rule of PerLayer says this layer: a model that is one layer, by its kind."""
+    if layer.name is None and is_only and path == type(layer).__name__:
+        return LayerRole(layer.kind)
+    return glob.escape(layer.name or path)
 
 
 def _cast(
