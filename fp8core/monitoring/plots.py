@@ -23,7 +23,7 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     if find_spec("matplotlib") is None:
         raise UnsupportedError(
             "a plot needs matplotlib, not installed here.\n"
-            "  Install with: pip install matplotlib; table() and to_csv() need nothing."
+            '  Install with: pip install "fp8core[monitor]"; table() and to_csv() need nothing.'
         )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

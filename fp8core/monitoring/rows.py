@@ -195,7 +195,7 @@ def write_scalars(log_dir: str | Path, rows: Iterable[Row]) -> None:
     if find_spec("tensorboard") is None:
         raise UnsupportedError(
             "to_tensorboard() needs tensorboard, not installed here.\n"
-            "  Install with: pip install tensorboard; to_csv() needs nothing."
+            '  Install with: pip install "fp8core[monitor]"; to_csv() needs nothing.'
         )
     from torch.utils.tensorboard import SummaryWriter
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+import torch.distributed
 
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.monitoring import plots
 from fp8core.monitoring.observe import LayerWatch
+from fp8core.monitoring.ranks import over_ranks
 from fp8core.monitoring.record import CastKey, NonFinite, Recorder, Saturation, StepRecord
 from fp8core.monitoring.rows import Row, render, rows_of, table_of, write_csv, write_scalars
 from fp8core.monitoring.statistics import Tally
@@ -32,7 +34,7 @@ _monitored_lock = threading.Lock()
 class Monitor:
     """Watches the layers of a model until it is closed; made by :func:`monitor`.
 
-    A context manager. ``rows`` holds every observed step, on this process's tensors alone: each
+    A context manager. ``rows`` holds every observed step, of this process's tensors alone: each
     rank has its own. Results can be read while it is open, and after.
     """
 
@@ -51,6 +53,7 @@ class Monitor:
             for path, layer in layers.items()
         }
         self._latest = StepRecord()
+        self._latest_step = 0
         self._is_open = True
         self._observe(True)
 
@@ -120,6 +123,24 @@ class Monitor:
             if row.key == wanted and step in (None, row.step):
                 return row
         raise self._absent(wanted, [row.key for row in self.rows if step in (None, row.step)])
+
+    def rows_over_ranks(self, group: torch.distributed.ProcessGroup | None = None) -> list[Row]:
+        """Return the rows of the latest step over all ranks of ``group``, None: the default one.
+
+        As if one process had seen the tensors of all: counts add up, amaxes are the largest,
+        scales are of all blocks. Every rank of the group has to call it.
+
+        Raises:
+            OperandError: no process group was made, or the ranks observed different operands.
+        """
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            raise OperandError(
+                "rows_over_ranks() needs torch.distributed.init_process_group(); rows are those of "
+                "this process."
+            )
+        layer = next(iter(self._layers.values()))
+        device = next((own.device for own in layer.parameters()), torch.device("cpu"))
+        return rows_of(self._latest_step, over_ranks(self._latest, group, device))
 
     def gemm_counts(self) -> dict[str, int]:
         """Return how many GEMMs ran in the latest step, ``quantized`` and ``high_precision``."""
@@ -211,7 +232,7 @@ class Monitor:
     def _file(self) -> None:
         record = self._recorder.take()
         if record.tallies or record.gemms:
-            self._latest = record
+            self._latest, self._latest_step = record, self._recorder.step
             self.rows += rows_of(self._recorder.step, record)
 
     def _tally(self, key: CastKey) -> Tally:

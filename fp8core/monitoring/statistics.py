@@ -34,7 +34,7 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import OperandSpec
 
-__all__ = ["EXPONENTS", "Cast", "Tally", "decibels", "measure"]
+__all__ = ["EXPONENTS", "SUMS", "Cast", "Tally", "decibels", "measure"]
 
 EXPONENTS = range(-150, 129)
 """The binary exponents that are told apart; smaller and larger ones count as the ends."""
@@ -88,7 +88,7 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         """Take in ``other``."""
-        for name in _SUMS:
+        for name in SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.amax = max(self.amax, other.amax)
         if not other.worst_row >= self.worst_row:  # NaN: no row yet
@@ -127,7 +127,8 @@ class Tally:
 
 
 _COUNTS = ("elements", "nan", "inf", "nonzero", "underflow", "saturated")
-_SUMS = ("casts", *_COUNTS, "blocks", "zero_blocks", "signal", "noise")
+SUMS = ("casts", *_COUNTS, "blocks", "zero_blocks", "signal", "noise")
+"""The fields of a tally that add up."""
 
 
 def decibels(signal: float, noise: float) -> float:

@@ -12,6 +12,7 @@ from fp8core import ops
 
 BF16 = torch.bfloat16
 ROWS = 21  # no multiple of a block: layers pad
+CURRENT = te.recipe.Float8CurrentScaling()
 Make = Callable[[], torch.nn.Module]
 
 
@@ -100,3 +101,15 @@ def train(
 def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
     """Say whether two runs made the same bits."""
     return len(got) == len(want) and all(map(torch.equal, got, want))
+
+
+def step(
+    model: torch.nn.Module,
+    x: torch.Tensor,
+    chosen: te.recipe.Recipe | None = CURRENT,
+    grad: float = 1.0,
+) -> None:
+    """Run the layer on ``x`` and back from a gradient of ``grad`` throughout."""
+    with te.autocast(enabled=chosen is not None, recipe=chosen):
+        y = call(model, x)
+    y.backward(torch.full_like(y, grad))
