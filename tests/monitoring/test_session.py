@@ -329,6 +329,11 @@ class TestCompiled:
             function(x)
         assert torch.equal(function(x), want)
 
+    def test_export_of_a_monitored_layer_raises(self) -> None:
+        layer = te.Linear(32, 32)
+        with te.monitor(layer), pytest.raises(te.UnsupportedError, match="monitored layer cannot"):
+            torch.export.export(layer, (torch.randn(4, 32),))
+
 
 def test_transform_that_only_a_plug_in_knows_is_not_compared(
     monkeypatch: pytest.MonkeyPatch,
