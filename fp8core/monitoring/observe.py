@@ -60,7 +60,10 @@ class LayerWatch:
                 decodes the operands.
         """
         if binding.device.type == "meta":
-            raise UnsupportedError("a monitored layer is on meta, where there are no values to see")
+            raise UnsupportedError(
+                "a monitored layer runs on meta, where there are no values to see. Move the model "
+                "to a device with to_empty() and fill it, or close the monitor."
+            )
         name = self.path if self.num_linears == 1 else f"{self.path}[{link.index}]"
         probe = _Probe(self, name, link, plan, binding)
         own = {field.name: getattr(link, field.name) for field in dataclasses.fields(link)}
@@ -140,6 +143,8 @@ class _SeenWeight:
         self, weight: Any, /, *, columnwise: bool, first: bool | None = None, source: Any
     ) -> Orientations:
         """Return the operands of ``weight``."""
+        if not _is_repeat():
+            self._probe.check("weight", [source] if isinstance(source, torch.Tensor) else source)
         made = self._inner(weight, columnwise=columnwise, first=first, source=source)
         if self._probe.recorder.is_on:
             weights, sources, rowwise, turned = weight, source, *made
@@ -239,8 +244,6 @@ class _Probe:
             if row is None and column is None:
                 continue
             is_stored = isinstance(source, QuantizedTensor)
-            if not is_repeat:
-                self.check("weight", [source])
             real = None
             if weight.shape != source.shape:
                 missing = [a - b for a, b in zip(weight.shape, source.shape, strict=True)]

@@ -75,6 +75,21 @@ def test_raise_stops_before_the_cast_and_leaves_the_delayed_state() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_raise_on_a_weight_comes_before_its_cast() -> None:
+    layer = te.Linear(32, 32)
+    delayed = recipe.DelayedScaling()
+    step(layer, torch.randn(4, 32), delayed)
+    kept = layer._bindings.weights.get(0)
+    with torch.no_grad():
+        layer.weight[0, 0] = math.nan
+    with (
+        te.monitor(layer, on_nonfinite="raise"),
+        pytest.raises(te.NonFiniteError, match="weight of 'Linear' has 1 NaN"),
+    ):
+        step(layer, torch.randn(4, 32), delayed)
+    assert layer._bindings.weights.get(0) is kept
+
+
 def test_raise_in_backward() -> None:
     model = models.make("linear")
     with (
