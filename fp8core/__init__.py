@@ -11,6 +11,7 @@ from fp8core.checkpoint import checkpoint
 from fp8core.dispatch.policy import use_backend
 from fp8core.errors import (
     Fp8CoreError,
+    NonFiniteError,
     OperandError,
     PluginError,
     RecipeError,
@@ -23,6 +24,7 @@ from fp8core.modules.layernorm_linear import LayerNormLinear
 from fp8core.modules.layernorm_mlp import LayerNormMLP
 from fp8core.modules.linear import Linear
 from fp8core.modules.norm import LayerNorm, RMSNorm
+from fp8core.monitoring import monitor
 from fp8core.parameter import (
     Float8BlockwiseQTensor,
     Float8Tensor,
@@ -49,6 +51,7 @@ __all__ = [
     "MXFP8Tensor",
     "MasterWeights",
     "NVFP4Tensor",
+    "NonFiniteError",
     "OperandError",
     "PluginError",
     "QuantizedTensor",
@@ -64,6 +67,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
+    "monitor",
     "ops",
     "prepare",
     "quantized_model_init",

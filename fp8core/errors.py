@@ -4,7 +4,8 @@ Fp8CoreError
 |-- RecipeError       a recipe, format, backend name or setting that means nothing as written
 |-- OperandError      a tensor that does not fit what it was given to: wrong k, dtype, device, state
 |-- UnsupportedError  a request that is clear, but that nothing installed here can run
-`-- PluginError       a plug-in that cannot be used: failed import, misspelt hook, wrong API version
+|-- PluginError       a plug-in that cannot be used: failed import, misspelt hook, wrong API version
+`-- NonFiniteError    a NaN or inf that a monitor was asked to stop at
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "Fp8CoreError",
+    "NonFiniteError",
     "OperandError",
     "PluginError",
     "RecipeError",
@@ -40,6 +42,10 @@ class UnsupportedError(Fp8CoreError, NotImplementedError):
 
 class PluginError(Fp8CoreError, RuntimeError):
     """A plug-in was asked for by name and cannot be used."""
+
+
+class NonFiniteError(Fp8CoreError, ArithmeticError):
+    """A tensor holds NaN or inf, and a monitor was asked to stop there."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from fp8core.autocast import active, active_name, touch
 from fp8core.chain import is_under_torch_autocast
 from fp8core.dispatch import policy, select
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
-from fp8core.links.bind import LinkShape, Site, bind_chain
+from fp8core.links.bind import LinkShape, Site, Watch, bind_chain
 from fp8core.links.linear import LinearShape
 from fp8core.links.protocol import Call
 from fp8core.modules.bound import (
@@ -65,6 +65,15 @@ class LowPrecisionModule(DelayedModule):
     def count_gemms(self) -> int:
         """Return how many forward GEMMs the layer has."""
         return sum(shape.num_weights for shape in self.linear_shapes())
+
+    def set_watch(self, watch: Watch | None) -> None:
+        """Have ``watch`` look at what the layer's linears compute; None ends it.
+
+        The layer runs what ``watch`` makes of each link, and afterwards the objects it ran before.
+        Quantized weights and delayed scales stay as they are.
+        """
+        with _bind_lock:
+            self._bindings.set_watch(watch)
 
     def invalidate_weight_cache(self) -> None:
         """Forget the quantized weights, after a write that torch cannot see (``.data``)."""
@@ -124,8 +133,9 @@ class LowPrecisionModule(DelayedModule):
         asked, backends = active_name(), policy.current()
         name = self.name if reads_names(asked) else None
         is_compiled = torch.compiler.is_dynamo_compiling()
+        is_watched = self._bindings.watch is not None
         return bind_captured(
-            (self.kind, type(self).__name__, name, is_compiled),
+            (self.kind, type(self).__name__, name, is_compiled, is_watched),
             tuple([(type(shape).__name__, *shape) for shape in self.link_shapes()]),
             asked,
             (backends.backend, backends.op_backends),
@@ -134,8 +144,8 @@ class LowPrecisionModule(DelayedModule):
 
     def _check_recompute(self, recipe: Recipe | None) -> None:
         """Refuse a recompute, not by fp8core.checkpoint, that would differ from its forward."""
-        used: list[Bound] = list(self._bindings.table.values())
-        recipes = {bound.recipe for bound in used}
+        used = self._bindings.used()
+        recipes = {ran for ran, _ in used}
         if recipe is None and recipes - {None}:
             raise UnsupportedError(
                 f"{self.label} is recomputed in backward outside the autocast it ran in. Use "
@@ -146,7 +156,7 @@ class LowPrecisionModule(DelayedModule):
                 f"{self.label} is recomputed in backward under another recipe than it ran with. "
                 f"Use fp8core.checkpoint, which keeps the recipe."
             )
-        if any(bound.states is not None for bound in used):
+        if any(is_delayed for _, is_delayed in used):
             raise UnsupportedError(
                 f"{self.label} is recomputed in backward under delayed scaling, whose scales have "
                 f"moved on since. Use fp8core.checkpoint, which keeps them."
@@ -195,7 +205,8 @@ class LowPrecisionModule(DelayedModule):
                 states = dataclasses.replace(
                     states, records_forward=records_forward, records_backward=records_backward
                 )
-            site = Site(plan, binding, self.label, self._bindings.weights, states)
+            kept = self._bindings
+            site = Site(plan, binding, self.label, kept.weights, states, kept.watch)
             links = bind_chain(self.link_shapes(), site)
         except Fp8CoreError as error:
             raise type(error)(f"{self.label}: {error}") from None

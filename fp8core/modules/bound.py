@@ -32,6 +32,11 @@ _NO_CAPTURE = (
     "layer out of the graph with torch.compiler.disable."
 )
 
+_NO_WATCH = (
+    "a monitored layer cannot take part in torch.compile and torch.export: a graph leaves no value "
+    "to look at before its cast. Close the monitor, or run the uncompiled model while it is open."
+)
+
 
 class Bound(NamedTuple):
     """A layer made ready for one combination of recipe, device, dtype and policy.
@@ -105,7 +110,7 @@ constant_in_graph(reads_names)
 
 
 def bind_captured(
-    layer: tuple[str, str, str | None, bool],
+    layer: tuple[str, str, str | None, bool, bool],
     shape_fields: tuple[tuple[Any, ...], ...],
     asked: str,
     backends: tuple[str | None, tuple[tuple[str, str], ...]],
@@ -117,7 +122,7 @@ def bind_captured(
     have in common, so that they share a graph. A compiled graph raises what
     binding raises when it runs: torch.compile would dress it as an error of its own.
     """
-    kind, type_name, name, is_compiled = layer
+    kind, type_name, name, is_compiled, is_watched = layer
     shapes = tuple(SHAPES[shape](*fields) for shape, *fields in shape_fields)
     request = named(asked)
     recipe = request.quantize if request.quantize is not None else request.observe
@@ -127,6 +132,8 @@ def bind_captured(
         plan = plan_of(recipe, LayerRole(kind, name), binding.activation_dtype)
         if plan.delayed is not None and any(isinstance(shape, LinearShape) for shape in shapes):
             raise UnsupportedError(_NO_CAPTURE)
+        if is_watched:
+            raise UnsupportedError(_NO_WATCH)
         with table.capturing():
             links = bind_chain(shapes, Site(plan, binding, label, None))
     except Fp8CoreError as error:
