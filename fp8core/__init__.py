@@ -8,6 +8,8 @@ from __future__ import annotations
 from fp8core import errors, formats, ops, recipe
 from fp8core.autocast import autocast, fp8_autocast
 from fp8core.checkpoint import checkpoint
+from fp8core.conversion.convert import convert, unconvert
+from fp8core.conversion.report import ConversionReport
 from fp8core.dispatch.policy import use_backend
 from fp8core.errors import (
     Fp8CoreError,
@@ -38,6 +40,7 @@ from fp8core.recipe import get_default_recipe
 __version__ = "0.1.0"
 
 __all__ = [
+    "ConversionReport",
     "Float8BlockwiseQTensor",
     "Float8Tensor",
     "Fp8CoreError",
@@ -58,6 +61,7 @@ __all__ = [
     "__version__",
     "autocast",
     "checkpoint",
+    "convert",
     "errors",
     "explain",
     "formats",
@@ -68,5 +72,6 @@ __all__ = [
     "prepare",
     "quantized_model_init",
     "recipe",
+    "unconvert",
     "use_backend",
 ]

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from fp8core import chain, recompute
-from fp8core.autocast import active, active_name, touch
+from fp8core.autocast import Active, active, active_name, touch
 from fp8core.chain import is_under_torch_autocast
 from fp8core.dispatch import policy, select
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
@@ -45,6 +45,8 @@ class LowPrecisionModule(DelayedModule):
 
     kind: ClassVar[str]
     use_bias: bool
+    # What the layer does outside any autocast; high precision if None.
+    default: Active | None = None
 
     def __init__(self, name: str | None) -> None:
         super().__init__()
@@ -91,7 +93,7 @@ class LowPrecisionModule(DelayedModule):
         """
         if torch.compiler.is_compiling():
             return self._bind_captured(device, dtype)
-        asked, tape = active(), recompute.current()
+        asked, tape = active(self.default), recompute.current()
         recipe = asked.quantize if asked.quantize is not None else asked.observe
         is_observing = asked.observe is not None
         is_grad_enabled = torch.is_grad_enabled()
@@ -121,7 +123,7 @@ class LowPrecisionModule(DelayedModule):
     def _bind_captured(self, device: torch.device, dtype: torch.dtype) -> Bound:
         # torch.compile reads this code. A layer's name is asked for only where it matters: graphs
         # are guarded by what they read.
-        asked, backends = active_name(), policy.current()
+        asked, backends = active_name(self.default), policy.current()
         name = self.name if reads_names(asked) else None
         is_compiled = torch.compiler.is_dynamo_compiling()
         return bind_captured(

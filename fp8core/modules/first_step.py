@@ -1,0 +1,119 @@
+"""One line at a model's first step: what ran in low precision, as the bound layers know it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.modules.base import Bound, LowPrecisionModule
+from fp8core.modules.inventory import flops_of, places
+from fp8core.plan import LayerRole
+from fp8core.recipe import PerLayer
+from fp8core.reporting import logger
+
+__all__ = ["announce", "silence"]
+
+_SHOWN = 3
+
+
+def announce(model: torch.nn.Module) -> None:
+    """Have the model's next forward in eager say what ran; a forward hook that removes itself.
+
+    A graph of torch.compile says nothing and leaves the hook where it is.
+    """
+    silence(model)
+    model.register_forward_hook(_say)
+
+
+def silence(model: torch.nn.Module) -> None:
+    """Take back :func:`announce`."""
+    for key, hook in list(model._forward_hooks.items()):
+        if hook is _say:
+            del model._forward_hooks[key]
+
+
+def _say(model: torch.nn.Module, arguments: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    silence(model)
+    level, line = _describe(model)
+    logger.log(level, "%s", line)
+
+
+class _Layer(NamedTuple):
+    """A linear layer, and how its first call computed; None for a layer of torch."""
+
+    name: str
+    flops: int
+    layer: LowPrecisionModule | None
+    bound: Bound | None
+
+    @property
+    def is_low(self) -> bool:
+        return bool(self.engines)
+
+    @property
+    def engines(self) -> list[str]:
+        """Recipe and backends of the GEMMs that ran in low precision."""
+        if self.layer is None or self.bound is None:
+            return []
+        backends = dict.fromkeys(
+            link.choices["fprop"].backend
+            for link in self.bound.linears
+            if link.choices["fprop"].desc.low_precision
+        )
+        if not backends:
+            return []
+        recipe = self.bound.recipe
+        if isinstance(recipe, PerLayer):
+            recipe = recipe.choose(LayerRole(self.layer.kind, self.layer.name))
+        return [f"{type(recipe).__name__} on {' and '.join(backends)}"]
+
+    def substitutions(self) -> Iterator[str]:
+        for link in self.bound.linears if self.bound is not None else ():
+            for step, choice in link.choices.items():
+                if choice.substitution:
+                    yield f"{step} on {choice.backend}: {choice.substitution}"
+
+
+def _layers(model: torch.nn.Module) -> list[_Layer]:
+    found = {}
+    for place in places(model):
+        flops = flops_of(place.module)
+        if flops and place.module not in found:
+            layer = place.module if isinstance(place.module, LowPrecisionModule) else None
+            last = None if layer is None else layer._bindings.last
+            name = place.path or type(place.module).__name__
+            found[place.module] = _Layer(name, flops, layer, None if last is None else last[1])
+    return list(found.values())
+
+
+def _describe(model: torch.nn.Module) -> tuple[int, str]:
+    layers = _layers(model)
+    low = [layer for layer in layers if layer.is_low]
+    total = sum(layer.flops for layer in layers)
+    share = sum(layer.flops for layer in low) / total if total else 0.0
+    owner = type(model).__name__
+    first = f"{owner}, first step: {len(low)} of {len(layers)} linear layers"
+    parts = [f"{first} ({share:.1%} of their FLOPs a token) ran in low precision"]
+    for engine in dict.fromkeys(engine for layer in low for engine in layer.engines):
+        count = sum(engine in layer.engines for layer in low)
+        parts.append(engine if count == len(low) else f"{count} in {engine}")
+    idle = [layer.name for layer in layers if layer.layer is not None and layer.bound is None]
+    high = [layer.name for layer in layers if not layer.is_low and layer.name not in idle]
+    parts += [f"in high precision: {_some(high)}"] if high else []
+    parts += [f"not called yet: {_some(idle)}"] if idle else []
+    substitutions = dict.fromkeys(text for layer in layers for text in layer.substitutions())
+    parts += [f"substituted: {text}" for text in substitutions]
+    if low:
+        return (logging.WARNING if substitutions else logging.INFO), "; ".join(parts)
+    parts.append("no recipe is active: enter fp8core.autocast, or convert the model with a recipe")
+    return logging.WARNING, "; ".join(parts)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
