@@ -19,12 +19,12 @@ from fp8core.errors import (
     UnsupportedError,
 )
 from fp8core.explain import explain
-from fp8core.modules.base import prepare
 from fp8core.modules.grouped_linear import GroupedLinear
 from fp8core.modules.layernorm_linear import LayerNormLinear
 from fp8core.modules.layernorm_mlp import LayerNormMLP
 from fp8core.modules.linear import Linear
 from fp8core.modules.norm import LayerNorm, RMSNorm
+from fp8core.modules.prepare import prepare
 from fp8core.parameter import (
     Float8BlockwiseQTensor,
     Float8Tensor,

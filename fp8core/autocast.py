@@ -30,6 +30,7 @@ __all__ = [
     "is_in_step",
     "named",
     "touch",
+    "touched_in",
 ]
 
 
@@ -148,6 +149,13 @@ def end_step(owner: object, *, failed: bool) -> None:
             scaling.discard(touched)
         else:
             scaling.update(touched)
+
+
+def touched_in(owner: object) -> list[DelayedState]:
+    """Return the states touched so far in the step of ``owner``, if that is the innermost open."""
+    steps = _thread.steps
+    is_open = not _thread.outer and bool(steps) and steps[-1].owner is owner
+    return list(_thread.touched) if is_open else []
 
 
 def is_in_step(owner: object) -> bool:

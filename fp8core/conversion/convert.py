@@ -17,9 +17,9 @@ from fp8core.conversion.layers import (
     release,
 )
 from fp8core.conversion.notes import notes
-from fp8core.conversion.report import ConversionReport, LayerEntry
+from fp8core.conversion.report import ConversionReport, LayerEntry, text_of
 from fp8core.conversion.steps import ROOT, delimit, undelimit
-from fp8core.conversion.survey import Filter, Survey, survey
+from fp8core.conversion.survey import SHARED, Filter, Survey, survey
 from fp8core.errors import OperandError, RecipeError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.first_step import announce, silence
@@ -76,11 +76,13 @@ def convert(
     report = _report(model, found, chosen, plans)
     conversion = Conversion(None if chosen is None else Active(quantize=chosen))
     _swap([*found.chosen, *found.native], conversion)
-    vars(model)[ROOT] = conversion
+    # A wrapper of torch.compile is eager around its graph, and so cannot know what ran in it.
+    root = getattr(model, "_orig_mod", model)
+    vars(root)[ROOT] = conversion
     if any(plan.delayed is not None for plan in plans.values()):
-        for module in dict.fromkeys([model, *(p.module for p in (*found.chosen, *found.native))]):
+        for module in dict.fromkeys([root, *(p.module for p in (*found.chosen, *found.native))]):
             delimit(module)
-    announce(model)
+    announce(root, is_wanted=True)
     return report
 
 
@@ -159,7 +161,7 @@ def _report(
 ) -> ConversionReport:
     own = {p for place in (*found.chosen, *found.native) for p in place.module.parameters()}
     return ConversionReport(
-        recipe=None if recipe is None else str(recipe),
+        recipe=None if recipe is None else text_of(recipe),
         converted=tuple(_entry(place) for place in found.chosen),
         native=tuple(_entry(place) for place in found.native),
         skipped=tuple(_entry(place, reason) for place, reason in found.refused),
@@ -172,8 +174,10 @@ def _report(
 def _entry(place: Place, reason: str = "") -> LayerEntry:
     is_native = isinstance(place.module, LowPrecisionModule)
     own = set(place.module.parameters(recurse=is_native))
-    name = type(place.module).__name__
-    return LayerEntry(place.path, name, _count(own), flops_of(place.module), reason)
+    sizes = _count(own), flops_of(place.module)
+    if reason.startswith(SHARED):  # counted where it was met first
+        sizes = 0, 0
+    return LayerEntry(place.path, type(place.module).__name__, *sizes, reason)
 
 
 def _count(parameters: set[torch.nn.Parameter]) -> int:

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from fp8core.conversion.survey import Survey
 from fp8core.modules.inventory import Place, flops_of, places
@@ -15,6 +16,13 @@ from fp8core.recipe import PerLayer, Recipe
 __all__ = ["notes"]
 
 _SHOWN = 3
+_WITHOUT_GEMM = (
+    torch.nn.Embedding,
+    torch.nn.EmbeddingBag,
+    torch.nn.LayerNorm,
+    torch.nn.RMSNorm,
+    torch.jit.ScriptModule,
+)
 
 
 def notes(
@@ -94,9 +102,9 @@ def _shared(chosen: Sequence[Place], model: torch.nn.Module) -> list[str]:
 
 def _has_uncounted_gemm(module: torch.nn.Module) -> bool:
     """Whether it may multiply by weights of its own that are no known linear layer's."""
-    if flops_of(module) or isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+    if flops_of(module) or isinstance(module, _WITHOUT_GEMM):
         return False
-    return any(own.dim() > 1 for own in module.parameters(recurse=False))
+    return any(not is_lazy(own) and own.dim() > 1 for own in module.parameters(recurse=False))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ConversionReport", "LayerEntry"]
+from fp8core.recipe import Recipe
+
+__all__ = ["ConversionReport", "LayerEntry", "text_of"]
 
 _SHOWN = 4
 
@@ -94,6 +96,17 @@ class ConversionReport:
         ):
             yield from (f"{title}: {line}" for line in _grouped(entries))
         yield from (f"note: {note}" for note in self.notes)
+
+
+def text_of(recipe: Recipe) -> str:
+    """Return ``recipe`` as it would be written, without the arguments that are defaults."""
+    fields: Mapping[str, dataclasses.Field[Any]] = getattr(recipe, "__dataclass_fields__", {})
+    given = [
+        f"{name}={getattr(recipe, name)!r}"
+        for name, field in fields.items()
+        if field.init and getattr(recipe, name) != field.default
+    ]
+    return f"{type(recipe).__name__}({', '.join(given)})"
 
 
 def _grouped(entries: Sequence[LayerEntry]) -> Iterator[str]:

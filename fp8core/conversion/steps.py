@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from fp8core.autocast import begin_step, end_step, is_in_step
+from fp8core.autocast import begin_step, end_step, is_in_step, touched_in
 from fp8core.conversion.layers import RECORD, Conversion, Record
+from fp8core.recompute import keep_scales
 
 __all__ = ["ROOT", "delimit", "undelimit"]
 
@@ -56,4 +57,7 @@ def _end(module: torch.nn.Module, arguments: Any, output: Any) -> None:
         return
     # torch calls this hook from its except clause if forward raised, with None for the output.
     failed = output is None and sys.exc_info()[1] is not None
-    end_step(_owner(module), failed=failed)
+    owner = _owner(module)
+    if torch.is_grad_enabled() and not failed:
+        keep_scales(output, touched_in(owner))
+    end_step(owner, failed=failed)

@@ -14,14 +14,18 @@ from torch.nn.utils import parametrize
 from fp8core.conversion.layers import RECORD, Source
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.inventory import Place, places
+from fp8core.modules.inventory import Place, flops_of, places
 
-__all__ = ["Filter", "Survey", "is_match", "survey"]
+__all__ = ["SHARED", "Filter", "Survey", "is_match", "survey"]
 
 Filter: TypeAlias = "Callable[[torch.nn.Module, str], bool] | Sequence[str] | str | None"
 """``(module, path) -> bool``, or patterns of paths; see :func:`fp8core.convert`."""
 
+SHARED = "the same layer as "
+"""How the reason of a layer's second place begins."""
+
 _SOURCES: tuple[type[Source], ...] = (torch.nn.Linear, torch.nn.LayerNorm, torch.nn.RMSNorm)
+_SHOWN = 8
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Last words of a path that name what makes the scores; outside numbered blocks, where "output" and
 # the like are parts of a block.
@@ -47,7 +51,8 @@ def survey(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> Surve
     """Say what becomes of every layer of ``model``; changes nothing.
 
     Raises:
-        OperandError: something in it is converted already, or nothing can be.
+        OperandError: something in it is converted already, or no linear layer is left to convert
+            and the filter asks for no norm either.
         RecipeError: a pattern that matches no layer.
         UnsupportedError: a pattern that names a layer which cannot be converted.
     """
@@ -59,7 +64,7 @@ def survey(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> Surve
     obstacles: dict[str, str] = {}
     for place in found:
         first = firsts.setdefault(place.module, place.path)
-        reason = _obstacle(place.module) if first == place.path else f"the same layer as {first!r}"
+        reason = _obstacle(place.module) if first == place.path else f"{SHARED}{first!r}"
         if isinstance(place.module, LowPrecisionModule) and not reason:
             native.append(place)
         elif reason:
@@ -75,7 +80,8 @@ def survey(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> Surve
             refused.append((place, reason))
         else:
             chosen.append(place)
-    if not chosen and not native:
+    is_asked_for = filter is not None and bool(chosen)
+    if not is_asked_for and not any(flops_of(place.module) for place in (*chosen, *native)):
         raise OperandError(_nothing(model, filter, refused))
     order = {(place.path, id(place.module)): at for at, place in enumerate(found)}
     refused.sort(key=lambda item: order[item[0].path, id(item[0].module)])
@@ -147,7 +153,7 @@ def _size_obstacle(module: torch.nn.Module, weight: torch.Tensor) -> str:
         return ""
     if len(module.normalized_shape) != 1:
         return f"it normalizes {len(module.normalized_shape)} dimensions, not the last alone"
-    if isinstance(module, torch.nn.LayerNorm) and module.bias is None:
+    if isinstance(module, torch.nn.LayerNorm) and module._parameters.get("bias") is None:
         return "a LayerNorm without a bias"
     if module.eps is None:
         return "its eps is None, which depends on the input's dtype"
@@ -162,6 +168,8 @@ def _class_obstacle(module: torch.nn.Module) -> str:
     for source in _SOURCES:
         if not isinstance(module, source):
             continue
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            return "sharded by itself; convert before fully_shard"
         if parametrize.is_parametrized(module):
             return "parametrized; remove_parametrizations first, or parametrize after convert"
         if name == "NonDynamicallyQuantizableLinear":
@@ -255,11 +263,7 @@ def _is_router(place: Place) -> bool:
 def _nothing(model: torch.nn.Module, filter: Filter, refused: Iterable[tuple[Place, str]]) -> str:
     reasons = [f"  {place.path or type(place.module).__name__}: {why}" for place, why in refused]
     asked = "" if filter is None else ", filter=..."
-    return "\n".join(
-        [
-            f"convert({type(model).__name__}{asked}): nothing is left to convert; it takes "
-            f"torch.nn.Linear, torch.nn.LayerNorm and torch.nn.RMSNorm.",
-            *reasons[:8],
-            *([f"  and {len(reasons) - 8} more"] if len(reasons) > 8 else []),
-        ]
-    )
+    if len(reasons) > _SHOWN:
+        reasons[_SHOWN:] = [f"  and {len(reasons) - _SHOWN} more"]
+    first = f"convert({type(model).__name__}{asked}): no torch.nn.Linear is left to convert."
+    return "\n".join([first, *reasons])

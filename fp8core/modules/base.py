@@ -32,8 +32,9 @@ from fp8core.plan import LayerRole
 from fp8core.quantizer import Binding
 from fp8core.recipe import Recipe
 from fp8core.reporting import log_once
+from fp8core.scaling import offered_scale
 
-__all__ = ["Bound", "LowPrecisionModule", "prepare"]
+__all__ = ["Bound", "LowPrecisionModule"]
 
 
 # Two threads that use a layer for the first time must not make its delayed state twice.
@@ -138,20 +139,24 @@ class LowPrecisionModule(DelayedModule):
         """Refuse a recompute, not by fp8core.checkpoint, that would differ from its forward."""
         used: list[Bound] = list(self._bindings.table.values())
         recipes = {bound.recipe for bound in used}
+        last = self._bindings.last
+        is_another = self.default is not None and last is not None and last[1].recipe != recipe
         if recipe is None and recipes - {None}:
             raise UnsupportedError(
                 f"{self.label} is recomputed in backward outside the autocast it ran in. Use "
                 f"fp8core.checkpoint, or enter autocast inside the checkpointed function."
             )
-        if recipe is not None and (recipes and recipes - {None} != {recipe}):
+        if recipe is not None and (is_another or (recipes and recipes - {None} != {recipe})):
             raise UnsupportedError(
                 f"{self.label} is recomputed in backward under another recipe than it ran with. "
                 f"Use fp8core.checkpoint, which keeps the recipe."
             )
-        if any(bound.states is not None for bound in used):
+        states = {bound.states.forward for bound in used if bound.states is not None}
+        if any(offered_scale(state) is None for state in states):
             raise UnsupportedError(
                 f"{self.label} is recomputed in backward under delayed scaling, whose scales have "
-                f"moved on since. Use fp8core.checkpoint, which keeps them."
+                f"moved on since. Use fp8core.checkpoint, which keeps them, or, in a model that "
+                f"fp8core.convert gave the recipe, use_reentrant=False."
             )
 
     def run_links(
@@ -170,7 +175,10 @@ class LowPrecisionModule(DelayedModule):
             return chain.run(links, input, params, call)
         tape = recompute.current()
         if tape is None:
-            return chain.run(links, input, params, call)
+            if bound.states is None or not recompute.is_in_backward():
+                return chain.run(links, input, params, call)
+            with recompute.scale_of(bound.states.forward, offered_scale(bound.states.forward)):
+                return chain.run(links, input, params, call)
         state = None if bound.states is None else bound.states.forward
         key = (bound.recipe, input.device, input.dtype, policy.current())
         scale = tape.visit(self.label, key, list(self.parameters()), state)
@@ -269,18 +277,6 @@ class LowPrecisionModule(DelayedModule):
             f"out_features={shape.out_features}",
             f"bias={self.use_bias}",
         ]
-
-
-def prepare(model: torch.nn.Module) -> torch.nn.Module:
-    """Give every fp8core layer of ``model`` its path as its name, and return the model.
-
-    Messages then name the layer, and :class:`fp8core.recipe.PerLayer` can match it.
-    """
-    for path, module in model.named_modules():
-        if isinstance(module, LowPrecisionModule):
-            module.name = path or module.name
-            module.unbind()
-    return model
 
 
 def refuse_arguments(

@@ -19,28 +19,37 @@ __all__ = ["announce", "silence"]
 _SHOWN = 3
 
 
-def announce(model: torch.nn.Module) -> None:
-    """Have the model's next forward in eager say what ran; a forward hook that removes itself.
+def announce(model: torch.nn.Module, *, is_wanted: bool) -> None:
+    """Have the model's next forward in eager log what ran; a forward hook that removes itself.
 
-    A graph of torch.compile says nothing and leaves the hook where it is.
+    ``is_wanted``: that nothing ran in low precision is a warning. A graph of torch.compile says
+    nothing and leaves the hook where it is.
     """
     silence(model)
-    model.register_forward_hook(_say)
+    model.register_forward_hook(_warn if is_wanted else _inform)
 
 
 def silence(model: torch.nn.Module) -> None:
     """Take back :func:`announce`."""
     for key, hook in list(model._forward_hooks.items()):
-        if hook is _say:
+        if hook in (_warn, _inform):
             del model._forward_hooks[key]
 
 
-def _say(model: torch.nn.Module, arguments: Any, output: Any) -> None:
+def _warn(model: torch.nn.Module, arguments: Any, output: Any) -> None:
+    _say(model, logging.WARNING)
+
+
+def _inform(model: torch.nn.Module, arguments: Any, output: Any) -> None:
+    _say(model, logging.INFO)
+
+
+def _say(model: torch.nn.Module, level_if_idle: int) -> None:
     if torch.compiler.is_compiling():
         return
     silence(model)
-    level, line = _describe(model)
-    logger.log(level, "%s", line)
+    is_good, line = _describe(model)
+    logger.log(logging.INFO if is_good else level_if_idle, "%s", line)
 
 
 class _Layer(NamedTuple):
@@ -91,7 +100,8 @@ def _layers(model: torch.nn.Module) -> list[_Layer]:
     return list(found.values())
 
 
-def _describe(model: torch.nn.Module) -> tuple[int, str]:
+def _describe(model: torch.nn.Module) -> tuple[bool, str]:
+    """Return whether low precision ran where anything did, and the line that says what."""
     layers = _layers(model)
     low = [layer for layer in layers if layer.is_low]
     total = sum(layer.flops for layer in layers)
@@ -105,13 +115,13 @@ def _describe(model: torch.nn.Module) -> tuple[int, str]:
     idle = [layer.name for layer in layers if layer.layer is not None and layer.bound is None]
     high = [layer.name for layer in layers if not layer.is_low and layer.name not in idle]
     parts += [f"in high precision: {_some(high)}"] if high else []
-    parts += [f"not called yet: {_some(idle)}"] if idle else []
+    parts += [f"not called, or in a compiled graph: {_some(idle)}"] if idle else []
     substitutions = dict.fromkeys(text for layer in layers for text in layer.substitutions())
     parts += [f"substituted: {text}" for text in substitutions]
-    if low:
-        return (logging.WARNING if substitutions else logging.INFO), "; ".join(parts)
-    parts.append("no recipe is active: enter fp8core.autocast, or convert the model with a recipe")
-    return logging.WARNING, "; ".join(parts)
+    is_good = bool(low) or not high
+    if not is_good:
+        parts.append("no recipe is active: enter fp8core.autocast, or convert with a recipe")
+    return is_good, "; ".join(parts)
 
 
 def _some(names: Sequence[str]) -> str:

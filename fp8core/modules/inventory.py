@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils import parametrize
 
 from fp8core.modules.base import LowPrecisionModule
 
@@ -28,7 +29,7 @@ class Place(NamedTuple):
 def places(model: torch.nn.Module, path: str = "") -> Iterator[Place]:
     """Return every place of ``model``, the model's own first; a shared module has several.
 
-    What is inside fp8core's layers and TorchScript is theirs alone, and left out.
+    What is inside fp8core's layers, TorchScript and parametrizations is left out.
     """
     return _below(Place(path, model, None))
 
@@ -38,7 +39,9 @@ def _below(place: Place) -> Iterator[Place]:
     path, module, _ = place
     if isinstance(module, LowPrecisionModule | torch.jit.ScriptModule):
         return
-    for name, child in module.named_children():
+    for name, child in module._modules.items():  # a shared child once for each of its names
+        if child is None or (name == "parametrizations" and parametrize.is_parametrized(module)):
+            continue
         is_wrapped = name in _WRAPPED or (name == "module" and isinstance(module, _WRAPPERS))
         words = [path] if is_wrapped else [path, name]
         yield from _below(Place(".".join(filter(None, words)), child, module))
