@@ -142,7 +142,7 @@ def keep_scales(output: Any, states: Sequence[DelayedState]) -> None:
     parts = torch.split(copy, [state.scale.numel() for state in states])
     scales = dict(zip(states, parts, strict=True))
     for own in outputs:
-        own.register_hook(lambda grad: offer_scales(scales))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        own.register_hook(lambda grad: offer_scales(scales))  # type: ignore[no-untyped-call]  # torch's
 
 
 @contextmanager

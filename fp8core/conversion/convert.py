@@ -71,7 +71,9 @@ def convert(
     chosen = _recipe(recipe)
     if filter is not None and not callable(filter) and not isinstance(filter, str | Sequence):
         raise RecipeError(f"convert(filter={filter!r}): expected a function or patterns of names.")
-    found = survey(model, filter, [skip] if isinstance(skip, str) else list(skip))
+    if not isinstance(skip, str | Sequence):
+        raise RecipeError(f"convert(skip={skip!r}): expected patterns of names.")
+    found = survey(model, filter, [skip] if isinstance(skip, str) else skip)
     plans = _plans(found, chosen)
     report = _report(model, found, chosen, plans)
     conversion = Conversion(None if chosen is None else Active(quantize=chosen))
@@ -105,10 +107,13 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
         raise OperandError(f"unconvert({type(model).__name__}): nothing in it is converted.")
     for layer in layers:
         record: Record = vars(layer)[RECORD]
-        if record.original is not None and type(layer).__mro__[1] is not Converted:
+        if record.original is None:
+            continue
+        is_another, is_patched = Converted not in type(layer).__bases__, "forward" in vars(layer)
+        if is_another or is_patched:
+            what = "has its forward replaced" if is_patched else f"is a {type(layer).__name__}"
             raise OperandError(
-                f"unconvert: {layer.label} has become a {type(layer).__name__} since it was "
-                f"converted; undo that first."
+                f"unconvert: {layer.label} {what} since it was converted; undo that first."
             )
     for root in roots:
         del vars(root)[ROOT]

@@ -45,8 +45,8 @@ class Conversion:
     A copy of the model has a copy of it, which all its layers share.
     """
 
-    def __init__(self, default: Active | None) -> None:
-        self.default = default
+    def __init__(self, outside_autocast: Active | None) -> None:
+        self.outside_autocast = outside_autocast
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,13 @@ _CLASSES: dict[type[Source], type[Converted]] = {
 def adopt(module: Source | LowPrecisionModule, name: str, conversion: Conversion) -> None:
     """Make ``module`` take part in ``conversion`` under ``name``; a layer of torch is swapped."""
     if isinstance(module, LowPrecisionModule):
-        given = {"name": name or module.name, "default": conversion.default}
+        given = {"name": name or module.name, "outside_autocast": conversion.outside_autocast}
         original = None
     else:
         original = type(module)
         kept = {*vars(torch.nn.Module()), *original.__constants__}
         given = {key: value for key, value in vars(_like(module, name)).items() if key not in kept}
-        given["default"] = conversion.default
+        given["outside_autocast"] = conversion.outside_autocast
     own = vars(module)
     hidden = {key: own[key] for key in given if key in own}
     own.update(given)

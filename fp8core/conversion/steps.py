@@ -23,6 +23,7 @@ ROOT = "_fp8core_conversion"
 
 def delimit(module: torch.nn.Module) -> None:
     """Make each forward of ``module``, a converted model or one of its layers, a step."""
+    undelimit(module)
     module.register_forward_pre_hook(_begin, prepend=True)
     module.register_forward_hook(_end, always_call=True)
 

@@ -47,7 +47,7 @@ class LowPrecisionModule(DelayedModule):
     kind: ClassVar[str]
     use_bias: bool
     # What the layer does outside any autocast; high precision if None.
-    default: Active | None = None
+    outside_autocast: Active | None = None
 
     def __init__(self, name: str | None) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class LowPrecisionModule(DelayedModule):
         """
         if torch.compiler.is_compiling():
             return self._bind_captured(device, dtype)
-        asked, tape = active(self.default), recompute.current()
+        asked, tape = active(self.outside_autocast), recompute.current()
         recipe = asked.quantize if asked.quantize is not None else asked.observe
         is_observing = asked.observe is not None
         is_grad_enabled = torch.is_grad_enabled()
@@ -124,7 +124,7 @@ class LowPrecisionModule(DelayedModule):
     def _bind_captured(self, device: torch.device, dtype: torch.dtype) -> Bound:
         # torch.compile reads this code. A layer's name is asked for only where it matters: graphs
         # are guarded by what they read.
-        asked, backends = active_name(self.default), policy.current()
+        asked, backends = active_name(self.outside_autocast), policy.current()
         name = self.name if reads_names(asked) else None
         is_compiled = torch.compiler.is_dynamo_compiling()
         return bind_captured(
@@ -140,7 +140,9 @@ class LowPrecisionModule(DelayedModule):
         used: list[Bound] = list(self._bindings.table.values())
         recipes = {bound.recipe for bound in used}
         last = self._bindings.last
-        is_another = self.default is not None and last is not None and last[1].recipe != recipe
+        is_another = (
+            self.outside_autocast is not None and last is not None and last[1].recipe != recipe
+        )
         if recipe is None and recipes - {None}:
             raise UnsupportedError(
                 f"{self.label} is recomputed in backward outside the autocast it ran in. Use "
