@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 
-__all__ = ["log_once", "logger"]
+__all__ = ["log_once", "logger", "some"]
 
 logger = logging.getLogger("fp8core")
 
@@ -20,3 +21,13 @@ def log_once(line: str) -> None:
         _said.add(line)
     if is_new:
         logger.warning("%s", line)
+
+
+def some(names: Sequence[str], shown: int = 3) -> str:
+    """Return the first ``shown`` names, and how many more there are.
+
+    >>> some(["a", "b", "c"], shown=2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

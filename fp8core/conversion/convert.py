@@ -19,7 +19,7 @@ from fp8core.conversion.layers import (
 from fp8core.conversion.notes import notes
 from fp8core.conversion.report import ConversionReport, LayerEntry, text_of
 from fp8core.conversion.steps import ROOT, delimit, undelimit
-from fp8core.conversion.survey import SHARED, Filter, Survey, survey
+from fp8core.conversion.survey import Filter, Survey, survey
 from fp8core.errors import OperandError, RecipeError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.first_step import announce, silence
@@ -169,18 +169,18 @@ def _report(
         recipe=None if recipe is None else text_of(recipe),
         converted=tuple(_entry(place) for place in found.chosen),
         native=tuple(_entry(place) for place in found.native),
-        skipped=tuple(_entry(place, reason) for place, reason in found.refused),
+        skipped=tuple(_entry(*refused) for refused in found.refused),
         notes=tuple(notes(model, found, recipe, plans)),
         num_parameters=_count(set(model.parameters())),
         num_converted_parameters=_count(own),
     )
 
 
-def _entry(place: Place, reason: str = "") -> LayerEntry:
+def _entry(place: Place, reason: str = "", is_repeat: bool = False) -> LayerEntry:
     is_native = isinstance(place.module, LowPrecisionModule)
     own = set(place.module.parameters(recurse=is_native))
     sizes = _count(own), flops_of(place.module)
-    if reason.startswith(SHARED):  # counted where it was met first
+    if is_repeat:  # counted where it was met first
         sizes = 0, 0
     return LayerEntry(place.path, type(place.module).__name__, *sizes, reason)
 

@@ -12,10 +12,10 @@ from fp8core.conversion.survey import Survey
 from fp8core.modules.inventory import Place, flops_of, places
 from fp8core.plan import LinearPlan
 from fp8core.recipe import PerLayer, Recipe
+from fp8core.reporting import some
 
 __all__ = ["notes"]
 
-_SHOWN = 3
 _WITHOUT_GEMM = (
     torch.nn.Embedding,
     torch.nn.EmbeddingBag,
@@ -37,19 +37,19 @@ def notes(
     if small:
         yield (
             f"too small to gain from low precision, quantizing costs more than the GEMM saves: "
-            f"{_some(small)}; leave them out with skip"
+            f"{some(small)}; leave them out with skip"
         )
     shared = _shared([place for place in found.chosen if flops_of(place.module)], model)
     if shared:
-        yield f"the weight is another layer's too, and each quantizes it by itself: {_some(shared)}"
+        yield f"the weight is another layer's too, and each quantizes it by itself: {some(shared)}"
     if any(isinstance(own, torch.nn.TransformerEncoderLayer) for own in model.modules()):
         yield (
             "in evaluation torch.nn.TransformerEncoderLayer reads the weights and does not call "
             "its layers; torch.backends.mha.set_fastpath_enabled(False) makes it call them"
         )
-    uncounted = [place.path for place, _ in found.refused if _has_uncounted_gemm(place.module)]
+    uncounted = [r.place.path for r in found.refused if _has_uncounted_gemm(r.place.module)]
     if uncounted:
-        yield f"the shares of FLOPs do not count the weights of {_some(uncounted)}"
+        yield f"the shares of FLOPs do not count the weights of {some(uncounted)}"
 
 
 def _on_recipe(
@@ -57,7 +57,7 @@ def _on_recipe(
 ) -> Iterator[str]:
     high = [place.path for place, plan in plans.items() if not (plan.fprop.a or plan.fprop.b)]
     if high:
-        yield f"by the recipe these compute in high precision: {_some(high)}"
+        yield f"by the recipe these compute in high precision: {some(high)}"
     if isinstance(recipe, PerLayer):
         paths = [place.path for place in (*found.chosen, *found.native)]
         for rule, _ in recipe.rules:
@@ -105,8 +105,3 @@ def _has_uncounted_gemm(module: torch.nn.Module) -> bool:
     if flops_of(module) or isinstance(module, _WITHOUT_GEMM):
         return False
     return any(not is_lazy(own) and own.dim() > 1 for own in module.parameters(recurse=False))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(name or "the model itself" for name in names[:_SHOWN]) + more

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8core.recipe import Recipe
+from fp8core.reporting import some
 
 __all__ = ["ConversionReport", "LayerEntry", "text_of"]
-
-_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +114,5 @@ def _grouped(entries: Sequence[LayerEntry]) -> Iterator[str]:
     for entry in entries:
         groups.setdefault((entry.layer, entry.reason), []).append(entry.name or "the model itself")
     for (layer, reason), names in groups.items():
-        more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         why = f": {reason}" if reason else ""
-        yield f"{len(names)} {layer} ({', '.join(names[:_SHOWN])}{more}){why}"
+        yield f"{len(names)} {layer} ({some(names)}){why}"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -15,14 +14,12 @@ from fp8core.conversion.layers import RECORD, Source
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.inventory import Place, flops_of, places
+from fp8core.reporting import some
 
-__all__ = ["SHARED", "Filter", "Survey", "is_match", "survey"]
+__all__ = ["Filter", "Refused", "Survey", "survey"]
 
 Filter: TypeAlias = "Callable[[torch.nn.Module, str], bool] | Sequence[str] | str | None"
 """``(module, path) -> bool``, or patterns of paths; see :func:`fp8core.convert`."""
-
-SHARED = "the same layer as "
-"""How the reason of a layer's second place begins."""
 
 _SOURCES: tuple[type[Source], ...] = (torch.nn.Linear, torch.nn.LayerNorm, torch.nn.RMSNorm)
 _SHOWN = 8
@@ -35,16 +32,21 @@ _HEADS |= {"output_projection", "score", "unembed", "unembedding", "vocab_proj"}
 _ROUTERS, _GATES = {"gating", "router"}, ("gate", "wg")
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """The places of a model by what becomes of them; a layer at two paths is at its first.
+class Refused(NamedTuple):
+    """A place that cannot be converted or is not meant to be, and why; ``is_repeat`` if the layer
+    was met at an earlier place."""
 
-    ``refused`` are those that could not be converted or are not meant to be, with the reason.
-    """
+    place: Place
+    reason: str
+    is_repeat: bool = False
 
-    chosen: tuple[Place, ...]
-    native: tuple[Place, ...]
-    refused: tuple[tuple[Place, str], ...]
+
+class Survey(NamedTuple):
+    """The places of a model, in order, by what becomes of them."""
+
+    chosen: list[Place]
+    native: list[Place]
+    refused: list[Refused]
 
 
 def survey(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> Survey:
@@ -58,37 +60,42 @@ def survey(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> Surve
     """
     found = [place for place in places(model) if _is_listed(place.module)]
     _refuse_converted(model, found)
-    firsts: dict[torch.nn.Module, str] = {}
-    chosen, native, refused = [], [], []
-    possible: list[Place] = []
-    obstacles: dict[str, str] = {}
+    obstacles = _obstacles(found)
+    possible = [place.path for place in found if place not in obstacles]
+    _check_patterns(filter, skip, possible, {p.path: own.reason for p, own in obstacles.items()})
+    unwanted = _unwanted(model, filter, skip)
+    result = Survey([], [], [])
     for place in found:
-        first = firsts.setdefault(place.module, place.path)
-        reason = _obstacle(place.module) if first == place.path else f"{SHARED}{first!r}"
-        if isinstance(place.module, LowPrecisionModule) and not reason:
-            native.append(place)
-        elif reason:
-            obstacles[place.path] = reason
-            refused.append((place, reason))
+        reason = ""
+        if place not in obstacles and not isinstance(place.module, LowPrecisionModule):
+            reason = unwanted(place)
+        if place in obstacles or reason:
+            result.refused.append(obstacles.get(place) or Refused(place, reason))
+        elif isinstance(place.module, LowPrecisionModule):
+            result.native.append(place)
         else:
-            possible.append(place)
-    _check_patterns(filter, skip, [place.path for place in possible], obstacles)
-    wanted = _wanted(model, filter, skip)
-    for place in possible:
-        reason = wanted(place)
-        if reason:
-            refused.append((place, reason))
-        else:
-            chosen.append(place)
-    is_asked_for = filter is not None and bool(chosen)
-    if not is_asked_for and not any(flops_of(place.module) for place in (*chosen, *native)):
-        raise OperandError(_nothing(model, filter, refused))
-    order = {(place.path, id(place.module)): at for at, place in enumerate(found)}
-    refused.sort(key=lambda item: order[item[0].path, id(item[0].module)])
-    return Survey(tuple(chosen), tuple(native), tuple(refused))
+            result.chosen.append(place)
+    is_asked_for = filter is not None and bool(result.chosen)
+    taken = (*result.chosen, *result.native)
+    if not is_asked_for and not any(flops_of(place.module) for place in taken):
+        raise OperandError(_nothing(model, filter, result.refused))
+    return result
 
 
-def is_match(path: str, pattern: str) -> bool:
+def _obstacles(found: Sequence[Place]) -> dict[Place, Refused]:
+    """Return the places whose layer cannot be converted, or was met before."""
+    firsts: dict[torch.nn.Module, Place] = {}
+    refused = {}
+    for place in found:
+        first = firsts.setdefault(place.module, place)
+        if first is not place:
+            refused[place] = Refused(place, f"the same layer as {first.path!r}", is_repeat=True)
+        elif reason := _obstacle(place.module):
+            refused[place] = Refused(place, reason)
+    return refused
+
+
+def _is_match(path: str, pattern: str) -> bool:
     """Say whether ``pattern`` means the layer at ``path``.
 
     With ``*``, ``?`` or ``[`` it is compared with the whole path as in a shell; without, it has to
@@ -111,8 +118,7 @@ def _refuse_converted(model: torch.nn.Module, found: Sequence[Place]) -> None:
     done = [place.path for place in found if RECORD in vars(place.module)]
     if done:
         raise OperandError(
-            f"convert({type(model).__name__}): converted already: {', '.join(done[:3])}"
-            f"{f' and {len(done) - 3} more' if len(done) > 3 else ''}. "
+            f"convert({type(model).__name__}): converted already: {some(done)}. "
             f"Call fp8core.unconvert on what was converted first."
         )
     for module in model.modules():
@@ -195,22 +201,24 @@ def _check_patterns(
         for pattern in patterns:
             if not isinstance(pattern, str):
                 raise RecipeError(f"convert({argument}=...): {pattern!r} is no pattern of names.")
-            if not any(is_match(path, pattern) for path in paths):
+            if not any(_is_match(path, pattern) for path in paths):
                 words = {word for path in paths for word in (path, *path.split("."))}
                 raise RecipeError(
                     f"convert({argument}={pattern!r}): no layer has that in its path."
                     f"{did_you_mean(pattern, words)}"
                 )
-            meant = [path for path in possible if is_match(path, pattern)]
+            meant = [path for path in possible if _is_match(path, pattern)]
             if argument == "filter" and not meant:
-                refused = next(path for path in obstacles if is_match(path, pattern))
+                refused = next(path for path in obstacles if _is_match(path, pattern))
                 raise UnsupportedError(
                     f"convert(filter={pattern!r}): {refused!r} cannot be converted: "
                     f"{obstacles[refused]}."
                 )
 
 
-def _wanted(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> Callable[[Place], str]:
+def _unwanted(
+    model: torch.nn.Module, filter: Filter, skip: Sequence[str]
+) -> Callable[[Place], str]:
     """Return what says why a layer that could be converted is not meant to be."""
     heads = _heads(model)
     embeddings: dict[object, str] = {
@@ -220,14 +228,14 @@ def _wanted(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> Call
     }
     patterns = _patterns(filter)
 
-    def wanted(place: Place) -> str:
+    def unwanted(place: Place) -> str:
         path, module, _ = place
-        if any(is_match(path, pattern) for pattern in skip):
+        if any(_is_match(path, pattern) for pattern in skip):
             return "named in skip"
         if callable(filter):
             return "" if filter(module, path) else "the filter leaves it out"
         if patterns is not None:
-            is_in = any(is_match(path, pattern) for pattern in patterns)
+            is_in = any(_is_match(path, pattern) for pattern in patterns)
             return "" if is_in else "the filter leaves it out"
         if not isinstance(module, torch.nn.Linear):
             return ""
@@ -238,7 +246,7 @@ def _wanted(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> Call
             return "output head; convert it with a filter that names it"
         return "router of experts" if _is_router(place) else ""
 
-    return wanted
+    return unwanted
 
 
 def _heads(model: torch.nn.Module) -> set[object]:
@@ -260,8 +268,8 @@ def _is_router(place: Place) -> bool:
     return has_experts and words[-1].endswith(_GATES)
 
 
-def _nothing(model: torch.nn.Module, filter: Filter, refused: Iterable[tuple[Place, str]]) -> str:
-    reasons = [f"  {place.path or type(place.module).__name__}: {why}" for place, why in refused]
+def _nothing(model: torch.nn.Module, filter: Filter, refused: Iterable[Refused]) -> str:
+    reasons = [f"  {place.path or type(place.module).__name__}: {why}" for place, why, _ in refused]
     asked = "" if filter is None else ", filter=..."
     if len(reasons) > _SHOWN:
         reasons[_SHOWN:] = [f"  and {len(reasons) - _SHOWN} more"]

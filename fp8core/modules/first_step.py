@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +12,9 @@ from fp8core.modules.base import Bound, LowPrecisionModule
 from fp8core.modules.inventory import flops_of, places
 from fp8core.plan import LayerRole
 from fp8core.recipe import PerLayer
-from fp8core.reporting import logger
+from fp8core.reporting import logger, some
 
 __all__ = ["announce", "silence"]
-
-_SHOWN = 3
 
 
 def announce(model: torch.nn.Module, *, is_wanted: bool) -> None:
@@ -114,16 +112,11 @@ def _describe(model: torch.nn.Module) -> tuple[bool, str]:
         parts.append(engine if count == len(low) else f"{count} in {engine}")
     idle = [layer.name for layer in layers if layer.layer is not None and layer.bound is None]
     high = [layer.name for layer in layers if not layer.is_low and layer.name not in idle]
-    parts += [f"in high precision: {_some(high)}"] if high else []
-    parts += [f"not called, or in a compiled graph: {_some(idle)}"] if idle else []
+    parts += [f"in high precision: {some(high)}"] if high else []
+    parts += [f"not called, or in a compiled graph: {some(idle)}"] if idle else []
     substitutions = dict.fromkeys(text for layer in layers for text in layer.substitutions())
     parts += [f"substituted: {text}" for text in substitutions]
     is_good = bool(low) or not high
     if not is_good:
         parts.append("no recipe is active: enter fp8core.autocast, or convert with a recipe")
     return is_good, "; ".join(parts)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

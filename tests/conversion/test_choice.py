@@ -269,7 +269,9 @@ def test_report_is_text_and_json() -> None:
     assert loaded["converted"][0]["flops"] == 2 * 16 * 24
     assert loaded["flop_share"] == report.flop_share
     assert "recipe: DelayedScaling(amax_history_len=4)" in str(report)
-    assert "and 3 more" in str(fp8core.convert(nn.ModuleList(nn.Linear(2, 2) for _ in "1234567")))
+    assert "(0, 1, 2 and 4 more)" in str(
+        fp8core.convert(nn.ModuleList(nn.Linear(2, 2) for _ in "1234567"))
+    )
 
 
 WRONG: dict[str, tuple[type[Exception], dict[str, Any], str]] = {

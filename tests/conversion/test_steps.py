@@ -198,7 +198,9 @@ def run_in_thread(function: Callable[[], object]) -> None:
 
 
 class Checkpointed(nn.Module):
-    """Blocks that torch recomputes in backward; ``how`` is None for none."""
+    """Blocks that ``checkpoint`` recomputes in backward; ``use_reentrant`` None for none."""
+
+    checkpoint = staticmethod(torch.utils.checkpoint.checkpoint)
 
     def __init__(self, use_reentrant: bool | None) -> None:
         super().__init__()
@@ -213,7 +215,7 @@ class Checkpointed(nn.Module):
             if self.use_reentrant is None:
                 x = block(x)
             else:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.use_reentrant)
+                x = self.checkpoint(block, x, use_reentrant=self.use_reentrant)
         return {"hidden": x, "loss": x.square().mean()}
 
 
@@ -272,6 +274,24 @@ def test_a_reentrant_checkpoint_under_delayed_scaling_says_what_works() -> None:
     fp8core.convert(own, "delayed")
     with pytest.raises(UnsupportedError, match="use_reentrant=False"):
         own(rows().requires_grad_())["loss"].backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("name", ["nvfp4", "delayed"])
+def test_fp8core_checkpoint_repeats_two_forwards_in_one_backward(
+    name: str, use_reentrant: bool
+) -> None:
+    plain, own = Checkpointed(None), Checkpointed(use_reentrant)
+    own.checkpoint = fp8core.checkpoint  # type: ignore[method-assign]
+    for module in (plain, own):
+        fp8core.convert(module, name)
+        torch.manual_seed(1)
+        losses = [module(rows(factor).requires_grad_())["loss"] for factor in (1.0, 5.0)]
+        sum(losses).backward()
+    grads = zip(own.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in grads)
+    if name == "delayed":
+        assert same(state(own), state(plain))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

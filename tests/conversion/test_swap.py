@@ -218,6 +218,7 @@ def test_torch_autocast_decides_the_dtype_of_compute_alone(chosen: str) -> None:
     fp8core.convert(own, chosen)
     with torch.autocast("cpu", torch.bfloat16):
         assert own[0].up(x).dtype == torch.bfloat16
+        assert own[0].norm(x).dtype == torch.bfloat16
         own(x).float().sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
