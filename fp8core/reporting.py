@@ -14,13 +14,13 @@ _said: set[str] = set()
 _said_lock = threading.Lock()
 
 
-def log_once(line: str) -> None:
-    """Log ``line`` as a warning the first time this process says it."""
+def log_once(line: str, level: int = logging.WARNING) -> None:
+    """Log ``line`` the first time this process says it."""
     with _said_lock:
         is_new = line not in _said
         _said.add(line)
     if is_new:
-        logger.warning("%s", line)
+        logger.log(level, "%s", line)
 
 
 def some(names: Sequence[str], shown: int = 3) -> str:

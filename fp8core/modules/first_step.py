@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.modules.base import Bound, LowPrecisionModule
+from fp8core.modules.bound import engines_of
 from fp8core.modules.inventory import flops_of, places
 from fp8core.plan import LayerRole
-from fp8core.recipe import PerLayer
 from fp8core.reporting import logger, some
 
 __all__ = ["announce", "silence"]
@@ -67,17 +67,7 @@ class _Layer(NamedTuple):
         """Recipe and backends of the GEMMs that ran in low precision."""
         if self.layer is None or self.bound is None:
             return []
-        backends = dict.fromkeys(
-            link.choices["fprop"].backend
-            for link in self.bound.linears
-            if link.choices["fprop"].desc.low_precision
-        )
-        if not backends:
-            return []
-        recipe = self.bound.recipe
-        if isinstance(recipe, PerLayer):
-            recipe = recipe.choose(LayerRole(self.layer.kind, self.layer.name))
-        return [f"{type(recipe).__name__} on {' and '.join(backends)}"]
+        return engines_of(self.bound, LayerRole(self.layer.kind, self.layer.name))
 
     def substitutions(self) -> Iterator[str]:
         for link in self.bound.linears if self.bound is not None else ():

@@ -123,6 +123,25 @@ def test_a_prepared_model_says_it_too_but_warns_of_nothing(
     assert not own._forward_hooks
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_in_a_graph_each_kind_of_layer_says_so_when_it_is_captured(
+    lines: pytest.LogCaptureFixture,
+) -> None:
+    own = nn.Sequential(nn.Linear(32, 96), nn.Linear(96, 32), nn.Linear(32, 96))
+    fast = torch.compile(own, fullgraph=True, backend="aot_eager")
+    fp8core.convert(fast, "mxfp8")
+    for _ in range(2):
+        fast(torch.randn(32, 32))
+    assert not first_steps(lines)
+    said = [r.getMessage() for r in lines.records if "captured" in r.getMessage()]
+    assert said == [
+        f"ConvertedLinear{sizes}, in a captured graph: MXFP8BlockScaling on reference"
+        for sizes in ("(32, 96)", "(96, 32)")
+    ]
+    torch._dynamo.reset()
+
+
 def test_unconvert_before_the_first_step_says_nothing(lines: pytest.LogCaptureFixture) -> None:
     own = model()
     fp8core.convert(own, "mxfp8")
