@@ -138,9 +138,12 @@ def keep_scales(output: Any, states: Sequence[DelayedState]) -> None:
     outputs = [own for own in outputs if own.requires_grad]
     if not states or not outputs:
         return
-    copy = torch.cat([state.scale for state in states])
-    parts = torch.split(copy, [state.scale.numel() for state in states])
-    scales = dict(zip(states, parts, strict=True))
+    scales: dict[DelayedState, torch.Tensor] = {}
+    for device in {state.scale.device for state in states}:
+        here = [state for state in states if state.scale.device == device]
+        copy = torch.cat([state.scale for state in here])  # one copy: a launch costs, not its size
+        parts = torch.split(copy, [state.scale.numel() for state in here])
+        scales.update(zip(here, parts, strict=True))
     for own in outputs:
         own.register_hook(lambda grad: offer_scales(scales))  # type: ignore[no-untyped-call]  # torch's
 
