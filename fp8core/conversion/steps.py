@@ -21,6 +21,9 @@ ROOT = "_fp8core_conversion"
 """Attribute of the model that convert() was called with; it holds the :class:`Conversion`."""
 
 
+_CALL = torch.nn.Module._call_impl.__code__
+
+
 def delimit(module: torch.nn.Module) -> None:
     """Make each forward of ``module``, a converted model or one of its layers, a step."""
     undelimit(module)
@@ -50,11 +53,13 @@ def _begin(module: torch.nn.Module, arguments: Any) -> None:
     record: Record | None = vars(module).get(RECORD)
     if ROOT not in vars(module) and record is not None and is_in_step(record.conversion):
         return
-    begin_step(_owner(module))
+    owner = _owner(module)
+    if not (is_in_step(owner) and _is_within_itself(module)):
+        begin_step(owner)
 
 
 def _end(module: torch.nn.Module, arguments: Any, output: Any) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not is_in_step(_owner(module)) or _is_within_itself(module):
         return
     # torch calls this hook from its except clause if forward raised, with None for the output.
     failed = output is None and sys.exc_info()[1] is not None
@@ -62,3 +67,15 @@ def _end(module: torch.nn.Module, arguments: Any, output: Any) -> None:
     if torch.is_grad_enabled() and not failed:
         keep_scales(output, touched_in(owner))
     end_step(owner, failed=failed)
+
+
+def _is_within_itself(module: torch.nn.Module) -> bool:
+    """Whether ``module``, whose hook is running, was called by its own forward.
+
+    An open step does not tell: an interrupt, for which torch calls no hook, leaves one open too.
+    """
+    calls, frame = 0, sys._getframe().f_back
+    while frame is not None and calls < 2:
+        calls += frame.f_code is _CALL and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return calls > 1

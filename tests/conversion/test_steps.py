@@ -155,6 +155,27 @@ def test_an_interrupted_forward_is_forgotten_and_stops_nobody() -> None:
     assert own.shared.amax_history_fwd.max() < rows(100.0).abs().max()
 
 
+def test_a_model_that_calls_itself_is_one_step() -> None:
+    class Tree(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+            y: torch.Tensor = self.before(x)
+            y = self(y, depth - 1) if depth else y
+            made: torch.Tensor = self.after(y)
+            return made
+
+    own = Tree()
+    fp8core.convert(own, CHOSEN)
+    own(rows(), 2)
+    for layer in (own.before, own.after):
+        assert torch.count_nonzero(layer.amax_history_fwd[:, 0]) == 1
+        assert layer.scale_fwd[0] == E4M3_MAX / layer.amax_history_fwd[-1, 0]
+    assert own.before.amax_history_fwd[-1, 0] >= rows().abs().max()
+
+
 def test_an_autocast_inside_the_forward_is_a_step_of_its_own() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
