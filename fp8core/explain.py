@@ -75,8 +75,9 @@ def explain(
 ) -> Explanation:
     """Say which backend runs ``target``, an operation's name or a model's layers, and why.
 
-    Nothing is computed. ``recipe`` None takes the default recipe; ``device`` None the selected
-    backend's, or the layer's own; ``dtype`` is that of the activations.
+    Nothing is computed. ``recipe`` None takes the one that :func:`fp8core.convert` gave the layer,
+    else the default recipe; ``device`` None the selected backend's, or the layer's own; ``dtype``
+    is that of the activations.
 
     Raises:
         RecipeError: ``target`` is not the name of an operation, ``recipe`` is not a Recipe.
@@ -84,8 +85,8 @@ def explain(
     """
     if recipe is not None and not isinstance(recipe, Recipe):
         raise RecipeError(f"explain(recipe={recipe!r}): expected a Recipe, as in fp8core.recipe.")
-    chosen = recipe if recipe is not None else get_default_recipe()
     if isinstance(target, str):
+        chosen = recipe if recipe is not None else get_default_recipe()
         check_op(target, "explain()")
         where = torch.device(device) if device else select.default_device(policy.current())
         groups = 2 if target == "grouped_gemm" else 0
@@ -99,7 +100,7 @@ def explain(
         line
         for path, layer in target.named_modules()
         if isinstance(layer, LowPrecisionModule)
-        for line in _layer_lines(path, layer, chosen, device, dtype)
+        for line in _layer_lines(path, layer, recipe, device, dtype)
     ]
     if not lines:
         raise OperandError(f"explain: {type(target).__name__} holds no fp8core layer.")
@@ -109,10 +110,12 @@ def explain(
 def _layer_lines(
     path: str,
     layer: LowPrecisionModule,
-    recipe: Recipe,
+    asked: Recipe | None,
     device: torch.device | str | None,
     dtype: torch.dtype,
 ) -> Iterator[Line]:
+    by_default = None if layer.outside_autocast is None else layer.outside_autocast.quantize
+    recipe = asked or by_default or get_default_recipe()
     own = next((parameter.device for parameter in layer.parameters()), torch.device("cpu"))
     where = torch.device(device) if device else own
     plan = recipe.plan(LayerRole(layer.kind, layer.name), dtype)

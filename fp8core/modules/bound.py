@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -22,9 +23,19 @@ from fp8core.links.protocol import DENSE, Call, Link
 from fp8core.links.states import LinearStates
 from fp8core.plan import HIGH_PRECISION, LayerRole, LinearPlan
 from fp8core.quantizer import Binding
-from fp8core.recipe import Recipe
+from fp8core.recipe import PerLayer, Recipe
+from fp8core.reporting import log_once
 
-__all__ = ["Bound", "bind_captured", "label_of", "new_seed", "parts_of", "plan_of", "reads_names"]
+__all__ = [
+    "Bound",
+    "bind_captured",
+    "engines_of",
+    "label_of",
+    "new_seed",
+    "parts_of",
+    "plan_of",
+    "reads_names",
+]
 
 _NO_CAPTURE = (
     "delayed scaling is not offered under torch.compile and torch.export: its scales change "
@@ -81,6 +92,16 @@ def label_of(type_name: str, name: str | None, shapes: Sequence[LinkShape]) -> s
         inputs = ", ".join(str(shape.in_features) for shape in linears)
         sizes += f"({inputs}, {linears[-1].out_features})"
     return sizes if name is None else f"{name!r} ({sizes})"
+
+
+def engines_of(bound: Bound, role: LayerRole) -> list[str]:
+    """Return the recipe and the backends whose forward GEMMs are in low precision, if any are."""
+    choices = [link.choices["fprop"] for link in bound.linears]
+    backends = dict.fromkeys(choice.backend for choice in choices if choice.desc.low_precision)
+    if not backends:
+        return []
+    recipe = bound.recipe.choose(role) if isinstance(bound.recipe, PerLayer) else bound.recipe
+    return [f"{type(recipe).__name__} on {' and '.join(backends)}"]
 
 
 def plan_of(recipe: Recipe | None, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
@@ -144,7 +165,11 @@ def bind_captured(
         parts = [chain.capture(refusal) for refusal in refusals]
         return Bound(tuple(parts), (), HIGH_PRECISION, None, recipe, False)
     parts = [chain.capture(part) for part in parts_of(shapes, links)]
-    return Bound(tuple(parts), links, plan, None, recipe, False)
+    bound = Bound(tuple(parts), links, plan, None, recipe, False)
+    if bound.linears:
+        engine = " and ".join(engines_of(bound, LayerRole(kind, name))) or "high precision"
+        log_once(f"{label}, in a captured graph: {engine}", logging.INFO)
+    return bound
 
 
 constant_in_graph(bind_captured)

@@ -48,8 +48,8 @@ class Bindings:
         self.weights = WeightStore()
         self.watch = watch
         self._unwatched: tuple[Any, Any] = ({}, None)
-        # Under which recipes watched links have run, and whether with delayed states.
-        self.ran: set[tuple[Any, bool]] = set()
+        # Under which recipes watched links have run, and their forward states.
+        self.ran: set[tuple[Any, DelayedState | None]] = set()
 
     def fresh(self) -> Bindings:
         """Return nothing made ready, under the same watch."""
@@ -62,18 +62,21 @@ class Bindings:
         if self.watch is None:
             self._unwatched = (self.table, self.last)
         else:
-            self.ran |= {(bound.recipe, bound.states is not None) for bound in self.table.values()}
+            self.ran |= set(map(_what_ran, self.table.values()))
         self.table, self.last = ({}, None) if watch is not None else self._unwatched
         self.watch = watch
 
-    def used(self) -> set[tuple[Any, bool]]:
-        """Return every recipe that the layer has run under, each with whether it is delayed."""
+    def used(self) -> set[tuple[Any, DelayedState | None]]:
+        """Return every recipe that the layer has run under, each with its forward state."""
         tables = (self.table, self._unwatched[0])
-        bound = [one for table in tables for one in table.values()]
-        return self.ran | {(one.recipe, one.states is not None) for one in bound}
+        return self.ran | {_what_ran(bound) for table in tables for bound in table.values()}
 
     def __reduce__(self) -> tuple[type[Bindings], tuple[()]]:
         return Bindings, ()
+
+
+def _what_ran(bound: Any) -> tuple[Any, DelayedState | None]:
+    return bound.recipe, None if bound.states is None else bound.states.forward
 
 
 class DelayedModule(torch.nn.Module):
