@@ -17,6 +17,7 @@ autograd graph, process group or global state.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 import pluggy
 import torch
 
+from fp8core import formats
 from fp8core.descriptors import (
     ACTIVATIONS,
     GATED,
@@ -71,6 +73,7 @@ __all__ = [
     "GroupedGemmDesc",
     "NormBackwardDesc",
     "NormDesc",
+    "Numerics",
     "OpDesc",
     "Operand",
     "OperandError",
@@ -82,10 +85,15 @@ __all__ = [
     "UnsupportedError",
     "bind_method",
     "hookimpl",
+    "split_groups",
 ]
 
 API_VERSION = (1, 0)
-"""(major, minor). A backend written for another major, or a newer minor, is not loaded."""
+"""(major, minor). A backend written for another major, or a newer minor, is not loaded.
+
+The minor rises with what an old backend can ignore: a new operation, a new optional method, a new
+field with a default. The major rises with everything else.
+"""
 
 hookimpl = pluggy.HookimplMarker("fp8core")
 """Marks the functions of a plug-in module that implement a hook of :mod:`fp8core.hookspecs`."""
@@ -95,6 +103,9 @@ class Backend(Protocol):
     """What a backend class implements, besides one method an op (see the descriptors).
 
     The method named ``desc.op`` takes the descriptor first: ``gemm(desc, a, b, *, bias, out)``.
+
+    One more method is optional: ``numerics(desc, device) -> Numerics`` declares by how much results
+    of a supported ``desc`` may differ; a backend without it is held to ``Numerics()``.
     """
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
@@ -112,6 +123,54 @@ class Backend(Protocol):
 
         :func:`bind_method` does for a backend that has nothing to prepare.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """By how much a backend's results may differ; the conformance tests hold it to that.
+
+    Attributes:
+        source: where the figures below come from: a manual's section, a measurement. Needed as
+            soon as one of them is not the default.
+        code_steps: how many representable values of the format a quantized element may be away
+            from the reference's. 0: bit for bit.
+        scale_ulps: how many units in the last place a scale may be away from the reference's, or
+            codes, where scales are bytes. 0: bit for bit.
+        sum_error_per_term, sum_error: a product ``d = a @ b.T`` over ``k`` terms is within ``c *
+            (|a| @ |b|.T)`` plus 1 ulp of the output of the exact sum, with ``c = sum_error + k *
+            sum_error_per_term``. The defaults are those of float32 sums in any order, with four
+            more roundings for the scales, wherever they are applied.
+    """
+
+    source: str = ""
+    code_steps: int = 0
+    scale_ulps: int = 0
+    sum_error_per_term: float = 2.0**-24
+    sum_error: float = 2.0**-22
+
+
+def split_groups(
+    spec: OperandSpec | None, operand: Operand, bounds: Sequence[int], dim: int
+) -> list[Operand]:
+    """Return the groups' own operands of one grouped along ``dim``, as views.
+
+    ``bounds`` are the group offsets, ``[groups + 1]`` elements; ``dim`` is 0 for a rowwise operand
+    and 1 for a columnwise one. ``spec`` None: a tensor in high precision. A group may be empty, and
+    may end with a partial block.
+    """
+    sizes = [end - start for start, end in itertools.pairwise(bounds)]
+    if spec is None:
+        return [Operand(part) for part in torch.split(operand.data, sizes, dim)]
+    assert operand.scale_inv is not None
+    per_byte = 8 // formats.by_name(spec.format).bits if dim == 1 else 1
+    block = spec.block[dim]
+    scale_sizes = [-(-size // block) if block else 1 for size in sizes]
+    data = torch.split(operand.data, [size // per_byte for size in sizes], dim)
+    scales = torch.split(operand.scale_inv, scale_sizes, dim)
+    if operand.global_scale_inv is None:
+        return [Operand(*parts) for parts in zip(data, scales, strict=True)]
+    globals_ = torch.split(operand.global_scale_inv, 1, dim)
+    return [Operand(*parts) for parts in zip(data, scales, globals_, strict=True)]
 
 
 def bind_method(backend: Backend, desc: OpDesc) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ INFO = f"fp8core-{VERSION}.dist-info"
 INSTALLED = {
     "fp8core": "fp8core",
     "backends": "fp8core_backends",
+    "fp8core_pytest": "fp8core_pytest",
     "csrc": "fp8core_backends/csrc",
 }
 # What builds, tools and editors leave behind; all of it is in .gitignore.
@@ -106,7 +107,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
 def test_package_list_equals_the_tree() -> None:
     listed = set(CONFIG["tool"]["setuptools"]["packages"])
     found = {"fp8core_backends.csrc"}
-    for folder in ("fp8core", "backends"):
+    for folder in ("fp8core", "backends", "fp8core_pytest"):
         for path in (ROOT / folder).rglob("*.py"):
             parts = path.parent.relative_to(ROOT / folder).parts
             found.add(".".join((INSTALLED[folder], *parts)))
