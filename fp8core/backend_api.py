@@ -21,7 +21,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import pluggy
 import torch
@@ -66,6 +66,7 @@ __all__ = [
     "AmaxDesc",
     "Backend",
     "BackendSpec",
+    "DeclaresNumerics",
     "DequantizeDesc",
     "FormatSpec",
     "FusedDesc",
@@ -104,8 +105,8 @@ class Backend(Protocol):
 
     The method named ``desc.op`` takes the descriptor first: ``gemm(desc, a, b, *, bias, out)``.
 
-    One more method is optional: ``numerics(desc, device) -> Numerics`` declares by how much results
-    of a supported ``desc`` may differ; a backend without it is held to ``Numerics()``.
+    The conformance kit (:mod:`fp8core.testing`) tests what is promised here; a backend whose
+    results differ by design says so as :class:`DeclaresNumerics`.
     """
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
@@ -147,6 +148,14 @@ class Numerics:
     scale_ulps: int = 0
     sum_error_per_term: float = 2.0**-24
     sum_error: float = 2.0**-22
+
+
+@runtime_checkable
+class DeclaresNumerics(Protocol):
+    """A backend that bounds the difference of its results; without this it is ``Numerics()``."""
+
+    def numerics(self, desc: OpDesc, device: torch.device) -> Numerics:
+        """Return the bounds that hold for ``desc``, a supported descriptor, on ``device``."""
 
 
 def split_groups(

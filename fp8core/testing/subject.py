@@ -13,6 +13,7 @@ from fp8core import formats
 from fp8core.backend_api import (
     Alignment,
     Backend,
+    DeclaresNumerics,
     DequantizeDesc,
     GemmDesc,
     Numerics,
@@ -82,10 +83,9 @@ class Subject:
 
     def numerics(self, desc: OpDesc) -> Numerics:
         """Return what the backend declares about the results of ``desc``."""
-        declare = getattr(self.backend, "numerics", None)
-        declared = Numerics() if declare is None else declare(desc, self.device)
-        assert isinstance(declared, Numerics)
-        return declared
+        if isinstance(self.backend, DeclaresNumerics):
+            return self.backend.numerics(desc, self.device)
+        return Numerics()
 
     def alignment(self, desc: GemmDesc) -> Alignment:
         """Return what the backend and the formats' storage want m, n and k to be multiples of."""
