@@ -28,7 +28,7 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
 )
 from fp8core.testing import inputs
-from fp8core.testing.subject import Subject, storage_step
+from fp8core.testing.subject import Subject, on_cpu, storage_step
 
 __all__ = ["Call", "arguments", "group_offsets", "operand", "quantize_keywords", "quantize_size"]
 
@@ -240,12 +240,13 @@ def _norm(subject: Subject, desc: NormDesc) -> Call:
 
 def _norm_backward(subject: Subject, desc: NormBackwardDesc) -> Call:
     x, weight, *_ = _norm(subject, desc.norm).arguments
-    values = x.double()
+    values = on_cpu(x).double()  # some devices have no float64
     mean = values.mean(-1) if desc.norm.kind == "layernorm" else None
     centered = values if mean is None else values - mean[:, None]
     rstd = torch.rsqrt(centered.square().mean(-1) + desc.norm.eps).float()
-    grad = subject.here(inputs.moderate(9, 70, desc.norm.dtype, 4))
-    return Call(desc, (grad, x, weight, None if mean is None else mean.float(), rstd), {})
+    grad = inputs.moderate(9, 70, desc.norm.dtype, 4)
+    saved = (None if mean is None else mean.float(), rstd)
+    return Call(desc, (subject.here(grad), x, weight, *subject.here(saved)), {})
 
 
 def _activation(subject: Subject, desc: ActivationDesc) -> Call:

@@ -169,7 +169,7 @@ def find(name: str, device: str | None = None) -> Subject:
     if reason is not None:
         raise UnsupportedError(f"backend {name!r} cannot be used here: {reason}")
     try:
-        torch.empty(0, device=where)
+        where = torch.empty(0, device=where).device  # "cuda" is "cuda:0" from here on
     except (RuntimeError, AssertionError) as error:
         raise UnsupportedError(f"device {where} cannot be used here: {error}") from None
     return Subject(name, registry.instance(spec), where, registry.instance(judge))

@@ -91,7 +91,9 @@ def _same_codes(subject: Subject, desc: QuantizeDesc, what: str, made: Made) -> 
             same_bits(where, *elements)
             continue
         values = sorted(set(filter(math.isfinite, formats.by_name(spec.format).values)))
-        ranks = [torch.bucketize(one, torch.tensor(values)).double() for one in elements]
+        same_bits(f"{where}: NaN", *(one.isnan() for one in elements))
+        grid = torch.tensor(values)
+        ranks = [torch.bucketize(one.contiguous(), grid).double() for one in elements]
         bound = torch.full_like(ranks[1], allowed)
         worst = max(worst, within(f"{where} in steps of the format", ranks[0], ranks[1], bound))
     return worst

@@ -44,8 +44,14 @@ def _run(subject: Subject, desc: QuantizeDesc, seed: int, offset: int) -> Quanti
     return made
 
 
-def _codes(made: Quantized) -> list[torch.Tensor]:
-    return [operand.data for operand in made if operand is not None]
+def _codes(desc: QuantizeDesc, made: Quantized) -> list[tuple[int, torch.Tensor]]:
+    """Return the codes that were rounded stochastically, each with its orientation."""
+    specs = (desc.rowwise, desc.columnwise)
+    return [
+        (at, operand.data)
+        for at, (spec, operand) in enumerate(zip(specs, made, strict=True))
+        if spec is not None and spec.stochastic and operand is not None
+    ]
 
 
 @law(1, "quantize", applies=_is_stochastic)
@@ -54,7 +60,7 @@ def stochastic_rounding_repeats_with_the_same_rng(subject: Subject, desc: Quanti
     state = torch.get_rng_state()
     first, again = (_run(subject, desc, 7, 9) for _ in range(2))
     require(torch.equal(torch.get_rng_state(), state), "torch's generator was advanced")
-    for one, other in zip(_codes(first), _codes(again), strict=True):
+    for (_, one), (_, other) in zip(_codes(desc, first), _codes(desc, again), strict=True):
         same_bits("codes of the second call", other, one)
 
 
@@ -63,9 +69,8 @@ def stochastic_rounding_follows_seed_and_offset(subject: Subject, desc: Quantize
     """Another seed, and another offset, give other codes."""
     first = _run(subject, desc, 7, 9)
     for seed, offset in ((7, 10), (8, 9)):
-        for one, other in zip(
-            _codes(first), _codes(_run(subject, desc, seed, offset)), strict=True
-        ):
+        others = _codes(desc, _run(subject, desc, seed, offset))
+        for (_, one), (_, other) in zip(_codes(desc, first), others, strict=True):
             message = f"rng ({seed}, {offset}) gives the codes of (7, 9)"
             require(not torch.equal(one, other), message)
 
@@ -73,11 +78,9 @@ def stochastic_rounding_follows_seed_and_offset(subject: Subject, desc: Quantize
 @law(1, "quantize", applies=lambda desc: desc.grouped and _is_stochastic(desc))
 def stochastic_rounding_differs_between_equal_groups(subject: Subject, desc: QuantizeDesc) -> None:
     """Two groups of the same values are rounded independently."""
-    made = _run(subject, desc, 7, 9)
-    for dim, operand in enumerate(made):
-        if operand is not None:
-            first, second = operand.data.chunk(2, dim)
-            require(not torch.equal(first, second), "equal groups have equal codes")
+    for dim, codes in _codes(desc, _run(subject, desc, 7, 9)):
+        first, second = codes.chunk(2, dim)
+        require(not torch.equal(first, second), "equal groups have equal codes")
 
 
 @law(1, "quantize", applies=_is_dense)
