@@ -17,6 +17,9 @@ USAGE_ERROR = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
+    parser.epilog = (
+        "Exits with 0 if every law holds, 1 if one is broken, 2 if the backend cannot be tested."
+    )
     parser.add_argument("backend", help="its name, as `fp8core doctor` lists it")
     parser.add_argument("--device", help="as torch names it; default: the backend's preferred one")
     parser.add_argument("--json", metavar="FILE", help="write what was found to FILE")

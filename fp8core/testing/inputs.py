@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["FINITE", "KINDS", "matrix", "moderate", "strided"]
+__all__ = ["KINDS", "matrix", "moderate", "shifted", "strided"]
 
 
 def _normal(rows: int, cols: int, seed: int) -> torch.Tensor:
@@ -69,14 +69,14 @@ def _nonfinite(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
     return x
 
 
-FINITE: dict[str, Callable[[int, int, torch.dtype], torch.Tensor]] = {
+KINDS: dict[str, Callable[[int, int, torch.dtype], torch.Tensor]] = {
     "decades": _decades,
     "outlier": _outlier,
     "holes": _holes,
     "subnormals": _tiny,
     "huge": _huge,
+    "nonfinite": _nonfinite,
 }
-KINDS = {**FINITE, "nonfinite": _nonfinite}
 
 
 @functools.lru_cache(maxsize=512)
@@ -92,6 +92,14 @@ def moderate(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.T
     """Return ``x [rows, cols]`` within +-8 whose rows differ by up to a factor 100."""
     spread = 10.0 ** (2 * _uniform(rows, 1, seed + 1) - 1)
     return (_normal(rows, cols, seed) * spread).clamp(-8, 8).to(dtype)
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """Return the values of ``x``, contiguous, at an address that is a multiple of one element."""
+    buffer = torch.full((x.numel() + 1,), 77, dtype=x.dtype, device=x.device)
+    view = buffer[1:].view(x.shape)
+    view.copy_(x)
+    return view
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:

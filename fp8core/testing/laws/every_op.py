@@ -139,8 +139,9 @@ def no_result_depends_on_uninitialised_memory(subject: Subject, desc: OpDesc) ->
 
 @law(7, *(op for op in EVERY_OP if op not in ("gemm", "grouped_gemm", "dequantize")))
 def inputs_may_have_any_strides(subject: Subject, desc: OpDesc) -> None:
-    """Inputs with gaps, column by column, or repeated without memory, are read as what they are."""
-    for what, view in (("strided", inputs.strided), ("expanded", _expanded)):
+    """Inputs with gaps, by columns, at odd addresses or repeated are read as what they are."""
+    views = {"strided": inputs.strided, "shifted": inputs.shifted, "expanded": _expanded}
+    for what, view in views.items():
         call = arguments(subject, desc)
         if call.written & {0, 1}:
             return

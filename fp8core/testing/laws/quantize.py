@@ -24,6 +24,7 @@ from fp8core.testing.compare import require, same_bits, same_form, within
 from fp8core.testing.subject import Subject, on_cpu, storage_step
 
 SHAPES = ((5, 7), (33, 70), (130, 200), (0, 5), (5, 0))
+LARGE = (260, 1030)  # more than one kernel's tile in both directions
 SQUARE = 96
 
 
@@ -60,9 +61,10 @@ def _every(subject: Subject, desc: QuantizeDesc) -> Iterator[tuple[str, Made]]:
             sizes = _group_sizes(subject, desc)
             shapes = [(quantize_size(subject, desc, sum(sizes), 70), sizes)]
         else:
-            shapes = [(quantize_size(subject, desc, *shape), ()) for shape in SHAPES]
+            shapes = [(quantize_size(subject, desc, *shape), ()) for shape in (*SHAPES, LARGE)]
         for shape, sizes in shapes:
-            for kind in inputs.KINDS if all(shape) else ("decades",):
+            is_one_enough = not all(shape) or shape[1] >= LARGE[1]
+            for kind in ("decades",) if is_one_enough else inputs.KINDS:
                 x = inputs.matrix(kind, *shape, desc.dtype)
                 found.append((f"{kind} {list(shape)}", _both(subject, desc, x, *sizes)))
         subject.kept["every"] = (desc, found)
