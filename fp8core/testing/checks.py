@@ -95,8 +95,9 @@ def supported(subject: Subject) -> list[Support]:
     for op in EVERY_OP:
         entries = [entry for entry in catalogue() if entry.desc.op == op]
         reasons: dict[str, int] = {}
-        for reason in filter(None, (subject.refuses(entry.desc) for entry in entries)):
-            reasons[reason] = reasons.get(reason, 0) + 1
+        for reason in (subject.refuses(entry.desc) for entry in entries):
+            if reason is not None:
+                reasons[reason] = reasons.get(reason, 0) + 1
         found.append(Support(op, len(entries) - sum(reasons.values()), len(entries), reasons))
     return found
 

@@ -47,12 +47,19 @@ class Subject:
         self.kept: dict[Any, Any] = {}
 
     def refuses(self, desc: OpDesc) -> str | None:
-        """Return why the backend does not run ``desc``, None if it does."""
+        """Return why the backend does not run ``desc``, None if it does.
+
+        A backend that cannot even answer refuses; a law of its own says that this is a fault.
+        """
         key = ("refuses", desc)
         if key not in self.kept:
-            self.kept[key] = self.backend.unsupported(desc, self.device)
-        reason: str | None = self.kept[key]
-        return reason
+            try:
+                reason = self.backend.unsupported(desc, self.device)
+            except Exception as error:  # noqa: BLE001  a third party's backend may raise anything
+                reason = f"its unsupported() failed: {plugins.describe(error)}"
+            self.kept[key] = reason if reason is None else str(reason)
+        found: str | None = self.kept[key]
+        return found
 
     def run(self, desc: OpDesc, *arguments: Any, **keywords: Any) -> Any:
         """Run ``desc`` by the backend under test."""

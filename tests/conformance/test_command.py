@@ -51,6 +51,17 @@ def test_broken_law_exits_with_1_and_names_the_test(capsys: pytest.CaptureFixtur
     assert "is said to be supported" in out
 
 
+def test_backend_that_cannot_answer_breaks_a_law(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(desc: OpDesc) -> str | None:
+        raise OSError("no driver")
+
+    toys.register(toys.backend("toy", refuse=refuse))
+    assert conformance("toy", "-k", "law7_unsupported_gives or law7_something") == 1
+    out = capsys.readouterr().out
+    assert "OSError: no driver" in out
+    assert "supports no descriptor that any layer asks for" in out
+
+
 def test_unknown_backend_exits_with_2_and_the_nearest_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
