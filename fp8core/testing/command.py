@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
         f"--rootdir={os.getcwd()}",
         "-q",
         "--no-header",
+        "--assert=plain",
         f"--fp8core-backend={args.backend}",
     ]
     for name in ("device", "json", "xfail"):
