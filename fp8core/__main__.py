@@ -1,4 +1,4 @@
-"""The command line: ``fp8core demo``, ``fp8core doctor``, ``fp8core explain``."""
+"""The command line: ``fp8core conformance``, ``demo``, ``doctor``, ``explain``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fp8core.demo import cli as demo
 from fp8core.errors import Fp8CoreError
 from fp8core.explain import add_arguments as add_explain_arguments
 from fp8core.explain import run as run_explain
+from fp8core.testing import command as conformance
 
 __all__ = ["main"]
 
@@ -26,6 +27,11 @@ class Command(NamedTuple):
 
 # The module fp8core.explain is not to be had as an attribute: that name is the public function.
 _COMMANDS = {
+    "conformance": Command(
+        conformance.add_arguments,
+        conformance.run,
+        "hold an installed backend to the laws of the backend API",
+    ),
     "demo": Command(
         demo.add_arguments,
         demo.run,

@@ -8,7 +8,12 @@ accumulation::
 and every operand ``[rows, k]`` is quantized along the dimension that the product contracts. An
 operand is *rowwise* when it is made from ``x [rows, k]`` itself, *columnwise* when it is made from
 ``x.T``: columnwise(x) has the shape of ``x.T``. Shape is the contract; strides belong to the
-backend that made the operand.
+backend that made the operand, and a product takes operands of any strides, as another backend may
+have made them.
+
+What every operation keeps to: inputs may have any strides and sizes, zero among them, are on the
+device that the operation was bound for, and are not written unless the descriptor says so. Results
+are new tensors, which share no memory with an input and do not depend on what memory held before.
 
 A backend is described by a :class:`BackendSpec`, registered by a plug-in's
 ``fp8core_register_backends`` hook, and implements :class:`Backend`. It sees no module, recipe,
@@ -20,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import pluggy
 import torch
@@ -66,6 +71,7 @@ __all__ = [
     "AmaxDesc",
     "Backend",
     "BackendSpec",
+    "DeclaresNumerics",
     "DequantizeDesc",
     "FormatSpec",
     "FusedDesc",
@@ -73,6 +79,7 @@ __all__ = [
     "GroupedGemmDesc",
     "NormBackwardDesc",
     "NormDesc",
+    "Numerics",
     "OpDesc",
     "Operand",
     "OperandError",
@@ -90,7 +97,11 @@ __all__ = [
 ]
 
 API_VERSION = (1, 0)
-"""(major, minor). A backend written for another major, or a newer minor, is not loaded."""
+"""(major, minor). A backend written for another major, or a newer minor, is not loaded.
+
+The minor rises with what an old backend can ignore: a new operation, a new optional method, a new
+field with a default. The major rises with everything else.
+"""
 
 hookimpl = pluggy.HookimplMarker("fp8core")
 """Marks the functions of a plug-in module that implement a hook of :mod:`fp8core.hookspecs`."""
@@ -100,6 +111,9 @@ class Backend(Protocol):
     """What a backend class implements, besides one method an op (see the descriptors).
 
     The method named ``desc.op`` takes the descriptor first: ``gemm(desc, a, b, *, bias, out)``.
+
+    The conformance kit (:mod:`fp8core.testing`) tests what is promised here; a backend whose
+    results differ by design says so as :class:`DeclaresNumerics`.
     """
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
@@ -117,6 +131,38 @@ class Backend(Protocol):
 
         :func:`bind_method` does for a backend that has nothing to prepare.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """By how much a backend's results may differ; the conformance tests hold it to that.
+
+    Attributes:
+        source: where the figures below come from: a manual's section, a measurement. Needed as
+            soon as one of them is not the default.
+        code_steps: how many representable values of the format a quantized element may be away
+            from the reference's. 0: bit for bit.
+        scale_ulps: how many units in the last place a scale may be away from the reference's, or
+            codes, where scales are bytes. 0: bit for bit.
+        sum_error_per_term, sum_error: a product ``d = a @ b.T`` over ``k`` terms is within ``c *
+            (|a| @ |b|.T)`` plus 1 ulp of the output of the exact sum, with ``c = sum_error + k *
+            sum_error_per_term``. The defaults are those of float32 sums in any order, with four
+            more roundings for the scales, wherever they are applied.
+    """
+
+    source: str = ""
+    code_steps: int = 0
+    scale_ulps: int = 0
+    sum_error_per_term: float = 2.0**-24
+    sum_error: float = 2.0**-22
+
+
+@runtime_checkable
+class DeclaresNumerics(Protocol):
+    """A backend that bounds the difference of its results; without this it is ``Numerics()``."""
+
+    def numerics(self, desc: OpDesc, device: torch.device) -> Numerics:
+        """Return the bounds that hold for ``desc``, a supported descriptor, on ``device``."""
 
 
 def bind_method(backend: Backend, desc: OpDesc) -> Callable[..., Any]:

@@ -104,6 +104,9 @@ class QuantizeDesc:
     ``rng`` (int64 ``[2]`` on the CPU: seed and offset) belongs to stochastic specs alone; the same
     ``rng`` gives the same rounding.
 
+    Rows and columns are any that the operands can be stored in: k is a multiple of the block where
+    scales are bytes, and of 2 where two codes share one. Alignment is for products alone.
+
     Raises nothing for values: NaN keeps its place, inf saturates, zero blocks get scale 1.
     """
 

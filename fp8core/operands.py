@@ -68,10 +68,11 @@ def scale_inverses(spec: OperandSpec, operand: Operand) -> torch.Tensor:
 def split_groups(
     spec: OperandSpec | None, operand: Operand, bounds: Sequence[int], dim: int
 ) -> list[Operand]:
-    """Split an operand grouped along ``dim`` into the operands of its groups.
+    """Split an operand grouped along ``dim`` into the operands of its groups, as views.
 
     ``bounds`` are the values of ``group_offsets``; ``dim`` is 0 for a rowwise operand, 1 for a
-    columnwise one, whose groups follow one another along k.
+    columnwise one, whose groups follow one another along k. ``spec`` None: a tensor in high
+    precision. A group may be empty, and may end with a partial block.
     """
     sizes = [end - start for start, end in itertools.pairwise(bounds)]
     if spec is None:

@@ -11,7 +11,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"fp8core": ROOT / "fp8core", "fp8core_backends": ROOT / "backends"}
+PACKAGES = {
+    "fp8core": ROOT / "fp8core",
+    "fp8core_backends": ROOT / "backends",
+    "fp8core_pytest": ROOT / "fp8core_pytest",
+}
 
 
 def run(*command: str, cwd: Path = ROOT) -> None:

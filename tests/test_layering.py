@@ -16,7 +16,12 @@ from typing import NamedTuple, TypeAlias
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = {"fp8core": "fp8core", "backends": "fp8core_backends", "tests": "tests"}
+FOLDERS = {
+    "fp8core": "fp8core",
+    "backends": "fp8core_backends",
+    "fp8core_pytest": "fp8core_pytest",
+    "tests": "tests",
+}
 
 # Lowest first; a name is a module or a package of fp8core, `__init__` is `fp8core` itself.
 FLOORS = (
@@ -35,7 +40,7 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # What a backend may know of fp8core.
 CONTRACT = {"fp8core.backend_api", "fp8core.errors", "fp8core.formats"}
 # Optional third-party packages: the only imports that a function below the top floor may hold.
-OPTIONAL = {"matplotlib", "rich", "torch.utils.tensorboard", "torch_npu"}
+OPTIONAL = {"matplotlib", "pytest", "rich", "torch.utils.tensorboard", "torch_npu"}
 VAGUE_NAMES = {"common", "helper", "helpers", "manager", "managers", "types", "util", "utils"}
 
 MAX_FILE, MAX_FUNCTION, MAX_POSITIONAL = 400, 60, 6
@@ -208,6 +213,7 @@ def import_places(sources: Sources) -> Iterator[str]:
             if isinstance(node, ast.ImportFrom) and node.level:
                 yield f"{source.path}:{node.lineno}: relative import"
         on_top = is_within(source.name, "fp8core") and FLOOR_OF.get(unit(source.name)) == TOP
+        on_top |= is_within(source.name, "fp8core_pytest")  # every pytest run imports it
         for item in sources.imports(source):
             package = item.target.partition(".")[0]
             allowed = bool({package, item.target} & OPTIONAL) or (on_top and package == "fp8core")

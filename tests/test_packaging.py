@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from email import message_from_string
@@ -29,6 +28,7 @@ INFO = f"fp8core-{VERSION}.dist-info"
 INSTALLED = {
     "fp8core": "fp8core",
     "backends": "fp8core_backends",
+    "fp8core_pytest": "fp8core_pytest",
     "csrc": "fp8core_backends/csrc",
 }
 # What builds, tools and editors leave behind; all of it is in .gitignore.
@@ -106,7 +106,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
 def test_package_list_equals_the_tree() -> None:
     listed = set(CONFIG["tool"]["setuptools"]["packages"])
     found = {"fp8core_backends.csrc"}
-    for folder in ("fp8core", "backends"):
+    for folder in ("fp8core", "backends", "fp8core_pytest"):
         for path in (ROOT / folder).rglob("*.py"):
             parts = path.parent.relative_to(ROOT / folder).parts
             found.add(".".join((INSTALLED[folder], *parts)))
@@ -182,9 +182,11 @@ def scratch_environment(folder: Path) -> Path:
     """Interpreter of a new environment that sees this one's packages, except fp8core itself."""
     packages = folder / "packages"
     packages.mkdir()
-    for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+    # Packages may come from another environment, by a .pth file.
+    for place in dict.fromkeys(path for path in sys.path if Path(path).name == "site-packages"):
         for entry in Path(place).iterdir():
-            if "fp8core" not in entry.name and entry.name != "__pycache__":
+            is_new = not (packages / entry.name).exists()
+            if is_new and "fp8core" not in entry.name and entry.name != "__pycache__":
                 (packages / entry.name).symlink_to(entry)
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     python = folder / "venv" / "bin" / "python"

@@ -14,6 +14,7 @@ import pytest
 GOOD = """
 from fp8core.backend_api import BackendSpec, hookimpl
 from fp8core.formats import minifloat
+from fp8core.recipe import Float8RowwiseScaling
 
 @hookimpl
 def fp8core_register_formats(register):
@@ -23,6 +24,18 @@ def fp8core_register_formats(register):
 def fp8core_register_backends(register):
     factory = "fp8core_backends.reference.backend:ReferenceBackend"
     register(BackendSpec("toy", ("cpu",), factory, environment=("FP8CORE_TOY_TILES",)))
+
+@hookimpl
+def fp8core_register_recipes(register):
+    register("toy_rows", lambda: Float8RowwiseScaling(fp8_format="toy8"))
+
+@hookimpl
+def fp8core_select_backend(op, candidates):
+    return "reference" if op == "amax" and "reference" in candidates else None
+
+@hookimpl
+def fp8core_doctor(report):
+    report("toy", "tiles of 4")
 """
 MISSPELT = """
 from fp8core.backend_api import hookimpl
@@ -43,9 +56,12 @@ logging.basicConfig(format="%(message)s")
 import fp8core
 at_import = [name for name in sys.modules if name.startswith(("toy_", "fp8core_backends"))]
 
+import torch
 from fp8core import doctor, recipe
-from fp8core.dispatch import plugins
+from fp8core.backend_api import AmaxDesc
+from fp8core.dispatch import plugins, policy, select
 report = doctor.examine()
+amax = select.choose(AmaxDesc(torch.float32), torch.device("cpu"), policy.current())
 try:
     fp8core.use_backend("toy_broken")
 except fp8core.PluginError as error:
@@ -56,6 +72,9 @@ print(json.dumps({
     "refusal": refusal,
     "selected": report.selected,
     "format": recipe.Float8CurrentScaling(fp8_format="toy8").fp8_format,
+    "recipe": recipe.by_name("toy_rows").fp8_format,
+    "amax": [amax.backend, amax.because],
+    "notes": report.notes,
 }))
 """
 
@@ -101,6 +120,18 @@ def test_installed_plugin_is_used(answer: dict[str, Any]) -> None:
 
 def test_format_of_an_installed_plugin_is_usable_in_a_recipe(answer: dict[str, Any]) -> None:
     assert answer["format"] == "toy8"
+
+
+def test_recipe_of_an_installed_plugin_has_a_name(answer: dict[str, Any]) -> None:
+    assert answer["recipe"] == "toy8"
+
+
+def test_policy_of_an_installed_plugin_chooses(answer: dict[str, Any]) -> None:
+    assert answer["amax"] == ["reference", "site policy"]
+
+
+def test_lines_of_an_installed_plugin_are_in_the_doctors_report(answer: dict[str, Any]) -> None:
+    assert "toy: tiles of 4" in answer["notes"]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from fp8core.backend_api import (
     hookimpl,
 )
 from fp8core.dispatch import plugins, table
+from fp8core.testing.calls import Call
+from fp8core.testing.laws.fused import add_pair, pair
 from fp8core_backends.reference.backend import ReferenceBackend
 
 Spoil = Callable[[Quantized], Quantized]
@@ -53,30 +55,19 @@ class FusedToy(ReferenceBackend):
         return counted
 
     def _fuse(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
-        if isinstance(desc, FusedDesc):
-            return self._with_quantize(desc, device)
-        if isinstance(desc, AddNormDesc):
-            norm = super().bind(desc.norm, device)
+        if not isinstance(desc, FusedDesc | AddNormDesc):
+            return super().bind(desc, device)
+        bind = super().bind
 
-            def add_norm(x: torch.Tensor, residual: torch.Tensor, *own: torch.Tensor) -> Any:
-                total = x + residual
-                return (total, *norm(total, *own))
+        def part(own: OpDesc, *arguments: Any, **keywords: Any) -> Any:
+            made = bind(own, device)(*arguments, **keywords)
+            if own == getattr(desc, "quantize", None):
+                assert arguments[0].dtype == own.dtype
+                return self._spoil(made)
+            return made
 
-            return add_norm
-        return super().bind(desc, device)
-
-    def _with_quantize(self, desc: FusedDesc, device: torch.device) -> Callable[..., Any]:
-        produce = super().bind(desc.producer, device)
-        quantize = super().bind(desc.quantize, device)
-
-        def fused(*arguments: Any, **keywords: Any) -> tuple[Any, ...]:
-            made = produce(*arguments)
-            first, *rest = made if isinstance(made, tuple) else (made,)
-            assert first.dtype == desc.quantize.dtype
-            sums = (first.sum(0, dtype=torch.float32),) if desc.sums else ()
-            return (self._spoil(quantize(first, **keywords)), *rest, *sums)
-
-        return fused
+        make = pair if isinstance(desc, FusedDesc) else add_pair
+        return lambda *arguments, **keywords: make(part, Call(desc, arguments, keywords))
 
 
 def unspoilt(made: Quantized) -> Quantized:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fp8core.backend_api import DequantizeDesc, GemmDesc, Operand, OperandSpec, QuantizeDesc
+from fp8core.testing.compare import ulp
 from fp8core_backends.reference.backend import ReferenceBackend
 
 CPU = torch.device("cpu")
@@ -113,13 +114,6 @@ def gemm(
     backend = ReferenceBackend()
     assert backend.unsupported(desc, CPU) is None
     return backend.bind(desc, CPU)(a, b, bias=bias, out=out)
-
-
-def ulp(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The spacing of ``dtype`` at x: 2^floor(log2 |x|) * eps, subnormals included."""
-    limits = torch.finfo(dtype)
-    exponent = torch.frexp(x.abs().clamp(min=limits.tiny)).exponent - 1
-    return limits.eps * 2.0 ** exponent.double()
 
 
 def assert_product(

@@ -1,4 +1,7 @@
-"""Laws of quantization that hold for every spec, shape and value, as Hypothesis properties."""
+"""Laws of quantization that hold for every spec, shape and value, as Hypothesis properties.
+
+These are about the judge alone; tests/conformance holds it to what every backend promises.
+"""
 
 from __future__ import annotations
 
@@ -174,31 +177,6 @@ def assert_same(spec: OperandSpec, made: Operand | None, expected: Operand | Non
 
 
 @for_each(EVERY)
-def test_both_orientations_in_one_call_equal_two_half_calls(
-    spec: OperandSpec, data: st.DataObject
-) -> None:
-    partners = [other for other in EVERY if other.delayed == spec.delayed]
-    case = draw_case(data, spec, data.draw(st.just(spec) | st.sampled_from(partners)))
-    both = case.quantize()
-    rowwise = run(case.row, None, case.x, **case.given)
-    columnwise = run(None, case.column, case.x, **case.given)
-    assert rowwise.columnwise is None
-    assert columnwise.rowwise is None
-    assert_same(case.row, both.rowwise, rowwise.rowwise)
-    assert_same(case.column, both.columnwise, columnwise.columnwise)
-
-
-@for_each(PLAIN)
-def test_columnwise_of_x_equals_rowwise_of_its_transpose(
-    spec: OperandSpec, data: st.DataObject
-) -> None:
-    case = draw_case(data, spec, spec)
-    columnwise = run(None, spec, case.x, **case.given).columnwise
-    rowwise = run(spec, None, case.x.t().contiguous(), **case.given).rowwise
-    assert_same(spec, columnwise, rowwise)
-
-
-@for_each(EVERY)
 def test_shapes_and_dtypes_follow_the_contract(spec: OperandSpec, data: st.DataObject) -> None:
     case = draw_case(data, spec, spec)
     shapes = case.x.shape, case.x.t().shape
@@ -217,23 +195,6 @@ def test_shapes_and_dtypes_follow_the_contract(spec: OperandSpec, data: st.DataO
         if global_scale_inv is not None:
             assert global_scale_inv.shape == (1, 1)
             assert global_scale_inv.dtype == torch.float32
-
-
-@for_each(EVERY)
-def test_quantize_writes_nothing_but_amax_out(spec: OperandSpec, data: st.DataObject) -> None:
-    case = draw_case(data, spec, spec)
-    inputs = {"x": case.x, **case.given}
-    before = {name: value.clone().view(torch.uint8) for name, value in inputs.items()}
-    made = case.quantize()
-    for operand in made:
-        for part in filter(lambda part: part is not None, operand):
-            part.fill_(1)  # and what is handed out shares no memory with the inputs
-    changed = {
-        name
-        for name, value in inputs.items()
-        if not torch.equal(value.view(torch.uint8), before[name])
-    }
-    assert changed <= {"amax_out"}
 
 
 @for_each([spec for spec in PLAIN if spec.block[0] in (0, 1)])
@@ -310,26 +271,3 @@ def test_requantizing_with_two_level_scales_changes_no_code(
     assert_same(spec, Operand(second.data), Operand(first.data))
     assert torch.equal(second.scale_inv, first.scale_inv)
     torch.testing.assert_close(dequantize(spec, second), values, rtol=8 * UNIT, atol=0)
-
-
-@for_each([spec for spec in EVERY if not spec.stochastic])
-def test_each_group_is_quantized_as_a_tensor_of_its_own(
-    spec: OperandSpec, data: st.DataObject
-) -> None:
-    step = multiple(spec)
-    sizes = [-(-size // step) * step for size in data.draw(st.lists(SIZES, min_size=1, max_size=4))]
-    offsets = torch.tensor([0, *sizes]).cumsum(0)
-    cols = -(-data.draw(SIZES) // step) * step
-    x = tensor(data, int(offsets[-1]), cols)
-    given_all = extras((spec,), 11, len(sizes))
-    parts = []
-    for group, part in enumerate(torch.split(x, sizes)):
-        own = {name: value[group : group + 1].clone() for name, value in given_all.items()}
-        parts.append((*run(spec, spec, part, **own), own.get("amax_out")))
-    made = run(spec, spec, x, offsets, **given_all)
-    for dim, operand in enumerate(made):
-        pieces = zip(*(part[dim] for part in parts), strict=True)
-        joined = [None if piece[0] is None else torch.cat(piece, dim) for piece in pieces]
-        assert_same(spec, operand, Operand(*joined))
-    if spec.delayed:
-        assert torch.equal(given_all["amax_out"], torch.cat([part[2] for part in parts]))

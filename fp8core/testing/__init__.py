@@ -1,0 +1,20 @@
+"""The conformance kit: is a backend what it says it is?
+
+``pytest --fp8core-backend=NAME``, or ``fp8core conformance NAME``, holds an installed backend to
+the seven laws, for every operation and every descriptor that it declares:
+
+1. ``quantize`` equals the reference bit for bit, data and scales, or is within the bound that the
+   backend declares (:class:`fp8core.backend_api.Numerics`); stochastic rounding in distribution
+2. whoever supports a descriptor supports either half of it
+3. both orientations in one call equal two calls
+4. a product is within its bound of the float64 product of the dequantized operands; norms,
+   activations and the other sums are within a few float32 roundings of float64
+5. inputs are not written, except ``out`` and ``amax_out``
+6. a fused operation equals its unfused pair bit for bit
+7. ``unsupported`` touches no tensor, denies what it does not know, and what it declares runs
+
+It reads from the bottom up: ``compare``, ``inputs``, ``subject`` (the backend, its device and its
+judge), ``catalogue`` (every descriptor that a recipe asks for), ``calls`` (arguments for any
+descriptor), ``checks`` (laws times descriptors), ``laws/`` (the laws themselves), ``expected``
+(failures that are known), ``report``, ``collection`` (for pytest), ``command``.
+"""

@@ -1,0 +1,164 @@
+"""Every descriptor that the layers ask for: all recipes, with their variants, in every dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from fp8core import recipe
+from fp8core.backend_api import (
+    ACTIVATIONS,
+    ActivationBackwardDesc,
+    ActivationDesc,
+    AddNormDesc,
+    AmaxDesc,
+    DequantizeDesc,
+    FusedDesc,
+    NormBackwardDesc,
+    NormDesc,
+    OpDesc,
+    QuantizeDesc,
+    ScaleUpdateDesc,
+)
+from fp8core.links.activation import activation_shape
+from fp8core.links.bind import gemm_desc
+from fp8core.links.linear import LinearShape
+from fp8core.plan import LayerRole, LinearPlan, TensorPlan
+from fp8core.recipe import Recipe
+
+__all__ = ["DTYPES", "Entry", "catalogue"]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Entry(NamedTuple):
+    """A descriptor, and a unique name made of who asks for it: ``mxfp8.fprop.bfloat16``."""
+
+    label: str
+    desc: OpDesc
+
+
+def _recipes() -> dict[str, Recipe]:
+    """Return every named recipe, the plug-ins' included, and the options that change a plan."""
+    named = {name: recipe.by_name(name) for name in recipe.names()}
+    return named | {
+        "current-pow2": recipe.Float8CurrentScaling(use_power_2_scales=True),
+        "rowwise-hybrid": recipe.Float8RowwiseScaling(fp8_format="hybrid"),
+        "block-float32": recipe.Float8BlockScaling(use_f32_scales=True),
+        "block-square": recipe.Float8BlockScaling(x_block_scaling_dim=2),
+        "mxfp8-hybrid": recipe.MXFP8BlockScaling(fp8_format="hybrid"),
+        "mxfp8-square": recipe.MXFP8BlockScaling(enable_2d_quantization=True),
+        "nvfp4-plain": recipe.NVFP4BlockScaling(
+            disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
+        ),
+    }
+
+
+def catalogue() -> list[Entry]:
+    """Return every descriptor once, under the name of the first who asks for it."""
+    labels: dict[OpDesc, str] = {}
+    for label, desc in _everything():
+        labels.setdefault(desc, label)
+    return [Entry(label, desc) for desc, label in labels.items()]
+
+
+def _everything() -> Iterator[Entry]:
+    for dtype in DTYPES:
+        yield from _pointwise(dtype)
+        for name, chosen in _recipes().items():
+            for groups in (0, 3):
+                role = LayerRole("grouped_linear" if groups else "linear", name="layer")
+                prefix = f"{name}{'.grouped' if groups else ''}"
+                plan = chosen.plan(role, dtype)
+                yield from _gemms(prefix, plan, dtype, groups)
+                yield from _casts(prefix, plan, dtype, is_grouped=bool(groups))
+                if not groups:
+                    yield from _fusions(prefix, plan, dtype)
+        for groups in (0, 3):
+            yield from _gemms(f"plain{'.grouped' if groups else ''}", LinearPlan(), dtype, groups)
+    for algorithm in ("max", "most_recent"):
+        yield Entry(f"delayed.{algorithm}", ScaleUpdateDesc(algorithm))
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _gemms(prefix: str, plan: LinearPlan, dtype: torch.dtype, groups: int) -> Iterator[Entry]:
+    for weight_dtype in dict.fromkeys((dtype, torch.float32)):
+        shape = LinearShape(1, 1, weight_dtype, None, groups)
+        for name in ("fprop", "dgrad", "wgrad"):
+            desc = gemm_desc(name, plan, shape, dtype)
+            label = f"{prefix}.{name}.{_word(dtype)}.{_word(desc.out_dtype)}"
+            yield Entry(label, desc)
+            if name == "wgrad":
+                yield Entry(f"{label}.accumulate", dataclasses.replace(desc, accumulate=True))
+
+
+def _tensors(plan: LinearPlan) -> dict[str, TensorPlan]:
+    tensors = {"input": plan.input, "weight": plan.weight, "grad_output": plan.grad_output}
+    return {name: tensor for name, tensor in tensors.items() if any(tensor)}
+
+
+def _casts(
+    prefix: str, plan: LinearPlan, dtype: torch.dtype, *, is_grouped: bool
+) -> Iterator[Entry]:
+    for name, tensor in _tensors(plan).items():
+        label = f"{prefix}.{name}.{_word(dtype)}"
+        yield Entry(label, QuantizeDesc(dtype, *tensor, is_grouped and name != "weight"))
+        for orientation, spec in zip(tensor._fields, tensor, strict=True):
+            if spec is not None and not is_grouped:
+                yield Entry(f"{label}.{orientation}", DequantizeDesc(spec, dtype))
+
+
+def _pointwise(dtype: torch.dtype) -> Iterator[Entry]:
+    yield Entry(_word(dtype), AmaxDesc(dtype))
+    for out_dtype in dict.fromkeys((dtype, torch.float32)):
+        words = f"{_word(dtype)}.{_word(out_dtype)}"
+        for kind in ("layernorm", "rmsnorm"):
+            for zero_centered in (False, True):
+                norm = NormDesc(kind, dtype, out_dtype, 1e-5, zero_centered)
+                label = f"{kind}{'.zero_centered' if zero_centered else ''}.{words}"
+                yield Entry(label, norm)
+                yield Entry(f"{label}.backward", NormBackwardDesc(norm))
+                yield Entry(f"{label}.add", AddNormDesc(norm))
+        for name in ACTIVATIONS:
+            params = activation_shape(name).params
+            yield Entry(f"{name}.{words}", ActivationDesc(name, dtype, out_dtype, params))
+            backward = ActivationBackwardDesc(name, dtype, out_dtype, params)
+            yield Entry(f"{name}.{words}.backward", backward)
+
+
+def _fusions(prefix: str, plan: LinearPlan, dtype: torch.dtype) -> Iterator[Entry]:
+    """Yield the fusions of a norm or an activation with the cast of what follows it."""
+
+    def handover(tensor: TensorPlan) -> torch.dtype:
+        is_rounded = all(spec is None or spec.cast_first for spec in tensor)
+        return dtype if is_rounded else torch.float32
+
+    tensors = _tensors(plan)
+    producers: list[tuple[str, FusedDesc]] = []
+    if "input" in tensors:
+        quantize = QuantizeDesc(handover(plan.input), *plan.input)
+        for kind in ("layernorm", "rmsnorm"):
+            norm = NormDesc(kind, dtype, quantize.dtype, 1e-5)
+            producers.append((kind, FusedDesc(norm, quantize)))
+        for name in ("gelu", "swiglu"):
+            made = ActivationDesc(name, dtype, quantize.dtype)
+            producers.append((name, FusedDesc(made, quantize)))
+    if "grad_output" in tensors:
+        quantize = QuantizeDesc(handover(plan.grad_output), *plan.grad_output)
+        backward = ActivationBackwardDesc("gelu", dtype, quantize.dtype)
+        producers.append(("gelu.backward", FusedDesc(backward, quantize)))
+        quantize = QuantizeDesc(dtype, *plan.grad_output)
+        gated = ActivationBackwardDesc("swiglu", dtype, dtype)
+        producers.append(("swiglu.backward", FusedDesc(gated, quantize)))
+        norm = NormDesc("rmsnorm", dtype, dtype, 1e-5)
+        producers.append(("rmsnorm.backward", FusedDesc(NormBackwardDesc(norm), quantize)))
+    for word, fused in producers:
+        for sums in (False, True):
+            label = f"{prefix}.{word}{'.sums' if sums else ''}.{_word(dtype)}"
+            yield Entry(label, dataclasses.replace(fused, sums=sums))

@@ -1,0 +1,128 @@
+"""Laws times descriptors: what there is to check about one backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fp8core.backend_api import OPS, OPTIONAL_OPS, OpDesc
+from fp8core.testing.catalogue import Entry, catalogue
+from fp8core.testing.subject import Subject
+
+__all__ = ["EVERY_OP", "LAWS", "Check", "Law", "Support", "checks", "law", "supported"]
+
+EVERY_OP = (*OPS, *OPTIONAL_OPS)
+BACKEND = "backend"
+
+Test = Callable[[Subject, OpDesc], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """One of the kit's tests: the number of its law, its name, and the operations it is about.
+
+    ``test(subject, desc)`` raises :class:`fp8core.testing.compare.Broken`, or returns the worst
+    error as a share of what is allowed, None where that says nothing. Without operations it is
+    about the backend as a whole: ``test(subject)``. ``is_strict``: it holds in strict mode alone.
+    """
+
+    number: int
+    name: str
+    ops: tuple[str, ...]
+    meaning: str
+    test: Callable[..., float | None]
+    applies: Callable[..., bool]
+    is_strict: bool
+
+    @property
+    def full_name(self) -> str:
+        """``law4_gemm_adds_the_bias``."""
+        return f"law{self.number}_{self.name}"
+
+
+LAWS: dict[str, Law] = {}
+"""Every law's tests by name, in the order of definition; filled by :mod:`fp8core.testing.laws`."""
+
+
+def law(
+    number: int,
+    *ops: str,
+    applies: Callable[..., bool] = lambda desc: True,
+    is_strict: bool = False,
+) -> Callable[[Callable[..., float | None]], Callable[..., float | None]]:
+    """Make a function one of the kit's tests, about the descriptors of ``ops`` that ``applies`` to.
+
+    Its name says what holds, its docstring's first line says it in a sentence.
+    """
+
+    def add(test: Callable[..., float | None]) -> Callable[..., float | None]:
+        name = test.__name__
+        assert name not in LAWS, name
+        meaning = (test.__doc__ or "").strip().partition("\n")[0]
+        LAWS[name] = Law(number, name, ops, meaning, test, applies, is_strict)
+        return test
+
+    return add
+
+
+class Check(NamedTuple):
+    """One test of one descriptor; ``check.run()`` is the test."""
+
+    law: Law
+    op: str
+    label: str
+    run: Callable[[], float | None]
+
+    @property
+    def id(self) -> str:
+        """``law4_gemm_adds_the_bias/mxfp8.fprop.bfloat16.bfloat16``."""
+        return f"{self.law.full_name}/{self.label}"
+
+
+class Support(NamedTuple):
+    """How many of an operation's descriptors in the catalogue the backend runs; why not others."""
+
+    op: str
+    supported: int
+    known: int
+    reasons: dict[str, int]
+
+
+def supported(subject: Subject) -> list[Support]:
+    """Return what the backend declares, by operation; reasons are counted."""
+    found = []
+    for op in EVERY_OP:
+        entries = [entry for entry in catalogue() if entry.desc.op == op]
+        reasons: dict[str, int] = {}
+        for reason in (subject.refuses(entry.desc) for entry in entries):
+            if reason is not None:
+                reasons[reason] = reasons.get(reason, 0) + 1
+        found.append(Support(op, len(entries) - sum(reasons.values()), len(entries), reasons))
+    return found
+
+
+def checks(
+    subject: Subject, laws: Collection[Law], entries: Sequence[Entry] | None = None
+) -> Iterator[Check]:
+    """Yield what there is to check: each of ``laws`` for each supported descriptor it is about.
+
+    ``entries`` are the descriptors to check, the whole :func:`catalogue` by default. All checks of
+    a descriptor come together, so that its results need not be kept for long.
+    """
+    declared = [
+        entry
+        for entry in (catalogue() if entries is None else entries)
+        if subject.refuses(entry.desc) is None
+    ]
+    for one in laws:
+        if not one.ops:
+            yield Check(one, BACKEND, BACKEND, _bound(one, subject))
+    for label, desc in declared:
+        for one in laws:
+            if desc.op in one.ops and one.applies(desc):
+                yield Check(one, desc.op, label, _bound(one, subject, desc))
+
+
+def _bound(one: Law, subject: Subject, *desc: OpDesc) -> Callable[[], float | None]:
+    return lambda: one.test(subject, *desc)

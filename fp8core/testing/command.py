@@ -1,0 +1,71 @@
+"""``fp8core conformance``: hold an installed backend to the laws, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from types import ModuleType
+
+from fp8core.errors import Fp8CoreError, UnsupportedError
+from fp8core.testing.subject import find
+
+__all__ = ["add_arguments", "run"]
+
+USAGE_ERROR = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.epilog = (
+        "Exits with 0 if every law holds, 1 if one is broken, 2 if the backend cannot be tested."
+    )
+    parser.add_argument("backend", help="its name, as `fp8core doctor` lists it")
+    parser.add_argument("--device", help="as torch names it; default: the backend's preferred one")
+    parser.add_argument("--json", metavar="FILE", help="write what was found to FILE")
+    parser.add_argument(
+        "--xfail", metavar="FILE", help="expected failures: 'PATTERN  # REASON' to a line"
+    )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="fail too where an operation has a method but no support, or cannot be judged; "
+        "FP8CORE_STRICT=1 does the same",
+    )
+    parser.add_argument("-k", metavar="WORDS", help="only the checks whose id these words match")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the kit; return 0 if every law holds, 1 if one is broken, 2 if it could not be asked."""
+    try:
+        pytest = _pytest()
+        find(args.backend, args.device)
+    except Fp8CoreError as error:
+        print(f"fp8core conformance: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    # Neither the configuration nor the conftest of the folder that it is run in.
+    options = ["-p", "fp8core_pytest", "-p", "no:cacheprovider", "-c", os.devnull, "--noconftest"]
+    options += [
+        f"--rootdir={os.getcwd()}",
+        "-q",
+        "--no-header",
+        "--assert=plain",
+        f"--fp8core-backend={args.backend}",
+    ]
+    for name in ("device", "json", "xfail"):
+        value = getattr(args, name)
+        options += [f"--fp8core-{name}={value}"] if value else []
+    options += ["--fp8core-strict"] if args.strict else []
+    options += ["-k", args.k] if args.k else []
+    status = pytest.main(options)
+    return int(status) if status in (0, 1) else USAGE_ERROR
+
+
+def _pytest() -> ModuleType:
+    try:
+        import pytest
+    except ImportError:
+        raise UnsupportedError(
+            "needs pytest, which is not installed; `python -m pip install pytest` installs it."
+        ) from None
+    return pytest

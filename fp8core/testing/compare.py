@@ -1,0 +1,101 @@
+"""Comparisons that say where and by how much two results differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+__all__ = ["Broken", "Unjudged", "require", "same_bits", "signature", "ulp", "within"]
+
+
+class Broken(AssertionError):
+    """A law does not hold; ``worst`` is the error as a share of what is allowed, if it has one."""
+
+    def __init__(self, message: str, worst: float | None = None) -> None:
+        super().__init__(message)
+        self.worst = worst
+
+
+class Unjudged(Exception):
+    """A check that cannot be made: nothing here can say what the result should be."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise :class:`Broken` with ``message`` unless ``condition`` holds."""
+    if not condition:
+        raise Broken(message)
+
+
+def same_bits(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Require equal shapes, dtypes and values; -0 is not 0, NaN is NaN."""
+    ours, theirs = ours.detach().cpu(), theirs.detach().cpu()
+    same_form(what, ours, theirs)
+    differs = ours != theirs
+    if ours.is_floating_point():
+        differs = (differs & ~(ours.isnan() & theirs.isnan())) | (
+            ours.signbit() != theirs.signbit()
+        )
+        differs &= ~(ours.isnan() & theirs.isnan())
+    if bool(differs.any()):
+        raise Broken(f"{what}: {_first(differs, ours, theirs)}")
+
+
+def same_form(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Require equal shapes and dtypes."""
+    require(
+        (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype),
+        f"{what} is {ours.dtype} {list(ours.shape)}, expected {theirs.dtype} {list(theirs.shape)}",
+    )
+
+
+def within(what: str, ours: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> float:
+    """Require ``|ours - expected| <= bound`` everywhere, and NaN where NaN is expected.
+
+    ``expected`` and ``bound`` are float64 on the CPU. Returns the largest error as a share of the
+    bound; 0 for empty tensors.
+    """
+    got = ours.detach().cpu().double()
+    require(
+        got.shape == expected.shape, f"{what} is {list(got.shape)}, expected {list(expected.shape)}"
+    )
+    if got.numel() == 0:
+        return 0.0
+    exact = (got == expected) | (got.isnan() & expected.isnan())
+    share = ((got - expected).abs() / bound.clamp(min=torch.finfo(torch.float64).tiny)).where(
+        ~exact, 0.0
+    )
+    share = share.nan_to_num(nan=torch.inf)
+    worst = float(share.max())
+    if worst > 1:
+        differs = share > 1
+        text = f"{what}: {_first(differs, got, expected)}; worst error is {worst:.3g} of the bound"
+        raise Broken(text, worst)
+    return worst
+
+
+def ulp(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the spacing of ``dtype`` at float64 ``x``, that of the smallest normal below it."""
+    limits = torch.finfo(dtype)
+    exponent = torch.frexp(x.abs().clamp(min=limits.tiny)).exponent - 1
+    return limits.eps * 2.0 ** exponent.double()
+
+
+def signature(result: Any) -> Any:
+    """Return shapes and dtypes of the tensors of a result, None for what is no tensor."""
+
+    def of(leaf: Any) -> Any:
+        return f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else None
+
+    leaves = pytree.tree_leaves(result, is_leaf=lambda leaf: leaf is None)
+    return [of(leaf) for leaf in leaves]
+
+
+def _first(differs: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> str:
+    at = differs.nonzero()[0].tolist()
+    where, count = tuple(at), int(differs.sum())
+    return (
+        f"{count} of {differs.numel()} entries differ, the first at {at}: "
+        f"{ours[where].item()!r}, expected {theirs[where].item()!r}"
+    )

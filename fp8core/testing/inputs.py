@@ -1,0 +1,111 @@
+"""Matrices that find faults: many decades, outliers, zeros, subnormals, inf and NaN, odd strides.
+
+All are made on the CPU from a fixed seed, so that a failure is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["KINDS", "matrix", "moderate", "shifted", "strided"]
+
+
+def _normal(rows: int, cols: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, cols, generator=generator)
+
+
+def _uniform(rows: int, cols: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(rows, cols, generator=generator)
+
+
+def _decades(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    reach = 2 if dtype == torch.float16 else 6
+    return _normal(rows, cols, 1) * 10.0 ** (reach * (2 * _uniform(rows, cols, 2) - 1))
+
+
+def _outlier(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    x = _normal(rows, cols, 3)
+    x[rows // 2, cols // 3] = -6e4 if dtype == torch.float16 else -1e6
+    return x
+
+
+def _holes(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zero rows, columns and blocks, and -0."""
+    x = _normal(rows, cols, 4)
+    x[::3] = 0.0
+    x[:, 32:64] = 0.0
+    x[1::3, 1::5] = -0.0
+    x[:, cols // 2] = -0.0
+    return x
+
+
+def _tiny(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """Subnormals of the dtype in some rows, and next to them its smallest normals."""
+    limits = torch.finfo(dtype)
+    steps = (_uniform(rows, cols, 5) * 64).round() * _normal(rows, cols, 6).sign()
+    x = steps.double() * limits.tiny * limits.eps
+    x[1::2] *= 2.0**12
+    return x
+
+
+def _huge(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    return (_uniform(rows, cols, 7) * 2 - 1).double() * torch.finfo(dtype).max
+
+
+def _nonfinite(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """NaN and inf in some places, a row of NaN, a row with inf alone."""
+    x = _normal(rows, cols, 8)
+    odd = _uniform(rows, cols, 9)
+    for at, value in enumerate((math.nan, math.inf, -math.inf)):
+        x[(odd > 0.9 + 0.03 * at) & (odd < 0.91 + 0.03 * at)] = value
+    x[rows // 2] = math.nan
+    x[rows // 3, cols // 2] = math.inf
+    return x
+
+
+KINDS: dict[str, Callable[[int, int, torch.dtype], torch.Tensor]] = {
+    "decades": _decades,
+    "outlier": _outlier,
+    "holes": _holes,
+    "subnormals": _tiny,
+    "huge": _huge,
+    "nonfinite": _nonfinite,
+}
+
+
+@functools.lru_cache(maxsize=512)
+def matrix(kind: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``x [rows, cols]`` of ``dtype`` on the CPU; not to be written."""
+    if rows == 0 or cols == 0:
+        return torch.empty(rows, cols, dtype=dtype)
+    return KINDS[kind](rows, cols, dtype).to(dtype)
+
+
+@functools.lru_cache(maxsize=512)
+def moderate(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Return ``x [rows, cols]`` within +-8 whose rows differ by up to a factor 100."""
+    spread = 10.0 ** (2 * _uniform(rows, 1, seed + 1) - 1)
+    return (_normal(rows, cols, seed) * spread).clamp(-8, 8).to(dtype)
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """Return the values of ``x``, contiguous, at an address that is a multiple of one element."""
+    buffer = torch.full((x.numel() + 1,), 77, dtype=x.dtype, device=x.device)
+    view = buffer[1:].view(x.shape)
+    view.copy_(x)
+    return view
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """Return the values of the matrix ``x`` in memory with gaps, the columns side by side."""
+    rows, cols = x.shape
+    buffer = torch.full((cols, 2 * rows + 1), 77, dtype=x.dtype, device=x.device)
+    view = buffer[:, 1 : 2 * rows : 2].t() if rows else buffer[:, :0].t()
+    view.copy_(x)
+    return view

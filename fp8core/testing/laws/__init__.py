@@ -1,0 +1,17 @@
+"""The laws, as functions of a backend and a descriptor; importing this package defines them all."""
+
+from __future__ import annotations
+
+from fp8core.testing.checks import LAWS
+from fp8core.testing.laws import (  # noqa: F401  each defines its laws when it is imported
+    declaration,
+    every_op,
+    fused,
+    gemm,
+    grouped,
+    pointwise,
+    quantize,
+    stochastic,
+)
+
+__all__ = ["LAWS"]

@@ -1,0 +1,171 @@
+"""Laws 2 and 7: what a backend says about itself, asked without running anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8core.backend_api import (
+    Alignment,
+    FusedDesc,
+    GemmDesc,
+    Numerics,
+    OpDesc,
+    OperandSpec,
+    QuantizeDesc,
+)
+from fp8core.testing.catalogue import Entry, catalogue
+from fp8core.testing.checks import EVERY_OP, law
+from fp8core.testing.compare import Broken, require
+from fp8core.testing.subject import Subject
+
+GEMMS = ("gemm", "grouped_gemm")
+FUSED = tuple(op for op in EVERY_OP if op.endswith("_quantize"))
+
+
+class _NoTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no types
+    """Breaks law 7 when a tensor operation runs."""
+
+    def __torch_dispatch__(self, func: Any, *rest: Any) -> None:
+        raise Broken(f"a declaration called {func}")
+
+
+def _declared(subject: Subject) -> Iterator[Entry]:
+    return (entry for entry in catalogue() if subject.refuses(entry.desc) is None)
+
+
+@law(7)
+def something_is_supported(subject: Subject) -> None:
+    """At least one descriptor of the catalogue is supported."""
+    require(any(_declared(subject)), "the backend supports no descriptor that any layer asks for")
+
+
+@law(7, is_strict=True)
+def every_operation_with_a_method_is_supported(subject: Subject) -> None:
+    """A backend with a method named like an operation supports some descriptor of it."""
+    some = {entry.desc.op for entry in _declared(subject)}
+    idle = [op for op in EVERY_OP if hasattr(subject.backend, op) and op not in some]
+    require(not idle, f"has methods for {', '.join(idle)}, but supports no descriptor of them")
+
+
+@law(7)
+def unsupported_touches_no_tensor(subject: Subject) -> None:
+    """unsupported() runs no tensor operation, whatever it is asked."""
+    with _NoTensors():  # type: ignore[no-untyped-call]  # likewise
+        for entry in catalogue():
+            subject.backend.unsupported(entry.desc, subject.device)
+
+
+@law(7)
+def unsupported_gives_a_reason_or_none(subject: Subject) -> None:
+    """unsupported() returns None or a sentence, and the same one twice."""
+    for label, desc in catalogue():
+        first, again = (subject.backend.unsupported(desc, subject.device) for _ in range(2))
+        is_reason = first is None or (isinstance(first, str) and bool(first.strip()))
+        require(is_reason, f"{label}: unsupported() returned {first!r}")
+        require(first == again, f"{label}: unsupported() said {first!r}, then {again!r}")
+
+
+@law(7)
+def unknown_descriptors_are_denied(subject: Subject) -> None:
+    """A descriptor of a later version of the API is unsupported, and so is anything else."""
+    later = {type(entry.desc): entry.desc for entry in _declared(subject)}
+    for known, desc in later.items():
+        derived = type(f"Later{known.__name__}", (known,), {})
+        values = {field.name: getattr(desc, field.name) for field in dataclasses.fields(desc)}
+        _denied(subject, derived(**values), f"a subclass of {known.__name__}")
+    for nonsense in (object(), None, "gemm"):
+        _denied(subject, nonsense, repr(nonsense))
+
+
+@law(7)
+def unknown_values_are_denied(subject: Subject) -> None:
+    """A supported descriptor with an unknown format, dtype, name or block is unsupported."""
+    for label, desc in _declared(subject):
+        for word, spoilt in _spoilt(desc):
+            _denied(subject, spoilt, f"{label} with {word}")
+
+
+def _denied(subject: Subject, desc: Any, what: str) -> None:
+    reason = subject.backend.unsupported(desc, subject.device)
+    require(isinstance(reason, str), f"{what} is said to be supported")
+
+
+def _spoilt(desc: OpDesc) -> Iterator[tuple[str, OpDesc]]:
+    """Yield ``desc`` with one field that means nothing, and what is wrong with it."""
+    strange: dict[str, Any] = {
+        "dtype": torch.complex64,
+        "out_dtype": torch.complex64,
+        "name": "no_such_activation",
+        "kind": "no_such_norm",
+        "algorithm": "no_such_algorithm",
+    }
+    for field in dataclasses.fields(desc):
+        value = getattr(desc, field.name)
+        changes: dict[str, Any] = {}
+        if field.name in strange:
+            changes[f"{field.name}={strange[field.name]}"] = strange[field.name]
+        if isinstance(value, OperandSpec):
+            changes |= {f"{field.name} {word}": spec for word, spec in _spoilt_specs(value)}
+        for word, change in changes.items():
+            yield word, dataclasses.replace(desc, **{field.name: change})
+
+
+def _spoilt_specs(spec: OperandSpec) -> Iterator[tuple[str, OperandSpec]]:
+    changes: tuple[dict[str, Any], ...] = (
+        {"format": "no_such_format"},
+        {"format": "e8m0"},
+        {"scale_format": "no_such_format"},
+        {"transform": "no_such_transform"},
+        {"block": (-1, 128)},
+        {"block": (0, 128)},
+        {"target": 0.0},
+        {"target": math.nan},
+        {"amax_epsilon": -1.0},
+    )
+    for change in changes:
+        yield " ".join(f"{k}={v}" for k, v in change.items()), dataclasses.replace(spec, **change)
+
+
+@law(7, *GEMMS)
+def alignment_is_positive(subject: Subject, desc: GemmDesc) -> None:
+    """alignment() gives three positive integers, without touching a tensor."""
+    with _NoTensors():  # type: ignore[no-untyped-call]  # likewise
+        made = subject.backend.alignment(desc)
+    is_right = isinstance(made, Alignment) and all(isinstance(n, int) and n > 0 for n in made)
+    require(is_right, f"alignment() returned {made!r}")
+
+
+@law(7, *EVERY_OP)
+def declared_bounds_name_their_source(subject: Subject, desc: OpDesc) -> None:
+    """A bound that is not the default comes with its source, and is positive."""
+    made = subject.numerics(desc)
+    figures = dataclasses.replace(made, source="")
+    require(figures == Numerics() or bool(made.source.strip()), f"{made} names no source")
+    values = (made.code_steps, made.scale_ulps, made.sum_error_per_term, made.sum_error)
+    require(all(0 <= value < math.inf for value in values), f"{made} is no bound")
+
+
+@law(2, "quantize")
+def either_half_is_supported(subject: Subject, desc: QuantizeDesc) -> None:
+    """Whoever quantizes in both orientations quantizes in either alone."""
+    for half in desc.halves():
+        if half.rowwise is not None or half.columnwise is not None:
+            reason = subject.refuses(half)
+            require(reason is None, f"supports {desc}, but not {half}: {reason}")
+
+
+@law(2, *FUSED)
+def either_part_of_a_fusion_is_supported(subject: Subject, desc: FusedDesc) -> None:
+    """Whoever fuses a producer with a cast does both alone, and fuses either half of the cast."""
+    parts: list[OpDesc] = [desc.producer, desc.quantize]
+    for quantize in (desc.quantize, *desc.quantize.halves()):
+        parts += [dataclasses.replace(desc, quantize=quantize, sums=on) for on in (False, True)]
+    for part in parts:
+        reason = subject.refuses(part)
+        require(reason is None, f"supports {desc}, but not {part}: {reason}")

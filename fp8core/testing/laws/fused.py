@@ -1,0 +1,69 @@
+"""Law 6: a fused operation equals its unfused pair bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fp8core.backend_api import AddNormDesc, FusedDesc
+from fp8core.testing.calls import Call, arguments
+from fp8core.testing.checks import EVERY_OP, law
+from fp8core.testing.compare import same_bits, within
+from fp8core.testing.subject import Subject, on_cpu
+
+FUSED = tuple(op for op in EVERY_OP if op.endswith("_quantize"))
+
+
+def pair(run: Callable[..., Any], call: Call) -> tuple[Any, ...]:
+    """Return what a fused operation has to return, by running its two parts with ``run``."""
+    desc = call.desc
+    assert isinstance(desc, FusedDesc)
+    made = run(desc.producer, *call.arguments)
+    first, *rest = made if isinstance(made, tuple) else (made,)
+    sums = (first.sum(0, dtype=torch.float32),) if desc.sums else ()
+    return (run(desc.quantize, first, **call.keywords), *rest, *sums)
+
+
+def add_pair(run: Callable[..., Any], call: Call) -> tuple[Any, ...]:
+    """Return what ``add_norm`` has to return, by adding and running its norm with ``run``."""
+    desc = call.desc
+    assert isinstance(desc, AddNormDesc)
+    x, residual, *own = call.arguments
+    total = x + residual
+    return (total, *run(desc.norm, total, *own))
+
+
+def _same(made: Any, expected: Any) -> None:
+    parts = zip(pytree.tree_leaves(made), pytree.tree_leaves(expected), strict=True)
+    for at, (one, other) in enumerate(parts):
+        if isinstance(other, torch.Tensor):
+            same_bits(f"tensor {at} of the result", one, other)
+
+
+@law(6, *FUSED)
+def fused_equals_its_unfused_pair(subject: Subject, desc: FusedDesc) -> float | None:
+    """The producer and the cast in one call give the bits of two calls; sums are float32 sums."""
+    call = arguments(subject, desc)
+    again = call.again()
+    made, expected = list(call.run(subject)), list(pair(subject.run, again))
+    worst = None
+    if desc.sums:
+        first = subject.run(desc.producer, *call.arguments)
+        value = on_cpu(first[0] if isinstance(first, tuple) else first).double()
+        bound = (len(value) + 4) * 2.0**-24 * value.abs().sum(0)
+        worst = within("column sums", made.pop(), value.sum(0), bound)
+        expected.pop()
+    _same(made, expected)
+    if "amax_out" in call.keywords:
+        same_bits("amax_out", call.keywords["amax_out"], again.keywords["amax_out"])
+    return worst
+
+
+@law(6, "add_norm")
+def add_norm_equals_its_unfused_pair(subject: Subject, desc: AddNormDesc) -> None:
+    """The residual's sum is rounded to the norm's dtype before it is normalized."""
+    call = arguments(subject, desc)
+    _same(call.run(subject), add_pair(subject.run, call))

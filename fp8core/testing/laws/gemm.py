@@ -1,0 +1,199 @@
+"""Law 4 for dense products: against the float64 product of the dequantized operands."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fp8core import formats
+from fp8core.backend_api import GemmDesc, Numerics, Operand
+from fp8core.testing import inputs
+from fp8core.testing.calls import gemm_operands, operand, up
+from fp8core.testing.checks import law
+from fp8core.testing.compare import require, same_form, ulp, within
+from fp8core.testing.subject import Subject, on_cpu
+
+SIZES = ((1, 1, 32), (5, 7, 160), (33, 17, 96), (140, 270, 520))
+
+
+def product_within(
+    subject: Subject,
+    desc: GemmDesc,
+    what: str,
+    made: torch.Tensor,
+    operands: tuple[Operand, Operand],
+    term: torch.Tensor | None = None,
+) -> float:
+    """Require ``|made - expected| <= c (|a| @ |b|.T) + 1 ulp`` for ``expected = a @ b.T + term``.
+
+    ``c`` is what the backend declares for ``k`` terms, one more with ``term``.
+    """
+    # [m, k] x [n, k] -> [m, n]
+    x, y = subject.values(desc.a, operands[0]), subject.values(desc.b, operands[1])
+    expected, magnitude = x @ y.t(), x.abs() @ y.abs().t()
+    num_terms = x.shape[1]
+    if term is not None:
+        term = on_cpu(term).double()
+        expected, magnitude = expected + term, magnitude + term.abs()
+        num_terms += 1
+    figures = subject.numerics(desc)
+    c = figures.sum_error + num_terms * figures.sum_error_per_term
+    same_form(what, made, torch.empty(expected.shape, dtype=desc.out_dtype))
+    return within(what, made, expected, c * magnitude + ulp(expected, desc.out_dtype))
+
+
+def _sizes(subject: Subject, desc: GemmDesc, m: int, n: int, k: int) -> tuple[int, int, int]:
+    align = subject.alignment(desc)
+    return up(m, align.m), up(n, align.n), up(k, align.k)
+
+
+@law(4, "gemm", applies=lambda desc: not desc.accumulate)
+def gemm_product_is_within_the_bound(subject: Subject, desc: GemmDesc) -> float:
+    """``a @ b.T`` for sizes next to the alignment, rows over decades, both kinds of operand."""
+    worst = 0.0
+    for size, columnwise in itertools.product(SIZES, (False, True)):
+        a, b = gemm_operands(subject, desc, *_sizes(subject, desc, *size), columnwise=columnwise)
+        made = subject.run(desc, a, b)
+        what = f"{'columnwise' if columnwise else 'rowwise'} operands, m n k {size}"
+        worst = max(worst, product_within(subject, desc, what, made, (a, b)))
+    return worst
+
+
+@law(4, "gemm", applies=lambda desc: not desc.accumulate)
+def gemm_adds_the_bias(subject: Subject, desc: GemmDesc) -> float:
+    """``a @ b.T + bias``, for a bias of the output's dtype and one in float32."""
+    worst = 0.0
+    m, n, k = _sizes(subject, desc, 5, 7, 160)
+    a, b = gemm_operands(subject, desc, m, n, k)
+    for dtype in dict.fromkeys((desc.out_dtype, torch.float32)):
+        bias = subject.here(inputs.moderate(1, n, dtype, 2)[0] * 10)
+        made = subject.run(desc, a, b, bias=bias)
+        worst = max(worst, product_within(subject, desc, f"bias {dtype}", made, (a, b), bias))
+    return worst
+
+
+@law(4, "gemm", applies=lambda desc: not desc.accumulate)
+def gemm_writes_into_out(subject: Subject, desc: GemmDesc) -> float:
+    """With out the result is there, whatever was, and out is what is returned."""
+    m, n, k = _sizes(subject, desc, 5, 7, 160)
+    a, b = gemm_operands(subject, desc, m, n, k)
+    out = torch.full((m, n), math.nan, dtype=desc.out_dtype, device=subject.device)
+    require(subject.run(desc, a, b, out=out) is out, "returned another tensor than out")
+    return product_within(subject, desc, "out", out, (a, b))
+
+
+@law(4, "gemm", applies=lambda desc: desc.accumulate)
+def gemm_accumulates_into_out(subject: Subject, desc: GemmDesc) -> float:
+    """With accumulate the product is added to what out holds."""
+    m, n, k = _sizes(subject, desc, 5, 7, 160)
+    a, b = gemm_operands(subject, desc, m, n, k)
+    out = subject.here(inputs.moderate(m, n, desc.out_dtype, 3) * 10)
+    before = out.clone()
+    require(subject.run(desc, a, b, out=out) is out, "returned another tensor than out")
+    return product_within(subject, desc, "out", out, (a, b), before)
+
+
+def _shows_roundings(desc: GemmDesc) -> bool:
+    """Whether operands hold 2^-4 and 2^-10 side by side, and the output cannot hold their sum."""
+    specs = [spec for spec in (desc.a, desc.b) if spec is not None]
+    return desc.out_dtype == torch.bfloat16 and not any(
+        formats.by_name(spec.format).bits == 4 or spec.transform or spec.delayed for spec in specs
+    )
+
+
+@law(4, "gemm", applies=_shows_roundings)
+def gemm_rounds_once_after_the_bias_or_out(subject: Subject, desc: GemmDesc) -> None:
+    """``2^-8 + 2^-20 + 1`` is 1 + 2^-7 in bfloat16; the product rounded first is a tie, and 1."""
+    figures, default = subject.numerics(desc), Numerics()
+    is_coarse = (
+        figures.sum_error_per_term > default.sum_error_per_term
+        or figures.sum_error > default.sum_error
+        or figures.code_steps > 0
+    )
+    if is_coarse or not _is_exact(desc):
+        return  # the 2^-20 may be lost
+    m, n, k = _sizes(subject, desc, 1, 1, 2)
+    values = torch.zeros(max(m, n), k)
+    values[:, 0], values[:, 1] = 2.0**-4, 2.0**-10
+    dtype = torch.float32 if desc.low_precision else desc.out_dtype
+    a = operand(subject, desc.a, subject.here(values[:m].to(dtype)))
+    b = operand(subject, desc.b, subject.here(values[:n].to(dtype)))
+    given: dict[str, Any] = {"bias": torch.ones(n, dtype=torch.bfloat16)}
+    if desc.accumulate:
+        given = {"out": torch.ones(m, n, dtype=torch.bfloat16)}
+    made = on_cpu(subject.run(desc, a, b, **subject.here(given)))
+    expected = 1 + 2.0**-7
+    found = made.unique().tolist()
+    require(found == [expected], f"2^-8 + 2^-20 + 1 gives {found}, expected {expected}")
+
+
+def _is_exact(desc: GemmDesc) -> bool:
+    """Whether 2^-4 and 2^-10, the amax being 2^-4, are codes of both formats."""
+    for spec in (desc.a, desc.b):
+        if spec is not None:
+            codes = formats.by_name(spec.format)
+            wanted = torch.tensor([codes.max, codes.max / 64, spec.target, spec.target / 64])
+            if not torch.equal(codes.decode(codes.encode(wanted)), wanted):
+                return False
+    return True
+
+
+@law(4, "gemm")
+def gemm_of_nothing_is_zero_or_what_is_added(subject: Subject, desc: GemmDesc) -> None:
+    """Sizes of zero: an empty result, or zeros, the bias, what out held."""
+    align = subject.alignment(desc)
+    full = (up(3, align.m), up(5, align.n), up(32, align.k))
+    for empty in ((0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)):
+        m, n, k = (0 if at in empty else size for at, size in enumerate(full))
+        a, b = gemm_operands(subject, desc, m, n, k)
+        bias = subject.here(inputs.moderate(1, n, desc.out_dtype, 2).reshape(n))
+        out = subject.here(inputs.moderate(m, n, desc.out_dtype, 3))
+        expected = bias.expand(m, n) if not desc.accumulate else out.clone()
+        keywords = {"out": out} if desc.accumulate else {"bias": bias}
+        made = subject.run(desc, a, b, **keywords)
+        message = f"m n k {(m, n, k)} gives {list(made.shape)} {made}, expected {expected}"
+        require(made.shape == expected.shape and torch.equal(made, expected), message)
+
+
+@law(4, "gemm", applies=lambda desc: not desc.accumulate)
+def gemm_keeps_nan_in_its_row(subject: Subject, desc: GemmDesc) -> None:
+    """A NaN in one row of a is a NaN in that row of the result, all of it, and in no other."""
+    m, n, k = _sizes(subject, desc, 5, 7, 160)
+    if desc.a is not None and not _has_nan(desc.a.format):
+        return
+    if desc.a is not None and desc.a.transform is not None:
+        return
+    dtype = torch.float32 if desc.low_precision else desc.out_dtype
+    x = inputs.moderate(m, k, dtype, 20).clone()
+    x[2, 3] = math.nan
+    _, b = gemm_operands(subject, desc, m, n, k)
+    made = on_cpu(subject.run(desc, operand(subject, desc.a, subject.here(x)), b))
+    spoilt = [row for row in range(m) if bool(made[row].isnan().any())]
+    whole = [row for row in range(m) if bool(made[row].isnan().all())]
+    require(spoilt == whole == [2], f"NaN in rows {spoilt}, all of it in {whole}, expected [2]")
+
+
+def _has_nan(format: str) -> bool:
+    return any(map(math.isnan, formats.by_name(format).values))
+
+
+@law(4, "gemm", applies=lambda desc: not desc.accumulate)
+def gemm_takes_operands_of_any_strides(subject: Subject, desc: GemmDesc) -> float:
+    """Operands that another backend laid out row by row, or column by column, are the same ones."""
+    worst = 0.0
+    m, n, k = _sizes(subject, desc, 5, 7, 160)
+    operands = gemm_operands(subject, desc, m, n, k)
+    layouts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "contiguous": lambda x: x.contiguous(),
+        "transposed": lambda x: x.t().contiguous().t(),
+    }
+    for what, lay in layouts.items():
+        a, b = pytree.tree_map_only(torch.Tensor, lay, operands)
+        made = subject.run(desc, a, b)
+        worst = max(worst, product_within(subject, desc, f"{what} operands", made, (a, b)))
+    return worst

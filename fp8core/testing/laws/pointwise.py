@@ -1,0 +1,151 @@
+"""Law 4 for everything that is no product: against float64, within a few float32 roundings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fp8core.backend_api import (
+    GATED,
+    ActivationBackwardDesc,
+    ActivationDesc,
+    AmaxDesc,
+    DequantizeDesc,
+    NormBackwardDesc,
+    NormDesc,
+    ScaleUpdateDesc,
+)
+from fp8core.testing import inputs
+from fp8core.testing.calls import arguments
+from fp8core.testing.checks import law
+from fp8core.testing.compare import same_bits, same_form, ulp, within
+from fp8core.testing.subject import Subject, on_cpu
+
+ROUND = 2.0**-24  # largest relative error of one float32 rounding
+FUNCTION = 2.0**-20  # of a float32 exponential or tangent, times its argument
+F64 = torch.float64
+
+
+@law(4, "amax")
+def amax_is_exact(subject: Subject, desc: AmaxDesc) -> None:
+    """The largest magnitude bit for bit: NaN ignored, inf counted, 0 for nothing."""
+    for kind in inputs.KINDS:
+        for shape in ((0, 4), (1, 1), (33, 70)):
+            x = inputs.matrix(kind, *shape, desc.dtype)
+            made = subject.run(desc, subject.here(x))
+            same_bits(f"amax of {kind} {list(shape)}", made, subject.judged(desc, x))
+
+
+@law(4, "dequantize")
+def dequantize_rounds_once(subject: Subject, desc: DequantizeDesc) -> float:
+    """Element times scale in float32, rounded once to the output's dtype."""
+    call = arguments(subject, desc)
+    made = call.run(subject)
+    expected = subject.values(desc.operand, *call.arguments)
+    same_form("x", made, torch.empty(expected.shape, dtype=desc.dtype))
+    bound = ulp(expected, desc.dtype) / 2 + 4 * ROUND * expected.abs()
+    return within("x", made, expected, bound)
+
+
+@law(4, "scale_update")
+def scale_update_equals_the_reference(subject: Subject, desc: ScaleUpdateDesc) -> None:
+    """Histories roll and scales follow, bit for bit; an amax of 0 or inf is not recorded."""
+    call = arguments(subject, desc)
+    expected = on_cpu(call.arguments)
+    subject.judging(desc)(*expected)
+    call.run(subject)
+    for name, ours, theirs in zip(
+        ("history", "scale"), call.arguments[:2], expected[:2], strict=True
+    ):
+        for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            same_bits(f"{name} {at}", one, other)
+
+
+def _wide(desc: NormDesc) -> NormDesc:
+    return replace(desc, dtype=F64, out_dtype=F64)
+
+
+@law(4, "norm")
+def norm_is_within_the_bound(subject: Subject, desc: NormDesc) -> float:
+    """Computed in float32 whatever the dtypes, rounded once; statistics in float32."""
+    call = arguments(subject, desc)
+    y, mean, rstd = call.run(subject)
+    x, weight, *bias = (one.double() for one in on_cpu(call.arguments))
+    wide = subject.judged(_wide(desc), x, weight, *bias)
+    n = x.shape[1]
+    gamma = weight + 1 if desc.zero_centered else weight
+    center = x.new_zeros(len(x)) if wide[1] is None else wide[1]
+    size = (x.abs() + center.abs()[:, None]) * wide[2][:, None] * gamma.abs()
+    for own in bias:
+        size = size + own.abs()
+    rows = x.abs().amax(1)
+    same_form("y", y, torch.empty(x.shape, dtype=desc.out_dtype))
+    worst = [within("y", y, wide[0], (n + 16) * ROUND * size + ulp(wide[0], desc.out_dtype))]
+    worst.append(within("rstd", rstd, wide[2], (n + 16) * ROUND * wide[2] * (1 + rows * wide[2])))
+    if wide[1] is not None:
+        worst.append(within("mean", mean, wide[1], (n + 16) * ROUND * rows))
+    return max(worst)
+
+
+@law(4, "norm_backward")
+def norm_backward_is_within_the_bound(subject: Subject, desc: NormBackwardDesc) -> float:
+    """Gradients computed in float32; those of the parameters are float32 sums over the rows."""
+    call = arguments(subject, desc)
+    made = call.run(subject)
+    wide = tuple(None if one is None else one.double() for one in on_cpu(call.arguments))
+    expected = subject.judged(NormBackwardDesc(_wide(desc.norm)), *wide)
+    grad, x, weight, mean, rstd = wide
+    assert grad is not None
+    assert x is not None
+    assert weight is not None
+    assert rstd is not None
+    z = ((x if mean is None else x - mean[:, None]) * rstd[:, None]).abs()
+    g = (grad * (weight + 1 if desc.norm.zero_centered else weight)).abs()
+    size = rstd[:, None] * (g + z * (g * z).mean(-1, keepdim=True) + g.mean(-1, keepdim=True))
+    sizes = (size, (grad.abs() * z).sum(0), grad.abs().sum(0))
+    c = (sum(x.shape) + 32) * ROUND
+    worst = 0.0
+    dtypes = (desc.norm.dtype, torch.float32, torch.float32)
+    for name, own, want, of, dtype in zip(
+        ("grad_x", "grad_weight", "grad_bias"), made, expected, sizes, dtypes, strict=True
+    ):
+        if want is not None:
+            same_form(name, own, torch.empty(want.shape, dtype=dtype))
+            worst = max(worst, within(name, own, want, c * of + ulp(want, dtype)))
+    return worst
+
+
+def _parts(desc: ActivationDesc | ActivationBackwardDesc, x: torch.Tensor) -> torch.Tensor:
+    """Return what an activation's rounding errors are proportional to: ``(1 + |a|) (1 + |b|)``."""
+    if desc.name not in GATED:
+        return 1 + x.abs()
+    a, b = x.abs().chunk(2, -1)
+    return (1 + a) * (2 + b)
+
+
+@law(4, "activation")
+def activation_is_within_the_bound(subject: Subject, desc: ActivationDesc) -> float:
+    """Computed in float32 whatever the dtypes, rounded once."""
+    call = arguments(subject, desc)
+    made = call.run(subject)
+    (x,) = (one.double() for one in on_cpu(call.arguments))
+    expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), x)
+    same_form("y", made, torch.empty(expected.shape, dtype=desc.out_dtype))
+    bound = FUNCTION * _parts(desc, x) + ulp(expected, desc.out_dtype)
+    return within("y", made, expected, bound)
+
+
+@law(4, "activation_backward")
+def activation_backward_is_within_the_bound(
+    subject: Subject, desc: ActivationBackwardDesc
+) -> float:
+    """Computed in float32 whatever the dtypes, rounded once."""
+    call = arguments(subject, desc)
+    made = call.run(subject)
+    grad, x = (one.double() for one in on_cpu(call.arguments))
+    expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), grad, x)
+    same_form("grad_x", made, torch.empty(expected.shape, dtype=desc.out_dtype))
+    size = grad.abs() * _parts(desc, x) ** 2
+    size = torch.cat((size, size), -1) if desc.name in GATED else size
+    return within("grad_x", made, expected, FUNCTION * size + ulp(expected, desc.out_dtype))

@@ -1,0 +1,298 @@
+"""Laws 1 and 3: quantize against the reference, its edges one by one, its two orientations."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core import formats
+from fp8core.backend_api import (
+    Operand,
+    OperandSpec,
+    Quantized,
+    QuantizeDesc,
+    split_groups,
+)
+from fp8core.testing import inputs
+from fp8core.testing.calls import group_offsets, quantize_keywords, quantize_size
+from fp8core.testing.checks import law
+from fp8core.testing.compare import require, same_bits, same_form, within
+from fp8core.testing.subject import Subject, on_cpu, storage_step
+
+SHAPES = ((5, 7), (33, 70), (130, 200), (0, 5), (5, 0))
+LARGE = (260, 1030)  # more than one kernel's tile in both directions
+SQUARE = 96
+
+
+class Made(NamedTuple):
+    """One tensor quantized by the backend and by the judge, both on the CPU."""
+
+    ours: Quantized
+    theirs: Quantized
+    amaxes: tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def _both(subject: Subject, desc: QuantizeDesc, x: torch.Tensor, *sizes: int) -> Made:
+    """Quantize ``x`` (on the CPU), in groups of ``sizes`` rows if there are any."""
+    keywords = [quantize_keywords(subject, desc, max(len(sizes), 1)) for _ in range(2)]
+    keywords[1] = on_cpu(keywords[1])
+    groups = (group_offsets(sizes, torch.device("cpu")),) if sizes else ()
+    ours = subject.run(desc, *subject.here((x, *groups)), **keywords[0])
+    theirs = subject.judging(desc)(x, *groups, **keywords[1])
+    amaxes = (keywords[0].get("amax_out"), keywords[1].get("amax_out"))
+    return Made(on_cpu(ours), theirs, amaxes)
+
+
+def _group_sizes(subject: Subject, desc: QuantizeDesc) -> tuple[int, ...]:
+    step = storage_step(subject, desc.columnwise)
+    return tuple(-(-size // step) * step for size in (0, 130, 1, 0, 33))
+
+
+def _every(subject: Subject, desc: QuantizeDesc) -> Iterator[tuple[str, Made]]:
+    """Yield every input of the kit, quantized, and what it is."""
+    last, found = subject.kept.get("every", (None, []))
+    if last != desc:
+        found = []
+        if desc.grouped:
+            sizes = _group_sizes(subject, desc)
+            shapes = [(quantize_size(subject, desc, sum(sizes), 70), sizes)]
+        else:
+            shapes = [(quantize_size(subject, desc, *shape), ()) for shape in (*SHAPES, LARGE)]
+        for shape, sizes in shapes:
+            is_one_enough = not all(shape) or shape[1] >= LARGE[1]
+            for kind in ("decades",) if is_one_enough else inputs.KINDS:
+                x = inputs.matrix(kind, *shape, desc.dtype)
+                found.append((f"{kind} {list(shape)}", _both(subject, desc, x, *sizes)))
+        subject.kept["every"] = (desc, found)
+    yield from found
+
+
+def _operands(
+    desc: QuantizeDesc, ours: Quantized, theirs: Quantized
+) -> Iterator[tuple[str, OperandSpec, Operand, Operand]]:
+    """Yield the orientations that were asked for, as orientation, spec and both operands."""
+    for name in Quantized._fields:
+        spec, one, other = (getattr(source, name) for source in (desc, ours, theirs))
+        require((one is None) == (spec is None), f"the {name} operand is {one}, asked was {spec}")
+        if spec is not None:
+            yield name, spec, one, other
+
+
+def _same_codes(subject: Subject, desc: QuantizeDesc, what: str, made: Made) -> float:
+    allowed = subject.numerics(desc).code_steps
+    worst = 0.0
+    for name, spec, ours, theirs in _operands(desc, made.ours, made.theirs):
+        where = f"{what}: {name} data"
+        same_form(where, ours.data, theirs.data)
+        elements = [subject.elements(spec, operand) for operand in (ours, theirs)]
+        if allowed == 0:
+            same_bits(where, *elements)
+            continue
+        values = sorted(set(filter(math.isfinite, formats.by_name(spec.format).values)))
+        same_bits(f"{where}: NaN", *(one.isnan() for one in elements))
+        grid = torch.tensor(values)
+        ranks = [torch.bucketize(one.contiguous(), grid).double() for one in elements]
+        bound = torch.full_like(ranks[1], allowed)
+        worst = max(worst, within(f"{where} in steps of the format", ranks[0], ranks[1], bound))
+    return worst
+
+
+def _same_scales(subject: Subject, desc: QuantizeDesc, what: str, made: Made) -> float:
+    allowed = subject.numerics(desc).scale_ulps
+    worst = 0.0
+    for name, _, ours, theirs in _operands(desc, made.ours, made.theirs):
+        for part in ("scale_inv", "global_scale_inv"):
+            one, other = getattr(ours, part), getattr(theirs, part)
+            where = f"{what}: {name} {part}"
+            require((one is None) == (other is None), f"{where} is {one}, expected {other}")
+            if one is None:
+                continue
+            same_form(where, one, other)
+            if allowed == 0:
+                same_bits(where, one, other)
+                continue
+            bits = [
+                on.contiguous().view(torch.int32 if on.dtype == torch.float32 else torch.uint8)
+                for on in (one, other)
+            ]
+            bound = torch.full_like(bits[1], allowed, dtype=torch.float64)
+            worst = max(worst, within(f"{where} in ulps", bits[0], bits[1].double(), bound))
+    return worst
+
+
+def _is_nearest(desc: QuantizeDesc) -> bool:
+    return not any(spec is not None and spec.stochastic for spec in (desc.rowwise, desc.columnwise))
+
+
+def _is_plain(desc: QuantizeDesc) -> bool:
+    """Whether an element depends on itself and its scale alone."""
+    specs = (desc.rowwise, desc.columnwise)
+    return not desc.grouped and not any(
+        spec is not None and (spec.stochastic or spec.transform) for spec in specs
+    )
+
+
+@law(1, "quantize", applies=_is_nearest)
+def quantize_codes_equal_the_reference(subject: Subject, desc: QuantizeDesc) -> float:
+    """Every element has the reference's code."""
+    return max(_same_codes(subject, desc, what, made) for what, made in _every(subject, desc))
+
+
+@law(1, "quantize")
+def quantize_scales_equal_the_reference(subject: Subject, desc: QuantizeDesc) -> float:
+    """Every block has the reference's scale, and the tensor its global scale."""
+    return max(_same_scales(subject, desc, what, made) for what, made in _every(subject, desc))
+
+
+@law(1, "quantize", applies=lambda desc: desc.rowwise is not None and desc.rowwise.delayed)
+def quantize_records_the_amax(subject: Subject, desc: QuantizeDesc) -> None:
+    """amax_out rises to the amax of x, NaN ignored; x alone decides, not the scale."""
+    for what, made in _every(subject, desc):
+        ours, theirs = made.amaxes
+        assert ours is not None
+        assert theirs is not None
+        same_bits(f"{what}: amax_out", ours, theirs)
+
+
+def _edges(
+    subject: Subject, desc: QuantizeDesc, fill: Callable[[OperandSpec], list[float]]
+) -> Iterator[tuple[str, Made]]:
+    """Yield a tensor of the values ``fill``, each block of which has the amax ``target``."""
+    for spec in dict.fromkeys(filter(None, (desc.rowwise, desc.columnwise))):
+        limits = torch.finfo(desc.dtype)
+        values = torch.tensor(fill(spec), dtype=torch.float64)
+        finite = values.isfinite()
+        values[finite] = values[finite].clamp(limits.min, limits.max)
+        block = spec.block[1] or SQUARE
+        size = 2 * max(block, -(-math.isqrt(len(values)) // block) * block)
+        x = values.repeat(-(-size * size // len(values)))[: size * size].reshape(size, size)
+        x[::block] = spec.target
+        x[:, ::block] = spec.target
+        keywords = quantize_keywords(subject, desc)
+        if "scale" in keywords:
+            keywords["scale"].fill_(1.0)
+        cast = x.to(desc.dtype)
+        theirs = subject.judged(desc, cast, **keywords)
+        ours = subject.run(desc, subject.here(cast), **keywords)
+        yield spec.format, Made(on_cpu(ours), theirs, (None, None))
+
+
+def _midpoints(dtype: torch.dtype) -> Callable[[OperandSpec], list[float]]:
+    """Return the midpoints between neighbouring values of a format, and their own neighbours."""
+
+    def fill(spec: OperandSpec) -> list[float]:
+        values = sorted(set(filter(math.isfinite, formats.by_name(spec.format).values)))
+        middles = [(low + high) / 2 for low, high in itertools.pairwise(values)]
+        kept = [x for x in middles if abs(x) <= min(spec.target, torch.finfo(dtype).max)]
+        exact = torch.tensor(kept, dtype=torch.float64).to(dtype)
+        above, below = (
+            torch.nextafter(exact, torch.full_like(exact, end)) for end in (math.inf, -math.inf)
+        )
+        return torch.cat((exact, above, below)).tolist()
+
+    return fill
+
+
+@law(1, "quantize", applies=_is_plain)
+def quantize_rounds_to_the_nearest_ties_to_even(subject: Subject, desc: QuantizeDesc) -> float:
+    """Midpoints go to the even code, and the numbers just beside them to the nearer one."""
+    edges = _edges(subject, desc, _midpoints(desc.dtype))
+    return max(_same_codes(subject, desc, f"midpoints of {what}", made) for what, made in edges)
+
+
+@law(1, "quantize", applies=_is_plain)
+def quantize_saturates_beyond_the_range(subject: Subject, desc: QuantizeDesc) -> float:
+    """What is beyond the largest value becomes that value, inf included."""
+
+    def fill(spec: OperandSpec) -> list[float]:
+        largest = formats.by_name(spec.format).max
+        beyond = [largest * factor for factor in (1.0, 1.03, 1.07, 1.2, 2.0, 1e4)]
+        return [*beyond, *(-x for x in beyond), math.inf, -math.inf, 1.0]
+
+    edges = _edges(subject, desc, fill)
+    return max(_same_codes(subject, desc, f"beyond {what}", made) for what, made in edges)
+
+
+@law(1, "quantize", applies=_is_plain)
+def quantize_keeps_nan_in_its_place(subject: Subject, desc: QuantizeDesc) -> float:
+    """A NaN stays one, or the largest value where the format has none, and spoils no neighbour."""
+    edges = list(_edges(subject, desc, lambda spec: [math.nan, 1.0, -2.0, 0.0, -0.0]))
+    for what, made in edges:
+        _same_scales(subject, desc, f"NaN in {what}", made)
+    return max(_same_codes(subject, desc, f"NaN in {what}", made) for what, made in edges)
+
+
+@law(1, "quantize", applies=lambda desc: desc.grouped and _is_nearest(desc))
+def quantize_stops_blocks_at_group_boundaries(subject: Subject, desc: QuantizeDesc) -> None:
+    """Each group is a tensor of its own: its own amax, its own blocks, none of another's rows."""
+    sizes = _group_sizes(subject, desc)
+    rows, cols = quantize_size(subject, desc, sum(sizes), 70)
+    x = inputs.matrix("decades", rows, cols, desc.dtype)
+    made = _both(subject, desc, x, *sizes).ours
+    offsets = group_offsets(sizes, torch.device("cpu")).tolist()
+    dense = QuantizeDesc(desc.dtype, desc.rowwise, desc.columnwise)
+    keywords = quantize_keywords(subject, desc, len(sizes))
+    split = [
+        None if operand is None else split_groups(spec, operand, offsets, dim)
+        for dim, (spec, operand) in enumerate(
+            zip((desc.rowwise, desc.columnwise), made, strict=True)
+        )
+    ]
+    for group, (start, end) in enumerate(itertools.pairwise(offsets)):
+        own = {name: value[group : group + 1].clone() for name, value in keywords.items()}
+        alone = subject.quantizer(dense)(dense, subject.here(x[start:end]), **own)
+        parts = Quantized(*(None if parts is None else parts[group] for parts in split))
+        _same_operands(desc, f"group {group}", parts, on_cpu(alone))
+
+
+def _same_operands(desc: QuantizeDesc, what: str, ours: Quantized, theirs: Quantized) -> None:
+    for name, _, one, other in _operands(desc, ours, theirs):
+        for part in Operand._fields:
+            mine, yours = getattr(one, part), getattr(other, part)
+            require((mine is None) == (yours is None), f"{what}: {name} {part} is {mine}")
+            if mine is not None:
+                same_bits(f"{what}: {name} {part}", mine, yours)
+
+
+def _has_both(desc: QuantizeDesc) -> bool:
+    return desc.rowwise is not None and desc.columnwise is not None
+
+
+@law(3, "quantize", applies=_has_both)
+def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeDesc) -> None:
+    """One call for both orientations gives the bits of a call for each."""
+    sizes = _group_sizes(subject, desc) if desc.grouped else ()
+    shape = quantize_size(subject, desc, sum(sizes) or 33, 70)
+    for kind in ("decades", "holes", "nonfinite"):
+        x = subject.here(inputs.matrix(kind, *shape, desc.dtype))
+        groups = (group_offsets(sizes, subject.device),) if sizes else ()
+
+        def run(own: QuantizeDesc, x: Any = x, groups: Any = groups) -> Quantized:
+            keywords = quantize_keywords(subject, own, max(len(sizes), 1))
+            made: Quantized = on_cpu(subject.run(own, x, *groups, **keywords))
+            return made
+
+        rowwise, columnwise = desc.halves()
+        halves = Quantized(run(rowwise).rowwise, run(columnwise).columnwise)
+        _same_operands(desc, kind, run(desc), halves)
+
+
+@law(3, "quantize", applies=lambda desc: _has_both(desc) and _is_plain(desc))
+def quantize_columnwise_is_the_operand_of_the_transpose(
+    subject: Subject, desc: QuantizeDesc
+) -> None:
+    """On a square matrix too, rowwise is x and columnwise is x.T, each with its own scales."""
+    size = max(quantize_size(subject, desc, SQUARE, SQUARE))
+    x = inputs.matrix("decades", size, size, desc.dtype)
+    made = _both(subject, desc, x).ours
+    turned = QuantizeDesc(desc.dtype, desc.columnwise, None)
+    keywords = quantize_keywords(subject, turned)
+    transposed = subject.quantizer(turned)(turned, subject.here(x.t().contiguous()), **keywords)
+    plain = QuantizeDesc(desc.dtype, desc.rowwise, None)
+    straight = subject.quantizer(plain)(plain, subject.here(x), **quantize_keywords(subject, plain))
+    expected = Quantized(straight.rowwise, transposed.rowwise)
+    _same_operands(desc, "square", made, on_cpu(expected))

@@ -1,0 +1,214 @@
+"""Backends that compute as the reference does, but for one fault each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fp8core import formats
+from fp8core.backend_api import (
+    AddNormDesc,
+    FusedDesc,
+    GemmDesc,
+    OpDesc,
+    Operand,
+    OperandSpec,
+    Quantized,
+    QuantizeDesc,
+)
+from fp8core.testing.calls import Call
+from fp8core.testing.laws.fused import add_pair, pair
+from fp8core_backends.reference.backend import ReferenceBackend
+from fp8core_backends.reference.gemm import gemm
+from fp8core_backends.reference.norm import norm_backward
+from fp8core_backends.reference.quantize import quantize
+
+Run = Callable[..., Any]
+
+
+class Sound(ReferenceBackend):
+    """The reference, and every fusion made of its pair: what the others would be without faults."""
+
+    def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
+        if type(desc) is FusedDesc:
+            return self.unsupported(desc.producer, device) or self.unsupported(
+                desc.quantize, device
+            )
+        if type(desc) is AddNormDesc:
+            return self.unsupported(desc.norm, device)
+        return super().unsupported(desc, device)
+
+    def bind(self, desc: OpDesc, device: torch.device) -> Run:
+        if not isinstance(desc, FusedDesc | AddNormDesc):
+            return super().bind(desc, device)
+        make = pair if isinstance(desc, FusedDesc) else add_pair
+        return lambda *arguments, **keywords: make(self.part, Call(desc, arguments, keywords))
+
+    def part(self, desc: OpDesc, *arguments: Any, **keywords: Any) -> Any:
+        return self.bind(desc, torch.device("cpu"))(*arguments, **keywords)
+
+
+def operands(made: Quantized, change: Callable[[Operand], Operand]) -> Quantized:
+    return Quantized(*(None if one is None else change(one) for one in made))
+
+
+class WrongScale(Sound):
+    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
+        made = quantize(desc, x, *groups, **given)
+        return operands(made, lambda one: one._replace(scale_inv=one.scale_inv * 2))
+
+
+class DroppedBias(Sound):
+    def gemm(self, desc: GemmDesc, a: Operand, b: Operand, *, bias: Any = None, **out: Any) -> Any:
+        return gemm(desc, a, b, **out)
+
+
+class SwappedOrientation(Sound):
+    """Hands out the columnwise operand as the rowwise one: shapes show it unless x is square."""
+
+    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
+        made = quantize(desc, x, *groups, **given)
+        both = made.rowwise is not None and made.columnwise is not None
+        swap = both and x.shape[0] == x.shape[1] and not groups
+        return Quantized(made.columnwise, made.rowwise) if swap else made
+
+
+class WritesAnInput(Sound):
+    """Turns -0 into +0 where it lies."""
+
+    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
+        return quantize(desc, x.masked_fill_(x == 0, 0.0), *groups, **given)
+
+
+def scaled(spec: OperandSpec, x: torch.Tensor, operand: Operand) -> torch.Tensor | None:
+    """The values that the codes of a tensorwise operand were rounded from."""
+    is_tensorwise = spec.scale_format == "float32" and spec.block == (0, 0)
+    return x.float() * (1 / operand.scale_inv) if is_tensorwise else None
+
+
+class Rewritten(Sound):
+    """Changes the codes of tensorwise operands; ``rewrite`` sees codes and unrounded values."""
+
+    def rewrite(
+        self, element: formats.FormatSpec, codes: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
+    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
+        made = quantize(desc, x, *groups, **given)
+        kept = []
+        for spec, own, one in ((desc.rowwise, x, made[0]), (desc.columnwise, x.t(), made[1])):
+            values = None if one is None or groups else scaled(spec, own, one)
+            if values is not None:
+                element = formats.by_name(spec.format)
+                one = one._replace(data=self.rewrite(element, one.data, values))
+            kept.append(one)
+        return Quantized(*kept)
+
+
+class Truncates(Rewritten):
+    """Rounds towards zero; one code down is one value nearer to it."""
+
+    def rewrite(
+        self, element: formats.FormatSpec, codes: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        is_away = element.decode(codes).abs() > values.abs()
+        return torch.where(is_away, codes - 1, codes)
+
+
+class SaturatesToNan(Rewritten):
+    """Makes NaN of what is beyond the range, as a cast without saturation does."""
+
+    def rewrite(
+        self, element: formats.FormatSpec, codes: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        return codes.masked_fill(values.abs() > element.max, 0x7F)
+
+
+class LosesNan(Sound):
+    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
+        return quantize(desc, torch.where(x.isnan(), 0.0, x), *groups, **given)
+
+
+class IgnoresGroupBoundaries(Sound):
+    """Takes one amax over all groups, and hands it out for each."""
+
+    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
+        made = quantize(desc, x, *groups, **given)
+        specs = (desc.rowwise, desc.columnwise)
+        if not groups or any(spec is not None and spec.block != (0, 0) for spec in specs):
+            return made
+        dense = quantize(replace(desc, grouped=False), x, **{k: v[:1] for k, v in given.items()})
+        return Quantized(
+            *(
+                None if own is None else Operand(whole.data, whole.scale_inv.expand_as(own[1]))
+                for own, whole in zip(made, dense, strict=True)
+            )
+        )
+
+
+class DropsAccumulation(Sound):
+    def gemm(self, desc: GemmDesc, a: Operand, b: Operand, **given: Any) -> Any:
+        return gemm(replace(desc, accumulate=False), a, b, **given)
+
+
+class ReadsUninitialisedMemory(Sound):
+    """Adds the gradient of the weight to a buffer that nobody has cleared."""
+
+    def norm_backward(self, desc: Any, grad: torch.Tensor, *saved: Any) -> Any:
+        grad_x, grad_weight, grad_bias = norm_backward(desc, grad, *saved)
+        total = torch.empty_like(grad_weight)
+        return grad_x, total + grad_weight, grad_bias
+
+
+class ClaimsEverything(Sound):
+    """Supports whatever it is asked about, so what it has never heard of, too."""
+
+    def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
+        return None
+
+
+class RefusesWhenRun(Sound):
+    """Says that it supports grouped products, and gives up when one comes."""
+
+    def grouped_gemm(self, desc: Any, *arguments: Any, **given: Any) -> Any:
+        raise NotImplementedError("groups are not implemented")
+
+
+class FusedRoundsTwice(Sound):
+    """Rounds what the norm makes to the activations' dtype before the cast, whatever the plan."""
+
+    def bind(self, desc: OpDesc, device: torch.device) -> Run:
+        if not isinstance(desc, FusedDesc) or desc.op != "norm_quantize":
+            return super().bind(desc, device)
+
+        def rounded(part: OpDesc, x: torch.Tensor, *rest: Any, **given: Any) -> Any:
+            if part == desc.quantize:
+                x = x.to(torch.bfloat16).to(x.dtype)
+            return self.part(part, x, *rest, **given)
+
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            return pair(rounded, Call(desc, arguments, keywords))
+
+        return run
+
+
+CAUGHT_BY: dict[type[Sound], str] = {
+    WrongScale: "law1_quantize_scales_equal_the_reference",
+    DroppedBias: "law4_gemm_adds_the_bias",
+    SwappedOrientation: "law3_quantize_columnwise_is_the_operand_of_the_transpose",
+    WritesAnInput: "law5_inputs_are_not_written",
+    Truncates: "law1_quantize_rounds_to_the_nearest_ties_to_even",
+    SaturatesToNan: "law1_quantize_saturates_beyond_the_range",
+    LosesNan: "law1_quantize_keeps_nan_in_its_place",
+    IgnoresGroupBoundaries: "law1_quantize_stops_blocks_at_group_boundaries",
+    DropsAccumulation: "law4_gemm_accumulates_into_out",
+    ReadsUninitialisedMemory: "law7_no_result_depends_on_uninitialised_memory",
+    ClaimsEverything: "law7_unknown_descriptors_are_denied",
+    RefusesWhenRun: "law7_what_is_declared_runs",
+    FusedRoundsTwice: "law6_fused_equals_its_unfused_pair",
+}
+"""Each fault, and the test of the kit whose name says what it is."""

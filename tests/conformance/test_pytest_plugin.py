@@ -1,0 +1,77 @@
+"""``pytest --fp8core-backend=NAME``: what it loads, what it runs, what it refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LOADED = """
+import sys
+import pytest
+status = pytest.main(["-q", "-c", "pytest.ini", "."])
+print(status, [name for name in ("fp8core_pytest", "fp8core", "torch") if name in sys.modules])
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project of somebody else's, whose own configuration names a test that fails."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = own\nfilterwarnings = error\n")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "test_own.py").write_text("def test_own(): assert False\n")
+    (tmp_path / "test_good.py").write_text("def test_good(): pass\n")
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: text for name, text in os.environ.items() if not name.startswith("FP8CORE_")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=clean | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+
+
+def test_plugin_imports_neither_torch_nor_fp8core_until_its_option_is_used(project: Path) -> None:
+    (project / "own" / "test_own.py").unlink()
+    done = run(project, "-c", LOADED)
+    assert done.stdout.splitlines()[-1] == "0 ['fp8core_pytest']", done.stdout + done.stderr
+
+
+def test_option_alone_runs_the_kit_alone(project: Path) -> None:
+    done = pytest_in(project, "--fp8core-backend=reference", "-k", "law7_something or test_own")
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+    assert "fp8core conformance: reference on cpu" in done.stdout
+
+
+def test_paths_are_run_besides_the_kit(project: Path) -> None:
+    words = ("--fp8core-backend=reference", "-k", "law7_something or good")
+    done = pytest_in(project, *words, "test_good.py")
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--fp8core-backend=referense"], "Did you mean 'reference'?"),
+        (["--fp8core-strict", "--fp8core-device=cpu"], "Give --fp8core-backend=NAME."),
+    ],
+    ids=["unknown backend", "no backend"],
+)
+def test_wrong_use_is_a_usage_error(arguments: list[str], message: str, project: Path) -> None:
+    done = pytest_in(project, *arguments)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert message in done.stderr

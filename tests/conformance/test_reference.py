@@ -1,0 +1,90 @@
+"""The reference backend holds every law, in strict mode, for more than the recipes ask for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fp8core.backend_api import OPS, GemmDesc, GroupedGemmDesc, OperandSpec, QuantizeDesc
+from fp8core.testing.catalogue import DTYPES, Entry, catalogue
+from fp8core.testing.checks import Check, checks, supported
+from fp8core.testing.laws import LAWS
+from fp8core.testing.subject import find
+
+# What no recipe has: odd blocks, e2m1 under other scales, an epsilon, a transform of e4m3.
+TRANSFORMED = OperandSpec("e4m3", (16, 16), 448.0, scale_format="e4m3", transform="hadamard16")
+SPECS = {
+    "odd_blocks": OperandSpec("e4m3", (5, 3), 448.0),
+    "e2m1_float32": OperandSpec("e2m1", (1, 16), 6.0),
+    "mxfp4": OperandSpec("e2m1", (1, 32), 6.0, scale_format="e8m0"),
+    "e5m2_rowwise_pow2": OperandSpec("e5m2", (1, 0), 57344.0, power_of_two=True),
+    "epsilon": OperandSpec("e4m3", (1, 8), 448.0, amax_epsilon=1e-3),
+    "low_target": OperandSpec("e4m3", (1, 128), 15.0),
+    "transformed": TRANSFORMED,
+    "stochastic": OperandSpec("e2m1", (16, 16), 6.0, scale_format="e4m3", stochastic=True),
+}
+NUM_CHECKS = 5000
+"""A floor: a kit that checks less than it did has lost something."""
+
+
+def beyond_the_recipes() -> list[Entry]:
+    found = []
+    for name, spec in SPECS.items():
+        other = spec if spec.transform else SPECS["mxfp4"]
+        nearest = replace(spec, stochastic=False)
+        for dtype in DTYPES:
+            for grouped in (False, True):
+                label = f"{name}.{dtype}{'.grouped' if grouped else ''}"
+                found.append(Entry(label, QuantizeDesc(dtype, spec, spec, grouped)))
+        found.append(Entry(f"{name}.mixed", QuantizeDesc(torch.float32, spec, nearest)))
+        found.append(Entry(f"{name}.rowwise", QuantizeDesc(torch.float32, spec, None)))
+        found.append(Entry(f"{name}.gemm", GemmDesc(spec, other, torch.float32)))
+        found.append(Entry(f"{name}.fprop", GroupedGemmDesc(other, spec, torch.bfloat16)))
+        wgrad = GroupedGemmDesc(spec, other, torch.float32, True, contract_groups=True)
+        found.append(Entry(f"{name}.wgrad", wgrad))
+    return found
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, list[str]]:
+    """By test of the kit: what fails, after all of it has run."""
+    found: dict[str, list[str]] = defaultdict(list)
+    subject = find("reference")
+    made = list(checks(subject, list(LAWS.values()), [*catalogue(), *beyond_the_recipes()]))
+    assert len(made) > NUM_CHECKS
+    for check in made:
+        found[check.law.name] += failure(check)
+    return found
+
+
+def failure(check: Check) -> list[str]:
+    try:
+        check.run()
+    except Exception as error:  # noqa: BLE001  whatever it is, it is a failure of this check
+        return [f"{check.label}: {type(error).__name__}: {error}"]
+    return []
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_reference_holds(name: str, failures: dict[str, list[str]]) -> None:
+    assert "\n".join(failures[name]) == ""
+
+
+def test_reference_supports_every_descriptor_but_the_optional_ones() -> None:
+    for one in supported(find("reference")):
+        assert one.supported == (one.known if one.op in OPS else 0), one.op
+
+
+def test_every_law_says_what_it_means() -> None:
+    assert {law.number for law in LAWS.values()} == set(range(1, 8))
+    for law in LAWS.values():
+        assert law.meaning.endswith("."), law.name
+
+
+def test_catalogue_names_each_descriptor_once() -> None:
+    entries = catalogue()
+    assert len({entry.label for entry in entries}) == len(entries)
+    assert len({entry.desc for entry in entries}) == len(entries)
