@@ -26,7 +26,7 @@ FLOORS = (
     ("autocast", "parameter", "quantizer", "recompute", "scaling", "weights"),
     ("links",),
     ("chain",),
-    ("checkpoint", "convert", "explain", "modules", "ops"),
+    ("arguments", "checkpoint", "convert", "explain", "modules", "needs", "ops"),
     ("__init__", "__main__", "demo", "doctor", "testing"),
 )
 TOP = len(FLOORS) - 1
