@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fp8core import doctor
 from fp8core.demo import cli as demo
+from fp8core.doctor import command as doctor
 from fp8core.errors import Fp8CoreError
 from fp8core.explain import add_arguments as add_explain_arguments
 from fp8core.explain import run as run_explain

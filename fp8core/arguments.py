@@ -16,9 +16,11 @@ from fp8core.dispatch.settings import check_op
 from fp8core.errors import RecipeError, did_you_mean
 from fp8core.recipe import PerLayer, Recipe, by_name
 
-__all__ = ["device_argument", "op_argument", "recipe_argument"]
+__all__ = ["NO_RECIPE", "device_argument", "op_argument", "recipe_argument"]
 
 NO_RECIPE = "none"
+"""What commands call high precision, where a recipe is asked for."""
+
 _TORCH_DEVICES = ("cpu", "cuda", "meta", "mps", "xpu")  # torch has no public list of its own
 
 Value = TypeVar("Value")
