@@ -8,7 +8,8 @@ import functools
 import json
 
 from fp8core.arguments import device_argument
-from fp8core.doctor.findings import apart
+from fp8core.dispatch import plugins
+from fp8core.doctor import consult, findings
 from fp8core.doctor.render import render
 from fp8core.doctor.report import examine
 
@@ -39,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if a backend that was asked for, or the device, is unusable."""
-    report = examine(functools.partial(apart, deadline=args.deadline), args.device)
+    reasons, notes = consult.apart(args.deadline)
+    plugins.set_aside(reasons)
+    examiner = functools.partial(findings.apart, deadline=args.deadline, without=reasons)
+    report = examine(examiner, args.device, lambda: notes)
     print(json.dumps(dataclasses.asdict(report), indent=2) if args.json else render(report))
     return 1 if report.problems else 0

@@ -7,28 +7,19 @@ the step that was under way, and the signal or the time-out.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
 
 import torch
 
 from fp8core.backend_api import OPS
 from fp8core.dispatch import plugins
+from fp8core.doctor import process
 from fp8core.doctor.matrix import Cell, cells
+from fp8core.doctor.process import Record
 from fp8core.doctor.selftest import Check, check
 
 __all__ = ["Findings", "absent", "apart", "here", "records"]
-
-Record: TypeAlias = dict[str, Any]
 
 _DECLARING = "asking for its declarations"
 
@@ -97,7 +88,6 @@ def records(name: str, asked: torch.device | None, done: Collection[str] = ()) -
     reason = registry.unusable(spec)
     yield {"unusable": reason}
     if reason is not None:
-        yield {"end": True}
         return
     own = [torch.device(kind) for kind in spec.device_types if kind != "meta"]
     device = asked or next((one for one in own if absent(one) is None), own[0])
@@ -112,7 +102,6 @@ def records(name: str, asked: torch.device | None, done: Collection[str] = ()) -
             yield {"begin": f"the self-test of {op}", "op": op}
             found = check(spec, op, device)
             yield {} if found is None else {"check": dataclasses.asdict(found)}
-    yield {"end": True}
 
 
 def here(name: str, asked: torch.device | None) -> Findings:
@@ -123,21 +112,25 @@ def here(name: str, asked: torch.device | None) -> Findings:
     return found
 
 
-def apart(name: str, asked: torch.device | None, deadline: float) -> Findings:
-    """Find out about backend ``name`` in processes of its own.
+def apart(
+    name: str, asked: torch.device | None, *, deadline: float, without: Collection[str] = ()
+) -> Findings:
+    """Find out about backend ``name`` in processes of its own, ``without`` some plug-ins.
 
     A step that makes no progress for ``deadline`` seconds is ended. After a crash in the test of
     one operation the others are tested in another process; after a time-out they are not.
     """
     found = Findings(name)
+    device = ["--device", str(asked)] if asked is not None else []
     while True:
-        tested = [own.op for own in found.checks]
-        seen, ending = _run(name, asked, deadline, tested)
+        done = [own.op for own in found.checks]
+        arguments = ["backend", name, *device, "--done", *done, "--without", *without]
+        seen, ending = process.run(arguments, deadline)
         for record in seen:
             found.take(record)
         if ending is None:
             return found
-        step = next((own for own in reversed(seen) if "begin" in own), {"begin": "starting"})
+        step = process.last_step(seen)
         if "op" not in step:
             found.unusable = f"{step['begin']}: {ending.text}"
             return found
@@ -150,80 +143,3 @@ def apart(name: str, asked: torch.device | None, deadline: float) -> Findings:
 
 def _failed(op: str, reason: str) -> Check:
     return Check(op, 0, None, "", reason)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    """How a process ended that did not come to its end."""
-
-    text: str
-    is_timeout: bool = False
-
-
-def _run(
-    name: str, asked: torch.device | None, deadline: float, done: Collection[str]
-) -> tuple[list[Record], _Ending | None]:
-    with TemporaryDirectory() as folder:
-        output, errors = Path(folder, "records"), Path(folder, "errors")
-        output.touch()
-        command = [sys.executable, "-m", "fp8core.doctor", name, "--to", str(output)]
-        command += ["--device", str(asked)] if asked is not None else []
-        command += ["--done", *done] if done else []
-        with errors.open("wb") as stream:
-            # A session of its own: what the backend starts, a compiler say, is ended with it.
-            process = subprocess.Popen(
-                command,
-                stdout=stream,
-                stderr=stream,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            is_timeout = not _wait(process, output, deadline)
-        seen = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-        if is_timeout:
-            return seen, _Ending(f"no progress for {deadline:g} s, ended", is_timeout=True)
-        if process.returncode == 0 and "end" in seen[-1]:
-            return seen, None
-        return seen, _Ending(_describe(process.returncode, errors.read_text(errors="replace")))
-
-
-def _wait(process: subprocess.Popen[bytes], output: Path, deadline: float) -> bool:
-    """Wait for ``process``; False if it was ended because ``output`` stopped growing."""
-    size, since = 0, time.monotonic()
-    try:
-        while process.poll() is None:
-            if (grown := output.stat().st_size) > size:
-                size, since = grown, time.monotonic()
-            if time.monotonic() - since > deadline:
-                return False
-            time.sleep(0.02)
-        return True
-    finally:
-        if process.poll() is None:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if hasattr(os, "killpg"):
-        os.killpg(process.pid, signal.SIGKILL)
-    else:
-        process.kill()
-    process.wait()
-
-
-def _describe(status: int, errors: str) -> str:
-    if status >= 0:
-        text = f"exited with status {status}"
-    else:
-        names = {own.value: own.name for own in signal.Signals}
-        text = f"killed by {names.get(-status, f'signal {-status}')}"
-    said = errors.strip().splitlines()
-    return f"{text}: {said[-1]}" if said else text
-
-
-def write_records(
-    write: Callable[[str], object], name: str, asked: torch.device | None, done: Collection[str]
-) -> None:
-    """Write :func:`records` as lines of JSON, each at once."""
-    for record in records(name, asked, done):
-        write(json.dumps(record) + "\n")

@@ -15,6 +15,7 @@ import torch
 from fp8core import formats, recipe
 from fp8core.backend_api import BackendSpec
 from fp8core.dispatch import plugins, policy, select, settings
+from fp8core.doctor import consult
 from fp8core.doctor.findings import Findings, absent
 from fp8core.errors import Fp8CoreError
 
@@ -54,7 +55,11 @@ class Report:
     problems: list[str]
 
 
-def examine(examiner: Examiner, device: torch.device | None = None) -> Report:
+def examine(
+    examiner: Examiner,
+    device: torch.device | None = None,
+    notes_of_plugins: Callable[[], Sequence[str]] = consult.here,
+) -> Report:
     """Look at the installation; ``examiner`` looks at each backend, on ``device`` if one is given.
 
     Raises:
@@ -67,7 +72,7 @@ def examine(examiner: Examiner, device: torch.device | None = None) -> Report:
     problems = list(requests.problems)
     if device is not None:
         problems += _device_problems(device, specs, found, requests)
-    notes = [*registry.complaints(), *_plugin_notes(registry)]
+    notes = [*registry.complaints(), *notes_of_plugins()]
     return Report(
         versions=_versions(),
         devices=_devices(),
@@ -157,21 +162,6 @@ def _device_problems(
         if spec.portable and spec not in own
     ]
     return ["; ".join([f"no backend can be used on {device}", *reasons])]
-
-
-def _plugin_notes(registry: plugins.Registry) -> list[str]:
-    """Return what each plug-in's own hook reports; one that fails is a note too."""
-    notes: list[str] = []
-    found = registry.manager.list_name_plugin()
-    for name, plugin in found:
-        others = [other for _, other in found if other is not plugin]
-        try:
-            registry.manager.subset_hook_caller("fp8core_doctor", others)(
-                report=lambda topic, text: notes.append(f"{topic}: {text}")
-            )
-        except Exception as error:  # noqa: BLE001  a third party's hook may raise anything
-            notes.append(f"plug-in {name}: its fp8core_doctor failed: {plugins.describe(error)}")
-    return notes
 
 
 def _versions() -> dict[str, str]:

@@ -43,9 +43,11 @@ logging.basicConfig(format="%(message)s")
 import fp8core
 at_import = [name for name in sys.modules if name.startswith(("toy_", "fp8core_backends"))]
 
-from fp8core import doctor, recipe
+from fp8core import recipe
+from fp8core.doctor.findings import here
+from fp8core.doctor.report import examine
 from fp8core.dispatch import plugins
-report = doctor.examine()
+report = examine(here)
 try:
     fp8core.use_backend("toy_broken")
 except fp8core.PluginError as error:

@@ -60,6 +60,7 @@ def isolation() -> Iterator[None]:
         for name in [name for name in os.environ if name.startswith("FP8CORE_")]:
             patch.delenv(name)
         patch.setattr(plugins, "_loaded", [])
+        patch.setattr(plugins, "_set_aside", {})
         patch.setattr(formats, "_formats", dict(formats._formats))
         patch.setattr(formats, "_pending_discovery", [plugins._discover_formats])
         patch.setattr(reporting, "_said", set())

@@ -65,6 +65,7 @@ def test_command_prints_every_part_of_the_report(
         "notes\n   FP8CORE_STRCT is set",
     ):
         assert part in out
+    assert "\x1b" not in out  # no colours
 
 
 @pytest.mark.parametrize("option", [(), ("--json",)], ids=["text", "json"])
@@ -105,10 +106,6 @@ def test_unknown_device_is_bad_usage_with_the_nearest(
     assert "Did you mean 'cuda'?" in capsys.readouterr().err
 
 
-def test_text_has_no_colours(command: Command) -> None:
-    assert "\x1b" not in command("doctor")[1]
-
-
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="is about a machine without one")
 def test_command_fails_for_a_device_that_is_not_here(command: Command) -> None:
     status, out, _ = command("doctor", "cuda")
@@ -143,6 +140,14 @@ class Backend(ReferenceBackend):
 def made():
     {act}()
 
+if "{when}" == "load":
+    {act}()
+
+@hookimpl
+def fp8core_doctor(report):
+    if "{when}" == "hook":
+        {act}()
+
 @hookimpl
 def fp8core_register_backends(register):
     register(BackendSpec("wild", ("cpu",), "toy_wild:{factory}", priority={priority}))
@@ -151,11 +156,11 @@ def fp8core_register_backends(register):
 
 @pytest.fixture
 def wild(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """``wild(act=, op=, factory=, priority=)`` installs a backend that misbehaves in one place."""
+    """``wild(act, op=, factory=, priority=, when=)`` installs a backend with one misdeed."""
 
-    def install(act: str, op: str = "", factory: str = "Backend", priority: int = -1) -> None:
-        text = PLUGIN.format(act=act, op=op, factory=factory, priority=priority)
-        (tmp_path / "toy_wild.py").write_text(text)
+    def install(act: str, **where: object) -> None:
+        fields = {"op": "", "factory": "Backend", "priority": -1, "when": ""} | where
+        (tmp_path / "toy_wild.py").write_text(PLUGIN.format(act=act, **fields))
         paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
         monkeypatch.syspath_prepend(tmp_path)
@@ -186,10 +191,10 @@ def test_backend_that_hangs_is_ended_and_the_rest_not_run(
     command: Command, wild: Callable[..., None]
 ) -> None:
     wild("hang", op="gemm", priority=1)
-    status, out, _ = command("doctor", "--json", "--deadline", "15")
+    status, out, _ = command("doctor", "--json", "--deadline", "6")
     assert status == 1  # it is the selected one
     found = failures(out)
-    assert found["gemm"] == "no progress for 15 s, ended"
+    assert found["gemm"] == "no progress for 6 s, ended"
     assert found["amax"] is None
     assert found["norm"] == "not run, after gemm hung"
 
@@ -206,3 +211,25 @@ def test_backend_that_ends_the_process_when_imported_cannot_be_used(
     assert status == 0  # the reference is selected instead
     assert f"wild         its probe and import: {reason}" in out
     assert " * reference    ok" in out
+
+
+def test_plugin_that_crashes_when_loaded_is_a_row_with_the_signal(
+    command: Command, wild: Callable[..., None]
+) -> None:
+    wild("crash", when="load")
+    status, out, _ = command("doctor")
+    assert status == 0
+    assert "toy_wild     FAIL: while it was loaded: killed by SIGSEGV: about to crash" in out
+    assert " * reference    ok" in out
+    assert out.count("ok  ") > 10  # the self-test of the reference
+
+
+def test_hook_that_crashes_is_a_note_and_its_backend_is_tested(
+    command: Command, wild: Callable[..., None]
+) -> None:
+    wild("crash", when="hook")
+    status, out, _ = command("doctor", "--json")
+    assert status == 0
+    (note,) = json.loads(out)["notes"]
+    assert note.startswith("plug-in toy_wild: its fp8core_doctor: killed by SIGSEGV")
+    assert set(failures(out).values()) == {None}
