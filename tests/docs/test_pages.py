@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import fp8core
+from fp8core import recipe
 from fp8core.dispatch.settings import VARIABLES
 from tests.docs import pages
 from tests.docs.pages import DOCS, PAGES, README, ROOT
@@ -82,6 +84,28 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     prose = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     for target, _ in LINK.findall(prose):
         assert (page.parent / target).exists(), f"{name(page)} links to {target}"
+
+
+def table_rows(page: str) -> list[tuple[str, str]]:
+    """The first two cells of each row of a page's tables."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(r"^\| (.+?) \| (.+?) \|", text, flags=re.MULTILINE)
+
+
+def test_names_that_stay_the_same_exist_and_the_others_do_not() -> None:
+    rows = table_rows("migrating-from-transformer-engine.md")
+    name = re.compile(r"`(?:ops\.)?([A-Za-z_0-9]+)(?:\([^`]*\))?`")
+    same = {own for first, second in rows if "the same" in second for own in name.findall(first)}
+    refused = {
+        own
+        for first, second in rows
+        if second.startswith("not offered")
+        for own in name.findall(first)
+    }
+    assert {"Linear", "autocast", "checkpoint", "NVFP4BlockScaling", "MXFP8Tensor"} <= same
+    offered = {*vars(fp8core), *vars(recipe)}
+    assert same - offered == set()
+    assert refused & offered == set()
 
 
 @pytest.mark.parametrize("marker", ["demo-command", "test-command"])
