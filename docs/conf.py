@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import sys
 from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+from sphinx.util.inspect import stringify_signature
 
 import fp8core
 
@@ -42,6 +48,30 @@ plot_html_show_source_link = False
 nitpicky = True
 # What other projects document: their inventories would have to be fetched.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|collections|pluggy|typing)\..*"),
+    ("py:.*", r"(torch|collections|pluggy|typing|fp8core\.quantizer)\..*"),
     ("py:class", r"InitMethod|AmaxAlgorithm|ScalingAlgorithm|Rule"),
 ]
+
+
+def show_fields(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str, returns: str
+) -> tuple[str, str] | None:
+    """Give a dataclass the signature of its fields; a recipe's own ``__new__`` hides it."""
+    if what != "class" or not dataclasses.is_dataclass(obj):
+        return None
+    fields = list(inspect.signature(obj.__init__).parameters.values())[1:]
+    found = inspect.Signature(fields)
+    return stringify_signature(found, show_annotation=False, show_return_annotation=False), returns
+
+
+def skip_field_numbers(
+    app: Sphinx, what: str, name: str, obj: Any, is_skipped: bool, options: Any
+) -> bool | None:
+    """Leave out what Python says of every field of a named tuple."""
+    return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field") else None
+
+
+def setup(app: Sphinx) -> None:
+    """Register what autodoc is told."""
+    app.connect("autodoc-process-signature", show_fields)
+    app.connect("autodoc-skip-member", skip_field_numbers)

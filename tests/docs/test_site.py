@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import fp8core
 from fp8core import recipe
 from fp8core.backend_api import OPS
 from tests.docs.pages import DOCS, PAGES
@@ -64,7 +65,15 @@ def test_every_plot_is_drawn_and_shown(site: Path) -> None:
         assert drawn.stat().st_size > 5_000
 
 
-def test_reference_documents_the_public_names(site: Path) -> None:
-    page = (site / "api" / "layers.html").read_text(encoding="utf-8")
-    for layer in ("Linear", "GroupedLinear", "LayerNormLinear", "LayerNormMLP"):
-        assert f'id="fp8core.{layer}"' in page
+def test_reference_shows_the_defaults_of_a_recipe(site: Path) -> None:
+    words = Text(site / "api" / "recipes.html").words
+    assert "amax_history_len=1024" in "".join(words)
+
+
+def test_reference_documents_every_public_name(site: Path) -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in (site / "api").glob("*.html"))
+    named = {name: getattr(fp8core, name) for name in fp8core.__all__ if name != "__version__"}
+    for name, value in named.items():
+        homes = {f"fp8core.{name}", f"{getattr(value, '__module__', '')}.{name}"}
+        is_there = any(f'id="{home}"' in text for home in homes | {f"module-fp8core.{name}"})
+        assert is_there, name
