@@ -90,8 +90,8 @@ def explain(
     """
     if recipe is not None and not isinstance(recipe, Recipe):
         raise RecipeError(f"explain(recipe={recipe!r}): expected a Recipe, as in fp8core.recipe.")
-    chosen = recipe if recipe is not None else get_default_recipe()
     if isinstance(target, str):
+        chosen = recipe if recipe is not None else get_default_recipe()
         check_op(target, "explain()")
         where = torch.device(device) if device else select.default_device(policy.current())
         return Explanation(tuple(_lines("", op_needs(target, chosen, dtype), where)))
@@ -102,10 +102,15 @@ def explain(
         if isinstance(layer, LowPrecisionModule):
             own = next((parameter.device for parameter in layer.parameters()), torch.device("cpu"))
             where = torch.device(device) if device else own
-            lines += _lines(path or layer.label, layer_needs(layer, chosen, dtype), where)
+            needs = layer_needs(layer, _recipe_for(layer, recipe), dtype)
+            lines += _lines(path or layer.label, needs, where)
     if not lines:
         raise OperandError(f"explain: {type(target).__name__} holds no fp8core layer.")
     return Explanation(tuple(lines))
+
+
+def _recipe_for(layer: LowPrecisionModule, asked: Recipe | None) -> Recipe:
+    return asked if asked is not None else get_default_recipe()
 
 
 def _lines(layer: str, needs: Iterable[Need], device: torch.device) -> Iterator[Line]:
