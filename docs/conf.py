@@ -48,8 +48,8 @@ plot_html_show_source_link = False
 nitpicky = True
 # What other projects document: their inventories would have to be fetched.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|collections|pluggy|typing|fp8core\.quantizer)\..*"),
-    ("py:class", r"InitMethod|AmaxAlgorithm|ScalingAlgorithm|Rule"),
+    ("py:.*", r"(torch|collections|pluggy|typing|fp8core\.(quantizer|conversion|monitoring))\..*"),
+    ("py:class", r"InitMethod|Filter|AmaxAlgorithm|ScalingAlgorithm|Rule"),
 ]
 
 

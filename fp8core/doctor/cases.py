@@ -6,6 +6,7 @@ recipe fits and a swapped size is seen. Rows span four decades where casts are t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from fp8core.backend_api import (
     DequantizeDesc,
     NormBackwardDesc,
     NormDesc,
+    OpDesc,
     Operand,
     OperandSpec,
     Quantized,
@@ -32,6 +34,7 @@ __all__ = [
     "norm_arguments",
     "operand_to",
     "pointwise_arguments",
+    "quantize_keywords",
     "tensor",
 ]
 
@@ -88,18 +91,23 @@ def operand_to(operand: Operand, device: torch.device) -> Operand:
     return Operand(*(None if part is None else part.to(device) for part in operand))  # type: ignore[arg-type]  # data is never None
 
 
+def quantize_keywords(desc: QuantizeDesc, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the scale and the random key that ``desc`` asks for."""
+    halves = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
+    keywords: dict[str, torch.Tensor] = {}
+    if any(spec.delayed for spec in halves):
+        groups = len(OFFSETS) - 1 if desc.grouped else 1
+        keywords["scale"] = torch.full((groups,), halves[0].target / DELAYED_AMAX, device=device)
+    if any(spec.stochastic for spec in halves):
+        keywords["rng"] = torch.tensor([SEED, 0])
+    return keywords
+
+
 def _quantized(
     who: Backend, device: torch.device, desc: QuantizeDesc, x: torch.Tensor
 ) -> Quantized:
-    spec = desc.rowwise or desc.columnwise
-    assert spec is not None
-    keywords: dict[str, torch.Tensor] = {}
-    if spec.delayed:
-        groups = len(OFFSETS) - 1 if desc.grouped else 1
-        keywords["scale"] = torch.full((groups,), spec.target / DELAYED_AMAX, device=device)
-    if any(own is not None and own.stochastic for own in (desc.rowwise, desc.columnwise)):
-        keywords["rng"] = torch.tensor([SEED, 0])
     offsets = [torch.tensor(OFFSETS, device=device)] if desc.grouped else []
+    keywords = quantize_keywords(desc, device)
     made: Quantized = who.bind(desc, device)(x.to(device), *offsets, **keywords)
     return made
 
@@ -116,6 +124,10 @@ class Bench:
     def is_judge(self) -> bool:
         """Whether the judge itself is tested where it judges."""
         return self.tested is self.judge and self.device.type == "cpu"
+
+    def bind(self, desc: OpDesc) -> Callable[..., Any]:
+        """Bind ``desc`` by the tested backend, on its device."""
+        return self.tested.bind(desc, self.device)
 
     def quantized(self, desc: QuantizeDesc, x: torch.Tensor) -> Quantized:
         """Quantize ``x`` (any device) with the tested backend; the result is on its device."""

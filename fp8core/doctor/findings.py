@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8core.backend_api import OPS
+from fp8core.backend_api import OPS, OPTIONAL_OPS, BackendSpec
 from fp8core.dispatch import plugins
 from fp8core.doctor import process
 from fp8core.doctor.matrix import Cell, cells
@@ -93,15 +93,21 @@ def records(name: str, asked: torch.device | None, done: Collection[str] = ()) -
     device = asked or next((one for one in own if absent(one) is None), own[0])
     yield {"begin": _DECLARING, "device": str(device)}
     yield {"cells": [dataclasses.asdict(cell) for cell in cells(spec, device)]}
-    reason = absent(device)
-    if reason is None and device.type not in spec.device_types and not spec.portable:
-        reason = f"runs on {'/'.join(spec.device_types)}, not on {device.type}"
+    reason = _why_untested(spec, device)
     yield {"untested": reason}
-    for op in OPS if reason is None else ():
+    for op in (*OPS, *OPTIONAL_OPS) if reason is None else ():
         if op not in done:
             yield {"begin": f"the self-test of {op}", "op": op}
             found = check(spec, op, device)
             yield {} if found is None else {"check": dataclasses.asdict(found)}
+
+
+def _why_untested(spec: BackendSpec, device: torch.device) -> str | None:
+    if device.type == "meta":
+        return "meta tensors hold no values"
+    if device.type not in spec.device_types and not spec.portable:
+        return f"it runs on {'/'.join(spec.device_types)}, not on {device.type}"
+    return absent(device)
 
 
 def here(name: str, asked: torch.device | None) -> Findings:

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,8 +33,9 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
 )
 from fp8core.dispatch import plugins
-from fp8core.doctor import cases
+from fp8core.doctor import cases, fused
 from fp8core.doctor.cases import Bench
+from fp8core.doctor.compare import EQUAL, UNEQUAL, Error, operands_equal, share
 from fp8core.doctor.matrix import DTYPE, needs_of
 from fp8core.needs import Need
 
@@ -63,24 +64,17 @@ class Check:
     failure: str | None = None
 
 
-class _Error(NamedTuple):
-    """An error as a share of its bound, and what the bound is."""
-
-    share: float
-    judged_by: str
-
-
 def check(spec: BackendSpec, op: str, device: torch.device) -> Check | None:
     """Test ``op`` of the backend of ``spec`` on ``device``, None if it supports no use of it."""
     registry = plugins.load()
     tested = registry.instance(spec)
     needs = [need for need in _needs(op) if tested.unsupported(need.desc, device) is None]
-    if not needs or op not in _RUNS:
+    if not needs:
         return None
     if JUDGE not in registry.backends:
         return Check(op, 0, None, "", f"the judge, backend {JUDGE!r}, is not installed")
     bench = Bench(tested, registry.instance(registry.backends[JUDGE]), device)
-    worst, num_run = _Error(0.0, ""), 0
+    worst, num_run = Error(0.0, ""), 0
     for need in needs:
         try:
             errors = list(_RUNS[op](bench, need))
@@ -92,13 +86,13 @@ def check(spec: BackendSpec, op: str, device: torch.device) -> Check | None:
         worst = max(found, worst, key=lambda own: own.share)
         if found.share > 1:
             reason = f"{need.step} {need.desc}: {_amount(found.share)}".strip()
-            share = found.share if math.isfinite(found.share) else None
-            return Check(op, num_run, share, found.judged_by, reason)
+            amount = found.share if math.isfinite(found.share) else None
+            return Check(op, num_run, amount, found.judged_by, reason)
     return Check(op, num_run, worst.share, worst.judged_by)
 
 
-def _amount(share: float) -> str:
-    return f"{share:.3g} of the bound" if math.isfinite(share) else "not to be compared, or unequal"
+def _amount(error: float) -> str:
+    return f"{error:.3g} of the bound" if math.isfinite(error) else "not equal, or NaN"
 
 
 def _needs(op: str) -> list[Need]:
@@ -106,16 +100,6 @@ def _needs(op: str) -> list[Need]:
     return list(
         dict.fromkeys(need for name in (NO_RECIPE, *recipe.names()) for need in needs_of(op, name))
     )
-
-
-def _share(found: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> float:
-    """Return the worst ``|found - expected| / bound``, inf where a NaN is on one side alone."""
-    if found.shape != expected.shape:
-        return math.inf
-    apart = (found.double().cpu() - expected).abs()
-    shares = torch.where(apart == 0, 0.0, apart / bound)
-    worst = shares.nan_to_num(nan=math.inf).amax() if shares.numel() else torch.zeros(())
-    return float(worst)
 
 
 # --- GEMMs ---
@@ -127,7 +111,7 @@ _SIDES = {  # GEMM: tensor and orientation of a, then of b
 }
 
 
-def _gemm(bench: Bench, need: Need) -> Iterator[_Error]:
+def _gemm(bench: Bench, need: Need) -> Iterator[Error]:
     """Compare with the float64 product of the dequantized operands."""
     desc, sides = need.desc, _SIDES[need.step]
     assert isinstance(desc, GemmDesc)
@@ -136,13 +120,13 @@ def _gemm(bench: Bench, need: Need) -> Iterator[_Error]:
         for own, (name, turned) in zip((desc.a, desc.b), sides, strict=True)
     )
     if a is not None and b is not None:
-        found = bench.tested.bind(desc, bench.device)(a, b)
+        found = bench.bind(desc)(a, b)
         yield _product_error(bench, desc, found, a, b)
 
 
 def _product_error(
     bench: Bench, desc: GemmDesc, found: torch.Tensor, a: Operand, b: Operand
-) -> _Error:
+) -> Error:
     left, right = bench.values(desc.a, a), bench.values(desc.b, b)
     expected = left @ right.t()  # [m, k] x [n, k] -> [m, n]
     k = left.shape[1]
@@ -152,10 +136,10 @@ def _product_error(
     rounding = torch.finfo(desc.out_dtype).eps * expected.abs()
     bound = c * (left.abs() @ right.abs().t()) + rounding
     judged_by = f"float64 product; bound {name} |a||b| + 1 ulp"
-    return _Error(_share(found, expected, bound), judged_by)
+    return Error(share(found, expected, bound), judged_by)
 
 
-def _grouped_gemm(bench: Bench, need: Need) -> Iterator[_Error]:
+def _grouped_gemm(bench: Bench, need: Need) -> Iterator[Error]:
     """Compare each group with the float64 product of operands that are quantized alone."""
     desc, sides = need.desc, _SIDES[need.step]
     assert isinstance(desc, GroupedGemmDesc)
@@ -171,7 +155,7 @@ def _grouped_gemm(bench: Bench, need: Need) -> Iterator[_Error]:
         whole.append(joined)
         alone.append(made)
     offsets = torch.tensor(cases.OFFSETS, device=bench.device)
-    found = bench.tested.bind(desc, bench.device)(*whole, offsets)
+    found = bench.bind(desc)(*whole, offsets)
     if not desc.contract_groups:
         found = [found[:128], found[128:]]
     for own, a, b in zip(found, *alone, strict=True):
@@ -183,7 +167,7 @@ def _grouped_gemm(bench: Bench, need: Need) -> Iterator[_Error]:
 # --- casts ---
 
 
-def _quantize(bench: Bench, need: Need) -> Iterator[_Error]:
+def _quantize(bench: Bench, need: Need) -> Iterator[Error]:
     """Compare codes and scales with the judge's; the judge's own with those of its values."""
     desc = need.desc
     assert isinstance(desc, QuantizeDesc)
@@ -197,19 +181,19 @@ def _quantize(bench: Bench, need: Need) -> Iterator[_Error]:
         if spec is None:
             continue
         if ours is None or theirs is None:
-            yield _Error(math.inf, "reference, which has both orientations")
-        elif _equals(ours, theirs):
-            yield _Error(0.0, "reference, bit for bit")
+            yield Error(UNEQUAL, "reference, which has both orientations")
+        elif operands_equal(ours, theirs):
+            yield Error(EQUAL, "reference, bit for bit")
         elif desc.grouped:  # the scales of groups lie side by side
-            yield _Error(math.inf, "reference, bit for bit")
+            yield Error(UNEQUAL, "reference, bit for bit")
         else:
             values = bench.values(spec, theirs)
             step = _step(spec) * _amax(spec, values)
-            share = _share(bench.values(spec, ours), values, step.expand_as(values))
-            yield _Error(share, "reference; NOT bit for bit, bound one step of the format")
+            error = share(bench.values(spec, ours), values, step.expand_as(values))
+            yield Error(error, "reference; NOT bit for bit, bound one step of the format")
 
 
-def _requantized(bench: Bench, desc: QuantizeDesc, x: torch.Tensor) -> Iterator[_Error]:
+def _requantized(bench: Bench, desc: QuantizeDesc, x: torch.Tensor) -> Iterator[Error]:
     """A value that was quantized is one that quantizing gives the same code."""
     if desc.grouped:
         return
@@ -225,16 +209,7 @@ def _requantized(bench: Bench, desc: QuantizeDesc, x: torch.Tensor) -> Iterator[
         again = bench.quantized(wide, values.float()).rowwise
         assert again is not None
         bound = 2 * torch.finfo(torch.float32).eps * values.abs()
-        yield _Error(_share(bench.values(spec, again), values, bound), judged_by)
-
-
-def _equals(ours: Operand, theirs: Operand) -> bool:
-    return all(
-        mine is other
-        if mine is None or other is None
-        else torch.equal(mine.cpu().contiguous(), other.cpu().contiguous())
-        for mine, other in zip(ours, theirs, strict=True)
-    )
+        yield Error(share(bench.values(spec, again), values, bound), judged_by)
 
 
 def _step(spec: OperandSpec) -> float:
@@ -254,7 +229,7 @@ def _amax(spec: OperandSpec, values: torch.Tensor) -> torch.Tensor:
     return magnitude.amax(1, keepdim=True) if spec.block[0] == 1 else magnitude.amax().reshape(1, 1)
 
 
-def _dequantize(bench: Bench, need: Need) -> Iterator[_Error]:
+def _dequantize(bench: Bench, need: Need) -> Iterator[Error]:
     """Compare ``dequantize(quantize(x))`` with ``x``: within one step of the format."""
     desc = need.desc
     assert isinstance(desc, DequantizeDesc)
@@ -264,10 +239,10 @@ def _dequantize(bench: Bench, need: Need) -> Iterator[_Error]:
     x = cases.tensor(need.step, DTYPE)
     operand = bench.operand(spec, x, columnwise=False, grouped=False)
     if operand is not None:
-        found = bench.tested.bind(desc, bench.device)(operand)
+        found = bench.bind(desc)(operand)
         expected = x.double()
         bound = (_step(spec) * _amax(spec, expected)).expand_as(expected)
-        yield _Error(_share(found, expected, bound), "x; bound one step of the format at amax")
+        yield Error(share(found, expected, bound), "x; bound one step of the format at amax")
 
 
 # --- norms, activations, amax, scale updates ---
@@ -282,69 +257,74 @@ def _float64(desc: Any) -> Any:
 
 def _in_float64(
     bench: Bench, desc: Any, arguments: Sequence[torch.Tensor | None]
-) -> Iterator[_Error]:
+) -> Iterator[Error]:
     there = [None if own is None else own.to(bench.device) for own in arguments]
     wide = [None if own is None else own.double() for own in arguments]
-    found = bench.tested.bind(desc, bench.device)(*there)
+    found = bench.bind(desc)(*there)
     expected = bench.judge.bind(_float64(desc), cases.CPU)(*wide)
     if isinstance(found, torch.Tensor):
         found, expected = [found], [expected]
     for own, other in zip(found, expected, strict=True):
         if own is None or other is None:
-            yield _Error(0.0 if own is other else math.inf, "float64")
+            yield Error(EQUAL if own is other else UNEQUAL, "float64")
             continue
         bound = torch.finfo(own.dtype).eps * other.abs() + 2**-18 * other.abs().amax()
-        yield _Error(_share(own, other, bound), "float64; bound 1 ulp + 2^-18 amax")
+        yield Error(share(own, other, bound), "float64; bound 1 ulp + 2^-18 amax")
 
 
-def _norm(bench: Bench, need: Need) -> Iterator[_Error]:
+def _norm(bench: Bench, need: Need) -> Iterator[Error]:
     desc = need.desc
     assert isinstance(desc, NormDesc | NormBackwardDesc)
     yield from _in_float64(bench, desc, cases.norm_arguments(desc, bench.judge))
 
 
-def _activation(bench: Bench, need: Need) -> Iterator[_Error]:
+def _activation(bench: Bench, need: Need) -> Iterator[Error]:
     desc = need.desc
     assert isinstance(desc, ActivationDesc | ActivationBackwardDesc)
     yield from _in_float64(bench, desc, cases.pointwise_arguments(desc))
 
 
-def _amax_op(bench: Bench, need: Need) -> Iterator[_Error]:
+def _amax_op(bench: Bench, need: Need) -> Iterator[Error]:
     desc = need.desc
     assert isinstance(desc, AmaxDesc)
     x = cases.tensor("input", desc.dtype)
-    found = bench.tested.bind(desc, bench.device)(x.to(bench.device))
+    found = bench.bind(desc)(x.to(bench.device))
     expected = max(abs(value) for row in x.tolist() for value in row)
     is_equal = found.cpu().tolist() == [expected]
-    yield _Error(0.0 if is_equal else math.inf, "the largest magnitude, bit for bit")
+    yield Error(EQUAL if is_equal else UNEQUAL, "the largest magnitude, bit for bit")
 
 
-def _scale_update(bench: Bench, need: Need) -> Iterator[_Error]:
+def _scale_update(bench: Bench, need: Need) -> Iterator[Error]:
     """Three slots worked out by hand: a new amax, an older and larger one, nothing recorded."""
     desc = need.desc
     assert isinstance(desc, ScaleUpdateDesc)
     history = torch.tensor([[4.0, 4.0, 0.0], [1.0, 2.0, 3.0], [2.0, 8.0, 5.0]])
     scale, target = torch.ones(3), torch.full((3,), 448.0)
     there = [own.to(bench.device) for own in (history, scale, target)]
-    bench.tested.bind(desc, bench.device)(*([own] for own in there))
+    bench.bind(desc)(*([own] for own in there))
     second = 56.0 if desc.algorithm == "max" else 112.0  # 448 / 8, or 448 / 4
     expected = [
         [[0.0, 0.0, 0.0], [2.0, 8.0, 3.0], [4.0, 4.0, 5.0]],
         [112.0, second, 1.0],  # 448 / 4; the third keeps what it had
     ]
     found = [there[0].cpu().tolist(), there[1].cpu().tolist()]
-    yield _Error(0.0 if found == expected else math.inf, "an example worked out by hand")
+    yield Error(EQUAL if found == expected else UNEQUAL, "an example worked out by hand")
 
 
-_RUNS: dict[str, Callable[[Bench, Need], Iterator[_Error]]] = {
+_RUNS: dict[str, Callable[[Bench, Need], Iterator[Error]]] = {
     "activation": _activation,
     "activation_backward": _activation,
+    "activation_backward_quantize": fused.quantizing,
+    "activation_quantize": fused.quantizing,
+    "add_norm": fused.add_norm,
     "amax": _amax_op,
     "dequantize": _dequantize,
     "gemm": _gemm,
     "grouped_gemm": _grouped_gemm,
     "norm": _norm,
     "norm_backward": _norm,
+    "norm_backward_quantize": fused.quantizing,
+    "norm_quantize": fused.quantizing,
     "quantize": _quantize,
     "scale_update": _scale_update,
 }

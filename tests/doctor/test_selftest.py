@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core.backend_api import OPS, OpDesc, Operand, Quantized
+from fp8core.backend_api import OPS, OPTIONAL_OPS, OpDesc, Operand, Quantized
 from fp8core.dispatch import plugins
 from fp8core.doctor.selftest import Check, check
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.dispatch import toys
+from tests.links import fused_toy
 
 CPU = torch.device("cpu")
 REFERENCE = ReferenceBackend()
@@ -137,3 +138,30 @@ def test_without_the_judge_nothing_is_said_to_pass(monkeypatch: pytest.MonkeyPat
     found = check(plugins.load().backends["toy"], "gemm", CPU)
     assert found is not None
     assert found.failure == "the judge, backend 'reference', is not installed"
+
+
+@pytest.mark.parametrize("op", OPTIONAL_OPS)
+def test_fusion_that_equals_its_pair_passes(op: str) -> None:
+    with fused_toy.installed(op):
+        found = check(plugins.load().backends["fused_toy"], op, CPU)
+    assert found is not None
+    assert (found.failure, found.worst) == (None, 0.0)
+    assert found.cases > 1
+
+
+@pytest.mark.parametrize("op", [op for op in OPTIONAL_OPS if op.endswith("_quantize")])
+@pytest.mark.parametrize(
+    "spoil", [fused_toy.swapped, fused_toy.without_columnwise, lambda made: shifted(made, 1)]
+)
+def test_fusion_that_does_not_equal_its_pair_is_caught(
+    op: str, spoil: Callable[[Quantized], Quantized]
+) -> None:
+    with fused_toy.installed(op, spoil=spoil):
+        found = check(plugins.load().backends["fused_toy"], op, CPU)
+    assert found is not None
+    assert found.failure is not None
+    assert found.judged_by == "the pair of this backend, bit for bit"
+
+
+def test_fusion_that_is_not_offered_is_not_tested() -> None:
+    assert check(plugins.load().backends["reference"], "norm_quantize", CPU) is None
