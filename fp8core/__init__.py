@@ -8,21 +8,25 @@ from __future__ import annotations
 from fp8core import errors, formats, ops, recipe
 from fp8core.autocast import autocast, fp8_autocast
 from fp8core.checkpoint import checkpoint
+from fp8core.conversion.convert import convert, unconvert
+from fp8core.conversion.report import ConversionReport
 from fp8core.dispatch.policy import use_backend
 from fp8core.errors import (
     Fp8CoreError,
+    NonFiniteError,
     OperandError,
     PluginError,
     RecipeError,
     UnsupportedError,
 )
 from fp8core.explain import explain
-from fp8core.modules.base import prepare
 from fp8core.modules.grouped_linear import GroupedLinear
 from fp8core.modules.layernorm_linear import LayerNormLinear
 from fp8core.modules.layernorm_mlp import LayerNormMLP
 from fp8core.modules.linear import Linear
 from fp8core.modules.norm import LayerNorm, RMSNorm
+from fp8core.modules.prepare import prepare
+from fp8core.monitoring import monitor
 from fp8core.parameter import (
     Float8BlockwiseQTensor,
     Float8Tensor,
@@ -38,6 +42,7 @@ from fp8core.recipe import get_default_recipe
 __version__ = "0.1.0"
 
 __all__ = [
+    "ConversionReport",
     "Float8BlockwiseQTensor",
     "Float8Tensor",
     "Fp8CoreError",
@@ -49,6 +54,7 @@ __all__ = [
     "MXFP8Tensor",
     "MasterWeights",
     "NVFP4Tensor",
+    "NonFiniteError",
     "OperandError",
     "PluginError",
     "QuantizedTensor",
@@ -58,15 +64,18 @@ __all__ = [
     "__version__",
     "autocast",
     "checkpoint",
+    "convert",
     "errors",
     "explain",
     "formats",
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
+    "monitor",
     "ops",
     "prepare",
     "quantized_model_init",
     "recipe",
+    "unconvert",
     "use_backend",
 ]

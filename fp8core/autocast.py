@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 import torch.distributed
@@ -23,9 +24,13 @@ __all__ = [
     "active",
     "active_name",
     "autocast",
+    "begin_step",
+    "end_step",
     "fp8_autocast",
+    "is_in_step",
     "named",
     "touch",
+    "touched_in",
 ]
 
 
@@ -59,27 +64,42 @@ def _name(asked: Active) -> str:
     return name
 
 
-_INACTIVE = _name(Active())
+# Outside any autocast, which is not what autocast(enabled=False) says: a layer's own recipe counts.
+_OUTSIDE = "no autocast"
+_asked[_OUTSIDE] = Active()
+
+
+class _Step(NamedTuple):
+    """An open step: whose, and what was touched in the steps around it."""
+
+    owner: object
+    outer_touched: dict[DelayedState, None]
 
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
-        self.active = _INACTIVE
+        self.active = _OUTSIDE
         self.outer: list[str] = []
         self.touched: dict[DelayedState, None] = {}
+        self.touched_before: dict[DelayedState, None] = {}
+        self.steps: list[_Step] = []
 
 
 _thread = _ThreadState()
 
 
-def active() -> Active:
-    """Return what the calling thread's innermost autocast asks for."""
-    return _asked[_thread.active]
+def active(default: Active | None = None) -> Active:
+    """Return what the calling thread's innermost autocast asks for; outside any, ``default``."""
+    name = _thread.active
+    return _asked[name] if default is None or name != _OUTSIDE else default
 
 
-def active_name() -> str:
+def active_name(default: Active | None = None) -> str:
     """Return the name of :func:`active`: equal names, equal requests."""
-    return _thread.active
+    name = _thread.active
+    if default is None or name != _OUTSIDE:
+        return name
+    return _ask(default.quantize is not None, False, default.quantize, None)
 
 
 def named(name: str) -> Active:
@@ -88,9 +108,10 @@ def named(name: str) -> Active:
 
 
 @contextlib.contextmanager
-def activated(asked: Active) -> Iterator[None]:
-    """Have the calling thread's layers do what ``asked`` says; updates no scales at the end."""
-    outer, _thread.active = _thread.active, _name(asked)
+def activated(name: str) -> Iterator[None]:
+    """Have the calling thread's layers do what ``name``, of :func:`active_name`, asks for; updates
+    no scales at the end."""
+    outer, _thread.active = _thread.active, name
     try:
         yield
     finally:
@@ -101,6 +122,45 @@ def touch(state: DelayedState, group: torch.distributed.ProcessGroup | None) -> 
     """Have ``state`` updated when the thread's outermost autocast exits."""
     state.group = group
     _thread.touched[state] = None
+
+
+def begin_step(owner: object) -> None:
+    """Open a step of ``owner``, a model whose layers have a recipe of their own.
+
+    Inside an autocast, whose exit is the step's end, it does nothing. A step of the same owner that
+    was never ended, as an interrupt leaves one, is forgotten.
+    """
+    if not _thread.outer:
+        end_step(owner, failed=True)
+        _thread.steps.append(_Step(owner, _thread.touched))
+        _thread.touched = {}
+
+
+def end_step(owner: object, *, failed: bool) -> None:
+    """Close the step of ``owner`` and those within it; turn its amaxes into scales, or forget
+    them if it failed. Without an open step of ``owner``, or inside an autocast, it does nothing."""
+    thread = _thread
+    is_owners = bool(thread.outer) or not is_in_step(owner)
+    while not is_owners:
+        step = thread.steps.pop()
+        touched, thread.touched = thread.touched, step.outer_touched
+        is_owners = step.owner is owner
+        if failed or not is_owners:
+            scaling.discard(touched)
+        else:
+            scaling.update(touched)
+
+
+def touched_in(owner: object) -> list[DelayedState]:
+    """Return the states touched so far in the step of ``owner``, if that is the innermost open."""
+    steps = _thread.steps
+    is_open = not _thread.outer and bool(steps) and steps[-1].owner is owner
+    return list(_thread.touched) if is_open else []
+
+
+def is_in_step(owner: object) -> bool:
+    """Say whether the calling thread has a step of ``owner`` open."""
+    return any(step.owner is owner for step in _thread.steps)
 
 
 class autocast(contextlib.ContextDecorator):
@@ -133,6 +193,8 @@ class autocast(contextlib.ContextDecorator):
 
     def __enter__(self) -> None:
         thread = _thread
+        if not thread.outer:
+            thread.touched_before, thread.touched = thread.touched, {}
         thread.outer.append(thread.active)
         thread.active = self._active
 
@@ -144,9 +206,11 @@ class autocast(contextlib.ContextDecorator):
     ) -> None:
         thread = _thread
         thread.active = thread.outer.pop()
-        if thread.outer or not thread.touched:
+        if thread.outer:
             return
-        touched, thread.touched = thread.touched, {}
+        touched, thread.touched = thread.touched, thread.touched_before
+        if not touched:
+            return
         if kind is None:
             scaling.update(touched)
         else:

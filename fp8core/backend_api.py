@@ -50,6 +50,7 @@ from fp8core.descriptors import (
 )
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.formats import FormatSpec
+from fp8core.operands import TRANSFORMS, hadamard16, scale_inverses, split_groups
 
 __all__ = [
     "ACTIVATIONS",
@@ -57,6 +58,7 @@ __all__ = [
     "GATED",
     "OPS",
     "OPTIONAL_OPS",
+    "TRANSFORMS",
     "ActivationBackwardDesc",
     "ActivationDesc",
     "AddNormDesc",
@@ -81,7 +83,10 @@ __all__ = [
     "ScaleUpdateDesc",
     "UnsupportedError",
     "bind_method",
+    "hadamard16",
     "hookimpl",
+    "scale_inverses",
+    "split_groups",
 ]
 
 API_VERSION = (1, 0)

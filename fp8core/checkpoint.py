@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from fp8core.autocast import activated, active
+from fp8core.autocast import activated, active_name
 from fp8core.dispatch import policy
 from fp8core.errors import UnsupportedError
 from fp8core.recompute import Tape, current, playing
@@ -44,7 +44,7 @@ def checkpoint(
     ):
         if value != default:
             raise UnsupportedError(f"checkpoint({name}={value!r}) is not offered.")
-    asked, chosen = active(), policy.current()
+    asked, chosen = active_name(), policy.current()
     tape = Tape(torch.is_grad_enabled(), outer=current())
     is_first = True
 

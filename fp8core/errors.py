@@ -6,7 +6,8 @@ Each message says what was asked, what was found and what would work::
     |-- RecipeError       a recipe, format, backend name or setting without a meaning as written
     |-- OperandError      a tensor that does not fit: wrong k, dtype, device, stored state
     |-- UnsupportedError  a request that is clear, but that nothing installed here can run
-    `-- PluginError       a plug-in that cannot be used: failed import, wrong hook or API version
+    |-- PluginError       a plug-in that cannot be used: failed import, wrong hook or API version
+    `-- NonFiniteError    a NaN or inf that a monitor was asked to stop at
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "Fp8CoreError",
+    "NonFiniteError",
     "OperandError",
     "PluginError",
     "RecipeError",
@@ -42,6 +44,10 @@ class UnsupportedError(Fp8CoreError, NotImplementedError):
 
 class PluginError(Fp8CoreError, RuntimeError):
     """A plug-in was asked for by name and cannot be used."""
+
+
+class NonFiniteError(Fp8CoreError, ArithmeticError):
+    """A tensor holds NaN or inf, and a monitor was asked to stop there."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -81,8 +81,8 @@ def explain(
     """Say which backend runs ``target``, an operation's name or a model's layers, and why.
 
     Nothing is computed; a backend's ``bind`` is called, as for a layer. ``recipe`` None takes the
-    default recipe; ``device`` None the selected backend's, or the layer's own; ``dtype`` is that
-    of the activations.
+    one that :func:`fp8core.convert` gave the layer, else the default recipe; ``device`` None the
+    selected backend's, or the layer's own; ``dtype`` is that of the activations.
 
     Raises:
         RecipeError: ``target`` is not the name of an operation, ``recipe`` is not a Recipe.
@@ -110,7 +110,8 @@ def explain(
 
 
 def _recipe_for(layer: LowPrecisionModule, asked: Recipe | None) -> Recipe:
-    return asked if asked is not None else get_default_recipe()
+    by_default = None if layer.outside_autocast is None else layer.outside_autocast.quantize
+    return asked or by_default or get_default_recipe()
 
 
 def _lines(layer: str, needs: Iterable[Need], device: torch.device) -> Iterator[Line]:

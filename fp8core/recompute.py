@@ -3,7 +3,7 @@
 ``fp8core.checkpoint`` keeps a :class:`Tape` of the layers that ran; the recompute replays it: the
 same recipe, the same delayed scales, the same weights, and no amax recorded twice. A layer that
 runs inside backward without a tape is somebody else's recompute: it may only go on if nothing can
-have changed since.
+have changed since, or if the model's output knows the scales (:func:`keep_scales`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fp8core.errors import OperandError
-from fp8core.scaling import DelayedState, join_backward
+from fp8core.scaling import DelayedState, join_backward, offer_scales
 
-__all__ = ["Entry", "Tape", "current", "is_in_backward", "playing"]
+__all__ = ["Entry", "Tape", "current", "is_in_backward", "keep_scales", "playing", "scale_of"]
 
 
 class Entry(NamedTuple):
@@ -128,6 +129,23 @@ def playing(tape: Tape) -> Iterator[None]:
 def is_in_backward() -> bool:
     """Say whether the calling thread is running a backward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+def keep_scales(output: Any, states: Sequence[DelayedState]) -> None:
+    """Have a recompute in the backward of ``output``, tensors in any nesting, repeat the forward
+    with the scales that ``states`` have now."""
+    outputs = [own for own in tree_leaves(output) if isinstance(own, torch.Tensor)]
+    outputs = [own for own in outputs if own.requires_grad]
+    if not states or not outputs:
+        return
+    scales: dict[DelayedState, torch.Tensor] = {}
+    for device in {state.scale.device for state in states}:
+        here = [state for state in states if state.scale.device == device]
+        copy = torch.cat([state.scale for state in here])  # one copy: a launch costs, not its size
+        parts = torch.split(copy, [state.scale.numel() for state in here])
+        scales.update(zip(here, parts, strict=True))
+    for own in outputs:
+        own.register_hook(lambda grad: offer_scales(scales))  # type: ignore[no-untyped-call]  # torch's
 
 
 @contextmanager

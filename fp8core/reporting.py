@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 
-__all__ = ["log_once", "logger"]
+__all__ = ["log_once", "logger", "some"]
 
 logger = logging.getLogger("fp8core")
 
@@ -13,10 +14,20 @@ _said: set[str] = set()
 _said_lock = threading.Lock()
 
 
-def log_once(line: str) -> None:
-    """Log ``line`` as a warning the first time this process says it."""
+def log_once(line: str, level: int = logging.WARNING) -> None:
+    """Log ``line`` the first time this process says it."""
     with _said_lock:
         is_new = line not in _said
         _said.add(line)
     if is_new:
-        logger.warning("%s", line)
+        logger.log(level, "%s", line)
+
+
+def some(names: Sequence[str], shown: int = 3) -> str:
+    """Return the first ``shown`` names, and how many more there are.
+
+    >>> some(["a", "b", "c"], shown=2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,15 @@ from fp8core.dispatch import table
 from fp8core.plan import DelayedPlan
 from fp8core.reporting import log_once
 
-__all__ = ["DelayedState", "discard", "join_backward", "update", "update_after_backward"]
+__all__ = [
+    "DelayedState",
+    "discard",
+    "join_backward",
+    "offer_scales",
+    "offered_scale",
+    "update",
+    "update_after_backward",
+]
 
 
 class DelayedState:
@@ -148,12 +156,13 @@ _backward_lock = threading.Lock()
 
 
 class _Pass:
-    """The states that one backward pass has recorded in."""
+    """The states that one backward pass has recorded in, and the scales of its forward."""
 
-    __slots__ = ("__weakref__", "states")
+    __slots__ = ("__weakref__", "scales", "states")
 
     def __init__(self) -> None:
         self.states: dict[DelayedState, None] = {}
+        self.scales: dict[DelayedState, torch.Tensor | None] = {}
 
     def finish(self) -> None:
         update(self.states)
@@ -172,6 +181,24 @@ def update_after_backward(state: DelayedState, backward_pass: int | None = None)
     task = join_backward() if backward_pass is None else backward_pass
     with _backward_lock:
         _in_backward[task].states[state] = None
+
+
+def offer_scales(scales: Mapping[DelayedState, torch.Tensor]) -> None:
+    """Have recomputes in the backward pass that is running find the scales of their forward.
+
+    Of two forwards nobody knows which one a recompute repeats: then there is none to be found.
+    """
+    task = join_backward()
+    with _backward_lock:
+        known = _in_backward[task].scales
+        for state, scale in scales.items():
+            known[state] = scale if known.get(state, scale) is scale else None
+
+
+def offered_scale(state: DelayedState) -> torch.Tensor | None:
+    """Return what :func:`offer_scales` offered for ``state`` in this backward pass, if anything."""
+    running = _in_backward.get(torch._C._current_graph_task_id())
+    return None if running is None else running.scales.get(state)
 
 
 def join_backward() -> int:

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fp8core.dispatch.select import Choice
 from fp8core.errors import OperandError
 from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.plan import TensorPlan
 from fp8core.quantizer import Orientations, Quantizer, Slot
 
-__all__ = ["How", "KeptWeight", "PerGroup", "WeightStore"]
+__all__ = ["How", "KeptWeight", "PerGroup", "WeightQuantizer", "WeightStore"]
+
+
+class WeightQuantizer(Protocol):
+    """Makes the operands of a weight, or of one weight a group, or finds them kept."""
+
+    choices: tuple[Choice, ...]
+
+    def __call__(
+        self, weight: Any, /, *, columnwise: bool, first: bool | None = None, source: Any
+    ) -> Orientations:
+        """Return the operands of ``weight [n, k]``, padded from ``source``; a sequence a group."""
 
 
 class How(NamedTuple):

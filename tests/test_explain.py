@@ -323,3 +323,10 @@ def test_command_without_an_operation_is_bad_usage(
     with pytest.raises(SystemExit) as caught:
         command("explain")
     assert caught.value.code == 2
+
+
+def test_a_converted_model_is_explained_by_its_own_recipe() -> None:
+    own = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    fp8core.convert(own, recipe.MXFP8BlockScaling())
+    assert str(fp8core.explain(own)) == str(fp8core.explain(own, recipe.MXFP8BlockScaling()))
+    assert str(fp8core.explain(own)) != str(fp8core.explain(own, recipe.NVFP4BlockScaling()))

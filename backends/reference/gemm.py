@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 
-from fp8core import formats
-from fp8core.backend_api import GemmDesc, GroupedGemmDesc, Operand, OperandSpec
+from fp8core.backend_api import GemmDesc, GroupedGemmDesc, Operand, OperandSpec, split_groups
 from fp8core_backends.reference.quantize import dequantize_float32
 
 __all__ = ["gemm", "grouped_gemm"]
@@ -41,10 +39,10 @@ def grouped_gemm(
 ) -> torch.Tensor | list[torch.Tensor]:
     """One GEMM a group; see the backend API."""
     bounds = group_offsets.tolist()
-    a_parts = _split(desc.a, a, bounds, dim=1 if desc.contract_groups else 0)
+    a_parts = split_groups(desc.a, a, bounds, dim=1 if desc.contract_groups else 0)
     if desc.contract_groups:
         assert isinstance(b, Operand)
-        b_parts: Sequence[Operand] = _split(desc.b, b, bounds, dim=1)
+        b_parts: Sequence[Operand] = split_groups(desc.b, b, bounds, dim=1)
         outs: Sequence[torch.Tensor | None] = [None] * len(a_parts) if out is None else list(out)
         return [
             gemm(desc, a_part, b_part, out=own)  # [m, k_g] x [n, k_g] -> [m, n]
@@ -64,25 +62,6 @@ def grouped_gemm(
     for group, (a_part, b_part, own) in enumerate(zip(a_parts, b, biases, strict=True)):
         gemm(desc, a_part, b_part, bias=own, out=out[bounds[group] : bounds[group + 1]])
     return out
-
-
-def _split(
-    spec: OperandSpec | None, operand: Operand, bounds: list[int], dim: int
-) -> list[Operand]:
-    """Split an operand grouped along ``dim`` into the operands of its groups."""
-    sizes = [end - start for start, end in itertools.pairwise(bounds)]
-    if spec is None:
-        return [Operand(part) for part in torch.split(operand.data, sizes, dim)]
-    assert operand.scale_inv is not None
-    per_byte = 8 // formats.by_name(spec.format).bits if dim == 1 else 1
-    block = spec.block[dim]
-    scale_sizes = [-(-size // block) if block else 1 for size in sizes]
-    data = torch.split(operand.data, [size // per_byte for size in sizes], dim)
-    scales = torch.split(operand.scale_inv, scale_sizes, dim)
-    if operand.global_scale_inv is None:
-        return [Operand(*parts) for parts in zip(data, scales, strict=True)]
-    globals_ = torch.split(operand.global_scale_inv, 1, dim)
-    return [Operand(*parts) for parts in zip(data, scales, globals_, strict=True)]
 
 
 def _float32_gemm(

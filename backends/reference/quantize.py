@@ -18,6 +18,7 @@ from fp8core.backend_api import (
     OperandSpec,
     Quantized,
     QuantizeDesc,
+    scale_inverses,
 )
 from fp8core_backends.reference import blocks, rounding
 
@@ -211,10 +212,4 @@ def dequantize_float32(spec: OperandSpec, operand: Operand) -> torch.Tensor:
     """Return the values of ``operand`` ``[rows, k]`` in float32; a transform is not undone."""
     element = formats.by_name(spec.format)
     data = rounding.unpack(operand.data) if element.bits == 4 else operand.data
-    assert operand.scale_inv is not None
-    scale_inv = operand.scale_inv
-    if spec.scale_format != "float32":
-        scale_inv = formats.by_name(spec.scale_format).decode(scale_inv)
-    if operand.global_scale_inv is not None:
-        scale_inv = scale_inv * operand.global_scale_inv
-    return blocks.multiply(element.decode(data), scale_inv, spec.block)
+    return blocks.multiply(element.decode(data), scale_inverses(spec, operand), spec.block)

@@ -1,17 +1,13 @@
-"""What NVFP4 adds to a cast: packing, the Hadamard transform, stochastic rounding."""
+"""What NVFP4 adds to a cast: packing and stochastic rounding; the transform is the contract's."""
 
 from __future__ import annotations
-
-import functools
 
 import torch
 
 from fp8core import formats
+from fp8core.backend_api import hadamard16
 
 __all__ = ["hadamard16", "pack", "stochastic_e2m1", "unpack"]
-
-_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""The fixed signs of the transform. Source: docs/numerics.md 3.5, RHT."""
 
 
 def pack(codes: torch.Tensor, dim: int) -> torch.Tensor:
@@ -24,33 +20,6 @@ def pack(codes: torch.Tensor, dim: int) -> torch.Tensor:
 def unpack(data: torch.Tensor) -> torch.Tensor:
     """Undo :func:`pack` along the last dimension: ``[rows, k / 2]`` -> ``[rows, k]``."""
     return torch.stack((data & 0x0F, data >> 4), dim=-1).flatten(-2)
-
-
-@functools.lru_cache(maxsize=16)
-def _hadamard_matrix(device: torch.device) -> torch.Tensor:
-    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
-    for _ in range(4):
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
-    signs = torch.tensor(_SIGNS, dtype=torch.float32, device="cpu")
-    return (signs[:, None] * matrix / 4).to(device)
-
-
-def hadamard16(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Transform every 16 elements along ``dim`` by ``diag(signs) H / 4``; bf16 in and out.
-
-    The matrix is orthogonal, so a GEMM over two operands transformed along k is unchanged but for
-    rounding. Source: docs/numerics.md 3.5.
-    """
-    rows, cols = x.shape
-    # A matrix made of a tensor subclass (fake while tracing) must not outlive its mode.
-    build = _hadamard_matrix if type(x) is torch.Tensor else _hadamard_matrix.__wrapped__
-    matrix = build(x.device)
-    values = x.to(torch.bfloat16).to(torch.float32)
-    if dim == 0:
-        turned = torch.einsum("bic,ij->bjc", values.reshape(rows // 16, 16, cols), matrix)
-    else:
-        turned = values.reshape(rows, cols // 16, 16) @ matrix
-    return turned.reshape(rows, cols).to(torch.bfloat16)
 
 
 def stochastic_e2m1(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torch.Tensor:

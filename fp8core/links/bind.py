@@ -49,7 +49,7 @@ from fp8core.plan import HIGH_PRECISION, GemmPlan, LinearPlan, TensorPlan
 from fp8core.quantizer import Binding, Quantizer, Slot, bind_quantizer
 from fp8core.weights import How, KeptWeight, PerGroup, WeightStore
 
-__all__ = ["SHAPES", "LinkShape", "Site", "bind_chain", "gemm_desc", "handover"]
+__all__ = ["SHAPES", "LinkShape", "Site", "Watch", "bind_chain", "gemm_desc", "handover"]
 
 LinkShape: TypeAlias = (
     LinearShape
@@ -68,10 +68,15 @@ SHAPES: dict[str, Callable[..., LinkShape]] = {
 """Every kind of link by the name of its shape."""
 
 
+Watch: TypeAlias = Callable[[LinearLink, LinearPlan, Binding], LinearLink]
+"""``f(link, plan of its GEMMs, binding) -> link`` that computes the same and looks at it."""
+
+
 class Site(NamedTuple):
     """Where a chain is bound: its plan, what its quantizers share, and what its layer keeps.
 
-    Without ``weights`` every call quantizes them anew.
+    Without ``weights`` every call quantizes them anew. With ``watch`` every linear link is what it
+    returns in the place of the link that was bound.
     """
 
     plan: LinearPlan
@@ -79,6 +84,7 @@ class Site(NamedTuple):
     owner: str
     weights: WeightStore | None
     states: LinearStates | None = None
+    watch: Watch | None = None
 
     @property
     def gemm_plan(self) -> LinearPlan:
@@ -108,23 +114,25 @@ def bind_chain(shapes: Sequence[LinkShape], site: Site) -> tuple[Link, ...]:
             states = site.states
             if states is not None:
                 states = dataclasses.replace(states, first=gemms, count=shape.num_weights)
-            linears[at] = _bind_linear(
+            link = _bind_linear(
                 shape,
                 site._replace(states=states),
                 index=gemms,
                 input_dtype=handover(shapes, at, gemm_plan, dtype, step=-1),
                 grad_dtype=handover(shapes, at, gemm_plan, dtype, step=1),
             )
+            watch = site.watch
+            linears[at] = link if watch is None else watch(link, gemm_plan, site.binding)
             gemms += shape.num_weights
     links: list[Link] = []
     for at, shape in enumerate(shapes):
         bind = _BINDERS.get(type(shape))
         is_after_add = at > 0 and isinstance(links[at - 1], AddLink)
         neighbours = Neighbours(linears.get(at - 1), linears.get(at + 1), is_after_add)
-        link = linears[at] if bind is None else bind(shape, site, neighbours, at)
-        if isinstance(link, NormLink) and link.run_added is not None:
+        made = linears[at] if bind is None else bind(shape, site, neighbours, at)
+        if isinstance(made, NormLink) and made.run_added is not None:
             links[at - 1] = AddLink(AddShape(), is_left_to_next=True)
-        links.append(link)
+        links.append(made)
     return tuple(links)
 
 

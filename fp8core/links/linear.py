@@ -14,7 +14,7 @@ from fp8core.links.padding import LayerPadding, PaddedCall
 from fp8core.links.protocol import Backward, Call, Forward, Handed, Saved, Want
 from fp8core.quantizer import Quantizer
 from fp8core.scaling import DelayedState, update_after_backward
-from fp8core.weights import KeptWeight, PerGroup
+from fp8core.weights import WeightQuantizer
 
 __all__ = ["LinearLink", "LinearShape"]
 
@@ -53,7 +53,7 @@ class LinearLink:
 
     shape: LinearShape
     input: Quantizer
-    weight: KeptWeight | PerGroup
+    weight: WeightQuantizer
     grad_output: Quantizer
     fprop: Callable[..., Any]
     dgrad: Callable[..., Any]
@@ -127,10 +127,10 @@ class LinearLink:
             weights, biases = padded.pad_weights(weights), padded.pad_biases(biases)
         is_grouped = bool(self.shape.groups)
         w_row, w_column = self.weight(
-            weights if is_grouped else weights[0],  # type: ignore[arg-type]  # as groups says
+            weights if is_grouped else weights[0],
             columnwise=needs[0],
             first=call.first_microbatch,
-            source=params[:count] if is_grouped else params[0],  # type: ignore[arg-type]  # likewise
+            source=params[:count] if is_grouped else params[0],
         )
         bias: Any = (biases if is_grouped else biases[0]) if biases else None
         x_row, x_column = x.operands

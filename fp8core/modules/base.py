@@ -12,11 +12,11 @@ from typing import ClassVar
 import torch
 
 from fp8core import chain, recompute
-from fp8core.autocast import active, active_name, touch
+from fp8core.autocast import Active, active, active_name, touch
 from fp8core.chain import is_under_torch_autocast
 from fp8core.dispatch import policy, select
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
-from fp8core.links.bind import LinkShape, Site, bind_chain
+from fp8core.links.bind import LinkShape, Site, Watch, bind_chain
 from fp8core.links.linear import LinearShape
 from fp8core.links.protocol import Call
 from fp8core.modules.bound import (
@@ -32,8 +32,9 @@ from fp8core.plan import LayerRole
 from fp8core.quantizer import Binding
 from fp8core.recipe import Recipe
 from fp8core.reporting import log_once
+from fp8core.scaling import offered_scale
 
-__all__ = ["Bound", "LowPrecisionModule", "prepare"]
+__all__ = ["Bound", "LowPrecisionModule"]
 
 
 # Two threads that use a layer for the first time must not make its delayed state twice.
@@ -45,6 +46,8 @@ class LowPrecisionModule(DelayedModule):
 
     kind: ClassVar[str]
     use_bias: bool
+    # What the layer does outside any autocast; high precision if None.
+    outside_autocast: Active | None = None
 
     def __init__(self, name: str | None) -> None:
         super().__init__()
@@ -65,6 +68,15 @@ class LowPrecisionModule(DelayedModule):
     def count_gemms(self) -> int:
         """Return how many forward GEMMs the layer has."""
         return sum(shape.num_weights for shape in self.linear_shapes())
+
+    def set_watch(self, watch: Watch | None) -> None:
+        """Have ``watch`` look at what the layer's linears compute; None ends it.
+
+        The layer runs what ``watch`` makes of each link, and afterwards the objects it ran before.
+        Quantized weights and delayed scales stay as they are.
+        """
+        with _bind_lock:
+            self._bindings.set_watch(watch)
 
     def invalidate_weight_cache(self) -> None:
         """Forget the quantized weights, after a write that torch cannot see (``.data``)."""
@@ -91,7 +103,7 @@ class LowPrecisionModule(DelayedModule):
         """
         if torch.compiler.is_compiling():
             return self._bind_captured(device, dtype)
-        asked, tape = active(), recompute.current()
+        asked, tape = active(self.outside_autocast), recompute.current()
         recipe = asked.quantize if asked.quantize is not None else asked.observe
         is_observing = asked.observe is not None
         is_grad_enabled = torch.is_grad_enabled()
@@ -121,11 +133,12 @@ class LowPrecisionModule(DelayedModule):
     def _bind_captured(self, device: torch.device, dtype: torch.dtype) -> Bound:
         # torch.compile reads this code. A layer's name is asked for only where it matters: graphs
         # are guarded by what they read.
-        asked, backends = active_name(), policy.current()
+        asked, backends = active_name(self.outside_autocast), policy.current()
         name = self.name if reads_names(asked) else None
         is_compiled = torch.compiler.is_dynamo_compiling()
+        is_watched = self._bindings.watch is not None
         return bind_captured(
-            (self.kind, type(self).__name__, name, is_compiled),
+            (self.kind, type(self).__name__, name, is_compiled, is_watched),
             tuple([(type(shape).__name__, *shape) for shape in self.link_shapes()]),
             asked,
             (backends.backend, backends.op_backends),
@@ -134,22 +147,27 @@ class LowPrecisionModule(DelayedModule):
 
     def _check_recompute(self, recipe: Recipe | None) -> None:
         """Refuse a recompute, not by fp8core.checkpoint, that would differ from its forward."""
-        used: list[Bound] = list(self._bindings.table.values())
-        recipes = {bound.recipe for bound in used}
+        used = self._bindings.used()
+        recipes = {ran for ran, _ in used}
+        last = self._bindings.last
+        is_another = (
+            self.outside_autocast is not None and last is not None and last[1].recipe != recipe
+        )
         if recipe is None and recipes - {None}:
             raise UnsupportedError(
                 f"{self.label} is recomputed in backward outside the autocast it ran in. Use "
                 f"fp8core.checkpoint, or enter autocast inside the checkpointed function."
             )
-        if recipe is not None and (recipes and recipes - {None} != {recipe}):
+        if recipe is not None and (is_another or (recipes and recipes - {None} != {recipe})):
             raise UnsupportedError(
                 f"{self.label} is recomputed in backward under another recipe than it ran with. "
                 f"Use fp8core.checkpoint, which keeps the recipe."
             )
-        if any(bound.states is not None for bound in used):
+        if any(state is not None and offered_scale(state) is None for _, state in used):
             raise UnsupportedError(
                 f"{self.label} is recomputed in backward under delayed scaling, whose scales have "
-                f"moved on since. Use fp8core.checkpoint, which keeps them."
+                f"moved on since. Use fp8core.checkpoint, which keeps them, or, in a model that "
+                f"fp8core.convert gave the recipe, use_reentrant=False."
             )
 
     def run_links(
@@ -168,7 +186,10 @@ class LowPrecisionModule(DelayedModule):
             return chain.run(links, input, params, call)
         tape = recompute.current()
         if tape is None:
-            return chain.run(links, input, params, call)
+            if bound.states is None or not recompute.is_in_backward():
+                return chain.run(links, input, params, call)
+            with recompute.scale_of(bound.states.forward, offered_scale(bound.states.forward)):
+                return chain.run(links, input, params, call)
         state = None if bound.states is None else bound.states.forward
         key = (bound.recipe, input.device, input.dtype, policy.current())
         scale = tape.visit(self.label, key, list(self.parameters()), state)
@@ -195,7 +216,8 @@ class LowPrecisionModule(DelayedModule):
                 states = dataclasses.replace(
                     states, records_forward=records_forward, records_backward=records_backward
                 )
-            site = Site(plan, binding, self.label, self._bindings.weights, states)
+            kept = self._bindings
+            site = Site(plan, binding, self.label, kept.weights, states, kept.watch)
             links = bind_chain(self.link_shapes(), site)
         except Fp8CoreError as error:
             raise type(error)(f"{self.label}: {error}") from None
@@ -267,18 +289,6 @@ class LowPrecisionModule(DelayedModule):
             f"out_features={shape.out_features}",
             f"bias={self.use_bias}",
         ]
-
-
-def prepare(model: torch.nn.Module) -> torch.nn.Module:
-    """Give every fp8core layer of ``model`` its path as its name, and return the model.
-
-    Messages then name the layer, and :class:`fp8core.recipe.PerLayer` can match it.
-    """
-    for path, module in model.named_modules():
-        if isinstance(module, LowPrecisionModule):
-            module.name = path or module.name
-            module.unbind()
-    return model
 
 
 def refuse_arguments(

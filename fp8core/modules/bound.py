@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -22,14 +23,29 @@ from fp8core.links.protocol import DENSE, Call, Link
 from fp8core.links.states import LinearStates
 from fp8core.plan import HIGH_PRECISION, LayerRole, LinearPlan
 from fp8core.quantizer import Binding
-from fp8core.recipe import Recipe
+from fp8core.recipe import PerLayer, Recipe
+from fp8core.reporting import log_once
 
-__all__ = ["Bound", "bind_captured", "label_of", "new_seed", "parts_of", "plan_of", "reads_names"]
+__all__ = [
+    "Bound",
+    "bind_captured",
+    "engines_of",
+    "label_of",
+    "new_seed",
+    "parts_of",
+    "plan_of",
+    "reads_names",
+]
 
 _NO_CAPTURE = (
     "delayed scaling is not offered under torch.compile and torch.export: its scales change "
     "outside the graph. Use a recipe without state, such as Float8CurrentScaling, or keep the "
     "layer out of the graph with torch.compiler.disable."
+)
+
+_NO_WATCH = (
+    "a monitored layer cannot take part in torch.compile and torch.export: a graph leaves no value "
+    "to look at before its cast. Close the monitor, or run the uncompiled model while it is open."
 )
 
 
@@ -78,6 +94,16 @@ def label_of(type_name: str, name: str | None, shapes: Sequence[LinkShape]) -> s
     return sizes if name is None else f"{name!r} ({sizes})"
 
 
+def engines_of(bound: Bound, role: LayerRole) -> list[str]:
+    """Return the recipe and the backends whose forward GEMMs are in low precision, if any are."""
+    choices = [link.choices["fprop"] for link in bound.linears]
+    backends = dict.fromkeys(choice.backend for choice in choices if choice.desc.low_precision)
+    if not backends:
+        return []
+    recipe = bound.recipe.choose(role) if isinstance(bound.recipe, PerLayer) else bound.recipe
+    return [f"{type(recipe).__name__} on {' and '.join(backends)}"]
+
+
 def plan_of(recipe: Recipe | None, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
     """Return the plan of a layer; without a recipe it computes in high precision."""
     return HIGH_PRECISION if recipe is None else recipe.plan(role, dtype)
@@ -105,7 +131,7 @@ constant_in_graph(reads_names)
 
 
 def bind_captured(
-    layer: tuple[str, str, str | None, bool],
+    layer: tuple[str, str, str | None, bool, bool],
     shape_fields: tuple[tuple[Any, ...], ...],
     asked: str,
     backends: tuple[str | None, tuple[tuple[str, str], ...]],
@@ -117,7 +143,7 @@ def bind_captured(
     have in common, so that they share a graph. A compiled graph raises what
     binding raises when it runs: torch.compile would dress it as an error of its own.
     """
-    kind, type_name, name, is_compiled = layer
+    kind, type_name, name, is_compiled, is_watched = layer
     shapes = tuple(SHAPES[shape](*fields) for shape, *fields in shape_fields)
     request = named(asked)
     recipe = request.quantize if request.quantize is not None else request.observe
@@ -127,6 +153,8 @@ def bind_captured(
         plan = plan_of(recipe, LayerRole(kind, name), binding.activation_dtype)
         if plan.delayed is not None and any(isinstance(shape, LinearShape) for shape in shapes):
             raise UnsupportedError(_NO_CAPTURE)
+        if is_watched:
+            raise UnsupportedError(_NO_WATCH)
         with table.capturing():
             links = bind_chain(shapes, Site(plan, binding, label, None))
     except Fp8CoreError as error:
@@ -137,7 +165,11 @@ def bind_captured(
         parts = [chain.capture(refusal) for refusal in refusals]
         return Bound(tuple(parts), (), HIGH_PRECISION, None, recipe, False)
     parts = [chain.capture(part) for part in parts_of(shapes, links)]
-    return Bound(tuple(parts), links, plan, None, recipe, False)
+    bound = Bound(tuple(parts), links, plan, None, recipe, False)
+    if bound.linears:
+        engine = " and ".join(engines_of(bound, LayerRole(kind, name))) or "high precision"
+        log_once(f"{label}, in a captured graph: {engine}", logging.INFO)
+    return bound
 
 
 constant_in_graph(bind_captured)

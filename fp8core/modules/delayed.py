@@ -12,6 +12,7 @@ import torch
 from fp8core import formats
 from fp8core.dispatch import policy
 from fp8core.errors import RecipeError
+from fp8core.links.bind import Watch
 from fp8core.links.states import BACKWARD_SLOTS, FORWARD_SLOTS, LinearStates
 from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.plan import DelayedPlan, LinearPlan, TensorPlan
@@ -31,21 +32,51 @@ _creation_order = itertools.count()
 class Bindings:
     """What a layer has made ready: bound ops by key, and the delayed states they use.
 
-    Empty again in a copy of the layer, as all of it refers to the layer's own tensors.
+    Empty again in a copy of the layer, as all of it refers to the layer's own tensors. ``table``
+    and ``last`` hold what is bound for ``watch``, in most layers None; what is bound without one is
+    kept aside while there is one, so that the same objects run again afterwards.
     """
 
-    __slots__ = ("last", "order", "states", "table", "weights")
+    __slots__ = ("_unwatched", "last", "order", "ran", "states", "table", "watch", "weights")
 
-    def __init__(self, order: int | None = None) -> None:
+    def __init__(self, order: int | None = None, watch: Watch | None = None) -> None:
         # Ranks make their layers in the same order, whatever order they first run them in.
         self.order = next(_creation_order) if order is None else order
         self.table: dict[tuple[object, ...], Any] = {}
         self.last: tuple[tuple[object, ...], Any] | None = None
         self.states: dict[object, LinearStates] = {}
         self.weights = WeightStore()
+        self.watch = watch
+        self._unwatched: tuple[Any, Any] = ({}, None)
+        # Under which recipes watched links have run, and their forward states.
+        self.ran: set[tuple[Any, DelayedState | None]] = set()
+
+    def fresh(self) -> Bindings:
+        """Return nothing made ready, under the same watch."""
+        return Bindings(self.order, self.watch)
+
+    def set_watch(self, watch: Watch | None) -> None:
+        """Have the layer bind its links for ``watch``; None: as if there had never been one."""
+        if watch is self.watch:
+            return
+        if self.watch is None:
+            self._unwatched = (self.table, self.last)
+        else:
+            self.ran |= set(map(_what_ran, self.table.values()))
+        self.table, self.last = ({}, None) if watch is not None else self._unwatched
+        self.watch = watch
+
+    def used(self) -> set[tuple[Any, DelayedState | None]]:
+        """Return every recipe that the layer has run under, each with its forward state."""
+        tables = (self.table, self._unwatched[0])
+        return self.ran | {_what_ran(bound) for table in tables for bound in table.values()}
 
     def __reduce__(self) -> tuple[type[Bindings], tuple[()]]:
         return Bindings, ()
+
+
+def _what_ran(bound: Any) -> tuple[Any, DelayedState | None]:
+    return bound.recipe, None if bound.states is None else bound.states.forward
 
 
 class DelayedModule(torch.nn.Module):
@@ -71,7 +102,7 @@ class DelayedModule(torch.nn.Module):
 
     def unbind(self) -> None:
         """Forget what is bound; the next call binds anew."""
-        self._bindings = Bindings(self._bindings.order)
+        self._bindings = self._bindings.fresh()
 
     def reset_delayed_state(self) -> None:
         """Forget the scales and amax histories; the next use of delayed scaling starts fresh."""

@@ -30,6 +30,16 @@ def test_classifier_learns_the_digits(name: str, floor: float, tmp_path: Path) -
     assert float(accuracies[name]) > floor
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "delayed"])
+def test_llama_is_converted_and_learns(name: str, tmp_path: Path) -> None:
+    settings = ("--recipe", name, "--steps", "20", "--hidden", "32", "--rows", "4")
+    out = printed("llama.py", *settings, folder=tmp_path)
+    assert "14 of 15 linear layers converted" in out
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)$", out, flags=re.MULTILINE)]
+    assert losses[0] > 5.0  # ln 256 = 5.5: random weights
+    assert losses[-1] < 0.75 * losses[0]
+
+
 @pytest.mark.parametrize("example", sorted((DOCS / "examples").glob("*.py")), ids=lambda p: p.stem)
 def test_example_is_short(example: Path) -> None:
     assert len(example.read_text(encoding="utf-8").splitlines()) < 80

@@ -1,0 +1,163 @@
+"""torch's layers as fp8core's: the same objects, with another class.
+
+Swapping ``__class__`` keeps what others hold of a layer: the module and its parameters themselves,
+their names, hooks, buffers and training mode. A converted class is a subclass of both, so that
+``isinstance(layer, torch.nn.Linear)`` stays true.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from fp8core.autocast import Active
+from fp8core.errors import UnsupportedError
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.linear import Linear
+from fp8core.modules.norm import LayerNorm, RMSNorm
+from fp8core.parameter.init import quantized_model_init
+
+__all__ = [
+    "RECORD",
+    "Conversion",
+    "Converted",
+    "ConvertedLayerNorm",
+    "ConvertedLinear",
+    "ConvertedRMSNorm",
+    "Record",
+    "Source",
+    "adopt",
+    "release",
+]
+
+Source: TypeAlias = torch.nn.Linear | torch.nn.LayerNorm | torch.nn.RMSNorm
+"""What can be converted."""
+
+RECORD = "_fp8core_record"
+"""Attribute of a layer that takes part in a conversion; it holds the :class:`Record`."""
+
+
+class Conversion:
+    """One call of convert(): what its layers do outside any autocast. Compared by identity.
+
+    A copy of the model has a copy of it, which all its layers share.
+    """
+
+    def __init__(self, outside_autocast: Active | None) -> None:
+        self.outside_autocast = outside_autocast
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a layer was before it took part in ``conversion``.
+
+    ``original`` is its class, None for a layer that was fp8core's own; ``added`` are the attributes
+    it was given, ``hidden`` the values that attributes of these names had.
+    """
+
+    conversion: Conversion
+    original: type[Source] | None
+    added: tuple[str, ...]
+    hidden: dict[str, Any]
+
+
+class Converted(LowPrecisionModule):
+    """What the converted classes have in common."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise UnsupportedError(
+            f"{type(self).__name__} is what fp8core.convert makes of a layer; construct "
+            f"fp8core.{type(self).__name__.removeprefix('Converted')} or the layer of torch.nn."
+        )
+
+
+class ConvertedLinear(Converted, Linear, torch.nn.Linear):  # type: ignore[misc]  # takes more arguments than torch's
+    """A ``torch.nn.Linear`` that computes as :class:`fp8core.Linear` does."""
+
+    def reset_parameters(self) -> None:
+        """Fill weight and bias as ``torch.nn.Linear`` does, and forget the delayed state."""
+        self.reset_delayed_state()
+        torch.nn.Linear.reset_parameters(self)
+
+
+class ConvertedLayerNorm(Converted, LayerNorm, torch.nn.LayerNorm):
+    """A ``torch.nn.LayerNorm`` that computes as :class:`fp8core.LayerNorm` does."""
+
+    def reset_parameters(self) -> None:
+        """Make gamma 1 and beta 0."""
+        torch.nn.LayerNorm.reset_parameters(self)
+
+
+class ConvertedRMSNorm(Converted, RMSNorm, torch.nn.RMSNorm):  # type: ignore[misc]  # eps: never None here
+    """A ``torch.nn.RMSNorm`` that computes as :class:`fp8core.RMSNorm` does."""
+
+    def reset_parameters(self) -> None:
+        """Make gamma 1."""
+        torch.nn.RMSNorm.reset_parameters(self)
+
+
+_CLASSES: dict[type[Source], type[Converted]] = {
+    torch.nn.Linear: ConvertedLinear,
+    torch.nn.LayerNorm: ConvertedLayerNorm,
+    torch.nn.RMSNorm: ConvertedRMSNorm,
+}
+
+
+def adopt(module: Source | LowPrecisionModule, name: str, conversion: Conversion) -> None:
+    """Make ``module`` take part in ``conversion`` under ``name``; a layer of torch is swapped."""
+    if isinstance(module, LowPrecisionModule):
+        given = {"name": name or module.name, "outside_autocast": conversion.outside_autocast}
+        original = None
+    else:
+        original = type(module)
+        kept = {*vars(torch.nn.Module()), *original.__constants__}
+        given = {key: value for key, value in vars(_like(module, name)).items() if key not in kept}
+        given["outside_autocast"] = conversion.outside_autocast
+    own = vars(module)
+    hidden = {key: own[key] for key in given if key in own}
+    own.update(given)
+    own[RECORD] = Record(conversion, original, tuple(given), hidden)
+    if original is not None:
+        module.__class__ = _CLASSES[original]
+    else:
+        assert isinstance(module, LowPrecisionModule)
+        module.unbind()
+
+
+def release(module: LowPrecisionModule) -> None:
+    """Undo :func:`adopt`: the class and the attributes of before; parameters stay as they are."""
+    own = vars(module)
+    record: Record = own.pop(RECORD)
+    if record.original is not None:
+        module.reset_delayed_state()
+    else:
+        module.unbind()
+    for key in record.added:
+        own.pop(key, None)
+    own.update(record.hidden)
+    if record.original is not None:
+        module.__class__ = record.original  # type: ignore[assignment]  # that is the swap
+
+
+def _like(module: Source, name: str) -> LowPrecisionModule:
+    """Return fp8core's layer of the same sizes, on meta: its attributes are what a swap adds."""
+    parameter = next(module.parameters())
+    device = torch.device("meta")
+    with quantized_model_init(enabled=False):
+        if isinstance(module, torch.nn.Linear):
+            return Linear(
+                module.in_features,
+                module.out_features,
+                bias=module.bias is not None,
+                params_dtype=parameter.dtype,
+                device=device,
+                name=name or None,
+            )
+        made = LayerNorm if isinstance(module, torch.nn.LayerNorm) else RMSNorm
+        assert module.eps is not None
+        (size,) = module.normalized_shape
+        return made(
+            size, module.eps, params_dtype=parameter.dtype, device=device, name=name or None
+        )

@@ -1,0 +1,107 @@
+"""What a report adds to its lists: what will compute otherwise than its reader may think."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from fp8core.conversion.survey import Survey
+from fp8core.modules.inventory import Place, flops_of, places
+from fp8core.plan import LinearPlan
+from fp8core.recipe import PerLayer, Recipe
+from fp8core.reporting import some
+
+__all__ = ["notes"]
+
+_WITHOUT_GEMM = (
+    torch.nn.Embedding,
+    torch.nn.EmbeddingBag,
+    torch.nn.LayerNorm,
+    torch.nn.RMSNorm,
+    torch.jit.ScriptModule,
+)
+
+
+def notes(
+    model: torch.nn.Module,
+    found: Survey,
+    recipe: Recipe | None,
+    plans: Mapping[Place, LinearPlan],
+) -> Iterator[str]:
+    """Return the notes on converting what was ``found`` in ``model`` with ``recipe``."""
+    yield from _on_recipe(found, recipe, plans)
+    small = [place.path for place, plan in plans.items() if _is_small(place.module, plan)]
+    if small:
+        yield (
+            f"too small to gain from low precision, quantizing costs more than the GEMM saves: "
+            f"{some(small)}; leave them out with skip"
+        )
+    shared = _shared([place for place in found.chosen if flops_of(place.module)], model)
+    if shared:
+        yield f"the weight is another layer's too, and each quantizes it by itself: {some(shared)}"
+    if any(isinstance(own, torch.nn.TransformerEncoderLayer) for own in model.modules()):
+        yield (
+            "in evaluation torch.nn.TransformerEncoderLayer reads the weights and does not call "
+            "its layers; torch.backends.mha.set_fastpath_enabled(False) makes it call them"
+        )
+    uncounted = [r.place.path for r in found.refused if _has_uncounted_gemm(r.place.module)]
+    if uncounted:
+        yield f"the shares of FLOPs do not count the weights of {some(uncounted)}"
+
+
+def _on_recipe(
+    found: Survey, recipe: Recipe | None, plans: Mapping[Place, LinearPlan]
+) -> Iterator[str]:
+    high = [place.path for place, plan in plans.items() if not (plan.fprop.a or plan.fprop.b)]
+    if high:
+        yield f"by the recipe these compute in high precision: {some(high)}"
+    if isinstance(recipe, PerLayer):
+        paths = [place.path for place in (*found.chosen, *found.native)]
+        for rule, _ in recipe.rules:
+            pattern = rule if isinstance(rule, str) else rule.name
+            if pattern is not None and not any(fnmatch.fnmatchcase(p, pattern) for p in paths):
+                yield f"the recipe's rule {pattern!r} matches no converted layer"
+    if any(
+        plan.delayed is not None and plan.delayed.amax_algorithm == "most_recent"
+        for plan in plans.values()
+    ):
+        yield (
+            "amax_compute_algo='most_recent' follows the last forward: put the microbatches of a "
+            "step into one autocast, which takes the largest amax of them all"
+        )
+
+
+def _is_small(module: torch.nn.Module, plan: LinearPlan) -> bool:
+    """Whether torchao would leave the layer in high precision, for the scalings it has measured.
+
+    Source: torchao 0.18, float8, _auto_filter_for_recipe.
+    """
+    spec = plan.fprop.a
+    if spec is None or not isinstance(module, torch.nn.Linear):
+        return False
+    k, n = module.in_features, module.out_features
+    if spec.block == (1, 0):
+        return n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)
+    return spec.block == (0, 0) and k <= 4096 and n <= 1024
+
+
+def _shared(chosen: Sequence[Place], model: torch.nn.Module) -> list[str]:
+    holders: dict[torch.nn.Parameter, set[torch.nn.Module]] = {}
+    for place in places(model):
+        for parameter in place.module.parameters(recurse=False):
+            holders.setdefault(parameter, set()).add(place.module)
+    return [
+        place.path
+        for place in chosen
+        if any(len(holders[own]) > 1 for own in place.module.parameters(recurse=False))
+    ]
+
+
+def _has_uncounted_gemm(module: torch.nn.Module) -> bool:
+    """Whether it may multiply by weights of its own that are no known linear layer's."""
+    if flops_of(module) or isinstance(module, _WITHOUT_GEMM):
+        return False
+    return any(not is_lazy(own) and own.dim() > 1 for own in module.parameters(recurse=False))

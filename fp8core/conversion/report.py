@@ -1,0 +1,118 @@
+"""What became of each layer of a converted model, as values and as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fp8core.recipe import Recipe
+from fp8core.reporting import some
+
+__all__ = ["ConversionReport", "LayerEntry", "text_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEntry:
+    """One layer of the model.
+
+    Attributes:
+        name: its path; empty for the model itself.
+        layer: its class, as it was before.
+        num_parameters: elements of its own parameters.
+        flops: forward matmul FLOPs a token, ``2 in_features out_features``; 0 for what is no
+            linear layer.
+        reason: why it was left as it is; empty for a layer that takes the recipe.
+    """
+
+    name: str
+    layer: str
+    num_parameters: int
+    flops: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionReport:
+    """The answer of :func:`fp8core.convert`; ``str()`` prints it, ``as_dict()`` is JSON-able.
+
+    Attributes:
+        recipe: the recipe that is active without an autocast, as text; None: only an autocast is.
+        converted: the layers that were swapped.
+        native: layers that were fp8core's own; they take the recipe and their path as name.
+        skipped: every other layer that has parameters, with the reason.
+        notes: what else is worth knowing, a sentence each.
+        num_parameters: elements of all parameters of the model, a shared one counted once.
+        num_converted_parameters: elements of those in ``converted`` and ``native``.
+    """
+
+    recipe: str | None
+    converted: tuple[LayerEntry, ...]
+    native: tuple[LayerEntry, ...]
+    skipped: tuple[LayerEntry, ...]
+    notes: tuple[str, ...]
+    num_parameters: int
+    num_converted_parameters: int
+
+    @property
+    def parameter_share(self) -> float:
+        """Share of the parameters that the converted layers hold, 0 to 1."""
+        return self.num_converted_parameters / max(self.num_parameters, 1)
+
+    @property
+    def flop_share(self) -> float:
+        """Share of the linear layers' matmul FLOPs a token that were converted, 0 to 1."""
+        own = sum(entry.flops for entry in (*self.converted, *self.native))
+        total = own + sum(entry.flops for entry in self.skipped)
+        return own / total if total else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as dictionaries, lists, strings and numbers, the two shares included."""
+        return {
+            **dataclasses.asdict(self),
+            "parameter_share": self.parameter_share,
+            "flop_share": self.flop_share,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        own = (*self.converted, *self.native)
+        linears = sum(entry.flops > 0 for entry in own)
+        others = sum(entry.flops > 0 for entry in self.skipped)
+        yield (
+            f"{linears} of {linears + others} linear layers converted: "
+            f"{self.flop_share:.1%} of their FLOPs a token, "
+            f"{self.parameter_share:.1%} of the parameters"
+        )
+        yield f"recipe: {self.recipe or 'none; only inside an autocast is anything low precision'}"
+        for title, entries in (
+            ("converted", self.converted),
+            ("already an fp8core layer", self.native),
+            ("skipped", self.skipped),
+        ):
+            yield from (f"{title}: {line}" for line in _grouped(entries))
+        yield from (f"note: {note}" for note in self.notes)
+
+
+def text_of(recipe: Recipe) -> str:
+    """Return ``recipe`` as it would be written, without the arguments that are defaults."""
+    fields: Mapping[str, dataclasses.Field[Any]] = getattr(recipe, "__dataclass_fields__", {})
+    given = [
+        f"{name}={getattr(recipe, name)!r}"
+        for name, field in fields.items()
+        if field.init and getattr(recipe, name) != field.default
+    ]
+    return f"{type(recipe).__name__}({', '.join(given)})"
+
+
+def _grouped(entries: Sequence[LayerEntry]) -> Iterator[str]:
+    """Return a line for the entries of one class and one reason."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for entry in entries:
+        groups.setdefault((entry.layer, entry.reason), []).append(entry.name or "the model itself")
+    for (layer, reason), names in groups.items():
+        why = f": {reason}" if reason else ""
+        yield f"{len(names)} {layer} ({some(names)}){why}"

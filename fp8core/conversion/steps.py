@@ -1,0 +1,81 @@
+"""Where a step of a converted model ends, for recipes whose scales follow from step to step.
+
+Without an autocast around it, one forward of the model is one step: its hooks do what entering and
+leaving an autocast does. A layer that is called without its model is a step by itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from fp8core.autocast import begin_step, end_step, is_in_step, touched_in
+from fp8core.conversion.layers import RECORD, Conversion, Record
+from fp8core.recompute import keep_scales
+
+__all__ = ["ROOT", "delimit", "undelimit"]
+
+ROOT = "_fp8core_conversion"
+"""Attribute of the model that convert() was called with; it holds the :class:`Conversion`."""
+
+
+_CALL = torch.nn.Module._call_impl.__code__
+
+
+def delimit(module: torch.nn.Module) -> None:
+    """Make each forward of ``module``, a converted model or one of its layers, a step."""
+    undelimit(module)
+    module.register_forward_pre_hook(_begin, prepend=True)
+    module.register_forward_hook(_end, always_call=True)
+
+
+def undelimit(module: torch.nn.Module) -> None:
+    """Take back :func:`delimit`."""
+    for hooks, own in ((module._forward_pre_hooks, _begin), (module._forward_hooks, _end)):
+        for key, hook in list(hooks.items()):
+            if hook is own:
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)
+
+
+def _owner(module: torch.nn.Module) -> object:
+    """Return whose step a forward of ``module`` is: the conversion's, or the layer's own."""
+    own = vars(module)
+    conversion: Conversion | None = own.get(ROOT)
+    return module if conversion is None else conversion
+
+
+def _begin(module: torch.nn.Module, arguments: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    record: Record | None = vars(module).get(RECORD)
+    if ROOT not in vars(module) and record is not None and is_in_step(record.conversion):
+        return
+    owner = _owner(module)
+    if not (is_in_step(owner) and _is_within_itself(module)):
+        begin_step(owner)
+
+
+def _end(module: torch.nn.Module, arguments: Any, output: Any) -> None:
+    if torch.compiler.is_compiling() or not is_in_step(_owner(module)) or _is_within_itself(module):
+        return
+    # torch calls this hook from its except clause if forward raised, with None for the output.
+    failed = output is None and sys.exc_info()[1] is not None
+    owner = _owner(module)
+    if torch.is_grad_enabled() and not failed:
+        keep_scales(output, touched_in(owner))
+    end_step(owner, failed=failed)
+
+
+def _is_within_itself(module: torch.nn.Module) -> bool:
+    """Whether ``module``, whose hook is running, was called by its own forward.
+
+    An open step does not tell: an interrupt, for which torch calls no hook, leaves one open too.
+    """
+    calls, frame = 0, sys._getframe().f_back
+    while frame is not None and calls < 2:
+        calls += frame.f_code is _CALL and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return calls > 1

@@ -1,0 +1,277 @@
+"""Which layers of a model can be converted, which should be, and why not the others."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from fp8core.conversion.layers import RECORD, Source
+from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.inventory import Place, flops_of, places
+from fp8core.reporting import some
+
+__all__ = ["Filter", "Refused", "Survey", "survey"]
+
+Filter: TypeAlias = "Callable[[torch.nn.Module, str], bool] | Sequence[str] | str | None"
+"""``(module, path) -> bool``, or patterns of paths; see :func:`fp8core.convert`."""
+
+_SOURCES: tuple[type[Source], ...] = (torch.nn.Linear, torch.nn.LayerNorm, torch.nn.RMSNorm)
+_SHOWN = 8
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Last words of a path that name what makes the scores; outside numbered blocks, where "output" and
+# the like are parts of a block.
+_HEADS = {"classifier", "embed_out", "head", "lm_head", "logits", "output", "output_layer"}
+_HEADS |= {"output_projection", "score", "unembed", "unembedding", "vocab_proj"}
+# A word of the path that says router by itself, and what does next to a list of experts.
+_ROUTERS, _GATES = {"gating", "router"}, ("gate", "wg")
+
+
+class Refused(NamedTuple):
+    """A place that cannot be converted or is not meant to be, and why; ``is_repeat`` if the layer
+    was met at an earlier place."""
+
+    place: Place
+    reason: str
+    is_repeat: bool = False
+
+
+class Survey(NamedTuple):
+    """The places of a model, in order, by what becomes of them."""
+
+    chosen: list[Place]
+    native: list[Place]
+    refused: list[Refused]
+
+
+def survey(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> Survey:
+    """Say what becomes of every layer of ``model``; changes nothing.
+
+    Raises:
+        OperandError: something in it is converted already, or no linear layer is left to convert
+            and the filter asks for no norm either.
+        RecipeError: a pattern that matches no layer.
+        UnsupportedError: a pattern that names a layer which cannot be converted.
+    """
+    found = [place for place in places(model) if _is_listed(place.module)]
+    _refuse_converted(model, found)
+    obstacles = _obstacles(found)
+    possible = [place.path for place in found if place not in obstacles]
+    _check_patterns(filter, skip, possible, {p.path: own.reason for p, own in obstacles.items()})
+    unwanted = _unwanted(model, filter, skip)
+    result = Survey([], [], [])
+    for place in found:
+        reason = ""
+        if place not in obstacles and not isinstance(place.module, LowPrecisionModule):
+            reason = unwanted(place)
+        if place in obstacles or reason:
+            result.refused.append(obstacles.get(place) or Refused(place, reason))
+        elif isinstance(place.module, LowPrecisionModule):
+            result.native.append(place)
+        else:
+            result.chosen.append(place)
+    is_asked_for = filter is not None and bool(result.chosen)
+    taken = (*result.chosen, *result.native)
+    if not is_asked_for and not any(flops_of(place.module) for place in taken):
+        raise OperandError(_nothing(model, filter, result.refused))
+    return result
+
+
+def _obstacles(found: Sequence[Place]) -> dict[Place, Refused]:
+    """Return the places whose layer cannot be converted, or was met before."""
+    firsts: dict[torch.nn.Module, Place] = {}
+    refused = {}
+    for place in found:
+        first = firsts.setdefault(place.module, place)
+        if first is not place:
+            refused[place] = Refused(place, f"the same layer as {first.path!r}", is_repeat=True)
+        elif reason := _obstacle(place.module):
+            refused[place] = Refused(place, reason)
+    return refused
+
+
+def _is_match(path: str, pattern: str) -> bool:
+    """Say whether ``pattern`` means the layer at ``path``.
+
+    With ``*``, ``?`` or ``[`` it is compared with the whole path as in a shell; without, it has to
+    be a run of whole words of it: ``"mlp"`` means ``"blocks.3.mlp.fc1"``, ``"blocks.1"`` does not
+    mean ``"blocks.11"``.
+    """
+    if any(sign in pattern for sign in "*?["):
+        return fnmatch.fnmatchcase(path, pattern)
+    return f".{pattern}." in f".{path}."
+
+
+def _is_listed(module: torch.nn.Module) -> bool:
+    """Whether the report has a line for it: it can hold a GEMM, or has parameters of its own."""
+    if isinstance(module, (LowPrecisionModule, torch.jit.ScriptModule, *_SOURCES)):
+        return True
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _refuse_converted(model: torch.nn.Module, found: Sequence[Place]) -> None:
+    done = [place.path for place in found if RECORD in vars(place.module)]
+    if done:
+        raise OperandError(
+            f"convert({type(model).__name__}): converted already: {some(done)}. "
+            f"Call fp8core.unconvert on what was converted first."
+        )
+    for module in model.modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise UnsupportedError(
+                "convert: FullyShardedDataParallel has taken the parameters apart; convert the "
+                "model first, then wrap it."
+            )
+
+
+def _obstacle(module: torch.nn.Module) -> str:
+    """Return why ``module`` cannot be converted, or an empty string."""
+    if isinstance(module, LowPrecisionModule):
+        return ""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "TorchScript, which torch compiled already"
+    source = type(module)
+    if source not in _SOURCES:
+        return _class_obstacle(module)
+    if "forward" in vars(module):
+        return "its forward was replaced on the object; convert before what did so"
+    for name in ("weight", *(["bias"] if source is not torch.nn.RMSNorm else [])):
+        if name not in module._parameters:
+            return f"its {name} is computed by a hook, as by weight_norm"
+    weight = module._parameters["weight"]
+    if weight is None:
+        return "it has no weight (elementwise_affine=False)"
+    if weight.dtype not in _DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        return f"its weight is {weight.dtype}; low precision computes from {known}"
+    return _size_obstacle(module, weight)
+
+
+def _size_obstacle(module: torch.nn.Module, weight: torch.Tensor) -> str:
+    if weight.numel() == 0:
+        return f"its weight is empty, {list(weight.shape)}"
+    if not isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm):
+        return ""
+    if len(module.normalized_shape) != 1:
+        return f"it normalizes {len(module.normalized_shape)} dimensions, not the last alone"
+    if isinstance(module, torch.nn.LayerNorm) and module._parameters.get("bias") is None:
+        return "a LayerNorm without a bias"
+    if module.eps is None:
+        return "its eps is None, which depends on the input's dtype"
+    return ""
+
+
+def _class_obstacle(module: torch.nn.Module) -> str:
+    """Return why a class other than torch's own three is left as it is."""
+    name = type(module).__name__
+    if any(is_lazy(own) for own in module.parameters(recurse=False)):
+        return "its sizes are not known before its first batch"
+    for source in _SOURCES:
+        if not isinstance(module, source):
+            continue
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            return "sharded by itself; convert before fully_shard"
+        if parametrize.is_parametrized(module):
+            return "parametrized; remove_parametrizations first, or parametrize after convert"
+        if name == "NonDynamicallyQuantizableLinear":
+            return "torch.nn.MultiheadAttention reads its weight and never calls it"
+        return f"a subclass of torch.nn.{source.__name__}, whose own behaviour would be lost"
+    for source in (torch.nn.RMSNorm, torch.nn.LayerNorm, torch.nn.Linear):
+        if source.__name__.lower() in name.lower():
+            return f"class is not torch.nn.{source.__name__}"
+    return "class is neither torch.nn.Linear, LayerNorm nor RMSNorm"
+
+
+def _patterns(filter: Filter) -> Sequence[str] | None:
+    if isinstance(filter, str):
+        return [filter]
+    return None if filter is None or callable(filter) else list(filter)
+
+
+def _check_patterns(
+    filter: Filter, skip: Sequence[str], possible: Sequence[str], obstacles: dict[str, str]
+) -> None:
+    paths = [*possible, *obstacles]
+    for argument, patterns in (("filter", _patterns(filter) or ()), ("skip", skip)):
+        for pattern in patterns:
+            if not isinstance(pattern, str):
+                raise RecipeError(f"convert({argument}=...): {pattern!r} is no pattern of names.")
+            if not any(_is_match(path, pattern) for path in paths):
+                words = {word for path in paths for word in (path, *path.split("."))}
+                raise RecipeError(
+                    f"convert({argument}={pattern!r}): no layer has that in its path."
+                    f"{did_you_mean(pattern, words)}"
+                )
+            meant = [path for path in possible if _is_match(path, pattern)]
+            if argument == "filter" and not meant:
+                refused = next(path for path in obstacles if _is_match(path, pattern))
+                raise UnsupportedError(
+                    f"convert(filter={pattern!r}): {refused!r} cannot be converted: "
+                    f"{obstacles[refused]}."
+                )
+
+
+def _unwanted(
+    model: torch.nn.Module, filter: Filter, skip: Sequence[str]
+) -> Callable[[Place], str]:
+    """Return what says why a layer that could be converted is not meant to be."""
+    heads = _heads(model)
+    embeddings: dict[object, str] = {
+        place.module.weight: place.path
+        for place in places(model)
+        if isinstance(place.module, torch.nn.Embedding)
+    }
+    patterns = _patterns(filter)
+
+    def unwanted(place: Place) -> str:
+        path, module, _ = place
+        if any(_is_match(path, pattern) for pattern in skip):
+            return "named in skip"
+        if callable(filter):
+            return "" if filter(module, path) else "the filter leaves it out"
+        if patterns is not None:
+            is_in = any(_is_match(path, pattern) for pattern in patterns)
+            return "" if is_in else "the filter leaves it out"
+        if not isinstance(module, torch.nn.Linear):
+            return ""
+        tied = embeddings.get(module.weight)
+        if tied is not None:
+            return f"output head: its weight is that of the embedding {tied!r}"
+        if module in heads or _is_named_head(path):
+            return "output head; convert it with a filter that names it"
+        return "router of experts" if _is_router(place) else ""
+
+    return unwanted
+
+
+def _heads(model: torch.nn.Module) -> set[object]:
+    """Return what ``get_output_embeddings()`` of the model, or of a model in it, gives."""
+    asked = (getattr(module, "get_output_embeddings", None) for module in model.modules())
+    return {ask() for ask in asked if callable(ask)}
+
+
+def _is_named_head(path: str) -> bool:
+    words = path.split(".")
+    return words[-1] in _HEADS and not any(word.isdigit() for word in words)
+
+
+def _is_router(place: Place) -> bool:
+    words = place.path.split(".")
+    if _ROUTERS & set(words):
+        return True
+    has_experts = place.parent is not None and "experts" in place.parent._modules
+    return has_experts and words[-1].endswith(_GATES)
+
+
+def _nothing(model: torch.nn.Module, filter: Filter, refused: Iterable[Refused]) -> str:
+    reasons = [f"  {place.path or type(place.module).__name__}: {why}" for place, why, _ in refused]
+    asked = "" if filter is None else ", filter=..."
+    if len(reasons) > _SHOWN:
+        reasons[_SHOWN:] = [f"  and {len(reasons) - _SHOWN} more"]
+    first = f"convert({type(model).__name__}{asked}): no torch.nn.Linear is left to convert."
+    return "\n".join([first, *reasons])

@@ -1,0 +1,112 @@
+"""One line at a model's first step: what ran in low precision, as the bound layers know it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.modules.base import Bound, LowPrecisionModule
+from fp8core.modules.bound import engines_of
+from fp8core.modules.inventory import flops_of, places
+from fp8core.plan import LayerRole
+from fp8core.reporting import logger, some
+
+__all__ = ["announce", "silence"]
+
+
+def announce(model: torch.nn.Module, *, is_wanted: bool) -> None:
+    """Have the model's next forward in eager log what ran; a forward hook that removes itself.
+
+    ``is_wanted``: that nothing ran in low precision is a warning. A graph of torch.compile says
+    nothing and leaves the hook where it is.
+    """
+    silence(model)
+    model.register_forward_hook(_warn if is_wanted else _inform)
+
+
+def silence(model: torch.nn.Module) -> None:
+    """Take back :func:`announce`."""
+    for key, hook in list(model._forward_hooks.items()):
+        if hook in (_warn, _inform):
+            del model._forward_hooks[key]
+
+
+def _warn(model: torch.nn.Module, arguments: Any, output: Any) -> None:
+    _say(model, logging.WARNING)
+
+
+def _inform(model: torch.nn.Module, arguments: Any, output: Any) -> None:
+    _say(model, logging.INFO)
+
+
+def _say(model: torch.nn.Module, level_if_idle: int) -> None:
+    if torch.compiler.is_compiling():
+        return
+    silence(model)
+    is_good, line = _describe(model)
+    logger.log(logging.INFO if is_good else level_if_idle, "%s", line)
+
+
+class _Layer(NamedTuple):
+    """A linear layer, and how its first call computed; None for a layer of torch."""
+
+    name: str
+    flops: int
+    layer: LowPrecisionModule | None
+    bound: Bound | None
+
+    @property
+    def is_low(self) -> bool:
+        return bool(self.engines)
+
+    @property
+    def engines(self) -> list[str]:
+        """Recipe and backends of the GEMMs that ran in low precision."""
+        if self.layer is None or self.bound is None:
+            return []
+        return engines_of(self.bound, LayerRole(self.layer.kind, self.layer.name))
+
+    def substitutions(self) -> Iterator[str]:
+        for link in self.bound.linears if self.bound is not None else ():
+            for step, choice in link.choices.items():
+                if choice.substitution:
+                    yield f"{step} on {choice.backend}: {choice.substitution}"
+
+
+def _layers(model: torch.nn.Module) -> list[_Layer]:
+    found = {}
+    for place in places(model):
+        flops = flops_of(place.module)
+        if flops and place.module not in found:
+            layer = place.module if isinstance(place.module, LowPrecisionModule) else None
+            last = None if layer is None else layer._bindings.last
+            name = place.path or type(place.module).__name__
+            found[place.module] = _Layer(name, flops, layer, None if last is None else last[1])
+    return list(found.values())
+
+
+def _describe(model: torch.nn.Module) -> tuple[bool, str]:
+    """Return whether low precision ran where anything did, and the line that says what."""
+    layers = _layers(model)
+    low = [layer for layer in layers if layer.is_low]
+    total = sum(layer.flops for layer in layers)
+    share = sum(layer.flops for layer in low) / total if total else 0.0
+    owner = type(model).__name__
+    first = f"{owner}, first step: {len(low)} of {len(layers)} linear layers"
+    parts = [f"{first} ({share:.1%} of their FLOPs a token) ran in low precision"]
+    for engine in dict.fromkeys(engine for layer in low for engine in layer.engines):
+        count = sum(engine in layer.engines for layer in low)
+        parts.append(engine if count == len(low) else f"{count} in {engine}")
+    idle = [layer.name for layer in layers if layer.layer is not None and layer.bound is None]
+    high = [layer.name for layer in layers if not layer.is_low and layer.name not in idle]
+    parts += [f"in high precision: {some(high)}"] if high else []
+    parts += [f"not called, or in a compiled graph: {some(idle)}"] if idle else []
+    substitutions = dict.fromkeys(text for layer in layers for text in layer.substitutions())
+    parts += [f"substituted: {text}" for text in substitutions]
+    is_good = bool(low) or not high
+    if not is_good:
+        parts.append("no recipe is active: enter fp8core.autocast, or convert with a recipe")
+    return is_good, "; ".join(parts)

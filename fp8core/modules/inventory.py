@@ -1,0 +1,60 @@
+"""What a model holds: its modules by path, and the matmul FLOPs of its linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch.nn.utils import parametrize
+
+from fp8core.modules.base import LowPrecisionModule
+
+__all__ = ["Place", "flops_of", "places"]
+
+# What wrappers call the module inside them: no part of a layer's name. `module` is an ordinary name
+# too, so that one counts below these wrappers alone.
+_WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+
+
+class Place(NamedTuple):
+    """One module at one path; ``path`` leaves out the names that wrappers add."""
+
+    path: str
+    module: torch.nn.Module
+    parent: torch.nn.Module | None
+
+
+def places(model: torch.nn.Module, path: str = "") -> Iterator[Place]:
+    """Return every place of ``model``, the model's own first; a shared module has several.
+
+    What is inside fp8core's layers, TorchScript and parametrizations is left out.
+    """
+    return _below(Place(path, model, None))
+
+
+def _below(place: Place) -> Iterator[Place]:
+    yield place
+    path, module, _ = place
+    if isinstance(module, LowPrecisionModule | torch.jit.ScriptModule):
+        return
+    for name, child in module._modules.items():  # a shared child once for each of its names
+        if child is None or (name == "parametrizations" and parametrize.is_parametrized(module)):
+            continue
+        is_wrapped = name in _WRAPPED or (name == "module" and isinstance(module, _WRAPPERS))
+        words = [path] if is_wrapped else [path, name]
+        yield from _below(Place(".".join(filter(None, words)), child, module))
+
+
+def flops_of(module: torch.nn.Module) -> int:
+    """Return the forward matmul FLOPs of the linear layer ``module`` for one token, ``2 k n`` a
+    GEMM; 0 for what is none. A grouped layer counts one group, which is what a token goes through.
+    """
+    if isinstance(module, LowPrecisionModule):
+        return sum(2 * s.in_features * s.out_features for s in module.linear_shapes())
+    if isinstance(module, torch.nn.Linear):
+        return 2 * module.in_features * module.out_features
+    if isinstance(module, torch.nn.MultiheadAttention):  # its output projection is a child
+        return sum(2 * p.numel() for p in module.parameters(recurse=False) if p.dim() == 2)
+    return 0

@@ -1,0 +1,10 @@
+"""What low precision does to the tensors of a model; :func:`fp8core.monitor` is the way in."""
+
+from __future__ import annotations
+
+from fp8core.monitoring.record import NonFinite, Saturation
+from fp8core.monitoring.rows import Row
+from fp8core.monitoring.watching import Monitor, monitor
+from fp8core.monitoring.what_if import Summary, WhatIf
+
+__all__ = ["Monitor", "NonFinite", "Row", "Saturation", "Summary", "WhatIf", "monitor"]

@@ -1,0 +1,332 @@
+"""``monitor``: what casts do to the tensors of a model, step by step, as it trains."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed
+
+from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.monitoring import plots
+from fp8core.monitoring.observe import LayerWatch
+from fp8core.monitoring.ranks import over_ranks
+from fp8core.monitoring.record import CastKey, NonFinite, Recorder, Saturation, StepRecord
+from fp8core.monitoring.rows import Row, render, rows_of, table_of, write_csv, write_scalars
+from fp8core.monitoring.statistics import Tally
+from fp8core.monitoring.what_if import WhatIf, replay
+from fp8core.recipe import Recipe
+
+__all__ = ["Monitor", "monitor"]
+
+_ON_NONFINITE = ("record", "raise")
+
+_monitored: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_monitored_lock = threading.Lock()
+
+
+class Monitor:
+    """Watches the layers of a model until it is closed; made by :func:`fp8core.monitor`.
+
+    A context manager. ``rows`` holds every observed step, of this process's tensors alone: each
+    rank has its own. Results can be read while it is open, and after.
+    """
+
+    def __init__(
+        self,
+        layers: dict[str, LowPrecisionModule],
+        recorder: Recorder,
+        every: int,
+    ) -> None:
+        self.rows: list[Row] = []
+        self._every = every
+        self._recorder = recorder
+        self._layers = layers
+        self._watches = {
+            path: LayerWatch(recorder, path, len(layer.linear_shapes()))
+            for path, layer in layers.items()
+        }
+        self._latest = StepRecord()
+        self._latest_step = 0
+        self._is_open = True
+        self._observe(True)
+
+    @property
+    def first_nonfinite(self) -> NonFinite | None:
+        """Where NaN or inf was first seen, in a tensor before its cast or in the result of a GEMM."""
+        return self._recorder.first_nonfinite
+
+    @property
+    def first_saturation(self) -> Saturation | None:
+        """Where values were first clipped to the format's maximum."""
+        return self._recorder.first_saturation
+
+    def step(self) -> None:
+        """End a step: what was observed becomes rows, and the next step is observed or not.
+
+        Raises:
+            OperandError: the monitor is closed, or no monitored layer ran in a step that was
+                observed; nothing changes then.
+        """
+        if not self._is_open:
+            raise OperandError("step() of a monitor that is closed. Open another one.")
+        seen = self._recorder.current
+        if self._recorder.is_on and not (seen.tallies or seen.gemms):
+            raise OperandError(
+                f"step() ends step {self._recorder.step}, in which none of the {len(self._layers)} "
+                f"monitored layers ran. Call it after the forward and backward passes of a step."
+            )
+        self._file()
+        self._recorder.step += 1
+        self._observe(self._recorder.step % self._every == 0)
+
+    def close(self) -> None:
+        """Stop watching: the layers run again what they ran before. Closing twice is fine.
+
+        What an unfinished step has shown becomes rows.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._observe(False)
+        self._file()
+        with _monitored_lock:
+            _monitored.difference_update(self._layers.values())
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def row(
+        self, layer: str, role: str, orientation: str = "rowwise", *, step: int | None = None
+    ) -> Row:
+        """Return the row of one operand, of the latest step that has one if ``step`` is None.
+
+        Raises:
+            OperandError: there is none; says what there is.
+        """
+        wanted = CastKey(layer, role, orientation)
+        for row in reversed(self.rows):
+            if row.key == wanted and step in (None, row.step):
+                return row
+        raise self._absent(wanted, [row.key for row in self.rows if step in (None, row.step)])
+
+    def rows_over_ranks(self, group: torch.distributed.ProcessGroup | None = None) -> list[Row]:
+        """Return the rows of the latest step over all ranks of ``group``, None: the default one.
+
+        As if one process had seen the tensors of all: counts add up, amaxes are the largest,
+        scales are of all blocks. Every rank of the group has to call it.
+
+        Raises:
+            OperandError: no process group was made, or the ranks observed different operands.
+        """
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            raise OperandError(
+                "rows_over_ranks() needs torch.distributed.init_process_group(); rows are those of "
+                "this process."
+            )
+        layer = next(iter(self._layers.values()))
+        device = next((own.device for own in layer.parameters()), torch.device("cpu"))
+        return rows_of(self._latest_step, over_ranks(self._latest, group, device))
+
+    def gemm_counts(self) -> dict[str, int]:
+        """Return how many GEMMs ran in the latest step, ``quantized`` and ``high_precision``."""
+        counts = self._latest.gemms.values()
+        return {
+            "quantized": sum(count.quantized for count in counts),
+            "high_precision": sum(count.high_precision for count in counts),
+        }
+
+    def table(self, step: int | None = None) -> str:
+        """Return the rows of a step, the latest one if None, as a table.
+
+        Raises:
+            OperandError: no step, or not that one, was observed.
+        """
+        steps = list(dict.fromkeys(row.step for row in self.rows))
+        if not steps or step not in (None, *steps):
+            found = f"observed steps: {steps}" if steps else "no step was observed yet"
+            raise OperandError(
+                f"table(step={step!r}): {found}. step() and close() end a step, with every="
+                f"{self._every} each step that it divides is observed."
+            )
+        shown = steps[-1] if step is None else step
+        rows = [row for row in self.rows if row.step == shown]
+        return render(f"step {shown}", *table_of(rows))
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write all rows to ``path`` as CSV, one column for each field of :class:`Row`."""
+        write_csv(path, self.rows)
+
+    def to_tensorboard(self, log_dir: str | Path) -> None:
+        """Write the finite statistics of all rows under ``log_dir``, as TensorBoard reads them.
+
+        Raises:
+            UnsupportedError: tensorboard is not installed.
+        """
+        write_scalars(log_dir, self.rows)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw a PNG: the least SQNR of each layer over the steps.
+
+        Raises:
+            UnsupportedError: matplotlib is not installed.
+        """
+        plots.draw_sqnr(path, self.rows)
+
+    def plot_exponents(
+        self, path: str | Path, layer: str, role: str, orientation: str = "rowwise"
+    ) -> None:
+        """Draw a PNG: the binary exponents of a tensor's values in the latest observed step.
+
+        Raises:
+            OperandError: the tensor was not cast in that step.
+            UnsupportedError: matplotlib is not installed.
+        """
+        title = f"{role} ({orientation}) of {layer}"
+        plots.draw_exponents(path, title, self._tally(CastKey(layer, role, orientation)))
+
+    def plot_scales(
+        self, path: str | Path, layer: str, role: str, orientation: str = "rowwise"
+    ) -> None:
+        """Draw a PNG: each block's scale in the first cast of a tensor in the latest step.
+
+        Raises:
+            OperandError: the tensor was not cast in that step, or has no scales.
+            UnsupportedError: matplotlib is not installed.
+        """
+        title = f"{role} ({orientation}) of {layer}"
+        plots.draw_scales(path, title, self._tally(CastKey(layer, role, orientation)))
+
+    def what_if(self, recipes: str | Recipe | Sequence[str | Recipe]) -> WhatIf:
+        """Cast the tensors of the latest observed step as other recipes would; see ``replay``.
+
+        Recipes are given as such or by name. The tensors are those of the first microbatch;
+        nothing but their casts is computed.
+
+        Raises:
+            RecipeError: no recipe has that name.
+            UnsupportedError: no backend casts like that on a layer's device.
+            OperandError: no tensors were kept.
+        """
+        return replay(self._recorder.kept, self._layers, recipes)
+
+    def _observe(self, is_on: bool) -> None:
+        self._recorder.is_on = is_on
+        for path, layer in self._layers.items():
+            layer.set_watch(self._watches[path] if is_on else None)
+
+    def _file(self) -> None:
+        record = self._recorder.take()
+        if record.tallies or record.gemms:
+            self._latest, self._latest_step = record, self._recorder.step
+            self.rows += rows_of(self._recorder.step, record)
+
+    def _tally(self, key: CastKey) -> Tally:
+        if key not in self._latest.tallies:
+            raise self._absent(key, list(self._latest.tallies))
+        return self._latest.tallies[key]
+
+    def _absent(self, wanted: CastKey, found: Sequence[CastKey]) -> OperandError:
+        for part, name in zip(CastKey._fields, wanted, strict=True):
+            known = list(dict.fromkeys(getattr(key, part) for key in found))
+            if found and name not in known:
+                return OperandError(
+                    f"no {part} {name!r} was observed; observed: {', '.join(known)}."
+                    f"{did_you_mean(name, known)}"
+                )
+        if not found:
+            return OperandError(
+                f"nothing was observed yet; {wanted.role} ({wanted.orientation}) of "
+                f"{wanted.layer!r} is there once step() or close() has ended a step that ran it."
+            )
+        return OperandError(
+            f"{wanted.role} ({wanted.orientation}) of {wanted.layer!r} was never cast while it was "
+            f"observed: no GEMM that reads it has run."
+        )
+
+
+def monitor(
+    model: torch.nn.Module,
+    *,
+    every: int = 1,
+    on_nonfinite: str = "record",
+    keep_tensors: bool = True,
+) -> Monitor:
+    """Watch what low precision does to the tensors of ``model``, until the result is closed.
+
+    Every fp8core layer with a GEMM is watched: each operand's amax, scales, underflow, saturation
+    and SQNR, the GEMMs that ran, and where NaN or inf came up first. Outputs, gradients and
+    delayed scales are those of the model without a monitor, bit for bit; while it watches, a
+    producer and its cast run as two operations where a backend could do them in one. Ended by
+    ``close()``, or by the end of a ``with`` block; the layers then run what they ran before.
+
+    Args:
+        every: of the steps that ``step()`` ends, the first and every ``every``-th after it are
+            observed. In the others the layers run as if there were no monitor.
+        on_nonfinite: ``"record"`` goes on, ``"raise"`` raises NonFiniteError where NaN or inf are
+            seen: before the cast of a tensor, or behind a GEMM.
+        keep_tensors: keep a copy of each tensor of the latest observed step's first microbatch in
+            the CPU's memory, which :meth:`~fp8core.monitoring.Monitor.what_if` needs.
+
+    Raises:
+        OperandError: ``model`` is no module, or has no fp8core layer with a GEMM; or one of its
+            layers is monitored already.
+        UnsupportedError: it, or a part of it, is compiled by torch.
+        RecipeError: ``every`` or ``on_nonfinite`` mean nothing.
+    """
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise RecipeError(f"monitor(every={every!r}): expected a number of steps, 1 or more.")
+    if on_nonfinite not in _ON_NONFINITE:
+        raise RecipeError(
+            f"monitor(on_nonfinite={on_nonfinite!r}): expected one of {_ON_NONFINITE}."
+            f"{did_you_mean(str(on_nonfinite), _ON_NONFINITE)}"
+        )
+    layers = _layers_of(model)
+    recorder = Recorder(raises=on_nonfinite == "raise", keeps=keep_tensors)
+    with _monitored_lock:
+        taken = [path for path, layer in layers.items() if layer in _monitored]
+        if taken:
+            raise OperandError(
+                f"monitor: {', '.join(map(repr, taken[:3]))} of this model is monitored already. "
+                f"Close the other monitor first."
+            )
+        _monitored.update(layers.values())
+    return Monitor(layers, recorder, every)
+
+
+def _layers_of(model: torch.nn.Module) -> dict[str, LowPrecisionModule]:
+    """Return the layers to watch by their paths; a model of one layer by its name or class."""
+    if not isinstance(model, torch.nn.Module):
+        raise OperandError(f"monitor({model!r}): expected a model.")
+    dynamo = sys.modules.get("torch._dynamo")  # not imported: nothing is compiled
+    found: dict[str, LowPrecisionModule] = {}
+    for path, module in model.named_modules():
+        is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+        if is_wrapper or module._compiled_call_impl is not None:
+            raise UnsupportedError(
+                f"monitor: {path or 'the model'} ({type(module).__name__}) is compiled by torch, "
+                f"and a graph leaves no value to look at before its cast. Monitor the model that "
+                f"was compiled, and run that one while the monitor is open."
+            )
+        if isinstance(module, LowPrecisionModule) and module.linear_shapes():
+            found[path or module.name or type(module).__name__] = module
+    if not found:
+        raise OperandError(
+            f"monitor: {type(model).__name__} holds no fp8core layer with a GEMM. Make it of "
+            f"fp8core.Linear and the other layers."
+        )
+    return found

@@ -1,0 +1,259 @@
+"""Other recipes on the tensors that were observed: how well each would have cast them."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fp8core.backend_api import OperandSpec
+from fp8core.errors import Fp8CoreError, OperandError, RecipeError, did_you_mean
+from fp8core.links.bind import Site, bind_chain
+from fp8core.links.call import Call
+from fp8core.links.linear import LinearLink
+from fp8core.links.padding import PaddedCall
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.bound import plan_of
+from fp8core.monitoring.observe import LayerWatch
+from fp8core.monitoring.record import KeptLinear, KeptTensors, Recorder
+from fp8core.monitoring.rows import Row, render, rows_of, table_of
+from fp8core.plan import GemmPlan, LayerRole, LinearPlan
+from fp8core.recipe import PerLayer, Recipe, by_name
+
+__all__ = ["Summary", "WhatIf", "replay"]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One recipe over all operands: ``sqnr_db`` of the mean of their noise-to-signal ratios,
+    ``least_sqnr_db`` of the operand that fares worst, ``worst_row_sqnr_db`` of the row that does,
+    and the largest ``underflow_share`` and ``saturation_share``. NaN: it quantizes nothing."""
+
+    recipe: str
+    sqnr_db: float
+    least_sqnr_db: float
+    worst_row_sqnr_db: float
+    underflow_share: float
+    saturation_share: float
+
+
+class WhatIf:
+    """What each recipe would have done to the same tensors.
+
+    ``rows`` are the rows of each recipe by its label, without GEMMs: none is computed.
+    """
+
+    def __init__(
+        self,
+        recipes: Mapping[str, Recipe],
+        rows: Mapping[str, Sequence[Row]],
+        patterns: Mapping[str, str | LayerRole],
+    ) -> None:
+        self.rows = {label: list(own) for label, own in rows.items()}
+        self._recipes = dict(recipes)
+        self._patterns = dict(patterns)  # by layer as rows name it
+
+    def summary(self) -> list[Summary]:
+        """Return one line for each recipe, the one with the highest SQNR first."""
+        made = [_summary(label, rows) for label, rows in self.rows.items()]
+        return sorted(made, key=lambda one: (math.isnan(one.sqnr_db), -one.sqnr_db))
+
+    def worst(self, recipe: str) -> list[tuple[str, float]]:
+        """Return the layers and the least SQNR of their operands, dB, the lowest first.
+
+        Raises:
+            RecipeError: ``recipe`` is the label of none that was tried.
+        """
+        least: dict[str, float] = {}
+        for row in self._of(recipe):
+            if not math.isnan(row.sqnr_db):
+                least[row.layer] = min(row.sqnr_db, least.get(row.layer, math.inf))
+        return sorted(least.items(), key=lambda item: item[1])
+
+    def suggest(self, recipe: str, k: int = 1) -> PerLayer:
+        """Return ``recipe`` with the ``k`` layers whose operands fare worst left in high precision.
+
+        Where a layer has several linears, its worst counts. Rules name layers by their names, or
+        else their paths in the model: call ``fp8core.prepare(model)`` before the result is used.
+
+        Raises:
+            RecipeError: ``recipe`` is the label of none that was tried.
+            OperandError: ``k`` is not from 1 to the number of layers.
+        """
+        ranked = list(dict.fromkeys(self._patterns[layer] for layer, _ in self.worst(recipe)))
+        if not isinstance(k, int) or not 1 <= k <= len(ranked):
+            raise OperandError(
+                f"suggest(k={k!r}): {len(ranked)} layers were observed under {recipe!r}; expected "
+                f"1 to {len(ranked)}."
+            )
+        return PerLayer(dict.fromkeys(ranked[:k]), default=self._recipes[recipe])
+
+    def table(self) -> str:
+        """Return the summaries as a table, then every operand under every recipe."""
+        heading = [field.name for field in dataclasses.fields(Summary)]
+        lines = [
+            [one.recipe, *(f"{value:.4g}" for value in dataclasses.astuple(one)[1:])]
+            for one in self.summary()
+        ]
+        parts = [render("all operands", heading, lines)]
+        for label, rows in self.rows.items():
+            parts.append(render(label, *table_of(rows, leave_out=("GEMMs", "NaN/inf"))))
+        return "\n".join(parts)
+
+    def _of(self, recipe: str) -> list[Row]:
+        if recipe not in self.rows:
+            raise RecipeError(
+                f"no recipe {recipe!r} was tried; tried: {', '.join(self.rows)}."
+                f"{did_you_mean(recipe, self.rows)}"
+            )
+        return self.rows[recipe]
+
+
+def _summary(label: str, rows: Sequence[Row]) -> Summary:
+    compared = [row for row in rows if not math.isnan(row.sqnr_db)]
+    if not compared:
+        return Summary(label, *(math.nan,) * 5)
+    ratios = [10 ** (-row.sqnr_db / 10) for row in compared]
+    mean = sum(ratios) / len(ratios)
+    return Summary(
+        label,
+        -10 * math.log10(mean) if mean else math.inf,
+        min(row.sqnr_db for row in compared),
+        min(r.worst_row_sqnr_db for r in compared),
+        max(row.underflow_share for row in compared),
+        max(row.saturation_share for row in compared),
+    )
+
+
+def replay(
+    kept: Mapping[tuple[str, int], KeptLinear],
+    layers: Mapping[str, LowPrecisionModule],
+    recipes: str | Recipe | Sequence[str | Recipe],
+) -> WhatIf:
+    """Cast what was kept as each recipe would; ``layers`` are the monitored ones by path.
+
+    A delayed scale is the one that the batch's own amax gives, what its history leads to when
+    batches are alike. Stochastic rounding draws from a fixed seed.
+
+    Raises:
+        RecipeError: no recipe has that name; something that is no recipe; or none at all.
+        UnsupportedError: no backend casts like that on the layer's device.
+        OperandError: nothing was kept.
+    """
+    chosen = _label(recipes)
+    if not kept:
+        raise OperandError(
+            "what_if() has no tensors to cast: no layer has run in an observed step, or the "
+            "monitor was opened with keep_tensors=False."
+        )
+    patterns: dict[str, str | LayerRole] = {}
+    for path, layer in layers.items():
+        several = len(layer.linear_shapes()) > 1
+        for index in range(len(layer.linear_shapes())):
+            name = f"{path}[{index}]" if several else path
+            patterns[name] = _pattern(path, layer, is_only=len(layers) == 1)
+    rows = {}
+    for label, recipe in chosen.items():
+        recorder = Recorder()
+        for (path, index), linear in kept.items():
+            try:
+                _cast(recorder, path, layers[path], index, linear, recipe)
+            except Fp8CoreError as error:
+                raise type(error)(f"what_if({label!r}): {path!r}: {error}") from None
+        rows[label] = rows_of(0, recorder.take())
+    return WhatIf(chosen, rows, patterns)
+
+
+def _label(recipes: str | Recipe | Sequence[str | Recipe]) -> dict[str, Recipe]:
+    """Return the recipes by what the tables call them: their name, or their class."""
+    if isinstance(recipes, str | Recipe):
+        recipes = [recipes]
+    made: dict[str, Recipe] = {}
+    for given in recipes:
+        if not isinstance(given, str | Recipe):
+            raise RecipeError(f"what_if({given!r}): expected recipes, or names of recipes.")
+        recipe = by_name(given) if isinstance(given, str) else given
+        label = base = given if isinstance(given, str) else type(given).__name__
+        number = 1
+        while label in made:
+            number += 1
+            label = f"{base} {number}"
+        made[label] = recipe
+    if not made:
+        raise RecipeError("what_if([]): expected at least one recipe, or name of a recipe.")
+    return made
+
+
+def _pattern(path: str, layer: LowPrecisionModule, *, is_only: bool) -> str | LayerRole:
+    """Return how a rule of PerLayer says this layer: a model that is one layer, by its kind."""
+    if layer.name is None and is_only and path == type(layer).__name__:
+        return LayerRole(layer.kind)
+    return glob.escape(layer.name or path)
+
+
+def _cast(
+    recorder: Recorder,
+    path: str,
+    layer: LowPrecisionModule,
+    index: int,
+    linear: KeptLinear,
+    recipe: Recipe,
+) -> None:
+    """Cast the tensors kept of one linear as ``recipe`` would, and have ``recorder`` see it."""
+    binding = linear.binding._replace(is_observing=False)
+    role = LayerRole(layer.kind, layer.name or path)
+    plan = _undelayed(plan_of(recipe, role, binding.activation_dtype))
+    watch = LayerWatch(recorder, path, len(layer.linear_shapes()))
+    site = Site(plan, binding, layer.label, None, None, watch)
+    links = bind_chain(layer.link_shapes(), site)
+    link = next(own for own in links if isinstance(own, LinearLink) and own.index == index)
+    padded: PaddedCall | None = None
+    # Their gradients are asked for, so that there are both orientations; that of a bias is none.
+    needs = [True] * (1 + link.num_weights) + [False] * (link.num_params - link.num_weights)
+    for name in ("input", "weight", "grad_output"):
+        if name not in linear.tensors:
+            continue
+        tensors = linear.tensors[name]
+        values = [value.to(binding.device) for value in tensors.values]
+        call, rows = _call(tensors, binding.device), values[0].shape[0]
+        if name == "weight":
+            weights = values if padded is None else padded.pad_weights(values)
+            if link.shape.groups:
+                link.weight(weights, columnwise=True, source=values)
+            else:
+                link.weight(weights[0], columnwise=True, source=values[0])
+            continue
+        want = link.wants(rows, needs, call)
+        padded = want.padded
+        if name == "grad_output":
+            want = link.wants_grad(rows, needs, call, padded)
+        want(values[0].to(want.dtype))
+
+
+def _call(tensors: KeptTensors, device: torch.device) -> Call:
+    rng = torch.zeros(2, dtype=torch.int64, device="cpu")
+    if not tensors.splits:
+        return Call(rng=rng)
+    offsets = torch.tensor((0, *tensors.splits), device=device).cumsum(0)
+    return Call((offsets,), tensors.splits, rng)
+
+
+def _undelayed(plan: LinearPlan) -> LinearPlan:
+    """Return ``plan`` with the scale of each delayed operand taken from its own amax."""
+    if plan.delayed is None:
+        return plan
+    factor = 2.0**-plan.delayed.margin
+
+    def spec(own: OperandSpec | None) -> OperandSpec | None:
+        if own is None or not own.delayed:
+            return own
+        return dataclasses.replace(own, delayed=False, target=own.target * factor)
+
+    def gemm(own: GemmPlan) -> GemmPlan:
+        return dataclasses.replace(own, a=spec(own.a), b=spec(own.b))
+
+    return LinearPlan(gemm(plan.fprop), gemm(plan.dgrad), gemm(plan.wgrad))

@@ -1,0 +1,88 @@
+"""What an operand holds, told from its spec alone: its scales, its groups, its transform.
+
+Re-exported by :mod:`fp8core.backend_api`: these are definitions, the same for every backend.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fp8core import formats
+from fp8core.descriptors import Operand, OperandSpec
+
+__all__ = ["TRANSFORMS", "hadamard16", "scale_inverses", "split_groups"]
+
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""The fixed signs of the transform. Source: docs/numerics.md 3.5, RHT."""
+
+
+@functools.lru_cache(maxsize=16)
+def _hadamard_matrix(device: torch.device) -> torch.Tensor:
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+    for _ in range(4):
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
+    signs = torch.tensor(_SIGNS, dtype=torch.float32, device="cpu")
+    return (signs[:, None] * matrix / 4).to(device)
+
+
+def hadamard16(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Transform every 16 elements along ``dim`` by ``diag(signs) H / 4``; bf16 in and out.
+
+    The matrix is orthogonal, so a GEMM over two operands transformed along k is unchanged but for
+    rounding. Source: docs/numerics.md 3.5.
+    """
+    rows, cols = x.shape
+    # A matrix made of a tensor subclass (fake while tracing) must not outlive its mode.
+    build = _hadamard_matrix if type(x) is torch.Tensor else _hadamard_matrix.__wrapped__
+    matrix = build(x.device)
+    values = x.to(torch.bfloat16).to(torch.float32)
+    if dim == 0:
+        turned = torch.einsum("bic,ij->bjc", values.reshape(rows // 16, 16, cols), matrix)
+    else:
+        turned = values.reshape(rows, cols // 16, 16) @ matrix
+    return turned.reshape(rows, cols).to(torch.bfloat16)
+
+
+TRANSFORMS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {"hadamard16": hadamard16}
+"""``f(x [rows, cols], dim) -> [rows, cols]`` by the name that :class:`OperandSpec` has for it."""
+
+
+def scale_inverses(spec: OperandSpec, operand: Operand) -> torch.Tensor:
+    """Return the factor of each block of ``operand``, float32, both levels multiplied.
+
+    ``value = decode(data) * factor``; the shape is that of ``operand.scale_inv``.
+    """
+    assert operand.scale_inv is not None
+    scale_inv = operand.scale_inv
+    if spec.scale_format != "float32":
+        scale_inv = formats.by_name(spec.scale_format).decode(scale_inv)
+    if operand.global_scale_inv is not None:
+        scale_inv = scale_inv * operand.global_scale_inv
+    return scale_inv
+
+
+def split_groups(
+    spec: OperandSpec | None, operand: Operand, bounds: Sequence[int], dim: int
+) -> list[Operand]:
+    """Split an operand grouped along ``dim`` into the operands of its groups.
+
+    ``bounds`` are the values of ``group_offsets``; ``dim`` is 0 for a rowwise operand, 1 for a
+    columnwise one, whose groups follow one another along k.
+    """
+    sizes = [end - start for start, end in itertools.pairwise(bounds)]
+    if spec is None:
+        return [Operand(part) for part in torch.split(operand.data, sizes, dim)]
+    assert operand.scale_inv is not None
+    per_byte = 8 // formats.by_name(spec.format).bits if dim == 1 else 1
+    block = spec.block[dim]
+    scale_sizes = [-(-size // block) if block else 1 for size in sizes]
+    data = torch.split(operand.data, [size // per_byte for size in sizes], dim)
+    scales = torch.split(operand.scale_inv, scale_sizes, dim)
+    if operand.global_scale_inv is None:
+        return [Operand(*parts) for parts in zip(data, scales, strict=True)]
+    globals_ = torch.split(operand.global_scale_inv, 1, dim)
+    return [Operand(*parts) for parts in zip(data, scales, globals_, strict=True)]

@@ -1,0 +1,150 @@
+"""The line at a model's first step says what ran, not what was planned."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import fp8core
+from fp8core import recipe
+from tests.dispatch import toys
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="fp8core")
+    return caplog
+
+
+def model() -> nn.ModuleDict:
+    class Model(nn.ModuleDict):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self["head"](self["b"](self["a"](x)))
+            return made
+
+    return Model({"a": nn.Linear(32, 32), "b": nn.Linear(32, 64), "head": nn.Linear(64, 32)})
+
+
+def first_steps(lines: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [
+        (record.levelname, record.getMessage())
+        for record in lines.records
+        if "first step" in record.getMessage()
+    ]
+
+
+def test_it_is_said_once_with_layers_flops_recipe_and_backend(
+    lines: pytest.LogCaptureFixture,
+) -> None:
+    own = model()
+    fp8core.convert(own, "mxfp8")
+    assert not first_steps(lines)
+    for _ in range(3):
+        own(torch.randn(32, 32))
+    # 32 x 32 and 32 x 64 of these and the head's 64 x 32
+    assert first_steps(lines) == [
+        (
+            "INFO",
+            f"Model, first step: 2 of 3 linear layers ({(32 + 64) / (32 + 64 + 64):.1%} of their "
+            f"FLOPs a token) ran in low precision; MXFP8BlockScaling on reference; "
+            f"in high precision: head",
+        )
+    ]
+    assert not own._forward_hooks
+
+
+def test_it_tells_what_ran_not_what_was_planned(lines: pytest.LogCaptureFixture) -> None:
+    own = model()
+    fp8core.convert(own, "mxfp8")
+    with fp8core.autocast(recipe=recipe.PerLayer({"a": recipe.NVFP4BlockScaling()})):
+        own(torch.randn(32, 32))
+    ((level, line),) = first_steps(lines)
+    assert level == "INFO"
+    assert "1 of 3" in line
+    assert "NVFP4BlockScaling on reference; in high precision: b, head" in line
+
+
+def test_recipes_by_layer_are_counted(lines: pytest.LogCaptureFixture) -> None:
+    own = model()
+    mixed = recipe.PerLayer({"a": recipe.NVFP4BlockScaling()}, default=recipe.MXFP8BlockScaling())
+    fp8core.convert(own, mixed)
+    own(torch.randn(32, 32))
+    ((_, line),) = first_steps(lines)
+    assert "1 in NVFP4BlockScaling on reference; 1 in MXFP8BlockScaling on reference" in line
+
+
+def test_nothing_in_low_precision_is_a_warning(lines: pytest.LogCaptureFixture) -> None:
+    own = model()
+    fp8core.convert(own)
+    own(torch.randn(32, 32))
+    ((level, line),) = first_steps(lines)
+    assert level == "WARNING"
+    assert "0 of 3" in line
+    assert "no recipe is active: enter fp8core.autocast, or convert with a recipe" in line
+
+
+def test_layers_that_were_not_called_are_named(lines: pytest.LogCaptureFixture) -> None:
+    own = model()
+    own["never"] = nn.Linear(8, 8)
+    fp8core.convert(own, "current")
+    own(torch.randn(32, 32))
+    assert "not called, or in a compiled graph: never" in first_steps(lines)[0][1]
+
+
+def test_a_substituted_backend_is_in_the_line(
+    lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with toys.isolation():
+        toys.register(toys.backend("picky", refuse=lambda desc: "not in the mood"))
+        monkeypatch.setenv("FP8CORE_OP_BACKEND", "quantize=picky")
+        own = model()
+        fp8core.convert(own, "current")
+        own(torch.randn(32, 32))
+    ((_, line),) = first_steps(lines)
+    assert "substituted: " in line
+    assert "picky" in line
+
+
+def test_a_prepared_model_says_it_too_but_warns_of_nothing(
+    lines: pytest.LogCaptureFixture,
+) -> None:
+    own = fp8core.prepare(nn.Sequential(fp8core.Linear(32, 32)))
+    own(torch.randn(32, 32))
+    ((level, line),) = first_steps(lines)
+    assert level == "INFO"
+    assert "0 of 1" in line
+    fp8core.prepare(own)
+    with fp8core.autocast(recipe=recipe.MXFP8BlockScaling()):
+        own(torch.randn(32, 32))
+    assert "1 of 1" in first_steps(lines)[1][1]
+    assert not own._forward_hooks
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_in_a_graph_each_kind_of_layer_says_so_when_it_is_captured(
+    lines: pytest.LogCaptureFixture,
+) -> None:
+    own = nn.Sequential(nn.Linear(32, 96), nn.Linear(96, 32), nn.Linear(32, 96))
+    fast = torch.compile(own, fullgraph=True, backend="aot_eager")
+    fp8core.convert(fast, "mxfp8")
+    for _ in range(2):
+        fast(torch.randn(32, 32))
+    assert not first_steps(lines)
+    said = [r.getMessage() for r in lines.records if "captured" in r.getMessage()]
+    assert said == [
+        f"ConvertedLinear{sizes}, in a captured graph: MXFP8BlockScaling on reference"
+        for sizes in ("(32, 96)", "(96, 32)")
+    ]
+    torch._dynamo.reset()
+
+
+def test_unconvert_before_the_first_step_says_nothing(lines: pytest.LogCaptureFixture) -> None:
+    own = model()
+    fp8core.convert(own, "mxfp8")
+    fp8core.unconvert(own)
+    own(torch.randn(32, 32))
+    assert not first_steps(lines)

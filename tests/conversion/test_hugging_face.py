@@ -1,0 +1,134 @@
+"""A Llama of Hugging Face, tiny and random, in one line: training, generation, checkpointing."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+import fp8core
+from fp8core import OperandError, recipe
+
+# `activation_checkpointing_enable` is its name from transformers 5 on.
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+TOKENS = torch.arange(3, 35).reshape(2, 16)
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def train(own: Any, optimizer: torch.optim.Optimizer, steps: int = 6) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = own(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_report_names_every_layer_that_was_left() -> None:
+    report = fp8core.convert(llama(), "mxfp8")
+    assert len(report.converted) == 2 * 7
+    reasons = {entry.name: (entry.layer, entry.reason) for entry in report.skipped}
+    assert reasons["lm_head"][1].startswith("output head")
+    norms = [entry for entry in report.skipped if entry.layer == "LlamaRMSNorm"]
+    assert len(norms) == 2 * 2 + 1
+    assert {entry.reason for entry in norms} == {"class is not torch.nn.RMSNorm"}
+    # q, k, v, o of 32 with two heads of 8 for k and v; gate, up, down; the head
+    block, head = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48, 32 * 64
+    assert report.flop_share == 2 * block / (2 * block + head)
+
+
+@pytest.mark.parametrize("chosen", recipe.names())
+def test_an_optimizer_made_before_trains_it(chosen: str) -> None:
+    own = llama()
+    optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
+    fp8core.convert(own, chosen)
+    losses = train(own, optimizer)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_it_generates_as_it_scores() -> None:
+    own = llama().eval()
+    plain = copy.deepcopy(own)
+    fp8core.convert(own, "mxfp8")
+    made = own.generate(
+        TOKENS[:1, :4], attention_mask=torch.ones(1, 4), max_new_tokens=4, do_sample=False
+    )
+    assert made.shape[1] > 4
+    assert torch.equal(made[:, :4], TOKENS[:1, :4])
+    with torch.no_grad():
+        assert own(made[:, :-1]).logits[0, -1].argmax() == made[0, -1]
+        assert not torch.equal(own(TOKENS).logits, plain(TOKENS).logits)
+
+
+@pytest.mark.parametrize("chosen", ["mxfp8", "nvfp4", "delayed"])
+def test_gradient_checkpointing_changes_nothing(chosen: str) -> None:
+    trained = []
+    for is_checkpointed in (False, True):
+        own = llama().train()
+        if is_checkpointed:
+            own.gradient_checkpointing_enable({"use_reentrant": False})
+        fp8core.convert(own, chosen)
+        train(own, torch.optim.SGD(own.parameters(), lr=0.1), steps=3)
+        trained.append(own.state_dict())
+    assert trained[0].keys() == trained[1].keys()
+    assert all(torch.equal(value, trained[1][name]) for name, value in trained[0].items())
+
+
+def test_it_saves_as_a_plain_model_after_unconvert(tmp_path: Path) -> None:
+    own = llama()
+    fp8core.convert(own, "delayed")
+    train(own, torch.optim.SGD(own.parameters(), lr=0.1), steps=2)
+    fp8core.unconvert(own).save_pretrained(tmp_path)
+    loaded, info = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["unexpected_keys"]
+    assert not info["missing_keys"]
+    assert type(loaded.model.layers[0].mlp.up_proj) is nn.Linear
+    assert torch.equal(loaded(TOKENS).logits, own(TOKENS).logits)
+
+
+def test_experts_that_are_no_linear_layers_are_in_the_report() -> None:
+    own = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))
+    report = fp8core.convert(own, "current")
+    layers = {entry.layer for entry in report.skipped}
+    assert {"MixtralExperts", "MixtralTopKRouter"} <= layers
+    assert any("do not count the weights of" in note for note in report.notes)
+
+
+def test_a_model_without_linear_layers_is_refused_and_says_what_it_has() -> None:
+    own = GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_embd=32, n_head=2, n_layer=1, bos_token_id=1, eos_token_id=2)
+    )
+    with pytest.raises(OperandError, match=r"h\.0\.attn\.c_attn: class is neither"):
+        fp8core.convert(own, "mxfp8")
+    assert type(own.transformer.ln_f) is nn.LayerNorm

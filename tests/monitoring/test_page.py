@@ -1,0 +1,29 @@
+"""docs/monitoring.md: its example runs as written, and its table lists the fields of a row."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from fp8core.monitoring import Row
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "monitoring.md").read_text(encoding="utf-8")
+
+
+def test_example_runs_in_a_fresh_interpreter(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "step 2" in done.stdout
+
+
+def test_page_defines_every_statistic_of_a_row() -> None:
+    told = {"step", "layer", "role", "orientation", "format", "backend", "gemm", "gemm_backend"}
+    told |= {"blocks"}  # the denominator of zero_block_share
+    fields = {field.name for field in dataclasses.fields(Row)} - told
+    cells = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", PAGE, flags=re.MULTILINE)
+    assert fields <= {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}

@@ -1,0 +1,230 @@
+"""A monitor changes no bit while it is open, and nothing at all when it is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fp8core as te
+from fp8core import recipe
+from fp8core.backend_api import OPTIONAL_OPS
+from fp8core.modules.base import LowPrecisionModule
+from tests.links import fused_toy
+from tests.monitoring import models
+
+RECIPES: dict[str, recipe.Recipe | None] = {
+    "none": None,
+    **{name: recipe.by_name(name) for name in recipe.names()},
+    "forward only": recipe.Float8CurrentScaling(backward_override="high_precision"),
+}
+
+
+@pytest.mark.parametrize("layer", models.LAYERS)
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("every", [1, 2])
+def test_training_is_the_same_bit_for_bit(name: str, layer: str, every: int) -> None:
+    want = models.train(models.make(layer), RECIPES[name])
+    model = models.make(layer)
+    with te.monitor(model, every=every) as watch:
+        got = models.train(model, RECIPES[name], after=watch.step)
+    assert models.same(got, want)
+    assert {row.step for row in watch.rows} == {step for step in range(3) if step % every == 0}
+
+
+@pytest.mark.parametrize("name", ["current", "mxfp8", "delayed"])
+@pytest.mark.parametrize("layer", ["mlp", "gated_mlp", "sequential"])
+def test_fused_operations_give_way_and_the_bits_stay(layer: str, name: str) -> None:
+    chosen = recipe.by_name(name)
+    with fused_toy.installed(*OPTIONAL_OPS):
+        want = models.train(models.make(layer), chosen, rows=64)
+    with fused_toy.installed(*OPTIONAL_OPS) as calls:
+        model = models.make(layer)
+        with te.monitor(model) as watch:
+            got = models.train(model, chosen, rows=64, after=watch.step)
+        assert not any(calls[op] for op in OPTIONAL_OPS if op != "add_norm")
+        models.train(model, chosen, rows=64)
+        assert any(calls[op] for op in OPTIONAL_OPS if op != "add_norm")
+    assert models.same(got, want)
+
+
+@pytest.mark.parametrize("name", ["current", "delayed", "nvfp4"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_training_is_the_same(use_reentrant: bool, name: str) -> None:
+    def run(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = te.checkpoint(models.call, layer, x, use_reentrant=use_reentrant)
+        return made
+
+    chosen = recipe.by_name(name)
+    want = models.train(models.make("mlp"), chosen, run=run)
+    model = models.make("mlp")
+    with te.monitor(model) as watch:
+        got = models.train(model, chosen, after=watch.step, run=run)
+    assert models.same(got, want)
+
+
+def test_parameters_in_low_precision_are_the_same() -> None:
+    chosen = recipe.Float8CurrentScaling()
+
+    def step(model: torch.nn.Module) -> list[torch.Tensor]:
+        x = torch.randn(models.ROWS, 32, requires_grad=True)
+        with te.autocast(recipe=chosen):
+            y = model(x)
+        y.sum().backward()
+        assert x.grad is not None
+        return [
+            y.detach(),
+            x.grad,
+            *(own.grad for own in model.parameters() if own.grad is not None),
+        ]
+
+    with te.quantized_model_init(recipe=chosen):
+        model = te.Linear(32, 48)
+    torch.manual_seed(0)
+    want = step(model)
+    model.zero_grad()
+    torch.manual_seed(0)
+    with te.monitor(model):
+        got = step(model)
+    assert models.same(got, want)
+
+
+def test_calibration_records_the_same() -> None:
+    def calibrate(model: torch.nn.Module) -> list[torch.Tensor]:
+        with te.autocast(enabled=False, calibrating=True, recipe=recipe.DelayedScaling()):
+            y = model(torch.linspace(-3, 3, 64).reshape(2, 32).to(models.BF16))
+        return [y, *model.state_dict().values()]
+
+    want = calibrate(models.make("linear"))
+    model = models.make("linear")
+    with te.monitor(model):
+        got = calibrate(model)
+    assert models.same(got, want)
+
+
+def _bound(model: torch.nn.Module) -> Any:
+    (layer,) = [own for own in model.modules() if isinstance(own, LowPrecisionModule)]
+    return layer._bindings.last
+
+
+@pytest.mark.parametrize("layer", ["linear", "mlp", "grouped"])
+def test_closed_monitor_leaves_the_very_objects_that_ran_before(layer: str) -> None:
+    model, chosen = models.make(layer), recipe.MXFP8BlockScaling()
+    models.train(model, chosen, steps=1)
+    before = _bound(model)
+    with te.monitor(model) as watch:
+        models.train(model, chosen, steps=1, after=watch.step)
+        assert _bound(model) is not before
+    assert _bound(model) is before
+    models.train(model, chosen, steps=1)
+    assert _bound(model) is before
+
+
+def test_step_that_is_not_observed_runs_the_very_objects_that_ran_before() -> None:
+    model, chosen = models.make("linear"), recipe.MXFP8BlockScaling()
+    models.train(model, chosen, steps=1)
+    before, seen = _bound(model), []
+    with te.monitor(model, every=3) as watch:
+
+        def after() -> None:
+            seen.append(_bound(model) is before)
+            watch.step()
+
+        models.train(model, chosen, steps=4, after=after)
+    assert seen == [False, True, True, False]
+
+
+def test_unmonitored_and_closed_run_the_same_python_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def profile(model: torch.nn.Module) -> list[str]:
+        called: list[str] = []
+
+        def note(frame: Any, event: str, argument: object) -> None:
+            if event == "call" and "fp8core" in frame.f_code.co_filename:
+                called.append(f"{frame.f_code.co_filename}:{frame.f_code.co_name}")
+
+        x = torch.randn(models.ROWS, 32).to(models.BF16)
+        with te.autocast(recipe=recipe.Float8CurrentScaling()):
+            models.call(model, x)  # binds
+            sys.setprofile(note)
+            try:
+                models.call(model, x)
+            finally:
+                sys.setprofile(None)
+        return called
+
+    plain, watched = models.make("mlp"), models.make("mlp")
+    with te.monitor(watched):
+        during = profile(watched)
+    assert profile(watched) == profile(plain)
+    assert len(during) > len(profile(plain))
+
+
+def test_weights_that_were_kept_stay_kept() -> None:
+    model, chosen = models.make("linear"), recipe.Float8CurrentScaling()
+    x = torch.randn(models.ROWS, 32).to(models.BF16)
+    with te.autocast(recipe=chosen):
+        want = model(x, is_first_microbatch=True)
+        with te.monitor(model) as watch:
+            got = model(x, is_first_microbatch=False)
+            watch.step()
+        again = model(x, is_first_microbatch=False)
+    assert torch.equal(got, want)
+    assert torch.equal(again, want)
+    # Not cast in this step, but used in it: seen once.
+    assert watch.row("Linear", "weight").casts == 1
+
+
+def test_a_copy_of_a_monitored_layer_is_not_monitored() -> None:
+    model = models.make("linear")
+    with te.monitor(model) as watch:
+        copied = copy.deepcopy(model)
+        with te.autocast(recipe=recipe.Float8CurrentScaling()):
+            copied(torch.randn(2, 32).to(models.BF16))
+        assert not watch._recorder.current.tallies
+        te.monitor(copied).close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to(torch.float32).to(models.BF16),
+        lambda model: model.load_state_dict(model.state_dict()),
+        te.prepare,
+    ],
+    ids=["to", "load_state_dict", "prepare"],
+)
+def test_what_unbinds_a_layer_does_not_end_the_monitor(
+    change: Callable[[torch.nn.Module], object],
+) -> None:
+    model = models.make("linear")
+    x = torch.randn(2, 32).to(models.BF16)
+    with te.monitor(model) as watch:
+        change(model)
+        with te.autocast(recipe=recipe.Float8CurrentScaling()):
+            model(x)
+    assert watch.row("Linear", "input").casts == 1
+    with te.autocast(recipe=recipe.Float8CurrentScaling()):
+        model(x)
+    assert model._bindings.watch is None
+
+
+def test_an_exception_in_the_body_closes() -> None:
+    model = models.make("linear")
+    with contextlib.suppress(KeyError), te.monitor(model):
+        raise KeyError
+    assert model._bindings.watch is None
+    te.monitor(model).close()
+
+
+def test_recompute_is_refused_after_a_monitor_as_it_is_without() -> None:
+    model = models.make("linear")
+    x = torch.randn(2, 32).to(models.BF16).requires_grad_()
+    with te.monitor(model), te.autocast(recipe=recipe.Float8CurrentScaling()):
+        y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    with pytest.raises(te.UnsupportedError, match="outside the autocast it ran in"):
+        y.sum().backward()
