@@ -59,7 +59,7 @@ class Monitor:
 
     @property
     def first_nonfinite(self) -> NonFinite | None:
-        """Where NaN or inf was first seen, in a tensor before its cast or in the result of a GEMM."""
+        """Where NaN or inf was first seen, in a tensor before its cast or the result of a GEMM."""
         return self._recorder.first_nonfinite
 
     @property
