@@ -97,7 +97,7 @@ def test_backend_whose_bind_fails_runs_nothing() -> None:
 
 def test_alternative_that_could_run_it_says_what_it_lost_to() -> None:
     toys.register(toys.backend("toy", priority=-1))
-    assert "toy: could run it, but device and priority gives reference" in str(
+    assert "toy: could run it, but reference comes first (device and priority)" in str(
         fp8core.explain("amax")
     )
 
