@@ -270,6 +270,25 @@ def _is_half(desc: OpDesc) -> bool:
     return isinstance(desc, QuantizeDesc) and (desc.rowwise is None or desc.columnwise is None)
 
 
+def fused_lines(offered: tuple[str, ...], layer: torch.nn.Module) -> dict[str, str | None]:
+    """The kernel of each fused step of ``layer``, by the step."""
+    with fused_toy.installed(*offered):
+        lines = fp8core.explain(layer, MX).lines
+    return {line.step: line.kernel for line in lines if line.is_optional}
+
+
+def test_layer_has_a_line_for_each_fusion_that_it_binds() -> None:
+    layer = fp8core.LayerNormMLP(32, 64)
+    found = fused_lines(("norm_quantize", "activation_backward_quantize"), layer)
+    assert found.keys() == {"norm with cast", "gelu backward with cast"}
+    assert all(kernel and "FusedToy" in kernel for kernel in found.values())
+
+
+def test_layer_has_no_line_for_a_fusion_that_is_not_offered() -> None:
+    assert fused_lines((), fp8core.LayerNormMLP(32, 64)) == {}
+    assert fused_lines(("norm_quantize",), fp8core.Linear(32, 64)) == {}
+
+
 def test_command_prints_the_explanation(command: Callable[..., tuple[int, str, str]]) -> None:
     status, out, _ = command("explain", "--op", "gemm", "--recipe", "mxfp8")
     assert (status, out) == (0, f"{fp8core.explain('gemm', MX)}\n")
@@ -324,22 +343,3 @@ def test_command_without_an_operation_is_bad_usage(
     with pytest.raises(SystemExit) as caught:
         command("explain")
     assert caught.value.code == 2
-
-
-def fused_lines(offered: tuple[str, ...], layer: torch.nn.Module) -> dict[str, str | None]:
-    """The kernel of each fused step of ``layer``, by the step."""
-    with fused_toy.installed(*offered):
-        lines = fp8core.explain(layer, MX).lines
-    return {line.step: line.kernel for line in lines if line.is_optional}
-
-
-def test_layer_has_a_line_for_each_fusion_that_it_binds() -> None:
-    layer = fp8core.LayerNormMLP(32, 64)
-    found = fused_lines(("norm_quantize", "activation_backward_quantize"), layer)
-    assert found.keys() == {"norm with cast", "gelu backward with cast"}
-    assert all(kernel and "FusedToy" in kernel for kernel in found.values())
-
-
-def test_layer_has_no_line_for_a_fusion_that_is_not_offered() -> None:
-    assert fused_lines((), fp8core.LayerNormMLP(32, 64)) == {}
-    assert fused_lines(("norm_quantize",), fp8core.Linear(32, 64)) == {}
