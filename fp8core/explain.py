@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from fp8core.arguments import device_argument, op_argument, recipe_argument
-from fp8core.backend_api import OPS, OPTIONAL_OPS, OpDesc
+from fp8core.backend_api import OPS, OPTIONAL_OPS, FusedDesc, OpDesc
 from fp8core.dispatch import plugins, policy, select, table
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.settings import check_op
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
+from fp8core.links.fusion import variants
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.needs import Need, layer_needs, op_needs
 from fp8core.recipe import Recipe, get_default_recipe
@@ -103,7 +104,7 @@ def explain(
             own = next((parameter.device for parameter in layer.parameters()), torch.device("cpu"))
             where = torch.device(device) if device else own
             needs = layer_needs(layer, _recipe_for(layer, recipe), dtype)
-            lines += _lines(path or layer.label, needs, where)
+            lines += _lines(path or layer.label, _bound(needs, where), where)
     if not lines:
         raise OperandError(f"explain: {type(target).__name__} holds no fp8core layer.")
     return Explanation(tuple(lines))
@@ -127,6 +128,22 @@ def _lines(layer: str, needs: Iterable[Need], device: torch.device) -> Iterator[
             yield Line(layer, step, desc, None, None, _bind_failure(choice, error))
         else:
             yield Line(layer, step, desc, choice, kernel, None)
+
+
+def _bound(needs: Iterable[Need], device: torch.device) -> Iterator[Need]:
+    """Leave out the fusions that a layer does not bind: whoever quantizes has to offer them."""
+    registry = plugins.load()
+    for need in needs:
+        if isinstance(need.desc, FusedDesc):
+            try:
+                chosen = select.choose(need.desc.quantize, device, policy.current()).backend
+            except UnsupportedError:
+                continue  # the cast has a line of its own that says so
+            asked = variants(need.desc.producer, need.desc.quantize).values()
+            spec = registry.backends[chosen]
+            if any(registry.unsupported(spec, desc, device) is not None for desc in asked):
+                continue
+        yield need
 
 
 def _bind_failure(choice: Choice, error: Exception) -> str:

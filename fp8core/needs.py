@@ -48,12 +48,15 @@ class Need(NamedTuple):
 
 
 def layer_needs(layer: LowPrecisionModule, recipe: Recipe, dtype: torch.dtype) -> list[Need]:
-    """Return what ``layer`` asks for under ``recipe`` on activations of ``dtype``, in order."""
+    """Return what ``layer`` asks for under ``recipe`` on activations of ``dtype``, in order.
+
+    Fused operations are among it, and the pairs that run where nobody offers them.
+    """
     plan = recipe.plan(LayerRole(layer.kind, layer.name), dtype)
     shapes = layer.link_shapes()
     needs: list[Need] = []
     for at, shape in enumerate(shapes):
-        made = _link_needs(shapes, at, plan, dtype)
+        made = [*_link_needs(shapes, at, plan, dtype), *_fused_at(shapes, at, plan, dtype)]
         is_one_of_many = sum(isinstance(own, type(shape)) for own in shapes) > 1
         needs += [Need(f"{step}[{at}]" if is_one_of_many else step, desc) for step, desc in made]
     if plan.delayed is not None and layer.count_gemms():
@@ -157,37 +160,36 @@ def _norm_and_activation_needs(plan: LinearPlan, dtype: torch.dtype) -> Iterator
         yield Need(kind, NormBackwardDesc(norm))
         yield Need(kind, AddNormDesc(norm))
     for name in ACTIVATIONS:
-        yield from (Need(name, desc) for _, desc in _link_needs(_alone(name), 0, plan, dtype))
-
-
-def _alone(activation: str) -> list[LinkShape]:
-    return [activation_shape(activation)]
+        alone: list[LinkShape] = [activation_shape(name)]
+        yield from (Need(name, desc) for _, desc in _link_needs(alone, 0, plan, dtype))
 
 
 def _fused_needs(plan: LinearPlan, dtype: torch.dtype) -> Iterator[Need]:
     """Yield the producers of a linear's input and gradient, each with the quantization."""
     linear = _linear(dtype)
-    for kind in _NORMS:
-        yield from _fused(kind, [linear, NormShape(kind, 1, _EPS, False, dtype), linear], plan)
-    for name in ACTIVATIONS:
-        yield from _fused(name, [linear, activation_shape(name), linear], plan)
+    producers: list[LinkShape] = [NormShape(kind, 1, _EPS, False, dtype) for kind in _NORMS]
+    producers += map(activation_shape, ACTIVATIONS)
+    for producer in producers:
+        yield from _fused_at([linear, producer, linear], 1, plan, dtype)
 
 
-def _fused(step: str, shapes: list[LinkShape], plan: LinearPlan) -> Iterator[Need]:
-    first = shapes[0]
-    assert isinstance(first, LinearShape)
-    dtype = first.weight_dtype
-    (_, forward), (_, backward) = _link_needs(shapes, 1, plan, dtype)
-    pairs = (
-        (forward, plan.input, handover(shapes, 2, plan, dtype, step=-1)),
-        (backward, plan.grad_output, handover(shapes, 0, plan, dtype, step=1)),
-    )
-    for producer, tensor, handed in pairs:
-        assert isinstance(
-            producer, NormDesc | NormBackwardDesc | ActivationDesc | ActivationBackwardDesc
-        )
-        if any(tensor):
-            yield Need(step, FusedDesc(producer, QuantizeDesc(handed, *tensor)))
+def _fused_at(
+    shapes: Sequence[LinkShape], at: int, plan: LinearPlan, dtype: torch.dtype
+) -> Iterator[Need]:
+    """Yield what may replace a norm or activation and the cast of its result for a linear."""
+    if not isinstance(shapes[at], NormShape | ActivationShape):
+        return
+    forward, backward = _link_needs(shapes, at, plan, dtype)
+    sides = ((forward, at + 1, plan.input, -1), (backward, at - 1, plan.grad_output, 1))
+    for (step, producer), neighbour, tensor, direction in sides:
+        is_linear = neighbour in range(len(shapes)) and isinstance(shapes[neighbour], LinearShape)
+        if is_linear and any(tensor):
+            assert isinstance(
+                producer, NormDesc | NormBackwardDesc | ActivationDesc | ActivationBackwardDesc
+            )
+            handed = handover(shapes, neighbour, plan, dtype, step=direction)
+            cast = QuantizeDesc(handed, *tensor)
+            yield Need(f"{step} with cast", FusedDesc(producer, cast))
 
 
 def _update(plan: LinearPlan) -> list[Need]:

@@ -13,6 +13,7 @@ from fp8core import recipe
 from fp8core.backend_api import OPS, OPTIONAL_OPS, OpDesc, QuantizeDesc
 from fp8core.errors import OperandError, RecipeError
 from tests.dispatch import toys
+from tests.links import fused_toy
 
 MX = recipe.MXFP8BlockScaling()
 GEMMS = ["fprop", "dgrad", "wgrad"]
@@ -97,7 +98,7 @@ def test_backend_whose_bind_fails_runs_nothing() -> None:
 
 def test_alternative_that_could_run_it_says_what_it_lost_to() -> None:
     toys.register(toys.backend("toy", priority=-1))
-    assert "toy: could run it, but device and priority gives reference" in str(
+    assert "toy: could run it, but reference comes first (device and priority)" in str(
         fp8core.explain("amax")
     )
 
@@ -267,6 +268,25 @@ def test_explanation_asks_what_the_layer_asks(
 
 def _is_half(desc: OpDesc) -> bool:
     return isinstance(desc, QuantizeDesc) and (desc.rowwise is None or desc.columnwise is None)
+
+
+def fused_lines(offered: tuple[str, ...], layer: torch.nn.Module) -> dict[str, str | None]:
+    """The kernel of each fused step of ``layer``, by the step."""
+    with fused_toy.installed(*offered):
+        lines = fp8core.explain(layer, MX).lines
+    return {line.step: line.kernel for line in lines if line.is_optional}
+
+
+def test_layer_has_a_line_for_each_fusion_that_it_binds() -> None:
+    layer = fp8core.LayerNormMLP(32, 64)
+    found = fused_lines(("norm_quantize", "activation_backward_quantize"), layer)
+    assert found.keys() == {"norm with cast", "gelu backward with cast"}
+    assert all(kernel and "FusedToy" in kernel for kernel in found.values())
+
+
+def test_layer_has_no_line_for_a_fusion_that_is_not_offered() -> None:
+    assert fused_lines((), fp8core.LayerNormMLP(32, 64)) == {}
+    assert fused_lines(("norm_quantize",), fp8core.Linear(32, 64)) == {}
 
 
 def test_command_prints_the_explanation(command: Callable[..., tuple[int, str, str]]) -> None:

@@ -60,7 +60,7 @@ class Choice:
         if verdict.reason is not None:
             return verdict.reason
         how = "could emulate it" if verdict.emulated else "could run it"
-        return f"{how}, but {self.because} gives {self.backend}"
+        return f"{how}, but {self.backend} comes first ({self.because})"
 
 
 def choose(
