@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fp8core import doctor
 from fp8core.demo import cli as demo
+from fp8core.doctor import command as doctor
 from fp8core.errors import Fp8CoreError
 from fp8core.explain import add_arguments as add_explain_arguments
 from fp8core.explain import run as run_explain
@@ -50,15 +50,20 @@ _COMMANDS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status: 0, 1 for an error or a finding, 2 for bad usage."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="fp8core", description=__doc__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():
         command.add_arguments(
             subparsers.add_parser(name, help=command.help, description=command.help)
         )
-    parsed = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit status: 0, 1 for an error or a finding, 2 for bad usage."""
+    parsed = make_parser().parse_args(arguments)
     try:
         return _COMMANDS[parsed.command].run(parsed)
     except Fp8CoreError as error:

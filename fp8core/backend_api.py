@@ -112,7 +112,7 @@ class Backend(Protocol):
 
     The method named ``desc.op`` takes the descriptor first: ``gemm(desc, a, b, *, bias, out)``.
 
-    The conformance kit (:mod:`fp8core.testing`) tests what is promised here; a backend whose
+    The conformance kit (``fp8core.testing``) tests what is promised here; a backend whose
     results differ by design says so as :class:`DeclaresNumerics`.
     """
 
@@ -129,7 +129,9 @@ class Backend(Protocol):
     def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
         """Return the callable that runs ``desc``; called once a descriptor, never in the hot path.
 
-        :func:`bind_method` does for a backend that has nothing to prepare.
+        :func:`bind_method` does for a backend that has nothing to prepare. The callable may carry
+        an attribute ``kernel``, a string that names what runs on the device; ``explain`` shows it,
+        and without it the callable's own name.
         """
 
 

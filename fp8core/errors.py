@@ -1,11 +1,13 @@
-"""The errors a user can meet; each message says what was asked, what was found and what would work.
+"""The errors a user can meet.
 
-Fp8CoreError
-|-- RecipeError       a recipe, format, backend name or setting that means nothing as written
-|-- OperandError      a tensor that does not fit what it was given to: wrong k, dtype, device, state
-|-- UnsupportedError  a request that is clear, but that nothing installed here can run
-|-- PluginError       a plug-in that cannot be used: failed import, misspelt hook, wrong API version
-`-- NonFiniteError    a NaN or inf that a monitor was asked to stop at
+Each message says what was asked, what was found and what would work::
+
+    Fp8CoreError
+    |-- RecipeError       a recipe, format, backend name or setting without a meaning as written
+    |-- OperandError      a tensor that does not fit: wrong k, dtype, device, stored state
+    |-- UnsupportedError  a request that is clear, but that nothing installed here can run
+    |-- PluginError       a plug-in that cannot be used: failed import, wrong hook or API version
+    `-- NonFiniteError    a NaN or inf that a monitor was asked to stop at
 """
 
 from __future__ import annotations

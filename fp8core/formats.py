@@ -35,18 +35,18 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 class FormatSpec:
     """One number format of 4 or 8 bits, compared and hashed by its name.
 
-    bits: of one code; `encode` hands out one code per uint8 whatever the width.
-    values: the value of every code in order, `2**bits` of them, NaN and +-inf included; the
-        definition of the format. Finite values are exact in float32.
-    ties: where a midpoint goes: "even" to the neighbour whose code is even (the upper one if both
-        are, the lower one if none is), "away" to the neighbour of larger magnitude.
-    torch_dtype: the one-byte torch dtype with the same codes, if there is one.
-    encoder: replaces the rules above where a table cannot say them: called with x as a detached
-        float32 tensor and the name of the rounding, returns uint8 codes of the same shape. It may
-        delegate to the `encode` of a spec without encoder and correct the result.
-    roundings: the names that `encoder` understands.
+    Invariant: ``decode(encode(decode(c))) == decode(c)`` for every finite code c.
 
-    Invariant: `decode(encode(decode(c))) == decode(c)` for every finite code c.
+    Attributes:
+        bits: of one code; ``encode`` hands out one code per uint8.
+        values: the value of each of the ``2**bits`` codes; finite ones are exact in float32.
+        ties: where a midpoint goes: "even" to the neighbour whose code is even (the upper one if
+            both are, the lower one if none is), "away" to the neighbour of larger magnitude.
+        torch_dtype: the one-byte torch dtype with the same codes, if there is one.
+        encoder: replaces the module's rules: called with x as a detached float32 tensor and the
+            rounding's name, returns uint8 codes of its shape. May call another spec's ``encode``.
+        roundings: the names that ``encoder`` understands.
+
     Raises:
         RecipeError: a field breaks one of these rules.
     """
@@ -88,8 +88,9 @@ class FormatSpec:
     def encode(self, x: torch.Tensor, *, rounding: str = "nearest") -> torch.Tensor:
         """Codes of the values nearest to x, by the rules at the top of this module.
 
-        x: float32, bfloat16 or float16, any shape, strides and device.
-        Returns uint8 of the same shape, outside autograd; its strides are unspecified.
+        ``x`` is float32, bfloat16 or float16, of any shape, strides and device; the uint8 result
+        has the same shape and is outside autograd.
+
         Raises:
             OperandError: x is of another dtype; float64 would have to be rounded twice.
             UnsupportedError: the format does not define this rounding.
@@ -118,9 +119,9 @@ class FormatSpec:
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """Values of the codes, exactly.
 
-        codes: uint8, any shape, strides and device, one code per byte.
-        Returns float32 of the same shape; its strides are unspecified. A byte of `2**bits` or
-            more is no code and gives NaN (raising would wait for the device).
+        ``codes`` are uint8 of any shape, strides and device; the float32 result has the same
+        shape. A byte of ``2**bits`` or more is no code and gives NaN (raising would wait).
+
         Raises:
             OperandError: codes are not uint8.
 
@@ -147,11 +148,10 @@ def minifloat(
     specials: Literal["ieee", "fn", "finite"],
     torch_dtype: torch.dtype | None = None,
 ) -> FormatSpec:
-    """A sign-exponent-mantissa format with subnormals and bias `2**(exponent_bits-1) - 1`.
+    """A sign-exponent-mantissa format with subnormals and bias ``2**(exponent_bits-1) - 1``.
 
-    specials: "ieee" gives the top exponent to inf and NaN, "fn" only its all-ones mantissa to NaN,
-        "finite" has neither.
-    Value: `(-1)^s * 2^(e-bias) * (1 + m/2^M)`; at e = 0 `(-1)^s * 2^(1-bias) * m/2^M`.
+    Value: ``(-1)^s * 2^(e-bias) * (1 + m/2^M)``; at e = 0 ``(-1)^s * 2^(1-bias) * m/2^M``.
+    specials "ieee": the top exponent is inf and NaN; "fn": only its all-ones mantissa, NaN.
     Source: OCP OFP8 v1.0 sec. 5.1 (e4m3 is "fn", e5m2 is "ieee"), OCP MX v1.0 sec. 5.3.3 (e2m1).
 
     >>> minifloat("e2m1", 2, 1, specials="finite").values[:8]
@@ -328,7 +328,7 @@ def register(*specs: FormatSpec) -> None:
     """Make formats known by their names, all or none; the same definition again does nothing.
 
     Raises:
-        RecipeError: a name means another format, or `torch_dtype` has other values.
+        RecipeError: a name means another format, or ``torch_dtype`` has other values.
     """
     known = dict(_formats)
     for spec in specs:

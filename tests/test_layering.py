@@ -31,7 +31,7 @@ FLOORS = (
     ("autocast", "parameter", "quantizer", "recompute", "scaling", "weights"),
     ("links",),
     ("chain",),
-    ("checkpoint", "conversion", "explain", "modules", "monitoring", "ops"),
+    ("arguments", "checkpoint", "conversion", "explain", "modules", "monitoring", "needs", "ops"),
     ("__init__", "__main__", "demo", "doctor", "testing"),
 )
 TOP = len(FLOORS) - 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -22,9 +22,21 @@ from fp8core.dispatch import settings
 from fp8core.errors import Fp8CoreError, PluginError, RecipeError, did_you_mean
 from fp8core.reporting import logger
 
-__all__ = ["PluginRow", "Registry", "describe", "load", "register", "reload", "reserve_recipes"]
+__all__ = [
+    "LOADING",
+    "PluginRow",
+    "Registry",
+    "describe",
+    "load",
+    "register",
+    "reload",
+    "reserve_recipes",
+    "set_aside",
+]
 
 ENTRY_POINT_GROUP = "fp8core.backends"
+LOADING = "loading plug-in %s"
+"""Logged, at level DEBUG, before each plug-in is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +160,7 @@ class _Staged:
 _lock = formats.discovery_lock
 
 _reserved_recipes: set[str] = set()
+_set_aside: dict[str, str] = {}
 
 
 _loaded: list[Registry] = []
@@ -164,7 +177,10 @@ def _load() -> Registry:
     for name, source, find in _sources(wanted):
         if name in wanted.disabled_plugins:
             reason: str | None = "disabled by FP8CORE_DISABLE_PLUGINS"
+        elif name in _set_aside:
+            reason = _set_aside[name]
         else:
+            logger.debug(LOADING, name)
             reason = _add(registry, name, find)
         registry.rows.append(PluginRow(name, source, reason))
         if reason is not None:
@@ -199,6 +215,14 @@ def register(plugin: object, name: str) -> None:
         if reason is not None:
             raise PluginError(f"plug-in {name!r}: {reason}")
         registry.rows.append(PluginRow(name, "registered by the program", None))
+
+
+def set_aside(reasons: Mapping[str, str]) -> None:
+    """Have discovery leave out the plug-ins of these names, each for a reason that its row gives.
+
+    For plug-ins that are known to crash or hang: nothing can isolate those in this process.
+    """
+    _set_aside.update(reasons)
 
 
 def reserve_recipes(names: Iterable[str]) -> None:

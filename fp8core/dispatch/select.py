@@ -12,7 +12,15 @@ from fp8core.dispatch import plugins, settings
 from fp8core.dispatch.policy import Policy
 from fp8core.errors import UnsupportedError
 
-__all__ = ["Choice", "Verdict", "choose", "default_device", "selected_spec"]
+__all__ = [
+    "Choice",
+    "Verdict",
+    "asked_spec",
+    "choose",
+    "default_device",
+    "selected_spec",
+    "verdict",
+]
 
 
 class Verdict(NamedTuple):
@@ -41,8 +49,18 @@ class Choice:
         lines = [f"{self.desc} on {self.device}: {self.backend} ({self.because})"]
         if self.substitution:
             lines.append(f"  substitution: {self.substitution}")
-        lines += [f"  {v.backend}: {v.reason}" for v in self.verdicts if v.reason]
+        lines += [f"  {v.backend}: {self._why_not(v)}" for v in self.verdicts if self._is_other(v)]
         return "\n".join(lines)
+
+    def _is_other(self, verdict: Verdict) -> bool:
+        return verdict.backend != self.backend
+
+    def _why_not(self, verdict: Verdict) -> str:
+        """Say why a backend was not taken: it cannot, or another came first."""
+        if verdict.reason is not None:
+            return verdict.reason
+        how = "could emulate it" if verdict.emulated else "could run it"
+        return f"{how}, but {self.backend} comes first ({self.because})"
 
 
 def choose(
@@ -60,7 +78,7 @@ def choose(
     """
     wanted = settings.read()
     registry = plugins.load()
-    verdicts = tuple(_verdict(registry, spec, desc, device) for spec in registry.by_priority())
+    verdicts = tuple(verdict(registry, spec, desc, device) for spec in registry.by_priority())
     by_name = {verdict.backend: verdict for verdict in verdicts}
     asked, asked_by = _asked(desc.op, policy, wanted, explicit)
     substitution: str | None = None
@@ -90,9 +108,9 @@ def choose(
 def selected_spec(policy: Policy) -> BackendSpec:
     """Return the backend that new modules are made for: the one asked for, or the best usable."""
     registry = plugins.load()
-    asked, asked_by = _asked(None, policy, settings.read(), None)
+    asked = asked_spec(policy)
     if asked is not None:
-        return registry.spec(asked, asked_by)
+        return asked
     for spec in registry.by_priority():
         if registry.unusable(spec) is None:
             return spec
@@ -100,6 +118,16 @@ def selected_spec(policy: Policy) -> BackendSpec:
         "no backend can be used here; `fp8core doctor` says why. "
         "Install fp8core with pip, so that its entry points are registered."
     )
+
+
+def asked_spec(policy: Policy) -> BackendSpec | None:
+    """Return the backend that program or environment ask for by name, None if neither does.
+
+    Raises:
+        RecipeError, PluginError: there is none of that name, or its plug-in is broken.
+    """
+    asked, asked_by = _asked(None, policy, settings.read(), None)
+    return None if asked is None else plugins.load().spec(asked, asked_by)
 
 
 def default_device(policy: Policy) -> torch.device:
@@ -115,9 +143,10 @@ def default_device(policy: Policy) -> torch.device:
     return torch.device(spec.device_types[0])
 
 
-def _verdict(
+def verdict(
     registry: plugins.Registry, spec: BackendSpec, desc: OpDesc, device: torch.device
 ) -> Verdict:
+    """Ask the backend of ``spec`` whether it runs ``desc`` on ``device``, and how."""
     native = device.type in spec.device_types
     if not native and not spec.portable:
         return Verdict(spec.name, f"runs on {'/'.join(spec.device_types)}, not on {device.type}")

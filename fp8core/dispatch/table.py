@@ -18,7 +18,7 @@ from fp8core.library import calls, operators
 from fp8core.library.encoding import Operation
 from fp8core.reporting import log_once
 
-__all__ = ["Resolved", "capturing", "resolve", "resolve_optional"]
+__all__ = ["Resolved", "capturing", "kernel_name", "resolve", "resolve_optional"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,23 @@ def _resolve(
     else:
         run = implementation.bind(desc, device)
     return Resolved(run, choice, alignment)
+
+
+def kernel_name(choice: select.Choice) -> str:
+    """Return what ``choice``'s backend runs for it: the callable's own ``kernel``, or its name.
+
+    Binds the operation, as a layer does, and computes nothing.
+    """
+    registry = plugins.load()
+    implementation = registry.instance(registry.backends[choice.backend])
+    run = implementation.bind(choice.desc, choice.device)
+    kernel = getattr(run, "kernel", None)
+    if isinstance(kernel, str):
+        return kernel
+    while isinstance(run, functools.partial):
+        run = run.func
+    named = run if hasattr(run, "__qualname__") else type(run)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _bind_named(backend: str, desc: OpDesc, device: torch.device) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,13 +16,17 @@ from fp8core.backend_api import (
     NormDesc,
     Operand,
     Quantized,
+    QuantizeDesc,
 )
 from fp8core.dispatch import settings, table
 from fp8core.errors import UnsupportedError
 from fp8core.links.protocol import Handed, Want
 from fp8core.quantizer import LowPrecision, Orientations, Quantizer
 
-__all__ = ["Fusion", "bind_fusion"]
+__all__ = ["Fusion", "Producer", "bind_fusion", "variants"]
+
+Producer: TypeAlias = NormDesc | NormBackwardDesc | ActivationDesc | ActivationBackwardDesc
+Variant: TypeAlias = tuple[bool, bool, bool]
 
 
 class Fusion:
@@ -32,7 +36,7 @@ class Fusion:
 
     def __init__(
         self,
-        runs: dict[tuple[bool, bool, bool], Callable[..., Any]],
+        runs: dict[Variant, Callable[..., Any]],
         packing: tuple[int, int],
         is_checked: bool,
     ) -> None:
@@ -51,8 +55,20 @@ class Fusion:
         return [Handed(Orientations(*made), sums), *rest]
 
 
+def variants(producer: Producer, quantize: QuantizeDesc) -> dict[Variant, FusedDesc]:
+    """Return what a backend has to offer for a fusion: each orientation and both, with sums and
+    without, by ``(rowwise, columnwise, sums)``."""
+    rowwise, columnwise = quantize.halves()
+    halves = {(True, True): quantize, (True, False): rowwise, (False, True): columnwise}
+    return {
+        (*half, sums): FusedDesc(producer, desc, sums)
+        for half, desc in halves.items()
+        for sums in (False, True)
+    }
+
+
 def bind_fusion(
-    producer: NormDesc | NormBackwardDesc | ActivationDesc | ActivationBackwardDesc,
+    producer: Producer,
     consumer: Quantizer,
     device: torch.device,
 ) -> Fusion | None:
@@ -62,16 +78,12 @@ def bind_fusion(
     """
     if not isinstance(consumer, LowPrecision):
         return None
-    rowwise, columnwise = consumer.desc.halves()
-    halves = {(True, True): consumer.desc, (True, False): rowwise, (False, True): columnwise}
     runs = {}
-    for (row, column), quantize in halves.items():
-        for sums in (False, True):
-            desc = FusedDesc(producer, quantize, sums)
-            found = table.resolve_optional(desc, device, consumer.choices[0].backend)
-            if found is None:
-                return None
-            runs[row, column, sums] = consumer.with_slot(found.run)
+    for key, desc in variants(producer, consumer.desc).items():
+        found = table.resolve_optional(desc, device, consumer.choices[0].backend)
+        if found is None:
+            return None
+        runs[key] = consumer.with_slot(found.run)
     both = consumer.desc.rowwise, consumer.desc.columnwise
     row_packing, column_packing = (
         1 if spec is None else _elements_a_byte(spec.format) for spec in both

@@ -31,7 +31,7 @@ _GEMMS = {
 @dataclass(frozen=True, slots=True)
 class Row:
     """What one step did to one operand; the statistics are defined in
-    :mod:`fp8core.monitoring.statistics`.
+    ``fp8core.monitoring.statistics``.
 
     ``layer`` is its path in the model, with the linear's index where it has several. ``gemm`` is
     the GEMM that reads the operand; it ran ``quantized_gemms`` times with quantized operands and

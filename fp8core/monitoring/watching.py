@@ -32,7 +32,7 @@ _monitored_lock = threading.Lock()
 
 
 class Monitor:
-    """Watches the layers of a model until it is closed; made by :func:`monitor`.
+    """Watches the layers of a model until it is closed; made by :func:`fp8core.monitor`.
 
     A context manager. ``rows`` holds every observed step, of this process's tensors alone: each
     rank has its own. Results can be read while it is open, and after.
@@ -59,7 +59,7 @@ class Monitor:
 
     @property
     def first_nonfinite(self) -> NonFinite | None:
-        """Where NaN or inf was first seen: a tensor before its cast, or the result of a GEMM."""
+        """Where NaN or inf was first seen, in a tensor before its cast or the result of a GEMM."""
         return self._recorder.first_nonfinite
 
     @property
@@ -212,7 +212,7 @@ class Monitor:
         plots.draw_scales(path, title, self._tally(CastKey(layer, role, orientation)))
 
     def what_if(self, recipes: str | Recipe | Sequence[str | Recipe]) -> WhatIf:
-        """Cast the tensors of the latest observed step as other recipes would; see :func:`replay`.
+        """Cast the tensors of the latest observed step as other recipes would; see ``replay``.
 
         Recipes are given as such or by name. The tensors are those of the first microbatch;
         nothing but their casts is computed.
@@ -280,7 +280,7 @@ def monitor(
         on_nonfinite: ``"record"`` goes on, ``"raise"`` raises NonFiniteError where NaN or inf are
             seen: before the cast of a tensor, or behind a GEMM.
         keep_tensors: keep a copy of each tensor of the latest observed step's first microbatch in
-            the CPU's memory, which :meth:`Monitor.what_if` needs.
+            the CPU's memory, which :meth:`~fp8core.monitoring.Monitor.what_if` needs.
 
     Raises:
         OperandError: ``model`` is no module, or has no fp8core layer with a GEMM; or one of its

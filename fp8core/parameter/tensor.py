@@ -109,7 +109,7 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def operands(self) -> Orientations:
-        """The operands: ``rowwise [n, k]``, and ``columnwise [k, n]`` or None if not planned."""
+        """The operands, ``rowwise [n, k]`` and ``columnwise [k, n]``, None if not planned."""
         rowwise, columnwise = _stored(self)
         if columnwise is None and self.plan.columnwise is not None:
             columnwise = turn(rowwise)

@@ -44,8 +44,8 @@ class PerLayer(Recipe):
 
     Args:
         rules: a mapping, or pairs, from a pattern of the layer's name (``"*.fc1"``, as in a shell)
-            or a :class:`LayerRole` (its kind, and its name as a pattern if it has one) to a recipe,
-            or to None for no quantization.
+            or a :class:`~fp8core.plan.LayerRole` (its kind, and its name as a pattern if it has
+            one) to a recipe, or to None for no quantization.
         default: the recipe of every other layer; None for no quantization.
 
     >>> from fp8core import recipe
@@ -152,9 +152,9 @@ class CustomRecipe(Recipe):
 
     Attributes:
         qfactory: called with a :class:`QuantizerRole` for ``input``, ``weight`` and
-            ``grad_output``; returns an :class:`OperandSpec` for both orientations, a
-            :class:`TensorPlan` of two (None in it: high precision), or a
-            :class:`DelayedScalingRequest`.
+            ``grad_output``; returns an :class:`~fp8core.backend_api.OperandSpec` for both
+            orientations, a :class:`~fp8core.plan.TensorPlan` of two (None in it: high precision),
+            or a :class:`DelayedScalingRequest`.
         fp8_format, margin, amax_history_len, amax_compute_algo, scaling_factor_compute_algo: the
             scaling fields of :class:`DelayedScaling`, from which this is then that recipe.
 

@@ -57,10 +57,12 @@ import fp8core
 at_import = [name for name in sys.modules if name.startswith(("toy_", "fp8core_backends"))]
 
 import torch
-from fp8core import doctor, recipe
+from fp8core import recipe
 from fp8core.backend_api import AmaxDesc
 from fp8core.dispatch import plugins, policy, select
-report = doctor.examine()
+from fp8core.doctor.findings import here
+from fp8core.doctor.report import examine
+report = examine(here)
 amax = select.choose(AmaxDesc(torch.float32), torch.device("cpu"), policy.current())
 try:
     fp8core.use_backend("toy_broken")

@@ -49,6 +49,7 @@ TOY8 = formats.minifloat("toy8", 3, 4, specials="finite")
 """A format of 8 bits that nobody else has; its maximum is 31."""
 
 Refusal = Callable[[OpDesc], str | None]
+Bind = Callable[["ToyBackend", OpDesc, torch.device], Callable[..., Any]]
 
 
 @contextlib.contextmanager
@@ -59,6 +60,7 @@ def isolation() -> Iterator[None]:
         for name in [name for name in os.environ if name.startswith("FP8CORE_")]:
             patch.delenv(name)
         patch.setattr(plugins, "_loaded", [])
+        patch.setattr(plugins, "_set_aside", {})
         patch.setattr(formats, "_formats", dict(formats._formats))
         patch.setattr(formats, "_pending_discovery", [plugins._discover_formats])
         patch.setattr(reporting, "_said", set())
@@ -72,8 +74,9 @@ def isolation() -> Iterator[None]:
 class ToyBackend:
     """Runs what ``refuse`` does not refuse, as the reference does, and counts the calls."""
 
-    def __init__(self, refuse: Refusal, calls: list[str]) -> None:
+    def __init__(self, refuse: Refusal, calls: list[str], bind: Bind | None = None) -> None:
         self._reference = ReferenceBackend()
+        self._bind = bind
         self._refuse = refuse
         self._calls = calls
 
@@ -84,6 +87,8 @@ class ToyBackend:
         return Alignment()
 
     def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
+        if self._bind is not None:
+            return self._bind(self, desc, device)
         run = self._reference.bind(desc, device)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -91,6 +96,16 @@ class ToyBackend:
             return run(*args, **kwargs)
 
         return counted
+
+
+def named_kernel(name: str) -> Callable[..., None]:
+    """A callable that says which kernel it runs, and runs none."""
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("nothing is to be computed")
+
+    run.kernel = name  # type: ignore[attr-defined]
+    return run
 
 
 def takes_all(desc: OpDesc) -> str | None:
@@ -102,13 +117,14 @@ def backend(
     *,
     refuse: Refusal = takes_all,
     calls: list[str] | None = None,
+    bind: Bind | None = None,
     device_types: Sequence[str] = ("cpu",),
     **fields: Any,
 ) -> BackendSpec:
     """The spec of a toy backend; its factory is in a module made for it."""
     module = types.ModuleType(f"toy_backend_{name}")
     record = [] if calls is None else calls
-    module.Made = lambda: ToyBackend(refuse, record)  # type: ignore[attr-defined]
+    module.Made = lambda: ToyBackend(refuse, record, bind)  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module
     return BackendSpec(name, device_types, f"{module.__name__}:Made", **fields)
 

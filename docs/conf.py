@@ -1,0 +1,77 @@
+"""The documentation site: ``python -m sphinx -W -n docs build/docs``. Needs no network."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+from sphinx.util.inspect import stringify_signature
+
+import fp8core
+
+sys.path.insert(0, str(Path(__file__).parent / "extensions"))
+
+project = "fp8core"
+author = "fp8core authors"
+version = release = fp8core.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "matplotlib.sphinxext.plot_directive",
+    "support_matrix",
+]
+root_doc = "index"
+exclude_patterns = ["examples", "extensions", "plots"]
+html_theme = "furo"
+html_title = "fp8core"
+html_copy_source = False
+
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+plot_formats = [("svg", 72)]
+plot_html_show_formats = False
+plot_html_show_source_link = False
+
+nitpicky = True
+# What other projects document: their inventories would have to be fetched.
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|collections|pluggy|typing|fp8core\.(quantizer|monitoring\.record))\..*"),
+    ("py:class", r"InitMethod|Filter|AmaxAlgorithm|ScalingAlgorithm|Rule"),
+]
+
+
+def show_fields(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str, returns: str
+) -> tuple[str, str] | None:
+    """Give a dataclass the signature of its fields; a recipe's own ``__new__`` hides it."""
+    if what != "class" or not dataclasses.is_dataclass(obj):
+        return None
+    fields = list(inspect.signature(obj.__init__).parameters.values())[1:]
+    found = inspect.Signature(fields)
+    return stringify_signature(found, show_annotation=False, show_return_annotation=False), returns
+
+
+def skip_field_numbers(
+    app: Sphinx, what: str, name: str, obj: Any, is_skipped: bool, options: Any
+) -> bool | None:
+    """Leave out what Python says of every field of a named tuple."""
+    return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field") else None
+
+
+def setup(app: Sphinx) -> None:
+    """Register what autodoc is told."""
+    app.connect("autodoc-process-signature", show_fields)
+    app.connect("autodoc-skip-member", skip_field_numbers)

@@ -1,0 +1,58 @@
+"""The directive ``support-matrix``: which backend runs what, asked while the pages are built.
+
+A row a backend and device type that it, or any installed backend, names; the same cells as in
+``fp8core doctor``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from fp8core.dispatch import plugins
+from fp8core.doctor import matrix
+
+
+class SupportMatrix(SphinxDirective):
+    """One table for each installed backend and each kind of device, as its declarations say."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return the tables and the reasons of what is refused."""
+        return self.parse_text_to_nodes("\n".join(lines()))
+
+
+def lines() -> list[str]:
+    """Return the tables in Markdown."""
+    registry = plugins.load()
+    specs = registry.by_priority()
+    kinds = dict.fromkeys(kind for spec in specs for kind in spec.device_types if kind != "meta")
+    text: list[str] = []
+    for spec in specs:
+        reason = registry.unusable(spec)
+        if reason is not None:
+            text += [f"**{spec.name}** could not be asked here: {reason}", ""]
+            continue
+        own = [kind for kind in kinds if kind in spec.device_types]
+        others = [*(kind for kind in (*kinds, "cuda") if kind not in own)] if spec.portable else []
+        for kind in dict.fromkeys([*own, *others]):
+            found = matrix.cells(spec, torch.device(kind))
+            heading, *rows = matrix.rows(found)
+            text += [f"**{spec.name}** on `{kind}`", ""]
+            text += [_row(["operation", *heading[1:]]), _row(["---"] * len(heading))]
+            text += [_row([f"`{row[0]}`", *row[1:]]) for row in rows]
+            text += ["", *(f"- {line}" for line in matrix.unanswered(found)), ""]
+    return text
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the directive."""
+    app.add_directive("support-matrix", SupportMatrix)
+    return {"parallel_read_safe": True}

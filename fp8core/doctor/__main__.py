@@ -1,0 +1,37 @@
+"""The process in which ``fp8core doctor`` runs what may crash; not a command for people."""
+
+from __future__ import annotations
+
+import argparse
+
+from fp8core.arguments import device_argument
+from fp8core.dispatch import plugins
+from fp8core.doctor import consult, findings, process
+
+
+def main() -> None:
+    """Write what is found out about the plug-ins, or about one backend, record by record."""
+    parser = argparse.ArgumentParser(prog="python -m fp8core.doctor", description=__doc__)
+    parser.add_argument("--to", required=True)
+    parts = parser.add_subparsers(dest="part", required=True)
+    backend, all_plugins = parts.add_parser("backend"), parts.add_parser("plugins")
+    for part in (backend, all_plugins):
+        part.add_argument("--without", nargs="*", default=[])
+    backend.add_argument("name")
+    backend.add_argument("--device", type=device_argument)
+    backend.add_argument("--done", nargs="*", default=[])
+    all_plugins.add_argument("--muted", nargs="*", default=[])
+    args = parser.parse_args()
+    plugins.set_aside(dict.fromkeys(args.without, "set aside by the doctor"))
+    with process.writing(args.to) as put:
+        if args.part == "plugins":
+            consult.watch_loading(put)
+            found = consult.records(args.muted)
+        else:
+            found = findings.records(args.name, args.device, args.done)
+        for record in found:
+            put(record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The tensors of the self-test, and how an operation is called with them.
+
+Small: 256 tokens in two groups of 128, 128 features in and 384 out, so that every block of every
+recipe fits and a swapped size is seen. Rows span four decades where casts are tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fp8core.backend_api import (
+    GATED,
+    ActivationBackwardDesc,
+    ActivationDesc,
+    Backend,
+    DequantizeDesc,
+    NormBackwardDesc,
+    NormDesc,
+    OpDesc,
+    Operand,
+    OperandSpec,
+    Quantized,
+    QuantizeDesc,
+)
+
+__all__ = [
+    "CPU",
+    "OFFSETS",
+    "Bench",
+    "norm_arguments",
+    "operand_to",
+    "pointwise_arguments",
+    "quantize_keywords",
+    "tensor",
+]
+
+TOKENS, IN_FEATURES, OUT_FEATURES = 256, 128, 384
+SIZES = {
+    "input": (TOKENS, IN_FEATURES),
+    "weight": (OUT_FEATURES, IN_FEATURES),
+    "grad_output": (TOKENS, OUT_FEATURES),
+}
+CPU = torch.device("cpu")
+OFFSETS = (0, 128, TOKENS)
+DELAYED_AMAX = 512.0  # above every amax below, one for a tensor and for its groups alike
+SEED = 20
+
+
+def tensor(name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return the tensor called ``name`` on the CPU, always the same; ``weight`` is of one scale."""
+    generator = torch.Generator().manual_seed(SEED + list(SIZES).index(name))
+    rows, columns = SIZES[name]
+    x = torch.randn(rows, columns, generator=generator)
+    if name != "weight":
+        x *= torch.logspace(-2, 2, rows)[:, None]
+    return x.to(dtype)
+
+
+def _plain(*size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def norm_arguments(desc: NormDesc | NormBackwardDesc, judge: Backend) -> list[Any]:
+    """Return what ``norm`` or ``norm_backward`` is called with, on the CPU."""
+    norm = desc if isinstance(desc, NormDesc) else desc.norm
+    x = _plain(TOKENS, IN_FEATURES, dtype=norm.dtype, seed=1)
+    weight = _plain(IN_FEATURES, dtype=norm.dtype, seed=2)
+    bias = _plain(IN_FEATURES, dtype=norm.dtype, seed=3) if norm.kind == "layernorm" else None
+    if isinstance(desc, NormDesc):
+        return [x, weight] if bias is None else [x, weight, bias]
+    grad = _plain(TOKENS, IN_FEATURES, dtype=norm.dtype, seed=4)
+    statistics = judge.bind(norm, CPU)(x, weight, bias)[1:]
+    return [grad, x, weight, *statistics]
+
+
+def pointwise_arguments(desc: ActivationDesc | ActivationBackwardDesc) -> list[torch.Tensor]:
+    """Return what ``activation`` or ``activation_backward`` is called with, on the CPU."""
+    wide = 2 if desc.name in GATED else 1
+    x = _plain(TOKENS, wide * IN_FEATURES, dtype=desc.dtype, seed=5)
+    if isinstance(desc, ActivationDesc):
+        return [x]
+    return [_plain(TOKENS, IN_FEATURES, dtype=desc.dtype, seed=6), x]
+
+
+def operand_to(operand: Operand, device: torch.device) -> Operand:
+    """Return ``operand`` on ``device``."""
+    return Operand(*(None if part is None else part.to(device) for part in operand))  # type: ignore[arg-type]  # data is never None
+
+
+def quantize_keywords(desc: QuantizeDesc, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the scale and the random key that ``desc`` asks for."""
+    halves = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
+    keywords: dict[str, torch.Tensor] = {}
+    if any(spec.delayed for spec in halves):
+        groups = len(OFFSETS) - 1 if desc.grouped else 1
+        keywords["scale"] = torch.full((groups,), halves[0].target / DELAYED_AMAX, device=device)
+    if any(spec.stochastic for spec in halves):
+        keywords["rng"] = torch.tensor([SEED, 0])
+    return keywords
+
+
+def _quantized(
+    who: Backend, device: torch.device, desc: QuantizeDesc, x: torch.Tensor
+) -> Quantized:
+    offsets = [torch.tensor(OFFSETS, device=device)] if desc.grouped else []
+    keywords = quantize_keywords(desc, device)
+    made: Quantized = who.bind(desc, device)(x.to(device), *offsets, **keywords)
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A backend on its device, and the reference that judges it on the CPU."""
+
+    tested: Backend
+    judge: Backend
+    device: torch.device
+
+    @property
+    def is_judge(self) -> bool:
+        """Whether the judge itself is tested where it judges."""
+        return self.tested is self.judge and self.device.type == "cpu"
+
+    def bind(self, desc: OpDesc) -> Callable[..., Any]:
+        """Bind ``desc`` by the tested backend, on its device."""
+        return self.tested.bind(desc, self.device)
+
+    def quantized(self, desc: QuantizeDesc, x: torch.Tensor) -> Quantized:
+        """Quantize ``x`` (any device) with the tested backend; the result is on its device."""
+        return _quantized(self.tested, self.device, desc, x)
+
+    def expected(self, desc: QuantizeDesc, x: torch.Tensor) -> Quantized:
+        """Quantize ``x`` with the judge, on the CPU."""
+        return _quantized(self.judge, CPU, desc, x)
+
+    def values(self, spec: OperandSpec | None, operand: Operand) -> torch.Tensor:
+        """Return what ``operand`` stands for, float64 on the CPU, by the judge's dequantization.
+
+        A transform is not undone.
+        """
+        here = operand_to(operand, CPU)
+        if spec is None:
+            return here.data.double()
+        decoded: torch.Tensor = self.judge.bind(DequantizeDesc(spec), CPU)(here)
+        return decoded.double()
+
+    def operand(
+        self, spec: OperandSpec | None, x: torch.Tensor, *, columnwise: bool, grouped: bool
+    ) -> Operand | None:
+        """Make the tested backend's operand of ``x``, None if it cannot without random rounding."""
+        x = x.to(self.device)
+        if spec is None:
+            return Operand(x.t() if columnwise else x)
+        plain = replace(spec, stochastic=False)  # so that a group alone is rounded as in the whole
+        row, column = (None, plain) if columnwise else (plain, None)
+        desc = QuantizeDesc(x.dtype, row, column, grouped)
+        if self.tested.unsupported(desc, self.device) is not None:
+            return None
+        made = self.quantized(desc, x)
+        return made.columnwise if columnwise else made.rowwise

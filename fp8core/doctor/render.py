@@ -1,0 +1,77 @@
+"""The doctor's report as plain text: no colours, so that it can be pasted and piped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fp8core.doctor.matrix import Cell, rows, unanswered
+from fp8core.doctor.report import Report
+
+__all__ = ["render"]
+
+
+def render(report: Report) -> str:
+    """Return the report as text."""
+    lines = ["versions: " + ", ".join(f"{k} {v}" for k, v in report.versions.items())]
+    lines += ["devices: " + ", ".join(report.devices)]
+    for own in report.neighbours:
+        lines.append(f"also installed: {own['name']} {own['version']}; {own['note']}")
+    lines += ["", "backends", *(_backend(own, report.selected) for own in report.backends)]
+    lines += ["", "plug-ins"]
+    for plugin in report.plugins:
+        state = "ok" if plugin["reason"] is None else f"FAIL: {plugin['reason']}"
+        lines.append(f"   {plugin['name']:12} {state}  [{plugin['source']}]")
+    lines += ["", f"formats: {', '.join(report.formats)}", f"recipes: {', '.join(report.recipes)}"]
+    lines += ["", "environment" if report.environment else "environment: nothing set"]
+    lines += [f"   {name}={value}" for name, value in report.environment.items()]
+    for backend in report.backends:
+        lines += _matrix(backend, report.matrix)
+        lines += _selftest(backend, report.selftests)
+    for title, entries in (("notes", report.notes), ("problems", report.problems)):
+        lines += ["", title, *(f"   {entry}" for entry in entries)] if entries else []
+    return "\n".join(lines)
+
+
+def _backend(backend: dict[str, Any], selected: str | None) -> str:
+    state = backend["unusable"] or "ok"
+    mark = "*" if backend["name"] == selected else " "
+    where = "/".join(backend["device_types"])
+    where += ", any other device on request" if backend["portable"] else ""
+    return f" {mark} {backend['name']:12} {state}  [{where}]"
+
+
+def _matrix(backend: dict[str, Any], matrix: Sequence[dict[str, Any]]) -> Iterator[str]:
+    found = [
+        Cell(own["recipe"], own["op"], own["state"], tuple(own["reasons"]))
+        for own in matrix
+        if own["backend"] == backend["name"]
+    ]
+    if found:
+        yield from ("", f"{backend['name']} on {backend['device']}, by its declarations")
+        yield from columns(rows(found))
+        yield from (f"   {line}" for line in unanswered(found))
+
+
+def columns(table: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the rows of a table, padded to columns."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield ("   " + "  ".join(cells)).rstrip()
+
+
+def _selftest(backend: dict[str, Any], checks: Sequence[dict[str, Any]]) -> Iterator[str]:
+    own = [check for check in checks if check["backend"] == backend["name"]]
+    if backend["unusable"] is None and backend["untested"] is not None:
+        yield from ("", f"{backend['name']}: no self-test, {backend['untested']}")
+    if own:
+        yield from ("", f"{backend['name']} on {backend['device']}, self-test")
+        yield from columns([_check(check) for check in own])
+
+
+def _check(check: dict[str, Any]) -> list[str]:
+    if check["failure"] is not None:
+        return [check["op"], "FAIL", f"{check['cases']} cases", check["failure"].replace("\n", " ")]
+    error = "exact" if check["worst"] == 0 else f"worst error {check['worst']:.2f} of the bound"
+    return [check["op"], "ok", f"{check['cases']} cases", f"{error} ({check['judged_by']})"]

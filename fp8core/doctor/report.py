@@ -1,0 +1,201 @@
+"""What the doctor found, as data: versions, devices, backends, their answers and their tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from fp8core import formats, recipe
+from fp8core.backend_api import BackendSpec
+from fp8core.dispatch import plugins, policy, select, settings
+from fp8core.doctor import consult
+from fp8core.doctor.findings import Findings, absent
+from fp8core.errors import Fp8CoreError
+
+__all__ = ["Examiner", "Report", "examine"]
+
+Examiner: TypeAlias = Callable[[str, torch.device | None], Findings]
+"""Finds out about the backend of a name on a device, None for the backend's own."""
+
+NEIGHBOURS = {
+    "transformer_engine": "does not interfere: neither autocast reaches the other's layers",
+    "torchao": "does not interfere: convert a layer with one of the two, not with both",
+    "mindspeed": "its adaptor replaces modules called transformer_engine; fp8core imports none",
+}
+"""Packages with the same purpose, and what they mean for this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the doctor found; every field is plain data, so that it goes into JSON as it is.
+
+    ``problems`` are what makes the exit status 1: a backend that was asked for, or a device, that
+    cannot be used.
+    """
+
+    versions: dict[str, str]
+    devices: list[str]
+    backends: list[dict[str, Any]]
+    plugins: list[dict[str, Any]]
+    neighbours: list[dict[str, str]]
+    formats: list[str]
+    recipes: list[str]
+    selected: str | None
+    environment: dict[str, str]
+    matrix: list[dict[str, Any]]
+    selftests: list[dict[str, Any]]
+    notes: list[str]
+    problems: list[str]
+
+
+def examine(
+    examiner: Examiner,
+    device: torch.device | None = None,
+    notes_of_plugins: Callable[[], Sequence[str]] = consult.here,
+) -> Report:
+    """Look at the installation; ``examiner`` looks at each backend, on ``device`` if one is given.
+
+    Raises:
+        RecipeError: the environment cannot be read.
+    """
+    registry = plugins.load()
+    specs = registry.by_priority()
+    found = {spec.name: examiner(spec.name, device) for spec in specs}
+    requests = _requests(registry, found)
+    problems = list(requests.problems)
+    if device is not None:
+        problems += _device_problems(device, specs, found, requests)
+    notes = [*registry.complaints(), *notes_of_plugins()]
+    return Report(
+        versions=_versions(),
+        devices=_devices(),
+        backends=[_backend(spec, found[spec.name]) for spec in specs],
+        plugins=[dataclasses.asdict(row) for row in registry.rows],
+        neighbours=_neighbours(),
+        formats=list(formats.names()),
+        recipes=list(recipe.names()),
+        selected=None if requests.selected is None else requests.selected.name,
+        environment=settings.in_force(registry.environment()),
+        matrix=[_placed(own, cell) for own in found.values() for cell in own.cells],
+        selftests=[_placed(own, check) for own in found.values() for check in own.checks],
+        notes=notes,
+        problems=problems,
+    )
+
+
+def _backend(spec: BackendSpec, found: Findings) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "device_types": list(spec.device_types),
+        "portable": spec.portable,
+        "priority": spec.priority,
+        "api_version": ".".join(map(str, spec.api_version)),
+        "unusable": found.unusable,
+        "device": found.device,
+        "untested": found.untested,
+    }
+
+
+def _placed(found: Findings, own: Any) -> dict[str, Any]:
+    return {"backend": found.name, "device": found.device, **dataclasses.asdict(own)}
+
+
+class _Requests(NamedTuple):
+    """The backend that new modules are for, whether somebody named it, and what is wrong."""
+
+    selected: BackendSpec | None
+    is_named: bool
+    problems: list[str]
+
+
+def _requests(registry: plugins.Registry, found: dict[str, Findings]) -> _Requests:
+    """Find the backends that are asked for: the selected one, and those for single operations."""
+    usable = [spec for spec in registry.by_priority() if found[spec.name].unusable is None]
+    selected: BackendSpec | None = None
+    by_op: dict[str, str] = {}
+    try:
+        named = select.asked_spec(policy.current())
+        selected = named or next(iter(usable), None)
+        if selected is None:
+            return _Requests(None, False, ["no backend can be used here; the reasons are above"])
+        for op, name in settings.read().op_backends:
+            chosen = registry.spec(name, f"FP8CORE_OP_BACKEND ({op})")
+            by_op.setdefault(chosen.name, f"is selected for {op}")
+    except Fp8CoreError as error:
+        return _Requests(selected, False, [str(error)])
+    problems = []
+    for name, how in {**by_op, selected.name: "is selected"}.items():
+        reason = found[name].unusable
+        if reason is not None:
+            problems.append(f"backend {name!r} {how}, but: {reason}")
+        elif found[name].failed:
+            failed = ", ".join(found[name].failed)
+            problems.append(f"backend {name!r} {how}, but its self-test fails: {failed}")
+    return _Requests(selected, named is not None, problems)
+
+
+def _device_problems(
+    device: torch.device,
+    specs: Sequence[BackendSpec],
+    found: dict[str, Findings],
+    requests: _Requests,
+) -> list[str]:
+    reason = absent(device)
+    if reason is not None:
+        return [reason]
+    own = [spec for spec in specs if device.type in spec.device_types]
+    usable = [spec for spec in own if found[spec.name].unusable is None]
+    named = requests.selected if requests.is_named else None
+    if usable or (named is not None and named.portable):  # an emulation that was asked for
+        return []
+    reasons = [f"{spec.name}: {found[spec.name].unusable}" for spec in own]
+    reasons += [
+        f"{spec.name}: emulates it; choose it with FP8CORE_BACKEND={spec.name}"
+        for spec in specs
+        if spec.portable and spec not in own
+    ]
+    return ["; ".join([f"no backend can be used on {device}", *reasons])]
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "platform": sys.platform}
+    for package in ("fp8core", "torch", "pluggy", "numpy"):
+        found[package] = _version(package) or "not installed as a package"
+    found["torch"] = torch.__version__  # names the CUDA version too, which the metadata may not
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _neighbours() -> list[dict[str, str]]:
+    return [
+        {"name": name, "version": version, "note": note}
+        for name, note in NEIGHBOURS.items()
+        if (version := _version(name)) is not None
+    ]
+
+
+def _devices() -> list[str]:
+    found = [f"cpu ({torch.get_num_threads()} threads)"]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return found
+    module = torch.get_device_module(accelerator)
+    for index in range(torch.accelerator.device_count()):
+        facts = [module.get_device_name(index)] if hasattr(module, "get_device_name") else []
+        if accelerator.type == "cuda":
+            facts.append("sm_{}{}".format(*torch.cuda.get_device_capability(index)))
+        found.append(f"{accelerator.type}:{index} ({', '.join(facts)})")
+    return found

@@ -1,0 +1,330 @@
+"""One small test of each operation of a backend: is the installation sound?
+
+Not a proof: the laws of the backend API have tests of their own. The judge is the reference backend
+on the CPU, in float64 where an operation takes it; the reference itself, judged where it is judge,
+is held against float64 and against its own round trip.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fp8core import formats, recipe
+from fp8core.arguments import NO_RECIPE
+from fp8core.backend_api import (
+    ActivationBackwardDesc,
+    ActivationDesc,
+    AmaxDesc,
+    BackendSpec,
+    DequantizeDesc,
+    GemmDesc,
+    GroupedGemmDesc,
+    NormBackwardDesc,
+    NormDesc,
+    Operand,
+    OperandSpec,
+    QuantizeDesc,
+    ScaleUpdateDesc,
+)
+from fp8core.dispatch import plugins
+from fp8core.doctor import cases, fused
+from fp8core.doctor.cases import Bench
+from fp8core.doctor.compare import EQUAL, UNEQUAL, Error, operands_equal, share
+from fp8core.doctor.matrix import DTYPE, needs_of
+from fp8core.needs import Need
+
+__all__ = ["Check", "check"]
+
+JUDGE = "reference"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What became of the test of one operation.
+
+    Attributes:
+        op: the operation's name.
+        cases: descriptors that were run.
+        worst: the largest error as a share of its bound; 0 is equal bit for bit, above 1 fails;
+            None where no share can be given: a NaN, another shape, nothing that ran.
+        judged_by: what the results were compared with, and the bound.
+        failure: why the test failed; None if it passed.
+    """
+
+    op: str
+    cases: int
+    worst: float | None
+    judged_by: str
+    failure: str | None = None
+
+
+def check(spec: BackendSpec, op: str, device: torch.device) -> Check | None:
+    """Test ``op`` of the backend of ``spec`` on ``device``, None if it supports no use of it."""
+    registry = plugins.load()
+    tested = registry.instance(spec)
+    needs = [need for need in _needs(op) if tested.unsupported(need.desc, device) is None]
+    if not needs:
+        return None
+    if JUDGE not in registry.backends:
+        return Check(op, 0, None, "", f"the judge, backend {JUDGE!r}, is not installed")
+    bench = Bench(tested, registry.instance(registry.backends[JUDGE]), device)
+    worst, num_run = Error(0.0, ""), 0
+    for need in needs:
+        try:
+            errors = list(_RUNS[op](bench, need))
+        except Exception as error:  # noqa: BLE001  a third party's operation may raise anything
+            reason = f"{need.step} {need.desc}: {plugins.describe(error)}".strip()
+            return Check(op, num_run, None, worst.judged_by, reason)
+        num_run += bool(errors)
+        found = max(errors, key=lambda own: own.share, default=worst)
+        worst = max(found, worst, key=lambda own: own.share)
+        if found.share > 1:
+            reason = f"{need.step} {need.desc}: {_amount(found.share)}".strip()
+            amount = found.share if math.isfinite(found.share) else None
+            return Check(op, num_run, amount, found.judged_by, reason)
+    return Check(op, num_run, worst.share, worst.judged_by)
+
+
+def _amount(error: float) -> str:
+    return f"{error:.3g} of the bound" if math.isfinite(error) else "not equal, or NaN"
+
+
+def _needs(op: str) -> list[Need]:
+    """Return the uses of ``op`` in all recipes, each once."""
+    return list(
+        dict.fromkeys(need for name in (NO_RECIPE, *recipe.names()) for need in needs_of(op, name))
+    )
+
+
+# --- GEMMs ---
+
+_SIDES = {  # GEMM: tensor and orientation of a, then of b
+    "fprop": (("input", False), ("weight", False)),
+    "dgrad": (("grad_output", False), ("weight", True)),
+    "wgrad": (("grad_output", True), ("input", True)),
+}
+
+
+def _gemm(bench: Bench, need: Need) -> Iterator[Error]:
+    """Compare with the float64 product of the dequantized operands."""
+    desc, sides = need.desc, _SIDES[need.step]
+    assert isinstance(desc, GemmDesc)
+    a, b = (
+        bench.operand(own, cases.tensor(name, DTYPE), columnwise=turned, grouped=False)
+        for own, (name, turned) in zip((desc.a, desc.b), sides, strict=True)
+    )
+    if a is not None and b is not None:
+        found = bench.bind(desc)(a, b)
+        yield _product_error(bench, desc, found, a, b)
+
+
+def _product_error(
+    bench: Bench, desc: GemmDesc, found: torch.Tensor, a: Operand, b: Operand
+) -> Error:
+    left, right = bench.values(desc.a, a), bench.values(desc.b, b)
+    expected = left @ right.t()  # [m, k] x [n, k] -> [m, n]
+    k = left.shape[1]
+    # Tensor cores may keep 14 bits of each sum of 32 products of 8-bit elements.
+    # Source: DeepSeek-V3 technical report, sec. 3.3.2.
+    c, name = (k / 32 * 2**-13, "k/32 2^-13") if desc.low_precision else (k * 2**-24, "k 2^-24")
+    rounding = torch.finfo(desc.out_dtype).eps * expected.abs()
+    bound = c * (left.abs() @ right.abs().t()) + rounding
+    judged_by = f"float64 product; bound {name} |a||b| + 1 ulp"
+    return Error(share(found, expected, bound), judged_by)
+
+
+def _grouped_gemm(bench: Bench, need: Need) -> Iterator[Error]:
+    """Compare each group with the float64 product of operands that are quantized alone."""
+    desc, sides = need.desc, _SIDES[need.step]
+    assert isinstance(desc, GroupedGemmDesc)
+    whole, alone = [], []
+    for own, (name, turned) in zip((desc.a, desc.b), sides, strict=True):
+        x = cases.tensor(name, DTYPE)
+        parts = [x] * 2 if name == "weight" else [x[:128], x[128:]]
+        is_grouped = name != "weight"
+        made = [bench.operand(own, part, columnwise=turned, grouped=False) for part in parts]
+        joined = bench.operand(own, x, columnwise=turned, grouped=True) if is_grouped else made
+        if joined is None or None in made:
+            return
+        whole.append(joined)
+        alone.append(made)
+    offsets = torch.tensor(cases.OFFSETS, device=bench.device)
+    found = bench.bind(desc)(*whole, offsets)
+    if not desc.contract_groups:
+        found = [found[:128], found[128:]]
+    for own, a, b in zip(found, *alone, strict=True):
+        assert a is not None
+        assert b is not None
+        yield _product_error(bench, desc, own, a, b)
+
+
+# --- casts ---
+
+
+def _quantize(bench: Bench, need: Need) -> Iterator[Error]:
+    """Compare codes and scales with the judge's; the judge's own with those of its values."""
+    desc = need.desc
+    assert isinstance(desc, QuantizeDesc)
+    name = need.step.partition(" ")[0]
+    x = cases.tensor(name, desc.dtype)
+    if bench.is_judge:
+        yield from _requantized(bench, desc, x)
+        return
+    made, expected = bench.quantized(desc, x), bench.expected(desc, x)
+    for spec, ours, theirs in zip((desc.rowwise, desc.columnwise), made, expected, strict=True):
+        if spec is None:
+            continue
+        if ours is None or theirs is None:
+            yield Error(UNEQUAL, "reference, which has both orientations")
+        elif operands_equal(ours, theirs):
+            yield Error(EQUAL, "reference, bit for bit")
+        elif desc.grouped:  # the scales of groups lie side by side
+            yield Error(UNEQUAL, "reference, bit for bit")
+        else:
+            values = bench.values(spec, theirs)
+            step = _step(spec) * _amax(spec, values)
+            error = share(bench.values(spec, ours), values, step.expand_as(values))
+            yield Error(error, "reference; NOT bit for bit, bound one step of the format")
+
+
+def _requantized(bench: Bench, desc: QuantizeDesc, x: torch.Tensor) -> Iterator[Error]:
+    """A value that was quantized is one that quantizing gives the same code."""
+    if desc.grouped:
+        return
+    judged_by = "its own values quantized again; bound 2 ulp of float32, for the scale"
+    for turned, spec in enumerate((desc.rowwise, desc.columnwise)):
+        if spec is None or spec.stochastic or spec.transform or spec.scale_format == "e4m3":
+            continue
+        rows = x.t() if turned else x
+        wide = QuantizeDesc(torch.float32, spec, None)
+        first = bench.quantized(wide, rows.float()).rowwise
+        assert first is not None
+        values = bench.values(spec, first)
+        again = bench.quantized(wide, values.float()).rowwise
+        assert again is not None
+        bound = 2 * torch.finfo(torch.float32).eps * values.abs()
+        yield Error(share(bench.values(spec, again), values, bound), judged_by)
+
+
+def _step(spec: OperandSpec) -> float:
+    """Return the widest gap between neighbours of the format, as a share of the target.
+
+    Doubled where a scale may be rounded down to half of what it would be.
+    """
+    values = sorted(v for v in formats.by_name(spec.format).values if math.isfinite(v) and v >= 0)
+    gap = max(high - low for low, high in itertools.pairwise(values) if high > low)
+    is_coarse = spec.power_of_two or spec.scale_format == "e8m0"
+    return gap / spec.target * (2 if is_coarse else 1)
+
+
+def _amax(spec: OperandSpec, values: torch.Tensor) -> torch.Tensor:
+    """Return what a step is a share of: the row's amax, or the tensor's for wider blocks."""
+    magnitude = values.abs()
+    return magnitude.amax(1, keepdim=True) if spec.block[0] == 1 else magnitude.amax().reshape(1, 1)
+
+
+def _dequantize(bench: Bench, need: Need) -> Iterator[Error]:
+    """Compare ``dequantize(quantize(x))`` with ``x``: within one step of the format."""
+    desc = need.desc
+    assert isinstance(desc, DequantizeDesc)
+    spec = desc.operand
+    if spec.transform is not None:
+        return
+    x = cases.tensor(need.step, DTYPE)
+    operand = bench.operand(spec, x, columnwise=False, grouped=False)
+    if operand is not None:
+        found = bench.bind(desc)(operand)
+        expected = x.double()
+        bound = (_step(spec) * _amax(spec, expected)).expand_as(expected)
+        yield Error(share(found, expected, bound), "x; bound one step of the format at amax")
+
+
+# --- norms, activations, amax, scale updates ---
+
+
+def _float64(desc: Any) -> Any:
+    """Return ``desc`` with every dtype float64: what the judge computes."""
+    if isinstance(desc, NormBackwardDesc):
+        return NormBackwardDesc(_float64(desc.norm))
+    return replace(desc, dtype=torch.float64, out_dtype=torch.float64)
+
+
+def _in_float64(
+    bench: Bench, desc: Any, arguments: Sequence[torch.Tensor | None]
+) -> Iterator[Error]:
+    there = [None if own is None else own.to(bench.device) for own in arguments]
+    wide = [None if own is None else own.double() for own in arguments]
+    found = bench.bind(desc)(*there)
+    expected = bench.judge.bind(_float64(desc), cases.CPU)(*wide)
+    if isinstance(found, torch.Tensor):
+        found, expected = [found], [expected]
+    for own, other in zip(found, expected, strict=True):
+        if own is None or other is None:
+            yield Error(EQUAL if own is other else UNEQUAL, "float64")
+            continue
+        bound = torch.finfo(own.dtype).eps * other.abs() + 2**-18 * other.abs().amax()
+        yield Error(share(own, other, bound), "float64; bound 1 ulp + 2^-18 amax")
+
+
+def _norm(bench: Bench, need: Need) -> Iterator[Error]:
+    desc = need.desc
+    assert isinstance(desc, NormDesc | NormBackwardDesc)
+    yield from _in_float64(bench, desc, cases.norm_arguments(desc, bench.judge))
+
+
+def _activation(bench: Bench, need: Need) -> Iterator[Error]:
+    desc = need.desc
+    assert isinstance(desc, ActivationDesc | ActivationBackwardDesc)
+    yield from _in_float64(bench, desc, cases.pointwise_arguments(desc))
+
+
+def _amax_op(bench: Bench, need: Need) -> Iterator[Error]:
+    desc = need.desc
+    assert isinstance(desc, AmaxDesc)
+    x = cases.tensor("input", desc.dtype)
+    found = bench.bind(desc)(x.to(bench.device))
+    expected = max(abs(value) for row in x.tolist() for value in row)
+    is_equal = found.cpu().tolist() == [expected]
+    yield Error(EQUAL if is_equal else UNEQUAL, "the largest magnitude, bit for bit")
+
+
+def _scale_update(bench: Bench, need: Need) -> Iterator[Error]:
+    """Three slots worked out by hand: a new amax, an older and larger one, nothing recorded."""
+    desc = need.desc
+    assert isinstance(desc, ScaleUpdateDesc)
+    history = torch.tensor([[4.0, 4.0, 0.0], [1.0, 2.0, 3.0], [2.0, 8.0, 5.0]])
+    scale, target = torch.ones(3), torch.full((3,), 448.0)
+    there = [own.to(bench.device) for own in (history, scale, target)]
+    bench.bind(desc)(*([own] for own in there))
+    second = 56.0 if desc.algorithm == "max" else 112.0  # 448 / 8, or 448 / 4
+    expected = [
+        [[0.0, 0.0, 0.0], [2.0, 8.0, 3.0], [4.0, 4.0, 5.0]],
+        [112.0, second, 1.0],  # 448 / 4; the third keeps what it had
+    ]
+    found = [there[0].cpu().tolist(), there[1].cpu().tolist()]
+    yield Error(EQUAL if found == expected else UNEQUAL, "an example worked out by hand")
+
+
+_RUNS: dict[str, Callable[[Bench, Need], Iterator[Error]]] = {
+    "activation": _activation,
+    "activation_backward": _activation,
+    "activation_backward_quantize": fused.quantizing,
+    "activation_quantize": fused.quantizing,
+    "add_norm": fused.add_norm,
+    "amax": _amax_op,
+    "dequantize": _dequantize,
+    "gemm": _gemm,
+    "grouped_gemm": _grouped_gemm,
+    "norm": _norm,
+    "norm_backward": _norm,
+    "norm_backward_quantize": fused.quantizing,
+    "norm_quantize": fused.quantizing,
+    "quantize": _quantize,
+    "scale_update": _scale_update,
+}

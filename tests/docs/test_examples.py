@@ -1,0 +1,45 @@
+"""The examples run from the command line and do what they say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import DOCS
+
+
+def printed(example: str, *arguments: str, folder: Path) -> str:
+    """What an example prints, run as its page says."""
+    command = [sys.executable, str(DOCS / "examples" / example), *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("name", "floor"), [("mxfp8", 93.0), ("delayed", 93.0), ("nvfp4", 90.0)])
+def test_classifier_learns_the_digits(name: str, floor: float, tmp_path: Path) -> None:
+    settings = ("--recipe", name, "--epochs", "6", "--hidden", "64")
+    out = printed("classifier.py", *settings, folder=tmp_path)
+    accuracies = dict(re.findall(r"^(\w+): ([\d.]+)% of", out, flags=re.MULTILINE))
+    assert set(accuracies) == {"float32", name}
+    assert float(accuracies["float32"]) > 93.0
+    assert float(accuracies[name]) > floor
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "delayed"])
+def test_llama_is_converted_and_learns(name: str, tmp_path: Path) -> None:
+    settings = ("--recipe", name, "--steps", "20", "--hidden", "32", "--rows", "4")
+    out = printed("llama.py", *settings, folder=tmp_path)
+    assert "14 of 15 linear layers converted" in out
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)$", out, flags=re.MULTILINE)]
+    assert losses[0] > 5.0  # ln 256 = 5.5: random weights
+    assert losses[-1] < 0.75 * losses[0]
+
+
+@pytest.mark.parametrize("example", sorted((DOCS / "examples").glob("*.py")), ids=lambda p: p.stem)
+def test_example_is_short(example: Path) -> None:
+    assert len(example.read_text(encoding="utf-8").splitlines()) < 80

@@ -1,0 +1,120 @@
+"""The code in README and documentation runs as written, and the commands they show exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fp8core
+from fp8core import recipe
+from fp8core.dispatch.settings import VARIABLES
+from tests.docs import pages
+from tests.docs.pages import DOCS, PAGES, README, ROOT
+
+# A misspelt language would take a block out of the tests.
+LANGUAGES = {"", "python", "sh", "text", "toml", "ini"}
+EXAMPLES = [block.code for block in pages.blocks(README) if block.runs]
+RUNNING = [page for page in PAGES if pages.script(page).strip()]
+LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(#[^)]*)?\)")
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def run(code: str, folder: Path, filename: str) -> None:
+    (folder / filename).write_text(code, encoding="utf-8")
+    command = [sys.executable, "-W", "error", str(folder / filename)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_readme_has_python_examples() -> None:
+    assert len(EXAMPLES) >= 2
+
+
+@pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_readme_example_runs_in_a_fresh_interpreter(code: str, tmp_path: Path) -> None:
+    run(code, tmp_path, "readme.py")
+
+
+@pytest.mark.parametrize("page", RUNNING, ids=name)
+def test_blocks_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path) -> None:
+    run(pages.script(page), tmp_path, f"{page.stem}.md.py")
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=name)
+def test_every_block_says_what_it_is(page: Path) -> None:
+    for block in pages.blocks(page):
+        language = (block.info.split() or [""])[0]
+        is_directive = language.startswith("{")
+        assert is_directive or language in LANGUAGES, f"{name(page)}:{block.line}: {block.info}"
+
+
+def test_lines_of_the_script_are_those_of_the_page() -> None:
+    page = DOCS / "quickstart.md"
+    written, run = page.read_text("utf-8").splitlines(), pages.script(page).splitlines()
+    assert [line for line, own in zip(written, run, strict=False) if own] == list(filter(None, run))
+
+
+def test_block_that_is_not_to_run_does_not(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python no-run\n1 / 0\n```\n\n```python\nx = 1\n```\n")
+    assert pages.script(page).strip() == "x = 1"
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=name)
+def test_commands_of_a_page_are_understood(page: Path) -> None:
+    parser = importlib.import_module("fp8core.__main__").make_parser()
+    for line in pages.commands(page):
+        for part in line.split("&&"):
+            program, *arguments = shlex.split(part)
+            if program == "fp8core":
+                parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=name)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target, _ in LINK.findall(prose):
+        assert (page.parent / target).exists(), f"{name(page)} links to {target}"
+
+
+def table_rows(page: str) -> list[tuple[str, str]]:
+    """The first two cells of each row of a page's tables."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(r"^\| (.+?) \| (.+?) \|", text, flags=re.MULTILINE)
+
+
+def test_names_that_stay_the_same_exist_and_the_others_do_not() -> None:
+    rows = table_rows("migrating-from-transformer-engine.md")
+    name = re.compile(r"`(?:ops\.)?([A-Za-z_0-9]+)(?:\([^`]*\))?`")
+    same = {own for first, second in rows if "the same" in second for own in name.findall(first)}
+    refused = {
+        own
+        for first, second in rows
+        if second.startswith("not offered")
+        for own in name.findall(first)
+    }
+    assert {"Linear", "autocast", "checkpoint", "NVFP4BlockScaling", "MXFP8Tensor"} <= same
+    offered = {*vars(fp8core), *vars(recipe)}
+    assert same - offered == set()
+    assert refused & offered == set()
+
+
+@pytest.mark.parametrize("marker", ["demo-command", "test-command"])
+def test_readme_marks_each_command_once(marker: str) -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(re.findall(rf"<!-- {marker} -->\n```sh\n[^\n]+\n```", text)) == 1
+
+
+def test_environment_page_lists_every_variable_with_its_meaning() -> None:
+    page = (DOCS / "environment.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| `(FP8CORE_\w+)` \| (.+) \|$", page, flags=re.MULTILINE))
+    assert rows == dict(VARIABLES)

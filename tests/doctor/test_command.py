@@ -1,0 +1,235 @@
+"""The command ``fp8core doctor``: text and JSON, exit statuses, and backends that crash or hang."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8core.backend_api import OPS
+from fp8core.doctor import report as doctor
+from fp8core.doctor.findings import here
+from tests.dispatch import toys
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def isolated() -> Iterator[None]:
+    with toys.isolation():
+        yield
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """``command("doctor", ...)`` returns the exit status, what was printed, and the errors."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = importlib.import_module("fp8core.__main__").main(arguments)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def as_json(report: doctor.Report) -> object:
+    return json.loads(json.dumps(dataclasses.asdict(report)))
+
+
+def test_command_prints_the_report_as_json(command: Callable[..., tuple[int, str, str]]) -> None:
+    status, out, _ = command("doctor", "--json")
+    assert (status, json.loads(out)) == (0, as_json(doctor.examine(here)))
+
+
+def test_command_prints_every_part_of_the_report(
+    command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_nowhere")
+    monkeypatch.setenv("FP8CORE_STRCT", "1")
+    status, out, _ = command("doctor")
+    assert status == 0
+    for part in (
+        f"torch {torch.__version__}",
+        "devices: cpu ",
+        " * reference    ok  [cpu/meta, any other device on request]",
+        "FAIL: ModuleNotFoundError: No module named 'toy_nowhere'  [FP8CORE_PLUGINS=toy_nowhere]",
+        "formats: e2m1, e4m3, e5m2, e8m0",
+        "recipes: delayed, current, mxfp8, block, nvfp4, rowwise",
+        "   FP8CORE_PLUGINS=toy_nowhere",
+        "notes\n   FP8CORE_STRCT is set",
+    ):
+        assert part in out
+    assert "\x1b" not in out  # no colours
+
+
+@pytest.mark.parametrize("option", [(), ("--json",)], ids=["text", "json"])
+def test_command_fails_when_what_is_asked_for_cannot_be_used(
+    option: tuple[str, ...],
+    command: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FP8CORE_BACKEND", "refrence")
+    status, out, _ = command("doctor", *option)
+    assert status == 1
+    assert "Did you mean 'reference'?" in out
+
+
+def test_command_fails_with_the_reason_when_a_setting_is_invalid(
+    command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FP8CORE_STRICT", "perhaps")
+    status, _, err = command("doctor")
+    assert (status, err) == (1, "fp8core doctor: FP8CORE_STRICT='perhaps': expected 0 or 1.\n")
+
+
+@pytest.mark.parametrize("arguments", [(), ("doctr",), ("doctor", "--jsn")], ids=" ".join)
+def test_bad_usage_exits_with_2(
+    arguments: tuple[str, ...], command: Callable[..., tuple[int, str, str]]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command(*arguments)
+    assert caught.value.code == 2
+
+
+def test_unknown_device_is_bad_usage_with_the_nearest(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command("doctor", "cudaa")
+    assert caught.value.code == 2
+    assert "Did you mean 'cuda'?" in capsys.readouterr().err
+
+
+def test_command_fails_for_a_device_that_is_not_here(command: Command) -> None:
+    status, out, _ = command("doctor", "cuda:99")
+    assert status == 1
+    assert re.search(r"problems\n   (torch finds no cuda device here|there is no cuda:99)", out)
+    assert "gemm" in out.partition("by its declarations")[2]
+
+
+PLUGIN = """
+import os, signal, sys, time
+from fp8core.backend_api import BackendSpec, hookimpl
+from fp8core_backends.reference.backend import ReferenceBackend
+
+def crash():
+    print("about to crash")
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def hang():
+    time.sleep(600)
+
+def leave():
+    os._exit(0)
+
+class Backend(ReferenceBackend):
+    def bind(self, desc, device):
+        run = super().bind(desc, device)
+        def wild(*args, **kwargs):
+            {act}()
+            return run(*args, **kwargs)
+        return wild if desc.op == "{op}" else run
+
+def made():
+    {act}()
+
+if "{when}" == "load":
+    {act}()
+
+@hookimpl
+def fp8core_doctor(report):
+    if "{when}" == "hook":
+        {act}()
+
+@hookimpl
+def fp8core_register_backends(register):
+    register(BackendSpec("wild", ("cpu",), "toy_wild:{factory}", priority={priority}))
+"""
+
+
+@pytest.fixture
+def wild(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``wild(act, op=, factory=, priority=, when=)`` installs a backend with one misdeed."""
+
+    def install(act: str, **where: object) -> None:
+        fields = {"op": "", "factory": "Backend", "priority": -1, "when": ""} | where
+        (tmp_path / "toy_wild.py").write_text(PLUGIN.format(act=act, **fields))
+        paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setenv("FP8CORE_PLUGINS", "toy_wild")
+
+    return install
+
+
+def failures(out: str) -> dict[str, str | None]:
+    """Why each operation of the backend ``wild`` failed."""
+    found = json.loads(out)["selftests"]
+    return {own["op"]: own["failure"] for own in found if own["backend"] == "wild"}
+
+
+def test_backend_that_crashes_fails_that_operation_alone(
+    command: Command, wild: Callable[..., None]
+) -> None:
+    wild("crash", op="gemm")
+    status, out, _ = command("doctor", "--json")
+    assert status == 0  # nobody asks for it
+    found = failures(out)
+    assert set(found) == set(OPS)
+    assert {op for op, failure in found.items() if failure} == {"gemm"}
+    assert str(found["gemm"]).startswith("killed by SIGSEGV: about to crash")
+
+
+def test_backend_that_hangs_is_ended_and_the_rest_not_run(
+    command: Command, wild: Callable[..., None]
+) -> None:
+    wild("hang", op="gemm", priority=1)
+    status, out, _ = command("doctor", "--json", "--deadline", "6")
+    assert status == 1  # it is the selected one
+    found = failures(out)
+    assert found["gemm"] == "no progress for 6 s, ended"
+    assert found["amax"] is None
+    assert found["norm"] == "not run, after gemm hung"
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [("crash", "killed by SIGSEGV"), ("leave", "exited with status 0")],
+)
+def test_backend_that_ends_the_process_when_imported_cannot_be_used(
+    act: str, reason: str, command: Command, wild: Callable[..., None]
+) -> None:
+    wild(act, factory="made", priority=1)
+    status, out, _ = command("doctor")
+    assert status == 0  # the reference is selected instead
+    assert f"wild         its probe and import: {reason}" in out
+    assert " * reference    ok" in out
+
+
+def test_plugin_that_crashes_when_loaded_is_a_row_with_the_signal(
+    command: Command, wild: Callable[..., None]
+) -> None:
+    wild("crash", when="load")
+    status, out, _ = command("doctor")
+    assert status == 0
+    assert "toy_wild     FAIL: while it was loaded: killed by SIGSEGV: about to crash" in out
+    assert " * reference    ok" in out
+    assert out.count("ok  ") > 10  # the self-test of the reference
+
+
+def test_hook_that_crashes_is_a_note_and_its_backend_is_tested(
+    command: Command, wild: Callable[..., None]
+) -> None:
+    wild("crash", when="hook")
+    status, out, _ = command("doctor", "--json")
+    assert status == 0
+    (note,) = json.loads(out)["notes"]
+    assert note.startswith("plug-in toy_wild: its fp8core_doctor: killed by SIGSEGV")
+    assert set(failures(out).values()) == {None}

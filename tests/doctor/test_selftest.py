@@ -1,0 +1,167 @@
+"""The doctor's self-test: a sound backend passes, and each kind of wrong result is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core.backend_api import OPS, OPTIONAL_OPS, OpDesc, Operand, Quantized
+from fp8core.dispatch import plugins
+from fp8core.doctor.selftest import Check, check
+from fp8core_backends.reference.backend import ReferenceBackend
+from tests.dispatch import toys
+from tests.links import fused_toy
+
+CPU = torch.device("cpu")
+REFERENCE = ReferenceBackend()
+
+
+@pytest.fixture(autouse=True)
+def isolated() -> Iterator[None]:
+    with toys.isolation():
+        yield
+
+
+def spoiled(spoil: Callable[[OpDesc, Any], Any], op: str) -> Check:
+    """The test of ``op`` of a backend whose results go through ``spoil``."""
+
+    def bind(self: toys.ToyBackend, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
+        run = REFERENCE.bind(desc, device)
+        if desc.op != op:
+            return run
+        return lambda *args, **kwargs: spoil(desc, run(*args, **kwargs))
+
+    toys.register(toys.backend("toy", bind=bind))
+    found = check(plugins.load().backends["toy"], op, CPU)
+    assert found is not None
+    return found
+
+
+def unchanged(desc: OpDesc, result: Any) -> Any:
+    return result
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reference_passes(op: str) -> None:
+    found = check(plugins.load().backends["reference"], op, CPU)
+    assert found is not None
+    assert found.failure is None
+    assert found.cases > 0
+    assert found.worst is not None
+    assert 0 <= found.worst <= 1
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_backend_that_computes_as_the_reference_passes(op: str) -> None:
+    found = spoiled(unchanged, op)
+    assert found.failure is None
+    assert found.cases > 0
+
+
+def test_quantize_of_another_backend_is_compared_bit_for_bit() -> None:
+    found = spoiled(unchanged, "quantize")
+    assert (found.worst, found.judged_by) == (0.0, "reference, bit for bit")
+
+
+@pytest.mark.parametrize("op", ["gemm", "norm", "norm_backward", "activation", "dequantize"])
+@pytest.mark.parametrize("factor", [1.5, 0.0, float("nan")])
+def test_wrong_values_are_caught(op: str, factor: float) -> None:
+    def spoil(desc: OpDesc, result: Any) -> Any:
+        parts = (result,) if isinstance(result, torch.Tensor) else result
+        wrong = parts[0] * factor
+        return wrong if isinstance(result, torch.Tensor) else (wrong, *parts[1:])
+
+    assert spoiled(spoil, op).failure is not None
+
+
+def test_gemm_of_another_shape_is_caught() -> None:
+    assert spoiled(lambda desc, result: result[:1], "gemm").failure is not None
+
+
+def test_groups_in_another_order_are_caught() -> None:
+    def spoil(desc: OpDesc, result: Any) -> Any:
+        return result.flip(0) if isinstance(result, torch.Tensor) else result[::-1]
+
+    assert spoiled(spoil, "grouped_gemm").failure is not None
+
+
+def test_amax_that_is_close_is_caught() -> None:
+    assert spoiled(lambda desc, result: result * 1.01, "amax").failure is not None
+
+
+def test_scale_update_that_forgets_is_caught() -> None:
+    def bind(self: toys.ToyBackend, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
+        return lambda *args: None
+
+    toys.register(toys.backend("toy", bind=bind))
+    found = check(plugins.load().backends["toy"], "scale_update", CPU)
+    assert found is not None
+    assert found.failure is not None
+
+
+def test_codes_one_step_off_are_said_not_to_be_equal() -> None:
+    found = spoiled(lambda desc, result: shifted(result, 1), "quantize")
+    assert found.worst is None or found.worst > 0
+    assert "NOT bit for bit" in found.judged_by or found.failure is not None
+
+
+def test_codes_that_stand_for_other_values_are_caught() -> None:
+    assert spoiled(lambda desc, result: shifted(result, 24), "quantize").failure is not None
+
+
+def shifted(made: Quantized, by: int) -> Quantized:
+    def shift(operand: Operand | None) -> Operand | None:
+        return None if operand is None else operand._replace(data=operand.data ^ by)
+
+    return Quantized(shift(made.rowwise), shift(made.columnwise))
+
+
+def test_operation_that_raises_is_a_failure_with_the_descriptor() -> None:
+    def spoil(desc: OpDesc, result: Any) -> Any:
+        raise OSError("no kernel image")
+
+    found = spoiled(spoil, "amax")
+    assert found.failure == "AmaxDesc(bfloat16): OSError: no kernel image"
+
+
+def test_operation_that_is_not_supported_is_not_tested() -> None:
+    toys.register(toys.backend("toy", refuse=lambda desc: "nothing runs here"))
+    assert check(plugins.load().backends["toy"], "gemm", CPU) is None
+
+
+def test_without_the_judge_nothing_is_said_to_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8CORE_DISABLE_PLUGINS", "reference")
+    toys.register(toys.backend("toy"))
+    found = check(plugins.load().backends["toy"], "gemm", CPU)
+    assert found is not None
+    assert found.failure == "the judge, backend 'reference', is not installed"
+
+
+@pytest.mark.parametrize("op", OPTIONAL_OPS)
+def test_fusion_that_equals_its_pair_passes(op: str) -> None:
+    with fused_toy.installed(op):
+        found = check(plugins.load().backends["fused_toy"], op, CPU)
+    assert found is not None
+    assert (found.failure, found.worst) == (None, 0.0)
+    assert found.cases > 1
+
+
+@pytest.mark.parametrize("op", [op for op in OPTIONAL_OPS if op.endswith("_quantize")])
+@pytest.mark.parametrize(
+    "spoil", [fused_toy.swapped, fused_toy.without_columnwise, lambda made: shifted(made, 1)]
+)
+def test_fusion_that_does_not_equal_its_pair_is_caught(
+    op: str, spoil: Callable[[Quantized], Quantized]
+) -> None:
+    with fused_toy.installed(op, spoil=spoil):
+        found = check(plugins.load().backends["fused_toy"], op, CPU)
+    assert found is not None
+    assert found.failure is not None
+    assert found.judged_by == "the pair of this backend, bit for bit"
+
+
+def test_fusion_that_is_not_offered_is_not_tested() -> None:
+    assert check(plugins.load().backends["reference"], "norm_quantize", CPU) is None
