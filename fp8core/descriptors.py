@@ -97,15 +97,12 @@ class QuantizeDesc:
     """``quantize(x, group_offsets=None, *, scale=None, amax_out=None, rng=None) -> Quantized``.
 
     ``x [rows, cols]`` has ``dtype``, any strides, and is on the device the op was bound for.
-    ``group_offsets`` (int64 ``[groups + 1]``, 0 to rows) is given if and only if ``grouped``:
-    each group is then a tensor of its own, with its own amax and blocks. ``scale`` (float32,
-    one entry, or one a group; a multiplier) and ``amax_out`` (likewise; ``amax_out = max(amax_out,
-    amax(x))``, NaN elements ignored; None to record nothing) belong to delayed specs alone.
-    ``rng`` (int64 ``[2]`` on the CPU: seed and offset) belongs to stochastic specs alone; the same
-    ``rng`` gives the same rounding.
-
-    Rows and columns are any that the operands can be stored in: k is a multiple of the block where
-    scales are bytes, and of 2 where two codes share one. Alignment is for products alone.
+    ``group_offsets`` (int64 ``[groups + 1]`` on the CPU, 0 to rows) is given if and only if
+    ``grouped``: each group is then a tensor of its own, with its own amax and blocks. ``scale``
+    (float32, one entry, or one a group; a multiplier) and ``amax_out`` (likewise; ``amax_out =
+    max(amax_out, amax(x))``, NaN elements ignored; None to record nothing) belong to delayed specs
+    alone. ``rng`` (int64 ``[2]`` on the CPU: seed and offset) belongs to stochastic specs alone;
+    the same ``rng`` gives the same rounding.
 
     Raises nothing for values: NaN keeps its place, inf saturates, zero blocks get scale 1.
     """
@@ -170,7 +167,7 @@ class GemmDesc:
 
 @dataclass(frozen=True, slots=True)
 class GroupedGemmDesc(GemmDesc):
-    """One GEMM a group in one call; ``group_offsets`` is int64 ``[groups + 1]``.
+    """One GEMM a group in one call; ``group_offsets`` is int64 ``[groups + 1]`` on the CPU.
 
     ``contract_groups`` False (fprop, dgrad): ``grouped_gemm(a, b, group_offsets, *, bias=None,
     out=None) -> d [m, n]``, ``a [m, k]`` grouped along its rows, ``b`` and ``bias`` a sequence with
@@ -201,13 +198,15 @@ class AmaxDesc:
 
 @dataclass(frozen=True, slots=True)
 class ScaleUpdateDesc:
-    """``scale_update(histories, scales, targets) -> None``: delayed scales, all modules at once.
+    """``scale_update(histories, scales, targets, nonfinite=()) -> None``: all modules at once.
 
     For every slot ``s`` of every state, ``histories[i] [length, slots]`` and ``scales[i] [slots]``
     in float32, updated in place: entry 0 of the history holds the newest amax, rows 1 to
     length - 1 the older ones, the oldest first. See numerics.md's table of DelayedScaling: the amax
     of the window is taken first, then the window rolls and entry 0 becomes 0; ``scale = target /
     amax``, unless amax is 0 or not finite (then nothing of that slot changes but entry 0).
+    ``nonfinite[i]``, int64 ``[1]``, grows by the number of newest amaxes that are not finite; an
+    empty sequence counts nothing.
     ``algorithm`` is ``"max"`` or ``"most_recent"``.
     """
 

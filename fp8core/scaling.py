@@ -10,6 +10,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -70,23 +71,33 @@ class DelayedState:
 
 
 def update(states: Iterable[DelayedState]) -> None:
-    """Turn the newest amaxes of ``states`` into scales; reduce them over each state's group."""
-    ordered = sorted(states, key=lambda state: state.order)
-    with torch.no_grad():
-        for _, members in _partition(ordered, lambda state: id(state.group)):
-            if members[0].group is not None:
-                _reduce(members, members[0].group)
-        _count_nonfinite(ordered)
-        for advance, members in _partition(ordered, lambda state: state.advance):
-            if advance is None:
-                for state in members:
-                    _advance_by_user(state)
-            else:
-                advance(
-                    [state.amax_history for state in members],
-                    [state.scale for state in members],
-                    [state.targets for state in members],
-                )
+    """Turn the newest amaxes of ``states`` into scales; reduce them over each state's group.
+
+    Called twice a step, so that a lone layer feels it. States are buffers, which need no gradient:
+    nothing here has to be kept from autograd.
+    """
+    ordered = sorted(states, key=_order_of)
+    for group, members in _partition(ordered, _group_of):
+        if group is not None:
+            _reduce(members, group)
+    if ordered and ordered[0].scale.device.type == "cpu":  # to ask a device is to wait for it
+        _report_nonfinite(ordered)
+    for advance, members in _partition(ordered, _advance_of):
+        if advance is None:
+            for state in members:
+                _advance_by_user(state)
+        else:
+            advance(
+                [state.amax_history for state in members],
+                [state.scale for state in members],
+                [state.targets for state in members],
+                [state.nonfinite for state in members],
+            )
+
+
+_order_of = attrgetter("order")
+_group_of = attrgetter("group")
+_advance_of = attrgetter("advance")
 
 
 def discard(states: Iterable[DelayedState]) -> None:
@@ -101,6 +112,9 @@ def discard(states: Iterable[DelayedState]) -> None:
 def _partition(
     states: Sequence[DelayedState], key: Callable[[DelayedState], Any]
 ) -> list[tuple[Any, list[DelayedState]]]:
+    """Group ``states`` by ``key``, which is equal where it is the same object."""
+    if len(states) == 1:
+        return [(key(states[0]), list(states))]
     parts: dict[Any, list[DelayedState]] = {}
     for state in states:
         parts.setdefault(key(state), []).append(state)
@@ -117,15 +131,12 @@ def _reduce(states: Sequence[DelayedState], group: torch.distributed.ProcessGrou
     torch._foreach_copy_(newest, list(torch.split(flat, [part.numel() for part in newest])))
 
 
-def _count_nonfinite(states: Sequence[DelayedState]) -> None:
+def _report_nonfinite(states: Sequence[DelayedState]) -> None:
+    """Name the layers whose amaxes are not finite; on a device they are counted alone."""
     for state in states:
-        newest = state.amax_history[0]
-        if state.scale.device.type != "cpu":  # to ask a device is to wait for it: count, no report
-            state.nonfinite += (~torch.isfinite(newest)).sum()
-            continue
-        bad = [slot for slot, amax in enumerate(newest.tolist()) if not math.isfinite(amax)]
+        newest = state.amax_history[0].tolist()
+        bad = [slot for slot, amax in enumerate(newest) if not math.isfinite(amax)]
         if bad:
-            state.nonfinite += len(bad)
             log_once(
                 f"{state.owner}: the amax of slots {bad} is not finite and was not recorded; "
                 f"their scales are unchanged"
@@ -136,6 +147,7 @@ def _advance_by_user(state: DelayedState) -> None:
     """Advance one state with the user's own functions, under the same rules of what is recorded."""
     history, plan = state.amax_history, state.plan
     newest = history[0]
+    state.nonfinite += (~torch.isfinite(newest)).sum()
     recorded = torch.isfinite(newest) & (newest > 0)
     window = torch.cat((history[1:], newest[None]))
     if callable(plan.amax_algorithm):

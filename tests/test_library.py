@@ -184,6 +184,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         [torch.rand(3, 2), torch.rand(3, 4)],
         [torch.ones(2), torch.ones(4)],
         [torch.ones(2), torch.ones(4)],
+        [torch.zeros(1, dtype=torch.int64) for _ in range(2)],
     ),
     "norm": lambda: (OPS.norm, text(NORM), rand(4, 8), rand(8), rand(8)),
     "norm_rms": lambda: (OPS.norm, text(RMS), rand(4, 8), rand(8), None),

@@ -18,11 +18,14 @@ def scale_update(
     histories: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
+    nonfinite: Sequence[torch.Tensor] = (),
 ) -> None:
     """Advance histories ``[length, slots]`` and scales ``[slots]`` in place; see the backend API.
 
     Source: docs/numerics.md 3.1. A non-finite newest amax is not recorded.
     """
+    for history, count in zip(histories, nonfinite, strict=bool(nonfinite)):
+        count += (~torch.isfinite(history[0])).sum()
     by_length: dict[int, list[int]] = {}
     for index, history in enumerate(histories):
         by_length.setdefault(history.shape[0], []).append(index)

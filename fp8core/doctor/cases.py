@@ -106,7 +106,7 @@ def quantize_keywords(desc: QuantizeDesc, device: torch.device) -> dict[str, tor
 def _quantized(
     who: Backend, device: torch.device, desc: QuantizeDesc, x: torch.Tensor
 ) -> Quantized:
-    offsets = [torch.tensor(OFFSETS, device=device)] if desc.grouped else []
+    offsets = [torch.tensor(OFFSETS, device="cpu")] if desc.grouped else []
     keywords = quantize_keywords(desc, device)
     made: Quantized = who.bind(desc, device)(x.to(device), *offsets, **keywords)
     return made

@@ -84,8 +84,8 @@ def _amax(text: str, operation: Operation) -> Call:
 
 
 def _scale_update(text: str, operation: Operation) -> Call:
-    return lambda histories, scales, targets: operators._scale_update(
-        text, list(histories), list(scales), list(targets)
+    return lambda histories, scales, targets, nonfinite=(): operators._scale_update(
+        text, list(histories), list(scales), list(targets), list(nonfinite)
     )
 
 

@@ -183,11 +183,14 @@ def _amax(text: str, x: torch.Tensor) -> torch.Tensor:
 
 
 @define(
-    "(str operation, Tensor(a!)[] histories, Tensor(b!)[] scales, Tensor[] targets) -> ()",
-    lambda text, histories, scales, targets: None,
+    "(str operation, Tensor(a!)[] histories, Tensor(b!)[] scales, Tensor[] targets, "
+    "Tensor(c!)[] nonfinite) -> ()",
+    lambda text, histories, scales, targets, nonfinite: None,
 )
-def _scale_update(text: str, histories: Tensors, scales: Tensors, targets: Tensors) -> None:
-    bound(text, scales[0].device)(histories, scales, targets)
+def _scale_update(
+    text: str, histories: Tensors, scales: Tensors, targets: Tensors, nonfinite: Tensors
+) -> None:
+    bound(text, scales[0].device)(histories, scales, targets, nonfinite)
 
 
 # GEMMs

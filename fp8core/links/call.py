@@ -15,7 +15,7 @@ __all__ = ["DENSE", "Call"]
 class Call(NamedTuple):
     """What one call of a layer adds to its tensors.
 
-    ``groups`` is ``(group_offsets,)``, int64 ``[groups + 1]``, or ``()`` for a dense layer;
+    ``groups`` is ``(group_offsets,)``, int64 ``[groups + 1]`` on the CPU, or ``()`` if dense;
     ``splits`` are the same sizes as integers. ``rng`` int64 ``[2]`` is the seed and offset of
     dropout and stochastic rounding. ``first_microbatch`` True quantizes the weight anew, False
     takes the one kept, None decides by whether it has changed. ``backward_pass`` is set in a

@@ -37,16 +37,15 @@ class LayerPadding:
         )
         if not call.groups:
             return PaddedCall(self, padded[0], None, ())
-        offsets = call.groups[0]
         # The sizes are on the CPU, whatever torch's default device is.
         ends = torch.tensor([0, *padded], device="cpu").cumsum(0)
         counts = torch.tensor(sizes, device="cpu")
-        # Row r of group g moves from offsets[g] + r to ends[g] + r.
+        # Row r of group g moves from where its group began, by as much as the groups before grew.
         shift = (ends[:-1] - (counts.cumsum(0) - counts)).repeat_interleave(
             counts, output_size=rows
         )
-        index = (torch.arange(rows, device="cpu") + shift).to(offsets.device)
-        return PaddedCall(self, sum(padded), index, (ends.to(offsets),))
+        index = torch.arange(rows, device="cpu") + shift
+        return PaddedCall(self, sum(padded), index, (ends,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,12 +76,12 @@ class PaddedCall:
 
     def cut(self, y: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         """Return the ``[rows, columns]`` of ``y`` that are not padding, contiguous."""
-        kept = y[:rows] if self.index is None else y.index_select(0, self.index)
+        kept = y[:rows] if self.index is None else y.index_select(0, self.index.to(y.device))
         return kept[:, :columns].contiguous()
 
     def _pad(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         if self.index is None:
             return torch.nn.functional.pad(x, (0, columns, 0, self.rows - x.shape[0]))
         padded = x.new_zeros(self.rows, x.shape[1] + columns)
-        padded[self.index, : x.shape[1]] = x
+        padded[self.index.to(x.device), : x.shape[1]] = x
         return padded

@@ -88,9 +88,9 @@ def quantize_keywords(
     return {}
 
 
-def group_offsets(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return the offsets ``[groups + 1]`` of groups of these sizes."""
-    return torch.tensor([0, *sizes], device="cpu").cumsum(0).to(device)
+def group_offsets(sizes: Sequence[int]) -> torch.Tensor:
+    """Return the offsets ``[groups + 1]`` of groups of these sizes, on the CPU."""
+    return torch.tensor([0, *sizes], device="cpu").cumsum(0)
 
 
 def operand(
@@ -116,7 +116,7 @@ def _quantize(subject: Subject, desc: QuantizeDesc) -> Call:
         step = storage_step(subject, desc.columnwise)
         sizes = [0, up(33, step), up(1, step), 0, up(9, step)]
         x = inputs.matrix("holes", *quantize_size(subject, desc, sum(sizes), 70), desc.dtype)
-        offsets = (group_offsets(sizes, subject.device),)
+        offsets = (group_offsets(sizes),)
     else:
         sizes = [0]
         x = inputs.matrix("holes", *quantize_size(subject, desc, 33, 70), desc.dtype)
@@ -173,7 +173,7 @@ def grouped_operands(
     step = align.k if desc.contract_groups else align.m
     sizes = [up(size, step) for size in rows]
     total = sum(sizes)
-    offsets = group_offsets(sizes, subject.device)
+    offsets = group_offsets(sizes)
     m, n = up(6, align.m), up(10, align.n)
     dtype = torch.float32 if desc.low_precision else desc.out_dtype
     if desc.contract_groups:

@@ -40,7 +40,7 @@ def _both(subject: Subject, desc: QuantizeDesc, x: torch.Tensor, *sizes: int) ->
     """Quantize ``x`` (on the CPU), in groups of ``sizes`` rows if there are any."""
     keywords = [quantize_keywords(subject, desc, max(len(sizes), 1)) for _ in range(2)]
     keywords[1] = on_cpu(keywords[1])
-    groups = (group_offsets(sizes, torch.device("cpu")),) if sizes else ()
+    groups = (group_offsets(sizes),) if sizes else ()
     ours = subject.run(desc, *subject.here((x, *groups)), **keywords[0])
     theirs = subject.judging(desc)(x, *groups, **keywords[1])
     amaxes = (keywords[0].get("amax_out"), keywords[1].get("amax_out"))
@@ -233,7 +233,7 @@ def quantize_stops_blocks_at_group_boundaries(subject: Subject, desc: QuantizeDe
     rows, cols = quantize_size(subject, desc, sum(sizes), 70)
     x = inputs.matrix("decades", rows, cols, desc.dtype)
     made = _both(subject, desc, x, *sizes).ours
-    offsets = group_offsets(sizes, torch.device("cpu")).tolist()
+    offsets = group_offsets(sizes).tolist()
     dense = QuantizeDesc(desc.dtype, desc.rowwise, desc.columnwise)
     keywords = quantize_keywords(subject, desc, len(sizes))
     split = [
@@ -269,7 +269,7 @@ def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeD
     shape = quantize_size(subject, desc, sum(sizes) or 33, 70)
     for kind in ("decades", "holes", "nonfinite"):
         x = subject.here(inputs.matrix(kind, *shape, desc.dtype))
-        groups = (group_offsets(sizes, subject.device),) if sizes else ()
+        groups = (group_offsets(sizes),) if sizes else ()
 
         def run(own: QuantizeDesc, x: Any = x, groups: Any = groups) -> Quantized:
             keywords = quantize_keywords(subject, own, max(len(sizes), 1))

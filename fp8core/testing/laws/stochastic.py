@@ -34,7 +34,7 @@ def _given(subject: Subject, desc: QuantizeDesc) -> tuple[torch.Tensor, ...]:
     x = inputs.moderate(*quantize_size(subject, desc, rows, 96), desc.dtype)
     if not desc.grouped:
         return (subject.here(x),)
-    return subject.here(torch.cat((x, x))), group_offsets((len(x), len(x)), subject.device)
+    return subject.here(torch.cat((x, x))), group_offsets((len(x), len(x)))
 
 
 def _run(subject: Subject, desc: QuantizeDesc, seed: int, offset: int) -> Quantized:
