@@ -21,30 +21,29 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 @functools.lru_cache(maxsize=16)
-def _hadamard_matrix(device: torch.device) -> torch.Tensor:
-    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
-    for _ in range(4):
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
-    signs = torch.tensor(_SIGNS, dtype=torch.float32, device="cpu")
-    return (signs[:, None] * matrix / 4).to(device)
+def _signs(device: torch.device) -> torch.Tensor:
+    return torch.tensor(_SIGNS, dtype=torch.float32, device="cpu").to(device)
 
 
 def hadamard16(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Transform every 16 elements along ``dim`` by ``diag(signs) H / 4``; bf16 in and out.
 
     The matrix is orthogonal, so a GEMM over two operands transformed along k is unchanged but for
-    rounding. Source: docs/numerics.md 3.5.
+    rounding. Sums are float32, of two at a time in a fixed order, so that every device makes the
+    same bits. Source: docs/numerics.md 3.5.
     """
     rows, cols = x.shape
-    # A matrix made of a tensor subclass (fake while tracing) must not outlive its mode.
-    build = _hadamard_matrix if type(x) is torch.Tensor else _hadamard_matrix.__wrapped__
-    matrix = build(x.device)
     values = x.to(torch.bfloat16).to(torch.float32)
     if dim == 0:
-        turned = torch.einsum("bic,ij->bjc", values.reshape(rows // 16, 16, cols), matrix)
-    else:
-        turned = values.reshape(rows, cols // 16, 16) @ matrix
-    return turned.reshape(rows, cols).to(torch.bfloat16)
+        values = values.t()
+    # Signs made of a tensor subclass (fake while tracing) must not outlive its mode.
+    make = _signs if type(x) is torch.Tensor else _signs.__wrapped__
+    turned = values.reshape(-1, 16) * make(x.device)
+    for half in (1, 2, 4, 8):  # H of 2 h elements is [[H, H], [H, -H]] of h
+        first, second = turned.reshape(-1, 8 // half, 2, half).unbind(2)
+        turned = torch.stack((first + second, first - second), 2)
+    turned = turned.reshape(values.shape) / 4
+    return (turned.t() if dim == 0 else turned).reshape(rows, cols).to(torch.bfloat16)
 
 
 TRANSFORMS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {"hadamard16": hadamard16}

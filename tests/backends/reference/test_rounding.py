@@ -193,7 +193,7 @@ def test_hadamard_writes_no_input() -> None:
 
 
 def test_hadamard_under_a_fake_mode_leaves_no_fake_tensor_behind() -> None:
-    operands._hadamard_matrix.cache_clear()
+    operands._signs.cache_clear()
     with FakeTensorMode():
         rounding.hadamard16(torch.ones(16, 16), 1)
     assert rounding.hadamard16(torch.ones(16, 16), 1).sum() == 16 * 4
