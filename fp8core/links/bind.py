@@ -199,7 +199,10 @@ def gemm_desc(name: str, plan: LinearPlan, shape: LinearShape, dtype: torch.dtyp
     # In high precision the result is rounded to the activation dtype first, as torch.autocast does.
     is_low = gemm.a is not None or gemm.b is not None
     out_dtype = shape.weight_dtype if name == "wgrad" and is_low else dtype
-    fields = (gemm.a, gemm.b, out_dtype, False, gemm.fast_accumulation)
+    accumulates = name == "wgrad" and shape.accumulates
+    if accumulates:
+        out_dtype = torch.float32
+    fields = (gemm.a, gemm.b, out_dtype, accumulates, gemm.fast_accumulation)
     if not shape.groups:
         return GemmDesc(*fields)
     return GroupedGemmDesc(*fields, contract_groups=name == "wgrad")

@@ -10,6 +10,7 @@ import torch
 
 from fp8core.backend_api import Operand
 from fp8core.dispatch.select import Choice
+from fp8core.links.main_grad import Accumulating, accumulate
 from fp8core.links.padding import LayerPadding, PaddedCall
 from fp8core.links.protocol import Backward, Call, Forward, Handed, Saved, Want
 from fp8core.quantizer import Quantizer
@@ -22,13 +23,17 @@ _NOT_SAVED: Saved = (None, None, None)
 
 
 class LinearShape(NamedTuple):
-    """What a linear layer is, apart from its recipe; ``groups`` is 0 for a dense layer."""
+    """What a linear layer is, apart from its recipe; ``groups`` is 0 for a dense layer.
+
+    ``accumulates``: weight gradients are added to ``weight.main_grad``.
+    """
 
     in_features: int
     out_features: int
     weight_dtype: torch.dtype
     bias_dtype: torch.dtype | None
     groups: int = 0
+    accumulates: bool = False
 
     @property
     def num_weights(self) -> int:
@@ -82,6 +87,8 @@ class LinearLink:
         end = 1 + self.num_weights
         need_input, need_weight = needs[0], True in needs[1:end]
         has_sums = True in needs[end:]
+        if isinstance(context, Accumulating):
+            context = context.padded
         padded = context if isinstance(context, PaddedCall) else None
         if padded is None and not call.groups and not self.needs_rng:
             return self._plain(True, need_input, need_weight, has_sums)
@@ -133,15 +140,17 @@ class LinearLink:
             source=params[:count] if is_grouped else params[0],
         )
         bias: Any = (biases if is_grouped else biases[0]) if biases else None
-        x_row, x_column = x.operands
+        x_row, x_column = x.take()
         y: Any = self.fprop(x_row, w_row, *groups, bias=bias)  # [m, k] x [n, k] -> [m, n]
+        x_row = w_row = None  # not needed while the next link quantizes y
         if padded is not None:
             y = padded.cut(y, x.rows, self.shape.out_features)
         saved = [*(_NOT_SAVED if x_column is None else x_column)]
         if needs[0]:
             for operand in w_column if is_grouped else (w_column,):
                 saved.extend(operand)
-        return Forward(y if out is None else out(y), saved, padded)
+        kept = Accumulating(padded, tuple(params[:count])) if self.shape.accumulates else padded
+        return Forward(y if out is None else out(y), saved, kept)
 
     def backward(
         self,
@@ -155,7 +164,7 @@ class LinearLink:
         """Compute grad_input by dgrad, grad_weight by wgrad, each only if needed."""
         end = 1 + self.num_weights
         groups = call.groups if grad.padded is None else grad.padded.groups
-        dy_row, dy_column = grad.operands
+        dy_row, dy_column = grad.take()
         grad_input: Any = None
         grad_weights: Sequence[torch.Tensor | None] = [None] * self.num_weights
         if self.backward_state is not None and (dy_row is not None or dy_column is not None):
@@ -163,13 +172,20 @@ class LinearLink:
         if needs[0]:
             # [m, n] x [k, n] -> [m, k]
             grad_input = self.dgrad(dy_row, self._saved_weight(saved), *groups)
+            dy_row = None  # not needed while grad_weight is made
             if grad.padded is not None:
                 grad_input = grad.padded.cut(grad_input, grad.rows, self.shape.in_features)
             grad_input = grad_input if out is None else out(grad_input)
         if dy_column is not None:
             x_column = Operand(*saved[:3])  # type: ignore[arg-type]  # data is saved
-            made = self.wgrad(dy_column, x_column, *groups)  # [n, m] x [k, m] -> [n, k]
-            grad_weights = self._grad_weights(made, needs[1:end])
+            operands = (dy_column, x_column, *groups)  # [n, m] x [k, m] -> [n, k]
+            if isinstance(context, Accumulating):
+                is_grouped = bool(self.shape.groups)
+                grad_weights = accumulate(
+                    self.wgrad, operands, context.weights, needs[1:end], is_grouped
+                )
+            else:
+                grad_weights = self._grad_weights(self.wgrad(*operands), needs[1:end])
         return Backward(grad_input, (*grad_weights, *self._grad_biases(grad.sums, needs[end:])))
 
     def _saved_weight(self, saved: Saved) -> Operand | list[Operand]:

@@ -34,16 +34,37 @@ Saved: TypeAlias = "Sequence[torch.Tensor | None]"
 """Plain tensors, so that checkpointing, offload hooks and compilers see them."""
 
 
-class Handed(NamedTuple):
+class Handed:
     """A tensor as its consumer wanted it: quantized, padded, with its column sums if asked for.
 
     ``sums`` are float32 ``[cols]``, one a group, of the tensor before quantization.
     """
 
-    operands: Orientations
-    sums: Sequence[torch.Tensor] = ()
-    padded: PaddedCall | None = None
-    rows: int = 0
+    __slots__ = ("operands", "padded", "rows", "sums")
+
+    def __init__(
+        self,
+        operands: Orientations,
+        sums: Sequence[torch.Tensor] = (),
+        padded: PaddedCall | None = None,
+        rows: int = 0,
+    ) -> None:
+        self.operands = operands
+        self.sums = sums
+        self.padded = padded
+        self.rows = rows
+
+    def take(self) -> Orientations:
+        """Return the operands and forget them, so that each is freed after the GEMM that reads it.
+
+        Whoever calls a link holds on to what it hands over; of a large layer's gradient, two
+        orientations at once are what its peak of memory is made of.
+        """
+        taken, self.operands = self.operands, _TAKEN
+        return taken
+
+
+_TAKEN = Orientations(None, None)
 
 
 class Unadded(NamedTuple):

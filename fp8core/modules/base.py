@@ -46,6 +46,7 @@ class LowPrecisionModule(DelayedModule):
 
     kind: ClassVar[str]
     use_bias: bool
+    fuse_wgrad_accumulation = False
     # What the layer does outside any autocast; high precision if None.
     outside_autocast: Active | None = None
 

@@ -47,6 +47,10 @@ _NO_WATCH = (
     "a monitored layer cannot take part in torch.compile and torch.export: a graph leaves no value "
     "to look at before its cast. Close the monitor, or run the uncompiled model while it is open."
 )
+_NO_MAIN_GRAD = (
+    "fuse_wgrad_accumulation is not offered under torch.compile and torch.export: a graph cannot "
+    "find weight.main_grad. Keep the layer out of the graph with torch.compiler.disable."
+)
 
 
 class Bound(NamedTuple):
@@ -155,6 +159,8 @@ def bind_captured(
             raise UnsupportedError(_NO_CAPTURE)
         if is_watched:
             raise UnsupportedError(_NO_WATCH)
+        if any(isinstance(shape, LinearShape) and shape.accumulates for shape in shapes):
+            raise UnsupportedError(_NO_MAIN_GRAD)
         with table.capturing():
             links = bind_chain(shapes, Site(plan, binding, label, None))
     except Fp8CoreError as error:

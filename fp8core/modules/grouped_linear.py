@@ -26,7 +26,6 @@ __all__ = ["GroupedLinear"]
 
 _NOT_OFFERED = (
     "sequence_parallel",
-    "fuse_wgrad_accumulation",
     "tp_group",
     "tp_size",
     "get_rng_state_tracker",
@@ -88,6 +87,7 @@ class GroupedLinear(LowPrecisionModule):
         self.out_features = check_size("GroupedLinear", "out_features", out_features)
         self.use_bias = bias
         self.return_bias = return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self._init_method = init_method or default_init_method
         target = resolve_device(device)
         for i in range(num_gemms):
@@ -115,7 +115,8 @@ class GroupedLinear(LowPrecisionModule):
         dtype = self._dtype()
         bias_dtype = dtype if self.use_bias and not self.return_bias else None
         sizes = self.in_features, self.out_features
-        return (LinearShape(*sizes, dtype, bias_dtype, self.num_gemms),)
+        more = self.num_gemms, self.fuse_wgrad_accumulation
+        return (LinearShape(*sizes, dtype, bias_dtype, *more),)
 
     def forward(
         self,
@@ -138,9 +139,8 @@ class GroupedLinear(LowPrecisionModule):
         bound = self.bind(input.device, dtype)
         if input.dtype != dtype:
             input = input.to(dtype)
-        # Sizes mean something on meta too, so they stay readable there.
-        where = "cpu" if input.is_meta else input.device
-        offsets = torch.tensor((0, *splits), device=where).cumsum(0)
+        # Known on the host, so they stay there: reading them back would wait for the device.
+        offsets = torch.tensor((0, *splits), device="cpu").cumsum(0)
         rng = new_seed() if bound.needs_rng else None
         params = weights if self.return_bias else weights + biases
         output = self.run_links(

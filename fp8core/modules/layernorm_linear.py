@@ -77,6 +77,7 @@ class LayerNormLinear(Linear):
         super().__init__(
             in_features,
             out_features,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             init_method=init_method,
             bias=bias,
             return_bias=return_bias,

@@ -31,7 +31,6 @@ _NOT_OFFERED = (
     "get_rng_state_tracker",
     "tp_group",
     "tp_size",
-    "fuse_wgrad_accumulation",
     "return_layernorm_output_gathered",
     "set_parallel_mode",
     "ub_overlap_ag",
@@ -120,6 +119,7 @@ class LayerNormMLP(LowPrecisionModule):
         self._activation = activation_shape(activation, activation_params)
         self.zero_centered_gamma = zero_centered_gamma
         self.use_bias, self.return_bias = bias, return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.return_layernorm_output = return_layernorm_output
         self._init_methods = (
             init_method or default_init_method,
@@ -152,13 +152,13 @@ class LayerNormMLP(LowPrecisionModule):
         dtype, hidden, ffn = self._dtype(), self.hidden_size, self.ffn_hidden_size
         inner = ffn * (2 if self._activation.is_gated else 1)
         leaves = (OutputShape(),) if self.return_layernorm_output else ()
-        bias = dtype if self.use_bias else None
+        bias, accumulates = dtype if self.use_bias else None, self.fuse_wgrad_accumulation
         return (
             NormShape(kind, hidden, eps, self.zero_centered_gamma, dtype),
             *leaves,
-            LinearShape(hidden, inner, dtype, bias),
+            LinearShape(hidden, inner, dtype, bias, 0, accumulates),
             self._activation,
-            LinearShape(ffn, hidden, dtype, None if self.return_bias else bias),
+            LinearShape(ffn, hidden, dtype, None if self.return_bias else bias, 0, accumulates),
         )
 
     def link_params(self) -> list[torch.Tensor]:

@@ -25,7 +25,6 @@ __all__ = ["NOT_OFFERED", "Linear"]
 
 NOT_OFFERED = (
     "sequence_parallel",
-    "fuse_wgrad_accumulation",
     "tp_group",
     "tp_size",
     "get_rng_state_tracker",
@@ -57,6 +56,8 @@ class Linear(LowPrecisionModule):
         init_method: fills each weight; the default is normal with standard deviation 0.023.
         bias: whether there is a bias, zero at first.
         return_bias: return ``(y, bias)`` with the bias not added.
+        fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad``, a float32 tensor
+            of the weight's shape that must be there in backward; ``weight.grad`` stays None.
         params_dtype: dtype of the parameters; torch's default dtype if None.
         parameters_split: names of equal parts, or a mapping of names to sizes along out_features;
             the parts are quantized as one tensor.
@@ -106,9 +107,15 @@ class Linear(LowPrecisionModule):
         self.in_features = check_size("Linear", "in_features", in_features)
         self.out_features = check_size("Linear", "out_features", out_features)
         self.return_bias = return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.use_bias = bias
         self._init_method = init_method or default_init_method
         self._parts = split_sizes(parameters_split, out_features)
+        if fuse_wgrad_accumulation and len(self._parts) > 1:
+            raise UnsupportedError(
+                "fuse_wgrad_accumulation=True with parameters_split is not offered: the gradient "
+                "of the whole weight would have to be added to the main_grad of each part."
+            )
         self._make_parameters(resolve_device(device), params_dtype)
         self.reset_parameters()
 
@@ -138,7 +145,8 @@ class Linear(LowPrecisionModule):
         first = self.parameter(f"{self._parts[0][0]}weight")
         assert first is not None
         bias_dtype = first.dtype if self.use_bias and not self.return_bias else None
-        return (LinearShape(self.in_features, self.out_features, first.dtype, bias_dtype),)
+        sizes = self.in_features, self.out_features
+        return (LinearShape(*sizes, first.dtype, bias_dtype, 0, self.fuse_wgrad_accumulation),)
 
     def forward(
         self,

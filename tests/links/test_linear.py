@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -259,3 +260,34 @@ def test_choices_name_the_backend_of_every_gemm_and_tensor() -> None:
         op = layer.bind(torch.device("cpu"), torch.float32).linears[0]
     assert set(op.choices) == {*GEMMS, *TENSORS}
     assert {choice.backend for choice in op.choices.values()} == {"reference"}
+
+
+def test_the_rowwise_gradient_is_gone_when_wgrad_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two orientations of a large gradient are the peak of a layer's memory."""
+    layer = Linear(128, 256)
+    alive: list[bool] = []
+    bind = layer.bind
+
+    def bind_watched(device: torch.device, dtype: torch.dtype) -> Any:
+        bound = bind(device, dtype)
+        link, seen = bound.linears[0], []
+
+        def dgrad(dy: Any, w: Any) -> torch.Tensor:
+            seen.append(weakref.ref(dy.data))
+            made: torch.Tensor = link.dgrad(dy, w)
+            return made
+
+        def wgrad(dy: Any, x: Any) -> torch.Tensor:
+            alive.append(seen[0]() is not None)
+            made: torch.Tensor = link.wgrad(dy, x)
+            return made
+
+        watched = dataclasses.replace(link, dgrad=dgrad, wgrad=wgrad, _plain_wants={})
+        return bound._replace(parts=((watched,),), links=(watched,))
+
+    monkeypatch.setattr(layer, "bind", bind_watched)
+    x = torch.randn(64, 128, requires_grad=True)
+    with autocast(recipe=recipe.MXFP8BlockScaling()):
+        y = layer(x)
+    y.sum().backward()
+    assert alive == [False]

@@ -44,6 +44,7 @@ TE_ARGUMENTS: dict[str, Any] = {
     "use_grouped_tensor": None,
 }
 OFFERED = {
+    "fuse_wgrad_accumulation",
     "num_gemms",
     "in_features",
     "out_features",

@@ -55,6 +55,7 @@ TE_ARGUMENTS: dict[str, Any] = {
     "name": None,
 }
 OFFERED = {
+    "fuse_wgrad_accumulation",
     "in_features",
     "out_features",
     "init_method",
