@@ -20,6 +20,7 @@ from fp8core.errors import (
     UnsupportedError,
 )
 from fp8core.explain import explain
+from fp8core.graphs import make_graphed_callables
 from fp8core.modules.grouped_linear import GroupedLinear
 from fp8core.modules.layernorm_linear import LayerNormLinear
 from fp8core.modules.layernorm_mlp import LayerNormMLP
@@ -71,6 +72,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
+    "make_graphed_callables",
     "monitor",
     "ops",
     "prepare",

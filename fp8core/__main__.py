@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from fp8core import build
 from fp8core.demo import cli as demo
 from fp8core.doctor import command as doctor
 from fp8core.errors import Fp8CoreError
@@ -27,6 +28,11 @@ class Command(NamedTuple):
 
 # The module fp8core.explain is not to be had as an attribute: that name is the public function.
 _COMMANDS = {
+    "build": Command(
+        build.add_arguments,
+        build.run,
+        "compile what a backend would compile on first use",
+    ),
     "conformance": Command(
         conformance.add_arguments,
         conformance.run,

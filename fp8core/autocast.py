@@ -235,13 +235,8 @@ def _ask(
         recipe = get_default_recipe()
     elif recipe is not None and torch.compiler.is_compiling():
         _compared_by_address.append(recipe)
-    return _name(
-        Active(
-            quantize=recipe if enabled else None,
-            observe=recipe if calibrating and not enabled else None,
-            group=group,
-        )
-    )
+    observe = recipe if calibrating and not enabled else None
+    return _name(Active(quantize=recipe if enabled else None, observe=observe, group=group))
 
 
 constant_in_graph(_ask)

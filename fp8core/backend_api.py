@@ -187,6 +187,9 @@ class BackendSpec:
         portable: it also runs on any other device type, as an emulation that must be asked for.
         preferred_recipe: what ``get_default_recipe()`` gives when this backend is selected.
         environment: the ``FP8CORE_*`` names that only this backend reads.
+        builder: ``"package.module:function"`` that ``fp8core build NAME`` calls, or empty: what the
+            backend compiles ahead of time. Takes the architectures as strings, None for those of
+            this machine, and the keyword ``output``, a folder or None; returns the path made.
         transposes: its columnwise operands are contiguous, not transposed views; compiled graphs
             have to know strides beforehand.
         api_version: the :data:`API_VERSION` it was written for.
@@ -200,5 +203,6 @@ class BackendSpec:
     portable: bool = False
     preferred_recipe: str = "current"
     environment: Sequence[str] = ()
+    builder: str = ""
     transposes: bool = False
     api_version: tuple[int, int] = API_VERSION

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from fp8core.dispatch.select import Choice
-from fp8core.errors import OperandError
+from fp8core.errors import OperandError, UnsupportedError
 from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.plan import TensorPlan
 from fp8core.quantizer import Orientations, Quantizer, Slot
@@ -50,12 +50,16 @@ class _Entry(NamedTuple):
 
 
 class WeightStore:
-    """A layer's kept weights, at most one entry for each; emptied by ``clear``."""
+    """A layer's kept weights, at most one entry for each; emptied by ``clear``.
 
-    __slots__ = ("_entries",)
+    ``is_replayed``: the layer is part of a CUDA graph, and nothing may be kept.
+    """
+
+    __slots__ = ("_entries", "is_replayed")
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
+        self.is_replayed = False
 
     def clear(self) -> None:
         """Forget every kept weight."""
@@ -68,6 +72,12 @@ class WeightStore:
     def put(self, index: int, entry: _Entry) -> None:
         """Keep ``entry`` in the place of what was kept."""
         self._entries[index] = entry
+
+
+# torch without CUDA has the function, and raises when it is called.
+_is_capturing: Callable[[], bool] = (
+    torch.cuda.is_current_stream_capturing if torch.version.cuda else lambda: False
+)
 
 
 class KeptWeight:
@@ -121,6 +131,10 @@ class KeptWeight:
         # An inference tensor has no version counter, so nobody knows whether it changed.
         if self._store is None or source.is_inference():
             return self._quantizer(weight, columnwise=columnwise)
+        if _is_capturing():
+            self._store.is_replayed = True
+        if self._store.is_replayed:
+            return self._each_time(weight, columnwise, first)
         state = (source._version, source.data_ptr(), torch.is_inference_mode_enabled())
         entry = self._store.get(self._index)
         is_same = (
@@ -145,6 +159,21 @@ class KeptWeight:
         kept = (weakref.ref(source), (*state, scale_version), operands)
         self._store.put(self._index, _Entry(self._how.key, self._records, *kept))
         return operands
+
+    def _each_time(
+        self, weight: torch.Tensor, columnwise: bool, first: bool | None
+    ) -> Orientations:
+        """Quantize in every call and in every replay of a CUDA graph.
+
+        A capture computes nothing that could be kept, and a replay that updates the weight moves
+        no version counter: from a capture on, what was kept could be another weight's.
+        """
+        if first is False:
+            raise UnsupportedError(
+                f"{self._how.owner}: is_first_microbatch=False in a CUDA graph, or after one, may "
+                f"multiply by the weight as it was at capture. Pass None: it is quantized anew."
+            )
+        return self._quantizer(weight, columnwise=columnwise)
 
     def _operands_of(self, weight: QuantizedTensor, columnwise: bool) -> Orientations:
         row, column = self._how.stored

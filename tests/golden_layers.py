@@ -37,6 +37,7 @@ def tensor(array: np.ndarray) -> torch.Tensor:
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Return the relative Frobenius error; 0 where both are zero."""
+    got = got.to(want.device)
     difference = (got.float() - want.float()).norm()
     return 0.0 if difference == 0 else (difference / want.float().norm()).item()
 
@@ -47,15 +48,16 @@ def run(
     """Yield each step of ``case`` under recipe ``name``, after its backward."""
     chosen = RECIPES[name]
     names = [key for key, _ in layer.named_parameters()]
+    device = next(layer.parameters()).device
     layer.load_state_dict({key: tensor(arrays[f"params/{case}/{key}"]) for key in names})
     index = 0
     while f"{name}/{case}/step{index}/y" in arrays:
         prefix = f"{name}/{case}/step{index}"
-        x = tensor(arrays[f"inputs/{case}/step{index}/x"]).requires_grad_()
+        x = tensor(arrays[f"inputs/{case}/step{index}/x"]).to(device).requires_grad_()
         layer.zero_grad()
         with autocast(enabled=chosen is not None, recipe=chosen):
             y = layer(x)
-        y.backward(tensor(arrays[f"inputs/{case}/step{index}/grad_output"]))
+        y.backward(tensor(arrays[f"inputs/{case}/step{index}/grad_output"]).to(device))
         found = {"y": y, "grad_input": x.grad}
         found |= {f"grad/{key}": own.grad for key, own in layer.named_parameters()}
         errors = {

@@ -31,8 +31,11 @@ FLOORS = (
     ("autocast", "parameter", "quantizer", "recompute", "scaling", "weights"),
     ("links",),
     ("chain",),
-    ("arguments", "checkpoint", "conversion", "explain", "modules", "monitoring", "needs", "ops"),
-    ("__init__", "__main__", "demo", "doctor", "testing"),
+    (
+        *("arguments", "checkpoint", "conversion", "explain", "graphs", "modules"),
+        *("monitoring", "needs", "ops"),
+    ),
+    ("__init__", "__main__", "build", "demo", "doctor", "testing"),
 )
 TOP = len(FLOORS) - 1
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

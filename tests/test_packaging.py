@@ -159,7 +159,7 @@ def test_wheel_metadata(built: Distributions) -> None:
     assert fields["License-Expression"] == "Apache-2.0"
     assert fields["Requires-Python"] == ">=3.10"
     required = {name for name in fields.get_all("Requires-Dist", []) if "extra ==" not in name}
-    assert required == {"torch>=2.11", "pluggy>=1.5", "numpy"}
+    assert required == {"torch>=2.11", "pluggy>=1.5", "numpy", "filelock"}
     assert "[console_scripts]\nfp8core = fp8core.__main__:main\n" in entry_points
     assert "[fp8core.backends]\nreference = fp8core_backends.reference\n" in entry_points
 

@@ -1,0 +1,168 @@
+"""Which of cuBLASLt's algorithms runs a problem: timed once on the device, remembered in a file.
+
+The first algorithm that cuBLASLt proposes is up to 27 % slower than its best one. With
+``FP8CORE_AUTOTUNE=0``, under ``torch.use_deterministic_algorithms``, and while a CUDA graph is
+being captured, the first one runs: the same in every process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core_backends.cuda import settings
+from fp8core_backends.cuda.reporting import logger
+
+__all__ = ["MAX_WORKSPACE", "NUM_CANDIDATES", "Arguments", "bucket", "choose"]
+
+MAX_WORKSPACE = 32 << 20
+"""Bytes of scratch memory that an algorithm may take; Transformer Engine gives as much."""
+
+NUM_CANDIDATES = 8
+_ROUNDS, _REPEATS = 5, 2
+_WORTH_IT = 0.98  # an algorithm replaces the first one if it takes at most this share of its time
+
+_lock = threading.Lock()
+_known: dict[Path, dict[str, str]] = {}
+
+
+class Arguments(NamedTuple):
+    """Addresses for one run: operands, scales, bias, result."""
+
+    a: int
+    a_scale_inv: int
+    b: int
+    b_scale_inv: int
+    bias: int
+    d: int
+
+
+def bucket(size: int) -> int:
+    """Return the size that stands for ``size``: rounded up to a quarter of its power of two.
+
+    Ragged sizes, as the groups of a mixture of experts have them, are not all timed.
+
+    >>> [bucket(size) for size in (8192, 14336, 11008, 100, 3)]
+    [8192, 14336, 12288, 112, 3]
+    """
+    step = max(1, 1 << max(0, size.bit_length() - 3))
+    return -(-size // step) * step
+
+
+def choose(
+    gemm: Any,
+    problem: str,
+    arguments: Arguments,
+    device: torch.device,
+    accumulated: torch.Tensor | None = None,
+) -> int:
+    """Return the candidate of ``gemm`` to run ``problem`` with, timing them if nobody has yet.
+
+    ``problem`` names sizes, types and scales; a choice holds for all that it names.
+    ``arguments.d`` is overwritten, or, where ``accumulated`` is the tensor there, a tensor like it
+    instead. Memory that cannot be had for timing leaves the first candidate.
+    """
+    asked = settings.read()
+    if not asked.autotune or torch.are_deterministic_algorithms_enabled():
+        return 0
+    file = _file(asked.cache_dir, gemm, device)
+    with _lock:
+        known = _known.get(file)
+        if known is None:
+            known = _known[file] = _read(file)
+    kept = known.get(problem)
+    if kept is not None:
+        index = _recall(gemm, kept, problem)
+        if index is not None:
+            return index
+    if torch.cuda.is_current_stream_capturing():
+        return 0
+    best = _time(gemm, arguments, device, accumulated)
+    with _lock:
+        known[problem] = gemm.algorithm(best).hex()
+        _write(file, known)
+    return best
+
+
+def _recall(gemm: Any, kept: str, problem: str) -> int | None:
+    """Return a remembered algorithm's index, None where cuBLASLt does not take it (any more)."""
+    try:
+        algorithm = bytes.fromhex(kept)
+        for index in range(gemm.num_candidates):
+            if gemm.algorithm(index) == algorithm:
+                return index
+        added: int = gemm.add_candidate(algorithm)
+    except (ValueError, RuntimeError) as error:
+        logger.warning("the remembered algorithm of %s is timed anew: %s", problem, error)
+        return None
+    return added
+
+
+def _time(
+    gemm: Any, arguments: Arguments, device: torch.device, accumulated: torch.Tensor | None
+) -> int:
+    """Return the fastest candidate: of rounds in which all take turns, as a chip that warms up
+    slows down, the median."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    sizes = [gemm.workspace_bytes(index) for index in range(gemm.num_candidates)]
+    try:
+        workspace = torch.empty(max(sizes), dtype=torch.uint8, device=device)
+        scratch = None if accumulated is None else torch.empty_like(accumulated)
+    except torch.OutOfMemoryError as error:
+        logger.warning("no memory to time algorithms in, the first one runs: %s", error)
+        return 0
+    if scratch is not None:
+        arguments = arguments._replace(d=scratch.data_ptr())
+    times: list[list[float]] = [[] for _ in sizes]
+    for _ in range(_ROUNDS):
+        for index, size in enumerate(sizes):
+            address = workspace.data_ptr()
+            try:
+                took = gemm.milliseconds(index, *arguments, address, size, _REPEATS, stream)
+            except RuntimeError as error:
+                logger.warning("an algorithm proposed by cuBLASLt is left out: %s", error)
+                took = math.inf
+            times[index].append(took)
+    medians = list(map(statistics.median, times))
+    best = min(range(len(medians)), key=medians.__getitem__)
+    return best if medians[best] <= _WORTH_IT * medians[0] else 0
+
+
+def _file(folder: Path, gemm: Any, device: torch.device) -> Path:
+    """One file a device model and library: another library may number its algorithms anew."""
+    words = (torch.cuda.get_device_name(device), "cublaslt", str(gemm.library_version))
+    return folder / ("-".join(words).replace(" ", "-").replace("/", "-") + ".json")
+
+
+def _read(file: Path) -> dict[str, str]:
+    try:
+        found = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("the autotuning cache %s is not used: %s", file, error)
+        return {}
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        logger.warning("the autotuning cache %s is not used: not a table of algorithms", file)
+        return {}
+    return found
+
+
+def _write(file: Path, known: dict[str, str]) -> None:
+    """Add ``known`` to the file, by one rename: a process that is killed leaves it whole."""
+    merged = {**_read(file), **known}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as made:
+            json.dump(merged, made, indent=0, sort_keys=True)
+        os.replace(made.name, file)
+    except OSError as error:
+        logger.warning("the autotuning cache %s cannot be written: %s", file, error)

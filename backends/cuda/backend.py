@@ -1,0 +1,170 @@
+"""What the CUDA backend runs, and what it refuses and why."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fp8core.backend_api import (
+    Alignment,
+    AmaxDesc,
+    GemmDesc,
+    GroupedGemmDesc,
+    Numerics,
+    OpDesc,
+    OperandSpec,
+    QuantizeDesc,
+    ScaleUpdateDesc,
+)
+from fp8core_backends.cuda import native, scaled_mm
+from fp8core_backends.cuda.gemm import LowPrecisionGemm, high_precision_gemm
+from fp8core_backends.cuda.grouped import bind_grouped_gemm
+from fp8core_backends.cuda.layout import BLOCKS, scale_mode
+from fp8core_backends.cuda.quantize import bind_amax, bind_quantize, bind_scale_update
+
+__all__ = ["CudaBackend"]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FORMATS = ("e4m3", "e5m2")
+_K = 16
+"""cuBLASLt's FP8 kernels read rows of k bytes in steps of 16."""
+
+
+class CudaBackend:
+    """cuBLASLt GEMMs and fp8core's own kernels on compute capability 9.0; 10.0 is not run yet."""
+
+    def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
+        """Say why ``desc`` cannot run on ``device``, or None."""
+        if device.type != "cuda":
+            return f"runs on cuda, not on {device.type}"
+        missing = native.missing(device)
+        if type(desc) in (GemmDesc, GroupedGemmDesc):  # a subclass asks for what is unknown here
+            return _check_gemm(desc, device, missing)  # type: ignore[arg-type]  # as the line above
+        check = _CHECKS.get(type(desc))
+        if check is None:
+            return f"{getattr(desc, 'op', type(desc).__name__)} is not written for CUDA yet"
+        return check(desc) or (None if missing is None else f"no native library: {missing}")
+
+    def alignment(self, desc: GemmDesc) -> Alignment:
+        """Return what cuBLASLt needs: rows of 16 bytes in operands and result."""
+        if not desc.low_precision:
+            return Alignment()
+        modes = [scale_mode(spec) for spec in (desc.a, desc.b) if spec is not None]
+        m = 4 if modes[0] == "vec128" else 1  # scales come in fours of rows
+        return Alignment(m=m, n=_K, k=_K)
+
+    def numerics(self, desc: OpDesc, device: torch.device) -> Numerics:
+        """Return how much less than float32 the tensor cores keep of a sum.
+
+        Of the 32 products that one FP8 instruction adds up, each is cut off 13 bits below the
+        largest: at most 32 * 2^-14 of the sum of magnitudes. With fast accumulation the sum so far
+        is cut off in the same way by each of the k / 32 instructions; without, every 128 products
+        are added in float32.
+        """
+        if not isinstance(desc, GemmDesc):
+            return Numerics()
+        if not desc.low_precision:
+            source = "tensor cores cut off float32 sums instead of rounding them"
+            return Numerics(source, sum_error_per_term=2.0**-23)
+        source = "DeepSeek-V3 technical report (arXiv:2412.19437) 3.3.2: 14 bits kept on Hopper"
+        per_term = 2.0**-18 if desc.fast_accumulation else 2.0**-24
+        return Numerics(source, sum_error=2.0**-9, sum_error_per_term=per_term)
+
+    def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
+        """Return what runs ``desc``; the first call builds the native library if need be."""
+        if isinstance(desc, GemmDesc):
+            run = _bind_dense(desc, device)
+            return bind_grouped_gemm(desc, run) if isinstance(desc, GroupedGemmDesc) else run
+        library = native.load()
+        bound: Callable[..., Any] = _BINDERS[type(desc)](desc, device, library)
+        return bound
+
+
+def _bind_dense(desc: GemmDesc, device: torch.device) -> Callable[..., torch.Tensor]:
+    if not desc.low_precision:  # which takes no library, so none is built for it
+        return functools.partial(high_precision_gemm, desc)
+    if native.missing(device) is not None:
+        return scaled_mm.bind_scaled_mm(desc)
+    return LowPrecisionGemm(desc, device, native.load())
+
+
+def _check_spec(spec: OperandSpec | None) -> str | None:
+    if spec is None:
+        return None
+    problems = (
+        (spec.scale_format == "e8m0", "MX block scales need compute capability 10.0"),
+        (spec.scale_format == "e4m3", "NVFP4 needs compute capability 10.0"),
+        (spec.format not in _FORMATS, f"no kernels for format {spec.format}"),
+        (scale_mode(spec) is None, f"no kernels for blocks of {spec.block}"),
+        (spec.stochastic, "no stochastic rounding to 8 bits"),
+        (spec.transform is not None, f"no kernels for the transform {spec.transform}"),
+        (spec.delayed and spec.block != (0, 0), "delayed scales are tensorwise"),
+        (spec.delayed and spec.power_of_two, "delayed scales are not rounded"),
+        (spec.delayed and spec.amax_epsilon != 0, "delayed scales have no amax_epsilon"),
+        (not 0 < spec.target < float("inf"), f"target {spec.target} is not positive and finite"),
+        (
+            not 0 <= spec.amax_epsilon < float("inf"),
+            f"amax_epsilon {spec.amax_epsilon} is no bound",
+        ),
+    )
+    return next((reason for wrong, reason in problems if wrong), None)
+
+
+def _check_quantize(desc: QuantizeDesc) -> str | None:
+    specs = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
+    if not specs:
+        return "neither orientation is asked for"
+    if len({spec.delayed for spec in specs}) > 1:
+        return "one orientation is delayed, the other is not"
+    if desc.dtype not in _FLOATS:
+        return f"no low precision from {desc.dtype}"
+    return next(filter(None, map(_check_spec, specs)), None)
+
+
+def _check_gemm(desc: GemmDesc, device: torch.device, missing: str | None) -> str | None:
+    if desc.out_dtype not in _FLOATS and (desc.low_precision or desc.out_dtype != torch.float64):
+        return f"no result in {desc.out_dtype}"
+    if not desc.low_precision:
+        return None
+    if desc.a is None or desc.b is None:
+        return "one operand is quantized, the other is not"
+    reason = _check_spec(desc.a) or _check_spec(desc.b)
+    if reason is not None:
+        return reason
+    a, b = scale_mode(desc.a), scale_mode(desc.b)
+    problems = (
+        (desc.a.format == desc.b.format == "e5m2", "cuBLASLt does not multiply e5m2 by e5m2"),
+        ((a in BLOCKS) != (b in BLOCKS), f"cuBLASLt does not multiply {a} by {b} scales"),
+        (a == b == "block128", "cuBLASLt does not multiply 128 x 128 blocks by 128 x 128 blocks"),
+        ((a == "row") != (b == "row"), f"cuBLASLt does not multiply {a} by {b} scales"),
+        (
+            a != "tensor" and torch.cuda.get_device_capability(device) != (9, 0),
+            "cuBLASLt has float32 scales of rows and blocks for compute capability 9.0 alone",
+        ),
+    )
+    reason = next((text for wrong, text in problems if wrong), None)
+    if reason is not None or missing is None:
+        return reason
+    reason = scaled_mm.unsupported(desc, device)
+    return None if reason is None else f"{reason} ({missing})"
+
+
+def _check_update(desc: ScaleUpdateDesc) -> str | None:
+    known = ("max", "most_recent")
+    return None if desc.algorithm in known else f"no algorithm {desc.algorithm!r}"
+
+
+_CHECKS: dict[type, Callable[[Any], str | None]] = {
+    QuantizeDesc: _check_quantize,
+    AmaxDesc: lambda desc: None if desc.dtype in _FLOATS else f"no amax of {desc.dtype}",
+    ScaleUpdateDesc: _check_update,
+}
+
+_BINDERS: dict[type, Callable[..., Any]] = {
+    QuantizeDesc: bind_quantize,
+    AmaxDesc: bind_amax,
+    ScaleUpdateDesc: bind_scale_update,
+}

@@ -1,0 +1,241 @@
+"""Compiles ``csrc`` with nvcc into one extension module, once for a set of sources and options.
+
+The file's name carries a hash of everything that decides its content, so a stale one is never
+loaded. A build happens in a folder of its own under a lock, and appears by one rename: another
+process sees all of it or nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.resources
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from filelock import FileLock  # torch depends on it
+
+from fp8core.backend_api import UnsupportedError
+from fp8core.errors import did_you_mean
+from fp8core_backends.cuda import settings
+
+__all__ = [
+    "ARCHITECTURES",
+    "MODULE",
+    "Toolchain",
+    "build",
+    "find",
+    "find_toolchain",
+    "present",
+    "source_hash",
+    "target",
+]
+
+MODULE = "fp8core_cuda"
+"""The extension's name, which its init function carries."""
+
+ARCHITECTURES: dict[tuple[int, int], str] = {(9, 0): "90a", (10, 0): "100a"}
+"""Compute capabilities that the sources are written for, and how nvcc spells them."""
+
+_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-Wall,-Wextra,-fvisibility=hidden")
+_DEFAULT_NVCC = Path("/usr/local/cuda/bin/nvcc")
+_TAIL = 3000  # characters of a compiler's output that go into a message
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """What a build takes: the compiler, folders of headers, and cuBLASLt to link with."""
+
+    nvcc: Path
+    includes: tuple[Path, ...]
+    cublaslt: Path
+
+
+def sources() -> Path:
+    """Return the folder that holds the sources, in a checkout and in an installation alike."""
+    return Path(str(importlib.resources.files("fp8core_backends.csrc")))
+
+
+@functools.lru_cache(maxsize=1)
+def find_toolchain() -> Toolchain | str:
+    """Return the toolchain, or what is missing.
+
+    nvcc is taken from ``CUDA_HOME``, then from the path, then from /usr/local/cuda. Its major
+    version must be that of torch's CUDA, whose libraries the extension uses at run time.
+    """
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    places = [Path(home) / "bin" / "nvcc" for home in homes if home]
+    on_path = shutil.which("nvcc")
+    places += [Path(on_path)] if on_path else []
+    places.append(_DEFAULT_NVCC)
+    nvcc = next((place for place in places if place.is_file()), None)
+    if nvcc is None:
+        return "no nvcc in CUDA_HOME, on the path or in /usr/local/cuda"
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"release (\d+)\.(\d+)", text)
+    if found is None:
+        return f"{nvcc} --version names no release"
+    version = (int(found[1]), int(found[2]))
+    if torch.version.cuda and version[0] != int(torch.version.cuda.split(".")[0]):
+        return f"{nvcc} is {version[0]}.{version[1]}, torch uses CUDA {torch.version.cuda}"
+    return _libraries(nvcc, version[0])
+
+
+def _libraries(nvcc: Path, major: int) -> Toolchain | str:
+    """Find headers and cuBLASLt: those of the packages that torch runs with, or the toolkit's."""
+    torch_root, toolkit = Path(torch.__file__).parent, nvcc.resolve().parent.parent
+    package = torch_root.parent / "nvidia" / f"cu{major}"
+    library = f"libcublasLt.so.{major}"
+    wanted = {
+        "cublasLt.h": [package / "include", toolkit / "include"],
+        "pybind11/pybind11.h": [torch_root / "include"],
+        "Python.h": [Path(sysconfig.get_paths()["include"])],
+        library: [package / "lib", toolkit / "lib64"],
+    }
+    found = {}
+    for name, places in wanted.items():
+        place = next((place for place in places if (place / name).is_file()), None)
+        if place is None:
+            return f"no {name} in {', '.join(map(str, places))}"
+        found[name] = place
+    link = found.pop(library) / library
+    return Toolchain(nvcc, tuple(found.values()), link)
+
+
+@functools.lru_cache(maxsize=1)
+def source_hash() -> str:
+    """Return a hash of the sources, which a built module carries as ``SOURCE_HASH``."""
+    digest = hashlib.sha256()
+    root = sources()
+    for file in _files(root):
+        digest.update(f"{file.relative_to(root)}\0".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def target(architectures: Sequence[str]) -> Path:
+    """Return where the extension for these architectures is kept, built or not."""
+    options = (torch.version.cuda, sorted(architectures), _FLAGS)
+    digest = hashlib.sha256(f"{source_hash()} {options}".encode()).hexdigest()[:16]
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")  # names the Python and the platform
+    return settings.read().cache_dir / digest / f"{MODULE}{suffix}"
+
+
+def find(architectures: Sequence[str]) -> Path | None:
+    """Return an extension that has been built for at least these architectures, the least one."""
+    known = list(ARCHITECTURES.values())
+    sets = [own for size in range(1, len(known) + 1) for own in itertools.combinations(known, size)]
+    built = [target(own) for own in sets if set(architectures) <= set(own)]
+    return next((path for path in built if path.is_file()), None)
+
+
+def build(architectures: Sequence[str] | None = None, *, output: Path | None = None) -> Path:
+    """Compile for ``architectures``, such as ``("90a",)``, unless that was done; return the file.
+
+    None means those of this machine's devices. Progress goes to stderr. With ``output``, a folder,
+    the extension is copied there as well.
+
+    Raises:
+        UnsupportedError: an architecture that the sources are not written for, no toolchain, or
+            the compiler's own errors.
+    """
+    architectures = present() if architectures is None else architectures
+    known = list(ARCHITECTURES.values())
+    wrong = [name for name in architectures if name not in known]
+    if wrong or not architectures:
+        found = f"{wrong[0]!r} is not one of them" if wrong else "this machine has none of them"
+        raise UnsupportedError(
+            f"cuda: the sources are written for architectures {', '.join(known)}; {found}."
+            f"{did_you_mean(wrong[0], known) if wrong else ' Name one.'}"
+        )
+    toolchain = find_toolchain()
+    if isinstance(toolchain, str):
+        raise UnsupportedError(f"cuda: cannot build the native library: {toolchain}.")
+    path = target(architectures)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UnsupportedError(
+            f"cuda: the native library cannot be kept in {path.parent}: {error}. Name another "
+            f"folder in FP8CORE_CACHE_DIR, or use torch's own kernels by FP8CORE_BUILD=0."
+        ) from None
+    with FileLock(path.parent / "lock"):  # the system releases the lock of a process that dies
+        if not path.is_file():
+            _compile(toolchain, architectures, path)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, output / path.name)
+    return path
+
+
+def present() -> list[str]:
+    """Return the architectures of this machine's devices that the sources are written for."""
+    count = torch.cuda.device_count()
+    found = {torch.cuda.get_device_capability(index) for index in range(count)}
+    return sorted(ARCHITECTURES[one] for one in found if one in ARCHITECTURES)
+
+
+def _files(root: Path) -> list[Path]:
+    kinds = {".cu", ".cuh", ".cpp", ".h"}
+    return sorted(file for file in root.rglob("*") if file.suffix in kinds)
+
+
+def _compile(toolchain: Toolchain, architectures: Sequence[str], path: Path) -> None:
+    root = sources()
+    units = [file for file in _files(root) if file.suffix in (".cu", ".cpp")]
+    flags = [*_FLAGS, f"-I{root / 'include'}", *(f"-isystem={at}" for at in toolchain.includes)]
+    flags.append(f'-DFP8CORE_SOURCE_HASH="{source_hash()}"')
+    flags.append(f'-DFP8CORE_ARCHITECTURES="{" ".join(sorted(architectures))}"')
+    flags += [f"-gencode=arch=compute_{name},code=sm_{name}" for name in architectures]
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        objects = [Path(folder) / f"{number}.o" for number in range(len(units))]
+        jobs = [
+            (unit, [toolchain.nvcc, *flags, "-c", unit, "-o", made])
+            for unit, made in zip(units, objects, strict=True)
+        ]
+        _say(f"compiling {len(jobs)} files for sm_{', sm_'.join(architectures)} with nvcc; once")
+        done = 0
+        with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
+            for unit in pool.map(_run, jobs):
+                done += 1
+                _say(f"[{done}/{len(jobs)}] {unit.relative_to(root)}")
+        made = Path(folder) / path.name
+        # Both libraries are found by name at run time: torch has loaded them by then.
+        link = [
+            toolchain.nvcc,
+            "-shared",
+            "-cudart=shared",
+            *objects,
+            "-Xlinker",
+            toolchain.cublaslt,
+        ]
+        link += ["-o", made]
+        _run((made, link))
+        os.replace(made, path)
+
+
+def _run(job: tuple[Path, list[object]]) -> Path:
+    unit, command = job
+    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    if ran.returncode != 0:
+        output = (ran.stdout + ran.stderr)[-_TAIL:]
+        raise UnsupportedError(
+            f"cuda: building the native library failed at {unit.name} with exit status "
+            f"{ran.returncode}. FP8CORE_BUILD=0 uses torch's own kernels instead.\n{output}"
+        )
+    return unit
+
+
+def _say(text: str) -> None:
+    print(f"fp8core: {text}", file=sys.stderr, flush=True)

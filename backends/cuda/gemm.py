@@ -1,0 +1,286 @@
+"""GEMMs through cuBLASLt: one native object a shape, whose algorithm was timed on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.autograd.graph import increment_version
+
+from fp8core.backend_api import GemmDesc, Operand, OperandError, UnsupportedError
+from fp8core_backends.cuda import autotune
+from fp8core_backends.cuda.layout import (
+    ALIGNMENT,
+    ALIGNMENT_OF_ALLOCATIONS,
+    BLOCKS,
+    k_contiguous,
+    scale_mode,
+    scale_strides,
+    scales,
+)
+from fp8core_backends.cuda.stream import raw_stream
+
+__all__ = ["LowPrecisionGemm", "high_precision_gemm", "store"]
+
+_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+_MAX_PLANS = 4096  # of one descriptor
+_Key: TypeAlias = "tuple[int, int, int, int, bool, int]"
+"""m, n, k of a, k of b, whether there is no bias, and the addresses' alignment in bytes."""
+
+_empty_strided = torch.empty_strided  # parses its arguments faster than torch.empty
+
+
+class _Plan(NamedTuple):
+    """A problem's native object, its algorithm, and the strides that its scales must have."""
+
+    run: Callable[..., None]
+    candidate: int
+    workspace: int
+    a_scale_strides: tuple[int, int] | None
+    b_scale_strides: tuple[int, int] | None
+
+
+class LowPrecisionGemm:
+    """``d[m, n] = a[m, k] @ b[n, k].T``, both operands quantized; see GemmDesc."""
+
+    __slots__ = (
+        "_desc",
+        "_device",
+        "_index",
+        "_modes",
+        "_native",
+        "_out_dtype",
+        "_plans",
+        "_wide",
+        "kernel",
+    )
+
+    def __init__(self, desc: GemmDesc, device: torch.device, native: Any) -> None:
+        assert desc.a is not None
+        assert desc.b is not None
+        self._desc = desc
+        self._out_dtype = desc.out_dtype
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", self._index)
+        self._native = native
+        modes = (scale_mode(desc.a), scale_mode(desc.b))
+        assert modes[0] is not None
+        assert modes[1] is not None
+        self._modes: tuple[str, str] = (modes[0], modes[1])
+        self._plans: dict[_Key, _Plan] = {}
+        self._wide: LowPrecisionGemm | None = None
+        self.kernel = f"cublasLtMatmul, {modes[0]} x {modes[1]} scales"
+
+    def __call__(
+        self,
+        a: Operand,
+        b: Operand,
+        *,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Multiply; see the backend API."""
+        a_data, a_scale_inv, _ = a
+        b_data, b_scale_inv, _ = b
+        m, k = a_data.shape
+        n, b_k = b_data.shape
+        plan = self._plans.get((m, n, k, b_k, True, ALIGNMENT_OF_ALLOCATIONS))
+        if (
+            plan is None
+            or out is not None
+            or bias is not None
+            or not (a_data.is_contiguous() and b_data.is_contiguous())
+            or not (plan.a_scale_strides is None or a_scale_inv.stride() == plan.a_scale_strides)  # type: ignore[union-attr]  # quantized
+            or not (plan.b_scale_strides is None or b_scale_inv.stride() == plan.b_scale_strides)  # type: ignore[union-attr]  # quantized
+        ):
+            return self._arrange(a, b, bias, out)
+        a_at, a_scale_at = a_data.data_ptr(), a_scale_inv.data_ptr()  # type: ignore[union-attr]  # quantized
+        b_at, b_scale_at = b_data.data_ptr(), b_scale_inv.data_ptr()  # type: ignore[union-attr]  # quantized
+        if (a_scale_at | b_scale_at) % ALIGNMENT or (a_at | b_at) % ALIGNMENT_OF_ALLOCATIONS:
+            return self._arrange(a, b, bias, out)
+        d = _empty_strided((m, n), (n, 1), dtype=self._out_dtype, device=self._device)
+        if plan.workspace:
+            self._run(plan, (a_at, a_scale_at, b_at, b_scale_at, 0, d.data_ptr()))
+        else:
+            plan.run(
+                plan.candidate,
+                a_at,
+                a_scale_at,
+                b_at,
+                b_scale_at,
+                0,
+                d.data_ptr(),
+                0,
+                0,
+                raw_stream(self._index),
+            )
+        return d
+
+    def _run(self, plan: _Plan, addresses: tuple[int, ...]) -> None:
+        size = plan.workspace
+        if not size:
+            plan.run(plan.candidate, *addresses, 0, 0, raw_stream(self._index))
+            return
+        # From torch's allocator: safe on every stream, and in a captured graph.
+        room = torch.empty(size, dtype=torch.uint8, device=self._device)
+        plan.run(plan.candidate, *addresses, room.data_ptr(), size, raw_stream(self._index))
+
+    def _arrange(
+        self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Multiply what has to be laid out anew, written elsewhere, biased, or met first."""
+        desc = self._desc
+        (m, k), n = a.data.shape, b.data.shape[0]
+        self._check(a, b, bias, out)
+        if not (m and n and k):
+            return _empty_product(desc, (m, n), bias, out, a.data)
+        if bias is not None and not self._takes_bias(bias):
+            return self._add_bias_after(a, b, bias, out)
+        if out is not None and not (out.is_contiguous() and out.data_ptr() % ALIGNMENT == 0):
+            total = out.clone(memory_format=torch.contiguous_format) if desc.accumulate else None
+            return out.copy_(self(a, b, bias=bias, out=total))
+        d = out
+        if d is None:
+            make = torch.zeros if desc.accumulate else torch.empty
+            d = make((m, n), dtype=desc.out_dtype, device=self._device)
+        assert a.scale_inv is not None
+        assert b.scale_inv is not None
+        a_data, b_data = k_contiguous(a.data), k_contiguous(b.data)
+        a_mode, b_mode = self._modes
+        a_scale_inv, b_scale_inv = scales(a_mode, a.scale_inv), scales(b_mode, b.scale_inv)
+        addresses = (
+            a_data.data_ptr(),
+            a_scale_inv.data_ptr(),
+            b_data.data_ptr(),
+            b_scale_inv.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            d.data_ptr(),
+        )
+        places = addresses[0] | addresses[2] | addresses[4] | addresses[5]
+        alignment = ALIGNMENT if places % ALIGNMENT_OF_ALLOCATIONS else ALIGNMENT_OF_ALLOCATIONS
+        key = (m, n, k, k, bias is None, alignment)
+        plan = self._plans.get(key) or self._plan(key, addresses, d)
+        self._run(plan, addresses)
+        if out is not None:
+            increment_version(out)  # torch does not see cuBLASLt's write
+        return d
+
+    def _check(
+        self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor | None
+    ) -> None:
+        """Refuse what would read or write beyond an end."""
+        shape = a.data.shape[0], b.data.shape[0]
+        found = [f"a {list(a.data.shape)}", f"b {list(b.data.shape)}"]
+        is_right = a.data.shape[1] == b.data.shape[1]
+        if bias is not None:
+            found.append(f"bias {list(bias.shape)}")
+            is_right &= bias.shape == shape[1:]
+        if out is not None:
+            found.append(f"out {list(out.shape)} {out.dtype}")
+            is_right &= out.shape == shape and out.dtype == self._out_dtype
+        if not is_right:
+            raise OperandError(
+                f"{self._desc}: {', '.join(found)}; expected a [m, k], b [n, k], bias [n] and "
+                f"out [m, n] of {self._out_dtype}."
+            )
+
+    def _takes_bias(self, bias: torch.Tensor) -> bool:
+        """cuBLASLt adds a bias of the result's dtype, and a bfloat16 one to a float32 result."""
+        out = self._desc.out_dtype
+        wanted = torch.bfloat16 if out == torch.float32 else out
+        return bias.dtype == wanted and bias.is_contiguous() and bias.data_ptr() % ALIGNMENT == 0
+
+    def _add_bias_after(
+        self, a: Operand, b: Operand, bias: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Add a bias that cuBLASLt does not take to the float32 product."""
+        if self._wide is None:
+            desc = dataclasses.replace(self._desc, out_dtype=torch.float32, accumulate=False)
+            self._wide = LowPrecisionGemm(desc, self._device, self._native)
+        return store(self._wide(a, b).add_(bias), self._desc, out)
+
+    def _plan(self, key: _Key, addresses: tuple[int, ...], d: torch.Tensor) -> _Plan:
+        m, n, k, _, is_unbiased, alignment = key
+        native, desc = self._native, self._desc
+        problem = self._describe((m, n, k), is_unbiased, alignment)
+        try:
+            gemm = native.Gemm(
+                problem, self._index, autotune.MAX_WORKSPACE, autotune.NUM_CANDIDATES
+            )
+        except ValueError as error:
+            raise UnsupportedError(f"{desc} with m={m}, n={n}, k={k}: {error}") from None
+        sizes = autotune.bucket(m), n, autotune.bucket(k)
+        named = str(self._describe(sizes, is_unbiased, alignment))
+        # Timing runs many times, so it must not run on the caller's sum.
+        scratch = d if desc.accumulate else None
+        candidate = autotune.choose(gemm, named, autotune.Arguments(*addresses), d.device, scratch)
+        strides = [
+            None if mode == "tensor" else scale_strides(mode, rows, k)
+            for mode, rows in zip(self._modes, (m, n), strict=True)
+        ]
+        plan = _Plan(gemm.run, candidate, gemm.workspace_bytes(candidate), *strides)
+        if not torch.cuda.is_current_stream_capturing():  # a capture could not time: ask again
+            if len(self._plans) >= _MAX_PLANS:  # ragged sizes without end
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
+
+    def _describe(self, sizes: tuple[int, int, int], is_unbiased: bool, alignment: int) -> Any:
+        """Return the native descriptor of a product of these m, n and k."""
+        native, desc = self._native, self._desc
+        assert desc.a is not None
+        assert desc.b is not None
+        types, modes = native.ElementType.__members__, native.ScaleMode.__members__
+        operands = [
+            native.OperandDesc(types[spec.format], modes[mode], True, sizes[2])
+            for spec, mode in zip((desc.a, desc.b), self._modes, strict=True)
+        ]
+        out = types[_NAMES[desc.out_dtype]]
+        bias = types["bfloat16"] if desc.out_dtype == torch.float32 else out
+        # Block-scaled kernels add up every 128 elements in float32: there is nothing faster.
+        is_fast = desc.fast_accumulation and not BLOCKS.intersection(self._modes)
+        return native.GemmDesc(
+            *sizes, *operands, out, not is_unbiased, bias, desc.accumulate, is_fast, alignment
+        )
+
+
+def high_precision_gemm(
+    desc: GemmDesc,
+    a: Operand,
+    b: Operand,
+    *,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply unquantized operands with torch's kernels, which accumulate in float32."""
+    same = a.data.dtype == b.data.dtype == desc.out_dtype
+    if same and out is None and (bias is None or bias.dtype == desc.out_dtype):
+        return torch.nn.functional.linear(a.data, b.data, bias)  # [m, k] x [n, k] -> [m, n]
+    if a.data.dtype == b.data.dtype and a.data.dtype in (torch.bfloat16, torch.float16):
+        product = torch.mm(a.data, b.data.t(), out_dtype=torch.float32)
+    else:
+        wide = torch.float64 if desc.out_dtype == torch.float64 else torch.float32
+        product = a.data.to(wide) @ b.data.to(wide).t()
+    return store(product if bias is None else product.add_(bias), desc, out)
+
+
+def store(product: torch.Tensor, desc: GemmDesc, out: torch.Tensor | None) -> torch.Tensor:
+    """Round a float32 product to the result's dtype, into ``out`` if there is one."""
+    if out is None:
+        return product.to(desc.out_dtype)
+    return out.copy_(product.add_(out) if desc.accumulate else product)
+
+
+def _empty_product(
+    desc: GemmDesc,
+    shape: tuple[int, int],
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    like: torch.Tensor,
+) -> torch.Tensor:
+    """Return what a product without elements, or over no element, is: zeros and the bias."""
+    product = torch.zeros(shape, dtype=torch.float32, device=like.device)
+    return store(product if bias is None else product.add_(bias), desc, out)

@@ -1,0 +1,63 @@
+"""Grouped GEMMs as one GEMM a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fp8core.backend_api import GroupedGemmDesc, Operand, split_groups
+
+__all__ = ["bind_grouped_gemm"]
+
+
+def bind_grouped_gemm(
+    desc: GroupedGemmDesc, dense: Callable[..., torch.Tensor]
+) -> Callable[..., Any]:
+    """Return the callable of ``desc``; ``dense`` runs one group of it."""
+    return _contracting(desc, dense) if desc.contract_groups else _stacking(desc, dense)
+
+
+def _stacking(desc: GroupedGemmDesc, dense: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    def run(
+        a: Operand,
+        b: Sequence[Operand],
+        group_offsets: torch.Tensor,
+        *,
+        bias: Sequence[torch.Tensor] | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        bounds = group_offsets.tolist()
+        if out is None:
+            shape = (a.data.shape[0], b[0].data.shape[0])
+            make = torch.zeros if desc.accumulate else torch.empty
+            out = make(shape, dtype=desc.out_dtype, device=a.data.device)
+        biases = [None] * len(b) if bias is None else bias
+        for group, part in enumerate(split_groups(desc.a, a, bounds, 0)):
+            # [m_g, k] x [n, k] -> [m_g, n]
+            own = out[bounds[group] : bounds[group + 1]]
+            dense(part, b[group], bias=biases[group], out=own)
+        return out
+
+    return run
+
+
+def _contracting(desc: GroupedGemmDesc, dense: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    def run(
+        a: Operand,
+        b: Operand,
+        group_offsets: torch.Tensor,
+        *,
+        bias: None = None,
+        out: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        bounds = group_offsets.tolist()
+        parts = zip(
+            split_groups(desc.a, a, bounds, 1), split_groups(desc.b, b, bounds, 1), strict=True
+        )
+        outs = [None] * (len(bounds) - 1) if out is None else out
+        # [m, k_g] x [n, k_g] -> [m, n]
+        return [dense(*pair, out=own) for pair, own in zip(parts, outs, strict=True)]
+
+    return run

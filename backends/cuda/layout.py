@@ -1,0 +1,90 @@
+"""How cuBLASLt wants operands and scales in memory; what lies otherwise is copied.
+
+Source: cuBLAS 13 documentation, 3.1.4 (scaling factors' layout): a vector of scales along k has its
+rows adjacent, padded to a multiple of 4; 128 x 128 blocks have k adjacent, padded likewise.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8core.backend_api import OperandSpec
+
+__all__ = [
+    "ALIGNMENT",
+    "ALIGNMENT_OF_ALLOCATIONS",
+    "BLOCKS",
+    "empty_scales",
+    "k_contiguous",
+    "round_up",
+    "scale_mode",
+    "scale_strides",
+    "scales",
+]
+
+ALIGNMENT = 16
+"""Bytes that addresses and distances between rows are multiples of."""
+
+_MODES = {(0, 0): "tensor", (1, 0): "row", (1, 128): "vec128", (128, 128): "block128"}
+
+
+ALIGNMENT_OF_ALLOCATIONS = 256
+"""Bytes that the addresses of whole tensors are multiples of; cuBLASLt may choose by it."""
+
+BLOCKS = frozenset({"vec128", "block128"})
+"""Scale modes with blocks along k."""
+
+
+def round_up(size: int, step: int) -> int:
+    """Return the least multiple of ``step`` from ``size`` on."""
+    return -(-size // step) * step
+
+
+def scale_mode(spec: OperandSpec) -> str | None:
+    """Return what the native library calls a spec's granularity, None for one it has not."""
+    return _MODES.get(spec.block) if spec.scale_format == "float32" else None
+
+
+def scale_strides(mode: str, rows: int, k: int) -> tuple[int, int]:
+    """Return the strides that the scales of an operand ``[rows, k]`` have."""
+    if mode == "vec128":
+        return (1, round_up(rows, 4))
+    return (round_up(-(-k // 128), 4), 1) if mode == "block128" else (1, 1)
+
+
+def empty_scales(mode: str, rows: int, k: int, device: torch.device) -> tuple[torch.Tensor, int]:
+    """Return room for the scales of an operand ``[rows, k]``, and its pitch in floats.
+
+    The tensor is the view that the backend API asks for, ``[ceil(rows / br), ceil(k / bk)]``.
+    """
+    if mode == "vec128":
+        pitch = round_up(rows, 4)
+        made = torch.empty((-(-k // 128), pitch), dtype=torch.float32, device=device)
+        return made.t()[:rows], pitch
+    if mode == "block128":
+        pitch = round_up(-(-k // 128), 4)
+        made = torch.empty((-(-rows // 128), pitch), dtype=torch.float32, device=device)
+        return made[:, : -(-k // 128)], pitch
+    shape = (1, 1) if mode == "tensor" else (rows, 1)
+    return torch.empty(shape, dtype=torch.float32, device=device), 1
+
+
+def scales(mode: str, scale_inv: torch.Tensor) -> torch.Tensor:
+    """Return ``scale_inv`` where the library can read it, itself if it lies as it should."""
+    rows, blocks = scale_inv.shape
+    wanted = scale_strides(mode, rows, blocks * 128)
+    fits = all(
+        size == 1 or stride == own
+        for size, stride, own in zip(scale_inv.shape, scale_inv.stride(), wanted, strict=True)
+    )
+    if fits and scale_inv.data_ptr() % ALIGNMENT == 0:
+        return scale_inv
+    length = (rows - 1) * wanted[0] + (blocks - 1) * wanted[1] + 1
+    room = torch.empty(round_up(length, 4), dtype=torch.float32, device=scale_inv.device)
+    return room.as_strided((rows, blocks), wanted).copy_(scale_inv)
+
+
+def k_contiguous(data: torch.Tensor) -> torch.Tensor:
+    """Return codes ``[rows, k]`` as the library reads them: whole, rows adjacent, aligned."""
+    data = data.contiguous()
+    return data if data.data_ptr() % ALIGNMENT == 0 else data.clone()

@@ -1,0 +1,128 @@
+"""Finds the native library: an installed one, one built earlier, or one built now.
+
+In this order: a module ``fp8core_cuda`` that is installed beside these files; the cache of earlier
+builds; a build with nvcc (``FP8CORE_BUILD=0`` forbids it). Where none is to be had, the backend
+computes with torch's own kernels, and says so. A process loads one, for all of its devices.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import sysconfig
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.backend_api import UnsupportedError
+from fp8core_backends.cuda import build, settings
+
+__all__ = ["load", "missing", "status"]
+
+
+class _Source(NamedTuple):
+    """The file to load, None to build it; in words; and why there is nothing to load or build."""
+
+    path: Path | None
+    what: str
+    why_not: str | None
+
+
+def missing(device: torch.device) -> str | None:
+    """Say why the device has no native library, and will not get one; None if it has or will."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability not in build.ARCHITECTURES:
+        known = ", ".join(f"{major}.{minor}" for major, minor in build.ARCHITECTURES)
+        found = f"{capability[0]}.{capability[1]}"
+        return f"the kernels are written for compute capability {known}, this is {found}"
+    return _source(tuple(build.present()), settings.read()).why_not
+
+
+def load() -> Any:
+    """Return the native library for this machine's devices, building it if need be.
+
+    Raises:
+        UnsupportedError: the build failed, or what was found cannot be loaded. It is not tried
+            again in this process.
+    """
+    with _lock:
+        if not _loaded:
+            try:
+                _loaded.append(_load(tuple(build.present())))
+            except UnsupportedError as error:
+                _loaded.append(error)
+        found = _loaded[0]
+    if isinstance(found, UnsupportedError):
+        raise UnsupportedError(str(found))
+    return found
+
+
+_lock = threading.Lock()
+_loaded: list[Any] = []
+
+
+def status() -> str:
+    """Say in a line which library each device uses, or would build, and why."""
+    lines = []
+    for index in range(torch.cuda.device_count()):
+        why_not = missing(torch.device("cuda", index))
+        what = f"none ({why_not}), torch's own kernels"
+        if why_not is None:
+            what = _source(tuple(build.present()), settings.read()).what
+        lines.append(f"cuda:{index} {what}")
+    return "; ".join(lines)
+
+
+@functools.cache
+def _source(architectures: Sequence[str], asked: settings.Settings) -> _Source:
+    """Return where the library for these architectures is, or will be."""
+    beside = Path(__file__).parent / f"{build.MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if beside.is_file():
+        return _Source(beside, f"installed: {beside}", None)
+    kept = build.find(architectures)
+    if kept is not None:
+        return _Source(kept, f"built earlier: {kept}", None)
+    if not asked.builds:
+        return _Source(None, "", "FP8CORE_BUILD=0 forbids building it")
+    toolchain = build.find_toolchain()
+    if isinstance(toolchain, str):
+        return _Source(None, "", toolchain)
+    return _Source(None, f"built with {toolchain.nvcc} on first use", None)
+
+
+def _load(architectures: Sequence[str]) -> Any:
+    source = _source(tuple(architectures), settings.read())
+    if source.why_not is not None:
+        raise UnsupportedError(f"cuda: no native library: {source.why_not}")
+    path = build.build(architectures) if source.path is None else source.path
+    module = _import(path)
+    if build.source_hash() != module.SOURCE_HASH:
+        raise UnsupportedError(
+            f"cuda: {path} was built from other sources ({module.SOURCE_HASH}, these are "
+            f"{build.source_hash()}). Delete it, or build it anew."
+        )
+    if not set(architectures) <= set(module.ARCHITECTURES.split()):
+        raise UnsupportedError(
+            f"cuda: {path} was built for {module.ARCHITECTURES}, this machine takes "
+            f"{' '.join(architectures)}. Delete it, or build it anew."
+        )
+    return module
+
+
+def _import(path: Path) -> Any:
+    loader = importlib.machinery.ExtensionFileLoader(build.MODULE, str(path))
+    spec = importlib.util.spec_from_loader(build.MODULE, loader)
+    assert spec is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        raise UnsupportedError(
+            f"cuda: the native library {path} cannot be loaded: {error}. "
+            f"Delete it to have it built anew."
+        ) from None
+    return module

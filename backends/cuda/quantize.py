@@ -1,0 +1,317 @@
+"""Quantization by the native kernels: codes and their transpose in one pass over the tensor."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from fp8core.backend_api import (
+    AmaxDesc,
+    Operand,
+    OperandSpec,
+    Quantized,
+    QuantizeDesc,
+    ScaleUpdateDesc,
+)
+from fp8core_backends.cuda.layout import empty_scales, scale_mode
+from fp8core_backends.cuda.stream import raw_stream
+
+__all__ = ["bind_amax", "bind_quantize", "bind_scale_update"]
+
+_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+# Looked up in every call, so here by one name each.
+_empty, _UINT8, _FLOAT32, _ONE = torch.empty, torch.uint8, torch.float32, (1, 1)
+_empty_strided = torch.empty_strided  # parses its arguments in two thirds of the time
+
+
+class _Quantize:
+    """One call of the native library: one spec, in the orientations that have it."""
+
+    __slots__ = (
+        "_columnwise",
+        "_device",
+        "_index",
+        "_mode",
+        "_rowwise",
+        "_run",
+        "_workspace",
+        "kernel",
+    )
+
+    def __init__(
+        self,
+        desc: QuantizeDesc,
+        spec: OperandSpec,
+        device: torch.device,
+        native: Any,
+    ) -> None:
+        mode = scale_mode(spec)
+        assert mode is not None
+        self._mode: str = mode
+        self.kernel = (
+            "fp8core::directed_tile" if mode in ("row", "vec128") else "fp8core::uniform_tile"
+        )
+        self._rowwise = desc.rowwise is not None
+        self._columnwise = desc.columnwise is not None
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", self._index)
+        self._workspace = 0
+        if mode == "tensor" and not spec.delayed:
+            self._workspace = native.MAX_PARTIALS
+        largest = _FLOAT32_MAX if spec.block[1] == 0 else torch.finfo(desc.dtype).max
+        self._run = native.Quantize(
+            native.Granularity.__members__["delayed" if spec.delayed else mode],
+            native.Format.__members__[spec.format],
+            native.InputType.__members__[_NAMES[desc.dtype]],
+            spec.target,
+            spec.amax_epsilon,
+            largest,
+            spec.power_of_two,
+            self._index,
+        )
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        amax_out: torch.Tensor | None = None,
+    ) -> Quantized:
+        rows, cols = x.shape
+        if self._mode != "tensor" or not (rows and cols and x.is_contiguous()):
+            return self._quantize_any(x, scale, amax_out)
+        device = self._device
+        scale_inv = _empty_strided(
+            _ONE, _ONE, dtype=_FLOAT32, device=device
+        )  # both orientations share it
+        inverse = scale_inv.data_ptr()
+        row = column = None
+        row_codes = column_codes = workspace = 0
+        if self._rowwise:
+            codes = _empty_strided((rows, cols), (cols, 1), dtype=_UINT8, device=device)
+            row_codes = codes.data_ptr()
+            row = Operand(codes, scale_inv)
+        if self._columnwise:
+            codes = _empty_strided((cols, rows), (rows, 1), dtype=_UINT8, device=device)
+            column_codes = codes.data_ptr()
+            column = Operand(codes, scale_inv)
+        if self._workspace:
+            room = _empty(self._workspace, dtype=_FLOAT32, device=device)
+            workspace = room.data_ptr()
+        self._run(
+            x.data_ptr(),
+            rows,
+            cols,
+            cols,
+            row_codes,
+            inverse,
+            1,
+            column_codes,
+            inverse,
+            1,
+            0 if scale is None else scale.data_ptr(),
+            0 if amax_out is None else amax_out.data_ptr(),
+            workspace,
+            raw_stream(self._index),
+        )
+        return Quantized(row, column)
+
+    def _quantize_any(
+        self, x: torch.Tensor, scale: torch.Tensor | None, amax_out: torch.Tensor | None
+    ) -> Quantized:
+        """Quantize in any mode, from any strides."""
+        rows, cols = x.shape
+        mode, device = self._mode, self._device
+        if not (rows and cols):
+            return self._quantize_nothing(rows, cols, scale, device)
+        if not x.is_contiguous() and (x.stride(1) != 1 or x.stride(0) < cols):
+            x = x.contiguous()
+        # The stride of a single row is anything.
+        stride = cols if x.is_contiguous() else x.stride(0)
+        size = rows + cols if mode == "row" else self._workspace
+        room = _empty(size, dtype=_FLOAT32, device=device) if size else None
+        shared = empty_scales(mode, rows, cols, device) if mode == "tensor" else None
+        made: list[Operand | None] = []
+        places: list[tuple[int, int, int]] = []
+        for is_wanted, shape in ((self._rowwise, (rows, cols)), (self._columnwise, (cols, rows))):
+            if not is_wanted:
+                made.append(None)
+                places.append((0, 0 if shared is None else shared[0].data_ptr(), 1))
+                continue
+            codes = _empty(shape, dtype=_UINT8, device=device)
+            scale_inv, pitch = shared or empty_scales(mode, *shape, device)
+            made.append(Operand(codes, scale_inv))
+            places.append((codes.data_ptr(), scale_inv.data_ptr(), pitch))
+        self._run(
+            x.data_ptr(),
+            rows,
+            cols,
+            stride,
+            *places[0],
+            *places[1],
+            0 if scale is None else scale.data_ptr(),
+            0 if amax_out is None else amax_out.data_ptr(),
+            0 if room is None else room.data_ptr(),
+            raw_stream(self._index),
+        )
+        return Quantized(*made)
+
+    def _quantize_nothing(
+        self, rows: int, cols: int, scale: torch.Tensor | None, device: torch.device
+    ) -> Quantized:
+        """Return operands without elements; their scales are 1, or the delayed one."""
+
+        def operand(m: int, k: int) -> Operand:
+            own, _ = empty_scales(self._mode, m, k, device)
+            own.fill_(1.0) if scale is None else own.copy_(1.0 / scale.reshape(1, 1))
+            return Operand(torch.empty((m, k), dtype=torch.uint8, device=device), own)
+
+        return Quantized(
+            operand(rows, cols) if self._rowwise else None,
+            operand(cols, rows) if self._columnwise else None,
+        )
+
+
+def bind_quantize(
+    desc: QuantizeDesc, device: torch.device, native: Any
+) -> Callable[..., Quantized]:
+    """Return the callable of ``desc``: one native call, or one an orientation if specs differ."""
+    row, column = desc.rowwise, desc.columnwise
+    if row is None or column is None or row == column:
+        spec = row or column
+        assert spec is not None
+        dense: Callable[..., Quantized] = _Quantize(desc, spec, device, native)
+    else:
+        halves = [
+            _Quantize(half, spec, device, native)
+            for half, spec in zip(desc.halves(), (row, column), strict=True)
+        ]
+        dense = _apart(*halves)
+    return _grouped(dense) if desc.grouped else dense
+
+
+def _apart(rowwise: _Quantize, columnwise: _Quantize) -> Callable[..., Quantized]:
+    def run(x: torch.Tensor, **given: torch.Tensor | None) -> Quantized:
+        row = rowwise(x, **given).rowwise
+        return Quantized(row, columnwise(x, **given).columnwise)
+
+    return run
+
+
+def _grouped(dense: Callable[..., Quantized]) -> Callable[..., Quantized]:
+    """Quantize each group as a tensor of its own, and lay them side by side."""
+
+    def run(
+        x: torch.Tensor,
+        group_offsets: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        amax_out: torch.Tensor | None = None,
+        rng: torch.Tensor | None = None,
+    ) -> Quantized:
+        parts = []
+        bounds = group_offsets.tolist()
+        for group, (start, end) in enumerate(itertools.pairwise(bounds)):
+            one = slice(group, group + 1)
+            parts.append(
+                dense(
+                    x[start:end],
+                    scale=None if scale is None else scale[one],
+                    amax_out=None if amax_out is None else amax_out[one],
+                )
+            )
+        return Quantized(
+            _join([part.rowwise for part in parts], 0),
+            _join([part.columnwise for part in parts], 1),
+        )
+
+    return run
+
+
+def _join(operands: list[Operand | None], dim: int) -> Operand | None:
+    present = [operand for operand in operands if operand is not None]
+    if not present:
+        return None
+    data, scale_inv, _ = zip(*present, strict=True)
+    return Operand(torch.cat(data, dim), torch.cat(scale_inv, dim))
+
+
+def bind_amax(desc: AmaxDesc, device: torch.device, native: Any) -> Callable[..., torch.Tensor]:
+    """Return ``amax(x) -> float32 [1]``."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    kind = native.InputType.__members__[_NAMES[desc.dtype]]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(1, -1)
+        if flat.stride(1) != 1:
+            flat = flat.contiguous()
+        room = torch.empty(native.MAX_PARTIALS, dtype=torch.float32, device=x.device)
+        out = torch.empty(1, dtype=torch.float32, device=x.device)
+        size = flat.shape[1]
+        native.amax(
+            flat.data_ptr(),
+            1,
+            size,
+            size,
+            kind,
+            out.data_ptr(),
+            room.data_ptr(),
+            index,
+            raw_stream(index),
+        )
+        return out
+
+    run.kernel = "fp8core::amax_partials"  # type: ignore[attr-defined]  # what explain shows
+    return run
+
+
+def bind_scale_update(
+    desc: ScaleUpdateDesc, device: torch.device, native: Any
+) -> Callable[..., None]:
+    """Return the update of delayed scales: one launch for up to 64 modules."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    is_max = desc.algorithm == "max"
+
+    def run(
+        histories: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        nonfinite: Sequence[torch.Tensor] = (),
+    ) -> None:
+        if not all(one.is_contiguous() for one in (*histories, *scales, *targets)):
+            _update_copies(run, histories, scales, targets, nonfinite)
+            return
+        counts = [count.data_ptr() for count in nonfinite] or [0] * len(histories)
+        rows = [
+            (history.data_ptr(), scale.data_ptr(), target.data_ptr(), count, *history.shape)
+            for history, scale, target, count in zip(
+                histories, scales, targets, counts, strict=True
+            )
+        ]
+        native.scale_update(rows, is_max, index, raw_stream(index))
+        # torch does not see the kernel's writes; a weight kept under an old scale must be noticed.
+        increment_version(scales)
+
+    run.kernel = "fp8core::update"  # type: ignore[attr-defined]  # what explain shows
+    return run
+
+
+def _update_copies(
+    run: Callable[..., None],
+    histories: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    nonfinite: Sequence[torch.Tensor],
+) -> None:
+    """Update states that do not lie in one piece: by way of copies that do."""
+    states = [[one.contiguous() for one in group] for group in (histories, scales, targets)]
+    run(*states, nonfinite)
+    for group, updated in zip((histories, scales), states, strict=False):
+        for one, new in zip(group, updated, strict=True):
+            if one is not new:
+                one.copy_(new)

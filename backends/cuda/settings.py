@@ -1,0 +1,44 @@
+"""What this backend reads from the environment, and where it keeps files."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8core.backend_api import RecipeError
+
+__all__ = ["Settings", "read"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``autotune``: time cuBLASLt's algorithms once a shape; ``builds``: compile on first use."""
+
+    autotune: bool
+    builds: bool
+    cache_dir: Path
+
+
+def read() -> Settings:
+    """Read ``FP8CORE_AUTOTUNE`` (1), ``FP8CORE_BUILD`` (1) and ``FP8CORE_CACHE_DIR``.
+
+    Raises:
+        RecipeError: a flag is neither 0 nor 1.
+    """
+    return Settings(_flag("FP8CORE_AUTOTUNE"), _flag("FP8CORE_BUILD"), _cache_dir())
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "") or "1"
+    if value not in ("0", "1"):
+        raise RecipeError(f"{name}={value!r}: expected 0 or 1.")
+    return value == "1"
+
+
+def _cache_dir() -> Path:
+    own = os.environ.get("FP8CORE_CACHE_DIR")
+    if own:
+        return Path(own)
+    # XDG Base Directory Specification, section 3
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8core"

@@ -1,0 +1,161 @@
+// The only file that knows Python. Pointers and streams cross as integers; what Python passes is
+// checked by the entries. No call waits for the device, except Gemm.milliseconds.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "fp8core/device.h"
+#include "fp8core/gemm.h"
+#include "fp8core/quantize.h"
+#include "fp8core/scale_update.h"
+
+namespace py = pybind11;
+
+namespace fp8core {
+namespace {
+
+using Address = std::uintptr_t;
+
+// A descriptor bound to a device: what stays the same from call to call.
+class BoundQuantize {
+ public:
+  BoundQuantize(Granularity granularity, Format format, InputType input, float target,
+                float epsilon, float largest, bool power_of_two, int device)
+      : desc_{granularity, format, {target, epsilon, largest, power_of_two}},
+        input_(input),
+        device_(device) {}
+
+  void operator()(Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
+                  Address row_codes, Address row_scale_inv, std::int64_t row_pitch,
+                  Address column_codes, Address column_scale_inv, std::int64_t column_pitch,
+                  Address scale, Address amax_out, Address workspace, Address stream) const {
+    const QuantizeArguments arguments{
+        {as_pointer<const void>(x), rows, cols, stride, input_},
+        {as_pointer<std::uint8_t>(row_codes), as_pointer<float>(row_scale_inv), row_pitch},
+        {as_pointer<std::uint8_t>(column_codes), as_pointer<float>(column_scale_inv),
+         column_pitch},
+        as_pointer<const float>(scale),
+        as_pointer<float>(amax_out),
+        as_pointer<float>(workspace)};
+    quantize(desc_, arguments, device_, as_stream(stream));
+  }
+
+ private:
+  QuantizeDesc desc_;
+  InputType input_;
+  int device_;
+};
+
+void register_quantize(py::module_& module) {
+  py::enum_<InputType>(module, "InputType")
+      .value("float32", InputType::kFloat32)
+      .value("bfloat16", InputType::kBFloat16)
+      .value("float16", InputType::kFloat16);
+  py::enum_<Format>(module, "Format")
+      .value("e4m3", Format::kE4M3)
+      .value("e5m2", Format::kE5M2);
+  py::enum_<Granularity>(module, "Granularity")
+      .value("delayed", Granularity::kDelayed)
+      .value("tensor", Granularity::kTensor)
+      .value("row", Granularity::kRow)
+      .value("vec128", Granularity::kVec128)
+      .value("block128", Granularity::kBlock128);
+  py::class_<BoundQuantize>(module, "Quantize")
+      .def(py::init<Granularity, Format, InputType, float, float, float, bool, int>())
+      .def("__call__", &BoundQuantize::operator());
+  module.attr("MAX_PARTIALS") = kMaxPartials;
+  module.def("amax", [](Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
+                        InputType type, Address out, Address workspace, int device,
+                        Address stream) {
+    amax({as_pointer<const void>(x), rows, cols, stride, type}, as_pointer<float>(out),
+         as_pointer<float>(workspace), device, as_stream(stream));
+  });
+}
+
+void register_scale_update(py::module_& module) {
+  using Row = std::tuple<Address, Address, Address, Address, int, int>;
+  module.def("scale_update", [](const std::vector<Row>& rows, bool takes_window_maximum,
+                                int device, Address stream) {
+    std::vector<DelayedState> states;
+    states.reserve(rows.size());
+    for (const auto& [history, scale, target, nonfinite, length, slots] : rows)
+      states.push_back({as_pointer<float>(history), as_pointer<float>(scale),
+                        as_pointer<const float>(target),
+                        as_pointer<unsigned long long>(nonfinite), length, slots});
+    scale_update(states, takes_window_maximum, device, as_stream(stream));
+  });
+}
+
+GemmArguments gemm_arguments(Address a, Address a_scale_inv, Address b, Address b_scale_inv,
+                             Address bias, Address d, Address workspace, std::size_t bytes) {
+  return {as_pointer<const void>(a),
+          as_pointer<const void>(b),
+          as_pointer<const float>(a_scale_inv),
+          as_pointer<const float>(b_scale_inv),
+          as_pointer<const void>(bias),
+          as_pointer<void>(d),
+          as_pointer<void>(workspace),
+          bytes};
+}
+
+void register_gemm(py::module_& module) {
+  py::enum_<ElementType>(module, "ElementType")
+      .value("e4m3", ElementType::kE4M3)
+      .value("e5m2", ElementType::kE5M2)
+      .value("e2m1", ElementType::kE2M1)
+      .value("bfloat16", ElementType::kBFloat16)
+      .value("float16", ElementType::kFloat16)
+      .value("float32", ElementType::kFloat32);
+  py::enum_<ScaleMode>(module, "ScaleMode")
+      .value("none", ScaleMode::kNone)
+      .value("tensor", ScaleMode::kTensor)
+      .value("row", ScaleMode::kRow)
+      .value("vec128", ScaleMode::kVec128)
+      .value("block128", ScaleMode::kBlock128)
+      .value("mx32", ScaleMode::kMx32)
+      .value("nv16", ScaleMode::kNv16);
+  py::class_<OperandDesc>(module, "OperandDesc")
+      .def(py::init<ElementType, ScaleMode, bool, std::int64_t>())
+      .def("__str__", &OperandDesc::text);
+  py::class_<GemmDesc>(module, "GemmDesc")
+      .def(py::init<std::int64_t, std::int64_t, std::int64_t, OperandDesc, OperandDesc,
+                    ElementType, bool, ElementType, bool, bool, std::uint32_t>())
+      .def("__str__", &GemmDesc::text);
+  py::class_<Gemm>(module, "Gemm")
+      .def(py::init<const GemmDesc&, int, std::size_t, int>())
+      .def_property_readonly("num_candidates", &Gemm::num_candidates)
+      .def_property_readonly("library_version", [](const Gemm&) { return cublasLtGetVersion(); })
+      .def("workspace_bytes", &Gemm::workspace_bytes)
+      .def("algorithm",
+           [](const Gemm& gemm, std::size_t at) { return py::bytes(gemm.algorithm(at)); })
+      .def("add_candidate",
+           [](Gemm& gemm, const py::bytes& bytes) { return gemm.add_candidate(bytes); })
+      .def("run",
+           [](Gemm& gemm, std::size_t candidate, Address a, Address a_scale_inv, Address b,
+              Address b_scale_inv, Address bias, Address d, Address workspace, std::size_t bytes,
+              Address stream) {
+             gemm.run(candidate,
+                      gemm_arguments(a, a_scale_inv, b, b_scale_inv, bias, d, workspace, bytes),
+                      as_stream(stream));
+           })
+      .def("milliseconds",
+           [](Gemm& gemm, std::size_t candidate, Address a, Address a_scale_inv, Address b,
+              Address b_scale_inv, Address bias, Address d, Address workspace, std::size_t bytes,
+              int repeats, Address stream) {
+             return gemm.milliseconds(
+                 candidate,
+                 gemm_arguments(a, a_scale_inv, b, b_scale_inv, bias, d, workspace, bytes),
+                 repeats, as_stream(stream));
+           },
+           py::call_guard<py::gil_scoped_release>());  // it waits for the device
+}
+
+}  // namespace
+}  // namespace fp8core
+
+PYBIND11_MODULE(fp8core_cuda, module) {
+  module.attr("SOURCE_HASH") = FP8CORE_SOURCE_HASH;
+  module.attr("ARCHITECTURES") = FP8CORE_ARCHITECTURES;
+  fp8core::register_quantize(module);
+  fp8core::register_scale_update(module);
+  fp8core::register_gemm(module);
+}

@@ -1,0 +1,92 @@
+// The entries: check what is given, find out what may be read and written in vectors, launch.
+#include "entry.h"
+#include "fp8core/device.h"
+#include "tile.cuh"
+
+namespace fp8core {
+namespace {
+
+int num_multiprocessors(int device) {
+  int count = 0;
+  FP8CORE_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
+std::int64_t bytes_of(InputType type) { return type == InputType::kFloat32 ? 4 : 2; }
+
+bool is_aligned(const void* pointer, std::int64_t bytes) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
+}
+
+// Every row of x begins at a multiple of 16 bytes, and holds whole vectors of 8 elements.
+bool reads_vectors(const Matrix& x) {
+  return is_aligned(x.data, 16) && x.cols % 8 == 0 && x.stride * bytes_of(x.type) % 16 == 0;
+}
+
+__global__ void __launch_bounds__(kAmaxThreads)
+    finish_amax(const float* partials, int count, float* amax_out) {
+  __shared__ float shared[kAmaxThreads / 32];
+  const float found = reduce_partials<kAmaxThreads>(partials, count, shared);
+  if (threadIdx.x == 0) *amax_out = found;
+}
+
+void check(const Matrix& x) {
+  FP8CORE_CHECK(x.rows >= 0 && x.cols >= 0 && x.stride >= x.cols, "x is ", x.rows, " x ", x.cols,
+                " with ", x.stride, " elements between rows; expected at least ", x.cols);
+}
+
+}  // namespace
+
+void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, int device,
+              cudaStream_t stream) {
+  const Matrix& x = arguments.x;
+  check(x);
+  FP8CORE_CHECK(arguments.rowwise.codes != nullptr || arguments.columnwise.codes != nullptr,
+                "quantize: neither orientation is asked for");
+  FP8CORE_CHECK(desc.granularity != Granularity::kDelayed || arguments.scale != nullptr,
+                "quantize: delayed scaling takes a scale");
+  const bool takes_workspace =
+      desc.granularity == Granularity::kTensor || desc.granularity == Granularity::kRow;
+  FP8CORE_CHECK(!takes_workspace || arguments.workspace != nullptr,
+                "quantize: this granularity takes a workspace");
+  if (x.rows == 0 || x.cols == 0) return;
+  const DeviceGuard guard(device);
+  TileParams params;
+  params.args = arguments;
+  params.rule = desc.rule;
+  params.tile_columns = static_cast<int>((x.cols + kTile - 1) / kTile);
+  params.vector_loads = reads_vectors(x);
+  params.vector_rows = x.cols % 8 == 0 && is_aligned(arguments.rowwise.codes, 8);
+  params.vector_columns = x.rows % 16 == 0 && is_aligned(arguments.columnwise.codes, 16);
+  const int multiprocessors = num_multiprocessors(device);
+  switch (x.type) {
+    case InputType::kFloat32: return launch_from_float32(desc, params, multiprocessors, stream);
+    case InputType::kBFloat16: return launch_from_bfloat16(desc, params, multiprocessors, stream);
+    case InputType::kFloat16: return launch_from_float16(desc, params, multiprocessors, stream);
+  }
+}
+
+void amax(const Matrix& x, float* amax_out, float* workspace, int device, cudaStream_t stream) {
+  check(x);
+  const DeviceGuard guard(device);
+  int count = 0;
+  if (x.rows > 0 && x.cols > 0) {
+    const int multiprocessors = num_multiprocessors(device);
+    const bool vectors = reads_vectors(x);
+    switch (x.type) {
+      case InputType::kFloat32:
+        count = partials_from_float32(x, vectors, workspace, multiprocessors, stream);
+        break;
+      case InputType::kBFloat16:
+        count = partials_from_bfloat16(x, vectors, workspace, multiprocessors, stream);
+        break;
+      case InputType::kFloat16:
+        count = partials_from_float16(x, vectors, workspace, multiprocessors, stream);
+        break;
+    }
+  }
+  finish_amax<<<1, kAmaxThreads, 0, stream>>>(workspace, count, amax_out);
+  FP8CORE_CUDA(cudaGetLastError());
+}
+
+}  // namespace fp8core

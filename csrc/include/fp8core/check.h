@@ -1,0 +1,40 @@
+// Checks of the native entries. A failed one becomes a Python ValueError that says what was
+// checked, what was found and what was expected; an error of CUDA or cuBLASLt a RuntimeError.
+#pragma once
+
+#include <cublasLt.h>
+#include <cuda_runtime.h>
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace fp8core {
+
+template <typename... Words>
+std::string join(const Words&... words) {
+  std::ostringstream text;
+  (text << ... << words);
+  return text.str();
+}
+
+}  // namespace fp8core
+
+#define FP8CORE_CHECK(condition, ...)                                                      \
+  do {                                                                                     \
+    if (!(condition)) throw std::invalid_argument(fp8core::join(__VA_ARGS__));             \
+  } while (false)
+
+#define FP8CORE_CUDA(call)                                                                 \
+  do {                                                                                     \
+    const cudaError_t status_ = (call);                                                    \
+    if (status_ != cudaSuccess)                                                            \
+      throw std::runtime_error(fp8core::join(#call, ": ", cudaGetErrorString(status_)));   \
+  } while (false)
+
+#define FP8CORE_CUBLAS(call)                                                               \
+  do {                                                                                     \
+    const cublasStatus_t status_ = (call);                                                 \
+    if (status_ != CUBLAS_STATUS_SUCCESS)                                                  \
+      throw std::runtime_error(fp8core::join(#call, ": ", cublasLtGetStatusString(status_))); \
+  } while (false)

@@ -1,0 +1,110 @@
+// d[m, n] = a[m, k] @ b[n, k].T over cuBLASLt: one object a shape, its descriptors made once.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "fp8core/check.h"
+
+namespace fp8core {
+
+enum class ElementType { kE4M3, kE5M2, kE2M1, kBFloat16, kFloat16, kFloat32 };
+
+// What one scale of an operand covers, and how cuBLASLt wants the scales laid out.
+enum class ScaleMode {
+  kNone,      // high precision
+  kTensor,    // float32 [1]
+  kRow,       // float32 [rows]
+  kVec128,    // float32 [ceil(k / 128), round_up(rows, 4)]
+  kBlock128,  // float32 [ceil(rows / 128), round_up(ceil(k / 128), 4)]
+  kMx32,      // e8m0, tiles of 128 x 4 scales; compute capability 10.0
+  kNv16,      // e4m3, likewise
+};
+
+struct OperandDesc {
+  ElementType type;
+  ScaleMode scale;
+  bool k_contiguous;     // rows of k elements; else columns, high precision only
+  std::int64_t leading;  // elements from one row (or column) to the next
+
+  std::string text() const;
+};
+
+struct GemmDesc {
+  std::int64_t m, n, k;
+  OperandDesc a, b;
+  ElementType out;
+  bool has_bias;
+  ElementType bias;
+  bool accumulate;         // add to d
+  bool fast_accumulation;  // FP8 only
+  std::uint32_t alignment; // bytes that the addresses of a, b, d and bias are multiples of
+
+  std::string text() const;
+};
+
+struct GemmArguments {
+  const void* a;
+  const void* b;
+  const float* a_scale_inv;
+  const float* b_scale_inv;
+  const void* bias;
+  void* d;
+  void* workspace;
+  std::size_t workspace_bytes;
+};
+
+// Owns one of cuBLASLt's descriptors.
+template <typename Handle, cublasStatus_t (*kDestroy)(Handle)>
+class Owned {
+ public:
+  Owned() = default;
+  ~Owned() {
+    if (handle_ != nullptr) kDestroy(handle_);
+  }
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  Handle* out() { return &handle_; }
+  operator Handle() const { return handle_; }  // NOLINT: stands for the handle everywhere
+
+ private:
+  Handle handle_ = nullptr;
+};
+
+using Operation = Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
+using Layout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
+using Preference = Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
+
+class Gemm {
+ public:
+  // Throws std::domain_error with cuBLASLt's answer where it has no algorithm for `desc`.
+  Gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes, int max_candidates);
+  std::size_t num_candidates() const { return candidates_.size(); }
+  std::size_t workspace_bytes(std::size_t candidate) const;
+
+  // The algorithm's opaque bytes, for a cache of the same cuBLASLt version; and back. Returns the
+  // candidate's index, or throws where this library does not take them for this problem.
+  std::string algorithm(std::size_t candidate) const;
+  std::size_t add_candidate(const std::string& bytes);
+
+  // Enqueues on `stream`. Not during a capture: `milliseconds`, which waits for the device.
+  void run(std::size_t candidate, const GemmArguments& arguments, cudaStream_t stream);
+  float milliseconds(std::size_t candidate, const GemmArguments& arguments, int repeats,
+                     cudaStream_t stream);
+
+ private:
+  void enqueue(std::size_t candidate, const GemmArguments& arguments, cudaStream_t stream);
+
+  GemmDesc desc_;
+  int device_;
+  cublasLtHandle_t handle_ = nullptr;
+  Operation operation_;
+  Layout a_, b_, d_;
+  std::vector<cublasLtMatmulHeuristicResult_t> candidates_;
+  std::mutex mutex_;  // pointers of scales and bias live in operation_
+};
+
+}  // namespace fp8core

@@ -1,0 +1,27 @@
+// Delayed scaling: newest amaxes become scales, for every slot of every state in one launch.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "fp8core/check.h"
+
+namespace fp8core {
+
+// history [length, slots] and scale [slots] are updated in place; nonfinite[0] counts the newest
+// amaxes that were inf or NaN, and may be null.
+struct DelayedState {
+  float* history;
+  float* scale;
+  const float* target;
+  unsigned long long* nonfinite;
+  int length, slots;
+};
+
+// A launch takes kStatesPerLaunch states.
+constexpr int kStatesPerLaunch = 64;
+
+void scale_update(const std::vector<DelayedState>& states, bool takes_window_maximum, int device,
+                  cudaStream_t stream);
+
+}  // namespace fp8core

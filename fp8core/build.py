@@ -1,0 +1,36 @@
+"""``fp8core build``: compile what a backend would compile on first use, ahead of time."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fp8core.dispatch import plugins
+from fp8core.errors import UnsupportedError
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("backend", help="name of the backend, such as cuda")
+    parser.add_argument(
+        "--arch", nargs="+", metavar="ARCH", help="architectures; default: those of this machine"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="copy what was made there as well"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build, and print the path of what was made."""
+    spec = plugins.load().spec(args.backend, "fp8core build")
+    if not spec.builder:
+        raise UnsupportedError(f"backend {spec.name!r} has nothing to compile.")
+    module, _, name = spec.builder.partition(":")
+    build: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    print(build(args.arch, output=args.output))
+    return 0

@@ -1,0 +1,89 @@
+"""Inputs and specs that the CUDA backend's tests share."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from fp8core import formats
+from fp8core.backend_api import Operand, OperandSpec
+from fp8core.dispatch import plugins
+
+DEVICE = torch.device("cuda", 0)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# Odd sizes, one row, one column, whole tiles, partial tiles, more columns than a tile has threads.
+SHAPES = (
+    *((1, 1), (1, 128), (128, 1), (3, 5), (16, 16), (127, 129), (128, 128), (130, 264)),
+    *((256, 512), (8, 4096), (4096, 8), (1000, 1000), (33, 2048), (384, 640)),
+)
+EMPTY = ((0, 16), (16, 0), (0, 0))
+
+
+def spec(name: str, element: str = "e4m3", power_of_two: bool = False) -> OperandSpec:
+    """Return the operand spec of a recipe's tensors."""
+    block = {"delayed": (0, 0), "current": (0, 0), "rowwise": (1, 0)}
+    block |= {"vector": (1, 128), "square": (128, 128)}
+    return OperandSpec(
+        element,
+        block[name],
+        formats.by_name(element).max,
+        delayed=name == "delayed",
+        power_of_two=power_of_two,
+    )
+
+
+@functools.cache
+def backend(name: str) -> object:
+    """Return the backend of a name, as dispatch makes it."""
+    registry = plugins.load()
+    return registry.instance(registry.backends[name])
+
+
+def values(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a matrix of ``kind`` on the device: what a cast can get wrong."""
+    x = torch.randn(shape, device=DEVICE)
+    if kind == "wide":  # rows and columns of very different size
+        rows = torch.linspace(-12, 12, shape[0], device=DEVICE).exp2()[:, None]
+        x = x * rows * torch.linspace(-8, 8, shape[1], device=DEVICE).exp2()
+    elif kind == "zeros":
+        x = torch.zeros_like(x)
+    elif kind == "zero blocks" and x.numel():
+        x[: shape[0] // 2] = 0
+        x[:, shape[1] // 2 :] = 0
+    elif kind == "specials" and x.numel():
+        flat = x.view(-1)
+        specials = (float("inf"), float("-inf"), float("nan"), -0.0, 1e30, 1e-30)
+        places = torch.linspace(0, flat.numel() - 1, len(specials), device=DEVICE).long()
+        flat[places] = torch.tensor(specials, device=DEVICE)
+    elif kind == "nan" and x.numel():
+        x.view(-1)[0] = float("nan")
+    elif kind == "tiny":
+        x = x * torch.finfo(dtype).smallest_normal
+    return x.to(dtype)
+
+
+KINDS = ("normal", "wide", "zeros", "zero blocks", "specials", "nan", "tiny")
+
+
+def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Say whether two tensors hold the same bits, NaN and -0 included."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    if ours.is_floating_point():
+        bits = {4: torch.int32, 2: torch.int16}[ours.itemsize]
+        ours, theirs = ours.contiguous().view(bits), theirs.contiguous().view(bits)
+    return torch.equal(ours, theirs)
+
+
+def differs(ours: Operand | None, theirs: Operand | None) -> str | None:
+    """Say what of an operand differs from the reference's, or None."""
+    if ours is None or theirs is None:
+        return None if ours is theirs else "one orientation is missing"
+    if not same_bits(ours.scale_inv, theirs.scale_inv):
+        return f"scale_inv {ours.scale_inv.flatten()[:4]} for {theirs.scale_inv.flatten()[:4]}"
+    if not same_bits(ours.data, theirs.data):
+        at = (ours.data != theirs.data).nonzero()
+        return f"{len(at)} of {ours.data.numel()} codes, the first at {at[0].tolist()}"
+    return None

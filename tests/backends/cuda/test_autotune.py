@@ -1,0 +1,172 @@
+"""Which algorithm runs: timed once, remembered, and the first one where nothing may be timed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8core_backends.cuda import autotune
+
+ARGUMENTS = autotune.Arguments(16, 32, 48, 64, 0, 80)
+CPU = torch.device("cpu")
+
+
+class FakeGemm:
+    """Algorithms with known times; the bytes of algorithm ``i`` are ``ai``."""
+
+    library_version = 130100
+
+    def __init__(self, times: list[float], foreign: tuple[bytes, ...] = ()) -> None:
+        self.times = times
+        self.timed = 0
+        self._names = [f"a{index}".encode() for index in range(len(times))]
+        self._foreign = foreign
+
+    @property
+    def num_candidates(self) -> int:
+        return len(self._names)
+
+    def workspace_bytes(self, index: int) -> int:
+        return 16 * index
+
+    def algorithm(self, index: int) -> bytes:
+        return self._names[index]
+
+    def add_candidate(self, name: bytes) -> int:
+        if name not in self._foreign:
+            raise RuntimeError("not supported")
+        self._names.append(name)
+        return len(self._names) - 1
+
+    def milliseconds(self, index: int, *arguments: int) -> float:
+        assert arguments[: len(ARGUMENTS)] == ARGUMENTS
+        self.timed += 1
+        return self.times[index]
+
+
+@pytest.fixture(autouse=True)
+def without_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    class Stream:
+        cuda_stream = 0
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Chip/1")
+    monkeypatch.setattr(autotune, "_known", {})
+    monkeypatch.setenv("FP8CORE_CACHE_DIR", str(tmp_path))
+    return tmp_path / "A-Chip-1-cublaslt-130100.json"
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a new process does."""
+    monkeypatch.setattr(autotune, "_known", {})
+
+
+def test_the_fastest_runs_and_is_remembered(
+    without_a_device: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gemm = FakeGemm([3.0, 2.0, 1.0, 4.0])
+    assert autotune.choose(gemm, "p", ARGUMENTS, CPU) == 2
+    assert json.loads(without_a_device.read_text()) == {"p": b"a2".hex()}
+    forget(monkeypatch)
+    again = FakeGemm([3.0, 2.0, 1.0, 4.0])
+    assert autotune.choose(again, "p", ARGUMENTS, CPU) == 2
+    assert again.timed == 0
+    assert [file.name for file in without_a_device.parent.iterdir()] == [without_a_device.name]
+
+
+def test_another_problem_is_timed_and_added(without_a_device: Path) -> None:
+    autotune.choose(FakeGemm([1.0]), "p", ARGUMENTS, CPU)
+    autotune.choose(FakeGemm([2.0, 1.0]), "q", ARGUMENTS, CPU)
+    assert json.loads(without_a_device.read_text()) == {"p": b"a0".hex(), "q": b"a1".hex()}
+
+
+def test_one_that_is_hardly_faster_does_not_replace_the_first() -> None:
+    assert autotune.choose(FakeGemm([1.0, 0.99]), "p", ARGUMENTS, CPU) == 0
+
+
+def test_a_remembered_algorithm_that_is_not_proposed_is_asked_for(without_a_device: Path) -> None:
+    without_a_device.write_text(json.dumps({"p": b"other".hex()}))
+    gemm = FakeGemm([1.0, 2.0], foreign=(b"other",))
+    assert autotune.choose(gemm, "p", ARGUMENTS, CPU) == 2
+    assert gemm.timed == 0
+
+
+@pytest.mark.parametrize("kept", [b"gone".hex(), "no hexadecimal"])
+def test_a_remembered_algorithm_that_is_refused_is_timed_anew(
+    kept: str, without_a_device: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_a_device.write_text(json.dumps({"p": kept}))
+    with caplog.at_level(logging.WARNING, "fp8core.cuda"):
+        assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ARGUMENTS, CPU) == 1
+    assert "timed anew" in caplog.text
+    assert json.loads(without_a_device.read_text()) == {"p": b"a1".hex()}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"p": 3}', "\x00"])
+def test_a_corrupt_cache_is_said_and_replaced(
+    text: str, without_a_device: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_a_device.write_text(text)
+    with caplog.at_level(logging.WARNING, "fp8core.cuda"):
+        assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ARGUMENTS, CPU) == 1
+    assert "is not used" in caplog.text
+    assert json.loads(without_a_device.read_text()) == {"p": b"a1".hex()}
+
+
+def test_a_cache_that_cannot_be_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FP8CORE_CACHE_DIR", str(tmp_path / "file" / "below"))
+    with caplog.at_level(logging.WARNING, "fp8core.cuda"):
+        assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ARGUMENTS, CPU) == 1
+    assert "cannot be written" in caplog.text
+
+
+def test_nothing_is_timed_when_it_is_switched_off(
+    monkeypatch: pytest.MonkeyPatch, without_a_device: Path
+) -> None:
+    monkeypatch.setenv("FP8CORE_AUTOTUNE", "0")
+    gemm = FakeGemm([2.0, 1.0])
+    assert autotune.choose(gemm, "p", ARGUMENTS, CPU) == 0
+    assert gemm.timed == 0
+    assert not without_a_device.exists()
+
+
+def test_nothing_is_timed_where_results_must_not_depend_on_it() -> None:
+    gemm = FakeGemm([2.0, 1.0])
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert autotune.choose(gemm, "p", ARGUMENTS, CPU) == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert gemm.timed == 0
+
+
+def test_nothing_is_timed_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    gemm = FakeGemm([2.0, 1.0])
+    assert autotune.choose(gemm, "p", ARGUMENTS, CPU) == 0
+    assert gemm.timed == 0
+
+
+def test_no_memory_to_time_in_leaves_the_first(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(autotune.torch, "empty", refuse)
+    with caplog.at_level(logging.WARNING, "fp8core.cuda"):
+        assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ARGUMENTS, CPU) == 0
+    assert "no memory to time algorithms in" in caplog.text
+
+
+def test_ragged_sizes_share_a_choice() -> None:
+    assert {autotune.bucket(size) for size in range(8193, 10241)} == {10240}
+    assert [autotune.bucket(1 << power) for power in range(20)] == [1 << p for p in range(20)]

@@ -1,0 +1,221 @@
+"""Building the native library: with a compiler that only pretends, and with nvcc where it is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp8core import UnsupportedError
+from fp8core.errors import RecipeError
+from fp8core_backends.cuda import build, native, settings
+
+FAKE_NVCC = """#!/bin/sh
+echo "$@" >> "{log}"
+case "$*" in
+  *-shared*) [ -f "{folder}/fail-link" ] && {{ echo "ld: no space left"; exit 1; }} ;;
+  *scale_update*) [ -f "{folder}/fail" ] && {{ echo "scale_update: error: planted"; exit 2; }} ;;
+esac
+while [ $# -gt 1 ]; do [ "$1" = "-o" ] && echo made > "$2"; shift; done
+exit 0
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a pretended nvcc, which fails while ``fail`` or ``fail-link`` is there."""
+    folder = tmp_path / "a toolkit"  # a path with a space
+    folder.mkdir()
+    nvcc = folder / "nvcc"
+    nvcc.write_text(FAKE_NVCC.format(log=folder / "log", folder=folder))
+    nvcc.chmod(0o755)
+    found = build.Toolchain(nvcc, (folder,), folder / "libcublasLt.so")
+    monkeypatch.setattr(build, "find_toolchain", lambda: found)
+    monkeypatch.setenv("FP8CORE_CACHE_DIR", str(tmp_path / "cache"))
+    return folder
+
+
+def test_a_build_is_made_once(compiler: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = build.build(("90a",))
+    assert path == build.target(("90a",))
+    assert path.read_text() == "made\n"
+    units = [file for file in build._files(build.sources()) if file.suffix in (".cu", ".cpp")]
+    lines = (compiler / "log").read_text().splitlines()
+    assert len(lines) == len(units) + 1
+    assert all("arch=compute_90a,code=sm_90a" in line for line in lines[:-1])
+    told = capsys.readouterr().err
+    assert f"[{len(units)}/{len(units)}]" in told
+    assert build.build(("90a",)) == path
+    assert (compiler / "log").read_text().splitlines() == lines
+
+
+def test_another_architecture_is_another_file(compiler: Path) -> None:
+    assert build.build(("90a",)) != build.build(("90a", "100a"))
+
+
+def test_a_copy_goes_where_it_is_asked_for(compiler: Path, tmp_path: Path) -> None:
+    path = build.build(("90a",), output=tmp_path / "out")
+    assert (tmp_path / "out" / path.name).read_text() == "made\n"
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [("fail", "error: planted"), ("fail-link", "no space left")]
+)
+def test_a_failed_build_says_why_and_leaves_nothing(compiler: Path, fault: str, said: str) -> None:
+    (compiler / fault).touch()
+    with pytest.raises(UnsupportedError, match=said) as error:
+        build.build(("90a",))
+    assert "FP8CORE_BUILD=0" in str(error.value)
+    path = build.target(("90a",))
+    assert {file.name for file in path.parent.iterdir()} <= {"lock"}
+    (compiler / fault).unlink()
+    assert build.build(("90a",)).is_file()
+
+
+def test_processes_that_build_at_once_make_one_file(compiler: Path) -> None:
+    code = (
+        "import pathlib, sys; from fp8core_backends.cuda import build; folder = pathlib.Path("
+        "sys.argv[1]); found = build.Toolchain(folder / 'nvcc', (folder,), folder / 'lib');"
+        "build.find_toolchain = lambda: found; print(build.build(('90a',)))"
+    )
+    command = [sys.executable, "-c", code, str(compiler)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate()[0] for process in running]
+    assert said[0] == said[1]
+    links = [line for line in (compiler / "log").read_text().splitlines() if "-shared" in line]
+    assert len(links) == 1
+
+
+@pytest.mark.parametrize(
+    ("architectures", "said"), [(("90",), "Did you mean '90a'"), ((), "none of them")]
+)
+def test_an_unknown_architecture_is_refused(architectures: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        build.build(architectures)
+
+
+def test_without_a_toolchain_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "find_toolchain", lambda: "no nvcc in sight")
+    with pytest.raises(UnsupportedError, match="no nvcc in sight"):
+        build.build(("90a",))
+
+
+def test_no_compiler_anywhere_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setattr(build, "_DEFAULT_NVCC", tmp_path / "nvcc")
+    found = build.find_toolchain.__wrapped__()
+    assert isinstance(found, str)
+    assert found.startswith("no nvcc in CUDA_HOME")
+
+
+@pytest.mark.parametrize("name", ["FP8CORE_AUTOTUNE", "FP8CORE_BUILD"])
+def test_a_flag_is_0_or_1(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "yes")
+    with pytest.raises(RecipeError, match=f"{name}='yes'"):
+        settings.read()
+
+
+@pytest.fixture
+def source() -> Callable[..., native._Source]:
+    return native._source.__wrapped__
+
+
+def test_a_build_of_before_is_used(compiler: Path, source: Callable[..., native._Source]) -> None:
+    assert source(("90a",), settings.read()).what.startswith("built with")
+    path = build.build(("90a",))
+    assert source(("90a",), settings.read()) == native._Source(path, f"built earlier: {path}", None)
+
+
+def test_a_build_can_be_forbidden(
+    compiler: Path, source: Callable[..., native._Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FP8CORE_BUILD", "0")
+    assert source(("90a",), settings.read()).why_not == "FP8CORE_BUILD=0 forbids building it"
+
+
+def test_another_chip_has_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    why_not = native.missing(torch.device("cuda", 0))
+    assert why_not is not None
+    assert "9.0, 10.0, this is 8.9" in why_not
+
+
+def test_a_build_for_more_is_found(compiler: Path, source: Callable[..., native._Source]) -> None:
+    path = build.build(("90a", "100a"))
+    assert source(("90a",), settings.read()).path == path
+
+
+def test_a_library_for_another_chip_is_refused(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_loaded", [])
+    monkeypatch.setattr(build, "present", lambda: ["90a"])
+    made = SimpleNamespace(SOURCE_HASH=build.source_hash(), ARCHITECTURES="100a")
+    monkeypatch.setattr(native, "_import", lambda path: made)
+    native._source.cache_clear()
+    with pytest.raises(UnsupportedError, match="was built for 100a, this machine takes 90a"):
+        native.load()
+    native._source.cache_clear()
+
+
+def test_a_folder_that_cannot_be_made_is_named(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FP8CORE_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(UnsupportedError, match="Name another folder in FP8CORE_CACHE_DIR"):
+        build.build(("90a",))
+
+
+def test_a_failed_build_is_not_tried_again(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_loaded", [])
+    monkeypatch.setattr(build, "present", lambda: ["90a"])
+    native._source.cache_clear()
+    (compiler / "fail").touch()
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="error: planted"):
+            native.load()
+    tried = (compiler / "log").read_text().count("scale_update.cu")
+    native._source.cache_clear()
+    assert tried == 1
+
+
+def test_a_library_of_other_sources_is_refused(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_loaded", [])
+    monkeypatch.setattr(build, "present", lambda: ["90a"])
+    monkeypatch.setattr(native, "_import", lambda path: SimpleNamespace(SOURCE_HASH="older"))
+    native._source.cache_clear()
+    with pytest.raises(UnsupportedError, match=r"other sources \(older"):
+        native.load()
+    native._source.cache_clear()
+
+
+def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
+    broken = tmp_path / f"{build.MODULE}.so"
+    broken.write_text("not a library")
+    with pytest.raises(UnsupportedError, match="Delete it to have it built anew"):
+        native._import(broken)
+
+
+@pytest.mark.packaging
+def test_the_sources_compile_without_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toolchain = build.find_toolchain()
+    if isinstance(toolchain, str):
+        pytest.skip(f"needs nvcc and the headers of cuBLAS: {toolchain}")
+    if torch.version.cuda is None and not (toolchain.cublaslt).is_file():
+        pytest.skip("needs cuBLASLt to link with")
+    monkeypatch.setenv("FP8CORE_CACHE_DIR", str(tmp_path))
+    flags = [flag.replace("-Wextra", "-Wextra,-Werror") for flag in build._FLAGS]
+    monkeypatch.setattr(build, "_FLAGS", tuple(flags))
+    assert build.build(tuple(build.ARCHITECTURES.values())).stat().st_size > 100_000

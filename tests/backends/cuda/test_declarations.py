@@ -1,0 +1,141 @@
+"""What the CUDA backend says it runs, without a device: a chip and a library are pretended."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fp8core import recipe
+from fp8core.backend_api import (
+    ActivationDesc,
+    AmaxDesc,
+    DequantizeDesc,
+    GemmDesc,
+    GroupedGemmDesc,
+    OpDesc,
+    OperandSpec,
+    QuantizeDesc,
+    ScaleUpdateDesc,
+)
+from fp8core.plan import LayerRole
+from fp8core_backends.cuda import native
+from fp8core_backends.cuda.backend import CudaBackend
+from fp8core_backends.cuda.layout import scale_strides, scales
+
+CUDA = torch.device("cuda", 0)
+TENSOR = OperandSpec("e4m3", (0, 0), 448.0)
+VECTOR = OperandSpec("e4m3", (1, 128), 448.0)
+SQUARE = OperandSpec("e4m3", (128, 128), 448.0)
+ROW = OperandSpec("e4m3", (1, 0), 448.0)
+MX = OperandSpec("e4m3", (1, 32), 448.0, scale_format="e8m0")
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(native, "missing", lambda device: None)
+
+
+def gemm(a: OperandSpec | None, b: OperandSpec | None, **changed: object) -> GemmDesc:
+    return dataclasses.replace(GemmDesc(a, b, torch.bfloat16), **changed)
+
+
+def e5m2(spec: OperandSpec) -> OperandSpec:
+    return dataclasses.replace(spec, format="e5m2", target=57344.0)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "rowwise"])
+def test_hopper_s_recipes_are_supported(name: str) -> None:
+    plan = recipe.by_name(name).plan(LayerRole("linear"), torch.bfloat16)
+    for tensor in (plan.input, plan.weight, plan.grad_output):
+        assert CudaBackend().unsupported(QuantizeDesc(torch.bfloat16, *tensor), CUDA) is None
+    for one in (plan.fprop, plan.dgrad, plan.wgrad):
+        fields = (one.a, one.b, torch.bfloat16, False, one.fast_accumulation)
+        assert CudaBackend().unsupported(GemmDesc(*fields), CUDA) is None
+        assert CudaBackend().unsupported(GroupedGemmDesc(*fields), CUDA) is None
+
+
+REFUSED: dict[str, tuple[OpDesc, str]] = {
+    "mx": (gemm(MX, MX), "MX block scales need compute capability 10.0"),
+    "mx cast": (QuantizeDesc(torch.bfloat16, MX, MX), "compute capability 10.0"),
+    "e5m2": (gemm(e5m2(TENSOR), e5m2(TENSOR)), "does not multiply e5m2 by e5m2"),
+    "squares": (gemm(SQUARE, SQUARE), "128 x 128 blocks by 128 x 128 blocks"),
+    "vector by tensor": (gemm(VECTOR, TENSOR), "does not multiply vec128 by tensor"),
+    "row by tensor": (gemm(ROW, TENSOR), "does not multiply row by tensor"),
+    "half quantized": (gemm(TENSOR, None), "one operand is quantized, the other is not"),
+    "float64": (gemm(TENSOR, TENSOR, out_dtype=torch.float64), "no result in torch.float64"),
+    "another block": (
+        QuantizeDesc(torch.bfloat16, dataclasses.replace(VECTOR, block=(1, 64)), None),
+        r"no kernels for blocks of (1, 64)",
+    ),
+    "another format": (
+        QuantizeDesc(torch.bfloat16, dataclasses.replace(TENSOR, format="hif8"), None),
+        "no kernels for format hif8",
+    ),
+    "float64 cast": (QuantizeDesc(torch.float64, TENSOR, None), "from torch.float64"),
+    "nothing": (QuantizeDesc(torch.bfloat16, None, None), "neither orientation"),
+    "algorithm": (ScaleUpdateDesc("median"), "no algorithm 'median'"),
+    "amax": (AmaxDesc(torch.float64), "no amax of torch.float64"),
+    "activation": (
+        ActivationDesc("gelu", torch.bfloat16, torch.bfloat16),
+        "activation is not written for CUDA yet",
+    ),
+    "dequantize": (DequantizeDesc(TENSOR), "dequantize is not written for CUDA yet"),
+}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_is_refused_by_name(name: str) -> None:
+    desc, reason = REFUSED[name]
+    said = CudaBackend().unsupported(desc, CUDA)
+    assert said is not None
+    assert reason in said
+
+
+def test_float32_block_scales_are_refused_on_another_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(native, "missing", lambda device: None)
+    said = CudaBackend().unsupported(gemm(VECTOR, SQUARE), CUDA)
+    assert said is not None
+    assert "compute capability 9.0 alone" in said
+
+
+def test_without_the_library_torch_multiplies_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(native, "missing", lambda device: "no nvcc")
+    backend = CudaBackend()
+    assert backend.unsupported(gemm(TENSOR, TENSOR), CUDA) is None
+    assert backend.unsupported(gemm(None, None), CUDA) is None
+    for desc in (gemm(VECTOR, SQUARE), QuantizeDesc(torch.bfloat16, TENSOR, TENSOR)):
+        said = backend.unsupported(desc, CUDA)
+        assert said is not None
+        assert "no nvcc" in said
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape"),
+    [
+        ("tensor", (1, 1)),
+        ("row", (37, 1)),
+        ("vec128", (37, 3)),
+        ("vec128", (64, 1)),
+        ("block128", (3, 5)),
+        ("block128", (1, 1)),
+    ],
+)
+def test_scales_are_laid_out_for_the_library(mode: str, shape: tuple[int, int]) -> None:
+    own = torch.randn(shape)
+    made = scales(mode, own)
+    assert torch.equal(made, own)
+    assert made.data_ptr() % 16 == 0
+    rows, blocks = shape
+    wanted = scale_strides(mode, rows, blocks * 128)
+    for size, stride, want in zip(made.shape, made.stride(), wanted, strict=True):
+        assert size == 1 or stride == want
+    assert scales(mode, made) is made

@@ -1,0 +1,153 @@
+"""The CUDA backend's GEMMs against the float64 product of the dequantized operands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8core.backend_api import DequantizeDesc, GemmDesc, Operand, OperandSpec, QuantizeDesc
+from tests.backends.cuda.cuda_cases import DEVICE, backend, spec, values
+
+pytestmark = pytest.mark.needs_accelerator("cuda")
+
+# k = 16, and what is no multiple of a tile.
+SHAPES = ((16, 16, 16), (4, 32, 48), (128, 128, 128), (132, 144, 272), (1024, 512, 2048))
+PAIRS = {
+    "delayed": ("delayed", "delayed"),
+    "current": ("current", "current"),
+    "rowwise": ("rowwise", "rowwise"),
+    "vector by square": ("vector", "square"),
+    "square by vector": ("square", "vector"),
+    "vector by vector": ("vector", "vector"),
+}
+# Hopper's tensor cores keep about 14 bits below the largest term of 32 products, and with fast
+# accumulation also of the running sum. Measured worst cases over these shapes: docs/measured.md.
+BOUND = {False: 2.0**-12, True: 2.0**-9}
+
+
+def operand(own: OperandSpec, x: torch.Tensor) -> Operand:
+    desc = QuantizeDesc(x.dtype, own, None)
+    given = {"scale": torch.full((1,), 2.5, device=DEVICE)} if own.delayed else {}
+    made = backend("cuda").bind(desc, DEVICE)(x, **given).rowwise
+    assert made is not None
+    return made
+
+
+def exact(own: OperandSpec, made: Operand) -> torch.Tensor:
+    return backend("reference").bind(DequantizeDesc(own), DEVICE)(made).double()
+
+
+def check(
+    pair: str, shape: tuple[int, int, int], out_dtype: torch.dtype, fast: bool, formats: str
+) -> None:
+    m, n, k = shape
+    a_spec, b_spec = (
+        spec(name, element) for name, element in zip(PAIRS[pair], formats.split(), strict=True)
+    )
+    a = operand(a_spec, values("normal", (m, k), torch.bfloat16))
+    b = operand(b_spec, values("normal", (n, k), torch.bfloat16))
+    desc = GemmDesc(a_spec, b_spec, out_dtype, fast_accumulation=fast)
+    made = backend("cuda").bind(desc, DEVICE)(a, b)
+    left, right = exact(a_spec, a), exact(b_spec, b)
+    ideal, size = left @ right.t(), left.abs() @ right.abs().t()
+    ulp = torch.finfo(out_dtype).eps * ideal.abs()
+    error = (made.double() - ideal).abs() - ulp
+    assert made.dtype == out_dtype
+    assert (error <= BOUND[fast] * size).all(), f"{(error / size).max().item():.2e} of {desc}"
+
+
+@pytest.mark.parametrize("formats", ["e4m3 e4m3", "e5m2 e4m3", "e4m3 e5m2"])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_products_are_within_the_accumulators_bound(
+    pair: str, out_dtype: torch.dtype, formats: str
+) -> None:
+    for shape in SHAPES:
+        for fast in (False, True):
+            check(pair, shape, out_dtype, fast, formats)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_bias_of_any_dtype_is_added(bias_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    own = spec("current")
+    a, b = (operand(own, values("normal", (64, 96), torch.bfloat16)) for _ in range(2))
+    bias = (100 * torch.randn(64, device=DEVICE)).to(bias_dtype)
+    run = backend("cuda").bind(GemmDesc(own, own, out_dtype), DEVICE)
+    plain = backend("cuda").bind(GemmDesc(own, own, torch.float32), DEVICE)
+    want = (plain(a, b) + bias.float()).to(out_dtype)
+    eps = torch.finfo(out_dtype).eps
+    torch.testing.assert_close(run(a, b, bias=bias), want, rtol=eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_an_accumulating_gemm_adds_to_its_output(pair: str) -> None:
+    a_spec, b_spec = (spec(name) for name in PAIRS[pair])
+    a = operand(a_spec, values("normal", (64, 256), torch.bfloat16))
+    b = operand(b_spec, values("normal", (48, 256), torch.bfloat16))
+    desc = GemmDesc(a_spec, b_spec, torch.float32, accumulate=True)
+    total = torch.full((64, 48), 1000.0, device=DEVICE)
+    run = backend("cuda").bind(desc, DEVICE)
+    assert run(a, b, out=total) is total
+    once = total - 1000.0
+    run(a, b, out=total)
+    torch.testing.assert_close(total - 1000.0, 2 * once, rtol=1e-4, atol=1e-2)
+    plain = backend("cuda").bind(GemmDesc(a_spec, b_spec, torch.float32), DEVICE)
+    torch.testing.assert_close(once, plain(a, b), rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_operands_that_lie_elsewhere_give_the_same(pair: str) -> None:
+    """Contiguous scales, transposed codes, odd addresses: copied, not misread."""
+    a_spec, b_spec = (spec(name) for name in PAIRS[pair])
+    a = operand(a_spec, values("normal", (68, 384), torch.bfloat16))
+    b = operand(b_spec, values("normal", (80, 384), torch.bfloat16))
+    run = backend("cuda").bind(GemmDesc(a_spec, b_spec, torch.float32), DEVICE)
+    want = run(a, b)
+
+    def moved(made: Operand) -> Operand:
+        room = torch.empty(made.data.numel() + 1, dtype=torch.uint8, device=DEVICE)
+        data = room[1:].view(made.data.shape).copy_(made.data)
+        scale_inv = torch.empty(made.scale_inv.numel() + 1, device=DEVICE)
+        return Operand(data, scale_inv[1:].view(made.scale_inv.shape).copy_(made.scale_inv))
+
+    def turned(made: Operand) -> Operand:
+        return Operand(made.data.t().contiguous().t(), made.scale_inv.t().contiguous().t())
+
+    assert torch.equal(run(moved(a), moved(b)), want)
+    assert torch.equal(run(turned(a), turned(b)), want)
+
+
+def test_empty_products_are_zeros_and_bias() -> None:
+    own = spec("current")
+    run = backend("cuda").bind(GemmDesc(own, own, torch.bfloat16), DEVICE)
+    empty = torch.empty(0, 32, dtype=torch.bfloat16, device=DEVICE)
+    full = values("normal", (16, 32), torch.bfloat16)
+    assert run(operand(own, empty), operand(own, full)).shape == (0, 16)
+    nothing = torch.empty(16, 0, dtype=torch.bfloat16, device=DEVICE)
+    bias = torch.arange(16.0, device=DEVICE).bfloat16()
+    made = run(operand(own, nothing), operand(own, nothing), bias=bias)
+    assert torch.equal(made, bias.expand(16, 16))
+
+
+def test_every_element_of_the_result_is_written() -> None:
+    for pair in PAIRS.values():
+        a_spec, b_spec = (spec(name) for name in pair)
+        a = operand(a_spec, values("normal", (132, 272), torch.bfloat16))
+        b = operand(b_spec, values("normal", (144, 272), torch.bfloat16))
+        run = backend("cuda").bind(GemmDesc(a_spec, b_spec, torch.bfloat16), DEVICE)
+        out = torch.full((132, 144), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+        assert run(a, b, out=out).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["block", "mxfp8", "nvfp4"])
+def test_what_hopper_cannot_run_is_refused_by_name(name: str) -> None:
+    cases = {
+        "block": (spec("square"), "128 x 128 blocks by 128 x 128 blocks"),
+        "mxfp8": (OperandSpec("e4m3", (1, 32), 448.0, scale_format="e8m0"), "10.0"),
+        "nvfp4": (OperandSpec("e2m1", (1, 16), 6.0, scale_format="e4m3"), "10.0"),
+    }
+    own, reason = cases[name]
+    said = backend("cuda").unsupported(GemmDesc(own, own, torch.bfloat16), DEVICE)
+    assert said is not None
+    assert reason in said

@@ -1,0 +1,164 @@
+"""The native quantization kernels against the reference backend on the same device, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8core.backend_api import AmaxDesc, Quantized, QuantizeDesc, ScaleUpdateDesc
+from tests.backends.cuda.cuda_cases import (
+    DEVICE,
+    DTYPES,
+    EMPTY,
+    KINDS,
+    SHAPES,
+    backend,
+    differs,
+    same_bits,
+    spec,
+    values,
+)
+
+pytestmark = pytest.mark.needs_accelerator("cuda")
+RECIPES = ("delayed", "current", "rowwise", "vector", "square")
+
+
+def both(x: torch.Tensor, desc: QuantizeDesc) -> tuple[list[Quantized], list[torch.Tensor]]:
+    """Quantize by the CUDA and by the reference backend; return what they made and recorded."""
+    made, recorded = [], []
+    delayed = any(spec is not None and spec.delayed for spec in (desc.rowwise, desc.columnwise))
+    for name in ("cuda", "reference"):
+        amax = torch.full((1,), 0.25, device=DEVICE)
+        given = {"scale": torch.full((1,), 3.7, device=DEVICE), "amax_out": amax} if delayed else {}
+        made.append(backend(name).bind(desc, DEVICE)(x, **given))
+        recorded.append(amax)
+    return made, recorded
+
+
+def check(x: torch.Tensor, desc: QuantizeDesc) -> None:
+    before = x.clone()
+    (ours, theirs), (our_amax, their_amax) = both(x, desc)
+    assert differs(ours.rowwise, theirs.rowwise) is None, f"rowwise {desc} {list(x.shape)}"
+    assert differs(ours.columnwise, theirs.columnwise) is None, f"columnwise {desc} {list(x.shape)}"
+    assert same_bits(our_amax, their_amax), desc
+    assert same_bits(x, before), "the input was written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_codes_and_scales_equal_the_reference(name: str, element: str, dtype: torch.dtype) -> None:
+    own = spec(name, element)
+    for shape in (*SHAPES, *EMPTY):
+        for kind in KINDS:
+            check(values(kind, shape, dtype), QuantizeDesc(dtype, own, own))
+
+
+@pytest.mark.parametrize("name", ["current", "rowwise", "vector", "square"])
+def test_power_of_two_scales_equal_the_reference(name: str) -> None:
+    own = spec(name, power_of_two=True)
+    for shape in SHAPES:
+        for kind in KINDS:
+            check(values(kind, shape, torch.bfloat16), QuantizeDesc(torch.bfloat16, own, own))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_one_orientation_equals_its_half_of_both(name: str) -> None:
+    own = spec(name)
+    for half in QuantizeDesc(torch.bfloat16, own, own).halves():
+        for shape in SHAPES:
+            check(values("wide", shape, torch.bfloat16), half)
+
+
+def test_orientations_may_have_specs_of_their_own() -> None:
+    desc = QuantizeDesc(torch.bfloat16, spec("current"), spec("vector", "e5m2"))
+    for shape in SHAPES:
+        check(values("normal", shape, torch.bfloat16), desc)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_strided_and_misaligned_inputs_equal_the_reference(name: str) -> None:
+    own = spec(name)
+    whole = values("wide", (520, 776), torch.bfloat16)
+    parts = [whole.t(), whole[1:, 1:], whole[:, 8:264], whole[::2], whole[:, ::3], whole[3:4]]
+    parts.append(torch.randn(1, 640, device=DEVICE).bfloat16().expand(256, 640))
+    for x in parts:
+        check(x, QuantizeDesc(torch.bfloat16, own, own))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_groups_are_tensors_of_their_own(name: str) -> None:
+    own = spec(name)
+    desc = QuantizeDesc(torch.bfloat16, own, own, grouped=True)
+    offsets = torch.tensor([0, 128, 128, 144, 400], device=DEVICE)
+    x = values("wide", (400, 256), torch.bfloat16)
+    given = {}
+    if own.delayed:
+        given["scale"] = torch.tensor([1.0, 2.0, 3.0, 5.0], device=DEVICE)
+    ours, theirs = (
+        backend(which).bind(desc, DEVICE)(x, offsets, **given) for which in ("cuda", "reference")
+    )
+    assert differs(ours.rowwise, theirs.rowwise) is None
+    assert differs(ours.columnwise, theirs.columnwise) is None
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_byte_of_the_result_is_written(name: str) -> None:
+    own = spec(name)
+    x = values("normal", (257, 1040), torch.bfloat16)
+    made = []
+    for poison in (0x00, 0xFF):
+        torch.cuda.empty_cache()
+        torch.full((64 << 20,), poison, dtype=torch.uint8, device=DEVICE)  # freed, then reused
+        desc = QuantizeDesc(torch.bfloat16, own, own)
+        given = {"scale": torch.ones(1, device=DEVICE)} if own.delayed else {}
+        made.append(backend("cuda").bind(desc, DEVICE)(x, **given))
+    assert differs(made[0].rowwise, made[1].rowwise) is None
+    assert differs(made[0].columnwise, made[1].columnwise) is None
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_side_stream_gives_the_same(name: str) -> None:
+    own = spec(name)
+    x = values("wide", (2048, 2048), torch.bfloat16)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        check(x, QuantizeDesc(torch.bfloat16, own, own))
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_amax_equals_the_reference(dtype: torch.dtype) -> None:
+    for shape in (*SHAPES, *EMPTY):
+        for kind in KINDS:
+            x = values(kind, shape, dtype)
+            ours, theirs = (
+                backend(name).bind(AmaxDesc(dtype), DEVICE)(x) for name in ("cuda", "reference")
+            )
+            assert same_bits(ours, theirs), (shape, kind)
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_scale_updates_equal_the_reference(algorithm: str) -> None:
+    desc = ScaleUpdateDesc(algorithm)
+    results = []
+    for name in ("cuda", "reference"):
+        torch.manual_seed(0)
+        states = [
+            (torch.rand(length, slots, device=DEVICE) * 10, torch.ones(slots, device=DEVICE))
+            for length in (1, 2, 5, 1024, 3000)
+            for slots in (1, 3, 40)
+        ] * 6  # more than one launch takes
+        states = [(history.clone(), scale.clone()) for history, scale in states]
+        for number, (history, _) in enumerate(states):
+            history[0, 0] = (0.0, float("inf"), float("nan"), 1e-45, 3.0)[number % 5]
+            if number % 7 == 0:
+                history[-1, -1] = float("inf")
+        targets = [torch.full_like(scale, 448.0) for _, scale in states]
+        run = backend(name).bind(desc, DEVICE)
+        counts = [torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in states]
+        run([h for h, _ in states], [s for _, s in states], targets, counts)
+        results.append([*(tensor for state in states for tensor in state), torch.cat(counts)])
+    for ours, theirs in zip(*results, strict=True):
+        assert same_bits(ours, theirs)
