@@ -68,10 +68,18 @@ def missing_hardware(item: pytest.Item) -> str | None:
     return f"{NO_ACCELERATOR}{f' of kind {wanted}' if wanted else ''}, found {found}"
 
 
+_cuda_is_available = torch.cuda.is_available
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Seed before any fixture runs, so that a test alone sees the numbers it sees among others."""
+    """Seed before any fixture runs, so that a test alone sees the numbers it sees among others.
+
+    A test that asks for no accelerator sees none: layers are made on the best device there is.
+    """
     torch.manual_seed(0)
+    is_marked = item.get_closest_marker("needs_accelerator") is not None
+    torch.cuda.is_available = _cuda_is_available if is_marked else lambda: False
     if reason := missing_hardware(item):
         pytest.skip(reason)
 

@@ -11,6 +11,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import pytest
@@ -52,13 +53,21 @@ Refusal = Callable[[OpDesc], str | None]
 Bind = Callable[["ToyBackend", OpDesc, torch.device], Callable[..., Any]]
 
 
+def _reference_alone(group: str) -> list[EntryPoint]:
+    return [point for point in entry_points(group=group) if point.name == "reference"]
+
+
 @contextlib.contextmanager
 def isolation() -> Iterator[None]:
-    """Run the body with plug-ins, formats, log lines and environment of its own."""
+    """Run the body with plug-ins, formats, log lines and environment of its own.
+
+    Of what is installed it sees the reference backend alone.
+    """
     modules = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("FP8CORE_")]:
             patch.delenv(name)
+        patch.setattr(plugins, "entry_points", _reference_alone)
         patch.setattr(plugins, "_loaded", [])
         patch.setattr(plugins, "_set_aside", {})
         patch.setattr(formats, "_formats", dict(formats._formats))
