@@ -112,7 +112,7 @@ def test_threads_are_given_back(text: Path, tmp_path: Path) -> None:
     ("more", "reason"),
     [
         (["--recipe", "mxfp9"], "mxfp8"),
-        (["--backend", "cuda"], "installed: reference"),
+        (["--backend", "cudaa"], "installed: cuda, reference"),
         (["--text", "nowhere.txt"], "nowhere.txt"),
     ],
     ids=["recipe", "backend", "text"],
