@@ -46,6 +46,9 @@ class LowPrecisionModule(DelayedModule):
 
     kind: ClassVar[str]
     use_bias: bool
+    # Whether a quantized weight serves the next call too, as long as torch sees no write to it. If
+    # not, each call quantizes the weight as it is, whatever is_first_microbatch says.
+    keeps_weights: ClassVar[bool] = True
     # What the layer does outside any autocast; high precision if None.
     outside_autocast: Active | None = None
 
@@ -216,8 +219,8 @@ class LowPrecisionModule(DelayedModule):
                 states = dataclasses.replace(
                     states, records_forward=records_forward, records_backward=records_backward
                 )
-            kept = self._bindings
-            site = Site(plan, binding, self.label, kept.weights, states, kept.watch)
+            weights = self._bindings.weights if self.keeps_weights else None
+            site = Site(plan, binding, self.label, weights, states, self._bindings.watch)
             links = bind_chain(self.link_shapes(), site)
         except Fp8CoreError as error:
             raise type(error)(f"{self.label}: {error}") from None
