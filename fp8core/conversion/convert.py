@@ -24,6 +24,7 @@ from fp8core.errors import OperandError, RecipeError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.first_step import announce, silence
 from fp8core.modules.inventory import Place, flops_of
+from fp8core.modules.watched import refuse_watched
 from fp8core.plan import LayerRole, LinearPlan
 from fp8core.recipe import Recipe, by_name
 
@@ -62,7 +63,8 @@ def convert(
         skip: patterns of layers to leave out as well.
 
     Raises:
-        OperandError: ``model`` is no module, is converted already, or nothing in it can be.
+        OperandError: ``model`` is no module, is converted already, or nothing in it can be; or a
+            monitor watches one of its layers.
         RecipeError: an unknown recipe, or a pattern that matches nothing; names the nearest.
         UnsupportedError: a filter pattern that names a layer which cannot be converted.
     """
@@ -74,6 +76,7 @@ def convert(
     if not isinstance(skip, str | Sequence):
         raise RecipeError(f"convert(skip={skip!r}): expected patterns of names.")
     found = survey(model, filter, [skip] if isinstance(skip, str) else skip)
+    refuse_watched(f"convert({type(model).__name__})", {p.module: p.path for p in found.native})
     plans = _plans(found, chosen)
     report = _report(model, found, chosen, plans)
     conversion = Conversion(None if chosen is None else Active(quantize=chosen))
@@ -95,8 +98,9 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
     and the buffers of delayed scaling are gone.
 
     Raises:
-        OperandError: nothing in it is converted, or something was made of a converted layer since
-            (a parametrization, a sharded module), which has to be undone first.
+        OperandError: nothing in it is converted, a monitor watches one of its layers, or something
+            was made of a converted layer since (a parametrization, a sharded module), which has to
+            be undone first. Nothing is changed then.
     """
     if not isinstance(model, torch.nn.Module):
         raise OperandError(f"unconvert({model!r}): expected a torch.nn.Module.")
@@ -105,6 +109,8 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
     roots = [own for own in modules if ROOT in vars(own)]
     if not layers and not roots:
         raise OperandError(f"unconvert({type(model).__name__}): nothing in it is converted.")
+    names = {own: own.name or type(own).__name__ for own in layers}
+    refuse_watched(f"unconvert({type(model).__name__})", names)
     for layer in layers:
         record: Record = vars(layer)[RECORD]
         if record.original is None:
