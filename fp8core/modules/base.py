@@ -32,7 +32,7 @@ from fp8core.plan import LayerRole
 from fp8core.quantizer import Binding
 from fp8core.recipe import Recipe
 from fp8core.reporting import log_once
-from fp8core.scaling import offered_scale
+from fp8core.scaling import is_of_two_forwards, offered_scale
 
 __all__ = ["Bound", "LowPrecisionModule"]
 
@@ -166,7 +166,15 @@ class LowPrecisionModule(DelayedModule):
                 f"{self.label} is recomputed in backward under another recipe than it ran with. "
                 f"Use fp8core.checkpoint, which keeps the recipe."
             )
-        if any(state is not None and offered_scale(state) is None for _, state in used):
+        unknown = [s for _, s in used if s is not None and offered_scale(s) is None]
+        if any(is_of_two_forwards(state) for state in unknown):
+            raise UnsupportedError(
+                f"{self.label} is recomputed in a backward pass over two forwards of the model, "
+                f"each with delayed scales of its own, and torch does not say which of them it "
+                f"repeats. Run backward after each forward, or use fp8core.checkpoint, which keeps "
+                f"the scales."
+            )
+        if unknown:
             raise UnsupportedError(
                 f"{self.label} is recomputed in backward under delayed scaling, whose scales have "
                 f"moved on since. Use fp8core.checkpoint, which keeps them, or, in a model that "
