@@ -16,7 +16,7 @@ from fp8core.conversion.layers import (
     adopt,
     release,
 )
-from fp8core.conversion.notes import notes
+from fp8core.conversion.notes import is_forward_low, notes
 from fp8core.conversion.report import ConversionReport, LayerEntry, text_of
 from fp8core.conversion.steps import ROOT, delimit, undelimit
 from fp8core.conversion.survey import Filter, Survey, survey
@@ -173,22 +173,28 @@ def _report(
     own = {p for place in (*found.chosen, *found.native) for p in place.module.parameters()}
     return ConversionReport(
         recipe=None if recipe is None else text_of(recipe),
-        converted=tuple(_entry(place) for place in found.chosen),
-        native=tuple(_entry(place) for place in found.native),
-        skipped=tuple(_entry(*refused) for refused in found.refused),
+        converted=tuple(_entry(place, plans.get(place)) for place in found.chosen),
+        native=tuple(_entry(place, plans.get(place)) for place in found.native),
+        skipped=tuple(
+            _entry(place, None, reason, is_repeat=is_repeat)
+            for place, reason, is_repeat in found.refused
+        ),
         notes=tuple(notes(model, found, recipe, plans)),
         num_parameters=_count(set(model.parameters())),
         num_converted_parameters=_count(own),
     )
 
 
-def _entry(place: Place, reason: str = "", is_repeat: bool = False) -> LayerEntry:
+def _entry(
+    place: Place, plan: LinearPlan | None, reason: str = "", *, is_repeat: bool = False
+) -> LayerEntry:
     is_native = isinstance(place.module, LowPrecisionModule)
     own = set(place.module.parameters(recurse=is_native))
     sizes = _count(own), flops_of(place.module)
     if is_repeat:  # counted where it was met first
         sizes = 0, 0
-    return LayerEntry(place.path, type(place.module).__name__, *sizes, reason)
+    is_low = plan is not None and is_forward_low(plan)
+    return LayerEntry(place.path, type(place.module).__name__, *sizes, reason, is_low)
 
 
 def _count(parameters: set[torch.nn.Parameter]) -> int:

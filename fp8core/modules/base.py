@@ -26,6 +26,7 @@ from fp8core.modules.bound import (
     parts_of,
     plan_of,
     reads_names,
+    recipe_of,
 )
 from fp8core.modules.delayed import DelayedModule
 from fp8core.plan import LayerRole
@@ -283,8 +284,11 @@ class LowPrecisionModule(DelayedModule):
             words.append(f"dtype={str(parameter.dtype).removeprefix('torch.')}")
         if self._bindings.last is not None:
             bound: Bound = self._bindings.last[1]
-            recipe = "high precision" if bound.recipe is None else type(bound.recipe).__name__
-            used = {link.choices["fprop"].backend for link in bound.linears}
+            chosen = recipe_of(bound, LayerRole(self.kind, self.name))
+            ran = [choice for link in bound.linears for choice in link.choices.values()]
+            is_low = not ran or any(choice.desc.low_precision for choice in ran)
+            recipe = type(chosen).__name__ if chosen is not None and is_low else "high precision"
+            used = dict.fromkeys(link.choices["fprop"].backend for link in bound.linears)
             words.append(f"last run: {' '.join([recipe, *(f'on {name}' for name in used)])}")
         return ", ".join(words)
 
