@@ -10,7 +10,7 @@ from typing import Any
 from fp8core.recipe import Recipe
 from fp8core.reporting import some
 
-__all__ = ["ConversionReport", "LayerEntry", "text_of"]
+__all__ = ["ConversionReport", "LayerEntry", "grouped", "text_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,8 @@ class ConversionReport:
             ("already an fp8core layer", self.native),
             ("skipped", self.skipped),
         ):
-            yield from (f"{title}: {line}" for line in _grouped(entries))
+            found = ((entry.name, entry.layer, entry.reason) for entry in entries)
+            yield from (f"{title}: {line}" for line in grouped(found))
         yield from (f"note: {note}" for note in self.notes)
 
 
@@ -128,11 +129,16 @@ def text_of(recipe: Recipe) -> str:
     return f"{type(recipe).__name__}({', '.join(given)})"
 
 
-def _grouped(entries: Sequence[LayerEntry]) -> Iterator[str]:
-    """Return a line for the entries of one class and one reason."""
+def grouped(entries: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Return a line for the ``(name, class, reason)`` of one class and one reason.
+
+    >>> grouped([("a", "Conv1D", "no linear"), ("b", "Conv1D", "no linear"), ("", "Tiny", "")])
+    ['2 Conv1D (a, b): no linear', '1 Tiny (the model itself)']
+    """
     groups: dict[tuple[str, str], list[str]] = {}
-    for entry in entries:
-        groups.setdefault((entry.layer, entry.reason), []).append(entry.name or "the model itself")
-    for (layer, reason), names in groups.items():
-        why = f": {reason}" if reason else ""
-        yield f"{len(names)} {layer} ({some(names)}){why}"
+    for name, layer, reason in entries:
+        groups.setdefault((layer, reason), []).append(name or "the model itself")
+    return [
+        f"{len(names)} {layer} ({some(names)}){f': {reason}' if reason else ''}"
+        for (layer, reason), names in groups.items()
+    ]

@@ -48,6 +48,4 @@ def refuse_watched(asked: str, layers: Mapping[torch.nn.Module, str]) -> None:
     """
     taken = [repr(name) for layer, name in layers.items() if layer in _watched]
     if taken:
-        raise OperandError(
-            f"{asked}: {some(taken)} is watched by a monitor. Close the monitor first."
-        )
+        raise OperandError(f"{asked}: a monitor watches {some(taken)}. Close the monitor first.")

@@ -295,7 +295,7 @@ def test_conversion_of_a_watched_layer_waits_for_the_monitor(steps: int) -> None
             for module, watch in ((own, one), (inner, other)):
                 module(x)
                 watch.step()
-        with pytest.raises(te.OperandError, match=r"unconvert\(Sequential\): '0' is watched"):
+        with pytest.raises(te.OperandError, match=r"unconvert\(Sequential\): .* watches '0'"):
             te.unconvert(own)
         with pytest.raises(te.OperandError, match=r"convert\(Sequential\).*Close the monitor"):
             te.convert(outer, "mxfp8")
