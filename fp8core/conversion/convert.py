@@ -109,7 +109,7 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
     roots = [own for own in modules if ROOT in vars(own)]
     if not layers and not roots:
         raise OperandError(f"unconvert({type(model).__name__}): nothing in it is converted.")
-    names = {own: own.name or type(own).__name__ for own in layers}
+    names: dict[torch.nn.Module, str] = {own: own.name or type(own).__name__ for own in layers}
     refuse_watched(f"unconvert({type(model).__name__})", names)
     for layer in layers:
         record: Record = vars(layer)[RECORD]

@@ -34,8 +34,8 @@ __all__ = [
     "new_seed",
     "parts_of",
     "plan_of",
-    "recipe_of",
     "reads_names",
+    "recipe_of",
 ]
 
 _NO_CAPTURE = (
