@@ -28,6 +28,7 @@ __all__ = [
     "end_step",
     "fp8_autocast",
     "is_in_step",
+    "is_switched_off",
     "named",
     "touch",
     "touched_in",
@@ -100,6 +101,12 @@ def active_name(default: Active | None = None) -> str:
     if default is None or name != _OUTSIDE:
         return name
     return _ask(default.quantize is not None, False, default.quantize, None)
+
+
+def is_switched_off() -> bool:
+    """Say whether the calling thread's innermost autocast computes in high precision; False outside
+    any."""
+    return _thread.active != _OUTSIDE and _asked[_thread.active].quantize is None
 
 
 def named(name: str) -> Active:

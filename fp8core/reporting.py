@@ -14,11 +14,12 @@ _said: set[str] = set()
 _said_lock = threading.Lock()
 
 
-def log_once(line: str, level: int = logging.WARNING) -> None:
-    """Log ``line`` the first time this process says it."""
+def log_once(line: str, level: int = logging.WARNING, *, about: str | None = None) -> None:
+    """Log ``line`` the first time this process says it, or says anything ``about`` the same."""
+    said = line if about is None else about
     with _said_lock:
-        is_new = line not in _said
-        _said.add(line)
+        is_new = said not in _said
+        _said.add(said)
     if is_new:
         logger.log(level, "%s", line)
 

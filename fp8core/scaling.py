@@ -24,6 +24,7 @@ from fp8core.reporting import log_once
 __all__ = [
     "DelayedState",
     "discard",
+    "is_of_two_forwards",
     "join_backward",
     "offer_scales",
     "offered_scale",
@@ -211,6 +212,12 @@ def offered_scale(state: DelayedState) -> torch.Tensor | None:
     """Return what :func:`offer_scales` offered for ``state`` in this backward pass, if anything."""
     running = _in_backward.get(torch._C._current_graph_task_id())
     return None if running is None else running.scales.get(state)
+
+
+def is_of_two_forwards(state: DelayedState) -> bool:
+    """Say whether this backward pass was offered the scales of two forwards for ``state``."""
+    running = _in_backward.get(torch._C._current_graph_task_id())
+    return running is not None and state in running.scales and running.scales[state] is None
 
 
 def join_backward() -> int:

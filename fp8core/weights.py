@@ -85,8 +85,8 @@ class KeptWeight:
 
     Changed means another tensor, storage or version counter of the weight, another delayed scale,
     or an amax that was not recorded and has to be. A write through ``.data`` changes none of these:
-    say so with ``layer.invalidate_weight_cache()``. Without a store, as in a graph that torch
-    captures, every call quantizes anew, whatever ``first`` says.
+    say so with ``layer.invalidate_weight_cache()``. Without a store, as in a converted layer and in
+    a graph that torch captures, every call quantizes anew, whatever ``first`` says.
 
     A :class:`QuantizedTensor` has its operands: nothing is quantized or kept.
     """

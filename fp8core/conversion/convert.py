@@ -16,7 +16,7 @@ from fp8core.conversion.layers import (
     adopt,
     release,
 )
-from fp8core.conversion.notes import notes
+from fp8core.conversion.notes import is_forward_low, notes
 from fp8core.conversion.report import ConversionReport, LayerEntry, text_of
 from fp8core.conversion.steps import ROOT, delimit, undelimit
 from fp8core.conversion.survey import Filter, Survey, survey
@@ -24,6 +24,7 @@ from fp8core.errors import OperandError, RecipeError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.first_step import announce, silence
 from fp8core.modules.inventory import Place, flops_of
+from fp8core.modules.watched import refuse_watched
 from fp8core.plan import LayerRole, LinearPlan
 from fp8core.recipe import Recipe, by_name
 
@@ -62,7 +63,8 @@ def convert(
         skip: patterns of layers to leave out as well.
 
     Raises:
-        OperandError: ``model`` is no module, is converted already, or nothing in it can be.
+        OperandError: ``model`` is no module, is converted already, or nothing in it can be; or a
+            monitor watches one of its layers.
         RecipeError: an unknown recipe, or a pattern that matches nothing; names the nearest.
         UnsupportedError: a filter pattern that names a layer which cannot be converted.
     """
@@ -74,6 +76,7 @@ def convert(
     if not isinstance(skip, str | Sequence):
         raise RecipeError(f"convert(skip={skip!r}): expected patterns of names.")
     found = survey(model, filter, [skip] if isinstance(skip, str) else skip)
+    refuse_watched(f"convert({type(model).__name__})", {p.module: p.path for p in found.native})
     plans = _plans(found, chosen)
     report = _report(model, found, chosen, plans)
     conversion = Conversion(None if chosen is None else Active(quantize=chosen))
@@ -95,8 +98,9 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
     and the buffers of delayed scaling are gone.
 
     Raises:
-        OperandError: nothing in it is converted, or something was made of a converted layer since
-            (a parametrization, a sharded module), which has to be undone first.
+        OperandError: nothing in it is converted, a monitor watches one of its layers, or something
+            was made of a converted layer since (a parametrization, a sharded module), which has to
+            be undone first. Nothing is changed then.
     """
     if not isinstance(model, torch.nn.Module):
         raise OperandError(f"unconvert({model!r}): expected a torch.nn.Module.")
@@ -105,6 +109,8 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
     roots = [own for own in modules if ROOT in vars(own)]
     if not layers and not roots:
         raise OperandError(f"unconvert({type(model).__name__}): nothing in it is converted.")
+    names: dict[torch.nn.Module, str] = {own: own.name or type(own).__name__ for own in layers}
+    refuse_watched(f"unconvert({type(model).__name__})", names)
     for layer in layers:
         record: Record = vars(layer)[RECORD]
         if record.original is None:
@@ -167,22 +173,28 @@ def _report(
     own = {p for place in (*found.chosen, *found.native) for p in place.module.parameters()}
     return ConversionReport(
         recipe=None if recipe is None else text_of(recipe),
-        converted=tuple(_entry(place) for place in found.chosen),
-        native=tuple(_entry(place) for place in found.native),
-        skipped=tuple(_entry(*refused) for refused in found.refused),
+        converted=tuple(_entry(place, plans.get(place)) for place in found.chosen),
+        native=tuple(_entry(place, plans.get(place)) for place in found.native),
+        skipped=tuple(
+            _entry(place, None, reason, is_repeat=is_repeat)
+            for place, reason, is_repeat in found.refused
+        ),
         notes=tuple(notes(model, found, recipe, plans)),
         num_parameters=_count(set(model.parameters())),
         num_converted_parameters=_count(own),
     )
 
 
-def _entry(place: Place, reason: str = "", is_repeat: bool = False) -> LayerEntry:
+def _entry(
+    place: Place, plan: LinearPlan | None, reason: str = "", *, is_repeat: bool = False
+) -> LayerEntry:
     is_native = isinstance(place.module, LowPrecisionModule)
     own = set(place.module.parameters(recurse=is_native))
     sizes = _count(own), flops_of(place.module)
     if is_repeat:  # counted where it was met first
         sizes = 0, 0
-    return LayerEntry(place.path, type(place.module).__name__, *sizes, reason)
+    is_low = plan is not None and is_forward_low(plan)
+    return LayerEntry(place.path, type(place.module).__name__, *sizes, reason, is_low)
 
 
 def _count(parameters: set[torch.nn.Parameter]) -> int:

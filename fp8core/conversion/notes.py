@@ -14,7 +14,7 @@ from fp8core.plan import LinearPlan
 from fp8core.recipe import PerLayer, Recipe
 from fp8core.reporting import some
 
-__all__ = ["notes"]
+__all__ = ["is_forward_low", "notes"]
 
 _WITHOUT_GEMM = (
     torch.nn.Embedding,
@@ -55,7 +55,7 @@ def notes(
 def _on_recipe(
     found: Survey, recipe: Recipe | None, plans: Mapping[Place, LinearPlan]
 ) -> Iterator[str]:
-    high = [place.path for place, plan in plans.items() if not (plan.fprop.a or plan.fprop.b)]
+    high = [place.path for place, plan in plans.items() if not is_forward_low(plan)]
     if high:
         yield f"by the recipe these compute in high precision: {some(high)}"
     if isinstance(recipe, PerLayer):
@@ -72,6 +72,11 @@ def _on_recipe(
             "amax_compute_algo='most_recent' follows the last forward: put the microbatches of a "
             "step into one autocast, which takes the largest amax of them all"
         )
+
+
+def is_forward_low(plan: LinearPlan) -> bool:
+    """Return whether ``plan`` has an operand of the forward GEMM in low precision."""
+    return plan.fprop.a is not None or plan.fprop.b is not None
 
 
 def _is_small(module: torch.nn.Module, plan: LinearPlan) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fp8core.recipe import Recipe
 from fp8core.reporting import some
 
-__all__ = ["ConversionReport", "LayerEntry", "text_of"]
+__all__ = ["ConversionReport", "LayerEntry", "grouped", "text_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class LayerEntry:
         flops: forward matmul FLOPs a token, ``2 in_features out_features``; 0 for what is no
             linear layer.
         reason: why it was left as it is; empty for a layer that takes the recipe.
+        is_low_precision: whether the recipe has its forward GEMM in low precision; False for a
+            layer that a recipe by layer leaves in high precision, and where there is no recipe.
     """
 
     name: str
@@ -31,6 +33,7 @@ class LayerEntry:
     num_parameters: int
     flops: int
     reason: str = ""
+    is_low_precision: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +66,29 @@ class ConversionReport:
     @property
     def flop_share(self) -> float:
         """Share of the linear layers' matmul FLOPs a token that were converted, 0 to 1."""
-        own = sum(entry.flops for entry in (*self.converted, *self.native))
-        total = own + sum(entry.flops for entry in self.skipped)
-        return own / total if total else 0.0
+        return self._share_of_flops((*self.converted, *self.native))
+
+    @property
+    def low_precision_flop_share(self) -> float:
+        """Share of the linear layers' matmul FLOPs a token that the recipe has in low precision,
+        0 to 1; 0 without a recipe."""
+        return self._share_of_flops(self._low())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as dictionaries, lists, strings and numbers, the two shares included."""
+        """Return it as dictionaries, lists, strings and numbers, the three shares included."""
         return {
             **dataclasses.asdict(self),
             "parameter_share": self.parameter_share,
             "flop_share": self.flop_share,
+            "low_precision_flop_share": self.low_precision_flop_share,
         }
+
+    def _low(self) -> list[LayerEntry]:
+        return [entry for entry in (*self.converted, *self.native) if entry.is_low_precision]
+
+    def _share_of_flops(self, entries: Iterable[LayerEntry]) -> float:
+        total = sum(entry.flops for entry in (*self.converted, *self.native, *self.skipped))
+        return sum(entry.flops for entry in entries) / total if total else 0.0
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -88,12 +103,18 @@ class ConversionReport:
             f"{self.parameter_share:.1%} of the parameters"
         )
         yield f"recipe: {self.recipe or 'none; only inside an autocast is anything low precision'}"
+        if self.recipe is not None:
+            yield (
+                f"in low precision by the recipe: {len(self._low())} of {linears + others} linear "
+                f"layers, {self.low_precision_flop_share:.1%} of their FLOPs a token"
+            )
         for title, entries in (
             ("converted", self.converted),
             ("already an fp8core layer", self.native),
             ("skipped", self.skipped),
         ):
-            yield from (f"{title}: {line}" for line in _grouped(entries))
+            found = ((entry.name, entry.layer, entry.reason) for entry in entries)
+            yield from (f"{title}: {line}" for line in grouped(found))
         yield from (f"note: {note}" for note in self.notes)
 
 
@@ -108,11 +129,16 @@ def text_of(recipe: Recipe) -> str:
     return f"{type(recipe).__name__}({', '.join(given)})"
 
 
-def _grouped(entries: Sequence[LayerEntry]) -> Iterator[str]:
-    """Return a line for the entries of one class and one reason."""
+def grouped(entries: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Return a line for the ``(name, class, reason)`` of one class and one reason.
+
+    >>> grouped([("a", "Conv1D", "no linear"), ("b", "Conv1D", "no linear"), ("", "Tiny", "")])
+    ['2 Conv1D (a, b): no linear', '1 Tiny (the model itself)']
+    """
     groups: dict[tuple[str, str], list[str]] = {}
-    for entry in entries:
-        groups.setdefault((entry.layer, entry.reason), []).append(entry.name or "the model itself")
-    for (layer, reason), names in groups.items():
-        why = f": {reason}" if reason else ""
-        yield f"{len(names)} {layer} ({some(names)}){why}"
+    for name, layer, reason in entries:
+        groups.setdefault((layer, reason), []).append(name or "the model itself")
+    return [
+        f"{len(names)} {layer} ({some(names)}){f': {reason}' if reason else ''}"
+        for (layer, reason), names in groups.items()
+    ]

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from fp8core.conversion.layers import RECORD, Source
+from fp8core.conversion.report import grouped
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.inventory import Place, flops_of, places
@@ -269,9 +270,15 @@ def _is_router(place: Place) -> bool:
 
 
 def _nothing(model: torch.nn.Module, filter: Filter, refused: Iterable[Refused]) -> str:
-    reasons = [f"  {place.path or type(place.module).__name__}: {why}" for place, why, _ in refused]
+    # torch's own first: of these it was a choice, and an argument may convert them.
+    own_first = sorted(refused, key=lambda one: type(one.place.module) not in _SOURCES)
+    reasons = [
+        f"  {line}"
+        for line in grouped((p.path, type(p.module).__name__, why) for p, why, _ in own_first)
+    ]
     asked = "" if filter is None else ", filter=..."
     if len(reasons) > _SHOWN:
         reasons[_SHOWN:] = [f"  and {len(reasons) - _SHOWN} more"]
     first = f"convert({type(model).__name__}{asked}): no torch.nn.Linear is left to convert."
+    first += " Left out:" if reasons else ""
     return "\n".join([first, *reasons])

@@ -30,11 +30,7 @@ class LayerPadding:
         padded = [size + -size % self.tokens for size in sizes]
         if sum(padded) == rows and not (self.in_features or self.out_features):
             return None
-        log_once(
-            f"{self.owner}: pads with zeros, as its recipe takes no such sizes: input features "
-            f"by {self.in_features}, output features by {self.out_features}, rows "
-            f"to a multiple of {self.tokens}{' in each group' if call.groups else ''}"
-        )
+        self._report(is_grouped=bool(call.groups))
         if not call.groups:
             return PaddedCall(self, padded[0], None, ())
         # The sizes are on the CPU, whatever torch's default device is.
@@ -46,6 +42,20 @@ class LayerPadding:
         )
         index = torch.arange(rows, device="cpu") + shift
         return PaddedCall(self, sum(padded), index, (ends,))
+
+    def _report(self, *, is_grouped: bool) -> None:
+        """Log the padding: of features once for each layer, of rows alone once for all layers."""
+        features = (("input features", self.in_features), ("output features", self.out_features))
+        parts = [f"{name} by {added}" for name, added in features if added]
+        rows = f"rows to a multiple of {self.tokens}{' in each group' if is_grouped else ''}"
+        first = f"{self.owner}: pads with zeros, as its recipe takes no such sizes"
+        if not parts:
+            line = f"{first}: {rows}; other layers that pad rows do not say so again"
+            log_once(line, about="padding of rows")
+            return
+        if self.tokens > 1:
+            parts.append(rows)
+        log_once(f"{first}: {', '.join(parts)}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

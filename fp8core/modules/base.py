@@ -26,13 +26,14 @@ from fp8core.modules.bound import (
     parts_of,
     plan_of,
     reads_names,
+    recipe_of,
 )
 from fp8core.modules.delayed import DelayedModule
 from fp8core.plan import LayerRole
 from fp8core.quantizer import Binding
 from fp8core.recipe import Recipe
 from fp8core.reporting import log_once
-from fp8core.scaling import offered_scale
+from fp8core.scaling import is_of_two_forwards, offered_scale
 
 __all__ = ["Bound", "LowPrecisionModule"]
 
@@ -47,6 +48,9 @@ class LowPrecisionModule(DelayedModule):
     kind: ClassVar[str]
     use_bias: bool
     fuse_wgrad_accumulation = False
+    # Whether a quantized weight serves the next call too, as long as torch sees no write to it. If
+    # not, each call quantizes the weight as it is, whatever is_first_microbatch says.
+    keeps_weights: ClassVar[bool] = True
     # What the layer does outside any autocast; high precision if None.
     outside_autocast: Active | None = None
 
@@ -164,7 +168,15 @@ class LowPrecisionModule(DelayedModule):
                 f"{self.label} is recomputed in backward under another recipe than it ran with. "
                 f"Use fp8core.checkpoint, which keeps the recipe."
             )
-        if any(state is not None and offered_scale(state) is None for _, state in used):
+        unknown = [s for _, s in used if s is not None and offered_scale(s) is None]
+        if any(is_of_two_forwards(state) for state in unknown):
+            raise UnsupportedError(
+                f"{self.label} is recomputed in a backward pass over two forwards of the model, "
+                f"each with delayed scales of its own, and torch does not say which of them it "
+                f"repeats. Run backward after each forward, or use fp8core.checkpoint, which keeps "
+                f"the scales."
+            )
+        if unknown:
             raise UnsupportedError(
                 f"{self.label} is recomputed in backward under delayed scaling, whose scales have "
                 f"moved on since. Use fp8core.checkpoint, which keeps them, or, in a model that "
@@ -217,8 +229,8 @@ class LowPrecisionModule(DelayedModule):
                 states = dataclasses.replace(
                     states, records_forward=records_forward, records_backward=records_backward
                 )
-            kept = self._bindings
-            site = Site(plan, binding, self.label, kept.weights, states, kept.watch)
+            weights = self._bindings.weights if self.keeps_weights else None
+            site = Site(plan, binding, self.label, weights, states, self._bindings.watch)
             links = bind_chain(self.link_shapes(), site)
         except Fp8CoreError as error:
             raise type(error)(f"{self.label}: {error}") from None
@@ -273,8 +285,11 @@ class LowPrecisionModule(DelayedModule):
             words.append(f"dtype={str(parameter.dtype).removeprefix('torch.')}")
         if self._bindings.last is not None:
             bound: Bound = self._bindings.last[1]
-            recipe = "high precision" if bound.recipe is None else type(bound.recipe).__name__
-            used = {link.choices["fprop"].backend for link in bound.linears}
+            chosen = recipe_of(bound, LayerRole(self.kind, self.name))
+            ran = [choice for link in bound.linears for choice in link.choices.values()]
+            is_low = not ran or any(choice.desc.low_precision for choice in ran)
+            recipe = type(chosen).__name__ if chosen is not None and is_low else "high precision"
+            used = dict.fromkeys(link.choices["fprop"].backend for link in bound.linears)
             words.append(f"last run: {' '.join([recipe, *(f'on {name}' for name in used)])}")
         return ", ".join(words)
 

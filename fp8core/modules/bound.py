@@ -35,6 +35,7 @@ __all__ = [
     "parts_of",
     "plan_of",
     "reads_names",
+    "recipe_of",
 ]
 
 _NO_CAPTURE = (
@@ -98,14 +99,21 @@ def label_of(type_name: str, name: str | None, shapes: Sequence[LinkShape]) -> s
     return sizes if name is None else f"{name!r} ({sizes})"
 
 
+def recipe_of(bound: Bound, role: LayerRole) -> Recipe | None:
+    """Return the recipe that the layer of ``role`` itself was bound for; None: high precision."""
+    recipe = bound.recipe
+    while isinstance(recipe, PerLayer):
+        recipe = recipe.choose(role)
+    return recipe
+
+
 def engines_of(bound: Bound, role: LayerRole) -> list[str]:
     """Return the recipe and the backends whose forward GEMMs are in low precision, if any are."""
     choices = [link.choices["fprop"] for link in bound.linears]
     backends = dict.fromkeys(choice.backend for choice in choices if choice.desc.low_precision)
     if not backends:
         return []
-    recipe = bound.recipe.choose(role) if isinstance(bound.recipe, PerLayer) else bound.recipe
-    return [f"{type(recipe).__name__} on {' and '.join(backends)}"]
+    return [f"{type(recipe_of(bound, role)).__name__} on {' and '.join(backends)}"]
 
 
 def plan_of(recipe: Recipe | None, role: LayerRole, dtype: torch.dtype) -> LinearPlan:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fp8core.autocast import is_switched_off
 from fp8core.modules.base import Bound, LowPrecisionModule
 from fp8core.modules.bound import engines_of
 from fp8core.modules.inventory import flops_of, places
@@ -20,7 +21,8 @@ __all__ = ["announce", "silence"]
 def announce(model: torch.nn.Module, *, is_wanted: bool) -> None:
     """Have the model's next forward in eager log what ran; a forward hook that removes itself.
 
-    ``is_wanted``: that nothing ran in low precision is a warning. A graph of torch.compile says
+    ``is_wanted``: that nothing ran in low precision is a warning, unless an autocast switched it
+    off. A graph of torch.compile says
     nothing and leaves the hook where it is.
     """
     silence(model)
@@ -69,6 +71,14 @@ class _Layer(NamedTuple):
             return []
         return engines_of(self.bound, LayerRole(self.layer.kind, self.layer.name))
 
+    @property
+    def is_overridden(self) -> bool:
+        """Whether it has a recipe outside any autocast, and ran without one."""
+        if self.layer is None or self.bound is None or self.bound.recipe is not None:
+            return False
+        own = self.layer.outside_autocast
+        return own is not None and own.quantize is not None
+
     def substitutions(self) -> Iterator[str]:
         for link in self.bound.linears if self.bound is not None else ():
             for step, choice in link.choices.items():
@@ -89,7 +99,7 @@ def _layers(model: torch.nn.Module) -> list[_Layer]:
 
 
 def _describe(model: torch.nn.Module) -> tuple[bool, str]:
-    """Return whether low precision ran where anything did, and the line that says what."""
+    """Return whether low precision ran where it was asked for, and the line that says what."""
     layers = _layers(model)
     low = [layer for layer in layers if layer.is_low]
     total = sum(layer.flops for layer in layers)
@@ -106,7 +116,13 @@ def _describe(model: torch.nn.Module) -> tuple[bool, str]:
     parts += [f"not called, or in a compiled graph: {some(idle)}"] if idle else []
     substitutions = dict.fromkeys(text for layer in layers for text in layer.substitutions())
     parts += [f"substituted: {text}" for text in substitutions]
-    is_good = bool(low) or not high
-    if not is_good:
+    if low or not high:
+        return True, "; ".join(parts)
+    ran = [layer for layer in layers if layer.bound is not None]
+    if is_switched_off() or any(layer.is_overridden for layer in ran):
+        return True, "; ".join([*parts, "fp8core.autocast(enabled=False) switched it off"])
+    if any(layer.bound is not None and layer.bound.recipe is not None for layer in ran):
+        parts.append("the active recipe leaves all of them in high precision")
+    else:
         parts.append("no recipe is active: enter fp8core.autocast, or convert with a recipe")
-    return is_good, "; ".join(parts)
+    return False, "; ".join(parts)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-import threading
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +12,7 @@ import torch
 import torch.distributed
 
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
+from fp8core.modules import watched
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.monitoring import plots
 from fp8core.monitoring.observe import LayerWatch
@@ -26,9 +26,6 @@ from fp8core.recipe import Recipe
 __all__ = ["Monitor", "monitor"]
 
 _ON_NONFINITE = ("record", "raise")
-
-_monitored: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-_monitored_lock = threading.Lock()
 
 
 class Monitor:
@@ -89,15 +86,18 @@ class Monitor:
     def close(self) -> None:
         """Stop watching: the layers run again what they ran before. Closing twice is fine.
 
-        What an unfinished step has shown becomes rows.
+        What an unfinished step has shown becomes rows. Whatever raises meanwhile, every layer can
+        be monitored again.
         """
         if not self._is_open:
             return
         self._is_open = False
-        self._observe(False)
-        self._file()
-        with _monitored_lock:
-            _monitored.difference_update(self._layers.values())
+        self._recorder.is_on = False
+        with contextlib.ExitStack() as stack:  # runs all of it, the last first
+            stack.callback(watched.release, self._layers.values())
+            stack.callback(self._file)
+            for layer in self._layers.values():
+                stack.callback(LowPrecisionModule.set_watch, layer, None)
 
     def __enter__(self) -> Monitor:
         return self
@@ -297,15 +297,12 @@ def monitor(
         )
     layers = _layers_of(model)
     recorder = Recorder(raises=on_nonfinite == "raise", keeps=keep_tensors)
-    with _monitored_lock:
-        taken = [path for path, layer in layers.items() if layer in _monitored]
-        if taken:
-            raise OperandError(
-                f"monitor: {', '.join(map(repr, taken[:3]))} of this model is monitored already. "
-                f"Close the other monitor first."
-            )
-        _monitored.update(layers.values())
-    return Monitor(layers, recorder, every)
+    watched.claim(layers)
+    try:
+        return Monitor(layers, recorder, every)
+    except BaseException:
+        watched.release(layers.values())
+        raise
 
 
 def _layers_of(model: torch.nn.Module) -> dict[str, LowPrecisionModule]:
@@ -326,7 +323,8 @@ def _layers_of(model: torch.nn.Module) -> dict[str, LowPrecisionModule]:
             found[path or module.name or type(module).__name__] = module
     if not found:
         raise OperandError(
-            f"monitor: {type(model).__name__} holds no fp8core layer with a GEMM. Make it of "
+            f"monitor: {type(model).__name__} holds no fp8core layer with a GEMM. "
+            f"fp8core.convert(model, recipe) makes such layers of torch's in place; or make it of "
             f"fp8core.Linear and the other layers."
         )
     return found

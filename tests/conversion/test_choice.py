@@ -228,7 +228,7 @@ def test_names_leave_out_what_wrappers_add() -> None:
 
 
 def test_per_layer_sees_the_paths_and_the_report_what_it_leaves() -> None:
-    own = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    own = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 24)})
     mixed = recipe.PerLayer({"b": None, "*.typo": None}, default=recipe.MXFP8BlockScaling())
     report = fp8core.convert(own, mixed)
     own["a"](torch.randn(2, 8))
@@ -237,6 +237,18 @@ def test_per_layer_sees_the_paths_and_the_report_what_it_leaves() -> None:
     assert own["b"]._bindings.last[1].plan.fprop.a is None
     assert "by the recipe these compute in high precision: b" in report.notes
     assert "the recipe's rule '*.typo' matches no converted layer" in report.notes
+    assert [entry.is_low_precision for entry in report.converted] == [True, False]
+    assert (report.flop_share, report.low_precision_flop_share) == (1, 8 / 32)
+    assert (
+        "in low precision by the recipe: 1 of 2 linear layers, 25.0% of their FLOPs a token"
+        in str(report).splitlines()
+    )
+
+
+def test_without_a_recipe_nothing_is_counted_as_low_precision() -> None:
+    report = fp8core.convert(nn.Sequential(nn.Linear(8, 8)))
+    assert (report.flop_share, report.low_precision_flop_share) == (1, 0)
+    assert "in low precision by the recipe" not in str(report)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +280,7 @@ def test_report_is_text_and_json() -> None:
     assert loaded["recipe"] == "DelayedScaling(amax_history_len=4)"
     assert loaded["converted"][0]["flops"] == 2 * 16 * 24
     assert loaded["flop_share"] == report.flop_share
+    assert loaded["low_precision_flop_share"] == report.low_precision_flop_share
     assert "recipe: DelayedScaling(amax_history_len=4)" in str(report)
     assert "(0, 1, 2 and 4 more)" in str(
         fp8core.convert(nn.ModuleList(nn.Linear(2, 2) for _ in "1234567"))

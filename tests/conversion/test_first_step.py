@@ -86,6 +86,40 @@ def test_nothing_in_low_precision_is_a_warning(lines: pytest.LogCaptureFixture) 
     assert "no recipe is active: enter fp8core.autocast, or convert with a recipe" in line
 
 
+@pytest.mark.parametrize("name", ["mxfp8", None])
+@pytest.mark.parametrize("is_around_the_model", [True, False])
+def test_an_autocast_that_switches_it_off_is_information(
+    name: str | None, is_around_the_model: bool, lines: pytest.LogCaptureFixture
+) -> None:
+    own = model()
+    fp8core.convert(own, name)
+    if is_around_the_model:
+        with fp8core.autocast(enabled=False):
+            own(torch.randn(32, 32))
+    else:
+        for layer in own.values():
+            layer.forward = fp8core.autocast(enabled=False)(layer.forward)
+        own(torch.randn(32, 32))
+    ((level, line),) = first_steps(lines)
+    if name is None and not is_around_the_model:  # nothing shows that there was an autocast
+        assert level == "WARNING"
+        return
+    assert level == "INFO"
+    assert "0 of 3" in line
+    assert line.endswith("; fp8core.autocast(enabled=False) switched it off")
+
+
+def test_a_recipe_by_layer_that_leaves_all_is_not_called_inactive(
+    lines: pytest.LogCaptureFixture,
+) -> None:
+    own = model()
+    fp8core.convert(own, recipe.PerLayer({"typo": recipe.MXFP8BlockScaling()}))
+    own(torch.randn(32, 32))
+    ((level, line),) = first_steps(lines)
+    assert level == "WARNING"
+    assert line.endswith("; the active recipe leaves all of them in high precision")
+
+
 def test_layers_that_were_not_called_are_named(lines: pytest.LogCaptureFixture) -> None:
     own = model()
     own["never"] = nn.Linear(8, 8)

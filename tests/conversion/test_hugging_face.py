@@ -127,8 +127,14 @@ def test_experts_that_are_no_linear_layers_are_in_the_report() -> None:
 
 def test_a_model_without_linear_layers_is_refused_and_says_what_it_has() -> None:
     own = GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_embd=32, n_head=2, n_layer=1, bos_token_id=1, eos_token_id=2)
+        GPT2Config(vocab_size=64, n_embd=32, n_head=2, n_layer=3, bos_token_id=1, eos_token_id=2)
     )
-    with pytest.raises(OperandError, match=r"h\.0\.attn\.c_attn: class is neither"):
+    with pytest.raises(OperandError) as found:
         fp8core.convert(own, "mxfp8")
+    first, head, *others = str(found.value).splitlines()
+    assert first == "convert(GPT2LMHeadModel): no torch.nn.Linear is left to convert. Left out:"
+    assert head.startswith("  1 Linear (lm_head): output head: its weight is that of the embedding")
+    (convolutions,) = [line for line in others if "Conv1D" in line]
+    assert convolutions.startswith("  12 Conv1D (transformer.h.0.attn.c_attn, ")
+    assert convolutions.endswith(": class is neither torch.nn.Linear, LayerNorm nor RMSNorm")
     assert type(own.transformer.ln_f) is nn.LayerNorm

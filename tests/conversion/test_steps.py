@@ -286,8 +286,18 @@ def test_two_forwards_in_one_backward_cannot_be_told_apart() -> None:
     own = Checkpointed(False)
     fp8core.convert(own, "delayed")
     loss = own(rows())["loss"] + own(rows(5.0))["loss"]
-    with pytest.raises(UnsupportedError, match="scales have moved on since"):
+    with pytest.raises(UnsupportedError, match=r"over two forwards.*backward after each forward"):
         loss.backward()
+
+
+@pytest.mark.parametrize("kind", ["same", "other rows"])
+def test_the_whole_model_recomputed_twice_in_one_backward_says_why_not(kind: str) -> None:
+    own, factor = converted(), 1.0 if kind == "same" else 9.0
+    run = torch.utils.checkpoint.checkpoint
+    loss = sum(run(own, x, use_reentrant=False).sum() for x in (rows(), rows(factor)))
+    with pytest.raises(UnsupportedError, match="over two forwards") as found:
+        loss.backward()
+    assert "use_reentrant" not in str(found.value)
 
 
 def test_a_reentrant_checkpoint_under_delayed_scaling_says_what_works() -> None:

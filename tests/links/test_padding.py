@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8core import GroupedLinear, Linear, autocast, recipe
+from fp8core import GroupedLinear, Linear, autocast, recipe, reporting
 from fp8core.backend_api import Alignment
 from fp8core.links.padding import LayerPadding
 from fp8core.links.protocol import Call
@@ -99,6 +99,24 @@ def test_the_report_names_the_layer_and_what_is_added(caplog: pytest.LogCaptureF
         layer(torch.randn(3, 40))
     line = next(line for line in caplog.messages if "decoder.3.fc1" in line)
     assert all(word in line for word in ("input features by 24", "output features by 8", "of 32"))
+
+
+def test_rows_alone_are_reported_once_for_all_layers(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporting, "_said", set())
+    layers = [Linear(64, 64, name=f"rows_alone.{at}") for at in range(4)]
+    layers.insert(2, Linear(64, 33, name="rows_and_features"))
+    with autocast(recipe=recipe.MXFP8BlockScaling()):
+        for rows in (5, 6):
+            for layer in layers:
+                layer(torch.ones(rows, 64))
+    assert caplog.messages == [
+        "'rows_alone.0' (Linear(64, 64)): pads with zeros, as its recipe takes no such sizes: rows "
+        "to a multiple of 32; other layers that pad rows do not say so again",
+        "'rows_and_features' (Linear(64, 33)): pads with zeros, as its recipe takes no such sizes: "
+        "output features by 31, rows to a multiple of 32",
+    ]
 
 
 def test_aligned_sizes_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -279,6 +279,25 @@ def test_print_says_sizes_dtype_and_how_it_last_ran() -> None:
     assert repr(layer).endswith("dtype=bfloat16, last run: MXFP8BlockScaling on reference)")
     layer(torch.randn(2, 8).bfloat16())
     assert repr(layer).endswith("last run: high precision on reference)")
+    with autocast(enabled=False, calibrating=True, recipe=recipe.DelayedScaling()):
+        layer(torch.randn(2, 8).bfloat16())
+    assert repr(layer).endswith("last run: high precision on reference)")
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [
+        ("a", "MXFP8BlockScaling on reference"),
+        ("b", "high precision on reference"),
+        ("c", "NVFP4BlockScaling on reference"),
+    ],
+)
+def test_print_names_the_recipe_that_was_chosen_for_the_layer(name: str, want: str) -> None:
+    inner = recipe.PerLayer({"c": recipe.NVFP4BlockScaling()}, default=recipe.MXFP8BlockScaling())
+    layer = Linear(32, 32, name=name)
+    with autocast(recipe=recipe.PerLayer({"b": None}, default=inner)):
+        layer(torch.randn(32, 32))
+    assert repr(layer).endswith(f"last run: {want})")
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -268,6 +268,8 @@ def test_chain_is_named_by_its_path_and_linear() -> None:
 def test_model_without_layers_is_refused() -> None:
     with pytest.raises(te.OperandError, match="Sequential holds no fp8core layer with a GEMM"):
         te.monitor(torch.nn.Sequential(torch.nn.Linear(4, 4), te.LayerNorm(4)))
+    with pytest.raises(te.OperandError, match=r"fp8core\.convert\(model, recipe\)"):
+        te.monitor(torch.nn.Linear(4, 4))
     with pytest.raises(te.OperandError, match="expected a model"):
         te.monitor("model")  # type: ignore[arg-type]  # what is tested
 
@@ -279,6 +281,43 @@ def test_second_monitor_is_refused_until_the_first_closes() -> None:
         pytest.raises(te.OperandError, match="'0' of this model is monitored already"),
     ):
         te.monitor(model)
+    te.monitor(model).close()
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["observed step", "other step"])
+def test_conversion_of_a_watched_layer_waits_for_the_monitor(steps: int) -> None:
+    x = torch.randn(2, 4)
+    own, inner = torch.nn.Sequential(torch.nn.Linear(4, 4)), te.Linear(4, 4)
+    te.convert(own, "mxfp8")
+    outer = torch.nn.Sequential(inner, torch.nn.Linear(4, 4))
+    with te.monitor(own, every=2) as one, te.monitor(inner, every=2) as other:
+        for _ in range(steps):
+            for module, watch in ((own, one), (inner, other)):
+                module(x)
+                watch.step()
+        with pytest.raises(te.OperandError, match=r"unconvert\(Sequential\): .* watches '0'"):
+            te.unconvert(own)
+        with pytest.raises(te.OperandError, match=r"convert\(Sequential\).*Close the monitor"):
+            te.convert(outer, "mxfp8")
+        assert type(outer[1]) is torch.nn.Linear
+        own(x)
+    assert "input" in {row.role for row in one.rows}
+    te.unconvert(own)
+    assert type(own[0]) is torch.nn.Linear
+    te.convert(outer, "mxfp8")
+
+
+def test_close_ends_all_of_it_when_one_layer_raises() -> None:
+    model = torch.nn.Sequential(te.Linear(4, 4), te.Linear(4, 4), te.Linear(4, 4))
+    watch = te.monitor(model)
+    model(torch.randn(2, 4))
+    bindings = vars(model[1]).pop("_bindings")
+    with pytest.raises(AttributeError):
+        watch.close()
+    vars(model[1])["_bindings"] = bindings.fresh()
+    model[1].set_watch(None)
+    assert all(layer._bindings.watch is None for layer in model)
+    assert len(watch.rows) > 0
     te.monitor(model).close()
 
 
