@@ -313,6 +313,15 @@ def test_command_fails_when_nothing_runs_a_line(
     assert "REFUSED" in out
 
 
+def test_wrong_backend_in_the_environment_is_bad_usage(
+    command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FP8CORE_BACKEND", "refrence")
+    status, _, err = command("explain", "--op", "gemm")
+    assert status == 2
+    assert "Did you mean 'reference'?" in err
+
+
 def test_command_explains_high_precision(command: Callable[..., tuple[int, str, str]]) -> None:
     status, out, _ = command("explain", "--op", "gemm", "--recipe", "none", "--device", "cuda:0")
     assert status == 0
