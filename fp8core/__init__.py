@@ -5,7 +5,10 @@ Importing it loads no backend and touches no device.
 
 from __future__ import annotations
 
-from fp8core import errors, formats, ops, recipe
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+from fp8core import errors, formats, not_offered, ops, recipe
 from fp8core.autocast import autocast, fp8_autocast
 from fp8core.checkpoint import checkpoint
 from fp8core.conversion.convert import convert, unconvert
@@ -81,3 +84,14 @@ __all__ = [
     "unconvert",
     "use_backend",
 ]
+
+if not TYPE_CHECKING:  # to a type checker, it would make every name an attribute
+
+    def __getattr__(name: str) -> NoReturn:
+        """Raise AttributeError, which for a name of Transformer Engine says what to use instead."""
+        refusal = not_offered.refusal(name)
+        if refusal is not None:
+            raise AttributeError(refusal)
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fp8core import build
+from fp8core import __version__, build
 from fp8core.demo import cli as demo
 from fp8core.doctor import command as doctor
-from fp8core.errors import Fp8CoreError
+from fp8core.errors import Fp8CoreError, RecipeError, did_you_mean
 from fp8core.explain import add_arguments as add_explain_arguments
 from fp8core.explain import run as run_explain
 from fp8core.testing import command as conformance
@@ -59,6 +59,7 @@ _COMMANDS = {
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="fp8core", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"fp8core {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():
         command.add_arguments(
@@ -68,13 +69,24 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status: 0, 1 for an error or a finding, 2 for bad usage."""
-    parsed = make_parser().parse_args(arguments)
+    """Run one command; return its exit status: 0, 1 for an error or a finding, 2 for bad usage.
+
+    A name or setting that means nothing is bad usage, in the environment too.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    parser = make_parser()
+    command = next(iter(given), "-")
+    if not command.startswith("-") and command not in _COMMANDS:
+        parser.error(
+            f"there is no command {command!r}; commands: {', '.join(_COMMANDS)}."
+            f"{did_you_mean(command, _COMMANDS)}"
+        )
+    parsed = parser.parse_args(given)
     try:
         return _COMMANDS[parsed.command].run(parsed)
     except Fp8CoreError as error:
         print(f"fp8core {parsed.command}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, RecipeError) else 1
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from fp8core import scaling
 from fp8core.errors import RecipeError
 from fp8core.library.operators import constant_in_graph
 from fp8core.recipe import Recipe, get_default_recipe
+from fp8core.recipe.choice import recipe_from
 from fp8core.scaling import DelayedState
 
 __all__ = [
@@ -181,19 +182,20 @@ class autocast(contextlib.ContextDecorator):
         enabled: False computes in high precision.
         calibrating: with ``enabled=False``, record the amaxes that a delayed-scaling recipe will
             need, and turn them into scales on exit; works without gradients too.
-        recipe: a Recipe; None takes :func:`fp8core.get_default_recipe`.
+        recipe: a Recipe, or the name of one; None takes :func:`fp8core.get_default_recipe`.
         amax_reduction_group: process group over which delayed amaxes are reduced (MAX). None
             reduces nothing; there is no implicit WORLD group.
 
     Raises:
-        RecipeError: ``recipe`` is not a Recipe, or ``amax_reduction_group`` not a process group.
+        RecipeError: ``recipe`` is neither a Recipe nor the name of one, or ``amax_reduction_group``
+            not a process group.
     """
 
     def __init__(
         self,
         enabled: bool = True,
         calibrating: bool = False,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         amax_reduction_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         self._active = _ask(enabled, calibrating, recipe, amax_reduction_group)
@@ -227,12 +229,11 @@ class autocast(contextlib.ContextDecorator):
 def _ask(
     enabled: bool,
     calibrating: bool,
-    recipe: Recipe | None,
+    given: Recipe | str | None,
     group: torch.distributed.ProcessGroup | None,
 ) -> str:
     """Check the arguments of an autocast, and return the name of what it asks for."""
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise RecipeError(f"autocast(recipe={recipe!r}): expected a Recipe, as in fp8core.recipe.")
+    recipe = recipe_from(given, "autocast(recipe=...)")
     if group is not None and not _is_group(group):
         raise RecipeError(
             f"autocast(amax_reduction_group={group!r}): expected a process "
@@ -240,8 +241,8 @@ def _ask(
         )
     if recipe is None and (enabled or calibrating):
         recipe = get_default_recipe()
-    elif recipe is not None and torch.compiler.is_compiling():
-        _compared_by_address.append(recipe)
+    elif isinstance(given, Recipe) and torch.compiler.is_compiling():
+        _compared_by_address.append(given)
     observe = recipe if calibrating and not enabled else None
     return _name(Active(quantize=recipe if enabled else None, observe=observe, group=group))
 
@@ -252,7 +253,7 @@ constant_in_graph(_ask)
 def fp8_autocast(
     enabled: bool = True,
     calibrating: bool = False,
-    fp8_recipe: Recipe | None = None,
+    fp8_recipe: Recipe | str | None = None,
     fp8_group: torch.distributed.ProcessGroup | None = None,
 ) -> autocast:
     """Return :class:`autocast` under the argument names of Transformer Engine's older function."""

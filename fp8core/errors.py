@@ -51,12 +51,15 @@ class NonFiniteError(Fp8CoreError, ArithmeticError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the nearest known word, else an empty string.
+    """Return ``" Did you mean 'x'?"`` for the nearest known word, in any case, else nothing.
 
     >>> did_you_mean("e4m4", ["e4m3", "e5m2"])
     " Did you mean 'e4m3'?"
+    >>> did_you_mean("MXFP8", ["mxfp8"])
+    " Did you mean 'mxfp8'?"
     >>> did_you_mean("zzz", ["e4m3"])
     ''
     """
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    spelt = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), spelt, n=1)
+    return f" Did you mean {spelt[near[0]]!r}?" if near else ""

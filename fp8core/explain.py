@@ -13,13 +13,16 @@ from fp8core.backend_api import OPS, OPTIONAL_OPS, FusedDesc, OpDesc
 from fp8core.dispatch import plugins, policy, select, table
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.settings import check_op
-from fp8core.errors import OperandError, RecipeError, UnsupportedError
+from fp8core.errors import OperandError, UnsupportedError
 from fp8core.links.fusion import variants
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.needs import Need, layer_needs, op_needs
 from fp8core.recipe import Recipe, get_default_recipe
+from fp8core.recipe.choice import recipe_from
 
 __all__ = ["Explanation", "Line", "add_arguments", "explain", "run"]
+
+_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,36 +77,37 @@ class Explanation:
 
 def explain(
     target: str | torch.nn.Module,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     *,
     device: torch.device | str | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
 ) -> Explanation:
     """Say which backend runs ``target``, an operation's name or a model's layers, and why.
 
-    Nothing is computed; a backend's ``bind`` is called, as for a layer. ``recipe`` None takes the
-    one that :func:`fp8core.convert` gave the layer, else the default recipe; ``device`` None the
-    selected backend's, or the layer's own; ``dtype`` is that of the activations.
+    Nothing is computed; a backend's ``bind`` is called, as for a layer. ``recipe`` is a Recipe or
+    the name of one; None takes what :func:`fp8core.convert` gave the layer, else the default
+    recipe. ``device`` None is the selected backend's, or the layer's own. ``dtype`` is that of the
+    activations; None is that of the layer's parameters, bfloat16 for an operation asked by name.
 
     Raises:
-        RecipeError: ``target`` is not the name of an operation, ``recipe`` is not a Recipe.
+        RecipeError: ``target`` is not the name of an operation, ``recipe`` neither a Recipe nor the
+            name of one.
         OperandError: the model has no fp8core layer, or ``target`` is neither.
     """
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise RecipeError(f"explain(recipe={recipe!r}): expected a Recipe, as in fp8core.recipe.")
+    asked = recipe_from(recipe, "explain(recipe=...)")
     if isinstance(target, str):
-        chosen = recipe if recipe is not None else get_default_recipe()
+        chosen = asked or get_default_recipe()
         check_op(target, "explain()")
         where = torch.device(device) if device else select.default_device(policy.current())
-        return Explanation(tuple(_lines("", op_needs(target, chosen, dtype), where)))
+        return Explanation(tuple(_lines("", op_needs(target, chosen, dtype or _DTYPE), where)))
     if not isinstance(target, torch.nn.Module):
         raise OperandError(f"explain({target!r}): expected an operation's name or a model.")
     lines: list[Line] = []
     for path, layer in target.named_modules():
         if isinstance(layer, LowPrecisionModule):
-            own = next((parameter.device for parameter in layer.parameters()), torch.device("cpu"))
-            where = torch.device(device) if device else own
-            needs = layer_needs(layer, _recipe_for(layer, recipe), dtype)
+            own = next(layer.parameters(), torch.empty(0, dtype=_DTYPE, device="cpu"))
+            where = torch.device(device) if device else own.device
+            needs = layer_needs(layer, _recipe_for(layer, asked), dtype or own.dtype)
             lines += _lines(path or layer.label, _bound(needs, where), where)
     if not lines:
         raise OperandError(f"explain: {type(target).__name__} holds no fp8core layer.")

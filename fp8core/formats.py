@@ -16,7 +16,7 @@ import itertools
 import math
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
@@ -365,8 +365,8 @@ def _discover() -> None:
             _pending_discovery.pop()()
 
 
-def by_name(name: str) -> FormatSpec:
-    """The format registered under this name.
+def by_name(name: str, *, besides: Iterable[str] = ()) -> FormatSpec:
+    """The format registered under this name; the caller itself knows the names ``besides``.
 
     Raises:
         RecipeError: there is none; the message lists the known names and the nearest one.
@@ -375,8 +375,8 @@ def by_name(name: str) -> FormatSpec:
         _discover()
     if name in _formats:
         return _formats[name]
-    known = ", ".join(sorted(_formats))
-    raise RecipeError(f"no format {name!r}; known: {known}.{did_you_mean(name, _formats)}")
+    known = sorted({*_formats, *besides})
+    raise RecipeError(f"no format {name!r}; known: {', '.join(known)}.{did_you_mean(name, known)}")
 
 
 def names() -> tuple[str, ...]:

@@ -24,7 +24,7 @@ def make_graphed_callables(
     allow_unused_input: bool = False,
     *,
     enabled: bool = True,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
 ) -> Any:
     """Return ``modules`` with forward and backward captured in CUDA graphs, under ``recipe``.
 
@@ -41,7 +41,7 @@ def make_graphed_callables(
         num_warmup_iters: runs before the capture, in which algorithms are chosen.
         allow_unused_input: whether an input may have no gradient.
         enabled: False captures high precision.
-        recipe: a Recipe; None takes :func:`fp8core.get_default_recipe`.
+        recipe: a Recipe, or its name; None takes :func:`fp8core.get_default_recipe`.
 
     Raises:
         RecipeError: ``recipe`` is not a Recipe, or there are no modules.

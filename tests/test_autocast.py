@@ -337,10 +337,22 @@ def test_calibrating_a_recipe_without_state_does_nothing() -> None:
     assert list(layer.state_dict()) == ["weight", "bias"]
 
 
-@pytest.mark.parametrize("wrong", [recipe.Float8CurrentScaling, "current", 1])
+@pytest.mark.parametrize("wrong", [recipe.Float8CurrentScaling, 1])
 def test_something_else_than_a_recipe_is_refused(wrong: object) -> None:
     with pytest.raises(RecipeError, match=r"autocast\(recipe=.*expected a Recipe"):
         autocast(recipe=wrong)
+
+
+def test_class_in_place_of_a_recipe_says_to_call_it() -> None:
+    with pytest.raises(RecipeError, match=r"is the class; call it: Float8CurrentScaling\(\)"):
+        autocast(recipe=recipe.Float8CurrentScaling)
+
+
+def test_recipe_by_name_is_the_recipe() -> None:
+    with autocast(recipe="current"):
+        by_name = active()
+    with autocast(recipe=CURRENT):
+        assert active() == by_name
 
 
 def test_something_else_than_a_process_group_is_refused() -> None:

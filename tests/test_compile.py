@@ -157,8 +157,8 @@ def test_names_matter_where_the_recipe_reads_them() -> None:
         assert_same(model, fast, model, rand(32, 64))
 
 
-@pytest.mark.parametrize("asked", [CURRENT, NVFP4], ids=["current", "nvfp4"])
-def test_autocast_inside_the_graph(asked: recipe.Recipe) -> None:
+@pytest.mark.parametrize("asked", [CURRENT, NVFP4, "mxfp8"], ids=["current", "nvfp4", "name"])
+def test_autocast_inside_the_graph(asked: recipe.Recipe | str) -> None:
     first = te.LayerNormLinear(64, 64, params_dtype=BF16)
     model = torch.nn.Sequential(first, te.LayerNormMLP(64, 32, params_dtype=BF16), first)
 

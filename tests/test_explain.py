@@ -166,7 +166,18 @@ def test_unknown_operation_gets_the_list_and_the_nearest() -> None:
     assert "Did you mean 'gemm'?" in message
 
 
-@pytest.mark.parametrize("wrong", ["mxfp8", recipe.MXFP8BlockScaling], ids=["name", "class"])
+def test_recipe_may_be_given_by_name() -> None:
+    assert fp8core.explain("gemm", "mxfp8") == fp8core.explain("gemm", MX)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_activations_are_of_the_dtype_of_the_layer(dtype: torch.dtype) -> None:
+    layer = fp8core.Linear(32, 32, params_dtype=dtype)
+    assert fp8core.explain(layer, MX) == fp8core.explain(layer, MX, dtype=dtype)
+    assert fp8core.explain(layer, MX) != fp8core.explain(layer, MX, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("wrong", [3, recipe.MXFP8BlockScaling], ids=["number", "class"])
 def test_what_is_no_recipe_is_refused(wrong: object) -> None:
     with pytest.raises(RecipeError, match=r"explain\(recipe=.*expected a Recipe"):
         fp8core.explain("gemm", wrong)
@@ -300,6 +311,15 @@ def test_command_fails_when_nothing_runs_a_line(
     status, out, _ = command("explain", "--op", "gemm", "--device", "cuda:0")
     assert status == 1
     assert "REFUSED" in out
+
+
+def test_wrong_backend_in_the_environment_is_bad_usage(
+    command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FP8CORE_BACKEND", "refrence")
+    status, _, err = command("explain", "--op", "gemm")
+    assert status == 2
+    assert "Did you mean 'reference'?" in err
 
 
 def test_command_explains_high_precision(command: Callable[..., tuple[int, str, str]]) -> None:

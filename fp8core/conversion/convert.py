@@ -26,7 +26,8 @@ from fp8core.modules.first_step import announce, silence
 from fp8core.modules.inventory import Place, flops_of
 from fp8core.modules.watched import refuse_watched
 from fp8core.plan import LayerRole, LinearPlan
-from fp8core.recipe import Recipe, by_name
+from fp8core.recipe import Recipe
+from fp8core.recipe.choice import recipe_from
 
 __all__ = ["convert", "unconvert"]
 
@@ -70,7 +71,7 @@ def convert(
     """
     if not isinstance(model, torch.nn.Module):
         raise OperandError(f"convert({model!r}): expected a torch.nn.Module.")
-    chosen = _recipe(recipe)
+    chosen = recipe_from(recipe, "convert(recipe=...)")
     if filter is not None and not callable(filter) and not isinstance(filter, str | Sequence):
         raise RecipeError(f"convert(filter={filter!r}): expected a function or patterns of names.")
     if not isinstance(skip, str | Sequence):
@@ -129,14 +130,6 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
         undelimit(layer)
         release(layer)
     return model
-
-
-def _recipe(asked: Recipe | str | None) -> Recipe | None:
-    if isinstance(asked, str):
-        return by_name(asked)
-    if asked is not None and not isinstance(asked, Recipe):
-        raise RecipeError(f"convert(recipe={asked!r}): expected a Recipe, a recipe's name or None.")
-    return asked
 
 
 def _swap(wanted: Sequence[Place], conversion: Conversion) -> None:

@@ -200,7 +200,7 @@ def _facts(
     backends = {
         line.choice.backend
         for recipe in recipes.values()
-        for line in te.explain(model, recipe).lines
+        for line in te.explain(model, recipe, dtype=torch.bfloat16).lines
         if line.choice is not None
     }
     return report.Facts(

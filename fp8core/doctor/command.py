@@ -39,10 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return 1 if a backend that was asked for, or the device, is unusable."""
+    """Print the report; return 1 if a backend that was asked for, or the device, is unusable,
+    and 2 if what was asked for is a name or setting that means nothing."""
     reasons, notes = consult.apart(args.deadline)
     plugins.set_aside(reasons)
     examiner = functools.partial(findings.apart, deadline=args.deadline, without=reasons)
     report = examine(examiner, args.device, lambda: notes)
     print(json.dumps(dataclasses.asdict(report), indent=2) if args.json else render(report))
+    if report.bad_names:
+        return 2
     return 1 if report.problems else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,11 @@ from fp8core.doctor.report import Report
 
 __all__ = ["render"]
 
+WIDTH = 120
+"""Columns of the longest line, tables aside: reasons of backends may be long."""
+
+_INDENT = " " * 6
+
 
 def render(report: Report) -> str:
     """Return the report as text."""
@@ -17,11 +23,13 @@ def render(report: Report) -> str:
     lines += ["devices: " + ", ".join(report.devices)]
     for own in report.neighbours:
         lines.append(f"also installed: {own['name']} {own['version']}; {own['note']}")
-    lines += ["", "backends", *(_backend(own, report.selected) for own in report.backends)]
+    lines += ["", "backends"]
+    for own in report.backends:
+        lines += _wrapped(_backend(own, report.selected))
     lines += ["", "plug-ins"]
     for plugin in report.plugins:
         state = "ok" if plugin["reason"] is None else f"FAIL: {plugin['reason']}"
-        lines.append(f"   {plugin['name']:12} {state}  [{plugin['source']}]")
+        lines += _wrapped(f"   {plugin['name']:12} {state}  [{plugin['source']}]")
     lines += ["", f"formats: {', '.join(report.formats)}", f"recipes: {', '.join(report.recipes)}"]
     lines += ["", "environment" if report.environment else "environment: nothing set"]
     lines += [f"   {name}={value}" for name, value in report.environment.items()]
@@ -29,8 +37,25 @@ def render(report: Report) -> str:
         lines += _matrix(backend, report.matrix)
         lines += _selftest(backend, report.selftests)
     for title, entries in (("notes", report.notes), ("problems", report.problems)):
-        lines += ["", title, *(f"   {entry}" for entry in entries)] if entries else []
+        lines += ["", title] if entries else []
+        for entry in entries:
+            lines += _wrapped(f"   {entry}")
     return "\n".join(lines)
+
+
+def _wrapped(text: str) -> Iterator[str]:
+    """Yield the lines of ``text``, broken between words, what follows the first indented."""
+    first = ""
+    for line in text.splitlines():
+        yield from textwrap.wrap(
+            line,
+            WIDTH,
+            initial_indent=first,
+            subsequent_indent=_INDENT,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        first = _INDENT
 
 
 def _backend(backend: dict[str, Any], selected: str | None) -> str:
@@ -50,7 +75,8 @@ def _matrix(backend: dict[str, Any], matrix: Sequence[dict[str, Any]]) -> Iterat
     if found:
         yield from ("", f"{backend['name']} on {backend['device']}, by its declarations")
         yield from columns(rows(found))
-        yield from (f"   {line}" for line in unanswered(found))
+        for line in unanswered(found):
+            yield from _wrapped(f"   {line}")
 
 
 def columns(table: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -64,10 +90,12 @@ def columns(table: Sequence[Sequence[str]]) -> Iterator[str]:
 def _selftest(backend: dict[str, Any], checks: Sequence[dict[str, Any]]) -> Iterator[str]:
     own = [check for check in checks if check["backend"] == backend["name"]]
     if backend["unusable"] is None and backend["untested"] is not None:
-        yield from ("", f"{backend['name']}: no self-test, {backend['untested']}")
+        yield ""
+        yield from _wrapped(f"{backend['name']}: no self-test, {backend['untested']}")
     if own:
         yield from ("", f"{backend['name']} on {backend['device']}, self-test")
-        yield from columns([_check(check) for check in own])
+        for row in columns([_check(check) for check in own]):
+            yield from _wrapped(row)
 
 
 def _check(check: dict[str, Any]) -> list[str]:

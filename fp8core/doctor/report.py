@@ -17,7 +17,7 @@ from fp8core.backend_api import BackendSpec
 from fp8core.dispatch import plugins, policy, select, settings
 from fp8core.doctor import consult
 from fp8core.doctor.findings import Findings, absent
-from fp8core.errors import Fp8CoreError
+from fp8core.errors import Fp8CoreError, RecipeError
 
 __all__ = ["Examiner", "Report", "examine"]
 
@@ -37,7 +37,8 @@ class Report:
     """What the doctor found; every field is plain data, so that it goes into JSON as it is.
 
     ``problems`` are what makes the exit status 1: a backend that was asked for, or a device, that
-    cannot be used.
+    cannot be used. ``bad_names``: among them is a name or setting that means nothing, which makes
+    it 2.
     """
 
     versions: dict[str, str]
@@ -53,6 +54,7 @@ class Report:
     selftests: list[dict[str, Any]]
     notes: list[str]
     problems: list[str]
+    bad_names: bool
 
 
 def examine(
@@ -87,6 +89,7 @@ def examine(
         selftests=[_placed(own, check) for own in found.values() for check in own.checks],
         notes=notes,
         problems=problems,
+        bad_names=requests.bad_names,
     )
 
 
@@ -108,11 +111,15 @@ def _placed(found: Findings, own: Any) -> dict[str, Any]:
 
 
 class _Requests(NamedTuple):
-    """The backend that new modules are for, whether somebody named it, and what is wrong."""
+    """The backend that new modules are for, whether somebody named it, and what is wrong.
+
+    ``bad_names``: a name or setting means nothing.
+    """
 
     selected: BackendSpec | None
     is_named: bool
     problems: list[str]
+    bad_names: bool = False
 
 
 def _requests(registry: plugins.Registry, found: dict[str, Findings]) -> _Requests:
@@ -129,7 +136,7 @@ def _requests(registry: plugins.Registry, found: dict[str, Findings]) -> _Reques
             chosen = registry.spec(name, f"FP8CORE_OP_BACKEND ({op})")
             by_op.setdefault(chosen.name, f"is selected for {op}")
     except Fp8CoreError as error:
-        return _Requests(selected, False, [str(error)])
+        return _Requests(selected, False, [str(error)], isinstance(error, RecipeError))
     problems = []
     for name, how in {**by_op, selected.name: "is selected"}.items():
         reason = found[name].unusable

@@ -23,6 +23,7 @@ from fp8core.monitoring.record import KeptLinear, KeptTensors, Recorder
 from fp8core.monitoring.rows import Row, render, rows_of, table_of
 from fp8core.plan import GemmPlan, LayerRole, LinearPlan
 from fp8core.recipe import PerLayer, Recipe, by_name
+from fp8core.recipe.choice import names_of
 
 __all__ = ["Summary", "WhatIf", "replay"]
 
@@ -44,7 +45,8 @@ class Summary:
 class WhatIf:
     """What each recipe would have done to the same tensors.
 
-    ``rows`` are the rows of each recipe by its label, without GEMMs: none is computed.
+    ``rows`` are the rows of each recipe by its label, without GEMMs: none is computed. A label is
+    the name that was given, or the class of the recipe; methods take the other one as well.
     """
 
     def __init__(
@@ -66,10 +68,10 @@ class WhatIf:
         """Return the layers and the least SQNR of their operands, dB, the lowest first.
 
         Raises:
-            RecipeError: ``recipe`` is the label of none that was tried.
+            RecipeError: none that was tried is called that.
         """
         least: dict[str, float] = {}
-        for row in self._of(recipe):
+        for row in self.rows[self._label_of(recipe)]:
             if not math.isnan(row.sqnr_db):
                 least[row.layer] = min(row.sqnr_db, least.get(row.layer, math.inf))
         return sorted(least.items(), key=lambda item: item[1])
@@ -81,16 +83,17 @@ class WhatIf:
         else their paths in the model: call ``fp8core.prepare(model)`` before the result is used.
 
         Raises:
-            RecipeError: ``recipe`` is the label of none that was tried.
+            RecipeError: none that was tried is called that, or several are.
             OperandError: ``k`` is not from 1 to the number of layers.
         """
-        ranked = list(dict.fromkeys(self._patterns[layer] for layer, _ in self.worst(recipe)))
+        label = self._label_of(recipe)
+        ranked = list(dict.fromkeys(self._patterns[layer] for layer, _ in self.worst(label)))
         if not isinstance(k, int) or not 1 <= k <= len(ranked):
             raise OperandError(
                 f"suggest(k={k!r}): {len(ranked)} layers were observed under {recipe!r}; expected "
                 f"1 to {len(ranked)}."
             )
-        return PerLayer(dict.fromkeys(ranked[:k]), default=self._recipes[recipe])
+        return PerLayer(dict.fromkeys(ranked[:k]), default=self._recipes[label])
 
     def table(self) -> str:
         """Return the summaries as a table, then every operand under every recipe."""
@@ -104,13 +107,24 @@ class WhatIf:
             parts.append(render(label, *table_of(rows, leave_out=("GEMMs", "NaN/inf"))))
         return "\n".join(parts)
 
-    def _of(self, recipe: str) -> list[Row]:
-        if recipe not in self.rows:
+    def _label_of(self, asked: str) -> str:
+        """Return the label called ``asked``: itself, or a name of its recipe's class."""
+        if asked in self.rows:
+            return asked
+        called = {label: names_of(recipe) for label, recipe in self._recipes.items()}
+        found = [label for label, names in called.items() if asked in names]
+        if len(found) == 1:
+            return found[0]
+        if found:
             raise RecipeError(
-                f"no recipe {recipe!r} was tried; tried: {', '.join(self.rows)}."
-                f"{did_you_mean(recipe, self.rows)}"
+                f"several of the recipes that were tried are {asked!r}: {', '.join(found)}; "
+                f"give one of these labels."
             )
-        return self.rows[recipe]
+        known = (*self.rows, *(name for names in called.values() for name in names))
+        raise RecipeError(
+            f"no recipe {asked!r} was tried; tried: {', '.join(self.rows)}."
+            f"{did_you_mean(asked, known)}"
+        )
 
 
 def _summary(label: str, rows: Sequence[Row]) -> Summary:

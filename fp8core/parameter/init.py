@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from fp8core.errors import RecipeError
 from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.plan import LayerRole
 from fp8core.recipe import Recipe, get_default_recipe
+from fp8core.recipe.choice import recipe_from
 
 __all__ = ["fp8_model_init", "make_weight", "quantized_model_init"]
 
@@ -51,28 +51,26 @@ class quantized_model_init(contextlib.ContextDecorator):
 
     Args:
         enabled: False makes weights in high precision.
-        recipe: how the weights are stored; None takes :func:`fp8core.get_default_recipe`.
+        recipe: how the weights are stored, or the name of it; None takes
+            :func:`fp8core.get_default_recipe`.
         preserve_high_precision_init_val: keep each initial value on the CPU, for
             ``weight.get_high_precision_init_val()``, until ``clear_high_precision_init_val()``.
 
     Raises:
-        RecipeError: ``recipe`` is not a Recipe.
+        RecipeError: ``recipe`` is neither a Recipe nor the name of one.
     """
 
     def __init__(
         self,
         enabled: bool = True,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise RecipeError(
-                f"quantized_model_init(recipe={recipe!r}): expected a Recipe, as in fp8core.recipe."
-            )
+        asked = recipe_from(recipe, "quantized_model_init(recipe=...)")
         if not enabled:
             self._init = _Init()
         else:
-            self._init = _Init(recipe or get_default_recipe(), preserve_high_precision_init_val)
+            self._init = _Init(asked or get_default_recipe(), preserve_high_precision_init_val)
 
     def __enter__(self) -> None:
         _thread.outer.append(_thread.active)
@@ -89,7 +87,7 @@ class quantized_model_init(contextlib.ContextDecorator):
 
 def fp8_model_init(
     enabled: bool = True,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     preserve_high_precision_init_val: bool = False,
 ) -> quantized_model_init:
     """Return :class:`quantized_model_init` under Transformer Engine's older name."""

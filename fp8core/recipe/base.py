@@ -44,7 +44,7 @@ class Format(str, metaclass=_FormatNames):
             raise RecipeError(f"Format({name!r}): expected the name of a format, as 'e4m3' is one.")
         word = name.lower()
         if word not in cls._PAIRS:
-            formats.by_name(word)
+            formats.by_name(word, besides=cls._PAIRS)
         return super().__new__(cls, word)
 
     @property

@@ -32,10 +32,12 @@ from fp8core.recipe.base import (
     element,
     linear_plan,
 )
+from fp8core.recipe.choice import recipe_from
 
 __all__ = ["CustomRecipe", "DelayedScalingRequest", "PerLayer", "QuantizerRole"]
 
-Rule: TypeAlias = "tuple[str | LayerRole, Recipe | None]"
+Key: TypeAlias = "str | LayerRole"
+Rule: TypeAlias = "tuple[Key, Recipe | None]"
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -45,16 +47,19 @@ class PerLayer(Recipe):
     Args:
         rules: a mapping, or pairs, from a pattern of the layer's name (``"*.fc1"``, as in a shell)
             or a :class:`~fp8core.plan.LayerRole` (its kind, and its name as a pattern if it has
-            one) to a recipe, or to None for no quantization.
-        default: the recipe of every other layer; None for no quantization.
+            one) to a recipe or a recipe's name, or to None for no quantization.
+        default: the recipe of every other layer, or its name; None for no quantization.
 
     >>> from fp8core import recipe
     >>> rules = {"*.head": None, recipe.LayerRole("grouped_linear"): recipe.MXFP8BlockScaling()}
-    >>> mixed = recipe.PerLayer(rules, default=recipe.Float8CurrentScaling())
+    >>> mixed = recipe.PerLayer(rules, default="current")
+    >>> mixed.default == recipe.Float8CurrentScaling()
+    True
 
     Raises:
-        RecipeError: a rule is no such pair; or, when a plan is asked for, a name pattern has to be
-            matched against a layer without a name (``fp8core.prepare(model)`` gives names).
+        RecipeError: a rule is no such pair, or no recipe has that name; or, when a plan is asked
+            for, a name pattern has to be matched against a layer without a name
+            (``fp8core.prepare(model)`` gives names).
     """
 
     rules: tuple[Rule, ...]
@@ -62,8 +67,8 @@ class PerLayer(Recipe):
 
     def __init__(
         self,
-        rules: Mapping[str | LayerRole, Recipe | None] | Iterable[Rule],
-        default: Recipe | None = None,
+        rules: Mapping[Key, Recipe | str | None] | Iterable[tuple[Key, Recipe | str | None]],
+        default: Recipe | str | None = None,
     ) -> None:
         items = rules.items() if isinstance(rules, Mapping) else rules
         try:
@@ -72,13 +77,14 @@ class PerLayer(Recipe):
             raise RecipeError(
                 f"PerLayer({rules!r}): expected a mapping, or pairs of a pattern and a recipe."
             ) from None
+        read: list[Rule] = []
         for key, value in pairs:
             if not isinstance(key, str | LayerRole):
                 raise RecipeError(f"PerLayer rule {key!r}: expected a name pattern or a LayerRole.")
-            _check_choice(f"PerLayer rule {key!r}", value)
-        _check_choice("PerLayer(default=...)", default)
-        object.__setattr__(self, "rules", pairs)  # frozen, as every recipe is
-        object.__setattr__(self, "default", default)
+            read.append((key, recipe_from(value, f"PerLayer rule {key!r}")))
+        by_default = recipe_from(default, "PerLayer(default=...)")
+        object.__setattr__(self, "rules", tuple(read))  # frozen, as every recipe is
+        object.__setattr__(self, "default", by_default)
 
     def choose(self, role: LayerRole) -> Recipe | None:
         """Return the recipe of the first rule that matches ``role``, else the default."""
@@ -240,8 +246,3 @@ def _tensor_plan(tensor: str, made: Made) -> TensorPlan:
             f"return a DelayedScalingRequest, which also says how the scale is found."
         )
     return plan
-
-
-def _check_choice(where: str, value: object) -> None:
-    if value is not None and not isinstance(value, Recipe):
-        raise RecipeError(f"{where}: expected a Recipe or None, found {value!r}.")

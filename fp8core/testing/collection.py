@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,18 @@ from fp8core.testing.subject import Subject, find
 __all__ = ["Kit"]
 
 PROPERTY = "fp8core"
+
+
+MAX_LINES, MAX_COLUMNS = 20, 400
+"""Of the text of one failure: the report of a backend that breaks every law is still readable."""
+
+
+def excerpt(lines: Sequence[str]) -> str:
+    """Return the first lines, each cut to a length, and how many are left out."""
+    kept = [line if len(line) <= MAX_COLUMNS else f"{line[:MAX_COLUMNS]}..." for line in lines]
+    if len(kept) > MAX_LINES:
+        kept[MAX_LINES - 1 :] = [f"  ... and {len(kept) - MAX_LINES + 1} more lines"]
+    return "\n".join(kept)
 
 
 class CheckItem(pytest.Item):
@@ -57,11 +71,19 @@ class CheckItem(pytest.Item):
         self.user_properties.append((PROPERTY, worst))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """Return the law and what breaks it; where it was found, if it was not the kit that saw."""
-        if not isinstance(excinfo.value, Broken):
-            return super().repr_failure(excinfo, style)
-        law = self._check.law
-        return f"{self._check.id}\n  law {law.number}: {law.meaning}\n  {excinfo.value}"
+        """Return the law and what breaks it, in at most :data:`MAX_LINES` lines.
+
+        An error that is not the kit's own is followed by the end of its traceback.
+        """
+        law, error = self._check.law, excinfo.value
+        is_own = isinstance(error, Broken)
+        found = str(error) if is_own else f"raised {type(error).__name__}: {error}"
+        lines = f"{self._check.id}\n  law {law.number}: {law.meaning}\n  {found}".splitlines()
+        if not is_own:
+            where = "".join(traceback.format_tb(error.__traceback__)).splitlines()
+            room = max(MAX_LINES - len(lines), 0)
+            lines += where[-room:] if room else []
+        return excerpt(lines)
 
     def reportinfo(self) -> tuple[Path, int, str]:
         """Return where the law is written."""
@@ -104,6 +126,7 @@ class Kit:
         self._expected = expected
         self._is_strict = is_strict
         self._json = json
+        self._is_asked = False
         laws = [law for law in LAWS.values() if is_strict or not law.is_strict]
         self._checks = {check.id: check for check in checks(subject, laws)}
         self._report = Report(subject.name, str(subject.device), is_strict, supported(subject))
@@ -144,6 +167,10 @@ class Kit:
                 FileItem.from_parent(parent, name="expected_failures", complaints=complaints)
             )
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """See whether -k and -m have left anything of the kit."""
+        self._is_asked = any(isinstance(item, CheckItem | FileItem) for item in session.items)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep how each check ended."""
         check = self._checks.get(report.nodeid.partition("::")[2])
@@ -162,7 +189,9 @@ class Kit:
         )
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print the table, and write the JSON file."""
+        """Print the table, and write the JSON file, unless nothing of the kit was asked for."""
+        if not self._is_asked:
+            return
         terminalreporter.write_line("")
         terminalreporter.write_line(self._report.text())
         if self._json is not None:

@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     options += [
         f"--rootdir={os.getcwd()}",
         "-q",
+        "-rN",  # the report has its own list of failures, by law
         "--no-header",
         "--assert=plain",
         f"--fp8core-backend={args.backend}",
@@ -58,6 +59,13 @@ def run(args: argparse.Namespace) -> int:
     options += ["--fp8core-strict"] if args.strict else []
     options += ["-k", args.k] if args.k else []
     status = pytest.main(options)
+    if status == pytest.ExitCode.NO_TESTS_COLLECTED:
+        print(
+            f"fp8core conformance: -k {args.k!r} matches no check of {args.backend!r}. "
+            f"An id is law4_gemm_adds_the_bias/current.fprop.bfloat16.bfloat16; the words are "
+            f"parts of it, joined by `and`, `or` and `not`.",
+            file=sys.stderr,
+        )
     return int(status) if status in (0, 1) else USAGE_ERROR
 
 

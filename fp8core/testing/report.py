@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,8 @@ from fp8core.testing.checks import Support
 __all__ = ["OUTCOMES", "Outcome", "Report"]
 
 OUTCOMES = ("passed", "failed", "xfailed", "skipped")
+MAX_NAMED = 5
+"""Failed checks of a law that the text names; the JSON has them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,24 +91,29 @@ class Report:
         return json.dumps(made, indent=2, allow_nan=False) + "\n"
 
     def text(self) -> str:
-        """Return a table by test, and what is supported."""
+        """Return what is supported, a table of the tests of each law, and what failed of each."""
         lines = [f"fp8core conformance: {self.backend} on {self.device}", ""]
         lines += list(_support_lines(self.support))
         lines += ["", f"{'passed':>7} {'failed':>7} {'xfailed':>7} {'skipped':>7}   worst  test"]
-        by_name: dict[str, dict[str, Any]] = {}
-        for row in self.rows():
-            total = by_name.setdefault(
-                row["name"], {"law": row["law"], "worst": None} | dict.fromkeys(OUTCOMES, 0)
-            )
-            for name in OUTCOMES:
-                total[name] += row[name]
-            if row["worst"] is not None:
-                total["worst"] = max(row["worst"], total["worst"] or 0.0)
-        for name, row in by_name.items():
-            worst = "" if row["worst"] is None else f"{row['worst']:.2g}"
-            counts = " ".join(f"{row[outcome]:>7}" for outcome in OUTCOMES)
-            lines.append(f"{counts} {worst:>7}  {name}")
+        for law, rows in itertools.groupby(self.rows(), key=lambda row: row["law"]):
+            of_law = list(rows)
+            lines.append(_total_line(f"law {law}", of_law))
+            for name, own in itertools.groupby(of_law, key=lambda row: row["name"]):
+                lines.append(_total_line(f"  {name}", list(own)))
+        failed = sorted((one.law, one.id) for one in self.outcomes if one.outcome == "failed")
+        lines += ["", "failed, by law"] if failed else []
+        for law, found in itertools.groupby(failed, key=lambda one: one[0]):
+            ids = [own for _, own in found]
+            lines += [f"  law {law}: {len(ids)}", *(f"    {own}" for own in ids[:MAX_NAMED])]
+            lines += [f"    and {len(ids) - MAX_NAMED} more"] if len(ids) > MAX_NAMED else []
         return "\n".join(lines)
+
+
+def _total_line(title: str, rows: Sequence[dict[str, Any]]) -> str:
+    found = [row["worst"] for row in rows if row["worst"] is not None]
+    worst = f"{max(found):.2g}" if found else ""
+    counts = " ".join(f"{sum(row[outcome] for row in rows):>7}" for outcome in OUTCOMES)
+    return f"{counts} {worst:>7}  {title}"
 
 
 def _support_lines(support: Iterable[Support]) -> Iterable[str]:

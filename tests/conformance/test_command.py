@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,57 @@ def test_backend_that_cannot_answer_breaks_a_law(capsys: pytest.CaptureFixture[s
     out = capsys.readouterr().out
     assert "OSError: no driver" in out
     assert "supports no descriptor that any layer asks for" in out
+
+
+def test_words_that_match_no_check_exit_with_2_and_no_table(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert conformance("reference", "-k", "nothingmatches") == 2
+    out, err = capsys.readouterr()
+    assert "-k 'nothingmatches' matches no check of 'reference'" in err
+    assert "supports" not in out
+
+
+def test_failures_are_cut_and_summed_up_by_law(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = toys.backend("toy", refuse=only_gemm)
+    toys.register(spec)
+    module = sys.modules[spec.factory.partition(":")[0]]
+
+    class Talkative(toys.ToyBackend):
+        def bind(self, desc: Any, device: Any) -> Any:
+            raise OSError("no driver\n" + "a line\n" * 99 + "x" * 9999)
+
+    module.Made = lambda: Talkative(only_gemm, [])  # type: ignore[attr-defined]
+    status, found = report("-k", "law4_gemm_product or law4_gemm_adds")
+    assert status == 1
+    messages = [one["message"].splitlines() for one in found["not_passed"]]
+    assert len(messages) > 5
+    for lines in messages:
+        assert len(lines) == 20
+        assert "law 4: " in lines[1]
+        assert "OSError: no driver" in lines[2]
+        assert lines[-1] == "  ... and 84 more lines"
+    out = capsys.readouterr().out
+    assert re.search(rf"^ +0 +{len(messages)} +0 +0 +law 4$", out, re.MULTILINE)
+    assert f"failed, by law\n  law 4: {len(messages)}\n    law4_" in out
+    assert f"    and {len(messages) - 5} more" in out
+    assert len(out.splitlines()) < 30 * len(messages)
+
+
+def test_error_of_a_backend_is_shown_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = toys.backend("toy", refuse=only_gemm)
+    toys.register(spec)
+    module = sys.modules[spec.factory.partition(":")[0]]
+
+    class Failing(toys.ToyBackend):
+        def bind(self, desc: Any, device: Any) -> Any:
+            raise OSError("no driver")
+
+    module.Made = lambda: Failing(only_gemm, [])  # type: ignore[attr-defined]
+    assert conformance("toy", "-k", "law4_gemm_adds") == 1
+    out = capsys.readouterr().out
+    assert "raised OSError: no driver" in out
+    assert 'raise OSError("no driver")' in out
 
 
 def test_unknown_backend_exits_with_2_and_the_nearest_name(

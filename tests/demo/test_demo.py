@@ -109,22 +109,23 @@ def test_threads_are_given_back(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "reason"),
+    ("more", "reason", "status"),
     [
-        (["--recipe", "mxfp9"], "mxfp8"),
-        (["--backend", "cudaa"], "installed: cuda, reference"),
-        (["--text", "nowhere.txt"], "nowhere.txt"),
+        (["--recipe", "mxfp9"], "mxfp8", 2),
+        (["--backend", "cudaa"], "installed: cuda, reference", 2),
+        (["--text", "nowhere.txt"], "nowhere.txt", 1),
     ],
     ids=["recipe", "backend", "text"],
 )
-def test_wrong_name_is_one_message_and_status_1(
+def test_wrong_name_is_one_message_and_a_status(
     more: Sequence[str],
     reason: str,
+    status: int,
     text: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert demo(text, tmp_path, *more) == 1
+    assert demo(text, tmp_path, *more) == status
     errors = capsys.readouterr().err
     assert reason in errors
     assert "Traceback" not in errors

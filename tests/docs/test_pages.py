@@ -15,6 +15,7 @@ import fp8core
 from fp8core import recipe
 from fp8core.dispatch import plugins
 from fp8core.dispatch.settings import VARIABLES
+from fp8core.not_offered import NOT_OFFERED
 from tests.docs import pages
 from tests.docs.pages import DOCS, PAGES, README, ROOT
 
@@ -107,6 +108,21 @@ def test_names_that_stay_the_same_exist_and_the_others_do_not() -> None:
     offered = {*vars(fp8core), *vars(recipe)}
     assert same - offered == set()
     assert refused & offered == set()
+    assert refused - set(NOT_OFFERED) == set()
+
+
+@pytest.mark.parametrize("name", NOT_OFFERED)
+def test_name_that_is_not_offered_says_what_to_use(name: str) -> None:
+    assert not hasattr(fp8core, name)
+    assert name not in fp8core.__all__
+    with pytest.raises(AttributeError, match=f"^fp8core offers no {name}: .*\\.$"):
+        getattr(fp8core, name)
+
+
+def test_unknown_name_is_the_usual_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'fp8core' has no attribute 'Lienar'$") as e:
+        fp8core.Lienar  # noqa: B018  the access is what is tested
+    assert (e.value.name, e.value.obj) == ("Lienar", fp8core)  # Python names the nearest by it
 
 
 @pytest.mark.parametrize("marker", ["demo-command", "test-command"])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fp8core
 from fp8core.backend_api import OPS
 from fp8core.doctor import report as doctor
 from fp8core.doctor.findings import here
@@ -71,14 +72,22 @@ def test_command_prints_every_part_of_the_report(
 
 @pytest.mark.parametrize("option", [(), ("--json",)], ids=["text", "json"])
 def test_command_fails_when_what_is_asked_for_cannot_be_used(
-    option: tuple[str, ...],
-    command: Callable[..., tuple[int, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
+    option: tuple[str, ...], command: Command
 ) -> None:
-    monkeypatch.setenv("FP8CORE_BACKEND", "refrence")
-    status, out, _ = command("doctor", *option)
+    status, out, _ = command("doctor", "cuda:99", *option)
     assert status == 1
-    assert "Did you mean 'reference'?" in out
+    assert re.search(r"torch finds no cuda device here|there is no cuda:99", out)
+
+
+@pytest.mark.parametrize("option", [(), ("--json",)], ids=["text", "json"])
+@pytest.mark.parametrize("name", ["FP8CORE_BACKEND", "FP8CORE_OP_BACKEND"])
+def test_wrong_name_of_a_backend_in_the_environment_is_bad_usage(
+    name: str, option: tuple[str, ...], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "refrence" if name == "FP8CORE_BACKEND" else "gemm=refrence")
+    status, out, _ = command("doctor", *option)
+    assert status == 2
+    assert "Did you mean 'reference'?" in " ".join(out.split())  # the text may break there
 
 
 def test_command_fails_with_the_reason_when_a_setting_is_invalid(
@@ -86,7 +95,7 @@ def test_command_fails_with_the_reason_when_a_setting_is_invalid(
 ) -> None:
     monkeypatch.setenv("FP8CORE_STRICT", "perhaps")
     status, _, err = command("doctor")
-    assert (status, err) == (1, "fp8core doctor: FP8CORE_STRICT='perhaps': expected 0 or 1.\n")
+    assert (status, err) == (2, "fp8core doctor: FP8CORE_STRICT='perhaps': expected 0 or 1.\n")
 
 
 @pytest.mark.parametrize("arguments", [(), ("doctr",), ("doctor", "--jsn")], ids=" ".join)
@@ -96,6 +105,24 @@ def test_bad_usage_exits_with_2(
     with pytest.raises(SystemExit) as caught:
         command(*arguments)
     assert caught.value.code == 2
+
+
+def test_unknown_command_gets_the_list_and_the_nearest(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command("doctr")
+    err = capsys.readouterr().err
+    assert "commands: conformance, demo, doctor, explain. Did you mean 'doctor'?" in err
+
+
+def test_version_is_that_of_the_package(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command("--version")
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"fp8core {fp8core.__version__}\n"
 
 
 def test_unknown_device_is_bad_usage_with_the_nearest(

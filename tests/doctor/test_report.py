@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterator
 
@@ -12,6 +13,7 @@ import fp8core
 from fp8core.dispatch import plugins
 from fp8core.doctor import report as doctor
 from fp8core.doctor.findings import Findings
+from fp8core.doctor.render import WIDTH, render
 from fp8core.doctor.selftest import Check
 from tests.dispatch import toys
 
@@ -256,3 +258,15 @@ def test_neighbours_are_listed_with_version_and_meaning(monkeypatch: pytest.Monk
         "version": examine().versions["pluggy"],
         "note": "stands for one",
     }
+
+
+def test_long_reasons_are_broken_into_lines_and_kept_whole() -> None:
+    words = [f"word{number}" for number in range(200)]
+    reason = " ".join(words[:100]) + "\n" + " ".join(words[100:])
+    toys.register(toys.backend("toy", probe=lambda: reason))
+    with fp8core.use_backend("toy"):
+        report = examine()
+    text = render(dataclasses.replace(report, notes=[reason]))
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert [word for word in text.split() if word.startswith("word")] == words * 3
+    assert backend(report, "toy")["unusable"] == reason  # as JSON has it

@@ -137,6 +137,23 @@ def test_two_recipes_of_one_class_are_told_apart() -> None:
     assert list(made.rows) == ["Float8BlockScaling", "Float8BlockScaling 2"]
 
 
+@pytest.mark.parametrize("asked", ["nvfp4", "NVFP4BlockScaling"])
+@pytest.mark.parametrize("given", ["nvfp4", "NVFP4BlockScaling", NEAREST], ids=str)
+def test_suggestion_takes_the_name_and_the_class_name(
+    given: str | recipe.Recipe, asked: str
+) -> None:
+    made = observe(models.make("linear"), None).what_if([given])
+    wanted = recipe.by_name(given) if isinstance(given, str) else given
+    assert made.suggest(asked).default == wanted
+    assert made.worst(asked) == made.worst(next(iter(made.rows)))
+
+
+def test_name_of_several_recipes_that_were_tried_is_refused() -> None:
+    made = observe(models.make("linear"), None).what_if([recipe.NVFP4BlockScaling(), NEAREST])
+    with pytest.raises(te.RecipeError, match="NVFP4BlockScaling, NVFP4BlockScaling 2; give one"):
+        made.suggest("nvfp4")
+
+
 def test_unknown_recipe_is_refused_with_the_nearest() -> None:
     watch = observe(models.make("linear"), None)
     with pytest.raises(te.RecipeError, match=r"Did you mean 'mxfp8'\?"):

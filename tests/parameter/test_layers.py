@@ -194,7 +194,13 @@ def test_the_context_is_of_its_thread() -> None:
 
 def test_a_recipe_that_is_none_is_refused() -> None:
     with pytest.raises(fp8core.RecipeError, match="expected a Recipe"):
-        fp8core.quantized_model_init(recipe="mxfp8")  # type: ignore[arg-type]
+        fp8core.quantized_model_init(recipe=3)  # type: ignore[arg-type]
+
+
+def test_recipe_may_be_given_by_name() -> None:
+    with fp8core.quantized_model_init(recipe="mxfp8"):
+        layer = fp8core.Linear(64, 64)
+    assert isinstance(layer.weight, fp8core.MXFP8Tensor)
 
 
 def test_parameters_split_is_refused() -> None:

@@ -8,6 +8,7 @@ import fp8core
 from fp8core import recipe
 from fp8core.dispatch import plugins
 from fp8core.errors import PluginError, RecipeError
+from fp8core.recipe.choice import names_of
 from tests.dispatch import toys
 
 NAMES = {
@@ -25,6 +26,27 @@ def test_name_gives_the_recipe_with_its_defaults(name: str) -> None:
     assert recipe.by_name(name) == NAMES[name]()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_class_name_gives_the_same_recipe(name: str) -> None:
+    assert recipe.by_name(NAMES[name].__name__) == NAMES[name]()
+
+
+@pytest.mark.parametrize(
+    ("typo", "nearest"),
+    [("MXFP8", "mxfp8"), ("MXFP8BlockScalling", "MXFP8BlockScaling"), ("Delayed", "delayed")],
+)
+def test_typo_is_compared_with_names_and_class_names(typo: str, nearest: str) -> None:
+    with pytest.raises(RecipeError, match=f"Did you mean '{nearest}'"):
+        recipe.by_name(typo)
+
+
+def test_names_of_a_recipe_are_its_class_and_what_by_name_takes() -> None:
+    toys.register(recipes={"toy": recipe.Float8RowwiseScaling})
+    assert names_of(recipe.Float8RowwiseScaling()) == (
+        "Float8RowwiseScaling", "toy", "rowwise"
+    )  # fmt: skip
+
+
 def test_names_are_listed() -> None:
     assert recipe.names() == tuple(NAMES)
 
@@ -38,7 +60,7 @@ def test_unknown_name_gets_the_list_and_the_nearest() -> None:
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "MXFP8BlockScaling"])
 def test_plugin_cannot_take_a_name_of_fp8core(name: str) -> None:
     with pytest.raises(PluginError, match=f"recipe {name!r} is fp8core's own"):
         toys.register(recipes={name: recipe.Float8RowwiseScaling})

@@ -9,7 +9,7 @@ import pytest
 
 from fp8core import formats
 from fp8core.errors import RecipeError
-from fp8core.recipe import Format
+from fp8core.recipe import DelayedScaling, Format
 from tests.dispatch import toys
 
 PAIRS = {
@@ -61,6 +61,11 @@ def test_format_of_a_format_is_itself() -> None:
 def test_unknown_name_gets_the_list_and_the_nearest(spelling: str) -> None:
     with pytest.raises(RecipeError, match=r"known: e2m1, e4m3, .* Did you mean 'e4m3'\?"):
         Format(spelling)
+
+
+def test_pair_of_formats_is_among_the_known_names() -> None:
+    with pytest.raises(RecipeError, match=r"known: e2m1, .*hybrid\. Did you mean 'hybrid'\?"):
+        DelayedScaling(fp8_format="HYBRD")
 
 
 def test_unknown_attribute_gets_the_same_error() -> None:

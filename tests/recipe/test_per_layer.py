@@ -107,8 +107,8 @@ def test_role_without_a_name_needs_none() -> None:
     ("rules", "reason"),
     [
         ({3: None}, "rule 3: expected a name pattern or a LayerRole"),
-        ({"a": "mxfp8"}, "rule 'a': expected a Recipe or None, found 'mxfp8'"),
-        ({"a": MXFP8BlockScaling}, "rule 'a': expected a Recipe or None, found <class"),
+        ({"a": "mxpf8"}, "rule 'a': no recipe is called 'mxpf8'"),
+        ({"a": MXFP8BlockScaling}, "rule 'a': expected a Recipe, a recipe's name or None, found"),
         ("abc", "PerLayer('abc'): expected a mapping, or pairs"),
         ([("a",)], "expected a mapping, or pairs"),
         (MX, "expected a mapping, or pairs"),
@@ -122,8 +122,13 @@ def test_what_is_no_rule_is_refused(rules: Any, reason: str) -> None:
 
 
 def test_default_that_is_no_recipe_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"PerLayer\(default=...\): expected a Recipe or None"):
-        PerLayer({}, default="mxfp8")
+    with pytest.raises(RecipeError, match=r"PerLayer\(default=...\): expected a Recipe, a"):
+        PerLayer({}, default=3)
+
+
+def test_rules_and_default_take_names() -> None:
+    named = PerLayer({"a": "mxfp8", "b": None}, default="Float8CurrentScaling")
+    assert named == PerLayer({"a": MX, "b": None}, default=Float8CurrentScaling())
 
 
 class Model(torch.nn.Module):
