@@ -94,14 +94,16 @@ def find_toolchain() -> Toolchain | str:
 
 def _libraries(nvcc: Path, major: int) -> Toolchain | str:
     """Find headers and cuBLASLt: those of the packages that torch runs with, or the toolkit's."""
-    torch_root, toolkit = Path(torch.__file__).parent, nvcc.resolve().parent.parent
+    torch_root = Path(torch.__file__).parent
+    # A script named nvcc may stand in another place than the toolkit that it calls.
+    toolkits = [at.resolve().parent.parent for at in (nvcc, _DEFAULT_NVCC)]
     package = torch_root.parent / "nvidia" / f"cu{major}"
     library = f"libcublasLt.so.{major}"
     wanted = {
-        "cublasLt.h": [package / "include", toolkit / "include"],
+        "cublasLt.h": [package / "include", *(at / "include" for at in toolkits)],
         "pybind11/pybind11.h": [torch_root / "include"],
         "Python.h": [Path(sysconfig.get_paths()["include"])],
-        library: [package / "lib", toolkit / "lib64"],
+        library: [package / "lib", *(at / "lib64" for at in toolkits)],
     }
     found = {}
     for name, places in wanted.items():
