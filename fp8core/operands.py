@@ -34,16 +34,21 @@ def hadamard16(x: torch.Tensor, dim: int) -> torch.Tensor:
     """
     rows, cols = x.shape
     values = x.to(torch.bfloat16).to(torch.float32)
-    if dim == 0:
-        values = values.t()
     # Signs made of a tensor subclass (fake while tracing) must not outlive its mode.
     make = _signs if type(x) is torch.Tensor else _signs.__wrapped__
-    turned = values.reshape(-1, 16) * make(x.device)
+    shape = (rows // 16, 16, cols) if dim == 0 else (rows, cols // 16, 16)
+    along = 1 if dim == 0 else 2
+    signs = make(x.device)
+    signed = values.reshape(shape) * (signs[:, None] if dim == 0 else signs)
+    parts = list(signed.unbind(along))
     for half in (1, 2, 4, 8):  # H of 2 h elements is [[H, H], [H, -H]] of h
-        first, second = turned.reshape(-1, 8 // half, 2, half).unbind(2)
-        turned = torch.stack((first + second, first - second), 2)
-    turned = turned.reshape(values.shape) / 4
-    return (turned.t() if dim == 0 else turned).reshape(rows, cols).to(torch.bfloat16)
+        for first in range(16):
+            if not first & half:
+                second = first | half
+                one, other = parts[first], parts[second]
+                parts[first], parts[second] = one + other, one - other
+    turned = torch.stack(parts, along) / 4
+    return turned.reshape(rows, cols).to(torch.bfloat16)
 
 
 TRANSFORMS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {"hadamard16": hadamard16}
