@@ -107,7 +107,9 @@ def _states_kept(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
         for layer in module.modules()
         if isinstance(layer, LowPrecisionModule)
     ]
-    before = [{name: own.clone() for name, own in layer.named_buffers()} for layer in layers]
+    before = [
+        {name: own.clone() for name, own in layer.named_buffers(recurse=False)} for layer in layers
+    ]
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
 """Which of cuBLASLt's algorithms runs a problem: timed once on the device, remembered in a file.
 
 The first algorithm that cuBLASLt proposes is up to 27 % slower than its best one. With
-``FP8CORE_AUTOTUNE=0``, under ``torch.use_deterministic_algorithms``, and while a CUDA graph is
-being captured, the first one runs: the same in every process.
+``FP8CORE_AUTOTUNE=0`` and under ``torch.use_deterministic_algorithms`` the first one runs: the same
+in every process. So it does while a CUDA graph is being captured, unless a choice is remembered.
 """
 
 from __future__ import annotations

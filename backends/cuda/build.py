@@ -74,8 +74,7 @@ def find_toolchain() -> Toolchain | str:
     nvcc is taken from ``CUDA_HOME``, then from the path, then from /usr/local/cuda. Its major
     version must be that of torch's CUDA, whose libraries the extension uses at run time.
     """
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    places = [Path(home) / "bin" / "nvcc" for home in homes if home]
+    places = [folder / "bin" / "nvcc" for folder in settings.toolkits()]
     on_path = shutil.which("nvcc")
     places += [Path(on_path)] if on_path else []
     places.append(_DEFAULT_NVCC)
@@ -214,16 +213,8 @@ def _compile(toolchain: Toolchain, architectures: Sequence[str], path: Path) -> 
                 _say(f"[{done}/{len(jobs)}] {unit.relative_to(root)}")
         made = Path(folder) / path.name
         # Both libraries are found by name at run time: torch has loaded them by then.
-        link = [
-            toolchain.nvcc,
-            "-shared",
-            "-cudart=shared",
-            *objects,
-            "-Xlinker",
-            toolchain.cublaslt,
-        ]
-        link += ["-o", made]
-        _run((made, link))
+        link = ["-shared", "-cudart=shared", *objects, "-Xlinker", toolchain.cublaslt, "-o", made]
+        _run((made, [toolchain.nvcc, *link]))
         os.replace(made, path)
 
 

@@ -15,16 +15,15 @@ from fp8core_backends.cuda.layout import (
     ALIGNMENT,
     ALIGNMENT_OF_ALLOCATIONS,
     BLOCKS,
+    DTYPES,
     k_contiguous,
     scale_mode,
     scale_strides,
     scales,
 )
-from fp8core_backends.cuda.stream import raw_stream
+from fp8core_backends.cuda.stream import index_of, raw_stream
 
 __all__ = ["LowPrecisionGemm", "high_precision_gemm", "store"]
-
-_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 _MAX_PLANS = 4096  # of one descriptor
 _Key: TypeAlias = "tuple[int, int, int, int, bool, int]"
@@ -63,7 +62,7 @@ class LowPrecisionGemm:
         assert desc.b is not None
         self._desc = desc
         self._out_dtype = desc.out_dtype
-        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._index = index_of(device)
         self._device = torch.device("cuda", self._index)
         self._native = native
         modes = (scale_mode(desc.a), scale_mode(desc.b))
@@ -102,21 +101,7 @@ class LowPrecisionGemm:
         if (a_scale_at | b_scale_at) % ALIGNMENT or (a_at | b_at) % ALIGNMENT_OF_ALLOCATIONS:
             return self._arrange(a, b, bias, out)
         d = _empty_strided((m, n), (n, 1), dtype=self._out_dtype, device=self._device)
-        if plan.workspace:
-            self._run(plan, (a_at, a_scale_at, b_at, b_scale_at, 0, d.data_ptr()))
-        else:
-            plan.run(
-                plan.candidate,
-                a_at,
-                a_scale_at,
-                b_at,
-                b_scale_at,
-                0,
-                d.data_ptr(),
-                0,
-                0,
-                raw_stream(self._index),
-            )
+        self._run(plan, (a_at, a_scale_at, b_at, b_scale_at, 0, d.data_ptr()))
         return d
 
     def _run(self, plan: _Plan, addresses: tuple[int, ...]) -> None:
@@ -200,7 +185,7 @@ class LowPrecisionGemm:
         if self._wide is None:
             desc = dataclasses.replace(self._desc, out_dtype=torch.float32, accumulate=False)
             self._wide = LowPrecisionGemm(desc, self._device, self._native)
-        return store(self._wide(a, b).add_(bias), self._desc, out)
+        return store(self._wide(a, b), self._desc, bias, out)
 
     def _plan(self, key: _Key, addresses: tuple[int, ...], d: torch.Tensor) -> _Plan:
         m, n, k, _, is_unbiased, alignment = key
@@ -238,7 +223,7 @@ class LowPrecisionGemm:
             native.OperandDesc(types[spec.format], modes[mode], True, sizes[2])
             for spec, mode in zip((desc.a, desc.b), self._modes, strict=True)
         ]
-        out = types[_NAMES[desc.out_dtype]]
+        out = types[DTYPES[desc.out_dtype]]
         bias = types["bfloat16"] if desc.out_dtype == torch.float32 else out
         # Block-scaled kernels add up every 128 elements in float32: there is nothing faster.
         is_fast = desc.fast_accumulation and not BLOCKS.intersection(self._modes)
@@ -264,11 +249,15 @@ def high_precision_gemm(
     else:
         wide = torch.float64 if desc.out_dtype == torch.float64 else torch.float32
         product = a.data.to(wide) @ b.data.to(wide).t()
-    return store(product if bias is None else product.add_(bias), desc, out)
+    return store(product, desc, bias, out)
 
 
-def store(product: torch.Tensor, desc: GemmDesc, out: torch.Tensor | None) -> torch.Tensor:
-    """Round a float32 product to the result's dtype, into ``out`` if there is one."""
+def store(
+    product: torch.Tensor, desc: GemmDesc, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """Add the bias to a float32 product, and round it once, into ``out`` if there is one."""
+    if bias is not None:
+        product = product.add_(bias)
     if out is None:
         return product.to(desc.out_dtype)
     return out.copy_(product.add_(out) if desc.accumulate else product)
@@ -283,4 +272,4 @@ def _empty_product(
 ) -> torch.Tensor:
     """Return what a product without elements, or over no element, is: zeros and the bias."""
     product = torch.zeros(shape, dtype=torch.float32, device=like.device)
-    return store(product if bias is None else product.add_(bias), desc, out)
+    return store(product, desc, bias, out)

@@ -14,6 +14,7 @@ __all__ = [
     "ALIGNMENT",
     "ALIGNMENT_OF_ALLOCATIONS",
     "BLOCKS",
+    "DTYPES",
     "empty_scales",
     "k_contiguous",
     "round_up",
@@ -25,14 +26,16 @@ __all__ = [
 ALIGNMENT = 16
 """Bytes that addresses and distances between rows are multiples of."""
 
-_MODES = {(0, 0): "tensor", (1, 0): "row", (1, 128): "vec128", (128, 128): "block128"}
-
-
 ALIGNMENT_OF_ALLOCATIONS = 256
 """Bytes that the addresses of whole tensors are multiples of; cuBLASLt may choose by it."""
 
 BLOCKS = frozenset({"vec128", "block128"})
 """Scale modes with blocks along k."""
+
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+"""What the native library calls torch's dtypes."""
+
+_MODES = {(0, 0): "tensor", (1, 0): "row", (1, 128): "vec128", (128, 128): "block128"}
 
 
 def round_up(size: int, step: int) -> int:

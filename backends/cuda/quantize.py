@@ -17,12 +17,11 @@ from fp8core.backend_api import (
     QuantizeDesc,
     ScaleUpdateDesc,
 )
-from fp8core_backends.cuda.layout import empty_scales, scale_mode
-from fp8core_backends.cuda.stream import raw_stream
+from fp8core_backends.cuda.layout import DTYPES, empty_scales, scale_mode
+from fp8core_backends.cuda.stream import index_of, raw_stream
 
 __all__ = ["bind_amax", "bind_quantize", "bind_scale_update"]
 
-_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # Looked up in every call, so here by one name each.
 _empty, _UINT8, _FLOAT32, _ONE = torch.empty, torch.uint8, torch.float32, (1, 1)
@@ -58,7 +57,7 @@ class _Quantize:
         )
         self._rowwise = desc.rowwise is not None
         self._columnwise = desc.columnwise is not None
-        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._index = index_of(device)
         self._device = torch.device("cuda", self._index)
         self._workspace = 0
         if mode == "tensor" and not spec.delayed:
@@ -67,7 +66,7 @@ class _Quantize:
         self._run = native.Quantize(
             native.Granularity.__members__["delayed" if spec.delayed else mode],
             native.Format.__members__[spec.format],
-            native.InputType.__members__[_NAMES[desc.dtype]],
+            native.InputType.__members__[DTYPES[desc.dtype]],
             spec.target,
             spec.amax_epsilon,
             largest,
@@ -243,8 +242,8 @@ def _join(operands: list[Operand | None], dim: int) -> Operand | None:
 
 def bind_amax(desc: AmaxDesc, device: torch.device, native: Any) -> Callable[..., torch.Tensor]:
     """Return ``amax(x) -> float32 [1]``."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    kind = native.InputType.__members__[_NAMES[desc.dtype]]
+    index = index_of(device)
+    kind = native.InputType.__members__[DTYPES[desc.dtype]]
 
     def run(x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(1, -1)
@@ -274,7 +273,7 @@ def bind_scale_update(
     desc: ScaleUpdateDesc, device: torch.device, native: Any
 ) -> Callable[..., None]:
     """Return the update of delayed scales: one launch for up to 64 modules."""
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = index_of(device)
     is_max = desc.algorithm == "max"
 
     def run(

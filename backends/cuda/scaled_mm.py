@@ -57,7 +57,7 @@ def bind_scaled_mm(desc: GemmDesc) -> Callable[..., torch.Tensor]:
         )
         if is_plain:
             return product
-        return store(product if bias is None else product.add_(bias), desc, out)
+        return store(product, desc, bias, out)
 
     run.kernel = "torch._scaled_mm"  # type: ignore[attr-defined]  # what explain shows
     return run

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fp8core.backend_api import RecipeError
 
-__all__ = ["Settings", "read"]
+__all__ = ["Settings", "read", "toolkits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,12 @@ def read() -> Settings:
         RecipeError: a flag is neither 0 nor 1.
     """
     return Settings(_flag("FP8CORE_AUTOTUNE"), _flag("FP8CORE_BUILD"), _cache_dir())
+
+
+def toolkits() -> list[Path]:
+    """Return the folders of CUDA that ``CUDA_HOME`` and ``CUDA_PATH`` name."""
+    named = (os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH"))
+    return [Path(folder) for folder in named if folder]
 
 
 def _flag(name: str) -> bool:

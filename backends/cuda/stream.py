@@ -1,4 +1,4 @@
-"""The stream that torch would enqueue on, as an address."""
+"""Where a call goes: the device by its index, and torch's stream there as an address."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["raw_stream"]
+__all__ = ["index_of", "raw_stream"]
+
+
+def index_of(device: torch.device) -> int:
+    """Return the index of a CUDA device, that of the current one if it has none."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _public(index: int) -> int:

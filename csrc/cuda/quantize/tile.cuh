@@ -33,6 +33,15 @@ struct TilePlace {
   int64_t tile_row, tile_column;
 };
 
+__device__ inline TilePlace place_of(const TileParams& p, unsigned tile) {
+  TilePlace at;
+  at.tile_row = tile / p.tile_columns;
+  at.tile_column = tile % p.tile_columns;
+  at.row = at.tile_row * kTile;
+  at.column = at.tile_column * kTile;
+  return at;
+}
+
 template <typename T>
 __device__ void load_tile(Eight<T> (&x)[8], const TileParams& p, const TilePlace& at, int ty,
                           int tx) {
@@ -245,11 +254,7 @@ __global__ void __launch_bounds__(kTileThreads) uniform_tile(const TileParams p)
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   // Current scaling reads x a second time: the end of x first, which is still in the cache.
   const unsigned tile = G == Granularity::kTensor ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  TilePlace at;
-  at.tile_row = tile / p.tile_columns;
-  at.tile_column = tile % p.tile_columns;
-  at.row = at.tile_row * kTile;
-  at.column = at.tile_column * kTile;
+  const TilePlace at = place_of(p, tile);
   Eight<T> x[8];
   load_tile(x, p, at, ty, tx);
   const float scale = tile_scale<T, F, G>(x, p, at, shared);
@@ -275,11 +280,7 @@ __global__ void __launch_bounds__(kTileThreads) directed_tile(const TileParams p
   __shared__ float scales[kTile];
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   const Matrix& m = p.args.x;
-  TilePlace at;
-  at.tile_row = blockIdx.x / p.tile_columns;
-  at.tile_column = blockIdx.x % p.tile_columns;
-  at.row = at.tile_row * kTile;
-  at.column = at.tile_column * kTile;
+  const TilePlace at = place_of(p, blockIdx.x);
   Eight<T> x[8];
   load_tile(x, p, at, ty, tx);
   if (p.args.rowwise.codes != nullptr) {
@@ -339,11 +340,7 @@ __global__ void __launch_bounds__(kTileThreads) directed_amax(const TileParams p
   __shared__ alignas(16) float maxima[kTileThreads / 32][kTile];
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   const Matrix& m = p.args.x;
-  TilePlace at;
-  at.tile_row = blockIdx.x / p.tile_columns;
-  at.tile_column = blockIdx.x % p.tile_columns;
-  at.row = at.tile_row * kTile;
-  at.column = at.tile_column * kTile;
+  const TilePlace at = place_of(p, blockIdx.x);
   Eight<T> x[8];
   load_tile(x, p, at, ty, tx);
   const int64_t held = at.row + ty * 8 + tx / 2;
