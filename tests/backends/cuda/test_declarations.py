@@ -119,6 +119,22 @@ def test_without_the_library_torch_multiplies_and_nothing_else(
 
 
 @pytest.mark.parametrize(
+    ("capability", "reason"),
+    [((8, 9), None), ((12, 0), None), ((8, 0), "torch's own FP8 kernels need compute capability")],
+)
+def test_on_another_chip_torch_multiplies_what_it_can(
+    capability: tuple[int, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    backend = CudaBackend()
+    said = backend.unsupported(gemm(TENSOR, TENSOR), CUDA)
+    assert said is None if reason is None else reason in (said or "")
+    said = backend.unsupported(QuantizeDesc(torch.bfloat16, TENSOR, TENSOR), CUDA)
+    assert said is not None
+    assert f"this is {capability[0]}.{capability[1]}" in said
+
+
+@pytest.mark.parametrize(
     ("mode", "shape"),
     [
         ("tensor", (1, 1)),
