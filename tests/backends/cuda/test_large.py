@@ -24,6 +24,9 @@ BOUNDARY = 2**31
 SHAPES = ((33_000, 66_000), (46_341, 46_343))
 RECIPES = ("delayed", "current", "rowwise", "vector", "square")
 LARGEST = 100.0
+# CudaBackend.numerics: 32 products, each cut off 13 bits below the largest. Millions of sums are
+# looked at here, so the bound that test_gemm.py measured over thousands does not hold.
+BOUND = 2.0**-9
 
 
 @pytest.fixture(autouse=True)
@@ -136,4 +139,6 @@ def test_products_beyond_element_2_31(pair: str) -> None:
     for rows in slices(size, size):
         ideal = wide[0][rows] @ wide[1].t() + (1000.0 if accumulate else 0.0)
         error = (out[rows].double() - ideal).abs() - eps * ideal.abs()
-        assert (error <= 2.0**-12 * (wide[0][rows].abs() @ wide[1].abs().t())).all(), rows
+        size_of_sum = wide[0][rows].abs() @ wide[1].abs().t() + (before if accumulate else 0.0)
+        worst = (error / size_of_sum).max().item()
+        assert worst <= BOUND, (rows, worst)
