@@ -23,7 +23,8 @@ from fp8core_backends.cuda import native, scaled_mm
 from fp8core_backends.cuda.gemm import LowPrecisionGemm, high_precision_gemm
 from fp8core_backends.cuda.grouped import bind_grouped_gemm
 from fp8core_backends.cuda.layout import BLOCKS, scale_mode
-from fp8core_backends.cuda.quantize import bind_amax, bind_quantize, bind_scale_update
+from fp8core_backends.cuda.quantize import bind_amax, bind_quantize
+from fp8core_backends.cuda.scale_update import ScaleUpdate
 
 __all__ = ["CudaBackend"]
 
@@ -166,5 +167,5 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
 _BINDERS: dict[type, Callable[..., Any]] = {
     QuantizeDesc: bind_quantize,
     AmaxDesc: bind_amax,
-    ScaleUpdateDesc: bind_scale_update,
+    ScaleUpdateDesc: ScaleUpdate,
 }
