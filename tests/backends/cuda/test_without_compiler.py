@@ -29,7 +29,7 @@ logging.getLogger("fp8core").propagate = False
 def train(name):
     torch.manual_seed(0)
     layer = fp8core.Linear(128, 64, params_dtype=torch.bfloat16, device="cuda")
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=2.0)
     x = torch.randn(256, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     wanted = x.detach() @ torch.randn(128, 64, dtype=torch.bfloat16, device="cuda") * 0.1
     losses = []

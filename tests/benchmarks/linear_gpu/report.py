@@ -118,8 +118,8 @@ def plot(cells: dict[str, Cell], file: Path) -> None:
     for number, recipe in enumerate(recipes):
         places = [place + (number - 1) * 0.27 for place in range(len(sizes))]
         heights = [found.get((size, recipe)) or math.nan for size in sizes]
-        bars = left.bar(places, heights, 0.25, label=f"{recipe}")
-        left.bar_label(bars, fmt="%.2f", fontsize=7)
+        bars = left.bar(places, heights, 0.25, label=recipe)
+        left.bar_label(bars, fmt="%.2f", fontsize=7, label_type="center", color="white")
     left.axhline(1.0, color="black", linewidth=0.8)
     left.set_xticks(range(len(sizes)), sizes)
     left.set_ylim(0, 1.25)
