@@ -10,7 +10,13 @@ import torch
 import fp8core
 from fp8core import UnsupportedError, recipe
 
-pytestmark = pytest.mark.needs_accelerator("cuda")
+pytestmark = [
+    pytest.mark.needs_accelerator("cuda"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
+    # Inductor's advice about float32 matrices, of which there are none.
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
 
 ROWS, K, N = 48, 256, 384
 
