@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_ACCELERATOR = "needs an accelerator"
-VISIBLE_DEVICES = os.environ.get("CUDA_VISIBLE_DEVICES")
 
 # The examples are a function of the commit, so a failure in CI is one that everybody can repeat.
 # No deadline: the first call of a torch operator is slower than the others.
@@ -71,25 +69,17 @@ def missing_hardware(item: pytest.Item) -> str | None:
 
 
 _cuda_is_available = torch.cuda.is_available
-_cuda_is_available()  # the driver reads which devices are visible once a process, so now
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Seed before any fixture runs, so that a test alone sees the numbers it sees among others.
 
-    A test that asks for no accelerator sees none, nor do the processes that it starts: layers are
-    made on the best device there is.
+    A test that asks for no accelerator sees none: layers are made on the best device there is.
     """
     torch.manual_seed(0)
     is_marked = item.get_closest_marker("needs_accelerator") is not None
     torch.cuda.is_available = _cuda_is_available if is_marked else lambda: False
-    if not is_marked:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    elif VISIBLE_DEVICES is None:
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = VISIBLE_DEVICES
     if reason := missing_hardware(item):
         pytest.skip(reason)
 
