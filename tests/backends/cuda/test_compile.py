@@ -28,7 +28,7 @@ def results(
     torch.manual_seed(1)
     x = torch.randn(ROWS, K, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     with fp8core.autocast(recipe=chosen):
-        y = (model or layer)(x)
+        y = (layer if model is None else model)(x)
     y.square().mean().backward()
     return [y.detach(), x.grad, *(own.grad for own in layer.parameters())]
 
