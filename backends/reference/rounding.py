@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any
 
 import torch
 
@@ -13,7 +13,6 @@ from fp8core.backend_api import hadamard16
 __all__ = ["hadamard16", "pack", "stochastic_e2m1", "unpack"]
 
 _MASK = 0xFFFFFFFF
-_Word: TypeAlias = "int | torch.Tensor"
 
 
 def pack(codes: torch.Tensor, dim: int) -> torch.Tensor:
@@ -43,7 +42,7 @@ def stochastic_e2m1(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torc
     step = power.view(torch.float32).mul_(0.5)
     position = magnitude / step
     low = torch.floor(position)
-    # The distance to low is exact. position + noise would not be, and a value could move twice.
+    # The distance to low is exact. position + noise would be rounded.
     rounded = (low + (noise < position - low)) * step
     return formats.by_name("e2m1").encode(torch.copysign(rounded, x))
 
@@ -72,8 +71,10 @@ def _noise(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torch.Tensor:
     return noise if dim == 1 else noise.t()
 
 
-def _philox(counter: Sequence[_Word], key: tuple[int, int]) -> list[_Word]:
+def _philox(counter: Sequence[Any], key: tuple[int, int]) -> list[torch.Tensor]:
     """Return four words of 32 random bits for each counter of four such words: Philox4x32-10.
+
+    A word of the counter may be an int, for all alike.
 
     Of int64: what overflows wraps around, and the bits that are kept are right.
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, sec. 3.3.
