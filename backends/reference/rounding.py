@@ -42,8 +42,8 @@ def stochastic_e2m1(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torc
     step = power.view(torch.float32).mul_(0.5)
     position = magnitude / step
     low = torch.floor(position)
-    # The distance to low is exact. position + noise would be rounded.
-    rounded = (low + (noise < position - low)) * step
+    # Both sides are exact; position + noise would be rounded.
+    rounded = (low + (position - low >= 1 - noise)) * step
     return formats.by_name("e2m1").encode(torch.copysign(rounded, x))
 
 

@@ -1,46 +1,66 @@
 // e2m1 codes: to the nearest, or stochastically with the noise that docs/numerics.md defines.
+//
+// The magnitudes of e2m1 are 0 .5 1 1.5 2 | 3 4 | 6, codes 0 to 7: between them the code is linear in
+// the magnitude m, in three pieces
+//
+//     code = 4 t1 + 2 t2 + t3     t1 = sat(m / 2), t2 = sat(m / 2 - 1), t3 = sat(m / 2 - 2)
+//
+// each of which is exact, as is every sum of two of them but for its last rounding. So rounding m is
+// rounding the sum to a whole number: by adding it, piece by piece, to a float whose last bit is 1.
+// Of two neighbouring codes one is even, so ties go where e2m1 wants them. sat cuts what is beyond 6.
+//
+// What these functions hand out is `code << 1 | sign` in each nibble, which takes one instruction a
+// value less; `settled` brings the sign to where it belongs.
 #pragma once
 
 #include <cstdint>
 
 namespace fp8core {
 
-// A value on its way to e2m1, whose magnitudes are 0 .5 1 1.5 2 | 3 4 | 6. Within a binade the step
-// is half the power of two below, so a sum with 2^22 times that power has the multiple n of the step
-// as its last bits; n plus twice the power's exponent is the code:
-//
-//     0 .. 2: step .5, n 0 .. 4, code n     2 .. 4: step 1, n 2 .. 4, code n + 2
-//     4 .. 6: step 2, n 2 .. 3, code n + 4
-//
-// n and its code are even together, so ties to even n are ties to even codes. What is beyond 6 is 6,
-// NaN too: fminf drops it.
-struct ToE2M1 {
-  float value;
-  uint32_t power;  // of two, as bits of a float: 1, 2 or 4
-
-  __device__ explicit ToE2M1(float x) : value(fmaxf(fminf(x, 6.0f), -6.0f)) {
-    power = max(__float_as_uint(value) & 0x7F800000u, 0x3F800000u);
-  }
-  __device__ float magic() const { return __uint_as_float(power + (22u << 23)); }
-  __device__ uint32_t code(uint32_t n) const {
-    // power >> 22 is 254 for 1, 256 for 2, 258 for 4
-    return ((n + (power >> 22) + 2) & 7) | (__float_as_uint(value) >> 28 & 8);
-  }
-};
-
-__device__ inline uint32_t e2m1_nearest(float x) {
-  const ToE2M1 to(x);
-  return to.code(__float_as_uint(__fadd_rn(fabsf(to.value), to.magic())));
+// Adds the code of m to `start`; the rounding is that of `add(a, b, c)` = a * b + c.
+template <typename Add>
+__device__ float add_code(float value, float start, Add add) {
+  const float m = fminf(fabsf(value), 6.0f);  // drops NaN
+  const float t1 = __saturatef(m * 0.5f), t2 = __saturatef(fmaf(m, 0.5f, -1.0f));
+  const float t3 = __saturatef(fmaf(m, 0.5f, -2.0f));
+  return add(t3, 1.0f, add(t2, 2.0f, add(t1, 4.0f, start)));
 }
 
-// `noise` in (0, 1). Every step here is exact but the first, which cuts off.
-__device__ inline uint32_t e2m1_stochastic(float x, float noise) {
-  const ToE2M1 to(x);
-  const float magnitude = fabsf(to.value), magic = to.magic();
-  const float sum = __fadd_rz(magnitude, magic);
-  const float rest = magnitude - (sum - magic);
-  const float step = __uint_as_float(to.power - (1u << 23));
-  return to.code(__float_as_uint(sum) + (__fmul_rn(noise, step) < rest ? 1 : 0));
+// The sign of `value` behind a code in the lowest bits. Products have no negative NaN here.
+__device__ inline uint32_t with_sign(uint32_t code, float value) {
+  return __funnelshift_l(__float_as_uint(value), code, 1);
+}
+
+// Four values, the first in the lowest nibble of 16 bits; what is above them means nothing.
+__device__ inline uint32_t e2m1_nearest(const float (&v)[4]) {
+  uint32_t packed = 0;
+#pragma unroll
+  for (int i = 3; i >= 0; --i) {
+    const float sum = add_code(v[i], 0x1p23f, [](float a, float b, float c) { return fmaf(a, b, c); });
+    packed = packed * 16 + with_sign(__float_as_uint(sum), v[i]);  // the exponent is above bit 23
+  }
+  return packed;
+}
+
+// The same with 16 random bits a value, in the order of `low` and `high`: floor(code + (r + .5) /
+// 2^16). From 8 to 16 a float counts in 2^-20, so what is cut off is below the noise.
+//     8 + noise:  0 10000010 000rrrr rrrrrrrr rrrr1000     sum:  0 10000010 ccc.....
+__device__ inline uint32_t e2m1_stochastic(const float (&v)[4], uint32_t low, uint32_t high) {
+  uint32_t packed = 0;
+#pragma unroll
+  for (int i = 3; i >= 0; --i) {
+    const uint32_t word = i < 2 ? low : high;
+    const uint32_t r = (i % 2 == 0 ? word << 4 : word >> 12) & 0x000FFFF0u;
+    const float sum = add_code(v[i], __uint_as_float(0x41000008u | r),
+                               [](float a, float b, float c) { return __fmaf_rz(a, b, c); });
+    packed = packed * 16 + with_sign(__float_as_uint(sum) >> 20, v[i]);
+  }
+  return packed - 0x820u * 0x1111u;  // the exponent, 0x410 before the sign
+}
+
+// code << 1 | sign -> sign << 3 | code, in each nibble.
+__device__ inline uint32_t settled(uint32_t packed) {
+  return (packed >> 1 & 0x77777777u) | (packed << 3 & 0x88888888u);
 }
 
 // Four words of 32 random bits a counter. Source: Salmon et al., "Parallel random numbers: as easy
@@ -54,12 +74,6 @@ __device__ inline uint4 philox(uint4 c, uint2 key) {
     key = make_uint2(key.x + 0x9E3779B9u, key.y + 0xBB67AE85u);
   }
   return c;
-}
-
-// (r + 0.5) / 2^16 of the low or high half of a word: r.1 lies behind the leading 1 of [1, 2).
-__device__ inline float noise_of(uint32_t word, bool is_high) {
-  const uint32_t r = (is_high ? word >> 9 : word << 7) & 0x007FFF80u;
-  return __uint_as_float(0x3F800040u | r) - 1.0f;
 }
 
 }  // namespace fp8core

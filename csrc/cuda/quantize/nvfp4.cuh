@@ -256,18 +256,12 @@ __device__ inline uint4 noise_block(const Nvfp4Side& side, uint2 key, int64_t in
   return philox(make_uint4(low, high, side.counter.x, side.counter.y), key);
 }
 
-// Four codes of a row along k, the first in the lowest bits; the noise of row % 2.
-__device__ inline uint32_t encode_stochastic(const float (&v)[4], uint4 noise, int parity) {
-  const uint32_t low = parity == 0 ? noise.x : noise.z, high = parity == 0 ? noise.y : noise.w;
-  return e2m1_stochastic(v[0], noise_of(low, false)) |
-         e2m1_stochastic(v[1], noise_of(low, true)) << 4 |
-         e2m1_stochastic(v[2], noise_of(high, false)) << 8 |
-         e2m1_stochastic(v[3], noise_of(high, true)) << 12;
-}
-
-__device__ inline uint32_t encode_nearest(const float (&v)[4]) {
-  return e2m1_nearest(v[0]) | e2m1_nearest(v[1]) << 4 | e2m1_nearest(v[2]) << 8 |
-         e2m1_nearest(v[3]) << 12;
+// Four codes of a row along k, unsettled; the noise is that of row % 2 in its block.
+template <bool kStochastic>
+__device__ uint32_t encode_four(const float (&v)[4], uint4 noise, int parity) {
+  if (!kStochastic) return e2m1_nearest(v);
+  return parity == 0 ? e2m1_stochastic(v, noise.x, noise.y)
+                     : e2m1_stochastic(v, noise.z, noise.w);
 }
 
 __device__ inline float quad_max(float value) {
@@ -297,10 +291,11 @@ __device__ void quad_row_amax(const Strip<T>& x, int lane, float (&found)[4]) {
   for (int i = 0; i < 4; ++i) found[i] = own[i];
 }
 
-// Each lane of a quad holds 16 bits of four rows; lane q gets the 64 bits of row q.
+// Each lane of a quad holds the low 16 bits of four rows; lane q gets the 64 bits of row q.
 __device__ inline uint2 gather_row(const uint32_t (&part)[4], int lane) {
   const bool is_odd = (lane & 1) != 0, is_upper = (lane & 2) != 0;
-  const uint32_t first = part[0] | part[1] << 16, second = part[2] | part[3] << 16;
+  const uint32_t first = __byte_perm(part[0], part[1], 0x5410);
+  const uint32_t second = __byte_perm(part[2], part[3], 0x5410);
   // Of two rows: quarters 0 or 1, and 2 or 3.
   const uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, is_upper ? first : second, 2);
   const uint32_t low = is_upper ? got : first, high = is_upper ? second : got;
@@ -312,7 +307,7 @@ __device__ inline uint2 gather_row(const uint32_t (&part)[4], int lane) {
   return make_uint2(__byte_perm(front, back, 0x5410), __byte_perm(front, back, 0x7632));
 }
 
-template <typename T>
+template <bool kStochastic, typename T>
 __device__ void cast_rows(const Strip<T>& x, const Nvfp4Params& p, const StripPlace& at,
                           const GlobalScale& global) {
   const Nvfp4Side& side = p.row;
@@ -348,15 +343,12 @@ __device__ void cast_rows(const Strip<T>& x, const Nvfp4Params& p, const StripPl
       float scaled[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) scaled[j] = __fmul_rn(x.at(row, j), multiplier);
-      if (side.is_stochastic) {
-        if (i % 2 == 0)
-          noise = noise_block(side, p.key, (at.row + row) / 2 * fours + at.column / 4);
-        parts[i] = encode_stochastic(scaled, noise, i % 2);
-      } else {
-        parts[i] = encode_nearest(scaled);
-      }
+      if (kStochastic && i % 2 == 0)
+        noise = noise_block(side, p.key, (at.row + row) / 2 * fours + at.column / 4);
+      parts[i] = encode_four<kStochastic>(scaled, noise, i % 2);
     }
-    const uint2 whole = gather_row(parts, at.lane);
+    const uint2 mixed = gather_row(parts, at.lane);
+    const uint2 whole = make_uint2(settled(mixed.x), settled(mixed.y));
     const int64_t row = at.row + 4 * group + quarter, column = block * kFp4Block;
     if (row >= m.rows || column >= m.cols) continue;
     uint8_t* to = side.out.codes + row * (m.cols / 2) + column / 2;
@@ -373,8 +365,8 @@ __device__ inline uint2& parked_at(uint2* parked, int column, int warp) {
   return parked[column / 2 * 16 + ((column % 2 * 8 + warp) ^ (column / 4 % 16))];
 }
 
-template <typename T>
-__device__ void cast_columns(const Strip<T>& x, const Nvfp4Params& p, const StripPlace& at,
+template <bool kStochastic, typename T>
+__device__ void park_cast_columns(const Strip<T>& x, const Nvfp4Params& p, const StripPlace& at,
                              const GlobalScale& global, uint2* parked) {
   const Nvfp4Side& side = p.column;
   const Matrix& m = p.x;
@@ -400,7 +392,7 @@ __device__ void cast_columns(const Strip<T>& x, const Nvfp4Params& p, const Stri
 #pragma unroll
     for (int four = 0; four < 4; ++four) {
       uint4 noise{};
-      if (side.is_stochastic)
+      if (kStochastic)
         noise = noise_block(side, p.key, (at.column + pair) / 2 * fours + at.row / 4 + four);
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
@@ -409,16 +401,24 @@ __device__ void cast_columns(const Strip<T>& x, const Nvfp4Params& p, const Stri
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           scaled[i] = __fmul_rn(x.at(4 * four + i, column), multiplier[column]);
-        const uint32_t part =
-            side.is_stochastic ? encode_stochastic(scaled, noise, odd) : encode_nearest(scaled);
+        const uint32_t part = encode_four<kStochastic>(scaled, noise, odd);
         uint32_t& word = four < 2 ? made[odd].x : made[odd].y;
-        word = four % 2 == 0 ? part : word | part << 16;
+        word = four % 2 == 0 ? part : settled(__byte_perm(word, part, 0x5410));
       }
     }
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd)
       parked_at(parked, at.lane * 4 + pair + odd, at.warp) = made[odd];
   }
+}
+
+template <typename T>
+__device__ void cast_columns(const Strip<T>& x, const Nvfp4Params& p, const StripPlace& at,
+                             const GlobalScale& global, uint2* parked) {
+  if (p.column.is_stochastic)
+    park_cast_columns</*kStochastic=*/true>(x, p, at, global, parked);
+  else
+    park_cast_columns</*kStochastic=*/false>(x, p, at, global, parked);
 }
 
 __device__ inline void store_parked(const Nvfp4Params& p, int64_t tile_row, int64_t tile_column,
@@ -444,7 +444,8 @@ __device__ inline void store_parked(const Nvfp4Params& p, int64_t tile_row, int6
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kFp4Threads) nvfp4_tile(const Nvfp4Params p) {
+__global__ void __launch_bounds__(kFp4Threads, sizeof(T) == 2 ? 3 : 2)
+    nvfp4_tile(const Nvfp4Params p) {
   __shared__ alignas(16) uint2 parked[kFp4Tile * 8];
   __shared__ float shared[2][kFp4Threads / 32];
   // x is read a second time: the end of it first, which is still in the cache.
@@ -457,7 +458,10 @@ __global__ void __launch_bounds__(kFp4Threads) nvfp4_tile(const Nvfp4Params p) {
     const float amax = reduce_partials<kFp4Threads>(p.row.partials, p.num_partials, shared[0]);
     const GlobalScale global(amax, p);
     if (is_first) *p.row.global_scale_inv = global.inverse;
-    cast_rows(x, p, at, global);
+    if (p.row.is_stochastic)
+      cast_rows</*kStochastic=*/true>(x, p, at, global);
+    else
+      cast_rows</*kStochastic=*/false>(x, p, at, global);
   }
   if (p.column.out.codes == nullptr) return;
   const float amax = reduce_partials<kFp4Threads>(p.column.partials, p.num_partials, shared[1]);
