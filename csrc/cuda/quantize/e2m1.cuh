@@ -1,13 +1,13 @@
 // e2m1 codes: to the nearest, or stochastically with the noise that docs/numerics.md defines.
 //
-// The magnitudes of e2m1 are 0 .5 1 1.5 2 | 3 4 | 6, codes 0 to 7: between them the code is linear in
-// the magnitude m, in three pieces
+// The magnitudes of e2m1 are 0 .5 1 1.5 2 | 3 4 | 6, codes 0 to 7: between them the code is linear
+// in the magnitude m, in three pieces
 //
 //     code = 4 t1 + 2 t2 + t3     t1 = sat(m / 2), t2 = sat(m / 2 - 1), t3 = sat(m / 2 - 2)
 //
-// each of which is exact, as is every sum of two of them but for its last rounding. So rounding m is
-// rounding the sum to a whole number: by adding it, piece by piece, to a float whose last bit is 1.
-// Of two neighbouring codes one is even, so ties go where e2m1 wants them. sat cuts what is beyond 6.
+// each of which is exact, and a whole number unless m lies in it. So rounding m is rounding the sum
+// to a whole number: by adding it, piece by piece, to a float whose last bit is 1. Of two neighbours
+// one has an even code, so ties go where e2m1 wants them. sat cuts what is beyond 6.
 //
 // What these functions hand out is `code << 1 | sign` in each nibble, which takes one instruction a
 // value less; `settled` brings the sign to where it belongs.
@@ -36,7 +36,8 @@ __device__ inline uint32_t e2m1_nearest(const float (&v)[4]) {
   uint32_t packed = 0;
 #pragma unroll
   for (int i = 3; i >= 0; --i) {
-    const float sum = add_code(v[i], 0x1p23f, [](float a, float b, float c) { return fmaf(a, b, c); });
+    const float sum =
+        add_code(v[i], 0x1p23f, [](float a, float b, float c) { return fmaf(a, b, c); });
     packed = packed * 16 + with_sign(__float_as_uint(sum), v[i]);  // the exponent is above bit 23
   }
   return packed;

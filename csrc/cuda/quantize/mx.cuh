@@ -3,7 +3,8 @@
 // The tile and the threads' 8 x 8 elements are those of tile.cuh, but a warp holds 32 rows x 64
 // columns, so that no block of 32 needs another warp:
 //
-//     lane = r1 r0 c2 c1 c0 (bits):  row group ty = 4 band + 2 r0 + r1,  column group tx = 8 half + c
+//     lane = r1 r0 c2 c1 c0 (bits):  row group ty = 4 band + 2 r0 + r1,  column group tx = 8 half
+//     + 4 c2 + 2 c1 + c0
 //
 // A block along a row lies in the 4 lanes of c1 c0, one along a column in those of r1 r0.
 #pragma once

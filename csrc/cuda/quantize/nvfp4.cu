@@ -43,7 +43,8 @@ void launch(Nvfp4Params params, unsigned tiles, int multiprocessors, cudaStream_
   } else {
     params.num_partials = plain_partials(params.x, params.partials, multiprocessors, stream);
   }
-  nvfp4_tile<T><<<tiles, kFp4Threads, 0, stream>>>(params);
+  const unsigned blocks = std::min<unsigned>(tiles, kFp4Resident<T> * multiprocessors);
+  nvfp4_tile<T><<<blocks, kFp4Threads, 0, stream>>>(params, tiles);
   FP8CORE_CUDA(cudaGetLastError());
 }
 

@@ -1,8 +1,8 @@
 // NVFP4: e2m1 codes two a byte, an e4m3 byte for 16 elements, a float32 factor for the tensor.
 //
-// A block of 256 threads takes a tile of 128 x 128; a warp holds 16 rows x 128 columns, a thread 16
-// rows x 4 columns. So a block of 16 along a column is one thread's, as is the Hadamard transform of
-// it, and a block along a row lies in a quad of lanes.
+// A block of 256 threads takes tiles of 128 x 128; a warp holds 16 rows x 128 columns, a thread 16
+// rows x 4 columns. So a block of 16 along a column is one thread's, as is its Hadamard transform,
+// and a block along a row lies in a quad of lanes.
 //
 // The columnwise codes go through shared memory in units of 8 bytes (16 rows of one column):
 //
@@ -53,21 +53,28 @@ struct Strip {
     return *reinterpret_cast<const Pair*>(half == 0 ? &bits[row].x : &bits[row].y);
   }
   __device__ float at(int row, int column) const {
-    const Pair both = pair(row, column / 2);
-    return static_cast<float>(column % 2 == 0 ? both.x : both.y);
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // the upper half of a float
+      const uint32_t word = column < 2 ? bits[row].x : bits[row].y;
+      return __uint_as_float(column % 2 == 0 ? word << 16 : word & 0xFFFF0000u);
+    } else {
+      const Pair both = pair(row, column / 2);
+      return static_cast<float>(column % 2 == 0 ? both.x : both.y);
+    }
   }
   __device__ void load(int row, const T* from) {
     bits[row] = __ldcs(reinterpret_cast<const uint2*>(from));
   }
   __device__ void gather(int row, const T* from, int count) {
     uint32_t words[4];
+#pragma unroll
     for (int j = 0; j < 4; ++j)
       words[j] = j < count ? reinterpret_cast<const uint16_t*>(from)[j] : 0;
     bits[row] = make_uint2(words[0] | words[1] << 16, words[2] | words[3] << 16);
   }
-  __device__ float row_amax(int row) const {
+  // Of the even columns in the low half, of the odd ones in the high half.
+  __device__ uint32_t row_maxima(int row) const {
     const Pair found = __hmax2(__habs2(pair(row, 0)), __habs2(pair(row, 1)));
-    return fmaxf(fmaxf(0.0f, static_cast<float>(found.x)), static_cast<float>(found.y));
+    return *reinterpret_cast<const uint32_t*>(&found);
   }
   __device__ void column_amax(float (&found)[4]) const {
 #pragma unroll
@@ -215,40 +222,41 @@ __global__ void __launch_bounds__(kFp4Threads)
   p.partials[kMaxPartials + blockIdx.x] = turned;
 }
 
-// The tensor's level of the scales. Source: docs/numerics.md, NVFP4BlockScaling.
-struct GlobalScale {
-  float per_target, inverse, inverse_target;
+// What the elements of a block are multiplied by, for each e4m3 code of its scale.
+constexpr int kScaleCodes = 128;
 
-  __device__ GlobalScale(float amax, const Nvfp4Params& p) : inverse_target(p.inverse_target) {
-    float scale = fminf(__fdiv_rn(p.largest, amax), FLT_MAX);
-    if (amax == 0.0f || isinf(amax)) scale = 1.0f;
-    per_target = __fmul_rn(scale, p.inverse_target);
-    inverse = __frcp_rn(scale);
-  }
+// The scales of one orientation. Source: docs/numerics.md, NVFP4BlockScaling.
+struct SideScale {
+  float per_target;
+  const float* multipliers;  // [kScaleCodes], shared memory
 
-  // The e4m3 bytes of four blocks, and what their elements are multiplied by.
+  // The e4m3 bytes of four blocks, and their multipliers.
   __device__ uint32_t codes(const float (&amax)[4], float (&multiplier)[4]) const {
-    uint32_t bytes = 0;
+    const uint32_t bytes =
+        encode4<Format::kE4M3>(__fmul_rn(amax[0], per_target), __fmul_rn(amax[1], per_target),
+                               __fmul_rn(amax[2], per_target), __fmul_rn(amax[3], per_target));
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float first = __fmul_rn(amax[2 * half], per_target);
-      const float second = __fmul_rn(amax[2 * half + 1], per_target);
-      const uint32_t two = encode2<Format::kE4M3>(first, second);
-      uint32_t decoded;  // two float16, exact
-      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(decoded) : "h"(static_cast<uint16_t>(two)));
-      const auto both = *reinterpret_cast<const __half2*>(&decoded);
-      multiplier[2 * half] = of(static_cast<float>(both.x));
-      multiplier[2 * half + 1] = of(static_cast<float>(both.y));
-      bytes |= two << 16 * half;
-    }
+    for (int i = 0; i < 4; ++i) multiplier[i] = multipliers[bytes >> 8 * i & 0xFF];
     return bytes;
   }
-
- private:
-  __device__ float of(float scale) const {
-    return fminf(__frcp_rn(__fmul_rn(scale, inverse)), FLT_MAX);
-  }
 };
+
+// Fills `multipliers`, for all threads after the next barrier.
+__device__ inline SideScale side_scale(const Nvfp4Side& side, const Nvfp4Params& p, float* shared,
+                                       float* multipliers) {
+  const float amax = reduce_partials<kFp4Threads>(side.partials, p.num_partials, shared);
+  float scale = fminf(__fdiv_rn(p.largest, amax), FLT_MAX);
+  if (amax == 0.0f || isinf(amax)) scale = 1.0f;
+  const float inverse = __frcp_rn(scale);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *side.global_scale_inv = inverse;
+  if (threadIdx.x < kScaleCodes) {
+    uint32_t decoded;  // two float16, exact
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(decoded) : "h"(static_cast<uint16_t>(threadIdx.x)));
+    const float own = static_cast<float>(reinterpret_cast<const __half2*>(&decoded)->x);
+    multipliers[threadIdx.x] = fminf(__frcp_rn(__fmul_rn(own, inverse)), FLT_MAX);
+  }
+  return {__fmul_rn(scale, p.inverse_target), multipliers};
+}
 
 // Noise of 2 rows x 4 elements along k of an operand, `index` as docs/numerics.md counts them.
 __device__ inline uint4 noise_block(const Nvfp4Side& side, uint2 key, int64_t index) {
@@ -269,26 +277,58 @@ __device__ inline float quad_max(float value) {
   return fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, 2));
 }
 
-// Amaxes of the 16 rows over a quad: lane q gets those of rows 4 q .. 4 q + 3. Of the rows that two
-// lanes both hold, each keeps half and hands on the other.
-template <typename T>
-__device__ void quad_row_amax(const Strip<T>& x, int lane, float (&found)[4]) {
-  float own[16];
+// Maxima over the four lanes of a quad: of the N values that all hold, lane q gets the q-th N / 4,
+// in the first places. Of those that two lanes both hold, each keeps half and hands on the other.
+template <typename Bits, int N, typename Larger>
+__device__ void quad_share(Bits (&own)[N], int lane, Larger larger) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) own[i] = x.row_amax(i);
-#pragma unroll
-  for (int half = 8; half >= 4; half /= 2) {
-    const int mask = half / 4;
+  for (int half = N / 2; half >= N / 4; half /= 2) {
+    const int mask = half == N / 2 ? 2 : 1;
     const bool keeps_upper = (lane & mask) != 0;
 #pragma unroll
     for (int i = 0; i < half; ++i) {
-      const float handed = keeps_upper ? own[i] : own[i + half];
-      own[i] = fmaxf(keeps_upper ? own[i + half] : own[i],
-                     __shfl_xor_sync(0xFFFFFFFFu, handed, mask));
+      const Bits low = own[i], high = own[i + half];
+      const Bits handed = __shfl_xor_sync(0xFFFFFFFFu, keeps_upper ? low : high, mask);
+      own[i] = larger(keeps_upper ? high : low, handed);
     }
   }
+}
+
+template <typename Pair>
+__device__ Pair as_pair(uint32_t bits) {
+  return *reinterpret_cast<const Pair*>(&bits);
+}
+
+// Amaxes of the 16 rows over a quad: lane q gets those of rows 4 q .. 4 q + 3.
+template <typename T>
+__device__ void quad_row_amax(const Strip<T>& x, int lane, float (&found)[4]) {
+  if constexpr (std::is_same_v<T, float>) {
+    float own[16];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) found[i] = own[i];
+    for (int i = 0; i < 16; ++i) own[i] = x.row_amax(i);
+    quad_share(own, lane, [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll
+    for (int i = 0; i < 4; ++i) found[i] = own[i];
+  } else {
+    using Pair = typename Strip<T>::Pair;  // two rows an instruction
+    const auto larger = [](uint32_t a, uint32_t b) {
+      const Pair both = __hmax2(as_pair<Pair>(a), as_pair<Pair>(b));
+      return *reinterpret_cast<const uint32_t*>(&both);
+    };
+    uint32_t own[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t even = x.row_maxima(2 * i), odd = x.row_maxima(2 * i + 1);
+      own[i] = larger(__byte_perm(even, odd, 0x5410), __byte_perm(even, odd, 0x7632));
+    }
+    quad_share(own, lane, larger);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Pair two = as_pair<Pair>(own[i]);
+      found[2 * i] = fmaxf(0.0f, static_cast<float>(two.x));
+      found[2 * i + 1] = fmaxf(0.0f, static_cast<float>(two.y));
+    }
+  }
 }
 
 // Each lane of a quad holds the low 16 bits of four rows; lane q gets the 64 bits of row q.
@@ -309,7 +349,7 @@ __device__ inline uint2 gather_row(const uint32_t (&part)[4], int lane) {
 
 template <bool kStochastic, typename T>
 __device__ void cast_rows(const Strip<T>& x, const Nvfp4Params& p, const StripPlace& at,
-                          const GlobalScale& global) {
+                          const SideScale& scale) {
   const Nvfp4Side& side = p.row;
   const Matrix& m = p.x;
   const bool is_inside = at.row < m.rows && at.column < m.cols;
@@ -323,7 +363,7 @@ __device__ void cast_rows(const Strip<T>& x, const Nvfp4Params& p, const StripPl
     quad_row_amax(x, at.lane, amax);
   }
   const int quarter = at.lane % 4;
-  const uint32_t codes = global.codes(amax, own);
+  const uint32_t codes = scale.codes(amax, own);
   if (p.is_square) {
     if (is_inside && quarter == 0)
       side.out.scales[block * side.out.pitch + at.row / kFp4Block] = static_cast<uint8_t>(codes);
@@ -357,7 +397,10 @@ __device__ void cast_rows(const Strip<T>& x, const Nvfp4Params& p, const StripPl
       continue;
     }
     const auto* bytes = reinterpret_cast<const uint8_t*>(&whole);
-    for (int i = 0; i < 8 && column + 2 * i < m.cols; ++i) to[i] = bytes[i];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (column + 2 * i < m.cols) to[i] = bytes[i];
+    }
   }
 }
 
@@ -367,7 +410,7 @@ __device__ inline uint2& parked_at(uint2* parked, int column, int warp) {
 
 template <bool kStochastic, typename T>
 __device__ void park_cast_columns(const Strip<T>& x, const Nvfp4Params& p, const StripPlace& at,
-                             const GlobalScale& global, uint2* parked) {
+                             const SideScale& scale, uint2* parked) {
   const Nvfp4Side& side = p.column;
   const Matrix& m = p.x;
   float amax[4], multiplier[4];
@@ -377,7 +420,7 @@ __device__ void park_cast_columns(const Strip<T>& x, const Nvfp4Params& p, const
 #pragma unroll
     for (int j = 0; j < 4; ++j) amax[j] = all;
   }
-  const uint32_t codes = global.codes(amax, multiplier);
+  const uint32_t codes = scale.codes(amax, multiplier);
   if (at.row < m.rows && at.column < m.cols) {
     uint8_t* to = side.out.scales + at.row / kFp4Block * side.out.pitch;
     if (!p.is_square)
@@ -414,11 +457,11 @@ __device__ void park_cast_columns(const Strip<T>& x, const Nvfp4Params& p, const
 
 template <typename T>
 __device__ void cast_columns(const Strip<T>& x, const Nvfp4Params& p, const StripPlace& at,
-                             const GlobalScale& global, uint2* parked) {
+                             const SideScale& scale, uint2* parked) {
   if (p.column.is_stochastic)
-    park_cast_columns</*kStochastic=*/true>(x, p, at, global, parked);
+    park_cast_columns</*kStochastic=*/true>(x, p, at, scale, parked);
   else
-    park_cast_columns</*kStochastic=*/false>(x, p, at, global, parked);
+    park_cast_columns</*kStochastic=*/false>(x, p, at, scale, parked);
 }
 
 __device__ inline void store_parked(const Nvfp4Params& p, int64_t tile_row, int64_t tile_column,
@@ -439,45 +482,56 @@ __device__ inline void store_parked(const Nvfp4Params& p, int64_t tile_row, int6
       continue;
     }
     const auto* bytes = reinterpret_cast<const uint8_t*>(&codes);
-    for (int i = 0; i < 16 && row + 2 * i < m.rows; ++i) to[i] = bytes[i];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if (row + 2 * i < m.rows) to[i] = bytes[i];
+    }
   }
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kFp4Threads, sizeof(T) == 2 ? 3 : 2)
-    nvfp4_tile(const Nvfp4Params p) {
-  __shared__ alignas(16) uint2 parked[kFp4Tile * 8];
-  __shared__ float shared[2][kFp4Threads / 32];
-  // x is read a second time: the end of it first, which is still in the cache.
-  const unsigned tile = gridDim.x - 1 - blockIdx.x;
+__device__ void cast_tile(const Nvfp4Params& p, unsigned tile, const SideScale& row_scale,
+                          const SideScale& column_scale, uint2* parked) {
   const StripPlace at(tile, p.tile_columns);
   Strip<T> x;
   load_strip(x, p, at);
-  const bool is_first = tile == 0 && threadIdx.x == 0;
   if (p.row.out.codes != nullptr) {
-    const float amax = reduce_partials<kFp4Threads>(p.row.partials, p.num_partials, shared[0]);
-    const GlobalScale global(amax, p);
-    if (is_first) *p.row.global_scale_inv = global.inverse;
     if (p.row.is_stochastic)
-      cast_rows</*kStochastic=*/true>(x, p, at, global);
+      cast_rows</*kStochastic=*/true>(x, p, at, row_scale);
     else
-      cast_rows</*kStochastic=*/false>(x, p, at, global);
+      cast_rows</*kStochastic=*/false>(x, p, at, row_scale);
   }
   if (p.column.out.codes == nullptr) return;
-  const float amax = reduce_partials<kFp4Threads>(p.column.partials, p.num_partials, shared[1]);
-  const GlobalScale global(amax, p);
-  if (is_first) *p.column.global_scale_inv = global.inverse;
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     if (p.transforms) x = transformed(x);
-    cast_columns(x, p, at, global, parked);
+    cast_columns(x, p, at, column_scale, parked);
   } else {
     if (p.transforms)
-      cast_columns(transformed(x), p, at, global, parked);
+      cast_columns(transformed(x), p, at, column_scale, parked);
     else
-      cast_columns(x, p, at, global, parked);
+      cast_columns(x, p, at, column_scale, parked);
   }
   __syncthreads();
   store_parked(p, at.row - at.warp * 16, at.column - at.lane * 4, parked);
+}
+
+// Blocks of threads that a multiprocessor holds at a time: a grid of so many does all tiles.
+template <typename T>
+constexpr int kFp4Resident = sizeof(T) == 2 ? 3 : 2;
+
+template <typename T>
+__global__ void __launch_bounds__(kFp4Threads, kFp4Resident<T>)
+    nvfp4_tile(const Nvfp4Params p, unsigned tiles) {
+  __shared__ alignas(16) uint2 parked[2][kFp4Tile * 8];  // in turns: one barrier a tile
+  __shared__ float shared[2][kFp4Threads / 32], multipliers[2][kScaleCodes];
+  SideScale row{}, column{};
+  if (p.row.out.codes != nullptr) row = side_scale(p.row, p, shared[0], multipliers[0]);
+  if (p.column.out.codes != nullptr) column = side_scale(p.column, p, shared[1], multipliers[1]);
+  __syncthreads();
+  int turn = 0;
+  for (unsigned done = blockIdx.x; done < tiles; done += gridDim.x, turn ^= 1)
+    // x is read a second time: the end of it first, which is still in the cache.
+    cast_tile<T>(p, tiles - 1 - done, row, column, parked[turn]);
 }
 
 }  // namespace fp8core
