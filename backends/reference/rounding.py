@@ -64,30 +64,32 @@ def _noise(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torch.Tensor:
     index = torch.arange(pairs * fours, dtype=torch.int64, device=x.device)
     upper = (offset & _MASK, ((offset >> 32) << 1 | dim) & _MASK)
     words = _philox((index & _MASK, index >> 32, *upper), (seed & _MASK, seed >> 32 & _MASK))
+    whole = torch.stack(words, -1).to(torch.int32)
+    bits = torch.stack((whole & 0xFFFF, whole >> 16 & 0xFFFF), -1)
+    noise = bits.to(torch.float32).add_(0.5).mul_(2.0**-16)
     # [2 rows, 2 words, 2 halves] a block -> [rows, k]
-    halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], -1)
-    bits = halves.reshape(pairs, fours, 2, 4).transpose(1, 2).reshape(2 * pairs, 4 * fours)
-    noise = bits[:rows, :k].to(torch.float32).add_(0.5).mul_(2.0**-16)
+    noise = noise.reshape(pairs, fours, 2, 4).transpose(1, 2).reshape(2 * pairs, 4 * fours)
+    noise = noise[:rows, :k]
     return noise if dim == 1 else noise.t()
 
 
 def _philox(counter: Sequence[Any], key: tuple[int, int]) -> list[torch.Tensor]:
     """Return four words of 32 random bits for each counter of four such words: Philox4x32-10.
 
-    A word of the counter may be an int, for all alike.
+    Words are int64, where a product that overflows keeps the bits that are wanted; the first of
+    the counter is a tensor, another may be an int for all.
 
-    Of int64: what overflows wraps around, and the bits that are kept are right.
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, sec. 3.3.
     """
-    c0, c1, c2, c3 = counter
+    c0, *others = counter
+    c1, c2, c3 = (
+        one.clone() if isinstance(one, torch.Tensor) else torch.full_like(c0, one) for one in others
+    )
     k0, k1 = key
     for _ in range(10):
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (
-            (p1 >> 32 & _MASK) ^ c1 ^ k0,
-            p1 & _MASK,
-            (p0 >> 32 & _MASK) ^ c3 ^ k1,
-            p0 & _MASK,
-        )
+        c0 = c1.bitwise_xor_(p1 >> 32).bitwise_xor_(k0).bitwise_and_(_MASK)
+        c2 = c3.bitwise_xor_(p0 >> 32).bitwise_xor_(k1).bitwise_and_(_MASK)
+        c1, c3 = p1.bitwise_and_(_MASK), p0.bitwise_and_(_MASK)
         k0, k1 = k0 + 0x9E3779B9 & _MASK, k1 + 0xBB67AE85 & _MASK
     return [c0, c1, c2, c3]
