@@ -226,6 +226,21 @@ class autocast(contextlib.ContextDecorator):
             scaling.discard(touched)
 
 
+class _Request(NamedTuple):
+    """The arguments of an autocast, and the name of what they ask for."""
+
+    enabled: bool
+    calibrating: bool
+    given: Recipe
+    group: torch.distributed.ProcessGroup | None
+    name: str
+
+
+# A training loop asks for the same in every step: compared by identity, as to hash a recipe takes
+# longer than the rest of an autocast. Recipes do not change.
+_latest: _Request | None = None
+
+
 def _ask(
     enabled: bool,
     calibrating: bool,
@@ -233,6 +248,29 @@ def _ask(
     group: torch.distributed.ProcessGroup | None,
 ) -> str:
     """Check the arguments of an autocast, and return the name of what it asks for."""
+    global _latest
+    latest = _latest
+    if (
+        latest is not None
+        and given is latest.given
+        and enabled is latest.enabled
+        and calibrating is latest.calibrating
+        and group is latest.group
+        and not torch.compiler.is_compiling()  # where _check takes down what it was asked
+    ):
+        return latest.name
+    name = _check(enabled, calibrating, given, group)
+    if isinstance(given, Recipe):  # what None and a name stand for may change
+        _latest = _Request(enabled, calibrating, given, group, name)
+    return name
+
+
+def _check(
+    enabled: bool,
+    calibrating: bool,
+    given: Recipe | str | None,
+    group: torch.distributed.ProcessGroup | None,
+) -> str:
     recipe = recipe_from(given, "autocast(recipe=...)")
     if group is not None and not _is_group(group):
         raise RecipeError(

@@ -148,6 +148,8 @@ def _forward(
 
 def _spans(links: tuple[Link, ...], needs: Sequence[bool]) -> list[tuple[int, int, Sequence[bool]]]:
     """Return, for each link, where its parameters are, and whose gradients it has to give."""
+    if len(links) == 1:
+        return [(0, len(needs) - 1, needs)]
     spans: list[tuple[int, int, Sequence[bool]]] = []
     need_input, first = needs[0], 0
     for link in links:

@@ -207,6 +207,9 @@ class ScaleUpdateDesc:
     amax``, unless amax is 0 or not finite (then nothing of that slot changes but entry 0).
     ``nonfinite[i]``, int64 ``[1]``, grows by the number of newest amaxes that are not finite; an
     empty sequence counts nothing.
+
+    A bound callable may have a method ``prepare(histories, scales, targets, nonfinite=())`` that
+    returns the update of these tensors as a function of no arguments, called in every step.
     ``algorithm`` is ``"max"`` or ``"most_recent"``.
     """
 

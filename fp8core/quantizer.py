@@ -15,6 +15,7 @@ from fp8core.plan import TensorPlan
 
 __all__ = [
     "Binding",
+    "Cast",
     "Groups",
     "LowPrecision",
     "Orientations",
@@ -44,6 +45,9 @@ class Slot(NamedTuple):
     amax: torch.Tensor | None
 
 
+Cast: TypeAlias = "Callable[[torch.Tensor], Orientations]"
+
+
 class Quantizer(Protocol):
     """Makes the operands of one tensor ``x [rows, cols]``; ``choices`` says who computes them."""
 
@@ -60,8 +64,19 @@ class Quantizer(Protocol):
     ) -> Orientations:
         """Return the orientations asked for; ``rng`` as in QuantizeDesc."""
 
+    def cast_to(self, *, rowwise: bool, columnwise: bool) -> Cast:
+        """Return the call for dense tensors without ``rng`` that are always asked for alike."""
 
-class HighPrecision:
+
+class _Quantizer:
+    __slots__ = ()
+
+    def cast_to(self: Quantizer, *, rowwise: bool, columnwise: bool) -> Cast:
+        """Return the call for dense tensors without ``rng`` that are always asked for alike."""
+        return partial(self, rowwise=rowwise, columnwise=columnwise)
+
+
+class HighPrecision(_Quantizer):
     """No quantization: the operands are the tensor in the activation dtype, and its view."""
 
     __slots__ = ("_dtype", "choices")
@@ -85,7 +100,7 @@ class HighPrecision:
         return Orientations(Operand(x) if rowwise else None, Operand(x.t()) if columnwise else None)
 
 
-class LowPrecision:
+class LowPrecision(_Quantizer):
     """Low precision, in one call of the backend where both orientations are asked for."""
 
     __slots__ = ("_both", "_columnwise", "_rowwise", "choices", "desc", "slot")
@@ -116,13 +131,16 @@ class LowPrecision:
         rng: torch.Tensor | None = None,
     ) -> Orientations:
         """Quantize ``x``."""
+        run = self.cast_to(rowwise=rowwise, columnwise=columnwise)
+        return run(x, *groups) if rng is None else run(x, *groups, rng=rng)
+
+    def cast_to(self, *, rowwise: bool, columnwise: bool) -> Callable[..., Orientations]:
+        """Return the backend's own call, with nothing in between."""
         both_or_column = self._both if rowwise else self._columnwise
-        run = both_or_column if columnwise else self._rowwise
-        made: Orientations = run(x, *groups) if rng is None else run(x, *groups, rng=rng)
-        return made
+        return both_or_column if columnwise else self._rowwise
 
 
-class Mixed:
+class Mixed(_Quantizer):
     """One orientation in low precision, the other in high precision."""
 
     __slots__ = ("_columnwise", "_rowwise", "choices")
@@ -148,7 +166,7 @@ class Mixed:
         return Orientations(row, self._columnwise(x, groups, rowwise=False, rng=rng).columnwise)
 
 
-class Observer:
+class Observer(_Quantizer):
     """Records the amax of what passes, then hands it to another quantizer."""
 
     __slots__ = ("_amax", "_inner", "_recorded", "choices")

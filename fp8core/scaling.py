@@ -10,6 +10,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -69,6 +70,50 @@ class DelayedState:
             self.advance = table.resolve(desc, scale.device).run
         self.group: torch.distributed.ProcessGroup | None = None
         self.order = order
+        # The states that were last updated together, if this one was the first of them.
+        self.batch: _Batch | None = None
+
+
+class _Batch:
+    """States that are updated together, step after step: sorted and handed to backends once.
+
+    ``members`` are in the order of the touch, which is the same in every step of one program.
+    """
+
+    __slots__ = ("_advances", "_ordered", "_reports", "members")
+
+    def __init__(self, members: tuple[DelayedState, ...]) -> None:
+        self.members = members
+        self._ordered = sorted(members, key=_order_of)
+        # To ask a device is to wait for it.
+        self._reports = self._ordered[0].scale.device.type == "cpu"
+        self._advances: list[Callable[[], None]] = []
+        for advance, own in _partition(self._ordered, _advance_of):
+            if advance is None:
+                self._advances += [partial(_advance_by_user, state) for state in own]
+            else:
+                prepare = getattr(advance, "prepare", None) or partial(partial, advance)
+                self._advances.append(
+                    prepare(
+                        [state.amax_history for state in own],
+                        [state.scale for state in own],
+                        [state.targets for state in own],
+                        [state.nonfinite for state in own],
+                    )
+                )
+
+    def update(self) -> None:
+        """Reduce the newest amaxes over each state's group, and turn them into scales."""
+        for state in self.members:
+            if state.group is not None:
+                for group, own in _partition(self._ordered, _group_of):
+                    if group is not None:
+                        _reduce(own, group)
+                break
+        if self._reports:
+            _report_nonfinite(self._ordered)
+        for advance in self._advances:
+            advance()
 
 
 def update(states: Iterable[DelayedState]) -> None:
@@ -77,23 +122,13 @@ def update(states: Iterable[DelayedState]) -> None:
     Called twice a step, so that a lone layer feels it. States are buffers, which need no gradient:
     nothing here has to be kept from autograd.
     """
-    ordered = sorted(states, key=_order_of)
-    for group, members in _partition(ordered, _group_of):
-        if group is not None:
-            _reduce(members, group)
-    if ordered and ordered[0].scale.device.type == "cpu":  # to ask a device is to wait for it
-        _report_nonfinite(ordered)
-    for advance, members in _partition(ordered, _advance_of):
-        if advance is None:
-            for state in members:
-                _advance_by_user(state)
-        else:
-            advance(
-                [state.amax_history for state in members],
-                [state.scale for state in members],
-                [state.targets for state in members],
-                [state.nonfinite for state in members],
-            )
+    members = tuple(states)
+    if not members:
+        return
+    batch = members[0].batch
+    if batch is None or batch.members != members:
+        batch = members[0].batch = _Batch(members)
+    batch.update()
 
 
 _order_of = attrgetter("order")
@@ -191,9 +226,11 @@ def update_after_backward(state: DelayedState, backward_pass: int | None = None)
     ``backward_pass`` names an outer one that :func:`join_backward` returned. A pass that raises
     updates nothing; what it recorded counts towards the next.
     """
-    task = join_backward() if backward_pass is None else backward_pass
-    with _backward_lock:
-        _in_backward[task].states[state] = None
+    task = torch._C._current_graph_task_id() if backward_pass is None else backward_pass
+    running = _in_backward.get(task)
+    if running is None:
+        running = _in_backward[join_backward()]
+    running.states[state] = None
 
 
 def offer_scales(scales: Mapping[DelayedState, torch.Tensor]) -> None:
@@ -226,6 +263,8 @@ def join_backward() -> int:
     with _backward_lock:
         if task not in _in_backward:
             running = _in_backward[task] = _Pass()
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(running.finish)
+            _engine.queue_callback(running.finish)
     return task
+
+
+_engine: Any = torch.autograd.Variable._execution_engine

@@ -41,12 +41,39 @@ class How(NamedTuple):
     owner: str
 
 
-class _Entry(NamedTuple):
-    key: tuple[object, ...]
-    is_recorded: bool
-    weight: weakref.ReferenceType[torch.Tensor]
-    state: tuple[object, ...]
-    operands: Orientations
+class _Entry:
+    """A weight as it was when it was quantized; its operands, if they are kept."""
+
+    __slots__ = ("_how", "_is_recorded", "_scale", "_state", "_weight", "operands", "was_reused")
+
+    def __init__(
+        self,
+        how: How,
+        weight: torch.Tensor,
+        state: tuple[int, int, bool],
+        scale: torch.Tensor | None,
+        *,
+        is_recorded: bool,
+    ) -> None:
+        self._how = how
+        self._weight = weakref.ref(weight)
+        self._state = state
+        self._scale = None if scale is None else scale._version
+        self._is_recorded = is_recorded
+        self.operands: Orientations | None = None
+        self.was_reused = False
+
+    def is_same(self, now: _Entry) -> bool:
+        """Say whether ``now`` is the same weight, unchanged, to be quantized in the same way."""
+        return (
+            self._state == now._state
+            and self._weight() is now._weight()
+            and (self._how is now._how or self._how.key == now._how.key)
+        )
+
+    def is_current(self, now: _Entry) -> bool:
+        """Say whether the delayed scale is the same, and the amax recorded if it has to be."""
+        return self._scale == now._scale and (self._is_recorded or not now._is_recorded)
 
 
 class WeightStore:
@@ -74,6 +101,12 @@ class WeightStore:
         self._entries[index] = entry
 
 
+_NOT_KEPT = (
+    "is_first_microbatch=False takes the weight quantized by the call with "
+    "is_first_microbatch=True, but there was none with this recipe since the weight changed. Pass "
+    "True for the first microbatch, or None to have it decided."
+)
+
 # torch without CUDA has the function, and raises when it is called.
 _is_capturing: Callable[[], bool] = (
     torch.cuda.is_current_stream_capturing if torch.version.cuda else lambda: False
@@ -88,10 +121,17 @@ class KeptWeight:
     say so with ``layer.invalidate_weight_cache()``. Without a store, as in a converted layer and in
     a graph that torch captures, every call quantizes anew, whatever ``first`` says.
 
+    What is kept takes memory, in training until the optimizer's step. So, unless ``first`` asks for
+    it, a call with gradients keeps the operands only where they are of use: if the weight as it was
+    before was used twice, or this is the second call of this one.
+
     A :class:`QuantizedTensor` has its operands: nothing is quantized or kept.
     """
 
-    __slots__ = ("_how", "_index", "_quantizer", "_records", "_scale", "_store", "choices")
+    __slots__ = (
+        *("_both", "_how", "_index", "_quantizer", "_records", "_rowwise", "_scale", "_store"),
+        "choices",
+    )
 
     def __init__(
         self,
@@ -102,6 +142,8 @@ class KeptWeight:
         how: How,
     ) -> None:
         self._quantizer = quantizer
+        self._both = quantizer.cast_to(rowwise=True, columnwise=True)
+        self._rowwise = quantizer.cast_to(rowwise=True, columnwise=False)
         self._store = store
         self._index = index
         self._how = how
@@ -130,34 +172,32 @@ class KeptWeight:
         source = weight if source is None else source
         # An inference tensor has no version counter, so nobody knows whether it changed.
         if self._store is None or source.is_inference():
-            return self._quantizer(weight, columnwise=columnwise)
+            return self._quantize(weight, columnwise)
         if _is_capturing():
             self._store.is_replayed = True
         if self._store.is_replayed:
             return self._each_time(weight, columnwise, first)
         state = (source._version, source.data_ptr(), torch.is_inference_mode_enabled())
-        entry = self._store.get(self._index)
-        is_same = (
-            entry is not None
-            and (entry.key is self._how.key or entry.key == self._how.key)
-            and entry.weight() is source
-            and entry.state[:3] == state
-        )
+        last = self._store.get(self._index)
+        entry = _Entry(self._how, source, state, self._scale, is_recorded=self._records)
+        is_same = last is not None and last.is_same(entry)
         if first is False and not is_same:
-            raise OperandError(
-                "is_first_microbatch=False takes the weight quantized by the call with "
-                "is_first_microbatch=True, but there was none with this recipe since the weight "
-                "changed. Pass True for the first microbatch, or None to have it decided."
-            )
-        scale_version = None if self._scale is None else self._scale._version
-        if entry is not None and is_same and first is not True:
-            fits = entry.operands.columnwise is not None or not columnwise
-            is_recorded = entry.is_recorded or not self._records
-            if fits and (first is False or (is_recorded and entry.state[3] == scale_version)):
-                return entry.operands
-        operands = self._quantizer(weight, columnwise=columnwise)
-        kept = (weakref.ref(source), (*state, scale_version), operands)
-        self._store.put(self._index, _Entry(self._how.key, self._records, *kept))
+            raise OperandError(_NOT_KEPT)
+        if last is not None and is_same and first is not True:
+            if first is False or last.is_current(entry):
+                last.was_reused = True
+                operands = last.operands
+                if operands is not None and (operands.columnwise is not None or not columnwise):
+                    return operands
+            entry.was_reused = last.was_reused
+        is_kept = first is not None or not columnwise
+        if last is not None:
+            is_kept |= last.was_reused
+            last.operands = None  # its memory serves for the new ones
+        operands = self._quantize(weight, columnwise)
+        if is_kept:
+            entry.operands = operands
+        self._store.put(self._index, entry)
         return operands
 
     def _each_time(
@@ -173,12 +213,15 @@ class KeptWeight:
                 f"{self._how.owner}: is_first_microbatch=False in a CUDA graph, or after one, may "
                 f"multiply by the weight as it was at capture. Pass None: it is quantized anew."
             )
-        return self._quantizer(weight, columnwise=columnwise)
+        return self._quantize(weight, columnwise)
+
+    def _quantize(self, weight: torch.Tensor, columnwise: bool) -> Orientations:
+        return self._both(weight) if columnwise else self._rowwise(weight)
 
     def _operands_of(self, weight: QuantizedTensor, columnwise: bool) -> Orientations:
         row, column = self._how.stored
         if row is None and column is None:
-            return self._quantizer(weight.dequantize(), columnwise=columnwise)
+            return self._quantize(weight.dequantize(), columnwise)
         is_high = column is None  # backward in high precision: on the value that there is
         if weight.plan.rowwise != row or not (is_high or weight.plan.columnwise == column):
             raise OperandError(

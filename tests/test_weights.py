@@ -150,6 +150,26 @@ def test_an_evaluation_without_gradients_reuses_the_weight(name: str, forward: F
         assert forward(own, name=name) == INPUT_ALONE
 
 
+def test_training_keeps_a_weight_only_where_it_is_used_again(calls: Counter[str]) -> None:
+    """Kept operands take memory until the optimizer's step; the last step tells if they pay."""
+    own, x = layer(), torch.ones(32, 32, requires_grad=True)
+
+    def step(microbatches: int) -> int:
+        before = calls["quantize"]
+        for _ in range(microbatches):
+            with autocast(recipe=recipe.by_name("current")):
+                own(x).sum().backward()
+        with torch.no_grad():
+            own.weight.mul_(0.9)
+        input_and_grad = 2 * microbatches
+        return calls["quantize"] - before - input_and_grad
+
+    # Once at the second microbatch, as the first has kept nothing; then once a step.
+    assert [step(3), step(3), step(3)] == [2, 1, 1]
+    # One microbatch a step: the first time it is kept in vain, afterwards not.
+    assert [step(1), step(1), step(2)] == [1, 1, 2]
+
+
 def test_training_after_an_evaluation_gets_its_columnwise_weight(forward: Forward) -> None:
     own = layer()
     with torch.no_grad():

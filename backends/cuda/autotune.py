@@ -68,7 +68,7 @@ def choose(
 
     ``problem`` names sizes, types and scales; a choice holds for all that it names.
     ``arguments.d`` is overwritten, or, where ``accumulated`` is the tensor there, a tensor like it
-    instead. Memory that cannot be had for timing leaves the first candidate.
+    instead. Memory that cannot be had for timing leaves the first candidate, for this process.
     """
     asked = settings.read()
     if not asked.autotune or torch.are_deterministic_algorithms_enabled():
@@ -86,6 +86,8 @@ def choose(
     if torch.cuda.is_current_stream_capturing():
         return 0
     best = _time(gemm, arguments, device, accumulated)
+    if best is None:
+        return 0
     with _lock:
         known[problem] = gemm.algorithm(best).hex()
         _write(file, known)
@@ -108,9 +110,9 @@ def _recall(gemm: Any, kept: str, problem: str) -> int | None:
 
 def _time(
     gemm: Any, arguments: Arguments, device: torch.device, accumulated: torch.Tensor | None
-) -> int:
+) -> int | None:
     """Return the fastest candidate: of rounds in which all take turns, as a chip that warms up
-    slows down, the median."""
+    slows down, the median. None where none could be timed."""
     stream = torch.cuda.current_stream(device).cuda_stream
     sizes = [gemm.workspace_bytes(index) for index in range(gemm.num_candidates)]
     try:
@@ -118,7 +120,7 @@ def _time(
         scratch = None if accumulated is None else torch.empty_like(accumulated)
     except torch.OutOfMemoryError as error:
         logger.warning("no memory to time algorithms in, the first one runs: %s", error)
-        return 0
+        return None
     if scratch is not None:
         arguments = arguments._replace(d=scratch.data_ptr())
     times: list[list[float]] = [[] for _ in sizes]
@@ -133,6 +135,8 @@ def _time(
             times[index].append(took)
     medians = list(map(statistics.median, times))
     best = min(range(len(medians)), key=medians.__getitem__)
+    if medians[best] == math.inf:
+        return None
     return best if medians[best] <= _WORTH_IT * medians[0] else 0
 
 
@@ -163,6 +167,10 @@ def _write(file: Path, known: dict[str, str]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as made:
             json.dump(merged, made, indent=0, sort_keys=True)
-        os.replace(made.name, file)
+        try:
+            os.replace(made.name, file)
+        except OSError:
+            os.unlink(made.name)
+            raise
     except OSError as error:
         logger.warning("the autotuning cache %s cannot be written: %s", file, error)

@@ -25,7 +25,8 @@ from fp8core_backends.cuda.gemm import LowPrecisionGemm, high_precision_gemm
 from fp8core_backends.cuda.grouped import bind_grouped_gemm
 from fp8core_backends.cuda.layout import BLOCKS, TILED, scale_mode
 from fp8core_backends.cuda.microscaling import TiledGemm, bind_byte_scaled, spec_problem
-from fp8core_backends.cuda.quantize import bind_amax, bind_quantize, bind_scale_update
+from fp8core_backends.cuda.quantize import bind_amax, bind_quantize
+from fp8core_backends.cuda.scale_update import ScaleUpdate
 
 __all__ = ["CudaBackend"]
 
@@ -198,5 +199,5 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
 _BINDERS: dict[type, Callable[..., Any]] = {
     QuantizeDesc: _bind_quantize,
     AmaxDesc: bind_amax,
-    ScaleUpdateDesc: bind_scale_update,
+    ScaleUpdateDesc: ScaleUpdate,
 }

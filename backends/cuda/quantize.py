@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from fp8core.backend_api import (
     AmaxDesc,
@@ -15,12 +14,11 @@ from fp8core.backend_api import (
     OperandSpec,
     Quantized,
     QuantizeDesc,
-    ScaleUpdateDesc,
 )
 from fp8core_backends.cuda.layout import DTYPES, empty_scales, scale_mode
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["bind_amax", "bind_quantize", "bind_scale_update"]
+__all__ = ["bind_amax", "bind_quantize"]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # Looked up in every call, so here by one name each.
@@ -267,50 +265,3 @@ def bind_amax(desc: AmaxDesc, device: torch.device, native: Any) -> Callable[...
 
     run.kernel = "fp8core::amax_partials"  # type: ignore[attr-defined]  # what explain shows
     return run
-
-
-def bind_scale_update(
-    desc: ScaleUpdateDesc, device: torch.device, native: Any
-) -> Callable[..., None]:
-    """Return the update of delayed scales: one launch for up to 64 modules."""
-    index = index_of(device)
-    is_max = desc.algorithm == "max"
-
-    def run(
-        histories: Sequence[torch.Tensor],
-        scales: Sequence[torch.Tensor],
-        targets: Sequence[torch.Tensor],
-        nonfinite: Sequence[torch.Tensor] = (),
-    ) -> None:
-        if not all(one.is_contiguous() for one in (*histories, *scales, *targets)):
-            _update_copies(run, histories, scales, targets, nonfinite)
-            return
-        counts = [count.data_ptr() for count in nonfinite] or [0] * len(histories)
-        rows = [
-            (history.data_ptr(), scale.data_ptr(), target.data_ptr(), count, *history.shape)
-            for history, scale, target, count in zip(
-                histories, scales, targets, counts, strict=True
-            )
-        ]
-        native.scale_update(rows, is_max, index, raw_stream(index))
-        # torch does not see the kernel's writes; a weight kept under an old scale must be noticed.
-        increment_version(scales)
-
-    run.kernel = "fp8core::update"  # type: ignore[attr-defined]  # what explain shows
-    return run
-
-
-def _update_copies(
-    run: Callable[..., None],
-    histories: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
-    nonfinite: Sequence[torch.Tensor],
-) -> None:
-    """Update states that do not lie in one piece: by way of copies that do."""
-    states = [[one.contiguous() for one in group] for group in (histories, scales, targets)]
-    run(*states, nonfinite)
-    for group, updated in zip((histories, scales), states, strict=False):
-        for one, new in zip(group, updated, strict=True):
-            if one is not new:
-                one.copy_(new)

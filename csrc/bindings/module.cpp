@@ -152,18 +152,34 @@ void register_microscaling(py::module_& module) {
   });
 }
 
-void register_scale_update(py::module_& module) {
+// The same states, updated again and again.
+class BoundScaleUpdate {
+ public:
   using Row = std::tuple<Address, Address, Address, Address, int, int>;
-  module.def("scale_update", [](const std::vector<Row>& rows, bool takes_window_maximum,
-                                int device, Address stream) {
-    std::vector<DelayedState> states;
-    states.reserve(rows.size());
+
+  BoundScaleUpdate(const std::vector<Row>& rows, bool takes_window_maximum, int device)
+      : takes_window_maximum_(takes_window_maximum), device_(device) {
+    states_.reserve(rows.size());
     for (const auto& [history, scale, target, nonfinite, length, slots] : rows)
-      states.push_back({as_pointer<float>(history), as_pointer<float>(scale),
-                        as_pointer<const float>(target),
-                        as_pointer<unsigned long long>(nonfinite), length, slots});
-    scale_update(states, takes_window_maximum, device, as_stream(stream));
-  });
+      states_.push_back({as_pointer<float>(history), as_pointer<float>(scale),
+                         as_pointer<const float>(target),
+                         as_pointer<unsigned long long>(nonfinite), length, slots});
+  }
+
+  void operator()(Address stream) const {
+    scale_update(states_, takes_window_maximum_, device_, as_stream(stream));
+  }
+
+ private:
+  std::vector<DelayedState> states_;
+  bool takes_window_maximum_;
+  int device_;
+};
+
+void register_scale_update(py::module_& module) {
+  py::class_<BoundScaleUpdate>(module, "ScaleUpdate")
+      .def(py::init<const std::vector<BoundScaleUpdate::Row>&, bool, int>())
+      .def("__call__", &BoundScaleUpdate::operator());
 }
 
 GemmArguments gemm_arguments(Address a, Address a_scale_inv, Address b, Address b_scale_inv,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -114,7 +115,11 @@ class LinearLink:
         if want is None:
             quantizer = self.grad_output if is_gradient else self.input
             dtype = self.grad_dtype if is_gradient else self.input_dtype
-            want = Want(quantizer, dtype, rowwise, columnwise, has_sums, is_gradient=is_gradient)
+            cast = None
+            if (rowwise or columnwise) and not has_sums:
+                cast = quantizer.cast_to(rowwise=rowwise, columnwise=columnwise)
+            more: dict[str, Any] = {"is_gradient": is_gradient, "cast": cast}
+            want = Want(quantizer, dtype, rowwise, columnwise, has_sums, **more)
             self._plain_wants[key] = want
         return want
 
@@ -128,27 +133,27 @@ class LinearLink:
     ) -> Forward:
         """Compute y; save the columnwise input for wgrad and the columnwise weight for dgrad."""
         count, padded, groups = self.num_weights, x.padded, call.groups
-        weights, biases = params[:count], params[count:]
+        is_grouped = bool(self.shape.groups)
+        source: Any = params[:count] if is_grouped else params[0]
+        biases: Any = params[count:]
+        weight = source
         if padded is not None:
             groups = padded.groups
-            weights, biases = padded.pad_weights(weights), padded.pad_biases(biases)
-        is_grouped = bool(self.shape.groups)
+            made, biases = padded.pad_weights(params[:count]), padded.pad_biases(biases)
+            weight = made if is_grouped else made[0]
         w_row, w_column = self.weight(
-            weights if is_grouped else weights[0],
-            columnwise=needs[0],
-            first=call.first_microbatch,
-            source=params[:count] if is_grouped else params[0],
+            weight, columnwise=needs[0], first=call.first_microbatch, source=source
         )
-        bias: Any = (biases if is_grouped else biases[0]) if biases else None
+        bias = None if not biases else biases if is_grouped else biases[0]
         x_row, x_column = x.take()
         y: Any = self.fprop(x_row, w_row, *groups, bias=bias)  # [m, k] x [n, k] -> [m, n]
         x_row = w_row = None  # not needed while the next link quantizes y
         if padded is not None:
             y = padded.cut(y, x.rows, self.shape.out_features)
-        saved = [*(_NOT_SAVED if x_column is None else x_column)]
+        saved: Saved = _NOT_SAVED if x_column is None else x_column
         if needs[0]:
-            for operand in w_column if is_grouped else (w_column,):
-                saved.extend(operand)
+            turned = itertools.chain(*w_column) if is_grouped else w_column
+            saved = (*saved, *turned)
         kept = Accumulating(padded, tuple(params[:count])) if self.shape.accumulates else padded
         return Forward(y if out is None else out(y), saved, kept)
 
@@ -189,12 +194,14 @@ class LinearLink:
         return Backward(grad_input, (*grad_weights, *self._grad_biases(grad.sums, needs[end:])))
 
     def _saved_weight(self, saved: Saved) -> Operand | list[Operand]:
-        operands = [Operand(*saved[i : i + 3]) for i in range(3, len(saved), 3)]  # type: ignore[arg-type]  # data is saved
-        return operands if self.shape.groups else operands[0]
+        if not self.shape.groups:
+            return Operand(*saved[3:])  # type: ignore[arg-type]  # data is saved
+        return [Operand(*saved[i : i + 3]) for i in range(3, len(saved), 3)]  # type: ignore[arg-type]  # likewise
 
-    def _grad_weights(self, made: Any, needed: Sequence[bool]) -> list[torch.Tensor | None]:
-        grads = made if self.shape.groups else (made,)
-        return [self._fit(grad) if need else None for grad, need in zip(grads, needed, strict=True)]
+    def _grad_weights(self, made: Any, needed: Sequence[bool]) -> Sequence[torch.Tensor | None]:
+        if not self.shape.groups:
+            return (self._fit(made),)
+        return [self._fit(grad) if need else None for grad, need in zip(made, needed, strict=True)]
 
     def _fit(self, grad: torch.Tensor) -> torch.Tensor:
         """Return a weight's gradient without padding and in the weight's dtype."""
@@ -205,8 +212,10 @@ class LinearLink:
 
     def _grad_biases(
         self, sums: Sequence[torch.Tensor], needed: Sequence[bool]
-    ) -> list[torch.Tensor | None]:
-        if self.shape.bias_dtype is None or not sums:
+    ) -> Sequence[torch.Tensor | None]:
+        if not needed:
+            return ()
+        if not sums:
             return [None] * len(needed)
         return [
             own.to(self.shape.bias_dtype) if need else None

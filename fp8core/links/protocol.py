@@ -15,7 +15,7 @@ import torch
 from fp8core.library import operators
 from fp8core.links.call import DENSE, Call
 from fp8core.links.padding import PaddedCall
-from fp8core.quantizer import Orientations, Quantizer
+from fp8core.quantizer import Cast, Orientations, Quantizer
 
 __all__ = [
     "DENSE",
@@ -79,7 +79,10 @@ Value: TypeAlias = "torch.Tensor | Handed | Unadded"
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """How a link wants a tensor ``y [rows, cols]``; call it with ``y`` in ``dtype``."""
+    """How a link wants a tensor ``y [rows, cols]``; call it with ``y`` in ``dtype``.
+
+    ``cast`` does all of it where there is nothing to pad, to sum or to group.
+    """
 
     quantizer: Quantizer
     dtype: torch.dtype
@@ -90,6 +93,7 @@ class Want:
     call: Call = DENSE
     padded: PaddedCall | None = None
     is_gradient: bool = False
+    cast: Cast | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -98,6 +102,8 @@ class Want:
 
     def __call__(self, y: torch.Tensor) -> Handed:
         """Sum, pad and quantize ``y``."""
+        if self.cast is not None:
+            return Handed(self.cast(y))
         sums: Sequence[torch.Tensor] = ()
         if self.has_sums:
             parts = torch.split(y, list(self.call.splits)) if self.call.groups else (y,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -33,7 +34,10 @@ def name(page: Path) -> str:
 def run(code: str, folder: Path, filename: str) -> None:
     (folder / filename).write_text(code, encoding="utf-8")
     command = [sys.executable, "-W", "error", str(folder / filename)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # inputs are on the CPU
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +52,7 @@ class Counter:
             asked |= {way for way in ("rowwise", "columnwise") if kwargs.get(way, True)}
             return run(*args, **kwargs)
 
+        counted.cast_to = functools.partial(functools.partial, counted)  # type: ignore[attr-defined]
         return counted
 
 

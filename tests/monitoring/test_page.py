@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,10 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "monitoring.md").read_tex
 def test_example_runs_in_a_fresh_interpreter(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # inputs are on the CPU
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "step 2" in done.stdout
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -62,7 +63,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     root = Path(__file__).resolve().parents[2]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), rendezvous], stdout=subprocess.PIPE, text=True, cwd=root
+            [*command, str(rank), rendezvous],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=root,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )
         for rank in range(2)
     ]

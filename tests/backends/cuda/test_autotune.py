@@ -155,16 +155,77 @@ def test_nothing_is_timed_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> N
     assert gemm.timed == 0
 
 
-def test_no_memory_to_time_in_leaves_the_first(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("place", ["empty", "empty_like"])
+def test_no_memory_to_time_in_leaves_the_first_and_remembers_nothing(
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    without_a_device: Path,
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("planted")
 
-    monkeypatch.setattr(autotune.torch, "empty", refuse)
-    with caplog.at_level(logging.WARNING, "fp8core.cuda"):
-        assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ARGUMENTS, CPU) == 0
+    total = torch.zeros(4)
+    gemm = FakeGemm([2.0, 1.0])
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "fp8core.cuda"):
+        patch.setattr(autotune.torch, place, refuse)
+        assert autotune.choose(gemm, "p", ARGUMENTS, CPU, total) == 0
     assert "no memory to time algorithms in" in caplog.text
+    assert gemm.timed == 0
+    assert not without_a_device.exists()
+    assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ARGUMENTS, CPU) == 1
+
+
+class Failing(FakeGemm):
+    """Algorithms that cannot run have the time 0."""
+
+    def milliseconds(self, index: int, *arguments: int) -> float:
+        took = super().milliseconds(index, *arguments)
+        if took == 0:
+            raise RuntimeError("planted")
+        return took
+
+
+def test_an_algorithm_that_fails_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fp8core.cuda"):
+        assert autotune.choose(Failing([0.0, 3.0, 2.0]), "p", ARGUMENTS, CPU) == 2
+    assert "is left out: planted" in caplog.text
+
+
+def test_nothing_is_remembered_where_every_algorithm_fails(without_a_device: Path) -> None:
+    assert autotune.choose(Failing([0.0, 0.0]), "p", ARGUMENTS, CPU) == 0
+    assert not without_a_device.exists()
+
+
+def test_a_cache_that_is_a_folder_is_said(
+    without_a_device: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_a_device.mkdir()
+    with caplog.at_level(logging.WARNING, "fp8core.cuda"):
+        assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ARGUMENTS, CPU) == 1
+    assert "is not used" in caplog.text
+    assert "cannot be written" in caplog.text
+    assert list(without_a_device.parent.iterdir()) == [without_a_device]
+
+
+def test_what_another_process_wrote_meanwhile_is_kept(without_a_device: Path) -> None:
+    autotune.choose(FakeGemm([1.0]), "p", ARGUMENTS, CPU)
+    known = json.loads(without_a_device.read_text())
+    without_a_device.write_text(json.dumps({**known, "theirs": "00"}))
+    autotune.choose(FakeGemm([1.0]), "q", ARGUMENTS, CPU)
+    assert set(json.loads(without_a_device.read_text())) == {"p", "q", "theirs"}
+
+
+def test_the_caller_s_sum_is_not_timed_on() -> None:
+    total = torch.zeros(4)
+
+    class Watching(FakeGemm):
+        def milliseconds(self, index: int, *arguments: int) -> float:
+            assert arguments[5] != total.data_ptr()
+            return self.times[index]
+
+    arguments = ARGUMENTS._replace(d=total.data_ptr())
+    assert autotune.choose(Watching([2.0, 1.0]), "p", arguments, CPU, total) == 1
 
 
 def test_ragged_sizes_share_a_choice() -> None:

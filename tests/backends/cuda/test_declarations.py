@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from fp8core.backend_api import (
 from fp8core.plan import LayerRole
 from fp8core_backends.cuda import native
 from fp8core_backends.cuda.backend import CudaBackend
+from fp8core_backends.cuda.gemm import LowPrecisionGemm
 from fp8core_backends.cuda.layout import scale_strides, scales
 
 CUDA = torch.device("cuda", 0)
@@ -90,6 +92,30 @@ def test_blackwell_s_recipes_are_declared_there(name: str, monkeypatch: pytest.M
         assert reason in said
     said = CudaBackend().unsupported(gemm(FP4, FP4, out_dtype=torch.float16), CUDA)
     assert said == "no float16 result from NVFP4"
+
+
+class _Named:
+    """Stands in for the native library's descriptors, and keeps what they were made of."""
+
+    def __init__(self, *fields: object) -> None:
+        self.fields = fields
+
+    class ElementType:
+        __members__: ClassVar = {name: name for name in ("e4m3", "e2m1", "bfloat16")}
+
+    class ScaleMode:
+        __members__: ClassVar = {name: name for name in ("mx32", "nv16")}
+
+
+_Named.OperandDesc = _Named.GemmDesc = _Named
+
+
+@pytest.mark.parametrize(("spec", "k"), [(MX, 64), (FP4, 128)], ids=["mxfp8", "nvfp4"])
+def test_a_product_of_64_bytes_a_row_counts_elements(spec: OperandSpec, k: int) -> None:
+    product = LowPrecisionGemm(gemm(spec, spec), CUDA, _Named)
+    m, n, own_k, a, b, *_ = product._describe((16, 32, 64), True, 256).fields
+    assert (m, n, own_k) == (16, 32, k)
+    assert a.fields == b.fields == (spec.format, "mx32" if k == 64 else "nv16", True, k)
 
 
 REFUSED: dict[str, tuple[OpDesc, str]] = {
@@ -174,6 +200,22 @@ def test_without_the_library_torch_multiplies_and_nothing_else(
         said = backend.unsupported(desc, CUDA)
         assert said is not None
         assert "no nvcc" in said
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [((8, 9), None), ((12, 0), None), ((8, 0), "torch's own FP8 kernels need compute capability")],
+)
+def test_on_another_chip_torch_multiplies_what_it_can(
+    capability: tuple[int, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    backend = CudaBackend()
+    said = backend.unsupported(gemm(TENSOR, TENSOR), CUDA)
+    assert said is None if reason is None else reason in (said or "")
+    said = backend.unsupported(QuantizeDesc(torch.bfloat16, TENSOR, TENSOR), CUDA)
+    assert said is not None
+    assert f"this is {capability[0]}.{capability[1]}" in said
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""Delayed scaling's update: one launch for up to 64 modules, prepared once for the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from fp8core.backend_api import ScaleUpdateDesc
+from fp8core_backends.cuda.stream import index_of, raw_stream
+
+__all__ = ["ScaleUpdate"]
+
+
+class ScaleUpdate:
+    """The callable of a ScaleUpdateDesc; :meth:`prepare` is for states that are updated often."""
+
+    __slots__ = ("_index", "_is_max", "_native", "kernel")
+
+    def __init__(self, desc: ScaleUpdateDesc, device: torch.device, native: Any) -> None:
+        self._index = index_of(device)
+        self._is_max = desc.algorithm == "max"
+        self._native = native
+        self.kernel = "fp8core::update"
+
+    def __call__(
+        self,
+        histories: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        nonfinite: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Update once; see the backend API."""
+        self.prepare(histories, scales, targets, nonfinite)()
+
+    def prepare(
+        self,
+        histories: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        nonfinite: Sequence[torch.Tensor] = (),
+    ) -> Callable[[], None]:
+        """Return the update of these tensors, to be called in every step."""
+        tensors = (*histories, *scales, *targets, *nonfinite)
+        if not all(one.is_contiguous() for one in tensors):
+            return lambda: self._update_copies(histories, scales, targets, nonfinite)
+        index, found, run = self._index, *self._arrange(histories, scales, targets, nonfinite)
+
+        def update() -> None:
+            nonlocal found, run
+            if [one.data_ptr() for one in tensors] != found:  # somebody moved one: .data, set_()
+                found, run = self._arrange(histories, scales, targets, nonfinite)
+            run(raw_stream(index))
+            # torch does not see the kernel's writes; a weight kept under an old scale must be
+            # noticed.
+            increment_version(scales)
+
+        return update
+
+    def _arrange(
+        self,
+        histories: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        nonfinite: Sequence[torch.Tensor],
+    ) -> tuple[list[int], Callable[[int], None]]:
+        """Return the addresses of all tensors, and the native object made for them."""
+        counts = [count.data_ptr() for count in nonfinite] or [0] * len(histories)
+        rows = [
+            (history.data_ptr(), scale.data_ptr(), target.data_ptr(), count, *history.shape)
+            for history, scale, target, count in zip(
+                histories, scales, targets, counts, strict=True
+            )
+        ]
+        addresses = [one.data_ptr() for one in (*histories, *scales, *targets, *nonfinite)]
+        return addresses, self._native.ScaleUpdate(rows, self._is_max, self._index)
+
+    def _update_copies(
+        self,
+        histories: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        nonfinite: Sequence[torch.Tensor],
+    ) -> None:
+        """Update states that do not lie in one piece: by way of copies that do."""
+        groups = (histories, scales, targets, nonfinite)
+        states = [[one.contiguous() for one in group] for group in groups]
+        self(*states)
+        for group, updated in zip(groups, states, strict=True):
+            for one, new in zip(group, updated, strict=True):
+                if one is not new:
+                    one.copy_(new)

@@ -1,0 +1,158 @@
+"""Every kernel of csrc under compute-sanitizer: ``python -m tests.backends.cuda.sanitize``.
+
+memcheck watches every kernel, cuBLASLt's and torch's included. racecheck (shared memory),
+synccheck (barriers) and initcheck (reads of what nobody wrote) run the cases of fp8core's kernels
+alone: under racecheck a kernel of cuBLASLt dies, and nobody here can repair one. initcheck has to
+see all writers, so it is not limited to our kernels as the other two are.
+
+The tools run at once, each over the cases in a process of its own. The exit status is 1 if one
+found an error. Each tensor is an allocation of its own, so that what lies behind its end is
+nobody's. ``--cases`` runs the cases alone, as the tools do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from fp8core.backend_api import AmaxDesc, GemmDesc, QuantizeDesc, ScaleUpdateDesc
+from fp8core_backends.cuda import native
+from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, spec
+
+OURS = ("--kernel-name", "kns=fp8core")
+TOOLS = {
+    "memcheck": ("--padding", "64"),
+    "racecheck": OURS,
+    "synccheck": OURS,
+    "initcheck": (),
+}
+FAILED = 9  # the status that a tool ends with when it found an error
+# One element; partial tiles, read one by one and in vectors; whole tiles.
+SHAPES = ((1, 1), (3, 5), (127, 129), (130, 264), (256, 256))
+RECIPES = ("delayed", "current", "rowwise", "vector", "square")
+PAIRS = (
+    *(("current", "current"), ("rowwise", "rowwise"), ("vector", "square")),
+    *(("square", "vector"), ("vector", "vector")),
+)
+
+
+def quantize() -> None:
+    """Cast in every granularity, input type, format and orientation, ragged and strided."""
+    for name, element, dtype in itertools.product(RECIPES, ("e4m3", "e5m2"), DTYPES):
+        own = spec(name, element)
+        given = {}
+        if own.delayed:
+            given = {"scale": torch.ones(1).to(DEVICE), "amax_out": torch.zeros(1).to(DEVICE)}
+        both = QuantizeDesc(dtype, own, own)
+        whole = torch.randn(130, 272).to(dtype).to(DEVICE)
+        inputs = [torch.randn(shape).to(dtype).to(DEVICE) for shape in SHAPES]
+        inputs += [whole[:, 8:264], whole[1:, 1:], whole.t()]
+        for desc, x in itertools.product((both, *both.halves()), inputs):
+            backend("cuda").bind(desc, DEVICE)(x, **given)
+
+
+def amax_and_scale_update() -> None:
+    """Reduce every input type, and update more states than one launch takes."""
+    for dtype, shape in itertools.product(DTYPES, SHAPES):
+        backend("cuda").bind(AmaxDesc(dtype), DEVICE)(torch.randn(shape).to(dtype).to(DEVICE))
+    for algorithm in ("max", "most_recent"):
+        sizes = [(1, 1), (2, 3), (1024, 3), (3000, 2), *[(16, 3)] * 70]
+        histories = [torch.rand(size).to(DEVICE) for size in sizes]
+        scales = [torch.ones(slots).to(DEVICE) for _, slots in sizes]
+        counts = [torch.zeros(1, dtype=torch.int64).to(DEVICE) for _ in sizes]
+        run = backend("cuda").bind(ScaleUpdateDesc(algorithm), DEVICE)
+        run(histories, scales, [one.clone() for one in scales], counts)
+
+
+def gemm() -> None:
+    """Multiply every pair of granularities: plain, with a bias, into a sum; timed once."""
+    for (left, right), (m, n, k) in itertools.product(PAIRS, ((20, 48, 144), (132, 144, 272))):
+        a_spec, b_spec = spec(left), spec(right)
+        a, b = (
+            backend("cuda")
+            .bind(QuantizeDesc(torch.bfloat16, own, None), DEVICE)(
+                torch.randn(rows, k).bfloat16().to(DEVICE)
+            )
+            .rowwise
+            for own, rows in ((a_spec, m), (b_spec, n))
+        )
+        for out_dtype in (torch.bfloat16, torch.float32):
+            run = backend("cuda").bind(GemmDesc(a_spec, b_spec, out_dtype), DEVICE)
+            run(a, b)
+            run(a, b, bias=torch.randn(n).bfloat16().to(DEVICE))
+        desc = GemmDesc(a_spec, b_spec, torch.float32, accumulate=True)
+        backend("cuda").bind(desc, DEVICE)(a, b, out=torch.zeros(m, n).to(DEVICE))
+
+
+GROUPS = {
+    "quantize": quantize,
+    "amax_and_scale_update": amax_and_scale_update,
+    "gemm": gemm,
+}
+
+
+def groups_of(tool: str) -> list[str]:
+    """Return the groups of cases that a tool runs."""
+    return [name for name in GROUPS if name != "gemm" or tool == "memcheck"]
+
+
+def run_cases(names: list[str]) -> None:
+    """Run the cases; the autotuner's cache is an empty folder, so that it times algorithms."""
+    native.load()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["FP8CORE_CACHE_DIR"] = folder
+        torch.manual_seed(0)
+        for name in names:
+            GROUPS[name]()
+            torch.cuda.synchronize()
+            print(f"{name} ran", flush=True)
+
+
+def start(sanitizer: str, tool: str, folder: Path) -> subprocess.Popen[bytes]:
+    command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", str(FAILED)]
+    command += [sys.executable, "-m", "tests.backends.cuda.sanitize", "--cases", *groups_of(tool)]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    with (folder / f"{tool}.log").open("wb") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", nargs="+", choices=GROUPS)
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--logs", type=Path, help="folder for each tool's output")
+    args = parser.parse_args()
+    if args.cases:
+        run_cases(args.cases)
+        return 0
+    sanitizer = shutil.which("compute-sanitizer", path=os.environ.get("PATH", ""))
+    sanitizer = sanitizer or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if sanitizer is None:
+        print("needs compute-sanitizer, which comes with CUDA's toolkit, on the path")
+        return 2
+    native.load()  # built once, before four processes ask for it
+    folder = args.logs or Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    running = {tool: start(sanitizer, tool, folder) for tool in args.tools}
+    statuses = {tool: process.wait() for tool, process in running.items()}
+    for tool, status in statuses.items():
+        text = (folder / f"{tool}.log").read_text(errors="replace")
+        summary = [line for line in text.splitlines() if "SUMMARY" in line]
+        ran = [name for name in groups_of(tool) if f"{name} ran\n" in text]
+        print(f"{tool}: status {status}, {', '.join(ran)} ran; {' '.join(summary)}")
+        if status or ran != groups_of(tool):
+            print(text[-4000:])
+            statuses[tool] = status or 1
+    return int(any(statuses.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""The host's own time of a Linear under the CUDA backend: ``python -m tests.benchmarks.host_path``.
+
+Needs no GPU. The front end and the CUDA backend's Python run as they are, on tensors of the CPU;
+native calls are replaced by functions that do nothing, so results are what memory held. What is
+left is the time to decide, allocate and call, without launches. Medians over interleaved rounds of
+a forward and backward, microseconds, next to a bare autograd.Function that allocates the same
+results.
+
+``--profile RECIPE`` prints the functions that take most of the time instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import platform
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import fp8core
+from fp8core import recipe, scaling
+from fp8core.backend_api import BackendSpec, OpDesc
+from fp8core.dispatch import plugins
+from fp8core_backends.cuda import autotune, backend, gemm, native
+
+TOKENS, IN_FEATURES, OUT_FEATURES = 256, 512, 2048
+RECIPES = ("current", "delayed", "block", "rowwise")
+CALLS, WARM_UP, PROFILED_CALLS, SHOWN = 200, 50, 2000, 40
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def nothing(*arguments: object) -> None:
+    """Stand for a native call."""
+
+
+class Names:
+    """An enumeration of the native library: every name stands for itself."""
+
+    class _Members(dict[str, str]):
+        def __missing__(self, name: str) -> str:
+            return name
+
+    __members__ = _Members()
+
+
+class Gemm:
+    """A problem with one algorithm, which computes nothing."""
+
+    num_candidates, library_version = 1, 1
+    run = staticmethod(nothing)
+
+    def __init__(self, *arguments: object) -> None: ...
+    def workspace_bytes(self, index: int) -> int:
+        return 0
+
+
+class Library:
+    """What ``native.load`` returns: a call of any name makes a function that does nothing."""
+
+    MAX_PARTIALS = 1024
+    ElementType = ScaleMode = Granularity = Format = InputType = Names
+    Gemm = Gemm
+
+    def __getattr__(self, name: str) -> Callable[..., Callable[..., None]]:
+        return lambda *arguments: nothing
+
+
+class HostBackend(backend.CudaBackend):
+    """The CUDA backend, told that its device is one, on tensors of the CPU."""
+
+    def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
+        return super().unsupported(desc, CUDA)
+
+    def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
+        run = super().bind(desc, CUDA)
+        if hasattr(run, "_device"):  # where results are allocated
+            object.__setattr__(run, "_device", CPU)
+        return run
+
+
+def without_a_device(stack: ExitStack) -> None:
+    """Replace what asks for a device, and register the backend for tensors of the CPU."""
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (native, "missing", lambda device: None),
+        (native, "load", Library),
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+        (gemm, "ALIGNMENT_OF_ALLOCATIONS", 16),  # torch's on a CPU are less aligned
+        (autotune, "choose", lambda *arguments: 0),
+        (scaling, "_report_nonfinite", lambda state: None),  # what is in memory may be anything
+    )
+    for owner, name, value in replaced:
+        stack.enter_context(patch.object(owner, name, value))
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fp8core_backends.cuda.") and hasattr(module, "raw_stream"):
+            stack.enter_context(patch.object(module, "raw_stream", lambda index: 0))
+    spec = BackendSpec(
+        "host",
+        ("cpu",),
+        "tests.benchmarks.host_path:HostBackend",
+        priority=100,
+        transposes=True,
+    )
+    stack.enter_context(patch.dict(plugins.load().backends, {"host": spec}))
+
+
+def of_layer(name: str) -> Callable[[], None]:
+    """Return a step of a Linear under a recipe."""
+    chosen = recipe.by_name(name)
+    layer = fp8core.Linear(
+        IN_FEATURES, OUT_FEATURES, bias=False, params_dtype=torch.bfloat16, device=CPU
+    )
+    x = torch.randn(TOKENS, IN_FEATURES).bfloat16().requires_grad_()
+    grad = torch.randn(TOKENS, OUT_FEATURES).bfloat16()
+
+    def step() -> None:
+        x.grad = layer.weight.grad = None
+        with fp8core.autocast(recipe=chosen):
+            y = layer(x)
+        y.backward(grad)
+
+    return step
+
+
+class Bare(torch.autograd.Function):
+    """Allocates what a Linear returns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.new_empty(len(x), len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def of_bare_function() -> Callable[[], None]:
+    """Return a step of the bare autograd.Function."""
+    x = torch.randn(TOKENS, IN_FEATURES).bfloat16().requires_grad_()
+    weight = torch.randn(OUT_FEATURES, IN_FEATURES).bfloat16().requires_grad_()
+    grad = torch.randn(TOKENS, OUT_FEATURES).bfloat16()
+
+    def step() -> None:
+        x.grad = weight.grad = None
+        Bare.apply(x, weight).backward(grad)  # type: ignore[no-untyped-call]
+
+    return step
+
+
+def measure(rounds: int) -> dict[str, list[float]]:
+    """Return ``[median, least, most]`` of each contestant over rounds, microseconds a step."""
+    steps = {"autograd.Function": of_bare_function()} | {name: of_layer(name) for name in RECIPES}
+    for step in steps.values():
+        for _ in range(WARM_UP):
+            step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                step()
+            times[name].append((time.perf_counter() - start) / CALLS * 1e6)
+    return {
+        name: [round(f(own), 1) for f in (statistics.median, min, max)]
+        for name, own in times.items()
+    }
+
+
+def profile(name: str, calls: int = PROFILED_CALLS) -> None:
+    """Print the functions with the most time of their own in a recipe's step."""
+    step = of_layer(name)
+    for _ in range(WARM_UP):
+        step()
+    profiler = cProfile.Profile()
+    # In the calling thread, which alone is profiled.
+    with torch.autograd.set_multithreading_enabled(False):
+        profiler.enable()
+        for _ in range(calls):
+            step()
+        profiler.disable()
+    pstats.Stats(profiler, stream=sys.stdout).sort_stats("tottime").print_stats(SHOWN)
+
+
+def main() -> None:
+    """Print the figures as JSON, or a profile."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--profile", choices=RECIPES)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        without_a_device(stack)
+        if args.profile is not None:
+            profile(args.profile)
+            return
+        report = {
+            "device": f"{platform.machine()} CPU, 1 thread",
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "shape": f"{TOKENS} tokens, {IN_FEATURES} -> {OUT_FEATURES}, bfloat16, no bias",
+            "us": measure(args.rounds),
+        }
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
