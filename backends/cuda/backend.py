@@ -16,13 +16,15 @@ from fp8core.backend_api import (
     Numerics,
     OpDesc,
     OperandSpec,
+    Quantized,
     QuantizeDesc,
     ScaleUpdateDesc,
 )
 from fp8core_backends.cuda import native, scaled_mm
 from fp8core_backends.cuda.gemm import LowPrecisionGemm, high_precision_gemm
 from fp8core_backends.cuda.grouped import bind_grouped_gemm
-from fp8core_backends.cuda.layout import BLOCKS, scale_mode
+from fp8core_backends.cuda.layout import BLOCKS, TILED, scale_mode
+from fp8core_backends.cuda.microscaling import TiledGemm, bind_byte_scaled, spec_problem
 from fp8core_backends.cuda.quantize import bind_amax, bind_quantize
 from fp8core_backends.cuda.scale_update import ScaleUpdate
 
@@ -54,6 +56,8 @@ class CudaBackend:
         if not desc.low_precision:
             return Alignment()
         modes = [scale_mode(spec) for spec in (desc.a, desc.b) if spec is not None]
+        if modes[0] in TILED:  # whole blocks of 32; two elements of e2m1 a byte
+            return Alignment(m=_K, n=_K, k=2 * _K)
         m = 4 if modes[0] == "vec128" else 1  # scales come in fours of rows
         return Alignment(m=m, n=_K, k=_K)
 
@@ -89,15 +93,26 @@ def _bind_dense(desc: GemmDesc, device: torch.device) -> Callable[..., torch.Ten
         return functools.partial(high_precision_gemm, desc)
     if native.missing(device) is not None:
         return scaled_mm.bind_scaled_mm(desc)
-    return LowPrecisionGemm(desc, device, native.load())
+    assert desc.a is not None
+    make = TiledGemm if scale_mode(desc.a) in TILED else LowPrecisionGemm
+    return make(desc, device, native.load())
+
+
+def _bind_quantize(
+    desc: QuantizeDesc, device: torch.device, library: Any
+) -> Callable[..., Quantized]:
+    spec = desc.rowwise or desc.columnwise
+    assert spec is not None
+    bind = bind_quantize if spec.scale_format == "float32" else bind_byte_scaled
+    return bind(desc, device, library)
 
 
 def _check_spec(spec: OperandSpec | None) -> str | None:
     if spec is None:
         return None
+    if spec.scale_format != "float32":
+        return spec_problem(spec)
     problems = (
-        (spec.scale_format == "e8m0", "MX block scales need compute capability 10.0"),
-        (spec.scale_format == "e4m3", "NVFP4 needs compute capability 10.0"),
         (spec.format not in _FORMATS, f"no kernels for format {spec.format}"),
         (scale_mode(spec) is None, f"no kernels for blocks of {spec.block}"),
         (spec.stochastic, "no stochastic rounding to 8 bits"),
@@ -120,6 +135,10 @@ def _check_quantize(desc: QuantizeDesc) -> str | None:
         return "neither orientation is asked for"
     if len({spec.delayed for spec in specs}) > 1:
         return "one orientation is delayed, the other is not"
+    if len({spec.scale_format == "float32" for spec in specs}) > 1:
+        return "one orientation has scales of float32, the other of bytes"
+    if desc.rowwise is not None and desc.rowwise.transform is not None:
+        return f"no kernels for the transform {desc.rowwise.transform} along rows"
     if desc.dtype not in _FLOATS:
         return f"no low precision from {desc.dtype}"
     return next(filter(None, map(_check_spec, specs)), None)
@@ -136,13 +155,26 @@ def _check_gemm(desc: GemmDesc, device: torch.device, missing: str | None) -> st
     if reason is not None:
         return reason
     a, b = scale_mode(desc.a), scale_mode(desc.b)
+    capability = torch.cuda.get_device_capability(device)
+    is_blackwell = capability == (10, 0)
     problems = (
+        ("mx32" in (a, b) and not is_blackwell, "MX block scales need compute capability 10.0"),
+        ("nv16" in (a, b) and not is_blackwell, "NVFP4 needs compute capability 10.0"),
+        (
+            a != b and (a in TILED or b in TILED),
+            f"cuBLASLt does not multiply {a} by {b} scales",
+        ),
+        (
+            desc.a.transform != desc.b.transform,
+            f"a has the transform {desc.a.transform}, b {desc.b.transform}",
+        ),
+        (a == "nv16" and desc.out_dtype == torch.float16, "no float16 result from NVFP4"),
         (desc.a.format == desc.b.format == "e5m2", "cuBLASLt does not multiply e5m2 by e5m2"),
         ((a in BLOCKS) != (b in BLOCKS), f"cuBLASLt does not multiply {a} by {b} scales"),
         (a == b == "block128", "cuBLASLt does not multiply 128 x 128 blocks by 128 x 128 blocks"),
         ((a == "row") != (b == "row"), f"cuBLASLt does not multiply {a} by {b} scales"),
         (
-            a != "tensor" and torch.cuda.get_device_capability(device) != (9, 0),
+            a != "tensor" and a not in TILED and capability != (9, 0),
             "cuBLASLt has float32 scales of rows and blocks for compute capability 9.0 alone",
         ),
     )
@@ -165,7 +197,7 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
 }
 
 _BINDERS: dict[type, Callable[..., Any]] = {
-    QuantizeDesc: bind_quantize,
+    QuantizeDesc: _bind_quantize,
     AmaxDesc: bind_amax,
     ScaleUpdateDesc: ScaleUpdate,
 }

@@ -16,6 +16,7 @@ from fp8core_backends.cuda.layout import (
     ALIGNMENT_OF_ALLOCATIONS,
     BLOCKS,
     DTYPES,
+    TILED,
     k_contiguous,
     scale_mode,
     scale_strides,
@@ -203,7 +204,7 @@ class LowPrecisionGemm:
         scratch = d if desc.accumulate else None
         candidate = autotune.choose(gemm, named, autotune.Arguments(*addresses), d.device, scratch)
         strides = [
-            None if mode == "tensor" else scale_strides(mode, rows, k)
+            None if mode == "tensor" or mode in TILED else scale_strides(mode, rows, k)
             for mode, rows in zip(self._modes, (m, n), strict=True)
         ]
         plan = _Plan(gemm.run, candidate, gemm.workspace_bytes(candidate), *strides)
@@ -219,16 +220,18 @@ class LowPrecisionGemm:
         assert desc.a is not None
         assert desc.b is not None
         types, modes = native.ElementType.__members__, native.ScaleMode.__members__
+        m, n, k = sizes
+        k = 2 * k if desc.a.format == "e2m1" else k  # two elements a byte
         operands = [
-            native.OperandDesc(types[spec.format], modes[mode], True, sizes[2])
+            native.OperandDesc(types[spec.format], modes[mode], True, k)
             for spec, mode in zip((desc.a, desc.b), self._modes, strict=True)
         ]
         out = types[DTYPES[desc.out_dtype]]
         bias = types["bfloat16"] if desc.out_dtype == torch.float32 else out
         # Block-scaled kernels add up every 128 elements in float32: there is nothing faster.
-        is_fast = desc.fast_accumulation and not BLOCKS.intersection(self._modes)
+        is_fast = desc.fast_accumulation and not (BLOCKS | TILED).intersection(self._modes)
         return native.GemmDesc(
-            *sizes, *operands, out, not is_unbiased, bias, desc.accumulate, is_fast, alignment
+            m, n, k, *operands, out, not is_unbiased, bias, desc.accumulate, is_fast, alignment
         )
 
 

@@ -1,7 +1,8 @@
 """How cuBLASLt wants operands and scales in memory; what lies otherwise is copied.
 
 Source: cuBLAS 13 documentation, 3.1.4 (scaling factors' layout): a vector of scales along k has its
-rows adjacent, padded to a multiple of 4; 128 x 128 blocks have k adjacent, padded likewise.
+rows adjacent, padded to a multiple of 4; 128 x 128 blocks have k adjacent, padded likewise. Byte
+scales (MXFP8, NVFP4) lie with their rows adjacent, and are brought into tiles before each GEMM.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ __all__ = [
     "ALIGNMENT_OF_ALLOCATIONS",
     "BLOCKS",
     "DTYPES",
+    "TILED",
     "empty_scales",
     "k_contiguous",
     "round_up",
@@ -30,12 +32,21 @@ ALIGNMENT_OF_ALLOCATIONS = 256
 """Bytes that the addresses of whole tensors are multiples of; cuBLASLt may choose by it."""
 
 BLOCKS = frozenset({"vec128", "block128"})
-"""Scale modes with blocks along k."""
+"""Scale modes with float32 blocks along k."""
+
+TILED = frozenset({"mx32", "nv16"})
+"""Scale modes of bytes, which cuBLASLt reads in tiles."""
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 """What the native library calls torch's dtypes."""
 
 _MODES = {(0, 0): "tensor", (1, 0): "row", (1, 128): "vec128", (128, 128): "block128"}
+_BYTE_MODES = {
+    ("e8m0", (1, 32)): "mx32",
+    ("e8m0", (32, 32)): "mx32",
+    ("e4m3", (1, 16)): "nv16",
+    ("e4m3", (16, 16)): "nv16",
+}
 
 
 def round_up(size: int, step: int) -> int:
@@ -45,7 +56,9 @@ def round_up(size: int, step: int) -> int:
 
 def scale_mode(spec: OperandSpec) -> str | None:
     """Return what the native library calls a spec's granularity, None for one it has not."""
-    return _MODES.get(spec.block) if spec.scale_format == "float32" else None
+    if spec.scale_format == "float32":
+        return _MODES.get(spec.block)
+    return _BYTE_MODES.get((spec.scale_format, spec.block))
 
 
 def scale_strides(mode: str, rows: int, k: int) -> tuple[int, int]:
@@ -74,6 +87,8 @@ def empty_scales(mode: str, rows: int, k: int, device: torch.device) -> tuple[to
 
 def scales(mode: str, scale_inv: torch.Tensor) -> torch.Tensor:
     """Return ``scale_inv`` where the library can read it, itself if it lies as it should."""
+    if mode in TILED:  # in tiles already
+        return scale_inv
     rows, blocks = scale_inv.shape
     wanted = scale_strides(mode, rows, blocks * 128)
     fits = all(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from fp8core import formats
 from fp8core.backend_api import hadamard16
 
 __all__ = ["hadamard16", "pack", "stochastic_e2m1", "unpack"]
+
+_MASK = 0xFFFFFFFF
 
 
 def pack(codes: torch.Tensor, dim: int) -> torch.Tensor:
@@ -37,18 +42,54 @@ def stochastic_e2m1(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torc
     step = power.view(torch.float32).mul_(0.5)
     position = magnitude / step
     low = torch.floor(position)
-    # The distance to low is exact. position + noise would not be: 3 + (1 - 2^-24) is 4 in float32,
-    # and a value on the grid would move.
-    rounded = (low + (noise < position - low)) * step
+    # Both sides are exact; position + noise would be rounded.
+    rounded = (low + (position - low >= 1 - noise)) * step
     return formats.by_name("e2m1").encode(torch.copysign(rounded, x))
 
 
 def _noise(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torch.Tensor:
-    """Return float32 in [0, 1) of the shape of ``x``, multiples of 2^-24."""
+    """Return float32 in (0, 1) of the shape of ``x``: ``(r + 0.5) / 2^16``, r of 16 random bits.
+
+    One Philox block serves 2 rows x 4 elements along k of the operand, so that a kernel computes
+    none twice in either orientation: element (row, i) has bits ``16 (i % 2)`` and up of word
+    ``2 (row % 2) + i % 4 / 2`` of block ``row / 2 * ceil(k / 4) + i / 4``. The key is the seed, the
+    counter's upper half the offset and the orientation.
+    """
     assert rng is not None
-    if x.is_meta:  # there is no generator of this device
+    if x.is_meta:  # no values, so no rng to read
         return torch.empty_like(x, dtype=torch.float32)
     seed, offset = (int(value) for value in rng)
-    generator = torch.Generator(device=x.device)
-    generator.manual_seed((seed * 0x9E3779B97F4A7C15 + 2 * offset + dim) & 0x7FFFFFFFFFFFFFFF)
-    return torch.rand(x.shape, generator=generator, dtype=torch.float32, device=x.device)
+    rows, k = x.shape if dim == 1 else (x.shape[1], x.shape[0])
+    pairs, fours = -(-rows // 2), -(-k // 4)
+    index = torch.arange(pairs * fours, dtype=torch.int64, device=x.device)
+    upper = (offset & _MASK, ((offset >> 32) << 1 | dim) & _MASK)
+    words = _philox((index & _MASK, index >> 32, *upper), (seed & _MASK, seed >> 32 & _MASK))
+    whole = torch.stack(words, -1).to(torch.int32)
+    bits = torch.stack((whole & 0xFFFF, whole >> 16 & 0xFFFF), -1)
+    noise = bits.to(torch.float32).add_(0.5).mul_(2.0**-16)
+    # [2 rows, 2 words, 2 halves] a block -> [rows, k]
+    noise = noise.reshape(pairs, fours, 2, 4).transpose(1, 2).reshape(2 * pairs, 4 * fours)
+    noise = noise[:rows, :k]
+    return noise if dim == 1 else noise.t()
+
+
+def _philox(counter: Sequence[Any], key: tuple[int, int]) -> list[torch.Tensor]:
+    """Return four words of 32 random bits for each counter of four such words: Philox4x32-10.
+
+    Words are int64, where a product that overflows keeps the bits that are wanted; the first of
+    the counter is a tensor, another may be an int for all.
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, sec. 3.3.
+    """
+    c0, *others = counter
+    c1, c2, c3 = (
+        one.clone() if isinstance(one, torch.Tensor) else torch.full_like(c0, one) for one in others
+    )
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0 = c1.bitwise_xor_(p1 >> 32).bitwise_xor_(k0).bitwise_and_(_MASK)
+        c2 = c3.bitwise_xor_(p0 >> 32).bitwise_xor_(k1).bitwise_and_(_MASK)
+        c1, c3 = p1.bitwise_and_(_MASK), p0.bitwise_and_(_MASK)
+        k0, k1 = k0 + 0x9E3779B9 & _MASK, k1 + 0xBB67AE85 & _MASK
+    return [c0, c1, c2, c3]

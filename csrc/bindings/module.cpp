@@ -5,6 +5,7 @@
 
 #include "fp8core/device.h"
 #include "fp8core/gemm.h"
+#include "fp8core/microscaling.h"
 #include "fp8core/quantize.h"
 #include "fp8core/scale_update.h"
 
@@ -68,6 +69,86 @@ void register_quantize(py::module_& module) {
                         Address stream) {
     amax({as_pointer<const void>(x), rows, cols, stride, type}, as_pointer<float>(out),
          as_pointer<float>(workspace), device, as_stream(stream));
+  });
+}
+
+class BoundMxfp8 {
+ public:
+  BoundMxfp8(Format format, bool is_square, double target, InputType input, int device)
+      : desc_{format, is_square, target}, input_(input), device_(device) {}
+
+  void operator()(Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
+                  Address row_codes, Address row_scales, std::int64_t row_pitch,
+                  Address column_codes, Address column_scales, std::int64_t column_pitch,
+                  Address stream) const {
+    quantize_mxfp8(desc_, {as_pointer<const void>(x), rows, cols, stride, input_},
+                   byte_scaled(row_codes, row_scales, row_pitch),
+                   byte_scaled(column_codes, column_scales, column_pitch), device_,
+                   as_stream(stream));
+  }
+
+  static ByteScaled byte_scaled(Address codes, Address scales, std::int64_t pitch) {
+    return {as_pointer<std::uint8_t>(codes), as_pointer<std::uint8_t>(scales), pitch};
+  }
+
+ private:
+  Mxfp8Desc desc_;
+  InputType input_;
+  int device_;
+};
+
+class BoundNvfp4 {
+ public:
+  BoundNvfp4(bool is_square, double target, bool transforms, bool row_stochastic,
+             bool column_stochastic, InputType input, int device)
+      : desc_{is_square, target, transforms, row_stochastic, column_stochastic},
+        input_(input),
+        device_(device) {}
+
+  void operator()(Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
+                  Address row_codes, Address row_scales, std::int64_t row_pitch,
+                  Address row_global, Address column_codes, Address column_scales,
+                  std::int64_t column_pitch, Address column_global, std::int64_t seed,
+                  std::int64_t offset, Address workspace, Address stream) const {
+    const Nvfp4Arguments arguments{
+        {as_pointer<const void>(x), rows, cols, stride, input_},
+        BoundMxfp8::byte_scaled(row_codes, row_scales, row_pitch),
+        BoundMxfp8::byte_scaled(column_codes, column_scales, column_pitch),
+        as_pointer<float>(row_global),
+        as_pointer<float>(column_global),
+        static_cast<std::uint64_t>(seed),
+        static_cast<std::uint64_t>(offset),
+        as_pointer<float>(workspace)};
+    quantize_nvfp4(desc_, arguments, device_, as_stream(stream));
+  }
+
+ private:
+  Nvfp4Desc desc_;
+  InputType input_;
+  int device_;
+};
+
+// Address, strides of rows and blocks in bytes, rows, blocks, rows a scale, global scale or 0.
+using ScaleSource = std::tuple<Address, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
+                               int, Address>;
+
+void register_microscaling(py::module_& module) {
+  py::class_<BoundMxfp8>(module, "QuantizeMxfp8")
+      .def(py::init<Format, bool, double, InputType, int>())
+      .def("__call__", &BoundMxfp8::operator());
+  py::class_<BoundNvfp4>(module, "QuantizeNvfp4")
+      .def(py::init<bool, double, bool, bool, bool, InputType, int>())
+      .def("__call__", &BoundNvfp4::operator());
+  module.def("tile_bytes", &tile_bytes);
+  module.def("arrange_scales", [](const ScaleSource& a, const ScaleSource& b, Address to_a,
+                                  Address to_b, int device, Address stream) {
+    const auto tiles = [](const ScaleSource& from, Address to) {
+      const auto& [scales, row_stride, block_stride, rows, blocks, rows_per_scale, global] = from;
+      return ScaleTiles{as_pointer<const std::uint8_t>(scales), row_stride, block_stride, rows,
+                        blocks, rows_per_scale, as_pointer<const float>(global),
+                        as_pointer<std::uint8_t>(to)};
+    };
+    arrange_scales(tiles(a, to_a), tiles(b, to_b), device, as_stream(stream));
   });
 }
 
@@ -172,6 +253,7 @@ PYBIND11_MODULE(fp8core_cuda, module) {
   module.attr("SOURCE_HASH") = FP8CORE_SOURCE_HASH;
   module.attr("ARCHITECTURES") = FP8CORE_ARCHITECTURES;
   fp8core::register_quantize(module);
+  fp8core::register_microscaling(module);
   fp8core::register_scale_update(module);
   fp8core::register_gemm(module);
 }

@@ -10,6 +10,7 @@
 
 #include "fp8core/device.h"
 #include "fp8core/gemm.h"
+#include "fp8core/microscaling.h"
 
 namespace fp8core {
 namespace {
@@ -150,6 +151,8 @@ Gemm::Gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes, in
     set(operation_, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scale_mode(desc.b.scale));
     set(operation_, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, kSomewhere);
   }
+  if (desc.a.scale == ScaleMode::kNv16)
+    set(operation_, CUBLASLT_MATMUL_DESC_POINTER_MODE, CUBLASLT_POINTER_MODE_DEVICE);
   if (desc.fast_accumulation)
     set(operation_, CUBLASLT_MATMUL_DESC_FAST_ACCUM, std::int8_t{1});
   if (desc.has_bias) {
@@ -214,7 +217,13 @@ void Gemm::enqueue(std::size_t candidate, const GemmArguments& arguments, cudaSt
   check_pointer("d", arguments.d, desc_.alignment, desc_);
   check_pointer("a's scale_inv", arguments.a_scale_inv, kAlignment, desc_);
   check_pointer("b's scale_inv", arguments.b_scale_inv, kAlignment, desc_);
-  const float alpha = 1.0f, beta = desc_.accumulate ? 1.0f : 0.0f;
+  const GemmFactors host{1.0f, 0.0f, 1.0f};
+  const GemmFactors* factors = &host;
+  if (desc_.a.scale == ScaleMode::kNv16) {  // CUBLASLT_POINTER_MODE_DEVICE
+    const auto* tiles = reinterpret_cast<const std::uint8_t*>(arguments.a_scale_inv);
+    factors = reinterpret_cast<const GemmFactors*>(tiles + tile_bytes(desc_.m, (desc_.k + 15) / 16));
+  }
+  const float* beta = desc_.accumulate ? &factors->one : &factors->zero;
   const std::lock_guard<std::mutex> lock(mutex_);
   if (desc_.a.scale != ScaleMode::kNone)
     set(operation_, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, arguments.a_scale_inv);
@@ -222,7 +231,7 @@ void Gemm::enqueue(std::size_t candidate, const GemmArguments& arguments, cudaSt
     set(operation_, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, arguments.b_scale_inv);
   if (desc_.has_bias) set(operation_, CUBLASLT_MATMUL_DESC_BIAS_POINTER, arguments.bias);
   const cublasStatus_t status = cublasLtMatmul(
-      handle_, operation_, &alpha, arguments.b, b_, arguments.a, a_, &beta, arguments.d, d_,
+      handle_, operation_, &factors->alpha, arguments.b, b_, arguments.a, a_, beta, arguments.d, d_,
       arguments.d, d_, &chosen.algo, arguments.workspace, arguments.workspace_bytes, stream);
   if (status != CUBLAS_STATUS_SUCCESS)
     throw std::runtime_error(

@@ -1,4 +1,5 @@
 // The entries: check what is given, find out what may be read and written in vectors, launch.
+#include "arguments.h"
 #include "entry.h"
 #include "fp8core/device.h"
 #include "tile.cuh"
@@ -6,33 +7,11 @@
 namespace fp8core {
 namespace {
 
-int num_multiprocessors(int device) {
-  int count = 0;
-  FP8CORE_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
-}
-
-std::int64_t bytes_of(InputType type) { return type == InputType::kFloat32 ? 4 : 2; }
-
-bool is_aligned(const void* pointer, std::int64_t bytes) {
-  return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
-}
-
-// Every row of x begins at a multiple of 16 bytes, and holds whole vectors of 8 elements.
-bool reads_vectors(const Matrix& x) {
-  return is_aligned(x.data, 16) && x.cols % 8 == 0 && x.stride * bytes_of(x.type) % 16 == 0;
-}
-
 __global__ void __launch_bounds__(kAmaxThreads)
     finish_amax(const float* partials, int count, float* amax_out) {
   __shared__ float shared[kAmaxThreads / 32];
   const float found = reduce_partials<kAmaxThreads>(partials, count, shared);
   if (threadIdx.x == 0) *amax_out = found;
-}
-
-void check(const Matrix& x) {
-  FP8CORE_CHECK(x.rows >= 0 && x.cols >= 0 && x.stride >= x.cols, "x is ", x.rows, " x ", x.cols,
-                " with ", x.stride, " elements between rows; expected at least ", x.cols);
 }
 
 }  // namespace

@@ -5,10 +5,11 @@
 // A row of the tile is read as 16 x 16 bytes (2 bytes an element) and written as 16 x 8 bytes.
 // The transpose goes through shared memory in units of 8 bytes (8 rows of one column):
 //
-//     unit (column c, row group ty) lies at [c][ty ^ (c / 8)]
+//     unit (column c, row group ty) lies at [c][turn(ty) ^ (c / 8)]
 //
 // The exclusive or spreads the 16 units that a half-warp writes over all 32 banks, and keeps each
-// pair (2 v, 2 v + 1) adjacent, so that it is read back as 16 bytes.
+// pair (2 v, 2 v + 1) adjacent, so that it is read back as 16 bytes. Where a half-warp holds two row
+// groups of 8 threads each (mx.cuh), `turn` puts them into different halves of the 16.
 #pragma once
 
 #include <type_traits>
@@ -90,6 +91,9 @@ __device__ inline void transpose4(uint32_t (&w)[4]) {
   w[3] = __byte_perm(t2, t3, 0x7632);
 }
 
+// Bits 1 and 3 of a row group change places.
+__device__ inline int turn(int ty) { return (ty & 5) | (ty & 2) << 2 | (ty & 8) >> 2; }
+
 // codes[i] are the eight bytes of row 8 ty + i. Two barriers' worth of work: park, then store.
 __device__ inline void park_columns(const uint2 (&codes)[8], uint2* shared, int ty, int tx) {
 #pragma unroll
@@ -105,7 +109,7 @@ __device__ inline void park_columns(const uint2 (&codes)[8], uint2* shared, int 
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int column = tx * 8 + half * 4 + j;
-      shared[column * 16 + (ty ^ tx)] = make_uint2(top[j], bottom[j]);
+      shared[column * 16 + (turn(ty) ^ tx)] = make_uint2(top[j], bottom[j]);
     }
   }
 }
@@ -118,7 +122,7 @@ __device__ inline void store_columns(const TileParams& p, const TilePlace& at,
     const int index = pass * kTileThreads + threadIdx.x;
     const int own = index / 8, chunk = index % 8, swizzle = own / 8;
     const uint4 pair =
-        *reinterpret_cast<const uint4*>(&shared[own * 16 + 2 * (chunk ^ (swizzle / 2))]);
+        *reinterpret_cast<const uint4*>(&shared[own * 16 + (turn(2 * chunk) ^ (swizzle & ~1))]);
     const uint4 codes =
         swizzle % 2 == 0 ? pair : make_uint4(pair.z, pair.w, pair.x, pair.y);
     const int64_t column = at.column + own, row = at.row + chunk * 16;

@@ -20,8 +20,8 @@ enum class ScaleMode {
   kRow,       // float32 [rows]
   kVec128,    // float32 [ceil(k / 128), round_up(rows, 4)]
   kBlock128,  // float32 [ceil(rows / 128), round_up(ceil(k / 128), 4)]
-  kMx32,      // e8m0, tiles of 128 x 4 scales; compute capability 10.0
-  kNv16,      // e4m3, likewise
+  kMx32,      // e8m0, tiles of 128 x 4 scales (arrange_scales); compute capability 10.0
+  kNv16,      // e4m3, likewise; behind a's tiles GemmFactors
 };
 
 struct OperandDesc {

@@ -83,6 +83,11 @@ def differs(ours: Operand | None, theirs: Operand | None) -> str | None:
         return None if ours is theirs else "one orientation is missing"
     if not same_bits(ours.scale_inv, theirs.scale_inv):
         return f"scale_inv {ours.scale_inv.flatten()[:4]} for {theirs.scale_inv.flatten()[:4]}"
+    wholes = [one.global_scale_inv for one in (ours, theirs)]
+    if (wholes[0] is None) != (wholes[1] is None):
+        return f"global_scale_inv {wholes[0]} for {wholes[1]}"
+    if wholes[0] is not None and not same_bits(*wholes):
+        return f"global_scale_inv {wholes[0].tolist()} for {wholes[1].tolist()}"
     if not same_bits(ours.data, theirs.data):
         at = (ours.data != theirs.data).nonzero()
         return f"{len(at)} of {ours.data.numel()} codes, the first at {at[0].tolist()}"

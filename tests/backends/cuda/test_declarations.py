@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from fp8core.backend_api import (
 from fp8core.plan import LayerRole
 from fp8core_backends.cuda import native
 from fp8core_backends.cuda.backend import CudaBackend
+from fp8core_backends.cuda.gemm import LowPrecisionGemm
 from fp8core_backends.cuda.layout import scale_strides, scales
 
 CUDA = torch.device("cuda", 0)
@@ -30,6 +32,7 @@ VECTOR = OperandSpec("e4m3", (1, 128), 448.0)
 SQUARE = OperandSpec("e4m3", (128, 128), 448.0)
 ROW = OperandSpec("e4m3", (1, 0), 448.0)
 MX = OperandSpec("e4m3", (1, 32), 448.0, scale_format="e8m0")
+FP4 = OperandSpec("e2m1", (1, 16), 6.0, scale_format="e4m3")
 
 
 @pytest.fixture
@@ -58,9 +61,90 @@ def test_hopper_s_recipes_are_supported(name: str) -> None:
         assert CudaBackend().unsupported(GroupedGemmDesc(*fields), CUDA) is None
 
 
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_hopper_casts_for_blackwell_s_recipes_and_multiplies_for_neither(name: str) -> None:
+    plan = recipe.by_name(name).plan(LayerRole("linear"), torch.bfloat16)
+    for tensor in (plan.input, plan.weight, plan.grad_output):
+        assert CudaBackend().unsupported(QuantizeDesc(torch.bfloat16, *tensor), CUDA) is None
+    for one in (plan.fprop, plan.dgrad, plan.wgrad):
+        said = CudaBackend().unsupported(GemmDesc(one.a, one.b, torch.bfloat16), CUDA)
+        assert said is not None
+        assert said.endswith("compute capability 10.0")
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_blackwell_s_recipes_are_declared_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(native, "missing", lambda device: None)
+    plan = recipe.by_name(name).plan(LayerRole("linear"), torch.bfloat16)
+    for one in (plan.fprop, plan.dgrad, plan.wgrad):
+        desc = GemmDesc(one.a, one.b, torch.bfloat16)
+        assert CudaBackend().unsupported(desc, CUDA) is None
+        assert CudaBackend().alignment(desc).k == 32
+    for a, b, reason in (
+        (MX, FP4, "does not multiply mx32 by nv16"),
+        (MX, TENSOR, "does not multiply mx32 by tensor"),
+        (FP4, dataclasses.replace(FP4, transform="hadamard16"), "a has the transform None"),
+    ):
+        said = CudaBackend().unsupported(gemm(a, b), CUDA)
+        assert said is not None
+        assert reason in said
+    said = CudaBackend().unsupported(gemm(FP4, FP4, out_dtype=torch.float16), CUDA)
+    assert said == "no float16 result from NVFP4"
+
+
+class _Named:
+    """Stands in for the native library's descriptors, and keeps what they were made of."""
+
+    def __init__(self, *fields: object) -> None:
+        self.fields = fields
+
+    class ElementType:
+        __members__: ClassVar = {name: name for name in ("e4m3", "e2m1", "bfloat16")}
+
+    class ScaleMode:
+        __members__: ClassVar = {name: name for name in ("mx32", "nv16")}
+
+
+_Named.OperandDesc = _Named.GemmDesc = _Named
+
+
+@pytest.mark.parametrize(("spec", "k"), [(MX, 64), (FP4, 128)], ids=["mxfp8", "nvfp4"])
+def test_a_product_of_64_bytes_a_row_counts_elements(spec: OperandSpec, k: int) -> None:
+    product = LowPrecisionGemm(gemm(spec, spec), CUDA, _Named)
+    m, n, own_k, a, b, *_ = product._describe((16, 32, 64), True, 256).fields
+    assert (m, n, own_k) == (16, 32, k)
+    assert a.fields == b.fields == (spec.format, "mx32" if k == 64 else "nv16", True, k)
+
+
 REFUSED: dict[str, tuple[OpDesc, str]] = {
     "mx": (gemm(MX, MX), "MX block scales need compute capability 10.0"),
-    "mx cast": (QuantizeDesc(torch.bfloat16, MX, MX), "compute capability 10.0"),
+    "nvfp4": (gemm(FP4, FP4), "NVFP4 needs compute capability 10.0"),
+    "grouped nvfp4": (
+        GroupedGemmDesc(FP4, FP4, torch.bfloat16),
+        "NVFP4 needs compute capability 10.0",
+    ),
+    "mx of another block": (
+        QuantizeDesc(torch.bfloat16, dataclasses.replace(MX, block=(1, 64)), None),
+        "no kernels for blocks of (1, 64) under e8m0 scales",
+    ),
+    "mx of another format": (
+        QuantizeDesc(torch.bfloat16, dataclasses.replace(MX, format="e2m1", target=6.0), None),
+        "no e2m1 under e8m0 scales",
+    ),
+    "stochastic mx": (
+        QuantizeDesc(torch.bfloat16, dataclasses.replace(MX, stochastic=True), None),
+        "no stochastic rounding to 8 bits",
+    ),
+    "transform along rows": (
+        QuantizeDesc(torch.bfloat16, dataclasses.replace(FP4, transform="hadamard16"), None),
+        "no kernels for the transform hadamard16 along rows",
+    ),
+    "bytes beside floats": (
+        QuantizeDesc(torch.bfloat16, MX, VECTOR),
+        "one orientation has scales of float32, the other of bytes",
+    ),
     "e5m2": (gemm(e5m2(TENSOR), e5m2(TENSOR)), "does not multiply e5m2 by e5m2"),
     "squares": (gemm(SQUARE, SQUARE), "128 x 128 blocks by 128 x 128 blocks"),
     "vector by tensor": (gemm(VECTOR, TENSOR), "does not multiply vec128 by tensor"),

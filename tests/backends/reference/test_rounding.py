@@ -89,10 +89,50 @@ def test_value_on_the_grid_is_unchanged() -> None:
 def test_value_on_the_grid_is_unchanged_by_extreme_noise(
     noise: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # torch.rand gives multiples of 2^-24 in [0, 1): 3 + (1 - 2^-24) is 4 in float32.
-    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, noise))
+    # The noise lies within (0, 1); 3 + (1 - 2^-24) is 4 in float32.
+    monkeypatch.setattr(rounding, "_noise", lambda x, *_: torch.full(x.shape, noise))
     x = torch.tensor([*GRID, *(-value for value in GRID)]).reshape(2, 8)
     assert torch.equal(rounded(x, 0), x)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ([0] * 4, (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ([2**32 - 1] * 4, (2**32 - 1,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            (0xA4093822, 0x299F31D0),
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_generator_gives_the_known_answers(
+    counter: list[int], key: tuple[int, int], expected: str
+) -> None:
+    # Source: Random123 1.14, tests/kat_vectors, philox4x32 with 10 rounds.
+    words = rounding._philox([torch.tensor([counter[0]]), *counter[1:]], key)
+    assert " ".join(f"{int(word):08x}" for word in words) == expected
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("size", [(1, 1), (3, 6), (8, 5), (32, 48)])
+def test_noise_of_an_element_is_that_of_its_block_s_word(size: tuple[int, int], dim: int) -> None:
+    seed, offset = -3, 2**40 + 5
+    rows, k = size
+    noise = rounding._noise(
+        torch.empty(size if dim == 1 else size[::-1]), torch.tensor([seed, offset]), dim
+    )
+    noise = noise if dim == 1 else noise.t()
+    key = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
+    for row in range(rows):
+        for i in range(k):
+            counter = row // 2 * -(-k // 4) + i // 4
+            upper = (offset & 0xFFFFFFFF, (offset >> 32) * 2 + dim)
+            words = rounding._philox([torch.tensor([counter]), 0, *upper], key)
+            word = int(words[2 * (row % 2) + i % 4 // 2])
+            expected = ((word >> 16 * (i % 2) & 0xFFFF) + 0.5) / 65536
+            assert float(noise[row, i]) == expected
 
 
 def test_saturates() -> None:

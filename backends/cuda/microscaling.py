@@ -1,0 +1,252 @@
+"""MXFP8 and NVFP4: casts whose scales are bytes, and GEMMs that read those scales in tiles."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.backend_api import (
+    GemmDesc,
+    Operand,
+    OperandError,
+    OperandSpec,
+    Quantized,
+    QuantizeDesc,
+)
+from fp8core_backends.cuda.gemm import LowPrecisionGemm
+from fp8core_backends.cuda.layout import DTYPES, round_up, scale_mode
+from fp8core_backends.cuda.stream import index_of, raw_stream
+
+__all__ = ["TiledGemm", "bind_byte_scaled", "spec_problem"]
+
+_FORMATS = {"mx32": ("e4m3", "e5m2"), "nv16": ("e2m1",)}
+_PITCH = 16
+"""Bytes that the pitch of scales, and their address, are multiples of."""
+_FACTORS = 512
+"""Bytes between the tiles of two operands: for alpha, beyond which tiles are aligned again."""
+
+
+def spec_problem(spec: OperandSpec) -> str | None:
+    """Say why an operand with byte scales cannot be made or read, or None."""
+    mode = scale_mode(spec)
+    if mode is None:
+        return f"no kernels for blocks of {spec.block} under {spec.scale_format} scales"
+    problems = (
+        (spec.format not in _FORMATS[mode], f"no {spec.format} under {spec.scale_format} scales"),
+        (spec.delayed, "delayed scales are tensorwise"),
+        (spec.power_of_two, "power_of_two is for float32 scales"),
+        (spec.amax_epsilon != 0, "amax_epsilon is for float32 scales"),
+        (spec.stochastic and mode != "nv16", "no stochastic rounding to 8 bits"),
+        (spec.transform not in (None, "hadamard16"), f"unknown transform {spec.transform!r}"),
+        (spec.transform is not None and mode != "nv16", "the transform is for two-level scales"),
+        (not 0 < spec.target < float("inf"), f"target {spec.target} is not positive and finite"),
+    )
+    return next((reason for wrong, reason in problems if wrong), None)
+
+
+class _Room(NamedTuple):
+    """An operand's tensors, and where the library writes them: 0 for one that is not wanted."""
+
+    operand: Operand | None
+    codes: int = 0
+    scales: int = 0
+    pitch: int = 0
+    global_scale_inv: int = 0
+
+
+class _ByteScaled:
+    """One call of the native library: both orientations, or one."""
+
+    __slots__ = ("_desc", "_device", "_index", "_is_fp4", "_library", "_run", "kernel")
+
+    def __init__(self, desc: QuantizeDesc, device: torch.device, native: Any) -> None:
+        spec = desc.rowwise or desc.columnwise
+        assert spec is not None
+        self._desc = desc
+        self._index = index_of(device)
+        self._device = torch.device("cuda", self._index)
+        self._library = native
+        self._is_fp4 = scale_mode(spec) == "nv16"
+        kind = native.InputType.__members__[DTYPES[desc.dtype]]
+        is_square = spec.block[0] != 1
+        if not self._is_fp4:
+            element = native.Format.__members__[spec.format]
+            self._run = native.QuantizeMxfp8(element, is_square, spec.target, kind, self._index)
+            self.kernel = "fp8core::mx_tile"
+            return
+        row, column = desc.rowwise, desc.columnwise
+        self._run = native.QuantizeNvfp4(
+            is_square,
+            spec.target,
+            column is not None and column.transform is not None,
+            row is not None and row.stochastic,
+            column is not None and column.stochastic,
+            kind,
+            self._index,
+        )
+        self.kernel = "fp8core::nvfp4_tile"
+
+    def __call__(self, x: torch.Tensor, *, rng: torch.Tensor | None = None) -> Quantized:
+        rows, cols = x.shape
+        self._check(rows, cols)
+        row = self._room(self._desc.rowwise, rows, cols)
+        column = self._room(self._desc.columnwise, cols, rows)
+        if not (rows and cols):
+            return Quantized(row.operand, column.operand)
+        if not x.is_contiguous() and (x.stride(1) != 1 or x.stride(0) < cols):
+            x = x.contiguous()
+        # The stride of a single row is anything.
+        stride = cols if x.is_contiguous() else x.stride(0)
+        source = (x.data_ptr(), rows, cols, stride)
+        stream = raw_stream(self._index)
+        if not self._is_fp4:
+            self._run(*source, *row[1:4], *column[1:4], stream)
+            return Quantized(row.operand, column.operand)
+        seed, offset = (0, 0) if rng is None else rng.tolist()
+        size = 2 * self._library.MAX_PARTIALS
+        partials = torch.empty(size, dtype=torch.float32, device=self._device)
+        self._run(*source, *row[1:], *column[1:], seed, offset, partials.data_ptr(), stream)
+        return Quantized(row.operand, column.operand)
+
+    def _check(self, rows: int, cols: int) -> None:
+        """Refuse what packed codes, or the transform, cannot hold."""
+        column = self._desc.columnwise
+        step = 16 if column is not None and column.transform is not None else 2
+        for spec, k, least in ((self._desc.rowwise, cols, 2), (column, rows, step)):
+            if self._is_fp4 and spec is not None and k % least:
+                raise OperandError(
+                    f"{self._desc}: x is [{rows}, {cols}]; the dimension that {spec} is contracted "
+                    f"along must be a multiple of {least}."
+                )
+
+    def _room(self, spec: OperandSpec | None, rows: int, k: int) -> _Room:
+        """Return room for an operand ``[rows, k]``; what has no element is filled."""
+        if spec is None:
+            return _Room(None)
+        (block_rows, block_k), device = spec.block, self._device
+        width = k // 2 if self._is_fp4 else k
+        codes = torch.empty((rows, width), dtype=torch.uint8, device=device)
+        scale_rows, blocks = -(-rows // block_rows), -(-k // block_k)
+        pitch = round_up(scale_rows, _PITCH)
+        scales = torch.empty((blocks, pitch), dtype=torch.uint8, device=device).t()[:scale_rows]
+        places = (codes.data_ptr(), scales.data_ptr(), pitch)
+        if not self._is_fp4:
+            return _Room(Operand(codes, scales), *places)
+        make = torch.empty if rows and k else torch.ones
+        whole = make((1, 1), dtype=torch.float32, device=device)
+        return _Room(Operand(codes, scales, whole), *places, whole.data_ptr())
+
+
+def bind_byte_scaled(
+    desc: QuantizeDesc, device: torch.device, native: Any
+) -> Callable[..., Quantized]:
+    """Return the callable of ``desc``: one native call, or one an orientation if blocks differ."""
+    row, column = desc.rowwise, desc.columnwise
+    if row is None or column is None or _shared(row) == _shared(column):
+        dense: Callable[..., Quantized] = _ByteScaled(desc, device, native)
+    else:
+        dense = _apart(*(_ByteScaled(half, device, native) for half in desc.halves()))
+    return _grouped(dense) if desc.grouped else dense
+
+
+def _apart(rowwise: _ByteScaled, columnwise: _ByteScaled) -> Callable[..., Quantized]:
+    def run(x: torch.Tensor, *, rng: torch.Tensor | None = None) -> Quantized:
+        return Quantized(rowwise(x, rng=rng).rowwise, columnwise(x, rng=rng).columnwise)
+
+    return run
+
+
+def _shared(spec: OperandSpec) -> tuple[object, ...]:
+    """Return what both orientations of one native call have in common."""
+    return spec.format, spec.block, spec.scale_format, spec.target
+
+
+def _grouped(dense: Callable[..., Quantized]) -> Callable[..., Quantized]:
+    """Quantize each group as a tensor of its own, with the offset plus its number as the rng's."""
+
+    def run(
+        x: torch.Tensor, group_offsets: torch.Tensor, *, rng: torch.Tensor | None = None
+    ) -> Quantized:
+        parts = [
+            dense(x[start:end], rng=None if rng is None else rng + torch.tensor([0, group]))
+            for group, (start, end) in enumerate(itertools.pairwise(group_offsets.tolist()))
+        ]
+        return Quantized(
+            _join([part.rowwise for part in parts], 0),
+            _join([part.columnwise for part in parts], 1),
+        )
+
+    return run
+
+
+def _join(operands: Sequence[Operand | None], dim: int) -> Operand | None:
+    present = [operand for operand in operands if operand is not None]
+    if not present:
+        return None
+    data, scale_inv, whole = zip(*present, strict=True)
+    joined = None if whole[0] is None else torch.cat(whole, dim)
+    return Operand(torch.cat(data, dim), torch.cat(scale_inv, dim), joined)
+
+
+class TiledGemm:
+    """``d[m, n] = a[m, k] @ b[n, k].T`` of operands with byte scales; see GemmDesc.
+
+    One kernel brings both operands' scales into cuBLASLt's tiles and, for NVFP4, multiplies the
+    two global scales into alpha, on the device.
+    """
+
+    __slots__ = ("_block_rows", "_index", "_library", "_product", "kernel")
+
+    def __init__(self, desc: GemmDesc, device: torch.device, native: Any) -> None:
+        assert desc.a is not None
+        assert desc.b is not None
+        self._product = LowPrecisionGemm(desc, device, native)
+        self._library = native
+        self._index = index_of(device)
+        self._block_rows = (desc.a.block[0], desc.b.block[0])
+        self.kernel = f"fp8core::arrange, {self._product.kernel}"
+
+    def __call__(
+        self,
+        a: Operand,
+        b: Operand,
+        *,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Multiply; see the backend API."""
+        if a.data.numel() and b.data.numel() and a.data.shape[1] == b.data.shape[1]:
+            a, b = self._arranged(a, b)
+        return self._product(a, b, bias=bias, out=out)
+
+    def _arranged(self, a: Operand, b: Operand) -> tuple[Operand, Operand]:
+        """Return the operands with their scales in tiles, alpha behind those of ``a``."""
+        library = self._library
+        sources = [
+            _source(operand, block_rows)
+            for operand, block_rows in zip((a, b), self._block_rows, strict=True)
+        ]
+        sizes = [library.tile_bytes(rows, blocks) for _, _, _, rows, blocks, _, _ in sources]
+        begin = sizes[0] + _FACTORS
+        room = torch.empty(begin + sizes[1], dtype=torch.uint8, device=a.data.device)
+        tiles = room[: sizes[0]], room[begin:]
+        library.arrange_scales(
+            *sources,
+            *(one.data_ptr() for one in tiles),
+            self._index,
+            raw_stream(self._index),
+        )
+        return Operand(a.data, tiles[0]), Operand(b.data, tiles[1])
+
+
+def _source(operand: Operand, block_rows: int) -> tuple[int, int, int, int, int, int, int]:
+    """Return what ``arrange_scales`` reads of an operand."""
+    scales, whole = operand.scale_inv, operand.global_scale_inv
+    assert scales is not None
+    place = 0 if whole is None else whole.data_ptr()
+    rows, blocks = operand.data.shape[0], scales.shape[1]
+    row_stride, block_stride = scales.stride()
+    return scales.data_ptr(), row_stride, block_stride, rows, blocks, block_rows, place

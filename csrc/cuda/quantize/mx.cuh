@@ -1,0 +1,137 @@
+// MXFP8: an e8m0 byte for every 32 elements of an operand's row, both orientations in one pass.
+//
+// The tile and the threads' 8 x 8 elements are those of tile.cuh, but a warp holds 32 rows x 64
+// columns, so that no block of 32 needs another warp:
+//
+//     lane = r1 r0 c2 c1 c0 (bits):  row group ty = 4 band + 2 r0 + r1,  column group tx = 8 half
+//     + 4 c2 + 2 c1 + c0
+//
+// A block along a row lies in the 4 lanes of c1 c0, one along a column in those of r1 r0.
+#pragma once
+
+#include "fp8core/microscaling.h"
+#include "tile.cuh"
+
+namespace fp8core {
+
+constexpr int kMxBlock = 32;
+
+struct MxParams {
+  TileParams tile;
+  ByteScaled rowwise, columnwise;
+  float inverse_target;
+  bool is_square;
+};
+
+// The exponent of amax / target rounded up; inf gives 0xFE, what is below 2^-127 gives 0.
+// Source: docs/numerics.md, MXFP8BlockScaling.
+__device__ inline uint32_t e8m0_of(float amax, float inverse_target) {
+  const uint32_t bits = __float_as_uint(amax * inverse_target);
+  // 0eeeeeee emmmmmmm mmmmmmmm mmmmmmmm: m > 0 carries into e. Where e is 0, 2^-127 itself is
+  // m = 0x400000, and what is above it carries.
+  const uint32_t carry = bits < 0x800000u ? 0x3FFFFFu : 0x7FFFFFu;
+  return min((bits + carry) >> 23, 254u);
+}
+
+// 2^(127 - e): 0 (254 - e) 000...0 as bits; for e = 254 the subnormal 2^-127.
+__device__ inline float multiplier_of(uint32_t e8m0) {
+  return __uint_as_float(max((254u - e8m0) << 23, 0x00400000u));
+}
+
+// Eight maxima a lane, over the four lanes that differ in the bits `near` and `far`: their e8m0
+// bytes, known to all four. Each lane computes two, as in row_amax.
+__device__ inline uint2 shared_codes(float (&own)[8], int near, int far, float inverse_target) {
+  const bool is_near = (threadIdx.x & near) != 0, is_far = (threadIdx.x & far) != 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float handed = is_far ? own[i] : own[i + 4];
+    own[i] = fmaxf(is_far ? own[i + 4] : own[i], __shfl_xor_sync(0xFFFFFFFFu, handed, far));
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float handed = is_near ? own[i] : own[i + 2];
+    own[i] = fmaxf(is_near ? own[i + 2] : own[i], __shfl_xor_sync(0xFFFFFFFFu, handed, near));
+  }
+  const uint32_t two = e8m0_of(own[0], inverse_target) | e8m0_of(own[1], inverse_target) << 8;
+  const uint32_t beside = __shfl_xor_sync(0xFFFFFFFFu, two, near);
+  const uint32_t four = is_near ? beside | two << 16 : two | beside << 16;
+  const uint32_t others = __shfl_xor_sync(0xFFFFFFFFu, four, far);
+  return is_far ? make_uint2(others, four) : make_uint2(four, others);
+}
+
+__device__ inline uint2 repeated(uint32_t code) {
+  const uint32_t four = code * 0x01010101u;
+  return make_uint2(four, four);
+}
+
+__device__ inline float multiplier_at(uint2 codes, int i) {
+  return multiplier_of((i < 4 ? codes.x : codes.y) >> 8 * (i % 4) & 0xFF);
+}
+
+template <typename T, Format F>
+__global__ void __launch_bounds__(kTileThreads) mx_tile(const MxParams m) {
+  __shared__ alignas(16) uint2 parked[kTile * 16];
+  const TileParams& p = m.tile;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int tx = warp % 2 * 8 + lane % 8;
+  const int ty = warp / 2 * 4 + (lane >> 4 & 1) + (lane >> 3 & 1) * 2;
+  const Matrix& x_matrix = p.args.x;
+  const TilePlace at = place_of(p, blockIdx.x);
+  Eight<T> x[8];
+  load_tile(x, p, at, ty, tx);
+  const int64_t row = at.row + ty * 8, column = at.column + tx * 8;
+  const bool is_inside = row < x_matrix.rows && column < x_matrix.cols;
+  uint2 square = make_uint2(0, 0);
+  if (m.is_square) {
+    float amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) amax = fmaxf(amax, x[i].amax());
+#pragma unroll
+    for (int i = 0; i < 4; ++i)  // lanes that differ in c0, c1, r0, r1
+      amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, i < 2 ? 1 << i : 2 << i));
+    square = repeated(e8m0_of(amax, m.inverse_target));
+  }
+  const int64_t block_row = row / kMxBlock, block_column = column / kMxBlock;
+  const bool is_corner = m.is_square && is_inside && row % kMxBlock == 0 && column % kMxBlock == 0;
+  if (p.args.rowwise.codes != nullptr) {
+    uint2 scales = square;
+    if (!m.is_square) {
+      float own[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) own[i] = x[i].amax();
+      scales = shared_codes(own, 1, 2, m.inverse_target);
+      if (is_inside && tx % 4 == 0)  // of eight rows; the last of them may be padding of the pitch
+        *reinterpret_cast<uint2*>(m.rowwise.scales + block_column * m.rowwise.pitch + row) = scales;
+    } else if (is_corner) {
+      m.rowwise.scales[block_column * m.rowwise.pitch + block_row] =
+          static_cast<uint8_t>(scales.x);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      store_row(p, row + i, column, encode_row<F>(x[i], multiplier_at(scales, i)));
+  }
+  if (p.args.columnwise.codes == nullptr) return;
+  uint2 scales = square;
+  if (!m.is_square) {
+    float own[8];
+    column_maxima(x, own);
+    scales = shared_codes(own, 8, 16, m.inverse_target);
+    if (is_inside && ty % 4 == 0)
+      *reinterpret_cast<uint2*>(m.columnwise.scales + block_row * m.columnwise.pitch + column) =
+          scales;
+  } else if (is_corner) {
+    m.columnwise.scales[block_row * m.columnwise.pitch + block_column] =
+        static_cast<uint8_t>(scales.x);
+  }
+  float multipliers[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) multipliers[j] = multiplier_at(scales, j);
+  uint2 codes[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) codes[i] = encode_row<F>(x[i], multipliers);
+  park_columns(codes, parked, ty, tx);
+  __syncthreads();
+  store_columns(p, at, parked);
+}
+
+}  // namespace fp8core

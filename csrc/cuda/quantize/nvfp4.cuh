@@ -1,0 +1,537 @@
+// NVFP4: e2m1 codes two a byte, an e4m3 byte for 16 elements, a float32 factor for the tensor.
+//
+// A block of 256 threads takes tiles of 128 x 128; a warp holds 16 rows x 128 columns, a thread 16
+// rows x 4 columns. So a block of 16 along a column is one thread's, as is its Hadamard transform,
+// and a block along a row lies in a quad of lanes.
+//
+// The columnwise codes go through shared memory in units of 8 bytes (16 rows of one column):
+//
+//     unit (column c, warp w) lies at [c / 2][(8 (c % 2) + w) ^ (c / 4 % 16)]
+//
+// A half-warp writes columns 4 apart, which the exclusive or spreads over all banks; pairs (2 v,
+// 2 v + 1) stay adjacent, and are read back as 16 bytes.
+#pragma once
+
+#include <type_traits>
+
+#include "amax.cuh"
+#include "e2m1.cuh"
+#include "fp8core/microscaling.h"
+
+namespace fp8core {
+
+constexpr int kFp4Tile = 128;
+constexpr int kFp4Threads = 256;
+constexpr int kFp4Block = 16;
+
+// One orientation of the result.
+struct Nvfp4Side {
+  ByteScaled out;
+  float* global_scale_inv;
+  const float* partials;  // of the amax of what is quantized
+  bool is_stochastic;
+  uint2 counter;  // of the noise: its upper half
+};
+
+struct Nvfp4Params {
+  Matrix x;
+  Nvfp4Side row, column;
+  uint2 key;
+  float* partials;  // of x, and kMaxPartials further of the transformed x
+  float largest, inverse_target;
+  int num_partials, tile_columns;
+  bool is_square, transforms, vector_loads, vector_rows, vector_columns;
+};
+
+// 16 rows of 4 adjacent elements.
+template <typename T>
+struct Strip {
+  uint2 bits[16];
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+
+  __device__ Pair pair(int row, int half) const {
+    return *reinterpret_cast<const Pair*>(half == 0 ? &bits[row].x : &bits[row].y);
+  }
+  __device__ float at(int row, int column) const {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // the upper half of a float
+      const uint32_t word = column < 2 ? bits[row].x : bits[row].y;
+      return __uint_as_float(column % 2 == 0 ? word << 16 : word & 0xFFFF0000u);
+    } else {
+      const Pair both = pair(row, column / 2);
+      return static_cast<float>(column % 2 == 0 ? both.x : both.y);
+    }
+  }
+  __device__ void load(int row, const T* from) {
+    bits[row] = __ldcs(reinterpret_cast<const uint2*>(from));
+  }
+  __device__ void gather(int row, const T* from, int count) {
+    uint32_t words[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      words[j] = j < count ? reinterpret_cast<const uint16_t*>(from)[j] : 0;
+    bits[row] = make_uint2(words[0] | words[1] << 16, words[2] | words[3] << 16);
+  }
+  // Of the even columns in the low half, of the odd ones in the high half.
+  __device__ uint32_t row_maxima(int row) const {
+    const Pair found = __hmax2(__habs2(pair(row, 0)), __habs2(pair(row, 1)));
+    return *reinterpret_cast<const uint32_t*>(&found);
+  }
+  __device__ void column_amax(float (&found)[4]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Pair both = __habs2(pair(0, half));
+#pragma unroll
+      for (int row = 1; row < 16; ++row) both = __hmax2(both, __habs2(pair(row, half)));
+      found[2 * half] = fmaxf(0.0f, static_cast<float>(both.x));
+      found[2 * half + 1] = fmaxf(0.0f, static_cast<float>(both.y));
+    }
+  }
+};
+
+template <>
+struct Strip<float> {
+  float4 values[16];
+
+  __device__ float at(int row, int column) const {
+    const float4& v = values[row];
+    return column == 0 ? v.x : column == 1 ? v.y : column == 2 ? v.z : v.w;
+  }
+  __device__ void load(int row, const float* from) {
+    values[row] = __ldcs(reinterpret_cast<const float4*>(from));
+  }
+  __device__ void gather(int row, const float* from, int count) {
+    values[row] = make_float4(count > 0 ? from[0] : 0.0f, count > 1 ? from[1] : 0.0f,
+                              count > 2 ? from[2] : 0.0f, count > 3 ? from[3] : 0.0f);
+  }
+  __device__ float row_amax(int row) const {
+    const float4& v = values[row];
+    float found = fmaxf(fmaxf(0.0f, fabsf(v.x)), fabsf(v.y));  // fmaxf drops NaN
+    return fmaxf(fmaxf(found, fabsf(v.z)), fabsf(v.w));
+  }
+  __device__ void column_amax(float (&found)[4]) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      found[j] = 0.0f;
+#pragma unroll
+      for (int row = 0; row < 16; ++row) found[j] = fmaxf(found[j], fabsf(at(row, j)));
+    }
+  }
+};
+
+template <typename T>
+__device__ float strip_amax(const Strip<T>& x) {
+  float own[4];
+  x.column_amax(own);
+  return fmaxf(fmaxf(own[0], own[1]), fmaxf(own[2], own[3]));
+}
+
+// Where a thread's strip begins.
+struct StripPlace {
+  int64_t row, column;
+  int lane, warp;
+  __device__ StripPlace(unsigned tile, int tile_columns)
+      : row(static_cast<int64_t>(tile / tile_columns) * kFp4Tile),
+        column(static_cast<int64_t>(tile % tile_columns) * kFp4Tile),
+        lane(threadIdx.x % 32),
+        warp(threadIdx.x / 32) {
+    row += warp * 16;
+    column += lane * 4;
+  }
+};
+
+template <typename T>
+__device__ void load_strip(Strip<T>& x, const Nvfp4Params& p, const StripPlace& at) {
+  const Matrix& m = p.x;
+  const T* from = static_cast<const T*>(m.data) + at.row * m.stride + at.column;
+  if (p.vector_loads && at.column < m.cols && at.row + 16 <= m.rows) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) x.load(i, from + i * m.stride);
+    return;
+  }
+  const int count = static_cast<int>(max(int64_t{0}, min(int64_t{4}, m.cols - at.column)));
+#pragma unroll
+  for (int i = 0; i < 16; ++i)
+    x.gather(i, from + i * m.stride, at.row + i < m.rows ? count : 0);
+}
+
+__device__ inline float in_bfloat16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+
+// 16 elements times diag(signs) H / 4, before the rounding to bfloat16: sums of two at a time, in
+// the order of fp8core.operands.hadamard16.
+__device__ inline void hadamard(float (&v)[16]) {
+  // + + + - + - - - - - - + - + - -, the lowest bit first
+  constexpr uint32_t kMinus = 0b1101'0111'1110'1000;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) v[i] = kMinus >> i & 1 ? -v[i] : v[i];
+#pragma unroll
+  for (int half = 1; half < 16; half *= 2) {
+#pragma unroll
+    for (int first = 0; first < 16; ++first) {
+      if (first & half) continue;
+      const float one = v[first], other = v[first | half];
+      v[first] = one + other;
+      v[first | half] = one - other;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 16; ++i) v[i] *= 0.25f;
+}
+
+template <typename T>
+__device__ Strip<__nv_bfloat16> transformed(const Strip<T>& x) {
+  Strip<__nv_bfloat16> made;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float even[16], odd[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      even[i] = x.at(i, 2 * half);
+      odd[i] = x.at(i, 2 * half + 1);
+      if (!std::is_same_v<T, __nv_bfloat16>) {
+        even[i] = in_bfloat16(even[i]);
+        odd[i] = in_bfloat16(odd[i]);
+      }
+    }
+    hadamard(even);
+    hadamard(odd);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const __nv_bfloat162 both = __floats2bfloat162_rn(even[i], odd[i]);
+      (half == 0 ? made.bits[i].x : made.bits[i].y) = *reinterpret_cast<const uint32_t*>(&both);
+    }
+  }
+  return made;
+}
+
+// Partials of the amax of x, and of the transformed x.
+template <typename T>
+__global__ void __launch_bounds__(kFp4Threads)
+    transformed_amax(const Nvfp4Params p, unsigned tiles) {
+  __shared__ float shared[2][kFp4Threads / 32];
+  float plain = 0.0f, turned = 0.0f;
+  for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    Strip<T> x;
+    load_strip(x, p, StripPlace(tile, p.tile_columns));
+    plain = fmaxf(plain, strip_amax(x));
+    turned = fmaxf(turned, strip_amax(transformed(x)));
+  }
+  plain = block_max<kFp4Threads>(plain, shared[0]);
+  turned = block_max<kFp4Threads>(turned, shared[1]);
+  if (threadIdx.x != 0) return;
+  p.partials[blockIdx.x] = plain;
+  p.partials[kMaxPartials + blockIdx.x] = turned;
+}
+
+// What the elements of a block are multiplied by, for each e4m3 code of its scale.
+constexpr int kScaleCodes = 128;
+
+// The scales of one orientation. Source: docs/numerics.md, NVFP4BlockScaling.
+struct SideScale {
+  float per_target;
+  const float* multipliers;  // [kScaleCodes], shared memory
+
+  // The e4m3 bytes of four blocks, and their multipliers.
+  __device__ uint32_t codes(const float (&amax)[4], float (&multiplier)[4]) const {
+    const uint32_t bytes =
+        encode4<Format::kE4M3>(__fmul_rn(amax[0], per_target), __fmul_rn(amax[1], per_target),
+                               __fmul_rn(amax[2], per_target), __fmul_rn(amax[3], per_target));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) multiplier[i] = multipliers[bytes >> 8 * i & 0xFF];
+    return bytes;
+  }
+};
+
+// Fills `multipliers`, for all threads after the next barrier.
+__device__ inline SideScale side_scale(const Nvfp4Side& side, const Nvfp4Params& p, float* shared,
+                                       float* multipliers) {
+  const float amax = reduce_partials<kFp4Threads>(side.partials, p.num_partials, shared);
+  float scale = fminf(__fdiv_rn(p.largest, amax), FLT_MAX);
+  if (amax == 0.0f || isinf(amax)) scale = 1.0f;
+  const float inverse = __frcp_rn(scale);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *side.global_scale_inv = inverse;
+  if (threadIdx.x < kScaleCodes) {
+    uint32_t decoded;  // two float16, exact
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(decoded) : "h"(static_cast<uint16_t>(threadIdx.x)));
+    const float own = static_cast<float>(reinterpret_cast<const __half2*>(&decoded)->x);
+    multipliers[threadIdx.x] = fminf(__frcp_rn(__fmul_rn(own, inverse)), FLT_MAX);
+  }
+  return {__fmul_rn(scale, p.inverse_target), multipliers};
+}
+
+// Noise of 2 rows x 4 elements along k of an operand, `index` as docs/numerics.md counts them.
+__device__ inline uint4 noise_block(const Nvfp4Side& side, uint2 key, int64_t index) {
+  const auto low = static_cast<uint32_t>(index), high = static_cast<uint32_t>(index >> 32);
+  return philox(make_uint4(low, high, side.counter.x, side.counter.y), key);
+}
+
+// Four codes of a row along k, unsettled; the noise is that of row % 2 in its block.
+template <bool kStochastic>
+__device__ uint32_t encode_four(const float (&v)[4], uint4 noise, int parity) {
+  if (!kStochastic) return e2m1_nearest(v);
+  return parity == 0 ? e2m1_stochastic(v, noise.x, noise.y)
+                     : e2m1_stochastic(v, noise.z, noise.w);
+}
+
+__device__ inline float quad_max(float value) {
+  value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, 1));
+  return fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, 2));
+}
+
+// Maxima over the four lanes of a quad: of the N values that all hold, lane q gets the q-th N / 4,
+// in the first places. Of those that two lanes both hold, each keeps half and hands on the other.
+template <typename Bits, int N, typename Larger>
+__device__ void quad_share(Bits (&own)[N], int lane, Larger larger) {
+#pragma unroll
+  for (int half = N / 2; half >= N / 4; half /= 2) {
+    const int mask = half == N / 2 ? 2 : 1;
+    const bool keeps_upper = (lane & mask) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const Bits low = own[i], high = own[i + half];
+      const Bits handed = __shfl_xor_sync(0xFFFFFFFFu, keeps_upper ? low : high, mask);
+      own[i] = larger(keeps_upper ? high : low, handed);
+    }
+  }
+}
+
+template <typename Pair>
+__device__ Pair as_pair(uint32_t bits) {
+  return *reinterpret_cast<const Pair*>(&bits);
+}
+
+// Amaxes of the 16 rows over a quad: lane q gets those of rows 4 q .. 4 q + 3.
+template <typename T>
+__device__ void quad_row_amax(const Strip<T>& x, int lane, float (&found)[4]) {
+  if constexpr (std::is_same_v<T, float>) {
+    float own[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) own[i] = x.row_amax(i);
+    quad_share(own, lane, [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll
+    for (int i = 0; i < 4; ++i) found[i] = own[i];
+  } else {
+    using Pair = typename Strip<T>::Pair;  // two rows an instruction
+    const auto larger = [](uint32_t a, uint32_t b) {
+      const Pair both = __hmax2(as_pair<Pair>(a), as_pair<Pair>(b));
+      return *reinterpret_cast<const uint32_t*>(&both);
+    };
+    uint32_t own[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t even = x.row_maxima(2 * i), odd = x.row_maxima(2 * i + 1);
+      own[i] = larger(__byte_perm(even, odd, 0x5410), __byte_perm(even, odd, 0x7632));
+    }
+    quad_share(own, lane, larger);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Pair two = as_pair<Pair>(own[i]);
+      found[2 * i] = fmaxf(0.0f, static_cast<float>(two.x));
+      found[2 * i + 1] = fmaxf(0.0f, static_cast<float>(two.y));
+    }
+  }
+}
+
+// Each lane of a quad holds the low 16 bits of four rows; lane q gets the 64 bits of row q.
+__device__ inline uint2 gather_row(const uint32_t (&part)[4], int lane) {
+  const bool is_odd = (lane & 1) != 0, is_upper = (lane & 2) != 0;
+  const uint32_t first = __byte_perm(part[0], part[1], 0x5410);
+  const uint32_t second = __byte_perm(part[2], part[3], 0x5410);
+  // Of two rows: quarters 0 or 1, and 2 or 3.
+  const uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, is_upper ? first : second, 2);
+  const uint32_t low = is_upper ? got : first, high = is_upper ? second : got;
+  // Of one row: quarters 0 and 2, or 1 and 3.
+  const uint32_t even = __byte_perm(low, high, 0x5410), odd = __byte_perm(low, high, 0x7632);
+  const uint32_t kept = is_odd ? odd : even;
+  const uint32_t beside = __shfl_xor_sync(0xFFFFFFFFu, is_odd ? even : odd, 1);
+  const uint32_t front = is_odd ? beside : kept, back = is_odd ? kept : beside;
+  return make_uint2(__byte_perm(front, back, 0x5410), __byte_perm(front, back, 0x7632));
+}
+
+template <bool kStochastic, typename T>
+__device__ void cast_rows(const Strip<T>& x, const Nvfp4Params& p, const StripPlace& at,
+                          const SideScale& scale) {
+  const Nvfp4Side& side = p.row;
+  const Matrix& m = p.x;
+  const bool is_inside = at.row < m.rows && at.column < m.cols;
+  const int64_t block = at.column / kFp4Block;
+  float amax[4], own[4];
+  if (p.is_square) {
+    const float all = quad_max(strip_amax(x));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) amax[i] = all;
+  } else {
+    quad_row_amax(x, at.lane, amax);
+  }
+  const int quarter = at.lane % 4;
+  const uint32_t codes = scale.codes(amax, own);
+  if (p.is_square) {
+    if (is_inside && quarter == 0)
+      side.out.scales[block * side.out.pitch + at.row / kFp4Block] = static_cast<uint8_t>(codes);
+  } else if (block * kFp4Block < m.cols && at.row < m.rows) {
+    auto* to = side.out.scales + block * side.out.pitch + at.row + 4 * quarter;
+    *reinterpret_cast<uint32_t*>(to) = codes;  // past the last row: padding of the pitch
+  }
+  const int64_t fours = (m.cols + 3) / 4;
+#pragma unroll
+  for (int group = 0; group < 4; ++group) {
+    uint32_t parts[4];
+    uint4 noise{};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = 4 * group + i;
+      const float multiplier = __shfl_sync(0xFFFFFFFFu, own[i], group, 4);
+      float scaled[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) scaled[j] = __fmul_rn(x.at(row, j), multiplier);
+      if (kStochastic && i % 2 == 0)
+        noise = noise_block(side, p.key, (at.row + row) / 2 * fours + at.column / 4);
+      parts[i] = encode_four<kStochastic>(scaled, noise, i % 2);
+    }
+    const uint2 mixed = gather_row(parts, at.lane);
+    const uint2 whole = make_uint2(settled(mixed.x), settled(mixed.y));
+    const int64_t row = at.row + 4 * group + quarter, column = block * kFp4Block;
+    if (row >= m.rows || column >= m.cols) continue;
+    uint8_t* to = side.out.codes + row * (m.cols / 2) + column / 2;
+    if (p.vector_rows) {
+      __stcs(reinterpret_cast<uint2*>(to), whole);
+      continue;
+    }
+    const auto* bytes = reinterpret_cast<const uint8_t*>(&whole);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (column + 2 * i < m.cols) to[i] = bytes[i];
+    }
+  }
+}
+
+__device__ inline uint2& parked_at(uint2* parked, int column, int warp) {
+  return parked[column / 2 * 16 + ((column % 2 * 8 + warp) ^ (column / 4 % 16))];
+}
+
+template <bool kStochastic, typename T>
+__device__ void park_cast_columns(const Strip<T>& x, const Nvfp4Params& p, const StripPlace& at,
+                             const SideScale& scale, uint2* parked) {
+  const Nvfp4Side& side = p.column;
+  const Matrix& m = p.x;
+  float amax[4], multiplier[4];
+  x.column_amax(amax);
+  if (p.is_square) {
+    const float all = quad_max(fmaxf(fmaxf(amax[0], amax[1]), fmaxf(amax[2], amax[3])));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) amax[j] = all;
+  }
+  const uint32_t codes = scale.codes(amax, multiplier);
+  if (at.row < m.rows && at.column < m.cols) {
+    uint8_t* to = side.out.scales + at.row / kFp4Block * side.out.pitch;
+    if (!p.is_square)
+      *reinterpret_cast<uint32_t*>(to + at.column) = codes;  // past the last column: padding
+    else if (at.lane % 4 == 0)
+      to[at.column / kFp4Block] = static_cast<uint8_t>(codes);
+  }
+  const int64_t fours = (m.rows + 3) / 4;
+#pragma unroll
+  for (int pair = 0; pair < 4; pair += 2) {  // columns pair and pair + 1 share their noise
+    uint2 made[2];
+#pragma unroll
+    for (int four = 0; four < 4; ++four) {
+      uint4 noise{};
+      if (kStochastic)
+        noise = noise_block(side, p.key, (at.column + pair) / 2 * fours + at.row / 4 + four);
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int column = pair + odd;
+        float scaled[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          scaled[i] = __fmul_rn(x.at(4 * four + i, column), multiplier[column]);
+        const uint32_t part = encode_four<kStochastic>(scaled, noise, odd);
+        uint32_t& word = four < 2 ? made[odd].x : made[odd].y;
+        word = four % 2 == 0 ? part : settled(__byte_perm(word, part, 0x5410));
+      }
+    }
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd)
+      parked_at(parked, at.lane * 4 + pair + odd, at.warp) = made[odd];
+  }
+}
+
+template <typename T>
+__device__ void cast_columns(const Strip<T>& x, const Nvfp4Params& p, const StripPlace& at,
+                             const SideScale& scale, uint2* parked) {
+  if (p.column.is_stochastic)
+    park_cast_columns</*kStochastic=*/true>(x, p, at, scale, parked);
+  else
+    park_cast_columns</*kStochastic=*/false>(x, p, at, scale, parked);
+}
+
+__device__ inline void store_parked(const Nvfp4Params& p, int64_t tile_row, int64_t tile_column,
+                                    const uint2* parked) {
+  const Matrix& m = p.x;
+#pragma unroll
+  for (int pass = 0; pass < 2; ++pass) {
+    const int index = pass * kFp4Threads + threadIdx.x;
+    const int own = index / 4, chunk = index % 4, swizzle = own / 4 % 16;
+    const uint4 pair = *reinterpret_cast<const uint4*>(
+        &parked[own / 2 * 16 + ((own % 2 * 8 + 2 * chunk) ^ (swizzle & ~1))]);
+    const uint4 codes = swizzle % 2 == 0 ? pair : make_uint4(pair.z, pair.w, pair.x, pair.y);
+    const int64_t column = tile_column + own, row = tile_row + chunk * 32;
+    if (column >= m.cols || row >= m.rows) continue;
+    uint8_t* to = p.column.out.codes + column * (m.rows / 2) + row / 2;
+    if (p.vector_columns) {
+      __stcs(reinterpret_cast<uint4*>(to), codes);
+      continue;
+    }
+    const auto* bytes = reinterpret_cast<const uint8_t*>(&codes);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if (row + 2 * i < m.rows) to[i] = bytes[i];
+    }
+  }
+}
+
+template <typename T>
+__device__ void cast_tile(const Nvfp4Params& p, unsigned tile, const SideScale& row_scale,
+                          const SideScale& column_scale, uint2* parked) {
+  const StripPlace at(tile, p.tile_columns);
+  Strip<T> x;
+  load_strip(x, p, at);
+  if (p.row.out.codes != nullptr) {
+    if (p.row.is_stochastic)
+      cast_rows</*kStochastic=*/true>(x, p, at, row_scale);
+    else
+      cast_rows</*kStochastic=*/false>(x, p, at, row_scale);
+  }
+  if (p.column.out.codes == nullptr) return;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    if (p.transforms) x = transformed(x);
+    cast_columns(x, p, at, column_scale, parked);
+  } else {
+    if (p.transforms)
+      cast_columns(transformed(x), p, at, column_scale, parked);
+    else
+      cast_columns(x, p, at, column_scale, parked);
+  }
+  __syncthreads();
+  store_parked(p, at.row - at.warp * 16, at.column - at.lane * 4, parked);
+}
+
+// Blocks of threads that a multiprocessor holds at a time: a grid of so many does all tiles.
+template <typename T>
+constexpr int kFp4Resident = sizeof(T) == 2 ? 3 : 2;
+
+template <typename T>
+__global__ void __launch_bounds__(kFp4Threads, kFp4Resident<T>)
+    nvfp4_tile(const Nvfp4Params p, unsigned tiles) {
+  __shared__ alignas(16) uint2 parked[2][kFp4Tile * 8];  // in turns: one barrier a tile
+  __shared__ float shared[2][kFp4Threads / 32], multipliers[2][kScaleCodes];
+  SideScale row{}, column{};
+  if (p.row.out.codes != nullptr) row = side_scale(p.row, p, shared[0], multipliers[0]);
+  if (p.column.out.codes != nullptr) column = side_scale(p.column, p, shared[1], multipliers[1]);
+  __syncthreads();
+  int turn = 0;
+  for (unsigned done = blockIdx.x; done < tiles; done += gridDim.x, turn ^= 1)
+    // x is read a second time: the end of it first, which is still in the cache.
+    cast_tile<T>(p, tiles - 1 - done, row, column, parked[turn]);
+}
+
+}  // namespace fp8core
