@@ -76,18 +76,25 @@ def split_groups(
 
     ``bounds`` are the values of ``group_offsets``; ``dim`` is 0 for a rowwise operand, 1 for a
     columnwise one, whose groups follow one another along k. ``spec`` None: a tensor in high
-    precision. A group may be empty, and may end with a partial block.
+    precision. A group may be empty, and may end with a partial block. What the operand holds beyond
+    its last group, data or scales, is left out.
     """
     sizes = [end - start for start, end in itertools.pairwise(bounds)]
     if spec is None:
-        return [Operand(part) for part in torch.split(operand.data, sizes, dim)]
+        return [Operand(part) for part in _split(operand.data, sizes, dim)]
     assert operand.scale_inv is not None
     per_byte = 8 // formats.by_name(spec.format).bits if dim == 1 else 1
     block = spec.block[dim]
     scale_sizes = [-(-size // block) if block else 1 for size in sizes]
-    data = torch.split(operand.data, [size // per_byte for size in sizes], dim)
-    scales = torch.split(operand.scale_inv, scale_sizes, dim)
+    data = _split(operand.data, [size // per_byte for size in sizes], dim)
+    scales = _split(operand.scale_inv, scale_sizes, dim)
     if operand.global_scale_inv is None:
         return [Operand(*parts) for parts in zip(data, scales, strict=True)]
     globals_ = torch.split(operand.global_scale_inv, 1, dim)
     return [Operand(*parts) for parts in zip(data, scales, globals_, strict=True)]
+
+
+def _split(x: torch.Tensor, sizes: Sequence[int], dim: int) -> Sequence[torch.Tensor]:
+    """Return parts of these sizes along ``dim``, without what is beyond the last."""
+    used = sum(sizes)
+    return torch.split(x if used == x.shape[dim] else x.narrow(dim, 0, used), sizes, dim)

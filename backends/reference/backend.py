@@ -58,7 +58,12 @@ class ReferenceBackend:
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
         """Say why ``desc`` cannot run, or None."""
         check = _CHECKS.get(type(desc))
-        return f"unknown descriptor {desc}" if check is None else check(desc)
+        if check is None:
+            return f"unknown descriptor {desc}"
+        is_plain = isinstance(desc, GroupedGemmDesc) and not desc.low_precision
+        if is_plain and desc.offsets_on_device and device.type != "cpu":
+            return "in high precision it would wait for the sizes of groups that the device has"
+        return check(desc)
 
     def alignment(self, desc: GemmDesc) -> Alignment:
         """Take any size, but whole blocks of the formats whose storage has no partial ones."""
