@@ -94,7 +94,7 @@ def split_groups(
     return [Operand(*parts) for parts in zip(data, scales, globals_, strict=True)]
 
 
-def _split(x: torch.Tensor, sizes: Sequence[int], dim: int) -> Sequence[torch.Tensor]:
+def _split(x: torch.Tensor, sizes: list[int], dim: int) -> Sequence[torch.Tensor]:
     """Return parts of these sizes along ``dim``, without what is beyond the last."""
     used = sum(sizes)
     return torch.split(x if used == x.shape[dim] else x.narrow(dim, 0, used), sizes, dim)

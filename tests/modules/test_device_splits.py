@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,9 +17,8 @@ SIZES = ([5, 0, 3], [0, 0, 8], [1, 1, 6], [130, 0, 70])
 
 
 @pytest.fixture(autouse=True)
-def _device_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _device_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped_linear, "_stays_on_device", lambda sizes: True)
-    yield
 
 
 def step(layer: GroupedLinear, x: torch.Tensor, splits: Any, name: str | None) -> list[Any]:

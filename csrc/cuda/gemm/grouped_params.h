@@ -12,7 +12,7 @@ namespace fp8core {
 
 constexpr int kGroupsPerLaunch = 64;
 
-struct alignas(64) GroupedParams {
+struct GroupedParams {
   CUtensorMap a;
   CUtensorMap b[kGroupsPerLaunch];  // contracted: the first alone
   const float* b_scale[kGroupsPerLaunch];

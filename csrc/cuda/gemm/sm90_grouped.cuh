@@ -182,14 +182,14 @@ __device__ void bring_scales(const GroupedParams& p, typename Stages<kWaves>::Sh
     const int columns = p.n - at.column;
     for (int step = 0; step < at.steps; ++step, ring.advance()) {
       wait(&shared.empty[ring.stage], ring.phase ^ 1);
-#pragma unroll
+#pragma unroll 2
       for (int i = 0; i < S::kTileM; i += 32) {
         const int row = i + lane;
         const bool is_there = row < at.rows;
         copy_word(&shared.a_scale[ring.stage][row],
                   is_there ? a + (row >> a_shift) * p.a_row_stride : a, is_there);
       }
-#pragma unroll
+#pragma unroll 2
       for (int i = 0; i < kTileN; i += 32) {
         const int row = i + lane;
         const bool is_there = row < columns;
@@ -283,15 +283,11 @@ __device__ void sum_up(float (&sums)[kWaves][64], typename Stages<kWaves>::Share
       clear_tail<S::kTileM>(shared, stage, last_size);
     const std::uint8_t* a = shared.a[stage] + 64 * group * kStep;
     if constexpr (kHow == Accumulation::kTensorCore) {
-#pragma unroll
-      for (int v = 0; v < kWaves; ++v) hold(sums[v]);
       begin_products();
 #pragma unroll
       for (int v = 0; v < kWaves; ++v)
         multiply_stage<A, B>(sums[v], a + v * 128 * kStep, shared.b[stage], step > 0);
       commit_products();
-#pragma unroll
-      for (int v = 0; v < kWaves; ++v) hold(sums[v]);
       if (step > 0) {
         wait_products<1>();
         release(before);
@@ -345,11 +341,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    give_registers<40>();
+    give_registers<56>();
     if (threadIdx.x == 0) bring_codes<kWaves>(p, shared);
     if (kHasScales && threadIdx.x / 32 == 1) bring_scales<kWaves>(p, shared);
   } else {
-    take_registers<232>();
+    take_registers<224>();
     Walk<S::kTileM, typename S::Shared> at(p, shared);
     Ring<S::kCount> ring;
     const int thread = threadIdx.x % 128;
