@@ -30,7 +30,7 @@ SIZES: dict[str, tuple[tuple[int, ...], int]] = {
     "tail": ((5, 0, 17), 200),
     "empty": ((0, 0, 0), 0),
     "nothing but tail": ((0, 0), 77),
-    "many": (tuple(i % 7 for i in range(70)), 207),
+    "many": (tuple(i % 7 for i in range(70)), 213),
 }
 CASTS = ("delayed", "current", "rowwise", "vector", "square")
 PAIRS = {
