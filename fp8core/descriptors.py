@@ -64,10 +64,10 @@ class Operand(NamedTuple):
     ceil(k / bk)]`` in float32, or uint8 codes of the scale format. ``global_scale_inv`` is
     ``[1, 1]`` float32 for two-level scales, else None. In a grouped operand the groups' operands
     are concatenated, data and scales alike, along rows for a rowwise operand and along k for a
-    columnwise one. With offsets on the device the host does not know how many scales the groups
-    have: for blocks of more than one element along the groups there is room for ``rows // block +
-    groups``, and group ``g`` begins, as ever, after the ``sum(ceil(size / block))`` of those before
-    it. Codes beyond the last group are 0, scales 1.
+    columnwise one. With offsets on the device the host does not know how many scales they have: for
+    blocks of more than one element along the groups there is room for ``rows // block + groups``,
+    filled group by group as ever. Codes of a columnwise group begin at a multiple of ``step =
+    GROUP_STEP``, ``step * (rows // step + groups)`` in all. Unused codes are 0, scales 1.
 
     In high precision (a descriptor's spec is None), ``data`` is the tensor itself, without scales.
     """

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from fp8core.backend_api import (
+    GROUP_STEP,
     GroupedGemmDesc,
     Operand,
     OperandError,
@@ -32,8 +33,9 @@ from fp8core_backends.cuda.stream import index_of, raw_stream
 
 __all__ = ["DeviceGroupedGemm", "bind_device_quantize"]
 
-_PyOperand: TypeAlias = "tuple[list[int], int, list[int], int, int]"
-"""Addresses of codes, bytes between rows; addresses of scales, their strides by row and by k."""
+_PyOperand: TypeAlias = "tuple[list[int], int, list[int], int, int, int]"
+"""Addresses of codes, bytes between rows; addresses of scales, their strides by row and by k, and
+how many there are along k."""
 
 
 class _Quantize:
@@ -73,7 +75,7 @@ class _Quantize:
         stride = cols if x.is_contiguous() else x.stride(0)
         made: list[Operand | None] = [None, None]
         places = [(0, 0, 1), (0, 0, 1)]
-        code_pitch = round_up(max(rows, 1), ALIGNMENT)
+        length = GROUP_STEP * (rows // GROUP_STEP + groups)
         scales = self._scales(rows, cols, groups)
         if not cols:
             for one, _ in scales:
@@ -83,9 +85,9 @@ class _Quantize:
             places[0] = (codes.data_ptr(), scales[0][0].data_ptr(), scales[0][1])
             made[0] = Operand(codes[:rows], scales[0][0])
         if self._columnwise:
-            codes = torch.empty((cols, code_pitch), dtype=torch.uint8, device=device)
+            codes = torch.empty((cols, length), dtype=torch.uint8, device=device)
             places[1] = (codes.data_ptr(), scales[1][0].data_ptr(), scales[1][1])
-            made[1] = Operand(codes[:, :rows], scales[1][0])
+            made[1] = Operand(codes, scales[1][0])
         if self._mode == "tensor":  # one for both
             places[0] = (places[0][0], scales[0][0].data_ptr(), 1)
         room = self._workspace(rows, cols, groups)
@@ -99,7 +101,7 @@ class _Quantize:
             0 if scale is None else scale.data_ptr(),
             0 if amax_out is None else amax_out.data_ptr(),
             0 if room is None else room.data_ptr(),
-            code_pitch,
+            length,
             offsets.data_ptr(),
             groups,
             0 if scale is None else scale.stride(0),
@@ -310,7 +312,7 @@ def _place(operands: Sequence[Operand], kept: list[torch.Tensor]) -> _PyOperand:
         kept.extend(scales)
         strides = scales[0].stride()
     addresses = [[one.data_ptr() for one in some] for some in (data, scales)]
-    return addresses[0], pitch, addresses[1], strides[0], strides[1]
+    return addresses[0], pitch, addresses[1], strides[0], strides[1], scales[0].shape[1]
 
 
 def _is_readable(data: torch.Tensor, pitch: int) -> bool:

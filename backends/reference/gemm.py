@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8core.backend_api import GemmDesc, GroupedGemmDesc, Operand, OperandSpec, split_groups
+from fp8core.backend_api import (
+    GROUP_STEP,
+    GemmDesc,
+    GroupedGemmDesc,
+    Operand,
+    OperandSpec,
+    split_groups,
+)
 from fp8core_backends.reference.quantize import bounds_of, dequantize_float32
 
 __all__ = ["gemm", "grouped_gemm"]
@@ -40,10 +47,11 @@ def grouped_gemm(
     """One GEMM a group; see the backend API."""
     rows = a.data.shape[1 if desc.contract_groups else 0]
     bounds = bounds_of(group_offsets, rows)
-    a_parts = split_groups(desc.a, a, bounds, dim=1 if desc.contract_groups else 0)
+    step = GROUP_STEP if desc.offsets_on_device else 1
+    a_parts = split_groups(desc.a, a, bounds, 1 if desc.contract_groups else 0, step)
     if desc.contract_groups:
         assert isinstance(b, Operand)
-        b_parts: Sequence[Operand] = split_groups(desc.b, b, bounds, dim=1)
+        b_parts: Sequence[Operand] = split_groups(desc.b, b, bounds, 1, step)
         outs: Sequence[torch.Tensor | None] = [None] * len(a_parts) if out is None else list(out)
         return [
             gemm(desc, a_part, b_part, out=own)  # [m, k_g] x [n, k_g] -> [m, n]

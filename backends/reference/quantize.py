@@ -12,6 +12,7 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api import (
+    GROUP_STEP,
     AmaxDesc,
     DequantizeDesc,
     Operand,
@@ -59,9 +60,12 @@ def quantize(
                 own_rng,
             )
         )
+    columnwise = [part.columnwise for part in parts]
+    if desc.offsets_on_device and desc.columnwise is not None:
+        step = GROUP_STEP * formats.by_name(desc.columnwise.format).bits // 8
+        columnwise = [_pad(part, step) for part in columnwise if part is not None]
     made = Quantized(
-        _concatenate([part.rowwise for part in parts], dim=0),
-        _concatenate([part.columnwise for part in parts], dim=1),
+        _concatenate([part.rowwise for part in parts], dim=0), _concatenate(columnwise, dim=1)
     )
     if not desc.offsets_on_device:
         return made
@@ -86,8 +90,15 @@ def _fill(spec: OperandSpec, operand: Operand, rows: int, groups: int, dim: int)
     block, per_byte = spec.block[dim], 8 // formats.by_name(spec.format).bits if dim else 1
     count = groups if block == 0 else rows if block == 1 else rows // block + groups
     one = 1.0 if spec.scale_format == "float32" else formats.by_name(spec.scale_format).encode(_ONE)
-    data = _grow(data, rows // per_byte, dim, 0)
+    length = GROUP_STEP * (rows // GROUP_STEP + groups) if dim else rows
+    data = _grow(data, length // per_byte, dim, 0)
     return Operand(data, _grow(scale_inv, count, dim, float(one)), global_scale_inv)
+
+
+def _pad(operand: Operand, step: int) -> Operand:
+    return operand._replace(
+        data=_grow(operand.data, -(-operand.data.shape[1] // step) * step, 1, 0)
+    )
 
 
 def _grow(x: torch.Tensor, size: int, dim: int, value: float) -> torch.Tensor:

@@ -135,14 +135,14 @@ std::vector<T> as_pointers(const std::vector<Address>& addresses) {
   return made;
 }
 
-// Codes' addresses, bytes between rows, scales' addresses, strides of rows and of k.
+// Codes' addresses, bytes between rows, scales' addresses, strides of rows and of k, blocks of k.
 using PyOperand = std::tuple<std::vector<Address>, std::int64_t, std::vector<Address>,
-                             std::int64_t, std::int64_t>;
+                             std::int64_t, std::int64_t, std::int64_t>;
 
 GroupedOperand grouped_operand(const PyOperand& given) {
-  const auto& [data, pitch, scale_inv, row_stride, k_stride] = given;
+  const auto& [data, pitch, scale_inv, row_stride, k_stride, blocks] = given;
   return {as_pointers<const void*>(data), pitch, as_pointers<const float*>(scale_inv), row_stride,
-          k_stride};
+          k_stride, blocks};
 }
 
 void register_grouped_gemm(py::module_& module) {

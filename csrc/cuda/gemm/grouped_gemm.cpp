@@ -115,6 +115,7 @@ GroupedParams common(const GroupedGemmDesc& desc, const GroupedGemmArguments& gi
   p.b_row_stride = b.row, p.b_k_stride = b.k;
   p.b_group_stride = desc.contracts ? b.group : 0;
   p.m = static_cast<int>(given.m), p.n = static_cast<int>(given.n), p.k = static_cast<int>(given.k);
+  p.scale_blocks = static_cast<int>(std::min(given.a.scale_blocks, given.b.scale_blocks));
   p.groups = static_cast<int>(given.groups);
   p.out = desc.out, p.bias_type = given.bias_type;
   p.a_in_blocks = desc.a_scale == ScaleMode::kBlock128;

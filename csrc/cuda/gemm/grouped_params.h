@@ -25,6 +25,7 @@ struct GroupedParams {
   std::int64_t a_row_stride, a_k_stride, a_group_stride;
   std::int64_t b_row_stride, b_k_stride, b_group_stride;
   int m, n, k;
+  int scale_blocks;        // along k, that there are
   int groups;              // all of them
   int first_group, count;  // those of this launch
   ElementType out, bias_type;

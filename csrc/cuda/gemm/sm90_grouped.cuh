@@ -37,7 +37,7 @@ struct Stages {
     std::uint64_t full[kCount], empty[kCount];
     // The groups of this launch, and behind them the tail.
     int start[kGroupsPerLaunch + 1], size[kGroupsPerLaunch + 1];
-    int first_block[kGroupsPerLaunch + 1];
+    int first_block[kGroupsPerLaunch + 1], first_step[kGroupsPerLaunch + 1];
     int tiles[kGroupsPerLaunch + 2];  // of the groups before
   };
 };
@@ -46,22 +46,22 @@ struct Stages {
 template <int kTileM, typename Shared>
 __device__ void tabulate(const GroupedParams& p, Shared& shared) {
   const int lane = threadIdx.x % 32, rows = p.contracts ? p.k : p.m;
-  int end = 0, blocks = 0;
+  GroupLane before_all{};
   for (int base = 0; base < p.first_group + p.count; base += 32) {
-    const GroupLane own = group_lane(p.offsets, p.groups, rows, base, end, blocks);
+    const GroupLane own = group_lane(p.offsets, p.groups, rows, base, before_all);
     const int at = base + lane - p.first_group;
     if (at >= 0 && at < p.count) {
       shared.start[at] = own.start;
       shared.size[at] = own.end - own.start;
       shared.first_block[at] = own.blocks_before;
+      shared.first_step[at] = own.steps_before;
     }
-    end = __shfl_sync(0xFFFFFFFFu, own.end, 31);
-    blocks = __shfl_sync(0xFFFFFFFFu, own.blocks_after, 31);
+    before_all = last_lane(own);
   }
   if (lane == 0 && p.takes_tail) {
-    shared.start[p.count] = end;
-    shared.size[p.count] = rows - end;
-    shared.first_block[p.count] = blocks;
+    shared.start[p.count] = before_all.end;
+    shared.size[p.count] = rows - before_all.end;
+    shared.first_block[p.count] = before_all.blocks_after;
   }
   __syncwarp();
   const int entries = p.count + (p.takes_tail ? 1 : 0), columns = (p.n + kTileN - 1) / kTileN;
@@ -119,7 +119,7 @@ struct Walk {
     rows = all_rows - row;
     if (p.contracts) {
       start = row;
-      k_start = shared.start[entry];
+      k_start = shared.first_step[entry] * kGroupStep;
       k_size = size;
       k_block = shared.first_block[entry];
       scale_row = p.a_in_blocks ? row / 128 : row;
@@ -182,17 +182,18 @@ __device__ void bring_scales(const GroupedParams& p, typename Stages<kWaves>::Sh
     const int columns = p.n - at.column;
     for (int step = 0; step < at.steps; ++step, ring.advance()) {
       wait(&shared.empty[ring.stage], ring.phase ^ 1);
+      const bool is_inside = at.k_block + step < p.scale_blocks;
 #pragma unroll 2
       for (int i = 0; i < S::kTileM; i += 32) {
         const int row = i + lane;
-        const bool is_there = row < at.rows;
+        const bool is_there = row < at.rows && is_inside;
         copy_word(&shared.a_scale[ring.stage][row],
                   is_there ? a + (row >> a_shift) * p.a_row_stride : a, is_there);
       }
 #pragma unroll 2
       for (int i = 0; i < kTileN; i += 32) {
         const int row = i + lane;
-        const bool is_there = row < columns;
+        const bool is_there = row < columns && is_inside;
         copy_word(&shared.b_scale[ring.stage][row],
                   is_there ? b + (row >> b_shift) * p.b_row_stride : b, is_there);
       }

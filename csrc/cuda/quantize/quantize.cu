@@ -53,8 +53,10 @@ void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, int 
                 "quantize: this granularity takes a workspace");
   const Groups& groups = arguments.groups;
   const std::int64_t pitch = arguments.column_pitch;
-  FP8CORE_CHECK(arguments.columnwise.codes == nullptr || pitch >= x.rows, "quantize: ", pitch,
-                " bytes between the rows of columnwise codes; expected at least ", x.rows);
+  const std::int64_t least =
+      groups.offsets == nullptr ? x.rows : (x.rows / kGroupStep + groups.count) * kGroupStep;
+  FP8CORE_CHECK(arguments.columnwise.codes == nullptr || pitch >= least, "quantize: ", pitch,
+                " bytes between the rows of columnwise codes; expected at least ", least);
   FP8CORE_CHECK(groups.offsets == nullptr || (groups.count > 0 && x.rows < kMostRows),
                 "quantize: ", x.rows, " rows in ", groups.count, " groups; expected at least one ",
                 "group and less than ", kMostRows, " rows");

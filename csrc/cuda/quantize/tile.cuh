@@ -34,6 +34,7 @@ struct TilePlace {
   int64_t row, column;  // of the tile's first element
   int64_t tile_row, tile_column;
   int64_t row_end, load_end;  // where the group's rows end; of the tail's none are read
+  int64_t code, code_end;     // likewise in the columnwise codes
   int64_t group;              // 0 without groups
   bool is_first;              // row of tiles of its group
   bool is_tail;               // belongs to no group
@@ -47,7 +48,8 @@ __device__ inline TilePlace place_of(const TileParams& p, unsigned tile) {
   const Groups& groups = p.args.groups;
   if (groups.offsets == nullptr) {
     at.row = at.tile_row * kTile;
-    at.row_end = at.load_end = p.args.x.rows;
+    at.row_end = at.load_end = at.code_end = p.args.x.rows;
+    at.code = at.row;
     at.group = 0;
     at.is_first = at.tile_row == 0;
     at.is_tail = false;
@@ -56,12 +58,17 @@ __device__ inline TilePlace place_of(const TileParams& p, unsigned tile) {
   const int count = static_cast<int>(groups.count), rows = static_cast<int>(p.args.x.rows);
   const int own = static_cast<int>(at.tile_row);
   const GroupPlace found = group_of_block(groups.offsets, count, rows, own);
-  at.row = found.start + static_cast<int64_t>(own - found.first_block) * kTile;
+  const int64_t offset = static_cast<int64_t>(own - found.first_block) * kTile;
+  const int64_t first_code = static_cast<int64_t>(found.first_step) * kGroupStep;
+  at.row = found.start + offset;
+  at.code = first_code + offset;
   at.row_end = found.end;
   at.group = found.group;
   at.is_first = own == found.first_block;
   at.is_tail = found.group == count;
   at.load_end = at.is_tail ? 0 : at.row_end;
+  at.code_end = at.is_tail ? p.args.column_pitch
+                           : first_code + group_steps(found.end - found.start) * kGroupStep;
   return at;
 }
 
@@ -136,39 +143,9 @@ __device__ inline void park_columns(const uint2 (&codes)[8], uint2* shared, int 
   }
 }
 
-// Stores columns of a group that begins between two multiples of 16 rows: chunks of 16 bytes at
-// addresses that are, put together from two or three units.
-__device__ inline void store_shifted_columns(const TileParams& p, const TilePlace& at,
-                                             const uint2* shared) {
-  constexpr int kChunks = kTile / 16 + 1;
-  const int shift = static_cast<int>(at.row % 16);
-  const int count = static_cast<int>(min(int64_t{kTile}, at.row_end - at.row));
-  for (int index = threadIdx.x; index < kTile * kChunks; index += kTileThreads) {
-    const int own = index / kChunks, first = index % kChunks * 16 - shift, swizzle = own / 8;
-    if (at.column + own >= p.args.x.cols || first >= count) continue;
-    uint8_t* to = p.args.columnwise.codes + (at.column + own) * p.args.column_pitch + at.row + first;
-    const auto unit = [&](int which) {
-      return *reinterpret_cast<const uint64_t*>(&shared[own * 16 + (which ^ swizzle)]);
-    };
-    if (first >= 0 && first + 16 <= count) {
-      const int bits = first % 8 * 8;
-      uint64_t low = unit(first / 8), high = unit(first / 8 + 1);
-      if (bits != 0) {
-        low = low >> bits | high << (64 - bits);
-        high = high >> bits | unit(first / 8 + 2) << (64 - bits);
-      }
-      __stcs(reinterpret_cast<ulonglong2*>(to), make_ulonglong2(low, high));
-      continue;
-    }
-    for (int i = max(0, -first); i < 16 && first + i < count; ++i)
-      to[i] = static_cast<uint8_t>(unit((first + i) / 8) >> (first + i) % 8 * 8);
-  }
-}
-
 __device__ inline void store_columns(const TileParams& p, const TilePlace& at,
                                      const uint2* shared) {
   const Matrix& m = p.args.x;
-  if (p.vector_columns && at.row % 16 != 0) return store_shifted_columns(p, at, shared);
 #pragma unroll
   for (int pass = 0; pass < 4; ++pass) {
     const int index = pass * kTileThreads + threadIdx.x;
@@ -177,15 +154,15 @@ __device__ inline void store_columns(const TileParams& p, const TilePlace& at,
         *reinterpret_cast<const uint4*>(&shared[own * 16 + 2 * (chunk ^ (swizzle / 2))]);
     const uint4 codes =
         swizzle % 2 == 0 ? pair : make_uint4(pair.z, pair.w, pair.x, pair.y);
-    const int64_t column = at.column + own, row = at.row + chunk * 16;
-    if (column >= m.cols || row >= at.row_end) continue;
+    const int64_t column = at.column + own, row = at.code + chunk * 16;
+    if (column >= m.cols || row >= at.code_end) continue;
     uint8_t* to = p.args.columnwise.codes + column * p.args.column_pitch + row;
-    if (p.vector_columns && row + 16 <= at.row_end) {
+    if (p.vector_columns && row + 16 <= at.code_end) {
       __stcs(reinterpret_cast<uint4*>(to), codes);
       continue;
     }
     const auto* bytes = reinterpret_cast<const uint8_t*>(&codes);
-    for (int i = 0; i < 16 && row + i < at.row_end; ++i) to[i] = bytes[i];
+    for (int i = 0; i < 16 && row + i < at.code_end; ++i) to[i] = bytes[i];
   }
 }
 

@@ -2,7 +2,7 @@
 // alone. Compute capability 9.0.
 //
 //     stacked:     d[m_g, n] = a[m_g, k] @ b_g[n, k].T     groups of a's and d's rows
-//     contracted:  d_g[m, n] = a[m, k_g] @ b[n, k_g].T     groups of k
+//     contracted:  d_g[m, n] = a[m, k_g] @ b[n, k_g].T     groups of k, as quantize.h lays them
 #pragma once
 
 #include <cstdint>
@@ -27,6 +27,7 @@ struct GroupedOperand {
   std::int64_t pitch;             // bytes between rows, a multiple of 16
   std::vector<const float*> scale_inv;
   std::int64_t scale_row_stride, scale_k_stride;  // floats
+  std::int64_t scale_blocks;                      // of scale_inv along k
 };
 
 struct GroupedGemmArguments {

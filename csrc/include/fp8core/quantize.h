@@ -53,7 +53,8 @@ struct QuantizeOutput {
 // Groups of rows, each a tensor of its own; where they end is known on the device alone. Operands
 // then have one scale a group (kDelayed, kTensor; kRow columnwise: [groups, pitch]), or one for
 // every 128 rows of each group (kVec128 columnwise, kBlock128), of which there is room for
-// rows / 128 + groups. Codes beyond the last group are 0, scales 1.
+// rows / 128 + groups. Columnwise codes begin at a multiple of 32 in each group, with zeros between
+// and behind: rows of 32 * (rows / 32 + groups) codes. Scales beyond the last group are 1.
 struct Groups {
   const std::int64_t* offsets = nullptr;  // [count + 1], null: x is one tensor
   std::int64_t count = 0;
@@ -67,7 +68,8 @@ struct QuantizeArguments {
   float* amax_out;     // kDelayed, or null: amax_out = max(amax_out, amax(x)); NaN is ignored
   float* workspace;    // kTensor: kMaxPartials floats, or one a group; kRow: rows + cols floats, or
                        // rows + groups * cols
-  std::int64_t column_pitch;  // bytes between the rows of the columnwise codes, at least x.rows
+  std::int64_t column_pitch;  // bytes between the rows of the columnwise codes; in groups also
+                              // their number
   Groups groups;
 };
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fp8core.backend_api import (
+    GROUP_STEP,
     DequantizeDesc,
     GroupedGemmDesc,
     Operand,
@@ -113,7 +114,7 @@ def test_casts_for_the_device_and_for_the_host_agree(sizes: str) -> None:
         bounds = offsets_of(counts).tolist()
         for dim in (0, 1):
             parts = zip(
-                split_groups(own, ours[dim], bounds, dim),
+                split_groups(own, ours[dim], bounds, dim, GROUP_STEP),
                 split_groups(own, theirs[dim], bounds, dim),
                 strict=True,
             )
@@ -217,7 +218,11 @@ def test_sums_over_groups(pair: str, sizes: str, formats: str) -> None:
         a, b = cast(a_spec, dy, counts, 1), cast(b_spec, x, counts, 1)
         bounds = offsets_of(counts).tolist()
         pairs = list(
-            zip(split_groups(a_spec, a, bounds, 1), split_groups(b_spec, b, bounds, 1), strict=True)
+            zip(
+                split_groups(a_spec, a, bounds, 1, GROUP_STEP),
+                split_groups(b_spec, b, bounds, 1, GROUP_STEP),
+                strict=True,
+            )
         )
         for out_dtype, fast, accumulate in (
             (torch.bfloat16, False, False),
