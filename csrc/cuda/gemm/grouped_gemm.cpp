@@ -2,6 +2,7 @@
 #include "fp8core/grouped_gemm.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "fp8core/device.h"
 #include "grouped_params.h"
@@ -121,6 +122,7 @@ GroupedParams common(const GroupedGemmDesc& desc, const GroupedGemmArguments& gi
   p.a_in_blocks = desc.a_scale == ScaleMode::kBlock128;
   p.b_in_blocks = desc.b_scale == ScaleMode::kBlock128;
   p.contracts = desc.contracts, p.accumulate = desc.accumulate, p.has_bias = !given.bias.empty();
+  p.turns = getenv("NO_TURNS") == nullptr;
   return p;
 }
 

@@ -25,6 +25,9 @@ constexpr int kConsumers = 256;
 constexpr int kStep = 128;     // elements of k in a stage, bytes of a row in shared memory
 constexpr int kTileN = 128;
 
+// Barriers of the multiplying warpgroups; 0 is __syncthreads.
+constexpr int kCleared = 1, kTurn = 2, kColumns = 4;  // the latter two and the next number
+
 template <int kWaves>
 struct Stages {
   static constexpr int kTileM = 128 * kWaves;
@@ -34,6 +37,7 @@ struct Stages {
     std::uint8_t b[kCount][kTileN * kStep];
     float a_scale[kCount][kTileM];
     float b_scale[kCount][kTileN];
+    EpilogueShared epilogue;
     std::uint64_t full[kCount], empty[kCount];
     // The groups of this launch, and behind them the tail.
     int start[kGroupsPerLaunch + 1], size[kGroupsPerLaunch + 1];
@@ -226,54 +230,61 @@ __device__ void clear_tail(Shared& shared, int stage, int valid) {
     }
   }
   fence_async();
-  meet(1, kConsumers);
+  meet(kCleared, kConsumers);
 }
 
-// sums += products * scales, for one wave; thread's rows `first` and first + 8 of the tile.
-template <Accumulation kHow, typename Shared>
-__device__ void promote(float (&sums)[64], const float (&products)[64], const Shared& shared,
-                        int stage, int first) {
-  if constexpr (kHow == Accumulation::kFloat32) {
+// Scales of a stage for the thread's rows, times that of b where there is one.
+template <Accumulation kHow, int kWaves, typename Shared>
+__device__ void read_scales(float (&scales)[kWaves][2], const Shared& shared, int stage,
+                            int first) {
+  if constexpr (kHow == Accumulation::kRowScales || kHow == Accumulation::kBothScales) {
+    const float b = kHow == Accumulation::kRowScales ? shared.b_scale[stage][0] : 1.0f;
 #pragma unroll
-    for (int i = 0; i < 64; ++i) sums[i] += products[i];
-  } else {
-    float upper = shared.a_scale[stage][first], lower = shared.a_scale[stage][first + 8];
-    const float* b = shared.b_scale[stage];
-    if constexpr (kHow == Accumulation::kRowScales) {
-      upper *= b[0];
-      lower *= b[0];
-    }
+    for (int v = 0; v < kWaves; ++v)
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      float2 own = make_float2(1.0f, 1.0f);
-      if constexpr (kHow == Accumulation::kBothScales)
-        own = *reinterpret_cast<const float2*>(b + 8 * j + threadIdx.x % 4 * 2);
-      sums[4 * j] += products[4 * j] * (upper * own.x);
-      sums[4 * j + 1] += products[4 * j + 1] * (upper * own.y);
-      sums[4 * j + 2] += products[4 * j + 2] * (lower * own.x);
-      sums[4 * j + 3] += products[4 * j + 3] * (lower * own.y);
+      for (int half = 0; half < 2; ++half)
+        scales[v][half] = shared.a_scale[stage][128 * v + first + 8 * half] * b;
+  }
+}
+
+// sums += products * scales, for one wave.
+template <Accumulation kHow>
+__device__ void promote(float (&sums)[64], const float (&products)[64], const float (&a)[2],
+                        const float* b) {
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    float2 own = make_float2(1.0f, 1.0f);
+    if constexpr (kHow == Accumulation::kBothScales)
+      own = *reinterpret_cast<const float2*>(b + 8 * j + threadIdx.x % 4 * 2);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float scale = kHow == Accumulation::kFloat32 ? 1.0f
+                          : kHow == Accumulation::kRowScales
+                              ? a[i / 2]
+                              : a[i / 2] * (i % 2 == 0 ? own.x : own.y);
+      sums[4 * j + i] += products[4 * j + i] * scale;
     }
   }
 }
 
-template <Format A, Format B>
-__device__ void multiply_stage(float (&d)[64], const std::uint8_t* a, const std::uint8_t* b,
-                               bool adds) {
-  const std::uint64_t left = matrix_descriptor(a), right = matrix_descriptor(b);
+// Products of 64 rows by 128 over kCount times 32 elements of k.
+template <Format A, Format B, int kCount>
+__device__ void multiply_some(float (&d)[64], std::uint64_t a, std::uint64_t b, bool adds) {
 #pragma unroll
-  for (int k = 0; k < kStep / 32; ++k)
-    multiply<A, B>(d, left + 2 * k, right + 2 * k, k > 0 || adds);
+  for (int k = 0; k < kCount; ++k) multiply<A, B>(d, a + 2 * k, b + 2 * k, k > 0 || adds);
 }
 
-// All steps of one tile, by one of the two warpgroups.
+// All steps of one tile, by one of the two warpgroups. Sums in float32 take the cores away from the
+// tensor core, so the warpgroups take turns: one begins when half of the other's products are made.
 template <Format A, Format B, Accumulation kHow, int kWaves>
 __device__ void sum_up(float (&sums)[kWaves][64], typename Stages<kWaves>::Shared& shared,
                        Ring<Stages<kWaves>::kCount>& ring, int steps, int last_size,
-                       bool contracts) {
+                       bool contracts, bool turns) {
   using S = Stages<kWaves>;
   const int thread = threadIdx.x % 128, group = threadIdx.x / 128 - 1;
   const int first = 64 * group + thread / 32 * 16 + thread % 32 / 4;
   const auto release = [&](int stage) {
+    __syncwarp();
     if (thread % 32 == 0) arrive(&shared.empty[stage]);
   };
   int before = 0;  // the stage before, of which products may still be under way
@@ -283,11 +294,12 @@ __device__ void sum_up(float (&sums)[kWaves][64], typename Stages<kWaves>::Share
     if (contracts && step == steps - 1 && last_size < kStep)
       clear_tail<S::kTileM>(shared, stage, last_size);
     const std::uint8_t* a = shared.a[stage] + 64 * group * kStep;
+    const std::uint64_t b = matrix_descriptor(shared.b[stage]);
     if constexpr (kHow == Accumulation::kTensorCore) {
       begin_products();
 #pragma unroll
       for (int v = 0; v < kWaves; ++v)
-        multiply_stage<A, B>(sums[v], a + v * 128 * kStep, shared.b[stage], step > 0);
+        multiply_some<A, B, 4>(sums[v], matrix_descriptor(a + v * 128 * kStep), b, step > 0);
       commit_products();
       if (step > 0) {
         wait_products<1>();
@@ -295,23 +307,28 @@ __device__ void sum_up(float (&sums)[kWaves][64], typename Stages<kWaves>::Share
       }
       before = stage;
     } else {
-      float products[64];
+      float products[64], scales[kWaves][2];
+      read_scales<kHow>(scales, shared, stage, first);
 #pragma unroll
       for (int v = 0; v < kWaves; ++v) {
+        const std::uint64_t own = matrix_descriptor(a + v * 128 * kStep);
+        if (turns) meet(kTurn + group, kConsumers);
         hold(products);
         begin_products();
-        multiply_stage<A, B>(products, a + v * 128 * kStep, shared.b[stage], false);
+        multiply_some<A, B, 2>(products, own, b, false);
         commit_products();
-        hold(products);
+        multiply_some<A, B, 2>(products, own + 4, b + 4, true);
+        commit_products();
+        if (turns) {
+          wait_products<1>();
+          pass(kTurn + 1 - group, kConsumers);
+        }
         wait_products<0>();
         hold(products);
-        if (kHow == Accumulation::kFloat32 && v == kWaves - 1) release(stage);
-        promote<kHow>(sums[v], products, shared, stage, 128 * v + first);
+        if (kHow != Accumulation::kBothScales && v == kWaves - 1) release(stage);
+        promote<kHow>(sums[v], products, scales[v], shared.b_scale[stage]);
       }
-      if (kHow != Accumulation::kFloat32) {
-        __syncwarp();
-        release(stage);
-      }
+      if (kHow == Accumulation::kBothScales) release(stage);
     }
   }
   if (kHow == Accumulation::kTensorCore && steps > 0) {
@@ -349,21 +366,30 @@ __global__ void __launch_bounds__(kThreads, 1)
     take_registers<224>();
     Walk<S::kTileM, typename S::Shared> at(p, shared);
     Ring<S::kCount> ring;
-    const int thread = threadIdx.x % 128;
+    const int thread = threadIdx.x % 128, group = threadIdx.x / 128 - 1;
+    const int first = 64 * group + thread / 32 * 16 + thread % 32 / 4;
+    int parity = 0;
+    const bool turns = kHow != Accumulation::kTensorCore && p.turns;
+    if (turns && group == 1) pass(kTurn, kConsumers);  // the first turn is the first warpgroup's
     while (at.next()) {
+      const TileOut out{at.start, at.rows, at.column, at.group(), at.entry, at.is_tail,
+                        at.steps == 0};
+      const Factors<kWaves, kHasScales> factors(p, out, first);
       float sums[kWaves][64];
 #pragma unroll
       for (int v = 0; v < kWaves; ++v)
 #pragma unroll
         for (int i = 0; i < 64; ++i) sums[v][i] = 0.0f;
       const int last = at.k_size - (at.steps - 1) * kStep;
-      sum_up<A, B, kHow, kWaves>(sums, shared, ring, at.steps, last, p.contracts);
-      const TileOut out{at.start, at.rows, at.column, at.group(), at.entry, at.is_tail,
-                        at.steps == 0};
-      const int first = 64 * (static_cast<int>(threadIdx.x) / 128 - 1) + thread / 32 * 16 +
-                        thread % 32 / 4;
-      store<kWaves, kHasScales>(p, out, sums, first);
+      sum_up<A, B, kHow, kWaves>(sums, shared, ring, at.steps, last, p.contracts, turns);
+      float2* columns = shared.epilogue.columns[parity][group];
+      columns[thread] = factors.column;
+      meet(kColumns + group, 128);
+      store<kWaves, kHasScales>(p, out, factors, columns, shared.epilogue.rows[threadIdx.x / 32 - 4],
+                                sums, first);
+      parity ^= 1;
     }
+    if (turns && group == 0) meet(kTurn, kConsumers);  // takes the last turn, that nobody needs
   }
 #endif
 }

@@ -96,6 +96,11 @@ __device__ inline void meet(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+// Counts for those who meet there, without waiting.
+__device__ inline void pass(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 // A tile of rows of 128 bytes, swizzled in 128 bytes, that begins at a multiple of 1024: eight rows
 // are 1024 bytes apart from the next eight. Source: PTX ISA 9.0, 9.7.15.5.1 (matrix descriptor).
 __device__ inline uint64_t matrix_descriptor(const void* tile) {

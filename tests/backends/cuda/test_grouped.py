@@ -42,9 +42,9 @@ PAIRS = {
     "square by vector": ("square", "vector"),
     "vector by vector": ("vector", "vector"),
 }
-# As in test_gemm.py: what Hopper's tensor cores keep, of which every 128 products are added in
-# float32 unless accumulation is fast.
-BOUND = {False: 2.0**-12, True: 2.0**-9}
+# Of a whole result, in the root mean square; see docs/measured.md. Single elements, the more so of
+# short sums with one large product, are held to what the backend declares.
+MEAN_ERROR = {False: 2.0**-13, True: 2.0**-11}
 
 
 def offsets_of(sizes: tuple[int, ...]) -> torch.Tensor:
@@ -163,8 +163,12 @@ def within(
     ideal, size = left @ right.t(), left.abs() @ right.abs().t()
     whole = ideal + term
     ulp = torch.finfo(desc.out_dtype).eps * whole.abs() + 2.0**-22 * torch.as_tensor(term).abs()
-    error = (made.double() - whole).abs() - ulp
-    assert (error <= BOUND[desc.fast_accumulation] * size).all(), f"{error.max():.2e} of {desc}"
+    error = ((made.double() - whole).abs() - ulp).clamp(min=0)
+    declared = backend("cuda").numerics(desc, DEVICE)
+    bound = declared.sum_error + declared.sum_error_per_term * left.shape[1]
+    assert (error <= bound * size).all(), f"{(error / size).max():.2e} of {desc}"
+    mean = MEAN_ERROR[desc.fast_accumulation]
+    assert error.norm() <= mean * size.norm(), f"{error.norm() / size.norm():.2e} of {desc}"
 
 
 def stacked(pair: str, sizes: str, formats: str, n: int, k: int) -> Any:
