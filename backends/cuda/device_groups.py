@@ -162,7 +162,7 @@ def bind_device_quantize(
 class DeviceGroupedGemm:
     """One product a group in one launch for up to 64 groups; see GroupedGemmDesc."""
 
-    __slots__ = ("_desc", "_device", "_modes", "_native", "_native_desc", "kernel")
+    __slots__ = ("_adds_after", "_desc", "_device", "_dtype", "_native", "_native_desc", "kernel")
 
     kernel: str
 
@@ -172,15 +172,18 @@ class DeviceGroupedGemm:
         self._desc = desc
         self._device = torch.device("cuda", index_of(device))
         self._native = native
+        # The kernel adds to float32; other sums are added up behind it.
+        self._adds_after = desc.accumulate and desc.out_dtype != torch.float32
+        self._dtype = torch.float32 if self._adds_after else desc.out_dtype
         types, modes = native.ElementType.__members__, native.ScaleMode.__members__
         names = [scale_mode(spec) for spec in (desc.a, desc.b)]
         self._native_desc = native.GroupedGemmDesc(
             types[desc.a.format],
             types[desc.b.format],
             *(modes[name] for name in names),
-            types[DTYPES[desc.out_dtype]],
+            types[DTYPES[self._dtype]],
             desc.contract_groups,
-            desc.accumulate,
+            desc.accumulate and not self._adds_after,
             desc.fast_accumulation,
         )
         self.kernel = f"fp8core::sm90::grouped_product, {names[0]} x {names[1]} scales"
@@ -221,12 +224,13 @@ class DeviceGroupedGemm:
                 raw_stream(self._device.index),
             )
         if given is None:
+            d = [one.to(desc.out_dtype) for one in d] if self._adds_after else d
             return d if desc.contract_groups else d[0]
         for own, made in zip(given, d, strict=True):
             if own is made:
                 increment_version(own)  # torch does not see the kernel's write
             else:
-                own.copy_(made)
+                own.copy_(made.add_(own) if self._adds_after else made)
         return out  # type: ignore[return-value]  # it is given
 
     def _check(
@@ -260,9 +264,9 @@ class DeviceGroupedGemm:
         self, shape: tuple[int, int], count: int, given: list[torch.Tensor] | None
     ) -> list[torch.Tensor]:
         """Return what the kernel writes: what is given, or copies where it cannot write there."""
-        dtype, device, accumulate = self._desc.out_dtype, self._device, self._desc.accumulate
-        if given is None:
-            make = torch.zeros if accumulate else torch.empty
+        dtype, device = self._dtype, self._device
+        if given is None or self._adds_after:
+            make = torch.zeros if self._desc.accumulate else torch.empty
             return [make(shape, dtype=dtype, device=device) for _ in range(count)]
         return [
             one

@@ -2,7 +2,6 @@
 #include "fp8core/grouped_gemm.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "fp8core/device.h"
 #include "grouped_params.h"
@@ -94,6 +93,8 @@ void check(const GroupedGemmDesc& desc, const GroupedGemmArguments& given) {
                     given.b.pitch >= given.k,
                 "grouped_gemm: ", given.a.pitch, " and ", given.b.pitch,
                 " bytes between rows; expected multiples of 16 from k=", given.k, " on");
+  FP8CORE_CHECK(!desc.accumulate || desc.out == ElementType::kFloat32,
+                "grouped_gemm: accumulates into float32 alone");
   FP8CORE_CHECK(has_blocks(desc.a_scale) == has_blocks(desc.b_scale),
                 "grouped_gemm: blocks along k in one operand alone");
   for (const auto* operand : {&given.a, &given.b})
@@ -122,7 +123,6 @@ GroupedParams common(const GroupedGemmDesc& desc, const GroupedGemmArguments& gi
   p.a_in_blocks = desc.a_scale == ScaleMode::kBlock128;
   p.b_in_blocks = desc.b_scale == ScaleMode::kBlock128;
   p.contracts = desc.contracts, p.accumulate = desc.accumulate, p.has_bias = !given.bias.empty();
-  p.turns = getenv("NO_TURNS") == nullptr;
   return p;
 }
 

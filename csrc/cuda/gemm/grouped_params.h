@@ -30,7 +30,7 @@ struct GroupedParams {
   int first_group, count;  // those of this launch
   ElementType out, bias_type;
   bool a_in_blocks, b_in_blocks;  // a scale for 128 rows
-  bool contracts, accumulate, has_bias, takes_tail, turns;
+  bool contracts, accumulate, has_bias, takes_tail;
 };
 
 // How the products of 128 elements of k become a sum.

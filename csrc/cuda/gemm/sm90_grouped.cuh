@@ -1,6 +1,6 @@
 // Grouped FP8 products on Hopper. A block of three warpgroups takes tile after tile of d: one warp
-// has the copy engine fill a ring of stages (128 elements of k of a's and b's rows), another brings
-// the scales of blocks along k, two warpgroups multiply.
+// has the copy engine fill a ring of stages (128 elements of k of a's and b's rows), three bring the
+// scales of blocks along k, two warpgroups multiply.
 //
 // A tile is kWaves x 128 rows by 128 columns. Warpgroup w has the rows 128 v + 64 w .. + 63 of each
 // wave v, all 128 columns: kWaves x 64 sums a thread. Sums of 128 products are taken in the tensor
@@ -21,7 +21,7 @@
 namespace fp8core::sm90 {
 
 constexpr int kThreads = 384;  // a warpgroup that brings, two that multiply
-constexpr int kConsumers = 256;
+constexpr int kConsumers = 256, kScaleThreads = 96;
 constexpr int kStep = 128;     // elements of k in a stage, bytes of a row in shared memory
 constexpr int kTileN = 128;
 
@@ -35,8 +35,7 @@ struct Stages {
   struct alignas(1024) Shared {
     std::uint8_t a[kCount][kTileM * kStep];
     std::uint8_t b[kCount][kTileN * kStep];
-    float a_scale[kCount][kTileM];
-    float b_scale[kCount][kTileN];
+    alignas(16) float scales[kCount][kTileM + kTileN];  // of a's rows, then of b's
     EpilogueShared epilogue;
     std::uint64_t full[kCount], empty[kCount];
     // The groups of this launch, and behind them the tail.
@@ -170,40 +169,41 @@ __device__ void bring_codes(const GroupedParams& p, typename Stages<kWaves>::Sha
   }
 }
 
-// One warp: copies the scales of blocks along k.
+// Three warps: copy the scales of blocks along k, four rows a thread.
 template <int kWaves>
 __device__ void bring_scales(const GroupedParams& p, typename Stages<kWaves>::Shared& shared) {
   using S = Stages<kWaves>;
+  constexpr int kRows = S::kTileM + kTileN, kEach = (kRows + kScaleThreads - 1) / kScaleThreads;
   Walk<S::kTileM, typename S::Shared> at(p, shared);
   Ring<S::kCount> ring;
-  const int lane = threadIdx.x % 32;
+  const int first = static_cast<int>(threadIdx.x) - 32;
   const int a_shift = p.a_in_blocks ? 7 : 0, b_shift = p.b_in_blocks ? 7 : 0;
   while (at.next()) {
     if (at.steps == 0) continue;
     const float* a = p.a_scale + at.scale_row * p.a_row_stride + at.k_block * p.a_k_stride;
     const float* b = p.b_scale[p.contracts ? 0 : at.entry] +
                      (at.column >> b_shift) * p.b_row_stride + at.k_block * p.b_k_stride;
-    const int columns = p.n - at.column;
+    const float* from[kEach];
+    bool is_there[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int row = first + i * kScaleThreads, own = row - S::kTileM;
+      is_there[i] = own < 0 ? row < at.rows : own < p.n - at.column;
+      from[i] = own < 0 ? a : b;
+      if (is_there[i])
+        from[i] += own < 0 ? (row >> a_shift) * p.a_row_stride : (own >> b_shift) * p.b_row_stride;
+    }
     for (int step = 0; step < at.steps; ++step, ring.advance()) {
       wait(&shared.empty[ring.stage], ring.phase ^ 1);
       const bool is_inside = at.k_block + step < p.scale_blocks;
-#pragma unroll 2
-      for (int i = 0; i < S::kTileM; i += 32) {
-        const int row = i + lane;
-        const bool is_there = row < at.rows && is_inside;
-        copy_word(&shared.a_scale[ring.stage][row],
-                  is_there ? a + (row >> a_shift) * p.a_row_stride : a, is_there);
-      }
-#pragma unroll 2
-      for (int i = 0; i < kTileN; i += 32) {
-        const int row = i + lane;
-        const bool is_there = row < columns && is_inside;
-        copy_word(&shared.b_scale[ring.stage][row],
-                  is_there ? b + (row >> b_shift) * p.b_row_stride : b, is_there);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const int row = first + i * kScaleThreads;
+        if (row < kRows)
+          copy_word(&shared.scales[ring.stage][row], from[i], is_there[i] && is_inside);
+        from[i] += row < S::kTileM ? p.a_k_stride : p.b_k_stride;
       }
       arrive_after_copies(&shared.full[ring.stage]);
-      a += p.a_k_stride;
-      b += p.b_k_stride;
     }
   }
 }
@@ -238,12 +238,12 @@ template <Accumulation kHow, int kWaves, typename Shared>
 __device__ void read_scales(float (&scales)[kWaves][2], const Shared& shared, int stage,
                             int first) {
   if constexpr (kHow == Accumulation::kRowScales || kHow == Accumulation::kBothScales) {
-    const float b = kHow == Accumulation::kRowScales ? shared.b_scale[stage][0] : 1.0f;
+    const float b = kHow == Accumulation::kRowScales ? shared.scales[stage][128 * kWaves] : 1.0f;
 #pragma unroll
     for (int v = 0; v < kWaves; ++v)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        scales[v][half] = shared.a_scale[stage][128 * v + first + 8 * half] * b;
+        scales[v][half] = shared.scales[stage][128 * v + first + 8 * half] * b;
   }
 }
 
@@ -279,7 +279,7 @@ __device__ void multiply_some(float (&d)[64], std::uint64_t a, std::uint64_t b, 
 template <Format A, Format B, Accumulation kHow, int kWaves>
 __device__ void sum_up(float (&sums)[kWaves][64], typename Stages<kWaves>::Shared& shared,
                        Ring<Stages<kWaves>::kCount>& ring, int steps, int last_size,
-                       bool contracts, bool turns) {
+                       bool contracts) {
   using S = Stages<kWaves>;
   const int thread = threadIdx.x % 128, group = threadIdx.x / 128 - 1;
   const int first = 64 * group + thread / 32 * 16 + thread % 32 / 4;
@@ -312,21 +312,19 @@ __device__ void sum_up(float (&sums)[kWaves][64], typename Stages<kWaves>::Share
 #pragma unroll
       for (int v = 0; v < kWaves; ++v) {
         const std::uint64_t own = matrix_descriptor(a + v * 128 * kStep);
-        if (turns) meet(kTurn + group, kConsumers);
+        meet(kTurn + group, kConsumers);
         hold(products);
         begin_products();
         multiply_some<A, B, 2>(products, own, b, false);
         commit_products();
         multiply_some<A, B, 2>(products, own + 4, b + 4, true);
         commit_products();
-        if (turns) {
-          wait_products<1>();
-          pass(kTurn + 1 - group, kConsumers);
-        }
+        wait_products<1>();
+        pass(kTurn + 1 - group, kConsumers);
         wait_products<0>();
         hold(products);
         if (kHow != Accumulation::kBothScales && v == kWaves - 1) release(stage);
-        promote<kHow>(sums[v], products, scales[v], shared.b_scale[stage]);
+        promote<kHow>(sums[v], products, scales[v], shared.scales[stage] + S::kTileM);
       }
       if (kHow == Accumulation::kBothScales) release(stage);
     }
@@ -352,7 +350,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x < 32) tabulate<S::kTileM>(p, shared);
   if (threadIdx.x == 32) {
     for (int stage = 0; stage < S::kCount; ++stage) {
-      init_barrier(&shared.full[stage], kHasScales ? 33 : 1);
+      init_barrier(&shared.full[stage], 1 + (kHasScales ? kScaleThreads : 0));
       init_barrier(&shared.empty[stage], kConsumers / 32);
     }
     fence_barriers();
@@ -361,7 +359,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x < 128) {
     give_registers<56>();
     if (threadIdx.x == 0) bring_codes<kWaves>(p, shared);
-    if (kHasScales && threadIdx.x / 32 == 1) bring_scales<kWaves>(p, shared);
+    if (kHasScales && threadIdx.x >= 32) bring_scales<kWaves>(p, shared);
   } else {
     take_registers<224>();
     Walk<S::kTileM, typename S::Shared> at(p, shared);
@@ -369,8 +367,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int thread = threadIdx.x % 128, group = threadIdx.x / 128 - 1;
     const int first = 64 * group + thread / 32 * 16 + thread % 32 / 4;
     int parity = 0;
-    const bool turns = kHow != Accumulation::kTensorCore && p.turns;
-    if (turns && group == 1) pass(kTurn, kConsumers);  // the first turn is the first warpgroup's
+    constexpr bool kTakesTurns = kHow != Accumulation::kTensorCore;
+    if (kTakesTurns && group == 1) pass(kTurn, kConsumers);  // the first turn is the first warpgroup's
     while (at.next()) {
       const TileOut out{at.start, at.rows, at.column, at.group(), at.entry, at.is_tail,
                         at.steps == 0};
@@ -381,7 +379,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int i = 0; i < 64; ++i) sums[v][i] = 0.0f;
       const int last = at.k_size - (at.steps - 1) * kStep;
-      sum_up<A, B, kHow, kWaves>(sums, shared, ring, at.steps, last, p.contracts, turns);
+      sum_up<A, B, kHow, kWaves>(sums, shared, ring, at.steps, last, p.contracts);
       float2* columns = shared.epilogue.columns[parity][group];
       columns[thread] = factors.column;
       meet(kColumns + group, 128);
@@ -389,7 +387,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                                 sums, first);
       parity ^= 1;
     }
-    if (turns && group == 0) meet(kTurn, kConsumers);  // takes the last turn, that nobody needs
+    if (kTakesTurns && group == 0) meet(kTurn, kConsumers);  // takes the last turn, that nobody needs
   }
 #endif
 }

@@ -17,7 +17,7 @@ struct GroupedGemmDesc {
   ScaleMode a_scale, b_scale;
   ElementType out;
   bool contracts;
-  bool accumulate;         // add to d
+  bool accumulate;         // add to d, of float32
   bool fast_accumulation;  // no float32 sum every 128 elements of k; not with blocks along k
 };
 
