@@ -82,7 +82,7 @@ def split_groups(
     ``bounds`` are the values of ``group_offsets``; ``dim`` is 0 for a rowwise operand, 1 for a
     columnwise one, whose groups follow one another along k. ``spec`` None: a tensor in high
     precision. A group may be empty, and may end with a partial block. ``step`` is 1, or, where only
-    the device knows the offsets, :data:`GROUP_STEP`; what the operand then holds between groups and
+    the device knows the offsets, ``GROUP_STEP``; what the operand then holds between groups and
     beyond the last one is left out.
     """
     sizes = [end - start for start, end in itertools.pairwise(bounds)]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fp8core import formats
 from fp8core.backend_api import (
     GROUP_STEP,
     GemmDesc,
@@ -45,7 +46,9 @@ def grouped_gemm(
     out: torch.Tensor | Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """One GEMM a group; see the backend API."""
-    rows = a.data.shape[1 if desc.contract_groups else 0]
+    rows = a.data.shape[0]
+    if desc.contract_groups:
+        rows = a.data.shape[1] * (1 if desc.a is None else 8 // formats.by_name(desc.a.format).bits)
     bounds = bounds_of(group_offsets, rows)
     step = GROUP_STEP if desc.offsets_on_device else 1
     a_parts = split_groups(desc.a, a, bounds, 1 if desc.contract_groups else 0, step)

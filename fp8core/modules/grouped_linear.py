@@ -154,11 +154,12 @@ class GroupedLinear(LowPrecisionModule):
         splits: tuple[int, ...] = ()
         if isinstance(m_splits, torch.Tensor) and _stays_on_device(m_splits):
             offsets = self._device_offsets(m_splits, rows, input.device)
+            bound = self.bind(input.device, dtype, offsets_on_device=True)
         else:
             splits = self._check_splits(m_splits, rows)
             # Known on the host, so they stay there: reading them back would wait for the device.
             offsets = torch.tensor((0, *splits), device="cpu").cumsum(0)
-        bound = self.bind(input.device, dtype, offsets_on_device=not splits)
+            bound = self.bind(input.device, dtype)
         if input.dtype != dtype:
             input = input.to(dtype)
         rng = new_seed() if bound.needs_rng else None
