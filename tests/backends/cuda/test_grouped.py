@@ -246,6 +246,36 @@ def test_sums_over_groups(pair: str, sizes: str, formats: str) -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS)
+def test_products_stay_inside_whatever_the_offsets_are(pair: str) -> None:
+    """The operands are those of other offsets; compute-sanitizer sees where this leads."""
+    a_spec, b_spec = (spec(name) for name in PAIRS[pair])
+    x, counts = values("normal", (40, 144), torch.bfloat16), (20, 0, 20)
+    b = [weight(b_spec, values("normal", (48, 144), torch.bfloat16)) for _ in counts]
+    rows = GroupedGemmDesc(a_spec, b_spec, torch.bfloat16, offsets_on_device=True)
+    sums = replace(rows, contract_groups=True)
+    for offsets in ([0, 300, 100, 2**40], [5, 20, -7, 9], [-(2**62), 3, 40, 2**31]):
+        given = torch.tensor(offsets, device=DEVICE)
+        made = backend("cuda").bind(rows, DEVICE)(cast(a_spec, x, counts, 0), b, given)
+        assert made.shape == (40, 48)
+        backend("cuda").bind(sums, DEVICE)(
+            cast(a_spec, x, counts, 1), cast(b_spec, x, counts, 1), given
+        )
+    torch.cuda.synchronize()
+
+
+def test_sums_into_16_bits_are_added_up() -> None:
+    own, counts = spec("current"), (20, 12)
+    a = cast(own, values("normal", (32, 64), torch.bfloat16), counts, 0)
+    b = [weight(own, values("normal", (48, 64), torch.bfloat16)) for _ in counts]
+    desc = GroupedGemmDesc(own, own, torch.bfloat16, accumulate=True, offsets_on_device=True)
+    plain = replace(desc, accumulate=False, out_dtype=torch.float32)
+    out = torch.full((32, 48), 100.0, dtype=torch.bfloat16, device=DEVICE)
+    backend("cuda").bind(desc, DEVICE)(a, b, offsets_of(counts), out=out)
+    want = backend("cuda").bind(plain, DEVICE)(a, b, offsets_of(counts)) + 100.0
+    assert torch.equal(out, want.bfloat16())
+
+
+@pytest.mark.parametrize("pair", PAIRS)
 def test_nan_and_inf_of_a_neighbour_stay_there(pair: str) -> None:
     counts = (37, 20, 71)
     a_spec, b_spec = (spec(name, "e4m3") for name in PAIRS[pair])
