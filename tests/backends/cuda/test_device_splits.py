@@ -97,7 +97,7 @@ def test_a_graph_takes_the_sizes_of_each_replay(name: str) -> None:
             splits.copy_(torch.tensor(sizes))
         graph.replay()
         if name == "delayed":
-            continue  # its scales go on from those of the capture; compared below
+            continue  # its scales go on from the capture, those of eager steps begin anew
         want = step(other, fresh, fresh_grad, torch.tensor(sizes, device="cuda"), name)
         assert all(torch.equal(one, two) for one, two in zip(made, want, strict=True))
         assert not made[0][sum(sizes) :].any()
