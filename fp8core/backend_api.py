@@ -55,12 +55,19 @@ from fp8core.descriptors import (
 )
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.formats import FormatSpec
-from fp8core.operands import TRANSFORMS, hadamard16, scale_inverses, split_groups
+from fp8core.operands import (
+    GROUP_STEP,
+    TRANSFORMS,
+    hadamard16,
+    scale_inverses,
+    split_groups,
+)
 
 __all__ = [
     "ACTIVATIONS",
     "API_VERSION",
     "GATED",
+    "GROUP_STEP",
     "OPS",
     "OPTIONAL_OPS",
     "TRANSFORMS",

@@ -64,7 +64,10 @@ class Operand(NamedTuple):
     ceil(k / bk)]`` in float32, or uint8 codes of the scale format. ``global_scale_inv`` is
     ``[1, 1]`` float32 for two-level scales, else None. In a grouped operand the groups' operands
     are concatenated, data and scales alike, along rows for a rowwise operand and along k for a
-    columnwise one.
+    columnwise one. With offsets on the device the host does not know how many scales they have: for
+    blocks of more than one element along the groups there is room for ``rows // block + groups``,
+    filled group by group as ever. Codes of a columnwise group begin at a multiple of ``step =
+    GROUP_STEP``, ``step * (rows // step + groups)`` in all. Unused codes are 0, scales 1.
 
     In high precision (a descriptor's spec is None), ``data`` is the tensor itself, without scales.
     """
@@ -98,14 +101,15 @@ class QuantizeDesc:
 
     ``x [rows, cols]`` has ``dtype``, any strides, and is on the device the op was bound for.
     ``group_offsets`` (int64 ``[groups + 1]`` on the CPU, 0 to rows) is given if and only if
-    ``grouped``: each group is then a tensor of its own, with its own amax and blocks. ``scale``
+    ``grouped``: each group is then a tensor of its own, with its own amax and blocks. With
+    ``offsets_on_device`` it is on ``x``'s device, and the host neither reads it nor waits for it.
+    It may then end before the rows do; no value of it may lead out of a tensor. ``scale``
     (float32, one entry, or one a group; a multiplier) and ``amax_out`` (likewise; ``amax_out =
     max(amax_out, amax(x))``, NaN elements ignored; None to record nothing) belong to delayed specs
     alone. ``rng`` (int64 ``[2]`` on the CPU: seed and offset) belongs to stochastic specs alone;
     the same ``rng`` gives the same rounding.
 
-    Raises nothing for values: NaN keeps its place, inf saturates, zero blocks get scale 1.
-    """
+    Raises nothing for values: NaN keeps its place, inf saturates, zero blocks get scale 1."""
 
     op: ClassVar[str] = "quantize"
     low_precision: ClassVar[bool] = True
@@ -113,17 +117,16 @@ class QuantizeDesc:
     rowwise: OperandSpec | None
     columnwise: OperandSpec | None
     grouped: bool = False
+    offsets_on_device: bool = False
 
     def halves(self) -> tuple[QuantizeDesc, QuantizeDesc]:
         """Return the descriptors of the rowwise and of the columnwise half alone."""
         return replace(self, columnwise=None), replace(self, rowwise=None)
 
     def __str__(self) -> str:
-        grouped = ", grouped" if self.grouped else ""
-        return (
-            f"QuantizeDesc({_dtype(self.dtype)} -> rowwise={self.rowwise}, "
-            f"columnwise={self.columnwise}{grouped})"
-        )
+        words = [f"columnwise={self.columnwise}"] + ["grouped"] * self.grouped
+        words += ["offsets on device"] * self.offsets_on_device
+        return f"QuantizeDesc({_dtype(self.dtype)} -> rowwise={self.rowwise}, {', '.join(words)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +179,18 @@ class GroupedGemmDesc(GemmDesc):
     ``contract_groups`` True (wgrad): both operands grouped along k; returns, and takes as ``out``,
     a sequence of ``d [m, n]``, one a group. An empty group gives zeros, or leaves an accumulated
     ``out`` as it is.
+
+    ``offsets_on_device``: as in :class:`QuantizeDesc`. Rows of ``d`` beyond the last group are
+    zeros, or stay in an accumulated ``out``. Nobody pads: along the groups the alignment must be 1.
     """
 
     op: ClassVar[str] = "grouped_gemm"
     contract_groups: bool = False
+    offsets_on_device: bool = False
 
-    __str__ = GemmDesc.__str__
+    def __str__(self) -> str:
+        where = ", offsets on device" if self.offsets_on_device else ""
+        return f"{GemmDesc.__str__(self)[:-1]}{where})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,18 +343,8 @@ class AddNormDesc:
 
 
 ACTIVATIONS: tuple[str, ...] = (
-    "gelu",
-    "geglu",
-    "glu",
-    "qgelu",
-    "qgeglu",
-    "relu",
-    "reglu",
-    "srelu",
-    "sreglu",
-    "silu",
-    "swiglu",
-    "clamped_swiglu",
+    *("gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu"),
+    *("silu", "swiglu", "clamped_swiglu"),
 )
 """Transformer Engine's activations; gelu is the tanh approximation."""
 

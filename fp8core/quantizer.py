@@ -209,6 +209,7 @@ def bind_quantizer(
     binding: Binding,
     *,
     grouped: bool = False,
+    offsets_on_device: bool = False,
     slot: Slot | None = None,
 ) -> Quantizer:
     """Return the quantizer of a tensor of ``dtype`` planned as ``plan``.
@@ -225,14 +226,11 @@ def bind_quantizer(
         return Observer(inner, dtype, binding.device, slot.amax)
     if plan.rowwise is None and plan.columnwise is None:
         return HighPrecision(binding.activation_dtype)
+    where = (grouped, offsets_on_device)
     if plan.rowwise is None or plan.columnwise is None:
         rest = plan._replace(rowwise=plan.rowwise or plan.columnwise)
         rest = rest._replace(columnwise=rest.rowwise)
-        low = LowPrecision(_desc(rest, dtype, grouped), binding.device, slot)
+        low = LowPrecision(QuantizeDesc(dtype, *rest, *where), binding.device, slot)
         high = HighPrecision(binding.activation_dtype)
         return Mixed(high, low) if plan.rowwise is None else Mixed(low, high)
-    return LowPrecision(_desc(plan, dtype, grouped), binding.device, slot)
-
-
-def _desc(plan: TensorPlan, dtype: torch.dtype, grouped: bool) -> QuantizeDesc:
-    return QuantizeDesc(dtype, plan.rowwise, plan.columnwise, grouped)
+    return LowPrecision(QuantizeDesc(dtype, *plan, *where), binding.device, slot)

@@ -21,6 +21,7 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
 )
 from fp8core_backends.cuda import native, scaled_mm
+from fp8core_backends.cuda.device_groups import DeviceGroupedGemm
 from fp8core_backends.cuda.gemm import LowPrecisionGemm, high_precision_gemm
 from fp8core_backends.cuda.grouped import bind_grouped_gemm
 from fp8core_backends.cuda.layout import BLOCKS, TILED, scale_mode
@@ -55,6 +56,8 @@ class CudaBackend:
         """Return what cuBLASLt needs: rows of 16 bytes in operands and result."""
         if not desc.low_precision:
             return Alignment()
+        if isinstance(desc, GroupedGemmDesc) and desc.offsets_on_device:
+            return Alignment(n=_K, k=1 if desc.contract_groups else _K)  # nobody can pad a group
         modes = [scale_mode(spec) for spec in (desc.a, desc.b) if spec is not None]
         if modes[0] in TILED:  # whole blocks of 32; two elements of e2m1 a byte
             return Alignment(m=_K, n=_K, k=2 * _K)
@@ -80,6 +83,8 @@ class CudaBackend:
 
     def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
         """Return what runs ``desc``; the first call builds the native library if need be."""
+        if isinstance(desc, GroupedGemmDesc) and desc.offsets_on_device:
+            return DeviceGroupedGemm(desc, device, native.load())
         if isinstance(desc, GemmDesc):
             run = _bind_dense(desc, device)
             return bind_grouped_gemm(desc, run) if isinstance(desc, GroupedGemmDesc) else run
@@ -141,12 +146,18 @@ def _check_quantize(desc: QuantizeDesc) -> str | None:
         return f"no kernels for the transform {desc.rowwise.transform} along rows"
     if desc.dtype not in _FLOATS:
         return f"no low precision from {desc.dtype}"
+    if desc.offsets_on_device and not desc.grouped:
+        return "offsets without groups"
     return next(filter(None, map(_check_spec, specs)), None)
 
 
 def _check_gemm(desc: GemmDesc, device: torch.device, missing: str | None) -> str | None:
     if desc.out_dtype not in _FLOATS and (desc.low_precision or desc.out_dtype != torch.float64):
         return f"no result in {desc.out_dtype}"
+    if isinstance(desc, GroupedGemmDesc) and desc.offsets_on_device:
+        reason = _check_device_groups(desc, device, missing)
+        if reason is not None:
+            return reason
     if not desc.low_precision:
         return None
     if desc.a is None or desc.b is None:
@@ -183,6 +194,18 @@ def _check_gemm(desc: GemmDesc, device: torch.device, missing: str | None) -> st
         return reason
     reason = scaled_mm.unsupported(desc, device)
     return None if reason is None else f"{reason} ({missing})"
+
+
+def _check_device_groups(
+    desc: GroupedGemmDesc, device: torch.device, missing: str | None
+) -> str | None:
+    if not desc.low_precision:
+        return "no high precision for groups whose sizes only the device knows; give them as a list"
+    if missing is not None:
+        return f"no native library: {missing}"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return "groups whose sizes only the device knows need compute capability 9.0"
+    return None
 
 
 def _check_update(desc: ScaleUpdateDesc) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fp8core.backend_api import (
     Quantized,
     QuantizeDesc,
 )
+from fp8core_backends.cuda.device_groups import bind_device_quantize
 from fp8core_backends.cuda.layout import DTYPES, empty_scales, scale_mode
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
@@ -60,17 +62,7 @@ class _Quantize:
         self._workspace = 0
         if mode == "tensor" and not spec.delayed:
             self._workspace = native.MAX_PARTIALS
-        largest = _FLOAT32_MAX if spec.block[1] == 0 else torch.finfo(desc.dtype).max
-        self._run = native.Quantize(
-            native.Granularity.__members__["delayed" if spec.delayed else mode],
-            native.Format.__members__[spec.format],
-            native.InputType.__members__[DTYPES[desc.dtype]],
-            spec.target,
-            spec.amax_epsilon,
-            largest,
-            spec.power_of_two,
-            self._index,
-        )
+        self._run = _native_quantize(desc, spec, self._index, native)
 
     def __call__(
         self,
@@ -174,10 +166,28 @@ class _Quantize:
         )
 
 
+def _native_quantize(desc: QuantizeDesc, spec: OperandSpec, index: int, native: Any) -> Any:
+    largest = _FLOAT32_MAX if spec.block[1] == 0 else torch.finfo(desc.dtype).max
+    return native.Quantize(
+        native.Granularity.__members__["delayed" if spec.delayed else scale_mode(spec)],
+        native.Format.__members__[spec.format],
+        native.InputType.__members__[DTYPES[desc.dtype]],
+        spec.target,
+        spec.amax_epsilon,
+        largest,
+        spec.power_of_two,
+        index,
+    )
+
+
 def bind_quantize(
     desc: QuantizeDesc, device: torch.device, native: Any
 ) -> Callable[..., Quantized]:
     """Return the callable of ``desc``: one native call, or one an orientation if specs differ."""
+    if desc.offsets_on_device:
+        index = index_of(device)
+        bind = partial(_native_quantize, index=index, native=native)
+        return bind_device_quantize(desc, device, bind)
     row, column = desc.rowwise, desc.columnwise
     if row is None or column is None or row == column:
         spec = row or column

@@ -58,7 +58,13 @@ class ReferenceBackend:
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
         """Say why ``desc`` cannot run, or None."""
         check = _CHECKS.get(type(desc))
-        return f"unknown descriptor {desc}" if check is None else check(desc)
+        if check is None:
+            return f"unknown descriptor {desc}"
+        # Low precision it emulates where it is asked for by name; high precision comes unasked.
+        is_unasked = isinstance(desc, GroupedGemmDesc) and not desc.low_precision
+        if is_unasked and device.type != "cpu" and getattr(desc, "offsets_on_device", False):
+            return "in high precision it would wait for the sizes of groups on the device"
+        return check(desc)
 
     def alignment(self, desc: GemmDesc) -> Alignment:
         """Take any size, but whole blocks of the formats whose storage has no partial ones."""

@@ -6,8 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8core.backend_api import GemmDesc, GroupedGemmDesc, Operand, OperandSpec, split_groups
-from fp8core_backends.reference.quantize import dequantize_float32
+from fp8core import formats
+from fp8core.backend_api import (
+    GROUP_STEP,
+    GemmDesc,
+    GroupedGemmDesc,
+    Operand,
+    OperandSpec,
+    split_groups,
+)
+from fp8core_backends.reference.quantize import bounds_of, dequantize_float32
 
 __all__ = ["gemm", "grouped_gemm"]
 
@@ -38,11 +46,15 @@ def grouped_gemm(
     out: torch.Tensor | Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """One GEMM a group; see the backend API."""
-    bounds = group_offsets.tolist()
-    a_parts = split_groups(desc.a, a, bounds, dim=1 if desc.contract_groups else 0)
+    rows = a.data.shape[0]
+    if desc.contract_groups:
+        rows = a.data.shape[1] * (1 if desc.a is None else 8 // formats.by_name(desc.a.format).bits)
+    bounds = bounds_of(group_offsets, rows)
+    step = GROUP_STEP if desc.offsets_on_device else 1
+    a_parts = split_groups(desc.a, a, bounds, 1 if desc.contract_groups else 0, step)
     if desc.contract_groups:
         assert isinstance(b, Operand)
-        b_parts: Sequence[Operand] = split_groups(desc.b, b, bounds, dim=1)
+        b_parts: Sequence[Operand] = split_groups(desc.b, b, bounds, 1, step)
         outs: Sequence[torch.Tensor | None] = [None] * len(a_parts) if out is None else list(out)
         return [
             gemm(desc, a_part, b_part, out=own)  # [m, k_g] x [n, k_g] -> [m, n]
@@ -52,15 +64,17 @@ def grouped_gemm(
     biases: Sequence[torch.Tensor | None] = [None] * len(a_parts) if bias is None else bias
     # [m_g, k] x [n, k] -> [m_g, n], stacked to [m, n]
     if out is None:
-        return torch.cat(
-            [
-                gemm(desc, a_part, b_part, bias=own)
-                for a_part, b_part, own in zip(a_parts, b, biases, strict=True)
-            ]
-        )
+        products = [
+            gemm(desc, a_part, b_part, bias=own)
+            for a_part, b_part, own in zip(a_parts, b, biases, strict=True)
+        ]
+        rest = products[0].new_zeros(rows - bounds[-1], products[0].shape[1])
+        return torch.cat([*products, rest])
     assert isinstance(out, torch.Tensor)
     for group, (a_part, b_part, own) in enumerate(zip(a_parts, b, biases, strict=True)):
         gemm(desc, a_part, b_part, bias=own, out=out[bounds[group] : bounds[group + 1]])
+    if not desc.accumulate:
+        out[bounds[-1] :] = 0
     return out
 
 

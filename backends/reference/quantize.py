@@ -12,6 +12,7 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api import (
+    GROUP_STEP,
     AmaxDesc,
     DequantizeDesc,
     Operand,
@@ -22,9 +23,10 @@ from fp8core.backend_api import (
 )
 from fp8core_backends.reference import blocks, rounding
 
-__all__ = ["amax", "dequantize", "dequantize_float32", "quantize"]
+__all__ = ["amax", "bounds_of", "dequantize", "dequantize_float32", "quantize"]
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 def amax(desc: AmaxDesc, x: torch.Tensor) -> torch.Tensor:
@@ -44,7 +46,7 @@ def quantize(
     """Quantize ``x [rows, cols]`` in the orientations of ``desc``; see the backend API."""
     if group_offsets is None:
         return _quantize_tensor(desc, x, scale, amax_out, rng)
-    bounds = group_offsets.tolist()
+    bounds = bounds_of(group_offsets, x.shape[0])
     parts = []
     for group, (start, end) in enumerate(itertools.pairwise(bounds)):
         one = slice(group, group + 1)
@@ -58,10 +60,51 @@ def quantize(
                 own_rng,
             )
         )
-    return Quantized(
-        _concatenate([part.rowwise for part in parts], dim=0),
-        _concatenate([part.columnwise for part in parts], dim=1),
+    columnwise = [part.columnwise for part in parts]
+    if desc.offsets_on_device and desc.columnwise is not None:
+        step = GROUP_STEP * formats.by_name(desc.columnwise.format).bits // 8
+        columnwise = [_pad(part, step) for part in columnwise if part is not None]
+    made = Quantized(
+        _concatenate([part.rowwise for part in parts], dim=0), _concatenate(columnwise, dim=1)
     )
+    if not desc.offsets_on_device:
+        return made
+    specs, groups = (desc.rowwise, desc.columnwise), len(bounds) - 1
+    filled = (
+        None if operand is None or spec is None else _fill(spec, operand, x.shape[0], groups, dim)
+        for dim, (spec, operand) in enumerate(zip(specs, made, strict=True))
+    )
+    return Quantized(*filled)
+
+
+def bounds_of(group_offsets: torch.Tensor, rows: int) -> list[int]:
+    """Return where groups begin and end, read back: from 0, never less, never beyond ``rows``."""
+    ends = itertools.accumulate((min(end, rows) for end in group_offsets.tolist()[1:]), max)
+    return [0, *(max(end, 0) for end in ends)]
+
+
+def _fill(spec: OperandSpec, operand: Operand, rows: int, groups: int, dim: int) -> Operand:
+    """Fill up to the sizes that operands of unknown groups have: codes 0, scales 1."""
+    data, scale_inv, global_scale_inv = operand
+    assert scale_inv is not None
+    block, per_byte = spec.block[dim], 8 // formats.by_name(spec.format).bits if dim else 1
+    count = groups if block == 0 else rows if block == 1 else rows // block + groups
+    one = 1.0 if spec.scale_format == "float32" else formats.by_name(spec.scale_format).encode(_ONE)
+    length = GROUP_STEP * (rows // GROUP_STEP + groups) if dim else rows
+    data = _grow(data, length // per_byte, dim, 0)
+    return Operand(data, _grow(scale_inv, count, dim, float(one)), global_scale_inv)
+
+
+def _pad(operand: Operand, step: int) -> Operand:
+    return operand._replace(
+        data=_grow(operand.data, -(-operand.data.shape[1] // step) * step, 1, 0)
+    )
+
+
+def _grow(x: torch.Tensor, size: int, dim: int, value: float) -> torch.Tensor:
+    missing = size - x.shape[dim]
+    padding = (0, 0, 0, missing) if dim == 0 else (0, missing)
+    return torch.nn.functional.pad(x, padding, value=value) if missing else x
 
 
 def _concatenate(operands: list[Operand | None], dim: int) -> Operand | None:

@@ -5,6 +5,7 @@
 
 #include "fp8core/device.h"
 #include "fp8core/gemm.h"
+#include "fp8core/grouped_gemm.h"
 #include "fp8core/microscaling.h"
 #include "fp8core/quantize.h"
 #include "fp8core/scale_update.h"
@@ -29,18 +30,46 @@ class BoundQuantize {
                   Address row_codes, Address row_scale_inv, std::int64_t row_pitch,
                   Address column_codes, Address column_scale_inv, std::int64_t column_pitch,
                   Address scale, Address amax_out, Address workspace, Address stream) const {
-    const QuantizeArguments arguments{
+    run(gather(x, rows, cols, stride, row_codes, row_scale_inv, row_pitch, column_codes,
+               column_scale_inv, column_pitch, scale, amax_out, workspace, rows, {}),
+        stream);
+  }
+
+  // `code_pitch`: bytes between the rows of the columnwise codes; `offsets` [groups + 1].
+  void in_groups(Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
+                 Address row_codes, Address row_scale_inv, std::int64_t row_pitch,
+                 Address column_codes, Address column_scale_inv, std::int64_t column_pitch,
+                 Address scale, Address amax_out, Address workspace, std::int64_t code_pitch,
+                 Address offsets, std::int64_t groups, std::int64_t scale_stride,
+                 std::int64_t amax_stride, Address stream) const {
+    run(gather(x, rows, cols, stride, row_codes, row_scale_inv, row_pitch, column_codes,
+               column_scale_inv, column_pitch, scale, amax_out, workspace, code_pitch,
+               {as_pointer<const std::int64_t>(offsets), groups, scale_stride, amax_stride}),
+        stream);
+  }
+
+ private:
+  QuantizeArguments gather(Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
+                           Address row_codes, Address row_scale_inv, std::int64_t row_pitch,
+                           Address column_codes, Address column_scale_inv,
+                           std::int64_t column_pitch, Address scale, Address amax_out,
+                           Address workspace, std::int64_t code_pitch, Groups groups) const {
+    return {
         {as_pointer<const void>(x), rows, cols, stride, input_},
         {as_pointer<std::uint8_t>(row_codes), as_pointer<float>(row_scale_inv), row_pitch},
         {as_pointer<std::uint8_t>(column_codes), as_pointer<float>(column_scale_inv),
          column_pitch},
         as_pointer<const float>(scale),
         as_pointer<float>(amax_out),
-        as_pointer<float>(workspace)};
+        as_pointer<float>(workspace),
+        code_pitch,
+        groups};
+  }
+
+  void run(const QuantizeArguments& arguments, Address stream) const {
     quantize(desc_, arguments, device_, as_stream(stream));
   }
 
- private:
   QuantizeDesc desc_;
   InputType input_;
   int device_;
@@ -62,7 +91,8 @@ void register_quantize(py::module_& module) {
       .value("block128", Granularity::kBlock128);
   py::class_<BoundQuantize>(module, "Quantize")
       .def(py::init<Granularity, Format, InputType, float, float, float, bool, int>())
-      .def("__call__", &BoundQuantize::operator());
+      .def("__call__", &BoundQuantize::operator())
+      .def("in_groups", &BoundQuantize::in_groups);
   module.attr("MAX_PARTIALS") = kMaxPartials;
   module.def("amax", [](Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
                         InputType type, Address out, Address workspace, int device,
@@ -194,6 +224,41 @@ GemmArguments gemm_arguments(Address a, Address a_scale_inv, Address b, Address 
           bytes};
 }
 
+template <typename T>
+std::vector<T> as_pointers(const std::vector<Address>& addresses) {
+  std::vector<T> made;
+  made.reserve(addresses.size());
+  for (const Address address : addresses) made.push_back(reinterpret_cast<T>(address));
+  return made;
+}
+
+// Codes' addresses, bytes between rows, scales' addresses, strides of rows and of k, blocks of k.
+using PyOperand = std::tuple<std::vector<Address>, std::int64_t, std::vector<Address>,
+                             std::int64_t, std::int64_t, std::int64_t>;
+
+GroupedOperand grouped_operand(const PyOperand& given) {
+  const auto& [data, pitch, scale_inv, row_stride, k_stride, blocks] = given;
+  return {as_pointers<const void*>(data), pitch, as_pointers<const float*>(scale_inv), row_stride,
+          k_stride, blocks};
+}
+
+void register_grouped_gemm(py::module_& module) {
+  py::class_<GroupedGemmDesc>(module, "GroupedGemmDesc")
+      .def(py::init<ElementType, ElementType, ScaleMode, ScaleMode, ElementType, bool, bool,
+                    bool>());
+  module.def("grouped_gemm", [](const GroupedGemmDesc& desc, std::int64_t m, std::int64_t n,
+                                std::int64_t k, const PyOperand& a, const PyOperand& b,
+                                const std::vector<Address>& bias, ElementType bias_type,
+                                const std::vector<Address>& d, Address offsets,
+                                std::int64_t groups, int device, Address stream) {
+    grouped_gemm(desc,
+                 {m, n, k, grouped_operand(a), grouped_operand(b),
+                  as_pointers<const void*>(bias), bias_type, as_pointers<void*>(d),
+                  as_pointer<const std::int64_t>(offsets), groups},
+                 device, as_stream(stream));
+  });
+}
+
 void register_gemm(py::module_& module) {
   py::enum_<ElementType>(module, "ElementType")
       .value("e4m3", ElementType::kE4M3)
@@ -256,4 +321,5 @@ PYBIND11_MODULE(fp8core_cuda, module) {
   fp8core::register_microscaling(module);
   fp8core::register_scale_update(module);
   fp8core::register_gemm(module);
+  fp8core::register_grouped_gemm(module);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import typing
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from fp8core.backend_api import (
 )
 from fp8core.dispatch import table
 from fp8core.dispatch.table import Resolved
+from fp8core.errors import UnsupportedError
 from fp8core.links.activation import ActivationLink, ActivationShape
 from fp8core.links.fusion import bind_fusion
 from fp8core.links.linear import LinearLink, LinearShape
@@ -205,7 +207,7 @@ def gemm_desc(name: str, plan: LinearPlan, shape: LinearShape, dtype: torch.dtyp
     fields = (gemm.a, gemm.b, out_dtype, accumulates, gemm.fast_accumulation)
     if not shape.groups:
         return GemmDesc(*fields)
-    return GroupedGemmDesc(*fields, contract_groups=name == "wgrad")
+    return GroupedGemmDesc(*fields, name == "wgrad", shape.offsets_on_device)
 
 
 def _fprop(
@@ -240,11 +242,16 @@ def _bind_quantizers(
         how = How(key, stored, site.owner)
         return KeptWeight(quantizer, site.weights, index + group, slot, how)
 
-    x_slot = slot_of(plan.input, LinearStates.input)
-    x = bind_quantizer(plan.input, input_dtype, binding, grouped=is_grouped, slot=x_slot)
+    bind = functools.partial(
+        bind_quantizer,
+        binding=binding,
+        grouped=is_grouped,
+        offsets_on_device=shape.offsets_on_device,
+    )
+    x = bind(plan.input, input_dtype, slot=slot_of(plan.input, LinearStates.input))
     # Calibration sees the forward pass alone, as in Transformer Engine.
     dy_slot = None if binding.is_observing else slot_of(plan.grad_output, LinearStates.grad_output)
-    dy = bind_quantizer(plan.grad_output, grad_dtype, binding, grouped=is_grouped, slot=dy_slot)
+    dy = bind(plan.grad_output, grad_dtype, slot=dy_slot)
     weights = PerGroup([weight(g) for g in range(shape.groups)]) if is_grouped else weight(0)
     return x, weights, dy
 
@@ -263,6 +270,11 @@ def _padding(
     in_features = math.lcm(fprop.k, dgrad.n, wgrad.n)
     if tokens == out_features == in_features == 1:
         return None
+    if tokens > 1 and shape.offsets_on_device:
+        raise UnsupportedError(
+            f"the rows of each group have to be a multiple of {tokens}, and sizes that only the "
+            f"device knows cannot be padded. Give m_splits as a list of integers."
+        )
     return LayerPadding(
         owner, tokens, -shape.in_features % in_features, -shape.out_features % out_features
     )

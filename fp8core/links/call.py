@@ -16,7 +16,8 @@ class Call(NamedTuple):
     """What one call of a layer adds to its tensors.
 
     ``groups`` is ``(group_offsets,)``, int64 ``[groups + 1]`` on the CPU, or ``()`` if dense;
-    ``splits`` are the same sizes as integers. ``rng`` int64 ``[2]`` is the seed and offset of
+    ``splits`` are the same sizes as integers, ``()`` where only the device knows them, which then
+    has the offsets as well. ``rng`` int64 ``[2]`` is the seed and offset of
     dropout and stochastic rounding. ``first_microbatch`` True quantizes the weight anew, False
     takes the one kept, None decides by whether it has changed. ``backward_pass`` is set in a
     recompute: the pass that it is part of, whose end is when backward scales move on.
@@ -27,6 +28,11 @@ class Call(NamedTuple):
     rng: torch.Tensor | None = None
     first_microbatch: bool | None = None
     backward_pass: int | None = None
+
+    @property
+    def has_device_groups(self) -> bool:
+        """Whether only the device knows the sizes of the groups."""
+        return bool(self.groups) and not self.splits
 
 
 DENSE = Call()

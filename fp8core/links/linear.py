@@ -26,7 +26,8 @@ _NOT_SAVED: Saved = (None, None, None)
 class LinearShape(NamedTuple):
     """What a linear layer is, apart from its recipe; ``groups`` is 0 for a dense layer.
 
-    ``accumulates``: weight gradients are added to ``weight.main_grad``.
+    ``accumulates``: weight gradients are added to ``weight.main_grad``. ``offsets_on_device``: the
+    host never reads the sizes of the groups.
     """
 
     in_features: int
@@ -35,6 +36,7 @@ class LinearShape(NamedTuple):
     bias_dtype: torch.dtype | None
     groups: int = 0
     accumulates: bool = False
+    offsets_on_device: bool = False
 
     @property
     def num_weights(self) -> int:

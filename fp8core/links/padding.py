@@ -26,6 +26,12 @@ class LayerPadding:
 
     def for_call(self, rows: int, call: Call) -> PaddedCall | None:
         """Return the padding of a call with ``rows`` rows, None if it needs none."""
+        if call.has_device_groups:
+            assert self.tokens == 1  # or it would not have been bound
+            if not (self.in_features or self.out_features):
+                return None
+            self._report(is_grouped=True)
+            return PaddedCall(self, rows, None, call.groups)
         sizes = call.splits if call.groups else (rows,)
         padded = [size + -size % self.tokens for size in sizes]
         if sum(padded) == rows and not (self.in_features or self.out_features):
@@ -60,7 +66,7 @@ class LayerPadding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedCall:
-    """The padding of one call: its rows become ``rows``, those of a group at ``index``."""
+    """The padding of one call: its rows become ``rows``, those of a group at ``index``, if any."""
 
     layer: LayerPadding
     rows: int

@@ -100,8 +100,12 @@ class LowPrecisionModule(DelayedModule):
         """What messages call the layer: its name in the model, else its class and sizes."""
         return label_of(type(self).__name__, self.name, self.link_shapes())
 
-    def bind(self, device: torch.device, dtype: torch.dtype) -> Bound:
+    def bind(
+        self, device: torch.device, dtype: torch.dtype, *, offsets_on_device: bool = False
+    ) -> Bound:
         """Return the layer's links for activations of ``dtype`` under what is active now.
+
+        ``offsets_on_device``: as in :class:`LinearShape`, for a grouped layer in eager.
 
         Raises:
             UnsupportedError: a recompute that cannot equal its forward.
@@ -120,14 +124,15 @@ class LowPrecisionModule(DelayedModule):
         else:
             records = not tape.is_repeating and (is_observing or tape.is_grad_enabled)
         mode = (is_observing, records, is_grad_enabled, self.training)
-        key = (recipe, device, dtype, policy.current(), mode)
+        key = (recipe, device, dtype, policy.current(), mode, offsets_on_device)
         last = self._bindings.last
         if last is not None and last[0] == key:
             bound: Bound = last[1]
         else:
             with _bind_lock:
                 found: Bound | None = self._bindings.table.get(key)
-                bound = found or self._bind(recipe, mode, Binding(device, dtype, is_observing))
+                binding = Binding(device, dtype, is_observing)
+                bound = found or self._bind(recipe, mode, binding, self._shapes(offsets_on_device))
                 self._bindings.table[key] = bound
                 self._bindings.last = (key, bound)
         if bound.states is not None and records:
@@ -212,8 +217,21 @@ class LowPrecisionModule(DelayedModule):
             call = call._replace(backward_pass=tape.backward_pass)
             return chain.run(links, input, params, call)
 
+    def _shapes(self, offsets_on_device: bool) -> tuple[LinkShape, ...]:
+        shapes = self.link_shapes()
+        if not offsets_on_device:
+            return shapes
+        return tuple(
+            shape._replace(offsets_on_device=True) if isinstance(shape, LinearShape) else shape
+            for shape in shapes
+        )
+
     def _bind(
-        self, recipe: Recipe | None, mode: tuple[bool, bool, bool, bool], binding: Binding
+        self,
+        recipe: Recipe | None,
+        mode: tuple[bool, bool, bool, bool],
+        binding: Binding,
+        shapes: tuple[LinkShape, ...],
     ) -> Bound:
         try:
             plan = plan_of(recipe, LayerRole(self.kind, self.name), binding.activation_dtype)
@@ -231,11 +249,11 @@ class LowPrecisionModule(DelayedModule):
                 )
             weights = self._bindings.weights if self.keeps_weights else None
             site = Site(plan, binding, self.label, weights, states, self._bindings.watch)
-            links = bind_chain(self.link_shapes(), site)
+            links = bind_chain(shapes, site)
         except Fp8CoreError as error:
             raise type(error)(f"{self.label}: {error}") from None
         needs_rng = any(link.needs_rng for link in links)
-        parts = tuple(parts_of(self.link_shapes(), links))
+        parts = tuple(parts_of(shapes, links))
         return Bound(parts, links, plan, states, recipe, needs_rng)
 
     def check_input(

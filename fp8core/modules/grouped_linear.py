@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8core.errors import OperandError
+from fp8core.errors import OperandError, UnsupportedError
 from fp8core.links.call import Call
 from fp8core.links.linear import LinearShape
 from fp8core.modules.base import LowPrecisionModule, refuse_arguments, resolve_device
@@ -49,6 +49,9 @@ class GroupedLinear(LowPrecisionModule):
     ``weight0 .. weightN-1 [out_features, in_features]`` and ``bias0 .. biasN-1``. Each group is
     quantized as a tensor of its own. Arguments as in :class:`fp8core.Linear`; what is not offered
     is refused alike.
+
+    The sizes of the groups may be a tensor on the accelerator, which nothing waits for: a router's
+    counts go in as they are, and a CUDA graph takes the sizes that the tensor has at each replay.
     """
 
     kind = "grouped_linear"
@@ -126,21 +129,39 @@ class GroupedLinear(LowPrecisionModule):
     ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
         """Compute ``[..., out_features]``; group ``i`` has ``m_splits[i]`` rows, perhaps none.
 
-        ``m_splits`` is a list, or an integer tensor ``[num_gemms]``; one on a device is read back.
-        While torch compiles it must be a list, and other values make another graph.
+        ``m_splits`` is a list, or an integer tensor ``[num_gemms]``. One on the CPU is taken as a
+        list. One on the input's accelerator is never read by the host, so nobody can check its
+        values: a negative size counts as 0, what goes beyond the input's rows is cut off, and rows
+        that are left over belong to no group. Their output and ``grad_input`` are zeros. Not every
+        backend and recipe runs that; those that do not refuse it. While torch compiles ``m_splits``
+        must be a list, and other values make another graph.
 
         Raises:
-            OperandError: ``m_splits`` has not one entry a group, is negative, or does not add up
-                to the rows of the input.
+            OperandError: ``m_splits`` has not one entry a group, is no integer tensor or on
+                another device; or, as a list, is negative or does not add up to the rows of the
+                input.
+            UnsupportedError: sizes on the device, which the backend does not take or a monitor
+                would have to read.
         """
         weights, biases = self._all("weight"), self._all("bias")
         dtype = self.check_input(input, weights[0], self.in_features)
-        splits = self._check_splits(m_splits, input.numel() // self.in_features)
-        bound = self.bind(input.device, dtype)
+        rows = input.numel() // self.in_features
+        if isinstance(m_splits, torch.Tensor) and torch.compiler.is_compiling():
+            raise OperandError(
+                "m_splits must be a list of integers while torch compiles or exports: the sizes of "
+                "a graph cannot come from a tensor's values. Call m_splits.tolist() outside of it."
+            )
+        splits: tuple[int, ...] = ()
+        if isinstance(m_splits, torch.Tensor) and _stays_on_device(m_splits):
+            offsets = self._device_offsets(m_splits, rows, input.device)
+            bound = self.bind(input.device, dtype, offsets_on_device=True)
+        else:
+            splits = self._check_splits(m_splits, rows)
+            # Known on the host, so they stay there: reading them back would wait for the device.
+            offsets = torch.tensor((0, *splits), device="cpu").cumsum(0)
+            bound = self.bind(input.device, dtype)
         if input.dtype != dtype:
             input = input.to(dtype)
-        # Known on the host, so they stay there: reading them back would wait for the device.
-        offsets = torch.tensor((0, *splits), device="cpu").cumsum(0)
         rng = new_seed() if bound.needs_rng else None
         params = weights if self.return_bias else weights + biases
         output = self.run_links(
@@ -148,12 +169,31 @@ class GroupedLinear(LowPrecisionModule):
         )
         return (output, biases) if self.return_bias else output
 
-    def _check_splits(self, m_splits: Sequence[int] | torch.Tensor, rows: int) -> tuple[int, ...]:
-        if isinstance(m_splits, torch.Tensor) and torch.compiler.is_compiling():
+    def _device_offsets(self, sizes: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
+        """Return int64 ``[num_gemms + 1]``, from 0, never less, at most ``rows``."""
+        self._check_tensor(sizes)
+        if sizes.device != device:
             raise OperandError(
-                "m_splits must be a list of integers while torch compiles or exports: the sizes of "
-                "a graph cannot come from a tensor's values. Call m_splits.tolist() outside of it."
+                f"{self.label}: m_splits is on {sizes.device}, the input on {device}. Give it on "
+                f"the input's device, on the CPU, or as a list of integers."
             )
+        if self._bindings.watch is not None:
+            raise UnsupportedError(
+                f"{self.label}: a monitor has to read m_splits, which is on {device}. Give it as a "
+                f"list of integers, or close the monitor."
+            )
+        ends = sizes.to(torch.int64).clamp(0, rows).cumsum(0).clamp(max=rows)
+        return torch.nn.functional.pad(ends, (1, 0))
+
+    def _check_tensor(self, sizes: torch.Tensor) -> None:
+        is_integer = not (sizes.is_floating_point() or sizes.is_complex())
+        if sizes.shape != (self.num_gemms,) or not is_integer or sizes.dtype == torch.bool:
+            raise OperandError(
+                f"{self.label}: m_splits is {sizes.dtype} {list(sizes.shape)}; expected an integer "
+                f"tensor [{self.num_gemms}], or a list of {self.num_gemms} integers."
+            )
+
+    def _check_splits(self, m_splits: Sequence[int] | torch.Tensor, rows: int) -> tuple[int, ...]:
         given = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
         is_valid = len(given) == self.num_gemms and all(
             isinstance(size, int) and size >= 0 for size in given
@@ -168,3 +208,8 @@ class GroupedLinear(LowPrecisionModule):
     def _all(self, kind: str) -> list[torch.Tensor]:
         named = (self.parameter(f"{kind}{i}") for i in range(self.num_gemms))
         return [parameter for parameter in named if parameter is not None]
+
+
+def _stays_on_device(sizes: torch.Tensor) -> bool:
+    """Return whether reading ``sizes`` would wait for a device; meta has nothing to read."""
+    return sizes.device.type != "cpu"

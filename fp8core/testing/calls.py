@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from fp8core.backend_api import (
     GATED,
+    GROUP_STEP,
     ActivationBackwardDesc,
     ActivationDesc,
     AddNormDesc,
@@ -30,7 +32,16 @@ from fp8core.backend_api import (
 from fp8core.testing import inputs
 from fp8core.testing.subject import Subject, on_cpu, storage_step
 
-__all__ = ["Call", "arguments", "group_offsets", "operand", "quantize_keywords", "quantize_size"]
+__all__ = [
+    "Call",
+    "arguments",
+    "group_offsets",
+    "offsets_for",
+    "operand",
+    "quantize_keywords",
+    "quantize_size",
+    "step_of",
+]
 
 
 class Call(NamedTuple):
@@ -93,6 +104,22 @@ def group_offsets(sizes: Sequence[int]) -> torch.Tensor:
     return torch.tensor([0, *sizes], device="cpu").cumsum(0)
 
 
+def offsets_for(
+    subject: Subject, desc: QuantizeDesc | GroupedGemmDesc, sizes: Sequence[int]
+) -> torch.Tensor:
+    """Return the offsets of groups of these sizes where ``desc`` wants them."""
+    made = group_offsets(sizes)
+    if not desc.offsets_on_device:
+        return made
+    there: torch.Tensor = subject.here(made)
+    return there
+
+
+def step_of(desc: QuantizeDesc | GroupedGemmDesc) -> int:
+    """Return the step of :func:`split_groups` for operands of ``desc``."""
+    return GROUP_STEP if desc.offsets_on_device else 1
+
+
 def operand(
     subject: Subject, spec: OperandSpec | None, x: torch.Tensor, *, columnwise: bool = False
 ) -> Operand:
@@ -116,7 +143,7 @@ def _quantize(subject: Subject, desc: QuantizeDesc) -> Call:
         step = storage_step(subject, desc.columnwise)
         sizes = [0, up(33, step), up(1, step), 0, up(9, step)]
         x = inputs.matrix("holes", *quantize_size(subject, desc, sum(sizes), 70), desc.dtype)
-        offsets = (group_offsets(sizes),)
+        offsets = (offsets_for(subject, desc, sizes),)
     else:
         sizes = [0]
         x = inputs.matrix("holes", *quantize_size(subject, desc, 33, 70), desc.dtype)
@@ -173,18 +200,19 @@ def grouped_operands(
     step = align.k if desc.contract_groups else align.m
     sizes = [up(size, step) for size in rows]
     total = sum(sizes)
-    offsets = group_offsets(sizes)
+    offsets = offsets_for(subject, desc, sizes)
     m, n = up(6, align.m), up(10, align.n)
     dtype = torch.float32 if desc.low_precision else desc.out_dtype
+    make = partial(_grouped_operand, on_device=desc.offsets_on_device)
     if desc.contract_groups:
         a, b = (
-            _grouped_operand(subject, spec, inputs.moderate(total, cols, dtype, seed), offsets, 1)
+            make(subject, spec, inputs.moderate(total, cols, dtype, seed), offsets, 1)
             for spec, cols, seed in ((desc.a, m, 20), (desc.b, n, 40))
         )
         return Groups((a, b, offsets), sizes, m, n)
     k = up(160, align.k)
     tokens = inputs.moderate(total, k, dtype, 20)
-    a = _grouped_operand(subject, desc.a, tokens, offsets, 0)
+    a = make(subject, desc.a, tokens, offsets, 0)
     weights = [
         operand(subject, desc.b, subject.here(inputs.moderate(n, k, dtype, 40 + group)))
         for group in range(len(sizes))
@@ -193,13 +221,20 @@ def grouped_operands(
 
 
 def _grouped_operand(
-    subject: Subject, spec: OperandSpec | None, x: torch.Tensor, offsets: torch.Tensor, dim: int
+    subject: Subject,
+    spec: OperandSpec | None,
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    dim: int,
+    *,
+    on_device: bool,
 ) -> Operand:
     """Quantize ``x``, grouped along its rows: rowwise for ``dim`` 0, columnwise for 1."""
     x = subject.here(x)
     if spec is None:
         return Operand(x.t() if dim else x)
-    desc = QuantizeDesc(x.dtype, None if dim else spec, spec if dim else None, grouped=True)
+    rowwise, columnwise = (None, spec) if dim else (spec, None)
+    desc = QuantizeDesc(x.dtype, rowwise, columnwise, grouped=True, offsets_on_device=on_device)
     keywords = quantize_keywords(subject, desc, len(offsets) - 1)
     made: Quantized = subject.quantizer(desc)(desc, x, offsets, **keywords)
     found = made[dim]

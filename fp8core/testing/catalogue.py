@@ -17,6 +17,7 @@ from fp8core.backend_api import (
     AmaxDesc,
     DequantizeDesc,
     FusedDesc,
+    GroupedGemmDesc,
     NormBackwardDesc,
     NormDesc,
     OpDesc,
@@ -96,6 +97,9 @@ def _gemms(prefix: str, plan: LinearPlan, dtype: torch.dtype, groups: int) -> It
             yield Entry(label, desc)
             if name == "wgrad":
                 yield Entry(f"{label}.accumulate", dataclasses.replace(desc, accumulate=True))
+            is_first = weight_dtype == dtype == DTYPES[0]  # kernels are the same for the others
+            if is_first and isinstance(desc, GroupedGemmDesc):
+                yield Entry(f"{label}.device", dataclasses.replace(desc, offsets_on_device=True))
 
 
 def _tensors(plan: LinearPlan) -> dict[str, TensorPlan]:
@@ -108,7 +112,10 @@ def _casts(
 ) -> Iterator[Entry]:
     for name, tensor in _tensors(plan).items():
         label = f"{prefix}.{name}.{_word(dtype)}"
-        yield Entry(label, QuantizeDesc(dtype, *tensor, is_grouped and name != "weight"))
+        desc = QuantizeDesc(dtype, *tensor, is_grouped and name != "weight")
+        yield Entry(label, desc)
+        if desc.grouped:
+            yield Entry(f"{label}.device", dataclasses.replace(desc, offsets_on_device=True))
         for orientation, spec in zip(tensor._fields, tensor, strict=True):
             if spec is not None and not is_grouped:
                 yield Entry(f"{label}.{orientation}", DequantizeDesc(spec, dtype))

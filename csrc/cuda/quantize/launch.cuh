@@ -47,16 +47,24 @@ template <typename T>
 void launch(const QuantizeDesc& desc, TileParams p, int num_multiprocessors,
             cudaStream_t stream) {
   const Matrix& x = p.args.x;
-  const int64_t tile_rows = (x.rows + kTile - 1) / kTile;
+  const Groups& groups = p.args.groups;
+  const bool is_grouped = groups.offsets != nullptr;
+  const int64_t tile_rows =
+      is_grouped ? x.rows / kTile + groups.count + 1 : (x.rows + kTile - 1) / kTile;
+  p.scale_tiles = is_grouped ? tile_rows - 1 : tile_rows;
   const int64_t tiles = tile_rows * p.tile_columns;
   FP8CORE_CHECK(tiles < (int64_t{1} << 31), "quantize: ", x.rows, " x ", x.cols, " has ", tiles,
                 " tiles of 128 x 128, more than a grid takes");
-  if (desc.granularity == Granularity::kTensor)
+  if (desc.granularity == Granularity::kTensor && is_grouped) {
+    FP8CORE_CUDA(cudaMemsetAsync(p.args.workspace, 0, groups.count * sizeof(float), stream));
+    group_amax<T><<<static_cast<unsigned>(tiles), kTileThreads, 0, stream>>>(p);
+  } else if (desc.granularity == Granularity::kTensor) {
     p.num_partials =
         launch_partials<T>(x, p.vector_loads, p.args.workspace, num_multiprocessors, stream);
+  }
   if (desc.granularity == Granularity::kRow) {
-    FP8CORE_CUDA(
-        cudaMemsetAsync(p.args.workspace, 0, (x.rows + x.cols) * sizeof(float), stream));
+    const int64_t amaxes = x.rows + (is_grouped ? groups.count : 1) * x.cols;
+    FP8CORE_CUDA(cudaMemsetAsync(p.args.workspace, 0, amaxes * sizeof(float), stream));
     directed_amax<T><<<static_cast<unsigned>(tiles), kTileThreads, 0, stream>>>(p);
   }
   if (desc.format == Format::kE4M3)

@@ -34,6 +34,7 @@ void quantize_mxfp8(const Mxfp8Desc& desc, const Matrix& x, const ByteScaled& ro
   tile.args.x = x;
   tile.args.rowwise.codes = rowwise.codes;
   tile.args.columnwise.codes = columnwise.codes;
+  tile.args.column_pitch = x.rows;
   tile.tile_columns = static_cast<int>(columns);
   tile.vector_loads = reads_vectors(x);
   tile.vector_rows = x.cols % 8 == 0 && is_aligned(rowwise.codes, 8);

@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kTileThreads) mx_tile(const MxParams m) {
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      store_row(p, row + i, column, encode_row<F>(x[i], multiplier_at(scales, i)));
+      store_row(p, at, ty * 8 + i, tx, encode_row<F>(x[i], multiplier_at(scales, i)));
   }
   if (p.args.columnwise.codes == nullptr) return;
   uint2 scales = square;

@@ -7,6 +7,8 @@
 namespace fp8core {
 namespace {
 
+constexpr std::int64_t kMostRows = std::int64_t{1} << 30;  // of groups: they are counted in ints
+
 __global__ void __launch_bounds__(kAmaxThreads)
     finish_amax(const float* partials, int count, float* amax_out) {
   __shared__ float shared[kAmaxThreads / 32];
@@ -28,7 +30,16 @@ void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, int 
       desc.granularity == Granularity::kTensor || desc.granularity == Granularity::kRow;
   FP8CORE_CHECK(!takes_workspace || arguments.workspace != nullptr,
                 "quantize: this granularity takes a workspace");
-  if (x.rows == 0 || x.cols == 0) return;
+  const Groups& groups = arguments.groups;
+  const std::int64_t pitch = arguments.column_pitch;
+  const std::int64_t least =
+      groups.offsets == nullptr ? x.rows : (x.rows / kGroupStep + groups.count) * kGroupStep;
+  FP8CORE_CHECK(arguments.columnwise.codes == nullptr || pitch >= least, "quantize: ", pitch,
+                " bytes between the rows of columnwise codes; expected at least ", least);
+  FP8CORE_CHECK(groups.offsets == nullptr || (groups.count > 0 && x.rows < kMostRows),
+                "quantize: ", x.rows, " rows in ", groups.count, " groups; expected at least one ",
+                "group and less than ", kMostRows, " rows");
+  if (x.cols == 0 || (x.rows == 0 && groups.offsets == nullptr)) return;
   const DeviceGuard guard(device);
   TileParams params;
   params.args = arguments;
@@ -36,7 +47,7 @@ void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, int 
   params.tile_columns = static_cast<int>((x.cols + kTile - 1) / kTile);
   params.vector_loads = reads_vectors(x);
   params.vector_rows = x.cols % 8 == 0 && is_aligned(arguments.rowwise.codes, 8);
-  params.vector_columns = x.rows % 16 == 0 && is_aligned(arguments.columnwise.codes, 16);
+  params.vector_columns = pitch % 16 == 0 && is_aligned(arguments.columnwise.codes, 16);
   const int multiprocessors = num_multiprocessors(device);
   switch (x.type) {
     case InputType::kFloat32: return launch_from_float32(desc, params, multiprocessors, stream);

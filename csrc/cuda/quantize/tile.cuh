@@ -14,6 +14,7 @@
 
 #include <type_traits>
 
+#include "../groups.cuh"
 #include "amax.cuh"
 
 namespace fp8core {
@@ -26,20 +27,49 @@ struct TileParams {
   ScaleRule rule;
   int tile_columns = 0;  // tiles in a row of tiles
   int num_partials = 0;
+  int64_t scale_tiles = 0;  // rows of tiles that there are scales for
   bool vector_loads = false, vector_rows = false, vector_columns = false;
 };
 
 struct TilePlace {
   int64_t row, column;  // of the tile's first element
   int64_t tile_row, tile_column;
+  int64_t row_end, load_end;  // where the group's rows end; of the tail's none are read
+  int64_t code, code_end;     // likewise in the columnwise codes
+  int64_t group;              // 0 without groups
+  bool is_first;              // row of tiles of its group
+  bool is_tail;               // belongs to no group
 };
 
 __device__ inline TilePlace place_of(const TileParams& p, unsigned tile) {
   TilePlace at;
   at.tile_row = tile / p.tile_columns;
   at.tile_column = tile % p.tile_columns;
-  at.row = at.tile_row * kTile;
   at.column = at.tile_column * kTile;
+  const Groups& groups = p.args.groups;
+  if (groups.offsets == nullptr) {
+    at.row = at.tile_row * kTile;
+    at.row_end = at.load_end = at.code_end = p.args.x.rows;
+    at.code = at.row;
+    at.group = 0;
+    at.is_first = at.tile_row == 0;
+    at.is_tail = false;
+    return at;
+  }
+  const int count = static_cast<int>(groups.count), rows = static_cast<int>(p.args.x.rows);
+  const int own = static_cast<int>(at.tile_row);
+  const GroupPlace found = group_of_block(groups.offsets, count, rows, own);
+  const int64_t offset = static_cast<int64_t>(own - found.first_block) * kTile;
+  const int64_t first_code = static_cast<int64_t>(found.first_step) * kGroupStep;
+  at.row = found.start + offset;
+  at.code = first_code + offset;
+  at.row_end = found.end;
+  at.group = found.group;
+  at.is_first = own == found.first_block;
+  at.is_tail = found.group == count;
+  at.load_end = at.is_tail ? 0 : at.row_end;
+  at.code_end = at.is_tail ? p.args.column_pitch
+                           : first_code + group_steps(found.end - found.start) * kGroupStep;
   return at;
 }
 
@@ -52,7 +82,7 @@ __device__ void load_tile(Eight<T> (&x)[8], const TileParams& p, const TilePlace
   if (p.vector_loads && column + 8 <= m.cols) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      if (row + i < m.rows)
+      if (row + i < at.load_end)
         x[i].load(from + i * m.stride);
       else
         x[i].gather(from, 0);
@@ -62,14 +92,17 @@ __device__ void load_tile(Eight<T> (&x)[8], const TileParams& p, const TilePlace
   const int count = static_cast<int>(max(int64_t{0}, min(int64_t{8}, m.cols - column)));
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const bool inside = row + i < m.rows && count > 0;
+    const bool inside = row + i < at.load_end && count > 0;
     x[i].gather(inside ? from + i * m.stride : from, inside ? count : 0);
   }
 }
 
-__device__ inline void store_row(const TileParams& p, int64_t row, int64_t column, uint2 codes) {
+// Stores the codes of row 8 ty + i.
+__device__ inline void store_row(const TileParams& p, const TilePlace& at, int own, int tx,
+                                 uint2 codes) {
   const Matrix& m = p.args.x;
-  if (row >= m.rows || column >= m.cols) return;
+  const int64_t row = at.row + own, column = at.column + tx * 8;
+  if (row >= at.row_end || column >= m.cols) return;
   uint8_t* to = p.args.rowwise.codes + row * m.cols + column;
   if (p.vector_rows && column + 8 <= m.cols) {
     __stcs(reinterpret_cast<uint2*>(to), codes);
@@ -125,15 +158,15 @@ __device__ inline void store_columns(const TileParams& p, const TilePlace& at,
         *reinterpret_cast<const uint4*>(&shared[own * 16 + (turn(2 * chunk) ^ (swizzle & ~1))]);
     const uint4 codes =
         swizzle % 2 == 0 ? pair : make_uint4(pair.z, pair.w, pair.x, pair.y);
-    const int64_t column = at.column + own, row = at.row + chunk * 16;
-    if (column >= m.cols || row >= m.rows) continue;
-    uint8_t* to = p.args.columnwise.codes + column * m.rows + row;
-    if (p.vector_columns && row + 16 <= m.rows) {
+    const int64_t column = at.column + own, row = at.code + chunk * 16;
+    if (column >= m.cols || row >= at.code_end) continue;
+    uint8_t* to = p.args.columnwise.codes + column * p.args.column_pitch + row;
+    if (p.vector_columns && row + 16 <= at.code_end) {
       __stcs(reinterpret_cast<uint4*>(to), codes);
       continue;
     }
     const auto* bytes = reinterpret_cast<const uint8_t*>(&codes);
-    for (int i = 0; i < 16 && row + i < m.rows; ++i) to[i] = bytes[i];
+    for (int i = 0; i < 16 && row + i < at.code_end; ++i) to[i] = bytes[i];
   }
 }
 
@@ -215,11 +248,27 @@ __device__ float row_amax(const Eight<T> (&x)[8], int tx) {
   return fmaxf(own[0], __shfl_xor_sync(0xFFFFFFFFu, own[0], 1));
 }
 
+// The scales of all groups, empty ones among them: the first tile's to write.
+template <Granularity G>
+__device__ void store_group_scales(const TileParams& p) {
+  const Groups& groups = p.args.groups;
+  for (int64_t group = threadIdx.x; group < groups.count; group += kTileThreads) {
+    const float scale = G == Granularity::kDelayed ? p.args.scale[group * groups.scale_stride]
+                                                   : scale_of(p.args.workspace[group], p.rule);
+    p.args.rowwise.scale_inv[group] = __frcp_rn(scale);
+  }
+}
+
 // One scale for the whole tile: a tensor's, or a 128 x 128 block's.
 template <typename T, Format F, Granularity G>
 __device__ float tile_scale(const Eight<T> (&x)[8], const TileParams& p, const TilePlace& at,
                             float* shared) {
-  const bool is_first = at.row == 0 && at.column == 0 && threadIdx.x == 0;
+  const bool is_grouped = p.args.groups.offsets != nullptr;
+  const bool is_first = at.row == 0 && at.column == 0 && threadIdx.x == 0 && !is_grouped;
+  if (G != Granularity::kBlock128 && is_grouped) {
+    if (at.tile_row == 0 && at.tile_column == 0) store_group_scales<G>(p);
+    if (at.is_tail) return 1.0f;
+  }
   float own = 0.0f;
   if (G != Granularity::kTensor && (G != Granularity::kDelayed || p.args.amax_out != nullptr)) {
 #pragma unroll
@@ -227,19 +276,21 @@ __device__ float tile_scale(const Eight<T> (&x)[8], const TileParams& p, const T
     own = block_max<kTileThreads>(own, shared);
   }
   if constexpr (G == Granularity::kDelayed) {
-    if (p.args.amax_out != nullptr && threadIdx.x == 0) atomic_amax(p.args.amax_out, own);
-    const float scale = *p.args.scale;
+    if (p.args.amax_out != nullptr && threadIdx.x == 0)
+      atomic_amax(p.args.amax_out + at.group * p.args.groups.amax_stride, own);
+    const float scale = p.args.scale[at.group * p.args.groups.scale_stride];
     if (is_first) *p.args.rowwise.scale_inv = __frcp_rn(scale);
     return scale;
   } else if constexpr (G == Granularity::kTensor) {
+    if (is_grouped) return scale_of(p.args.workspace[at.group], p.rule);
     const float amax =
         reduce_partials<kTileThreads>(p.args.workspace, p.num_partials, shared);
     const float scale = scale_of(amax, p.rule);
     if (is_first) *p.args.rowwise.scale_inv = __frcp_rn(scale);
     return scale;
   } else {
-    const float scale = scale_of(own, p.rule);
-    if (threadIdx.x == 0) {
+    const float scale = at.is_tail ? 1.0f : scale_of(own, p.rule);
+    if (threadIdx.x == 0 && at.tile_row < p.scale_tiles) {
       const float inverse = __frcp_rn(scale);
       const QuantizeOutput &row = p.args.rowwise, &column = p.args.columnwise;
       if (row.codes != nullptr)
@@ -267,12 +318,25 @@ __global__ void __launch_bounds__(kTileThreads) uniform_tile(const TileParams p)
   for (int i = 0; i < 8; ++i) codes[i] = encode_row<F>(x[i], scale);
   if (p.args.rowwise.codes != nullptr) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) store_row(p, at.row + ty * 8 + i, at.column + tx * 8, codes[i]);
+    for (int i = 0; i < 8; ++i) store_row(p, at, ty * 8 + i, tx, codes[i]);
   }
   if (p.args.columnwise.codes == nullptr) return;
   park_columns(codes, parked, ty, tx);
   __syncthreads();
   store_columns(p, at, parked);
+}
+
+// The columnwise scales of groups without rows, whose tiles nobody has: the first row of tiles'.
+__device__ inline void store_empty_groups(const TileParams& p, int64_t column) {
+  const Groups& groups = p.args.groups;
+  const float inverse = __frcp_rn(scale_of(0.0f, p.rule));
+  int before = 0;
+  for (int64_t group = 0; group < groups.count; ++group) {
+    const int end = clamp_offset(groups.offsets[group + 1], static_cast<int>(p.args.x.rows));
+    if (end <= before)
+      p.args.columnwise.scale_inv[group * p.args.columnwise.pitch + column] = inverse;
+    before = max(before, end);
+  }
 }
 
 // A scale a row of each operand (kRow: of the whole row, from the amaxes in the workspace; kVec128:
@@ -294,9 +358,9 @@ __global__ void __launch_bounds__(kTileThreads) directed_tile(const TileParams p
     if constexpr (G == Granularity::kVec128)
       amax = row_amax(x, tx);
     else
-      amax = held < m.rows ? p.args.workspace[held] : 0.0f;
-    const float scale = scale_of(amax, p.rule);
-    if (tx % 2 == 0 && held < m.rows) {
+      amax = held < at.load_end ? p.args.workspace[held] : 0.0f;
+    const float scale = at.is_tail ? 1.0f : scale_of(amax, p.rule);
+    if (tx % 2 == 0 && held < at.row_end) {
       if (G == Granularity::kVec128)
         out.scale_inv[at.tile_column * out.pitch + held] = __frcp_rn(scale);
       else if (at.tile_column == 0)
@@ -305,7 +369,7 @@ __global__ void __launch_bounds__(kTileThreads) directed_tile(const TileParams p
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float own = __shfl_sync(0xFFFFFFFFu, scale, 2 * i, 16);
-      store_row(p, at.row + ty * 8 + i, at.column + tx * 8, encode_row<F>(x[i], own));
+      store_row(p, at, ty * 8 + i, tx, encode_row<F>(x[i], own));
     }
   }
   if (p.args.columnwise.codes == nullptr) return;
@@ -313,17 +377,21 @@ __global__ void __launch_bounds__(kTileThreads) directed_tile(const TileParams p
   const int64_t own = at.column + threadIdx.x;  // the column of one of the first 128 threads
   if constexpr (G == Granularity::kVec128)
     amax = column_amax(x, maxima, tx);
-  else if (threadIdx.x < kTile && own < m.cols)
-    amax = p.args.workspace[m.rows + own];
+  else if (threadIdx.x < kTile && own < m.cols && !at.is_tail)
+    amax = p.args.workspace[m.rows + at.group * m.cols + own];
   if (threadIdx.x < kTile) {
     const QuantizeOutput& out = p.args.columnwise;
-    const float scale = scale_of(amax, p.rule);
+    const float scale = at.is_tail ? 1.0f : scale_of(amax, p.rule);
     scales[threadIdx.x] = scale;
     if (own < m.cols) {
-      if (G == Granularity::kVec128)
-        out.scale_inv[at.tile_row * out.pitch + own] = __frcp_rn(scale);
-      else if (at.tile_row == 0)
-        out.scale_inv[own] = __frcp_rn(scale);
+      if (G == Granularity::kVec128) {
+        if (at.tile_row < p.scale_tiles)
+          out.scale_inv[at.tile_row * out.pitch + own] = __frcp_rn(scale);
+      } else {
+        if (at.is_first && !at.is_tail)
+          out.scale_inv[at.group * out.pitch + own] = __frcp_rn(scale);
+        if (at.tile_row == 0 && p.args.groups.offsets != nullptr) store_empty_groups(p, own);
+      }
     }
   }
   __syncthreads();
@@ -338,7 +406,8 @@ __global__ void __launch_bounds__(kTileThreads) directed_tile(const TileParams p
   store_columns(p, at, parked);
 }
 
-// Amaxes of whole rows and columns: workspace[rows + cols], zeroed before.
+// Amaxes of whole rows and columns, those of the columns in each group: workspace[rows + cols], or
+// [rows + groups * cols], zeroed before.
 template <typename T>
 __global__ void __launch_bounds__(kTileThreads) directed_amax(const TileParams p) {
   __shared__ alignas(16) float maxima[kTileThreads / 32][kTile];
@@ -349,11 +418,26 @@ __global__ void __launch_bounds__(kTileThreads) directed_amax(const TileParams p
   load_tile(x, p, at, ty, tx);
   const int64_t held = at.row + ty * 8 + tx / 2;
   const float row = row_amax(x, tx);
-  if (tx % 2 == 0 && held < m.rows) atomic_amax(p.args.workspace + held, row);
+  if (tx % 2 == 0 && held < at.load_end) atomic_amax(p.args.workspace + held, row);
   const float amax = column_amax(x, maxima, tx);
   const int64_t own = at.column + threadIdx.x;
-  if (threadIdx.x < kTile && own < m.cols) atomic_amax(p.args.workspace + m.rows + own, amax);
+  if (threadIdx.x < kTile && own < m.cols && !at.is_tail)
+    atomic_amax(p.args.workspace + m.rows + at.group * m.cols + own, amax);
 }
 
+// Amaxes of whole groups: workspace[groups], zeroed before.
+template <typename T>
+__global__ void __launch_bounds__(kTileThreads) group_amax(const TileParams p) {
+  __shared__ float shared[kTileThreads / 32];
+  const TilePlace at = place_of(p, blockIdx.x);
+  if (at.is_tail) return;
+  Eight<T> x[8];
+  load_tile(x, p, at, threadIdx.x / 16, threadIdx.x % 16);
+  float own = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) own = fmaxf(own, x[i].amax());
+  own = block_max<kTileThreads>(own, shared);
+  if (threadIdx.x == 0) atomic_amax(p.args.workspace + at.group, own);
+}
 
 }  // namespace fp8core

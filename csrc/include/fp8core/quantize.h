@@ -50,18 +50,33 @@ struct QuantizeOutput {
   std::int64_t pitch;
 };
 
+// Groups of rows, each a tensor of its own; where they end is known on the device alone. Operands
+// then have one scale a group (kDelayed, kTensor; kRow columnwise: [groups, pitch]), or one for
+// every 128 rows of each group (kVec128 columnwise, kBlock128), of which there is room for
+// rows / 128 + groups. Columnwise codes begin at a multiple of 32 in each group, with zeros between
+// and behind: rows of 32 * (rows / 32 + groups) codes. Scales beyond the last group are 1.
+struct Groups {
+  const std::int64_t* offsets = nullptr;  // [count + 1], null: x is one tensor
+  std::int64_t count = 0;
+  std::int64_t scale_stride = 0, amax_stride = 0;  // floats between the entries of two groups
+};
+
 struct QuantizeArguments {
   Matrix x;
   QuantizeOutput rowwise, columnwise;
   const float* scale;  // kDelayed
   float* amax_out;     // kDelayed, or null: amax_out = max(amax_out, amax(x)); NaN is ignored
-  float* workspace;    // kTensor: kMaxPartials floats; kRow: rows + cols floats
+  float* workspace;    // kTensor: kMaxPartials floats, or one a group; kRow: rows + cols floats, or
+                       // rows + groups * cols
+  std::int64_t column_pitch;  // bytes between the rows of the columnwise codes; in groups also
+                              // their number
+  Groups groups;
 };
 
 constexpr int kMaxPartials = 1024;
 
-// Launches: kDelayed, kVec128 and kBlock128 one, kTensor two, kRow two and a memset.
-// An empty x launches nothing.
+// Launches: kDelayed, kVec128 and kBlock128 one, kTensor two (in groups also a memset), kRow two and
+// a memset. An empty x launches nothing, but for the scales of groups that are all empty.
 void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, int device,
               cudaStream_t stream);
 

@@ -9,7 +9,7 @@ import torch
 
 from fp8core.backend_api import GroupedGemmDesc, split_groups
 from fp8core.testing import inputs
-from fp8core.testing.calls import Groups, grouped_operands
+from fp8core.testing.calls import Groups, grouped_operands, step_of
 from fp8core.testing.checks import law
 from fp8core.testing.compare import require, same_bits
 from fp8core.testing.laws.gemm import product_within
@@ -26,9 +26,9 @@ def _each_within(
     """Require every group's product within the bound; ``terms`` are added, one a group."""
     a, b, offsets = on_cpu(groups.arguments)
     bounds = offsets.tolist()
-    firsts = split_groups(desc.a, a, bounds, int(desc.contract_groups))
+    firsts = split_groups(desc.a, a, bounds, int(desc.contract_groups), step_of(desc))
     if desc.contract_groups:
-        seconds, parts = split_groups(desc.b, b, bounds, 1), list(made)
+        seconds, parts = split_groups(desc.b, b, bounds, 1, step_of(desc)), list(made)
     else:
         seconds, parts = b, list(torch.split(made, groups.sizes))
     require(len(parts) == len(groups.sizes), f"{len(parts)} results for {len(groups.sizes)} groups")

@@ -18,7 +18,13 @@ from fp8core.backend_api import (
     split_groups,
 )
 from fp8core.testing import inputs
-from fp8core.testing.calls import group_offsets, quantize_keywords, quantize_size
+from fp8core.testing.calls import (
+    group_offsets,
+    offsets_for,
+    quantize_keywords,
+    quantize_size,
+    step_of,
+)
 from fp8core.testing.checks import law
 from fp8core.testing.compare import require, same_bits, same_form, within
 from fp8core.testing.subject import Subject, on_cpu, storage_step
@@ -237,7 +243,7 @@ def quantize_stops_blocks_at_group_boundaries(subject: Subject, desc: QuantizeDe
     dense = QuantizeDesc(desc.dtype, desc.rowwise, desc.columnwise)
     keywords = quantize_keywords(subject, desc, len(sizes))
     split = [
-        None if operand is None else split_groups(spec, operand, offsets, dim)
+        None if operand is None else split_groups(spec, operand, offsets, dim, step_of(desc))
         for dim, (spec, operand) in enumerate(
             zip((desc.rowwise, desc.columnwise), made, strict=True)
         )
@@ -269,7 +275,7 @@ def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeD
     shape = quantize_size(subject, desc, sum(sizes) or 33, 70)
     for kind in ("decades", "holes", "nonfinite"):
         x = subject.here(inputs.matrix(kind, *shape, desc.dtype))
-        groups = (group_offsets(sizes),) if sizes else ()
+        groups = (offsets_for(subject, desc, sizes),) if sizes else ()
 
         def run(own: QuantizeDesc, x: Any = x, groups: Any = groups) -> Quantized:
             keywords = quantize_keywords(subject, own, max(len(sizes), 1))

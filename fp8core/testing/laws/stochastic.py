@@ -9,7 +9,7 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import OperandSpec, Quantized, QuantizeDesc
 from fp8core.testing import inputs
-from fp8core.testing.calls import group_offsets, quantize_size
+from fp8core.testing.calls import offsets_for, quantize_size
 from fp8core.testing.checks import law
 from fp8core.testing.compare import require, same_bits, within
 from fp8core.testing.subject import Subject, on_cpu, storage_step
@@ -34,7 +34,7 @@ def _given(subject: Subject, desc: QuantizeDesc) -> tuple[torch.Tensor, ...]:
     x = inputs.moderate(*quantize_size(subject, desc, rows, 96), desc.dtype)
     if not desc.grouped:
         return (subject.here(x),)
-    return subject.here(torch.cat((x, x))), group_offsets((len(x), len(x)))
+    return subject.here(torch.cat((x, x))), offsets_for(subject, desc, (len(x), len(x)))
 
 
 def _run(subject: Subject, desc: QuantizeDesc, seed: int, offset: int) -> Quantized:

@@ -1,0 +1,325 @@
+"""Groups whose sizes only the device knows: one cast and one product for all of them.
+
+Nothing here reads an offset: what depends on one is made as large as it can become, and the kernels
+find out the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.autograd.graph import increment_version
+
+from fp8core.backend_api import (
+    GROUP_STEP,
+    GroupedGemmDesc,
+    Operand,
+    OperandError,
+    OperandSpec,
+    Quantized,
+    QuantizeDesc,
+)
+from fp8core_backends.cuda.layout import (
+    ALIGNMENT,
+    BLOCKS,
+    DTYPES,
+    empty_scales,
+    round_up,
+    scale_mode,
+)
+from fp8core_backends.cuda.stream import index_of, raw_stream
+
+__all__ = ["DeviceGroupedGemm", "bind_device_quantize"]
+
+_PyOperand: TypeAlias = "tuple[list[int], int, list[int], int, int, int]"
+"""Addresses of codes, bytes between rows; addresses of scales, their strides by row and by k, and
+how many there are along k."""
+
+
+class _Quantize:
+    """One call of the native library for all groups; one spec, in the orientations that have it."""
+
+    __slots__ = ("_columnwise", "_device", "_is_delayed", "_mode", "_native", "_rowwise", "kernel")
+
+    def __init__(
+        self, desc: QuantizeDesc, spec: OperandSpec, device: torch.device, native: Any
+    ) -> None:
+        mode = scale_mode(spec)
+        assert mode is not None
+        self._mode: str = mode
+        self._is_delayed = spec.delayed
+        self._rowwise = desc.rowwise is not None
+        self._columnwise = desc.columnwise is not None
+        self._device = torch.device("cuda", index_of(device))
+        self._native = native
+        self.kernel = (
+            "fp8core::directed_tile" if mode in ("row", "vec128") else "fp8core::uniform_tile"
+        )
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        group_offsets: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        amax_out: torch.Tensor | None = None,
+        rng: torch.Tensor | None = None,
+    ) -> Quantized:
+        """Quantize; see the backend API."""
+        (rows, cols), device = x.shape, self._device
+        offsets, groups = _checked(group_offsets, device)
+        if not x.is_contiguous() and (x.stride(1) != 1 or x.stride(0) < cols):
+            x = x.contiguous()
+        stride = cols if x.is_contiguous() else x.stride(0)
+        made: list[Operand | None] = [None, None]
+        places = [(0, 0, 1), (0, 0, 1)]
+        length = GROUP_STEP * (rows // GROUP_STEP + groups)
+        scales = self._scales(rows, cols, groups)
+        if not cols:
+            for one, _ in scales:
+                one.fill_(1.0) if scale is None else one.copy_((1.0 / scale).reshape(one.shape))
+        if self._rowwise:
+            codes = torch.empty((max(rows, 1), cols), dtype=torch.uint8, device=device)
+            places[0] = (codes.data_ptr(), scales[0][0].data_ptr(), scales[0][1])
+            made[0] = Operand(codes[:rows], scales[0][0])
+        if self._columnwise:
+            codes = torch.empty((cols, length), dtype=torch.uint8, device=device)
+            places[1] = (codes.data_ptr(), scales[1][0].data_ptr(), scales[1][1])
+            made[1] = Operand(codes, scales[1][0])
+        if self._mode == "tensor":  # one for both
+            places[0] = (places[0][0], scales[0][0].data_ptr(), 1)
+        room = self._workspace(rows, cols, groups)
+        self._native.in_groups(
+            x.data_ptr(),
+            rows,
+            cols,
+            stride,
+            *places[0],
+            *places[1],
+            0 if scale is None else scale.data_ptr(),
+            0 if amax_out is None else amax_out.data_ptr(),
+            0 if room is None else room.data_ptr(),
+            length,
+            offsets.data_ptr(),
+            groups,
+            0 if scale is None else scale.stride(0),
+            0 if amax_out is None else amax_out.stride(0),
+            raw_stream(device.index),
+        )
+        return Quantized(*made)
+
+    def _scales(self, rows: int, cols: int, groups: int) -> list[tuple[torch.Tensor, int]]:
+        """Return room for the scales of the rowwise and of the columnwise operand, with pitches.
+
+        Blocks of rows are counted group by group, and there are at most so many of them.
+        """
+        mode, device = self._mode, self._device
+        blocks = 128 * (rows // 128 + groups)
+        if mode == "tensor":
+            one = torch.empty(groups, dtype=torch.float32, device=device)
+            return [(one[:, None], 1), (one[None], 1)]
+        if mode == "row":
+            by_group = torch.empty((groups, cols), dtype=torch.float32, device=device)
+            return [empty_scales(mode, rows, cols, device), (by_group.t(), cols)]
+        row_size = rows if mode == "vec128" else blocks
+        return [
+            empty_scales(mode, row_size, cols, device),
+            empty_scales(mode, cols, blocks, device),
+        ]
+
+    def _workspace(self, rows: int, cols: int, groups: int) -> torch.Tensor | None:
+        size = rows + groups * cols if self._mode == "row" else groups
+        if self._mode in BLOCKS or self._is_delayed:
+            return None
+        return torch.empty(size, dtype=torch.float32, device=self._device)
+
+
+def bind_device_quantize(
+    desc: QuantizeDesc,
+    device: torch.device,
+    bind: Callable[[QuantizeDesc, OperandSpec], Any],
+) -> Callable[..., Quantized]:
+    """Return the callable of ``desc``; ``bind`` makes the native object of a spec."""
+    row, column = desc.rowwise, desc.columnwise
+    if row is None or column is None or row == column:
+        spec = row or column
+        assert spec is not None
+        return _Quantize(desc, spec, device, bind(desc, spec))
+    rowwise, columnwise = (
+        _Quantize(half, spec, device, bind(half, spec))
+        for half, spec in zip(desc.halves(), (row, column), strict=True)
+    )
+
+    def run(x: torch.Tensor, offsets: torch.Tensor, **given: torch.Tensor | None) -> Quantized:
+        made = rowwise(x, offsets, **given).rowwise
+        return Quantized(made, columnwise(x, offsets, **given).columnwise)
+
+    return run
+
+
+class DeviceGroupedGemm:
+    """One product a group in one launch for up to 64 groups; see GroupedGemmDesc."""
+
+    __slots__ = ("_adds_after", "_desc", "_device", "_dtype", "_native", "_native_desc", "kernel")
+
+    kernel: str
+
+    def __init__(self, desc: GroupedGemmDesc, device: torch.device, native: Any) -> None:
+        assert desc.a is not None
+        assert desc.b is not None
+        self._desc = desc
+        self._device = torch.device("cuda", index_of(device))
+        self._native = native
+        # The kernel adds to float32; other sums are added up behind it.
+        self._adds_after = desc.accumulate and desc.out_dtype != torch.float32
+        self._dtype = torch.float32 if self._adds_after else desc.out_dtype
+        types, modes = native.ElementType.__members__, native.ScaleMode.__members__
+        names = [scale_mode(spec) for spec in (desc.a, desc.b)]
+        self._native_desc = native.GroupedGemmDesc(
+            types[desc.a.format],
+            types[desc.b.format],
+            *(modes[name] for name in names),
+            types[DTYPES[self._dtype]],
+            desc.contract_groups,
+            desc.accumulate and not self._adds_after,
+            desc.fast_accumulation,
+        )
+        self.kernel = f"fp8core::sm90::grouped_product, {names[0]} x {names[1]} scales"
+
+    def __call__(
+        self,
+        a: Operand,
+        b: Operand | Sequence[Operand],
+        group_offsets: torch.Tensor,
+        *,
+        bias: Sequence[torch.Tensor] | None = None,
+        out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Multiply; see the backend API."""
+        desc = self._desc
+        offsets, groups = _checked(group_offsets, self._device)
+        seconds = [b] if isinstance(b, Operand) else list(b)
+        (m, k), n = a.data.shape, seconds[0].data.shape[0]
+        given = None if out is None else [out] if isinstance(out, torch.Tensor) else list(out)
+        self._check((m, n, k), seconds, groups, bias, given)
+        d = self._outputs((m, n), groups if desc.contract_groups else 1, given)
+        if m and n:
+            kept: list[torch.Tensor] = []
+            places, bias_type = self._biases(bias, kept)
+            self._native.grouped_gemm(
+                self._native_desc,
+                m,
+                n,
+                k,
+                _place([a], kept),
+                _place(seconds, kept),
+                places,
+                bias_type,
+                [one.data_ptr() for one in d],
+                offsets.data_ptr(),
+                groups,
+                self._device.index,
+                raw_stream(self._device.index),
+            )
+        if given is None:
+            d = [one.to(desc.out_dtype) for one in d] if self._adds_after else d
+            return d if desc.contract_groups else d[0]
+        for own, made in zip(given, d, strict=True):
+            if own is made:
+                increment_version(own)  # torch does not see the kernel's write
+            else:
+                own.copy_(made.add_(own) if self._adds_after else made)
+        return out  # type: ignore[return-value]  # it is given
+
+    def _check(
+        self,
+        sizes: tuple[int, int, int],
+        seconds: list[Operand],
+        groups: int,
+        bias: Sequence[torch.Tensor] | None,
+        out: list[torch.Tensor] | None,
+    ) -> None:
+        """Refuse what would read or write beyond an end."""
+        m, n, k = sizes
+        count, outputs = (1, groups) if self._desc.contract_groups else (groups, 1)
+        is_right = len(seconds) == count and n % ALIGNMENT == 0
+        is_right &= all(one.data.shape == (n, k) for one in seconds)
+        if bias is not None:
+            is_right &= len(bias) == groups and all(one.shape == (n,) for one in bias)
+        if out is not None:
+            dtype = self._desc.out_dtype
+            is_right &= len(out) == outputs
+            is_right &= all(one.shape == (m, n) and one.dtype == dtype for one in out)
+        if not is_right:
+            found = ", ".join(str(list(one.data.shape)) for one in seconds[:4])
+            raise OperandError(
+                f"{self._desc}: a {[m, k]}, {len(seconds)} b {found}, {groups} groups, "
+                f"{None if bias is None else len(bias)} biases; expected {count} b [n, {k}] with n "
+                f"a multiple of {ALIGNMENT}, bias [n], out [m, n] of {self._desc.out_dtype}."
+            )
+
+    def _outputs(
+        self, shape: tuple[int, int], count: int, given: list[torch.Tensor] | None
+    ) -> list[torch.Tensor]:
+        """Return what the kernel writes: what is given, or copies where it cannot write there."""
+        dtype, device = self._dtype, self._device
+        if given is None or self._adds_after:
+            make = torch.zeros if self._desc.accumulate else torch.empty
+            return [make(shape, dtype=dtype, device=device) for _ in range(count)]
+        return [
+            one
+            if one.is_contiguous() and one.data_ptr() % ALIGNMENT == 0
+            else one.clone(memory_format=torch.contiguous_format)
+            for one in given
+        ]
+
+    def _biases(
+        self, bias: Sequence[torch.Tensor] | None, kept: list[torch.Tensor]
+    ) -> tuple[list[int], Any]:
+        types = self._native.ElementType.__members__
+        if bias is None:
+            return [], types["float32"]
+        dtypes = {one.dtype for one in bias}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        if dtype not in DTYPES:
+            dtype = torch.float32
+        whole = [one.to(dtype).contiguous() for one in bias]
+        kept.extend(whole)
+        return [one.data_ptr() for one in whole], types[DTYPES[dtype]]
+
+
+def _checked(group_offsets: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int]:
+    """Return offsets as the kernels read them, and the number of groups."""
+    if group_offsets.device != device or group_offsets.dim() != 1 or not len(group_offsets) > 1:
+        raise OperandError(
+            f"group_offsets {list(group_offsets.shape)} on {group_offsets.device}; expected int64 "
+            f"[groups + 1] on {device}."
+        )
+    return group_offsets.to(torch.int64).contiguous(), len(group_offsets) - 1
+
+
+def _place(operands: Sequence[Operand], kept: list[torch.Tensor]) -> _PyOperand:
+    """Say where operands of one shape are; copies of what lies otherwise go to ``kept``."""
+    data = [operand.data for operand in operands]
+    scales = [operand.scale_inv for operand in operands if operand.scale_inv is not None]
+    rows, k = data[0].shape
+    pitch = data[0].stride(0) if rows > 1 else round_up(k, ALIGNMENT)
+    if pitch % ALIGNMENT or not all(_is_readable(one, pitch) for one in data):
+        pitch = round_up(max(k, 1), ALIGNMENT)
+        data = [one.new_empty((rows, pitch))[:, :k].copy_(one) for one in data]
+        kept.extend(data)
+    strides = scales[0].stride()
+    if any(one.stride() != strides for one in scales):
+        scales = [one.contiguous() for one in scales]
+        kept.extend(scales)
+        strides = scales[0].stride()
+    addresses = [[one.data_ptr() for one in some] for some in (data, scales)]
+    return addresses[0], pitch, addresses[1], strides[0], strides[1], scales[0].shape[1]
+
+
+def _is_readable(data: torch.Tensor, pitch: int) -> bool:
+    rows, k = data.shape
+    is_spaced = rows <= 1 or data.stride(0) == pitch
+    return is_spaced and (k <= 1 or data.stride(1) == 1) and data.data_ptr() % ALIGNMENT == 0

@@ -1,0 +1,11 @@
+// Grouped products of e4m3 by e5m2.
+#include "sm90_grouped.cuh"
+
+namespace fp8core {
+
+void launch_grouped_e4m3_e5m2(const GroupedParams& params, const GroupedLaunch& launch,
+                          cudaStream_t stream) {
+  sm90::launch<Format::kE4M3, Format::kE5M2>(params, launch, stream);
+}
+
+}  // namespace fp8core

@@ -1,0 +1,48 @@
+// One product a group, in one launch for up to 64 groups; where groups end is known on the device
+// alone. Compute capability 9.0.
+//
+//     stacked:     d[m_g, n] = a[m_g, k] @ b_g[n, k].T     groups of a's and d's rows
+//     contracted:  d_g[m, n] = a[m, k_g] @ b[n, k_g].T     groups of k, as quantize.h lays them
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "fp8core/gemm.h"
+
+namespace fp8core {
+
+struct GroupedGemmDesc {
+  ElementType a, b;
+  ScaleMode a_scale, b_scale;
+  ElementType out;
+  bool contracts;
+  bool accumulate;         // add to d, of float32
+  bool fast_accumulation;  // no float32 sum every 128 elements of k; not with blocks along k
+};
+
+// Codes [rows, k] with adjacent k, and scales [scale rows, scale blocks] of any strides.
+struct GroupedOperand {
+  std::vector<const void*> data;  // one, or one a group
+  std::int64_t pitch;             // bytes between rows, a multiple of 16
+  std::vector<const float*> scale_inv;
+  std::int64_t scale_row_stride, scale_k_stride;  // floats
+  std::int64_t scale_blocks;                      // of scale_inv along k
+};
+
+struct GroupedGemmArguments {
+  std::int64_t m, n, k;  // those of all groups together; n a multiple of 16
+  GroupedOperand a, b;
+  std::vector<const void*> bias;  // [n], one a group, or none
+  ElementType bias_type;
+  std::vector<void*> d;         // [m, n] without gaps, one, or one a group
+  const std::int64_t* offsets;  // [groups + 1]
+  std::int64_t groups;
+};
+
+// Enqueues on `stream`; waits for nothing, so it can be captured. Rows of a stacked d beyond the
+// last group become zeros, or stay where it accumulates.
+void grouped_gemm(const GroupedGemmDesc& desc, const GroupedGemmArguments& arguments, int device,
+                  cudaStream_t stream);
+
+}  // namespace fp8core
