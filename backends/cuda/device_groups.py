@@ -21,6 +21,7 @@ from fp8core.backend_api import (
     Quantized,
     QuantizeDesc,
 )
+from fp8core_backends.cuda.casts import apart
 from fp8core_backends.cuda.layout import (
     ALIGNMENT,
     BLOCKS,
@@ -147,16 +148,11 @@ def bind_device_quantize(
         spec = row or column
         assert spec is not None
         return _Quantize(desc, spec, device, bind(desc, spec))
-    rowwise, columnwise = (
+    halves = (
         _Quantize(half, spec, device, bind(half, spec))
         for half, spec in zip(desc.halves(), (row, column), strict=True)
     )
-
-    def run(x: torch.Tensor, offsets: torch.Tensor, **given: torch.Tensor | None) -> Quantized:
-        made = rowwise(x, offsets, **given).rowwise
-        return Quantized(made, columnwise(x, offsets, **given).columnwise)
-
-    return run
+    return apart(*halves)
 
 
 class DeviceGroupedGemm:

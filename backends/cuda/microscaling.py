@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from fp8core.backend_api import (
     Quantized,
     QuantizeDesc,
 )
+from fp8core_backends.cuda.casts import apart, in_groups
 from fp8core_backends.cuda.gemm import LowPrecisionGemm
 from fp8core_backends.cuda.layout import DTYPES, round_up, scale_mode
 from fp8core_backends.cuda.stream import index_of, raw_stream
@@ -148,47 +148,13 @@ def bind_byte_scaled(
     if row is None or column is None or _shared(row) == _shared(column):
         dense: Callable[..., Quantized] = _ByteScaled(desc, device, native)
     else:
-        dense = _apart(*(_ByteScaled(half, device, native) for half in desc.halves()))
-    return _grouped(dense) if desc.grouped else dense
-
-
-def _apart(rowwise: _ByteScaled, columnwise: _ByteScaled) -> Callable[..., Quantized]:
-    def run(x: torch.Tensor, *, rng: torch.Tensor | None = None) -> Quantized:
-        return Quantized(rowwise(x, rng=rng).rowwise, columnwise(x, rng=rng).columnwise)
-
-    return run
+        dense = apart(*(_ByteScaled(half, device, native) for half in desc.halves()))
+    return in_groups(dense) if desc.grouped else dense
 
 
 def _shared(spec: OperandSpec) -> tuple[object, ...]:
     """Return what both orientations of one native call have in common."""
     return spec.format, spec.block, spec.scale_format, spec.target
-
-
-def _grouped(dense: Callable[..., Quantized]) -> Callable[..., Quantized]:
-    """Quantize each group as a tensor of its own, with the offset plus its number as the rng's."""
-
-    def run(
-        x: torch.Tensor, group_offsets: torch.Tensor, *, rng: torch.Tensor | None = None
-    ) -> Quantized:
-        parts = [
-            dense(x[start:end], rng=None if rng is None else rng + torch.tensor([0, group]))
-            for group, (start, end) in enumerate(itertools.pairwise(group_offsets.tolist()))
-        ]
-        return Quantized(
-            _join([part.rowwise for part in parts], 0),
-            _join([part.columnwise for part in parts], 1),
-        )
-
-    return run
-
-
-def _join(operands: Sequence[Operand | None], dim: int) -> Operand | None:
-    present = [operand for operand in operands if operand is not None]
-    if not present:
-        return None
-    data, scale_inv, whole = zip(*present, strict=True)
-    joined = None if whole[0] is None else torch.cat(whole, dim)
-    return Operand(torch.cat(data, dim), torch.cat(scale_inv, dim), joined)
 
 
 class TiledGemm:

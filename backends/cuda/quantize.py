@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from fp8core.backend_api import (
     Quantized,
     QuantizeDesc,
 )
+from fp8core_backends.cuda.casts import apart, in_groups
 from fp8core_backends.cuda.device_groups import bind_device_quantize
 from fp8core_backends.cuda.layout import DTYPES, empty_scales, scale_mode
 from fp8core_backends.cuda.stream import index_of, raw_stream
@@ -198,54 +198,8 @@ def bind_quantize(
             _Quantize(half, spec, device, native)
             for half, spec in zip(desc.halves(), (row, column), strict=True)
         ]
-        dense = _apart(*halves)
-    return _grouped(dense) if desc.grouped else dense
-
-
-def _apart(rowwise: _Quantize, columnwise: _Quantize) -> Callable[..., Quantized]:
-    def run(x: torch.Tensor, **given: torch.Tensor | None) -> Quantized:
-        row = rowwise(x, **given).rowwise
-        return Quantized(row, columnwise(x, **given).columnwise)
-
-    return run
-
-
-def _grouped(dense: Callable[..., Quantized]) -> Callable[..., Quantized]:
-    """Quantize each group as a tensor of its own, and lay them side by side."""
-
-    def run(
-        x: torch.Tensor,
-        group_offsets: torch.Tensor,
-        *,
-        scale: torch.Tensor | None = None,
-        amax_out: torch.Tensor | None = None,
-        rng: torch.Tensor | None = None,
-    ) -> Quantized:
-        parts = []
-        bounds = group_offsets.tolist()
-        for group, (start, end) in enumerate(itertools.pairwise(bounds)):
-            one = slice(group, group + 1)
-            parts.append(
-                dense(
-                    x[start:end],
-                    scale=None if scale is None else scale[one],
-                    amax_out=None if amax_out is None else amax_out[one],
-                )
-            )
-        return Quantized(
-            _join([part.rowwise for part in parts], 0),
-            _join([part.columnwise for part in parts], 1),
-        )
-
-    return run
-
-
-def _join(operands: list[Operand | None], dim: int) -> Operand | None:
-    present = [operand for operand in operands if operand is not None]
-    if not present:
-        return None
-    data, scale_inv, _ = zip(*present, strict=True)
-    return Operand(torch.cat(data, dim), torch.cat(scale_inv, dim))
+        dense = apart(*halves)
+    return in_groups(dense) if desc.grouped else dense
 
 
 def bind_amax(desc: AmaxDesc, device: torch.device, native: Any) -> Callable[..., torch.Tensor]:

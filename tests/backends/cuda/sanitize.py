@@ -13,6 +13,7 @@ nobody's. ``--cases`` runs the cases alone, as the tools do.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import os
 import shutil
@@ -23,8 +24,17 @@ from pathlib import Path
 
 import torch
 
-from fp8core.backend_api import AmaxDesc, GemmDesc, QuantizeDesc, ScaleUpdateDesc
+from fp8core import recipe
+from fp8core.backend_api import (
+    AmaxDesc,
+    GemmDesc,
+    GroupedGemmDesc,
+    QuantizeDesc,
+    ScaleUpdateDesc,
+)
+from fp8core.plan import LayerRole
 from fp8core_backends.cuda import native
+from fp8core_backends.cuda.microscaling import TiledGemm
 from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, spec
 
 OURS = ("--kernel-name", "kns=fp8core")
@@ -37,6 +47,8 @@ TOOLS = {
 FAILED = 9  # the status that a tool ends with when it found an error
 # One element; partial tiles, read one by one and in vectors; whole tiles.
 SHAPES = ((1, 1), (3, 5), (127, 129), (130, 264), (256, 256))
+# Packed codes come in twos, the transform takes sixteen rows at once.
+BYTE_SCALED_SHAPES = ((16, 2), (48, 34), (128, 128), (272, 130))
 RECIPES = ("delayed", "current", "rowwise", "vector", "square")
 PAIRS = (
     *(("current", "current"), ("rowwise", "rowwise"), ("vector", "square")),
@@ -92,9 +104,62 @@ def gemm() -> None:
         backend("cuda").bind(desc, DEVICE)(a, b, out=torch.zeros(m, n).to(DEVICE))
 
 
+def microscaling() -> None:
+    """Cast to MXFP8 and NVFP4 as recipes do; bring scales into tiles, but multiply nothing."""
+    chosen = (
+        recipe.MXFP8BlockScaling(fp8_format="hybrid"),
+        recipe.MXFP8BlockScaling(enable_2d_quantization=True),
+        recipe.NVFP4BlockScaling(),
+        recipe.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
+    )
+    for own, dtype in itertools.product(chosen, DTYPES):
+        plan = own.plan(LayerRole("linear"), dtype)
+        for tensor in (plan.input, plan.weight, plan.grad_output):
+            whole = QuantizeDesc(dtype, *tensor)
+            for desc, shape in itertools.product((whole, *whole.halves()), BYTE_SCALED_SHAPES):
+                specs = [one for one in (desc.rowwise, desc.columnwise) if one is not None]
+                given = (
+                    {"rng": torch.tensor((7, 9))} if any(one.stochastic for one in specs) else {}
+                )
+                x = torch.randn(shape).to(dtype).to(DEVICE)
+                backend("cuda").bind(desc, DEVICE)(x, **given)
+        operands = [
+            backend("cuda").bind(QuantizeDesc(dtype, one.rowwise, None), DEVICE)(x).rowwise
+            for one, x in (
+                (plan.input, torch.randn(130, 160).to(dtype).to(DEVICE)),
+                (plan.weight, torch.randn(48, 160).to(dtype).to(DEVICE)),
+            )
+        ]
+        product = GemmDesc(plan.input.rowwise, plan.weight.rowwise, torch.bfloat16)
+        TiledGemm(product, DEVICE, native.load())._arranged(*operands)
+
+
+def device_groups() -> None:
+    """Cast and multiply groups whose offsets are on the device: aligned, ragged, astray."""
+    n, k = 144, 272
+    for offsets in ((0, 5, 5, 300, 301), (0, 128, 256, 320, 320), (0, 900, -5, 40, 320)):
+        ends = torch.tensor(offsets).to(DEVICE)
+        groups, x = len(offsets) - 1, torch.randn(320, k).bfloat16().to(DEVICE)
+        for left, right in PAIRS:
+            a_spec, b_spec = spec(left), spec(right)
+            rows, turned = (
+                backend("cuda").bind(QuantizeDesc(x.dtype, own, own, True, True), DEVICE)(x, ends)
+                for own in (a_spec, b_spec)
+            )
+            cast = backend("cuda").bind(QuantizeDesc(x.dtype, b_spec, None), DEVICE)
+            weights = [cast(torch.randn(n, k).bfloat16().to(DEVICE)).rowwise for _ in range(groups)]
+            for dtype in (torch.bfloat16, torch.float32):
+                stacked = GroupedGemmDesc(a_spec, b_spec, dtype, offsets_on_device=True)
+                backend("cuda").bind(stacked, DEVICE)(rows.rowwise, weights, ends)
+            summed = dataclasses.replace(stacked, contract_groups=True)
+            backend("cuda").bind(summed, DEVICE)(rows.columnwise, turned.columnwise, ends)
+
+
 GROUPS = {
     "quantize": quantize,
     "amax_and_scale_update": amax_and_scale_update,
+    "microscaling": microscaling,
+    "device_groups": device_groups,
     "gemm": gemm,
 }
 
