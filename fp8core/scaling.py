@@ -216,8 +216,25 @@ class _Pass:
         update(self.states)
 
 
-# The engine's callback owns the pass, so one that raises is forgotten along with its graph task.
-_in_backward: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
+# The engine's callback owns the pass, so one that raises is forgotten along with its graph task. A
+# WeakValueDictionary would do the same in three times the time.
+_in_backward: dict[int, weakref.ReferenceType[_Pass]] = {}
+
+
+def _find_pass(task: int) -> _Pass | None:
+    found = _in_backward.get(task)
+    return None if found is None else found()
+
+
+def _join(task: int) -> _Pass:
+    """Return the pass of ``task``, the one that is running; the first to join begins it."""
+    with _backward_lock:
+        running = _find_pass(task)
+        if running is None:
+            running = _Pass()
+            _in_backward[task] = weakref.ref(running, partial(_in_backward.pop, task))
+            _engine.queue_callback(running.finish)
+    return running
 
 
 def update_after_backward(state: DelayedState, backward_pass: int | None = None) -> None:
@@ -227,9 +244,7 @@ def update_after_backward(state: DelayedState, backward_pass: int | None = None)
     updates nothing; what it recorded counts towards the next.
     """
     task = torch._C._current_graph_task_id() if backward_pass is None else backward_pass
-    running = _in_backward.get(task)
-    if running is None:
-        running = _in_backward[join_backward()]
+    running = _find_pass(task) or _join(task)
     running.states[state] = None
 
 
@@ -238,32 +253,30 @@ def offer_scales(scales: Mapping[DelayedState, torch.Tensor]) -> None:
 
     Of two forwards nobody knows which one a recompute repeats: then there is none to be found.
     """
-    task = join_backward()
+    task = torch._C._current_graph_task_id()
+    running = _find_pass(task) or _join(task)
     with _backward_lock:
-        known = _in_backward[task].scales
+        known = running.scales
         for state, scale in scales.items():
             known[state] = scale if known.get(state, scale) is scale else None
 
 
 def offered_scale(state: DelayedState) -> torch.Tensor | None:
     """Return what :func:`offer_scales` offered for ``state`` in this backward pass, if anything."""
-    running = _in_backward.get(torch._C._current_graph_task_id())
+    running = _find_pass(torch._C._current_graph_task_id())
     return None if running is None else running.scales.get(state)
 
 
 def is_of_two_forwards(state: DelayedState) -> bool:
     """Say whether this backward pass was offered the scales of two forwards for ``state``."""
-    running = _in_backward.get(torch._C._current_graph_task_id())
+    running = _find_pass(torch._C._current_graph_task_id())
     return running is not None and state in running.scales and running.scales[state] is None
 
 
 def join_backward() -> int:
     """Return the backward pass that is running, for passes within it to update at its end."""
     task = torch._C._current_graph_task_id()
-    with _backward_lock:
-        if task not in _in_backward:
-            running = _in_backward[task] = _Pass()
-            _engine.queue_callback(running.finish)
+    _join(task)
     return task
 
 
