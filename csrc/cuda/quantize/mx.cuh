@@ -1,6 +1,6 @@
 // MXFP8: an e8m0 byte for every 32 elements of an operand's row, both orientations in one pass.
 //
-// The tile and the threads' 8 x 8 elements are those of tile.cuh, but a warp holds 32 rows x 64
+// The tile and the threads' 8 x 8 elements are those of tile_parts.cuh, but a warp holds 32 rows x 64
 // columns, so that no block of 32 needs another warp:
 //
 //     lane = r1 r0 c2 c1 c0 (bits):  row group ty = 4 band + 2 r0 + r1,  column group tx = 8 half
@@ -10,7 +10,7 @@
 #pragma once
 
 #include "fp8core/microscaling.h"
-#include "tile.cuh"
+#include "tile_parts.cuh"
 
 namespace fp8core {
 

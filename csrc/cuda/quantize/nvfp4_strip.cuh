@@ -1,0 +1,194 @@
+// What a thread of the NVFP4 kernels holds: 16 rows x 4 columns, and their Hadamard transform.
+#pragma once
+
+#include <type_traits>
+
+#include "amax.cuh"
+#include "fp8core/microscaling.h"
+
+namespace fp8core {
+
+constexpr int kFp4Tile = 128;
+constexpr int kFp4Threads = 256;
+constexpr int kFp4Block = 16;
+
+// One orientation of the result.
+struct Nvfp4Side {
+  ByteScaled out;
+  float* global_scale_inv;
+  const float* partials;  // of the amax of what is quantized
+  bool is_stochastic;
+  uint2 counter;  // of the noise: its upper half
+};
+
+struct Nvfp4Params {
+  Matrix x;
+  Nvfp4Side row, column;
+  uint2 key;
+  float* partials;  // of x, and kMaxPartials further of the transformed x
+  float largest, inverse_target;
+  int num_partials, tile_columns;
+  bool is_square, transforms, vector_loads, vector_rows, vector_columns;
+};
+
+// 16 rows of 4 adjacent elements.
+template <typename T>
+struct Strip {
+  uint2 bits[16];
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+
+  __device__ Pair pair(int row, int half) const {
+    return *reinterpret_cast<const Pair*>(half == 0 ? &bits[row].x : &bits[row].y);
+  }
+  __device__ float at(int row, int column) const {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // the upper half of a float
+      const uint32_t word = column < 2 ? bits[row].x : bits[row].y;
+      return __uint_as_float(column % 2 == 0 ? word << 16 : word & 0xFFFF0000u);
+    } else {
+      const Pair both = pair(row, column / 2);
+      return static_cast<float>(column % 2 == 0 ? both.x : both.y);
+    }
+  }
+  __device__ void load(int row, const T* from) {
+    bits[row] = __ldcs(reinterpret_cast<const uint2*>(from));
+  }
+  __device__ void gather(int row, const T* from, int count) {
+    uint32_t words[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      words[j] = j < count ? reinterpret_cast<const uint16_t*>(from)[j] : 0;
+    bits[row] = make_uint2(words[0] | words[1] << 16, words[2] | words[3] << 16);
+  }
+  // Of the even columns in the low half, of the odd ones in the high half.
+  __device__ uint32_t row_maxima(int row) const {
+    const Pair found = __hmax2(__habs2(pair(row, 0)), __habs2(pair(row, 1)));
+    return *reinterpret_cast<const uint32_t*>(&found);
+  }
+  __device__ void column_amax(float (&found)[4]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Pair both = __habs2(pair(0, half));
+#pragma unroll
+      for (int row = 1; row < 16; ++row) both = __hmax2(both, __habs2(pair(row, half)));
+      found[2 * half] = fmaxf(0.0f, static_cast<float>(both.x));
+      found[2 * half + 1] = fmaxf(0.0f, static_cast<float>(both.y));
+    }
+  }
+};
+
+template <>
+struct Strip<float> {
+  float4 values[16];
+
+  __device__ float at(int row, int column) const {
+    const float4& v = values[row];
+    return column == 0 ? v.x : column == 1 ? v.y : column == 2 ? v.z : v.w;
+  }
+  __device__ void load(int row, const float* from) {
+    values[row] = __ldcs(reinterpret_cast<const float4*>(from));
+  }
+  __device__ void gather(int row, const float* from, int count) {
+    values[row] = make_float4(count > 0 ? from[0] : 0.0f, count > 1 ? from[1] : 0.0f,
+                              count > 2 ? from[2] : 0.0f, count > 3 ? from[3] : 0.0f);
+  }
+  __device__ float row_amax(int row) const {
+    const float4& v = values[row];
+    float found = fmaxf(fmaxf(0.0f, fabsf(v.x)), fabsf(v.y));  // fmaxf drops NaN
+    return fmaxf(fmaxf(found, fabsf(v.z)), fabsf(v.w));
+  }
+  __device__ void column_amax(float (&found)[4]) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      found[j] = 0.0f;
+#pragma unroll
+      for (int row = 0; row < 16; ++row) found[j] = fmaxf(found[j], fabsf(at(row, j)));
+    }
+  }
+};
+
+template <typename T>
+__device__ float strip_amax(const Strip<T>& x) {
+  float own[4];
+  x.column_amax(own);
+  return fmaxf(fmaxf(own[0], own[1]), fmaxf(own[2], own[3]));
+}
+
+// Where a thread's strip begins.
+struct StripPlace {
+  int64_t row, column;
+  int lane, warp;
+  __device__ StripPlace(unsigned tile, int tile_columns)
+      : row(static_cast<int64_t>(tile / tile_columns) * kFp4Tile),
+        column(static_cast<int64_t>(tile % tile_columns) * kFp4Tile),
+        lane(threadIdx.x % 32),
+        warp(threadIdx.x / 32) {
+    row += warp * 16;
+    column += lane * 4;
+  }
+};
+
+template <typename T>
+__device__ void load_strip(Strip<T>& x, const Nvfp4Params& p, const StripPlace& at) {
+  const Matrix& m = p.x;
+  const T* from = static_cast<const T*>(m.data) + at.row * m.stride + at.column;
+  if (p.vector_loads && at.column < m.cols && at.row + 16 <= m.rows) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) x.load(i, from + i * m.stride);
+    return;
+  }
+  const int count = static_cast<int>(max(int64_t{0}, min(int64_t{4}, m.cols - at.column)));
+#pragma unroll
+  for (int i = 0; i < 16; ++i)
+    x.gather(i, from + i * m.stride, at.row + i < m.rows ? count : 0);
+}
+
+__device__ inline float in_bfloat16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+
+// 16 elements times diag(signs) H / 4, before the rounding to bfloat16: sums of two at a time, in
+// the order of fp8core.operands.hadamard16.
+__device__ inline void hadamard(float (&v)[16]) {
+  // + + + - + - - - - - - + - + - -, the lowest bit first
+  constexpr uint32_t kMinus = 0b1101'0111'1110'1000;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) v[i] = kMinus >> i & 1 ? -v[i] : v[i];
+#pragma unroll
+  for (int half = 1; half < 16; half *= 2) {
+#pragma unroll
+    for (int first = 0; first < 16; ++first) {
+      if (first & half) continue;
+      const float one = v[first], other = v[first | half];
+      v[first] = one + other;
+      v[first | half] = one - other;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 16; ++i) v[i] *= 0.25f;
+}
+
+template <typename T>
+__device__ Strip<__nv_bfloat16> transformed(const Strip<T>& x) {
+  Strip<__nv_bfloat16> made;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float even[16], odd[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      even[i] = x.at(i, 2 * half);
+      odd[i] = x.at(i, 2 * half + 1);
+      if (!std::is_same_v<T, __nv_bfloat16>) {
+        even[i] = in_bfloat16(even[i]);
+        odd[i] = in_bfloat16(odd[i]);
+      }
+    }
+    hadamard(even);
+    hadamard(odd);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const __nv_bfloat162 both = __floats2bfloat162_rn(even[i], odd[i]);
+      (half == 0 ? made.bits[i].x : made.bits[i].y) = *reinterpret_cast<const uint32_t*>(&both);
+    }
+  }
+  return made;
+}
+
+}  // namespace fp8core

@@ -1,0 +1,251 @@
+// The parts of a cast: one block of 256 threads takes a tile of 128 x 128 elements, reads it once,
+// and writes its codes and their transpose.
+//
+// Thread (ty, tx), 16 x 16, holds 8 rows x 8 columns: rows 8 ty .. 8 ty + 7, columns 8 tx .. 8 tx + 7.
+// A row of the tile is read as 16 x 16 bytes (2 bytes an element) and written as 16 x 8 bytes.
+// The transpose goes through shared memory in units of 8 bytes (8 rows of one column):
+//
+//     unit (column c, row group ty) lies at [c][turn(ty) ^ (c / 8)]
+//
+// The exclusive or spreads the 16 units that a half-warp writes over all 32 banks, and keeps each
+// pair (2 v, 2 v + 1) adjacent, so that it is read back as 16 bytes. Where a half-warp holds two row
+// groups of 8 threads each (mx.cuh), `turn` puts them into different halves of the 16.
+#pragma once
+
+#include <type_traits>
+
+#include "../groups.cuh"
+#include "amax.cuh"
+
+namespace fp8core {
+
+constexpr int kTile = 128;
+constexpr int kTileThreads = 256;
+
+struct TileParams {
+  QuantizeArguments args;
+  ScaleRule rule;
+  int tile_columns = 0;  // tiles in a row of tiles
+  int num_partials = 0;
+  int64_t scale_tiles = 0;  // rows of tiles that there are scales for
+  bool vector_loads = false, vector_rows = false, vector_columns = false;
+};
+
+struct TilePlace {
+  int64_t row, column;  // of the tile's first element
+  int64_t tile_row, tile_column;
+  int64_t row_end, load_end;  // where the group's rows end; of the tail's none are read
+  int64_t code, code_end;     // likewise in the columnwise codes
+  int64_t group;              // 0 without groups
+  bool is_first;              // row of tiles of its group
+  bool is_tail;               // belongs to no group
+};
+
+__device__ inline TilePlace place_of(const TileParams& p, unsigned tile) {
+  TilePlace at;
+  at.tile_row = tile / p.tile_columns;
+  at.tile_column = tile % p.tile_columns;
+  at.column = at.tile_column * kTile;
+  const Groups& groups = p.args.groups;
+  if (groups.offsets == nullptr) {
+    at.row = at.tile_row * kTile;
+    at.row_end = at.load_end = at.code_end = p.args.x.rows;
+    at.code = at.row;
+    at.group = 0;
+    at.is_first = at.tile_row == 0;
+    at.is_tail = false;
+    return at;
+  }
+  const int count = static_cast<int>(groups.count), rows = static_cast<int>(p.args.x.rows);
+  const int own = static_cast<int>(at.tile_row);
+  const GroupPlace found = group_of_block(groups.offsets, count, rows, own);
+  const int64_t offset = static_cast<int64_t>(own - found.first_block) * kTile;
+  const int64_t first_code = static_cast<int64_t>(found.first_step) * kGroupStep;
+  at.row = found.start + offset;
+  at.code = first_code + offset;
+  at.row_end = found.end;
+  at.group = found.group;
+  at.is_first = own == found.first_block;
+  at.is_tail = found.group == count;
+  at.load_end = at.is_tail ? 0 : at.row_end;
+  at.code_end = at.is_tail ? p.args.column_pitch
+                           : first_code + group_steps(found.end - found.start) * kGroupStep;
+  return at;
+}
+
+template <typename T>
+__device__ void load_tile(Eight<T> (&x)[8], const TileParams& p, const TilePlace& at, int ty,
+                          int tx) {
+  const Matrix& m = p.args.x;
+  const int64_t row = at.row + ty * 8, column = at.column + tx * 8;
+  const T* from = static_cast<const T*>(m.data) + row * m.stride + column;
+  if (p.vector_loads && column + 8 <= m.cols) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (row + i < at.load_end)
+        x[i].load(from + i * m.stride);
+      else
+        x[i].gather(from, 0);
+    }
+    return;
+  }
+  const int count = static_cast<int>(max(int64_t{0}, min(int64_t{8}, m.cols - column)));
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const bool inside = row + i < at.load_end && count > 0;
+    x[i].gather(inside ? from + i * m.stride : from, inside ? count : 0);
+  }
+}
+
+// Stores the codes of row 8 ty + i.
+__device__ inline void store_row(const TileParams& p, const TilePlace& at, int own, int tx,
+                                 uint2 codes) {
+  const Matrix& m = p.args.x;
+  const int64_t row = at.row + own, column = at.column + tx * 8;
+  if (row >= at.row_end || column >= m.cols) return;
+  uint8_t* to = p.args.rowwise.codes + row * m.cols + column;
+  if (p.vector_rows && column + 8 <= m.cols) {
+    __stcs(reinterpret_cast<uint2*>(to), codes);
+    return;
+  }
+  const auto* bytes = reinterpret_cast<const uint8_t*>(&codes);
+  for (int i = 0; i < 8 && column + i < m.cols; ++i) to[i] = bytes[i];
+}
+
+// Words of four rows, four bytes each, become words of four columns.
+__device__ inline void transpose4(uint32_t (&w)[4]) {
+  const uint32_t t0 = __byte_perm(w[0], w[1], 0x5140);  // a0 b0 a1 b1
+  const uint32_t t1 = __byte_perm(w[2], w[3], 0x5140);  // c0 d0 c1 d1
+  const uint32_t t2 = __byte_perm(w[0], w[1], 0x7362);  // a2 b2 a3 b3
+  const uint32_t t3 = __byte_perm(w[2], w[3], 0x7362);  // c2 d2 c3 d3
+  w[0] = __byte_perm(t0, t1, 0x5410);
+  w[1] = __byte_perm(t0, t1, 0x7632);
+  w[2] = __byte_perm(t2, t3, 0x5410);
+  w[3] = __byte_perm(t2, t3, 0x7632);
+}
+
+// Bits 1 and 3 of a row group change places.
+__device__ inline int turn(int ty) { return (ty & 5) | (ty & 2) << 2 | (ty & 8) >> 2; }
+
+// codes[i] are the eight bytes of row 8 ty + i. Two barriers' worth of work: park, then store.
+__device__ inline void park_columns(const uint2 (&codes)[8], uint2* shared, int ty, int tx) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {  // columns 0-3, 4-7 of the thread
+    uint32_t top[4], bottom[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      top[i] = half == 0 ? codes[i].x : codes[i].y;
+      bottom[i] = half == 0 ? codes[4 + i].x : codes[4 + i].y;
+    }
+    transpose4(top);
+    transpose4(bottom);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int column = tx * 8 + half * 4 + j;
+      shared[column * 16 + (turn(ty) ^ tx)] = make_uint2(top[j], bottom[j]);
+    }
+  }
+}
+
+__device__ inline void store_columns(const TileParams& p, const TilePlace& at,
+                                     const uint2* shared) {
+  const Matrix& m = p.args.x;
+#pragma unroll
+  for (int pass = 0; pass < 4; ++pass) {
+    const int index = pass * kTileThreads + threadIdx.x;
+    const int own = index / 8, chunk = index % 8, swizzle = own / 8;
+    const uint4 pair =
+        *reinterpret_cast<const uint4*>(&shared[own * 16 + (turn(2 * chunk) ^ (swizzle & ~1))]);
+    const uint4 codes =
+        swizzle % 2 == 0 ? pair : make_uint4(pair.z, pair.w, pair.x, pair.y);
+    const int64_t column = at.column + own, row = at.code + chunk * 16;
+    if (column >= m.cols || row >= at.code_end) continue;
+    uint8_t* to = p.args.columnwise.codes + column * p.args.column_pitch + row;
+    if (p.vector_columns && row + 16 <= at.code_end) {
+      __stcs(reinterpret_cast<uint4*>(to), codes);
+      continue;
+    }
+    const auto* bytes = reinterpret_cast<const uint8_t*>(&codes);
+    for (int i = 0; i < 16 && row + i < at.code_end; ++i) to[i] = bytes[i];
+  }
+}
+
+template <Format F, typename T>
+__device__ uint2 encode_row(const Eight<T>& x, float scale) {
+  return make_uint2(encode4<F>(x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale),
+                    encode4<F>(x[4] * scale, x[5] * scale, x[6] * scale, x[7] * scale));
+}
+
+template <Format F, typename T>
+__device__ uint2 encode_row(const Eight<T>& x, const float (&scale)[8]) {
+  return make_uint2(
+      encode4<F>(x[0] * scale[0], x[1] * scale[1], x[2] * scale[2], x[3] * scale[3]),
+      encode4<F>(x[4] * scale[4], x[5] * scale[5], x[6] * scale[6], x[7] * scale[7]));
+}
+
+// Amaxes of the thread's eight columns over its eight rows.
+template <typename T>
+__device__ void column_maxima(const Eight<T> (&x)[8], float (&found)[8]) {
+  if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      found[j] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) found[j] = fmaxf(found[j], fabsf(x[i][j]));
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      auto both = __habs2(x[0].pair(j));
+#pragma unroll
+      for (int i = 1; i < 8; ++i) both = __hmax2(both, __habs2(x[i].pair(j)));
+      found[2 * j] = fmaxf(0.0f, static_cast<float>(both.x));
+      found[2 * j + 1] = fmaxf(0.0f, static_cast<float>(both.y));
+    }
+  }
+}
+
+// Amaxes of the tile's columns over its 128 rows: thread t < 128 gets that of column t.
+template <typename T>
+__device__ float column_amax(const Eight<T> (&x)[8], float (*shared)[kTile], int tx) {
+  const int warp = threadIdx.x / 32;
+  float own[8];
+  column_maxima(x, own);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) own[j] = fmaxf(own[j], __shfl_xor_sync(0xFFFFFFFFu, own[j], 16));
+  if (threadIdx.x % 32 < 16) {
+    auto* to = reinterpret_cast<float4*>(&shared[warp][tx * 8]);
+    to[0] = make_float4(own[0], own[1], own[2], own[3]);
+    to[1] = make_float4(own[4], own[5], own[6], own[7]);
+  }
+  __syncthreads();
+  float found = 0.0f;
+  if (threadIdx.x < kTile) {
+#pragma unroll
+    for (int i = 0; i < kTileThreads / 32; ++i) found = fmaxf(found, shared[i][threadIdx.x]);
+  }
+  return found;
+}
+
+// Amaxes of the tile's rows: thread (ty, tx) gets that of row 8 ty + tx / 2. Of the rows that two
+// threads both hold, each keeps half and hands on the other half, so that the work halves with
+// every step: 8 exchanges for 8 rows instead of 32.
+template <typename T>
+__device__ float row_amax(const Eight<T> (&x)[8], int tx) {
+  float own[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) own[i] = x[i].amax();
+#pragma unroll
+  for (int half = 4; half > 0; half /= 2) {
+    const bool keeps_upper = (tx & (2 * half)) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float kept = keeps_upper ? own[i + half] : own[i];
+      const float handed = keeps_upper ? own[i] : own[i + half];
+      own[i] = fmaxf(kept, __shfl_xor_sync(0xFFFFFFFFu, handed, 2 * half));
+    }
+  }
+  return fmaxf(own[0], __shfl_xor_sync(0xFFFFFFFFu, own[0], 1));
+}
+
+}  // namespace fp8core
