@@ -73,14 +73,16 @@ def empty_scales(mode: str, rows: int, k: int, device: torch.device) -> tuple[to
 
     The tensor is the view that the backend API asks for, ``[ceil(rows / br), ceil(k / bk)]``.
     """
+    # Views only where sizes need them: one costs as much as the allocation.
     if mode == "vec128":
-        pitch = round_up(rows, 4)
-        made = torch.empty((-(-k // 128), pitch), dtype=torch.float32, device=device)
-        return made.t()[:rows], pitch
+        pitch, blocks = round_up(rows, 4), -(-k // 128)
+        made = torch.empty_strided((pitch, blocks), (1, pitch), dtype=torch.float32, device=device)
+        return made if rows == pitch else made[:rows], pitch
     if mode == "block128":
-        pitch = round_up(-(-k // 128), 4)
+        blocks = -(-k // 128)
+        pitch = round_up(blocks, 4)
         made = torch.empty((-(-rows // 128), pitch), dtype=torch.float32, device=device)
-        return made[:, : -(-k // 128)], pitch
+        return made if blocks == pitch else made[:, :blocks], pitch
     shape = (1, 1) if mode == "tensor" else (rows, 1)
     return torch.empty(shape, dtype=torch.float32, device=device), 1
 
