@@ -11,6 +11,7 @@ import torch
 from fp8core import recipe
 from fp8core.backend_api import (
     ACTIVATIONS,
+    OPTIONAL_OPS,
     ActivationBackwardDesc,
     ActivationDesc,
     AddNormDesc,
@@ -27,11 +28,14 @@ from fp8core.backend_api import (
 from fp8core.links.activation import activation_shape
 from fp8core.links.bind import gemm_desc
 from fp8core.links.linear import LinearShape
+from fp8core.needs import op_needs
 from fp8core.plan import LayerRole, LinearPlan, TensorPlan
 from fp8core.recipe import Recipe
 
 __all__ = ["DTYPES", "Entry", "catalogue"]
 
+# One activation that is gated and one that is not stand for the others.
+_FUSED = ("layernorm", "rmsnorm", "gelu", "swiglu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -77,7 +81,7 @@ def _everything() -> Iterator[Entry]:
                 yield from _gemms(prefix, plan, dtype, groups)
                 yield from _casts(prefix, plan, dtype, is_grouped=bool(groups))
                 if not groups:
-                    yield from _fusions(prefix, plan, dtype)
+                    yield from _fusions(prefix, chosen, dtype)
         for groups in (0, 3):
             yield from _gemms(f"plain{'.grouped' if groups else ''}", LinearPlan(), dtype, groups)
     for algorithm in ("max", "most_recent"):
@@ -139,33 +143,26 @@ def _pointwise(dtype: torch.dtype) -> Iterator[Entry]:
             yield Entry(f"{name}.{words}.backward", backward)
 
 
-def _fusions(prefix: str, plan: LinearPlan, dtype: torch.dtype) -> Iterator[Entry]:
+def _fusions(prefix: str, chosen: Recipe, dtype: torch.dtype) -> Iterator[Entry]:
     """Yield the fusions of a norm or an activation with the cast of what follows it."""
+    for op in OPTIONAL_OPS:
+        for _, desc in op_needs(op, chosen, dtype):
+            if not isinstance(desc, FusedDesc):
+                continue
+            word = _producer(desc)
+            if word.removesuffix(".backward") not in _FUSED:
+                continue
+            for sums in (False, True):
+                label = f"{prefix}.{word}{'.sums' if sums else ''}.{_word(dtype)}"
+                yield Entry(label, dataclasses.replace(desc, sums=sums))
 
-    def handover(tensor: TensorPlan) -> torch.dtype:
-        is_rounded = all(spec is None or spec.cast_first for spec in tensor)
-        return dtype if is_rounded else torch.float32
 
-    tensors = _tensors(plan)
-    producers: list[tuple[str, FusedDesc]] = []
-    if "input" in tensors:
-        quantize = QuantizeDesc(handover(plan.input), *plan.input)
-        for kind in ("layernorm", "rmsnorm"):
-            norm = NormDesc(kind, dtype, quantize.dtype, 1e-5)
-            producers.append((kind, FusedDesc(norm, quantize)))
-        for name in ("gelu", "swiglu"):
-            made = ActivationDesc(name, dtype, quantize.dtype)
-            producers.append((name, FusedDesc(made, quantize)))
-    if "grad_output" in tensors:
-        quantize = QuantizeDesc(handover(plan.grad_output), *plan.grad_output)
-        backward = ActivationBackwardDesc("gelu", dtype, quantize.dtype)
-        producers.append(("gelu.backward", FusedDesc(backward, quantize)))
-        quantize = QuantizeDesc(dtype, *plan.grad_output)
-        gated = ActivationBackwardDesc("swiglu", dtype, dtype)
-        producers.append(("swiglu.backward", FusedDesc(gated, quantize)))
-        norm = NormDesc("rmsnorm", dtype, dtype, 1e-5)
-        producers.append(("rmsnorm.backward", FusedDesc(NormBackwardDesc(norm), quantize)))
-    for word, fused in producers:
-        for sums in (False, True):
-            label = f"{prefix}.{word}{'.sums' if sums else ''}.{_word(dtype)}"
-            yield Entry(label, dataclasses.replace(fused, sums=sums))
+def _producer(desc: FusedDesc) -> str:
+    """Return ``layernorm``, ``gelu``; with ``.backward`` where it is a gradient."""
+    made = desc.producer
+    if isinstance(made, NormDesc | NormBackwardDesc):
+        name = made.kind if isinstance(made, NormDesc) else made.norm.kind
+    else:
+        name = made.name
+    is_forward = isinstance(made, NormDesc | ActivationDesc)
+    return name if is_forward else f"{name}.backward"
