@@ -104,8 +104,15 @@ class WeightStore:
 _NOT_KEPT = (
     "is_first_microbatch=False takes the weight quantized by the call with "
     "is_first_microbatch=True, but there was none with this recipe since the weight changed. Pass "
-    "True for the first microbatch, or None to have it decided."
+    "True for the first microbatch, which keeps the weight, or None to have it decided."
 )
+
+
+def _serves_later(last: _Entry | None, now: _Entry) -> bool:
+    """Say whether ``last`` gives a later microbatch the bits of the first: it is kept, or would be
+    quantized alike."""
+    return last is not None and (last.operands is not None or last.is_current(now))
+
 
 # torch without CUDA has the function, and raises when it is called.
 _is_capturing: Callable[[], bool] = (
@@ -181,7 +188,7 @@ class KeptWeight:
         last = self._store.get(self._index)
         entry = _Entry(self._how, source, state, self._scale, is_recorded=self._records)
         is_same = last is not None and last.is_same(entry)
-        if first is False and not is_same:
+        if first is False and not (is_same and _serves_later(last, entry)):
             raise OperandError(_NOT_KEPT)
         if last is not None and is_same and first is not True:
             if first is False or last.is_current(entry):

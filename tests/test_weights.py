@@ -218,6 +218,22 @@ def test_a_later_microbatch_without_a_first_is_refused(forward: Forward) -> None
         forward(layer(), False)
 
 
+def test_a_later_microbatch_without_a_first_is_refused_under_scales_that_changed() -> None:
+    """Training that was not asked to keep a weight has nothing of the first microbatch's."""
+    own, x = layer(), torch.ones(32, 32, requires_grad=True)
+    chosen = recipe.by_name("delayed")
+    with autocast(recipe=chosen):
+        own(x)
+    with pytest.raises(OperandError, match="which keeps the weight"), autocast(recipe=chosen):
+        own(x, is_first_microbatch=False)
+
+
+def test_a_later_microbatch_without_a_first_has_its_bits_where_scales_stay() -> None:
+    own, x = layer(), torch.ones(32, 32, requires_grad=True)
+    with autocast(recipe=recipe.by_name("delayed")):
+        assert torch.equal(own(x), own(x, is_first_microbatch=False))
+
+
 def test_a_later_microbatch_of_a_changed_weight_is_refused(forward: Forward) -> None:
     own = layer()
     forward(own, True)

@@ -148,6 +148,8 @@ def _check_quantize(desc: QuantizeDesc) -> str | None:
         return f"no low precision from {desc.dtype}"
     if desc.offsets_on_device and not desc.grouped:
         return "offsets without groups"
+    if desc.offsets_on_device and specs[0].scale_format != "float32":
+        return "scales of bytes take the sizes of groups as a list alone"
     return next(filter(None, map(_check_spec, specs)), None)
 
 

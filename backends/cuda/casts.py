@@ -44,7 +44,7 @@ def in_groups(dense: Cast) -> Cast:
                 name: slot[group : group + 1] for name, slot in slots.items() if slot is not None
             }
             if rng is not None:
-                given["rng"] = rng + torch.tensor((0, group))
+                given["rng"] = rng + torch.tensor((0, group), device="cpu")
             parts.append(dense(x[start:end], **given))
         return Quantized(
             _join([part.rowwise for part in parts], 0),

@@ -200,6 +200,7 @@ class DeviceGroupedGemm:
         (m, k), n = a.data.shape, seconds[0].data.shape[0]
         given = None if out is None else [out] if isinstance(out, torch.Tensor) else list(out)
         self._check((m, n, k), seconds, groups, bias, given)
+        self._check_scales([a, *seconds] if desc.contract_groups else [a], groups)
         d = self._outputs((m, n), groups if desc.contract_groups else 1, given)
         if m and n:
             kept: list[torch.Tensor] = []
@@ -255,6 +256,20 @@ class DeviceGroupedGemm:
                 f"{None if bias is None else len(bias)} biases; expected {count} b [n, {k}] with n "
                 f"a multiple of {ALIGNMENT}, bias [n], out [m, n] of {self._desc.out_dtype}."
             )
+
+    def _check_scales(self, operands: Sequence[Operand], groups: int) -> None:
+        """Refuse an operand of groups that has not a scale for each of them."""
+        along = 1 if self._desc.contract_groups else 0
+        for operand, spec in zip(operands, (self._desc.a, self._desc.b), strict=False):
+            assert spec is not None
+            assert operand.scale_inv is not None
+            is_by_group = spec.block[along] == 0
+            if is_by_group and operand.scale_inv.shape[along] != groups:
+                found = list(operand.scale_inv.shape)
+                raise OperandError(
+                    f"{self._desc}: an operand has scales {found}; expected one for each of "
+                    f"{groups} groups along dimension {along}."
+                )
 
     def _outputs(
         self, shape: tuple[int, int], count: int, given: list[torch.Tensor] | None

@@ -164,7 +164,7 @@ class TiledGemm:
     two global scales into alpha, on the device.
     """
 
-    __slots__ = ("_block_rows", "_index", "_library", "_product", "kernel")
+    __slots__ = ("_blocks", "_desc", "_index", "_is_fp4", "_library", "_product", "kernel")
 
     def __init__(self, desc: GemmDesc, device: torch.device, native: Any) -> None:
         assert desc.a is not None
@@ -172,7 +172,9 @@ class TiledGemm:
         self._product = LowPrecisionGemm(desc, device, native)
         self._library = native
         self._index = index_of(device)
-        self._block_rows = (desc.a.block[0], desc.b.block[0])
+        self._desc = desc
+        self._blocks = (desc.a.block, desc.b.block)
+        self._is_fp4 = scale_mode(desc.a) == "nv16"
         self.kernel = f"fp8core::arrange, {self._product.kernel}"
 
     def __call__(
@@ -192,8 +194,8 @@ class TiledGemm:
         """Return the operands with their scales in tiles, alpha behind those of ``a``."""
         library = self._library
         sources = [
-            _source(operand, block_rows)
-            for operand, block_rows in zip((a, b), self._block_rows, strict=True)
+            self._source(operand, *block)
+            for operand, block in zip((a, b), self._blocks, strict=True)
         ]
         sizes = [library.tile_bytes(rows, blocks) for _, _, _, rows, blocks, _, _ in sources]
         begin = sizes[0] + _FACTORS
@@ -207,12 +209,27 @@ class TiledGemm:
         )
         return Operand(a.data, tiles[0]), Operand(b.data, tiles[1])
 
+    def _source(
+        self, operand: Operand, block_rows: int, block_k: int
+    ) -> tuple[int, int, int, int, int, int, int]:
+        """Return what ``arrange_scales`` reads of an operand.
 
-def _source(operand: Operand, block_rows: int) -> tuple[int, int, int, int, int, int, int]:
-    """Return what ``arrange_scales`` reads of an operand."""
-    scales, whole = operand.scale_inv, operand.global_scale_inv
-    assert scales is not None
-    place = 0 if whole is None else whole.data_ptr()
-    rows, blocks = operand.data.shape[0], scales.shape[1]
-    row_stride, block_stride = scales.stride()
-    return scales.data_ptr(), row_stride, block_stride, rows, blocks, block_rows, place
+        Raises:
+            OperandError: scales that do not go with the codes, which would be read beyond an end.
+        """
+        scales, whole = operand.scale_inv, operand.global_scale_inv
+        rows, width = operand.data.shape
+        k = 2 * width if self._is_fp4 else width
+        wanted = (-(-rows // block_rows), -(-k // block_k))
+        if scales is None or scales.shape != wanted or (whole is None) == self._is_fp4:
+            found = None if scales is None else list(scales.shape)
+            also = "one float32 global_scale_inv" if self._is_fp4 else "no global_scale_inv"
+            raise OperandError(
+                f"{self._desc}: an operand of {rows} rows of {k} has scale_inv {found} and "
+                f"global_scale_inv {whole if whole is None else list(whole.shape)}; expected "
+                f"{list(wanted)} and {also}."
+            )
+        place = 0 if whole is None else whole.data_ptr()
+        row_stride, block_stride = scales.stride()
+        blocks = scales.shape[1]
+        return scales.data_ptr(), row_stride, block_stride, rows, blocks, block_rows, place

@@ -51,6 +51,9 @@ class ScaleUpdate:
         def update() -> None:
             nonlocal found, run
             if [one.data_ptr() for one in tensors] != found:  # somebody moved one: .data, set_()
+                if not all(one.is_contiguous() for one in tensors):
+                    self._update_copies(histories, scales, targets, nonfinite)
+                    return
                 found, run = self._arrange(histories, scales, targets, nonfinite)
             run(raw_stream(index))
             # torch does not see the kernel's writes; a weight kept under an old scale must be

@@ -50,7 +50,7 @@ def quantize(
     parts = []
     for group, (start, end) in enumerate(itertools.pairwise(bounds)):
         one = slice(group, group + 1)
-        own_rng = None if rng is None else rng + torch.tensor([0, group])
+        own_rng = None if rng is None else rng + torch.tensor([0, group], device="cpu")
         parts.append(
             _quantize_tensor(
                 desc,

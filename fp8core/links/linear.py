@@ -97,7 +97,7 @@ class LinearLink:
             return self._plain(True, need_input, need_weight, has_sums)
         rng = None
         if self.needs_rng and call.rng is not None:
-            rng = call.rng + torch.tensor((0, self.index << 32))
+            rng = call.rng + torch.tensor((0, self.index << 32), device="cpu")
         return Want(
             self.grad_output,
             self.grad_dtype,

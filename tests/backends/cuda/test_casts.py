@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8core import recipe
-from fp8core.backend_api import QuantizeDesc
+from fp8core.backend_api import Quantized, QuantizeDesc
 from fp8core.plan import LayerRole
 from fp8core_backends.cuda.casts import apart, in_groups
 from tests.backends.cuda.cuda_cases import backend, differs
@@ -60,3 +60,16 @@ def test_halves_make_the_whole(name: str) -> None:
     expected = reference.bind(desc, CPU)(x, **given)
     assert differs(made.rowwise, expected.rowwise) is None
     assert differs(made.columnwise, expected.columnwise) is None
+
+
+def test_seeds_stay_on_the_cpu_whatever_the_default_device_is() -> None:
+    seeds: list[torch.Tensor] = []
+
+    def dense(x: torch.Tensor, *, rng: torch.Tensor) -> Quantized:
+        seeds.append(rng)
+        return Quantized(None, None)
+
+    x, offsets, rng = torch.zeros(5, 2), torch.tensor((0, 2, 5)), torch.tensor((7, 9))
+    with torch.device("meta"):
+        in_groups(dense)(x, offsets, rng=rng)
+    assert [seed.tolist() for seed in seeds] == [[7, 9], [7, 10]]

@@ -50,6 +50,15 @@ def e5m2(spec: OperandSpec) -> OperandSpec:
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("spec", [MX, FP4], ids=["mxfp8", "nvfp4"])
+def test_scales_of_bytes_take_no_groups_on_the_device(spec: OperandSpec) -> None:
+    desc = QuantizeDesc(torch.bfloat16, spec, spec, grouped=True)
+    assert CudaBackend().unsupported(desc, CUDA) is None
+    asked = dataclasses.replace(desc, offsets_on_device=True)
+    assert "as a list" in (CudaBackend().unsupported(asked, CUDA) or "")
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "rowwise"])
 def test_hopper_s_recipes_are_supported(name: str) -> None:
     plan = recipe.by_name(name).plan(LayerRole("linear"), torch.bfloat16)
