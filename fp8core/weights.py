@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8core.dispatch.select import Choice
 from fp8core.errors import OperandError, UnsupportedError
@@ -50,7 +51,7 @@ class _Entry:
         self,
         how: How,
         weight: torch.Tensor,
-        state: tuple[int, int, bool],
+        state: tuple[int, int, bool, int],
         scale: torch.Tensor | None,
         *,
         is_recorded: bool,
@@ -63,60 +64,103 @@ class _Entry:
         self.operands: Orientations | None = None
         self.was_reused = False
 
+    def is_of(self, now: _Entry) -> bool:
+        """Say whether ``now`` is the same weight, unchanged."""
+        return self._state == now._state and self._weight() is now._weight()
+
     def is_same(self, now: _Entry) -> bool:
         """Say whether ``now`` is the same weight, unchanged, to be quantized in the same way."""
-        return (
-            self._state == now._state
-            and self._weight() is now._weight()
-            and (self._how is now._how or self._how.key == now._how.key)
-        )
+        return self.is_of(now) and (self._how is now._how or self._how.key == now._how.key)
 
     def is_current(self, now: _Entry) -> bool:
         """Say whether the delayed scale is the same, and the amax recorded if it has to be."""
         return self._scale == now._scale and (self._is_recorded or not now._is_recorded)
 
+    def get(self, columnwise: bool) -> Orientations | None:
+        """Return the operands, if they are kept and are all that is needed."""
+        operands = self.operands
+        if operands is None or (columnwise and operands.columnwise is None):
+            return None
+        return operands
+
 
 class WeightStore:
-    """A layer's kept weights, at most one entry for each; emptied by ``clear``.
+    """A layer's kept weights, at most two entries for each; emptied by ``clear``.
 
-    ``is_replayed``: the layer is part of a CUDA graph, and nothing may be kept.
+    ``automatic`` are those of calls that leave it to the layer whether to keep the weight,
+    ``marked`` those of ``is_first_microbatch=True``: what runs between two microbatches, such as an
+    evaluation, has no part in them. ``is_replayed``: the layer is part of a CUDA graph, and nothing
+    may be kept.
     """
 
-    __slots__ = ("_entries", "is_replayed")
+    __slots__ = ("automatic", "is_replayed", "marked")
 
     def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}
+        self.automatic: dict[int, _Entry] = {}
+        self.marked: dict[int, _Entry] = {}
         self.is_replayed = False
 
     def clear(self) -> None:
         """Forget every kept weight."""
-        self._entries.clear()
+        self.automatic.clear()
+        self.marked.clear()
 
-    def get(self, index: int) -> _Entry | None:
-        """Return what is kept of weight ``index``."""
-        return self._entries.get(index)
 
-    def put(self, index: int, entry: _Entry) -> None:
-        """Keep ``entry`` in the place of what was kept."""
-        self._entries[index] = entry
+# torch without CUDA has the function, and raises when it is called.
+_is_capturing: Callable[[], bool] = (
+    torch.cuda.is_current_stream_capturing if torch.version.cuda else lambda: False
+)
+
+
+class _Writers:
+    """What optimizers do to weights that no version counter tells.
+
+    ``steps`` counts those of optimizers over sharded parameters, which FSDP gathers into the same
+    tensors again; ``is_replayed``: a step was captured in a CUDA graph, and its replays are seen by
+    nobody.
+    """
+
+    __slots__ = ("is_replayed", "steps")
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.is_replayed = False
+
+
+_writers = _Writers()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Count a step as a write to its parameters, where torch's version counters do not.
+
+    torch's fused optimizers move none, nor does what writes through ``.data``, such as
+    ZeroRedundancyOptimizer. torch's other optimizers do, and compiled ones.
+    """
+    if torch.compiler.is_compiling():
+        return
+    groups = optimizer.param_groups
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    if _is_capturing():
+        _writers.is_replayed = True
+    if is_torchs and not any(group.get("fused") for group in groups):
+        if not any(type(group["params"][0]) not in _PLAIN for group in groups if group["params"]):
+            return
+        _writers.steps += 1
+        return
+    params = [own for group in groups for own in group["params"] if not own.is_inference()]
+    if any(type(own) not in _PLAIN for own in params):
+        _writers.steps += 1
+    torch.autograd.graph.increment_version(params)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+register_optimizer_step_post_hook(_after_step)
 
 
 _NOT_KEPT = (
     "is_first_microbatch=False takes the weight quantized by the call with "
     "is_first_microbatch=True, but there was none with this recipe since the weight changed. Pass "
     "True for the first microbatch, which keeps the weight, or None to have it decided."
-)
-
-
-def _serves_later(last: _Entry | None, now: _Entry) -> bool:
-    """Say whether ``last`` gives a later microbatch the bits of the first: it is kept, or would be
-    quantized alike."""
-    return last is not None and (last.operands is not None or last.is_current(now))
-
-
-# torch without CUDA has the function, and raises when it is called.
-_is_capturing: Callable[[], bool] = (
-    torch.cuda.is_current_stream_capturing if torch.version.cuda else lambda: False
 )
 
 
@@ -182,29 +226,65 @@ class KeptWeight:
             return self._quantize(weight, columnwise)
         if _is_capturing():
             self._store.is_replayed = True
-        if self._store.is_replayed:
+        if self._store.is_replayed or _writers.is_replayed:
             return self._each_time(weight, columnwise, first)
-        state = (source._version, source.data_ptr(), torch.is_inference_mode_enabled())
-        last = self._store.get(self._index)
-        entry = _Entry(self._how, source, state, self._scale, is_recorded=self._records)
-        is_same = last is not None and last.is_same(entry)
-        if first is False and not (is_same and _serves_later(last, entry)):
-            raise OperandError(_NOT_KEPT)
-        if last is not None and is_same and first is not True:
-            if first is False or last.is_current(entry):
-                last.was_reused = True
-                operands = last.operands
-                if operands is not None and (operands.columnwise is not None or not columnwise):
+        is_inference = torch.is_inference_mode_enabled()
+        state = (source._version, source.data_ptr(), is_inference, _writers.steps)
+        now = _Entry(self._how, source, state, self._scale, is_recorded=self._records)
+        if first is None:
+            return self._automatic(weight, now, columnwise)
+        return self._marked(weight, now, columnwise, is_first=first)
+
+    def _marked(
+        self, weight: torch.Tensor, now: _Entry, columnwise: bool, *, is_first: bool
+    ) -> Orientations:
+        """Quantize and keep for the microbatches that follow, or take what was kept."""
+        assert self._store is not None
+        index, store = self._index, self._store
+        if not is_first:
+            found = (store.marked.get(index), store.automatic.get(index))
+            entries = [entry for entry in found if entry is not None and entry.is_same(now)]
+            for entry in entries:
+                operands = entry.get(columnwise)
+                if operands is not None:
                     return operands
-            entry.was_reused = last.was_reused
-        is_kept = first is not None or not columnwise
+            # What is not kept, or in one orientation, is made again where that gives the same bits.
+            if not any(entry.is_current(now) for entry in entries):
+                raise OperandError(_NOT_KEPT)
+        for old in (store.marked.pop(index, None), store.automatic.get(index)):
+            if old is not None:
+                old.operands = None  # its memory serves for the new ones
+        now.operands = self._quantize(weight, columnwise)
+        store.marked[index] = now
+        return now.operands
+
+    def _automatic(self, weight: torch.Tensor, now: _Entry, columnwise: bool) -> Orientations:
+        """Take what is kept and still right, or quantize, and keep what is likely to be used."""
+        assert self._store is not None
+        index, store = self._index, self._store
+        marked, last = store.marked.get(index), store.automatic.get(index)
+        if marked is not None:
+            if not marked.is_of(now):
+                del store.marked[index]
+            elif marked.is_same(now) and marked.is_current(now):
+                operands = marked.get(columnwise)
+                if operands is not None:
+                    return operands
+        is_kept = not columnwise
         if last is not None:
+            if last.is_same(now):
+                if last.is_current(now):
+                    last.was_reused = True
+                    operands = last.get(columnwise)
+                    if operands is not None:
+                        return operands
+                now.was_reused = last.was_reused
             is_kept |= last.was_reused
             last.operands = None  # its memory serves for the new ones
         operands = self._quantize(weight, columnwise)
         if is_kept:
-            entry.operands = operands
-        self._store.put(self._index, entry)
+            now.operands = operands
+        store.automatic[index] = now
         return operands
 
     def _each_time(

@@ -338,3 +338,50 @@ def test_the_amax_of_one_autocast_is_the_largest_of_its_microbatches() -> None:
             own(torch.full((8, 32), size))
     assert own.amax_history_fwd[-1, 0] == 5.0
     assert not own.amax_history_fwd[:-1, 0].any()
+
+
+@pytest.mark.parametrize("evaluates_in", [*RECIPES, None])
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_evaluation_between_microbatches_changes_nothing(
+    name: str, evaluates_in: str | None
+) -> None:
+    def outputs(evaluates: bool) -> list[torch.Tensor]:
+        own = layer()
+        x = 7 * torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+        x.requires_grad_()
+        with autocast(recipe=recipe.by_name(name)):
+            own(x, is_first_microbatch=True).sum().backward()
+        chosen = None if evaluates_in is None else recipe.by_name(evaluates_in)
+        if evaluates:
+            with torch.no_grad(), autocast(enabled=chosen is not None, recipe=chosen):
+                own(x)
+        torch.manual_seed(3)  # a call draws a seed, as dropout does
+        with autocast(recipe=recipe.by_name(name)):
+            y = own(x, is_first_microbatch=False)
+        y.square().sum().backward()
+        return [y.detach(), own.weight.grad, x.grad]
+
+    assert all(map(torch.equal, outputs(True), outputs(False)))
+
+
+def test_a_recompute_takes_the_microbatches_weight_whatever_ran_in_between() -> None:
+    def grad(checkpoints: bool) -> torch.Tensor:
+        own, x = layer(), torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+        x.requires_grad_()
+        chosen = recipe.by_name("delayed")
+        with autocast(recipe=chosen):
+            own(x, is_first_microbatch=True).sum().backward()
+        x.grad = None
+        with autocast(recipe=chosen):
+            if checkpoints:
+                again = {"use_reentrant": False, "is_first_microbatch": False}
+                y = fp8core.checkpoint(own, x, **again)
+            else:
+                y = own(x, is_first_microbatch=False)
+        with autocast(recipe=chosen), torch.no_grad():
+            own(x)
+        y.square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(grad(True), grad(False))
