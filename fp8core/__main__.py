@@ -1,4 +1,4 @@
-"""The command line: ``fp8core conformance``, ``demo``, ``doctor``, ``explain``."""
+"""The command line: ``fp8core build``, ``conformance``, ``demo``, ``doctor``, ``explain``."""
 
 from __future__ import annotations
 

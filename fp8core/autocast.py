@@ -271,6 +271,12 @@ def _check(
     given: Recipe | str | None,
     group: torch.distributed.ProcessGroup | None,
 ) -> str:
+    for name, value in (("enabled", enabled), ("calibrating", calibrating)):
+        if not isinstance(value, bool):
+            raise RecipeError(
+                f"autocast({name}={value!r}): expected True or False. A recipe is given by its "
+                f"name: autocast(recipe=...)."
+            )
     recipe = recipe_from(given, "autocast(recipe=...)")
     if group is not None and not _is_group(group):
         raise RecipeError(

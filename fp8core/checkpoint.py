@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,4 +57,12 @@ def checkpoint(
         with activated(asked), policy.activated(chosen), playing(tape):
             return function(*inputs, **named)
 
+    if use_reentrant and kwargs:  # torch takes no keywords there: gradients would get lost
+        for name, value in kwargs.items():
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                raise UnsupportedError(
+                    f"checkpoint({name}=tensor that requires gradients) needs use_reentrant=False, "
+                    f"or the tensor as a positional argument."
+                )
+        run, kwargs = partial(run, **kwargs), {}
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)

@@ -368,3 +368,16 @@ def test_calibrating_without_delayed_scales_is_said_once(caplog: pytest.LogCaptu
     lines = [one for one in caplog.messages if "calibrating_is_said_once" in one]
     assert len(lines) == 1
     assert "Float8CurrentScaling" in lines[0]
+
+
+@pytest.mark.parametrize("given", [recipe.MXFP8BlockScaling(), "mxfp8", None, 1], ids=str)
+def test_a_recipe_in_the_place_of_enabled_is_refused(given: object) -> None:
+    for make in (autocast, fp8_autocast):
+        with pytest.raises(RecipeError, match=r"enabled=.*expected True or False"):
+            make(given)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("first", ["no", 0, 1])
+def test_is_first_microbatch_is_true_false_or_none(first: object) -> None:
+    with pytest.raises(fp8core.OperandError, match="expected True, False or None"):
+        Linear(32, 32)(torch.ones(4, 32), is_first_microbatch=first)

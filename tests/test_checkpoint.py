@@ -299,3 +299,22 @@ def test_torchs_checkpoint_in_high_precision_is_torchs(use_reentrant: bool) -> N
         return torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=use_reentrant)
 
     assert same(step(model(), x, None, run), step(model(), x, None, plain))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_keywords_are_handed_on(use_reentrant: bool) -> None:
+    layer, x = fp8core.Linear(32, 32), torch.randn(32, 32, requires_grad=True)
+    with autocast(recipe=recipe.by_name("current")):
+        again = {"use_reentrant": use_reentrant, "is_first_microbatch": True}
+        fp8core.checkpoint(layer, x, **again).sum().backward()
+        made = x.grad
+        x.grad = None
+        layer(x, is_first_microbatch=False).sum().backward()
+    assert made is not None
+    assert torch.equal(made, x.grad)
+
+
+def test_a_keyword_whose_gradient_would_get_lost_is_refused() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="needs use_reentrant=False"):
+        fp8core.checkpoint(lambda a, *, b: a + b, x, b=x)

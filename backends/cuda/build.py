@@ -158,7 +158,7 @@ def build(architectures: Sequence[str] | None = None, *, output: Path | None = N
         found = f"{wrong[0]!r} is not one of them" if wrong else "this machine has none of them"
         raise UnsupportedError(
             f"cuda: the sources are written for architectures {', '.join(known)}; {found}."
-            f"{did_you_mean(wrong[0], known) if wrong else ' Name one.'}"
+            f"{did_you_mean(wrong[0], known) if wrong else ' Name one with --arch.'}"
         )
     toolchain = find_toolchain()
     if isinstance(toolchain, str):

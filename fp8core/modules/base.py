@@ -242,8 +242,8 @@ class LowPrecisionModule(DelayedModule):
                     f"delayed scales"
                 )
             if plan.delayed is not None and self.count_gemms():
-                states = self.delayed_states(recipe, plan)
                 _, records_forward, records_backward, _ = mode
+                states = self.delayed_states(recipe, plan, records=records_forward)
                 states = dataclasses.replace(
                     states, records_forward=records_forward, records_backward=records_backward
                 )

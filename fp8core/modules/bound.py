@@ -12,7 +12,7 @@ import torch
 from fp8core import chain
 from fp8core.autocast import named
 from fp8core.dispatch import table
-from fp8core.errors import Fp8CoreError, UnsupportedError
+from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.library.operators import constant_in_graph
 from fp8core.links.activation import ActivationShape
 from fp8core.links.bind import SHAPES, LinkShape, Site, bind_chain
@@ -76,6 +76,10 @@ class Bound(NamedTuple):
         """Return what a dense call of the layer brings: a new seed if a link takes one."""
         if not self.needs_rng and first_microbatch is None:
             return DENSE
+        if first_microbatch is not None and not isinstance(first_microbatch, bool):
+            raise OperandError(
+                f"is_first_microbatch={first_microbatch!r}: expected True, False or None."
+            )
         rng = new_seed() if self.needs_rng else None
         return Call(rng=rng, first_microbatch=first_microbatch)
 

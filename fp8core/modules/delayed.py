@@ -111,11 +111,12 @@ class DelayedModule(torch.nn.Module):
         self.unbind()
         self._state_is_from_checkpoint = False
 
-    def delayed_states(self, recipe: Any, plan: LinearPlan) -> LinearStates:
+    def delayed_states(self, recipe: Any, plan: LinearPlan, *, records: bool) -> LinearStates:
         """Return the layer's states under ``plan``, made fresh if there are none that fit.
 
         Raises:
-            RecipeError: the state came from a checkpoint of another recipe.
+            RecipeError: the state came from a checkpoint of another recipe, or the call only
+                evaluates (``records`` False), which changes no state.
         """
         assert plan.delayed is not None
         maxima = _maxima(plan)
@@ -127,7 +128,13 @@ class DelayedModule(torch.nn.Module):
                     f"the delayed-scaling state in the checkpoint is for {stored}, the recipe "
                     f"needs {wanted}. Use the checkpoint's recipe, or reset_delayed_state()."
                 )
-            logger.info("%s: delayed state starts fresh for %s", self.label, wanted)
+            if not records:
+                raise RecipeError(
+                    f"the layer's delayed-scaling state is for {stored}, the recipe of this "
+                    f"evaluation needs {wanted}. Evaluate with the recipe of training, or call "
+                    f"reset_delayed_state() first, which forgets the scales."
+                )
+            logger.warning("%s: delayed state starts fresh for %s", self.label, wanted)
             self.reset_delayed_state()
             stored = None
         if stored is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -177,6 +178,10 @@ class GroupedLinear(LowPrecisionModule):
                 f"{self.label}: m_splits is on {sizes.device}, the input on {device}. Give it on "
                 f"the input's device, on the CPU, or as a list of integers."
             )
+        if sizes.is_meta:
+            raise OperandError(
+                f"{self.label}: m_splits is on meta, where it has no values. Give a list."
+            )
         if self._bindings.watch is not None:
             raise UnsupportedError(
                 f"{self.label}: a monitor has to read m_splits, which is on {device}. Give it as a "
@@ -194,14 +199,17 @@ class GroupedLinear(LowPrecisionModule):
             )
 
     def _check_splits(self, m_splits: Sequence[int] | torch.Tensor, rows: int) -> tuple[int, ...]:
-        given = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
-        is_valid = len(given) == self.num_gemms and all(
-            isinstance(size, int) and size >= 0 for size in given
-        )
-        if not is_valid or sum(given) != rows:
+        if isinstance(m_splits, torch.Tensor):
+            self._check_tensor(m_splits)
+        try:  # of numpy and tensors of one element, too
+            given = [operator.index(size) for size in m_splits if not isinstance(size, bool)]
+        except TypeError:
+            given = None
+        is_valid = given is not None and len(given) == self.num_gemms and min(given) >= 0
+        if given is None or not is_valid or sum(given) != rows:
             raise OperandError(
-                f"{self.label}: m_splits={given} for {rows} rows; expected {self.num_gemms} "
-                f"integers >= 0 that add up to {rows}."
+                f"{self.label}: m_splits={m_splits if given is None else given!r} for {rows} rows; "
+                f"expected {self.num_gemms} integers >= 0 that add up to {rows}."
             )
         return tuple(given)
 

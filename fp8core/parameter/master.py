@@ -28,7 +28,9 @@ class MasterWeights:
     Quantized, bfloat16 and float16 parameters that require gradients get a master; float32 ones
     are their own. A master starts as the initial value that
     ``quantized_model_init(preserve_high_precision_init_val=True)`` kept, which is then cleared,
-    else as the parameter's value. Clip gradients on ``model.parameters()``, before the step.
+    else as the parameter's value. Clip gradients on ``model.parameters()``, before the step. With
+    ``torch.amp.GradScaler``, which looks for gradients on the masters, call ``collect_grads()``
+    before ``scaler.unscale_(optimizer)``.
 
     Make it after the model is on its device and its checkpoint loaded; a checkpoint that continues
     bit for bit holds ``masters.state_dict()`` besides the model's and the optimizer's.
@@ -74,6 +76,17 @@ class MasterWeights:
                 )
             self._collect(self._stepped_by(optimizer))
 
+        clear = optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            """Clear the parameters' gradients too: nobody has collected them yet."""
+            clear(set_to_none)
+            stepped = self._stepped_by(optimizer)
+            for _, parameter, master in self._pairs():
+                if id(master) in stepped:
+                    parameter.grad = None
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]  # there is no hook for it
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(lambda *_: self._write(self._stepped_by(optimizer)))
 
@@ -99,7 +112,11 @@ class MasterWeights:
                     f"that. Make a new MasterWeights, or load_state_dict() into this one."
                 )
             grad = parameter.grad
-            master.grad = None if grad is None else grad.to(master.dtype)
+            summed = getattr(parameter, "main_grad", None)
+            if grad is None and isinstance(summed, torch.Tensor):  # fuse_wgrad_accumulation
+                grad = summed
+            if grad is not None:  # else what collect_grads() has brought stays
+                master.grad = grad.to(master.dtype)
             parameter.grad = None
 
     @torch.no_grad()
@@ -108,6 +125,7 @@ class MasterWeights:
             if id(master) in stepped:
                 parameter.copy_(master)
                 self._versions[name] = parameter._version
+                master.grad = None
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer) -> set[int]:
         return {id(one) for group in optimizer.param_groups for one in group["params"]}

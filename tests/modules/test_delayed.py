@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core import GroupedLinear, Linear, autocast, recipe
+from fp8core import GroupedLinear, Linear, RecipeError, autocast, recipe
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -270,3 +270,17 @@ def test_backward_after_the_state_was_reset_is_harmless() -> None:
     layer.reset_delayed_state()
     y.sum().backward()
     assert layer.weight.grad.isfinite().all()
+
+
+def test_an_evaluation_with_another_window_forgets_nothing() -> None:
+    layer, x = Linear(32, 32), torch.randn(32, 32)
+    with autocast(recipe=recipe.DelayedScaling(amax_history_len=16)):
+        layer(x).sum().backward()
+    before = {name: own.clone() for name, own in layer.named_buffers()}
+    with (
+        pytest.raises(RecipeError, match="Evaluate with the recipe of training"),
+        torch.no_grad(),
+        autocast(recipe=recipe.DelayedScaling()),
+    ):
+        layer(x)
+    assert all(torch.equal(own, before[name]) for name, own in layer.named_buffers())

@@ -6,6 +6,7 @@ import copy
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -144,8 +145,29 @@ def test_m_splits_may_be_a_list_a_tuple_or_a_tensor(name: str) -> None:
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["list", "tensor"])
 def test_m_splits_that_do_not_fit_are_refused(splits: Any, as_tensor: bool) -> None:
     given = torch.tensor(splits) if as_tensor else splits
-    with pytest.raises(OperandError, match=r"m_splits=.* for 8 rows; expected 3 integers"):
+    said = r"m_splits=.* for 8 rows; expected 3 integers|m_splits is .* an integer tensor \[3\]"
+    with pytest.raises(OperandError, match=said):
         GroupedLinear(3, 32, 16)(torch.randn(8, 32), given)
+
+
+@pytest.mark.parametrize("splits", [None, 8, "508", [True, True, 6]])
+def test_m_splits_that_are_no_sizes_are_refused(splits: Any) -> None:
+    with pytest.raises(OperandError, match="expected 3 integers"):
+        GroupedLinear(3, 32, 16)(torch.randn(8, 32), splits)
+
+
+@pytest.mark.parametrize(
+    "splits", [np.array(SPLITS), [np.int64(size) for size in SPLITS], list(torch.tensor(SPLITS))]
+)
+def test_m_splits_may_be_whatever_counts_as_an_integer(splits: Any) -> None:
+    layer, x = GroupedLinear(3, 32, 16), torch.randn(8, 32)
+    assert torch.equal(layer(x, splits), layer(x, SPLITS))
+
+
+def test_m_splits_on_meta_are_refused_by_name() -> None:
+    layer = GroupedLinear(3, 32, 16, device="meta")
+    with pytest.raises(OperandError, match="has no values"), autocast(recipe="current"):
+        layer(torch.randn(8, 32, device="meta"), torch.tensor(SPLITS, device="meta"))
 
 
 @pytest.mark.parametrize("name", RECIPES)

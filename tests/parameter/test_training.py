@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -236,3 +237,52 @@ def test_two_optimizers_step_their_own_masters() -> None:
         optimizer.step()
         moved = {name for name in named if not torch.equal(before[name], named[name])}
         assert moved == {name for name in named if name.startswith(part)}
+
+
+def bf16_layer(**more: Any) -> tuple[fp8core.Linear, fp8core.MasterWeights]:
+    torch.manual_seed(0)
+    layer = fp8core.Linear(32, 32, params_dtype=torch.bfloat16, **more)
+    return layer, fp8core.MasterWeights(layer)
+
+
+def test_zero_grad_throws_away_what_nobody_has_collected() -> None:
+    layer, masters = bf16_layer()
+    optimizer = torch.optim.SGD(masters.parameters(), lr=1.0)
+    masters.attach(optimizer)
+    x = torch.randn(8, 32, dtype=torch.bfloat16)
+    layer(x * float("inf")).sum().backward()
+    optimizer.zero_grad()
+    layer(x).sum().backward()
+    optimizer.step()
+    assert layer.weight.isfinite().all()
+
+
+def test_gradients_in_main_grad_reach_the_masters() -> None:
+    layer, masters = bf16_layer(fuse_wgrad_accumulation=True, bias=False)
+    optimizer = torch.optim.SGD(masters.parameters(), lr=1.0)
+    masters.attach(optimizer)
+    layer.weight.main_grad = torch.zeros(32, 32)
+    before = layer.weight.detach().float()
+    with fp8core.autocast(recipe="current"):
+        layer(torch.randn(32, 32, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    (master,) = masters.parameters()
+    assert torch.equal(master, before - layer.weight.main_grad)
+    assert layer.weight.main_grad.any()
+
+
+def test_a_scaler_unscales_what_was_collected() -> None:
+    moved = []
+    for scale in (1.0, 1024.0):
+        layer, masters = bf16_layer()
+        optimizer = torch.optim.SGD(masters.parameters(), lr=1.0)
+        masters.attach(optimizer)
+        before = [own.clone() for own in masters.parameters()]
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        loss = layer(torch.ones(8, 32, dtype=torch.bfloat16)).float().square().mean()
+        scaler.scale(loss).backward()
+        masters.collect_grads()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        moved.append([own - old for own, old in zip(masters.parameters(), before, strict=True)])
+    assert all(map(torch.equal, *moved))
