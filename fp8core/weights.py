@@ -116,15 +116,14 @@ class _Writers:
     """What optimizers do to weights that no version counter tells.
 
     ``steps`` counts those of optimizers over sharded parameters, which FSDP gathers into the same
-    tensors again; ``is_replayed``: a step was captured in a CUDA graph, and its replays are seen by
-    nobody.
+    tensors again; ``is_unseen``: steps run where nobody counts them, in a CUDA graph or compiled.
     """
 
-    __slots__ = ("is_replayed", "steps")
+    __slots__ = ("is_unseen", "steps")
 
     def __init__(self) -> None:
         self.steps = 0
-        self.is_replayed = False
+        self.is_unseen = False
 
 
 _writers = _Writers()
@@ -134,23 +133,23 @@ def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
     """Count a step as a write to its parameters, where torch's version counters do not.
 
     torch's fused optimizers move none, nor does what writes through ``.data``, such as
-    ZeroRedundancyOptimizer. torch's other optimizers do, and compiled ones.
+    ZeroRedundancyOptimizer. torch's other optimizers do. A compiled step of the former, which
+    computes on stand-ins while this is traced, only leaves the mark that nothing may be kept.
     """
-    if torch.compiler.is_compiling():
-        return
     groups = optimizer.param_groups
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-    if _is_capturing():
-        _writers.is_replayed = True
-    if is_torchs and not any(group.get("fused") for group in groups):
-        if not any(type(group["params"][0]) not in _PLAIN for group in groups if group["params"]):
-            return
-        _writers.steps += 1
+    is_counted = type(optimizer).__module__.startswith("torch.optim.")
+    is_counted &= not any(group.get("fused") for group in groups)
+    if torch.compiler.is_compiling():
+        if not is_counted:
+            _writers.is_unseen = True
         return
-    params = [own for group in groups for own in group["params"] if not own.is_inference()]
+    if _is_capturing():
+        _writers.is_unseen = True
+    params = [own for group in groups for own in group["params"]]
     if any(type(own) not in _PLAIN for own in params):
         _writers.steps += 1
-    torch.autograd.graph.increment_version(params)
+    if not is_counted:
+        torch.autograd.graph.increment_version(params)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -226,7 +225,7 @@ class KeptWeight:
             return self._quantize(weight, columnwise)
         if _is_capturing():
             self._store.is_replayed = True
-        if self._store.is_replayed or _writers.is_replayed:
+        if self._store.is_replayed or _writers.is_unseen:
             return self._each_time(weight, columnwise, first)
         is_inference = torch.is_inference_mode_enabled()
         state = (source._version, source.data_ptr(), is_inference, _writers.steps)
@@ -297,8 +296,9 @@ class KeptWeight:
         """
         if first is False:
             raise UnsupportedError(
-                f"{self._how.owner}: is_first_microbatch=False in a CUDA graph, or after one, may "
-                f"multiply by the weight as it was at capture. Pass None: it is quantized anew."
+                f"{self._how.owner}: is_first_microbatch=False in a CUDA graph, or after one or a "
+                f"compiled fused optimizer, may multiply by the weight as it was before. Pass "
+                f"None: it is quantized anew."
             )
         return self._quantize(weight, columnwise)
 

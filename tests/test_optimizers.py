@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import fp8core
-from fp8core import Linear, OperandError, recipe
+from fp8core import Linear, OperandError, recipe, weights
 
 # torch's own: about an output that is a view, and about one rank.
 pytestmark = [
@@ -87,6 +87,20 @@ def test_fused_optimizers_of_torch(kind: str) -> None:
     kept, forgotten = both(lambda own: getattr(torch.optim, kind)(own, 0.05, fused=True), "current")
     assert kept == forgotten
     assert len(set(kept[2::3])) == 3  # each evaluation has other weights
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_compiled_steps(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(own: list[torch.Tensor]) -> torch.optim.Optimizer:
+        torch.compiler.reset()  # another optimizer is another graph
+        made = torch.optim.AdamW(own, 0.05, fused=fused)
+        made.step = torch.compile(made.step, backend="aot_eager")  # type: ignore[method-assign]
+        return made
+
+    monkeypatch.setattr(weights, "_writers", weights._Writers())
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        kept, forgotten = both(make, "current")
+    assert kept == forgotten
 
 
 @pytest.mark.parametrize("name", STATELESS)
