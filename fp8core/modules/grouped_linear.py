@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
+from operator import index
+from typing import Any
 
 import torch
 
@@ -201,10 +202,7 @@ class GroupedLinear(LowPrecisionModule):
     def _check_splits(self, m_splits: Sequence[int] | torch.Tensor, rows: int) -> tuple[int, ...]:
         if isinstance(m_splits, torch.Tensor):
             self._check_tensor(m_splits)
-        try:  # of numpy and tensors of one element, too
-            given = [operator.index(size) for size in m_splits if not isinstance(size, bool)]
-        except TypeError:
-            given = None
+        given = _integers(m_splits)
         is_valid = given is not None and len(given) == self.num_gemms and min(given) >= 0
         if given is None or not is_valid or sum(given) != rows:
             raise OperandError(
@@ -216,6 +214,15 @@ class GroupedLinear(LowPrecisionModule):
     def _all(self, kind: str) -> list[torch.Tensor]:
         named = (self.parameter(f"{kind}{i}") for i in range(self.num_gemms))
         return [parameter for parameter in named if parameter is not None]
+
+
+def _integers(sizes: Any) -> list[int] | None:
+    """Return ``sizes`` as integers, numpy's and tensors of one element too; None if one is none."""
+    try:
+        found = list(sizes)
+        return None if any(isinstance(size, bool) for size in found) else [*map(index, found)]
+    except TypeError:
+        return None
 
 
 def _stays_on_device(sizes: torch.Tensor) -> bool:

@@ -150,7 +150,7 @@ def test_m_splits_that_do_not_fit_are_refused(splits: Any, as_tensor: bool) -> N
         GroupedLinear(3, 32, 16)(torch.randn(8, 32), given)
 
 
-@pytest.mark.parametrize("splits", [None, 8, "508", [True, True, 6]])
+@pytest.mark.parametrize("splits", [None, 8, "508", [True, True, 6], [True, 5, 0, 3]])
 def test_m_splits_that_are_no_sizes_are_refused(splits: Any) -> None:
     with pytest.raises(OperandError, match="expected 3 integers"):
         GroupedLinear(3, 32, 16)(torch.randn(8, 32), splits)
