@@ -26,6 +26,7 @@ from fp8core_backends.cuda.layout import (
     ALIGNMENT,
     BLOCKS,
     DTYPES,
+    adjacent_columns,
     empty_scales,
     round_up,
     scale_mode,
@@ -71,9 +72,7 @@ class _Quantize:
         """Quantize; see the backend API."""
         (rows, cols), device = x.shape, self._device
         offsets, groups = _checked(group_offsets, device)
-        if not x.is_contiguous() and (x.stride(1) != 1 or x.stride(0) < cols):
-            x = x.contiguous()
-        stride = cols if x.is_contiguous() else x.stride(0)
+        x, stride = adjacent_columns(x)
         made: list[Operand | None] = [None, None]
         places = [(0, 0, 1), (0, 0, 1)]
         length = GROUP_STEP * (rows // GROUP_STEP + groups)

@@ -17,6 +17,7 @@ __all__ = [
     "BLOCKS",
     "DTYPES",
     "TILED",
+    "adjacent_columns",
     "empty_scales",
     "k_contiguous",
     "round_up",
@@ -102,6 +103,17 @@ def scales(mode: str, scale_inv: torch.Tensor) -> torch.Tensor:
     length = (rows - 1) * wanted[0] + (blocks - 1) * wanted[1] + 1
     room = torch.empty(round_up(length, 4), dtype=torch.float32, device=scale_inv.device)
     return room.as_strided((rows, blocks), wanted).copy_(scale_inv)
+
+
+def adjacent_columns(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return ``x [rows, cols]`` as the casts read it, columns adjacent and rows apart, and how many
+    elements there are from one row to the next."""
+    cols = x.shape[1]
+    if x.is_contiguous():
+        return x, cols  # the stride of a single row is anything
+    if x.stride(1) == 1 and x.stride(0) >= cols:
+        return x, x.stride(0)
+    return x.contiguous(), cols
 
 
 def k_contiguous(data: torch.Tensor) -> torch.Tensor:

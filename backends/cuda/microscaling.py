@@ -17,7 +17,7 @@ from fp8core.backend_api import (
 )
 from fp8core_backends.cuda.casts import apart, in_groups
 from fp8core_backends.cuda.gemm import LowPrecisionGemm
-from fp8core_backends.cuda.layout import DTYPES, round_up, scale_mode
+from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, round_up, scale_mode
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 __all__ = ["TiledGemm", "bind_byte_scaled", "spec_problem"]
@@ -96,10 +96,7 @@ class _ByteScaled:
         column = self._room(self._desc.columnwise, cols, rows)
         if not (rows and cols):
             return Quantized(row.operand, column.operand)
-        if not x.is_contiguous() and (x.stride(1) != 1 or x.stride(0) < cols):
-            x = x.contiguous()
-        # The stride of a single row is anything.
-        stride = cols if x.is_contiguous() else x.stride(0)
+        x, stride = adjacent_columns(x)
         source = (x.data_ptr(), rows, cols, stride)
         stream = raw_stream(self._index)
         if not self._is_fp4:

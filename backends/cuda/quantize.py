@@ -17,7 +17,7 @@ from fp8core.backend_api import (
 )
 from fp8core_backends.cuda.casts import apart, in_groups
 from fp8core_backends.cuda.device_groups import bind_device_quantize
-from fp8core_backends.cuda.layout import DTYPES, empty_scales, scale_mode
+from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, empty_scales, scale_mode
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 __all__ = ["bind_amax", "bind_quantize"]
@@ -118,10 +118,7 @@ class _Quantize:
         mode, device = self._mode, self._device
         if not (rows and cols):
             return self._quantize_nothing(rows, cols, scale, device)
-        if not x.is_contiguous() and (x.stride(1) != 1 or x.stride(0) < cols):
-            x = x.contiguous()
-        # The stride of a single row is anything.
-        stride = cols if x.is_contiguous() else x.stride(0)
+        x, stride = adjacent_columns(x)
         size = rows + cols if mode == "row" else self._workspace
         room = _empty(size, dtype=_FLOAT32, device=device) if size else None
         shared = empty_scales(mode, rows, cols, device) if mode == "tensor" else None
