@@ -96,15 +96,24 @@ def run(
     """
     if isinstance(links, int):
         return _run_captured(links, x, list(params), list(call.groups), list(call.splits))
-    device_type = x.device.type
-    if is_under_torch_autocast(device_type):
-        with torch.autocast(device_type, enabled=False):
+    if is_under_torch_autocast(x):
+        with torch.autocast(x.device.type, enabled=False):
             return _run(links, x, params, call)
     return _run(links, x, params, call)
 
 
-def is_under_torch_autocast(device_type: str) -> bool:
-    """Say whether ``torch.autocast`` is on for the device type; asking it of meta would raise."""
+# One question for all types of devices; torch has no public one, and the public ones cost as much
+# as an allocation.
+_is_any_autocast_enabled: Callable[[], bool] = getattr(
+    torch._C, "_is_any_autocast_enabled", lambda: True
+)
+
+
+def is_under_torch_autocast(x: torch.Tensor) -> bool:
+    """Say whether ``torch.autocast`` is on for the tensor's type of device."""
+    if not _is_any_autocast_enabled():
+        return False
+    device_type = x.device.type  # asking it of meta would raise
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
@@ -161,9 +170,8 @@ def _spans(links: tuple[Link, ...], needs: Sequence[bool]) -> list[tuple[int, in
 
 
 def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    device_type = grad_output.device.type
-    if is_under_torch_autocast(device_type):
-        with torch.autocast(device_type, enabled=False):
+    if is_under_torch_autocast(grad_output):
+        with torch.autocast(grad_output.device.type, enabled=False):
             return _backward(ctx, grad_output)
     shape, call, steps = grad_output.shape, ctx.call, ctx.steps
     value: Any = grad_output if len(shape) == 2 else grad_output.reshape(-1, shape[-1])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8core
@@ -24,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
 ]
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.needs_accelerator("cuda"))]
 STATELESS = [name for name in recipe.names() if name != "delayed"]
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
@@ -51,7 +53,8 @@ def train(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str, *, forgets: bool
 ) -> list[float]:
     """Return the losses of each microbatch and evaluation of three steps."""
-    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+    x = x.to(next(model.parameters()).device).requires_grad_()
     layers = [own for own in model.modules() if isinstance(own, Linear)]
     losses = []
 
@@ -82,9 +85,17 @@ def both(make: Make, name: str, wrap: Callable[[Any], Any] = lambda own: own) ->
     return found
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "Adagrad"])
-def test_fused_optimizers_of_torch(kind: str) -> None:
-    kept, forgotten = both(lambda own: getattr(torch.optim, kind)(own, 0.05, fused=True), "current")
+def test_fused_optimizers_of_torch(kind: str, device: str) -> None:
+    if (kind, device) == ("Adagrad", "cuda"):
+        pytest.skip("torch has no fused one for CUDA")
+
+    def make(own: list[torch.Tensor]) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = getattr(torch.optim, kind)(own, 0.05, fused=True)
+        return made
+
+    kept, forgotten = both(make, "current", lambda own: own.to(device))
     assert kept == forgotten
     assert len(set(kept[2::3])) == 3  # each evaluation has other weights
 
@@ -129,8 +140,10 @@ def test_zero_redundancy() -> None:
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("frees", [False, True])
 def test_layers_under_fully_shard(frees: bool) -> None:
+    mesh = init_device_mesh("cpu", (1,))  # else torch takes the accelerator, if there is one
+
     def wrap(own: torch.nn.Module) -> Any:
-        return fully_shard(own, reshard_after_forward=frees)
+        return fully_shard(own, mesh=mesh, reshard_after_forward=frees)
 
     kept, forgotten = both(lambda own: torch.optim.AdamW(own, 0.05), "current", wrap)
     assert kept == forgotten

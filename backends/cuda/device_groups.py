@@ -31,6 +31,7 @@ from fp8core_backends.cuda.layout import (
     round_up,
     scale_mode,
 )
+from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 __all__ = ["DeviceGroupedGemm", "bind_device_quantize"]
@@ -43,7 +44,16 @@ how many there are along k."""
 class _Quantize:
     """One call of the native library for all groups; one spec, in the orientations that have it."""
 
-    __slots__ = ("_columnwise", "_device", "_is_delayed", "_mode", "_native", "_rowwise", "kernel")
+    __slots__ = (
+        "_columnwise",
+        "_device",
+        "_empty",
+        "_is_delayed",
+        "_mode",
+        "_native",
+        "_rowwise",
+        "kernel",
+    )
 
     def __init__(
         self, desc: QuantizeDesc, spec: OperandSpec, device: torch.device, native: Any
@@ -55,6 +65,7 @@ class _Quantize:
         self._rowwise = desc.rowwise is not None
         self._columnwise = desc.columnwise is not None
         self._device = torch.device("cuda", index_of(device))
+        self._empty = allocator(self._device.index)
         self._native = native
         self.kernel = (
             "fp8core::directed_tile" if mode in ("row", "vec128") else "fp8core::uniform_tile"
@@ -81,11 +92,11 @@ class _Quantize:
             for one, _ in scales:
                 one.fill_(1.0) if scale is None else one.copy_((1.0 / scale).reshape(one.shape))
         if self._rowwise:
-            codes = torch.empty((max(rows, 1), cols), dtype=torch.uint8, device=device)
+            codes = self._empty((max(rows, 1), cols), (cols, 1), torch.uint8)
             places[0] = (codes.data_ptr(), scales[0][0].data_ptr(), scales[0][1])
             made[0] = Operand(codes[:rows], scales[0][0])
         if self._columnwise:
-            codes = torch.empty((cols, length), dtype=torch.uint8, device=device)
+            codes = self._empty((cols, length), (length, 1), torch.uint8)
             places[1] = (codes.data_ptr(), scales[1][0].data_ptr(), scales[1][1])
             made[1] = Operand(codes, scales[1][0])
         if self._mode == "tensor":  # one for both
@@ -115,25 +126,25 @@ class _Quantize:
 
         Blocks of rows are counted group by group, and there are at most so many of them.
         """
-        mode, device = self._mode, self._device
+        mode, empty = self._mode, self._empty
         blocks = 128 * (rows // 128 + groups)
         if mode == "tensor":
-            one = torch.empty(groups, dtype=torch.float32, device=device)
+            one = empty((groups,), (1,), torch.float32)
             return [(one[:, None], 1), (one[None], 1)]
         if mode == "row":
-            by_group = torch.empty((groups, cols), dtype=torch.float32, device=device)
-            return [empty_scales(mode, rows, cols, device), (by_group.t(), cols)]
+            by_group = empty((groups, cols), (cols, 1), torch.float32)
+            return [empty_scales(mode, rows, cols, empty), (by_group.t(), cols)]
         row_size = rows if mode == "vec128" else blocks
         return [
-            empty_scales(mode, row_size, cols, device),
-            empty_scales(mode, cols, blocks, device),
+            empty_scales(mode, row_size, cols, empty),
+            empty_scales(mode, cols, blocks, empty),
         ]
 
     def _workspace(self, rows: int, cols: int, groups: int) -> torch.Tensor | None:
         size = rows + groups * cols if self._mode == "row" else groups
         if self._mode in BLOCKS or self._is_delayed:
             return None
-        return torch.empty(size, dtype=torch.float32, device=self._device)
+        return self._empty((size,), (1,), torch.float32)
 
 
 def bind_device_quantize(

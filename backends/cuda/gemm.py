@@ -22,6 +22,7 @@ from fp8core_backends.cuda.layout import (
     scale_strides,
     scales,
 )
+from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 __all__ = ["LowPrecisionGemm", "high_precision_gemm", "store"]
@@ -29,8 +30,6 @@ __all__ = ["LowPrecisionGemm", "high_precision_gemm", "store"]
 _MAX_PLANS = 4096  # of one descriptor
 _Key: TypeAlias = "tuple[int, int, int, int, bool, int]"
 """m, n, k of a, k of b, whether there is no bias, and the addresses' alignment in bytes."""
-
-_empty_strided = torch.empty_strided  # parses its arguments faster than torch.empty
 
 
 class _Plan(NamedTuple):
@@ -49,6 +48,7 @@ class LowPrecisionGemm:
     __slots__ = (
         "_desc",
         "_device",
+        "_empty",
         "_index",
         "_modes",
         "_native",
@@ -65,6 +65,7 @@ class LowPrecisionGemm:
         self._out_dtype = desc.out_dtype
         self._index = index_of(device)
         self._device = torch.device("cuda", self._index)
+        self._empty = allocator(self._index)
         self._native = native
         modes = (scale_mode(desc.a), scale_mode(desc.b))
         assert modes[0] is not None
@@ -101,7 +102,7 @@ class LowPrecisionGemm:
         b_at, b_scale_at = b_data.data_ptr(), b_scale_inv.data_ptr()  # type: ignore[union-attr]  # quantized
         if (a_scale_at | b_scale_at) % ALIGNMENT or (a_at | b_at) % ALIGNMENT_OF_ALLOCATIONS:
             return self._arrange(a, b, bias, out)
-        d = _empty_strided((m, n), (n, 1), dtype=self._out_dtype, device=self._device)
+        d = self._empty((m, n), (n, 1), self._out_dtype)
         self._run(plan, (a_at, a_scale_at, b_at, b_scale_at, 0, d.data_ptr()))
         return d
 
@@ -111,7 +112,7 @@ class LowPrecisionGemm:
             plan.run(plan.candidate, *addresses, 0, 0, raw_stream(self._index))
             return
         # From torch's allocator: safe on every stream, and in a captured graph.
-        room = torch.empty(size, dtype=torch.uint8, device=self._device)
+        room = self._empty((size,), (1,), torch.uint8)
         plan.run(plan.candidate, *addresses, room.data_ptr(), size, raw_stream(self._index))
 
     def _arrange(

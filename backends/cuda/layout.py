@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from fp8core.backend_api import OperandSpec
+from fp8core_backends.cuda.memory import Empty
 
 __all__ = [
     "ALIGNMENT",
@@ -69,7 +70,7 @@ def scale_strides(mode: str, rows: int, k: int) -> tuple[int, int]:
     return (round_up(-(-k // 128), 4), 1) if mode == "block128" else (1, 1)
 
 
-def empty_scales(mode: str, rows: int, k: int, device: torch.device) -> tuple[torch.Tensor, int]:
+def empty_scales(mode: str, rows: int, k: int, empty: Empty) -> tuple[torch.Tensor, int]:
     """Return room for the scales of an operand ``[rows, k]``, and its pitch in floats.
 
     The tensor is the view that the backend API asks for, ``[ceil(rows / br), ceil(k / bk)]``.
@@ -77,15 +78,15 @@ def empty_scales(mode: str, rows: int, k: int, device: torch.device) -> tuple[to
     # Views only where sizes need them: one costs as much as the allocation.
     if mode == "vec128":
         pitch, blocks = round_up(rows, 4), -(-k // 128)
-        made = torch.empty_strided((pitch, blocks), (1, pitch), dtype=torch.float32, device=device)
+        made = empty((pitch, blocks), (1, pitch), torch.float32)
         return made if rows == pitch else made[:rows], pitch
     if mode == "block128":
         blocks = -(-k // 128)
         pitch = round_up(blocks, 4)
-        made = torch.empty((-(-rows // 128), pitch), dtype=torch.float32, device=device)
+        made = empty((-(-rows // 128), pitch), (pitch, 1), torch.float32)
         return made if blocks == pitch else made[:, :blocks], pitch
     shape = (1, 1) if mode == "tensor" else (rows, 1)
-    return torch.empty(shape, dtype=torch.float32, device=device), 1
+    return empty(shape, (1, 1), torch.float32), 1
 
 
 def scales(mode: str, scale_inv: torch.Tensor) -> torch.Tensor:

@@ -18,14 +18,14 @@ from fp8core.backend_api import (
 from fp8core_backends.cuda.casts import apart, in_groups
 from fp8core_backends.cuda.device_groups import bind_device_quantize
 from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, empty_scales, scale_mode
+from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 __all__ = ["bind_amax", "bind_quantize"]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # Looked up in every call, so here by one name each.
-_empty, _UINT8, _FLOAT32, _ONE = torch.empty, torch.uint8, torch.float32, (1, 1)
-_empty_strided = torch.empty_strided  # parses its arguments in two thirds of the time
+_UINT8, _FLOAT32, _ONE = torch.uint8, torch.float32, (1, 1)
 
 
 class _Quantize:
@@ -34,6 +34,7 @@ class _Quantize:
     __slots__ = (
         "_columnwise",
         "_device",
+        "_empty",
         "_index",
         "_mode",
         "_rowwise",
@@ -59,6 +60,7 @@ class _Quantize:
         self._columnwise = desc.columnwise is not None
         self._index = index_of(device)
         self._device = torch.device("cuda", self._index)
+        self._empty = allocator(self._index)
         self._workspace = 0
         if mode == "tensor" and not spec.delayed:
             self._workspace = native.MAX_PARTIALS
@@ -74,23 +76,21 @@ class _Quantize:
         rows, cols = x.shape
         if self._mode != "tensor" or not (rows and cols and x.is_contiguous()):
             return self._quantize_any(x, scale, amax_out)
-        device = self._device
-        scale_inv = _empty_strided(
-            _ONE, _ONE, dtype=_FLOAT32, device=device
-        )  # both orientations share it
+        empty = self._empty
+        scale_inv = empty(_ONE, _ONE, _FLOAT32)  # both orientations share it
         inverse = scale_inv.data_ptr()
         row = column = None
         row_codes = column_codes = workspace = 0
         if self._rowwise:
-            codes = _empty_strided((rows, cols), (cols, 1), dtype=_UINT8, device=device)
+            codes = empty((rows, cols), (cols, 1), _UINT8)
             row_codes = codes.data_ptr()
             row = Operand(codes, scale_inv)
         if self._columnwise:
-            codes = _empty_strided((cols, rows), (rows, 1), dtype=_UINT8, device=device)
+            codes = empty((cols, rows), (rows, 1), _UINT8)
             column_codes = codes.data_ptr()
             column = Operand(codes, scale_inv)
         if self._workspace:
-            room = _empty(self._workspace, dtype=_FLOAT32, device=device)
+            room = empty((self._workspace,), (1,), _FLOAT32)
             workspace = room.data_ptr()
         self._run(
             x.data_ptr(),
@@ -115,13 +115,13 @@ class _Quantize:
     ) -> Quantized:
         """Quantize in any mode, from any strides."""
         rows, cols = x.shape
-        mode, device = self._mode, self._device
+        mode, empty = self._mode, self._empty
         if not (rows and cols):
-            return self._quantize_nothing(rows, cols, scale, device)
+            return self._quantize_nothing(rows, cols, scale)
         x, stride = adjacent_columns(x)
         size = rows + cols if mode == "row" else self._workspace
-        room = _empty(size, dtype=_FLOAT32, device=device) if size else None
-        shared = empty_scales(mode, rows, cols, device) if mode == "tensor" else None
+        room = empty((size,), (1,), _FLOAT32) if size else None
+        shared = empty_scales(mode, rows, cols, empty) if mode == "tensor" else None
         made: list[Operand | None] = []
         places: list[tuple[int, int, int]] = []
         for is_wanted, shape in ((self._rowwise, (rows, cols)), (self._columnwise, (cols, rows))):
@@ -129,8 +129,8 @@ class _Quantize:
                 made.append(None)
                 places.append((0, 0 if shared is None else shared[0].data_ptr(), 1))
                 continue
-            codes = _empty(shape, dtype=_UINT8, device=device)
-            scale_inv, pitch = shared or empty_scales(mode, *shape, device)
+            codes = empty(shape, (shape[1], 1), _UINT8)
+            scale_inv, pitch = shared or empty_scales(mode, *shape, empty)
             made.append(Operand(codes, scale_inv))
             places.append((codes.data_ptr(), scale_inv.data_ptr(), pitch))
         self._run(
@@ -147,15 +147,13 @@ class _Quantize:
         )
         return Quantized(*made)
 
-    def _quantize_nothing(
-        self, rows: int, cols: int, scale: torch.Tensor | None, device: torch.device
-    ) -> Quantized:
+    def _quantize_nothing(self, rows: int, cols: int, scale: torch.Tensor | None) -> Quantized:
         """Return operands without elements; their scales are 1, or the delayed one."""
 
         def operand(m: int, k: int) -> Operand:
-            own, _ = empty_scales(self._mode, m, k, device)
+            own, _ = empty_scales(self._mode, m, k, self._empty)
             own.fill_(1.0) if scale is None else own.copy_(1.0 / scale.reshape(1, 1))
-            return Operand(torch.empty((m, k), dtype=torch.uint8, device=device), own)
+            return Operand(self._empty((m, k), (max(k, 1), 1), _UINT8), own)
 
         return Quantized(
             operand(rows, cols) if self._rowwise else None,

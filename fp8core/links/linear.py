@@ -79,22 +79,22 @@ class LinearLink:
 
     def wants(self, rows: int, needs: Sequence[bool], call: Call) -> Want:
         """Want the input quantized: rowwise for fprop, and columnwise if wgrad will run."""
-        columnwise = True in needs[1 : 1 + self.num_weights]
         padded = None if self.padding is None else self.padding.for_call(rows, call)
         if padded is None and not call.groups:
-            return self._plain(False, True, columnwise, False)
+            return self._plain_wants.get((False, *needs)) or self._plain(needs)
+        columnwise = True in needs[1 : 1 + self.num_weights]
         return Want(self.input, self.input_dtype, columnwise=columnwise, call=call, padded=padded)
 
     def wants_grad(self, rows: int, needs: Sequence[bool], call: Call, context: object) -> Want:
         """Want grad_output quantized: rowwise for dgrad, columnwise for wgrad; summed for bias."""
-        end = 1 + self.num_weights
-        need_input, need_weight = needs[0], True in needs[1:end]
-        has_sums = True in needs[end:]
         if isinstance(context, Accumulating):
             context = context.padded
         padded = context if isinstance(context, PaddedCall) else None
         if padded is None and not call.groups and not self.needs_rng:
-            return self._plain(True, need_input, need_weight, has_sums)
+            return self._plain_wants.get((True, *needs)) or self._plain_grad(needs)
+        end = 1 + self.num_weights
+        need_input, need_weight = needs[0], True in needs[1:end]
+        has_sums = True in needs[end:]
         rng = None
         if self.needs_rng and call.rng is not None:
             rng = call.rng + torch.tensor((0, self.index << 32), device="cpu")
@@ -110,20 +110,23 @@ class LinearLink:
             is_gradient=True,
         )
 
-    def _plain(self, is_gradient: bool, rowwise: bool, columnwise: bool, has_sums: bool) -> Want:
-        """Return the want of a dense call without padding, the same object each time."""
-        key = (is_gradient, rowwise, columnwise, has_sums)
-        want = self._plain_wants.get(key)
-        if want is None:
-            quantizer = self.grad_output if is_gradient else self.input
-            dtype = self.grad_dtype if is_gradient else self.input_dtype
-            cast = None
-            if (rowwise or columnwise) and not has_sums:
-                cast = quantizer.cast_to(rowwise=rowwise, columnwise=columnwise)
-            more: dict[str, Any] = {"is_gradient": is_gradient, "cast": cast}
-            want = Want(quantizer, dtype, rowwise, columnwise, has_sums, **more)
-            self._plain_wants[key] = want
-        return want
+    def _plain(self, needs: Sequence[bool]) -> Want:
+        """Return how a dense call without padding wants its input, the same object each time."""
+        columnwise = True in needs[1 : 1 + self.num_weights]
+        cast = self.input.cast_to(rowwise=True, columnwise=columnwise)
+        want = Want(self.input, self.input_dtype, columnwise=columnwise, cast=cast)
+        return self._plain_wants.setdefault((False, *needs), want)
+
+    def _plain_grad(self, needs: Sequence[bool]) -> Want:
+        """Return how the backward of such a call wants the gradient, without a seed."""
+        end = 1 + self.num_weights
+        rowwise, columnwise, has_sums = needs[0], True in needs[1:end], True in needs[end:]
+        cast = None
+        if (rowwise or columnwise) and not has_sums:
+            cast = self.grad_output.cast_to(rowwise=rowwise, columnwise=columnwise)
+        what = (self.grad_output, self.grad_dtype, rowwise, columnwise, has_sums)
+        want = Want(*what, is_gradient=True, cast=cast)
+        return self._plain_wants.setdefault((True, *needs), want)
 
     def forward(
         self,

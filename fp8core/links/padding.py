@@ -26,6 +26,8 @@ class LayerPadding:
 
     def for_call(self, rows: int, call: Call) -> PaddedCall | None:
         """Return the padding of a call with ``rows`` rows, None if it needs none."""
+        if not (call.groups or rows % self.tokens or self.in_features or self.out_features):
+            return None
         if call.has_device_groups:
             assert self.tokens == 1  # or it would not have been bound
             if not (self.in_features or self.out_features):

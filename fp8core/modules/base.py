@@ -286,13 +286,12 @@ class LowPrecisionModule(DelayedModule):
                 f"{self.label}: input is on {input.device}, the layer on {weight.device}. "
                 f"Move one of them; nothing is moved silently."
             )
-        device_type = input.device.type
-        if is_under_torch_autocast(device_type):
-            return torch.get_autocast_dtype(device_type)
+        if is_under_torch_autocast(input):
+            return torch.get_autocast_dtype(input.device.type)
         if input.dtype != weight.dtype:
             raise OperandError(
                 f"{self.label}: input is {input.dtype}, the weight {weight.dtype}. Convert "
-                f"one, or run under torch.autocast({device_type!r}, dtype=...)."
+                f"one, or run under torch.autocast({input.device.type!r}, dtype=...)."
             )
         return input.dtype
 

@@ -30,7 +30,7 @@ import fp8core
 from fp8core import recipe, scaling
 from fp8core.backend_api import BackendSpec, OpDesc
 from fp8core.dispatch import plugins
-from fp8core_backends.cuda import autotune, backend, gemm, native
+from fp8core_backends.cuda import autotune, backend, gemm, memory, native
 
 TOKENS, IN_FEATURES, OUT_FEATURES = 256, 512, 2048
 RECIPES = ("current", "delayed", "block", "rowwise")
@@ -96,6 +96,8 @@ def without_a_device(stack: ExitStack) -> None:
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         (gemm, "ALIGNMENT_OF_ALLOCATIONS", 16),  # torch's on a CPU are less aligned
+        (memory, "_empty_here", torch._C._dynamo.guards._empty_strided_cpu),
+        (memory, "_current_device", lambda: 0),
         (autotune, "choose", lambda *arguments: 0),
         (scaling, "_report_nonfinite", lambda state: None),  # what is in memory may be anything
     )

@@ -313,7 +313,8 @@ def test_scales_are_arranged_as_defined(name: str, shapes: tuple[tuple[int, int]
         stored = -(-rows // spec.block[0])
         scales = torch.randint(0, 256, (blocks, stored), dtype=torch.uint8, device=DEVICE).t()
         whole = torch.rand(1, 1, device=DEVICE) if spec.format == "e2m1" else None
-        data = torch.zeros(rows, blocks * 8, dtype=torch.uint8, device=DEVICE)
+        block = spec.block[1] // (2 if spec.format == "e2m1" else 1)  # two codes a byte
+        data = torch.zeros(rows, blocks * block, dtype=torch.uint8, device=DEVICE)
         operands.append(Operand(data, scales, whole))
     tiled = run._arranged(*operands)
     for operand, made, spec in zip(operands, tiled, (a_spec, b_spec), strict=True):
