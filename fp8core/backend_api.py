@@ -58,6 +58,7 @@ from fp8core.formats import FormatSpec
 from fp8core.operands import (
     GROUP_STEP,
     TRANSFORMS,
+    Parts,
     hadamard16,
     scale_inverses,
     split_groups,
@@ -91,6 +92,7 @@ __all__ = [
     "Operand",
     "OperandError",
     "OperandSpec",
+    "Parts",
     "QuantizeDesc",
     "Quantized",
     "RecipeError",

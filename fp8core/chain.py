@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8core.errors import Fp8CoreError
 from fp8core.library import operators
-from fp8core.links.protocol import DENSE, Call, Link, Saved
+from fp8core.links.protocol import DENSE, Call, Link
 
 __all__ = ["Links", "Refusal", "capture", "is_under_torch_autocast", "run"]
 
@@ -176,15 +176,18 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
     shape, call, steps = grad_output.shape, ctx.call, ctx.steps
     value: Any = grad_output if len(shape) == 2 else grad_output.reshape(-1, shape[-1])
     rows = value.shape[0]
-    saved: Saved = ctx.saved_tensors
+    saved: list[torch.Tensor | None] = list(ctx.saved_tensors)
+    ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each is freed once it was read
     grad_params: Sequence[torch.Tensor | None] = ()
-    end, last = len(saved), len(steps) - 1
+    last = len(steps) - 1
     step = steps[last]
     out = step.link.wants_grad(rows, step.needs, call, step.context)
     if out is not None:
         value = out(value)
     for at in range(last, -1, -1):
         step = steps[at]
+        kept = saved[len(saved) - step.num_saved :]
+        del saved[len(saved) - step.num_saved :]
         if value is None:  # nothing further up needs a gradient
             grad_params = (*(None,) * (len(step.needs) - 1), *grad_params)
             continue
@@ -192,9 +195,7 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
         if at and step.needs[0]:
             before = steps[at - 1]
             out = before.link.wants_grad(rows, before.needs, call, before.context)
-        kept = saved[end - step.num_saved : end]
         value, own = step.link.backward(value, kept, step.context, call, step.needs, out)
-        end -= step.num_saved
         grad_params = (*own, *grad_params)
     if value is not None and len(ctx.input_shape) != 2:
         value = value.reshape(ctx.input_shape)

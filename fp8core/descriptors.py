@@ -109,6 +109,9 @@ class QuantizeDesc:
     alone. ``rng`` (int64 ``[2]`` on the CPU: seed and offset) belongs to stochastic specs alone;
     the same ``rng`` gives the same rounding.
 
+    A bound callable of both orientations may have a method ``in_parts(x, *, scale, amax_out)``: as
+    the call of one dense tensor, but ``rowwise`` may be :class:`fp8core.backend_api.Parts`.
+
     Raises nothing for values: NaN keeps its place, inf saturates, zero blocks get scale 1."""
 
     op: ClassVar[str] = "quantize"

@@ -7,19 +7,34 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
 from fp8core import formats
 from fp8core.descriptors import Operand, OperandSpec
 
-__all__ = ["GROUP_STEP", "TRANSFORMS", "hadamard16", "scale_inverses", "split_groups"]
+__all__ = ["GROUP_STEP", "TRANSFORMS", "Parts", "hadamard16", "scale_inverses", "split_groups"]
 
 GROUP_STEP = 32
 """Elements that the groups of a columnwise operand begin at multiples of, where only the device
 knows the offsets: as nobody else can pad them, the cast does. Kernels that copy 16 bytes at a time
 read FP8 and FP4 from there, and it is a whole block of MX."""
+
+
+class Parts(Protocol):
+    """A rowwise operand ``[rows, k]`` that is made while it is read, once, some rows at a time.
+
+    Iterating yields ``(start, end, operand)``, the operand of rows ``start`` to ``end``, which is
+    good until the next is asked for. Together they are all rows, in order. The columnwise operand
+    is whole when there are no more.
+    """
+
+    rows: int
+
+    def __iter__(self) -> Iterator[tuple[int, int, Operand]]: ...
+
 
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The fixed signs of the transform. Source: docs/numerics.md 3.5, RHT."""

@@ -67,6 +67,10 @@ class Quantizer(Protocol):
     def cast_to(self, *, rowwise: bool, columnwise: bool) -> Cast:
         """Return the call for dense tensors without ``rng`` that are always asked for alike."""
 
+    def cast_in_parts(self) -> Cast:
+        """Return that call for both orientations, where ``rowwise`` is read once: it may be
+        :class:`fp8core.backend_api.Parts`."""
+
 
 class _Quantizer:
     __slots__ = ()
@@ -74,6 +78,10 @@ class _Quantizer:
     def cast_to(self: Quantizer, *, rowwise: bool, columnwise: bool) -> Cast:
         """Return the call for dense tensors without ``rng`` that are always asked for alike."""
         return partial(self, rowwise=rowwise, columnwise=columnwise)
+
+    def cast_in_parts(self: Quantizer) -> Cast:
+        """Return the call for both orientations."""
+        return self.cast_to(rowwise=True, columnwise=True)
 
 
 class HighPrecision(_Quantizer):
@@ -103,7 +111,7 @@ class HighPrecision(_Quantizer):
 class LowPrecision(_Quantizer):
     """Low precision, in one call of the backend where both orientations are asked for."""
 
-    __slots__ = ("_both", "_columnwise", "_rowwise", "choices", "desc", "slot")
+    __slots__ = ("_both", "_columnwise", "_in_parts", "_rowwise", "choices", "desc", "slot")
 
     def __init__(self, desc: QuantizeDesc, device: torch.device, slot: Slot | None) -> None:
         self.desc = desc
@@ -112,6 +120,7 @@ class LowPrecision(_Quantizer):
         self.choices: tuple[Choice, ...] = (whole.choice,)
         rowwise, columnwise = desc.halves()
         self._both = self.with_slot(whole.run)
+        self._in_parts = self.with_slot(getattr(whole.run, "in_parts", whole.run))
         self._rowwise = self.with_slot(table.resolve(rowwise, device).run)
         self._columnwise = self.with_slot(table.resolve(columnwise, device).run)
 
@@ -138,6 +147,10 @@ class LowPrecision(_Quantizer):
         """Return the backend's own call, with nothing in between."""
         both_or_column = self._both if rowwise else self._columnwise
         return both_or_column if columnwise else self._rowwise
+
+    def cast_in_parts(self) -> Callable[..., Orientations]:
+        """Return the backend's own call, in parts where it has one."""
+        return self._in_parts
 
 
 class Mixed(_Quantizer):

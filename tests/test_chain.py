@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -194,6 +195,30 @@ def test_backward_twice_over_a_retained_graph_gives_the_same_bits(name: str) -> 
         torch.autograd.grad(y.sum(), tuple(layer.parameters()), retain_graph=True) for _ in range(2)
     )
     assert_same_bits(first, second)
+
+
+@pytest.mark.parametrize("retains", [False, True])
+def test_backward_frees_the_weight_that_dgrad_has_read(retains: bool) -> None:
+    layer, x = Linear(32, 16), torch.randn(8, 32, requires_grad=True)
+    with autocast(recipe=RECIPES["current"]):
+        link = layer.bind(x.device, x.dtype).linears[0]
+    kept: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def weight(*arguments: object, **keywords: object) -> object:
+        made = link.weight(*arguments, **keywords)  # type: ignore[arg-type]
+        kept.append(weakref.ref(made.columnwise.data))
+        return made
+
+    def wgrad(*arguments: object) -> object:
+        alive.append(kept[0]() is not None)
+        return link.wgrad(*arguments)
+
+    watched = dataclasses.replace(link, weight=weight, wgrad=wgrad, _plain_wants={})
+    y = chain.run((watched,), x, layer.link_params())
+    layer.invalidate_weight_cache()
+    y.sum().backward(retain_graph=retains)
+    assert alive == [retains]
 
 
 @pytest.mark.parametrize("name", ["none", "current"])

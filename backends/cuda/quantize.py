@@ -19,6 +19,7 @@ from fp8core_backends.cuda.casts import apart, in_groups
 from fp8core_backends.cuda.device_groups import bind_device_quantize
 from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, empty_scales, scale_mode
 from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.parts import QuantizeInParts
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 __all__ = ["bind_amax", "bind_quantize"]
@@ -33,13 +34,13 @@ class _Quantize:
 
     __slots__ = (
         "_columnwise",
-        "_device",
         "_empty",
         "_index",
         "_mode",
         "_rowwise",
         "_run",
         "_workspace",
+        "in_parts",
         "kernel",
     )
 
@@ -59,12 +60,13 @@ class _Quantize:
         self._rowwise = desc.rowwise is not None
         self._columnwise = desc.columnwise is not None
         self._index = index_of(device)
-        self._device = torch.device("cuda", self._index)
         self._empty = allocator(self._index)
         self._workspace = 0
         if mode == "tensor" and not spec.delayed:
             self._workspace = native.MAX_PARTIALS
         self._run = _native_quantize(desc, spec, self._index, native)
+        if self._rowwise and self._columnwise and mode in ("tensor", "vec128"):
+            self.in_parts = QuantizeInParts(desc, device, native, self._run, self)
 
     def __call__(
         self,

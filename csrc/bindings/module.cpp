@@ -31,7 +31,19 @@ class BoundQuantize {
                   Address column_codes, Address column_scale_inv, std::int64_t column_pitch,
                   Address scale, Address amax_out, Address workspace, Address stream) const {
     run(gather(x, rows, cols, stride, row_codes, row_scale_inv, row_pitch, column_codes,
-               column_scale_inv, column_pitch, scale, amax_out, workspace, rows, {}),
+               column_scale_inv, column_pitch, scale, amax_out, workspace, rows, {}, 0),
+        stream);
+  }
+
+  // x is some rows of a tensor, whose columnwise codes have `code_pitch` bytes between rows.
+  void part(Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
+            Address row_codes, Address row_scale_inv, std::int64_t row_pitch,
+            Address column_codes, Address column_scale_inv, std::int64_t column_pitch,
+            Address scale, Address amax_out, Address workspace, std::int64_t code_pitch,
+            int num_partials, Address stream) const {
+    run(gather(x, rows, cols, stride, row_codes, row_scale_inv, row_pitch, column_codes,
+               column_scale_inv, column_pitch, scale, amax_out, workspace, code_pitch, {},
+               num_partials),
         stream);
   }
 
@@ -44,7 +56,7 @@ class BoundQuantize {
                  std::int64_t amax_stride, Address stream) const {
     run(gather(x, rows, cols, stride, row_codes, row_scale_inv, row_pitch, column_codes,
                column_scale_inv, column_pitch, scale, amax_out, workspace, code_pitch,
-               {as_pointer<const std::int64_t>(offsets), groups, scale_stride, amax_stride}),
+               {as_pointer<const std::int64_t>(offsets), groups, scale_stride, amax_stride}, 0),
         stream);
   }
 
@@ -53,7 +65,8 @@ class BoundQuantize {
                            Address row_codes, Address row_scale_inv, std::int64_t row_pitch,
                            Address column_codes, Address column_scale_inv,
                            std::int64_t column_pitch, Address scale, Address amax_out,
-                           Address workspace, std::int64_t code_pitch, Groups groups) const {
+                           Address workspace, std::int64_t code_pitch, Groups groups,
+                           int num_partials) const {
     return {
         {as_pointer<const void>(x), rows, cols, stride, input_},
         {as_pointer<std::uint8_t>(row_codes), as_pointer<float>(row_scale_inv), row_pitch},
@@ -63,7 +76,8 @@ class BoundQuantize {
         as_pointer<float>(amax_out),
         as_pointer<float>(workspace),
         code_pitch,
-        groups};
+        groups,
+        num_partials};
   }
 
   void run(const QuantizeArguments& arguments, Address stream) const {
@@ -92,8 +106,15 @@ void register_quantize(py::module_& module) {
   py::class_<BoundQuantize>(module, "Quantize")
       .def(py::init<Granularity, Format, InputType, float, float, float, bool, int>())
       .def("__call__", &BoundQuantize::operator())
+      .def("part", &BoundQuantize::part)
       .def("in_groups", &BoundQuantize::in_groups);
   module.attr("MAX_PARTIALS") = kMaxPartials;
+  module.def("partial_amaxes", [](Address x, std::int64_t rows, std::int64_t cols,
+                                  std::int64_t stride, InputType type, Address workspace,
+                                  int device, Address stream) {
+    return partial_amaxes({as_pointer<const void>(x), rows, cols, stride, type},
+                          as_pointer<float>(workspace), device, as_stream(stream));
+  });
   module.def("amax", [](Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
                         InputType type, Address out, Address workspace, int device,
                         Address stream) {

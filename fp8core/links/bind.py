@@ -122,6 +122,7 @@ def bind_chain(shapes: Sequence[LinkShape], site: Site) -> tuple[Link, ...]:
                 index=gemms,
                 input_dtype=handover(shapes, at, gemm_plan, dtype, step=-1),
                 grad_dtype=handover(shapes, at, gemm_plan, dtype, step=1),
+                is_last=at == len(shapes) - 1,
             )
             watch = site.watch
             linears[at] = link if watch is None else watch(link, gemm_plan, site.binding)
@@ -163,6 +164,7 @@ def _bind_linear(
     index: int,
     input_dtype: torch.dtype,
     grad_dtype: torch.dtype,
+    is_last: bool,
 ) -> LinearLink:
     dtype, gemm_plan = site.binding.activation_dtype, site.gemm_plan
     gemms = {
@@ -192,6 +194,7 @@ def _bind_linear(
         choices=choices,
         num_weights=shape.num_weights,
         num_params=shape.num_params,
+        takes_parts=is_last,  # autograd keeps the gradient until backward returns
     )
 
 

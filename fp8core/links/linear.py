@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.backend_api import Operand
+from fp8core.backend_api import GemmDesc, Operand, Parts
 from fp8core.dispatch.select import Choice
 from fp8core.links.main_grad import Accumulating, accumulate
 from fp8core.links.padding import LayerPadding, PaddedCall
 from fp8core.links.protocol import Backward, Call, Forward, Handed, Saved, Want
-from fp8core.quantizer import Quantizer
+from fp8core.quantizer import Groups, Quantizer
 from fp8core.scaling import DelayedState, update_after_backward
 from fp8core.weights import WeightQuantizer
 
@@ -56,7 +56,8 @@ class LinearLink:
     Parameters come as ``(weight, bias)``, or ``(*weights, *biases)`` for a grouped link, without
     biases where ``shape.bias_dtype`` is None. ``input_dtype`` and ``grad_dtype`` are what the
     neighbours hand over. ``index`` tells the linears of one chain apart. ``choices`` says, by GEMM
-    and tensor, who computes.
+    and tensor, who computes. ``takes_parts``: whoever made the gradient of the output keeps it, so
+    that its cast may take its time.
     """
 
     shape: LinearShape
@@ -75,6 +76,7 @@ class LinearLink:
     choices: dict[str, Choice]
     num_weights: int
     num_params: int
+    takes_parts: bool = False
     _plain_wants: dict[tuple[object, ...], Want] = field(default_factory=dict)
 
     def wants(self, rows: int, needs: Sequence[bool], call: Call) -> Want:
@@ -122,7 +124,9 @@ class LinearLink:
         end = 1 + self.num_weights
         rowwise, columnwise, has_sums = needs[0], True in needs[1:end], True in needs[end:]
         cast = None
-        if (rowwise or columnwise) and not has_sums:
+        if self.takes_parts and rowwise and columnwise:
+            cast = self.grad_output.cast_in_parts()
+        elif rowwise or columnwise:
             cast = self.grad_output.cast_to(rowwise=rowwise, columnwise=columnwise)
         what = (self.grad_output, self.grad_dtype, rowwise, columnwise, has_sums)
         want = Want(*what, is_gradient=True, cast=cast)
@@ -165,7 +169,7 @@ class LinearLink:
     def backward(
         self,
         grad: Handed,
-        saved: Saved,
+        saved: list[torch.Tensor | None],
         context: object,
         call: Call,
         needs: Sequence[bool],
@@ -180,9 +184,9 @@ class LinearLink:
         if self.backward_state is not None and (dy_row is not None or dy_column is not None):
             update_after_backward(self.backward_state, call.backward_pass)
         if needs[0]:
-            # [m, n] x [k, n] -> [m, k]
-            grad_input = self.dgrad(dy_row, self._saved_weight(saved), *groups)
+            grad_input = self._grad_input(dy_row, self._saved_weight(saved), groups)
             dy_row = None  # not needed while grad_weight is made
+            del saved[3:]
             if grad.padded is not None:
                 grad_input = grad.padded.cut(grad_input, grad.rows, self.shape.in_features)
             grad_input = grad_input if out is None else out(grad_input)
@@ -197,6 +201,19 @@ class LinearLink:
             else:
                 grad_weights = self._grad_weights(self.wgrad(*operands), needs[1:end])
         return Backward(grad_input, (*grad_weights, *self._grad_biases(grad.sums, needs[end:])))
+
+    def _grad_input(self, dy: Operand | Parts, weight: Any, groups: Groups) -> torch.Tensor:
+        """Return dgrad's ``[m, n] x [k, n] -> [m, k]``, in parts if ``dy`` comes in parts."""
+        made: torch.Tensor
+        if isinstance(dy, Operand):
+            made = self.dgrad(dy, weight, *groups)
+            return made
+        desc = self.choices["dgrad"].desc
+        assert isinstance(desc, GemmDesc)
+        made = weight.data.new_empty((dy.rows, weight.data.shape[0]), dtype=desc.out_dtype)
+        for start, end, part in dy:
+            self.dgrad(part, weight, out=made[start:end])
+        return made
 
     def _saved_weight(self, saved: Saved) -> Operand | list[Operand]:
         if not self.shape.groups:

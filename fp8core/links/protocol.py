@@ -81,7 +81,7 @@ Value: TypeAlias = "torch.Tensor | Handed | Unadded"
 class Want:
     """How a link wants a tensor ``y [rows, cols]``; call it with ``y`` in ``dtype``.
 
-    ``cast`` does all of it where there is nothing to pad, to sum or to group.
+    ``cast`` makes the operands where there is nothing to pad or to group.
     """
 
     quantizer: Quantizer
@@ -102,11 +102,9 @@ class Want:
 
     def __call__(self, y: torch.Tensor) -> Handed:
         """Sum, pad and quantize ``y``."""
+        sums = self._sums(y) if self.has_sums else ()
         if self.cast is not None:
-            return Handed(self.cast(y))
-        sums: Sequence[torch.Tensor] = ()
-        if self.has_sums:
-            sums = self._sums(y)
+            return Handed(self.cast(y), sums)
         if not (self.rowwise or self.columnwise):
             return Handed(Orientations(None, None), sums, self.padded, y.shape[0])
         rows, groups = y.shape[0], self.call.groups
@@ -184,10 +182,13 @@ class Link(Protocol):
     def backward(
         self,
         grad: Any,
-        saved: Saved,
+        saved: list[torch.Tensor | None],
         context: object,
         call: Call,
         needs: Sequence[bool],
         out: Want | None,
     ) -> Backward:
-        """Compute the gradients that ``needs`` asks for; grad_input goes through ``out``."""
+        """Compute the gradients that ``needs`` asks for; grad_input goes through ``out``.
+
+        ``saved`` is the link's own to empty: what leaves it early is freed early.
+        """

@@ -69,6 +69,7 @@ class LayerWatch:
         own = {field.name: getattr(link, field.name) for field in dataclasses.fields(link)}
         own["weight"] = _SeenWeight(link.weight, probe)
         own["_plain_wants"] = {}
+        own["takes_parts"] = False  # the whole operand is looked at
         for gemm in _RESULTS:
             own[gemm] = _SeenGemm(getattr(link, gemm), probe, gemm)
         return WatchedLink(**own, probe=probe)

@@ -59,8 +59,9 @@ void launch(const QuantizeDesc& desc, TileParams p, int num_multiprocessors,
     FP8CORE_CUDA(cudaMemsetAsync(p.args.workspace, 0, groups.count * sizeof(float), stream));
     group_amax<T><<<static_cast<unsigned>(tiles), kTileThreads, 0, stream>>>(p);
   } else if (desc.granularity == Granularity::kTensor) {
-    p.num_partials =
-        launch_partials<T>(x, p.vector_loads, p.args.workspace, num_multiprocessors, stream);
+    if (p.args.num_partials == 0)
+      p.args.num_partials =
+          launch_partials<T>(x, p.vector_loads, p.args.workspace, num_multiprocessors, stream);
   }
   if (desc.granularity == Granularity::kRow) {
     const int64_t amaxes = x.rows + (is_grouped ? groups.count : 1) * x.cols;

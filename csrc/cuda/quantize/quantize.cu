@@ -56,25 +56,26 @@ void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, int 
   }
 }
 
-void amax(const Matrix& x, float* amax_out, float* workspace, int device, cudaStream_t stream) {
+int partial_amaxes(const Matrix& x, float* workspace, int device, cudaStream_t stream) {
   check(x);
+  if (x.rows == 0 || x.cols == 0) return 0;
   const DeviceGuard guard(device);
-  int count = 0;
-  if (x.rows > 0 && x.cols > 0) {
-    const int multiprocessors = num_multiprocessors(device);
-    const bool vectors = reads_vectors(x);
-    switch (x.type) {
-      case InputType::kFloat32:
-        count = partials_from_float32(x, vectors, workspace, multiprocessors, stream);
-        break;
-      case InputType::kBFloat16:
-        count = partials_from_bfloat16(x, vectors, workspace, multiprocessors, stream);
-        break;
-      case InputType::kFloat16:
-        count = partials_from_float16(x, vectors, workspace, multiprocessors, stream);
-        break;
-    }
+  const int multiprocessors = num_multiprocessors(device);
+  const bool vectors = reads_vectors(x);
+  switch (x.type) {
+    case InputType::kFloat32:
+      return partials_from_float32(x, vectors, workspace, multiprocessors, stream);
+    case InputType::kBFloat16:
+      return partials_from_bfloat16(x, vectors, workspace, multiprocessors, stream);
+    case InputType::kFloat16:
+      return partials_from_float16(x, vectors, workspace, multiprocessors, stream);
   }
+  return 0;
+}
+
+void amax(const Matrix& x, float* amax_out, float* workspace, int device, cudaStream_t stream) {
+  const int count = partial_amaxes(x, workspace, device, stream);
+  const DeviceGuard guard(device);
   finish_amax<<<1, kAmaxThreads, 0, stream>>>(workspace, count, amax_out);
   FP8CORE_CUDA(cudaGetLastError());
 }

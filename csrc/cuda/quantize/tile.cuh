@@ -42,7 +42,7 @@ __device__ float tile_scale(const Eight<T> (&x)[8], const TileParams& p, const T
   } else if constexpr (G == Granularity::kTensor) {
     if (is_grouped) return scale_of(p.args.workspace[at.group], p.rule);
     const float amax =
-        reduce_partials<kTileThreads>(p.args.workspace, p.num_partials, shared);
+        reduce_partials<kTileThreads>(p.args.workspace, p.args.num_partials, shared);
     const float scale = scale_of(amax, p.rule);
     if (is_first) *p.args.rowwise.scale_inv = __frcp_rn(scale);
     return scale;

@@ -26,7 +26,6 @@ struct TileParams {
   QuantizeArguments args;
   ScaleRule rule;
   int tile_columns = 0;  // tiles in a row of tiles
-  int num_partials = 0;
   int64_t scale_tiles = 0;  // rows of tiles that there are scales for
   bool vector_loads = false, vector_rows = false, vector_columns = false;
 };

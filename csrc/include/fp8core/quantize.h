@@ -71,6 +71,9 @@ struct QuantizeArguments {
   std::int64_t column_pitch;  // bytes between the rows of the columnwise codes; in groups also
                               // their number
   Groups groups;
+  // kTensor: that many amaxes are in the workspace already, of a tensor that x is a part of; 0:
+  // those of x are taken first.
+  int num_partials = 0;
 };
 
 constexpr int kMaxPartials = 1024;
@@ -79,6 +82,9 @@ constexpr int kMaxPartials = 1024;
 // a memset. An empty x launches nothing, but for the scales of groups that are all empty.
 void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, int device,
               cudaStream_t stream);
+
+// Writes amaxes whose largest is amax(x), and returns how many; `workspace` has kMaxPartials floats.
+int partial_amaxes(const Matrix& x, float* workspace, int device, cudaStream_t stream);
 
 // amax_out[0] = amax(x), in two launches; `workspace` has kMaxPartials floats.
 void amax(const Matrix& x, float* amax_out, float* workspace, int device, cudaStream_t stream);

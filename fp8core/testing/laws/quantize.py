@@ -13,6 +13,7 @@ from fp8core import formats
 from fp8core.backend_api import (
     Operand,
     OperandSpec,
+    Parts,
     Quantized,
     QuantizeDesc,
     split_groups,
@@ -285,6 +286,40 @@ def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeD
         rowwise, columnwise = desc.halves()
         halves = Quantized(run(rowwise).rowwise, run(columnwise).columnwise)
         _same_operands(desc, kind, run(desc), halves)
+
+
+@law(3, "quantize", applies=lambda desc: _has_both(desc) and not desc.grouped and _is_nearest(desc))
+def quantize_in_parts_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
+    """Where a callable has ``in_parts``, the parts are the rowwise operand, row by row, and the
+    columnwise operand is whole when there are no more."""
+    run = subject.backend.bind(desc, subject.device)
+    in_parts = getattr(run, "in_parts", None)
+    if in_parts is None:
+        return
+    assert desc.rowwise is not None
+    for shape in ((5, 7), LARGE):
+        x = inputs.matrix("decades", *quantize_size(subject, desc, *shape), desc.dtype)
+        given = [quantize_keywords(subject, desc) for _ in range(2)]
+        made = in_parts(subject.here(x), **given[0])
+        if not isinstance(made.rowwise, Operand):
+            made = Quantized(_joined(desc.rowwise, made.rowwise, len(x)), made.columnwise)
+        _same_operands(desc, f"{list(shape)}", made, run(subject.here(x), **given[1]))
+        for name, value in given[0].items():
+            same_bits(name, value, given[1][name])
+
+
+def _joined(spec: OperandSpec, parts: Parts, rows: int) -> Operand:
+    """Return the operand of all parts, each copied while it is good."""
+    require(parts.rows == rows, f"the parts have {parts.rows} rows, x has {rows}")
+    data, scales, at = [], [], 0
+    for start, end, part in parts:
+        require(start == at, f"a part begins at row {start}, the one before ended at {at}")
+        assert part.scale_inv is not None
+        data.append(part.data.clone())
+        scales.append(part.scale_inv.clone())
+        at = end
+    require(at == rows, f"the parts end at row {at} of {rows}")
+    return Operand(torch.cat(data), torch.cat(scales) if spec.block[0] else scales[-1])
 
 
 @law(3, "quantize", applies=lambda desc: _has_both(desc) and _is_plain(desc))

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -34,6 +35,7 @@ from fp8core.backend_api import (
 )
 from fp8core.plan import LayerRole
 from fp8core_backends.cuda import native
+from fp8core_backends.cuda import parts as quantized_parts
 from fp8core_backends.cuda.microscaling import TiledGemm
 from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, spec
 
@@ -69,6 +71,20 @@ def quantize() -> None:
         inputs += [whole[:, 8:264], whole[1:, 1:], whole.t()]
         for desc, x in itertools.product((both, *both.halves()), inputs):
             backend("cuda").bind(desc, DEVICE)(x, **given)
+
+
+def parts() -> None:
+    """Cast gradients some rows at a time, the last of them ragged."""
+    with patch.multiple(quantized_parts, PART_ROWS=128, LEAST_CODES=0):
+        for name, dtype in itertools.product(("delayed", "current", "vector"), DTYPES):
+            own, given = spec(name), {}
+            if own.delayed:
+                given = {"scale": torch.ones(1).to(DEVICE), "amax_out": torch.zeros(1).to(DEVICE)}
+            run = backend("cuda").bind(QuantizeDesc(dtype, own, own), DEVICE)
+            for shape in ((256, 128), (300, 130), (272, 264)):
+                made = run.in_parts(torch.randn(shape).to(dtype).to(DEVICE), **given)
+                for _ in made.rowwise:
+                    pass
 
 
 def amax_and_scale_update() -> None:
@@ -157,6 +173,7 @@ def device_groups() -> None:
 
 GROUPS = {
     "quantize": quantize,
+    "parts": parts,
     "amax_and_scale_update": amax_and_scale_update,
     "microscaling": microscaling,
     "device_groups": device_groups,

@@ -1,0 +1,114 @@
+"""Gradients that are quantized some rows at a time: the same bits, and less memory at once."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fp8core
+from fp8core import LayerNormMLP, Linear, recipe, use_backend
+from fp8core.backend_api import BackendSpec, Operand, Quantized, hookimpl
+from fp8core.dispatch import plugins, table
+from tests.conformance import broken
+
+ROWS = 272  # two parts of 128 rows and a short one
+
+
+class Recording(broken.GivesParts):
+    """Takes down the rows of tensors asked for in parts, and of GEMMs into a given result."""
+
+    def __init__(self, parted: list[int], gemms: list[int]) -> None:
+        self._parted = parted
+        self._gemms = gemms
+
+    def bind(self, desc: Any, device: torch.device) -> Callable[..., Any]:
+        run = super().bind(desc, device)
+        inner = getattr(run, "in_parts", None)
+        if inner is not None:
+
+            def in_parts(x: torch.Tensor, **given: Any) -> Quantized:
+                self._parted.append(len(x))
+                made: Quantized = inner(x, **given)
+                return made
+
+            run.in_parts = in_parts  # type: ignore[attr-defined]
+        if desc.op != "gemm":
+            return run
+
+        def gemm(a: Operand, b: Operand, **given: Any) -> Any:
+            if given.get("out") is not None:
+                self._gemms.append(len(a.data))
+            return run(a, b, **given)
+
+        return gemm
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[int], list[int]]]:
+    """What the backend ``parts`` takes down."""
+    asked: tuple[list[int], list[int]] = ([], [])
+    module, plugin = types.ModuleType("parts_made"), types.ModuleType("parts_plugin")
+    module.Made = lambda: Recording(*asked)  # type: ignore[attr-defined]
+
+    @hookimpl
+    def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
+        register(BackendSpec("parts", ("cpu",), "parts_made:Made"))
+
+    plugin.fp8core_register_backends = fp8core_register_backends  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(plugins, "_loaded", [])
+    plugins.register(plugin, "parts")
+    yield asked
+    table._resolve.cache_clear()
+
+
+def step(layer: torch.nn.Module, name: str, backend: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, 64, requires_grad=True)
+    with use_backend(backend), fp8core.autocast(recipe=recipe.by_name(name)):
+        y = layer(x)
+    y.backward(torch.randn_like(y))
+    found = [x.grad, *(own.grad for own in layer.parameters())]
+    layer.zero_grad()
+    return [one.clone() for one in found if one is not None]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "rowwise"])
+def test_gradients_in_parts_have_the_same_bits(
+    name: str, bias: bool, asked: tuple[list[int], list[int]]
+) -> None:
+    layer = Linear(64, 96, bias=bias)
+    want = step(layer, name, "reference")
+    layer.reset_delayed_state()
+    got = step(layer, name, "parts")
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+    assert asked == ([ROWS], [128, 128, 16])
+
+
+def test_only_the_gradient_from_outside_comes_in_parts(
+    asked: tuple[list[int], list[int]],
+) -> None:
+    step(LayerNormMLP(64, 96), "current", "parts")
+    assert asked == ([ROWS], [128, 128, 16])
+
+
+def test_a_frozen_weight_or_input_needs_no_parts(asked: tuple[list[int], list[int]]) -> None:
+    layer = Linear(64, 96)
+    layer.weight.requires_grad_(False)
+    step(layer, "current", "parts")
+    assert asked == ([], [])
+
+
+def test_a_monitor_sees_the_whole_gradient(asked: tuple[list[int], list[int]]) -> None:
+    layer = fp8core.prepare(torch.nn.Sequential(Linear(64, 96)))
+    with fp8core.monitor(layer) as watch:
+        step(layer, "current", "parts")
+        watch.step()
+        assert watch.row("0", "grad_output").amax > 0
+    assert asked == ([], [])
