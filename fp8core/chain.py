@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8core.errors import Fp8CoreError
 from fp8core.library import operators
-from fp8core.links.protocol import DENSE, Call, Link
+from fp8core.links.protocol import DENSE, Call, Link, Program, Saved
 
 __all__ = ["Links", "Refusal", "capture", "is_under_torch_autocast", "run"]
 
@@ -36,14 +36,50 @@ class _Step(NamedTuple):
     needs: Sequence[bool]
 
 
+class _Steps:
+    """The way back through a chain of any links."""
+
+    __slots__ = ("_steps",)
+
+    def __init__(self, steps: list[_Step]) -> None:
+        self._steps = steps
+
+    def backward(
+        self, grad_output: torch.Tensor, saved: list[torch.Tensor | None], call: Call
+    ) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of x and of the parameters, in order; empties ``saved``."""
+        rows, steps = grad_output.shape[0], self._steps
+        value: Any = grad_output
+        grad_params: Sequence[torch.Tensor | None] = ()
+        last = len(steps) - 1
+        step = steps[last]
+        out = step.link.wants_grad(rows, step.needs, call, step.context)
+        if out is not None:
+            value = out(value)
+        for at in range(last, -1, -1):
+            step = steps[at]
+            kept = saved[len(saved) - step.num_saved :]
+            del saved[len(saved) - step.num_saved :]
+            if value is None:  # nothing further up needs a gradient
+                grad_params = (*(None,) * (len(step.needs) - 1), *grad_params)
+                continue
+            out = None
+            if at and step.needs[0]:
+                before = steps[at - 1]
+                out = before.link.wants_grad(rows, before.needs, call, before.context)
+            value, own = step.link.backward(value, kept, step.context, call, step.needs, out)
+            grad_params = (*own, *grad_params)
+        return value, *grad_params
+
+
 class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, links: tuple[Link, ...], call: Call, x: torch.Tensor, *params: torch.Tensor
     ) -> torch.Tensor:
-        y, saved, steps = _forward(links, call, x, params, ctx.needs_input_grad[2:])
+        y, saved, program = _forward(links, call, x, params, ctx.needs_input_grad[2:])
         ctx.save_for_backward(*saved)
-        ctx.steps = steps
+        ctx.program = program
         ctx.call = call
         ctx.input_shape = x.shape
         return y
@@ -132,9 +168,29 @@ def _forward(
     x: torch.Tensor,
     params: Sequence[torch.Tensor],
     needs: Sequence[bool],
-) -> tuple[torch.Tensor, list[torch.Tensor | None], list[_Step]]:
+) -> tuple[torch.Tensor, Saved, Program]:
     shape = x.shape
-    value: Any = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+    value = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+    alone = None if len(links) > 1 else links[0].alone(value.shape[0], needs, call)
+    program: Program
+    if alone is None:
+        y, saved, program = _run_steps(links, call, value, params, needs)
+    else:
+        y, saved = alone.forward(value, params, call)
+        program = alone
+    if len(shape) != 2:
+        y = y.reshape(*shape[:-1], y.shape[-1])
+    return y, saved, program
+
+
+def _run_steps(
+    links: tuple[Link, ...],
+    call: Call,
+    value: Any,
+    params: Sequence[torch.Tensor],
+    needs: Sequence[bool],
+) -> tuple[torch.Tensor, Saved, Program]:
+    """Run ``value [rows, k]`` through the links one after the other."""
     rows = value.shape[0]
     spans = _spans(links, needs)
     out = links[0].wants(rows, spans[0][2], call)
@@ -149,10 +205,7 @@ def _forward(
         value, kept, context = link.forward(value, params[first:end], call, own, out)
         saved.extend(kept)
         steps.append(_Step(link, len(kept), context, own))
-    y: torch.Tensor = value
-    if len(shape) != 2:
-        y = y.reshape(*shape[:-1], y.shape[-1])
-    return y, saved, steps
+    return value, saved, _Steps(steps)
 
 
 def _spans(links: tuple[Link, ...], needs: Sequence[bool]) -> list[tuple[int, int, Sequence[bool]]]:
@@ -173,33 +226,14 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
     if is_under_torch_autocast(grad_output):
         with torch.autocast(grad_output.device.type, enabled=False):
             return _backward(ctx, grad_output)
-    shape, call, steps = grad_output.shape, ctx.call, ctx.steps
-    value: Any = grad_output if len(shape) == 2 else grad_output.reshape(-1, shape[-1])
-    rows = value.shape[0]
+    shape, input_shape = grad_output.shape, ctx.input_shape
+    value = grad_output if len(shape) == 2 else grad_output.reshape(-1, shape[-1])
     saved: list[torch.Tensor | None] = list(ctx.saved_tensors)
     ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each is freed once it was read
-    grad_params: Sequence[torch.Tensor | None] = ()
-    last = len(steps) - 1
-    step = steps[last]
-    out = step.link.wants_grad(rows, step.needs, call, step.context)
-    if out is not None:
-        value = out(value)
-    for at in range(last, -1, -1):
-        step = steps[at]
-        kept = saved[len(saved) - step.num_saved :]
-        del saved[len(saved) - step.num_saved :]
-        if value is None:  # nothing further up needs a gradient
-            grad_params = (*(None,) * (len(step.needs) - 1), *grad_params)
-            continue
-        out = None
-        if at and step.needs[0]:
-            before = steps[at - 1]
-            out = before.link.wants_grad(rows, before.needs, call, before.context)
-        value, own = step.link.backward(value, kept, step.context, call, step.needs, out)
-        grad_params = (*own, *grad_params)
-    if value is not None and len(ctx.input_shape) != 2:
-        value = value.reshape(ctx.input_shape)
-    return None, None, value, *grad_params
+    grad_input, *grad_params = ctx.program.backward(value, saved, ctx.call)
+    if grad_input is not None and len(input_shape) != 2:
+        grad_input = grad_input.reshape(input_shape)
+    return None, None, grad_input, *grad_params
 
 
 _backward_once = once_differentiable(_backward)

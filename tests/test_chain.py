@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from fp8core import GroupedLinear, Linear, autocast, chain, recipe
+from fp8core.links.linear import LinearLink
 from fp8core.modules.base import LowPrecisionModule
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
@@ -197,6 +199,36 @@ def test_backward_twice_over_a_retained_graph_gives_the_same_bits(name: str) -> 
     assert_same_bits(first, second)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_linear_alone_has_the_bits_of_the_general_way(
+    name: str, dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[torch.Tensor | None]] = []
+    for is_general in (False, True):
+        if is_general:
+            monkeypatch.setattr(LinearLink, "alone", lambda *arguments: None)
+        torch.manual_seed(0)
+        layer = Linear(64, 32, bias=bias, params_dtype=dtype)
+        made: list[torch.Tensor | None] = []
+        for needs in itertools.product((True, False), repeat=3 if bias else 2):
+            x = torch.randn(2, 16, 64, dtype=dtype, requires_grad=needs[0])
+            for own, need in zip(layer.parameters(), needs[1:], strict=True):
+                own.requires_grad_(need)
+                own.grad = None
+            y = forward(layer, x, name)
+            if any(needs):
+                y.backward(torch.randn_like(y))
+            made += [y.detach(), x.grad, *(own.grad for own in layer.parameters())]
+        found.append([*made, *layer.buffers()])
+    for alone, general in zip(*found, strict=True):
+        assert (alone is None) == (general is None)
+        if alone is not None:
+            assert general is not None
+            assert torch.equal(alone, general)
+
+
 @pytest.mark.parametrize("retains", [False, True])
 def test_backward_frees_the_weight_that_dgrad_has_read(retains: bool) -> None:
     layer, x = Linear(32, 16), torch.randn(8, 32, requires_grad=True)
@@ -214,7 +246,7 @@ def test_backward_frees_the_weight_that_dgrad_has_read(retains: bool) -> None:
         alive.append(kept[0]() is not None)
         return link.wgrad(*arguments)
 
-    watched = dataclasses.replace(link, weight=weight, wgrad=wgrad, _plain_wants={})
+    watched = dataclasses.replace(link, weight=weight, wgrad=wgrad, _made={})
     y = chain.run((watched,), x, layer.link_params())
     layer.invalidate_weight_cache()
     y.sum().backward(retain_graph=retains)

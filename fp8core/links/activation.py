@@ -67,6 +67,9 @@ class ActivationLink:
     num_params: int = 0
     needs_rng: bool = False
 
+    def alone(self, rows: int, needs: Sequence[bool], call: Call) -> None:
+        """There is no shorter way."""
+
     def wants(self, rows: int, needs: Sequence[bool], call: Call) -> None:
         """Take the tensor as it is."""
 

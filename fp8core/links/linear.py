@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.backend_api import GemmDesc, Operand, Parts
+from fp8core.backend_api import GemmDesc, Operand
 from fp8core.dispatch.select import Choice
 from fp8core.links.main_grad import Accumulating, accumulate
 from fp8core.links.padding import LayerPadding, PaddedCall
+from fp8core.links.plain import PlainLinear, grad_input_of
 from fp8core.links.protocol import Backward, Call, Forward, Handed, Saved, Want
-from fp8core.quantizer import Groups, Quantizer
+from fp8core.quantizer import Cast, Quantizer
 from fp8core.scaling import DelayedState, update_after_backward
 from fp8core.weights import WeightQuantizer
 
@@ -77,13 +78,46 @@ class LinearLink:
     num_weights: int
     num_params: int
     takes_parts: bool = False
-    _plain_wants: dict[tuple[object, ...], Want] = field(default_factory=dict)
+    _made: dict[tuple[object, ...], Any] = field(default_factory=dict)
+
+    @property
+    def grad_input_dtype(self) -> torch.dtype:
+        """The dtype that dgrad is told to compute."""
+        desc = self.choices["dgrad"].desc
+        assert isinstance(desc, GemmDesc)
+        return desc.out_dtype
+
+    def alone(self, rows: int, needs: Sequence[bool], call: Call) -> PlainLinear | None:
+        """Return the way without detours of a dense call that needs no padding."""
+        is_plain = not (call.groups or self.needs_rng or self.shape.accumulates)
+        if not is_plain or (self.padding is not None and self.padding.for_call(rows, call)):
+            return None
+        found: PlainLinear | None = self._made.get(("alone", *needs))
+        return found or self._plain_linear(needs)
+
+    def _plain_linear(self, needs: Sequence[bool]) -> PlainLinear:
+        rowwise, columnwise = needs[0], needs[1]
+        cast_input = self.input.cast_to(rowwise=True, columnwise=columnwise)
+        casts = (cast_input, self._cast_grad(rowwise, columnwise))
+        gemms = (self.fprop, self.dgrad, self.wgrad)
+        dtypes = (self.grad_input_dtype, self.shape.weight_dtype, self.shape.bias_dtype)
+        made = PlainLinear(needs, casts, self.weight, gemms, dtypes, self.backward_state)
+        self._made.update({("alone", *needs): made})
+        return made
+
+    def _cast_grad(self, rowwise: bool, columnwise: bool) -> Cast | None:
+        """Return the call that casts a gradient with nothing to pad, group or draw."""
+        if self.takes_parts and rowwise and columnwise:
+            return self.grad_output.cast_in_parts()
+        if rowwise or columnwise:
+            return self.grad_output.cast_to(rowwise=rowwise, columnwise=columnwise)
+        return None
 
     def wants(self, rows: int, needs: Sequence[bool], call: Call) -> Want:
         """Want the input quantized: rowwise for fprop, and columnwise if wgrad will run."""
         padded = None if self.padding is None else self.padding.for_call(rows, call)
         if padded is None and not call.groups:
-            return self._plain_wants.get((False, *needs)) or self._plain(needs)
+            return self._made.get((False, *needs)) or self._plain(needs)
         columnwise = True in needs[1 : 1 + self.num_weights]
         return Want(self.input, self.input_dtype, columnwise=columnwise, call=call, padded=padded)
 
@@ -93,7 +127,7 @@ class LinearLink:
             context = context.padded
         padded = context if isinstance(context, PaddedCall) else None
         if padded is None and not call.groups and not self.needs_rng:
-            return self._plain_wants.get((True, *needs)) or self._plain_grad(needs)
+            return self._made.get((True, *needs)) or self._plain_grad(needs)
         end = 1 + self.num_weights
         need_input, need_weight = needs[0], True in needs[1:end]
         has_sums = True in needs[end:]
@@ -117,20 +151,18 @@ class LinearLink:
         columnwise = True in needs[1 : 1 + self.num_weights]
         cast = self.input.cast_to(rowwise=True, columnwise=columnwise)
         want = Want(self.input, self.input_dtype, columnwise=columnwise, cast=cast)
-        return self._plain_wants.setdefault((False, *needs), want)
+        self._made.update({(False, *needs): want})
+        return want
 
     def _plain_grad(self, needs: Sequence[bool]) -> Want:
         """Return how the backward of such a call wants the gradient, without a seed."""
         end = 1 + self.num_weights
         rowwise, columnwise, has_sums = needs[0], True in needs[1:end], True in needs[end:]
-        cast = None
-        if self.takes_parts and rowwise and columnwise:
-            cast = self.grad_output.cast_in_parts()
-        elif rowwise or columnwise:
-            cast = self.grad_output.cast_to(rowwise=rowwise, columnwise=columnwise)
+        cast = self._cast_grad(rowwise, columnwise)
         what = (self.grad_output, self.grad_dtype, rowwise, columnwise, has_sums)
         want = Want(*what, is_gradient=True, cast=cast)
-        return self._plain_wants.setdefault((True, *needs), want)
+        self._made.update({(True, *needs): want})
+        return want
 
     def forward(
         self,
@@ -184,7 +216,12 @@ class LinearLink:
         if self.backward_state is not None and (dy_row is not None or dy_column is not None):
             update_after_backward(self.backward_state, call.backward_pass)
         if needs[0]:
-            grad_input = self._grad_input(dy_row, self._saved_weight(saved), groups)
+            weight: Any = self._saved_weight(saved)
+            if groups:
+                grad_input = self.dgrad(dy_row, weight, *groups)  # [m, n] x [k, n] -> [m, k]
+            else:
+                grad_input = grad_input_of(dy_row, weight, self.dgrad, self.grad_input_dtype)
+            weight = None
             dy_row = None  # not needed while grad_weight is made
             del saved[3:]
             if grad.padded is not None:
@@ -201,19 +238,6 @@ class LinearLink:
             else:
                 grad_weights = self._grad_weights(self.wgrad(*operands), needs[1:end])
         return Backward(grad_input, (*grad_weights, *self._grad_biases(grad.sums, needs[end:])))
-
-    def _grad_input(self, dy: Operand | Parts, weight: Any, groups: Groups) -> torch.Tensor:
-        """Return dgrad's ``[m, n] x [k, n] -> [m, k]``, in parts if ``dy`` comes in parts."""
-        made: torch.Tensor
-        if isinstance(dy, Operand):
-            made = self.dgrad(dy, weight, *groups)
-            return made
-        desc = self.choices["dgrad"].desc
-        assert isinstance(desc, GemmDesc)
-        made = weight.data.new_empty((dy.rows, weight.data.shape[0]), dtype=desc.out_dtype)
-        for start, end, part in dy:
-            self.dgrad(part, weight, out=made[start:end])
-        return made
 
     def _saved_weight(self, saved: Saved) -> Operand | list[Operand]:
         if not self.shape.groups:

@@ -46,6 +46,9 @@ class NormLink:
     num_params: int
     needs_rng: bool = False
 
+    def alone(self, rows: int, needs: Sequence[bool], call: Call) -> None:
+        """There is no shorter way."""
+
     def wants(self, rows: int, needs: Sequence[bool], call: Call) -> None:
         """Take the tensor as it is."""
 

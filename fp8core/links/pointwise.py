@@ -66,6 +66,9 @@ class _Plain:
 
     __slots__ = ()
 
+    def alone(self, rows: int, needs: Sequence[bool], call: Call) -> None:
+        """There is no shorter way."""
+
     def wants(self, rows: int, needs: Sequence[bool], call: Call) -> None:
         """Take the tensor as it is."""
 

@@ -19,11 +19,13 @@ from fp8core.quantizer import Cast, Orientations, Quantizer
 
 __all__ = [
     "DENSE",
+    "Alone",
     "Backward",
     "Call",
     "Forward",
     "Handed",
     "Link",
+    "Program",
     "Saved",
     "Unadded",
     "Value",
@@ -146,6 +148,27 @@ class Backward(NamedTuple):
     grad_params: Sequence[torch.Tensor | None]
 
 
+class Program(Protocol):
+    """What has run forward, and knows the way back."""
+
+    def backward(
+        self, grad_output: torch.Tensor, saved: list[torch.Tensor | None], call: Call
+    ) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of x ``[rows, k]`` and of the parameters; empties ``saved``.
+
+        ``grad_output`` is ``[rows, n]``, ``saved`` what forward saved.
+        """
+
+
+class Alone(Program, Protocol):
+    """A link that is a chain of its own."""
+
+    def forward(
+        self, x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
+    ) -> tuple[torch.Tensor, Saved]:
+        """Return ``y [rows, n]`` and what backward needs."""
+
+
 class Link(Protocol):
     """One link of a chain. Holds bound callables only; tensors and sizes come with the call."""
 
@@ -156,6 +179,9 @@ class Link(Protocol):
     @property
     def needs_rng(self) -> bool:
         """Whether it takes ``call.rng``."""
+
+    def alone(self, rows: int, needs: Sequence[bool], call: Call) -> Alone | None:
+        """Return a shorter way to run the link as the only one of its chain, if it has one."""
 
     def wants(self, rows: int, needs: Sequence[bool], call: Call) -> Want | None:
         """Say how it wants its input; None: the tensor as it is."""

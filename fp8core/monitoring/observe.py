@@ -68,7 +68,7 @@ class LayerWatch:
         probe = _Probe(self, name, link, plan, binding)
         own = {field.name: getattr(link, field.name) for field in dataclasses.fields(link)}
         own["weight"] = _SeenWeight(link.weight, probe)
-        own["_plain_wants"] = {}
+        own["_made"] = {}
         own["takes_parts"] = False  # the whole operand is looked at
         for gemm in _RESULTS:
             own[gemm] = _SeenGemm(getattr(link, gemm), probe, gemm)
@@ -80,6 +80,9 @@ class WatchedLink(LinearLink):
     """A linear link that shows its tensors to ``probe``."""
 
     probe: _Probe
+
+    def alone(self, rows: int, needs: Sequence[bool], call: Call) -> None:
+        """There is nothing to see on the way without detours."""
 
     def wants(self, rows: int, needs: Sequence[bool], call: Call) -> Want:
         """Want what the link does, and see it."""

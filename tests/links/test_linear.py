@@ -34,7 +34,7 @@ class Counter:
             op = bound.linears[0]
             gemms = {name: self._gemm(name, getattr(op, name)) for name in GEMMS}
             tensors = {name: self._quantizer(name, getattr(op, name)) for name in TENSORS}
-            counted = dataclasses.replace(op, **gemms, **tensors, _plain_wants={})
+            counted = dataclasses.replace(op, **gemms, **tensors, _made={})
             return bound._replace(parts=((counted,),), links=(counted,))
 
         patch.setattr(layer, "bind", bind_counted)
@@ -285,7 +285,7 @@ def test_the_rowwise_gradient_is_gone_when_wgrad_runs(monkeypatch: pytest.Monkey
             made: torch.Tensor = link.wgrad(dy, x)
             return made
 
-        watched = dataclasses.replace(link, dgrad=dgrad, wgrad=wgrad, _plain_wants={})
+        watched = dataclasses.replace(link, dgrad=dgrad, wgrad=wgrad, _made={})
         return bound._replace(parts=((watched,),), links=(watched,))
 
     monkeypatch.setattr(layer, "bind", bind_watched)

@@ -290,8 +290,7 @@ def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeD
 
 @law(3, "quantize", applies=lambda desc: _has_both(desc) and not desc.grouped and _is_nearest(desc))
 def quantize_in_parts_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
-    """Where a callable has ``in_parts``, the parts are the rowwise operand, row by row, and the
-    columnwise operand is whole when there are no more."""
+    """Parts are the rowwise operand, row by row; after the last the columnwise one is whole."""
     run = subject.backend.bind(desc, subject.device)
     in_parts = getattr(run, "in_parts", None)
     if in_parts is None:

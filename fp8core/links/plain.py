@@ -1,0 +1,115 @@
+"""A dense linear with nothing to pad, group, add up or draw: its steps without any detour.
+
+The same as :class:`fp8core.links.linear.LinearLink` does for such a call, bit for bit, in four
+fifths of a small layer's host time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fp8core.backend_api import Operand, Parts
+from fp8core.library import operators
+from fp8core.links.call import Call
+from fp8core.quantizer import Cast
+from fp8core.scaling import DelayedState, update_after_backward
+from fp8core.weights import WeightQuantizer
+
+__all__ = ["PlainLinear", "grad_input_of"]
+
+
+class PlainLinear:
+    """``y[m, n] = x[m, k] @ w[n, k].T + bias[n]`` for one answer to whose gradients are needed.
+
+    ``cast_grad`` is None where the bias alone needs one. ``grad_dtypes`` are those of grad_input,
+    where dgrad is told, and of the parameters' gradients.
+    """
+
+    __slots__ = (
+        "_backward_state",
+        "_cast_grad",
+        "_cast_input",
+        "_dgrad",
+        "_fprop",
+        "_grad_dtypes",
+        "_has_bias",
+        "_needs_bias",
+        "_needs_input",
+        "_needs_weight",
+        "_weight",
+        "_wgrad",
+    )
+
+    def __init__(
+        self,
+        needs: Sequence[bool],
+        casts: tuple[Cast, Cast | None],
+        weight: WeightQuantizer,
+        gemms: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]],
+        grad_dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+        backward_state: DelayedState | None,
+    ) -> None:
+        self._needs_input, self._needs_weight, *bias = needs
+        self._has_bias = bool(bias)
+        self._needs_bias = True in bias
+        self._cast_input, self._cast_grad = casts
+        self._weight = weight
+        self._fprop, self._dgrad, self._wgrad = gemms
+        self._grad_dtypes = grad_dtypes
+        self._backward_state = backward_state
+
+    def forward(
+        self, x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
+        """Return y and what backward needs: the columnwise input, then the columnwise weight."""
+        weight = params[0]
+        x_row, x_column = self._cast_input(x)
+        w_row, w_column = self._weight(
+            weight, columnwise=self._needs_input, first=call.first_microbatch, source=weight
+        )
+        y: torch.Tensor = self._fprop(x_row, w_row, bias=params[1] if self._has_bias else None)
+        if not self._needs_input:
+            return y, x_column if self._needs_weight else ()
+        return y, (*x_column, *w_column) if self._needs_weight else w_column
+
+    def backward(
+        self, grad_output: torch.Tensor, saved: list[torch.Tensor | None], call: Call
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of x and of the parameters; empties ``saved``."""
+        input_dtype, weight_dtype, bias_dtype = self._grad_dtypes
+        grad_bias = grad_input = grad_weight = None
+        if self._needs_bias:
+            grad_bias = operators.column_sums(grad_output).to(bias_dtype)
+        if self._cast_grad is not None:
+            dy_row, dy_column = self._cast_grad(grad_output)
+            if self._backward_state is not None:
+                update_after_backward(self._backward_state, call.backward_pass)
+            if self._needs_input:
+                at = 3 if self._needs_weight else 0
+                w_column: Any = saved[at:]
+                grad_input = grad_input_of(dy_row, Operand(*w_column), self._dgrad, input_dtype)
+                del dy_row, w_column, saved[at:]  # not needed while grad_weight is made
+            if self._needs_weight:
+                grad_weight = self._wgrad(dy_column, Operand(*saved))  # type: ignore[arg-type]  # data is saved
+                if grad_weight.dtype != weight_dtype:
+                    grad_weight = grad_weight.to(weight_dtype)
+        if self._has_bias:
+            return grad_input, grad_weight, grad_bias
+        return grad_input, grad_weight
+
+
+def grad_input_of(
+    dy: Operand | Parts, weight: Operand, dgrad: Callable[..., Any], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return ``[m, n] x [k, n] -> [m, k]``; into a tensor of ``dtype`` if ``dy`` is in parts."""
+    made: torch.Tensor
+    if isinstance(dy, Operand):
+        made = dgrad(dy, weight)
+        return made
+    made = weight.data.new_empty((dy.rows, weight.data.shape[0]), dtype=dtype)
+    for start, end, part in dy:
+        dgrad(part, weight, out=made[start:end])
+    return made
