@@ -110,7 +110,10 @@ class QuantizeDesc:
     the same ``rng`` gives the same rounding.
 
     A bound callable of both orientations may have a method ``in_parts(x, *, scale, amax_out)``: as
-    the call of one dense tensor, but ``rowwise`` may be :class:`fp8core.backend_api.Parts`.
+    the call of one dense tensor, but ``rowwise`` may be :class:`fp8core.backend_api.Parts`. And it
+    may have ``beside(callable)``, which returns the call of two dense tensors at once, the second
+    as ``callable`` does it, or None: ``f(x, other, *, scale=(None, None), amax_out=(None, None)) ->
+    (Quantized, Quantized)``.
 
     Raises nothing for values: NaN keeps its place, inf saturates, zero blocks get scale 1."""
 

@@ -19,6 +19,7 @@ __all__ = [
     "Groups",
     "LowPrecision",
     "Orientations",
+    "Pair",
     "Quantizer",
     "Slot",
     "bind_quantizer",
@@ -46,6 +47,7 @@ class Slot(NamedTuple):
 
 
 Cast: TypeAlias = "Callable[[torch.Tensor], Orientations]"
+Pair: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], tuple[Orientations, Orientations]]"
 
 
 class Quantizer(Protocol):
@@ -71,6 +73,9 @@ class Quantizer(Protocol):
         """Return that call for both orientations, where ``rowwise`` is read once: it may be
         :class:`fp8core.backend_api.Parts`."""
 
+    def beside(self, other: Quantizer) -> Pair | None:
+        """Return the call for both orientations of this tensor and ``other``'s, if there is one."""
+
 
 class _Quantizer:
     __slots__ = ()
@@ -82,6 +87,10 @@ class _Quantizer:
     def cast_in_parts(self: Quantizer) -> Cast:
         """Return the call for both orientations."""
         return self.cast_to(rowwise=True, columnwise=True)
+
+    def beside(self, other: Quantizer) -> Pair | None:
+        """There is none."""
+        return None
 
 
 class HighPrecision(_Quantizer):
@@ -111,7 +120,7 @@ class HighPrecision(_Quantizer):
 class LowPrecision(_Quantizer):
     """Low precision, in one call of the backend where both orientations are asked for."""
 
-    __slots__ = ("_both", "_columnwise", "_in_parts", "_rowwise", "choices", "desc", "slot")
+    __slots__ = ("_both", "_columnwise", "_in_parts", "_rowwise", "_run", "choices", "desc", "slot")
 
     def __init__(self, desc: QuantizeDesc, device: torch.device, slot: Slot | None) -> None:
         self.desc = desc
@@ -119,6 +128,7 @@ class LowPrecision(_Quantizer):
         whole = table.resolve(desc, device)
         self.choices: tuple[Choice, ...] = (whole.choice,)
         rowwise, columnwise = desc.halves()
+        self._run = whole.run
         self._both = self.with_slot(whole.run)
         self._in_parts = self.with_slot(getattr(whole.run, "in_parts", whole.run))
         self._rowwise = self.with_slot(table.resolve(rowwise, device).run)
@@ -151,6 +161,18 @@ class LowPrecision(_Quantizer):
     def cast_in_parts(self) -> Callable[..., Orientations]:
         """Return the backend's own call, in parts where it has one."""
         return self._in_parts
+
+    def beside(self, other: Quantizer) -> Pair | None:
+        """Return the backend's own call for two tensors, if it has one for these."""
+        make = getattr(self._run, "beside", None)
+        if make is None or not isinstance(other, LowPrecision):
+            return None
+        run: Callable[..., tuple[Orientations, Orientations]] | None = make(other._run)
+        if run is None or self.slot is None or other.slot is None:
+            return run
+        slots = (self.slot, other.slot)
+        scales, amaxes = (tuple(own) for own in zip(*slots, strict=True))
+        return partial(run, scale=scales, amax_out=amaxes)
 
 
 class Mixed(_Quantizer):

@@ -13,7 +13,7 @@ from fp8core.dispatch.select import Choice
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.plan import TensorPlan
-from fp8core.quantizer import Orientations, Quantizer, Slot
+from fp8core.quantizer import Cast, Orientations, Pair, Quantizer, Slot
 
 __all__ = ["How", "KeptWeight", "PerGroup", "WeightQuantizer", "WeightStore"]
 
@@ -24,9 +24,22 @@ class WeightQuantizer(Protocol):
     choices: tuple[Choice, ...]
 
     def __call__(
-        self, weight: Any, /, *, columnwise: bool, first: bool | None = None, source: Any
+        self,
+        weight: Any,
+        /,
+        *,
+        columnwise: bool,
+        first: bool | None = None,
+        source: Any,
+        cast: Cast | None = None,
     ) -> Orientations:
-        """Return the operands of ``weight [n, k]``, padded from ``source``; a sequence a group."""
+        """Return the operands of ``weight [n, k]``, padded from ``source``; a sequence a group.
+
+        ``cast`` may serve for both orientations, in the place of its own.
+        """
+
+    def beside(self, input: Quantizer) -> Pair | None:
+        """Return what quantizes an input and the weight at once, if there is such a thing."""
 
 
 class How(NamedTuple):
@@ -208,10 +221,12 @@ class KeptWeight:
         columnwise: bool,
         first: bool | None = None,
         source: torch.Tensor | None = None,
+        cast: Cast | None = None,
     ) -> Orientations:
         """Return the operands of ``weight [n, k]``; ``first`` as in :class:`Call`.
 
-        ``source`` is the tensor that ``weight`` was padded from.
+        ``source`` is the tensor that ``weight`` was padded from; ``cast`` quantizes both
+        orientations in the place of its own, if they are not kept.
 
         Raises:
             OperandError: ``first`` is False, and nothing of this weight as it is now is kept; or
@@ -220,22 +235,23 @@ class KeptWeight:
         if isinstance(weight, QuantizedTensor):
             return self._operands_of(weight, columnwise)
         source = weight if source is None else source
+        quantize = (cast or self._both) if columnwise else self._rowwise
         # An inference tensor has no version counter, so nobody knows whether it changed.
         if self._store is None or source.is_inference():
-            return self._quantize(weight, columnwise)
+            return quantize(weight)
         if _is_capturing():
             self._store.is_replayed = True
         if self._store.is_replayed or _writers.is_unseen:
-            return self._each_time(weight, columnwise, first)
+            return self._each_time(weight, quantize, first)
         is_inference = torch.is_inference_mode_enabled()
         state = (source._version, source.data_ptr(), is_inference, _writers.steps)
         now = _Entry(self._how, source, state, self._scale, is_recorded=self._records)
         if first is None:
-            return self._automatic(weight, now, columnwise)
-        return self._marked(weight, now, columnwise, is_first=first)
+            return self._automatic(weight, now, columnwise, quantize)
+        return self._marked(weight, now, columnwise, quantize, is_first=first)
 
     def _marked(
-        self, weight: torch.Tensor, now: _Entry, columnwise: bool, *, is_first: bool
+        self, weight: torch.Tensor, now: _Entry, columnwise: bool, quantize: Cast, *, is_first: bool
     ) -> Orientations:
         """Quantize and keep for the microbatches that follow, or take what was kept."""
         assert self._store is not None
@@ -253,11 +269,13 @@ class KeptWeight:
         for old in (store.marked.pop(index, None), store.automatic.get(index)):
             if old is not None:
                 old.operands = None  # its memory serves for the new ones
-        now.operands = self._quantize(weight, columnwise)
+        now.operands = quantize(weight)
         store.marked[index] = now
         return now.operands
 
-    def _automatic(self, weight: torch.Tensor, now: _Entry, columnwise: bool) -> Orientations:
+    def _automatic(
+        self, weight: torch.Tensor, now: _Entry, columnwise: bool, quantize: Cast
+    ) -> Orientations:
         """Take what is kept and still right, or quantize, and keep what is likely to be used."""
         assert self._store is not None
         index, store = self._index, self._store
@@ -280,15 +298,13 @@ class KeptWeight:
                 now.was_reused = last.was_reused
             is_kept |= last.was_reused
             last.operands = None  # its memory serves for the new ones
-        operands = self._quantize(weight, columnwise)
+        operands = quantize(weight)
         if is_kept:
             now.operands = operands
         store.automatic[index] = now
         return operands
 
-    def _each_time(
-        self, weight: torch.Tensor, columnwise: bool, first: bool | None
-    ) -> Orientations:
+    def _each_time(self, weight: torch.Tensor, quantize: Cast, first: bool | None) -> Orientations:
         """Quantize in every call and in every replay of a CUDA graph.
 
         A capture computes nothing that could be kept, and a replay that updates the weight moves
@@ -300,15 +316,17 @@ class KeptWeight:
                 f"compiled fused optimizer, may multiply by the weight as it was before. Pass "
                 f"None: it is quantized anew."
             )
-        return self._quantize(weight, columnwise)
+        return quantize(weight)
 
-    def _quantize(self, weight: torch.Tensor, columnwise: bool) -> Orientations:
-        return self._both(weight) if columnwise else self._rowwise(weight)
+    def beside(self, input: Quantizer) -> Pair | None:
+        """Return what quantizes an input and the weight at once, if there is such a thing."""
+        return input.beside(self._quantizer)
 
     def _operands_of(self, weight: QuantizedTensor, columnwise: bool) -> Orientations:
         row, column = self._how.stored
         if row is None and column is None:
-            return self._quantize(weight.dequantize(), columnwise)
+            value = weight.dequantize()
+            return self._both(value) if columnwise else self._rowwise(value)
         is_high = column is None  # backward in high precision: on the value that there is
         if weight.plan.rowwise != row or not (is_high or weight.plan.columnwise == column):
             raise OperandError(
@@ -341,6 +359,7 @@ class PerGroup:
         columnwise: bool,
         first: bool | None = None,
         source: Sequence[torch.Tensor],
+        cast: Cast | None = None,
     ) -> Orientations:
         """Quantize ``weights``, one ``[rows, cols]`` a group."""
         made = [
@@ -350,3 +369,6 @@ class PerGroup:
         return Orientations(
             tuple(one.rowwise for one in made), tuple(one.columnwise for one in made)
         )
+
+    def beside(self, input: Quantizer) -> None:
+        """There is no such thing."""

@@ -246,6 +246,7 @@ def test_backward_frees_the_weight_that_dgrad_has_read(retains: bool) -> None:
         alive.append(kept[0]() is not None)
         return link.wgrad(*arguments)
 
+    weight.beside = lambda input: None  # type: ignore[attr-defined]
     watched = dataclasses.replace(link, weight=weight, wgrad=wgrad, _made={})
     y = chain.run((watched,), x, layer.link_params())
     layer.invalidate_weight_cache()

@@ -61,7 +61,7 @@ class QuantizeInParts:
     ) -> Quantized:
         """Return the columnwise operand to be filled, and the parts that fill it."""
         rows, cols = x.shape
-        if rows < 2 * PART_ROWS or rows * cols < LEAST_CODES:
+        if rows <= PART_ROWS or rows * cols < LEAST_CODES:
             return self._whole(x, scale=scale, amax_out=amax_out)
         x, stride = adjacent_columns(x)
         codes = self._empty((cols, rows), (rows, 1), torch.uint8)

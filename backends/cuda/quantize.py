@@ -19,6 +19,7 @@ from fp8core_backends.cuda.casts import apart, in_groups
 from fp8core_backends.cuda.device_groups import bind_device_quantize
 from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, empty_scales, scale_mode
 from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.pairs import Place, QuantizePair
 from fp8core_backends.cuda.parts import QuantizeInParts
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
@@ -37,11 +38,13 @@ class _Quantize:
         "_empty",
         "_index",
         "_mode",
+        "_native",
+        "_pairs",
         "_rowwise",
-        "_run",
         "_workspace",
         "in_parts",
         "kernel",
+        "native_cast",
     )
 
     def __init__(
@@ -64,9 +67,14 @@ class _Quantize:
         self._workspace = 0
         if mode == "tensor" and not spec.delayed:
             self._workspace = native.MAX_PARTIALS
-        self._run = _native_quantize(desc, spec, self._index, native)
-        if self._rowwise and self._columnwise and mode in ("tensor", "vec128"):
-            self.in_parts = QuantizeInParts(desc, device, native, self._run, self)
+        self.native_cast = _native_quantize(desc, spec, self._index, native)
+        self._native = native
+        # What two casts must have in common to be one launch.
+        is_both = self._rowwise and self._columnwise
+        is_paired = is_both and mode == "tensor" and spec.format == "e4m3"
+        self._pairs = (spec.delayed, desc.dtype, self._index) if is_paired else None
+        if is_both and mode in ("tensor", "vec128"):
+            self.in_parts = QuantizeInParts(desc, device, native, self.native_cast, self)
 
     def __call__(
         self,
@@ -78,10 +86,17 @@ class _Quantize:
         rows, cols = x.shape
         if self._mode != "tensor" or not (rows and cols and x.is_contiguous()):
             return self._quantize_any(x, scale, amax_out)
-        empty = self._empty
+        made, place, _room = self.place(x, scale, amax_out)
+        self.native_cast.whole(place, raw_stream(self._index))
+        return made
+
+    def place(
+        self, x: torch.Tensor, scale: torch.Tensor | None, amax_out: torch.Tensor | None
+    ) -> tuple[Quantized, Place, torch.Tensor | None]:
+        """Return room for what has one scale, where all of it is, and what holds the workspace."""
+        (rows, cols), empty = x.shape, self._empty
         scale_inv = empty(_ONE, _ONE, _FLOAT32)  # both orientations share it
-        inverse = scale_inv.data_ptr()
-        row = column = None
+        row = column = room = None
         row_codes = column_codes = workspace = 0
         if self._rowwise:
             codes = empty((rows, cols), (cols, 1), _UINT8)
@@ -94,23 +109,25 @@ class _Quantize:
         if self._workspace:
             room = empty((self._workspace,), (1,), _FLOAT32)
             workspace = room.data_ptr()
-        self._run(
+        place = (
             x.data_ptr(),
             rows,
             cols,
-            cols,
             row_codes,
-            inverse,
-            1,
             column_codes,
-            inverse,
-            1,
+            scale_inv.data_ptr(),
             0 if scale is None else scale.data_ptr(),
             0 if amax_out is None else amax_out.data_ptr(),
             workspace,
-            raw_stream(self._index),
         )
-        return Quantized(row, column)
+        return Quantized(row, column), place, room
+
+    def beside(self, other: object) -> QuantizePair | None:
+        """Return the cast of this and of ``other`` in one launch, if there is one; see
+        QuantizeDesc."""
+        if not isinstance(other, _Quantize) or self._pairs is None or self._pairs != other._pairs:
+            return None
+        return QuantizePair(self, other, self._native.quantize_pair, self._index)
 
     def _quantize_any(
         self, x: torch.Tensor, scale: torch.Tensor | None, amax_out: torch.Tensor | None
@@ -135,7 +152,7 @@ class _Quantize:
             scale_inv, pitch = shared or empty_scales(mode, *shape, empty)
             made.append(Operand(codes, scale_inv))
             places.append((codes.data_ptr(), scale_inv.data_ptr(), pitch))
-        self._run(
+        self.native_cast(
             x.data_ptr(),
             rows,
             cols,

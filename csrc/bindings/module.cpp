@@ -35,6 +35,19 @@ class BoundQuantize {
         stream);
   }
 
+  // A whole tensor with one scale_inv for both orientations: x, rows, columns, rowwise and
+  // columnwise codes, scale_inv, scale, amax_out, workspace.
+  using Place = std::tuple<Address, std::int64_t, std::int64_t, Address, Address, Address, Address,
+                           Address, Address>;
+
+  void whole(const Place& place, Address stream) const { run(gather(place), stream); }
+
+  static void pair(const BoundQuantize& one, const Place& x, const BoundQuantize& other,
+                   const Place& y, Address stream) {
+    quantize_pair(one.desc_, one.gather(x), other.desc_, other.gather(y), one.device_,
+                  as_stream(stream));
+  }
+
   // x is some rows of a tensor, whose columnwise codes have `code_pitch` bytes between rows.
   void part(Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
             Address row_codes, Address row_scale_inv, std::int64_t row_pitch,
@@ -80,6 +93,13 @@ class BoundQuantize {
         num_partials};
   }
 
+  QuantizeArguments gather(const Place& place) const {
+    const auto& [x, rows, cols, row_codes, column_codes, scale_inv, scale, amax_out, workspace] =
+        place;
+    return gather(x, rows, cols, cols, row_codes, scale_inv, 1, column_codes, scale_inv, 1, scale,
+                  amax_out, workspace, rows, {}, 0);
+  }
+
   void run(const QuantizeArguments& arguments, Address stream) const {
     quantize(desc_, arguments, device_, as_stream(stream));
   }
@@ -106,9 +126,11 @@ void register_quantize(py::module_& module) {
   py::class_<BoundQuantize>(module, "Quantize")
       .def(py::init<Granularity, Format, InputType, float, float, float, bool, int>())
       .def("__call__", &BoundQuantize::operator())
+      .def("whole", &BoundQuantize::whole)
       .def("part", &BoundQuantize::part)
       .def("in_groups", &BoundQuantize::in_groups);
   module.attr("MAX_PARTIALS") = kMaxPartials;
+  module.def("quantize_pair", &BoundQuantize::pair);
   module.def("partial_amaxes", [](Address x, std::int64_t rows, std::int64_t cols,
                                   std::int64_t stride, InputType type, Address workspace,
                                   int device, Address stream) {

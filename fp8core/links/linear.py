@@ -78,7 +78,9 @@ class LinearLink:
     num_weights: int
     num_params: int
     takes_parts: bool = False
-    _made: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    # What is the same in every call without padding: by whose gradients are needed how the link
+    # runs alone; after False what it wants of its input, after True of its gradient.
+    _made: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def grad_input_dtype(self) -> torch.dtype:
@@ -89,11 +91,11 @@ class LinearLink:
 
     def alone(self, rows: int, needs: Sequence[bool], call: Call) -> PlainLinear | None:
         """Return the way without detours of a dense call that needs no padding."""
-        is_plain = not (call.groups or self.needs_rng or self.shape.accumulates)
-        if not is_plain or (self.padding is not None and self.padding.for_call(rows, call)):
+        if self.needs_rng or call.groups or self.shape.accumulates:
             return None
-        found: PlainLinear | None = self._made.get(("alone", *needs))
-        return found or self._plain_linear(needs)
+        if self.padding is not None and self.padding.for_call(rows, call):
+            return None
+        return self._made.get(needs) or self._plain_linear(needs)
 
     def _plain_linear(self, needs: Sequence[bool]) -> PlainLinear:
         rowwise, columnwise = needs[0], needs[1]
@@ -101,8 +103,9 @@ class LinearLink:
         casts = (cast_input, self._cast_grad(rowwise, columnwise))
         gemms = (self.fprop, self.dgrad, self.wgrad)
         dtypes = (self.grad_input_dtype, self.shape.weight_dtype, self.shape.bias_dtype)
-        made = PlainLinear(needs, casts, self.weight, gemms, dtypes, self.backward_state)
-        self._made.update({("alone", *needs): made})
+        pair = self.weight.beside(self.input)
+        made = PlainLinear(needs, casts, self.weight, pair, gemms, dtypes, self.backward_state)
+        self._made[tuple(needs)] = made
         return made
 
     def _cast_grad(self, rowwise: bool, columnwise: bool) -> Cast | None:
@@ -117,7 +120,8 @@ class LinearLink:
         """Want the input quantized: rowwise for fprop, and columnwise if wgrad will run."""
         padded = None if self.padding is None else self.padding.for_call(rows, call)
         if padded is None and not call.groups:
-            return self._made.get((False, *needs)) or self._plain(needs)
+            key = (False, *needs)
+            return self._made.get(key) or self._plain(key, needs)
         columnwise = True in needs[1 : 1 + self.num_weights]
         return Want(self.input, self.input_dtype, columnwise=columnwise, call=call, padded=padded)
 
@@ -127,7 +131,8 @@ class LinearLink:
             context = context.padded
         padded = context if isinstance(context, PaddedCall) else None
         if padded is None and not call.groups and not self.needs_rng:
-            return self._made.get((True, *needs)) or self._plain_grad(needs)
+            key = (True, *needs)
+            return self._made.get(key) or self._plain_grad(key, needs)
         end = 1 + self.num_weights
         need_input, need_weight = needs[0], True in needs[1:end]
         has_sums = True in needs[end:]
@@ -146,22 +151,22 @@ class LinearLink:
             is_gradient=True,
         )
 
-    def _plain(self, needs: Sequence[bool]) -> Want:
+    def _plain(self, key: tuple[bool, ...], needs: Sequence[bool]) -> Want:
         """Return how a dense call without padding wants its input, the same object each time."""
         columnwise = True in needs[1 : 1 + self.num_weights]
         cast = self.input.cast_to(rowwise=True, columnwise=columnwise)
         want = Want(self.input, self.input_dtype, columnwise=columnwise, cast=cast)
-        self._made.update({(False, *needs): want})
+        self._made[key] = want
         return want
 
-    def _plain_grad(self, needs: Sequence[bool]) -> Want:
+    def _plain_grad(self, key: tuple[bool, ...], needs: Sequence[bool]) -> Want:
         """Return how the backward of such a call wants the gradient, without a seed."""
         end = 1 + self.num_weights
         rowwise, columnwise, has_sums = needs[0], True in needs[1:end], True in needs[end:]
         cast = self._cast_grad(rowwise, columnwise)
         what = (self.grad_output, self.grad_dtype, rowwise, columnwise, has_sums)
         want = Want(*what, is_gradient=True, cast=cast)
-        self._made.update({(True, *needs): want})
+        self._made[key] = want
         return want
 
     def forward(

@@ -14,18 +14,34 @@ import torch
 from fp8core.backend_api import Operand, Parts
 from fp8core.library import operators
 from fp8core.links.call import Call
-from fp8core.quantizer import Cast
+from fp8core.quantizer import Cast, Orientations, Pair
 from fp8core.scaling import DelayedState, update_after_backward
 from fp8core.weights import WeightQuantizer
 
 __all__ = ["PlainLinear", "grad_input_of"]
 
 
+class _Beside:
+    """Casts a weight and, at the same time, an input: ``made``, None if it was never called."""
+
+    __slots__ = ("_pair", "_x", "made")
+
+    def __init__(self, pair: Pair, x: torch.Tensor) -> None:
+        self._pair = pair
+        self._x = x
+        self.made: Orientations | None = None
+
+    def __call__(self, weight: torch.Tensor) -> Orientations:
+        self.made, other = self._pair(self._x, weight)
+        return other
+
+
 class PlainLinear:
     """``y[m, n] = x[m, k] @ w[n, k].T + bias[n]`` for one answer to whose gradients are needed.
 
-    ``cast_grad`` is None where the bias alone needs one. ``grad_dtypes`` are those of grad_input,
-    where dgrad is told, and of the parameters' gradients.
+    ``cast_grad`` is None where the bias alone needs one, ``pair`` where input and weight are cast
+    apart. ``grad_dtypes`` are those of grad_input, where dgrad is told, and of the parameters'
+    gradients.
     """
 
     __slots__ = (
@@ -39,6 +55,7 @@ class PlainLinear:
         "_needs_bias",
         "_needs_input",
         "_needs_weight",
+        "_pair",
         "_weight",
         "_wgrad",
     )
@@ -48,6 +65,7 @@ class PlainLinear:
         needs: Sequence[bool],
         casts: tuple[Cast, Cast | None],
         weight: WeightQuantizer,
+        pair: Pair | None,
         gemms: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]],
         grad_dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
         backward_state: DelayedState | None,
@@ -57,6 +75,7 @@ class PlainLinear:
         self._needs_bias = True in bias
         self._cast_input, self._cast_grad = casts
         self._weight = weight
+        self._pair = pair if self._needs_input and self._needs_weight else None
         self._fprop, self._dgrad, self._wgrad = gemms
         self._grad_dtypes = grad_dtypes
         self._backward_state = backward_state
@@ -65,11 +84,18 @@ class PlainLinear:
         self, x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
         """Return y and what backward needs: the columnwise input, then the columnwise weight."""
-        weight = params[0]
-        x_row, x_column = self._cast_input(x)
-        w_row, w_column = self._weight(
-            weight, columnwise=self._needs_input, first=call.first_microbatch, source=weight
-        )
+        weight, first = params[0], call.first_microbatch
+        if self._pair is None:
+            x_row, x_column = self._cast_input(x)
+            w_row, w_column = self._weight(
+                weight, columnwise=self._needs_input, first=first, source=weight
+            )
+        else:
+            both = _Beside(self._pair, x)
+            w_row, w_column = self._weight(
+                weight, columnwise=True, first=first, source=weight, cast=both
+            )
+            x_row, x_column = both.made or self._cast_input(x)  # the weight was kept
         y: torch.Tensor = self._fprop(x_row, w_row, bias=params[1] if self._has_bias else None)
         if not self._needs_input:
             return y, x_column if self._needs_weight else ()

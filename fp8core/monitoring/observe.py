@@ -33,7 +33,7 @@ from fp8core.monitoring.record import CastKey, GemmKey, KeptTensors, Recorder
 from fp8core.monitoring.statistics import Cast, Tally, measure
 from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.plan import LinearPlan, TensorPlan
-from fp8core.quantizer import Binding, Groups, Orientations
+from fp8core.quantizer import Binding, Groups, Orientations, Quantizer
 from fp8core.weights import WeightQuantizer
 
 __all__ = ["LayerWatch", "WatchedLink"]
@@ -144,7 +144,14 @@ class _SeenWeight:
         self.choices = inner.choices
 
     def __call__(
-        self, weight: Any, /, *, columnwise: bool, first: bool | None = None, source: Any
+        self,
+        weight: Any,
+        /,
+        *,
+        columnwise: bool,
+        first: bool | None = None,
+        source: Any,
+        cast: Callable[[torch.Tensor], Orientations] | None = None,
     ) -> Orientations:
         """Return the operands of ``weight``."""
         if not _is_repeat():
@@ -157,6 +164,9 @@ class _SeenWeight:
             operands = zip(rowwise, turned, strict=True)
             self._probe.weights(weights, sources, list(itertools.starmap(Orientations, operands)))
         return made
+
+    def beside(self, input: Quantizer) -> None:
+        """There is no such thing: each is looked at."""
 
 
 class _SeenGemm:

@@ -52,6 +52,15 @@ class Names:
     __members__ = _Members()
 
 
+class Cast:
+    """A cast that computes nothing."""
+
+    whole = part = staticmethod(nothing)
+
+    def __init__(self, *arguments: object) -> None: ...
+    def __call__(self, *arguments: object) -> None: ...
+
+
 class Gemm:
     """A problem with one algorithm, which computes nothing."""
 
@@ -68,7 +77,8 @@ class Library:
 
     MAX_PARTIALS = 1024
     ElementType = ScaleMode = Granularity = Format = InputType = Names
-    Gemm = Gemm
+    Gemm, Quantize = Gemm, Cast
+    quantize_pair = staticmethod(nothing)
 
     def __getattr__(self, name: str) -> Callable[..., Callable[..., None]]:
         return lambda *arguments: nothing

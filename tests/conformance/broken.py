@@ -74,6 +74,7 @@ class GivesParts(Sound):
     """Sound, and offers what is optional of a cast with float32 scales too."""
 
     parts = InParts
+    second = 1  # of a pair: whose slots the second takes
 
     def bind(self, desc: OpDesc, device: torch.device) -> Run:
         run = super().bind(desc, device)
@@ -89,8 +90,22 @@ class GivesParts(Sound):
             made = run(x, **given)
             return made if len(x) < 256 else made._replace(rowwise=self.parts(desc.rowwise, made))
 
+        def beside(other: Run) -> Run:
+            def pair(*xs: torch.Tensor, **given: Any) -> list[Quantized]:
+                own = [{name: two[i] for name, two in given.items()} for i in range(2)]
+                return [run(xs[0], **own[0]), other(xs[1], **own[self.second])]
+
+            return pair
+
         whole.in_parts = in_parts  # type: ignore[attr-defined]
+        whole.beside = beside  # type: ignore[attr-defined]
         return whole
+
+
+class TakesTheOthersSlots(GivesParts):
+    """Records the amax of a pair's second tensor for the first, and takes the first's scale."""
+
+    second = 0
 
 
 class LeavesOutTheLastPart(GivesParts):
@@ -247,6 +262,7 @@ class FusedRoundsTwice(Sound):
 CAUGHT_BY: dict[type[Sound], str] = {
     WrongScale: "law1_quantize_scales_equal_the_reference",
     DroppedBias: "law4_gemm_adds_the_bias",
+    TakesTheOthersSlots: "law3_quantize_beside_another_equals_two_calls",
     LeavesOutTheLastPart: "law3_quantize_in_parts_equals_the_whole",
     SwappedOrientation: "law3_quantize_columnwise_is_the_operand_of_the_transpose",
     WritesAnInput: "law5_inputs_are_not_written",

@@ -53,6 +53,7 @@ class Counter:
             return run(*args, **kwargs)
 
         counted.cast_to = functools.partial(functools.partial, counted)  # type: ignore[attr-defined]
+        counted.beside = lambda other: None  # type: ignore[attr-defined]
         counted.cast_in_parts = lambda: counted  # type: ignore[attr-defined]
         return counted
 

@@ -1,14 +1,22 @@
 // What the entries find out about their arguments.
 #pragma once
 
+#include <array>
+#include <atomic>
+
 #include "fp8core/check.h"
 #include "fp8core/microscaling.h"
 
 namespace fp8core {
 
 inline int num_multiprocessors(int device) {
-  int count = 0;
-  FP8CORE_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  static std::array<std::atomic<int>, 64> known{};
+  const bool is_kept = device >= 0 && device < static_cast<int>(known.size());
+  int count = is_kept ? known[device].load(std::memory_order_relaxed) : 0;
+  if (count == 0) {
+    FP8CORE_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    if (is_kept) known[device].store(count, std::memory_order_relaxed);
+  }
   return count;
 }
 

@@ -43,6 +43,32 @@ int launch_partials(const Matrix& x, bool vectors, float* partials, int num_mult
   return blocks;
 }
 
+inline int64_t dense_tiles(TileParams& p) {
+  const Matrix& x = p.args.x;
+  p.scale_tiles = (x.rows + kTile - 1) / kTile;
+  return p.scale_tiles * p.tile_columns;
+}
+
+template <typename T>
+void launch_pair(const QuantizeDesc& desc, TileParams p, TileParams other,
+                 int num_multiprocessors, cudaStream_t stream) {
+  const int64_t first = dense_tiles(p), tiles = first + dense_tiles(other);
+  FP8CORE_CHECK(tiles < (int64_t{1} << 31), "quantize_pair: ", tiles,
+                " tiles of 128 x 128, more than a grid takes");
+  const unsigned grid = static_cast<unsigned>(tiles), own = static_cast<unsigned>(first);
+  if (desc.granularity == Granularity::kDelayed) {
+    uniform_tile_pair<T, Format::kE4M3, Granularity::kDelayed>
+        <<<grid, kTileThreads, 0, stream>>>(p, other, own);
+  } else {
+    for (TileParams* one : {&p, &other})
+      one->args.num_partials = launch_partials<T>(
+          one->args.x, one->vector_loads, one->args.workspace, num_multiprocessors, stream);
+    uniform_tile_pair<T, Format::kE4M3, Granularity::kTensor>
+        <<<grid, kTileThreads, 0, stream>>>(p, other, own);
+  }
+  FP8CORE_CUDA(cudaGetLastError());
+}
+
 template <typename T>
 void launch(const QuantizeDesc& desc, TileParams p, int num_multiprocessors,
             cudaStream_t stream) {

@@ -16,10 +16,8 @@ __global__ void __launch_bounds__(kAmaxThreads)
   if (threadIdx.x == 0) *amax_out = found;
 }
 
-}  // namespace
-
-void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, int device,
-              cudaStream_t stream) {
+// What the kernels take, after what is given was checked.
+TileParams checked(const QuantizeDesc& desc, const QuantizeArguments& arguments) {
   const Matrix& x = arguments.x;
   check(x);
   FP8CORE_CHECK(arguments.rowwise.codes != nullptr || arguments.columnwise.codes != nullptr,
@@ -39,8 +37,6 @@ void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, int 
   FP8CORE_CHECK(groups.offsets == nullptr || (groups.count > 0 && x.rows < kMostRows),
                 "quantize: ", x.rows, " rows in ", groups.count, " groups; expected at least one ",
                 "group and less than ", kMostRows, " rows");
-  if (x.cols == 0 || (x.rows == 0 && groups.offsets == nullptr)) return;
-  const DeviceGuard guard(device);
   TileParams params;
   params.args = arguments;
   params.rule = desc.rule;
@@ -48,11 +44,47 @@ void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, int 
   params.vector_loads = reads_vectors(x);
   params.vector_rows = x.cols % 8 == 0 && is_aligned(arguments.rowwise.codes, 8);
   params.vector_columns = pitch % 16 == 0 && is_aligned(arguments.columnwise.codes, 16);
+  return params;
+}
+
+}  // namespace
+
+void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, int device,
+              cudaStream_t stream) {
+  const Matrix& x = arguments.x;
+  const TileParams params = checked(desc, arguments);
+  if (x.cols == 0 || (x.rows == 0 && arguments.groups.offsets == nullptr)) return;
+  const DeviceGuard guard(device);
   const int multiprocessors = num_multiprocessors(device);
   switch (x.type) {
     case InputType::kFloat32: return launch_from_float32(desc, params, multiprocessors, stream);
     case InputType::kBFloat16: return launch_from_bfloat16(desc, params, multiprocessors, stream);
     case InputType::kFloat16: return launch_from_float16(desc, params, multiprocessors, stream);
+  }
+}
+
+void quantize_pair(const QuantizeDesc& desc, const QuantizeArguments& arguments,
+                   const QuantizeDesc& other_desc, const QuantizeArguments& other, int device,
+                   cudaStream_t stream) {
+  const Matrix &x = arguments.x, &y = other.x;
+  const bool is_whole =
+      desc.granularity == Granularity::kDelayed || desc.granularity == Granularity::kTensor;
+  FP8CORE_CHECK(is_whole && desc.granularity == other_desc.granularity &&
+                    desc.format == Format::kE4M3 && other_desc.format == Format::kE4M3 &&
+                    x.type == y.type && arguments.groups.offsets == nullptr &&
+                    other.groups.offsets == nullptr,
+                "quantize_pair takes two tensors of one type in e4m3, tensorwise, without groups");
+  FP8CORE_CHECK(x.rows > 0 && x.cols > 0 && y.rows > 0 && y.cols > 0,
+                "quantize_pair: ", x.rows, " x ", x.cols, " and ", y.rows, " x ", y.cols,
+                "; expected at least one element each");
+  const TileParams p = checked(desc, arguments), q = checked(other_desc, other);
+  const DeviceGuard guard(device);
+  const int multiprocessors = num_multiprocessors(device);
+  switch (x.type) {
+    case InputType::kFloat32: return launch_pair_from_float32(desc, p, q, multiprocessors, stream);
+    case InputType::kBFloat16:
+      return launch_pair_from_bfloat16(desc, p, q, multiprocessors, stream);
+    case InputType::kFloat16: return launch_pair_from_float16(desc, p, q, multiprocessors, stream);
   }
 }
 

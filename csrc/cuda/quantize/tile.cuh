@@ -60,13 +60,17 @@ __device__ float tile_scale(const Eight<T> (&x)[8], const TileParams& p, const T
   }
 }
 
+// Current scaling reads x a second time: the end of x first, which is still in the cache.
+template <Granularity G>
+__device__ unsigned tile_of_block() {
+  return G == Granularity::kTensor ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+}
+
 template <typename T, Format F, Granularity G>
-__global__ void __launch_bounds__(kTileThreads) uniform_tile(const TileParams p) {
+__device__ void cast_uniform_tile(const TileParams& p, unsigned tile) {
   __shared__ alignas(16) uint2 parked[kTile * 16];
   __shared__ float shared[kTileThreads / 32];
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-  // Current scaling reads x a second time: the end of x first, which is still in the cache.
-  const unsigned tile = G == Granularity::kTensor ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const TilePlace at = place_of(p, tile);
   Eight<T> x[8];
   load_tile(x, p, at, ty, tx);
@@ -82,6 +86,22 @@ __global__ void __launch_bounds__(kTileThreads) uniform_tile(const TileParams p)
   park_columns(codes, parked, ty, tx);
   __syncthreads();
   store_columns(p, at, parked);
+}
+
+template <typename T, Format F, Granularity G>
+__global__ void __launch_bounds__(kTileThreads)
+    uniform_tile(const __grid_constant__ TileParams p) {
+  cast_uniform_tile<T, F, G>(p, tile_of_block<G>());
+}
+
+// Two tensors: the tiles of the first, then those of the other.
+template <typename T, Format F, Granularity G>
+__global__ void __launch_bounds__(kTileThreads)
+    uniform_tile_pair(const __grid_constant__ TileParams p, const __grid_constant__ TileParams other,
+                      unsigned tiles) {
+  const unsigned tile = tile_of_block<G>();
+  const bool is_first = tile < tiles;
+  cast_uniform_tile<T, F, G>(is_first ? p : other, is_first ? tile : tile - tiles);
 }
 
 // The columnwise scales of groups without rows, whose tiles nobody has: the first row of tiles'.

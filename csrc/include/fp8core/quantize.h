@@ -83,6 +83,12 @@ constexpr int kMaxPartials = 1024;
 void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, int device,
               cudaStream_t stream);
 
+// Two tensors in one launch, or three for kTensor: of the same granularity, kDelayed or kTensor, in
+// e4m3, from the same input type. Neither is in groups.
+void quantize_pair(const QuantizeDesc& desc, const QuantizeArguments& arguments,
+                   const QuantizeDesc& other_desc, const QuantizeArguments& other, int device,
+                   cudaStream_t stream);
+
 // Writes amaxes whose largest is amax(x), and returns how many; `workspace` has kMaxPartials floats.
 int partial_amaxes(const Matrix& x, float* workspace, int device, cudaStream_t stream);
 

@@ -289,6 +289,28 @@ def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeD
 
 
 @law(3, "quantize", applies=lambda desc: _has_both(desc) and not desc.grouped and _is_nearest(desc))
+def quantize_beside_another_equals_two_calls(subject: Subject, desc: QuantizeDesc) -> None:
+    """Two tensors at once have the bits of a call for each."""
+    run = subject.backend.bind(desc, subject.device)
+    pair = getattr(run, "beside", lambda other: None)(run)
+    if pair is None:
+        return
+    shapes = [quantize_size(subject, desc, *shape) for shape in ((33, 70), LARGE, (0, 5))]
+    for one, other in itertools.permutations(shapes, 2):
+        xs = [subject.here(inputs.matrix("decades", *own, desc.dtype)) for own in (one, other)]
+        given = [quantize_keywords(subject, desc, seed=seed) for seed in (11, 12)]
+        if "scale" in given[1]:
+            given[1]["scale"] *= 3
+        apart = [{name: value.clone() for name, value in own.items()} for own in given]
+        alone = [run(x, **own) for x, own in zip(xs, apart, strict=True)]
+        made = pair(*xs, **{name: (given[0][name], given[1][name]) for name in given[0]})
+        for number, what in enumerate((one, other)):
+            _same_operands(desc, f"{list(what)} of a pair", made[number], alone[number])
+            for name, value in given[number].items():
+                same_bits(f"{name} of {list(what)} of a pair", value, apart[number][name])
+
+
+@law(3, "quantize", applies=lambda desc: _has_both(desc) and not desc.grouped and _is_nearest(desc))
 def quantize_in_parts_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
     """Parts are the rowwise operand, row by row; after the last the columnwise one is whole."""
     run = subject.backend.bind(desc, subject.device)

@@ -73,6 +73,19 @@ def quantize() -> None:
             backend("cuda").bind(desc, DEVICE)(x, **given)
 
 
+def pairs() -> None:
+    """Cast two tensors at once, each of another size."""
+    for name, dtype in itertools.product(("delayed", "current"), DTYPES):
+        own, given = spec(name), {}
+        if own.delayed:
+            scale = torch.ones(2).to(DEVICE).split(1)
+            given = {"scale": scale, "amax_out": torch.zeros(2).to(DEVICE).split(1)}
+        run = backend("cuda").bind(QuantizeDesc(dtype, own, own), DEVICE)
+        for one, other in itertools.permutations(SHAPES, 2):
+            xs = [torch.randn(shape).to(dtype).to(DEVICE) for shape in (one, other)]
+            run.beside(run)(*xs, **given)
+
+
 def parts() -> None:
     """Cast gradients some rows at a time, the last of them ragged."""
     with patch.multiple(quantized_parts, PART_ROWS=128, LEAST_CODES=0):
@@ -173,6 +186,7 @@ def device_groups() -> None:
 
 GROUPS = {
     "quantize": quantize,
+    "pairs": pairs,
     "parts": parts,
     "amax_and_scale_update": amax_and_scale_update,
     "microscaling": microscaling,

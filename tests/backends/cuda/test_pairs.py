@@ -1,0 +1,101 @@
+"""A layer's input and weight quantized in one launch."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import fp8core
+from fp8core import recipe
+from fp8core.backend_api import QuantizeDesc
+from tests.backends.cuda.cuda_cases import (
+    DEVICE,
+    DTYPES,
+    KINDS,
+    backend,
+    differs,
+    same_bits,
+    spec,
+    values,
+)
+
+pytestmark = pytest.mark.needs_accelerator("cuda")
+SHAPES = ((1, 1), (3, 5), (128, 128), (130, 264), (256, 512), (1000, 33), (0, 16))
+
+
+def slots(name: str) -> dict[str, tuple[torch.Tensor, ...]]:
+    if name != "delayed":
+        return {}
+    scale = tuple(torch.full((1,), own, device=DEVICE) for own in (3.7, 0.21))
+    return {"scale": scale, "amax_out": tuple(torch.zeros(1, device=DEVICE) for _ in range(2))}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_a_pair_equals_the_reference(name: str, dtype: torch.dtype) -> None:
+    own = spec(name)
+    desc = QuantizeDesc(dtype, own, own)
+    ours, judge = (backend(who).bind(desc, DEVICE) for who in ("cuda", "reference"))
+    pair = ours.beside(ours)
+    for (one, other), kind in itertools.product(itertools.permutations(SHAPES, 2), KINDS):
+        xs = (values(kind, one, dtype), values("normal", other, dtype))
+        given, apart = slots(name), slots(name)
+        made = pair(*xs, **given)
+        for number, x in enumerate(xs):
+            want = judge(x, **{key: value[number] for key, value in apart.items()})
+            for mine, theirs in zip(made[number], want, strict=True):
+                assert differs(mine, theirs) is None, (one, other, kind)
+            for key in apart:
+                assert same_bits(given[key][number], apart[key][number])
+
+
+def test_a_pair_of_strided_tensors() -> None:
+    own = spec("current")
+    desc = QuantizeDesc(torch.bfloat16, own, own)
+    run = backend("cuda").bind(desc, DEVICE)
+    x, w = (values("wide", (130, 264), torch.bfloat16) for _ in range(2))
+    made = run.beside(run)(x.t(), w[1:, 8:])
+    for ours, theirs in zip(made, (run(x.t()), run(w[1:, 8:])), strict=True):
+        assert differs(ours.rowwise, theirs.rowwise) is None
+        assert differs(ours.columnwise, theirs.columnwise) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        QuantizeDesc(torch.float32, spec("current"), spec("current")),
+        QuantizeDesc(torch.bfloat16, spec("delayed"), spec("delayed")),
+        QuantizeDesc(torch.bfloat16, spec("current", "e5m2"), spec("current", "e5m2")),
+        QuantizeDesc(torch.bfloat16, spec("square"), spec("square")),
+        QuantizeDesc(torch.bfloat16, spec("current"), None),
+    ],
+    ids=str,
+)
+def test_what_differs_is_no_pair(other: QuantizeDesc) -> None:
+    own = QuantizeDesc(torch.bfloat16, spec("current"), spec("current"))
+    one, two = (backend("cuda").bind(desc, DEVICE) for desc in (own, other))
+    assert one.beside(two) is None
+    assert two.beside(one) is None
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_a_layer_has_the_bits_of_casts_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    for is_apart in (False, True):
+        torch.manual_seed(0)
+        layer = fp8core.Linear(256, 384, params_dtype=torch.bfloat16, device=DEVICE)
+        if is_apart:
+            monkeypatch.setattr(fp8core.weights.KeptWeight, "beside", lambda *arguments: None)
+        x = torch.randn(64, 256, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+        made = []
+        for microbatch in (True, False, None, None):
+            x.grad = None
+            with fp8core.autocast(recipe=recipe.by_name(name)):
+                y = layer(x, is_first_microbatch=microbatch)
+            y.backward(torch.ones_like(y))
+            made += [y.detach(), x.grad.clone(), layer.weight.grad.clone()]
+        found.append([*made, *layer.buffers()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
