@@ -157,6 +157,12 @@ def test_names_matter_where_the_recipe_reads_them() -> None:
         assert_same(model, fast, model, rand(32, 64))
 
 
+on_torch_2_11 = pytest.mark.skipif(
+    torch.__version__.startswith("2.11."), reason="torch 2.11 cannot rebuild a recipe in a graph"
+)
+
+
+@on_torch_2_11
 @pytest.mark.parametrize("asked", [CURRENT, NVFP4, "mxfp8"], ids=["current", "nvfp4", "name"])
 def test_autocast_inside_the_graph(asked: recipe.Recipe | str) -> None:
     first = te.LayerNormLinear(64, 64, params_dtype=BF16)
@@ -176,6 +182,7 @@ def test_autocast_inside_the_graph(asked: recipe.Recipe | str) -> None:
     assert graphs() == 1
 
 
+@on_torch_2_11
 def test_torch_autocast_inside_and_outside() -> None:
     layer = te.LayerNormMLP(64, 32)
     x = torch.randn(16, 64)
@@ -269,6 +276,8 @@ sys.exit(0 if torch.equal(torch.export.load(sys.argv[1]).module()(x), want) else
 """
 
 
+# torch 2.11 warns so of a buffer of its own.
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 @pytest.mark.parametrize("asked", [CURRENT, MX, NVFP4], ids=["current", "mxfp8", "nvfp4"])
 def test_exported_program_equals_eager(asked: recipe.Recipe, tmp_path: Path) -> None:
     model, x = Model(asked).eval(), rand(32, 64)

@@ -88,7 +88,7 @@ def pairs() -> None:
 
 def parts() -> None:
     """Cast gradients some rows at a time, the last of them ragged."""
-    with patch.multiple(quantized_parts, PART_ROWS=128, LEAST_CODES=0):
+    with patch.multiple(quantized_parts, PART_ROWS=128, LEAST_SAVED=1):
         for name, dtype in itertools.product(("delayed", "current", "vector"), DTYPES):
             own, given = spec(name), {}
             if own.delayed:

@@ -30,7 +30,7 @@ MIB = 2**20
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PART_ROWS", 128)
-    monkeypatch.setattr(parts, "LEAST_CODES", 0)
+    monkeypatch.setattr(parts, "LEAST_SAVED", 1)
 
 
 def given(name: str) -> dict[str, torch.Tensor]:
@@ -105,7 +105,7 @@ def test_a_layer_s_gradients(name: str, bias: bool, monkeypatch: pytest.MonkeyPa
     found = []
     for rows in (128, 2**20):
         monkeypatch.setattr(parts, "PART_ROWS", rows)
-        monkeypatch.setattr(parts, "LEAST_CODES", 0)
+        monkeypatch.setattr(parts, "LEAST_SAVED", 1)
         layer.reset_delayed_state()
         for _ in range(2):
             step(layer, name, x, dy)
