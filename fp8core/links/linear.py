@@ -78,8 +78,8 @@ class LinearLink:
     num_weights: int
     num_params: int
     takes_parts: bool = False
-    # What is the same in every call without padding: by whose gradients are needed how the link
-    # runs alone; after False what it wants of its input, after True of its gradient.
+    # What is the same in every call without padding, by whose gradients are needed: after None how
+    # the link runs alone, after False what it wants of its input, after True of its gradient.
     _made: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -95,22 +95,34 @@ class LinearLink:
             return None
         if self.padding is not None and self.padding.for_call(rows, call):
             return None
-        return self._made.get(needs) or self._plain_linear(needs)
+        in_parts = self._parts_help(rows)
+        key = (None, in_parts, *needs)
+        return self._made.get(key) or self._plain_linear(key, needs, in_parts)
 
-    def _plain_linear(self, needs: Sequence[bool]) -> PlainLinear:
+    def _plain_linear(
+        self, key: tuple[bool | None, ...], needs: Sequence[bool], in_parts: bool
+    ) -> PlainLinear:
         rowwise, columnwise = needs[0], needs[1]
         cast_input = self.input.cast_to(rowwise=True, columnwise=columnwise)
-        casts = (cast_input, self._cast_grad(rowwise, columnwise))
+        casts = (cast_input, self._cast_grad(rowwise, columnwise, in_parts))
         gemms = (self.fprop, self.dgrad, self.wgrad)
         dtypes = (self.grad_input_dtype, self.shape.weight_dtype, self.shape.bias_dtype)
         pair = self.weight.beside(self.input)
         made = PlainLinear(needs, casts, self.weight, pair, gemms, dtypes, self.backward_state)
-        self._made[tuple(needs)] = made
+        self._made[key] = made
         return made
 
-    def _cast_grad(self, rowwise: bool, columnwise: bool) -> Cast | None:
+    def _parts_help(self, rows: int) -> bool:
+        """Say whether parts of a gradient lower the peak of memory.
+
+        While dgrad runs there are the rowwise codes and those of the weight, ``rows n + k n``
+        bytes; while wgrad does, at least the ``2 k n`` bytes of grad_weight instead.
+        """
+        return self.takes_parts and rows > self.shape.in_features
+
+    def _cast_grad(self, rowwise: bool, columnwise: bool, in_parts: bool) -> Cast | None:
         """Return the call that casts a gradient with nothing to pad, group or draw."""
-        if self.takes_parts and rowwise and columnwise:
+        if in_parts and rowwise and columnwise:
             return self.grad_output.cast_in_parts()
         if rowwise or columnwise:
             return self.grad_output.cast_to(rowwise=rowwise, columnwise=columnwise)
@@ -131,8 +143,9 @@ class LinearLink:
             context = context.padded
         padded = context if isinstance(context, PaddedCall) else None
         if padded is None and not call.groups and not self.needs_rng:
-            key = (True, *needs)
-            return self._made.get(key) or self._plain_grad(key, needs)
+            in_parts = self._parts_help(rows)
+            key = (True, in_parts, *needs)
+            return self._made.get(key) or self._plain_grad(key, needs, in_parts)
         end = 1 + self.num_weights
         need_input, need_weight = needs[0], True in needs[1:end]
         has_sums = True in needs[end:]
@@ -159,11 +172,11 @@ class LinearLink:
         self._made[key] = want
         return want
 
-    def _plain_grad(self, key: tuple[bool, ...], needs: Sequence[bool]) -> Want:
+    def _plain_grad(self, key: tuple[bool, ...], needs: Sequence[bool], in_parts: bool) -> Want:
         """Return how the backward of such a call wants the gradient, without a seed."""
         end = 1 + self.num_weights
         rowwise, columnwise, has_sums = needs[0], True in needs[1:end], True in needs[end:]
-        cast = self._cast_grad(rowwise, columnwise)
+        cast = self._cast_grad(rowwise, columnwise, in_parts)
         what = (self.grad_output, self.grad_dtype, rowwise, columnwise, has_sums)
         want = Want(*what, is_gradient=True, cast=cast)
         self._made[key] = want

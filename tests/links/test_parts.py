@@ -67,9 +67,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[int], list[int
     table._resolve.cache_clear()
 
 
-def step(layer: torch.nn.Module, name: str, backend: str) -> list[torch.Tensor]:
+def step(layer: torch.nn.Module, name: str, backend: str, columns: int = 64) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    x = torch.randn(ROWS, 64, requires_grad=True)
+    x = torch.randn(ROWS, columns, requires_grad=True)
     with use_backend(backend), fp8core.autocast(recipe=recipe.by_name(name)):
         y = layer(x)
     y.backward(torch.randn_like(y))
@@ -96,6 +96,13 @@ def test_only_the_gradient_from_outside_comes_in_parts(
 ) -> None:
     step(LayerNormMLP(64, 96), "current", "parts")
     assert asked == ([ROWS], [128, 128, 16])
+
+
+def test_parts_are_for_more_rows_than_the_input_has_columns(
+    asked: tuple[list[int], list[int]],
+) -> None:
+    step(Linear(ROWS, 96), "current", "parts", columns=ROWS)
+    assert asked == ([], [])
 
 
 def test_a_frozen_weight_or_input_needs_no_parts(asked: tuple[list[int], list[int]]) -> None:
