@@ -107,8 +107,15 @@ class LinearLink:
         casts = (cast_input, self._cast_grad(rowwise, columnwise, in_parts))
         gemms = (self.fprop, self.dgrad, self.wgrad)
         dtypes = (self.grad_input_dtype, self.shape.weight_dtype, self.shape.bias_dtype)
-        pair = self.weight.beside(self.input)
-        made = PlainLinear(needs, casts, self.weight, pair, gemms, dtypes, self.backward_state)
+        made = PlainLinear(
+            needs,
+            casts,
+            self.weight,
+            gemms,
+            pair=self.weight.beside(self.input),
+            grad_dtypes=dtypes,
+            backward_state=self.backward_state,
+        )
         self._made[key] = made
         return made
 

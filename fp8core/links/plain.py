@@ -65,8 +65,9 @@ class PlainLinear:
         needs: Sequence[bool],
         casts: tuple[Cast, Cast | None],
         weight: WeightQuantizer,
-        pair: Pair | None,
         gemms: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]],
+        *,
+        pair: Pair | None,
         grad_dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
         backward_state: DelayedState | None,
     ) -> None:
