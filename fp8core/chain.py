@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8core.errors import Fp8CoreError
 from fp8core.library import operators
+from fp8core.links.main_grad import Accumulating
 from fp8core.links.protocol import DENSE, Call, Link, Program, Saved
 
 __all__ = ["Links", "Refusal", "capture", "is_under_torch_autocast", "run"]
@@ -39,10 +40,12 @@ class _Step(NamedTuple):
 class _Steps:
     """The way back through a chain of any links."""
 
-    __slots__ = ("_steps",)
+    __slots__ = ("_steps", "frees_early")
 
     def __init__(self, steps: list[_Step]) -> None:
         self._steps = steps
+        # A missing main_grad is refused, and backward may be called again when it is there.
+        self.frees_early = not any(isinstance(step.context, Accumulating) for step in steps)
 
     def backward(
         self, grad_output: torch.Tensor, saved: list[torch.Tensor | None], call: Call
@@ -152,7 +155,7 @@ _is_any_autocast_enabled: Callable[[], bool] = getattr(
 
 def is_under_torch_autocast(x: torch.Tensor) -> bool:
     """Say whether ``torch.autocast`` is on for the tensor's type of device."""
-    if not _is_any_autocast_enabled():
+    if (x.is_cuda or x.is_cpu) and not _is_any_autocast_enabled():  # it forgets mps
         return False
     device_type = x.device.type  # asking it of meta would raise
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
@@ -235,7 +238,8 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
     shape, input_shape = grad_output.shape, ctx.input_shape
     value = grad_output if len(shape) == 2 else grad_output.reshape(-1, shape[-1])
     saved: list[torch.Tensor | None] = list(ctx.saved_tensors)
-    ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each is freed once it was read
+    if ctx.program.frees_early and not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each goes once it was read
     grad_input, *grad_params = ctx.program.backward(value, saved, ctx.call)
     if grad_input is not None and len(input_shape) != 2:
         grad_input = grad_input.reshape(input_shape)

@@ -55,6 +55,10 @@ class Quantizer(Protocol):
 
     choices: tuple[Choice, ...]
 
+    @property
+    def makes_parts(self) -> bool:
+        """Whether :meth:`cast_in_parts` may make parts: a backend that offers them, in eager."""
+
     def __call__(
         self,
         x: torch.Tensor,
@@ -79,6 +83,11 @@ class Quantizer(Protocol):
 
 class _Quantizer:
     __slots__ = ()
+
+    @property
+    def makes_parts(self) -> bool:
+        """It makes none."""
+        return False
 
     def cast_to(self: Quantizer, *, rowwise: bool, columnwise: bool) -> Cast:
         """Return the call for dense tensors without ``rng`` that are always asked for alike."""
@@ -133,6 +142,11 @@ class LowPrecision(_Quantizer):
         self._in_parts = self.with_slot(getattr(whole.run, "in_parts", whole.run))
         self._rowwise = self.with_slot(table.resolve(rowwise, device).run)
         self._columnwise = self.with_slot(table.resolve(columnwise, device).run)
+
+    @property
+    def makes_parts(self) -> bool:
+        """Whether the backend's call has parts; a captured operator has none."""
+        return hasattr(self._run, "in_parts")
 
     def with_slot(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``run`` with this tensor's delayed scale and amax filled in."""

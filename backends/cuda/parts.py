@@ -63,7 +63,9 @@ class QuantizeInParts:
         rows, cols = x.shape
         if (rows - PART_ROWS) * cols < LEAST_SAVED:
             return self._whole(x, scale=scale, amax_out=amax_out)
-        x, stride = adjacent_columns(x)
+        made, stride = adjacent_columns(x)
+        if made is not x:  # a copy, which should not outlive the cast
+            return self._whole(made, scale=scale, amax_out=amax_out)
         codes = self._empty((cols, rows), (rows, 1), torch.uint8)
         scale_inv, pitch = empty_scales(self._mode, cols, rows, self._empty)
         columnwise = Operand(codes, scale_inv)

@@ -194,7 +194,8 @@ def _bind_linear(
         choices=choices,
         num_weights=shape.num_weights,
         num_params=shape.num_params,
-        takes_parts=is_last,  # autograd keeps the gradient until backward returns
+        # Autograd keeps the last one's gradient until backward returns.
+        takes_parts=is_last and dy.makes_parts,
     )
 
 

@@ -120,7 +120,8 @@ class LinearLink:
         return made
 
     def _parts_help(self, rows: int) -> bool:
-        """Say whether parts of a gradient lower the peak of memory.
+        """Say whether parts of a gradient lower the peak of memory; nothing that a graph captures
+        takes parts, so no graph is guarded by its rows.
 
         While dgrad runs there are the rowwise codes and those of the weight, ``rows n + k n``
         bytes; while wgrad does, at least the ``2 k n`` bytes of grad_weight instead.

@@ -44,6 +44,8 @@ class PlainLinear:
     gradients.
     """
 
+    frees_early = True
+
     __slots__ = (
         "_backward_state",
         "_cast_grad",

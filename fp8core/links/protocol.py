@@ -149,7 +149,13 @@ class Backward(NamedTuple):
 
 
 class Program(Protocol):
-    """What has run forward, and knows the way back."""
+    """What has run forward, and knows the way back.
+
+    ``frees_early``: what was saved may go as soon as backward has read it, so that a backward that
+    fails cannot be called again.
+    """
+
+    frees_early: bool
 
     def backward(
         self, grad_output: torch.Tensor, saved: list[torch.Tensor | None], call: Call

@@ -116,6 +116,19 @@ def test_a_main_grad_that_does_not_fit_is_refused(
         run(layer, torch.randn(16, 64), None)
 
 
+@pytest.mark.parametrize("name", [None, "current"])
+def test_backward_runs_again_when_a_missing_main_grad_is_there(name: str | None) -> None:
+    layer = fp8core.Linear(32, 16, bias=False, fuse_wgrad_accumulation=True)
+    x = torch.randn(64, 32, requires_grad=True)
+    with fp8core.autocast(enabled=name is not None, recipe=name):
+        y = layer(x)
+    with pytest.raises(OperandError, match="Set it before backward"):
+        y.sum().backward()
+    layer.weight.main_grad = torch.zeros(16, 32)
+    y.sum().backward()
+    assert layer.weight.main_grad.any()
+
+
 def test_parts_of_a_weight_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="parameters_split"):
         fp8core.Linear(
