@@ -19,4 +19,8 @@ FP8CORE_INPUT(bfloat16)
 FP8CORE_INPUT(float16)
 #undef FP8CORE_INPUT
 
+// Amaxes of x, which has elements, by the file of its type; returns how many.
+int launch_partials_of(const Matrix& x, float* partials, int num_multiprocessors,
+                       cudaStream_t stream);
+
 }  // namespace fp8core

@@ -19,19 +19,6 @@ Nvfp4Side side_of(const ByteScaled& out, float* global_scale_inv, bool is_stocha
           make_uint2(low, high << 1 | (is_row ? 1u : 0u))};
 }
 
-int plain_partials(const Matrix& x, float* partials, int multiprocessors, cudaStream_t stream) {
-  const bool vectors = reads_vectors(x);
-  switch (x.type) {
-    case InputType::kFloat32:
-      return partials_from_float32(x, vectors, partials, multiprocessors, stream);
-    case InputType::kBFloat16:
-      return partials_from_bfloat16(x, vectors, partials, multiprocessors, stream);
-    case InputType::kFloat16:
-      return partials_from_float16(x, vectors, partials, multiprocessors, stream);
-  }
-  return 0;
-}
-
 template <typename T>
 void launch(Nvfp4Params params, unsigned tiles, int multiprocessors, cudaStream_t stream) {
   if (params.transforms) {
@@ -41,7 +28,7 @@ void launch(Nvfp4Params params, unsigned tiles, int multiprocessors, cudaStream_
     params.num_partials = static_cast<int>(blocks);
     params.column.partials = params.partials + kMaxPartials;
   } else {
-    params.num_partials = plain_partials(params.x, params.partials, multiprocessors, stream);
+    params.num_partials = launch_partials_of(params.x, params.partials, multiprocessors, stream);
   }
   const unsigned blocks = std::min<unsigned>(tiles, kFp4Resident<T> * multiprocessors);
   nvfp4_tile<T><<<blocks, kFp4Threads, 0, stream>>>(params, tiles);

@@ -88,21 +88,25 @@ void quantize_pair(const QuantizeDesc& desc, const QuantizeArguments& arguments,
   }
 }
 
+int launch_partials_of(const Matrix& x, float* partials, int num_multiprocessors,
+                       cudaStream_t stream) {
+  const bool vectors = reads_vectors(x);
+  switch (x.type) {
+    case InputType::kFloat32:
+      return partials_from_float32(x, vectors, partials, num_multiprocessors, stream);
+    case InputType::kBFloat16:
+      return partials_from_bfloat16(x, vectors, partials, num_multiprocessors, stream);
+    case InputType::kFloat16:
+      return partials_from_float16(x, vectors, partials, num_multiprocessors, stream);
+  }
+  return 0;
+}
+
 int partial_amaxes(const Matrix& x, float* workspace, int device, cudaStream_t stream) {
   check(x);
   if (x.rows == 0 || x.cols == 0) return 0;
   const DeviceGuard guard(device);
-  const int multiprocessors = num_multiprocessors(device);
-  const bool vectors = reads_vectors(x);
-  switch (x.type) {
-    case InputType::kFloat32:
-      return partials_from_float32(x, vectors, workspace, multiprocessors, stream);
-    case InputType::kBFloat16:
-      return partials_from_bfloat16(x, vectors, workspace, multiprocessors, stream);
-    case InputType::kFloat16:
-      return partials_from_float16(x, vectors, workspace, multiprocessors, stream);
-  }
-  return 0;
+  return launch_partials_of(x, workspace, num_multiprocessors(device), stream);
 }
 
 void amax(const Matrix& x, float* amax_out, float* workspace, int device, cudaStream_t stream) {
