@@ -1,7 +1,7 @@
 """A dense linear with nothing to pad, group, add up or draw: its steps without any detour.
 
-The same as :class:`fp8core.links.linear.LinearLink` does for such a call, bit for bit, in four
-fifths of a small layer's host time.
+The same as :class:`fp8core.links.linear.LinearLink` does for such a call, bit for bit, with a
+twelfth less Python in a small layer's step.
 """
 
 from __future__ import annotations
