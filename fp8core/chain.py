@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.autograd.function import once_differentiable
 
-from fp8core.errors import Fp8CoreError
+from fp8core.errors import Fp8CoreError, OperandError
 from fp8core.library import operators
 from fp8core.links.main_grad import Accumulating
+from fp8core.links.padding import RowsChanged
 from fp8core.links.protocol import DENSE, Call, Link, Program, Saved
 
 __all__ = ["Links", "Refusal", "capture", "is_under_torch_autocast", "run"]
@@ -70,7 +71,12 @@ class _Steps:
             if at and step.needs[0]:
                 before = steps[at - 1]
                 out = before.link.wants_grad(rows, before.needs, call, before.context)
-            value, own = step.link.backward(value, kept, step.context, call, step.needs, out)
+            try:
+                value, own = step.link.backward(value, kept, step.context, call, step.needs, out)
+                if value is not None:
+                    _check_rows(value, rows)
+            except RowsChanged as error:
+                raise _row_error(step.link, (at, len(steps)), "backward", error) from None
             grad_params = (*own, *grad_params)
         return value, *grad_params
 
@@ -211,10 +217,33 @@ def _run_steps(
     for at, link in enumerate(links):
         first, end, own = spans[at]
         out = None if at == last else links[at + 1].wants(rows, spans[at + 1][2], call)
-        value, kept, context = link.forward(value, params[first:end], call, own, out)
+        try:
+            value, kept, context = link.forward(value, params[first:end], call, own, out)
+            _check_rows(value, rows)
+        except RowsChanged as error:
+            raise _row_error(link, (at, len(links)), "forward", error) from None
         saved.extend(kept)
         steps.append(_Step(link, len(kept), context, own))
     return value, saved, _Steps(steps)
+
+
+def _check_rows(value: Any, rows: int) -> None:
+    """Raise RowsChanged unless what one link hands to the next, a tensor or made of one, has
+    ``rows`` rows."""
+    found = value.shape[0] if isinstance(value, torch.Tensor) else value.rows
+    if found != rows:
+        raise RowsChanged("chain", rows, (found,))
+
+
+def _row_error(link: Link, place: tuple[int, int], way: str, error: RowsChanged) -> OperandError:
+    """Return the error of a link that changed the number of rows, which groups, padding and the
+    way back of the others are laid out for."""
+    at, count = place
+    return OperandError(
+        f"link {at + 1} of {count}, {type(link).__name__}, was given {error.rows} rows and "
+        f"returned {error.found} in {way}. Every link of a chain has to return as many rows as it "
+        f"gets: gather or scatter rows before or behind the layer."
+    )
 
 
 def _spans(links: tuple[Link, ...], needs: Sequence[bool]) -> list[tuple[int, int, Sequence[bool]]]:

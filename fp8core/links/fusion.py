@@ -50,9 +50,10 @@ class Fusion:
         keywords = {} if out.rng is None else {"rng": out.rng}
         made, *rest = run(*arguments, **keywords)
         sums = [rest.pop()] if out.has_sums else ()
+        rows = arguments[0].shape[0]
         if self._is_checked:
-            _check_orientations(made, out, arguments[0].shape[0], self._packing)
-        return [Handed(Orientations(*made), sums), *rest]
+            _check_orientations(made, out, rows, self._packing)
+        return [Handed(Orientations(*made), rows, sums), *rest]
 
 
 def variants(producer: Producer, quantize: QuantizeDesc) -> dict[Variant, FusedDesc]:

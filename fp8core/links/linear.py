@@ -143,7 +143,8 @@ class LinearLink:
             key = (False, *needs)
             return self._made.get(key) or self._plain(key, needs)
         columnwise = True in needs[1 : 1 + self.num_weights]
-        return Want(self.input, self.input_dtype, columnwise=columnwise, call=call, padded=padded)
+        what = (self.input, self.input_dtype)
+        return Want(*what, columnwise=columnwise, call=call, padded=padded, rows=rows)
 
     def wants_grad(self, rows: int, needs: Sequence[bool], call: Call, context: object) -> Want:
         """Want grad_output quantized: rowwise for dgrad, columnwise for wgrad; summed for bias."""
@@ -170,6 +171,7 @@ class LinearLink:
             call=call,
             padded=padded,
             is_gradient=True,
+            rows=rows,
         )
 
     def _plain(self, key: tuple[bool, ...], needs: Sequence[bool]) -> Want:

@@ -7,11 +7,24 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8core.errors import OperandError
 from fp8core.links.call import Call
 from fp8core.quantizer import Groups
 from fp8core.reporting import log_once
 
-__all__ = ["LayerPadding", "PaddedCall"]
+__all__ = ["LayerPadding", "PaddedCall", "RowsChanged"]
+
+
+class RowsChanged(OperandError):
+    """A tensor of ``found`` rows where the call has ``rows``; the chain says whose it is."""
+
+    def __init__(self, what: str, rows: int, found: Sequence[int]) -> None:
+        super().__init__(
+            f"{what}: the call has {rows} rows, and the tensor handed over is {list(found)}. Every "
+            f"link of a chain has to return as many rows as it gets."
+        )
+        self.rows = rows
+        self.found = found[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +46,14 @@ class LayerPadding:
             if not (self.in_features or self.out_features):
                 return None
             self._report(is_grouped=True)
-            return PaddedCall(self, rows, None, call.groups)
+            return PaddedCall(self, rows, rows, None, call.groups)
         sizes = call.splits if call.groups else (rows,)
         padded = [size + -size % self.tokens for size in sizes]
         if sum(padded) == rows and not (self.in_features or self.out_features):
             return None
         self._report(is_grouped=bool(call.groups))
         if not call.groups:
-            return PaddedCall(self, padded[0], None, ())
+            return PaddedCall(self, rows, padded[0], None, ())
         # The sizes are on the CPU, whatever torch's default device is.
         ends = torch.tensor([0, *padded], device="cpu").cumsum(0)
         counts = torch.tensor(sizes, device="cpu")
@@ -49,7 +62,7 @@ class LayerPadding:
             counts, output_size=rows
         )
         index = torch.arange(rows, device="cpu") + shift
-        return PaddedCall(self, sum(padded), index, (ends,))
+        return PaddedCall(self, rows, sum(padded), index, (ends,))
 
     def _report(self, *, is_grouped: bool) -> None:
         """Log the padding: of features once for each layer, of rows alone once for all layers."""
@@ -68,9 +81,11 @@ class LayerPadding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedCall:
-    """The padding of one call: its rows become ``rows``, those of a group at ``index``, if any."""
+    """The padding of one call: its ``unpadded`` rows become ``rows``, those of a group at
+    ``index``, if any."""
 
     layer: LayerPadding
+    unpadded: int
     rows: int
     index: torch.Tensor | None
     groups: Groups
@@ -98,6 +113,8 @@ class PaddedCall:
         return kept[:, :columns].contiguous()
 
     def _pad(self, x: torch.Tensor, columns: int) -> torch.Tensor:
+        if x.shape[0] != self.unpadded:  # to pad by a negative amount would be to crop
+            raise RowsChanged(self.layer.owner, self.unpadded, x.shape)
         if self.index is None:
             return torch.nn.functional.pad(x, (0, columns, 0, self.rows - x.shape[0]))
         padded = x.new_zeros(self.rows, x.shape[1] + columns)

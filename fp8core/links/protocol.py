@@ -14,7 +14,7 @@ import torch
 
 from fp8core.library import operators
 from fp8core.links.call import DENSE, Call
-from fp8core.links.padding import PaddedCall
+from fp8core.links.padding import PaddedCall, RowsChanged
 from fp8core.quantizer import Cast, Orientations, Quantizer
 
 __all__ = [
@@ -39,7 +39,8 @@ Saved: TypeAlias = "Sequence[torch.Tensor | None]"
 class Handed:
     """A tensor as its consumer wanted it: quantized, padded, with its column sums if asked for.
 
-    ``sums`` are float32 ``[cols]``, one a group, of the tensor before quantization.
+    ``sums`` are float32 ``[cols]``, one a group, of the tensor before quantization, which has
+    ``rows`` rows before padding.
     """
 
     __slots__ = ("operands", "padded", "rows", "sums")
@@ -47,9 +48,9 @@ class Handed:
     def __init__(
         self,
         operands: Orientations,
+        rows: int,
         sums: Sequence[torch.Tensor] = (),
         padded: PaddedCall | None = None,
-        rows: int = 0,
     ) -> None:
         self.operands = operands
         self.sums = sums
@@ -75,6 +76,11 @@ class Unadded(NamedTuple):
     x: torch.Tensor
     residual: torch.Tensor
 
+    @property
+    def rows(self) -> int:
+        """The rows of the sum."""
+        return self.x.shape[0]
+
 
 Value: TypeAlias = "torch.Tensor | Handed | Unadded"
 
@@ -83,7 +89,8 @@ Value: TypeAlias = "torch.Tensor | Handed | Unadded"
 class Want:
     """How a link wants a tensor ``y [rows, cols]``; call it with ``y`` in ``dtype``.
 
-    ``cast`` makes the operands where there is nothing to pad or to group.
+    ``cast`` makes the operands where there is nothing to pad or to group. ``rows``, where it is
+    told, is how many ``y`` has to have.
     """
 
     quantizer: Quantizer
@@ -96,6 +103,7 @@ class Want:
     padded: PaddedCall | None = None
     is_gradient: bool = False
     cast: Cast | None = None
+    rows: int | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -103,13 +111,19 @@ class Want:
         return self.padded is None and not self.call.groups and (self.rowwise or self.columnwise)
 
     def __call__(self, y: torch.Tensor) -> Handed:
-        """Sum, pad and quantize ``y``."""
+        """Sum, pad and quantize ``y``.
+
+        Raises:
+            RowsChanged: ``y`` has other rows than the call, whose groups or padding it is to get.
+        """
+        rows, groups = y.shape[0], self.call.groups
+        if self.rows is not None and rows != self.rows:
+            raise RowsChanged("linear", self.rows, y.shape)
         sums = self._sums(y) if self.has_sums else ()
         if self.cast is not None:
-            return Handed(self.cast(y), sums)
+            return Handed(self.cast(y), rows, sums)
         if not (self.rowwise or self.columnwise):
-            return Handed(Orientations(None, None), sums, self.padded, y.shape[0])
-        rows, groups = y.shape[0], self.call.groups
+            return Handed(Orientations(None, None), rows, sums, self.padded)
         if self.padded is not None:
             groups = self.padded.groups
             pad = self.padded.pad_grad_output if self.is_gradient else self.padded.pad_input
@@ -117,7 +131,7 @@ class Want:
         operands = self.quantizer(
             y, groups, rowwise=self.rowwise, columnwise=self.columnwise, rng=self.rng
         )
-        return Handed(operands, sums, self.padded, rows)
+        return Handed(operands, rows, sums, self.padded)
 
     def _sums(self, y: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.call.has_device_groups:
