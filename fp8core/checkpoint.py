@@ -35,15 +35,15 @@ def checkpoint(
     Args:
         function: a module or function of tensors.
         use_reentrant: as in ``torch.utils.checkpoint``, which does the work.
-        distribute_saved_activations, get_rng_state_tracker, tp_group: tensor parallelism, not
-            offered; anything but the default raises UnsupportedError.
+        distribute_saved_activations, get_rng_state_tracker: tensor parallelism, not offered; what
+            asks for it raises UnsupportedError.
+        tp_group: what saved activations would be distributed over, so it changes nothing.
     """
-    for name, value, default in (
-        ("distribute_saved_activations", distribute_saved_activations, False),
-        ("get_rng_state_tracker", get_rng_state_tracker, None),
-        ("tp_group", tp_group, None),
+    for name, value in (
+        ("distribute_saved_activations", distribute_saved_activations),
+        ("get_rng_state_tracker", get_rng_state_tracker),
     ):
-        if value != default:
+        if value:
             raise UnsupportedError(f"checkpoint({name}={value!r}) is not offered.")
     asked, chosen = active_name(), policy.current()
     tape = Tape(torch.is_grad_enabled(), outer=current())

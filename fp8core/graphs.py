@@ -25,6 +25,7 @@ def make_graphed_callables(
     *,
     enabled: bool = True,
     recipe: Recipe | str | None = None,
+    pool: tuple[int, int] | None = None,
 ) -> Any:
     """Return ``modules`` with forward and backward captured in CUDA graphs, under ``recipe``.
 
@@ -42,6 +43,7 @@ def make_graphed_callables(
         allow_unused_input: whether an input may have no gradient.
         enabled: False captures high precision.
         recipe: a Recipe, or its name; None takes :func:`fp8core.get_default_recipe`.
+        pool: memory to share with other graphs, of ``torch.cuda.graph_pool_handle()``.
 
     Raises:
         RecipeError: ``recipe`` is not a Recipe, or there are no modules.
@@ -67,7 +69,7 @@ def make_graphed_callables(
     arguments: Any = (sample_args,) if is_one else tuple(sample_args)
     with _states_kept(each), _inside(context, each):
         graphed = torch.cuda.make_graphed_callables(
-            each, arguments, num_warmup_iters, allow_unused_input
+            each, arguments, num_warmup_iters, allow_unused_input, pool
         )
     return graphed[0] if is_one else graphed
 

@@ -150,7 +150,9 @@ def test_an_evaluation_needs_no_gradient(use_reentrant: bool) -> None:
         assert torch.equal(fp8core.checkpoint(layer, x, use_reentrant=use_reentrant), layer(x))
 
 
-@pytest.mark.parametrize("arguments", [{"distribute_saved_activations": True}, {"tp_group": 1}])
+@pytest.mark.parametrize(
+    "arguments", [{"distribute_saved_activations": True}, {"get_rng_state_tracker": 1}]
+)
 def test_tensor_parallel_arguments_are_refused(arguments: dict[str, object]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(arguments))):
         fp8core.checkpoint(torch.sin, torch.ones(1), **arguments)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -322,21 +321,6 @@ class LowPrecisionModule(DelayedModule):
             f"out_features={shape.out_features}",
             f"bias={self.use_bias}",
         ]
-
-
-def refuse_arguments(
-    function: Callable[..., object], given: Mapping[str, object], names: Iterable[str]
-) -> None:
-    """Raise UnsupportedError for the first of ``names`` whose value in ``given`` is not the
-    default that ``function`` declares for it."""
-    parameters = inspect.signature(function).parameters
-    owner = function.__qualname__.removesuffix(".__init__")
-    for name in names:
-        default = parameters[name].default
-        if given[name] != default:
-            raise UnsupportedError(
-                f"{owner}({name}={given[name]!r}) is not offered; leave it at {default!r}."
-            )
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:

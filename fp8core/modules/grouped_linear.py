@@ -11,7 +11,7 @@ import torch
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.links.call import Call
 from fp8core.links.linear import LinearShape
-from fp8core.modules.base import LowPrecisionModule, refuse_arguments, resolve_device
+from fp8core.modules.base import LowPrecisionModule, resolve_device
 from fp8core.modules.bound import new_seed
 from fp8core.modules.parameters import (
     InitMethod,
@@ -20,6 +20,7 @@ from fp8core.modules.parameters import (
     fill,
     make_parameter,
 )
+from fp8core.modules.refusals import refuse_arguments
 from fp8core.parameter.init import make_weight
 from fp8core.plan import LayerRole
 
@@ -48,9 +49,9 @@ class GroupedLinear(LowPrecisionModule):
     """``num_gemms`` linear layers, each over its own rows of one input.
 
     Input ``[..., in_features]``, rows grouped in order; output ``[..., out_features]``. Parameters
-    ``weight0 .. weightN-1 [out_features, in_features]`` and ``bias0 .. biasN-1``. Each group is
-    quantized as a tensor of its own. Arguments as in :class:`fp8core.Linear`; what is not offered
-    is refused alike.
+    ``weight0 [out_features, in_features], bias0 [out_features], weight1, bias1, ...``, in that
+    order. Each group is quantized as a tensor of its own. Arguments as in :class:`fp8core.Linear`;
+    what is not offered is refused alike.
 
     The sizes of the groups may be a tensor on the accelerator, which nothing waits for: a router's
     counts go in as they are, and a CUDA graph takes the sizes that the tensor has at each replay.
@@ -99,7 +100,6 @@ class GroupedLinear(LowPrecisionModule):
             role = LayerRole(self.kind, self.name)
             made = make_weight((out_features, in_features), target, params_dtype, role)
             self.register_parameter(f"weight{i}", made)
-        for i in range(num_gemms):
             own = make_parameter(out_features, device=target, dtype=params_dtype) if bias else None
             self.register_parameter(f"bias{i}", own)
         self.reset_parameters()
@@ -128,6 +128,8 @@ class GroupedLinear(LowPrecisionModule):
         input: torch.Tensor,
         m_splits: Sequence[int] | torch.Tensor,
         is_first_microbatch: bool | None = None,
+        out: torch.Tensor | None = None,
+        dgrad_out: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
         """Compute ``[..., out_features]``; group ``i`` has ``m_splits[i]`` rows, perhaps none.
 
@@ -136,7 +138,8 @@ class GroupedLinear(LowPrecisionModule):
         values: a negative size counts as 0, what goes beyond the input's rows is cut off, and rows
         that are left over belong to no group. Their output and ``grad_input`` are zeros. Not every
         backend and recipe runs that; those that do not refuse it. While torch compiles ``m_splits``
-        must be a list, and other values make another graph.
+        must be a list, and other values make another graph. ``out`` and ``dgrad_out`` are not
+        offered.
 
         Raises:
             OperandError: ``m_splits`` has not one entry a group, is no integer tensor or on
@@ -145,6 +148,8 @@ class GroupedLinear(LowPrecisionModule):
             UnsupportedError: sizes on the device, which the backend does not take or a monitor
                 would have to read.
         """
+        if out is not None or dgrad_out is not None:
+            refuse_arguments(GroupedLinear.forward, locals(), ("out", "dgrad_out"))
         weights, biases = self._all("weight"), self._all("bias")
         dtype = self.check_input(input, weights[0], self.in_features)
         rows = input.numel() // self.in_features

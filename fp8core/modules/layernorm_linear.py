@@ -10,9 +10,10 @@ import torch
 from fp8core.links.bind import LinkShape
 from fp8core.links.norm import NormShape
 from fp8core.links.pointwise import OutputShape
-from fp8core.modules.base import Bound, LowPrecisionModule, refuse_arguments
+from fp8core.modules.base import Bound, LowPrecisionModule
 from fp8core.modules.linear import NOT_OFFERED, Linear
 from fp8core.modules.parameters import InitMethod, check_normalization, fill, make_parameter
+from fp8core.modules.refusals import refuse_arguments
 
 __all__ = ["LayerNormLinear", "norm_params", "register_norm", "reset_norm", "run_after_norm"]
 
@@ -48,7 +49,6 @@ class LayerNormLinear(Linear):
         tp_group: object | None = None,
         tp_size: int = 1,
         get_rng_state_tracker: object | None = None,
-        rng_tracker_name: str | None = None,
         init_method: InitMethod | None = None,
         bias: bool = True,
         normalization: str = "LayerNorm",
@@ -63,12 +63,14 @@ class LayerNormLinear(Linear):
         ub_overlap_ag: bool = False,
         ub_overlap_rs: bool = False,
         ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
         ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
         ub_name: str | None = None,
         delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
         name: str | None = None,
+        *,
+        rng_tracker_name: str | None = None,
     ) -> None:
         refuse_arguments(LayerNormLinear.__init__, locals(), _NOT_OFFERED)
         self._norm = (check_normalization("LayerNormLinear", normalization), eps)

@@ -11,7 +11,7 @@ from fp8core.links.bind import LinkShape
 from fp8core.links.linear import LinearShape
 from fp8core.links.norm import NormShape
 from fp8core.links.pointwise import OutputShape
-from fp8core.modules.base import LowPrecisionModule, refuse_arguments, resolve_device
+from fp8core.modules.base import LowPrecisionModule, resolve_device
 from fp8core.modules.layernorm_linear import norm_params, register_norm, reset_norm, run_after_norm
 from fp8core.modules.parameters import (
     InitMethod,
@@ -21,6 +21,7 @@ from fp8core.modules.parameters import (
     fill,
     make_parameter,
 )
+from fp8core.modules.refusals import refuse_arguments
 from fp8core.parameter.init import make_weight
 from fp8core.plan import LayerRole
 
@@ -66,7 +67,7 @@ class LayerNormMLP(LowPrecisionModule):
         seq_length, micro_batch_size: taken for compatibility; sizes are found at run time.
         zero_centered_gamma: the norm's factor is ``1 + layer_norm_weight``.
 
-    The other arguments belong to features that are not offered: anything but their default raises
+    The other arguments belong to features that are not offered: a value that asks for one raises
     UnsupportedError.
     """
 
@@ -102,11 +103,11 @@ class LayerNormMLP(LowPrecisionModule):
         zero_centered_gamma: bool = False,
         device: torch.device | str | None = None,
         ub_overlap_ag: bool = False,
+        name: str | None = None,
         ub_overlap_rs: bool = False,
         ub_overlap_rs_dgrad: bool = False,
         ub_bulk_dgrad: bool = False,
         ub_bulk_wgrad: bool = False,
-        name: str | None = None,
         delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
         checkpoint: bool = False,

@@ -9,7 +9,7 @@ import torch
 from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.links.bind import LinkShape
 from fp8core.links.linear import LinearShape
-from fp8core.modules.base import LowPrecisionModule, refuse_arguments, resolve_device
+from fp8core.modules.base import LowPrecisionModule, resolve_device
 from fp8core.modules.parameters import (
     InitMethod,
     check_size,
@@ -17,6 +17,7 @@ from fp8core.modules.parameters import (
     fill,
     make_parameter,
 )
+from fp8core.modules.refusals import refuse_arguments
 from fp8core.parameter.init import make_weight
 from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.plan import LayerRole
@@ -64,7 +65,7 @@ class Linear(LowPrecisionModule):
         device: of the parameters; None takes the selected backend's. ``"meta"`` defers.
         name: what messages and PerLayer patterns call the layer; see :func:`fp8core.prepare`.
 
-    The other arguments belong to features that are not offered: anything but their default raises
+    The other arguments belong to features that are not offered: a value that asks for one raises
     UnsupportedError.
 
     Raises:

@@ -31,12 +31,14 @@ class _Norm(LowPrecisionModule):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        sm_margin: int = 0,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
         owner = type(self).__name__
-        if sequence_parallel:
-            raise UnsupportedError(f"{owner}(sequence_parallel=True) is not offered.")
+        for argument, value in (("sequence_parallel", sequence_parallel), ("sm_margin", sm_margin)):
+            if value:
+                raise UnsupportedError(f"{owner}({argument}={value!r}) is not offered.")
         shape = normalized_shape if normalized_shape is not None else hidden_size
         sizes = [shape] if isinstance(shape, int) else list(shape or ())
         if len(sizes) != 1:
@@ -98,6 +100,7 @@ class LayerNorm(_Norm):
         params_dtype: dtype of ``weight`` and ``bias``; ``dtype`` is another name for it.
         zero_centered_gamma: the factor is ``1 + weight``.
         device: of the parameters; None takes the selected backend's.
+        sm_margin: processors to leave free, not offered.
         name: what messages call the layer.
     """
 

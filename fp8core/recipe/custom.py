@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -162,7 +162,9 @@ class CustomRecipe(Recipe):
             orientations, a :class:`~fp8core.plan.TensorPlan` of two (None in it: high precision),
             or a :class:`DelayedScalingRequest`.
         fp8_format, margin, amax_history_len, amax_compute_algo, scaling_factor_compute_algo: the
-            scaling fields of :class:`DelayedScaling`, from which this is then that recipe.
+            scaling fields of :class:`DelayedScaling`, from which this is then that recipe. Beside
+            a factory, which chooses the formats, ``fp8_format`` may be HYBRID and says nothing.
+        quantization_alignment: taken for compatibility; layers pad to what blocks need.
 
     Raises:
         RecipeError: both ways, or neither; or, when a plan is asked for, a factory that returns
@@ -171,22 +173,31 @@ class CustomRecipe(Recipe):
 
     qfactory: QuantizerFactory | None = None
     fp8_format: str | None = None
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+    quantization_alignment: int = field(default=128, compare=False)
+    _: KW_ONLY
     margin: float | None = None
     amax_history_len: int | None = None
     amax_compute_algo: AmaxAlgorithm | None = None
     scaling_factor_compute_algo: ScalingAlgorithm | None = None
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-    backward_override: str | None = None
 
     def __post_init__(self) -> None:
         """Check that exactly one way was taken."""
+        if self.qfactory is not None and self.fp8_format == Format.HYBRID:
+            object.__setattr__(self, "fp8_format", None)
         fields = self._scaling_fields()
         if (self.qfactory is None) == (not fields):
             found = "neither" if not fields else f"qfactory and {', '.join(fields)}"
             raise RecipeError(
                 f"CustomRecipe takes either qfactory or scaling fields (fp8_format, margin, "
                 f"amax_history_len, amax_compute_algo, scaling_factor_compute_algo), found {found}."
+            )
+        alignment = self.quantization_alignment
+        if not isinstance(alignment, int) or alignment < 1:
+            raise RecipeError(
+                f"CustomRecipe(quantization_alignment={alignment!r}): expected an integer >= 1."
             )
         check_common(self, (None,) if fields else (None, "high_precision"))
         if self.fp8_format is not None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
 from fp8core.backend_api import OperandSpec
-from fp8core.errors import RecipeError
+from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.plan import (
     AmaxAlgorithm,
     DelayedPlan,
@@ -239,18 +239,30 @@ class Float8BlockScaling(Recipe):
         return linear_plan(tensor, _gemms(self), backward_override=self.backward_override)
 
 
+_FOUR_OVER_SIX = ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode")
+
+
 @dataclass(frozen=True, slots=True)
 class NVFP4BlockScaling(Recipe):
     """NVIDIA's FP4: e2m1 elements, an e4m3 scale for every 16, one float32 scale a tensor.
 
     Weights take 16 x 16 blocks; the columnwise operands of wgrad go through a random Hadamard
     transform of 16; gradients are rounded stochastically. Each can be disabled.
+
+    Attributes:
+        row_scaled_activation, nvfp4_4over6, nvfp4_4over6_e4m3_use_256, nvfp4_4over6_err_mode: row
+            scales and the choice between two block maxima, not offered; only their defaults are
+            taken.
     """
 
     reads_names: ClassVar[bool] = False
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
+    row_scaled_activation: bool = field(default=False, repr=False)
+    nvfp4_4over6: str = field(default="none", repr=False)
+    nvfp4_4over6_e4m3_use_256: str = field(default="all", repr=False)
+    nvfp4_4over6_err_mode: str = field(default="MAE", repr=False)
     fp4_format: str = Format.E2M1
     fp8_format: str = Format.E4M3
     fp8_dpa: bool = False
@@ -260,6 +272,12 @@ class NVFP4BlockScaling(Recipe):
     def __post_init__(self) -> None:
         """Check the fields."""
         check_common(self)
+        for name in ("row_scaled_activation", *_FOUR_OVER_SIX):
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if value != default:
+                raise UnsupportedError(
+                    f"NVFP4BlockScaling({name}={value!r}) is not offered; leave it at {default!r}."
+                )
         for name, only in (("fp4_format", "e2m1"), ("fp8_format", "e4m3")):
             check_format(self, field=name)
             value = getattr(self, name)

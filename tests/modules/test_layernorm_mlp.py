@@ -255,8 +255,12 @@ def test_a_size_of_zero_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"checkpoint": True}, {"set_parallel_mode": True}, {"tp_group": object()}]
+    "arguments", [{"checkpoint": True}, {"sequence_parallel": True}, {"tp_group": object()}]
 )
 def test_what_is_not_offered_is_refused(arguments: dict[str, object]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(arguments))):
         LayerNormMLP(8, 8, **arguments)
+
+
+def test_parallel_modes_of_one_rank_are_taken() -> None:
+    LayerNormMLP(8, 8, set_parallel_mode=True, return_layernorm_output_gathered=True)

@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,56 +23,37 @@ from fp8core import (
 )
 from fp8core.backend_api import BackendSpec, hookimpl
 from fp8core.dispatch import plugins
+from fp8core.modules.linear import NOT_OFFERED
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
 RECIPES = {"none": None, **{name: recipe.by_name(name) for name in recipe.names()}}
 
-TE_ARGUMENTS: dict[str, Any] = {
-    "in_features": inspect.Parameter.empty,
-    "out_features": inspect.Parameter.empty,
-    "sequence_parallel": False,
-    "fuse_wgrad_accumulation": False,
-    "tp_group": None,
-    "tp_size": 1,
-    "get_rng_state_tracker": None,
-    "rng_tracker_name": None,
-    "init_method": None,
-    "bias": True,
-    "return_bias": False,
-    "params_dtype": None,
-    "parallel_mode": None,
-    "parameters_split": None,
-    "device": None,  # Transformer Engine's is "cuda"; here the selected backend's
-    "ub_overlap_ag": False,
-    "ub_overlap_rs": False,
-    "ub_overlap_rs_dgrad": False,
-    "ub_bulk_dgrad": False,
-    "ub_bulk_wgrad": False,
-    "ub_name": None,
-    "delay_wgrad_compute": False,
-    "symmetric_ar_type": None,
-    "save_original_input": False,
-    "name": None,
-}
-OFFERED = {
-    "fuse_wgrad_accumulation",
-    "in_features",
-    "out_features",
-    "init_method",
-    "bias",
-    "return_bias",
-    "params_dtype",
-    "parameters_split",
-    "device",
-    "name",
-}
-NOT_OFFERED = [name for name in TE_ARGUMENTS if name not in OFFERED]
-
-
-def other_than(default: object) -> object:
-    """Return a value that is not ``default``, of a type that the argument could have."""
-    return {False: True, 1: 2}.get(default, "something") if default is not None else "something"
+# What asks for something that is not offered, and what is not the default but asks for nothing.
+REFUSED = [
+    {"sequence_parallel": True},
+    {"tp_group": object()},
+    {"tp_size": 2},
+    {"tp_size": 0},
+    {"get_rng_state_tracker": dict},
+    {"parallel_mode": "diagonal"},
+    {"ub_overlap_ag": True},
+    {"ub_overlap_rs": True},
+    {"ub_overlap_rs_dgrad": True},
+    {"ub_bulk_dgrad": True},
+    {"ub_bulk_wgrad": True},
+    {"delay_wgrad_compute": True},
+    {"symmetric_ar_type": "multimem_all_reduce"},
+    {"save_original_input": True},
+]
+IDLE = [
+    {"parallel_mode": "column"},
+    {"parallel_mode": "row"},
+    {"rng_tracker_name": "model-parallel-rng"},
+    {"ub_name": "qkv"},
+    {"sequence_parallel": None},
+    {"symmetric_ar_type": False},
+]
 
 
 def forward(layer: Linear, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -81,29 +63,37 @@ def forward(layer: Linear, x: torch.Tensor, name: str) -> torch.Tensor:
         return layer(x)
 
 
-def test_arguments_have_transformer_engine_s_names_order_and_defaults() -> None:
-    parameters = list(inspect.signature(Linear).parameters.items())
-    assert [(name, p.default) for name, p in parameters] == list(TE_ARGUMENTS.items())
+@pytest.mark.parametrize("argument", REFUSED, ids=str)
+def test_an_argument_that_is_not_offered_is_refused_by_name(argument: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=rf"Linear\({next(iter(argument))}=.*not offered"):
+        Linear(8, 8, **argument)
 
 
-def test_forward_has_transformer_engine_s_order_and_defaults() -> None:
-    parameters = list(inspect.signature(Linear.forward).parameters.values())[2:]
-    assert {p.name: p.default for p in parameters} == {
-        "is_first_microbatch": None,
-        "fp8_output": False,
-        "fp8_grad": False,
-    }
-
-
-@pytest.mark.parametrize("name", NOT_OFFERED)
-def test_an_argument_that_is_not_offered_is_refused_by_name(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"Linear\({name}=.*not offered"):
-        Linear(8, 8, **{name: other_than(TE_ARGUMENTS[name])})
+def test_every_argument_that_is_not_offered_has_a_value_here() -> None:
+    assert {name for own in (*REFUSED, *IDLE) for name in own} == set(NOT_OFFERED)
 
 
 @pytest.mark.parametrize("name", NOT_OFFERED)
 def test_the_default_of_an_argument_that_is_not_offered_is_taken(name: str) -> None:
-    Linear(8, 8, **{name: TE_ARGUMENTS[name]})
+    Linear(8, 8, **{name: inspect.signature(Linear).parameters[name].default})
+
+
+@pytest.mark.parametrize("argument", IDLE, ids=str)
+def test_a_value_that_asks_for_nothing_is_taken(argument: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    layer = Linear(8, 8, **argument)
+    torch.manual_seed(3)
+    assert torch.equal(layer.weight, Linear(8, 8).weight)
+
+
+def test_a_tensor_parallel_group_of_one_rank_is_taken(tmp_path: Path) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        Linear(8, 8, tp_group=torch.distributed.group.WORLD)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("argument", [{"fp8_output": True}, {"fp8_grad": True}], ids=str)

@@ -66,6 +66,21 @@ def test_errors_of_recipes_are_value_errors() -> None:
         DelayedScaling(qqq=1)
 
 
+@pytest.mark.parametrize(
+    ("name", "idle", "wanted"),
+    [
+        ("row_scaled_activation", False, True),
+        ("nvfp4_4over6", "none", "weights"),
+        ("nvfp4_4over6_e4m3_use_256", "all", "none"),
+        ("nvfp4_4over6_err_mode", "MAE", "MSE"),
+    ],
+)
+def test_a_field_that_is_not_offered_takes_its_default(name: str, idle: Any, wanted: Any) -> None:
+    assert NVFP4BlockScaling(**{name: idle}) == NVFP4BlockScaling()
+    with pytest.raises(UnsupportedError, match=rf"{name}={wanted!r}\) is not offered"):
+        NVFP4BlockScaling(**{name: wanted})
+
+
 FORMATTED = (
     DelayedScaling,
     DelayedScalingRequest,

@@ -44,7 +44,7 @@ def test_neither_way_is_refused() -> None:
     ("field", "value"),
     [
         ("margin", 0),
-        ("fp8_format", Format.HYBRID),
+        ("fp8_format", Format.E4M3),
         ("amax_history_len", 10),
         ("amax_compute_algo", "max"),
         ("scaling_factor_compute_algo", max),
@@ -53,6 +53,18 @@ def test_neither_way_is_refused() -> None:
 def test_both_ways_are_refused(field: str, value: Any) -> None:
     with pytest.raises(RecipeError, match=f"found qfactory and {field}"):
         CustomRecipe(always(ROW), **{field: value})
+
+
+def test_transformer_engine_s_default_format_beside_a_factory_says_nothing() -> None:
+    factory = always(ROW)
+    assert CustomRecipe(factory, Format.HYBRID) == CustomRecipe(factory)
+
+
+def test_the_alignment_of_padding_changes_nothing() -> None:
+    factory = always(ROW)
+    assert CustomRecipe(factory, quantization_alignment=32) == CustomRecipe(factory)
+    with pytest.raises(RecipeError, match="quantization_alignment=0"):
+        CustomRecipe(factory, quantization_alignment=0)
 
 
 @pytest.mark.parametrize("field", ["margin", "amax_history_len"])

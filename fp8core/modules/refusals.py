@@ -1,0 +1,65 @@
+"""Arguments of Transformer Engine whose features are not offered.
+
+A value that asks for nothing passes, so that a script written for Transformer Engine runs; any
+other is refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from fp8core.errors import UnsupportedError
+
+__all__ = ["refuse_arguments"]
+
+
+def refuse_arguments(
+    function: Callable[..., object], given: Mapping[str, object], names: Iterable[str]
+) -> None:
+    """Raise UnsupportedError for the first of ``names`` whose value in ``given`` asks for what is
+    not offered.
+
+    The default that ``function`` declares asks for nothing, and so does None or False where that is
+    None or False. So do, as tensor parallelism over more than one rank is refused, a group of one
+    rank and what only counts where there are more: ``parallel_mode``, ``set_parallel_mode``,
+    ``return_layernorm_output_gathered``; and the names ``rng_tracker_name`` and ``ub_name``, as
+    what they name is refused.
+    """
+    parameters = inspect.signature(function).parameters
+    owner = function.__qualname__.removesuffix(".__init__")
+    for name in names:
+        value, default = given[name], parameters[name].default
+        if _asks_for_nothing(value, default) or _is_idle(name, value):
+            continue
+        shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+        raise UnsupportedError(f"{owner}({name}={shown}) is not offered; leave it at {default!r}.")
+
+
+def _asks_for_nothing(value: object, default: object) -> bool:
+    if isinstance(value, torch.Tensor):  # which has no truth value
+        return False
+    return value == default or (not value and not default)
+
+
+def _is_idle(name: str, value: object) -> bool:
+    """Return whether ``value``, which is not the default, changes nothing on a single rank."""
+    match name:
+        case "tp_group":
+            return _is_of_one_rank(value)
+        case "parallel_mode":
+            return value in ("column", "row")
+        case "set_parallel_mode" | "return_layernorm_output_gathered":
+            return value is True
+        case "rng_tracker_name" | "ub_name":
+            return isinstance(value, str)
+    return False
+
+
+def _is_of_one_rank(group: object) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    is_group = isinstance(group, torch.distributed.ProcessGroup)
+    return is_group and torch.distributed.get_world_size(group) == 1

@@ -1,0 +1,107 @@
+"""Writes te_signatures.json: parameter names, kinds and defaults of Transformer Engine's functions.
+
+Names alone, read with ``ast`` from the wheel, which is neither imported nor installed::
+
+    pip download --no-deps --only-binary :all: transformer_engine_cu13==2.20.2
+    python -m tests.te_signatures transformer_engine_cu13-2.20.2-*.whl
+
+A parameter is ``[name, kind, default]``; the default is its source text, null where there is none.
+``self`` is left out. ``*args`` and ``**kwargs`` have the kinds ``var_positional`` and
+``var_keyword``; a dataclass's fields are the parameters of its ``__init__``.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
+from zipfile import ZipFile
+
+TABLE = Path(__file__).with_suffix(".json")
+FILES = {
+    "pytorch/module/linear.py": ("Linear",),
+    "pytorch/module/layernorm_linear.py": ("LayerNormLinear",),
+    "pytorch/module/layernorm_mlp.py": ("LayerNormMLP",),
+    "pytorch/module/grouped_linear.py": ("GroupedLinear",),
+    "pytorch/module/layernorm.py": ("LayerNorm",),
+    "pytorch/module/rmsnorm.py": ("RMSNorm",),
+    "pytorch/quantization.py": (
+        *("autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init"),
+        *("get_default_recipe", "DelayedScalingRequest"),
+    ),
+    "pytorch/distributed.py": ("checkpoint",),
+    "pytorch/graph.py": ("make_graphed_callables",),
+    "common/recipe/__init__.py": (
+        *("MMParams", "DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"),
+        *("Float8BlockScaling", "NVFP4BlockScaling", "CustomRecipe"),
+    ),
+}
+METHODS = ("__init__", "forward")
+
+Parameter: TypeAlias = tuple[str, str, str | None]
+Definition: TypeAlias = ast.FunctionDef | ast.ClassDef
+
+
+def parameters(function: ast.FunctionDef) -> Iterator[Parameter]:
+    """Yield the parameters of ``function``, ``self`` excluded."""
+    own = function.args
+    positional = [*own.posonlyargs, *own.args]
+    defaults = [None] * (len(positional) - len(own.defaults)) + list(map(ast.unparse, own.defaults))
+    for argument, default in zip(positional, defaults, strict=True):
+        if argument.arg != "self":
+            yield argument.arg, "positional", default
+    if own.vararg:
+        yield own.vararg.arg, "var_positional", None
+    for argument, value in zip(own.kwonlyargs, own.kw_defaults, strict=True):
+        yield argument.arg, "keyword_only", None if value is None else ast.unparse(value)
+    if own.kwarg:
+        yield own.kwarg.arg, "var_keyword", None
+
+
+def fields(definition: ast.ClassDef) -> Iterator[Parameter]:
+    """Yield the fields of a dataclass in the order of its ``__init__``."""
+    for node in definition.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, "positional", node.value and ast.unparse(node.value)
+
+
+def signatures(definition: Definition) -> Iterator[tuple[str, list[Parameter]]]:
+    """Yield name and parameters of a function, or of a class and its methods."""
+    if isinstance(definition, ast.FunctionDef):
+        yield definition.name, list(parameters(definition))
+        return
+    if any("dataclass" in ast.unparse(node) for node in definition.decorator_list):
+        yield definition.name, list(fields(definition))
+        return
+    for node in definition.body:
+        if isinstance(node, ast.FunctionDef) and node.name in METHODS:
+            suffix = "" if node.name == "__init__" else f".{node.name}"
+            yield definition.name + suffix, list(parameters(node))
+
+
+def read(wheel: Path) -> dict[str, object]:
+    """Return the table of ``wheel``.
+
+    Raises:
+        LookupError: it lacks one of the names.
+    """
+    found: dict[str, list[Parameter]] = {}
+    with ZipFile(wheel) as archive:
+        for file, names in FILES.items():
+            tree = ast.parse(archive.read(f"transformer_engine/{file}"))
+            top = (n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef))
+            own = {node.name: node for node in top if node.name in names}
+            if missing := set(names) - set(own):
+                raise LookupError(f"{wheel.name}: {file} has no {sorted(missing)}")
+            for name in names:
+                found.update(signatures(own[name]))
+    return {"package": "transformer_engine_cu13", "version": wheel.name.split("-")[1], **found}
+
+
+if __name__ == "__main__":
+    table = read(Path(sys.argv[1]))
+    lines = [f"  {json.dumps(key)}: {json.dumps(own)}" for key, own in table.items()]
+    TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

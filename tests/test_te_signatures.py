@@ -1,0 +1,118 @@
+"""Arguments of public functions against Transformer Engine's, from te_signatures.json.
+
+What takes a position there takes the same one here, what fp8core adds is keyword-only, and every
+name that is left out is in a list with the reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import pytest
+
+import fp8core
+from fp8core import recipe
+from fp8core.recipe import custom
+from tests.te_signatures import TABLE, Parameter
+
+THEIRS: dict[str, list[Parameter]] = json.loads(TABLE.read_text(encoding="utf-8"))
+PACKAGE = THEIRS.pop("package"), THEIRS.pop("version")
+OTHER_PLACES = {"DelayedScalingRequest": custom, "MMParams": recipe.base}
+
+# Names of Transformer Engine that fp8core does not take, each with the reason.
+_OLDER = "an older name of an argument that is taken under its new one"
+_GRAPHS = "torch.cuda.make_graphed_callables, which captures, has no such option"
+_EACH_LAYER = "a property of the recipe and of is_first_microbatch, not of the graph"
+NOT_TAKEN = {
+    "autocast": {"_graph": "private: Transformer Engine's own graphs pass it"},
+    "fp8_autocast": {"_graph": "private: Transformer Engine's own graphs pass it"},
+    "make_graphed_callables": {
+        **dict.fromkeys(("sample_kwargs", "retain_graph_in_backward"), _GRAPHS),
+        **dict.fromkeys(("_order", "_num_layers_per_chunk", "capture_time_hooks"), _GRAPHS),
+        **dict.fromkeys(("_reuse_graph_input_output_buffers", "pre_warmup_hook"), _GRAPHS),
+        **dict.fromkeys(("clone_param_grads_on_return", "post_warmup_hook"), _GRAPHS),
+        **dict.fromkeys(("fp8_enabled", "fp8_calibrating", "fp8_recipe", "fp8_group"), _OLDER),
+        **dict.fromkeys(("fp8_weight_caching", "cache_quantized_params"), _EACH_LAYER),
+        **dict.fromkeys(("calibrating", "amax_reduction_group"), "a graph records no calibration"),
+    },
+}
+# Defaults that differ: {name: (theirs, ours)}.
+_DEVICE = {"device": ("'cuda'", None)}
+OTHER_DEFAULTS: dict[str, dict[str, tuple[str | None, object]]] = {
+    **dict.fromkeys(("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"), _DEVICE),
+    "make_graphed_callables": {"enabled": ("None", True)},
+    "CustomRecipe": {"qfactory": (None, None), "fp8_format": ("Format.HYBRID", None)},
+}
+# torch's own layers call it `input`, and a converted one is both.
+OTHER_NAMES = {"inp": "input"}
+
+
+def ours(key: str) -> list[inspect.Parameter]:
+    """Return the parameters of what ``key`` names, ``self`` excluded."""
+    found: Callable[..., Any] = attrgetter(key)(
+        OTHER_PLACES.get(key) or (recipe if hasattr(recipe, key) else fp8core)
+    )
+    parameters = list(inspect.signature(found).parameters.values())
+    return [p for p in parameters if p.name != "self"]
+
+
+def positional(parameters: list[inspect.Parameter]) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+
+
+def evaluated(text: str) -> object:
+    """Return the value of a default's source text, environment variables taken as unset."""
+    names = {"Format": recipe.Format, "MMParams": recipe.MMParams, "os": _Unset}
+    return eval(text, {"__builtins__": {}}, names)
+
+
+class _Unset:
+    """The ``os`` of a machine without environment variables."""
+
+    @staticmethod
+    def getenv(name: str, default: object) -> object:
+        return default
+
+
+def test_the_table_names_its_version() -> None:
+    assert PACKAGE == ("transformer_engine_cu13", "2.20.2")
+
+
+@pytest.mark.parametrize("key", THEIRS)
+def test_a_position_means_what_it_means_there(key: str) -> None:
+    theirs = [OTHER_NAMES.get(n, n) for n, kind, _ in THEIRS[key] if kind == "positional"]
+    mine = positional(ours(key))
+    assert mine == theirs[: len(mine)]
+
+
+@pytest.mark.parametrize("key", THEIRS)
+def test_every_name_is_taken_or_listed(key: str) -> None:
+    theirs = {OTHER_NAMES.get(n, n) for n, kind, _ in THEIRS[key] if not kind.startswith("var")}
+    assert theirs - {parameter.name for parameter in ours(key)} == set(NOT_TAKEN.get(key, ()))
+
+
+@pytest.mark.parametrize("key", THEIRS)
+def test_what_is_added_is_keyword_only(key: str) -> None:
+    theirs = {OTHER_NAMES.get(name, name) for name, _, _ in THEIRS[key]}
+    added = [parameter for parameter in ours(key) if parameter.name not in theirs]
+    kinds = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
+    assert [parameter.name for parameter in added if parameter.kind not in kinds] == []
+
+
+@pytest.mark.parametrize("key", THEIRS)
+def test_defaults_are_theirs_but_for_those_listed(key: str) -> None:
+    mine = {parameter.name: parameter.default for parameter in ours(key)}
+    listed = OTHER_DEFAULTS.get(key, {})
+    for name, kind, text in THEIRS[key]:
+        own = mine.get(OTHER_NAMES.get(name, name))
+        if kind.startswith("var") or name in NOT_TAKEN.get(key, ()):
+            continue
+        if name in listed:
+            assert (text, own) == listed[name]
+        else:
+            assert own == (inspect.Parameter.empty if text is None else evaluated(text)), name
