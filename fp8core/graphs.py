@@ -67,9 +67,10 @@ def make_graphed_callables(
             )
     context = autocast(enabled=enabled, recipe=recipe)
     arguments: Any = (sample_args,) if is_one else tuple(sample_args)
+    shared: Any = pool  # torch's name of the type is private
     with _states_kept(each), _inside(context, each):
         graphed = torch.cuda.make_graphed_callables(
-            each, arguments, num_warmup_iters, allow_unused_input, pool
+            each, arguments, num_warmup_iters, allow_unused_input, shared
         )
     return graphed[0] if is_one else graphed
 

@@ -61,5 +61,4 @@ def _is_idle(name: str, value: object) -> bool:
 def _is_of_one_rank(group: object) -> bool:
     if not torch.distributed.is_available():
         return False
-    is_group = isinstance(group, torch.distributed.ProcessGroup)
-    return is_group and torch.distributed.get_world_size(group) == 1
+    return isinstance(group, torch.distributed.ProcessGroup) and group.size() == 1
