@@ -13,7 +13,7 @@ import torch
 
 from fp8core.backend_api import ActivationBackwardDesc, ActivationDesc
 
-__all__ = ["activation", "activation_backward"]
+__all__ = ["NUM_PARAMS", "activation", "activation_backward"]
 
 
 class _Function(NamedTuple):
@@ -68,6 +68,11 @@ _GATED = {
     "sreglu": _SQUARED_RELU,
     "swiglu": _swish(1.0),
 }
+# Both halves are clamped: by params (limit, alpha, offset), x sigmoid(alpha x) of a, offset on b.
+_CLAMPED: dict[str, Callable[[float], _Function]] = {"clamped_swiglu": _swish}
+
+NUM_PARAMS = dict.fromkeys((*_PLAIN, *_GATED), 0) | dict.fromkeys(_CLAMPED, 3)
+"""The activations that run here, and how many parameters each takes."""
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -84,7 +89,7 @@ def activation(desc: ActivationDesc, x: torch.Tensor) -> torch.Tensor:
         return (_GATED[desc.name].value(a) * b).to(desc.out_dtype)
     limit, alpha, offset = desc.params
     a, b = a.clamp(max=limit), b.clamp(-limit, limit)
-    return (_swish(alpha).value(a) * (b + offset)).to(desc.out_dtype)
+    return (_CLAMPED[desc.name](alpha).value(a) * (b + offset)).to(desc.out_dtype)
 
 
 def activation_backward(
@@ -98,9 +103,9 @@ def activation_backward(
     if desc.name in _GATED:
         f = _GATED[desc.name]
         grad_a, grad_b = grad * b * f.slope(a), grad * f.value(a)
-    else:  # clamped_swiglu: what was clamped has no slope
+    else:  # what was clamped has no slope
         limit, alpha, offset = desc.params
-        f = _swish(alpha)
+        f = _CLAMPED[desc.name](alpha)
         low, gate = a.clamp(max=limit), b.clamp(-limit, limit)
         grad_a = grad * (gate + offset) * f.slope(low) * (a <= limit)
         grad_b = grad * f.value(low) * ((b >= -limit) & (b <= limit))

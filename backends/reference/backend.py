@@ -13,7 +13,6 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api import (
-    ACTIVATIONS,
     ActivationBackwardDesc,
     ActivationDesc,
     Alignment,
@@ -29,7 +28,7 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
     bind_method,
 )
-from fp8core_backends.reference.activation import activation, activation_backward
+from fp8core_backends.reference.activation import NUM_PARAMS, activation, activation_backward
 from fp8core_backends.reference.gemm import gemm, grouped_gemm
 from fp8core_backends.reference.norm import norm, norm_backward
 from fp8core_backends.reference.quantize import amax, dequantize, quantize
@@ -148,9 +147,12 @@ def _check_norm(desc: NormDesc) -> str | None:
 
 
 def _check_activation(desc: ActivationDesc | ActivationBackwardDesc) -> str | None:
-    name = None if desc.name in ACTIVATIONS else f"no activation {desc.name!r}"
+    if desc.name not in NUM_PARAMS:
+        return f"no activation {desc.name!r}"
+    count = NUM_PARAMS[desc.name]
+    params = None if len(desc.params) == count else f"{desc.name} takes {count} parameters"
     wide = torch.float64
-    return name or _check_float(desc.dtype, wide) or _check_float(desc.out_dtype, wide)
+    return params or _check_float(desc.dtype, wide) or _check_float(desc.out_dtype, wide)
 
 
 _CHECKS: dict[type, Callable[[Any], str | None]] = {

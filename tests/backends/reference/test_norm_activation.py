@@ -212,6 +212,29 @@ def test_an_unknown_activation_is_refused(name: str) -> None:
     assert name in reason
 
 
+@pytest.mark.parametrize("make", [ActivationDesc, ActivationBackwardDesc])
+def test_a_name_without_a_function_is_refused_wherever_else_it_is_known(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = (*ACTIVATIONS, "mish")
+    monkeypatch.setattr("fp8core_backends.reference.backend.ACTIVATIONS", known, raising=False)
+    reason = ReferenceBackend().unsupported(make("mish", BF16, BF16), CPU)
+    assert reason is not None
+    assert "mish" in reason
+
+
+@pytest.mark.parametrize("make", [ActivationDesc, ActivationBackwardDesc])
+@pytest.mark.parametrize(
+    ("name", "params"), [("clamped_swiglu", ()), ("clamped_swiglu", (7.0, 1.0)), ("gelu", (1.0,))]
+)
+def test_another_number_of_parameters_is_refused(
+    name: str, params: tuple[float, ...], make: Callable[..., Any]
+) -> None:
+    reason = ReferenceBackend().unsupported(make(name, BF16, BF16, params), CPU)
+    assert reason is not None
+    assert f"{name} takes" in reason
+
+
 def test_an_unknown_norm_is_refused() -> None:
     reason = ReferenceBackend().unsupported(NormDesc("batchnorm", BF16, BF16, 1e-5), CPU)
     assert reason is not None
