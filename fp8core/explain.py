@@ -143,7 +143,7 @@ def _bound(needs: Iterable[Need], device: torch.device) -> Iterator[Need]:
                 chosen = select.choose(need.desc.quantize, device, policy.current()).backend
             except UnsupportedError:
                 continue  # the cast has a line of its own that says so
-            asked = variants(need.desc.producer, need.desc.quantize).values()
+            asked = variants(need.desc).values()
             spec = registry.backends[chosen]
             if any(registry.unsupported(spec, desc, device) is not None for desc in asked):
                 continue

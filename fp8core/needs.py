@@ -182,14 +182,15 @@ def _fused_at(
     forward, backward = _link_needs(shapes, at, plan, dtype)
     sides = ((forward, at + 1, plan.input, -1), (backward, at - 1, plan.grad_output, 1))
     for (step, producer), neighbour, tensor, direction in sides:
-        is_linear = neighbour in range(len(shapes)) and isinstance(shapes[neighbour], LinearShape)
-        if is_linear and any(tensor):
+        linear = shapes[neighbour] if neighbour in range(len(shapes)) else None
+        if isinstance(linear, LinearShape) and any(tensor):
             assert isinstance(
                 producer, NormDesc | NormBackwardDesc | ActivationDesc | ActivationBackwardDesc
             )
             handed = handover(shapes, neighbour, plan, dtype, step=direction)
             cast = QuantizeDesc(handed, *tensor)
-            yield Need(f"{step} with cast", FusedDesc(producer, cast))
+            has_sums = direction > 0 and linear.bias_dtype is not None
+            yield Need(f"{step} with cast", FusedDesc(producer, cast, has_sums))
 
 
 def _update(plan: LinearPlan) -> list[Need]:

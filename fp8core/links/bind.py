@@ -28,7 +28,7 @@ from fp8core.dispatch import table
 from fp8core.dispatch.table import Resolved
 from fp8core.errors import UnsupportedError
 from fp8core.links.activation import ActivationLink, ActivationShape
-from fp8core.links.fusion import bind_fusion
+from fp8core.links.fusion import Fusion, bind_fusion
 from fp8core.links.linear import LinearLink, LinearShape
 from fp8core.links.norm import NormLink, NormShape
 from fp8core.links.padding import LayerPadding
@@ -300,7 +300,7 @@ def _bind_norm(shape: NormShape, site: Site, neighbours: Neighbours, at: int) ->
         norm.run,
         table.resolve(backward, device).run,
         fusion,
-        None if before is None else bind_fusion(backward, before.grad_output, device),
+        _bind_backward_fusion(backward, before, device),
         None if added is None else added.run,
         shape.num_params,
     )
@@ -320,8 +320,20 @@ def _bind_activation(
         table.resolve(desc, device).run,
         table.resolve(backward, device).run,
         None if after is None else bind_fusion(desc, after.input, device),
-        None if before is None else bind_fusion(backward, before.grad_output, device),
+        _bind_backward_fusion(backward, before, device),
     )
+
+
+def _bind_backward_fusion(
+    producer: NormBackwardDesc | ActivationBackwardDesc,
+    before: LinearLink | None,
+    device: torch.device,
+) -> Fusion | None:
+    """Return the fusion that makes the gradient of the linear ``before``."""
+    if before is None:
+        return None
+    has_sums = before.shape.bias_dtype is not None
+    return bind_fusion(producer, before.grad_output, device, has_sums=has_sums)
 
 
 def _bind_quantize(

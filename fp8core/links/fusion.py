@@ -16,7 +16,6 @@ from fp8core.backend_api import (
     NormDesc,
     Operand,
     Quantized,
-    QuantizeDesc,
 )
 from fp8core.dispatch import settings, table
 from fp8core.errors import UnsupportedError
@@ -30,7 +29,7 @@ Variant: TypeAlias = tuple[bool, bool, bool]
 
 
 class Fusion:
-    """The fused operation for each combination of orientations, and of column sums or none."""
+    """The fused operation for each of its :func:`variants`."""
 
     __slots__ = ("_is_checked", "_packing", "_runs")
 
@@ -56,15 +55,21 @@ class Fusion:
         return [Handed(Orientations(*made), rows, sums), *rest]
 
 
-def variants(producer: Producer, quantize: QuantizeDesc) -> dict[Variant, FusedDesc]:
-    """Return what a backend has to offer for a fusion: each orientation and both, with sums and
-    without, by ``(rowwise, columnwise, sums)``."""
-    rowwise, columnwise = quantize.halves()
-    halves = {(True, True): quantize, (True, False): rowwise, (False, True): columnwise}
+def variants(fused: FusedDesc) -> dict[Variant, FusedDesc]:
+    """Return what a backend has to offer for a fusion, by ``(rowwise, columnwise, sums)``.
+
+    An input is always wanted rowwise, columnwise if the weight is trained, and never summed. A
+    gradient is wanted either way or both ways; with ``fused.sums`` it is summed if the bias is
+    trained, and not if it is frozen.
+    """
+    rowwise, columnwise = fused.quantize.halves()
+    casts = {(True, True): fused.quantize, (True, False): rowwise}
+    if isinstance(fused.producer, NormBackwardDesc | ActivationBackwardDesc):
+        casts[False, True] = columnwise
     return {
-        (*half, sums): FusedDesc(producer, desc, sums)
-        for half, desc in halves.items()
-        for sums in (False, True)
+        (*orientations, sums): FusedDesc(fused.producer, cast, sums)
+        for orientations, cast in casts.items()
+        for sums in ((False, True) if fused.sums else (False,))
     }
 
 
@@ -72,15 +77,19 @@ def bind_fusion(
     producer: Producer,
     consumer: Quantizer,
     device: torch.device,
+    *,
+    has_sums: bool = False,
 ) -> Fusion | None:
     """Return the fusion of ``producer`` with ``consumer``, None where the backend has none.
+
+    ``has_sums``: the consumer is the gradient's of a linear with a bias.
 
     Only the backend that quantizes for ``consumer`` is asked: a fusion is no reason to change it.
     """
     if not isinstance(consumer, LowPrecision):
         return None
     runs = {}
-    for key, desc in variants(producer, consumer.desc).items():
+    for key, desc in variants(FusedDesc(producer, consumer.desc, has_sums)).items():
         found = table.resolve_optional(desc, device, consumer.choices[0].backend)
         if found is None:
             return None

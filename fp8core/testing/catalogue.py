@@ -152,7 +152,8 @@ def _fusions(prefix: str, chosen: Recipe, dtype: torch.dtype) -> Iterator[Entry]
             word = _producer(desc)
             if word.removesuffix(".backward") not in _FUSED:
                 continue
-            for sums in (False, True):
+            is_gradient = isinstance(desc.producer, NormBackwardDesc | ActivationBackwardDesc)
+            for sums in (False, True) if is_gradient else (False,):
                 label = f"{prefix}.{word}{'.sums' if sums else ''}.{_word(dtype)}"
                 yield Entry(label, dataclasses.replace(desc, sums=sums))
 

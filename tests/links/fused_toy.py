@@ -27,23 +27,28 @@ from fp8core.testing.laws.fused import add_pair, pair
 from fp8core_backends.reference.backend import ReferenceBackend
 
 Spoil = Callable[[Quantized], Quantized]
+Refuse = Callable[[FusedDesc], bool]
 
 
 class FusedToy(ReferenceBackend):
     """The reference backend plus the fused operations in ``offered``; counts every call.
 
-    ``spoil`` is applied to what a fused operation quantized.
+    ``spoil`` is applied to what a fused operation quantized; what ``refuse`` says is not offered.
     """
 
-    def __init__(self, offered: set[str], calls: Counter[str], spoil: Spoil) -> None:
+    def __init__(
+        self, offered: set[str], calls: Counter[str], spoil: Spoil, refuse: Refuse
+    ) -> None:
         self._offered = offered
         self._calls = calls
         self._spoil = spoil
+        self._refuse = refuse
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
         if not isinstance(desc, FusedDesc | AddNormDesc):
             return super().unsupported(desc, device)
-        return None if desc.op in self._offered else f"no {desc.op}"
+        is_refused = isinstance(desc, FusedDesc) and self._refuse(desc)
+        return None if desc.op in self._offered and not is_refused else f"no {desc.op}"
 
     def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
         run = self._fuse(desc, device)
@@ -92,11 +97,13 @@ def transposed_rowwise(made: Quantized) -> Quantized:
 
 
 @contextlib.contextmanager
-def installed(*offered: str, spoil: Spoil = unspoilt) -> Iterator[Counter[str]]:
+def installed(
+    *offered: str, spoil: Spoil = unspoilt, refuse: Refuse = lambda desc: False
+) -> Iterator[Counter[str]]:
     """Have the layers of the body use the toy backend; yields the counts of its calls."""
     calls: Counter[str] = Counter()
     module = types.ModuleType("fused_toy_made")
-    module.Made = lambda: FusedToy(set(offered), calls, spoil)  # type: ignore[attr-defined]
+    module.Made = lambda: FusedToy(set(offered), calls, spoil, refuse)  # type: ignore[attr-defined]
     plugin = types.ModuleType("fused_toy_plugin")
 
     @hookimpl

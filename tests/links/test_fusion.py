@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8core import LayerNormLinear, LayerNormMLP, UnsupportedError, autocast, ops, recipe
-from fp8core.backend_api import OPTIONAL_OPS
+from fp8core.backend_api import OPTIONAL_OPS, FusedDesc
 from tests.links import fused_toy
 
 BF16 = torch.bfloat16
@@ -108,6 +108,38 @@ def test_a_layernorm_linear_uses_the_fused_norm() -> None:
     with fused_toy.installed("norm_quantize") as calls:
         train(lambda: filled(LayerNormLinear(32, 16, params_dtype=BF16)), "current")
     assert (calls["norm_quantize"], calls["norm"]) == (1, 0)
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_a_forward_fusion_is_used_without_column_sums(name: str) -> None:
+    want = train(gelu, name)
+    forward = {"norm_quantize", "activation_quantize"}
+    with fused_toy.installed(*forward, refuse=lambda desc: desc.sums) as calls:
+        assert same(train(gelu, name), want)
+    assert {op: calls[op] for op in forward} == dict.fromkeys(forward, 1)
+
+
+@pytest.mark.parametrize("op", ["norm_quantize", "activation_quantize"])
+def test_a_forward_fusion_is_not_asked_for_the_columnwise_half_alone(op: str) -> None:
+    def refuse(desc: FusedDesc) -> bool:
+        return desc.quantize.rowwise is None
+
+    with fused_toy.installed(op, refuse=refuse) as calls:
+        train(gelu, "current")
+    assert calls[op] == 1
+
+
+def test_a_backward_fusion_without_column_sums_is_used_before_a_linear_without_bias() -> None:
+    def model(bias: bool) -> torch.nn.Module:
+        linears = ops.Linear(32, 64, bias=bias), ops.Linear(64, 32)
+        return filled(ops.Sequential(linears[0], ops.GELU(), linears[1]))
+
+    counts = []
+    for bias in (True, False):
+        with fused_toy.installed(*QUANTIZING, refuse=lambda desc: desc.sums) as calls:
+            train(lambda bias=bias: model(bias).to(BF16), "current")  # type: ignore[misc]
+        counts.append(calls["activation_backward_quantize"])
+    assert counts == [0, 1]
 
 
 def test_a_returned_norm_is_not_fused() -> None:

@@ -11,14 +11,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8core.backend_api import (
+    ActivationBackwardDesc,
     Alignment,
     FusedDesc,
     GemmDesc,
+    NormBackwardDesc,
     Numerics,
     OpDesc,
     OperandSpec,
     QuantizeDesc,
 )
+from fp8core.links.fusion import variants
 from fp8core.testing.catalogue import Entry, catalogue
 from fp8core.testing.checks import EVERY_OP, law
 from fp8core.testing.compare import Broken, require
@@ -110,6 +113,8 @@ def _spoilt(desc: OpDesc) -> Iterator[tuple[str, OpDesc]]:
         changes: dict[str, Any] = {}
         if field.name in strange:
             changes[f"{field.name}={strange[field.name]}"] = strange[field.name]
+        if field.name == "params":
+            changes["one parameter more"] = (*value, 1.0)
         if isinstance(value, OperandSpec):
             changes |= {f"{field.name} {word}": spec for word, spec in _spoilt_specs(value)}
         for word, change in changes.items():
@@ -162,10 +167,9 @@ def either_half_is_supported(subject: Subject, desc: QuantizeDesc) -> None:
 
 @law(2, *FUSED)
 def either_part_of_a_fusion_is_supported(subject: Subject, desc: FusedDesc) -> None:
-    """Whoever fuses a producer with a cast does both alone, and fuses either half of the cast."""
-    parts: list[OpDesc] = [desc.producer, desc.quantize]
-    for quantize in (desc.quantize, *desc.quantize.halves()):
-        parts += [dataclasses.replace(desc, quantize=quantize, sums=on) for on in (False, True)]
-    for part in parts:
+    """Whoever fuses a producer with a cast does both alone, and fuses every variant in use."""
+    is_gradient = isinstance(desc.producer, NormBackwardDesc | ActivationBackwardDesc)
+    used = variants(dataclasses.replace(desc, sums=is_gradient)).values()
+    for part in (desc.producer, desc.quantize, *used):
         reason = subject.refuses(part)
         require(reason is None, f"supports {desc}, but not {part}: {reason}")
