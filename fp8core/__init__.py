@@ -24,6 +24,7 @@ from fp8core.errors import (
 )
 from fp8core.explain import explain
 from fp8core.graphs import make_graphed_callables
+from fp8core.modules.frozen import frozen_weights
 from fp8core.modules.grouped_linear import GroupedLinear
 from fp8core.modules.layernorm_linear import LayerNormLinear
 from fp8core.modules.layernorm_mlp import LayerNormMLP
@@ -74,6 +75,7 @@ __all__ = [
     "formats",
     "fp8_autocast",
     "fp8_model_init",
+    "frozen_weights",
     "get_default_recipe",
     "make_graphed_callables",
     "monitor",

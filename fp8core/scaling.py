@@ -141,8 +141,6 @@ def discard(states: Iterable[DelayedState]) -> None:
     with torch.no_grad():
         for state in states:
             state.amax_history[0].zero_()
-            # A weight kept from what failed was recorded there: quantize and record it anew.
-            torch.autograd.graph.increment_version(state.scale)
 
 
 def _partition(

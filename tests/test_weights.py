@@ -1,4 +1,4 @@
-"""The quantized weight that is kept: when it is taken again, and when it is made anew.
+"""When a weight is quantized, and when one is taken that the caller asked to keep.
 
 ``quantize`` calls of the toy backend are counted: the input costs one a forward, the weight one
 more where it is quantized.
@@ -6,15 +6,15 @@ more where it is quantized.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import fp8core
-from fp8core import LayerNormMLP, Linear, OperandError, UnsupportedError, autocast, recipe
+from fp8core import Linear, OperandError, UnsupportedError, autocast, recipe
 from tests.links import fused_toy
 
 RECIPES = recipe.names()
@@ -49,75 +49,20 @@ def layer() -> Linear:
     return Linear(32, 32)
 
 
-@pytest.mark.parametrize("name", STATELESS)
-def test_an_unchanged_weight_is_quantized_once(name: str, forward: Forward) -> None:
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_forward_quantizes_the_weight(name: str, forward: Forward) -> None:
     own = layer()
-    assert [forward(own, name=name) for _ in range(3)] == [WITH_WEIGHT, INPUT_ALONE, INPUT_ALONE]
+    assert [forward(own, name=name) for _ in range(3)] == [WITH_WEIGHT] * 3
+    with torch.no_grad():
+        assert forward(own, name=name) == WITH_WEIGHT
 
 
-def test_an_optimizer_step_makes_it_anew(forward: Forward) -> None:
-    own = layer()
-    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
-    forward(own)
-    own.weight.grad = torch.ones_like(own.weight)
-    optimizer.step()
-    assert forward(own) == WITH_WEIGHT
-
-
-def test_a_write_in_place_makes_it_anew(forward: Forward) -> None:
+def test_nothing_is_kept_unless_the_caller_says_so(forward: Forward) -> None:
     own = layer()
     forward(own)
     with torch.no_grad():
-        own.weight[0, 0] = 3
-    assert forward(own) == WITH_WEIGHT
-
-
-def test_another_tensor_in_data_makes_it_anew(forward: Forward) -> None:
-    own = layer()
-    forward(own)
-    own.weight.data = own.weight.data.clone()
-    assert forward(own) == WITH_WEIGHT
-
-
-def test_another_parameter_makes_it_anew(forward: Forward) -> None:
-    own = layer()
-    forward(own)
-    own.weight = torch.nn.Parameter(own.weight.detach())
-    assert forward(own) == WITH_WEIGHT
-
-
-def test_a_write_through_data_is_seen_after_invalidation(forward: Forward) -> None:
-    own = layer()
-    forward(own)
-    own.weight.data.mul_(2)
-    assert forward(own) == INPUT_ALONE
-    own.invalidate_weight_cache()
-    assert forward(own) == WITH_WEIGHT
-
-
-def test_loading_a_state_dict_makes_it_anew(forward: Forward) -> None:
-    own = layer()
-    forward(own)
-    own.load_state_dict(own.state_dict())
-    assert forward(own) == WITH_WEIGHT
-
-
-def test_another_recipe_makes_it_anew(forward: Forward) -> None:
-    own = layer()
-    forward(own, name="current")
-    assert forward(own, name="block") == WITH_WEIGHT
-
-
-def test_a_copy_keeps_its_own(forward: Forward) -> None:
-    own = layer()
-    forward(own)
-    other = copy.deepcopy(own)
-    assert forward(other) == WITH_WEIGHT
-    with torch.no_grad():
-        other.weight.zero_()
-    with autocast(recipe=recipe.by_name("current")), torch.no_grad():
-        assert own(torch.ones(32, 32)).any()
-        assert not other(torch.ones(32, 32)).any()
+        forward(own)
+    assert not own._bindings.weights.kept
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -136,52 +81,8 @@ def test_inference_mode_then_training_trains(name: str) -> None:
     assert torch.equal(*grads)
 
 
-def test_a_weight_made_in_inference_mode_is_never_kept(forward: Forward) -> None:
-    with torch.inference_mode():
-        own = layer()
-        assert [forward(own) for _ in range(2)] == [WITH_WEIGHT, WITH_WEIGHT]
-
-
-@pytest.mark.parametrize("name", STATELESS)
-def test_an_evaluation_without_gradients_reuses_the_weight(name: str, forward: Forward) -> None:
-    own = layer()
-    forward(own, name=name)
-    with torch.no_grad():
-        assert forward(own, name=name) == INPUT_ALONE
-
-
-def test_training_keeps_a_weight_only_where_it_is_used_again(calls: Counter[str]) -> None:
-    """Kept operands take memory until the optimizer's step; the last step tells if they pay."""
-    own, x = layer(), torch.ones(32, 32, requires_grad=True)
-
-    def step(microbatches: int) -> int:
-        before = calls["quantize"]
-        for _ in range(microbatches):
-            with autocast(recipe=recipe.by_name("current")):
-                own(x).sum().backward()
-        with torch.no_grad():
-            own.weight.mul_(0.9)
-        input_and_grad = 2 * microbatches
-        return calls["quantize"] - before - input_and_grad
-
-    # Once at the second microbatch, as the first has kept nothing; then once a step.
-    assert [step(3), step(3), step(3)] == [2, 1, 1]
-    # One microbatch a step: the first time it is kept in vain, afterwards not.
-    assert [step(1), step(1), step(2)] == [1, 1, 2]
-
-
-def test_training_after_an_evaluation_gets_its_columnwise_weight(forward: Forward) -> None:
-    own = layer()
-    with torch.no_grad():
-        forward(own)
-    x = torch.ones(32, 32, requires_grad=True)
-    with autocast(recipe=recipe.by_name("current")):
-        own(x).sum().backward()
-    assert x.grad is not None
-
-
 def test_an_evaluation_takes_no_amax_away_from_training() -> None:
-    """The weight that an evaluation kept was not recorded; training must record it."""
+    """An evaluation records no amax of the weight; training must record it."""
     own, chosen = layer(), recipe.DelayedScaling(amax_history_len=2)
     x = torch.ones(32, 32)
     with torch.no_grad(), autocast(recipe=chosen):
@@ -189,19 +90,6 @@ def test_an_evaluation_takes_no_amax_away_from_training() -> None:
     with autocast(recipe=chosen):
         own(x)
     assert own.amax_history_fwd[-1, 1] == own.weight.abs().max()
-
-
-def test_delayed_scales_that_changed_make_it_anew(forward: Forward) -> None:
-    own = layer()
-    assert [forward(own, name="delayed") for _ in range(2)] == [WITH_WEIGHT, WITH_WEIGHT]
-
-
-def test_delayed_keeps_it_within_one_autocast(calls: Counter[str]) -> None:
-    own = layer()
-    with autocast(recipe=recipe.by_name("delayed")):
-        for _ in range(3):
-            own(torch.ones(32, 32))
-    assert calls["quantize"] == 1 + 3
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -218,20 +106,20 @@ def test_a_later_microbatch_without_a_first_is_refused(forward: Forward) -> None
         forward(layer(), False)
 
 
-def test_a_later_microbatch_without_a_first_is_refused_under_scales_that_changed() -> None:
-    """Training that was not asked to keep a weight has nothing of the first microbatch's."""
-    own, x = layer(), torch.ones(32, 32, requires_grad=True)
-    chosen = recipe.by_name("delayed")
-    with autocast(recipe=chosen):
-        own(x)
-    with pytest.raises(OperandError, match="which keeps the weight"), autocast(recipe=chosen):
-        own(x, is_first_microbatch=False)
+def test_a_later_microbatch_outside_any_recipe_computes_as_ever() -> None:
+    own, x = layer(), torch.randn(4, 32)
+    want = torch.nn.functional.linear(x, own.weight, own.bias)
+    assert torch.equal(own(x, is_first_microbatch=False), want)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert own(x, is_first_microbatch=False).dtype == torch.bfloat16
 
 
-def test_a_later_microbatch_without_a_first_has_its_bits_where_scales_stay() -> None:
-    own, x = layer(), torch.ones(32, 32, requires_grad=True)
-    with autocast(recipe=recipe.by_name("delayed")):
-        assert torch.equal(own(x), own(x, is_first_microbatch=False))
+def test_what_was_refused_leaves_the_kept_weight(forward: Forward) -> None:
+    own = layer()
+    forward(own, True)
+    with pytest.raises(OperandError, match="with this recipe"):
+        forward(own, False, "block")
+    assert forward(own, False) == INPUT_ALONE
 
 
 def test_a_later_microbatch_of_a_changed_weight_is_refused(forward: Forward) -> None:
@@ -239,7 +127,7 @@ def test_a_later_microbatch_of_a_changed_weight_is_refused(forward: Forward) -> 
     forward(own, True)
     with torch.no_grad():
         own.weight.add_(1)
-    with pytest.raises(OperandError, match="since the weight changed"):
+    with pytest.raises(OperandError, match="was written since"):
         forward(own, False)
 
 
@@ -276,10 +164,9 @@ def test_later_microbatches_of_sizes_that_need_padding(name: str) -> None:
         assert torch.equal(own(torch.ones(32, 33), is_first_microbatch=False), first)
 
 
-def test_a_later_microbatch_of_a_split_weight_is_refused() -> None:
+def test_a_split_weight_is_kept_too(forward: Forward) -> None:
     own = Linear(32, 32, parameters_split=("query", "key"))
-    with autocast(recipe=recipe.by_name("current")), pytest.raises(UnsupportedError, match="None"):
-        own(torch.ones(32, 32), is_first_microbatch=False)
+    assert [forward(own, first) for first in (True, False)] == [WITH_WEIGHT, INPUT_ALONE]
 
 
 def test_a_changed_part_of_a_split_weight_is_seen() -> None:
@@ -303,41 +190,111 @@ def test_later_microbatches_may_be_checkpointed(name: str, use_reentrant: bool) 
         y.sum().backward()
 
 
-def microbatches(name: str, count: int) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    own = LayerNormMLP(32, 64)
-    x, grad = torch.randn(128, 32), torch.randn(128, 32)
-    with autocast(recipe=recipe.by_name(name)):
-        y = torch.cat([own(part) for part in x.chunk(count)])
-    y.backward(grad)
-    assert all(parameter.grad is not None for parameter in own.parameters())
-    return [y.detach(), *(parameter.grad for parameter in own.parameters())]
+def test_frozen_weights_are_quantized_once(forward: Forward) -> None:
+    own = layer()
+    with fp8core.frozen_weights(own), torch.no_grad():
+        assert [forward(own) for _ in range(3)] == [WITH_WEIGHT, INPUT_ALONE, INPUT_ALONE]
+        assert forward(own, name="block") == WITH_WEIGHT
+    with torch.no_grad():
+        assert forward(own) == WITH_WEIGHT
+    assert not own._bindings.weights.kept
 
 
-@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
-def test_four_microbatches_give_the_gradients_of_one_batch(name: str) -> None:
-    """Scales do not depend on how the rows are parted: only the order of float32 sums does.
-
-    128 terms a sum, and a code that flips in fc1's gradient; bound: numerics.md's for MLPs.
-    """
-    for got, want in zip(microbatches(name, 4), microbatches(name, 1), strict=True):
-        assert (got - want).norm() <= 2e-2 * want.norm()
-
-
-@pytest.mark.parametrize("name", ["current", "block", "rowwise"])
-def test_microbatches_with_their_own_scales_give_them_within_the_noise(name: str) -> None:
-    """Each side is 23 dB of noise away from the exact gradient (conventions: one e5m2 operand)."""
-    for got, want in zip(microbatches(name, 4), microbatches(name, 1), strict=True):
-        assert (got - want).norm() <= 2 * 10 ** (-23 / 20) * want.norm()
+@pytest.mark.parametrize("name", RECIPES)
+def test_frozen_weights_change_no_bit(name: str) -> None:
+    own, x = layer(), torch.randn(8, 32)
+    with torch.no_grad(), autocast(recipe=recipe.by_name(name)):
+        want = own(x)
+        with fp8core.frozen_weights(own):
+            assert all(torch.equal(own(x), want) for _ in range(3))
 
 
-def test_the_amax_of_one_autocast_is_the_largest_of_its_microbatches() -> None:
-    own, chosen = layer(), recipe.DelayedScaling(amax_history_len=3)
-    with autocast(recipe=chosen):
-        for size in (1.0, 5.0, 2.0):
-            own(torch.full((8, 32), size))
-    assert own.amax_history_fwd[-1, 0] == 5.0
-    assert not own.amax_history_fwd[:-1, 0].any()
+def test_training_inside_frozen_weights_gets_its_columnwise_weight() -> None:
+    """Gradients may be taken there, as for an adapter; only the weights stay."""
+    own, x = layer(), torch.ones(32, 32, requires_grad=True)
+    with fp8core.frozen_weights(own), autocast(recipe=recipe.by_name("current")):
+        with torch.no_grad():
+            own(x)
+        own(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_frozen_weights_under_inference_mode_serve_training_too() -> None:
+    own, x = layer(), torch.ones(32, 32, requires_grad=True)
+    with fp8core.frozen_weights(own), autocast(recipe=recipe.by_name("block")):
+        with torch.inference_mode():
+            own(x, is_first_microbatch=True)
+        own(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_frozen_weights_nest_and_end_with_an_exception(forward: Forward) -> None:
+    own = layer()
+    scope = fp8core.frozen_weights(own)
+    with torch.no_grad(), scope:
+        forward(own)
+        with scope:
+            assert forward(own) == INPUT_ALONE
+        assert forward(own) == INPUT_ALONE
+        with pytest.raises(KeyError), fp8core.frozen_weights(own):
+            raise KeyError
+        assert forward(own) == INPUT_ALONE
+    assert forward(own) == WITH_WEIGHT
+
+
+def test_a_write_inside_frozen_weights_that_torch_counts_is_refused_at_once(
+    forward: Forward,
+) -> None:
+    own = layer()
+
+    def run() -> None:
+        with fp8core.frozen_weights(own), torch.no_grad():
+            forward(own)
+            own.weight.add_(1)
+            forward(own)
+
+    with pytest.raises(OperandError, match="no weight may change"):
+        run()
+    assert forward(own) == WITH_WEIGHT
+
+
+def test_frozen_weights_of_a_whole_model_and_its_parametrized_weight(forward: Forward) -> None:
+    model = torch.nn.Sequential(layer(), torch.nn.utils.parametrizations.weight_norm(layer()))
+    with fp8core.frozen_weights(model), torch.no_grad():
+        assert [forward(model[1]) for _ in range(2)] == [WITH_WEIGHT, INPUT_ALONE]  # type: ignore[arg-type]  # a Linear
+    where = r"1\.parametrizations\.weight\.original1"
+    with pytest.raises(OperandError, match=where), fp8core.frozen_weights(model):
+        model[1].parametrizations.weight.original1.data.neg_()  # type: ignore[union-attr, index]
+
+
+def test_a_layer_that_moves_inside_frozen_weights_is_quantized_as_outside(forward: Forward) -> None:
+    own = layer()
+    with fp8core.frozen_weights(own), torch.no_grad():
+        forward(own)
+        own.to("cpu")
+        assert [forward(own) for _ in range(2)] == [WITH_WEIGHT] * 2
+
+
+@pytest.mark.parametrize("model", [None, torch.nn.Linear(4, 4)])
+def test_frozen_weights_of_nothing_are_refused(model: Any) -> None:
+    with pytest.raises(OperandError, match="frozen_weights"):
+        fp8core.frozen_weights(model)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_frozen_weights_of_quantized_parameters_and_groups(name: str) -> None:
+    with fp8core.quantized_model_init(recipe=recipe.by_name(name)):
+        try:
+            stored: Any = Linear(32, 32)
+        except UnsupportedError:
+            stored = Linear(32, 32)
+    grouped, x = fp8core.GroupedLinear(2, 32, 32), torch.randn(64, 32)
+    with torch.no_grad(), autocast(recipe=recipe.by_name(name)):
+        want = stored(x), grouped(x, [32, 32])
+        with fp8core.frozen_weights(torch.nn.ModuleList([stored, grouped])):
+            for _ in range(2):
+                assert torch.equal(stored(x), want[0])
+                assert torch.equal(grouped(x, [32, 32]), want[1])
 
 
 @pytest.mark.parametrize("evaluates_in", [*RECIPES, None])

@@ -66,10 +66,6 @@ class Record:
 class Converted(LowPrecisionModule):
     """What the converted classes have in common."""
 
-    # The code around the layer was written for torch's, which reads its weight in every call:
-    # writes through ``.data`` or numpy, which torch does not count, have to hold here too.
-    keeps_weights = False
-
     def __init__(self, *args: object, **kwargs: object) -> None:
         raise UnsupportedError(
             f"{type(self).__name__} is what fp8core.convert makes of a layer; construct "

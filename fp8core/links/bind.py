@@ -77,7 +77,7 @@ Watch: TypeAlias = Callable[[LinearLink, LinearPlan, Binding], LinearLink]
 class Site(NamedTuple):
     """Where a chain is bound: its plan, what its quantizers share, and what its layer keeps.
 
-    Without ``weights`` every call quantizes them anew. With ``watch`` every linear link is what it
+    Without ``weights`` no quantized weight can be kept. With ``watch`` every linear link is what it
     returns in the place of the link that was bound.
     """
 
@@ -241,10 +241,10 @@ def _bind_quantizers(
     def weight(group: int) -> KeptWeight:
         slot = slot_of(plan.weight, lambda states: states.weight(group))
         quantizer = bind_quantizer(plan.weight, shape.weight_dtype, binding, slot=slot)
-        key = (plan.weight, shape.weight_dtype, binding, quantizer.choices)
+        key = (plan.weight, shape.weight_dtype, binding.device, quantizer.choices)
         stored = HIGH_PRECISION.weight if binding.is_observing else storage_plan(plan.weight)
         how = How(key, stored, site.owner)
-        return KeptWeight(quantizer, site.weights, index + group, slot, how)
+        return KeptWeight(quantizer, site.weights, index + group, how)
 
     bind = functools.partial(
         bind_quantizer,

@@ -18,8 +18,8 @@ class Call(NamedTuple):
     ``groups`` is ``(group_offsets,)``, int64 ``[groups + 1]`` on the CPU, or ``()`` if dense;
     ``splits`` are the same sizes as integers, ``()`` where only the device knows them, which then
     has the offsets as well. ``rng`` int64 ``[2]`` is the seed and offset of
-    dropout and stochastic rounding. ``first_microbatch`` True quantizes the weight anew, False
-    takes the one kept, None decides by whether it has changed. ``backward_pass`` is set in a
+    dropout and stochastic rounding. ``first_microbatch`` None quantizes the weight, True also
+    keeps it, False takes the one that was kept. ``backward_pass`` is set in a
     recompute: the pass that it is part of, whose end is when backward scales move on.
     """
 

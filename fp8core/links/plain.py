@@ -14,26 +14,11 @@ import torch
 from fp8core.backend_api import Operand, Parts
 from fp8core.library import operators
 from fp8core.links.call import Call
-from fp8core.quantizer import Cast, Orientations, Pair
+from fp8core.quantizer import Cast
 from fp8core.scaling import DelayedState, update_after_backward
-from fp8core.weights import WeightQuantizer
+from fp8core.weights import WeightPair, WeightQuantizer
 
 __all__ = ["PlainLinear", "grad_input_of"]
-
-
-class _Beside:
-    """Casts a weight and, at the same time, an input: ``made``, None if it was never called."""
-
-    __slots__ = ("_pair", "_x", "made")
-
-    def __init__(self, pair: Pair, x: torch.Tensor) -> None:
-        self._pair = pair
-        self._x = x
-        self.made: Orientations | None = None
-
-    def __call__(self, weight: torch.Tensor) -> Orientations:
-        self.made, other = self._pair(self._x, weight)
-        return other
 
 
 class PlainLinear:
@@ -69,7 +54,7 @@ class PlainLinear:
         weight: WeightQuantizer,
         gemms: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]],
         *,
-        pair: Pair | None,
+        pair: WeightPair | None,
         grad_dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
         backward_state: DelayedState | None,
     ) -> None:
@@ -94,11 +79,7 @@ class PlainLinear:
                 weight, columnwise=self._needs_input, first=first, source=weight
             )
         else:
-            both = _Beside(self._pair, x)
-            w_row, w_column = self._weight(
-                weight, columnwise=True, first=first, source=weight, cast=both
-            )
-            x_row, x_column = both.made or self._cast_input(x)  # the weight was kept
+            (x_row, x_column), (w_row, w_column) = self._pair(x, weight, first)
         y: torch.Tensor = self._fprop(x_row, w_row, bias=params[1] if self._has_bias else None)
         if not self._needs_input:
             return y, x_column if self._needs_weight else ()

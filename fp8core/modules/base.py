@@ -47,9 +47,6 @@ class LowPrecisionModule(DelayedModule):
     kind: ClassVar[str]
     use_bias: bool
     fuse_wgrad_accumulation = False
-    # Whether a quantized weight serves the next call too, as long as torch sees no write to it. If
-    # not, each call quantizes the weight as it is, whatever is_first_microbatch says.
-    keeps_weights: ClassVar[bool] = True
     # What the layer does outside any autocast; high precision if None.
     outside_autocast: Active | None = None
 
@@ -81,10 +78,6 @@ class LowPrecisionModule(DelayedModule):
         """
         with _bind_lock:
             self._bindings.set_watch(watch)
-
-    def invalidate_weight_cache(self) -> None:
-        """Forget the quantized weights, after a write that torch cannot see (``.data``)."""
-        self._bindings.weights.clear()
 
     def parameter(self, name: str) -> torch.Tensor | None:
         """Return the parameter called ``name``, or what a parametrization computes in its place."""
@@ -246,8 +239,8 @@ class LowPrecisionModule(DelayedModule):
                 states = dataclasses.replace(
                     states, records_forward=records_forward, records_backward=records_backward
                 )
-            weights = self._bindings.weights if self.keeps_weights else None
-            site = Site(plan, binding, self.label, weights, states, self._bindings.watch)
+            kept = self._bindings.weights
+            site = Site(plan, binding, self.label, kept, states, self._bindings.watch)
             links = bind_chain(shapes, site)
         except Fp8CoreError as error:
             raise type(error)(f"{self.label}: {error}") from None

@@ -123,7 +123,6 @@ class LayerNormLinear(Linear):
         """
         if fp8_output or fp8_grad:
             refuse_arguments(LayerNormLinear.forward, locals(), ("fp8_output", "fp8_grad"))
-        self._check_microbatch(is_first_microbatch)
         weight, params, bias = self._linear_params()
         dtype = self.check_input(input, weight, self.in_features)
         bound = self.bind(input.device, dtype)

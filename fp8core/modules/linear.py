@@ -158,13 +158,12 @@ class Linear(LowPrecisionModule):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Compute ``[..., out_features]`` from ``[..., in_features]``; see the class.
 
-        ``is_first_microbatch`` True quantizes the weight anew, False takes the one kept from the
-        first, None decides by whether the weight has changed. ``fp8_output`` and ``fp8_grad`` are
-        not offered.
+        ``is_first_microbatch`` None quantizes the weight; True also keeps it, and False takes the
+        one that was kept, as long as torch counts no write to the weight. Without a recipe it
+        changes nothing. ``fp8_output`` and ``fp8_grad`` are not offered.
         """
         if fp8_output or fp8_grad:
             refuse_arguments(Linear.forward, locals(), ("fp8_output", "fp8_grad"))
-        self._check_microbatch(is_first_microbatch)
         weight, params, bias = self._linear_params()
         dtype = self.check_input(input, weight, self.in_features)
         bound = self.bind(input.device, dtype)
@@ -186,13 +185,6 @@ class Linear(LowPrecisionModule):
         weight, bias = self._merged("weight"), self._merged("bias")
         assert weight is not None
         return weight, (weight,) if bias is None or self.return_bias else (weight, bias), bias
-
-    def _check_microbatch(self, is_first: bool | None) -> None:
-        if is_first is False and len(self._parts) > 1:
-            raise UnsupportedError(
-                f"{self.label}: is_first_microbatch=False takes a weight that was kept, but "
-                f"parameters_split puts the weight together anew in each call; pass None."
-            )
 
     def _merged(self, kind: str) -> torch.Tensor | None:
         if len(self._parts) == 1:

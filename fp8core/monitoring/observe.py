@@ -151,7 +151,6 @@ class _SeenWeight:
         columnwise: bool,
         first: bool | None = None,
         source: Any,
-        cast: Callable[[torch.Tensor], Orientations] | None = None,
     ) -> Orientations:
         """Return the operands of ``weight``."""
         if not _is_repeat():
@@ -166,7 +165,7 @@ class _SeenWeight:
         return made
 
     def beside(self, input: Quantizer) -> None:
-        """There is no such thing: each is looked at."""
+        """Input and weight are cast apart, as each is looked at."""
 
 
 class _SeenGemm:

@@ -72,12 +72,10 @@ def test_microbatches_in_one_autocast_see_a_write_between_them() -> None:
     assert torch.equal(after, own[2].bias.expand_as(after))
 
 
-def test_fp8core_own_layers_keep_their_weight_in_a_converted_model_too() -> None:
+def test_fp8core_own_layers_in_a_converted_model_see_it_too() -> None:
     own, x = nn.Sequential(fp8core.Linear(32, 32)), torch.randn(32, 32)
     fp8core.convert(own, "mxfp8")
     with torch.no_grad():
-        before = own(x)
+        own(x)
         own[0].weight.data.zero_()
-        assert torch.equal(own(x), before)
-        own[0].invalidate_weight_cache()
         assert torch.equal(own(x), own[0].bias.expand(32, 32))
