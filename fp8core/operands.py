@@ -42,7 +42,10 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 @functools.lru_cache(maxsize=16)
 def _signs(device: torch.device) -> torch.Tensor:
-    return torch.tensor(_SIGNS, dtype=torch.float32, device="cpu").to(device)
+    """Return the signs over 16: no sum of 16 numbers of bfloat16 overflows then, and none is
+    rounded otherwise, as multiples of 2^-133 have 16 bits left down to float32's last."""
+    signs = [sign / 16 for sign in _SIGNS]
+    return torch.tensor(signs, dtype=torch.float32, device="cpu").to(device)
 
 
 def hadamard16(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -50,7 +53,7 @@ def hadamard16(x: torch.Tensor, dim: int) -> torch.Tensor:
 
     The matrix is orthogonal, so a GEMM over two operands transformed along k is unchanged but for
     rounding. Sums are float32, of two at a time in a fixed order, so that every device makes the
-    same bits. Source: docs/numerics.md 3.5.
+    same bits; inf is a result beyond bfloat16 alone. Source: docs/numerics.md, NVFP4BlockScaling.
     """
     rows, cols = x.shape
     values = x.to(torch.bfloat16).to(torch.float32)
@@ -67,7 +70,7 @@ def hadamard16(x: torch.Tensor, dim: int) -> torch.Tensor:
                 second = first | half
                 one, other = parts[first], parts[second]
                 parts[first], parts[second] = one + other, one - other
-    turned = torch.stack(parts, along) / 4
+    turned = torch.stack(parts, along) * 4
     return turned.reshape(rows, cols).to(torch.bfloat16)
 
 

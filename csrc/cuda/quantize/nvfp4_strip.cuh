@@ -145,12 +145,13 @@ __device__ void load_strip(Strip<T>& x, const Nvfp4Params& p, const StripPlace& 
 __device__ inline float in_bfloat16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
 // 16 elements times diag(signs) H / 4, before the rounding to bfloat16: sums of two at a time, in
-// the order of fp8core.operands.hadamard16.
+// the order of fp8core.operands.hadamard16. A sixteenth of each, exact even where it is subnormal,
+// keeps sums that fit in the end from overflowing on the way.
 __device__ inline void hadamard(float (&v)[16]) {
   // + + + - + - - - - - - + - + - -, the lowest bit first
   constexpr uint32_t kMinus = 0b1101'0111'1110'1000;
 #pragma unroll
-  for (int i = 0; i < 16; ++i) v[i] = kMinus >> i & 1 ? -v[i] : v[i];
+  for (int i = 0; i < 16; ++i) v[i] *= kMinus >> i & 1 ? -0.0625f : 0.0625f;
 #pragma unroll
   for (int half = 1; half < 16; half *= 2) {
 #pragma unroll
@@ -162,7 +163,7 @@ __device__ inline void hadamard(float (&v)[16]) {
     }
   }
 #pragma unroll
-  for (int i = 0; i < 16; ++i) v[i] *= 0.25f;
+  for (int i = 0; i < 16; ++i) v[i] *= 4.0f;
 }
 
 template <typename T>

@@ -220,6 +220,72 @@ def test_hadamard_is_orthogonal() -> None:
     assert torch.equal(matrix @ matrix.t(), torch.eye(16, dtype=torch.float64))
 
 
+def hadamard_divided_last(x: torch.Tensor) -> torch.Tensor:
+    """The transform along the rows with sums of unscaled values: overflows where it need not."""
+    parts = list((x.float().reshape(-1, 16) * torch.tensor(SIGNS)).unbind(1))
+    for half in (1, 2, 4, 8):
+        for first in range(16):
+            if not first & half:
+                one, other = parts[first], parts[first | half]
+                parts[first], parts[first | half] = one + other, one - other
+    return (torch.stack(parts, 1) / 4).reshape(x.shape).to(torch.bfloat16)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.isnan(), torch.nan, x).to(torch.bfloat16).view(torch.int16)
+
+
+def every_scale(rows: int, seed: int) -> torch.Tensor:
+    """bfloat16 ``[rows, 16]``: bit patterns at random, each row around an exponent of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    around = torch.randint(0, 255, (rows, 1), generator=generator)
+    spread = torch.randint(-6, 7, (rows, 16), generator=generator)
+    exponent = (around + spread).clamp(0, 255)
+    rest = torch.randint(0, 256, (rows, 16), generator=generator)
+    patterns = (rest & 0x80) << 8 | exponent << 7 | rest & 0x7F
+    return patterns.to(torch.int16).view(torch.bfloat16)
+
+
+def hadamard_cases() -> dict[str, torch.Tensor]:
+    tiny = torch.arange(0, 0x200, dtype=torch.int16).view(torch.bfloat16)
+    signs = torch.randint(0, 2, (4096, 16), generator=torch.Generator().manual_seed(1)) * 2 - 1
+    pick = torch.randint(0, 0x200, (4096, 16), generator=torch.Generator().manual_seed(2))
+    codes = torch.randint(-(2**15), 2**15, (20000, 16), generator=torch.Generator().manual_seed(3))
+    return {
+        "around every exponent": every_scale(60000, 4),
+        "any bits": codes.to(torch.int16).view(torch.bfloat16),
+        "subnormals": tiny[pick] * signs.bfloat16(),
+        "zeros": torch.tensor([0.0, -0.0]).bfloat16()[pick % 2],
+    }
+
+
+@pytest.mark.parametrize("case", hadamard_cases())
+def test_hadamard_has_the_bits_of_sums_divided_last_unless_those_overflow(case: str) -> None:
+    x = hadamard_cases()[case]
+    made, expected = rounding.hadamard16(x, 1), hadamard_divided_last(x)
+    finite = x.double().nan_to_num(0.0, 0.0, 0.0)
+    fits = finite.abs().sum(1) < torch.finfo(torch.float32).max
+    assert fits.sum() > len(x) * 0.5
+    assert torch.equal(bits(made[fits]), bits(expected[fits]))
+
+
+def test_hadamard_overflows_only_where_the_result_does() -> None:
+    largest = torch.finfo(torch.bfloat16).max
+    generator = torch.Generator().manual_seed(5)
+    x = (torch.rand(4096, 16, generator=generator) * 2 - 1) * largest
+    x[:2048] = x[:2048].sign() * largest
+    x = x.bfloat16()
+    values = [hadamard_by_definition(line.tolist()) for line in x.double()]
+    expected = torch.tensor(values, dtype=torch.float64)
+    made = rounding.hadamard16(x, 1).double()
+    clearly = expected.abs() > 1.01 * largest
+    fits = expected.abs() < 0.99 * largest
+    assert clearly.any()
+    assert torch.equal(made[clearly], expected[clearly].sign() * torch.inf)
+    assert bool(((made - expected)[fits].abs() <= largest * 2.0**-8).all())
+    assert bool((expected[fits].abs() > largest / 4).any())
+
+
 def test_hadamard_rounds_its_input_to_bfloat16_first() -> None:
     x = torch.randn(16, 16)
     assert torch.equal(rounding.hadamard16(x, 1), rounding.hadamard16(x.bfloat16(), 1))
