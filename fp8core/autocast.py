@@ -17,7 +17,7 @@ from fp8core.errors import RecipeError
 from fp8core.library.operators import constant_in_graph
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.choice import recipe_from
-from fp8core.scaling import DelayedState
+from fp8core.scaling import DelayedState, Recorded
 
 __all__ = [
     "Active",
@@ -71,20 +71,24 @@ _OUTSIDE = "no autocast"
 _asked[_OUTSIDE] = Active()
 
 
-class _Step(NamedTuple):
-    """An open step: whose, and what was touched in the steps around it."""
+class _Scope(NamedTuple):
+    """An open autocast (``owner`` None), or step of ``owner``: what is recorded in until it closes.
+
+    ``touched`` are the states that recorded in it, each with what it held before: None where no
+    scope around had recorded anything. One that ``ends_step`` turns amaxes into scales when it
+    closes; one inside an autocast hands them on to the scope around it.
+    """
 
     owner: object
-    outer_touched: dict[DelayedState, None]
+    ends_step: bool
+    touched: dict[DelayedState, Recorded | None]
 
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.active = _OUTSIDE
         self.outer: list[str] = []
-        self.touched: dict[DelayedState, None] = {}
-        self.touched_before: dict[DelayedState, None] = {}
-        self.steps: list[_Step] = []
+        self.scopes: list[_Scope] = []
 
 
 _thread = _ThreadState()
@@ -126,49 +130,92 @@ def activated(name: str) -> Iterator[None]:
         _thread.active = outer
 
 
-def touch(state: DelayedState, group: torch.distributed.ProcessGroup | None) -> None:
-    """Have ``state`` updated when the thread's outermost autocast exits."""
-    state.group = group
-    _thread.touched[state] = None
+def touch(
+    forward: DelayedState,
+    backward: DelayedState,
+    group: torch.distributed.ProcessGroup | None,
+) -> None:
+    """Have ``forward`` updated when the thread's outermost autocast, or its model's step, ends, and
+    both states be reduced over ``group``. To be called before ``forward`` records."""
+    scopes = _thread.scopes
+    if scopes:
+        touched = scopes[-1].touched
+        if forward not in touched:
+            touched[forward] = None if len(scopes) == 1 else _recorded(forward, backward)
+    forward.group = backward.group = group
+
+
+def _recorded(forward: DelayedState, backward: DelayedState) -> Recorded | None:
+    """Return what ``forward`` holds, if a scope around the innermost one has recorded in it."""
+    ends_step = False
+    for scope in reversed(_thread.scopes):
+        if forward in scope.touched:
+            before = Recorded.of(forward, backward)
+            if ends_step:  # the update of a step within a step is of its own amaxes
+                scaling.discard([forward])
+            return before
+        ends_step |= scope.ends_step
+    return None
+
+
+def _close(scope: _Scope, *, failed: bool) -> None:
+    """End ``scope``, which is none of the thread's any more: update what it touched, hand it on to
+    the scope around, or, if it ``failed``, put back what was there before."""
+    touched, scopes = scope.touched, _thread.scopes
+    if not touched:
+        return
+    if failed:
+        scaling.restore(touched)
+    elif scope.ends_step:
+        try:
+            scaling.update(touched)
+        except BaseException:
+            scaling.restore(touched)
+            raise
+        if scopes:
+            scaling.restore({state: old for state, old in touched.items() if old is not None})
+    else:
+        around = scopes[-1].touched
+        for state, before in touched.items():
+            around.setdefault(state, before)
 
 
 def begin_step(owner: object) -> None:
     """Open a step of ``owner``, a model whose layers have a recipe of their own.
 
-    Inside an autocast, whose exit is the step's end, it does nothing. A step of the same owner that
-    was never ended, as an interrupt leaves one, is forgotten.
+    Inside an autocast, whose exit is the step's end, it only marks what is forgotten if the step
+    fails. A step of the same owner that was never ended, as an interrupt leaves one, is forgotten.
     """
-    if not _thread.outer:
-        end_step(owner, failed=True)
-        _thread.steps.append(_Step(owner, _thread.touched))
-        _thread.touched = {}
+    end_step(owner, failed=True)
+    _thread.scopes.append(_Scope(owner, not _thread.outer, {}))
 
 
 def end_step(owner: object, *, failed: bool) -> None:
     """Close the step of ``owner`` and those within it; turn its amaxes into scales, or forget
-    them if it failed. Without an open step of ``owner``, or inside an autocast, it does nothing."""
-    thread = _thread
-    is_owners = bool(thread.outer) or not is_in_step(owner)
-    while not is_owners:
-        step = thread.steps.pop()
-        touched, thread.touched = thread.touched, step.outer_touched
-        is_owners = step.owner is owner
-        if failed or not is_owners:
-            scaling.discard(touched)
-        else:
-            scaling.update(touched)
+    them if it failed. Without an open step of ``owner``, or if an autocast was opened in it that
+    still is, it does nothing."""
+    scopes = _thread.scopes
+    at = len(scopes) - 1
+    while at >= 0 and scopes[at].owner is not owner:
+        if scopes[at].owner is None:
+            return
+        at -= 1
+    while at >= 0 and len(scopes) > at:
+        scope = scopes.pop()
+        _close(scope, failed=failed or scope.owner is not owner)
 
 
 def touched_in(owner: object) -> list[DelayedState]:
-    """Return the states touched so far in the step of ``owner``, if that is the innermost open."""
-    steps = _thread.steps
-    is_open = not _thread.outer and bool(steps) and steps[-1].owner is owner
-    return list(_thread.touched) if is_open else []
+    """Return the states touched so far in the step of ``owner``, if that is the innermost open and
+    not inside an autocast."""
+    scopes = _thread.scopes
+    is_open = bool(scopes) and scopes[-1].owner is owner and scopes[-1].ends_step
+    return list(scopes[-1].touched) if is_open else []
 
 
 def is_in_step(owner: object) -> bool:
     """Say whether the calling thread has a step of ``owner`` open."""
-    return any(step.owner is owner for step in _thread.steps)
+    return any(scope.owner is owner for scope in _thread.scopes)
 
 
 class autocast(contextlib.ContextDecorator):
@@ -176,7 +223,8 @@ class autocast(contextlib.ContextDecorator):
 
     Nested uses are allowed, the innermost decides; one object may be entered again, also while it
     is active, and from several threads. What backward needs is kept in forward, so backward may
-    run outside. An exception restores the outer state, and its amaxes are forgotten.
+    run outside. An exception restores the outer state, and the amaxes recorded inside are
+    forgotten, those of an inner autocast too whose exception an outer one never sees.
 
     Args:
         enabled: False computes in high precision.
@@ -202,8 +250,7 @@ class autocast(contextlib.ContextDecorator):
 
     def __enter__(self) -> None:
         thread = _thread
-        if not thread.outer:
-            thread.touched_before, thread.touched = thread.touched, {}
+        thread.scopes.append(_Scope(None, not thread.outer, {}))
         thread.outer.append(thread.active)
         thread.active = self._active
 
@@ -215,15 +262,12 @@ class autocast(contextlib.ContextDecorator):
     ) -> None:
         thread = _thread
         thread.active = thread.outer.pop()
-        if thread.outer:
-            return
-        touched, thread.touched = thread.touched, thread.touched_before
-        if not touched:
-            return
-        if kind is None:
-            scaling.update(touched)
-        else:
-            scaling.discard(touched)
+        scopes = thread.scopes
+        scope = scopes.pop()
+        while scope.owner is not None:  # a step that an interrupt left open
+            _close(scope, failed=True)
+            scope = scopes.pop()
+        _close(scope, failed=kind is not None)
 
 
 class _Request(NamedTuple):

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
@@ -24,11 +24,13 @@ from fp8core.reporting import log_once
 
 __all__ = [
     "DelayedState",
+    "Recorded",
     "discard",
     "is_of_two_forwards",
     "join_backward",
     "offer_scales",
     "offered_scale",
+    "restore",
     "update",
     "update_after_backward",
 ]
@@ -136,8 +138,33 @@ _group_of = attrgetter("group")
 _advance_of = attrgetter("advance")
 
 
+class Recorded(NamedTuple):
+    """What a layer's states held at some point of a step: the amaxes since the last update, and
+    the process group that they are reduced over."""
+
+    amax: torch.Tensor
+    group: torch.distributed.ProcessGroup | None
+    backward: DelayedState
+
+    @classmethod
+    def of(cls, forward: DelayedState, backward: DelayedState) -> Recorded:
+        """Return what they hold now."""
+        return cls(forward.amax_history[0].clone(), forward.group, backward)
+
+
+def restore(states: Mapping[DelayedState, Recorded | None]) -> None:
+    """Forget the amaxes since each state's point in time, None for the last update: what recorded
+    them did not finish."""
+    discard(states)
+    with torch.no_grad():
+        for state, before in states.items():
+            if before is not None:
+                state.amax_history[0].copy_(before.amax)
+                state.group = before.backward.group = before.group
+
+
 def discard(states: Iterable[DelayedState]) -> None:
-    """Forget the amaxes since the last update: what recorded them did not finish."""
+    """Forget the amaxes since the last update."""
     with torch.no_grad():
         for state in states:
             state.amax_history[0].zero_()

@@ -128,8 +128,7 @@ class LowPrecisionModule(DelayedModule):
                 self._bindings.table[key] = bound
                 self._bindings.last = (key, bound)
         if bound.states is not None and records:
-            touch(bound.states.forward, asked.group)
-            bound.states.backward.group = asked.group
+            touch(bound.states.forward, bound.states.backward, asked.group)
         return bound
 
     def _bind_captured(self, device: torch.device, dtype: torch.dtype) -> Bound:
