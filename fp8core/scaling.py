@@ -72,6 +72,10 @@ class DelayedState:
             self.advance = table.resolve(desc, scale.device).run
         self.group: torch.distributed.ProcessGroup | None = None
         self.order = order
+        # A backward pass that recorded here has failed. Its amaxes are discarded at once, by the
+        # engine's thread, whose stream need not be the one that a kernel still records on; so they
+        # are discarded again, in order, where the next pass begins to record.
+        self.is_abandoned = False
         # The states that were last updated together, if this one was the first of them.
         self.batch: _Batch | None = None
 
@@ -229,16 +233,24 @@ _backward_lock = threading.Lock()
 
 
 class _Pass:
-    """The states that one backward pass has recorded in, and the scales of its forward."""
+    """The states that one backward pass records in, each with the amaxes that it held before, None
+    where no other pass had recorded there; and the scales of its forward."""
 
     __slots__ = ("__weakref__", "scales", "states")
 
     def __init__(self) -> None:
-        self.states: dict[DelayedState, None] = {}
+        self.states: dict[DelayedState, torch.Tensor | None] = {}
         self.scales: dict[DelayedState, torch.Tensor | None] = {}
 
     def finish(self) -> None:
-        update(self.states)
+        """Update what was recorded in; the engine calls it when the pass has succeeded."""
+        try:
+            update(self.states)
+        except BaseException:
+            discard(self.states)
+            raise
+        finally:
+            self.states.clear()
 
 
 # The engine's callback owns the pass, so one that raises is forgotten along with its graph task. A
@@ -257,20 +269,50 @@ def _join(task: int) -> _Pass:
         running = _find_pass(task)
         if running is None:
             running = _Pass()
-            _in_backward[task] = weakref.ref(running, partial(_in_backward.pop, task))
+            _in_backward[task] = weakref.ref(running, partial(_forget, task, running.states))
             _engine.queue_callback(running.finish)
     return running
+
+
+def _forget(task: int, states: dict[DelayedState, torch.Tensor | None], _: object) -> None:
+    """Forget a pass, and what it recorded if it did not finish."""
+    _in_backward.pop(task, None)
+    if not states:
+        return
+    discard(states)
+    with torch.no_grad():
+        for state, before in states.items():
+            if before is not None and _is_recorded_elsewhere(state, states):
+                state.amax_history[0].copy_(before)
+            else:
+                state.is_abandoned = True
+
+
+def _is_recorded_elsewhere(state: DelayedState, states: object) -> bool:
+    """Say whether a running pass records in ``state``, besides the one whose own are ``states``."""
+    running = [found() for found in list(_in_backward.values())]
+    return any(
+        one is not None and one.states is not states and state in one.states for one in running
+    )
 
 
 def update_after_backward(state: DelayedState, backward_pass: int | None = None) -> None:
     """Update ``state`` when the backward pass that is running ends; once, however often called.
 
-    ``backward_pass`` names an outer one that :func:`join_backward` returned. A pass that raises
-    updates nothing; what it recorded counts towards the next.
+    To be called before something is recorded. ``backward_pass`` names an outer one that
+    :func:`join_backward` returned. A pass that raises updates nothing, and what it recorded is
+    forgotten.
     """
     task = torch._C._current_graph_task_id() if backward_pass is None else backward_pass
     running = _find_pass(task) or _join(task)
-    running.states[state] = None
+    states = running.states
+    if state not in states:
+        is_shared = len(_in_backward) > 1 and _is_recorded_elsewhere(state, states)
+        states[state] = state.amax_history[0].clone() if is_shared else None
+        if state.is_abandoned:
+            state.is_abandoned = False
+            if not is_shared:
+                discard([state])
 
 
 def offer_scales(scales: Mapping[DelayedState, torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import threading
@@ -291,11 +292,106 @@ def test_a_backward_that_raises_updates_no_scale() -> None:
     assert layer.scale_bwd.tolist() == [1.0, 1.0]
 
 
-def test_a_backward_that_raises_counts_towards_the_next() -> None:
+def test_a_backward_that_raises_leaves_no_amax() -> None:
+    layer = Linear(8, 8)
+    fail_in_backward(layer)
+    assert not layer.amax_history_bwd.any()
+
+
+def test_a_backward_that_raises_does_not_count_in_the_next() -> None:
     layer = Linear(8, 8)
     fail_in_backward(layer)
     forward(layer, filled(1.0))[0].sum().backward()
-    assert layer.amax_history_bwd[:, 0].tolist() == [0.0, 0.0, 0.0, 7.0]
+    assert layer.amax_history_bwd[:, 0].tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert layer.scale_bwd[0] == E5M2_MAX
+
+
+def test_an_amax_that_arrives_late_from_a_failed_backward_does_not_count() -> None:
+    layer = Linear(8, 8)
+    fail_in_backward(layer)
+    layer.amax_history_bwd[0] = 7.0  # as a kernel does that was still running on another stream
+    forward(layer, filled(1.0))[0].sum().backward()
+    assert layer.amax_history_bwd[:, 0].tolist() == [0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_a_backward_that_raises_forgets_no_pass_before_it(error: type[BaseException]) -> None:
+    layer, x = Linear(8, 8), filled(1.0).requires_grad_()
+
+    def fail(grad: torch.Tensor) -> None:
+        raise error
+
+    forward(layer, x)[0].sum().backward()
+    x.register_hook(fail)
+    y = forward(layer, x)[0].sum()
+    for _ in range(2):
+        with pytest.raises(error):
+            (9 * y).backward(retain_graph=True)
+    forward(layer, filled(1.0))[0].mul(2).sum().backward()
+    assert layer.amax_history_bwd[:, 0].tolist() == [0.0, 0.0, 1.0, 2.0]
+
+
+def test_an_update_after_backward_that_raises_leaves_no_amax() -> None:
+    def fail(history: torch.Tensor) -> torch.Tensor:
+        if history.shape[1] == 2:  # slots of the way back
+            raise ArithmeticError
+        return history.amax(0)
+
+    layer = Linear(8, 8)
+    (y,) = forward(layer, filled(1.0), amax_compute_algo=fail)
+    with pytest.raises(ArithmeticError) as caught:
+        y.sum().backward()
+    assert caught.tb is not None  # a traceback keeps what its frames hold
+    assert not layer.amax_history_bwd.any()
+
+
+class Nested(torch.autograd.Function):
+    """Runs another backward pass in backward, which may raise, and goes on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+        (ctx.loss,) = losses  # in a list, so that it is no input
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        with contextlib.suppress(KeyError):
+            ctx.loss.backward()
+        return grad, None
+
+
+@pytest.mark.parametrize(("fails", "amax"), [(True, 2.0), (False, 9.0)])
+def test_a_pass_within_a_pass_that_raises_leaves_the_outer_s_amaxes(
+    fails: bool, amax: float
+) -> None:
+    layer, x = Linear(8, 8), filled(1.0).requires_grad_()
+    (inner,) = forward(layer, Failing.apply(x) if fails else x)
+    (y,) = forward(layer, Nested.apply(x, [9 * inner.sum()]))
+    (2 * y.sum()).backward()
+    assert layer.amax_history_bwd[:, 0].tolist() == [0.0, 0.0, 0.0, amax]
+
+
+def test_a_pass_that_raises_after_one_of_another_thread_ended_leaves_no_amax() -> None:
+    layer = Linear(8, 8)
+    ran, ended = threading.Event(), threading.Event()
+
+    def first() -> None:
+        x = filled(1.0).requires_grad_()
+        x.register_hook(lambda grad: (ran.set(), ended.wait(30), [][0]))
+        with pytest.raises(IndexError):
+            (9 * forward(layer, x)[0].sum()).backward()
+
+    def second() -> None:
+        assert ran.wait(30)
+        forward(layer, filled(1.0))[0].sum().backward()
+        ended.set()
+
+    threads = [threading.Thread(target=one) for one in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not layer.amax_history_bwd[0].any()
 
 
 def test_a_backward_that_raises_leaves_nothing_behind() -> None:

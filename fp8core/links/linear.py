@@ -148,6 +148,8 @@ class LinearLink:
 
     def wants_grad(self, rows: int, needs: Sequence[bool], call: Call, context: object) -> Want:
         """Want grad_output quantized: rowwise for dgrad, columnwise for wgrad; summed for bias."""
+        if self.backward_state is not None and True in needs[: 1 + self.num_weights]:
+            update_after_backward(self.backward_state, call.backward_pass)  # the cast records
         if isinstance(context, Accumulating):
             context = context.padded
         padded = context if isinstance(context, PaddedCall) else None
@@ -241,8 +243,6 @@ class LinearLink:
         dy_row, dy_column = grad.take()
         grad_input: Any = None
         grad_weights: Sequence[torch.Tensor | None] = [None] * self.num_weights
-        if self.backward_state is not None and (dy_row is not None or dy_column is not None):
-            update_after_backward(self.backward_state, call.backward_pass)
         if needs[0]:
             weight: Any = self._saved_weight(saved)
             if groups:

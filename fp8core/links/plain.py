@@ -94,9 +94,9 @@ class PlainLinear:
         if self._needs_bias:
             grad_bias = operators.column_sums(grad_output).to(bias_dtype)
         if self._cast_grad is not None:
-            dy_row, dy_column = self._cast_grad(grad_output)
             if self._backward_state is not None:
                 update_after_backward(self._backward_state, call.backward_pass)
+            dy_row, dy_column = self._cast_grad(grad_output)
             if self._needs_input:
                 at = 3 if self._needs_weight else 0
                 w_column: Any = saved[at:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -225,7 +226,7 @@ def test_an_autocast_that_raises_in_a_step_leaves_the_step_s_amaxes() -> None:
         def forward(self, x: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
             y: torch.Tensor = self.a(x)
             for factor in factors:
-                with pytest.raises(KeyError), fp8core.autocast(recipe=CHOSEN):
+                with contextlib.suppress(KeyError), fp8core.autocast(recipe=CHOSEN):
                     self.a(x * factor)
                     raise KeyError
             return y
