@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import threading
 from collections.abc import Callable
@@ -39,18 +38,6 @@ def run_in_threads(*functions: Callable[[], None]) -> None:
         thread.join()
     if errors:
         raise errors[0]
-
-
-def fail_after_forward(layer: Linear, x: torch.Tensor) -> None:
-    """Run ``layer`` in an autocast that raises after it."""
-
-    @autocast(recipe=DELAYED)
-    def run() -> None:
-        layer(x)
-        raise KeyError
-
-    with pytest.raises(KeyError):
-        run()
 
 
 def test_nothing_is_active_outside() -> None:
@@ -160,98 +147,6 @@ def test_an_exception_restores_the_outer_recipe() -> None:
         with pytest.raises(KeyError), autocast(recipe=MXFP8):
             raise KeyError
         assert active().quantize == CURRENT
-    assert active() == OUTSIDE
-
-
-def test_an_exception_forgets_the_amaxes() -> None:
-    layer = Linear(32, 16)
-    fail_after_forward(layer, torch.randn(4, 32))
-    assert not layer.amax_history_fwd.any()
-    assert torch.equal(layer.scale_fwd, torch.ones(3))
-
-
-def test_training_goes_on_after_an_exception_as_if_the_step_had_not_been() -> None:
-    torch.manual_seed(1)
-    steps = [torch.randn(4, 32) for _ in range(2)]
-    interrupted, smooth = Linear(32, 16), Linear(32, 16)
-    smooth.load_state_dict(interrupted.state_dict())
-    for x in steps:
-        fail_after_forward(interrupted, x * 100)
-        for layer in (interrupted, smooth):
-            with autocast(recipe=DELAYED):
-                layer(x)
-    assert torch.equal(interrupted.scale_fwd, smooth.scale_fwd)
-    assert torch.equal(interrupted.amax_history_fwd, smooth.amax_history_fwd)
-
-
-def run_nested(layer: Linear, *inner: float | None, before: float = 2.0) -> None:
-    """Run ``before`` in an autocast, and each of ``inner`` in one within it that raises where the
-    value is negative."""
-    with autocast(recipe=DELAYED):
-        if before:
-            layer(torch.full((4, 32), before))
-        for value in inner:
-            with contextlib.suppress(KeyError), autocast(recipe=DELAYED):
-                layer(torch.full((4, 32), abs(value)))
-                if value < 0:
-                    raise KeyError
-
-
-NESTED = {
-    "alone": ((-1e6,), 0.0),
-    "touched before by the outer": ((-1e6,), 2.0),
-    "touched before by another inner": ((3.0, -1e6), 0.0),
-    "touched afterwards": ((-1e6, 3.0), 2.0),
-    "failing twice": ((-1e6, 3.0, -1e5), 2.0),
-    "with a smaller amax than the outer's": ((-1.0,), 2.0),
-}
-
-
-@pytest.mark.parametrize("case", NESTED)
-def test_an_inner_autocast_that_raises_leaves_the_state_of_a_run_without_it(case: str) -> None:
-    inner, before = NESTED[case]
-    failing, smooth = Linear(32, 16), Linear(32, 16)
-    smooth.load_state_dict(failing.state_dict())
-    run_nested(failing, *inner, before=before)
-    run_nested(smooth, *(value for value in inner if value > 0), before=before)
-    for layer in (failing, smooth):  # the weight's amax too is recorded as if nothing had been
-        run_nested(layer, before=2.0)
-    for name, buffer in smooth.named_buffers():
-        assert torch.equal(getattr(failing, name), buffer), name
-
-
-def test_an_autocast_in_an_autocast_that_raised_forgets_its_amaxes() -> None:
-    layer = Linear(32, 16)
-    with autocast(recipe=DELAYED):
-        layer(torch.full((4, 32), 2.0))
-        with contextlib.suppress(KeyError), autocast(recipe=DELAYED):
-            with autocast(recipe=DELAYED):
-                layer(torch.full((4, 32), 1e6))
-            raise KeyError
-        assert layer.amax_history_fwd[0, 0] == 2.0
-    assert layer.scale_fwd[0] == 448.0 / 2.0
-
-
-def test_an_inner_autocast_that_raises_forgets_no_other_layer() -> None:
-    first, second = Linear(32, 16), Linear(32, 16)
-    with autocast(recipe=DELAYED):
-        first(torch.full((4, 32), 2.0))
-        with contextlib.suppress(KeyError), autocast(recipe=DELAYED):
-            second(torch.full((4, 32), 1e6))
-            raise KeyError
-    assert first.scale_fwd[0] == 224.0
-    assert second.scale_fwd.tolist() == [1.0, 1.0, 1.0]
-
-
-def test_an_update_that_raises_leaves_no_amax() -> None:
-    def fail(history: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError
-
-    layer = Linear(32, 16)
-    failing = recipe.DelayedScaling(amax_history_len=4, amax_compute_algo=fail)
-    with pytest.raises(ArithmeticError), autocast(recipe=failing):
-        layer(torch.full((4, 32), 1e6))
-    assert not layer.amax_history_fwd.any()
     assert active() == OUTSIDE
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 
@@ -13,47 +12,7 @@ from torch import nn
 
 import fp8core
 from fp8core import UnsupportedError, recipe
-
-CHOSEN = recipe.DelayedScaling(amax_history_len=4)
-NEWEST = recipe.DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
-E4M3_MAX = 448.0
-
-
-class Twice(nn.Module):
-    """One layer used twice, and one that may raise after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
-        self.error: BaseException | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.shared(self.shared(x))
-        if self.error is not None:
-            raise self.error
-        made: torch.Tensor = self.last(y)
-        return made
-
-
-def converted(chosen: recipe.Recipe = CHOSEN) -> Twice:
-    torch.manual_seed(0)
-    own = Twice()
-    fp8core.convert(own, chosen)
-    return own
-
-
-def rows(scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(8, 32, generator=torch.Generator().manual_seed(4)) * scale
-
-
-def state(own: nn.Module) -> dict[str, torch.Tensor]:
-    buffers = dict(own.named_buffers())
-    assert buffers
-    return {name: value.clone() for name, value in buffers.items()}
-
-
-def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
-    return got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+from tests.conversion.models import CHOSEN, E4M3_MAX, NEWEST, converted, rows, same, state
 
 
 def test_a_forward_of_the_model_is_what_an_autocast_around_it_is() -> None:
@@ -195,66 +154,6 @@ def test_an_autocast_inside_the_forward_is_a_step_of_its_own() -> None:
     own(rows())
     assert own.a.scale_fwd[0] == E4M3_MAX / rows().abs().max()
     assert not hasattr(own.b, "scale_fwd")
-
-
-@pytest.mark.parametrize("error", [ValueError("theirs"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("is_used_before", [False, True])
-def test_a_forward_that_raises_in_an_autocast_is_forgotten(
-    error: BaseException, is_used_before: bool
-) -> None:
-    own, smooth = converted(), converted()
-    with fp8core.autocast(recipe=CHOSEN):
-        if is_used_before:
-            own(rows())
-        own.error = error
-        with pytest.raises(type(error)):
-            own(rows(100.0))
-        own.error = None
-        own(rows(2.0))
-    with fp8core.autocast(recipe=CHOSEN):
-        for factor in (1.0, 2.0)[not is_used_before :]:
-            smooth(rows(factor))
-    assert same(state(own), state(smooth))
-
-
-def test_an_autocast_that_raises_in_a_step_leaves_the_step_s_amaxes() -> None:
-    class Retrying(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(32, 32)
-
-        def forward(self, x: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
-            y: torch.Tensor = self.a(x)
-            for factor in factors:
-                with contextlib.suppress(KeyError), fp8core.autocast(recipe=CHOSEN):
-                    self.a(x * factor)
-                    raise KeyError
-            return y
-
-    own = Retrying()
-    fp8core.convert(own, CHOSEN)
-    own(rows(), (100.0, 1000.0))
-    assert own.a.scale_fwd[0] == E4M3_MAX / rows().abs().max()
-    assert torch.count_nonzero(own.a.amax_history_fwd[:, 0]) == 1
-
-
-def test_a_step_that_raises_forgets_nothing_of_an_autocast_that_ended_in_it() -> None:
-    class Twofold(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(32, 32)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.a(x * 100)
-            with fp8core.autocast(recipe=CHOSEN):
-                self.a(x)
-            raise KeyError
-
-    own = Twofold()
-    fp8core.convert(own, CHOSEN)
-    with pytest.raises(KeyError):
-        own(rows())
-    assert own.a.amax_history_fwd[:, 0].tolist() == [0, 0, 0, rows().abs().max()]
 
 
 def test_evaluation_records_nothing() -> None:
