@@ -185,9 +185,12 @@ class Bias(_Operation):
     ) -> None:
         super().__init__(None)
         self.size = check_size("ops.Bias", "size", size)
-        made = make_parameter(size, device=resolve_device(device), dtype=dtype)
-        self.register_parameter("bias", made)
-        fill(made, torch.nn.init.zeros_)
+        target = resolve_device(device)
+        self.register_parameter("bias", make_parameter(size, device=target, dtype=dtype))
+        self.reset_parameters(defer_init=target.type == "meta")
+
+    def _fill_parameters(self) -> None:
+        fill(self.bias, torch.nn.init.zeros_)
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the bias's shape."""

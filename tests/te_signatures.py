@@ -39,7 +39,7 @@ FILES = {
         *("Float8BlockScaling", "NVFP4BlockScaling", "CustomRecipe"),
     ),
 }
-METHODS = ("__init__", "forward")
+METHODS = ("__init__", "forward", "reset_parameters")
 
 Parameter: TypeAlias = tuple[str, str, str | None]
 Definition: TypeAlias = ast.FunctionDef | ast.ClassDef

@@ -72,29 +72,31 @@ class Converted(LowPrecisionModule):
             f"fp8core.{type(self).__name__.removeprefix('Converted')} or the layer of torch.nn."
         )
 
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Fill the parameters as torch's layer does, on meta too; forget the delayed state."""
+        if not defer_init:
+            self.reset_delayed_state()
+            self._fill_parameters()
+
 
 class ConvertedLinear(Converted, Linear, torch.nn.Linear):  # type: ignore[misc]  # takes more arguments than torch's
     """A ``torch.nn.Linear`` that computes as :class:`fp8core.Linear` does."""
 
-    def reset_parameters(self) -> None:
-        """Fill weight and bias as ``torch.nn.Linear`` does, and forget the delayed state."""
-        self.reset_delayed_state()
+    def _fill_parameters(self) -> None:
         torch.nn.Linear.reset_parameters(self)
 
 
 class ConvertedLayerNorm(Converted, LayerNorm, torch.nn.LayerNorm):
     """A ``torch.nn.LayerNorm`` that computes as :class:`fp8core.LayerNorm` does."""
 
-    def reset_parameters(self) -> None:
-        """Make gamma 1 and beta 0."""
+    def _fill_parameters(self) -> None:
         torch.nn.LayerNorm.reset_parameters(self)
 
 
 class ConvertedRMSNorm(Converted, RMSNorm, torch.nn.RMSNorm):  # type: ignore[misc]  # eps: never None here
     """A ``torch.nn.RMSNorm`` that computes as :class:`fp8core.RMSNorm` does."""
 
-    def reset_parameters(self) -> None:
-        """Make gamma 1."""
+    def _fill_parameters(self) -> None:
         torch.nn.RMSNorm.reset_parameters(self)
 
 

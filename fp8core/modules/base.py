@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from fp8core import chain, recompute
 from fp8core.autocast import Active, active, active_name, touch
@@ -28,6 +30,7 @@ from fp8core.modules.bound import (
     recipe_of,
 )
 from fp8core.modules.delayed import DelayedModule
+from fp8core.modules.parameters import materialize
 from fp8core.plan import LayerRole
 from fp8core.quantizer import Binding
 from fp8core.recipe import Recipe
@@ -86,6 +89,21 @@ class LowPrecisionModule(DelayedModule):
         except KeyError:
             made: torch.Tensor | None = getattr(self, name)
             return made
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Fill the parameters as at first, and forget the delayed state.
+
+        Parameters on meta are put on a device before: the default that torch was given, else the
+        selected backend's. Where that is meta, and with ``defer_init``, nothing is filled.
+        """
+        if defer_init:
+            return
+        materialize(self, resolve_device(None))
+        self.reset_delayed_state()
+        self._fill_parameters()
+
+    def _fill_parameters(self) -> None:
+        """Give each own parameter its first value."""
 
     @property
     def label(self) -> str:
@@ -316,7 +334,14 @@ class LowPrecisionModule(DelayedModule):
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
-    """Return ``device``, or the selected backend's preferred one."""
-    if device is None:
-        return select.default_device(policy.current())
-    return torch.device(device)
+    """Return ``device``; if None, the default that torch was given, else the selected backend's.
+
+    torch is given one by ``with torch.device(...)`` or ``torch.set_default_device``.
+    """
+    if device is not None:
+        return torch.device(device)
+    # torch.get_default_device() answers cpu also where nobody has set one.
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch's
+    if any(isinstance(mode, DeviceContext) for mode in modes):
+        return torch.get_default_device()
+    return select.default_device(policy.current())

@@ -102,14 +102,10 @@ class GroupedLinear(LowPrecisionModule):
             self.register_parameter(f"weight{i}", made)
             own = make_parameter(out_features, device=target, dtype=params_dtype) if bias else None
             self.register_parameter(f"bias{i}", own)
-        self.reset_parameters()
+        self.reset_parameters(defer_init=target.type == "meta")
 
-    def reset_parameters(self) -> None:
-        """Fill the weights with ``init_method`` and the biases with 0, forget the delayed state.
-
-        On meta there is nothing to fill.
-        """
-        self.reset_delayed_state()
+    def _fill_parameters(self) -> None:
+        """Fill the weights with ``init_method`` and the biases with 0."""
         for weight in self._all("weight"):
             fill(weight, self._init_method)
         for bias in self._all("bias"):

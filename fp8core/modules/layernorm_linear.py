@@ -93,10 +93,10 @@ class LayerNormLinear(Linear):
         register_norm(self, self._norm[0], self.in_features, device, dtype)
         super()._make_parameters(device, dtype)
 
-    def reset_parameters(self) -> None:
-        """Fill as :class:`Linear` does; the norm starts as the identity. Nothing on meta."""
+    def _fill_parameters(self) -> None:
+        """Fill as :class:`Linear` does; the norm starts as the identity."""
         reset_norm(self, self.zero_centered_gamma)
-        super().reset_parameters()
+        super()._fill_parameters()
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the norm, then the linear; between them the norm's result may leave."""

@@ -126,8 +126,9 @@ class LayerNormMLP(LowPrecisionModule):
             init_method or default_init_method,
             output_layer_init_method or default_init_method,
         )
-        self._make_parameters(resolve_device(device), params_dtype)
-        self.reset_parameters()
+        target = resolve_device(device)
+        self._make_parameters(target, params_dtype)
+        self.reset_parameters(defer_init=target.type == "meta")
 
     def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
         register_norm(self, self._norm[0], self.hidden_size, device, dtype)
@@ -139,9 +140,8 @@ class LayerNormMLP(LowPrecisionModule):
             self.register_parameter(f"{name}_weight", weight)
             self.register_parameter(f"{name}_bias", own)
 
-    def reset_parameters(self) -> None:
-        """Fill the weights, zero the biases, make the norm the identity; nothing on meta."""
-        self.reset_delayed_state()
+    def _fill_parameters(self) -> None:
+        """Fill the weights, zero the biases, make the norm the identity."""
         reset_norm(self, self.zero_centered_gamma)
         for name, method in zip(("fc1", "fc2"), self._init_methods, strict=True):
             fill(self._parameters[f"{name}_weight"], method)

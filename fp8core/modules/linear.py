@@ -117,8 +117,9 @@ class Linear(LowPrecisionModule):
                 "fuse_wgrad_accumulation=True with parameters_split is not offered: the gradient "
                 "of the whole weight would have to be added to the main_grad of each part."
             )
-        self._make_parameters(resolve_device(device), params_dtype)
-        self.reset_parameters()
+        target = resolve_device(device)
+        self._make_parameters(target, params_dtype)
+        self.reset_parameters(defer_init=target.type == "meta")
 
     def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
         for prefix, rows in self._parts:
@@ -131,12 +132,8 @@ class Linear(LowPrecisionModule):
             own = make_parameter(rows, device=device, dtype=dtype) if self.use_bias else None
             self.register_parameter(f"{prefix}bias", own)
 
-    def reset_parameters(self) -> None:
-        """Fill the weights with ``init_method`` and the biases with 0, forget the delayed state.
-
-        On meta there is nothing to fill.
-        """
-        self.reset_delayed_state()
+    def _fill_parameters(self) -> None:
+        """Fill the weights with ``init_method`` and the biases with 0."""
         for prefix, _ in self._parts:
             fill(self._parameters[f"{prefix}weight"], self._init_method)
             fill(self._parameters[f"{prefix}bias"], torch.nn.init.zeros_)

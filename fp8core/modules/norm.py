@@ -54,10 +54,10 @@ class _Norm(LowPrecisionModule):
         if self.norm_kind == "layernorm":
             own = make_parameter(self.hidden_size, device=target, dtype=params_dtype or dtype)
             self.register_parameter("bias", own)
-        self.reset_parameters()
+        self.reset_parameters(defer_init=target.type == "meta")
 
-    def reset_parameters(self) -> None:
-        """Make gamma 1 (0 if zero-centered) and beta 0; nothing on meta."""
+    def _fill_parameters(self) -> None:
+        """Make gamma 1 (0 if zero-centered) and beta 0."""
         first = torch.nn.init.zeros_ if self.zero_centered_gamma else torch.nn.init.ones_
         fill(self.weight, first)
         fill(self._parameters.get("bias"), torch.nn.init.zeros_)

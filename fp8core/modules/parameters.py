@@ -19,6 +19,7 @@ __all__ = [
     "default_init_method",
     "fill",
     "make_parameter",
+    "materialize",
 ]
 
 InitMethod = Callable[[torch.Tensor], Any]
@@ -51,6 +52,34 @@ def fill(parameter: torch.Tensor | None, method: InitMethod) -> None:
             parameter.initialize(value)
         else:
             method(parameter)
+
+
+def materialize(module: torch.nn.Module, device: torch.device) -> None:
+    """Put the own parameters of ``module`` that are on meta on ``device``, unfilled.
+
+    Each is a new Parameter with the attributes and ``requires_grad`` of the old one; a DTensor goes
+    to the device of its mesh. Names that shared one go on sharing. If ``device`` is meta, nothing
+    changes.
+    """
+    if device.type == "meta":
+        return
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for name, parameter in module._parameters.items():
+        if parameter is None or not parameter.is_meta:
+            continue
+        if parameter not in made:
+            made[parameter] = _real(parameter, device)
+        module._parameters[name] = made[parameter]
+
+
+def _real(parameter: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
+    mesh = getattr(parameter, "device_mesh", None)
+    with torch.no_grad():
+        value = torch.empty_like(parameter, device=device if mesh is None else mesh.device_type)
+    made = torch.nn.Parameter(value, parameter.requires_grad)
+    own = vars(made)
+    own.update({name: value for name, value in vars(parameter).items() if name not in own})
+    return made
 
 
 def check_size(owner: str, name: str, value: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,7 @@ from fp8core import (
     UnsupportedError,
     autocast,
     recipe,
-    use_backend,
 )
-from fp8core.backend_api import BackendSpec, hookimpl
-from fp8core.dispatch import plugins
 from fp8core.modules.linear import NOT_OFFERED
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
@@ -149,27 +145,6 @@ def test_the_dtype_is_torch_s_default() -> None:
         assert Linear(6, 4).weight.dtype == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-@pytest.fixture
-def backend_on_meta() -> Iterator[str]:
-    """A backend whose preferred device is meta."""
-
-    class Plugin:
-        @hookimpl
-        def fp8core_register_backends(self, register: Callable[[BackendSpec], None]) -> None:
-            factory = "fp8core_backends.reference.backend:ReferenceBackend"
-            register(BackendSpec("on_meta", ("meta",), factory, priority=-1))
-
-    plugins.register(Plugin(), "on_meta")
-    yield "on_meta"
-    plugins.reload()
-
-
-def test_the_device_is_the_selected_backend_s(backend_on_meta: str) -> None:
-    assert Linear(6, 4).weight.device.type == "cpu"
-    with use_backend(backend_on_meta):
-        assert Linear(6, 4).weight.device.type == "meta"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -314,15 +289,6 @@ def test_moving_to_another_dtype_computes_in_it(name: str) -> None:
     forward(layer, torch.randn(4, 32), name)
     layer.bfloat16()
     assert forward(layer, torch.randn(4, 32).bfloat16(), name).dtype == torch.bfloat16
-
-
-def test_a_layer_made_on_meta_can_be_filled() -> None:
-    layer = Linear(32, 16, device="meta")
-    layer.to_empty(device="cpu")
-    layer.reset_parameters()
-    assert 0 < layer.weight.std() < 1
-    assert not layer.bias.any()
-    assert forward(layer, torch.ones(2, 32), "current").isfinite().all()
 
 
 def test_a_parametrized_weight_is_used() -> None:
