@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from fp8core.errors import OperandError, UnsupportedError
-from fp8core.parameter.tensor import QuantizedTensor
+from fp8core.errors import OperandError
+from fp8core.parameter.master_value import fits, is_rounded, make_master
+from fp8core.parameter.shared_grad import Stepping, summed_grad, watch_optimizers
+from fp8core.reporting import log_once, some
 
 __all__ = ["MasterWeights"]
+
+_AGAIN = "Make a new MasterWeights, or load_state_dict() into this one"
+_MAKE = "Make it of masters.parameters(), not of model.parameters()."
 
 
 class MasterWeights:
@@ -23,24 +28,41 @@ class MasterWeights:
         masters.attach(optimizer)
         ...
         loss.backward()
-        optimizer.step()  # gradients go to the masters, the result back to the parameters
+        torch.nn.utils.clip_grad_norm_(masters.parameters(), 1.0)
+        optimizer.step()  # the masters step, and the result goes to the parameters
+        optimizer.zero_grad()
 
     Quantized, bfloat16 and float16 parameters that require gradients get a master; float32 ones
     are their own. A master starts as the initial value that
-    ``quantized_model_init(preserve_high_precision_init_val=True)`` kept, which is then cleared,
-    else as the parameter's value. Clip gradients on ``model.parameters()``, before the step. With
-    ``torch.amp.GradScaler``, which looks for gradients on the masters, call ``collect_grads()``
-    before ``scaler.unscale_(optimizer)``.
+    ``quantized_model_init(preserve_high_precision_init_val=True)`` kept, which is then cleared, or
+    as the parameter's value if none was kept or the parameter was written since.
 
-    Make it after the model is on its device and its checkpoint loaded; a checkpoint that continues
-    bit for bit holds ``masters.state_dict()`` besides the model's and the optimizer's.
+    ``master.grad`` is ``parameter.grad``: one tensor, which the first look at the master turns into
+    float32. So clip on either side, and use ``torch.amp.GradScaler`` as without masters. Until that
+    look microbatches add up in the parameter's dtype; ``collect_grads()`` after the first one is a
+    look. A step clears the gradients that it used. A parameter with a ``main_grad`` is stepped with
+    that; ``zero_grad()`` zeroes it, a step leaves it to the framework.
+
+    Make it after the model is on its device, wrapped and sharded, and its checkpoint loaded; a
+    checkpoint that continues bit for bit holds ``masters.state_dict()`` besides the model's and the
+    optimizer's.
+
+    Raises:
+        OperandError: a parameter is on the meta device.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        watch_optimizers()
+        self._model = model
+        self._stepping = Stepping()
         named = model.named_parameters()
         self._parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
-        self._masters = {name: _master(own) for name, own in self._parameters.items()}
-        self._versions = {name: parameter._version for name, parameter, _ in self._pairs()}
+        self._masters = {
+            name: make_master(own, name, self._stepping) for name, own in self._parameters.items()
+        }
+        self._versions: dict[str, tuple[int, int]] = {}
+        self._remember()
+        self._is_compared = False
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield what the optimizer steps, one tensor a parameter, in the model's order."""
@@ -51,81 +73,156 @@ class MasterWeights:
         yield from self._masters.items()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have ``optimizer.step()`` collect the gradients first and write back last.
+        """Have ``optimizer.step()`` write what it stepped back to the parameters.
 
-        Several optimizers may share the masters; each does so for those that it steps.
+        Several optimizers may share the masters; each does so for those that it steps. A closure
+        is called with the masters of the moment written back.
 
         Raises:
-            OperandError: the optimizer was made for the parameters, or for other tensors.
-            UnsupportedError: at the step, it was given a closure: its gradients come too late.
+            OperandError: the optimizer was made for the parameters, or for other tensors, or is
+                none of torch's; or, at a step, parameter and master no longer belong together.
         """
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise OperandError(f"attach({kind}): expected a torch optimizer, for its hooks.")
+        if optimizer in self._stepping.attached:
+            return
         stepped = self._stepped_by(optimizer)
-        own = {id(parameter) for _, parameter, _ in self._pairs()}
-        if stepped & own or not stepped & {id(master) for master in self.parameters()}:
-            raise OperandError(
-                f"{type(optimizer).__name__} was made for other tensors than these masters. Make "
-                f"it of masters.parameters(), not of model.parameters()."
+        if not stepped & {id(master) for master in self.parameters()}:
+            raise OperandError(f"{kind} was made for other tensors than these masters. {_MAKE}")
+        self._stepping.attached.add(optimizer)
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        stepped = self._stepped_by(optimizer)
+        has_gradient = self._check(stepped)
+        self._stepping.is_collected = True  # for an optimizer inside this one
+
+        def at_the_masters(closure: Callable[[], Any]) -> Callable[[], Any]:
+            def evaluate() -> Any:
+                with torch.no_grad():
+                    self._round(stepped)
+                return closure()
+
+            return evaluate
+
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": at_the_masters(kwargs["closure"])}
+        if len(args) > 1 and args[1] is not None:
+            return (args[0], at_the_masters(args[1]), *args[2:]), kwargs
+        if not has_gradient:
+            log_once(
+                f"{type(optimizer).__name__}.step() found no gradient on any of the masters that "
+                f"it steps, and moves nothing. Each step clears the gradients that it used."
             )
+        return args, kwargs
 
-        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if any(closure is not None for closure in (*args[1:2], kwargs.get("closure"))):
-                raise UnsupportedError(
-                    f"{type(optimizer).__name__}.step(closure) with MasterWeights is not offered: "
-                    f"call backward() before step(), or do without attach(): in the closure, "
-                    f"write_back(), forward, backward(), collect_grads()."
-                )
-            self._collect(self._stepped_by(optimizer))
-
-        clear = optimizer.zero_grad
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            """Clear the parameters' gradients too: nobody has collected them yet."""
-            clear(set_to_none)
-            stepped = self._stepped_by(optimizer)
-            for _, parameter, master in self._pairs():
-                if id(master) in stepped:
-                    parameter.grad = None
-
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]  # there is no hook for it
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(lambda *_: self._write(self._stepped_by(optimizer)))
+    def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._write(self._stepped_by(optimizer))
 
     def collect_grads(self) -> None:
-        """Move the parameters' gradients to their masters, as float32.
+        """Turn the gradients into float32 now, so that what backward brings next adds to those.
+
+        The step by hand is collect_grads(), optimizer.step(), write_back(), without attach().
 
         Raises:
-            OperandError: a parameter was written by somebody else; the masters would undo that.
+            OperandError: a parameter was written by somebody else; the masters would undo that. Or
+                an optimizer stepped since the last collect_grads(), and write_back() is missing.
         """
-        self._collect({id(master) for master in self.parameters()})
+        if self._stepping.is_stepped:
+            raise OperandError(
+                "collect_grads(): the masters were stepped, but not written back to the "
+                "parameters. Call masters.write_back() after optimizer.step()."
+            )
+        self._check({id(master) for master in self.parameters()})
+        self._stepping.is_collected = True
 
     def write_back(self) -> None:
-        """Round the masters into the parameters."""
+        """Round the masters into the parameters, and clear the gradients."""
         self._write({id(master) for master in self.parameters()})
 
-    def _collect(self, stepped: set[int]) -> None:
-        for name, parameter, master in self._pairs():
-            if id(master) not in stepped:
-                continue
-            if parameter._version != self._versions[name]:
-                raise OperandError(
-                    f"parameter {name!r} was written since its master was, and the step would undo "
-                    f"that. Make a new MasterWeights, or load_state_dict() into this one."
-                )
-            grad = parameter.grad
-            summed = getattr(parameter, "main_grad", None)
-            if grad is None and isinstance(summed, torch.Tensor):  # fuse_wgrad_accumulation
-                grad = summed
-            if grad is not None:  # else what collect_grads() has brought stays
-                master.grad = grad.to(master.dtype)
-            parameter.grad = None
+    def _write(self, stepped: set[int]) -> None:
+        self._round(stepped)
+        for name, master in self._masters.items():
+            if id(master) in stepped:
+                self._parameters[name].grad = None
+        self._stepping.is_collected = self._stepping.is_stepped = False
 
     @torch.no_grad()
-    def _write(self, stepped: set[int]) -> None:
+    def _round(self, stepped: set[int]) -> None:
+        for _, parameter, master in self._pairs(stepped):
+            parameter.copy_(master)
+        self._remember(stepped)
+
+    def _remember(self, stepped: set[int] | None = None) -> None:
+        for name, parameter, master in self._pairs(stepped):
+            self._versions[name] = parameter._version, master._version
+
+    def _check(self, stepped: set[int]) -> bool:
+        """Raise unless all that is stepped belongs together; return whether it has a gradient."""
+        self._check_members(stepped)
+        for name, parameter, master in self._pairs(stepped):
+            if not fits(master, parameter):
+                raise OperandError(
+                    f"parameter {name!r} is now {list(parameter.shape)} on {parameter.device}, its "
+                    f"master {list(master.shape)} on {master.device}. {_AGAIN.split(',')[0]}."
+                )
+            parameter_was, master_was = self._versions[name]
+            if parameter._version != parameter_was:
+                raise OperandError(
+                    f"parameter {name!r} was written since its master was, and the step would undo "
+                    f"that. {_AGAIN}."
+                )
+            if master._version != master_was:
+                raise OperandError(
+                    f"the master of {name!r} was written, and the parameter was not: the forward "
+                    f"read an old value. Call masters.write_back() after writing to a master."
+                )
+        if not self._is_compared:
+            self._check_start()
+        self._is_compared = True
+        return any([m.grad is not None for m in self._masters.values() if id(m) in stepped])
+
+    def _check_members(self, stepped: set[int]) -> None:
+        """Raise if a gradient is where the optimizer does not look."""
+        own = {id(parameter): name for name, parameter, _ in self._pairs()}
+        for found in stepped & set(own):
+            raise OperandError(f"the optimizer steps the parameter {own[found]!r} itself. {_MAKE}")
+        strangers = []
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is None and summed_grad(parameter) is None:
+                continue
+            known = self._parameters.get(name)
+            if known is parameter:
+                if known is self._masters[name] and known.grad is None and known.requires_grad:
+                    raise OperandError(
+                        f"the gradient of {name!r} is in main_grad, where no optimizer looks: in "
+                        f"float32 it has no master. Set .grad = .main_grad before the step."
+                    )
+            elif known is not None:
+                raise OperandError(
+                    f"parameter {name!r} was replaced since its master was made, so that its "
+                    f"gradient reaches nobody. Make MasterWeights and the optimizer again."
+                )
+            elif id(parameter) not in stepped:
+                strangers.append(name)
+        if strangers:
+            log_once(
+                f"{some(strangers)} got gradients but no master: added or unfrozen after "
+                f"MasterWeights was made, which does not step them."
+            )
+
+    def _check_start(self) -> None:
+        """Raise if a parameter was written, perhaps uncounted, between its master and a step."""
         for name, parameter, master in self._pairs():
-            if id(master) in stepped:
-                parameter.copy_(master)
-                self._versions[name] = parameter._version
-                master.grad = None
+            if fits(master, parameter) and not is_rounded(master, parameter):
+                raise OperandError(
+                    f"parameter {name!r} was written since its master was (by a checkpoint or a "
+                    f"broadcast?), and the step would undo that. {_AGAIN}."
+                )
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer) -> set[int]:
         return {id(one) for group in optimizer.param_groups for one in group["params"]}
@@ -139,7 +236,7 @@ class MasterWeights:
         """Copy the masters from ``state_dict``, and write them back.
 
         Raises:
-            OperandError: it has other names than the model's low-precision parameters.
+            OperandError: it has other names or shapes than the model's low-precision parameters.
         """
         wanted = {name for name, _, _ in self._pairs()}
         if wanted != set(state_dict):
@@ -148,25 +245,25 @@ class MasterWeights:
                 f"unexpected {sorted(set(state_dict) - wanted)}."
             )
         for name, _, master in self._pairs():
+            value: Any = state_dict[name]
+            found = type(value).__name__
+            if isinstance(value, torch.Tensor):
+                if value.shape == master.shape and value.is_floating_point():
+                    continue
+                found = f"{list(value.shape)} {value.dtype}"
+            raise OperandError(
+                f"MasterWeights.load_state_dict: {name!r} is {found}, expected "
+                f"{list(master.shape)} torch.float32. Nothing was loaded."
+            )
+        for name, _, master in self._pairs():
             master.copy_(state_dict[name])
-        self.write_back()
+        self._round({id(master) for master in self.parameters()})
+        self._stepping.is_stepped = False
 
-    def _pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def _pairs(
+        self, stepped: set[int] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         for name, parameter in self._parameters.items():
             master = self._masters[name]
-            if master is not parameter:
+            if master is not parameter and (stepped is None or id(master) in stepped):
                 yield name, parameter, master
-
-
-def _master(parameter: torch.nn.Parameter) -> torch.Tensor:
-    own: torch.Tensor = parameter
-    if not isinstance(own, QuantizedTensor):
-        if own.dtype not in (torch.bfloat16, torch.float16):
-            return own
-        return own.detach().float().requires_grad_()
-    value = own.get_high_precision_init_val()
-    own.clear_high_precision_init_val()
-    if value is None:
-        with torch.no_grad():
-            value = own.dequantize(torch.float32)
-    return value.to(own.device, torch.float32).requires_grad_()

@@ -216,14 +216,6 @@ def test_attaching_an_optimizer_of_the_parameters_is_refused() -> None:
         masters.attach(torch.optim.SGD(net.parameters()))
 
 
-def test_a_step_with_a_closure_is_refused() -> None:
-    masters = fp8core.MasterWeights(model(RECIPES["current"]))
-    optimizer = torch.optim.SGD(masters.parameters())
-    masters.attach(optimizer)
-    with pytest.raises(fp8core.UnsupportedError, match="closure"):
-        optimizer.step(lambda: 0.0)
-
-
 def test_two_optimizers_step_their_own_masters() -> None:
     net, used = model(RECIPES["current"]), RECIPES["current"]
     masters = fp8core.MasterWeights(net)

@@ -1,0 +1,165 @@
+"""Tensors whose gradient is a parameter's: where an optimizer, a GradScaler and a clipper look.
+
+A master has no gradient of its own. ``master.grad`` is ``parameter.grad``, which the first look
+turns into float32, one tensor for both: what is clipped, unscaled or zeroed on one side is so on
+the other, however the gradient came, and no second copy is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from fp8core.errors import OperandError, UnsupportedError
+
+__all__ = ["SharedGrad", "Stepping", "share_grad", "summed_grad", "watch_optimizers"]
+
+
+@dataclass(eq=False)
+class Stepping:
+    """Which optimizers may step the masters of a model, and how far a step by hand has come."""
+
+    attached: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
+    is_collected: bool = False
+    is_stepped: bool = False
+
+
+class SharedGrad:
+    """Mixed into a tensor's class by :func:`share_grad`."""
+
+    _parameter: torch.Tensor
+    _name: str
+    _stepping: Stepping
+    dtype: torch.dtype
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient of the parameter, turned into this tensor's dtype where it is now.
+
+        A parameter with a ``main_grad`` has its gradient there: what autograd brought is added to
+        it, unless ``grad_added_to_main_grad`` says that it only stands for what was added already.
+
+        Raises:
+            OperandError: ``main_grad`` has another dtype.
+        """
+        parameter: Any = self._parameter
+        grad: torch.Tensor | None = parameter.grad
+        summed = summed_grad(parameter)
+        if summed is not None:
+            return self._summed(summed, grad)
+        if grad is not None and grad.dtype != self.dtype:
+            grad = grad.to(self.dtype)
+            self.grad = grad
+        return grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        parameter: Any = self._parameter
+        summed = summed_grad(parameter)
+        if summed is not None:
+            parameter.grad = None
+            with torch.no_grad():
+                summed.zero_() if value is None else summed.copy_(value)
+            return
+        if value is not None and value.dtype != parameter.dtype:
+            parameter.grad_dtype = None  # any: the next one adds to what is there, in its dtype
+        parameter.grad = value
+
+    def _summed(self, summed: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
+        if summed.dtype != self.dtype:
+            raise OperandError(
+                f"main_grad of {self._name!r} is {summed.dtype}; MasterWeights steps with a "
+                f"main_grad of {self.dtype}."
+            )
+        parameter: Any = self._parameter
+        if grad is not None:
+            if not getattr(parameter, "grad_added_to_main_grad", False):
+                with torch.no_grad():
+                    summed += grad
+            parameter.grad = None
+        return summed
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        """Refuse: autograd never reaches a master."""
+        self._refuse_hook("register_hook")
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
+        """Refuse: autograd never reaches a master."""
+        self._refuse_hook("register_post_accumulate_grad_hook")
+
+    def _refuse_hook(self, asked: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{asked} on the master of {self._name!r}: autograd never reaches a master, so the "
+            f"hook would not run. Register it on the model's parameter."
+        )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self._refuse_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse_copy()
+
+    def _refuse_copy(self) -> NoReturn:
+        raise UnsupportedError(
+            f"the master of {self._name!r} cannot be copied or pickled, nor an optimizer that "
+            f"steps it: a copy would belong to no parameter. Copy or save masters.state_dict() and "
+            f"optimizer.state_dict(), and load them into new ones."
+        )
+
+
+def share_grad(
+    tensor: torch.Tensor, parameter: torch.Tensor, name: str, stepping: Stepping
+) -> torch.Tensor:
+    """Return ``tensor``, a leaf of the parameter's shape, with the gradient of ``parameter``."""
+    tensor.__class__ = _sharing(type(tensor))
+    shared: Any = tensor
+    shared._parameter, shared._name, shared._stepping = parameter, name, stepping
+    return tensor
+
+
+@functools.cache
+def _sharing(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    """Return ``kind``, torch.Tensor or DTensor, with :class:`SharedGrad` mixed in."""
+    body = {"__torch_function__": torch._C._disabled_torch_function_impl, "__module__": __name__}
+    made: type[torch.Tensor] = type(f"Master{kind.__name__}", (SharedGrad, kind), body)
+    # Optimizers take the exact types listed there all at once, and others one by one.
+    listed: list[type] = getattr(torch_optimizer, "_foreach_supported_types", [])
+    if kind in listed:
+        listed.append(made)
+    return made
+
+
+def summed_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the ``main_grad`` that a framework gave to ``parameter``, None if there is none."""
+    summed = getattr(parameter, "main_grad", None)
+    return summed if isinstance(summed, torch.Tensor) else None
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Have every optimizer refuse to step masters to which it is not attached."""
+    torch_optimizer.register_optimizer_step_pre_hook(_refuse_unattached)
+
+
+def _refuse_unattached(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
+    masters = [
+        one
+        for group in optimizer.param_groups
+        for one in group["params"]
+        if isinstance(one, SharedGrad) and optimizer not in one._stepping.attached
+    ]
+    for master in masters:
+        if not master._stepping.is_collected:
+            kind = type(optimizer).__name__
+            raise OperandError(
+                f"{kind}.step() would step the master of {master._name!r}, and the parameter would "
+                f"never move: {kind} is not attached. Call masters.attach(optimizer) once, or "
+                f"masters.collect_grads() before each step and masters.write_back() after it."
+            )
+    for master in masters:
+        master._stepping.is_stepped = True
