@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.autograd.function import once_differentiable
 
-from fp8core.errors import Fp8CoreError, OperandError
+from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.library import operators
 from fp8core.links.main_grad import Accumulating
 from fp8core.links.padding import RowsChanged
@@ -266,13 +266,33 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
             return _backward(ctx, grad_output)
     shape, input_shape = grad_output.shape, ctx.input_shape
     value = grad_output if len(shape) == 2 else grad_output.reshape(-1, shape[-1])
-    saved: list[torch.Tensor | None] = list(ctx.saved_tensors)
+    saved = _saved(ctx)
     if ctx.program.frees_early and not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each goes once it was read
     grad_input, *grad_params = ctx.program.backward(value, saved, ctx.call)
     if grad_input is not None and len(input_shape) != 2:
         grad_input = grad_input.reshape(input_shape)
     return None, None, grad_input, *grad_params
+
+
+def _saved(ctx: Any) -> list[torch.Tensor | None]:
+    """Return what forward saved.
+
+    Raises:
+        UnsupportedError: a backward pass was here before. Another one that failed had read it too,
+            as it is freed once read; torch frees it after a pass.
+    """
+    try:
+        return list(ctx.saved_tensors)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError or "second time" not in str(error):
+            raise
+    raise UnsupportedError(
+        f"backward through a layer of fp8core a second time (its input was "
+        f"{list(ctx.input_shape)}): what forward kept was freed as the first backward read it, "
+        f"also if that one failed, as out of memory. Run forward again, or give the first backward "
+        f"retain_graph=True, which keeps it and takes more memory."
+    )
 
 
 _backward_once = once_differentiable(_backward)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8core import Linear, autocast, recipe, scaling
+from fp8core import LayerNormMLP, Linear, UnsupportedError, autocast, recipe, scaling
 from fp8core.autocast import Active, active
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
@@ -267,3 +269,81 @@ def test_a_backward_that_raises_leaves_nothing_behind() -> None:
     fail_in_backward(Linear(8, 8))
     gc.collect()
     assert not scaling._in_backward
+
+
+LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "linear": lambda: Linear(32, 32),
+    "mlp": lambda: LayerNormMLP(32, 64),
+    "padded": lambda: Linear(30, 32),
+}
+
+
+class NoMemory(TorchDispatchMode):
+    """Lets ``count`` matrix products run, and finds no memory for the next."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.count -= 1
+            if self.count < 0:
+                raise torch.OutOfMemoryError("no memory")
+        return func(*args, **(kwargs or {}))
+
+
+def run_out_of_memory(
+    layer: torch.nn.Module, x: torch.Tensor, count: int, *, retains: bool
+) -> torch.Tensor:
+    """Run a backward pass that ends at the product after ``count``; return what it began with."""
+    with autocast(recipe=recipe.MXFP8BlockScaling()):
+        y: torch.Tensor = layer(x)
+    with pytest.raises(torch.OutOfMemoryError), NoMemory(count):
+        y.backward(torch.ones_like(y), retain_graph=retains)
+    return y
+
+
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_backward_out_of_memory_says_why_it_cannot_be_called_again(kind: str, count: int) -> None:
+    layer = LAYERS[kind]()
+    x = torch.randn(32, next(layer.parameters()).shape[-1], requires_grad=True)
+    y = run_out_of_memory(layer, x, count, retains=False)
+    with pytest.raises(UnsupportedError, match=r"second time.*forward again, or .*retain_graph"):
+        y.backward(torch.ones_like(y))
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_backward_out_of_memory_over_a_retained_graph_can_be_called_again(
+    kind: str, count: int
+) -> None:
+    layer = LAYERS[kind]()
+    x = torch.randn(32, next(layer.parameters()).shape[-1], requires_grad=True)
+    with autocast(recipe=recipe.MXFP8BlockScaling()):
+        y = layer(x)
+    want = torch.autograd.grad(y, (x, *layer.parameters()), torch.ones_like(y))
+    y = run_out_of_memory(layer, x, count, retains=True)
+    got = torch.autograd.grad(y, (x, *layer.parameters()), torch.ones_like(y))
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+
+
+def test_a_second_backward_says_what_works() -> None:
+    y = forward(Linear(8, 8), filled(1.0)).sum()
+    y.backward()
+    with pytest.raises(UnsupportedError, match=r"second time.*input was \[4, 8\].*retain_graph"):
+        y.backward()
+
+
+def test_an_error_of_a_hook_that_unpacks_is_not_taken_for_a_second_backward() -> None:
+    def fail(packed: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    layer = Linear(8, 8)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, fail):
+        y = forward(layer, filled(1.0))
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            y.sum().backward()
