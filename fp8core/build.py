@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8core.dispatch import plugins
+from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.errors import UnsupportedError
 
 __all__ = ["add_arguments", "run"]
@@ -31,6 +32,13 @@ def run(args: argparse.Namespace) -> int:
     if not spec.builder:
         raise UnsupportedError(f"backend {spec.name!r} has nothing to compile.")
     module, _, name = spec.builder.partition(":")
-    build: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    print(build(args.arch, output=args.output))
+
+    def build() -> object:
+        builder: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return builder(args.arch, output=args.output)
+
+    path = attempt(build)
+    if isinstance(path, Failure):
+        path.fail(f"backend {spec.name!r}: its builder {spec.builder!r} failed")
+    print(path)
     return 0

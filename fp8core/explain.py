@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -11,9 +12,10 @@ import torch
 from fp8core.arguments import device_argument, op_argument, recipe_argument
 from fp8core.backend_api import OPS, OPTIONAL_OPS, FusedDesc, OpDesc
 from fp8core.dispatch import plugins, policy, select, table
+from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.settings import check_op
-from fp8core.errors import OperandError, UnsupportedError
+from fp8core.errors import OperandError, PluginError, UnsupportedError
 from fp8core.links.fusion import variants
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.needs import Need, layer_needs, op_needs
@@ -126,10 +128,9 @@ def _lines(layer: str, needs: Iterable[Need], device: torch.device) -> Iterator[
         except UnsupportedError as error:
             yield Line(layer, step, desc, None, None, str(error))
             continue
-        try:
-            kernel = table.kernel_name(choice)
-        except Exception as error:  # noqa: BLE001  a third party's bind() may raise anything
-            yield Line(layer, step, desc, None, None, _bind_failure(choice, error))
+        kernel = attempt(functools.partial(table.kernel_name, choice))
+        if isinstance(kernel, Failure):
+            yield Line(layer, step, desc, None, None, _bind_failure(choice, kernel))
         else:
             yield Line(layer, step, desc, choice, kernel, None)
 
@@ -150,9 +151,10 @@ def _bound(needs: Iterable[Need], device: torch.device) -> Iterator[Need]:
         yield need
 
 
-def _bind_failure(choice: Choice, error: Exception) -> str:
-    why = plugins.describe(error)
-    return f"{choice.backend} says that it runs {choice.desc}, but its bind() failed: {why}"
+def _bind_failure(choice: Choice, failure: Failure) -> str:
+    if isinstance(failure.error, PluginError):  # which says all this
+        return str(failure)
+    return f"{choice.backend} says that it runs {choice.desc}, but its bind() failed: {failure}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

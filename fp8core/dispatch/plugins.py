@@ -1,11 +1,13 @@
 """Discovery: finds plug-ins, loads each in isolation, and keeps what they registered.
 
 A plug-in that cannot be used is a row with its reason, never an exception of ``import fp8core``;
-asking for it by name raises that reason.
+asking for it by name raises that reason. Ctrl-C while they load leaves nothing loaded: the next use
+discovers them anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,19 +16,19 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import pluggy
-import torch
 
 from fp8core import formats, hookspecs
-from fp8core.backend_api import API_VERSION, Backend, BackendSpec, FormatSpec, OpDesc
+from fp8core.backend_api import API_VERSION, BackendSpec, FormatSpec
 from fp8core.dispatch import settings
-from fp8core.errors import Fp8CoreError, PluginError, RecipeError, did_you_mean
+from fp8core.dispatch.isolation import Failure, attempt, shown
+from fp8core.dispatch.registry import PluginRow, Registry
+from fp8core.errors import PluginError, RecipeError, did_you_mean
 from fp8core.reporting import logger
 
 __all__ = [
     "LOADING",
     "PluginRow",
     "Registry",
-    "describe",
     "load",
     "register",
     "reload",
@@ -39,95 +41,6 @@ LOADING = "loading plug-in %s"
 """Logged, at level DEBUG, before each plug-in is loaded."""
 
 
-@dataclass(frozen=True, slots=True)
-class PluginRow:
-    """A plug-in that was found: where, and why it cannot be used (None: it can)."""
-
-    name: str
-    source: str
-    reason: str | None
-
-
-@dataclass(slots=True, eq=False)
-class Registry:
-    """Everything that plug-ins brought, and the rows that ``fp8core doctor`` prints."""
-
-    manager: pluggy.PluginManager
-    rows: list[PluginRow] = field(default_factory=list)
-    backends: dict[str, BackendSpec] = field(default_factory=dict)
-    recipes: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    _refused: dict[str, str] = field(default_factory=dict)
-    _instances: dict[str, Backend] = field(default_factory=dict)
-
-    def spec(self, name: str, asked_by: str) -> BackendSpec:
-        """Return the backend called ``name``, or raise why there is none.
-
-        Raises:
-            PluginError: a plug-in of that name, or the one that brings it, failed to load.
-            RecipeError: nothing of that name is installed.
-        """
-        if name in self.backends:
-            return self.backends[name]
-        failed = {row.name: row.reason for row in self.rows if row.reason is not None}
-        reason = self._refused.get(name) or failed.get(name)
-        if reason is not None:
-            raise PluginError(f"{asked_by} asks for backend {name!r}: {reason}")
-        known = ", ".join(sorted(self.backends)) or "none (is fp8core installed with pip?)"
-        unused = f" Plug-ins not used, see `fp8core doctor`: {', '.join(failed)}." if failed else ""
-        raise RecipeError(
-            f"{asked_by} asks for backend {name!r}, which is not installed; "
-            f"installed: {known}.{did_you_mean(name, self.backends)}{unused}"
-        )
-
-    def by_priority(self) -> list[BackendSpec]:
-        """Return every backend, the highest priority first; among equals portable ones last."""
-        return sorted(
-            self.backends.values(), key=lambda spec: (-spec.priority, spec.portable, spec.name)
-        )
-
-    def unusable(self, spec: BackendSpec) -> str | None:
-        """Say why ``spec`` cannot be used on this machine at all, or None."""
-        try:
-            reason = spec.probe()
-            if reason is None:
-                self.instance(spec)
-        except Exception as error:  # noqa: BLE001  a third party's probe or factory may raise anything
-            return describe(error)
-        return reason
-
-    def unsupported(self, spec: BackendSpec, desc: OpDesc, device: torch.device) -> str | None:
-        """Say why ``spec``'s backend cannot run ``desc`` on ``device``, or None."""
-        reason = self.unusable(spec)
-        if reason is not None:
-            return reason
-        try:
-            return self.instance(spec).unsupported(desc, device)
-        except Exception as error:  # noqa: BLE001  every backend is asked: one that breaks must not break the others
-            return f"its unsupported() failed: {describe(error)}"
-
-    def instance(self, spec: BackendSpec) -> Backend:
-        """Return the backend object, importing its factory on first use."""
-        if spec.name not in self._instances:
-            module, _, attribute = spec.factory.partition(":")
-            made = getattr(importlib.import_module(module), attribute)()
-            self._instances.setdefault(spec.name, made)
-        return self._instances[spec.name]
-
-    def environment(self) -> list[str]:
-        """Return the variable names that the backends declare."""
-        return [name for spec in self.backends.values() for name in spec.environment]
-
-    def complaints(self) -> list[str]:
-        """Return one line for each variable that nobody reads and each name that fits nothing."""
-        names = [row.name for row in self.rows]
-        return settings.unknown_names(self.environment()) + [
-            f"FP8CORE_DISABLE_PLUGINS names {name!r}, but no plug-in found is called that."
-            f"{did_you_mean(name, names)}"
-            for name in settings.read().disabled_plugins
-            if name not in names
-        ]
-
-
 @dataclass(slots=True)
 class _Staged:
     """What one plug-in registers, until all of it is known to be right."""
@@ -138,12 +51,12 @@ class _Staged:
 
     def add_format(self, spec: FormatSpec) -> None:
         if not isinstance(spec, FormatSpec):
-            raise PluginError(f"registers {spec!r} as a format; expected a FormatSpec")
+            raise PluginError(f"registers {shown(spec)} as a format; expected a FormatSpec")
         self.formats.append(spec)
 
     def add_backend(self, spec: BackendSpec) -> None:
         if not isinstance(spec, BackendSpec):
-            raise PluginError(f"registers {spec!r} as a backend; expected a BackendSpec")
+            raise PluginError(f"registers {shown(spec)} as a backend; expected a BackendSpec")
         if spec.name in self.backends:
             raise PluginError(f"registers backend {spec.name!r} twice")
         self.backends[spec.name] = spec
@@ -174,7 +87,17 @@ def _load() -> Registry:
     manager.add_hookspecs(hookspecs)
     registry = Registry(manager)
     _loaded.append(registry)  # a plug-in that asks while it loads sees what is there so far
-    for name, source, find in _sources(wanted):
+    try:
+        _fill(registry, wanted)
+    except BaseException:
+        _forget(registry)
+        raise
+    return registry
+
+
+def _fill(registry: Registry, wanted: settings.Settings) -> None:
+    absent: list[str] = []
+    for name, source, find in _sources(wanted, absent):
         if name in wanted.disabled_plugins:
             reason: str | None = "disabled by FP8CORE_DISABLE_PLUGINS"
         elif name in _set_aside:
@@ -185,9 +108,21 @@ def _load() -> Registry:
         registry.rows.append(PluginRow(name, source, reason))
         if reason is not None:
             logger.info("plug-in %s is not used: %s", name, reason)
+    if absent:
+        found = [row.name for row in registry.rows if row.name not in absent]
+        raise RecipeError(
+            f"FP8CORE_PLUGINS names {absent[0]!r}, but there is no module of that name. Plug-ins "
+            f"found: {', '.join(found) or 'none'}; installed ones are used without being named "
+            f"there.{did_you_mean(absent[0], found)}"
+        )
     for complaint in registry.complaints():
         logger.warning("%s", complaint)
-    return registry
+
+
+def _forget(registry: Registry) -> None:
+    _loaded.clear()
+    formats.set_discovery(load)  # before: who misses one of these formats waits for the next load
+    formats.forget(*registry.formats)
 
 
 def load() -> Registry:
@@ -199,7 +134,8 @@ def load() -> Registry:
 def reload() -> Registry:
     """Forget the plug-ins and discover them anew, with the environment as it is now."""
     with _lock:
-        _loaded.clear()
+        for registry in list(_loaded):
+            _forget(registry)
         return _load()
 
 
@@ -230,7 +166,10 @@ def reserve_recipes(names: Iterable[str]) -> None:
     _reserved_recipes.update(names)
 
 
-def _sources(wanted: settings.Settings) -> Iterator[tuple[str, str, Callable[[], object]]]:
+def _sources(
+    wanted: settings.Settings, absent: list[str]
+) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    """Yield name, source and loader of each plug-in; modules that nobody has go to ``absent``."""
     points: list[EntryPoint] = sorted(
         {
             (point.name, point.value): point for point in entry_points(group=ENTRY_POINT_GROUP)
@@ -240,33 +179,64 @@ def _sources(wanted: settings.Settings) -> Iterator[tuple[str, str, Callable[[],
     for point in points:
         yield point.name, f"entry point {point.value}", point.load
     for module in wanted.plugins:
-        find = functools.partial(importlib.import_module, module)
-        yield module, f"FP8CORE_PLUGINS={module}", find
+        yield module, f"FP8CORE_PLUGINS={module}", functools.partial(_import, module, absent)
+
+
+def _import(module: str, absent: list[str]) -> object:
+    if not all(module.split(".")):  # a relative name, or no name at all
+        absent.append(module)
+        raise PluginError(f"{module!r} is no name of a module")
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # A module that is there, and lacks another one, is broken like any other.
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            absent.append(module)
+        raise
 
 
 def _add(registry: Registry, name: str, find: Callable[[], object]) -> str | None:
     """Load one plug-in; return why it failed, leaving nothing of it behind, or None."""
-    manager = registry.manager
     staged = _Staged()
-    ours: object | None = None
-    try:
-        plugin = find()
-        _check_new(manager, name, plugin)
-        ours = plugin
-        manager.register(plugin, name=name)
-        _check_hook_names(manager, plugin)
-        _collect(manager, staged, plugin)
-        _check(registry, staged)
-        formats.register(*staged.formats)
-    except Exception as error:  # noqa: BLE001  isolation: any failure of a third party is its own row
-        if ours is not None and manager.is_registered(ours):
-            manager.unregister(ours)
-        reason = describe(error)
-        registry._refused.update(dict.fromkeys(staged.backends, reason))
-        return reason
+    with contextlib.ExitStack() as undo:
+        failure = attempt(lambda: _take(registry, name, find, staged, undo))
+        if not isinstance(failure, Failure):
+            undo.pop_all()
+            return None
+        registry.refused.update(dict.fromkeys(staged.backends, str(failure)))
+    return str(failure)
+
+
+def _take(
+    registry: Registry,
+    name: str,
+    find: Callable[[], object],
+    staged: _Staged,
+    undo: contextlib.ExitStack,
+) -> None:
+    """Take in one plug-in; what takes it out again goes to ``undo``, each before it is needed."""
+    manager = registry.manager
+    plugin = find()
+    _check_new(manager, name, plugin)
+    undo.callback(lambda: manager.is_registered(plugin) and manager.unregister(plugin))
+    manager.register(plugin, name=name)
+    _check_hook_names(manager, plugin)
+    _collect(manager, staged, plugin)
+    _check(registry, staged)
+    new = formats.unknown(*staged.formats)
+    undo.callback(formats.forget, *new)
+    formats.register(*staged.formats)
+    undo.callback(_withdraw, registry, staged)
+    registry.formats += new
     registry.backends.update(staged.backends)
     registry.recipes.update(staged.recipes)
-    return None
+
+
+def _withdraw(registry: Registry, staged: _Staged) -> None:
+    for name in staged.backends:
+        registry.backends.pop(name, None)
+    for name in staged.recipes:
+        registry.recipes.pop(name, None)
 
 
 def _check_new(manager: pluggy.PluginManager, name: str, plugin: object) -> None:
@@ -300,6 +270,26 @@ def _collect(manager: pluggy.PluginManager, staged: _Staged, plugin: object) -> 
     call("fp8core_register_recipes", staged.add_recipe)
 
 
+def _is_words(value: object) -> bool:
+    return isinstance(value, tuple | list) and all(isinstance(word, str) for word in value)
+
+
+# What of a BackendSpec is used before the backend is, by whoever asks for any backend.
+_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "name": (lambda own: isinstance(own, str) and own != "", "a name"),
+    "device_types": (
+        lambda own: _is_words(own) and len(own) > 0,
+        "a tuple of one or more device types",
+    ),
+    "factory": (lambda own: isinstance(own, str) and ":" in own, "'module:Class'"),
+    "probe": (callable, "a function"),
+    "priority": (lambda own: isinstance(own, int), "a whole number"),
+    "preferred_recipe": (lambda own: isinstance(own, str), "a recipe's name"),
+    "environment": (_is_words, "a tuple of variables' names"),
+    "builder": (lambda own: isinstance(own, str), "'module:function', or an empty text"),
+}
+
+
 def _check(registry: Registry, staged: _Staged) -> None:
     for spec in staged.backends.values():
         major, minor = spec.api_version
@@ -308,9 +298,12 @@ def _check(registry: Registry, staged: _Staged) -> None:
                 f"backend {spec.name!r} is written for backend API {major}.{minor}; "
                 f"this fp8core offers {API_VERSION[0]}.{API_VERSION[1]}"
             )
-        for name, value in (("device_types", spec.device_types), ("environment", spec.environment)):
-            if isinstance(value, str):
-                raise PluginError(f"backend {spec.name!r}: {name}={value!r}; expected a tuple")
+        for name, (is_right, expected) in _FIELDS.items():
+            value = getattr(spec, name)
+            if not is_right(value):
+                raise PluginError(
+                    f"backend {spec.name!r}: {name}={shown(value)}; expected {expected}"
+                )
     for kind, mine, theirs in (
         ("backend", registry.backends.keys(), staged.backends.keys()),
         ("recipe", registry.recipes.keys(), staged.recipes.keys()),
@@ -321,18 +314,4 @@ def _check(registry: Registry, staged: _Staged) -> None:
         raise PluginError(f"recipe {taken!r} is fp8core's own")
 
 
-def describe(error: Exception) -> str:
-    """Return ``error`` as a reason: the text of our own, the class too of anybody else's."""
-    text = str(error) or "no message"
-    return text if isinstance(error, Fp8CoreError) else f"{type(error).__name__}: {text}"
-
-
-def _discover_formats() -> None:
-    try:
-        load()
-    except Fp8CoreError:
-        formats.set_discovery(_discover_formats)  # so that it is tried again
-        raise
-
-
-formats.set_discovery(_discover_formats)
+formats.set_discovery(load)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,8 +11,9 @@ import torch
 
 from fp8core.backend_api import BackendSpec, OpDesc
 from fp8core.dispatch import plugins, settings
+from fp8core.dispatch.isolation import Failure, attempt, shown
 from fp8core.dispatch.policy import Policy
-from fp8core.errors import UnsupportedError
+from fp8core.errors import PluginError, UnsupportedError
 
 __all__ = [
     "Choice",
@@ -19,6 +22,7 @@ __all__ = [
     "choose",
     "default_device",
     "selected_spec",
+    "site_pick",
     "verdict",
 ]
 
@@ -170,16 +174,45 @@ def _asked(
 def _site_or_first(
     registry: plugins.Registry, desc: OpDesc, device: torch.device, candidates: list[str]
 ) -> tuple[str, str]:
-    picked: str | None = registry.manager.hook.fp8core_select_backend(
-        op=desc.op, desc=desc, device=device, candidates=tuple(candidates)
+    picked = site_pick(registry, desc, device, tuple(candidates))
+    return (candidates[0], "device and priority") if picked is None else (picked, "site policy")
+
+
+def site_pick(
+    registry: plugins.Registry,
+    desc: OpDesc,
+    device: torch.device,
+    candidates: Sequence[str],
+    only: object | None = None,
+) -> str | None:
+    """Return which of ``candidates`` the plug-ins' ``fp8core_select_backend`` hook picks, if any.
+
+    With ``only``, a plug-in, no other is asked.
+
+    Raises:
+        PluginError: a plug-in's hook failed; a policy that cannot be asked is not passed over.
+        UnsupportedError: it picks what is not among the candidates.
+    """
+    others = [other for other in registry.manager.get_plugins() if only not in (None, other)]
+    hook = registry.manager.subset_hook_caller("fp8core_select_backend", others)
+    asked = hook.get_hookimpls()
+    picked = attempt(lambda: hook(op=desc.op, desc=desc, device=device, candidates=candidates))
+    if isinstance(picked, Failure):
+        ran = [frame.f_code for frame, _ in traceback.walk_tb(picked.error.__traceback__)]
+        guilty = [one for one in asked if getattr(one.function, "__code__", None) in ran]
+        names = ",".join(one.plugin_name for one in guilty or asked)
+        raise PluginError(
+            f"plug-in {names}: its fp8core_select_backend failed for {desc} on {device}: {picked}. "
+            f"FP8CORE_DISABLE_PLUGINS={names} leaves it out, and it is not asked where the "
+            f"program or FP8CORE_BACKEND names a backend."
+        ) from picked.error
+    if picked is None or (isinstance(picked, str) and picked in candidates):
+        return picked
+    names = ", ".join(one.plugin_name for one in asked)
+    raise UnsupportedError(
+        f"the site policy picks {shown(picked)} for {desc} on {device} (plug-in {names}); "
+        f"able are {list(candidates)}."
     )
-    if picked is None:
-        return candidates[0], "device and priority"
-    if picked not in candidates:
-        raise UnsupportedError(
-            f"the site policy picks {picked!r} for {desc} on {device}; able are {candidates}."
-        )
-    return picked, "site policy"
 
 
 def _refusal(

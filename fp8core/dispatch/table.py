@@ -69,8 +69,7 @@ def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -
 def resolve_optional(desc: OpDesc, device: torch.device, backend: str) -> Resolved | None:
     """Bind an optional operation by ``backend``, or return None if it does not offer it."""
     registry = plugins.load()
-    implementation = registry.instance(registry.backends[backend])
-    if implementation.unsupported(desc, device) is not None:
+    if registry.unsupported(registry.backends[backend], desc, device) is not None:
         return None
     return resolve(desc, device, backend=backend)
 
@@ -88,12 +87,11 @@ def _resolve(
     if choice.substitution:
         log_once(f"{desc.op} on {device} runs on {choice.backend}: {choice.substitution} [{desc}]")
     spec = registry.backends[choice.backend]
-    implementation = registry.instance(spec)
-    alignment = implementation.alignment(desc) if isinstance(desc, GemmDesc) else Alignment()
+    alignment = registry.alignment(spec, desc) if isinstance(desc, GemmDesc) else Alignment()
     if is_captured:
         run = calls.call_of(Operation(choice.backend, desc, spec.transposes))
     else:
-        run = implementation.bind(desc, device)
+        run = registry.bind(spec, desc, device)
     return Resolved(run, choice, alignment)
 
 
@@ -103,8 +101,7 @@ def kernel_name(choice: select.Choice) -> str:
     Binds the operation, as a layer does, and computes nothing.
     """
     registry = plugins.load()
-    implementation = registry.instance(registry.backends[choice.backend])
-    run = implementation.bind(choice.desc, choice.device)
+    run = registry.bind(registry.backends[choice.backend], choice.desc, choice.device)
     kernel = getattr(run, "kernel", None)
     if isinstance(kernel, str):
         return kernel
@@ -123,11 +120,11 @@ def _bind_named(backend: str, desc: OpDesc, device: torch.device) -> Callable[..
 def _bind_for(
     registry: plugins.Registry, backend: str, desc: OpDesc, device: torch.device
 ) -> Callable[..., Any]:
-    implementation = registry.instance(registry.spec(backend, "a compiled graph"))
-    reason = implementation.unsupported(desc, device)
+    spec = registry.spec(backend, "a compiled graph")
+    reason = registry.unsupported(spec, desc, device)
     if reason is not None:
         raise UnsupportedError(f"a compiled graph has {desc} for {backend} on {device}: {reason}")
-    return implementation.bind(desc, device)
+    return registry.bind(spec, desc, device)
 
 
 operators.set_binder(_bind_named)

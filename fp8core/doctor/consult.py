@@ -6,13 +6,20 @@ a plug-in that crashes or hangs there is set aside, with the reason in its row.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from fp8core.dispatch import plugins
+import torch
+
+from fp8core.backend_api import GemmDesc
+from fp8core.dispatch import plugins, select
+from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.doctor import process
+from fp8core.doctor.matrix import DTYPE
 from fp8core.doctor.process import Record
+from fp8core.errors import RecipeError
 from fp8core.reporting import logger
 
 __all__ = ["apart", "here", "records", "watch_loading"]
@@ -24,23 +31,48 @@ def here() -> list[str]:
 
 
 def records(muted: Collection[str] = ()) -> Iterator[Record]:
-    """Yield the notes of each plug-in that is not ``muted``; its hook is announced first."""
-    manager = plugins.load().manager
-    found = manager.list_name_plugin()
+    """Yield the notes of each plug-in that is not ``muted``; each hook is announced first."""
+    try:
+        registry = plugins.load()
+    except RecipeError:
+        yield {"begin": "reading the environment"}  # no plug-in's fault
+        raise
+    found = registry.manager.list_name_plugin()
+    deciding = registry.manager.hook.fp8core_select_backend.get_hookimpls()
     for name, plugin in found:
-        if name not in muted:
-            yield {"begin": "its fp8core_doctor", "hook": name}
-            others = [other for _, other in found if other is not plugin]
-            hook = manager.subset_hook_caller("fp8core_doctor", others)
-            yield {"notes": _notes(name, hook)}
+        if name in muted:
+            continue
+        if any(hook.plugin is plugin for hook in deciding):
+            yield {"begin": "its fp8core_select_backend", "hook": name}
+            yield {"notes": _faults_of_policy(registry, plugin)}
+        yield {"begin": "its fp8core_doctor", "hook": name}
+        others = [other for _, other in found if other is not plugin]
+        hook = registry.manager.subset_hook_caller("fp8core_doctor", others)
+        yield {"notes": _notes(name, hook)}
+
+
+def _faults_of_policy(registry: plugins.Registry, plugin: object) -> list[str]:
+    """Ask a site policy about a product on each type of device; say what is wrong, once."""
+    kinds = {kind for spec in registry.by_priority() for kind in spec.device_types}
+    desc = GemmDesc(None, None, DTYPE)
+    for kind in sorted(kinds):
+        names = [spec.name for spec in registry.by_priority() if kind in spec.device_types]
+        device = attempt(functools.partial(torch.device, kind))
+        if isinstance(device, Failure):  # of a torch that is not this one
+            continue
+        picked = attempt(
+            functools.partial(select.site_pick, registry, desc, device, tuple(names), plugin)
+        )
+        if isinstance(picked, Failure):
+            return [str(picked)]
+    return []
 
 
 def _notes(name: str, hook: Callable[..., Any]) -> list[str]:
     notes: list[str] = []
-    try:
-        hook(report=lambda topic, text: notes.append(f"{topic}: {text}"))
-    except Exception as error:  # noqa: BLE001  a third party's hook may raise anything
-        notes.append(f"plug-in {name}: its fp8core_doctor failed: {plugins.describe(error)}")
+    said = attempt(lambda: hook(report=lambda topic, text: notes.append(f"{topic}: {text}")))
+    if isinstance(said, Failure):
+        notes.append(f"plug-in {name}: its fp8core_doctor failed: {said}")
     return notes
 
 

@@ -6,6 +6,7 @@ recipe's plan needs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from fp8core import recipe
 from fp8core.arguments import NO_RECIPE
 from fp8core.backend_api import OPS, OPTIONAL_OPS, BackendSpec
 from fp8core.dispatch import plugins, select
+from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.needs import Need, op_needs
 from fp8core.recipe import PerLayer, Recipe
 
@@ -48,10 +50,9 @@ def cells(spec: BackendSpec, device: torch.device) -> list[Cell]:
     found = []
     for name in (NO_RECIPE, *recipe.names()):
         for op in (*OPS, *OPTIONAL_OPS):
-            try:
-                needs = needs_of(op, name)
-            except Exception as error:  # noqa: BLE001  a third party's recipe may raise anything
-                found.append(Cell(name, op, "no", (plugins.describe(error),)))
+            needs = attempt(functools.partial(needs_of, op, name))
+            if isinstance(needs, Failure):
+                found.append(Cell(name, op, "no", (str(needs),)))
             else:
                 found.append(_cell(name, op, needs, registry, spec, device))
     return found

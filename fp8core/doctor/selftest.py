@@ -7,6 +7,7 @@ is held against float64 and against its own round trip.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
 )
 from fp8core.dispatch import plugins
+from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.doctor import cases, fused
 from fp8core.doctor.cases import Bench
 from fp8core.doctor.compare import EQUAL, UNEQUAL, Error, operands_equal, share
@@ -67,19 +69,17 @@ class Check:
 def check(spec: BackendSpec, op: str, device: torch.device) -> Check | None:
     """Test ``op`` of the backend of ``spec`` on ``device``, None if it supports no use of it."""
     registry = plugins.load()
-    tested = registry.instance(spec)
-    needs = [need for need in _needs(op) if tested.unsupported(need.desc, device) is None]
+    needs = [need for need in _needs(op) if registry.unsupported(spec, need.desc, device) is None]
     if not needs:
         return None
     if JUDGE not in registry.backends:
         return Check(op, 0, None, "", f"the judge, backend {JUDGE!r}, is not installed")
-    bench = Bench(tested, registry.instance(registry.backends[JUDGE]), device)
+    bench = Bench(registry.instance(spec), registry.instance(registry.backends[JUDGE]), device)
     worst, num_run = Error(0.0, ""), 0
     for need in needs:
-        try:
-            errors = list(_RUNS[op](bench, need))
-        except Exception as error:  # noqa: BLE001  a third party's operation may raise anything
-            reason = f"{need.step} {need.desc}: {plugins.describe(error)}".strip()
+        errors = attempt(functools.partial(_errors, op, bench, need))
+        if isinstance(errors, Failure):
+            reason = f"{need.step} {need.desc}: {errors}".strip()
             return Check(op, num_run, None, worst.judged_by, reason)
         num_run += bool(errors)
         found = max(errors, key=lambda own: own.share, default=worst)
@@ -89,6 +89,10 @@ def check(spec: BackendSpec, op: str, device: torch.device) -> Check | None:
             amount = found.share if math.isfinite(found.share) else None
             return Check(op, num_run, amount, found.judged_by, reason)
     return Check(op, num_run, worst.share, worst.judged_by)
+
+
+def _errors(op: str, bench: Bench, need: Need) -> list[Error]:
+    return list(_RUNS[op](bench, need))
 
 
 def _amount(error: float) -> str:

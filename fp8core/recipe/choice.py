@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from fp8core.dispatch import plugins
+from fp8core.dispatch.isolation import Failure, attempt, shown
 from fp8core.errors import RecipeError, did_you_mean
 from fp8core.recipe.base import Recipe
 from fp8core.recipe.named import (
@@ -46,6 +47,7 @@ def by_name(name: str) -> Recipe:
 
     Raises:
         RecipeError: there is none of that name; lists those there are.
+        PluginError: the plug-in that brings it failed to make it.
     """
     factory = _CLASSES.get(name) or _factories().get(name)
     if factory is None:
@@ -53,9 +55,11 @@ def by_name(name: str) -> Recipe:
             f"no recipe is called {name!r}; recipes: {', '.join(names())}."
             f"{did_you_mean(name, (*names(), *_CLASSES))}"
         )
-    made = factory()
+    made = attempt(factory)
+    if isinstance(made, Failure):
+        made.fail(f"recipe {name!r}: its factory failed")
     if not isinstance(made, Recipe):
-        raise RecipeError(f"recipe {name!r}: its factory returned {made!r}, not a Recipe.")
+        raise RecipeError(f"recipe {name!r}: its factory returned {shown(made)}, not a Recipe.")
     return made
 
 

@@ -23,6 +23,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
 )
 from fp8core.dispatch import plugins
+from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.testing.compare import Unjudged
 
@@ -53,11 +54,11 @@ class Subject:
         """
         key = ("refuses", desc)
         if key not in self.kept:
-            try:
-                reason = self.backend.unsupported(desc, self.device)
-            except Exception as error:  # noqa: BLE001  a third party's backend may raise anything
-                reason = f"its unsupported() failed: {plugins.describe(error)}"
-            self.kept[key] = reason if reason is None else str(reason)
+            said = attempt(lambda: self.backend.unsupported(desc, self.device))
+            if isinstance(said, Failure):
+                self.kept[key] = f"its unsupported() failed: {said}"
+            else:
+                self.kept[key] = said if said is None else str(said)
         found: str | None = self.kept[key]
         return found
 

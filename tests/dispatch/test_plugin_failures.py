@@ -45,6 +45,17 @@ def backends(*arguments: str) -> str:
 MAJOR, MINOR = API_VERSION
 BROKEN = {
     "failing_import": ("import toy_nowhere", "ModuleNotFoundError: No module named 'toy_nowhere'"),
+    "exits_at_import": ("import sys\nsys.exit(3)", "SystemExit: 3"),
+    "exits_without_a_word": ("raise SystemExit", "SystemExit: no message"),
+    "closes_a_generator": ("raise GeneratorExit", "GeneratorExit: no message"),
+    "message_raises": (
+        "class Mute(Exception):\n    def __str__(self): raise OSError('mute')\nraise Mute",
+        "Mute: its message cannot be read (OSError)",
+    ),
+    "message_exits": (
+        "class Mute(Exception):\n    def __str__(self): raise SystemExit\nraise Mute",
+        "Mute: its message cannot be read (SystemExit)",
+    ),
     "syntax_error": ("def", "SyntaxError: invalid syntax"),
     "raises_at_import": ("raise OSError('no library')", "OSError: no library"),
     "raises_our_own": (
@@ -62,6 +73,10 @@ BROKEN = {
     "wrong_signature": (
         f"{GOOD}\n@hookimpl\ndef fp8core_register_backends(registry): pass",
         "PluginValidationError: Plugin 'toy_broken' for hook 'fp8core_register_backends'",
+    ),
+    "hook_exits": (
+        f"{GOOD}\n@hookimpl\ndef fp8core_register_backends(register): raise SystemExit(2)",
+        "SystemExit: 2",
     ),
     "hook_raises": (
         f"{GOOD}\n@hookimpl\ndef fp8core_register_backends(register): 1 / 0",
@@ -93,6 +108,22 @@ BROKEN = {
     "devices_in_one_string": (
         backends("'toy', 'cuda', FACTORY"),
         "backend 'toy': device_types='cuda'; expected a tuple",
+    ),
+    "priority_in_words": (
+        backends("'toy', ('cpu',), FACTORY, priority='high'"),
+        "backend 'toy': priority='high'; expected a whole number",
+    ),
+    "no_device": (
+        backends("'toy', (), FACTORY"),
+        "backend 'toy': device_types=(); expected a tuple of one or more device types",
+    ),
+    "factory_is_the_class": (
+        backends("'toy', ('cpu',), BackendSpec"),
+        "backend 'toy': factory=<class 'fp8core.backend_api.BackendSpec'>; expected 'module:Class'",
+    ),
+    "probe_is_a_text": (
+        backends("'toy', ('cpu',), FACTORY, probe='no'"),
+        "backend 'toy': probe='no'; expected a function",
     ),
     "not_a_backend": (
         f"{GOOD}\n@hookimpl\ndef fp8core_register_backends(register): register('toy')",
@@ -175,10 +206,12 @@ def test_asking_for_the_backend_that_a_refused_plugin_brings_gives_the_reason(
 
 
 def test_asking_for_an_unknown_backend_names_the_plugins_that_are_not_used(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_nowhere")
-    with pytest.raises(RecipeError, match="see `fp8core doctor`: toy_nowhere"):
+    (tmp_path / "toy_broken.py").write_text("import toy_nowhere")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_broken")
+    with pytest.raises(RecipeError, match="see `fp8core doctor`: toy_broken"):
         fp8core.use_backend("toy")
 
 
@@ -235,7 +268,28 @@ def raising_probe() -> str | None:
     raise OSError("the driver says no")
 
 
+def exiting_probe() -> str | None:
+    raise SystemExit(4)
+
+
+def exiting_factory() -> object:
+    raise SystemExit(5)
+
+
 UNUSABLE = {
+    "probe_exits": ({"probe": exiting_probe}, "SystemExit: 4"),
+    "probe_says_false": (
+        {"probe": lambda: False},
+        "its probe() returned False; expected a reason as a text, or None",
+    ),
+    "factory_exits": (
+        {"factory": "tests.dispatch.test_plugin_failures:exiting_factory"},
+        "SystemExit: 5",
+    ),
+    "factory_returns_no_backend": (
+        {"factory": "builtins:dict"},
+        "its factory 'builtins:dict' returned a dict, which has no unsupported()",
+    ),
     "probe_says_no": ({"probe": lambda: "there is no driver"}, "there is no driver"),
     "probe_raises": ({"probe": raising_probe}, "OSError: the driver says no"),
     "factory_module_missing": (

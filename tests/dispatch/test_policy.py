@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -151,9 +152,11 @@ def test_refused_request_changes_nothing() -> None:
 
 
 def test_backend_of_a_broken_plugin_is_refused_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_that_is_nowhere")
+    (tmp_path / "toy_broken.py").write_text("import toy_nowhere")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_broken")
     fp8core.dispatch.plugins.reload()
-    with pytest.raises(PluginError, match="No module named 'toy_that_is_nowhere'"):
-        fp8core.use_backend("toy_that_is_nowhere")
+    with pytest.raises(PluginError, match="No module named 'toy_nowhere'"):
+        fp8core.use_backend("toy_broken")

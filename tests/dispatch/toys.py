@@ -71,7 +71,7 @@ def isolation() -> Iterator[None]:
         patch.setattr(plugins, "_loaded", [])
         patch.setattr(plugins, "_set_aside", {})
         patch.setattr(formats, "_formats", dict(formats._formats))
-        patch.setattr(formats, "_pending_discovery", [plugins._discover_formats])
+        patch.setattr(formats, "_pending_discovery", [plugins.load])
         patch.setattr(reporting, "_said", set())
         yield
     for name in sys.modules.keys() - modules:

@@ -49,10 +49,19 @@ def test_command_prints_the_report_as_json(command: Callable[..., tuple[int, str
     assert (status, json.loads(out)) == (0, as_json(doctor.examine(here)))
 
 
-def test_command_prints_every_part_of_the_report(
+def test_a_plugin_that_does_not_exist_is_bad_usage(
     command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FP8CORE_PLUGINS", "toy_nowhere")
+    status, _, errors = command("doctor")
+    assert status == 2
+    assert "FP8CORE_PLUGINS names 'toy_nowhere'" in errors
+
+
+def test_command_prints_every_part_of_the_report(
+    command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FP8CORE_PLUGINS", "json")
     monkeypatch.setenv("FP8CORE_STRCT", "1")
     status, out, _ = command("doctor")
     assert status == 0
@@ -60,10 +69,10 @@ def test_command_prints_every_part_of_the_report(
         f"torch {torch.__version__}",
         "devices: cpu ",
         " * reference    ok  [cpu/meta, any other device on request]",
-        "FAIL: ModuleNotFoundError: No module named 'toy_nowhere'  [FP8CORE_PLUGINS=toy_nowhere]",
+        "FAIL: implements no hook; hooks are ",
         "formats: e2m1, e4m3, e5m2, e8m0",
         "recipes: delayed, current, mxfp8, block, nvfp4, rowwise",
-        "   FP8CORE_PLUGINS=toy_nowhere",
+        "   FP8CORE_PLUGINS=json",
         "notes\n   FP8CORE_STRCT is set",
     ):
         assert part in out

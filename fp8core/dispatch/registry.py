@@ -1,0 +1,160 @@
+"""What the plug-ins brought: backends, formats, recipes, and a row for each plug-in."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pluggy
+import torch
+
+from fp8core.backend_api import Alignment, Backend, BackendSpec, FormatSpec, GemmDesc, OpDesc
+from fp8core.dispatch import settings
+from fp8core.dispatch.isolation import Failure, answered, attempt, shown
+from fp8core.errors import PluginError, RecipeError, did_you_mean
+
+__all__ = ["PluginRow", "Registry"]
+
+_METHODS = ("unsupported", "alignment", "bind")
+
+
+@dataclass(frozen=True, slots=True)
+class PluginRow:
+    """A plug-in that was found: where, and why it cannot be used (None: it can)."""
+
+    name: str
+    source: str
+    reason: str | None
+
+
+@dataclass(slots=True, eq=False)
+class Registry:
+    """Everything that plug-ins brought, and the rows that ``fp8core doctor`` prints.
+
+    ``refused`` says of each backend of a plug-in that is not used why.
+    """
+
+    manager: pluggy.PluginManager
+    rows: list[PluginRow] = field(default_factory=list)
+    formats: list[FormatSpec] = field(default_factory=list)
+    backends: dict[str, BackendSpec] = field(default_factory=dict)
+    recipes: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    _instances: dict[str, Backend] = field(default_factory=dict)
+
+    def spec(self, name: str, asked_by: str) -> BackendSpec:
+        """Return the backend called ``name``, or raise why there is none.
+
+        Raises:
+            PluginError: a plug-in of that name, or the one that brings it, failed to load.
+            RecipeError: nothing of that name is installed.
+        """
+        if name in self.backends:
+            return self.backends[name]
+        failed = {row.name: row.reason for row in self.rows if row.reason is not None}
+        reason = self.refused.get(name) or failed.get(name)
+        if reason is not None:
+            raise PluginError(f"{asked_by} asks for backend {name!r}: {reason}")
+        known = ", ".join(sorted(self.backends)) or "none (is fp8core installed with pip?)"
+        unused = f" Plug-ins not used, see `fp8core doctor`: {', '.join(failed)}." if failed else ""
+        raise RecipeError(
+            f"{asked_by} asks for backend {name!r}, which is not installed; "
+            f"installed: {known}.{did_you_mean(name, self.backends)}{unused}"
+        )
+
+    def by_priority(self) -> list[BackendSpec]:
+        """Return every backend, the highest priority first; among equals portable ones last."""
+        return sorted(
+            self.backends.values(), key=lambda spec: (-spec.priority, spec.portable, spec.name)
+        )
+
+    def unusable(self, spec: BackendSpec) -> str | None:
+        """Say why ``spec`` cannot be used on this machine at all, or None."""
+        reason = attempt(spec.probe)
+        if isinstance(reason, Failure):
+            return f"its probe() failed: {reason}"
+        if reason is not None:
+            return answered("its probe()", reason)
+        made = attempt(lambda: self.instance(spec))
+        return str(made) if isinstance(made, Failure) else None
+
+    def unsupported(self, spec: BackendSpec, desc: OpDesc, device: torch.device) -> str | None:
+        """Say why ``spec``'s backend cannot run ``desc`` on ``device``, or None."""
+        reason = self.unusable(spec)
+        if reason is not None:
+            return reason
+        said = attempt(lambda: self.instance(spec).unsupported(desc, device))
+        if isinstance(said, Failure):
+            return f"its unsupported() failed: {said}"
+        return answered("its unsupported()", said)
+
+    def instance(self, spec: BackendSpec) -> Backend:
+        """Return the backend object, importing its factory on first use.
+
+        Raises:
+            PluginError: the factory failed, or what it returned is no backend.
+        """
+        if spec.name not in self._instances:
+            made = attempt(lambda: _make(spec))
+            if isinstance(made, Failure):
+                made.fail(f"its factory {spec.factory!r} failed")
+            self._instances.setdefault(spec.name, made)
+        return self._instances[spec.name]
+
+    def bind(self, spec: BackendSpec, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
+        """Return the callable with which ``spec``'s backend runs ``desc`` on ``device``.
+
+        Raises:
+            PluginError: the backend failed at that; what it raised is the cause.
+        """
+        backend = self.instance(spec)
+        what = f"{spec.name} says that it runs {desc}, but its bind()"
+        bound: object = attempt(lambda: backend.bind(desc, device))
+        if isinstance(bound, Failure):
+            bound.fail(f"{what} failed")
+        if not callable(bound):
+            raise PluginError(f"{what} returned {shown(bound)}; expected a function")
+        return bound
+
+    def alignment(self, spec: BackendSpec, desc: GemmDesc) -> Alignment:
+        """Return what ``spec``'s backend says that the sizes of ``desc`` must be multiples of.
+
+        Raises:
+            PluginError: the backend failed at that; what it raised is the cause.
+        """
+        backend = self.instance(spec)
+        found: object = attempt(lambda: backend.alignment(desc))
+        what = f"{spec.name} says that it runs {desc}, but its alignment()"
+        if isinstance(found, Failure):
+            found.fail(f"{what} failed")
+        if not isinstance(found, Alignment):
+            raise PluginError(f"{what} returned {shown(found)}; expected an Alignment")
+        return found
+
+    def environment(self) -> list[str]:
+        """Return the variable names that the backends declare."""
+        return [name for spec in self.backends.values() for name in spec.environment]
+
+    def complaints(self) -> list[str]:
+        """Return one line for each variable that nobody reads and each name that fits nothing."""
+        names = [row.name for row in self.rows]
+        return settings.unknown_names(self.environment()) + [
+            f"FP8CORE_DISABLE_PLUGINS names {name!r}, but no plug-in found is called that."
+            f"{did_you_mean(name, names)}"
+            for name in settings.read().disabled_plugins
+            if name not in names
+        ]
+
+
+def _make(spec: BackendSpec) -> Backend:
+    module, _, attribute = spec.factory.partition(":")
+    made: Backend = getattr(importlib.import_module(module), attribute)()
+    for method in _METHODS:
+        if not callable(getattr(made, method, None)):
+            raise PluginError(
+                f"its factory {spec.factory!r} returned a {type(made).__name__}, which has no "
+                f"{method}(); a backend has {', '.join(_METHODS)}"
+            )
+    return made
