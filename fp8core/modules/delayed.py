@@ -290,10 +290,11 @@ def _apply_quantized(weight: QuantizedTensor, fn: Callable[[torch.Tensor], torch
     """Return ``weight``, moved as ``fn`` does; another dtype is another nominal one."""
     with torch.no_grad():
         made = fn(weight)
+        if not isinstance(made, QuantizedTensor):
+            is_same = (made.dtype, made.device) == (weight.dtype, weight.device)
+            made = weight if is_same else weight.with_dtype(made.dtype).to(made.device)
         if made is weight:
             return weight
-        if not isinstance(made, QuantizedTensor):
-            made = weight.with_dtype(made.dtype).to(made.device)
         grad = None if weight.grad is None else fn(weight.grad)
         weight.grad = None
         # As torch.nn.Module does it for subclasses: whoever has the parameter sees it move.

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from fp8core.backend_api import Operand, OperandSpec
 from fp8core.errors import OperandError, UnsupportedError
+from fp8core.parameter.casts import Casts
 from fp8core.parameter.storage import (
     FLOATS,
     PARTS,
@@ -45,7 +46,7 @@ _MASTERS = (
 )
 
 
-class QuantizedTensor(torch.Tensor):
+class QuantizedTensor(Casts):
     """A matrix ``[n, k]`` stored as the operands of a GEMM; its dtype is nominal.
 
     ``_rowwise_data``, ``_rowwise_scale_inv``, ``_rowwise_global_scale_inv`` and the same for
@@ -56,7 +57,8 @@ class QuantizedTensor(torch.Tensor):
 
     ``dtype`` is float32, bfloat16 or float16: what ``dequantize`` gives, what other operations
     compute in, and the dtype of the gradient, which is a plain tensor. A gradient passes
-    ``dequantize`` unchanged. Made by :class:`fp8core.quantized_model_init` or :meth:`quantize`.
+    ``dequantize`` unchanged. ``to(dtype)`` is ``dequantize().to(dtype)``, a move stays quantized.
+    Made by :class:`fp8core.quantized_model_init` or :meth:`quantize`.
     """
 
     plan: TensorPlan
@@ -125,7 +127,7 @@ class QuantizedTensor(torch.Tensor):
         """Bytes that it holds, scales included."""
         return sum(part.nbytes for part in self.tensors())
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:  # torch's has no dtype
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the values as a plain tensor ``[n, k]`` in ``dtype``, the nominal one if None."""
         dtype = dtype or self.dtype
         if not (torch.is_grad_enabled() and self.requires_grad):
@@ -133,20 +135,6 @@ class QuantizedTensor(torch.Tensor):
         if dtype == self.dtype:
             return self * 1  # differentiable, and exact
         return torch.ops.aten._to_copy.default(self, dtype=dtype)  # type: ignore[no-any-return]
-
-    # `.float()` of a float32 tensor gives the tensor itself, so a master copy made like that would
-    # be a low-precision one. `.to(dtype)` cannot be told from a move, and keeps that.
-    def float(self, memory_format: Any = None) -> torch.Tensor:
-        """Return the values as a plain float32 tensor."""
-        return self.dequantize(torch.float32)
-
-    def bfloat16(self, memory_format: Any = None) -> torch.Tensor:
-        """Return the values as a plain bfloat16 tensor."""
-        return self.dequantize(torch.bfloat16)
-
-    def half(self, memory_format: Any = None) -> torch.Tensor:
-        """Return the values as a plain float16 tensor."""
-        return self.dequantize(torch.float16)
 
     def share_memory_(self) -> QuantizedTensor:
         """Move the operands to shared memory, as torch does a tensor's storage."""

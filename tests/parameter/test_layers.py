@@ -219,6 +219,15 @@ def test_conversion_of_the_module_changes_the_nominal_dtype_alone() -> None:
     assert all(torch.equal(*pair) for pair in zip(before, weight.tensors(), strict=True))
 
 
+@pytest.mark.parametrize("method", ["to", "type"])
+def test_conversion_to_the_nominal_dtype_changes_nothing(method: str) -> None:
+    made = quantized(LAYERS["linear"], RECIPES["mxfp8"])
+    weight, parts = made.weight, made.weight.tensors()
+    getattr(made, method)(torch.bfloat16)
+    assert made.weight is weight
+    assert all(a is b for a, b in zip(parts, weight.tensors(), strict=True))
+
+
 def test_a_layer_from_meta_is_quantized_when_it_is_filled() -> None:
     make = lambda: fp8core.Linear(96, 64, device="meta", params_dtype=torch.bfloat16)  # noqa: E731
     made = quantized(make, RECIPES["mxfp8"])

@@ -239,6 +239,54 @@ def test_float_is_a_plain_float32_copy(dtype: torch.dtype) -> None:
     assert tensor.float().dtype == torch.float32
 
 
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("nominal", DTYPES[:3])
+def test_to_a_dtype_equals_that_of_the_values(
+    name: str, nominal: torch.dtype, dtype: torch.dtype
+) -> None:
+    tensor = quantized(name, value(dtype=nominal))
+    wanted = tensor.dequantize().to(dtype)
+    for made in (
+        tensor.to(dtype),
+        tensor.to(dtype=dtype),
+        tensor.to("cpu", dtype),
+        tensor.to(torch.device("cpu"), dtype, False, copy=True),
+        tensor.to(wanted),
+        tensor.to(tensor=wanted),
+        tensor.type(dtype),
+        tensor.type_as(wanted),
+    ):
+        assert type(made) is torch.Tensor
+        assert (made.dtype, torch.equal(made, wanted)) == (dtype, True)
+
+
+@pytest.mark.parametrize("method", ["float", "bfloat16", "half", "double"])
+@pytest.mark.parametrize("nominal", DTYPES[:3])
+def test_a_method_called_like_a_dtype_rounds_once(nominal: torch.dtype, method: str) -> None:
+    tensor = quantized("current", value(dtype=nominal))
+    made = getattr(tensor, method)()
+    assert type(made) is torch.Tensor
+    assert torch.equal(made, getattr(tensor.dequantize(torch.float32), method)())
+
+
+def test_a_move_stays_quantized(name: str) -> None:
+    tensor = quantized(name)
+    assert tensor.to("cpu") is tensor
+    assert tensor.to(device="cpu", dtype=None) is tensor
+    assert same(tensor.to("cpu", copy=True), tensor)
+    assert isinstance(tensor.to("meta"), fp8core.QuantizedTensor)
+    assert tensor.type() == "torch.BFloat16Tensor"
+
+
+def test_a_gradient_passes_a_conversion_to_the_nominal_dtype() -> None:
+    weight = torch.nn.Parameter(quantized("current"))
+    weight.to(torch.bfloat16).sum().backward()
+    assert torch.equal(weight.grad, torch.ones(N, K, dtype=torch.bfloat16))
+
+
 def test_dequantize_to_float32_is_not_rounded_to_the_nominal_dtype() -> None:
     tensor = quantized("current")
     exact = tensor._rowwise_data.view(torch.float8_e4m3fn).float() * tensor._rowwise_scale_inv
