@@ -105,7 +105,7 @@ __all__ = [
     "split_groups",
 ]
 
-API_VERSION = (1, 0)
+API_VERSION = (2, 0)
 """(major, minor). A backend written for another major, or a newer minor, is not loaded.
 
 The minor rises with what an old backend can ignore: a new operation, a new optional method, a new

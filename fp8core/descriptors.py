@@ -1,7 +1,4 @@
-"""The descriptors of the backend API: what one operation is, as a small frozen value.
-
-Re-exported by :mod:`fp8core.backend_api`, which says what they are for.
-"""
+"""What one operation is, as a small frozen value; :mod:`fp8core.backend_api` says what for."""
 
 from __future__ import annotations
 
@@ -97,23 +94,25 @@ class Alignment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class QuantizeDesc:
-    """``quantize(x, group_offsets=None, *, scale=None, amax_out=None, rng=None) -> Quantized``.
+    """``quantize(x, group_offsets=None, *, scale=None, amax_out=None, rng=None, nonfinite_out=None)
+    -> Quantized``.
 
     ``x [rows, cols]`` has ``dtype``, any strides, and is on the device the op was bound for.
     ``group_offsets`` (int64 ``[groups + 1]`` on the CPU, 0 to rows) is given if and only if
     ``grouped``: each group is then a tensor of its own, with its own amax and blocks. With
     ``offsets_on_device`` it is on ``x``'s device, and the host neither reads it nor waits for it.
-    It may then end before the rows do; no value of it may lead out of a tensor. ``scale``
-    (float32, one entry, or one a group; a multiplier) and ``amax_out`` (likewise; ``amax_out =
-    max(amax_out, amax(x))``, NaN elements ignored; None to record nothing) belong to delayed specs
-    alone. ``rng`` (int64 ``[2]`` on the CPU: seed and offset) belongs to stochastic specs alone;
-    the same ``rng`` gives the same rounding.
+    It may then end before the rows do; no value of it may lead out of a tensor. ``scale`` (float32,
+    one entry, or one a group; a multiplier) and ``amax_out`` (likewise; ``max(amax_out, amax(x))``,
+    NaN elements ignored; None to record nothing) belong to delayed specs alone. ``rng`` (int64
+    ``[2]`` on the CPU: seed and offset; the same gives the same rounding) belongs to stochastic
+    specs alone. ``nonfinite_out`` (int64 ``[1]`` on ``x``'s device, or None) grows by the number of
+    NaN and inf in ``x``: each once, whichever orientations are made, none in rows of no group.
 
-    A bound callable of both orientations may have a method ``in_parts(x, *, scale, amax_out)``: as
-    the call of one dense tensor, but ``rowwise`` may be :class:`fp8core.backend_api.Parts`. And it
-    may have ``beside(callable)``, which returns the call of two dense tensors at once, the second
-    as ``callable`` does it, or None: ``f(x, other, *, scale=(None, None), amax_out=(None, None)) ->
-    (Quantized, Quantized)``.
+    A bound callable of both orientations may have a method ``in_parts(x, **keywords)``: as the call
+    of one dense tensor, but ``rowwise`` may be :class:`fp8core.backend_api.Parts`. And it may have
+    ``beside(callable)``, which returns the call of two dense tensors at once, the second as
+    ``callable`` does it, or None: ``f(x, other, *, scale=(None, None), ...) -> (Quantized,
+    Quantized)``, each keyword a pair.
 
     Raises nothing for values: NaN keeps its place, inf saturates, zero blocks get scale 1."""
 

@@ -129,11 +129,21 @@ class HighPrecision(_Quantizer):
 class LowPrecision(_Quantizer):
     """Low precision, in one call of the backend where both orientations are asked for."""
 
-    __slots__ = ("_both", "_columnwise", "_in_parts", "_rowwise", "_run", "choices", "desc", "slot")
+    __slots__ = (
+        *("_both", "_columnwise", "_in_parts", "_rowwise", "_run"),
+        *("choices", "desc", "nonfinite", "slot"),
+    )
 
-    def __init__(self, desc: QuantizeDesc, device: torch.device, slot: Slot | None) -> None:
+    def __init__(
+        self,
+        desc: QuantizeDesc,
+        device: torch.device,
+        slot: Slot | None,
+        nonfinite: torch.Tensor | None,
+    ) -> None:
         self.desc = desc
         self.slot = slot
+        self.nonfinite = nonfinite
         whole = table.resolve(desc, device)
         self.choices: tuple[Choice, ...] = (whole.choice,)
         rowwise, columnwise = desc.halves()
@@ -149,10 +159,13 @@ class LowPrecision(_Quantizer):
         return hasattr(self._run, "in_parts")
 
     def with_slot(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``run`` with this tensor's delayed scale and amax filled in."""
-        if self.slot is None:
-            return run
-        return partial(run, scale=self.slot.scale, amax_out=self.slot.amax)
+        """Return ``run`` with this tensor's delayed scale, amax and count filled in."""
+        given: dict[str, torch.Tensor | None] = {}
+        if self.slot is not None:
+            given = {"scale": self.slot.scale, "amax_out": self.slot.amax}
+        if self.nonfinite is not None:
+            given["nonfinite_out"] = self.nonfinite
+        return partial(run, **given) if given else run
 
     def __call__(
         self,
@@ -182,11 +195,15 @@ class LowPrecision(_Quantizer):
         if make is None or not isinstance(other, LowPrecision):
             return None
         run: Callable[..., tuple[Orientations, Orientations]] | None = make(other._run)
-        if run is None or self.slot is None or other.slot is None:
-            return run
-        slots = (self.slot, other.slot)
-        scales, amaxes = (tuple(own) for own in zip(*slots, strict=True))
-        return partial(run, scale=scales, amax_out=amaxes)
+        if run is None:
+            return None
+        given: dict[str, tuple[torch.Tensor | None, ...]] = {}
+        if self.slot is not None and other.slot is not None:
+            scales, amaxes = zip(self.slot, other.slot, strict=True)
+            given = {"scale": scales, "amax_out": amaxes}
+        if self.nonfinite is not None or other.nonfinite is not None:
+            given["nonfinite_out"] = (self.nonfinite, other.nonfinite)
+        return partial(run, **given) if given else run
 
 
 class Mixed(_Quantizer):
@@ -260,10 +277,12 @@ def bind_quantizer(
     grouped: bool = False,
     offsets_on_device: bool = False,
     slot: Slot | None = None,
+    nonfinite: torch.Tensor | None = None,
 ) -> Quantizer:
     """Return the quantizer of a tensor of ``dtype`` planned as ``plan``.
 
     With ``slot`` it takes its scale there and records its amax; while observing it only records.
+    To ``nonfinite``, int64 ``[1]``, its casts add the number of their NaN and inf.
 
     Raises:
         UnsupportedError: no backend quantizes like that on the device.
@@ -279,7 +298,7 @@ def bind_quantizer(
     if plan.rowwise is None or plan.columnwise is None:
         rest = plan._replace(rowwise=plan.rowwise or plan.columnwise)
         rest = rest._replace(columnwise=rest.rowwise)
-        low = LowPrecision(QuantizeDesc(dtype, *rest, *where), binding.device, slot)
+        low = LowPrecision(QuantizeDesc(dtype, *rest, *where), binding.device, slot, nonfinite)
         high = HighPrecision(binding.activation_dtype)
         return Mixed(high, low) if plan.rowwise is None else Mixed(low, high)
-    return LowPrecision(QuantizeDesc(dtype, *plan, *where), binding.device, slot)
+    return LowPrecision(QuantizeDesc(dtype, *plan, *where), binding.device, slot, nonfinite)

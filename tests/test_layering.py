@@ -54,6 +54,7 @@ LONG_SIGNATURES = {
     "fp8core.modules.layernorm_linear.LayerNormLinear.__init__": "Transformer Engine's order",
     "fp8core.modules.layernorm_mlp.LayerNormMLP.__init__": "Transformer Engine's order",
     "fp8core.modules.delayed.DelayedModule._load_from_state_dict": "overrides torch's",
+    "fp8core.library.operators._quantize": "an operator of torch takes no tensor by keyword alone",
 }
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef

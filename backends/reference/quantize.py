@@ -42,11 +42,14 @@ def quantize(
     scale: torch.Tensor | None = None,
     amax_out: torch.Tensor | None = None,
     rng: torch.Tensor | None = None,
+    nonfinite_out: torch.Tensor | None = None,
 ) -> Quantized:
     """Quantize ``x [rows, cols]`` in the orientations of ``desc``; see the backend API."""
     if group_offsets is None:
+        _count_nonfinite(x, nonfinite_out)
         return _quantize_tensor(desc, x, scale, amax_out, rng)
     bounds = bounds_of(group_offsets, x.shape[0])
+    _count_nonfinite(x[: bounds[-1]], nonfinite_out)
     parts = []
     for group, (start, end) in enumerate(itertools.pairwise(bounds)):
         one = slice(group, group + 1)
@@ -75,6 +78,12 @@ def quantize(
         for dim, (spec, operand) in enumerate(zip(specs, made, strict=True))
     )
     return Quantized(*filled)
+
+
+def _count_nonfinite(x: torch.Tensor, total: torch.Tensor | None) -> None:
+    """Add the number of NaN and inf in ``x`` to ``total``; nobody waits for the device."""
+    if total is not None:
+        total += x.numel() - torch.isfinite(x).sum()
 
 
 def bounds_of(group_offsets: torch.Tensor, rows: int) -> list[int]:

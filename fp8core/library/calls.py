@@ -52,9 +52,12 @@ def _quantized(desc: QuantizeDesc, transposes: bool, flat: list[torch.Tensor]) -
     return Quantized(rowwise, _take(desc.columnwise, flat))
 
 
-def _record(amax_out: torch.Tensor | None, flat: list[torch.Tensor]) -> None:
-    if amax_out is not None:
-        amax_out.copy_(flat.pop())
+def _record(
+    amax_out: torch.Tensor | None, nonfinite_out: torch.Tensor | None, flat: list[torch.Tensor]
+) -> None:
+    for out in (nonfinite_out, amax_out):  # the last result first
+        if out is not None:
+            out.copy_(flat.pop())
 
 
 def _quantize(text: str, operation: Operation) -> Call:
@@ -67,9 +70,11 @@ def _quantize(text: str, operation: Operation) -> Call:
         scale: torch.Tensor | None = None,
         amax_out: torch.Tensor | None = None,
         rng: torch.Tensor | None = None,
+        nonfinite_out: torch.Tensor | None = None,
     ) -> Quantized:
-        flat = list(operators._quantize(text, x, group_offsets, scale, amax_out, rng))
-        _record(amax_out, flat)
+        given = (x, group_offsets, scale, amax_out, rng)
+        flat = list(operators._quantize(text, *given, nonfinite_out))
+        _record(amax_out, nonfinite_out, flat)
         return _quantized(desc, operation.transposes, flat)
 
     return run
@@ -175,9 +180,11 @@ def _fused(text: str, operation: Operation) -> Call:
         scale: torch.Tensor | None = None,
         amax_out: torch.Tensor | None = None,
         rng: torch.Tensor | None = None,
+        nonfinite_out: torch.Tensor | None = None,
     ) -> tuple[Any, ...]:
-        flat = list(fused._fused(text, list(arguments), scale, amax_out, rng))
-        _record(amax_out, flat)
+        given = (list(arguments), scale, amax_out, rng)
+        flat = list(fused._fused(text, *given, nonfinite_out))
+        _record(amax_out, nonfinite_out, flat)
         first = _quantized(desc.quantize, operation.transposes, flat)
         sums = [flat.pop()] if desc.sums else []
         if isinstance(desc.producer, NormDesc):

@@ -14,6 +14,7 @@ from fp8core.backend_api import (
     NormDesc,
 )
 from fp8core.library import shapes
+from fp8core.library.counted import run_counted
 from fp8core.library.encoding import decode
 from fp8core.library.operators import (
     bound,
@@ -22,7 +23,6 @@ from fp8core.library.operators import (
     flat,
     given,
     settle_all,
-    with_amax,
 )
 from fp8core.library.shapes import Shape, is_captured
 
@@ -46,9 +46,10 @@ def _fused_shapes(text: str, arguments: Sequence[torch.Tensor | None]) -> list[S
 
 
 @define(
-    "(str operation, Tensor?[] arguments, Tensor? scale, Tensor? amax, Tensor? rng) -> Tensor[]",
-    lambda text, arguments, scale, amax, rng: empty(
-        with_amax(_fused_shapes(text, arguments), amax), arguments[0].device
+    "(str operation, Tensor?[] arguments, Tensor? scale, Tensor? amax, Tensor? rng, "
+    "Tensor? nonfinite=None) -> Tensor[]",
+    lambda text, arguments, scale, amax, rng, nonfinite=None: empty(
+        shapes.with_records(_fused_shapes(text, arguments), amax, nonfinite), arguments[0].device
     ),
 )
 def _fused(
@@ -57,15 +58,19 @@ def _fused(
     scale: torch.Tensor | None,
     amax: torch.Tensor | None,
     rng: torch.Tensor | None,
+    nonfinite: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     _, desc, transposes = decode(text)
     assert isinstance(desc, FusedDesc)
     assert arguments[0] is not None
-    run = bound(text, arguments[0].device)
+    device = arguments[0].device
     new = None if amax is None else amax.clone()
-    made, *rest = run(*arguments, **given(scale=scale, amax_out=new, rng=rng))
+    keywords = given(scale=scale, amax_out=new, rng=rng)
+    results, count = run_counted(bound(text, device), arguments, keywords, nonfinite, device)
+    made, *rest = results
     quantized = flat(made, shapes.hands_both_as_one(desc.quantize, transposes))
-    return settle_all([*quantized, *rest, new], with_amax(_fused_shapes(text, arguments), amax))
+    wanted = shapes.with_records(_fused_shapes(text, arguments), amax, nonfinite)
+    return settle_all([*quantized, *rest, new, count], wanted)
 
 
 def _add_norm_shapes(text: str, x: torch.Tensor) -> list[Shape]:

@@ -2,7 +2,8 @@
 
 The first argument of each is an :class:`~fp8core.library.encoding.Operation` as text, the rest are
 plain tensors, flat: an operand is ``[data, scale_inv, global_scale_inv]`` without what it has not.
-Nothing of a result shares memory with another tensor, and what is written is declared.
+Nothing of a result shares memory with another tensor, and what is written is declared, but for the
+count of :mod:`fp8core.library.counted`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch._library.effects import EffectType
 from fp8core import errors
 from fp8core.backend_api import OpDesc, Operand, Quantized
 from fp8core.library import shapes
+from fp8core.library.counted import run_counted
 from fp8core.library.encoding import decode
 from fp8core.library.shapes import Shape, is_captured, settle
 
@@ -34,7 +36,6 @@ __all__ = [
     "refuse",
     "set_binder",
     "settle_all",
-    "with_amax",
 ]
 
 Binder = Callable[[str, OpDesc, torch.device], Callable[..., Any]]
@@ -128,17 +129,12 @@ def flat(made: Quantized, is_one: bool) -> list[torch.Tensor | None]:
     return [*(made.rowwise or ()), *columnwise]
 
 
-def with_amax(shapes: list[Shape], amax: torch.Tensor | None) -> list[Shape]:
-    """Append the shape of the new amax where one is recorded."""
-    return shapes if amax is None else [*shapes, Shape((amax.shape[0],), torch.float32)]
-
-
-# The new amax is a result: torch cannot make an operator functional that both returns and writes.
+# Records are results: torch cannot make an operator functional that both returns and writes.
 @define(
-    "(str operation, Tensor x, Tensor? group_offsets, Tensor? scale, Tensor? amax, Tensor? rng) "
-    "-> Tensor[]",
-    lambda text, x, group_offsets, scale, amax, rng: empty(
-        with_amax(_quantized_shapes(text, x, group_offsets), amax), x.device
+    "(str operation, Tensor x, Tensor? group_offsets, Tensor? scale, Tensor? amax, Tensor? rng, "
+    "Tensor? nonfinite=None) -> Tensor[]",
+    lambda text, x, group_offsets, scale, amax, rng, nonfinite=None: empty(
+        shapes.with_records(_quantized_shapes(text, x, group_offsets), amax, nonfinite), x.device
     ),
 )
 def _quantize(
@@ -148,14 +144,17 @@ def _quantize(
     scale: torch.Tensor | None,
     amax: torch.Tensor | None,
     rng: torch.Tensor | None,
+    nonfinite: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     _, desc, transposes = decode(text)
-    groups = () if group_offsets is None else (group_offsets,)
+    arguments = (x,) if group_offsets is None else (x, group_offsets)
     new = None if amax is None else amax.clone()
-    made = bound(text, x.device)(x, *groups, **given(scale=scale, amax_out=new, rng=rng))
+    keywords = given(scale=scale, amax_out=new, rng=rng)
+    run = bound(text, x.device)
+    made, count = run_counted(run, arguments, keywords, nonfinite, x.device)
     is_one = shapes.hands_both_as_one(desc, transposes)  # type: ignore[arg-type]  # the text says quantize
-    wanted = with_amax(_quantized_shapes(text, x, group_offsets), amax)
-    return settle_all([*flat(made, is_one), new], wanted)
+    wanted = shapes.with_records(_quantized_shapes(text, x, group_offsets), amax, nonfinite)
+    return settle_all([*flat(made, is_one), new, count], wanted)
 
 
 def _values_shape(text: str, operand: Tensors) -> Shape:

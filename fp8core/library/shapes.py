@@ -36,6 +36,7 @@ __all__ = [
     "quantize_shapes",
     "settle",
     "trim",
+    "with_records",
 ]
 
 
@@ -120,6 +121,14 @@ def _operand(
     if spec.scale_format == "e4m3":
         shapes.append(Shape((one[0], one[1]), torch.float32))
     return shapes
+
+
+def with_records(
+    made: list[Shape], amax: torch.Tensor | None, nonfinite: torch.Tensor | None
+) -> list[Shape]:
+    """Append the shapes of the new amax and of the new count, where they are recorded."""
+    records = [Shape((own.shape[0],), own.dtype) for own in (amax, nonfinite) if own is not None]
+    return [*made, *records]
 
 
 def elements_per_byte(spec: OperandSpec) -> int:

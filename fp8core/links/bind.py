@@ -78,7 +78,8 @@ class Site(NamedTuple):
     """Where a chain is bound: its plan, what its quantizers share, and what its layer keeps.
 
     Without ``weights`` no quantized weight can be kept. With ``watch`` every linear link is what it
-    returns in the place of the link that was bound.
+    returns in the place of the link that was bound. To ``nonfinite``, int64 ``[1]``, every cast
+    adds the number of its NaN and inf; None in a graph, whose casts have a count of their own.
     """
 
     plan: LinearPlan
@@ -87,6 +88,7 @@ class Site(NamedTuple):
     weights: WeightStore | None
     states: LinearStates | None = None
     watch: Watch | None = None
+    nonfinite: torch.Tensor | None = None
 
     @property
     def gemm_plan(self) -> LinearPlan:
@@ -240,7 +242,9 @@ def _bind_quantizers(
 
     def weight(group: int) -> KeptWeight:
         slot = slot_of(plan.weight, lambda states: states.weight(group))
-        quantizer = bind_quantizer(plan.weight, shape.weight_dtype, binding, slot=slot)
+        quantizer = bind_quantizer(
+            plan.weight, shape.weight_dtype, binding, slot=slot, nonfinite=site.nonfinite
+        )
         key = (plan.weight, shape.weight_dtype, binding.device, quantizer.choices)
         stored = HIGH_PRECISION.weight if binding.is_observing else storage_plan(plan.weight)
         how = How(key, stored, site.owner)
@@ -251,6 +255,7 @@ def _bind_quantizers(
         binding=binding,
         grouped=is_grouped,
         offsets_on_device=shape.offsets_on_device,
+        nonfinite=site.nonfinite,
     )
     x = bind(plan.input, input_dtype, slot=slot_of(plan.input, LinearStates.input))
     # Calibration sees the forward pass alone, as in Transformer Engine.
@@ -346,7 +351,7 @@ def _bind_quantize(
             return lambda x: x
         plain = dataclasses.replace(spec, delayed=False, stochastic=False)
         plan = TensorPlan(plain, None)
-        quantize = bind_quantizer(plan, binding.activation_dtype, binding)
+        quantize = bind_quantizer(plan, binding.activation_dtype, binding, nonfinite=site.nonfinite)
         desc = DequantizeDesc(plain, binding.activation_dtype)
         dequantize = table.resolve(desc, binding.device).run
         return lambda x: dequantize(quantize(x, columnwise=False).rowwise)

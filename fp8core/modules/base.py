@@ -31,7 +31,7 @@ from fp8core.modules.bound import (
 )
 from fp8core.modules.delayed import DelayedModule
 from fp8core.modules.parameters import materialize
-from fp8core.plan import LayerRole
+from fp8core.plan import HIGH_PRECISION, LayerRole
 from fp8core.quantizer import Binding
 from fp8core.recipe import Recipe
 from fp8core.reporting import log_once
@@ -256,8 +256,10 @@ class LowPrecisionModule(DelayedModule):
                 states = dataclasses.replace(
                     states, records_forward=records_forward, records_backward=records_backward
                 )
-            kept = self._bindings.weights
-            site = Site(plan, binding, self.label, kept, states, self._bindings.watch)
+            kept, watch, count = self._bindings.weights, self._bindings.watch, None
+            if plan != HIGH_PRECISION and not binding.is_observing:
+                count = self._bindings.nonfinite_of(binding.device, is_training=mode[2])
+            site = Site(plan, binding, self.label, kept, states, watch, count)
             links = bind_chain(shapes, site)
         except Fp8CoreError as error:
             raise type(error)(f"{self.label}: {error}") from None

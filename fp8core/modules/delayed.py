@@ -12,6 +12,7 @@ import torch
 from fp8core import formats
 from fp8core.dispatch import policy
 from fp8core.errors import RecipeError
+from fp8core.library.counted import new_counter
 from fp8core.links.bind import Watch
 from fp8core.links.states import BACKWARD_SLOTS, FORWARD_SLOTS, LinearStates
 from fp8core.parameter.tensor import QuantizedTensor
@@ -37,7 +38,10 @@ class Bindings:
     kept aside while there is one, so that the same objects run again afterwards.
     """
 
-    __slots__ = ("_unwatched", "last", "order", "ran", "states", "table", "watch", "weights")
+    __slots__ = (
+        *("_unwatched", "last", "nonfinite", "order", "ran", "states", "table", "watch"),
+        "weights",
+    )
 
     def __init__(self, order: int | None = None, watch: Watch | None = None) -> None:
         # Ranks make their layers in the same order, whatever order they first run them in.
@@ -50,10 +54,27 @@ class Bindings:
         self._unwatched: tuple[Any, Any] = ({}, None)
         # Under which recipes watched links have run, and their forward states.
         self.ran: set[tuple[Any, DelayedState | None]] = set()
+        # What the layer's casts have counted, by device; see nonfinite_of.
+        self.nonfinite: dict[torch.device, torch.Tensor] = {}
 
     def fresh(self) -> Bindings:
-        """Return nothing made ready, under the same watch."""
-        return Bindings(self.order, self.watch)
+        """Return nothing made ready, under the same watch; what was counted stays."""
+        made = Bindings(self.order, self.watch)
+        made.nonfinite = self.nonfinite
+        return made
+
+    def nonfinite_of(self, device: torch.device, *, is_training: bool) -> torch.Tensor | None:
+        """Return where the layer's casts on ``device`` count NaN and inf, int64 ``[1]``.
+
+        Calls that record gradients, ``is_training``, have entry 0 of the tensor that is kept, the
+        others entry 1: an evaluation between two steps is no part of a step. None on meta.
+        """
+        if device.type == "meta":
+            return None
+        if device not in self.nonfinite:
+            self.nonfinite[device] = new_counter(device, 2)
+        with torch.inference_mode(False):  # see DelayedModule._create
+            return self.nonfinite[device].narrow(0, 0 if is_training else 1, 1)
 
     def set_watch(self, watch: Watch | None) -> None:
         """Have the layer bind its links for ``watch``; None: as if there had never been one."""

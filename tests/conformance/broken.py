@@ -213,6 +213,57 @@ class IgnoresGroupBoundaries(Sound):
         )
 
 
+class CountsNothing(Sound):
+    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
+        return quantize(desc, x, *groups, **{**given, "nonfinite_out": None})
+
+
+class CountsEachOrientation(Sound):
+    """Counts where it makes an operand, so twice where it makes two."""
+
+    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
+        if None not in (desc.rowwise, desc.columnwise) and not groups:
+            quantize(replace(desc, columnwise=None), x, **{**given, "amax_out": None})
+        return quantize(desc, x, *groups, **given)
+
+
+class SetsTheCount(Sound):
+    """Forgets what was counted before."""
+
+    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
+        if given.get("nonfinite_out") is not None:
+            given["nonfinite_out"].zero_()
+        return quantize(desc, x, *groups, **given)
+
+
+class CountsBehindTheLastGroup(Sound):
+    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
+        count = given.pop("nonfinite_out", None)
+        if count is not None:
+            count += (~x.isfinite()).sum()
+        return quantize(desc, x, *groups, **given)
+
+
+class CountsTheFirstOfAPair(GivesParts):
+    def bind(self, desc: OpDesc, device: torch.device) -> Run:
+        run = super().bind(desc, device)
+        make = getattr(run, "beside", None)
+        if make is None:
+            return run
+
+        def beside(other: Run) -> Run:
+            pair = make(other)
+
+            def first(*xs: torch.Tensor, **given: Any) -> Any:
+                one, _ = given.pop("nonfinite_out", (None, None))
+                return pair(*xs, **given, nonfinite_out=(one, None))
+
+            return first
+
+        run.beside = beside  # type: ignore[attr-defined]
+        return run
+
+
 class DropsAccumulation(Sound):
     def gemm(self, desc: GemmDesc, a: Operand, b: Operand, **given: Any) -> Any:
         return gemm(replace(desc, accumulate=False), a, b, **given)
@@ -270,6 +321,11 @@ CAUGHT_BY: dict[type[Sound], str] = {
     SaturatesToNan: "law1_quantize_saturates_beyond_the_range",
     LosesNan: "law1_quantize_keeps_nan_in_its_place",
     IgnoresGroupBoundaries: "law1_quantize_stops_blocks_at_group_boundaries",
+    CountsNothing: "law1_quantize_counts_nan_and_inf",
+    CountsEachOrientation: "law1_quantize_counts_nan_and_inf",
+    SetsTheCount: "law1_quantize_counts_nan_and_inf",
+    CountsBehindTheLastGroup: "law1_quantize_counts_nan_and_inf_of_groups",
+    CountsTheFirstOfAPair: "law3_quantize_beside_another_counts_for_each",
     DropsAccumulation: "law4_gemm_accumulates_into_out",
     ReadsUninitialisedMemory: "law7_no_result_depends_on_uninitialised_memory",
     ClaimsEverything: "law7_unknown_descriptors_are_denied",

@@ -22,6 +22,7 @@ LABELS = {
     "current.input.bfloat16",
     "delayed.input.float16",
     "current.grouped.input.bfloat16",
+    "current.grouped.input.bfloat16.device",
     "current.fprop.bfloat16.bfloat16",
     "current.wgrad.bfloat16.float32.accumulate",
     "current.grouped.fprop.bfloat16.bfloat16",

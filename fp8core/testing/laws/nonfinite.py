@@ -1,0 +1,155 @@
+"""Laws 1, 3 and 6: a cast counts the NaN and inf that it quantizes away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fp8core.backend_api import FusedDesc, Operand, QuantizeDesc
+from fp8core.testing import inputs
+from fp8core.testing.calls import (
+    Call,
+    arguments,
+    group_offsets,
+    offsets_for,
+    quantize_keywords,
+    quantize_size,
+)
+from fp8core.testing.checks import law
+from fp8core.testing.compare import require
+from fp8core.testing.laws.fused import FUSED, pair
+from fp8core.testing.subject import Subject, on_cpu, storage_step
+
+SHAPES = ((5, 7), (130, 200), (260, 1030), (0, 5), (5, 0))
+BEFORE = 7
+"""What the count holds already."""
+
+
+def _count(subject: Subject) -> torch.Tensor:
+    made: torch.Tensor = subject.here(torch.tensor([BEFORE]))
+    return made
+
+
+def _require_count(what: str, count: torch.Tensor, x: torch.Tensor) -> None:
+    """Require ``count`` to have grown by what ``x``, on the CPU, holds."""
+    found, expected = int(on_cpu(count)) - BEFORE, int((~x.isfinite()).sum())
+    require(found == expected, f"{what}: counted {found} NaN and inf, there are {expected}")
+
+
+def _in(x: torch.Tensor, value: float, *places: tuple[int, int]) -> torch.Tensor:
+    for place in places:
+        x[place] = value
+    return x
+
+
+def _dense_inputs(subject: Subject, desc: QuantizeDesc) -> list[tuple[str, torch.Tensor]]:
+    """Return matrices with many NaN and inf, with a single one at either end, and with none."""
+    made = []
+    for shape in SHAPES:
+        size = quantize_size(subject, desc, *shape)
+        made.append((f"nonfinite {list(size)}", inputs.matrix("nonfinite", *size, desc.dtype)))
+    size = quantize_size(subject, desc, *SHAPES[1])
+    plain = inputs.matrix("huge", *size, desc.dtype)
+    made.append(("the largest finite values", plain))
+    for value in (math.inf, -math.inf, math.nan):
+        for place in ((0, 0), (-1, -1), (size[0] // 2, -1)):
+            made.append((f"{value} at {place}", _in(plain.clone(), value, place)))
+    return made
+
+
+@law(1, "quantize", applies=lambda desc: not desc.grouped)
+def quantize_counts_nan_and_inf(subject: Subject, desc: QuantizeDesc) -> None:
+    """nonfinite_out grows by the NaN and inf of x, each once, whatever is made of them."""
+    halves = desc.halves() if desc.rowwise and desc.columnwise else ()
+    for own in (desc, *halves):
+        for what, x in _dense_inputs(subject, desc):
+            count = _count(subject)
+            keywords = quantize_keywords(subject, own)
+            subject.run(own, subject.here(x), **keywords, nonfinite_out=count)
+            _require_count(what, count, x)
+
+
+@law(1, "quantize", applies=lambda desc: desc.grouped)
+def quantize_counts_nan_and_inf_of_groups(subject: Subject, desc: QuantizeDesc) -> None:
+    """nonfinite_out grows by those of all groups, and by none of the rows behind the last."""
+    step = storage_step(subject, desc.columnwise)
+    sizes = tuple(-(-size // step) * step for size in (0, 130, 1, 0, 33))
+    behind = 2 * step if desc.offsets_on_device else 0
+    rows, cols = quantize_size(subject, desc, sum(sizes) + behind, 70)
+    x = inputs.matrix("nonfinite", rows, cols, desc.dtype)
+    if behind:
+        x[-1] = math.nan
+    bounds = group_offsets(sizes)
+    for own in (desc, *(desc.halves() if desc.rowwise and desc.columnwise else ())):
+        count, keywords = _count(subject), quantize_keywords(subject, own, len(sizes))
+        groups = offsets_for(subject, desc, sizes)
+        subject.run(own, subject.here(x), groups, **keywords, nonfinite_out=count)
+        _require_count(f"groups of {list(sizes)}", count, x[: int(bounds[-1])])
+
+
+def _has_methods(desc: QuantizeDesc) -> bool:
+    return desc.rowwise is not None and desc.columnwise is not None and not desc.grouped
+
+
+@law(3, "quantize", applies=_has_methods)
+def quantize_beside_another_counts_for_each(subject: Subject, desc: QuantizeDesc) -> None:
+    """Of two tensors at once each has a count, one of them perhaps none."""
+    run = subject.backend.bind(desc, subject.device)
+    two = getattr(run, "beside", lambda other: None)(run)
+    if two is None:
+        return
+    xs = [
+        inputs.matrix(kind, *quantize_size(subject, desc, *shape), desc.dtype)
+        for kind, shape in (("nonfinite", (33, 70)), ("nonfinite", SHAPES[2]))
+    ]
+    for is_counted in ((True, True), (True, False), (False, True)):
+        counts = [_count(subject) if own else None for own in is_counted]
+        given = [quantize_keywords(subject, desc, seed=seed) for seed in (11, 12)]
+        both: dict[str, Any] = {name: (given[0][name], given[1][name]) for name in given[0]}
+        two(*map(subject.here, xs), **both, nonfinite_out=tuple(counts))
+        for x, count in zip(xs, counts, strict=True):
+            if count is not None:
+                _require_count(f"{list(x.shape)} of a pair", count, x)
+
+
+@law(3, "quantize", applies=_has_methods)
+def quantize_in_parts_counts_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
+    """After the last part all of x is counted, once."""
+    in_parts = getattr(subject.backend.bind(desc, subject.device), "in_parts", None)
+    if in_parts is None:
+        return
+    for shape in ((5, 7), SHAPES[2]):
+        x = inputs.matrix("nonfinite", *quantize_size(subject, desc, *shape), desc.dtype)
+        count, keywords = _count(subject), quantize_keywords(subject, desc)
+        made = in_parts(subject.here(x), **keywords, nonfinite_out=count)
+        if not isinstance(made.rowwise, Operand):
+            for _ in made.rowwise:
+                pass
+        _require_count(f"{list(x.shape)} in parts", count, x)
+
+
+@law(6, *FUSED)
+def fused_counts_what_its_pair_counts(subject: Subject, desc: FusedDesc) -> None:
+    """nonfinite_out grows by the NaN and inf of what the producer hands to the cast."""
+    for value in (math.inf, math.nan):
+        call = arguments(subject, desc)
+        _in(call.arguments[0], value, (1, 3))
+        found, expected = (_counted(subject, call.again(), run) for run in (_fused, _paired))
+        require(found == expected, f"counted {found} of {value}, the pair counts {expected}")
+
+
+def _counted(subject: Subject, call: Call, run: Callable[[Subject, Call], Any]) -> int:
+    count = _count(subject)
+    run(subject, call._replace(keywords={**call.keywords, "nonfinite_out": count}))
+    return int(on_cpu(count)) - BEFORE
+
+
+def _fused(subject: Subject, call: Call) -> Any:
+    return call.run(subject)
+
+
+def _paired(subject: Subject, call: Call) -> Any:
+    return pair(subject.run, call)
