@@ -18,8 +18,13 @@ Cast: TypeAlias = "Callable[..., Quantized]"
 def apart(rowwise: Cast, columnwise: Cast) -> Cast:
     """Return the cast whose orientations come from two."""
 
-    def run(x: torch.Tensor, *groups: torch.Tensor, **given: torch.Tensor | None) -> Quantized:
-        row = rowwise(x, *groups, **given).rowwise
+    def run(
+        x: torch.Tensor,
+        *groups: torch.Tensor,
+        nonfinite_out: torch.Tensor | None = None,
+        **given: torch.Tensor | None,
+    ) -> Quantized:
+        row = rowwise(x, *groups, nonfinite_out=nonfinite_out, **given).rowwise  # which counts
         return Quantized(row, columnwise(x, *groups, **given).columnwise)
 
     return run
@@ -36,6 +41,7 @@ def in_groups(dense: Cast) -> Cast:
         group_offsets: torch.Tensor,
         *,
         rng: torch.Tensor | None = None,
+        nonfinite_out: torch.Tensor | None = None,
         **slots: torch.Tensor | None,
     ) -> Quantized:
         parts = []
@@ -45,7 +51,7 @@ def in_groups(dense: Cast) -> Cast:
             }
             if rng is not None:
                 given["rng"] = rng + torch.tensor((0, group), device="cpu")
-            parts.append(dense(x[start:end], **given))
+            parts.append(dense(x[start:end], nonfinite_out=nonfinite_out, **given))
         return Quantized(
             _join([part.rowwise for part in parts], 0),
             _join([part.columnwise for part in parts], 1),

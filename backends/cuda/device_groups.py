@@ -79,6 +79,7 @@ class _Quantize:
         scale: torch.Tensor | None = None,
         amax_out: torch.Tensor | None = None,
         rng: torch.Tensor | None = None,
+        nonfinite_out: torch.Tensor | None = None,
     ) -> Quantized:
         """Quantize; see the backend API."""
         (rows, cols), device = x.shape, self._device
@@ -111,6 +112,7 @@ class _Quantize:
             *places[1],
             0 if scale is None else scale.data_ptr(),
             0 if amax_out is None else amax_out.data_ptr(),
+            0 if nonfinite_out is None else nonfinite_out.data_ptr(),
             0 if room is None else room.data_ptr(),
             length,
             offsets.data_ptr(),

@@ -89,7 +89,13 @@ class _ByteScaled:
         )
         self.kernel = "fp8core::nvfp4_tile"
 
-    def __call__(self, x: torch.Tensor, *, rng: torch.Tensor | None = None) -> Quantized:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        rng: torch.Tensor | None = None,
+        nonfinite_out: torch.Tensor | None = None,
+    ) -> Quantized:
         rows, cols = x.shape
         self._check(rows, cols)
         row = self._room(self._desc.rowwise, rows, cols)
@@ -99,13 +105,14 @@ class _ByteScaled:
         x, stride = adjacent_columns(x)
         source = (x.data_ptr(), rows, cols, stride)
         stream = raw_stream(self._index)
+        count = 0 if nonfinite_out is None else nonfinite_out.data_ptr()
         if not self._is_fp4:
-            self._run(*source, *row[1:4], *column[1:4], stream)
+            self._run(*source, *row[1:4], *column[1:4], count, stream)
             return Quantized(row.operand, column.operand)
         seed, offset = (0, 0) if rng is None else rng.tolist()
         size = 2 * self._library.MAX_PARTIALS
         partials = torch.empty(size, dtype=torch.float32, device=self._device)
-        self._run(*source, *row[1:], *column[1:], seed, offset, partials.data_ptr(), stream)
+        self._run(*source, *row[1:], *column[1:], seed, offset, count, partials.data_ptr(), stream)
         return Quantized(row.operand, column.operand)
 
     def _check(self, rows: int, cols: int) -> None:

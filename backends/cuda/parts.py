@@ -30,6 +30,7 @@ class _Tensor(NamedTuple):
     column_pitch: int
     scale: torch.Tensor | None
     amax_out: torch.Tensor | None
+    nonfinite_out: torch.Tensor | None
 
 
 class QuantizeInParts:
@@ -58,18 +59,19 @@ class QuantizeInParts:
         *,
         scale: torch.Tensor | None = None,
         amax_out: torch.Tensor | None = None,
+        nonfinite_out: torch.Tensor | None = None,
     ) -> Quantized:
         """Return the columnwise operand to be filled, and the parts that fill it."""
         rows, cols = x.shape
         if (rows - PART_ROWS) * cols < LEAST_SAVED:
-            return self._whole(x, scale=scale, amax_out=amax_out)
+            return self._whole(x, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out)
         made, stride = adjacent_columns(x)
         if made is not x:  # a copy, which should not outlive the cast
-            return self._whole(made, scale=scale, amax_out=amax_out)
+            return self._whole(made, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out)
         codes = self._empty((cols, rows), (rows, 1), torch.uint8)
         scale_inv, pitch = empty_scales(self._mode, cols, rows, self._empty)
         columnwise = Operand(codes, scale_inv)
-        whole = _Tensor(x, stride, columnwise, pitch, scale, amax_out)
+        whole = _Tensor(x, stride, columnwise, pitch, scale, amax_out, nonfinite_out)
         return Quantized(_Parts(self, whole), columnwise)  # type: ignore[arg-type]  # parts of one
 
     def parts_of(self, whole: _Tensor) -> Iterator[tuple[int, int, Operand]]:
@@ -106,6 +108,7 @@ class QuantizeInParts:
                 whole.column_pitch,
                 0 if whole.scale is None else whole.scale.data_ptr(),
                 0 if whole.amax_out is None else whole.amax_out.data_ptr(),
+                0 if whole.nonfinite_out is None else whole.nonfinite_out.data_ptr(),
                 0 if partials is None else partials.data_ptr(),
                 rows,
                 num_partials,

@@ -82,16 +82,21 @@ class _Quantize:
         *,
         scale: torch.Tensor | None = None,
         amax_out: torch.Tensor | None = None,
+        nonfinite_out: torch.Tensor | None = None,
     ) -> Quantized:
         rows, cols = x.shape
         if self._mode != "tensor" or not (rows and cols and x.is_contiguous()):
-            return self._quantize_any(x, scale, amax_out)
-        made, place, _room = self.place(x, scale, amax_out)
+            return self._quantize_any(x, scale, amax_out, nonfinite_out)
+        made, place, _room = self.place(x, scale, amax_out, nonfinite_out)
         self.native_cast.whole(place, raw_stream(self._index))
         return made
 
     def place(
-        self, x: torch.Tensor, scale: torch.Tensor | None, amax_out: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        scale: torch.Tensor | None,
+        amax_out: torch.Tensor | None,
+        nonfinite_out: torch.Tensor | None,
     ) -> tuple[Quantized, Place, torch.Tensor | None]:
         """Return room for what has one scale, where all of it is, and what holds the workspace."""
         (rows, cols), empty = x.shape, self._empty
@@ -118,6 +123,7 @@ class _Quantize:
             scale_inv.data_ptr(),
             0 if scale is None else scale.data_ptr(),
             0 if amax_out is None else amax_out.data_ptr(),
+            0 if nonfinite_out is None else nonfinite_out.data_ptr(),
             workspace,
         )
         return Quantized(row, column), place, room
@@ -130,7 +136,11 @@ class _Quantize:
         return QuantizePair(self, other, self._native.quantize_pair, self._index)
 
     def _quantize_any(
-        self, x: torch.Tensor, scale: torch.Tensor | None, amax_out: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        scale: torch.Tensor | None,
+        amax_out: torch.Tensor | None,
+        nonfinite_out: torch.Tensor | None,
     ) -> Quantized:
         """Quantize in any mode, from any strides."""
         rows, cols = x.shape
@@ -161,6 +171,7 @@ class _Quantize:
             *places[1],
             0 if scale is None else scale.data_ptr(),
             0 if amax_out is None else amax_out.data_ptr(),
+            0 if nonfinite_out is None else nonfinite_out.data_ptr(),
             0 if room is None else room.data_ptr(),
             raw_stream(self._index),
         )

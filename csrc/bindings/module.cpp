@@ -29,16 +29,17 @@ class BoundQuantize {
   void operator()(Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
                   Address row_codes, Address row_scale_inv, std::int64_t row_pitch,
                   Address column_codes, Address column_scale_inv, std::int64_t column_pitch,
-                  Address scale, Address amax_out, Address workspace, Address stream) const {
+                  Address scale, Address amax_out, Address nonfinite, Address workspace,
+                  Address stream) const {
     run(gather(x, rows, cols, stride, row_codes, row_scale_inv, row_pitch, column_codes,
-               column_scale_inv, column_pitch, scale, amax_out, workspace, rows, {}, 0),
+               column_scale_inv, column_pitch, scale, amax_out, nonfinite, workspace, rows, {}, 0),
         stream);
   }
 
   // A whole tensor with one scale_inv for both orientations: x, rows, columns, rowwise and
-  // columnwise codes, scale_inv, scale, amax_out, workspace.
+  // columnwise codes, scale_inv, scale, amax_out, nonfinite_out, workspace.
   using Place = std::tuple<Address, std::int64_t, std::int64_t, Address, Address, Address, Address,
-                           Address, Address>;
+                           Address, Address, Address>;
 
   void whole(const Place& place, Address stream) const { run(gather(place), stream); }
 
@@ -52,11 +53,11 @@ class BoundQuantize {
   void part(Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
             Address row_codes, Address row_scale_inv, std::int64_t row_pitch,
             Address column_codes, Address column_scale_inv, std::int64_t column_pitch,
-            Address scale, Address amax_out, Address workspace, std::int64_t code_pitch,
-            int num_partials, Address stream) const {
+            Address scale, Address amax_out, Address nonfinite, Address workspace,
+            std::int64_t code_pitch, int num_partials, Address stream) const {
     run(gather(x, rows, cols, stride, row_codes, row_scale_inv, row_pitch, column_codes,
-               column_scale_inv, column_pitch, scale, amax_out, workspace, code_pitch, {},
-               num_partials),
+               column_scale_inv, column_pitch, scale, amax_out, nonfinite, workspace, code_pitch,
+               {}, num_partials),
         stream);
   }
 
@@ -64,11 +65,11 @@ class BoundQuantize {
   void in_groups(Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
                  Address row_codes, Address row_scale_inv, std::int64_t row_pitch,
                  Address column_codes, Address column_scale_inv, std::int64_t column_pitch,
-                 Address scale, Address amax_out, Address workspace, std::int64_t code_pitch,
-                 Address offsets, std::int64_t groups, std::int64_t scale_stride,
-                 std::int64_t amax_stride, Address stream) const {
+                 Address scale, Address amax_out, Address nonfinite, Address workspace,
+                 std::int64_t code_pitch, Address offsets, std::int64_t groups,
+                 std::int64_t scale_stride, std::int64_t amax_stride, Address stream) const {
     run(gather(x, rows, cols, stride, row_codes, row_scale_inv, row_pitch, column_codes,
-               column_scale_inv, column_pitch, scale, amax_out, workspace, code_pitch,
+               column_scale_inv, column_pitch, scale, amax_out, nonfinite, workspace, code_pitch,
                {as_pointer<const std::int64_t>(offsets), groups, scale_stride, amax_stride}, 0),
         stream);
   }
@@ -78,8 +79,8 @@ class BoundQuantize {
                            Address row_codes, Address row_scale_inv, std::int64_t row_pitch,
                            Address column_codes, Address column_scale_inv,
                            std::int64_t column_pitch, Address scale, Address amax_out,
-                           Address workspace, std::int64_t code_pitch, Groups groups,
-                           int num_partials) const {
+                           Address nonfinite, Address workspace, std::int64_t code_pitch,
+                           Groups groups, int num_partials) const {
     return {
         {as_pointer<const void>(x), rows, cols, stride, input_},
         {as_pointer<std::uint8_t>(row_codes), as_pointer<float>(row_scale_inv), row_pitch},
@@ -90,14 +91,15 @@ class BoundQuantize {
         as_pointer<float>(workspace),
         code_pitch,
         groups,
-        num_partials};
+        num_partials,
+        as_pointer<unsigned long long>(nonfinite)};
   }
 
   QuantizeArguments gather(const Place& place) const {
-    const auto& [x, rows, cols, row_codes, column_codes, scale_inv, scale, amax_out, workspace] =
-        place;
+    const auto& [x, rows, cols, row_codes, column_codes, scale_inv, scale, amax_out, nonfinite,
+                 workspace] = place;
     return gather(x, rows, cols, cols, row_codes, scale_inv, 1, column_codes, scale_inv, 1, scale,
-                  amax_out, workspace, rows, {}, 0);
+                  amax_out, nonfinite, workspace, rows, {}, 0);
   }
 
   void run(const QuantizeArguments& arguments, Address stream) const {
@@ -153,11 +155,11 @@ class BoundMxfp8 {
   void operator()(Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
                   Address row_codes, Address row_scales, std::int64_t row_pitch,
                   Address column_codes, Address column_scales, std::int64_t column_pitch,
-                  Address stream) const {
+                  Address nonfinite, Address stream) const {
     quantize_mxfp8(desc_, {as_pointer<const void>(x), rows, cols, stride, input_},
                    byte_scaled(row_codes, row_scales, row_pitch),
-                   byte_scaled(column_codes, column_scales, column_pitch), device_,
-                   as_stream(stream));
+                   byte_scaled(column_codes, column_scales, column_pitch),
+                   as_pointer<unsigned long long>(nonfinite), device_, as_stream(stream));
   }
 
   static ByteScaled byte_scaled(Address codes, Address scales, std::int64_t pitch) {
@@ -182,7 +184,8 @@ class BoundNvfp4 {
                   Address row_codes, Address row_scales, std::int64_t row_pitch,
                   Address row_global, Address column_codes, Address column_scales,
                   std::int64_t column_pitch, Address column_global, std::int64_t seed,
-                  std::int64_t offset, Address workspace, Address stream) const {
+                  std::int64_t offset, Address nonfinite, Address workspace,
+                  Address stream) const {
     const Nvfp4Arguments arguments{
         {as_pointer<const void>(x), rows, cols, stride, input_},
         BoundMxfp8::byte_scaled(row_codes, row_scales, row_pitch),
@@ -191,7 +194,8 @@ class BoundNvfp4 {
         as_pointer<float>(column_global),
         static_cast<std::uint64_t>(seed),
         static_cast<std::uint64_t>(offset),
-        as_pointer<float>(workspace)};
+        as_pointer<float>(workspace),
+        as_pointer<unsigned long long>(nonfinite)};
     quantize_nvfp4(desc_, arguments, device_, as_stream(stream));
   }
 

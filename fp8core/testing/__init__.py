@@ -4,12 +4,13 @@
 the seven laws, for every operation and every descriptor that it declares:
 
 1. ``quantize`` equals the reference bit for bit, data and scales, or is within the bound that the
-   backend declares (:class:`fp8core.backend_api.Numerics`); stochastic rounding in distribution
+   backend declares (:class:`fp8core.backend_api.Numerics`); stochastic rounding in distribution;
+   NaN and inf are counted exactly
 2. whoever supports a descriptor supports either half of it
 3. both orientations in one call equal two calls
 4. a product is within its bound of the float64 product of the dequantized operands; norms,
    activations and the other sums are within a few float32 roundings of float64
-5. inputs are not written, except ``out`` and ``amax_out``
+5. inputs are not written, except ``out``, ``amax_out`` and ``nonfinite_out``
 6. a fused operation equals its unfused pair bit for bit
 7. ``unsupported`` touches no tensor, denies what it does not know, and what it declares runs
 

@@ -49,9 +49,8 @@ class E3M4Backend:
             specs, dtype = {desc.a, desc.b}, desc.out_dtype
         else:
             return "only quantizes, dequantizes and multiplies"
-        if specs != {ROWWISE} or dtype not in FLOATS:
-            return f"only e3m4 with one scale a row, not {desc}"
-        return None
+        is_known = specs == {ROWWISE} and dtype in FLOATS
+        return None if is_known else f"only e3m4 with one scale a row, not {desc}"
 
     def alignment(self, desc):
         return Alignment()

@@ -17,7 +17,8 @@ void launch(const Mxfp8Desc& desc, const MxParams& params, unsigned tiles, cudaS
 }  // namespace
 
 void quantize_mxfp8(const Mxfp8Desc& desc, const Matrix& x, const ByteScaled& rowwise,
-                    const ByteScaled& columnwise, int device, cudaStream_t stream) {
+                    const ByteScaled& columnwise, unsigned long long* nonfinite, int device,
+                    cudaStream_t stream) {
   check(x);
   if (x.rows == 0 || x.cols == 0) return;
   const std::int64_t columns = (x.cols + kTile - 1) / kTile;
@@ -35,6 +36,7 @@ void quantize_mxfp8(const Mxfp8Desc& desc, const Matrix& x, const ByteScaled& ro
   tile.args.rowwise.codes = rowwise.codes;
   tile.args.columnwise.codes = columnwise.codes;
   tile.args.column_pitch = x.rows;
+  tile.args.nonfinite = nonfinite;
   tile.tile_columns = static_cast<int>(columns);
   tile.vector_loads = reads_vectors(x);
   tile.vector_rows = x.cols % 8 == 0 && is_aligned(rowwise.codes, 8);

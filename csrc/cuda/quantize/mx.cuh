@@ -79,6 +79,7 @@ __global__ void __launch_bounds__(kTileThreads) mx_tile(const MxParams m) {
   const TilePlace at = place_of(p, blockIdx.x);
   Eight<T> x[8];
   load_tile(x, p, at, ty, tx);
+  count_tile(x, p);
   const int64_t row = at.row + ty * 8, column = at.column + tx * 8;
   const bool is_inside = row < x_matrix.rows && column < x_matrix.cols;
   uint2 square = make_uint2(0, 0);

@@ -7,6 +7,7 @@
 
 #include <cfloat>
 #include <cstdint>
+#include <type_traits>
 
 #include "fp8core/quantize.h"
 
@@ -18,7 +19,9 @@ struct Eight;
 
 template <>
 struct Eight<float> {
+  static constexpr int kWords = 8;
   float4 low, high;
+  __device__ uint32_t word(int i) const { return __float_as_uint((*this)[i]); }
   __device__ float operator[](int i) const {
     const float4& half = i < 4 ? low : high;
     return i % 4 == 0 ? half.x : i % 4 == 1 ? half.y : i % 4 == 2 ? half.z : half.w;
@@ -48,10 +51,14 @@ struct Eight<float> {
 
 template <typename T, typename Pair>
 struct EightHalves {
+  static constexpr int kWords = 4;
   uint4 bits;
+  __device__ uint32_t word(int i) const {
+    return i == 0 ? bits.x : i == 1 ? bits.y : i == 2 ? bits.z : bits.w;
+  }
   __device__ Pair pair(int i) const {
-    const uint32_t word = i == 0 ? bits.x : i == 1 ? bits.y : i == 2 ? bits.z : bits.w;
-    return *reinterpret_cast<const Pair*>(&word);
+    const uint32_t both = word(i);
+    return *reinterpret_cast<const Pair*>(&both);
   }
   __device__ float operator[](int i) const {
     const Pair both = pair(i / 2);
@@ -82,6 +89,57 @@ template <>
 struct Eight<__nv_bfloat16> : EightHalves<__nv_bfloat16, __nv_bfloat162> {};
 template <>
 struct Eight<__half> : EightHalves<__half, __half2> {};
+
+// How many of the elements in a word of memory are NaN or inf: their exponents are all ones.
+template <typename T>
+__device__ int nonfinite_in(uint32_t word) {
+  if constexpr (std::is_same_v<T, float>) {
+    return (word & 0x7FFFFFFFu) >= 0x7F800000u ? 1 : 0;
+  } else {
+    // Two elements: s eeeeeeee mmmmmmm without s; one more in e carries into s from all ones alone.
+    constexpr uint32_t kOneMore = std::is_same_v<T, __nv_bfloat16> ? 0x00800080u : 0x04000400u;
+    return __popc(((word & 0x7FFF7FFFu) + kOneMore) & 0x80008000u);
+  }
+}
+
+// Magnitudes word by word: NaN after a NaN, so finite only if all of them were.
+template <typename T>
+struct Largest {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  uint32_t bits = 0;
+
+  __device__ void take(uint32_t word) {
+    if constexpr (std::is_same_v<T, float>) {
+      float both;
+      asm("max.NaN.f32 %0, %1, %2;"
+          : "=f"(both)
+          : "f"(__uint_as_float(bits)), "f"(fabsf(__uint_as_float(word))));
+      bits = __float_as_uint(both);
+    } else {  // two elements an instruction
+      const Pair both = __hmax2_nan(*reinterpret_cast<const Pair*>(&bits),
+                                    __habs2(*reinterpret_cast<const Pair*>(&word)));
+      bits = *reinterpret_cast<const uint32_t*>(&both);
+    }
+  }
+  __device__ bool is_finite() const { return nonfinite_in<T>(bits) == 0; }
+};
+
+// Adds how many of a thread's elements, in kWords words, are NaN or inf to `total`, if that is not
+// null. All threads of a warp have to call it. Where all are finite nothing is written, and an
+// element costs half an instruction, or one in float.
+template <typename T, int kWords, typename WordAt>
+__device__ void count_nonfinite(const WordAt& word, unsigned long long* total) {
+  if (total == nullptr) return;
+  Largest<T> largest;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) largest.take(word(i));
+  if (__all_sync(0xFFFFFFFFu, largest.is_finite())) return;
+  int own = 0;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) own += nonfinite_in<T>(word(i));
+  own = __reduce_add_sync(0xFFFFFFFFu, own);
+  if (threadIdx.x % 32 == 0) atomicAdd(total, static_cast<unsigned long long>(own));
+}
 
 // Codes of two values, the first in the low byte: nearest even, +-max for what is beyond and inf,
 // 0x7F for NaN.

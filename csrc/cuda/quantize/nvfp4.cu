@@ -61,6 +61,7 @@ void quantize_nvfp4(const Nvfp4Desc& desc, const Nvfp4Arguments& arguments, int 
   params.key = make_uint2(static_cast<std::uint32_t>(arguments.seed),
                           static_cast<std::uint32_t>(arguments.seed >> 32));
   params.partials = arguments.workspace;
+  params.nonfinite = arguments.nonfinite;
   params.largest = static_cast<float>(kE4M3Max * desc.target);
   params.inverse_target = static_cast<float>(1.0 / desc.target);
   params.tile_columns = static_cast<int>(columns);

@@ -309,6 +309,7 @@ __device__ void cast_tile(const Nvfp4Params& p, unsigned tile, const SideScale& 
   const StripPlace at(tile, p.tile_columns);
   Strip<T> x;
   load_strip(x, p, at);
+  count_nonfinite<T, Strip<T>::kWords>([&](int i) { return x.word(i); }, p.nonfinite);
   if (p.row.out.codes != nullptr) {
     if (p.row.is_stochastic)
       cast_rows</*kStochastic=*/true>(x, p, at, row_scale);

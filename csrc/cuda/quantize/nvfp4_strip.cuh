@@ -26,6 +26,7 @@ struct Nvfp4Params {
   Nvfp4Side row, column;
   uint2 key;
   float* partials;  // of x, and kMaxPartials further of the transformed x
+  unsigned long long* nonfinite;  // grows by the NaN and inf in x, or null
   float largest, inverse_target;
   int num_partials, tile_columns;
   bool is_square, transforms, vector_loads, vector_rows, vector_columns;
@@ -34,7 +35,9 @@ struct Nvfp4Params {
 // 16 rows of 4 adjacent elements.
 template <typename T>
 struct Strip {
+  static constexpr int kWords = 32;
   uint2 bits[16];
+  __device__ uint32_t word(int i) const { return i % 2 == 0 ? bits[i / 2].x : bits[i / 2].y; }
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 
   __device__ Pair pair(int row, int half) const {
@@ -78,7 +81,9 @@ struct Strip {
 
 template <>
 struct Strip<float> {
+  static constexpr int kWords = 64;
   float4 values[16];
+  __device__ uint32_t word(int i) const { return __float_as_uint(at(i / 4, i % 4)); }
 
   __device__ float at(int row, int column) const {
     const float4& v = values[row];

@@ -74,6 +74,7 @@ __device__ void cast_uniform_tile(const TileParams& p, unsigned tile) {
   const TilePlace at = place_of(p, tile);
   Eight<T> x[8];
   load_tile(x, p, at, ty, tx);
+  count_tile(x, p);
   const float scale = tile_scale<T, F, G>(x, p, at, shared);
   uint2 codes[8];
 #pragma unroll
@@ -133,6 +134,7 @@ __global__ void __launch_bounds__(kTileThreads) directed_tile(const TileParams p
   const TilePlace at = place_of(p, blockIdx.x);
   Eight<T> x[8];
   load_tile(x, p, at, ty, tx);
+  count_tile(x, p);
   if (p.args.rowwise.codes != nullptr) {
     const QuantizeOutput& out = p.args.rowwise;
     const int64_t held = at.row + ty * 8 + tx / 2;  // the row whose scale this thread computes

@@ -96,6 +96,14 @@ __device__ void load_tile(Eight<T> (&x)[8], const TileParams& p, const TilePlace
   }
 }
 
+// What was loaded, each element by one thread; rows of no group were not.
+template <typename T>
+__device__ void count_tile(const Eight<T> (&x)[8], const TileParams& p) {
+  constexpr int kEach = Eight<T>::kWords;
+  count_nonfinite<T, 8 * kEach>([&](int i) { return x[i / kEach].word(i % kEach); },
+                                p.args.nonfinite);
+}
+
 // Stores the codes of row 8 ty + i.
 __device__ inline void store_row(const TileParams& p, const TilePlace& at, int own, int tx,
                                  uint2 codes) {

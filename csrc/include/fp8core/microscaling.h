@@ -22,9 +22,10 @@ struct Mxfp8Desc {
   double target;   // what the amax of a block maps to
 };
 
-// One launch; an empty x launches nothing.
+// One launch; an empty x launches nothing. `nonfinite` grows by the NaN and inf in x, or is null.
 void quantize_mxfp8(const Mxfp8Desc& desc, const Matrix& x, const ByteScaled& rowwise,
-                    const ByteScaled& columnwise, int device, cudaStream_t stream);
+                    const ByteScaled& columnwise, unsigned long long* nonfinite, int device,
+                    cudaStream_t stream);
 
 struct Nvfp4Desc {
   bool is_square;   // blocks of 16 x 16, else 1 x 16
@@ -39,6 +40,7 @@ struct Nvfp4Arguments {
   float *row_global, *column_global;  // global_scale_inv of each orientation
   std::uint64_t seed, offset;         // of stochastic rounding
   float* workspace;                   // 2 * kMaxPartials floats
+  unsigned long long* nonfinite;      // grows by the NaN and inf in x, or null
 };
 
 // Two launches; an empty x launches nothing. Throws where codes do not fill bytes, or rows the

@@ -74,6 +74,8 @@ struct QuantizeArguments {
   // kTensor: that many amaxes are in the workspace already, of a tensor that x is a part of; 0:
   // those of x are taken first.
   int num_partials = 0;
+  // Grows by the number of NaN and inf in x, those of rows of no group left out; or null.
+  unsigned long long* nonfinite = nullptr;
 };
 
 constexpr int kMaxPartials = 1024;

@@ -69,8 +69,12 @@ def quantize() -> None:
         whole = torch.randn(130, 272).to(dtype).to(DEVICE)
         inputs = [torch.randn(shape).to(dtype).to(DEVICE) for shape in SHAPES]
         inputs += [whole[:, 8:264], whole[1:, 1:], whole.t()]
+        count = torch.zeros(1, dtype=torch.int64).to(DEVICE)
         for desc, x in itertools.product((both, *both.halves()), inputs):
             backend("cuda").bind(desc, DEVICE)(x, **given)
+        infinite = torch.full((130, 264), torch.inf).to(dtype).to(DEVICE)
+        for desc, x in itertools.product((both, *both.halves()), (inputs[2], infinite)):
+            backend("cuda").bind(desc, DEVICE)(x, **given, nonfinite_out=count)
 
 
 def pairs() -> None:

@@ -41,12 +41,16 @@ def test_a_cast_a_group_is_a_cast_of_groups(name: str, tensor: str) -> None:
             found["rng"] = torch.tensor((7, 9))
         return found
 
+    x[0, 3], x[-1, :2] = torch.inf, torch.nan
     ours, theirs = given(), given()
+    for own_keywords in (ours, theirs):
+        own_keywords["nonfinite_out"] = torch.full((1,), 7)
     made = in_groups(reference.bind(desc, CPU))(x, offsets, **ours)
     expected = reference.bind(whole, CPU)(x, offsets, **theirs)
     assert differs(made.rowwise, expected.rowwise) is None
     assert differs(made.columnwise, expected.columnwise) is None
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert int(ours["nonfinite_out"]) == 7 + 3
 
 
 @pytest.mark.parametrize("name", recipe.names())
@@ -56,7 +60,11 @@ def test_halves_make_the_whole(name: str) -> None:
         pytest.skip("has one orientation")
     given = {"scale": torch.ones(1)} if desc.rowwise.delayed else {}
     x = torch.randn(64, 48)
-    made = apart(*(reference.bind(half, CPU) for half in desc.halves()))(x, **given)
+    x[5, 6] = torch.inf
+    count = torch.full((1,), 7)
+    halves = apart(*(reference.bind(half, CPU) for half in desc.halves()))
+    made = halves(x, **given, nonfinite_out=count)
+    assert int(count) == 7 + 1
     expected = reference.bind(desc, CPU)(x, **given)
     assert differs(made.rowwise, expected.rowwise) is None
     assert differs(made.columnwise, expected.columnwise) is None
@@ -65,7 +73,7 @@ def test_halves_make_the_whole(name: str) -> None:
 def test_seeds_stay_on_the_cpu_whatever_the_default_device_is() -> None:
     seeds: list[torch.Tensor] = []
 
-    def dense(x: torch.Tensor, *, rng: torch.Tensor) -> Quantized:
+    def dense(x: torch.Tensor, *, rng: torch.Tensor, nonfinite_out: None) -> Quantized:
         seeds.append(rng)
         return Quantized(None, None)
 
