@@ -50,14 +50,14 @@ def convert(
     included. A step of delayed scaling is one forward of ``model``, or an autocast around several:
     then the scales follow the largest amax of them all. The first forward logs what ran.
 
-    The output head and routers of experts are left out, and named in the report with every other
-    layer that was; :func:`unconvert` undoes it all.
+    The output head, routers of experts and low-rank factors of adapters are left out, and named in
+    the report with every other layer that was; :func:`unconvert` undoes it all.
 
     Args:
         model: any module; fp8core's own layers in it take the recipe too.
         recipe: a Recipe or a recipe's name (:func:`fp8core.recipe.names`); None leaves everything
             in high precision outside an autocast.
-        filter: which layers to convert, instead of all but head and routers:
+        filter: which layers to convert, instead of all but those three:
             ``(module, path) -> bool``, or patterns of paths, one of which has to match. A pattern
             with ``*``, ``?`` or ``[`` matches the whole path as in a shell, one without matches
             whole words of it: ``"mlp"`` is in ``"blocks.3.mlp.fc1"``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -31,6 +32,10 @@ _HEADS = {"classifier", "embed_out", "head", "lm_head", "logits", "output", "out
 _HEADS |= {"output_projection", "score", "unembed", "unembedding", "vocab_proj"}
 # A word of the path that says router by itself, and what does next to a list of experts.
 _ROUTERS, _GATES = {"gating", "router"}, ("gate", "wg")
+# What PEFT calls the layer that an adapter adapts, and what low-rank factors, or their dictionary,
+# are called.
+_ADAPTED = "base_layer"
+_ADAPTER = re.compile(r"(.*_)?lora(_([ab]|down|up|(linear_)?layer))?", re.IGNORECASE)
 
 
 class Refused(NamedTuple):
@@ -228,6 +233,7 @@ def _unwanted(
         if isinstance(place.module, torch.nn.Embedding)
     }
     patterns = _patterns(filter)
+    adapted = [place.path for place in places(model) if _ADAPTED in place.module._modules]
 
     def unwanted(place: Place) -> str:
         path, module, _ = place
@@ -240,6 +246,8 @@ def _unwanted(
             return "" if is_in else "the filter leaves it out"
         if not isinstance(module, torch.nn.Linear):
             return ""
+        if _is_of_adapter(path, adapted):
+            return "low-rank factor of an adapter; convert it with a filter that names it"
         tied = embeddings.get(module.weight)
         if tied is not None:
             return f"output head: its weight is that of the embedding {tied!r}"
@@ -253,12 +261,25 @@ def _unwanted(
 def _heads(model: torch.nn.Module) -> set[object]:
     """Return what ``get_output_embeddings()`` of the model, or of a model in it, gives."""
     asked = (getattr(module, "get_output_embeddings", None) for module in model.modules())
-    return {ask() for ask in asked if callable(ask)}
+    heads = {ask() for ask in asked if callable(ask)}
+    return heads | {getattr(head, _ADAPTED, None) for head in heads}
 
 
 def _is_named_head(path: str) -> bool:
-    words = path.split(".")
+    words = path.removesuffix(f".{_ADAPTED}").split(".")
     return words[-1] in _HEADS and not any(word.isdigit() for word in words)
+
+
+def _is_of_adapter(path: str, adapted: Sequence[str]) -> bool:
+    """Whether the layer at ``path`` is an adapter's own: by a word, or beside what it adapts."""
+    words = path.split(".")
+    if words[-1] != _ADAPTED and any(map(_ADAPTER.fullmatch, words[-2:])):
+        return True
+    return any(
+        path.startswith(f"{owner}." if owner else "")
+        and path.removeprefix(owner).lstrip(".").split(".")[0] != _ADAPTED
+        for owner in adapted
+    )
 
 
 def _is_router(place: Place) -> bool:
