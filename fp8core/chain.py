@@ -14,6 +14,8 @@ from fp8core.library import operators
 from fp8core.links.main_grad import Accumulating
 from fp8core.links.padding import RowsChanged
 from fp8core.links.protocol import DENSE, Call, Link, Program, Saved
+from fp8core.parameter.tensor import QuantizedTensor
+from fp8core.unwrap import PLAIN, unwrap
 
 __all__ = ["Links", "Refusal", "capture", "is_under_torch_autocast", "run"]
 
@@ -47,6 +49,12 @@ class _Steps:
         self._steps = steps
         # A missing main_grad is refused, and backward may be called again when it is there.
         self.frees_early = not any(isinstance(step.context, Accumulating) for step in steps)
+
+    def takes(self, grad_output: torch.Tensor, call: Call) -> bool:
+        """Whether ``grad_output`` is stored quantized as the last link wants it."""
+        last = self._steps[-1]
+        want = last.link.wants_grad(grad_output.shape[0], last.needs, call, last.context)
+        return want is not None and want.takes(grad_output)
 
     def backward(
         self, grad_output: torch.Tensor, saved: list[torch.Tensor | None], call: Call
@@ -146,10 +154,24 @@ def run(
     """
     if isinstance(links, int):
         return _run_captured(links, x, list(params), list(call.groups), list(call.splits))
+    if type(x) not in PLAIN or not PLAIN.issuperset(map(type, params)):
+        x, params = _unwrap(links, x, params, call)
     if is_under_torch_autocast(x):
         with torch.autocast(x.device.type, enabled=False):
             return _run(links, x, params, call)
     return _run(links, x, params, call)
+
+
+def _unwrap(
+    links: tuple[Link, ...], x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """Return plain tensors, but for what is stored quantized and used as the operand that it is:
+    an input as the first link wants it, and weights, which their quantizers look at."""
+    first = links[0]
+    want = first.wants(x.numel() // x.shape[-1], (True,) * (1 + first.num_params), call)
+    if want is None or not want.takes(x):
+        x = unwrap(x, "input")
+    return x, [p if isinstance(p, QuantizedTensor) else unwrap(p, "a parameter") for p in params]
 
 
 # One question for all types of devices; torch has no public one, and the public ones cost as much
@@ -186,7 +208,8 @@ def _forward(
 ) -> tuple[torch.Tensor, Saved, Program]:
     shape = x.shape
     value = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-    alone = None if len(links) > 1 else links[0].alone(value.shape[0], needs, call)
+    is_one = len(links) == 1 and not isinstance(value, QuantizedTensor)
+    alone = links[0].alone(value.shape[0], needs, call) if is_one else None
     program: Program
     if alone is None:
         y, saved, program = _run_steps(links, call, value, params, needs)
@@ -264,6 +287,8 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
     if is_under_torch_autocast(grad_output):
         with torch.autocast(grad_output.device.type, enabled=False):
             return _backward(ctx, grad_output)
+    if type(grad_output) is not torch.Tensor and not ctx.program.takes(grad_output, ctx.call):
+        grad_output = unwrap(grad_output, "grad_output")
     shape, input_shape = grad_output.shape, ctx.input_shape
     value = grad_output if len(shape) == 2 else grad_output.reshape(-1, shape[-1])
     saved = _saved(ctx)

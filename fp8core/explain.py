@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8core.arguments import device_argument, op_argument, recipe_argument
-from fp8core.backend_api import OPS, OPTIONAL_OPS, FusedDesc, OpDesc
+from fp8core.backend_api import OPS, OPTIONAL_OPS, FusedDesc, OpDesc, QuantizeDesc
 from fp8core.dispatch import plugins, policy, select, table
 from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.dispatch.select import Choice
@@ -25,6 +25,10 @@ from fp8core.recipe.choice import recipe_from
 __all__ = ["Explanation", "Line", "add_arguments", "explain", "run"]
 
 _DTYPE = torch.bfloat16
+_STORED = (
+    "a QuantizedTensor stored like that is taken as it is; one stored otherwise is dequantized "
+    "once and cast, but a weight is refused"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class Line:
     def __str__(self) -> str:
         if self.choice is not None:
             text = f"{self.choice}\n  kernel: {self.kernel}"
+            if self.layer and isinstance(self.desc, QuantizeDesc):
+                text += f"\n  {_STORED}"
         else:
             verdict = "NOT OFFERED, the pair runs" if self.is_optional else "REFUSED"
             text = f"{verdict}: {self.refusal}"

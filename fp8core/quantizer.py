@@ -59,6 +59,10 @@ class Quantizer(Protocol):
     def makes_parts(self) -> bool:
         """Whether :meth:`cast_in_parts` may make parts: a backend that offers them, in eager."""
 
+    @property
+    def plan(self) -> TensorPlan | None:
+        """How both orientations are quantized; None where one of them is not."""
+
     def __call__(
         self,
         x: torch.Tensor,
@@ -88,6 +92,11 @@ class _Quantizer:
     def makes_parts(self) -> bool:
         """It makes none."""
         return False
+
+    @property
+    def plan(self) -> TensorPlan | None:
+        """Not both orientations are quantized."""
+        return None
 
     def cast_to(self: Quantizer, *, rowwise: bool, columnwise: bool) -> Cast:
         """Return the call for dense tensors without ``rng`` that are always asked for alike."""
@@ -152,6 +161,11 @@ class LowPrecision(_Quantizer):
         self._in_parts = self.with_slot(getattr(whole.run, "in_parts", whole.run))
         self._rowwise = self.with_slot(table.resolve(rowwise, device).run)
         self._columnwise = self.with_slot(table.resolve(columnwise, device).run)
+
+    @property
+    def plan(self) -> TensorPlan | None:
+        """How both orientations are quantized."""
+        return TensorPlan(self.desc.rowwise, self.desc.columnwise)
 
     @property
     def makes_parts(self) -> bool:

@@ -114,6 +114,7 @@ class LinearLink:
             gemms,
             pair=self.weight.beside(self.input),
             grad_dtypes=dtypes,
+            grad_plan=self.grad_output.plan,
             backward_state=self.backward_state,
         )
         self._made[key] = made

@@ -14,6 +14,9 @@ import torch
 from fp8core.backend_api import Operand, Parts
 from fp8core.library import operators
 from fp8core.links.call import Call
+from fp8core.links.stored import is_stored_as, take_operands
+from fp8core.parameter.tensor import QuantizedTensor
+from fp8core.plan import TensorPlan
 from fp8core.quantizer import Cast
 from fp8core.scaling import DelayedState, update_after_backward
 from fp8core.weights import WeightPair, WeightQuantizer
@@ -26,7 +29,7 @@ class PlainLinear:
 
     ``cast_grad`` is None where the bias alone needs one, ``pair`` where input and weight are cast
     apart. ``grad_dtypes`` are those of grad_input, where dgrad is told, and of the parameters'
-    gradients.
+    gradients. ``grad_plan`` is how a gradient that comes quantized has to be stored to be taken.
     """
 
     frees_early = True
@@ -38,6 +41,7 @@ class PlainLinear:
         "_dgrad",
         "_fprop",
         "_grad_dtypes",
+        "_grad_plan",
         "_has_bias",
         "_needs_bias",
         "_needs_input",
@@ -56,6 +60,7 @@ class PlainLinear:
         *,
         pair: WeightPair | None,
         grad_dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+        grad_plan: TensorPlan | None,
         backward_state: DelayedState | None,
     ) -> None:
         self._needs_input, self._needs_weight, *bias = needs
@@ -66,6 +71,7 @@ class PlainLinear:
         self._pair = pair if self._needs_input and self._needs_weight else None
         self._fprop, self._dgrad, self._wgrad = gemms
         self._grad_dtypes = grad_dtypes
+        self._grad_plan = grad_plan
         self._backward_state = backward_state
 
     def forward(
@@ -85,18 +91,26 @@ class PlainLinear:
             return y, x_column if self._needs_weight else ()
         return y, (*x_column, *w_column) if self._needs_weight else w_column
 
+    def takes(self, grad_output: torch.Tensor, call: Call) -> bool:
+        """Whether ``grad_output`` is stored quantized as its cast would make it."""
+        return self._cast_grad is not None and is_stored_as(grad_output, self._grad_plan)
+
     def backward(
         self, grad_output: torch.Tensor, saved: list[torch.Tensor | None], call: Call
     ) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of x and of the parameters; empties ``saved``."""
         input_dtype, weight_dtype, bias_dtype = self._grad_dtypes
         grad_bias = grad_input = grad_weight = None
+        stored = None
+        if isinstance(grad_output, QuantizedTensor):
+            stored = take_operands(grad_output, self._needs_input, self._needs_weight)
+            grad_output = grad_output.dequantize()
         if self._needs_bias:
             grad_bias = operators.column_sums(grad_output).to(bias_dtype)
         if self._cast_grad is not None:
             if self._backward_state is not None:
                 update_after_backward(self._backward_state, call.backward_pass)
-            dy_row, dy_column = self._cast_grad(grad_output)
+            dy_row, dy_column = stored or self._cast_grad(grad_output)
             if self._needs_input:
                 at = 3 if self._needs_weight else 0
                 w_column: Any = saved[at:]

@@ -11,6 +11,7 @@ import torch
 from fp8core.errors import OperandError
 from fp8core.library import fused, operators
 from fp8core.links.protocol import Backward, Call, Forward, Saved, Unadded, Want
+from fp8core.unwrap import unwrap
 
 __all__ = [
     "AddLink",
@@ -210,7 +211,7 @@ class AddLink(_Plain):
                 f"residual add: the extra input is {list(shape)}; expected {list(x.shape)} with "
                 f"the leading dimensions of the chain's input."
             )
-        residual = params[0].reshape(x.shape)
+        residual = unwrap(params[0], "residual add: the extra input").reshape(x.shape)
         if self.is_left_to_next and residual.dtype == x.dtype:
             return Forward(Unadded(x, residual), (), shape)
         return Forward(_hand((x + residual).to(x.dtype), out), (), shape)

@@ -15,6 +15,8 @@ import torch
 from fp8core.library import operators
 from fp8core.links.call import DENSE, Call
 from fp8core.links.padding import PaddedCall, RowsChanged
+from fp8core.links.stored import is_stored_as, take_operands
+from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.quantizer import Cast, Orientations, Quantizer
 
 __all__ = [
@@ -110,8 +112,12 @@ class Want:
         """Whether a fused operation can make it: dense, not padded, something to quantize."""
         return self.padded is None and not self.call.groups and (self.rowwise or self.columnwise)
 
+    def takes(self, y: torch.Tensor) -> bool:
+        """Whether ``y`` is stored quantized as it is wanted, so that nothing has to be cast."""
+        return self.is_plain and is_stored_as(y, self.quantizer.plan)
+
     def __call__(self, y: torch.Tensor) -> Handed:
-        """Sum, pad and quantize ``y``.
+        """Sum, pad and quantize ``y``; one that it :meth:`takes` hands over what it holds.
 
         Raises:
             RowsChanged: ``y`` has other rows than the call, whose groups or padding it is to get.
@@ -119,6 +125,9 @@ class Want:
         rows, groups = y.shape[0], self.call.groups
         if self.rows is not None and rows != self.rows:
             raise RowsChanged("linear", self.rows, y.shape)
+        if isinstance(y, QuantizedTensor):
+            sums = self._sums(y.dequantize()) if self.has_sums else ()
+            return Handed(take_operands(y, self.rowwise, self.columnwise), rows, sums)
         sums = self._sums(y) if self.has_sums else ()
         if self.cast is not None:
             return Handed(self.cast(y), rows, sums)
@@ -170,6 +179,9 @@ class Program(Protocol):
     """
 
     frees_early: bool
+
+    def takes(self, grad_output: torch.Tensor, call: Call) -> bool:
+        """Whether ``grad_output`` is stored quantized as the last link wants it."""
 
     def backward(
         self, grad_output: torch.Tensor, saved: list[torch.Tensor | None], call: Call

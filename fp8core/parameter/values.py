@@ -48,6 +48,11 @@ class Values(torch.Tensor):
         self._plain = values
         return self
 
+    @property
+    def plain(self) -> torch.Tensor:
+        """The values, as a plain tensor."""
+        return self._plain
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's
 

@@ -54,6 +54,7 @@ class Counter:
 
         counted.cast_to = functools.partial(functools.partial, counted)  # type: ignore[attr-defined]
         counted.beside = lambda other: None  # type: ignore[attr-defined]
+        counted.plan = None  # type: ignore[attr-defined]
         counted.cast_in_parts = lambda: counted  # type: ignore[attr-defined]
         return counted
 
