@@ -18,6 +18,7 @@ from fp8core.links.linear import LinearShape
 from fp8core.links.norm import NormShape
 from fp8core.links.pointwise import AddShape, BiasShape, DropoutShape, OutputShape, QuantizeShape
 from fp8core.modules.base import LowPrecisionModule, resolve_device
+from fp8core.modules.inputs import check_kind
 from fp8core.modules.linear import Linear
 from fp8core.modules.norm import LayerNorm, RMSNorm
 from fp8core.modules.parameters import check_size, fill, make_parameter
@@ -132,6 +133,8 @@ class Sequential(LowPrecisionModule):
             raise OperandError(
                 f"{self.label}: got {len(extra_inputs)} extra inputs for {wanted} AddExtraInput."
             )
+        for index, own in enumerate(extra_inputs):
+            check_kind(self.label, f"extra input {index}", own)
         dtype = self.check_input(input, next(self.parameters(), None), _width(self.link_shapes()))
         bound = self.bind(input.device, dtype)
         input = input if input.dtype == dtype else input.to(dtype)

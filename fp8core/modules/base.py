@@ -30,7 +30,9 @@ from fp8core.modules.bound import (
     recipe_of,
 )
 from fp8core.modules.delayed import DelayedModule
+from fp8core.modules.inputs import check_kind
 from fp8core.modules.parameters import materialize
+from fp8core.parameter.init import DTYPES
 from fp8core.plan import HIGH_PRECISION, LayerRole
 from fp8core.quantizer import Binding
 from fp8core.recipe import Recipe
@@ -275,14 +277,12 @@ class LowPrecisionModule(DelayedModule):
         ``weight`` is a parameter to compare dtype and device with, ``size`` None takes any.
 
         Raises:
-            OperandError: wrong last dimension, not floating point, another device than the
-                parameters, or, outside torch.autocast, another dtype.
+            OperandError: no dense floating-point tensor, wrong last dimension, another device than
+                the parameters, or, outside torch.autocast, another dtype.
         """
-        if not input.is_floating_point():
-            raise OperandError(
-                f"{self.label}: input {list(input.shape)} is {input.dtype}; "
-                f"expected bfloat16, float16 or float32."
-            )
+        layout = getattr(input, "layout", None)
+        if layout is not torch.strided or input.dtype not in DTYPES or input.is_nested:
+            check_kind(self.label, "input", input)
         if input.dim() == 0 or (size is not None and input.shape[-1] != size):
             found = f"has k={input.shape[-1]}" if input.dim() else "has no dimension"
             held = "" if weight is None else f", but the weight is {list(weight.shape)}"

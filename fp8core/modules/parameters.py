@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fp8core.errors import OperandError, RecipeError, did_you_mean
+from fp8core.parameter.init import parameter_dtype
 from fp8core.parameter.tensor import QuantizedTensor
 
 __all__ = [
@@ -33,9 +34,12 @@ NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 def make_parameter(
     *size: int, device: torch.device, dtype: torch.dtype | None
 ) -> torch.nn.Parameter:
-    """Return an unfilled parameter; torch's default dtype if None."""
-    dtype = dtype or torch.get_default_dtype()
-    return torch.nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+    """Return an unfilled parameter; torch's default dtype if None.
+
+    Raises:
+        OperandError: see :func:`fp8core.parameter.init.parameter_dtype`.
+    """
+    return torch.nn.Parameter(torch.empty(size, device=device, dtype=parameter_dtype(dtype)))
 
 
 def fill(parameter: torch.Tensor | None, method: InitMethod) -> None:

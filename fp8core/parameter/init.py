@@ -9,12 +9,22 @@ from typing import NamedTuple
 
 import torch
 
+from fp8core.errors import OperandError
 from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.plan import LayerRole
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.choice import recipe_from
 
-__all__ = ["fp8_model_init", "make_weight", "quantized_model_init"]
+__all__ = [
+    "DTYPES",
+    "fp8_model_init",
+    "make_weight",
+    "parameter_dtype",
+    "quantized_model_init",
+]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""What parameters and activations may be; float64 in high precision alone."""
 
 
 class _Init(NamedTuple):
@@ -94,6 +104,22 @@ def fp8_model_init(
     return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
 
 
+def parameter_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """Return ``dtype``, torch's default one if None.
+
+    Raises:
+        OperandError: no parameter can have it.
+    """
+    if dtype is None:
+        return torch.get_default_dtype()
+    if dtype not in DTYPES:
+        raise OperandError(
+            f"params_dtype={dtype!r}: expected torch.bfloat16, float16, float32 or float64. "
+            f"quantized_model_init makes weights that are stored in low precision."
+        )
+    return dtype
+
+
 def make_weight(
     size: tuple[int, int], device: torch.device, dtype: torch.dtype | None, role: LayerRole
 ) -> torch.nn.Parameter:
@@ -103,9 +129,10 @@ def make_weight(
     leaves it a plain parameter.
 
     Raises:
+        OperandError: see :func:`parameter_dtype`.
         UnsupportedError: see :meth:`QuantizedTensor.quantize`.
     """
-    value = torch.empty(size, device=device, dtype=dtype or torch.get_default_dtype())
+    value = torch.empty(size, device=device, dtype=parameter_dtype(dtype))
     init = _thread.active
     if init.recipe is None:
         return torch.nn.Parameter(value)
