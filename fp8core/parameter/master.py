@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.parameter.master_value import fits, is_rounded, make_master
-from fp8core.parameter.shared_grad import Stepping, summed_grad, watch_optimizers
+from fp8core.parameter.master_value import fits, forget_initial_values, is_rounded, make_master
+from fp8core.parameter.shared_grad import Stepping, hold_grad, summed_grad, watch_optimizers
 from fp8core.reporting import log_once, some
 
 __all__ = ["MasterWeights"]
@@ -57,9 +57,12 @@ class MasterWeights:
         self._stepping = Stepping()
         named = model.named_parameters()
         self._parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
-        self._masters = {
-            name: make_master(own, name, self._stepping) for name, own in self._parameters.items()
-        }
+        with torch.inference_mode(False):  # whose tensors could not be stepped
+            self._masters = {
+                name: make_master(own, name, self._stepping)
+                for name, own in self._parameters.items()
+            }
+        forget_initial_values(self._parameters.values())
         self._versions: dict[str, tuple[int, int]] = {}
         self._remember()
         self._is_compared = False
@@ -94,6 +97,7 @@ class MasterWeights:
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def _before(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -103,9 +107,10 @@ class MasterWeights:
 
         def at_the_masters(closure: Callable[[], Any]) -> Callable[[], Any]:
             def evaluate() -> Any:
-                with torch.no_grad():
-                    self._round(stepped)
-                return closure()
+                self._round(stepped)
+                loss = closure()
+                self._check(stepped)
+                return loss
 
             return evaluate
 
@@ -118,8 +123,11 @@ class MasterWeights:
                 f"{type(optimizer).__name__}.step() found no gradient on any of the masters that "
                 f"it steps, and moves nothing. Each step clears the gradients that it used."
             )
+        for _, _, master in self._pairs(stepped):
+            hold_grad(master, master.grad)
         return args, kwargs
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._write(self._stepped_by(optimizer))
 
@@ -149,6 +157,7 @@ class MasterWeights:
         for name, master in self._masters.items():
             if id(master) in stepped:
                 self._parameters[name].grad = None
+                hold_grad(master, None)
         self._stepping.is_collected = self._stepping.is_stepped = False
 
     @torch.no_grad()
@@ -184,7 +193,8 @@ class MasterWeights:
         if not self._is_compared:
             self._check_start()
         self._is_compared = True
-        return any([m.grad is not None for m in self._masters.values() if id(m) in stepped])
+        grads = [own.grad for own in self.parameters() if id(own) in stepped]
+        return any(grad is not None for grad in grads)
 
     def _check_members(self, stepped: set[int]) -> None:
         """Raise if a gradient is where the optimizer does not look."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from fp8core.errors import OperandError
 from fp8core.parameter.shared_grad import Stepping, share_grad
 from fp8core.parameter.tensor import QuantizedTensor
 
-__all__ = ["fits", "is_rounded", "make_master"]
+__all__ = ["fits", "forget_initial_values", "is_rounded", "make_master"]
 
 
 def make_master(parameter: torch.nn.Parameter, name: str, stepping: Stepping) -> torch.Tensor:
@@ -36,12 +37,18 @@ def make_master(parameter: torch.nn.Parameter, name: str, stepping: Stepping) ->
 def _initial_value(parameter: QuantizedTensor) -> torch.Tensor:
     """Return the value that was kept, unless the parameter was written since: then its own."""
     kept = parameter.get_high_precision_init_val()
-    parameter.clear_high_precision_init_val()
     if kept is not None:
         value = kept.to(parameter.device, torch.float32)
         if is_rounded(value, parameter):
             return value
     return parameter.dequantize(torch.float32)
+
+
+def forget_initial_values(parameters: Iterable[torch.Tensor]) -> None:
+    """Free the values that quantized parameters kept, once all masters are made."""
+    for parameter in parameters:
+        if isinstance(parameter, QuantizedTensor):
+            parameter.clear_high_precision_init_val()
 
 
 def fits(master: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from fp8core.errors import OperandError, UnsupportedError
 
-__all__ = ["SharedGrad", "Stepping", "share_grad", "summed_grad", "watch_optimizers"]
+__all__ = ["SharedGrad", "Stepping", "hold_grad", "share_grad", "summed_grad", "watch_optimizers"]
 
 
 @dataclass(eq=False)
@@ -85,17 +85,17 @@ class SharedGrad:
         return summed
 
     def register_hook(self, hook: Any) -> NoReturn:
-        """Refuse: autograd never reaches a master."""
+        """Refuse: autograd accumulates into the parameter."""
         self._refuse_hook("register_hook")
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
-        """Refuse: autograd never reaches a master."""
+        """Refuse: autograd accumulates into the parameter."""
         self._refuse_hook("register_post_accumulate_grad_hook")
 
     def _refuse_hook(self, asked: str) -> NoReturn:
         raise UnsupportedError(
-            f"{asked} on the master of {self._name!r}: autograd never reaches a master, so the "
-            f"hook would not run. Register it on the model's parameter."
+            f"{asked} on the master of {self._name!r} would never run: autograd accumulates into "
+            f"the model's parameter. Register it there."
         )
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -119,7 +119,23 @@ def share_grad(
     tensor.__class__ = _sharing(type(tensor))
     shared: Any = tensor
     shared._parameter, shared._name, shared._stepping = parameter, name, stepping
+    register: Any = torch.Tensor.register_post_accumulate_grad_hook  # the master's own refuses
+    register(tensor, _refuse_graph)
     return tensor
+
+
+def _refuse_graph(tensor: Any) -> None:
+    hold_grad(tensor, None)
+    raise UnsupportedError(
+        f"backward() reached the master of {tensor._name!r}, whose gradient is its parameter's. "
+        f"Compute with the model's parameter, or with master.detach()."
+    )
+
+
+def hold_grad(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Put ``value`` where torch's compiler finds a gradient: it does not ask the property."""
+    plain: Any = torch.Tensor
+    plain.grad.__set__(tensor, value)
 
 
 @functools.cache
@@ -146,6 +162,7 @@ def watch_optimizers() -> None:
     torch_optimizer.register_optimizer_step_pre_hook(_refuse_unattached)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
 def _refuse_unattached(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
     masters = [
         one

@@ -205,6 +205,32 @@ def test_a_closure_computes_with_the_masters_of_the_moment() -> None:
     assert not torch.equal(used[0][0], used[-1][0])
 
 
+def test_what_a_closure_found_is_checked() -> None:
+    net = net_of_two()
+    _, optimizer = attached(net)
+    net.load_state_dict(net_of_two().state_dict(), assign=True)
+    with pytest.raises(OperandError, match=r"'0\.weight' was replaced"):
+        optimizer.step(lambda: backward(net))
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # of torch, by Dynamo
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
+def test_a_compiled_step(options: dict[str, Any]) -> None:
+    def train(is_compiled: bool) -> list[torch.Tensor]:
+        torch.compiler.reset()
+        net = net_of_two()
+        _, optimizer = attached(net, **options)
+        if is_compiled:
+            step = torch.compile(optimizer.step, backend="eager")
+            optimizer.step = step  # type: ignore[method-assign]
+        for _ in range(3):
+            backward(net)
+            optimizer.step()
+        return values(net)
+
+    assert all(map(torch.equal, train(True), train(False)))
+
+
 def test_a_step_without_any_gradient_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     class NeverMoves(torch.optim.SGD):
         pass
@@ -267,12 +293,6 @@ def test_a_parameter_of_another_shape_is_refused() -> None:
         optimizer.step()
 
 
-def test_a_model_on_the_meta_device_is_refused() -> None:
-    net = torch.nn.Linear(4, 4, dtype=torch.bfloat16, device="meta")
-    with pytest.raises(OperandError, match="'weight' on the meta device"):
-        fp8core.MasterWeights(net)
-
-
 def test_a_parameter_frozen_later_stays_where_it_is() -> None:
     net = net_of_two()
     _, optimizer = attached(net, weight_decay=0.5)
@@ -292,27 +312,6 @@ def test_a_parameter_unfrozen_later_is_reported(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, "fp8core"):
         optimizer.step()
     assert "0.bias got gradients but no master" in caplog.text
-
-
-def test_an_initial_value_of_before_the_checkpoint_is_not_taken() -> None:
-    net, other = stored(), stored()
-    with torch.no_grad():
-        other.weight.mul_(3)
-    net.load_state_dict(other.state_dict())
-    masters = dict(fp8core.MasterWeights(net).named_parameters())
-    assert torch.equal(masters["weight"], other.weight.dequantize(torch.float32))
-
-
-def test_codes_of_another_scale_are_a_start() -> None:
-    # As a checkpoint of delayed scaling has them: quantizing again would give other codes.
-    net = stored()
-    net.weight._rowwise_data[net.weight._rowwise_data & 0x7F > 0x70] &= 0x8F
-    net.weight.clear_high_precision_init_val()
-    _, optimizer = attached(net)
-    backward(net)
-    before = values(net)
-    optimizer.step()
-    assert is_moved(before, net)
 
 
 # --- state ---

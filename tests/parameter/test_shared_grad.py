@@ -137,8 +137,15 @@ def test_a_main_grad_of_another_dtype_is_refused() -> None:
 @pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_that_would_never_run_are_refused(name: str) -> None:
     _, _, master = pair()
-    with pytest.raises(UnsupportedError, match="never reaches a master"):
+    with pytest.raises(UnsupportedError, match="would never run"):
         getattr(master, name)(lambda grad: None)
+
+
+def test_a_backward_that_reaches_a_master_is_refused() -> None:
+    # As with a penalty on the masters: its gradient would be lost.
+    _, _, master = pair()
+    with pytest.raises(UnsupportedError, match=r"backward\(\) reached the master of 'weight'"):
+        master.square().sum().backward()
 
 
 def test_hooks_on_the_parameter_run() -> None:
