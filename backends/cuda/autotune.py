@@ -7,18 +7,22 @@ in every process. So it does while a CUDA graph is being captured, unless a choi
 
 from __future__ import annotations
 
+import functools
+import glob
 import json
 import math
 import os
 import statistics
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from fp8core_backends.cuda import settings
+from fp8core.backend_api import UnsupportedError
+from fp8core_backends.cuda import cache, settings
 from fp8core_backends.cuda.reporting import logger
 
 __all__ = ["MAX_WORKSPACE", "NUM_CANDIDATES", "Arguments", "bucket", "choose"]
@@ -29,6 +33,8 @@ MAX_WORKSPACE = 32 << 20
 NUM_CANDIDATES = 8
 _ROUNDS, _REPEATS = 5, 2
 _WORTH_IT = 0.98  # an algorithm replaces the first one if it takes at most this share of its time
+_MAX_BYTES = 16 << 20  # 60,000 choices
+_STALE_S = 3600.0  # a temporary file this old belongs to nobody any more
 
 _lock = threading.Lock()
 _known: dict[Path, dict[str, str]] = {}
@@ -147,30 +153,51 @@ def _file(folder: Path, gemm: Any, device: torch.device) -> Path:
 
 
 def _read(file: Path) -> dict[str, str]:
+    """Return the choices that are kept in ``file``; what is not sound is said, and not used."""
+    why = cache.refusal(file)
+    found: object = {}
     try:
-        found = json.loads(file.read_text())
+        if why is None and file.exists():
+            size = file.stat().st_size
+            if not file.is_file():
+                why = "it is no regular file"
+            elif size > _MAX_BYTES:
+                why = f"it has {size} bytes, and never needs more than {_MAX_BYTES}"
+            else:
+                found = json.loads(file.read_text())
     except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        logger.warning("the autotuning cache %s is not used: %s", file, error)
-        return {}
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        logger.warning("the autotuning cache %s is not used: not a table of algorithms", file)
-        return {}
-    return found
+        pass
+    except (OSError, ValueError, RecursionError) as error:
+        why = str(error)
+    is_table = isinstance(found, dict) and all(isinstance(own, str) for own in found.values())
+    if why is None and not is_table:
+        why = "it is not a table of algorithms"
+    if why is not None:
+        _warn(f"the autotuning cache {file} is not used: {why}")
+    return dict(found) if why is None and isinstance(found, dict) else {}
 
 
 def _write(file: Path, known: dict[str, str]) -> None:
     """Add ``known`` to the file, by one rename: a process that is killed leaves it whole."""
     merged = {**_read(file), **known}
+    prefix = f".{file.name}."
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as made:
-            json.dump(merged, made, indent=0, sort_keys=True)
+        cache.make(file.parent)
+        for left in file.parent.glob(f"{glob.escape(prefix)}*"):  # by processes that were killed
+            if time.time() - left.lstat().st_mtime > _STALE_S:
+                left.unlink()
+        handle, name = tempfile.mkstemp(prefix=prefix, dir=file.parent)
         try:
-            os.replace(made.name, file)
-        except OSError:
-            os.unlink(made.name)
+            with open(handle, "w") as made:
+                json.dump(merged, made, indent=0, sort_keys=True)
+            os.replace(name, file)
+        except BaseException:
+            os.unlink(name)
             raise
-    except OSError as error:
-        logger.warning("the autotuning cache %s cannot be written: %s", file, error)
+    except (OSError, UnsupportedError) as error:
+        _warn(f"the autotuning cache {file} cannot be written: {error}")
+
+
+@functools.lru_cache(maxsize=64)  # once, however many shapes are timed
+def _warn(text: str) -> None:
+    logger.warning("%s", text)

@@ -2,7 +2,7 @@
 
 The file's name carries a hash of everything that decides its content, so a stale one is never
 loaded. A build happens in a folder of its own under a lock, and appears by one rename: another
-process sees all of it or nothing.
+process sees all of it or nothing. What a killed one leaves, the next one deletes.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from filelock import FileLock  # torch depends on it
 
 from fp8core.backend_api import UnsupportedError
 from fp8core.errors import did_you_mean
-from fp8core_backends.cuda import settings
+from fp8core_backends.cuda import cache, settings
 
 __all__ = [
     "ARCHITECTURES",
@@ -50,6 +50,7 @@ ARCHITECTURES: dict[tuple[int, int], str] = {(9, 0): "90a", (10, 0): "100a"}
 
 _FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-Wall,-Wextra,-fvisibility=hidden")
 _DEFAULT_NVCC = Path("/usr/local/cuda/bin/nvcc")
+_ANSWER_S = 60.0  # how long nvcc may take to say its version
 _TAIL = 3000  # characters of a compiler's output that go into a message
 
 
@@ -78,10 +79,15 @@ def find_toolchain() -> Toolchain | str:
     on_path = shutil.which("nvcc")
     places += [Path(on_path)] if on_path else []
     places.append(_DEFAULT_NVCC)
-    nvcc = next((place for place in places if place.is_file()), None)
+    nvcc = next((place for place in places if os.path.lexists(place)), None)
     if nvcc is None:
         return "no nvcc in CUDA_HOME, on the path or in /usr/local/cuda"
-    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    if not nvcc.is_file():
+        return f"{nvcc} is no file"
+    try:
+        text = _version_text(nvcc)
+    except UnsupportedError as error:
+        return str(error)
     found = re.search(r"release (\d+)\.(\d+)", text)
     if found is None:
         return f"{nvcc} --version names no release"
@@ -89,6 +95,39 @@ def find_toolchain() -> Toolchain | str:
     if torch.version.cuda and version[0] != int(torch.version.cuda.split(".")[0]):
         return f"{nvcc} is {version[0]}.{version[1]}, torch uses CUDA {torch.version.cuda}"
     return _libraries(nvcc, version[0])
+
+
+def _version_text(nvcc: Path) -> str:
+    """Return what ``nvcc --version`` prints.
+
+    Raises:
+        UnsupportedError: it cannot be run, fails or does not answer.
+    """
+    try:
+        process = subprocess.Popen(
+            [nvcc, "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise UnsupportedError(f"{nvcc} cannot be run: {error.strerror}") from None
+    with process:
+        try:
+            text, _ = process.communicate(timeout=_ANSWER_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with what it started, which holds the pipe
+            raise UnsupportedError(
+                f"{nvcc} --version does not answer within {_ANSWER_S:g} s"
+            ) from None
+    if process.returncode != 0:
+        status = process.returncode
+        said = text.strip()[-_TAIL:]
+        raise UnsupportedError(f"{nvcc} --version ended with exit status {status}: {said}")
+    return text
 
 
 def _libraries(nvcc: Path, major: int) -> Toolchain | str:
@@ -134,11 +173,18 @@ def target(architectures: Sequence[str]) -> Path:
 
 
 def find(architectures: Sequence[str]) -> Path | None:
-    """Return an extension that has been built for at least these architectures, the least one."""
+    """Return an extension that has been built for at least these architectures, the least one.
+
+    Raises:
+        UnsupportedError: somebody else could have put it there.
+    """
     known = list(ARCHITECTURES.values())
     sets = [own for size in range(1, len(known) + 1) for own in itertools.combinations(known, size)]
     built = [target(own) for own in sets if set(architectures) <= set(own)]
-    return next((path for path in built if path.is_file()), None)
+    path = next((path for path in built if os.path.lexists(path)), None)
+    if path is not None:
+        cache.check(path)
+    return path
 
 
 def build(architectures: Sequence[str] | None = None, *, output: Path | None = None) -> Path:
@@ -148,8 +194,8 @@ def build(architectures: Sequence[str] | None = None, *, output: Path | None = N
     the extension is copied there as well.
 
     Raises:
-        UnsupportedError: an architecture that the sources are not written for, no toolchain, or
-            the compiler's own errors.
+        UnsupportedError: an architecture that the sources are not written for, no toolchain, the
+            compiler's own errors, or a folder that is full or not the user's alone.
     """
     architectures = present() if architectures is None else architectures
     known = list(ARCHITECTURES.values())
@@ -164,19 +210,21 @@ def build(architectures: Sequence[str] | None = None, *, output: Path | None = N
     if isinstance(toolchain, str):
         raise UnsupportedError(f"cuda: cannot build the native library: {toolchain}.")
     path = target(architectures)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UnsupportedError(
-            f"cuda: the native library cannot be kept in {path.parent}: {error}. Name another "
-            f"folder in FP8CORE_CACHE_DIR, or use torch's own kernels by FP8CORE_BUILD=0."
-        ) from None
-    with FileLock(path.parent / "lock"):  # the system releases the lock of a process that dies
-        if not path.is_file():
-            _compile(toolchain, architectures, path)
+    cache.make(path.parent)
+    cache.check(path)
+    if not path.is_file():
+        with cache.locked(path.parent):
+            cache.clear(path.parent)
+            if not path.is_file():
+                _keep(toolchain, architectures, path)
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, output / path.name)
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, output / path.name)
+        except OSError as error:
+            raise UnsupportedError(
+                f"cuda: no copy in {output}, as --output asks: {error}"
+            ) from None
     return path
 
 
@@ -192,43 +240,70 @@ def _files(root: Path) -> list[Path]:
     return sorted(file for file in root.rglob("*") if file.suffix in kinds)
 
 
-def _compile(toolchain: Toolchain, architectures: Sequence[str], path: Path) -> None:
+def _keep(toolchain: Toolchain, architectures: Sequence[str], path: Path) -> None:
+    """Compile in a folder beside ``path``, and move what was made there."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=cache.LEFTOVER, dir=path.parent) as folder:
+            made = _compile(toolchain, architectures, Path(folder))
+            made.chmod(0o755)  # the linker follows the umask, which may let a group write
+            with made.open("rb") as stream:
+                os.fsync(stream.fileno())  # all of it, before its name is there
+            os.replace(made, path)
+    except OSError as error:
+        raise UnsupportedError(
+            f"cuda: the native library cannot be kept in {path.parent}: {error}. {cache.remedy()}"
+        ) from None
+
+
+def _compile(toolchain: Toolchain, architectures: Sequence[str], folder: Path) -> Path:
     root = sources()
     units = [file for file in _files(root) if file.suffix in (".cu", ".cpp")]
     flags = [*_FLAGS, f"-I{root / 'include'}", *(f"-isystem={at}" for at in toolchain.includes)]
     flags.append(f'-DFP8CORE_SOURCE_HASH="{source_hash()}"')
     flags.append(f'-DFP8CORE_ARCHITECTURES="{" ".join(sorted(architectures))}"')
     flags += [f"-gencode=arch=compute_{name},code=sm_{name}" for name in architectures]
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        objects = [Path(folder) / f"{number}.o" for number in range(len(units))]
-        jobs = [
-            (unit, [toolchain.nvcc, *flags, "-c", unit, "-o", made])
-            for unit, made in zip(units, objects, strict=True)
-        ]
-        _say(f"compiling {len(jobs)} files for sm_{', sm_'.join(architectures)} with nvcc; once")
-        done = 0
-        with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
-            for unit in pool.map(_run, jobs):
-                done += 1
-                _say(f"[{done}/{len(jobs)}] {unit.relative_to(root)}")
-        made = Path(folder) / path.name
-        # Both libraries are found by name at run time: torch has loaded them by then.
-        link = ["-shared", "-cudart=shared", *objects, "-Xlinker", toolchain.cublaslt, "-o", made]
-        _run((made, [toolchain.nvcc, *link]))
-        os.replace(made, path)
+    objects = [folder / f"{number}.o" for number in range(len(units))]
+    jobs = [
+        _Job(unit, [toolchain.nvcc, *flags, "-c", unit, "-o", made], folder)
+        for unit, made in zip(units, objects, strict=True)
+    ]
+    cache.say(f"compiling {len(jobs)} files for sm_{', sm_'.join(architectures)} with nvcc; once")
+    done = 0
+    with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
+        for unit in pool.map(_run, jobs):
+            done += 1
+            cache.say(f"[{done}/{len(jobs)}] {unit.relative_to(root)}")
+    library = folder / "library.so"
+    # Both libraries are found by name at run time: torch has loaded them by then.
+    link = ["-shared", "-cudart=shared", *objects, "-Xlinker", toolchain.cublaslt, "-o", library]
+    _run(_Job(library, [toolchain.nvcc, *link], folder))
+    return library
 
 
-def _run(job: tuple[Path, list[object]]) -> Path:
-    unit, command = job
-    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+class _Job(NamedTuple):
+    """A command of the compiler, what it is about, and the folder for its temporary files."""
+
+    unit: Path
+    command: list[object]
+    folder: Path
+
+
+def _run(job: _Job) -> Path:
+    try:
+        ran = subprocess.run(
+            list(map(str, job.command)),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            env={**os.environ, "TMPDIR": str(job.folder)},  # so that nothing outlives a kill
+        )
+    except OSError as error:
+        raise UnsupportedError(f"cuda: {job.command[0]} cannot be run: {error.strerror}.") from None
     if ran.returncode != 0:
         output = (ran.stdout + ran.stderr)[-_TAIL:]
         raise UnsupportedError(
-            f"cuda: building the native library failed at {unit.name} with exit status "
+            f"cuda: building the native library failed at {job.unit.name} with exit status "
             f"{ran.returncode}. FP8CORE_BUILD=0 uses torch's own kernels instead.\n{output}"
         )
-    return unit
-
-
-def _say(text: str) -> None:
-    print(f"fp8core: {text}", file=sys.stderr, flush=True)
+    return job.unit

@@ -19,17 +19,21 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.backend_api import UnsupportedError
-from fp8core_backends.cuda import build, settings
+from fp8core_backends.cuda import build, cache, settings
 
 __all__ = ["load", "missing", "status"]
 
 
 class _Source(NamedTuple):
-    """The file to load, None to build it; in words; and why there is nothing to load or build."""
+    """The file to load, None to build it; in words; and why there is nothing to load or build.
+
+    ``refused``: why the file is there, and not to be trusted; loading says so.
+    """
 
     path: Path | None
     what: str
     why_not: str | None
+    refused: str | None = None
 
 
 def missing(device: torch.device) -> str | None:
@@ -80,10 +84,12 @@ def status() -> str:
 @functools.cache
 def _source(architectures: Sequence[str], asked: settings.Settings) -> _Source:
     """Return where the library for these architectures is, or will be."""
-    beside = Path(__file__).parent / f"{build.MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if beside.is_file():
+    if (beside := _beside()).is_file():
         return _Source(beside, f"installed: {beside}", None)
-    kept = build.find(architectures)
+    try:
+        kept = build.find(architectures)
+    except UnsupportedError as error:
+        return _Source(None, f"refused: {error}", None, str(error))
     if kept is not None:
         return _Source(kept, f"built earlier: {kept}", None)
     if not asked.builds:
@@ -94,15 +100,25 @@ def _source(architectures: Sequence[str], asked: settings.Settings) -> _Source:
     return _Source(None, f"built with {toolchain.nvcc} on first use", None)
 
 
+def _beside() -> Path:
+    """Return where an installed library is: as trustworthy as these files themselves."""
+    return Path(__file__).parent / f"{build.MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
 def _load(architectures: Sequence[str]) -> Any:
     source = _source(tuple(architectures), settings.read())
     if source.why_not is not None:
         raise UnsupportedError(f"cuda: no native library: {source.why_not}")
+    if source.refused is not None:
+        raise UnsupportedError(source.refused)
     path = build.build(architectures) if source.path is None else source.path
+    if path != _beside():
+        cache.check(path)  # again: what was asked about a while ago may be another file by now
     module = _import(path)
-    if build.source_hash() != module.SOURCE_HASH:
+    found = getattr(module, "SOURCE_HASH", "unknown")
+    if build.source_hash() != found:
         raise UnsupportedError(
-            f"cuda: {path} was built from other sources ({module.SOURCE_HASH}, these are "
+            f"cuda: {path} was built from other sources ({found}, these are "
             f"{build.source_hash()}). Delete it, or build it anew."
         )
     if not set(architectures) <= set(module.ARCHITECTURES.split()):

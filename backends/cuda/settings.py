@@ -24,7 +24,7 @@ def read() -> Settings:
     """Read ``FP8CORE_AUTOTUNE`` (1), ``FP8CORE_BUILD`` (1) and ``FP8CORE_CACHE_DIR``.
 
     Raises:
-        RecipeError: a flag is neither 0 nor 1.
+        RecipeError: a flag is neither 0 nor 1, or the user has no home folder and names no other.
     """
     return Settings(_flag("FP8CORE_AUTOTUNE"), _flag("FP8CORE_BUILD"), _cache_dir())
 
@@ -44,7 +44,13 @@ def _flag(name: str) -> bool:
 
 def _cache_dir() -> Path:
     own = os.environ.get("FP8CORE_CACHE_DIR")
-    if own:
-        return Path(own)
-    # XDG Base Directory Specification, section 3
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8core"
+    try:
+        if own:
+            return Path(own).expanduser().absolute()
+        # XDG Base Directory Specification, section 3: a relative path is to be ignored
+        xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "fp8core"
+    except RuntimeError as error:
+        raise RecipeError(
+            f"FP8CORE_CACHE_DIR={own or ''}: {error} Name the folder by an absolute path."
+        ) from None
