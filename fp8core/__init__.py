@@ -24,7 +24,9 @@ from fp8core.errors import (
 )
 from fp8core.explain import explain
 from fp8core.graphs import make_graphed_callables
+from fp8core.modules.found_inf import clear_found_inf, found_inf
 from fp8core.modules.frozen import frozen_weights
+from fp8core.modules.grad_scaler import watch_grad_scaler
 from fp8core.modules.grouped_linear import GroupedLinear
 from fp8core.modules.layernorm_linear import LayerNormLinear
 from fp8core.modules.layernorm_mlp import LayerNormMLP
@@ -69,10 +71,12 @@ __all__ = [
     "__version__",
     "autocast",
     "checkpoint",
+    "clear_found_inf",
     "convert",
     "errors",
     "explain",
     "formats",
+    "found_inf",
     "fp8_autocast",
     "fp8_model_init",
     "frozen_weights",
@@ -85,6 +89,7 @@ __all__ = [
     "recipe",
     "unconvert",
     "use_backend",
+    "watch_grad_scaler",
 ]
 
 if not TYPE_CHECKING:  # to a type checker, it would make every name an attribute

@@ -1,8 +1,9 @@
-"""What casts in captured graphs count: their non-finite elements, in one number a device.
+"""What casts of no layer count: their non-finite elements, in one number a device.
 
-A graph is shared by all layers of a shape, and torch may move it, replay it or load it elsewhere,
-so it knows no layer. Its casts add to the number of their device instead, as a side effect that
-torch does not see: no result depends on it, and where torch drops a cast nothing is hidden.
+A captured graph is shared by all layers of a shape, and torch may move it, replay it or load it
+elsewhere, so it knows no layer. Its casts add to the number of their device instead, as a side
+effect that torch does not see: no result depends on it, and where torch drops a cast nothing is
+hidden. So do the casts that write a quantized parameter.
 """
 
 from __future__ import annotations
@@ -20,25 +21,29 @@ _counters: dict[torch.device, torch.Tensor] = {}
 _lock = threading.Lock()
 
 
-def new_counter(device: torch.device, size: int = 1) -> torch.Tensor:
-    """Return int64 zeros ``[size]`` on ``device``, real ones even while torch traces."""
+def new_counter(device: torch.device) -> torch.Tensor:
+    """Return int64 zeros ``[2]`` on ``device``, real ones even while torch traces.
+
+    Entry 0 is for training: for calls that record gradients, and where nobody can tell. Entry 1 is
+    for the other calls.
+    """
     with _disable_current_modes(), torch.inference_mode(False):
-        return torch.zeros(size, dtype=torch.int64, device=device)
+        return torch.zeros(2, dtype=torch.int64, device=device)
 
 
 def counter_of(device: torch.device) -> torch.Tensor:
-    """Return the number of the casts in graphs on ``device``, int64 ``[1]``; it only grows."""
+    """Return where such casts on ``device`` count, int64 ``[1]``; it only grows."""
     found = _counters.get(device)
     if found is None:
         with _lock:
             found = _counters.get(device)
             if found is None:
                 found = _counters[device] = new_counter(device)
-    return found
+    return found[:1]
 
 
 def counters() -> dict[torch.device, torch.Tensor]:
-    """Return what has been counted so far, by device."""
+    """Return the counters of casts of no layer, int64 ``[2]``, by device."""
     return dict(_counters)
 
 

@@ -72,7 +72,7 @@ class Bindings:
         if device.type == "meta":
             return None
         if device not in self.nonfinite:
-            self.nonfinite[device] = new_counter(device, 2)
+            self.nonfinite[device] = new_counter(device)
         with torch.inference_mode(False):  # see DelayedModule._create
             return self.nonfinite[device].narrow(0, 0 if is_training else 1, 1)
 

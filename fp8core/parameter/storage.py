@@ -11,6 +11,8 @@ from fp8core import formats
 from fp8core.backend_api import DequantizeDesc, Operand, OperandSpec
 from fp8core.dispatch import table
 from fp8core.errors import UnsupportedError
+from fp8core.library.counted import counter_of
+from fp8core.library.shapes import is_captured
 from fp8core.plan import TensorPlan
 from fp8core.quantizer import Binding, Orientations, bind_quantizer
 
@@ -68,7 +70,10 @@ def turn(operand: Operand) -> Operand:
 def make_operands(value: torch.Tensor, plan: TensorPlan) -> Orientations:
     """Quantize ``value [n, k]`` as ``plan``, made by :func:`storage_plan`, says."""
     both = plan if plan.columnwise is not None else TensorPlan(plan.rowwise, plan.rowwise)
-    quantizer = bind_quantizer(both, value.dtype, Binding(value.device, value.dtype))
+    is_traced = value.is_meta or is_captured(value)  # a graph's casts count by themselves
+    count = None if is_traced else counter_of(value.device)
+    binding = Binding(value.device, value.dtype)
+    quantizer = bind_quantizer(both, value.dtype, binding, nonfinite=count)
     return quantizer(value, columnwise=plan.columnwise is not None)
 
 

@@ -1,0 +1,121 @@
+"""``watch_grad_scaler``: torch's GradScaler skips a step whose casts met NaN or inf.
+
+What is torch's own is here alone. Seen in torch 2.11 and 2.13, on the CPU and on CUDA:
+``unscale_``, and ``step`` if nobody unscaled before it (also for optimizers that unscale by
+themselves, such as fused ones), get their found-inf tensors from ``_unscale_grads_``, which returns
+them by device; FSDP's ShardedGradScaler reduces what it returns over its ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fp8core.errors import OperandError, UnsupportedError
+from fp8core.modules.found_inf import Counts, differ, layers_of, read_counts
+
+__all__ = ["GradScalerWatch", "watch_grad_scaler"]
+
+_UNSCALE = "_unscale_grads_"
+
+
+def watch_grad_scaler(
+    scaler: torch.amp.GradScaler,
+    model: torch.nn.Module,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> GradScalerWatch:
+    """Have ``scaler`` skip a step if casts of ``model`` met NaN or inf on the way to it.
+
+    ::
+
+        scaler = torch.amp.GradScaler("cuda")
+        fp8core.watch_grad_scaler(scaler, model)
+
+    Call it once, before training; the loop stays as it is. Wherever the scaler looks for inf in an
+    optimizer's gradients, what the casts have counted is added to what it finds, on the device: no
+    gradient changes, and nobody waits. ``scaler.update()`` starts the next count, so gradients that
+    accumulate over several backward passes are one step, and all optimizers of a step see the same.
+    Calls that record no gradients are left out. A scaler that is not enabled skips nothing. Where
+    gradients are on the CPU and layers are not, the host waits for the number.
+
+    With torch.distributed all ranks of ``group``, None: all of the default group, skip a step if
+    one has to, as they would on seeing the same gradients; each of them has to call it, and has to
+    step as often.
+
+    Raises:
+        OperandError: ``scaler`` is no torch.amp.GradScaler, or ``model`` has no layer of fp8core.
+        UnsupportedError: this torch's GradScaler is made in another way.
+    """
+    layers_of(model, "watch_grad_scaler")
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise OperandError(
+            f"watch_grad_scaler: expected a torch.amp.GradScaler, found {type(scaler).__name__}. "
+            f"Other scalers can ask fp8core.found_inf(model)."
+        )
+    if not callable(getattr(scaler, _UNSCALE, None)):
+        raise UnsupportedError(
+            f"watch_grad_scaler: the GradScaler of torch {torch.__version__} has no {_UNSCALE}; "
+            f"torch 2.11 to 2.13 have. Ask fp8core.found_inf(model) before the step instead."
+        )
+    return GradScalerWatch(scaler, model, group)
+
+
+class GradScalerWatch:
+    """A model watched for a scaler; made by :func:`watch_grad_scaler`, ended by :meth:`remove`."""
+
+    def __init__(
+        self,
+        scaler: torch.amp.GradScaler,
+        model: torch.nn.Module,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._model = model
+        self._group = group
+        self._before: Counts = {}
+        self._is_on = True
+        self._begin()
+        unscale: Any = getattr(scaler, _UNSCALE)
+        update = scaler.update
+
+        @functools.wraps(unscale)
+        def unscale_and_merge(*args: Any, **kwargs: Any) -> Any:
+            found = unscale(*args, **kwargs)
+            if self._is_on:
+                self._merge(found)
+            return found
+
+        @functools.wraps(update)
+        def update_and_begin(*args: Any, **kwargs: Any) -> None:
+            update(*args, **kwargs)
+            if self._is_on:
+                self._begin()
+
+        setattr(scaler, _UNSCALE, unscale_and_merge)
+        scaler.update = update_and_begin  # type: ignore[method-assign]  # that is the purpose
+
+    def remove(self) -> None:
+        """Let the scaler look at gradients alone again."""
+        self._is_on = False
+
+    def _begin(self) -> None:
+        self._before = read_counts(layers_of(self._model, "watch_grad_scaler"))
+
+    def _merge(self, found: dict[torch.device, torch.Tensor]) -> None:
+        """Raise one of the tensors in ``found`` to 1.0 if casts have met NaN or inf.
+
+        One is enough: the scaler adds them up. Without gradients there is none, which it refuses.
+        """
+        if not found:
+            return
+        device, own = next(iter(found.items()))
+        with torch.no_grad():
+            now = read_counts(layers_of(self._model, "watch_grad_scaler"))
+            met = differ(now, self._before, device, in_training=True)
+            has_ranks = dist.is_available() and dist.is_initialized()
+            if has_ranks and dist.get_world_size(self._group) > 1:
+                dist.all_reduce(met, op=dist.ReduceOp.MAX, group=self._group)
+            torch.maximum(own, met.reshape(own.shape), out=own)
