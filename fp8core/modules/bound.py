@@ -13,6 +13,7 @@ from fp8core import chain
 from fp8core.autocast import named
 from fp8core.dispatch import table
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
+from fp8core.library.counted import counter_of
 from fp8core.library.operators import constant_in_graph
 from fp8core.links.activation import ActivationShape
 from fp8core.links.bind import SHAPES, LinkShape, Site, bind_chain
@@ -173,6 +174,8 @@ def bind_captured(
             raise UnsupportedError(_NO_WATCH)
         if any(isinstance(shape, LinearShape) and shape.accumulates for shape in shapes):
             raise UnsupportedError(_NO_MAIN_GRAD)
+        if binding.device.type != "meta":
+            counter_of(binding.device)  # outside of what torch records in a CUDA graph of its own
         with table.capturing():
             links = bind_chain(shapes, Site(plan, binding, label, None))
     except Fp8CoreError as error:
