@@ -190,7 +190,8 @@ class Bias(_Operation):
         self.size = check_size("ops.Bias", "size", size)
         target = resolve_device(device)
         self.register_parameter("bias", make_parameter(size, device=target, dtype=dtype))
-        self.reset_parameters(defer_init=target.type == "meta")
+        if target.type != "meta":
+            self.reset_parameters()
 
     def _fill_parameters(self) -> None:
         fill(self.bias, torch.nn.init.zeros_)

@@ -96,7 +96,8 @@ class LowPrecisionModule(DelayedModule):
         """Fill the parameters as at first, and forget the delayed state.
 
         Parameters on meta are put on a device before: the default that torch was given, else the
-        selected backend's. Where that is meta, and with ``defer_init``, nothing is filled.
+        selected backend's. Where that is meta, and with ``defer_init``, nothing is filled; what a
+        parametrization computes stays as it is.
         """
         if defer_init:
             return

@@ -102,7 +102,8 @@ class GroupedLinear(LowPrecisionModule):
             self.register_parameter(f"weight{i}", made)
             own = make_parameter(out_features, device=target, dtype=params_dtype) if bias else None
             self.register_parameter(f"bias{i}", own)
-        self.reset_parameters(defer_init=target.type == "meta")
+        if target.type != "meta":
+            self.reset_parameters()
 
     def _fill_parameters(self) -> None:
         """Fill the weights with ``init_method`` and the biases with 0."""

@@ -152,7 +152,7 @@ def register_norm(
 def reset_norm(module: torch.nn.Module, zero_centered: bool) -> None:
     """Make gamma 1 (0 if zero-centered) and beta 0."""
     first = torch.nn.init.zeros_ if zero_centered else torch.nn.init.ones_
-    fill(module._parameters["layer_norm_weight"], first)
+    fill(module._parameters.get("layer_norm_weight"), first)
     fill(module._parameters.get("layer_norm_bias"), torch.nn.init.zeros_)
 
 

@@ -128,7 +128,8 @@ class LayerNormMLP(LowPrecisionModule):
         )
         target = resolve_device(device)
         self._make_parameters(target, params_dtype)
-        self.reset_parameters(defer_init=target.type == "meta")
+        if target.type != "meta":
+            self.reset_parameters()
 
     def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
         register_norm(self, self._norm[0], self.hidden_size, device, dtype)
@@ -144,8 +145,8 @@ class LayerNormMLP(LowPrecisionModule):
         """Fill the weights, zero the biases, make the norm the identity."""
         reset_norm(self, self.zero_centered_gamma)
         for name, method in zip(("fc1", "fc2"), self._init_methods, strict=True):
-            fill(self._parameters[f"{name}_weight"], method)
-            fill(self._parameters[f"{name}_bias"], torch.nn.init.zeros_)
+            fill(self._parameters.get(f"{name}_weight"), method)
+            fill(self._parameters.get(f"{name}_bias"), torch.nn.init.zeros_)
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the norm, fc1, the activation and fc2."""

@@ -119,7 +119,8 @@ class Linear(LowPrecisionModule):
             )
         target = resolve_device(device)
         self._make_parameters(target, params_dtype)
-        self.reset_parameters(defer_init=target.type == "meta")
+        if target.type != "meta":
+            self.reset_parameters()
 
     def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
         for prefix, rows in self._parts:
@@ -135,8 +136,8 @@ class Linear(LowPrecisionModule):
     def _fill_parameters(self) -> None:
         """Fill the weights with ``init_method`` and the biases with 0."""
         for prefix, _ in self._parts:
-            fill(self._parameters[f"{prefix}weight"], self._init_method)
-            fill(self._parameters[f"{prefix}bias"], torch.nn.init.zeros_)
+            fill(self._parameters.get(f"{prefix}weight"), self._init_method)
+            fill(self._parameters.get(f"{prefix}bias"), torch.nn.init.zeros_)
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return sizes and dtypes."""

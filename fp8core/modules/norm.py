@@ -54,7 +54,8 @@ class _Norm(LowPrecisionModule):
         if self.norm_kind == "layernorm":
             own = make_parameter(self.hidden_size, device=target, dtype=params_dtype or dtype)
             self.register_parameter("bias", own)
-        self.reset_parameters(defer_init=target.type == "meta")
+        if target.type != "meta":
+            self.reset_parameters()
 
     def _fill_parameters(self) -> None:
         """Make gamma 1 (0 if zero-centered) and beta 0."""

@@ -65,6 +65,24 @@ def test_defer_init_leaves_values_as_they_are() -> None:
     assert torch.equal(layer.weight, before)
 
 
+def test_a_subclass_may_reset_as_torch_s_layers_do() -> None:
+    class Ones(fp8core.Linear):
+        def reset_parameters(self) -> None:
+            torch.nn.init.ones_(self.weight)
+
+    assert bool((Ones(8, 8).weight == 1).all())
+
+
+def test_a_parametrized_weight_stays_as_it_is() -> None:
+    layer = fp8core.Linear(8, 8)
+    torch.nn.utils.parametrizations.weight_norm(layer, "weight")
+    before = layer.weight.detach().clone()
+    torch.nn.init.ones_(layer.bias)
+    layer.reset_parameters()
+    assert torch.equal(layer.weight, before)
+    assert not layer.bias.any()
+
+
 def test_a_layer_made_real_trains() -> None:
     layer = fp8core.Linear(32, 32, device="meta")
     layer.reset_parameters()
