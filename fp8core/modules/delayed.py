@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +14,14 @@ from fp8core.errors import RecipeError
 from fp8core.library.counted import new_counter
 from fp8core.links.bind import Watch
 from fp8core.links.states import BACKWARD_SLOTS, FORWARD_SLOTS, LinearStates
+from fp8core.modules.loading import (
+    BUFFERS,
+    META,
+    meta_text,
+    parameter_errors,
+    read_meta,
+    state_errors,
+)
 from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.plan import DelayedPlan, LinearPlan, TensorPlan
 from fp8core.reporting import log_once, logger
@@ -22,9 +29,6 @@ from fp8core.scaling import DelayedState
 from fp8core.weights import WeightStore
 
 __all__ = ["Bindings", "DelayedModule"]
-
-META = "delayed_meta"
-BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd", META)
 
 
 _creation_order = itertools.count()
@@ -179,8 +183,7 @@ class DelayedModule(torch.nn.Module):
                 history = scale.new_zeros(delayed.history_len, slots)
                 self.register_buffer(f"scale_{way}", scale)
                 self.register_buffer(f"amax_history_{way}", history)
-            encoded = torch.tensor(list(meta.encode()), dtype=torch.uint8, device="cpu")
-            self.register_buffer(META, encoded.to(device))
+            self._register_meta(meta, device)
 
     def _state(
         self, way: str, recipe: Any, delayed: DelayedPlan, maxima: list[float]
@@ -201,7 +204,10 @@ class DelayedModule(torch.nn.Module):
 
     def _stored_meta(self) -> str | None:
         stored = self._buffers.get(META)
-        return None if stored is None or stored.is_meta else bytes(stored.tolist()).decode()
+        if stored is None or stored.is_meta:
+            return None
+        meta = read_meta(stored)
+        return f"metadata that is not fp8core's, {META}" if meta is None else meta[0]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # .to(), .bfloat16(), .cuda() come through here: the state moves, its dtype stays.
@@ -242,12 +248,21 @@ class DelayedModule(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        if state_dict.pop(f"{prefix}_extra_state", None) is not None:
+        key = f"{prefix}_extra_state"
+        if key in state_dict and not self._reads_extra_state():
+            del state_dict[key]
             log_once(f"{self.label}: the checkpoint's _extra_state is another library's; not read")
-        found = {
-            name: state_dict.pop(prefix + name) for name in BUFFERS if prefix + name in state_dict
-        }
-        errors = self._check_shapes(state_dict, prefix) + self._check_state(found)
+        gemms = self.count_gemms()
+        names = [name for name in BUFFERS if gemms and prefix + name in state_dict]
+        found = {name: state_dict.pop(prefix + name) for name in names}
+        errors = parameter_errors(
+            self._parameters,
+            state_dict,
+            prefix,
+            assigns=bool(local_metadata.get("assign_to_params_buffers", False)),
+        )
+        if found:
+            errors += state_errors(found, gemms, self._stored_meta())
         if errors:  # nothing of a layer is loaded unless all of it fits
             error_msgs.extend(f"{self.label}: {error}" for error in errors)
             return
@@ -260,47 +275,31 @@ class DelayedModule(torch.nn.Module):
             if kept:
                 log_once(f"{self.label}: no delayed state in the checkpoint; it starts fresh")
             return
+        self._take_state(found)
+
+    def _take_state(self, found: Mapping[str, torch.Tensor]) -> None:
+        """Make ``found``, which fits the layer, its delayed state."""
         device = next(self.parameters()).device
         with torch.inference_mode(False):
-            for name, value in found.items():
-                self.register_buffer(name, value.detach().clone().to(device))
+            for name in BUFFERS[:-1]:
+                value = found[name].detach().clone(memory_format=torch.contiguous_format)
+                self.register_buffer(name, value.to(device))
+            meta = read_meta(found[META])
+            assert meta is not None
+            self._register_meta(meta[0], device)
         self._state_is_from_checkpoint = True
 
-    def _check_shapes(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-        return [
-            f"{name} is {list(state_dict[prefix + name].shape)} in the checkpoint, "
-            f"{list(parameter.shape)} here"
-            for name, parameter in self._parameters.items()
-            if parameter is not None
-            and prefix + name in state_dict
-            and state_dict[prefix + name].shape != parameter.shape
-        ]
+    def _register_meta(self, text: str, device: torch.device) -> None:
+        encoded = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+        self.register_buffer(META, encoded.to(device))
 
-    def _check_state(self, found: Mapping[str, Any]) -> list[str]:
-        if not found:
-            return []
-        missing = [name for name in BUFFERS if name not in found]
-        if missing:
-            return [f"the checkpoint's delayed state lacks {', '.join(missing)}"]
-        try:
-            meta = json.loads(bytes(found[META].tolist()))
-            length, gemms = meta["history_len"], self.count_gemms()
-        except (ValueError, KeyError, TypeError):
-            return [f"the checkpoint's {META} is not fp8core's"]
-        wanted: dict[str, tuple[int, ...]] = {}
-        for way, slots in (("fwd", FORWARD_SLOTS * gemms), ("bwd", BACKWARD_SLOTS * gemms)):
-            wanted[f"scale_{way}"] = (slots,)
-            wanted[f"amax_history_{way}"] = (length, slots)
-        errors = [
-            f"{name} is {found[name].dtype} {list(found[name].shape)} in the checkpoint, "
-            f"expected torch.float32 {list(shape)}"
-            for name, shape in wanted.items()
-            if tuple(found[name].shape) != shape or found[name].dtype != torch.float32
-        ]
-        stored = self._stored_meta()
-        if not errors and stored is not None and json.loads(stored) != meta:
-            return [f"the checkpoint's delayed state is for {meta}, the layer's for {stored}"]
-        return errors
+    def _reads_extra_state(self) -> bool:
+        """Whether a subclass has an ``_extra_state`` of its own, which torch then hands to it."""
+        own = type(self)
+        return (
+            own.get_extra_state is not torch.nn.Module.get_extra_state
+            or own.set_extra_state is not torch.nn.Module.set_extra_state
+        )
 
     def count_gemms(self) -> int:
         """Return how many forward GEMMs the layer has, each with its slots."""
@@ -336,7 +335,7 @@ def _describe(plan: LinearPlan) -> str:
         next((s.format for s in tensor if s is not None and s.delayed), None) if tensor else None
         for tensor in _slots(plan)
     ]
-    return json.dumps({"formats": names, "history_len": plan.delayed.history_len})
+    return meta_text(names, plan.delayed.history_len)
 
 
 def _maxima(plan: LinearPlan) -> list[float]:

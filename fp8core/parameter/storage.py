@@ -111,7 +111,8 @@ def decode_operand(operand: Operand, spec: OperandSpec, dtype: torch.dtype) -> t
 
 
 def pad_operand(operand: Operand, spec: OperandSpec, rows: int, columns: int) -> Operand:
-    """Add zero codes; a block of nothing else gets a zero scale, which no product shows."""
+    """Add zero codes; a block of nothing else gets the scale 1, or the byte 0, which no product
+    shows."""
     packed = per_byte(spec)
     data = torch.nn.functional.pad(operand.data, (0, columns // packed, 0, rows))
     scale_inv = operand.scale_inv
@@ -119,4 +120,6 @@ def pad_operand(operand: Operand, spec: OperandSpec, rows: int, columns: int) ->
     sizes = data.shape[0], data.shape[1] * packed
     counts = [-(-size // step) if step else 1 for size, step in zip(sizes, spec.block, strict=True)]
     more = (0, counts[1] - scale_inv.shape[1], 0, counts[0] - scale_inv.shape[0])
-    return Operand(data, torch.nn.functional.pad(scale_inv, more), operand.global_scale_inv)
+    value = 1 if spec.scale_format == "float32" else 0
+    padded = torch.nn.functional.pad(scale_inv, more, value=value)
+    return Operand(data, padded, operand.global_scale_inv)

@@ -17,9 +17,10 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._pytree import tree_map_only
 
-from fp8core.backend_api import Operand, OperandSpec
+from fp8core.backend_api import Operand
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.parameter.casts import Casts
+from fp8core.parameter.checks import check_stored, matrix_size, plan_from
 from fp8core.parameter.storage import (
     FLOATS,
     PARTS,
@@ -28,12 +29,11 @@ from fp8core.parameter.storage import (
     kept,
     make_operands,
     pad_operand,
-    per_byte,
     split,
     storage_plan,
     turn,
 )
-from fp8core.parameter.values import as_view, written
+from fp8core.parameter.values import as_view, decomposed, written
 from fp8core.plan import TensorPlan
 from fp8core.quantizer import Orientations
 from fp8core.reporting import log_once
@@ -73,16 +73,16 @@ class QuantizedTensor(Casts):
     def __new__(
         cls, rowwise: Operand, columnwise: Operand | None, plan: TensorPlan, dtype: torch.dtype
     ) -> QuantizedTensor:
-        """Wrap the operands; ``columnwise`` is None if it is a view of ``rowwise``, or not kept."""
-        assert plan.rowwise is not None
-        rows, packed = rowwise.data.shape
+        """Wrap the operands; ``columnwise`` is None if it is a view of ``rowwise``, or not kept.
+
+        Raises:
+            OperandError: their sizes or dtypes are not those that ``plan`` has.
+        """
+        parts = (*rowwise, *(columnwise or (None,) * 3))
         self: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            (rows, packed * per_byte(plan.rowwise)),
-            dtype=dtype,
-            device=rowwise.data.device,
+            cls, matrix_size(parts, plan), dtype=dtype, device=rowwise.data.device
         )
-        for name, part in zip(PARTS, (*rowwise, *(columnwise or (None,) * 3)), strict=True):
+        for name, part in zip(PARTS, parts, strict=True):
             setattr(self, name, part)
         self.plan = plan
         self._initial_value = None
@@ -203,7 +203,7 @@ class QuantizedTensor(Casts):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares less
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = _HANDLERS.get(func.overloadpacket, _on_values)
+        handler = _HANDLERS.get(func.overloadpacket) or decomposed(func) or _on_values
         return handler(func, args, kwargs or {})
 
 
@@ -214,15 +214,18 @@ def _rebuild(
     is_parameter: bool,
     requires_grad: bool,
 ) -> torch.Tensor:
-    """Make a tensor from what ``torch.save`` stored: plain tensors and plain values."""
-    row, column = (
-        None if fields is None else OperandSpec(**{**fields, "block": tuple(fields["block"])})
-        for fields in specs
-    )
-    made = QuantizedTensor(*split(parts), TensorPlan(row, column), dtype)
+    """Make a tensor from what ``torch.save`` stored: plain tensors and plain values.
+
+    Raises:
+        OperandError: they are not what a QuantizedTensor was saved as.
+    """
+    plan = plan_from(specs)
+    check_stored(parts, plan, dtype)
+    made = QuantizedTensor(*split(parts), plan, dtype)
+    check(plan, tuple(made.shape))
     if is_parameter:
-        return torch.nn.Parameter(made, requires_grad)
-    return made.requires_grad_(requires_grad)
+        return torch.nn.Parameter(made, bool(requires_grad))
+    return made.requires_grad_(bool(requires_grad))
 
 
 torch.serialization.add_safe_globals([_rebuild])
@@ -319,7 +322,8 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
-    return args[0].with_dtype(args[0].dtype)  # type: ignore[no-any-return]
+    with torch.inference_mode(False):  # as torch's view of a tensor made outside it
+        return args[0].with_dtype(args[0].dtype)  # type: ignore[no-any-return]
 
 
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:

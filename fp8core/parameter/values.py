@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +10,9 @@ from torch.utils._pytree import tree_map_only
 
 from fp8core.errors import UnsupportedError
 
-__all__ = ["Values", "as_view", "written"]
+__all__ = ["Values", "as_view", "decomposed", "written"]
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
@@ -18,6 +20,14 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield args[at] if at < len(args) else kwargs.get(argument.name)
+
+
+def decomposed(func: Any) -> Callable[[Any, Sequence[Any], dict[str, Any]], Any] | None:
+    """Return what runs ``func`` as the operations that it is made of, if it is: torch does so
+    itself, but not in inference mode, where ``.to(device)`` would not be known for a move."""
+    if torch.is_inference_mode_enabled() and func.has_kernel_for_dispatch_key(_COMPOSITE):
+        return lambda func, args, kwargs: func.decompose(*args, **kwargs)
+    return None
 
 
 def as_view(func: Any, out: Any) -> Any:
@@ -37,14 +47,15 @@ class Values(torch.Tensor):
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> Values:
         """Wrap ``values``."""
-        self: Values = torch.Tensor._make_wrapper_subclass(
-            cls,
-            values.shape,
-            strides=values.stride(),
-            storage_offset=values.storage_offset(),
-            dtype=values.dtype,
-            device=values.device,
-        )
+        with torch.inference_mode(False):  # as torch's view of a tensor made outside it
+            self: Values = torch.Tensor._make_wrapper_subclass(
+                cls,
+                values.shape,
+                strides=values.stride(),
+                storage_offset=values.storage_offset(),
+                dtype=values.dtype,
+                device=values.device,
+            )
         self._plain = values
         return self
 

@@ -1,0 +1,145 @@
+"""What a state_dict has to hold for a layer to load it: nothing of it is loaded unless all fits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fp8core.links.states import BACKWARD_SLOTS, FORWARD_SLOTS
+from fp8core.parameter.checks import fault_of
+from fp8core.parameter.storage import PARTS
+from fp8core.parameter.tensor import QuantizedTensor
+
+__all__ = ["BUFFERS", "META", "meta_text", "parameter_errors", "read_meta", "state_errors"]
+
+META = "delayed_meta"
+BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd", META)
+
+_MAX_META = 4096
+"""Bytes of the longest metadata that is read."""
+
+
+def parameter_errors(
+    parameters: Mapping[str, torch.Tensor | None],
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    *,
+    assigns: bool,
+) -> list[str]:
+    """Return what keeps ``parameters`` from being loaded; ``assigns``: they are replaced."""
+    errors = []
+    for name, parameter in parameters.items():
+        if parameter is not None and prefix + name in state_dict:
+            error = _parameter_error(parameter, state_dict[prefix + name], assigns)
+            errors += [] if error is None else [f"{name} {error}"]
+    return errors
+
+
+def _parameter_error(parameter: torch.Tensor, value: Any, assigns: bool) -> str | None:
+    kind = _kind_error(value)
+    if kind is not None:
+        return kind
+    if value.shape != parameter.shape:
+        return f"is {list(value.shape)} in the checkpoint, {list(parameter.shape)} here"
+    if not value.is_floating_point():
+        return f"is {value.dtype} in the checkpoint, expected floating point"
+    if value.is_meta and not parameter.is_meta and not assigns:
+        return "is on the meta device in the checkpoint, where it has no values"
+    if _is_sharded(value) != _is_sharded(parameter) and not assigns:
+        kinds = [type(own).__name__ for own in (value, parameter)]
+        return f"is a {kinds[0]} in the checkpoint, a {kinds[1]} here"
+    if isinstance(value, QuantizedTensor):
+        fault = fault_of([getattr(value, part) for part in PARTS], value.plan)
+        return None if fault is None else f"cannot be loaded: {fault}"
+    return None
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "device_mesh")  # a DTensor; to import its class takes a second
+
+
+def _kind_error(value: Any) -> str | None:
+    """Say why ``value`` is no tensor with an element for each of its places, if it is none."""
+    if not isinstance(value, torch.Tensor):
+        return f"is {type(value).__name__} in the checkpoint, expected a tensor"
+    if value.is_nested or value.layout is not torch.strided:
+        kind = "nested" if value.is_nested else str(value.layout)
+        return f"is {kind} in the checkpoint, expected a dense tensor"
+    return None
+
+
+def meta_text(formats: Sequence[str | None], history_len: int) -> str:
+    """Return what ``delayed_meta`` holds, as text: the slots' formats and the history's length."""
+    return json.dumps({"formats": list(formats), "history_len": history_len})
+
+
+def read_meta(stored: torch.Tensor) -> tuple[str, int] | None:
+    """Return the text that ``stored`` means, in the order of :func:`meta_text`, and the length of
+    the history; None if it is not fp8core's."""
+    if stored.dtype != torch.uint8 or stored.dim() != 1 or stored.numel() > _MAX_META:
+        return None
+    try:
+        meta = json.loads(bytes(stored.tolist()))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(meta, dict) or set(meta) != {"formats", "history_len"}:
+        return None
+    formats, length = meta["formats"], meta["history_len"]
+    if type(length) is not int or length < 1 or not isinstance(formats, list):
+        return None
+    if not all(name is None or isinstance(name, str) for name in formats):
+        return None
+    return meta_text(formats, length), length
+
+
+def state_errors(found: Mapping[str, Any], num_gemms: int, stored: str | None) -> list[str]:
+    """Return what keeps ``found``, a checkpoint's delayed state by name, from being loaded into a
+    layer of ``num_gemms`` whose own is described by ``stored``, None if it has none."""
+    missing = [name for name in BUFFERS if name not in found]
+    if missing:
+        return [f"the checkpoint's delayed state lacks {', '.join(missing)}"]
+    kinds = [(name, _plain_error(value)) for name, value in found.items()]
+    errors = [f"{name} {error}" for name, error in kinds if error is not None]
+    if errors:
+        return errors
+    meta = read_meta(found[META])
+    if meta is None:
+        return [f"the checkpoint's {META} is not fp8core's"]
+    text, length = meta
+    errors = list(_value_errors(found, length, num_gemms))
+    if not errors and stored is not None and stored != text:
+        return [f"the checkpoint's delayed state is for {text}, the layer's for {stored}"]
+    return errors
+
+
+def _plain_error(value: Any) -> str | None:
+    error = _kind_error(value)
+    if error is not None:
+        return error
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return f"is a {type(value).__name__} in the checkpoint, expected a plain tensor"
+    if value.is_meta:
+        return "is on the meta device in the checkpoint, where it has no values"
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        return "is expanded in the checkpoint, so that its elements share memory"
+    return None
+
+
+def _value_errors(found: Mapping[str, torch.Tensor], length: int, num_gemms: int) -> Iterator[str]:
+    for way, slots in (("fwd", FORWARD_SLOTS * num_gemms), ("bwd", BACKWARD_SLOTS * num_gemms)):
+        for name, shape in ((f"scale_{way}", (slots,)), (f"amax_history_{way}", (length, slots))):
+            value = found[name]
+            if tuple(value.shape) != shape or value.dtype != torch.float32:
+                yield (
+                    f"{name} is {value.dtype} {list(value.shape)} in the checkpoint, "
+                    f"expected torch.float32 {list(shape)}"
+                )
+            elif len(shape) == 1:
+                if not bool((value.isfinite() & (value > 0)).all()):
+                    yield f"{name} holds scales that are NaN, infinite, zero or negative"
+            # The first row is of a step that has not ended, which may have met an infinite value.
+            elif not bool((value >= 0).all() & value[1:].isfinite().all()):
+                yield f"{name} holds amaxes that are NaN, infinite or negative"

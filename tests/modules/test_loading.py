@@ -1,0 +1,260 @@
+"""What a layer refuses to load: by name, and without changing anything of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fp8core
+from fp8core import GroupedLinear, Linear, autocast, ops, recipe
+from fp8core.modules.linear import Linear as Base
+
+torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
+
+RECIPE = recipe.DelayedScaling(amax_history_len=4)
+MXFP8 = recipe.MXFP8BlockScaling()
+
+
+def step(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with autocast(recipe=RECIPE):
+        y: torch.Tensor = layer(x)
+    y.square().sum().backward()
+    return y.detach()
+
+
+def trained() -> Linear:
+    layer = Linear(32, 16)
+    for x in torch.randn(2, 4, 32):
+        step(layer, x)
+    return layer
+
+
+def stored_in_mxfp8() -> Linear:
+    with fp8core.quantized_model_init(recipe=MXFP8):
+        return Linear(32, 64, params_dtype=torch.bfloat16)
+
+
+def snapshot(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in layer.state_dict().items()}
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[key], wanted[key]) for key in wanted
+    )
+
+
+def with_value(at: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(own: torch.Tensor) -> torch.Tensor:
+        own = own.clone()
+        own.view(-1)[at] = value
+        return own
+
+    return change
+
+
+def encoded(text: str) -> torch.Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def meta(**changes: Any) -> torch.Tensor:
+    formats = ["e4m3", "e4m3", None, "e5m2", None]
+    return encoded(json.dumps({"formats": formats, "history_len": 4, **changes}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+NOT_FP8CORES = "delayed_meta is not fp8core's"
+BAD_SCALE = "scale_.wd holds scales that are NaN, infinite, zero or negative"
+BAD_AMAX = "amax_history_.wd holds amaxes that are NaN, infinite or negative"
+WRONG: dict[str, tuple[str, Callable[[torch.Tensor], Any], str]] = {
+    **{
+        f"{name} {value}": (name, with_value(0, value), BAD_SCALE)
+        for name in ("scale_fwd", "scale_bwd")
+        for value in (math.nan, math.inf, -math.inf, 0.0, -1.0)
+    },
+    **{
+        f"{name} {value}": (name, with_value(-1, value), BAD_AMAX)
+        for name in ("amax_history_fwd", "amax_history_bwd")
+        for value in (math.nan, math.inf, -1.0)
+    },
+    "newest amax nan": ("amax_history_fwd", with_value(0, math.nan), BAD_AMAX),
+    "newest amax negative": ("amax_history_fwd", with_value(0, -1.0), BAD_AMAX),
+    "scale is a number": ("scale_fwd", lambda own: 1.0, "scale_fwd is float .*expected a tensor"),
+    "scale is a list": ("scale_fwd", lambda own: own.tolist(), "scale_fwd is list"),
+    "scale of no dimension": ("scale_fwd", lambda own: own[0], r"scale_fwd is .* \[\]"),
+    "scale is bool": ("scale_fwd", lambda own: own > 0, "scale_fwd is torch.bool"),
+    "scale is sparse": ("scale_fwd", lambda own: own.to_sparse(), "scale_fwd is torch.sparse_coo"),
+    "scale on meta": ("scale_fwd", lambda own: own.to("meta"), "scale_fwd is on the meta device"),
+    "scale of a subclass": ("scale_fwd", lambda own: own.as_subclass(Subclass), "is a Subclass"),
+    "scale is expanded": (
+        "scale_fwd",
+        lambda own: torch.ones(1).expand(3),
+        "scale_fwd is expanded",
+    ),
+    "history is nested": (
+        "amax_history_fwd",
+        lambda own: torch.nested.nested_tensor(list(own)),
+        "amax_history_fwd is nested",
+    ),
+    "meta is a string": ("delayed_meta", lambda own: "{}", "delayed_meta is str"),
+    "meta on meta": ("delayed_meta", lambda own: own.to("meta"), "delayed_meta is on the meta"),
+    "meta is deeply nested": ("delayed_meta", lambda own: encoded("[" * 3000), NOT_FP8CORES),
+    "meta is very long": ("delayed_meta", lambda own: encoded("[" * 10**6), NOT_FP8CORES),
+    "meta is a matrix": ("delayed_meta", lambda own: own[None], NOT_FP8CORES),
+    "meta of no dimension": ("delayed_meta", lambda own: own[0], NOT_FP8CORES),
+    "meta is float": ("delayed_meta", lambda own: own.float(), NOT_FP8CORES),
+    "meta is empty": ("delayed_meta", lambda own: own[:0], NOT_FP8CORES),
+    "meta is no object": ("delayed_meta", lambda own: encoded("[1]"), NOT_FP8CORES),
+    "meta is no text": ("delayed_meta", lambda own: own | 0x80, NOT_FP8CORES),
+    "meta is missing a key": ("delayed_meta", lambda own: encoded('{"formats": []}'), NOT_FP8CORES),
+    "length is true": ("delayed_meta", lambda own: meta(history_len=True), NOT_FP8CORES),
+    "length is a float": ("delayed_meta", lambda own: meta(history_len=4.0), NOT_FP8CORES),
+    "length is negative": ("delayed_meta", lambda own: meta(history_len=-4), NOT_FP8CORES),
+    "length is nan": ("delayed_meta", lambda own: meta(history_len=math.nan), NOT_FP8CORES),
+    "length is huge": ("delayed_meta", lambda own: meta(history_len=2**62), "amax_history_fwd is"),
+    "length is endless": ("delayed_meta", lambda own: meta(history_len=10**3000), "history_fwd is"),
+    "formats are a string": ("delayed_meta", lambda own: meta(formats="e4m3"), NOT_FP8CORES),
+    "formats are numbers": ("delayed_meta", lambda own: meta(formats=[1]), NOT_FP8CORES),
+    "weight is a number": ("weight", lambda own: 3, "weight is int .*expected a tensor"),
+    "weight is integer": ("weight", lambda own: own.to(torch.int8), "weight is torch.int8"),
+    "weight is bool": ("weight", lambda own: own > 0, "weight is torch.bool"),
+    "weight is complex": ("weight", lambda own: own.to(torch.complex64), "weight is torch.complex"),
+    "weight is sparse": ("weight", lambda own: own.to_sparse(), "weight is torch.sparse_coo"),
+    "weight on meta": ("weight", lambda own: own.to("meta"), "weight is on the meta device"),
+    "weight is nested": ("weight", lambda own: torch.nested.nested_tensor([own]), "weight is nest"),
+    "bias is nothing": ("bias", lambda own: None, "bias is NoneType .*expected a tensor"),
+    "bias of no dimension": ("bias", lambda own: own[0], r"bias is \[\] in the checkpoint"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("is_used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(case: str, is_used: bool) -> None:
+    name, change, message = WRONG[case]
+    saved: dict[str, Any] = dict(trained().state_dict())
+    saved[name] = change(saved[name])
+    layer = trained() if is_used else Linear(32, 16)
+    before = snapshot(layer)
+    with pytest.raises(RuntimeError, match=f"Linear.32, 16.: .*{message}"):
+        layer.load_state_dict(saved)
+    assert same(snapshot(layer), before)
+
+
+def test_a_history_that_claims_more_rows_than_it_has_memory_is_refused() -> None:
+    saved = dict(trained().state_dict())
+    saved["amax_history_fwd"] = torch.zeros(1, 3).expand(2**40, 3)
+    saved["delayed_meta"] = meta(history_len=2**40)
+    with pytest.raises(RuntimeError, match="amax_history_fwd is expanded"):
+        Linear(32, 16).load_state_dict(saved)
+
+
+def test_a_step_in_progress_may_have_met_infinity() -> None:
+    saved = dict(trained().state_dict())
+    saved["amax_history_fwd"] = with_value(0, math.inf)(saved["amax_history_fwd"])
+    layer = Linear(32, 16)
+    layer.load_state_dict(saved)
+    step(layer, torch.randn(4, 32))
+    assert layer.amax_history_fwd.isfinite().all()
+
+
+@pytest.mark.parametrize("is_used", [False, True], ids=["fresh", "used"])
+def test_equal_metadata_in_another_order_loads(is_used: bool) -> None:
+    saved = dict(trained().state_dict())
+    stored = json.loads(bytes(saved["delayed_meta"].tolist()))
+    saved["delayed_meta"] = encoded(json.dumps(dict(reversed(stored.items())), indent=1))
+    layer = trained() if is_used else Linear(32, 16)
+    layer.load_state_dict(saved)
+    assert torch.equal(layer.scale_fwd, saved["scale_fwd"])
+    step(layer, torch.full((4, 32), 7.0))
+    assert torch.equal(layer.amax_history_fwd[-2], saved["amax_history_fwd"][-1])
+    assert layer.amax_history_fwd[-1, 0] == 7.0
+
+
+def test_a_history_of_any_strides_is_stored_row_by_row() -> None:
+    saved = dict(trained().state_dict())
+    saved["amax_history_fwd"] = saved["amax_history_fwd"].t().contiguous().t()
+    layer = Linear(32, 16)
+    layer.load_state_dict(saved)
+    assert layer.amax_history_fwd.is_contiguous()
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_a_quantized_weight_with_a_nan_scale_is_refused(is_quantized: bool) -> None:
+    saved = stored_in_mxfp8().state_dict()
+    saved["weight"]._rowwise_scale_inv[3, 0] = 0xFF
+    layer = stored_in_mxfp8() if is_quantized else Linear(32, 64)
+    layer.weight.data.zero_()
+    with pytest.raises(RuntimeError, match=r"weight cannot be loaded: _rowwise_scale_inv holds"):
+        layer.load_state_dict(saved)
+    assert not layer.weight.float().any()
+
+
+def test_a_quantized_weight_whose_parts_were_exchanged_is_refused() -> None:
+    saved = stored_in_mxfp8().state_dict()
+    saved["weight"]._rowwise_scale_inv = saved["weight"]._rowwise_scale_inv[:1]
+    with pytest.raises(RuntimeError, match=r"weight cannot be loaded: .*expected torch.uint8 \[64"):
+        stored_in_mxfp8().load_state_dict(saved)
+
+
+def test_delayed_state_for_a_layer_without_gemms_is_unexpected() -> None:
+    saved = {**ops.GELU().state_dict(), **dict(trained().state_dict())}
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: .*scale_fwd"):
+        ops.GELU().load_state_dict(saved)
+
+
+def test_a_wrong_entry_of_one_layer_stops_no_other() -> None:
+    model = torch.nn.ModuleList([Linear(32, 16), GroupedLinear(2, 32, 16)])
+    saved: dict[str, Any] = {key: own + 1 for key, own in model.state_dict().items()}
+    saved["0.weight"] = "weights"
+    before = snapshot(model)
+    with pytest.raises(RuntimeError, match="weight is str"):
+        model.load_state_dict(saved)
+    after = snapshot(model)
+    assert torch.equal(after["0.bias"], before["0.bias"])
+    assert torch.equal(after["1.weight0"], saved["1.weight0"])
+
+
+class WithExtraState(Base):
+    def __init__(self, extra: Any = None) -> None:
+        super().__init__(32, 16)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_a_subclass_with_an_extra_state_loads_its_own_state_dict() -> None:
+    saved, loaded = WithExtraState({"step": 3}), WithExtraState()
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded.extra == {"step": 3}
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("name", recipe.names())
+def test_a_state_dict_taken_in_inference_mode_loads(name: str, mode: type) -> None:
+    with fp8core.quantized_model_init(recipe=name):
+        saved, loaded = (Linear(64, 64, params_dtype=torch.bfloat16) for _ in range(2))
+    with mode():
+        state = saved.state_dict()
+        values = {key: own.clone() for key, own in state.items()}
+    loaded.load_state_dict(state)
+    assert torch.equal(loaded.weight.dequantize(), saved.weight.dequantize())
+    loaded.load_state_dict(values)
+    step_in = torch.randn(32, 64, dtype=torch.bfloat16)
+    with autocast(recipe=name):
+        loaded(step_in).sum().backward()
+    with mode():
+        loaded.load_state_dict(saved.state_dict())
+    assert loaded.weight.grad.isfinite().all()
