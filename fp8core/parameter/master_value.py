@@ -10,6 +10,7 @@ import torch
 from fp8core.errors import OperandError
 from fp8core.parameter.shared_grad import Stepping, share_grad
 from fp8core.parameter.tensor import QuantizedTensor
+from fp8core.reporting import log_once
 
 __all__ = ["fits", "forget_initial_values", "is_rounded", "make_master"]
 
@@ -38,9 +39,13 @@ def _initial_value(parameter: QuantizedTensor) -> torch.Tensor:
     """Return the value that was kept, unless the parameter was written since: then its own."""
     kept = parameter.get_high_precision_init_val()
     if kept is not None:
-        value = kept.to(parameter.device, torch.float32)
-        if is_rounded(value, parameter):
-            return value
+        kept = kept.to(parameter.device)
+        if is_rounded(kept, parameter):
+            return kept.to(torch.float32, copy=True)
+        log_once(
+            "MasterWeights: a quantized parameter was written after its initial value was kept, as "
+            "a checkpoint does it; such masters start as the parameters' values."
+        )
     return parameter.dequantize(torch.float32)
 
 
@@ -70,7 +75,7 @@ def is_rounded(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     if torch.allclose(expected, found, _SCALE_MOVES, 0.0, equal_nan=True):
         return True
     # Codes that came with another scale than their amax gives are not stable under quantization.
-    return isinstance(stored, QuantizedTensor) and torch.equal(found, value)
+    return isinstance(stored, QuantizedTensor) and torch.equal(found, value.float())
 
 
 def _local(tensor: Any) -> torch.Tensor:

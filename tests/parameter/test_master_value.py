@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fp8core
-from fp8core import OperandError, recipe
+from fp8core import OperandError, recipe, reporting
 
 
 def stored() -> torch.nn.Module:
@@ -45,13 +45,26 @@ def test_a_model_on_the_meta_device_is_refused() -> None:
         fp8core.MasterWeights(net)
 
 
-def test_an_initial_value_of_before_the_checkpoint_is_not_taken() -> None:
+def test_a_step_leaves_the_initial_value_that_somebody_holds() -> None:
+    with fp8core.quantized_model_init(True, recipe.Float8CurrentScaling(), True):
+        net = fp8core.Linear(32, 32, params_dtype=torch.float32)
+    held = net.weight.get_high_precision_init_val()
+    (master, _) = fp8core.MasterWeights(net).parameters()
+    assert master.data_ptr() != held.data_ptr()
+    assert type(held) is torch.Tensor
+
+
+def test_an_initial_value_of_before_the_checkpoint_is_not_taken(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporting, "_said", set())
     net, other = stored(), stored()
     with torch.no_grad():
         other.weight.mul_(3)
     net.load_state_dict(other.state_dict())
     masters = dict(fp8core.MasterWeights(net).named_parameters())
     assert torch.equal(masters["weight"], other.weight.dequantize(torch.float32))
+    assert "written after its initial value was kept" in caplog.text
 
 
 def test_codes_of_another_scale_are_a_start() -> None:
