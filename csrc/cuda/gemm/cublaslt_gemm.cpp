@@ -105,6 +105,7 @@ void describe(Layout& layout, const OperandDesc& operand, std::int64_t rows, std
 
 void check_pointer(const char* what, const void* pointer, std::uintptr_t alignment,
                    const GemmDesc& desc) {
+  FP8CORE_CHECK_ADDRESS(pointer, what, " of ", desc.text());
   const auto address = reinterpret_cast<std::uintptr_t>(pointer);
   FP8CORE_CHECK(address % alignment == 0, what, " of ", desc.text(), " is at address ", address,
                 "; expected a multiple of ", alignment, " bytes");
@@ -215,8 +216,13 @@ void Gemm::enqueue(std::size_t candidate, const GemmArguments& arguments, cudaSt
   check_pointer("a", arguments.a, desc_.alignment, desc_);
   check_pointer("b", arguments.b, desc_.alignment, desc_);
   check_pointer("d", arguments.d, desc_.alignment, desc_);
-  check_pointer("a's scale_inv", arguments.a_scale_inv, kAlignment, desc_);
-  check_pointer("b's scale_inv", arguments.b_scale_inv, kAlignment, desc_);
+  if (desc_.a.scale != ScaleMode::kNone)
+    check_pointer("a's scale_inv", arguments.a_scale_inv, kAlignment, desc_);
+  if (desc_.b.scale != ScaleMode::kNone)
+    check_pointer("b's scale_inv", arguments.b_scale_inv, kAlignment, desc_);
+  if (desc_.has_bias) FP8CORE_CHECK_ADDRESS(arguments.bias, "bias of ", desc_.text());
+  if (chosen.workspaceSize > 0)
+    FP8CORE_CHECK_ADDRESS(arguments.workspace, "workspace of ", desc_.text());
   const GemmFactors host{1.0f, 0.0f, 1.0f};
   const GemmFactors* factors = &host;
   if (desc_.a.scale == ScaleMode::kNv16) {  // CUBLASLT_POINTER_MODE_DEVICE

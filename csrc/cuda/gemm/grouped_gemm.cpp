@@ -76,6 +76,17 @@ Accumulation accumulation_of(const GroupedGemmDesc& desc) {
   return desc.fast_accumulation ? Accumulation::kTensorCore : Accumulation::kFloat32;
 }
 
+void check_operand(const char* what, const GroupedOperand& operand, bool has_elements) {
+  for (const void* data : operand.data) {
+    if (has_elements) FP8CORE_CHECK_ADDRESS(data, "grouped_gemm: ", what);
+    FP8CORE_CHECK(reinterpret_cast<std::uintptr_t>(data) % 16 == 0,
+                  "grouped_gemm: codes at an address that is no multiple of 16");
+  }
+  if (!has_elements) return;
+  for (const float* scale_inv : operand.scale_inv)
+    FP8CORE_CHECK_ADDRESS(scale_inv, "grouped_gemm: scale_inv of ", what);
+}
+
 void check(const GroupedGemmDesc& desc, const GroupedGemmArguments& given) {
   const auto groups = static_cast<std::size_t>(given.groups);
   const std::size_t per_group = desc.contracts ? 1 : groups, outputs = desc.contracts ? groups : 1;
@@ -97,13 +108,15 @@ void check(const GroupedGemmDesc& desc, const GroupedGemmArguments& given) {
                 "grouped_gemm: accumulates into float32 alone");
   FP8CORE_CHECK(has_blocks(desc.a_scale) == has_blocks(desc.b_scale),
                 "grouped_gemm: blocks along k in one operand alone");
-  for (const auto* operand : {&given.a, &given.b})
-    for (const void* data : operand->data)
-      FP8CORE_CHECK(reinterpret_cast<std::uintptr_t>(data) % 16 == 0,
-                    "grouped_gemm: codes at an address that is no multiple of 16");
-  for (const void* d : given.d)
+  FP8CORE_CHECK_ADDRESS(given.offsets, "grouped_gemm: group_offsets");
+  check_operand("a", given.a, given.m > 0 && given.k > 0);
+  check_operand("b", given.b, given.k > 0);
+  for (const void* d : given.d) {
+    if (given.m > 0) FP8CORE_CHECK_ADDRESS(d, "grouped_gemm: d");
     FP8CORE_CHECK(reinterpret_cast<std::uintptr_t>(d) % 16 == 0,
                   "grouped_gemm: d at an address that is no multiple of 16");
+  }
+  for (const void* bias : given.bias) FP8CORE_CHECK_ADDRESS(bias, "grouped_gemm: a bias");
 }
 
 // What the launches of all chunks of groups share.

@@ -34,6 +34,7 @@ inline bool reads_vectors(const Matrix& x) {
 inline void check(const Matrix& x) {
   FP8CORE_CHECK(x.rows >= 0 && x.cols >= 0 && x.stride >= x.cols, "x is ", x.rows, " x ", x.cols,
                 " with ", x.stride, " elements between rows; expected at least ", x.cols);
+  if (x.rows > 0 && x.cols > 0) FP8CORE_CHECK_ADDRESS(x.data, "x [", x.rows, ", ", x.cols, "]");
 }
 
 // `rows` of the operand, `block_rows` under one scale; the grid has `tiles` blocks.

@@ -43,6 +43,9 @@ void quantize_nvfp4(const Nvfp4Desc& desc, const Nvfp4Arguments& arguments, int 
   const ByteScaled &row = arguments.rowwise, &column = arguments.columnwise;
   check(x);
   if (x.rows == 0 || x.cols == 0) return;
+  FP8CORE_CHECK_ADDRESS(arguments.workspace, "quantize: the workspace");
+  if (row.codes != nullptr) FP8CORE_CHECK_ADDRESS(arguments.row_global, "global_scale_inv");
+  if (column.codes != nullptr) FP8CORE_CHECK_ADDRESS(arguments.column_global, "global_scale_inv");
   const bool transforms = desc.transforms && column.codes != nullptr;
   FP8CORE_CHECK(row.codes == nullptr || x.cols % 2 == 0, "x is ", x.rows, " x ", x.cols,
                 "; two codes a byte take an even number of columns");

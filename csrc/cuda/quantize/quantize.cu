@@ -37,6 +37,9 @@ TileParams checked(const QuantizeDesc& desc, const QuantizeArguments& arguments)
   FP8CORE_CHECK(groups.offsets == nullptr || (groups.count > 0 && x.rows < kMostRows),
                 "quantize: ", x.rows, " rows in ", groups.count, " groups; expected at least one ",
                 "group and less than ", kMostRows, " rows");
+  for (const QuantizeOutput* out : {&arguments.rowwise, &arguments.columnwise})
+    if (out->codes != nullptr && x.rows > 0 && x.cols > 0)
+      FP8CORE_CHECK_ADDRESS(out->scale_inv, "quantize: a scale_inv");
   TileParams params;
   params.args = arguments;
   params.rule = desc.rule;
@@ -105,11 +108,13 @@ int launch_partials_of(const Matrix& x, float* partials, int num_multiprocessors
 int partial_amaxes(const Matrix& x, float* workspace, int device, cudaStream_t stream) {
   check(x);
   if (x.rows == 0 || x.cols == 0) return 0;
+  FP8CORE_CHECK_ADDRESS(workspace, "amax: the workspace");
   const DeviceGuard guard(device);
   return launch_partials_of(x, workspace, num_multiprocessors(device), stream);
 }
 
 void amax(const Matrix& x, float* amax_out, float* workspace, int device, cudaStream_t stream) {
+  FP8CORE_CHECK_ADDRESS(amax_out, "amax: the result");
   const int count = partial_amaxes(x, workspace, device, stream);
   const DeviceGuard guard(device);
   finish_amax<<<1, kAmaxThreads, 0, stream>>>(workspace, count, amax_out);

@@ -74,6 +74,11 @@ void scale_update(const std::vector<DelayedState>& states, bool takes_window_max
       batch.states[i] = states[first + i];
       FP8CORE_CHECK(batch.states[i].length >= 1, "scale_update: state ", first + i,
                     " has a history of length ", batch.states[i].length);
+      if (batch.states[i].slots > 0) {
+        FP8CORE_CHECK_ADDRESS(batch.states[i].history, "scale_update: a history");
+        FP8CORE_CHECK_ADDRESS(batch.states[i].scale, "scale_update: a scale");
+        FP8CORE_CHECK_ADDRESS(batch.states[i].target, "scale_update: a target");
+      }
       slots = std::max(slots, batch.states[i].slots);
     }
     if (slots == 0) continue;

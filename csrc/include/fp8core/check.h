@@ -25,6 +25,11 @@ std::string join(const Words&... words) {
     if (!(condition)) throw std::invalid_argument(fp8core::join(__VA_ARGS__));             \
   } while (false)
 
+// A tensor without memory of its own has the address 0, which a kernel must not be given.
+#define FP8CORE_CHECK_ADDRESS(pointer, ...)                                                \
+  FP8CORE_CHECK((pointer) != nullptr, __VA_ARGS__,                                         \
+                " is not empty and has the address 0: a tensor without memory of its own")
+
 #define FP8CORE_CUDA(call)                                                                 \
   do {                                                                                     \
     const cudaError_t status_ = (call);                                                    \

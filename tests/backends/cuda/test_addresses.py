@@ -1,0 +1,144 @@
+"""The native entries refuse the address 0 of what is not empty; the front end never gets there.
+
+Each case runs in a process of its own, as a kernel that reads from 0 takes the process with it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.needs_accelerator("cuda")
+
+_NATIVE = """
+import torch
+from fp8core_backends.cuda import native
+library = native.load()
+x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+codes = [torch.empty(64, 64, device="cuda", dtype=torch.uint8) for _ in range(2)]
+floats = [torch.ones(4096, device="cuda") for _ in range(4)]
+at = [one.data_ptr() for one in (x, *codes, *floats)]
+E = library
+kind = E.InputType.bfloat16
+
+def cast(granularity):
+    return E.Quantize(granularity, E.Format.e4m3, kind, 448.0, 0.0, 3e38, False, 0)
+
+def run_cast(*, x=at[0], scale_inv=at[3], workspace=at[4]):
+    whole = (x, 64, 64, at[1], at[2], scale_inv, 0, 0, 0, workspace)
+    cast(E.Granularity.tensor).whole(whole, 0)
+
+def gemm(a=at[1], a_scale=at[3], b=at[2], b_scale=at[4], d=at[5], workspace=at[6]):
+    types, modes = E.ElementType, E.ScaleMode
+    one = E.OperandDesc(types.e4m3, modes.tensor, True, 64)
+    desc = E.GemmDesc(
+        64, 64, 64, one, one, types.bfloat16, False, types.bfloat16, False, False, 16
+    )
+    made = E.Gemm(desc, 0, 0, 1)
+    made.run(0, a, a_scale, b, b_scale, 0, d, workspace, 0, 0)
+"""
+
+CASES = {
+    "cast of x": "run_cast(x=0)",
+    "cast to scale_inv": "run_cast(scale_inv=0)",
+    "cast without workspace": "run_cast(workspace=0)",
+    "amax of x": "library.amax(0, 64, 64, 64, kind, at[3], at[4], 0, 0)",
+    "amax to 0": "library.amax(at[0], 64, 64, 64, kind, 0, at[4], 0, 0)",
+    "gemm a": "gemm(a=0)",
+    "gemm b": "gemm(b=0)",
+    "gemm scale": "gemm(a_scale=0)",
+    "gemm d": "gemm(d=0)",
+    "scale update": "library.ScaleUpdate([(0, at[3], at[4], 0, 4, 3)], True, 0)(0)",
+    "MXFP8": (
+        "library.QuantizeMxfp8(E.Format.e4m3, False, 448.0, kind, 0)("
+        "0, 64, 64, 64, at[1], at[3], 64, 0, 0, 0, 0, 0)"
+    ),
+    "NVFP4": (
+        "library.QuantizeNvfp4(False, 6.0, False, False, False, kind, 0)("
+        "at[0], 64, 64, 64, at[1], at[3], 64, 0, 0, 0, 0, 0, 0, 0, 0, at[4], 0)"
+    ),
+    "tiles of scales": (
+        "library.arrange_scales((0, 1, 64, 64, 2, 1, 0), (at[3], 1, 64, 64, 2, 1, 0), "
+        "at[4], at[5], 0, 0)"
+    ),
+}
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_entry_refuses_the_address_of_nothing(case: str) -> None:
+    code = f"""
+try:
+    {CASES[case]}
+except ValueError as error:
+    print("refused:", error)
+torch.cuda.synchronize()
+"""
+    ran = run(_NATIVE + code)
+    assert ran.returncode == 0, ran.stderr
+    assert "refused:" in ran.stdout
+    assert "workspace" in ran.stdout or "address 0" in ran.stdout
+
+
+_LAYER = """
+import torch, fp8core as te
+from fp8core import ops, recipe, QuantizedTensor, OperandError
+from fp8core.plan import LayerRole
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+torch.manual_seed(0)
+name = {name!r}
+layer = te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda")
+x, dy = (torch.randn(64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+x.requires_grad_()
+plan = recipe.by_name("current").plan(LayerRole("linear"), x.dtype)
+if "dtensor" in {case!r}:
+    import torch.distributed as dist
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    mesh = init_device_mesh("cuda", (1,))
+    def wrap(own): return distribute_tensor(own.detach(), mesh, [Replicate()])
+else:
+    def wrap(own): return QuantizedTensor.quantize(own.detach(), plan.input)
+
+def run(module, x, dy=dy):
+    with te.autocast(recipe=recipe.by_name(name)):
+        y = module(x)
+    y.backward(dy)
+
+try:
+    {body}
+    print("ran")
+except OperandError as error:
+    print("refused:", error)
+torch.cuda.synchronize()
+print("alive")
+"""
+
+BODIES = {
+    "quantized input": "run(layer, wrap(x))",
+    "quantized gradient": "run(layer, x, wrap(dy))",
+    "quantized into a chain": "run(ops.Sequential(ops.Quantize(), layer), wrap(x))",
+    "quantized into a norm": (
+        "run(te.LayerNormLinear(64, 64, params_dtype=x.dtype, device='cuda'), wrap(x))"
+    ),
+    "dtensor input": "run(layer, wrap(x))",
+    "dtensor gradient": "run(layer, x, wrap(dy))",
+    "dtensor weight": "layer.weight = torch.nn.Parameter(wrap(layer.weight)); run(layer, x)",
+}
+
+
+@pytest.mark.parametrize("name", ["current", "delayed", "block", "rowwise"])
+@pytest.mark.parametrize("case", BODIES)
+def test_a_subclass_at_a_layers_door(case: str, name: str) -> None:
+    ran = run(_LAYER.format(name=name, case=case, body=BODIES[case]))
+    assert ran.returncode == 0, ran.stderr
+    assert "alive" in ran.stdout
+    assert ("refused:" in ran.stdout) == case.startswith("dtensor"), ran.stdout
