@@ -18,7 +18,7 @@ from fp8core.library import calls, operators
 from fp8core.library.encoding import Operation
 from fp8core.reporting import log_once
 
-__all__ = ["Resolved", "capturing", "kernel_name", "resolve", "resolve_optional"]
+__all__ = ["Resolved", "capturing", "forget", "kernel_name", "resolve", "resolve_optional"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,11 @@ def _resolve(
     else:
         run = registry.bind(spec, desc, device)
     return Resolved(run, choice, alignment)
+
+
+def forget() -> None:
+    """Bind every operation anew from here on; what layers have bound stays with them."""
+    _resolve.cache_clear()
 
 
 def kernel_name(choice: select.Choice) -> str:

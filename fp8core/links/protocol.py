@@ -125,7 +125,7 @@ class Want:
         rows, groups = y.shape[0], self.call.groups
         if self.rows is not None and rows != self.rows:
             raise RowsChanged("linear", self.rows, y.shape)
-        if isinstance(y, QuantizedTensor):
+        if isinstance(y, QuantizedTensor) and self.takes(y):
             sums = self._sums(y.dequantize()) if self.has_sums else ()
             return Handed(take_operands(y, self.rowwise, self.columnwise), rows, sums)
         sums = self._sums(y) if self.has_sums else ()

@@ -9,6 +9,7 @@ from fp8core.testing.laws import (  # noqa: F401  each defines its laws when it 
     fused,
     gemm,
     grouped,
+    memory,
     nonfinite,
     pointwise,
     quantize,

@@ -1,0 +1,26 @@
+"""The law about memory catches a front end that hands over a tensor without any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fp8core import chain
+from fp8core.testing import subject
+from fp8core.testing.compare import Broken
+from fp8core.testing.laws.memory import no_operand_without_memory_reaches_it
+
+
+def test_the_law_holds() -> None:
+    no_operand_without_memory_reaches_it(subject.find("reference"))
+
+
+@pytest.mark.parametrize("door", ["_unwrap", "unwrap"])
+def test_a_door_left_open_is_a_breach(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_door(*arguments: Any) -> Any:
+        return arguments[1:3] if door == "_unwrap" else arguments[0]
+
+    monkeypatch.setattr(chain, door, open_door)
+    with pytest.raises(Broken, match="without memory"):
+        no_operand_without_memory_reaches_it(subject.find("reference"))
