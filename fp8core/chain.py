@@ -7,13 +7,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
-from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
+from fp8core.errors import Fp8CoreError, UnsupportedError
 from fp8core.library import operators
-from fp8core.links.main_grad import Accumulating
-from fp8core.links.padding import RowsChanged
+from fp8core.links.differentiable import (
+    Unfused,
+    converted,
+    is_detached,
+    only_once,
+    refusing,
+    transform_of,
+    twins,
+)
+from fp8core.links.once import COMPUTED_AS_ONE, OnlyOnce
 from fp8core.links.protocol import DENSE, Call, Link, Program, Saved
+from fp8core.links.steps import Step, Steps, run_steps
 from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.unwrap import PLAIN, unwrap
 
@@ -31,64 +40,6 @@ class Refusal(NamedTuple):
     columns: Callable[[int], int]
 
 
-class _Step(NamedTuple):
-    """What backward has to know of one link's forward, besides its tensors."""
-
-    link: Link
-    num_saved: int
-    context: object
-    needs: Sequence[bool]
-
-
-class _Steps:
-    """The way back through a chain of any links."""
-
-    __slots__ = ("_steps", "frees_early")
-
-    def __init__(self, steps: list[_Step]) -> None:
-        self._steps = steps
-        # A missing main_grad is refused, and backward may be called again when it is there.
-        self.frees_early = not any(isinstance(step.context, Accumulating) for step in steps)
-
-    def takes(self, grad_output: torch.Tensor, call: Call) -> bool:
-        """Whether ``grad_output`` is stored quantized as the last link wants it."""
-        last = self._steps[-1]
-        want = last.link.wants_grad(grad_output.shape[0], last.needs, call, last.context)
-        return want is not None and want.takes(grad_output)
-
-    def backward(
-        self, grad_output: torch.Tensor, saved: list[torch.Tensor | None], call: Call
-    ) -> Sequence[torch.Tensor | None]:
-        """Return the gradients of x and of the parameters, in order; empties ``saved``."""
-        rows, steps = grad_output.shape[0], self._steps
-        value: Any = grad_output
-        grad_params: Sequence[torch.Tensor | None] = ()
-        last = len(steps) - 1
-        step = steps[last]
-        out = step.link.wants_grad(rows, step.needs, call, step.context)
-        if out is not None:
-            value = out(value)
-        for at in range(last, -1, -1):
-            step = steps[at]
-            kept = saved[len(saved) - step.num_saved :]
-            del saved[len(saved) - step.num_saved :]
-            if value is None:  # nothing further up needs a gradient
-                grad_params = (*(None,) * (len(step.needs) - 1), *grad_params)
-                continue
-            out = None
-            if at and step.needs[0]:
-                before = steps[at - 1]
-                out = before.link.wants_grad(rows, before.needs, call, before.context)
-            try:
-                value, own = step.link.backward(value, kept, step.context, call, step.needs, out)
-                if value is not None:
-                    _check_rows(value, rows)
-            except RowsChanged as error:
-                raise _row_error(step.link, (at, len(steps)), "backward", error) from None
-            grad_params = (*own, *grad_params)
-        return value, *grad_params
-
-
 class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -96,6 +47,7 @@ class _Chain(torch.autograd.Function):
     ) -> torch.Tensor:
         y, saved, program = _forward(links, call, x, params, ctx.needs_input_grad[2:])
         ctx.save_for_backward(*saved)
+        ctx.links = links
         ctx.program = program
         ctx.call = call
         ctx.input_shape = x.shape
@@ -103,13 +55,16 @@ class _Chain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True: an error only if it is used
-            return _backward_once(ctx, grad_output)
+        if torch.is_grad_enabled() or _is_batched(grad_output) or _is_transformed():
+            return _backward_again(ctx, grad_output)
         return _backward(ctx, grad_output)
 
 
-# What _Chain.apply ends in. It looks for functorch's transforms first, which refuse the function
-# anyway, and for tensors that outlived one; for a small layer that is a thirtieth of its time.
+# A batch of gradients (is_grads_batched, vectorize) comes by an older vmap than torch.func's.
+_is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+_is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# What _Chain.apply ends in. It looks for functorch's transforms first, for which nothing comes
+# here, and for tensors that outlived one; for a small layer that is a thirtieth of its time.
 _apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Chain).apply
 
 
@@ -192,11 +147,51 @@ def is_under_torch_autocast(x: torch.Tensor) -> bool:
 def _run(
     links: tuple[Link, ...], x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
 ) -> torch.Tensor:
+    if _is_transformed() or forward_ad._current_level >= 0:
+        transform = transform_of((x, *params))
+        if transform is not None:
+            return _run_in_torch(links, x, params, call, transform)
     if torch.is_grad_enabled() and (x.requires_grad or _any_requires_grad(params)):
-        is_transformed = torch._C._are_functorch_transforms_active()
-        y: torch.Tensor = (_Chain.apply if is_transformed else _apply)(links, call, x, *params)
-        return y
+        if type(links) is Unfused and (
+            len(links) > 1
+            or (params and (params[0].dtype != x.dtype or type(params[0]) not in PLAIN))
+        ):
+            return _run_in_pieces(links, x, params, call)
+        return _apply(links, call, x, *params)
     return _forward(links, call, x, params, (False,) * (1 + len(params)))[0]
+
+
+def _run_in_pieces(
+    links: Unfused, x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
+) -> torch.Tensor:
+    """Run ``links`` as one node a piece; weights are converted by torch, which differentiates it.
+
+    A bias is converted within the node, whose gradient of it is rounded once, from the sum.
+    """
+    first, dtype = 0, x.dtype
+    for piece in links.pieces:
+        end = first + sum(link.num_params for link in piece)
+        own = converted(piece[0], params[first:end], dtype)
+        if x.requires_grad or _any_requires_grad(own):
+            x = _apply(piece, call, x, *own)
+        else:
+            x = _forward(piece, call, x, own, (False,) * (1 + len(own)))[0]
+        first = end
+    return x
+
+
+def _run_in_torch(
+    links: tuple[Link, ...],
+    x: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    call: Call,
+    transform: str,
+) -> torch.Tensor:
+    """Run torch's own operators in the place of ``links``, for ``transform`` to see each."""
+    refused = only_once(links)
+    if refused is not None:
+        raise refused.error(transform)
+    return _forward(twins(links, x), call, x, params, (False,) * (1 + len(params)))[0]
 
 
 def _forward(
@@ -212,75 +207,15 @@ def _forward(
     alone = links[0].alone(value.shape[0], needs, call) if is_one else None
     program: Program
     if alone is None:
-        y, saved, program = _run_steps(links, call, value, params, needs)
+        y, saved, program = run_steps(links, call, value, params, needs)
     else:
         y, saved = alone.forward(value, params, call)
         program = alone
     if len(shape) != 2:
         y = y.reshape(*shape[:-1], y.shape[-1])
+        if type(links) is Unfused and saved and saved[0] is value:
+            saved = (x, *saved[1:])  # with its history, which the view made here has not
     return y, saved, program
-
-
-def _run_steps(
-    links: tuple[Link, ...],
-    call: Call,
-    value: Any,
-    params: Sequence[torch.Tensor],
-    needs: Sequence[bool],
-) -> tuple[torch.Tensor, Saved, Program]:
-    """Run ``value [rows, k]`` through the links one after the other."""
-    rows = value.shape[0]
-    spans = _spans(links, needs)
-    out = links[0].wants(rows, spans[0][2], call)
-    if out is not None:
-        value = out(value)
-    saved: list[torch.Tensor | None] = []
-    steps = []
-    last = len(links) - 1
-    for at, link in enumerate(links):
-        first, end, own = spans[at]
-        out = None if at == last else links[at + 1].wants(rows, spans[at + 1][2], call)
-        try:
-            value, kept, context = link.forward(value, params[first:end], call, own, out)
-            _check_rows(value, rows)
-        except RowsChanged as error:
-            raise _row_error(link, (at, len(links)), "forward", error) from None
-        saved.extend(kept)
-        steps.append(_Step(link, len(kept), context, own))
-    return value, saved, _Steps(steps)
-
-
-def _check_rows(value: Any, rows: int) -> None:
-    """Raise RowsChanged unless what one link hands to the next, a tensor or made of one, has
-    ``rows`` rows."""
-    found = value.shape[0] if isinstance(value, torch.Tensor) else value.rows
-    if found != rows:
-        raise RowsChanged("chain", rows, (found,))
-
-
-def _row_error(link: Link, place: tuple[int, int], way: str, error: RowsChanged) -> OperandError:
-    """Return the error of a link that changed the number of rows, which groups, padding and the
-    way back of the others are laid out for."""
-    at, count = place
-    return OperandError(
-        f"link {at + 1} of {count}, {type(link).__name__}, was given {error.rows} rows and "
-        f"returned {error.found} in {way}. Every link of a chain has to return as many rows as it "
-        f"gets: gather or scatter rows before or behind the layer."
-    )
-
-
-def _spans(links: tuple[Link, ...], needs: Sequence[bool]) -> list[tuple[int, int, Sequence[bool]]]:
-    """Return, for each link, where its parameters are, and whose gradients it has to give."""
-    if len(links) == 1:
-        return [(0, len(needs) - 1, needs)]
-    spans: list[tuple[int, int, Sequence[bool]]] = []
-    need_input, first = needs[0], 0
-    for link in links:
-        end = first + link.num_params
-        own = (need_input, *needs[1 + first : 1 + end])
-        spans.append((first, end, own))
-        need_input, first = True in own, end
-    return spans
 
 
 def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -301,26 +236,67 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
 
 
 def _saved(ctx: Any) -> list[torch.Tensor | None]:
-    """Return what forward saved.
+    """Return what forward saved, the input as rows.
 
     Raises:
         UnsupportedError: a backward pass was here before. Another one that failed had read it too,
             as it is freed once read; torch frees it after a pass.
     """
+    saved: list[torch.Tensor | None] | None = None
     try:
-        return list(ctx.saved_tensors)
+        saved = list(ctx.saved_tensors)
     except RuntimeError as error:
         if type(error) is not RuntimeError or "second time" not in str(error):
             raise
-    raise UnsupportedError(
-        f"backward through a layer of fp8core a second time (its input was "
-        f"{list(ctx.input_shape)}): what forward kept was freed as the first backward read it, "
-        f"also if that one failed, as out of memory. Run forward again, or give the first backward "
-        f"retain_graph=True, which keeps it and takes more memory."
-    )
+    if saved is None:
+        raise UnsupportedError(
+            f"backward through a layer of fp8core a second time (its input was "
+            f"{list(ctx.input_shape)}): what forward kept was freed as the first backward read it, "
+            f"also if that one failed, as out of memory. Run forward again, or give the first "
+            f"backward retain_graph=True, which keeps it and takes more memory."
+        )
+    shape, x = ctx.input_shape, saved[0] if saved and type(ctx.links) is Unfused else None
+    if x is not None and len(shape) != 2 and x.shape == shape:
+        saved[0] = x.reshape(-1, shape[-1])
+    return saved
 
 
-_backward_once = once_differentiable(_backward)
+def _backward_again(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return gradients that can be differentiated (create_graph), or of a batch of gradients.
+
+    The way back of one link is made of torch's operators on what forward saved, so it needs no
+    more than a first derivative does.
+    """
+    if is_under_torch_autocast(grad_output):
+        with torch.autocast(grad_output.device.type, enabled=False):
+            return _backward_again(ctx, grad_output)
+    links, needs = ctx.links, ctx.needs_input_grad[2:]
+    if type(links) is not Unfused or len(links) > 1:
+        return _refused(ctx, grad_output, only_once(links) or COMPUTED_AS_ONE)
+    program, (link,) = ctx.program, links
+    saved = _saved(ctx)
+    if not isinstance(program, Steps) and not needs[1]:
+        saved = [None, None, None, *saved]  # where a linear has its input
+    if is_detached(link, saved, needs):
+        return _refused(ctx, grad_output, COMPUTED_AS_ONE)
+    context = program.first_context if isinstance(program, Steps) else None
+    step = Step(twins(links, grad_output)[0], len(saved), context, needs)
+    value = grad_output.reshape(-1, grad_output.shape[-1])
+    grad_input, *grad_params = Steps([step]).backward(value, saved, ctx.call)
+    if grad_input is not None:
+        grad_input = grad_input.reshape(ctx.input_shape)
+    return None, None, grad_input, *grad_params
+
+
+def _refused(
+    ctx: Any, grad_output: torch.Tensor, reason: OnlyOnce
+) -> tuple[torch.Tensor | None, ...]:
+    """Return first derivatives, whose own raise; a batch of gradients raises at once."""
+    if _is_batched(grad_output) or _is_transformed():
+        raise reason.error("a batch of gradients in one backward (is_grads_batched, vectorize)")
+    with torch.no_grad():
+        grads = _backward(ctx, grad_output)
+    return refusing(grads, reason.error("a second derivative (create_graph=True)"))
 
 
 def _any_requires_grad(params: Sequence[torch.Tensor]) -> bool:

@@ -90,6 +90,12 @@ class LinearPlan:
     delayed: DelayedPlan | None = None
 
     @property
+    def is_high_precision(self) -> bool:
+        """Whether nothing is quantized."""
+        gemms = (self.fprop, self.dgrad, self.wgrad)
+        return all(gemm.a is None and gemm.b is None for gemm in gemms)
+
+    @property
     def input(self) -> TensorPlan:
         """How the input is quantized."""
         return TensorPlan(self.fprop.a, self.wgrad.b)

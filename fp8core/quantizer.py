@@ -22,6 +22,7 @@ __all__ = [
     "Pair",
     "Quantizer",
     "Slot",
+    "Unturned",
     "bind_quantizer",
 ]
 
@@ -133,6 +134,28 @@ class HighPrecision(_Quantizer):
         if x.dtype != self._dtype:
             x = x.to(self._dtype)
         return Orientations(Operand(x) if rowwise else None, Operand(x.t()) if columnwise else None)
+
+
+class Unturned(HighPrecision):
+    """No quantization, and no view: both operands are the tensor itself, which its GEMM turns.
+
+    What autograd saves is then the tensor that it knows, with its history.
+    """
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Return ``x`` for either orientation."""
+        operand = Operand(x if x.dtype == self._dtype else x.to(self._dtype))
+        return Orientations(operand if rowwise else None, operand if columnwise else None)
 
 
 class LowPrecision(_Quantizer):

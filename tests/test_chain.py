@@ -253,15 +253,6 @@ def test_backward_frees_the_weight_that_dgrad_has_read(retains: bool) -> None:
     assert alive == [retains]
 
 
-@pytest.mark.parametrize("name", ["none", "current"])
-def test_a_second_derivative_is_refused(name: str) -> None:
-    x = torch.randn(3, 32, requires_grad=True)
-    y = forward(Linear(32, 16), x, name).square().sum()
-    (grad,) = torch.autograd.grad(y, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
 def test_a_weight_changed_before_backward_is_refused() -> None:
     layer = Linear(32, 16)
     y = layer(torch.randn(3, 32, requires_grad=True))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fp8core.backend_api import (
     ActivationBackwardDesc,
@@ -98,11 +100,28 @@ def _add_norm(
     return settle_all(made, _add_norm_shapes(text, x))
 
 
+@contextlib.contextmanager
+def _outside_transforms() -> Iterator[None]:
+    """Draw as if nothing were batched: all gradients of a batch have the mask of their forward."""
+    nesting = 1
+    while torch._C._vmapmode_decrement_nesting() > 0:  # of is_grads_batched, an older vmap
+        nesting += 1
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        for _ in range(nesting):
+            torch._C._vmapmode_increment_nesting()
+
+
 def _dropped(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.Tensor:
     seed, offset = (int(value) for value in rng)
     generator = torch.Generator(device=x.device)
     generator.manual_seed((seed * 0x9E3779B97F4A7C15 + offset + index) & (2**63 - 1))
-    noise = torch.rand(x.shape, generator=generator, device=x.device)
+    is_batched = torch._C._functorch.is_legacy_batchedtensor(x)
+    is_plain = not (is_batched or torch._C._are_functorch_transforms_active())
+    with contextlib.nullcontext() if is_plain else _outside_transforms():
+        noise = torch.rand(x.shape, generator=generator, device=x.device)
     return x * ((noise >= p).to(x.dtype) / (1 - p))
 
 

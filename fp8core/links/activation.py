@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from fp8core.backend_api import ACTIVATIONS, GATED
 from fp8core.errors import OperandError, RecipeError, did_you_mean
 from fp8core.links.fusion import Fusion
+from fp8core.links.once import OnlyOnce
 from fp8core.links.protocol import Backward, Call, Forward, Saved, Want
 
 __all__ = ["GATED", "ActivationLink", "ActivationShape", "activation_shape"]
@@ -66,6 +67,7 @@ class ActivationLink:
     backward_fusion: Fusion | None
     num_params: int = 0
     needs_rng: bool = False
+    only_once: ClassVar[OnlyOnce | None] = None
 
     def alone(self, rows: int, needs: Sequence[bool], call: Call) -> None:
         """There is no shorter way."""

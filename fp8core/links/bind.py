@@ -29,8 +29,9 @@ from fp8core.dispatch.table import Resolved
 from fp8core.errors import UnsupportedError
 from fp8core.links.activation import ActivationLink, ActivationShape
 from fp8core.links.fusion import Fusion, bind_fusion
-from fp8core.links.linear import LinearLink, LinearShape
+from fp8core.links.linear import LinearLink, LinearShape, turning
 from fp8core.links.norm import NormLink, NormShape
+from fp8core.links.once import in_low_precision, linear_only_once
 from fp8core.links.padding import LayerPadding
 from fp8core.links.pointwise import (
     AddLink,
@@ -48,7 +49,7 @@ from fp8core.links.protocol import Link
 from fp8core.links.states import LinearStates
 from fp8core.parameter.storage import storage_plan
 from fp8core.plan import HIGH_PRECISION, GemmPlan, LinearPlan, TensorPlan
-from fp8core.quantizer import Binding, Quantizer, Slot, bind_quantizer
+from fp8core.quantizer import Binding, Quantizer, Slot, Unturned, bind_quantizer
 from fp8core.weights import How, KeptWeight, PerGroup, WeightStore
 
 __all__ = ["SHAPES", "LinkShape", "Site", "Watch", "bind_chain", "gemm_desc", "handover"]
@@ -173,7 +174,15 @@ def _bind_linear(
         name: table.resolve(gemm_desc(name, gemm_plan, shape, dtype), site.binding.device)
         for name in ("fprop", "dgrad", "wgrad")
     }
-    x, weight, dy = _bind_quantizers(shape, site, index, input_dtype, grad_dtype)
+    only_once = linear_only_once(shape.accumulates, site.plan, site.binding, site.owner)
+    dgrad, wgrad = gemms["dgrad"].run, gemms["wgrad"].run
+    if only_once is None:
+        dgrad, wgrad = turning(dgrad), turning(wgrad)
+        # The chain converts weights outside of its node, whose gradients then have this dtype.
+        shape = shape._replace(weight_dtype=dtype)
+    x, weight, dy = _bind_quantizers(
+        shape, site, index, input_dtype, grad_dtype, is_unturned=only_once is None
+    )
     choices = {name: resolved.choice for name, resolved in gemms.items()}
     for name, quantizer in (("input", x), ("weight", weight), ("grad_output", dy)):
         if quantizer.choices:
@@ -185,8 +194,8 @@ def _bind_linear(
         weight=weight,
         grad_output=dy,
         fprop=_fprop(gemms["fprop"], shape, site.binding, gemm_plan.fprop),
-        dgrad=gemms["dgrad"].run,
-        wgrad=gemms["wgrad"].run,
+        dgrad=dgrad,
+        wgrad=wgrad,
         padding=_padding([gemms[name].alignment for name in gemms], shape, site.owner),
         backward_state=states.backward if states is not None and _is_delayed(specs) else None,
         needs_rng=any(spec is not None and spec.stochastic for spec in specs),
@@ -198,6 +207,7 @@ def _bind_linear(
         num_params=shape.num_params,
         # Autograd keeps the last one's gradient until backward returns.
         takes_parts=is_last and dy.makes_parts,
+        only_once=only_once,
     )
 
 
@@ -232,17 +242,24 @@ def _fprop(
 
 
 def _bind_quantizers(
-    shape: LinearShape, site: Site, index: int, input_dtype: torch.dtype, grad_dtype: torch.dtype
+    shape: LinearShape,
+    site: Site,
+    index: int,
+    input_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    *,
+    is_unturned: bool,
 ) -> tuple[Quantizer, KeptWeight | PerGroup, Quantizer]:
     plan, binding, states = site.plan, site.binding, site.states
     is_grouped = bool(shape.groups)
+    unturned = Unturned(binding.activation_dtype) if is_unturned else None
 
     def slot_of(specs: TensorPlan, find: Callable[[LinearStates], Slot]) -> Slot | None:
         return find(states) if states is not None and _is_delayed(specs) else None
 
     def weight(group: int) -> KeptWeight:
         slot = slot_of(plan.weight, lambda states: states.weight(group))
-        quantizer = bind_quantizer(
+        quantizer = unturned or bind_quantizer(
             plan.weight, shape.weight_dtype, binding, slot=slot, nonfinite=site.nonfinite
         )
         key = (plan.weight, shape.weight_dtype, binding.device, quantizer.choices)
@@ -257,7 +274,7 @@ def _bind_quantizers(
         offsets_on_device=shape.offsets_on_device,
         nonfinite=site.nonfinite,
     )
-    x = bind(plan.input, input_dtype, slot=slot_of(plan.input, LinearStates.input))
+    x = unturned or bind(plan.input, input_dtype, slot=slot_of(plan.input, LinearStates.input))
     # Calibration sees the forward pass alone, as in Transformer Engine.
     dy_slot = None if binding.is_observing else slot_of(plan.grad_output, LinearStates.grad_output)
     dy = bind(plan.grad_output, grad_dtype, slot=dy_slot)
@@ -356,9 +373,10 @@ def _bind_quantize(
         dequantize = table.resolve(desc, binding.device).run
         return lambda x: dequantize(quantize(x, columnwise=False).rowwise)
 
-    return QuantizeLink(
-        shape, rounding(site.plan.input.rowwise), rounding(site.plan.grad_output.rowwise)
-    )
+    specs = site.plan.input.rowwise, site.plan.grad_output.rowwise
+    is_high = specs == (None, None) or binding.is_observing
+    only_once = None if is_high else in_low_precision(site.owner)
+    return QuantizeLink(shape, rounding(specs[0]), rounding(specs[1]), only_once)
 
 
 _BINDERS: dict[type, Callable[[Any, Site, Neighbours, int], Link]] = {

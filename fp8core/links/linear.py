@@ -12,6 +12,7 @@ import torch
 from fp8core.backend_api import GemmDesc, Operand
 from fp8core.dispatch.select import Choice
 from fp8core.links.main_grad import Accumulating, accumulate
+from fp8core.links.once import OnlyOnce
 from fp8core.links.padding import LayerPadding, PaddedCall
 from fp8core.links.plain import PlainLinear, grad_input_of
 from fp8core.links.protocol import Backward, Call, Forward, Handed, Saved, Want
@@ -19,7 +20,20 @@ from fp8core.quantizer import Cast, Quantizer
 from fp8core.scaling import DelayedState, update_after_backward
 from fp8core.weights import WeightQuantizer
 
-__all__ = ["LinearLink", "LinearShape"]
+__all__ = ["LinearLink", "LinearShape", "turning"]
+
+
+def turning(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return dgrad or wgrad ``run`` for a second operand, or one a group, that is still to be
+    turned: ``[k, n]``."""
+
+    def turned(a: Operand, b: Any, *groups: torch.Tensor) -> Any:
+        if isinstance(b, Operand):
+            return run(a, Operand(b.data.t()), *groups)
+        return run(a, [Operand(own.data.t()) for own in b], *groups)
+
+    return turned
+
 
 _NOT_SAVED: Saved = (None, None, None)
 
@@ -78,6 +92,7 @@ class LinearLink:
     num_weights: int
     num_params: int
     takes_parts: bool = False
+    only_once: OnlyOnce | None = None
     # What is the same in every call without padding, by whose gradients are needed: after None how
     # the link runs alone, after False what it wants of its input, after True of its gradient.
     _made: dict[Any, Any] = field(default_factory=dict)

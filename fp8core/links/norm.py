@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from fp8core.links.fusion import Fusion
+from fp8core.links.once import OnlyOnce
 from fp8core.links.protocol import Backward, Call, Forward, Saved, Unadded, Want
 
 __all__ = ["NormLink", "NormShape"]
@@ -45,6 +46,7 @@ class NormLink:
     run_added: Callable[..., Any] | None
     num_params: int
     needs_rng: bool = False
+    only_once: ClassVar[OnlyOnce | None] = None
 
     def alone(self, rows: int, needs: Sequence[bool], call: Call) -> None:
         """There is no shorter way."""

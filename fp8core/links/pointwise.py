@@ -10,6 +10,7 @@ import torch
 
 from fp8core.errors import OperandError
 from fp8core.library import fused, operators
+from fp8core.links.once import OnlyOnce
 from fp8core.links.protocol import Backward, Call, Forward, Saved, Unadded, Want
 from fp8core.unwrap import unwrap
 
@@ -66,6 +67,11 @@ class _Plain:
     """Takes tensors and gradients as they are."""
 
     __slots__ = ()
+
+    @property
+    def only_once(self) -> OnlyOnce | None:
+        """Torch's operators compute it anyway."""
+        return None
 
     def alone(self, rows: int, needs: Sequence[bool], call: Call) -> None:
         """There is no shorter way."""
@@ -160,7 +166,8 @@ class DropoutLink(_Plain):
     def _drop(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         if not self.needs_rng:
             return x
-        assert call.rng is not None
+        if call.rng is None:  # under a transform, where torch decides what an example draws
+            return torch.nn.functional.dropout(x, self.shape.p)
         return fused.drop(x, call.rng, self.index, self.shape.p)
 
     def forward(
@@ -237,8 +244,14 @@ class QuantizeLink(_Plain):
     shape: QuantizeShape
     round_forward: Callable[[torch.Tensor], torch.Tensor]
     round_backward: Callable[[torch.Tensor], torch.Tensor]
+    rounding_for: OnlyOnce | None
     num_params: int = 0
     needs_rng: bool = False
+
+    @property
+    def only_once(self) -> OnlyOnce | None:
+        """What it rounds has no derivative but the one that backward takes."""
+        return self.rounding_for
 
     def forward(
         self,

@@ -14,6 +14,7 @@ import torch
 
 from fp8core.library import operators
 from fp8core.links.call import DENSE, Call
+from fp8core.links.once import OnlyOnce
 from fp8core.links.padding import PaddedCall, RowsChanged
 from fp8core.links.stored import is_stored_as, take_operands
 from fp8core.parameter.tensor import QuantizedTensor
@@ -27,6 +28,7 @@ __all__ = [
     "Forward",
     "Handed",
     "Link",
+    "OnlyOnce",
     "Program",
     "Saved",
     "Unadded",
@@ -211,6 +213,10 @@ class Link(Protocol):
     @property
     def needs_rng(self) -> bool:
         """Whether it takes ``call.rng``."""
+
+    @property
+    def only_once(self) -> OnlyOnce | None:
+        """Why torch's own operators may not take its place; None in high precision: they may."""
 
     def alone(self, rows: int, needs: Sequence[bool], call: Call) -> Alone | None:
         """Return a shorter way to run the link as the only one of its chain, if it has one."""

@@ -18,6 +18,7 @@ from fp8core.chain import is_under_torch_autocast
 from fp8core.dispatch import policy, select
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.links.bind import LinkShape, Site, Watch, bind_chain
+from fp8core.links.differentiable import arranged
 from fp8core.links.linear import LinearShape
 from fp8core.links.protocol import Call
 from fp8core.modules.bound import (
@@ -267,7 +268,7 @@ class LowPrecisionModule(DelayedModule):
         except Fp8CoreError as error:
             raise type(error)(f"{self.label}: {error}") from None
         needs_rng = any(link.needs_rng for link in links)
-        parts = tuple(parts_of(shapes, links))
+        parts = tuple(map(arranged, parts_of(shapes, links)))
         return Bound(parts, links, plan, states, recipe, needs_rng)
 
     def check_input(

@@ -17,6 +17,7 @@ from fp8core.library.counted import counter_of
 from fp8core.library.operators import constant_in_graph
 from fp8core.links.activation import ActivationShape
 from fp8core.links.bind import SHAPES, LinkShape, Site, bind_chain
+from fp8core.links.differentiable import arranged
 from fp8core.links.linear import LinearLink, LinearShape
 from fp8core.links.norm import NormShape
 from fp8core.links.pointwise import BiasShape, OutputShape
@@ -85,12 +86,14 @@ class Bound(NamedTuple):
         return Call(rng=rng, first_microbatch=first_microbatch)
 
 
-def new_seed() -> torch.Tensor:
+def new_seed() -> torch.Tensor | None:
     """Draw a seed and offset for dropout and stochastic rounding from torch's CPU generator.
 
     int64 ``[2]``. ``torch.manual_seed`` fixes it, and a recompute that restores the generator's
-    state repeats it.
+    state repeats it. None under a transform of torch.func, where torch's own dropout draws.
     """
+    if torch._C._are_functorch_transforms_active():
+        return None
     return torch.randint(0, 2**62, (2,), device="cpu")
 
 
@@ -185,7 +188,7 @@ def bind_captured(
         refusals = [chain.Refusal(refused, partial(_columns, p)) for p in parts_of(shapes, shapes)]
         parts = [chain.capture(refusal) for refusal in refusals]
         return Bound(tuple(parts), (), HIGH_PRECISION, None, recipe, False)
-    parts = [chain.capture(part) for part in parts_of(shapes, links)]
+    parts = [chain.capture(arranged(part)) for part in parts_of(shapes, links)]
     bound = Bound(tuple(parts), links, plan, None, recipe, False)
     if bound.linears:
         engine = " and ".join(engines_of(bound, LayerRole(kind, name))) or "high precision"

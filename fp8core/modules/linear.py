@@ -49,7 +49,8 @@ class Linear(LowPrecisionModule):
     Input ``[..., in_features]`` and output ``[..., out_features]`` in bfloat16, float16 or float32;
     any number of rows, none included. ``weight [out_features, in_features]``, ``bias
     [out_features]``, or, with ``parameters_split``, one ``NAME_weight`` and ``NAME_bias`` for each
-    part of ``out_features``. Outside an autocast it is torch's own linear.
+    part of ``out_features``. Without a recipe it is torch's own linear, to any order of derivative
+    and under the transforms of ``torch.func``; in low precision those are refused.
 
     Args:
         in_features: size of each input row.
