@@ -42,7 +42,8 @@ class SharedGrad:
         """The gradient of the parameter, turned into this tensor's dtype where it is now.
 
         A parameter with a ``main_grad`` has its gradient there: what autograd brought is added to
-        it, unless ``grad_added_to_main_grad`` says that it only stands for what was added already.
+        it, unless ``grad_added_to_main_grad`` says that it only stands for what was added already;
+        with ``zero_out_wgrad`` it stands as zeros, and may hold another use's gradient.
 
         Raises:
             OperandError: ``main_grad`` has another dtype.
@@ -63,6 +64,8 @@ class SharedGrad:
         summed = summed_grad(parameter)
         if summed is not None:
             parameter.grad = None
+            if hasattr(parameter, "grad_added_to_main_grad"):
+                parameter.grad_added_to_main_grad = False
             with torch.no_grad():
                 summed.zero_() if value is None else summed.copy_(value)
             return
@@ -78,7 +81,8 @@ class SharedGrad:
             )
         parameter: Any = self._parameter
         if grad is not None:
-            if not getattr(parameter, "grad_added_to_main_grad", False):
+            is_dummy = getattr(parameter, "grad_added_to_main_grad", False)
+            if not is_dummy or getattr(parameter, "zero_out_wgrad", False):
                 with torch.no_grad():
                     summed += grad
             parameter.grad = None

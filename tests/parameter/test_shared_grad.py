@@ -121,10 +121,20 @@ def test_zeros_that_stand_for_main_grad_do_not_hide_it() -> None:
     assert layer.weight.main_grad.any()
 
 
+@pytest.mark.parametrize(("is_zeroed", "expected"), [(False, 1.0), (True, 3.0)])
+def test_megatrons_flags_say_what_autograd_brought(is_zeroed: bool, expected: float) -> None:
+    net, master = with_main_grad()
+    net.weight.grad_added_to_main_grad, net.weight.zero_out_wgrad = True, is_zeroed
+    net.weight.grad = torch.full_like(net.weight, 2.0)  # of an embedding tied to it, or a dummy
+    assert torch.equal(master.grad, torch.full((32, 32), expected))
+
+
 def test_zero_grad_zeroes_main_grad() -> None:
     net, master = with_main_grad()
+    net.weight.grad_added_to_main_grad = True
     torch.optim.SGD([master], lr=1.0).zero_grad()
     assert not net.weight.main_grad.any()
+    assert not net.weight.grad_added_to_main_grad
 
 
 def test_a_main_grad_of_another_dtype_is_refused() -> None:
