@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +21,14 @@ __all__ = [
     "Verdict",
     "asked_spec",
     "choose",
+    "declined",
     "default_device",
     "selected_spec",
     "site_pick",
     "verdict",
 ]
+
+_BY_PRIORITY = "device and priority"
 
 
 class Verdict(NamedTuple):
@@ -109,6 +113,18 @@ def choose(
     return Choice(desc, device, backend, because, substitution, verdicts)
 
 
+def declined(choice: Choice) -> list[Verdict]:
+    """Return who came before ``choice``'s backend on its device by priority, and why not.
+
+    Empty where the program, the environment or a site policy decided.
+    """
+    if choice.because != _BY_PRIORITY:
+        return []
+    backends = plugins.load().backends
+    before = itertools.takewhile(lambda own: own.backend != choice.backend, choice.verdicts)
+    return [own for own in before if choice.device.type in backends[own.backend].device_types]
+
+
 def selected_spec(policy: Policy) -> BackendSpec:
     """Return the backend that new modules are made for: the one asked for, or the best usable."""
     registry = plugins.load()
@@ -175,7 +191,7 @@ def _site_or_first(
     registry: plugins.Registry, desc: OpDesc, device: torch.device, candidates: list[str]
 ) -> tuple[str, str]:
     picked = site_pick(registry, desc, device, tuple(candidates))
-    return (candidates[0], "device and priority") if picked is None else (picked, "site policy")
+    return (candidates[0], _BY_PRIORITY) if picked is None else (picked, "site policy")
 
 
 def site_pick(

@@ -54,7 +54,8 @@ def capturing() -> Iterator[None]:
 def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -> Resolved:
     """Bind ``desc`` for ``device`` under the thread's policy and the environment as it is now.
 
-    A substituted backend is logged, once a process. While torch compiles or exports, the callable
+    A substituted backend is logged, once a process, and so is one that declines a low-precision
+    product which another runs. While torch compiles or exports, the callable
     is an operator of ``torch.ops.fp8core``.
 
     Raises:
@@ -86,6 +87,8 @@ def _resolve(
     choice = select.choose(desc, device, asked, backend)
     if choice.substitution:
         log_once(f"{desc.op} on {device} runs on {choice.backend}: {choice.substitution} [{desc}]")
+    if desc.low_precision and "gemm" in desc.op:
+        _announce_declined(choice)
     spec = registry.backends[choice.backend]
     alignment = registry.alignment(spec, desc) if isinstance(desc, GemmDesc) else Alignment()
     if is_captured:
@@ -98,6 +101,20 @@ def _resolve(
 def forget() -> None:
     """Bind every operation anew from here on; what layers have bound stays with them."""
     _resolve.cache_clear()
+
+
+def _announce_declined(choice: select.Choice) -> None:
+    """Warn, once for each backend and reason, that a product runs on another than the first one.
+
+    Without that, a training run by a slower backend looks like any other.
+    """
+    for own in select.declined(choice):
+        where = f"{choice.desc.op} on {choice.device}"
+        log_once(
+            f"{where} runs on {choice.backend}, as {own.backend}, which comes before it, declines: "
+            f"{own.reason} [{choice.desc}]",
+            about=f"{own.backend} declines {choice.desc.op} on {choice.device.type}: {own.reason}",
+        )
 
 
 def kernel_name(choice: select.Choice) -> str:

@@ -22,8 +22,8 @@ def announce(model: torch.nn.Module, *, is_wanted: bool) -> None:
     """Have the model's next forward in eager log what ran; a forward hook that removes itself.
 
     ``is_wanted``: that nothing ran in low precision is a warning, unless an autocast switched it
-    off. A graph of torch.compile says
-    nothing and leaves the hook where it is.
+    off. After such a line the hook stays for the first forward that does run in low precision.
+    A graph of torch.compile says nothing and leaves the hook where it is.
     """
     silence(model)
     model.register_forward_hook(_warn if is_wanted else _inform)
@@ -32,7 +32,7 @@ def announce(model: torch.nn.Module, *, is_wanted: bool) -> None:
 def silence(model: torch.nn.Module) -> None:
     """Take back :func:`announce`."""
     for key, hook in list(model._forward_hooks.items()):
-        if hook in (_warn, _inform):
+        if hook in (_warn, _inform, _wait):
             del model._forward_hooks[key]
 
 
@@ -44,12 +44,32 @@ def _inform(model: torch.nn.Module, arguments: Any, output: Any) -> None:
     _say(model, logging.INFO)
 
 
+def _wait(model: torch.nn.Module, arguments: Any, output: Any) -> None:
+    """Say what ran once something ran in low precision; that nothing does was said before."""
+    if torch.compiler.is_compiling() or is_switched_off():
+        return
+    if _ran_with_recipe(model):
+        _say(model, logging.INFO)
+
+
 def _say(model: torch.nn.Module, level_if_idle: int) -> None:
     if torch.compiler.is_compiling():
         return
     silence(model)
-    is_good, line = _describe(model)
-    logger.log(logging.INFO if is_good else level_if_idle, "%s", line)
+    found = _describe(model)
+    logger.log(logging.INFO if found.is_good else level_if_idle, "%s", found.line)
+    if not found.is_low and not _ran_with_recipe(model):
+        model.register_forward_hook(_wait)
+
+
+def _ran_with_recipe(model: torch.nn.Module) -> bool:
+    """Say whether a layer's latest call had a recipe: the least that each forward can be asked."""
+    for module in model.modules():
+        if isinstance(module, LowPrecisionModule):
+            last = module._bindings.last
+            if last is not None and last[1].recipe is not None:
+                return True
+    return False
 
 
 class _Layer(NamedTuple):
@@ -98,8 +118,15 @@ def _layers(model: torch.nn.Module) -> list[_Layer]:
     return list(found.values())
 
 
-def _describe(model: torch.nn.Module) -> tuple[bool, str]:
-    """Return whether low precision ran where it was asked for, and the line that says what."""
+class _Found(NamedTuple):
+    """Whether low precision ran, whether where it was asked for, and the line that says what."""
+
+    is_low: bool
+    is_good: bool
+    line: str
+
+
+def _describe(model: torch.nn.Module) -> _Found:
     layers = _layers(model)
     low = [layer for layer in layers if layer.is_low]
     total = sum(layer.flops for layer in layers)
@@ -117,12 +144,13 @@ def _describe(model: torch.nn.Module) -> tuple[bool, str]:
     substitutions = dict.fromkeys(text for layer in layers for text in layer.substitutions())
     parts += [f"substituted: {text}" for text in substitutions]
     if low or not high:
-        return True, "; ".join(parts)
+        return _Found(bool(low), True, "; ".join(parts))
     ran = [layer for layer in layers if layer.bound is not None]
     if is_switched_off() or any(layer.is_overridden for layer in ran):
-        return True, "; ".join([*parts, "fp8core.autocast(enabled=False) switched it off"])
+        parts.append("fp8core.autocast(enabled=False) switched it off")
+        return _Found(False, True, "; ".join(parts))
     if any(layer.bound is not None and layer.bound.recipe is not None for layer in ran):
         parts.append("the active recipe leaves all of them in high precision")
     else:
         parts.append("no recipe is active: enter fp8core.autocast, or convert with a recipe")
-    return False, "; ".join(parts)
+    return _Found(False, False, "; ".join(parts))

@@ -182,3 +182,44 @@ def test_unconvert_before_the_first_step_says_nothing(lines: pytest.LogCaptureFi
     fp8core.unconvert(own)
     own(torch.randn(32, 32))
     assert not first_steps(lines)
+
+
+@pytest.mark.parametrize("first", ["switched off", "switched off inside", "outside"])
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_a_first_forward_in_high_precision_does_not_use_up_the_line(
+    first: str, is_prepared: bool, lines: pytest.LogCaptureFixture
+) -> None:
+    own = model()
+    fp8core.convert(own, None)
+    if is_prepared:
+        fp8core.prepare(own)
+    whole, inside = own.forward, fp8core.autocast(enabled=False)
+    for _ in range(2):
+        if first == "switched off":
+            with fp8core.autocast(enabled=False):
+                own(torch.randn(32, 32))
+        else:
+            own.forward = inside(whole) if first == "switched off inside" else whole
+            own(torch.randn(32, 32))
+    own.forward = whole
+    ((_, line),) = first_steps(lines)
+    assert "0 of 3" in line
+    for _ in range(2):
+        with fp8core.autocast(recipe=recipe.MXFP8BlockScaling()):
+            own(torch.randn(32, 32))
+    _, (level, line) = first_steps(lines)
+    assert level == "INFO"
+    assert "2 of 3 linear layers (60.0% of their FLOPs a token) ran in low precision" in line
+    assert not own._forward_hooks
+
+
+def test_a_recipe_that_leaves_all_in_high_precision_is_a_step(
+    lines: pytest.LogCaptureFixture,
+) -> None:
+    own = model()
+    fp8core.convert(own, None)
+    for _ in range(2):
+        with fp8core.autocast(recipe=recipe.PerLayer({})):
+            own(torch.randn(32, 32))
+    assert len(first_steps(lines)) == 1
+    assert not own._forward_hooks
