@@ -160,6 +160,33 @@ def test_a_step_that_overflowed_moves_nothing(fused: bool) -> None:
     assert scale.get_scale() == 2.0**15
 
 
+def test_an_overflow_that_a_cast_hides_is_skipped_under_a_watch() -> None:
+    used = recipe.Float8CurrentScaling()
+    torch.manual_seed(0)
+    with fp8core.quantized_model_init(True, used, True):
+        net = fp8core.Linear(64, 64, bias=False, params_dtype=torch.bfloat16)
+    masters = fp8core.MasterWeights(net)
+    optimizer, scale = torch.optim.AdamW(masters.parameters()), scaler()
+    masters.attach(optimizer)
+    fp8core.watch_grad_scaler(scale, net)
+    (master,) = masters.parameters()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with fp8core.autocast(recipe=used):
+            found: torch.Tensor = net(x)
+        return found
+
+    for step in (OVERFLOWS, 0):
+        before = master.detach().clone()
+        scale.scale(loss_of(forward, step, torch.bfloat16)).backward()
+        grad = master.grad
+        assert grad is not None
+        assert grad.isfinite().all()
+        amp_step(optimizer, scale, net.parameters())
+        optimizer.zero_grad()
+        assert torch.equal(before, master) == (step == OVERFLOWS)
+
+
 def test_microbatches_add_up_in_float32_after_collect_grads() -> None:
     dtype = torch.bfloat16
     net, other = plain_model(dtype), plain_model(dtype)
