@@ -5,7 +5,7 @@ Importing it loads no backend and touches no device.
 
 from __future__ import annotations
 
-import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 from fp8core import errors, formats, not_offered, ops, recipe
@@ -21,6 +21,7 @@ from fp8core.errors import (
     PluginError,
     RecipeError,
     UnsupportedError,
+    did_you_mean,
 )
 from fp8core.explain import explain
 from fp8core.graphs import make_graphed_callables
@@ -92,6 +93,17 @@ __all__ = [
     "watch_grad_scaler",
 ]
 
+
+def __dir__() -> list[str]:
+    """Return the public names, and the modules that are loaded."""
+    own = [
+        name
+        for name, value in globals().items()
+        if isinstance(value, ModuleType) and value.__name__ == f"{__name__}.{name}"
+    ]
+    return sorted({*__all__, *own})
+
+
 if not TYPE_CHECKING:  # to a type checker, it would make every name an attribute
 
     def __getattr__(name: str) -> NoReturn:
@@ -99,6 +111,6 @@ if not TYPE_CHECKING:  # to a type checker, it would make every name an attribut
         refusal = not_offered.refusal(name)
         if refusal is not None:
             raise AttributeError(refusal)
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]
-        )
+        near = "" if name.startswith("_") else did_you_mean(name, __dir__())
+        text = f"module {__name__!r} has no attribute {name!r}{'.' if near else ''}{near}"
+        raise AttributeError(text, name=name)  # with obj=, Python would add a nearest one

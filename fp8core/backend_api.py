@@ -215,3 +215,8 @@ class BackendSpec:
     builder: str = ""
     transposes: bool = False
     api_version: tuple[int, int] = API_VERSION
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)

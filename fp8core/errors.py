@@ -63,3 +63,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     spelt = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), spelt, n=1)
     return f" Did you mean {spelt[near[0]]!r}?" if near else ""
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)

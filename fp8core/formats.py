@@ -290,3 +290,8 @@ for _spec in (
     _E8M0,
 ):
     register(_spec)
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)

@@ -338,3 +338,8 @@ class ClampedSwiGLU(_Activation):
     """
 
     activation = "clamped_swiglu"
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)

@@ -113,3 +113,8 @@ class LinearPlan:
 
 HIGH_PRECISION = LinearPlan()
 """No quantization at all."""
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)

@@ -8,3 +8,8 @@ from fp8core.monitoring.watching import Monitor, monitor
 from fp8core.monitoring.what_if import Summary, WhatIf
 
 __all__ = ["Monitor", "NonFinite", "Row", "Saturation", "Summary", "WhatIf", "monitor"]
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)

@@ -22,3 +22,8 @@ __all__ = [
     "fp8_model_init",
     "quantized_model_init",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)

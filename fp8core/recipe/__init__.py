@@ -51,3 +51,8 @@ __all__ = [
 def get_default_recipe() -> Recipe:
     """Return what the selected backend runs best; ``Float8CurrentScaling()`` on a CPU."""
     return by_name(select.selected_spec(policy.current()).preferred_recipe)
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)

@@ -1,0 +1,77 @@
+"""What the public modules show of themselves, and what they say of a name that they lack."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import fp8core
+
+MODULES = (
+    "fp8core.backend_api",
+    "fp8core.errors",
+    "fp8core.formats",
+    "fp8core.monitoring",
+    "fp8core.ops",
+    "fp8core.parameter",
+    "fp8core.plan",
+    "fp8core.recipe",
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_dir_shows_the_public_names_alone(name: str) -> None:
+    module = importlib.import_module(name)
+    assert dir(module) == sorted(module.__all__)
+    assert all(hasattr(module, own) for own in dir(module))
+
+
+def test_dir_of_the_package_shows_its_names_and_its_modules() -> None:
+    modules = {"backend_api", "hookspecs", "monitoring", "plan"}
+    assert modules <= {*dir(fp8core)}
+    assert {*fp8core.__all__} <= {*dir(fp8core)}
+    for name in {*dir(fp8core)} - {*fp8core.__all__}:
+        assert getattr(fp8core, name).__name__ == f"fp8core.{name}"
+    assert not {"sys", "NoReturn", "TYPE_CHECKING", "annotations"} & {*dir(fp8core)}
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("Lineer", "Linear"),
+        ("linear", "Linear"),
+        ("fp8_autocas", "fp8_autocast"),
+        ("recipes", "recipe"),
+    ],
+)
+def test_a_misspelt_name_gets_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(fp8core, name)
+    assert (
+        str(caught.value) == f"module 'fp8core' has no attribute {name!r}. Did you mean {near!r}?"
+    )
+
+
+def test_the_nearest_is_said_once_where_nobody_catches_it() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", "import fp8core as te; te.Lineer"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stderr.count("Did you mean") == 1
+    assert "Linear" in ran.stderr
+
+
+def test_a_name_like_no_other_gets_none() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'fp8core' has no attribute 'zzzzz'$"):
+        _ = fp8core.zzzzz  # type: ignore[attr-defined]
+
+
+def test_hasattr_and_import_behave_as_in_any_module() -> None:
+    assert not hasattr(fp8core, "Lineer")
+    with pytest.raises(ImportError):
+        from fp8core import Lineer  # noqa: F401
