@@ -133,7 +133,7 @@ def release(module: LowPrecisionModule) -> None:
     own = vars(module)
     record: Record = own.pop(RECORD)
     if record.original is not None:
-        module.reset_delayed_state()
+        module.forget_delayed_state()
     else:
         module.unbind()
     for key in record.added:

@@ -8,22 +8,15 @@ from typing import Any
 
 import torch
 
-from fp8core import formats
 from fp8core.dispatch import policy
 from fp8core.errors import RecipeError
 from fp8core.library.counted import new_counter
 from fp8core.links.bind import Watch
 from fp8core.links.states import BACKWARD_SLOTS, FORWARD_SLOTS, LinearStates
-from fp8core.modules.loading import (
-    BUFFERS,
-    META,
-    meta_text,
-    parameter_errors,
-    read_meta,
-    state_errors,
-)
+from fp8core.modules.loading import parameter_errors, state_errors
+from fp8core.modules.slots import BUFFERS, META, describe, maxima, read_meta
 from fp8core.parameter.tensor import QuantizedTensor
-from fp8core.plan import DelayedPlan, LinearPlan, TensorPlan
+from fp8core.plan import DelayedPlan, LinearPlan
 from fp8core.reporting import log_once, logger
 from fp8core.scaling import DelayedState
 from fp8core.weights import WeightStore
@@ -107,18 +100,25 @@ def _what_ran(bound: Any) -> tuple[Any, DelayedState | None]:
 class DelayedModule(torch.nn.Module):
     """Keeps ``scale_*``, ``amax_history_*`` (float32) and ``delayed_meta`` (uint8) buffers.
 
-    They exist from the first use of a delayed-scaling recipe. ``delayed_meta`` is JSON: each
-    slot's format and the history's length, so that a checkpoint is not taken for another recipe's.
-    All are plain tensors: a ``state_dict`` loads with ``weights_only=True``.
+    They exist from the first use of a delayed-scaling recipe, or from ``fp8core.prepare(model,
+    recipe)`` on. ``delayed_meta`` is JSON: each slot's format and the history's length, so that a
+    checkpoint is not taken for another recipe's. All are plain tensors: a ``state_dict`` loads with
+    ``weights_only=True``.
     """
 
     _bindings: Bindings
     _state_is_from_checkpoint: bool
+    # What the state was made for before its first use, and the history's length; None if it waits.
+    _prepared: tuple[str, int] | None
+    # Whether the state was made here, and nothing has been recorded since.
+    _is_fresh: bool
 
     def __init__(self) -> None:
         super().__init__()
         self._bindings = Bindings()
         self._state_is_from_checkpoint = False
+        self._prepared = None
+        self._is_fresh = False
 
     @property
     def label(self) -> str:
@@ -130,60 +130,111 @@ class DelayedModule(torch.nn.Module):
         self._bindings = self._bindings.fresh()
 
     def reset_delayed_state(self) -> None:
-        """Forget the scales and amax histories; the next use of delayed scaling starts fresh."""
+        """Forget the scales and amax histories: delayed scaling starts fresh, at its next use, or
+        at once in a layer whose state :func:`fp8core.prepare` made."""
+        prepared = self._prepared
+        self.forget_delayed_state()
+        if prepared is not None:
+            self._prepared = prepared
+            self._create(*prepared)
+
+    def forget_delayed_state(self) -> None:
+        """Forget the scales and amax histories, and that they were prepared."""
         for name in BUFFERS:
             self._buffers.pop(name, None)
         self.unbind()
         self._state_is_from_checkpoint = False
+        self._prepared = None
+
+    def check_delayed_state(self, plan: LinearPlan, *, records: bool) -> None:
+        """Refuse ``plan`` where the layer's state is for another recipe and must not be forgotten.
+
+        Raises:
+            RecipeError: it came from a checkpoint, or the call only evaluates (``records`` False),
+                which changes no state.
+        """
+        stored, wanted = self._stored_meta(), describe(plan)
+        if stored is None or stored == wanted:
+            return
+        if self._state_is_from_checkpoint:
+            raise RecipeError(
+                f"the delayed-scaling state in the checkpoint is for {stored}, the recipe "
+                f"needs {wanted}. Use the checkpoint's recipe, or reset_delayed_state()."
+            )
+        if not records:
+            raise RecipeError(
+                f"the layer's delayed-scaling state is for {stored}, the recipe of this "
+                f"evaluation needs {wanted}. Evaluate with the recipe of training, or call "
+                f"reset_delayed_state() first, which forgets the scales."
+            )
+
+    def prepare_delayed_state(self, plan: LinearPlan) -> None:
+        """Make the buffers that ``plan`` needs before their first use, and whenever the layer is
+        reset; those for another recipe are forgotten."""
+        self._prepared = self._make_state(plan)
+
+    def _make_state(self, plan: LinearPlan) -> tuple[str, int]:
+        """Make the buffers that ``plan`` needs, unless they are there; return what they are for."""
+        assert plan.delayed is not None
+        stored, wanted = self._stored_meta(), (describe(plan), plan.delayed.history_len)
+        if stored is not None and stored != wanted[0]:
+            logger.warning("%s: delayed state starts fresh for %s", self.label, wanted[0])
+            self.forget_delayed_state()
+            stored = None
+        if stored is None:
+            self._create(*wanted)
+        return wanted
 
     def delayed_states(self, recipe: Any, plan: LinearPlan, *, records: bool) -> LinearStates:
         """Return the layer's states under ``plan``, made fresh if there are none that fit.
 
         Raises:
-            RecipeError: the state came from a checkpoint of another recipe, or the call only
-                evaluates (``records`` False), which changes no state.
+            RecipeError: see :meth:`check_delayed_state`.
         """
         assert plan.delayed is not None
-        maxima = _maxima(plan)
-        wanted = _describe(plan)
-        stored = self._stored_meta()
-        if stored is not None and stored != wanted:
-            if self._state_is_from_checkpoint:
-                raise RecipeError(
-                    f"the delayed-scaling state in the checkpoint is for {stored}, the recipe "
-                    f"needs {wanted}. Use the checkpoint's recipe, or reset_delayed_state()."
-                )
-            if not records:
-                raise RecipeError(
-                    f"the layer's delayed-scaling state is for {stored}, the recipe of this "
-                    f"evaluation needs {wanted}. Evaluate with the recipe of training, or call "
-                    f"reset_delayed_state() first, which forgets the scales."
-                )
-            logger.warning("%s: delayed state starts fresh for %s", self.label, wanted)
-            self.reset_delayed_state()
-            stored = None
-        if stored is None:
-            self._create(plan.delayed, wanted, self.count_gemms())
+        largest = maxima(plan)
+        self.check_delayed_state(plan, records=records)
+        self._make_state(plan)
+        if records:
+            self._is_fresh = False
+        elif self._is_fresh:
+            self._warn_if_fresh()
         key = (recipe, plan.delayed, policy.current())
         if key not in self._bindings.states:
             gemms = self.count_gemms()
             with torch.inference_mode(False):  # see _create
                 self._bindings.states[key] = LinearStates(
-                    self._state("fwd", recipe, plan.delayed, maxima[:FORWARD_SLOTS] * gemms),
-                    self._state("bwd", recipe, plan.delayed, maxima[FORWARD_SLOTS:] * gemms),
+                    self._state("fwd", recipe, plan.delayed, largest[:FORWARD_SLOTS] * gemms),
+                    self._state("bwd", recipe, plan.delayed, largest[FORWARD_SLOTS:] * gemms),
                 )
         return self._bindings.states[key]
 
-    def _create(self, delayed: DelayedPlan, meta: str, gemms: int) -> None:
-        device = next(self.parameters()).device
+    def _create(self, meta: str, history_len: int) -> None:
+        device, gemms = next(self.parameters()).device, self.count_gemms()
         # Made under inference_mode, they could never be updated by training.
         with torch.inference_mode(False):
             for way, slots in (("fwd", FORWARD_SLOTS * gemms), ("bwd", BACKWARD_SLOTS * gemms)):
                 scale = torch.ones(slots, dtype=torch.float32, device=device)
-                history = scale.new_zeros(delayed.history_len, slots)
+                history = scale.new_zeros(history_len, slots)
                 self.register_buffer(f"scale_{way}", scale)
                 self.register_buffer(f"amax_history_{way}", history)
             self._register_meta(meta, device)
+        self._is_fresh = True
+
+    def _warn_if_fresh(self) -> None:
+        """Say that an evaluation runs at scales that no step has set. It reads the history: a
+        distributed checkpoint is loaded into the buffers themselves."""
+        history = self._buffers["amax_history_fwd"]
+        assert history is not None
+        if history.is_meta or (history.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        if not bool(history.any()):
+            log_once(
+                f"{self.label}: evaluated under delayed scaling before its first training step. "
+                f"Its scales are still 1, at which small values become zero and large ones "
+                f"saturate. Load a checkpoint, train a step, or run some inputs under "
+                f"autocast(enabled=False, calibrating=True, recipe=...) first."
+            )
 
     def _state(
         self, way: str, recipe: Any, delayed: DelayedPlan, maxima: list[float]
@@ -267,14 +318,25 @@ class DelayedModule(torch.nn.Module):
             error_msgs.extend(f"{self.label}: {error}" for error in errors)
             return
         kept = {name: self._buffers.pop(name) for name in BUFFERS if name in self._buffers}
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        self.unbind()
+        try:
+            super()._load_from_state_dict(
+                state_dict,
+                prefix,
+                local_metadata,
+                strict,
+                missing_keys,
+                unexpected_keys,
+                error_msgs,
+            )
+        except BaseException:
+            self._buffers.update(kept)
+            raise
         if not found:
             if kept:
                 log_once(f"{self.label}: no delayed state in the checkpoint; it starts fresh")
+            self.reset_delayed_state()
             return
+        self.unbind()
         self._take_state(found)
 
     def _take_state(self, found: Mapping[str, torch.Tensor]) -> None:
@@ -288,6 +350,7 @@ class DelayedModule(torch.nn.Module):
             assert meta is not None
             self._register_meta(meta[0], device)
         self._state_is_from_checkpoint = True
+        self._is_fresh = False
 
     def _register_meta(self, text: str, device: torch.device) -> None:
         encoded = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
@@ -322,26 +385,3 @@ def _apply_quantized(weight: QuantizedTensor, fn: Callable[[torch.Tensor], torch
         torch.utils.swap_tensors(weight, moved)  # type: ignore[no-untyped-call]  # torch's
         weight.grad = grad
     return weight
-
-
-def _slots(plan: LinearPlan) -> list[TensorPlan | None]:
-    """Return the plan behind each slot of one GEMM; Transformer Engine's order."""
-    return [plan.input, plan.weight, None, plan.grad_output, None]
-
-
-def _describe(plan: LinearPlan) -> str:
-    assert plan.delayed is not None
-    names = [
-        next((s.format for s in tensor if s is not None and s.delayed), None) if tensor else None
-        for tensor in _slots(plan)
-    ]
-    return meta_text(names, plan.delayed.history_len)
-
-
-def _maxima(plan: LinearPlan) -> list[float]:
-    """Return each slot's maximum: of its own format, or, unused, of the tensor it would follow."""
-    found = []
-    for tensor in _slots(plan):
-        spec = next((s for s in tensor or () if s is not None and s.delayed), None)
-        found.append(spec.target if spec is not None else formats.by_name("e4m3").max)
-    return found

@@ -22,9 +22,11 @@ def announce(model: torch.nn.Module, *, is_wanted: bool) -> None:
     """Have the model's next forward in eager log what ran; a forward hook that removes itself.
 
     ``is_wanted``: that nothing ran in low precision is a warning, unless an autocast switched it
-    off. After such a line the hook stays for the first forward that does run in low precision.
-    A graph of torch.compile says nothing and leaves the hook where it is.
+    off; so it stays for who wanted it before. After such a line the hook stays for the first
+    forward that does run in low precision. A graph of torch.compile says nothing and leaves the
+    hook where it is.
     """
+    is_wanted |= _warn in model._forward_hooks.values()
     silence(model)
     model.register_forward_hook(_warn if is_wanted else _inform)
 

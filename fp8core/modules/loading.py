@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from fp8core.links.states import BACKWARD_SLOTS, FORWARD_SLOTS
+from fp8core.modules.slots import BUFFERS, META, read_meta
 from fp8core.parameter.checks import fault_of
 from fp8core.parameter.storage import PARTS
 from fp8core.parameter.tensor import QuantizedTensor
 
-__all__ = ["BUFFERS", "META", "meta_text", "parameter_errors", "read_meta", "state_errors"]
-
-META = "delayed_meta"
-BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd", META)
-
-_MAX_META = 4096
-"""Bytes of the longest metadata that is read."""
+__all__ = ["parameter_errors", "state_errors"]
 
 
 def parameter_errors(
@@ -69,30 +63,6 @@ def _kind_error(value: Any) -> str | None:
         kind = "nested" if value.is_nested else str(value.layout)
         return f"is {kind} in the checkpoint, expected a dense tensor"
     return None
-
-
-def meta_text(formats: Sequence[str | None], history_len: int) -> str:
-    """Return what ``delayed_meta`` holds, as text: the slots' formats and the history's length."""
-    return json.dumps({"formats": list(formats), "history_len": history_len})
-
-
-def read_meta(stored: torch.Tensor) -> tuple[str, int] | None:
-    """Return the text that ``stored`` means, in the order of :func:`meta_text`, and the length of
-    the history; None if it is not fp8core's."""
-    if stored.dtype != torch.uint8 or stored.dim() != 1 or stored.numel() > _MAX_META:
-        return None
-    try:
-        meta = json.loads(bytes(stored.tolist()))
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(meta, dict) or set(meta) != {"formats", "history_len"}:
-        return None
-    formats, length = meta["formats"], meta["history_len"]
-    if type(length) is not int or length < 1 or not isinstance(formats, list):
-        return None
-    if not all(name is None or isinstance(name, str) for name in formats):
-        return None
-    return meta_text(formats, length), length
 
 
 def state_errors(found: Mapping[str, Any], num_gemms: int, stored: str | None) -> list[str]:

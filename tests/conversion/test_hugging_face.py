@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from transformers import (
@@ -115,6 +116,45 @@ def test_it_saves_as_a_plain_model_after_unconvert(tmp_path: Path) -> None:
     assert not info["missing_keys"]
     assert type(loaded.model.layers[0].mlp.up_proj) is nn.Linear
     assert torch.equal(loaded(TOKENS).logits, own(TOKENS).logits)
+
+
+def saved_with_its_state(folder: Path) -> Any:
+    own = llama()
+    fp8core.convert(own, "delayed")
+    train(own, torch.optim.SGD(own.parameters(), lr=0.1), steps=2)
+    own.save_pretrained(folder)
+    return own
+
+
+def test_saved_with_its_state_it_loads_as_a_plain_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = saved_with_its_state(tmp_path)
+    loaded, info = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert (
+        info["unexpected_keys"]
+        == {name for name, _ in own.named_buffers()} & own.state_dict().keys()
+    )
+    assert all(
+        torch.equal(value, own.get_parameter(name)) for name, value in loaded.named_parameters()
+    )
+    ignored = [r"\.(scale|amax_history)_(fwd|bwd)$", r"\.delayed_meta$"]  # as docs/converting.md
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", ignored)
+    _, info = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["unexpected_keys"]
+
+
+def test_saved_with_its_state_it_goes_on_where_it_was(tmp_path: Path) -> None:
+    own = saved_with_its_state(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path).train()
+    fp8core.convert(loaded, "delayed")
+    loaded.load_state_dict(
+        safetensors.torch.load_file(tmp_path / "model.safetensors"), strict=False
+    )
+    for model in (own, loaded):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+    state = own.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
 
 
 def test_experts_that_are_no_linear_layers_are_in_the_report() -> None:
