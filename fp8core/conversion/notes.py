@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -10,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from fp8core.conversion.survey import Survey
 from fp8core.modules.inventory import Place, flops_of, places
-from fp8core.plan import LinearPlan
+from fp8core.plan import LayerRole, LinearPlan
 from fp8core.recipe import PerLayer, Recipe
 from fp8core.reporting import some
 
@@ -59,11 +58,12 @@ def _on_recipe(
     if high:
         yield f"by the recipe these compute in high precision: {some(high)}"
     if isinstance(recipe, PerLayer):
-        paths = [place.path for place in (*found.chosen, *found.native)]
-        for rule, _ in recipe.rules:
-            pattern = rule if isinstance(rule, str) else rule.name
-            if pattern is not None and not any(fnmatch.fnmatchcase(p, pattern) for p in paths):
-                yield f"the recipe's rule {pattern!r} matches no converted layer"
+        roles = [
+            LayerRole(getattr(place.module, "kind", "linear"), place.path)
+            for place in (*found.chosen, *found.native)
+        ]
+        for pattern in recipe.unmatched(roles):
+            yield f"the recipe's rule {pattern!r} matches no converted layer"
     if any(
         plan.delayed is not None and plan.delayed.amax_algorithm == "most_recent"
         for plan in plans.values()

@@ -24,6 +24,7 @@ from fp8core.links.protocol import Call
 from fp8core.modules.bound import (
     Bound,
     bind_captured,
+    check_rules,
     label_of,
     parts_of,
     plan_of,
@@ -55,6 +56,9 @@ class LowPrecisionModule(DelayedModule):
     fuse_wgrad_accumulation = False
     # What the layer does outside any autocast; high precision if None.
     outside_autocast: Active | None = None
+    # Kind and name of each layer of the prepared model, a line each; one text, which torch.compile
+    # compares at once.
+    peers: str = ""
 
     def __init__(self, name: str | None) -> None:
         super().__init__()
@@ -157,11 +161,11 @@ class LowPrecisionModule(DelayedModule):
         # torch.compile reads this code. A layer's name is asked for only where it matters: graphs
         # are guarded by what they read.
         asked, backends = active_name(self.outside_autocast), policy.current()
-        name = self.name if reads_names(asked) else None
+        name, peers = (self.name, self.peers) if reads_names(asked) else (None, "")
         is_compiled = torch.compiler.is_dynamo_compiling()
         is_watched = self._bindings.watch is not None
         return bind_captured(
-            (self.kind, type(self).__name__, name, is_compiled, is_watched),
+            (self.kind, type(self).__name__, name, peers, is_compiled, is_watched),
             tuple([(type(shape).__name__, *shape) for shape in self.link_shapes()]),
             asked,
             (backends.backend, backends.op_backends),
@@ -246,6 +250,7 @@ class LowPrecisionModule(DelayedModule):
         binding: Binding,
         shapes: tuple[LinkShape, ...],
     ) -> Bound:
+        check_rules(recipe, self.peers)
         try:
             plan = plan_of(recipe, LayerRole(self.kind, self.name), binding.activation_dtype)
             states = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -12,7 +12,13 @@ import torch
 from fp8core import chain
 from fp8core.autocast import named
 from fp8core.dispatch import table
-from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
+from fp8core.errors import (
+    Fp8CoreError,
+    OperandError,
+    RecipeError,
+    UnsupportedError,
+    did_you_mean,
+)
 from fp8core.library.counted import counter_of
 from fp8core.library.operators import constant_in_graph
 from fp8core.links.activation import ActivationShape
@@ -26,11 +32,12 @@ from fp8core.links.states import LinearStates
 from fp8core.plan import HIGH_PRECISION, LayerRole, LinearPlan
 from fp8core.quantizer import Binding
 from fp8core.recipe import PerLayer, Recipe
-from fp8core.reporting import log_once
+from fp8core.reporting import log_once, some
 
 __all__ = [
     "Bound",
     "bind_captured",
+    "check_rules",
     "engines_of",
     "label_of",
     "new_seed",
@@ -129,6 +136,25 @@ def plan_of(recipe: Recipe | None, role: LayerRole, dtype: torch.dtype) -> Linea
     return HIGH_PRECISION if recipe is None else recipe.plan(role, dtype)
 
 
+@lru_cache(maxsize=64)  # asked by each layer of a model
+def check_rules(recipe: Recipe | None, peers: str) -> None:
+    """Refuse a name pattern that matches no layer of a prepared model; ``peers`` are its layers.
+
+    Raises:
+        RecipeError: there is one; lists the layers.
+    """
+    if not peers or not isinstance(recipe, PerLayer):
+        return
+    roles = [LayerRole(*line.split(" ", 1)) for line in peers.splitlines()]
+    unmatched = recipe.unmatched(roles)
+    if unmatched:
+        names = [role.name for role in roles if role.name is not None]
+        raise RecipeError(
+            f"PerLayer's rule {unmatched[0]!r} matches no layer of the model that fp8core.prepare "
+            f"named; its layers: {some(names, shown=20)}.{did_you_mean(unmatched[0], names)}"
+        )
+
+
 _Item = TypeVar("_Item")
 
 
@@ -151,7 +177,7 @@ constant_in_graph(reads_names)
 
 
 def bind_captured(
-    layer: tuple[str, str, str | None, bool, bool],
+    layer: tuple[str, str, str | None, str, bool, bool],
     shape_fields: tuple[tuple[Any, ...], ...],
     asked: str,
     backends: tuple[str | None, tuple[tuple[str, str], ...]],
@@ -163,13 +189,14 @@ def bind_captured(
     have in common, so that they share a graph. A compiled graph raises what
     binding raises when it runs: torch.compile would dress it as an error of its own.
     """
-    kind, type_name, name, is_compiled, is_watched = layer
+    kind, type_name, name, peers, is_compiled, is_watched = layer
     shapes = tuple(SHAPES[shape](*fields) for shape, *fields in shape_fields)
     request = named(asked)
     recipe = request.quantize if request.quantize is not None else request.observe
     binding = Binding(*place, request.observe is not None)
     label = label_of(type_name, name, shapes)
     try:
+        check_rules(recipe, peers)
         plan = plan_of(recipe, LayerRole(kind, name), binding.activation_dtype)
         if plan.delayed is not None and any(isinstance(shape, LinearShape) for shape in shapes):
             raise UnsupportedError(_NO_CAPTURE)

@@ -8,7 +8,7 @@ import torch
 
 from fp8core.errors import Fp8CoreError
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bound import plan_of
+from fp8core.modules.bound import check_rules, plan_of
 from fp8core.modules.first_step import announce
 from fp8core.modules.slots import BUFFERS
 from fp8core.plan import LayerRole, LinearPlan
@@ -24,7 +24,8 @@ _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 def prepare(model: torch.nn.Module, recipe: Recipe | str | None = None) -> torch.nn.Module:
     """Give every fp8core layer of ``model`` its path as its name, and return the model.
 
-    Messages then name the layer, and :class:`fp8core.recipe.PerLayer` can match it. The model's
+    Messages then name the layer, and :class:`fp8core.recipe.PerLayer` can match it; a pattern of it
+    that matches no layer of the model is an error, here or when a layer first runs. The model's
     first forward logs what ran in low precision.
 
     With a ``recipe``, each layer that it gives delayed scales has their buffers at once instead of
@@ -38,14 +39,23 @@ def prepare(model: torch.nn.Module, recipe: Recipe | str | None = None) -> torch
         recipe: the recipe that the model will be trained with, or its name; None makes no state.
 
     Raises:
-        RecipeError: an unknown recipe, or one that does not fit the delayed state that a layer got
-            from a checkpoint. Nothing but names is changed then.
+        RecipeError: an unknown recipe, one with a pattern that matches no layer, or one that does
+            not fit the delayed state that a layer got from a checkpoint. Nothing but names is
+            changed then.
     """
     chosen = recipe_from(recipe, "prepare(recipe=...)")
-    for path, module in model.named_modules():
-        if isinstance(module, LowPrecisionModule):
-            module.name = path or module.name
-            module.unbind()
+    layers = {
+        module: path
+        for path, module in model.named_modules()
+        if isinstance(module, LowPrecisionModule)
+    }
+    for layer, path in layers.items():
+        layer.name = path or layer.name
+        layer.unbind()
+    peers = "\n".join(f"{layer.kind} {layer.name}" for layer in layers if layer.name is not None)
+    for layer in layers:
+        layer.peers = peers
+    check_rules(chosen, peers)
     if chosen is not None:
         _make_states(model, chosen)
     announce(model, is_wanted=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -59,7 +59,7 @@ class PerLayer(Recipe):
     Raises:
         RecipeError: a rule is no such pair, or no recipe has that name; or, when a plan is asked
             for, a name pattern has to be matched against a layer without a name
-            (``fp8core.prepare(model)`` gives names).
+            (``fp8core.prepare(model)`` gives names), or matches no layer of a prepared model.
     """
 
     rules: tuple[Rule, ...]
@@ -102,6 +102,19 @@ class PerLayer(Recipe):
             if fnmatch.fnmatchcase(role.name, wanted.name):
                 return value
         return self.default
+
+    def unmatched(self, roles: Collection[LayerRole]) -> list[str]:
+        """Return the name patterns that fit none of ``roles``, the layers of a whole model."""
+        found = []
+        for key, value in self.rules:
+            pattern = key if isinstance(key, str) else key.name
+            kinds = {role.kind for role in roles} if isinstance(key, str) else {key.kind}
+            names = [role.name for role in roles if role.kind in kinds and role.name is not None]
+            if pattern is not None and not any(fnmatch.fnmatchcase(n, pattern) for n in names):
+                found.append(pattern)
+            if isinstance(value, PerLayer):
+                found += value.unmatched(roles)
+        return found
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
         """Return the plan of the recipe chosen for ``role``."""

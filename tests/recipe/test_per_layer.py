@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -167,3 +168,40 @@ def test_delayed_scaling_keeps_state_in_its_own_layers_only() -> None:
         model(torch.randn(32, 32))
     owners = {name.rpartition(".")[0] for name, _ in model.named_buffers()}
     assert owners == {"head"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ({"hed": None}, "rule 'hed' matches no layer .* body.0, body.1, head. Did you mean 'head'"),
+        ({"head": MX, "body.*.fc": None}, r"rule 'body.\*.fc' matches no layer"),
+        ({LayerRole("linear", "hed"): MX}, "rule 'hed' matches no layer"),
+        ({LayerRole("grouped_linear", "head"): MX}, "rule 'head' matches no layer"),
+        ({"*": PerLayer({"hed": None}, default=MX)}, "rule 'hed' matches no layer"),
+    ],
+    ids=["name", "pattern", "role", "kind", "nested"],
+)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_pattern_that_matches_nothing_in_a_prepared_model_is_an_error_that_lists_what_exists(
+    rules: Any, said: str, is_compiled: bool
+) -> None:
+    model = fp8core.prepare(Model())
+    run = torch.compile(model, backend="eager") if is_compiled else model
+    for _ in range(2):
+        with fp8core.autocast(recipe=PerLayer(rules)), pytest.raises(RecipeError, match=said):
+            run(torch.randn(32, 32))
+
+
+def test_patterns_that_match_a_layer_that_does_not_run_are_right() -> None:
+    model = fp8core.prepare(Model())
+    rules = {"head": None, LayerRole("grouped_linear"): MX, "body.[01]": MX}
+    with fp8core.autocast(recipe=PerLayer(rules)):
+        model.body(torch.randn(32, 32))
+    copied = copy.deepcopy(model)
+    with fp8core.autocast(recipe=PerLayer({"hed": None})), pytest.raises(RecipeError):
+        copied(torch.randn(32, 32))
+
+
+def test_prepare_with_the_recipe_finds_a_pattern_that_matches_nothing() -> None:
+    with pytest.raises(RecipeError, match="rule 'hed' matches no layer"):
+        fp8core.prepare(Model(), recipe=PerLayer({"hed": None}, default=DelayedScaling()))
