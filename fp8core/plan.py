@@ -23,6 +23,7 @@ from fp8core.backend_api import OperandSpec
 
 __all__ = [
     "HIGH_PRECISION",
+    "NONFINITE",
     "AmaxAlgorithm",
     "DelayedPlan",
     "GemmPlan",
@@ -82,12 +83,16 @@ class DelayedPlan:
 
 @dataclass(frozen=True, slots=True)
 class LinearPlan:
-    """The three GEMMs of a linear layer; ``delayed`` if any operand is scaled by delayed scales."""
+    """The three GEMMs of a linear layer; ``delayed`` if any operand is scaled by delayed scales.
+
+    ``nonfinite`` says what a cast makes of a tensor with NaN or inf, one of :data:`NONFINITE`.
+    """
 
     fprop: GemmPlan = GemmPlan()
     dgrad: GemmPlan = GemmPlan()
     wgrad: GemmPlan = GemmPlan()
     delayed: DelayedPlan | None = None
+    nonfinite: str = "saturate"
 
     @property
     def is_high_precision(self) -> bool:
@@ -110,6 +115,10 @@ class LinearPlan:
         """How the gradient of the output is quantized."""
         return TensorPlan(self.dgrad.a, self.wgrad.a)
 
+
+NONFINITE = ("saturate", "propagate")
+"""``"saturate"``: the codes that the format has for them, inf becoming its largest value.
+``"propagate"``: also scales of NaN, so that every result that the tensor has part in is NaN."""
 
 HIGH_PRECISION = LinearPlan()
 """No quantization at all."""

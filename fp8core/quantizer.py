@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -110,6 +111,10 @@ class _Quantizer:
     def beside(self, other: Quantizer) -> Pair | None:
         """There is none."""
         return None
+
+
+_E8M0_NAN = 0xFF
+"""Source: OCP MX v1.0 sec. 5.4.1."""
 
 
 class HighPrecision(_Quantizer):
@@ -243,6 +248,51 @@ class LowPrecision(_Quantizer):
         return partial(run, **given) if given else run
 
 
+class Propagating(_Quantizer):
+    """Casts, and makes the scales of a tensor with NaN or inf NaN, and so all results of it.
+
+    It counts for itself, and then adds to the count ``nonfinite`` that others read: three small
+    kernels more in each cast, and none of a backend's fusions, pairs and parts.
+    """
+
+    __slots__ = ("_inner", "_nonfinite", "choices")
+
+    def __init__(self, inner: LowPrecision, nonfinite: torch.Tensor | None) -> None:
+        self._inner = inner
+        self._nonfinite = nonfinite
+        self.choices = inner.choices
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Quantize ``x``, and mark what was made if it is not finite."""
+        count = torch.zeros(1, dtype=torch.int64, device=x.device)
+        run = partial(
+            self._inner.cast_to(rowwise=rowwise, columnwise=columnwise), nonfinite_out=count
+        )
+        made = run(x, *groups) if rng is None else run(x, *groups, rng=rng)
+        if self._nonfinite is not None:
+            self._nonfinite.add_(count)
+        met = count > 0
+        for operand in made:
+            if operand is not None:
+                _mark(operand, met)
+        return made
+
+
+def _mark(operand: Operand, met: torch.Tensor) -> None:
+    """Fill the outer scales of ``operand`` with NaN where ``met``, bool ``[1]``, says so."""
+    scales = operand.scale_inv if operand.global_scale_inv is None else operand.global_scale_inv
+    assert scales is not None
+    scales.masked_fill_(met, math.nan if scales.is_floating_point() else _E8M0_NAN)
+
+
 class Mixed(_Quantizer):
     """One orientation in low precision, the other in high precision."""
 
@@ -315,11 +365,13 @@ def bind_quantizer(
     offsets_on_device: bool = False,
     slot: Slot | None = None,
     nonfinite: torch.Tensor | None = None,
+    propagates: bool = False,
 ) -> Quantizer:
     """Return the quantizer of a tensor of ``dtype`` planned as ``plan``.
 
     With ``slot`` it takes its scale there and records its amax; while observing it only records.
-    To ``nonfinite``, int64 ``[1]``, its casts add the number of their NaN and inf.
+    To ``nonfinite``, int64 ``[1]``, its casts add the number of their NaN and inf; ``propagates``
+    as in :data:`fp8core.plan.NONFINITE`.
 
     Raises:
         UnsupportedError: no backend quantizes like that on the device.
@@ -332,10 +384,17 @@ def bind_quantizer(
     if plan.rowwise is None and plan.columnwise is None:
         return HighPrecision(binding.activation_dtype)
     where = (grouped, offsets_on_device)
+
+    def low_precision(specs: TensorPlan) -> Quantizer:
+        desc = QuantizeDesc(dtype, *specs, *where)
+        if propagates:
+            return Propagating(LowPrecision(desc, binding.device, slot, None), nonfinite)
+        return LowPrecision(desc, binding.device, slot, nonfinite)
+
     if plan.rowwise is None or plan.columnwise is None:
         rest = plan._replace(rowwise=plan.rowwise or plan.columnwise)
         rest = rest._replace(columnwise=rest.rowwise)
-        low = LowPrecision(QuantizeDesc(dtype, *rest, *where), binding.device, slot, nonfinite)
+        low = low_precision(rest)
         high = HighPrecision(binding.activation_dtype)
         return Mixed(high, low) if plan.rowwise is None else Mixed(low, high)
-    return LowPrecision(QuantizeDesc(dtype, *plan, *where), binding.device, slot, nonfinite)
+    return low_precision(plan)

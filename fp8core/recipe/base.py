@@ -12,7 +12,7 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import OperandSpec
 from fp8core.errors import RecipeError, UnsupportedError, did_you_mean
-from fp8core.plan import DelayedPlan, GemmPlan, LayerRole, LinearPlan, TensorPlan
+from fp8core.plan import NONFINITE, DelayedPlan, GemmPlan, LayerRole, LinearPlan, TensorPlan
 
 __all__ = ["FAST", "SPLIT", "Format", "MMParams", "Recipe"]
 
@@ -101,22 +101,23 @@ class Recipe:
 
 
 def linear_plan(
+    recipe: Any,
     tensors: Callable[[str], TensorPlan],
     accumulators: tuple[MMParams, MMParams, MMParams],
     *,
-    backward_override: str | None = None,
     delayed: DelayedPlan | None = None,
 ) -> LinearPlan:
-    """Arrange the plans of ``input``, ``weight`` and ``grad_output`` as three GEMMs."""
+    """Arrange the plans of ``input``, ``weight`` and ``grad_output`` as the GEMMs of ``recipe``."""
     x, w, dy = (tensors(name) for name in ("input", "weight", "grad_output"))
     fprop = _gemm_plan(x.rowwise, w.rowwise, accumulators[0])
-    if backward_override is not None:
-        return LinearPlan(fprop, delayed=delayed)
+    if recipe.backward_override is not None:
+        return LinearPlan(fprop, delayed=delayed, nonfinite=recipe.nonfinite)
     return LinearPlan(
         fprop,
         _gemm_plan(dy.rowwise, w.columnwise, accumulators[1]),
         _gemm_plan(dy.columnwise, x.columnwise, accumulators[2]),
         delayed,
+        recipe.nonfinite,
     )
 
 
@@ -130,14 +131,14 @@ SPLIT = MMParams(use_split_accumulator=True)
 FAST = MMParams(use_split_accumulator=False)
 
 
-def delayed_linear_plan(fp8_format: str, delayed: DelayedPlan) -> LinearPlan:
+def delayed_linear_plan(recipe: Any, fp8_format: str, delayed: DelayedPlan) -> LinearPlan:
     """Return the plan of tensorwise delayed scaling; dgrad and wgrad accumulate in float32."""
 
     def tensor(name: str) -> TensorPlan:
         spec = OperandSpec(*element(fp8_format, name, (0, 0)), delayed=True, cast_first=False)
         return TensorPlan(spec, spec)
 
-    return linear_plan(tensor, (FAST, SPLIT, SPLIT), delayed=delayed)
+    return linear_plan(recipe, tensor, (FAST, SPLIT, SPLIT), delayed=delayed)
 
 
 def check_delayed(recipe: str, plan: DelayedPlan) -> None:
@@ -186,7 +187,7 @@ def check_format(recipe: Any, refuse: tuple[str, ...] = (), field: str = "fp8_fo
 
 
 def check_common(recipe: Any, overrides: tuple[str | None, ...] = (None, "high_precision")) -> None:
-    """Raise for fields that recipes share: attention, backward_override, accumulators."""
+    """Raise for fields that recipes share, such as attention, backward_override, accumulators."""
     owner = type(recipe).__name__
     for name in ("fp8_dpa", "fp8_mha"):
         if getattr(recipe, name):
@@ -195,6 +196,8 @@ def check_common(recipe: Any, overrides: tuple[str | None, ...] = (None, "high_p
         raise RecipeError(
             f"{owner}(backward_override={recipe.backward_override!r}): expected one of {overrides}."
         )
+    if recipe.nonfinite not in NONFINITE:
+        raise RecipeError(f"{owner}(nonfinite={recipe.nonfinite!r}): expected one of {NONFINITE}.")
     for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
         params = getattr(recipe, name, SPLIT)
         if not isinstance(params, MMParams):

@@ -177,6 +177,7 @@ class CustomRecipe(Recipe):
         fp8_format, margin, amax_history_len, amax_compute_algo, scaling_factor_compute_algo: the
             scaling fields of :class:`DelayedScaling`, from which this is then that recipe. Beside
             a factory, which chooses the formats, ``fp8_format`` may be HYBRID and says nothing.
+        nonfinite: as in the named recipes, for all three tensors.
         quantization_alignment: taken for compatibility; layers pad to what blocks need.
 
     Raises:
@@ -195,6 +196,7 @@ class CustomRecipe(Recipe):
     amax_history_len: int | None = None
     amax_compute_algo: AmaxAlgorithm | None = None
     scaling_factor_compute_algo: ScalingAlgorithm | None = None
+    nonfinite: str = "saturate"
 
     def __post_init__(self) -> None:
         """Check that exactly one way was taken."""
@@ -234,7 +236,7 @@ class CustomRecipe(Recipe):
         """Ask the factory for each tensor, or plan delayed scaling from the fields."""
         if self.qfactory is None:
             request = self._request()
-            return delayed_linear_plan(request.fp8_format, request.delayed())
+            return delayed_linear_plan(self, request.fp8_format, request.delayed())
         made = {
             tensor: self.qfactory(QuantizerRole(role.kind, tensor, role.name))
             for tensor in ("input", "weight", "grad_output")
@@ -246,9 +248,9 @@ class CustomRecipe(Recipe):
                 f"but qfactory asked for {sorted(map(str, requests))}."
             )
         return linear_plan(
+            self,
             lambda tensor: _tensor_plan(tensor, made[tensor]),
             (FAST, SPLIT, SPLIT),
-            backward_override=self.backward_override,
             delayed=next(iter(requests), None),
         )
 

@@ -1,9 +1,13 @@
-"""The recipes that have a name: each a frozen value with Transformer Engine's field names."""
+"""The recipes that have a name: each a frozen value with Transformer Engine's field names.
+
+All take ``nonfinite``, fp8core's own: what a cast makes of a tensor with NaN or inf, see
+:data:`fp8core.plan.NONFINITE`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
 import torch
@@ -65,6 +69,8 @@ class DelayedScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+    _: KW_ONLY
+    nonfinite: str = "saturate"
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -83,7 +89,7 @@ class DelayedScaling(Recipe):
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
         """Tensorwise, delayed; a fused producer hands over float32."""
-        return delayed_linear_plan(self.fp8_format, self._delayed())
+        return delayed_linear_plan(self, self.fp8_format, self._delayed())
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,8 @@ class Float8CurrentScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+    _: KW_ONLY
+    nonfinite: str = "saturate"
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -126,6 +134,8 @@ class Float8RowwiseScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+    _: KW_ONLY
+    nonfinite: str = "saturate"
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -154,6 +164,8 @@ class MXFP8BlockScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = None
     enable_2d_quantization: bool = False
+    _: KW_ONLY
+    nonfinite: str = "saturate"
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -175,7 +187,7 @@ class MXFP8BlockScaling(Recipe):
             return TensorPlan(spec, spec)
 
         gemms = (SPLIT, SPLIT, SPLIT)
-        return linear_plan(tensor, gemms, backward_override=self.backward_override)
+        return linear_plan(self, tensor, gemms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +212,8 @@ class Float8BlockScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+    _: KW_ONLY
+    nonfinite: str = "saturate"
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -236,7 +250,7 @@ class Float8BlockScaling(Recipe):
             )
             return TensorPlan(spec, spec)
 
-        return linear_plan(tensor, _gemms(self), backward_override=self.backward_override)
+        return linear_plan(self, tensor, _gemms(self))
 
 
 _FOUR_OVER_SIX = ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode")
@@ -268,6 +282,8 @@ class NVFP4BlockScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+    _: KW_ONLY
+    nonfinite: str = "saturate"
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -299,7 +315,7 @@ class NVFP4BlockScaling(Recipe):
             return TensorPlan(spec, dataclasses.replace(spec, transform="hadamard16"))
 
         gemms = (SPLIT, SPLIT, SPLIT)
-        return linear_plan(tensor, gemms, backward_override=self.backward_override)
+        return linear_plan(self, tensor, gemms)
 
 
 def _gemms(
@@ -318,4 +334,4 @@ def _current_plan(
         spec = OperandSpec(*first, power_of_two=recipe.use_power_2_scales)
         return TensorPlan(spec, spec)
 
-    return linear_plan(tensor, _gemms(recipe), backward_override=recipe.backward_override)
+    return linear_plan(recipe, tensor, _gemms(recipe))
