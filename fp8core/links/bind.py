@@ -251,7 +251,8 @@ def _bind_quantizers(
     is_unturned: bool,
 ) -> tuple[Quantizer, KeptWeight | PerGroup, Quantizer]:
     plan, binding, states = site.plan, site.binding, site.states
-    is_grouped, counting = bool(shape.groups), _counting(site)
+    is_grouped = bool(shape.groups)
+    count, propagates = site.nonfinite, plan.nonfinite == "propagate"
     unturned = Unturned(binding.activation_dtype) if is_unturned else None
 
     def slot_of(specs: TensorPlan, find: Callable[[LinearStates], Slot]) -> Slot | None:
@@ -259,8 +260,9 @@ def _bind_quantizers(
 
     def weight(group: int) -> KeptWeight:
         slot = slot_of(plan.weight, lambda states: states.weight(group))
+        own = (plan.weight, shape.weight_dtype, binding)
         quantizer = unturned or bind_quantizer(
-            plan.weight, shape.weight_dtype, binding, slot=slot, **counting
+            *own, slot=slot, nonfinite=count, propagates=propagates
         )
         key = (plan.weight, plan.nonfinite, shape.weight_dtype, binding.device, quantizer.choices)
         stored = HIGH_PRECISION.weight if binding.is_observing else storage_plan(plan.weight)
@@ -272,7 +274,8 @@ def _bind_quantizers(
         binding=binding,
         grouped=is_grouped,
         offsets_on_device=shape.offsets_on_device,
-        **counting,
+        nonfinite=count,
+        propagates=propagates,
     )
     x = unturned or bind(plan.input, input_dtype, slot=slot_of(plan.input, LinearStates.input))
     # Calibration sees the forward pass alone, as in Transformer Engine.
@@ -280,11 +283,6 @@ def _bind_quantizers(
     dy = bind(plan.grad_output, grad_dtype, slot=dy_slot)
     weights = PerGroup([weight(g) for g in range(shape.groups)]) if is_grouped else weight(0)
     return x, weights, dy
-
-
-def _counting(site: Site) -> dict[str, Any]:
-    """Return what all quantizers of a site do with NaN and inf."""
-    return {"nonfinite": site.nonfinite, "propagates": site.plan.nonfinite == "propagate"}
 
 
 def _is_delayed(specs: Sequence[OperandSpec | None]) -> bool:
@@ -373,8 +371,10 @@ def _bind_quantize(
             return lambda x: x
         plain = dataclasses.replace(spec, delayed=False, stochastic=False)
         plan = TensorPlan(plain, None)
-        dtype = binding.activation_dtype
-        quantize = bind_quantizer(plan, dtype, binding, **_counting(site))
+        dtype, propagates = binding.activation_dtype, site.plan.nonfinite == "propagate"
+        quantize = bind_quantizer(
+            plan, dtype, binding, nonfinite=site.nonfinite, propagates=propagates
+        )
         desc = DequantizeDesc(plain, binding.activation_dtype)
         dequantize = table.resolve(desc, binding.device).run
         return lambda x: dequantize(quantize(x, columnwise=False).rowwise)
