@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
@@ -251,8 +252,9 @@ def test_distributed_data_parallel(as_view: bool) -> None:
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_fully_sharded() -> None:
     net, plain = net_of_two(), net_of_two()
+    mesh = init_device_mesh("cpu", (1,))  # else torch takes the accelerator, if there is one
     for layer in net:
-        fully_shard(layer)
-    fully_shard(net)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
     assert losses(net, net) == losses(plain, plain)
     assert all(isinstance(own, DTensor) for own in net.parameters())
