@@ -74,14 +74,16 @@ _asked[_OUTSIDE] = Active()
 class _Scope(NamedTuple):
     """An open autocast (``owner`` None), or step of ``owner``: what is recorded in until it closes.
 
-    ``touched`` are the states that recorded in it, each with what it held before: None where no
-    scope around had recorded anything. One that ``ends_step`` turns amaxes into scales when it
-    closes; one inside an autocast hands them on to the scope around it.
+    ``touched`` are the states that recorded in it, by their buffer: states of two backends or
+    margins share a layer's. ``before`` is what a buffer held that a scope around had recorded in.
+    One that ``ends_step`` turns amaxes into scales when it closes; one inside an autocast hands
+    them on to the scope around it.
     """
 
     owner: object
     ends_step: bool
-    touched: dict[DelayedState, Recorded | None]
+    touched: dict[int, DelayedState]
+    before: dict[int, Recorded]
 
 
 class _ThreadState(threading.local):
@@ -140,44 +142,50 @@ def touch(
     scopes = _thread.scopes
     if scopes:
         touched = scopes[-1].touched
-        if forward not in touched:
-            touched[forward] = None if len(scopes) == 1 else _recorded(forward, backward)
+        if forward.key not in touched:
+            if len(scopes) > 1:
+                _keep_recorded(forward, backward)
+            touched[forward.key] = forward
     forward.group = backward.group = group
 
 
-def _recorded(forward: DelayedState, backward: DelayedState) -> Recorded | None:
-    """Return what ``forward`` holds, if a scope around the innermost one has recorded in it."""
-    ends_step = False
-    for scope in reversed(_thread.scopes):
-        if forward in scope.touched:
-            before = Recorded.of(forward, backward)
+def _keep_recorded(forward: DelayedState, backward: DelayedState) -> None:
+    """Keep what ``forward`` holds for the innermost scope, if a scope around has recorded in it."""
+    scopes, ends_step = _thread.scopes, False
+    for scope in reversed(scopes):
+        if forward.key in scope.touched:
+            scopes[-1].before[forward.key] = Recorded.of(forward, backward)
             if ends_step:  # the update of a step within a step is of its own amaxes
                 scaling.discard([forward])
-            return before
+            return
         ends_step |= scope.ends_step
-    return None
 
 
 def _close(scope: _Scope, *, failed: bool) -> None:
     """End ``scope``, which is none of the thread's any more: update what it touched, hand it on to
     the scope around, or, if it ``failed``, put back what was there before."""
-    touched, scopes = scope.touched, _thread.scopes
+    touched, before = scope.touched, scope.before
     if not touched:
         return
-    if failed:
-        scaling.restore(touched)
-    elif scope.ends_step:
-        try:
-            scaling.update(touched)
-        except BaseException:
-            scaling.restore(touched)
-            raise
-        if scopes:
-            scaling.restore({state: old for state, old in touched.items() if old is not None})
-    else:
-        around = scopes[-1].touched
-        for state, before in touched.items():
-            around.setdefault(state, before)
+    if not scope.ends_step and not failed:
+        around = _thread.scopes[-1]
+        for key, state in touched.items():
+            if key not in around.touched:
+                around.touched[key] = state
+                if key in before:
+                    around.before[key] = before[key]
+        return
+    try:
+        if not failed:
+            scaling.update(touched.values())
+    except BaseException:
+        failed = True
+        raise
+    finally:
+        if failed:
+            scaling.discard(touched.values())
+        for recorded in before.values():
+            recorded.put_back()
 
 
 def begin_step(owner: object) -> None:
@@ -187,7 +195,7 @@ def begin_step(owner: object) -> None:
     fails. A step of the same owner that was never ended, as an interrupt leaves one, is forgotten.
     """
     end_step(owner, failed=True)
-    _thread.scopes.append(_Scope(owner, not _thread.outer, {}))
+    _thread.scopes.append(_Scope(owner, not _thread.outer, {}, {}))
 
 
 def end_step(owner: object, *, failed: bool) -> None:
@@ -210,7 +218,7 @@ def touched_in(owner: object) -> list[DelayedState]:
     not inside an autocast."""
     scopes = _thread.scopes
     is_open = bool(scopes) and scopes[-1].owner is owner and scopes[-1].ends_step
-    return list(scopes[-1].touched) if is_open else []
+    return list(scopes[-1].touched.values()) if is_open else []
 
 
 def is_in_step(owner: object) -> bool:
@@ -250,7 +258,7 @@ class autocast(contextlib.ContextDecorator):
 
     def __enter__(self) -> None:
         thread = _thread
-        thread.scopes.append(_Scope(None, not thread.outer, {}))
+        thread.scopes.append(_Scope(None, not thread.outer, {}, {}))
         thread.outer.append(thread.active)
         thread.active = self._active
 

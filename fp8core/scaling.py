@@ -30,7 +30,6 @@ __all__ = [
     "join_backward",
     "offer_scales",
     "offered_scale",
-    "restore",
     "update",
     "update_after_backward",
 ]
@@ -62,6 +61,8 @@ class DelayedState:
         self.recipe = recipe
         self.scale = scale
         self.amax_history = amax_history
+        # States with the same buffers have the same key, as long as one of them is there.
+        self.key = id(amax_history)
         self.fp8_max = torch.tensor(maxima, dtype=torch.float32, device=scale.device)
         self.targets = self.fp8_max * 2.0**-plan.margin
         self.nonfinite = torch.zeros(1, dtype=torch.int64, device=scale.device)
@@ -148,23 +149,20 @@ class Recorded(NamedTuple):
 
     amax: torch.Tensor
     group: torch.distributed.ProcessGroup | None
-    backward: DelayedState
+    states: tuple[DelayedState, DelayedState]
 
     @classmethod
     def of(cls, forward: DelayedState, backward: DelayedState) -> Recorded:
         """Return what they hold now."""
-        return cls(forward.amax_history[0].clone(), forward.group, backward)
+        return cls(forward.amax_history[0].clone(), forward.group, (forward, backward))
 
-
-def restore(states: Mapping[DelayedState, Recorded | None]) -> None:
-    """Forget the amaxes since each state's point in time, None for the last update: what recorded
-    them did not finish."""
-    discard(states)
-    with torch.no_grad():
-        for state, before in states.items():
-            if before is not None:
-                state.amax_history[0].copy_(before.amax)
-                state.group = before.backward.group = before.group
+    def put_back(self) -> None:
+        """Have the states hold that again: what recorded since did not finish."""
+        forward, backward = self.states
+        discard([forward])
+        with torch.no_grad():
+            forward.amax_history[0].copy_(self.amax)
+        forward.group = backward.group = self.group
 
 
 def discard(states: Iterable[DelayedState]) -> None:

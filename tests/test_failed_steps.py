@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8core import LayerNormMLP, Linear, UnsupportedError, autocast, recipe, scaling
+from fp8core import LayerNormMLP, Linear, UnsupportedError, autocast, recipe, scaling, use_backend
 from fp8core.autocast import Active, active
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
@@ -115,6 +115,20 @@ def test_an_autocast_in_an_autocast_that_raised_forgets_its_amaxes() -> None:
             raise KeyError
         assert layer.amax_history_fwd[0, 0] == 2.0
     assert layer.scale_fwd[0] == 448.0 / 2.0
+
+
+@pytest.mark.parametrize("is_another_recipe", [False, True])
+def test_an_inner_autocast_with_states_of_its_own_leaves_the_outer_s_amaxes(
+    is_another_recipe: bool,
+) -> None:
+    layer = Linear(32, 16)
+    inner = recipe.DelayedScaling(amax_history_len=4, margin=1) if is_another_recipe else DELAYED
+    with autocast(recipe=DELAYED):
+        layer(torch.full((4, 32), 2.0))
+        with contextlib.suppress(KeyError), autocast(recipe=inner), use_backend("reference"):
+            layer(torch.full((4, 32), 1e6))
+            raise KeyError
+    assert layer.scale_fwd[0] == 224.0
 
 
 def test_an_inner_autocast_that_raises_forgets_no_other_layer() -> None:
