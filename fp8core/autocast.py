@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
@@ -27,6 +27,7 @@ __all__ = [
     "autocast",
     "begin_step",
     "end_step",
+    "forget_interrupted",
     "fp8_autocast",
     "is_in_step",
     "is_switched_off",
@@ -77,11 +78,12 @@ class _Scope(NamedTuple):
     ``touched`` are the states that recorded in it, by their buffer: states of two backends or
     margins share a layer's. ``before`` is what a buffer held that a scope around had recorded in.
     One that ``ends_step`` turns amaxes into scales when it closes; one inside an autocast hands
-    them on to the scope around it.
+    them on to the scope around it. ``is_running`` tells whether a step was interrupted.
     """
 
     owner: object
     ends_step: bool
+    is_running: Callable[[], bool]
     touched: dict[int, DelayedState]
     before: dict[int, Recorded]
 
@@ -188,14 +190,27 @@ def _close(scope: _Scope, *, failed: bool) -> None:
             recorded.put_back()
 
 
-def begin_step(owner: object) -> None:
+def _always() -> bool:
+    return True
+
+
+def begin_step(owner: object, is_running: Callable[[], bool] = _always) -> None:
     """Open a step of ``owner``, a model whose layers have a recipe of their own.
 
     Inside an autocast, whose exit is the step's end, it only marks what is forgotten if the step
-    fails. A step of the same owner that was never ended, as an interrupt leaves one, is forgotten.
+    fails. A step of the same owner that was never ended, as an interrupt leaves one, is forgotten,
+    and so is any that no longer is running.
     """
     end_step(owner, failed=True)
-    _thread.scopes.append(_Scope(owner, not _thread.outer, {}, {}))
+    forget_interrupted()
+    _thread.scopes.append(_Scope(owner, not _thread.outer, is_running, {}, {}))
+
+
+def forget_interrupted() -> None:
+    """Forget the innermost steps that were never ended and no longer are running."""
+    scopes = _thread.scopes
+    while scopes and not scopes[-1].is_running():
+        _close(scopes.pop(), failed=True)
 
 
 def end_step(owner: object, *, failed: bool) -> None:
@@ -258,7 +273,7 @@ class autocast(contextlib.ContextDecorator):
 
     def __enter__(self) -> None:
         thread = _thread
-        thread.scopes.append(_Scope(None, not thread.outer, {}, {}))
+        thread.scopes.append(_Scope(None, not thread.outer, _always, {}, {}))
         thread.outer.append(thread.active)
         thread.active = self._active
 

@@ -7,6 +7,7 @@ leaving an autocast does. A layer that is called without its model is a step by 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def _begin(module: torch.nn.Module, arguments: Any) -> None:
         return
     owner = _owner(module)
     if not (is_in_step(owner) and _is_within_itself(module)):
-        begin_step(owner)
+        begin_step(owner, partial(_is_running, module))
 
 
 def _end(module: torch.nn.Module, arguments: Any, output: Any) -> None:
@@ -74,8 +75,13 @@ def _is_within_itself(module: torch.nn.Module) -> bool:
 
     An open step does not tell: an interrupt, for which torch calls no hook, leaves one open too.
     """
+    return _is_running(module, times=2)
+
+
+def _is_running(module: torch.nn.Module, times: int = 1) -> bool:
+    """Whether the calling thread is in ``times`` calls of ``module``."""
     calls, frame = 0, sys._getframe().f_back
-    while frame is not None and calls < 2:
+    while frame is not None and calls < times:
         calls += frame.f_code is _CALL and frame.f_locals["self"] is module
         frame = frame.f_back
-    return calls > 1
+    return calls == times

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fp8core.autocast import forget_interrupted
 from fp8core.dispatch import policy
 from fp8core.errors import RecipeError
 from fp8core.library.counted import new_counter
@@ -288,6 +289,12 @@ class DelayedModule(torch.nn.Module):
         assert old is not None
         moved = fn(old)
         return moved if moved.dtype == old.dtype else old.to(moved.device)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        forget_interrupted()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
         self,

@@ -70,3 +70,44 @@ def test_a_step_that_raises_forgets_nothing_of_an_autocast_that_ended_in_it() ->
     with pytest.raises(KeyError):
         own(rows())
     assert own.a.amax_history_fwd[:, 0].tolist() == [0, 0, 0, rows().abs().max()]
+
+
+def interrupted() -> nn.Module:
+    own = converted()
+    own(rows())
+    own.error = KeyboardInterrupt()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):  # torch calls no hook for it
+            own(rows(100.0))
+    own.error = None
+    return own
+
+
+def test_a_checkpoint_after_an_interrupt_knows_nothing_of_it() -> None:
+    own, smooth = interrupted(), converted()
+    smooth(rows())
+    assert same(own.state_dict(), smooth.state_dict())
+
+
+def test_another_model_s_step_forgets_an_interrupted_one() -> None:
+    own, other = interrupted(), converted()
+    other(rows())
+    assert not own.shared.amax_history_fwd[0].any()
+
+
+def test_a_checkpoint_in_a_step_leaves_the_step_as_it_is() -> None:
+    class Saving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = converted()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.inner.shared(x)
+            assert self.state_dict()["inner.shared.amax_history_fwd"][0].any()
+            return y
+
+    own = Saving()
+    fp8core.unconvert(own.inner)
+    fp8core.convert(own, CHOSEN)
+    own(rows())
+    assert own.inner.shared.scale_fwd[0] == E4M3_MAX / rows().abs().max()
