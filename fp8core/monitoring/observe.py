@@ -246,6 +246,7 @@ class _Probe:
         """Look at those of the weights' operands that were not seen in this step."""
         is_repeat = _is_repeat()
         if not is_repeat:
+            self.recorder.notice(self._name, sources)
             self.keep("weight", sources, ())
         for weight, source, operands in zip(weights, sources, made, strict=True):
             row, column = (

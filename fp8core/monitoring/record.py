@@ -14,6 +14,7 @@ from fp8core.errors import NonFiniteError
 from fp8core.monitoring.statistics import Tally
 from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.quantizer import Binding
+from fp8core.reporting import logger
 
 __all__ = [
     "CastKey",
@@ -127,6 +128,8 @@ class Recorder:
         self._keeps = keeps
         self._kept_step = 0
         self._seen: list[tuple[torch.Tensor, str]] = []
+        self._versions: dict[str, list[int]] = {}
+        self._said_merged = False
         self._lock = threading.Lock()
 
     def take(self) -> StepRecord:
@@ -134,7 +137,23 @@ class Recorder:
         with self._lock:
             taken, self.current = self.current, StepRecord()
             self._seen = []
+            self._versions = {}
         return taken
+
+    def notice(self, layer: str, weights: Sequence[torch.Tensor]) -> None:
+        """Warn, once, if a weight changed since it was used in this step: batches are merged."""
+        found = [0 if one.is_inference() else one._version for one in weights]
+        with self._lock:
+            is_merged = self._versions.setdefault(layer, found) != found and not self._said_merged
+            self._said_merged |= is_merged
+        if is_merged:
+            logger.warning(
+                "monitor: the weight of %r changed within step %d, in which it had been used: "
+                "step() was not called, and the rows of that step are of several batches together. "
+                "Call step() of the monitor once for each step of the optimizer.",
+                layer,
+                self.step,
+            )
 
     def add(self, key: CastKey, tally: Tally, format: str, backend: str) -> None:
         """Take down the tally of one or more casts to ``format``."""

@@ -22,6 +22,7 @@ from fp8core.monitoring.rows import Row, render, rows_of, table_of, write_csv, w
 from fp8core.monitoring.statistics import Tally
 from fp8core.monitoring.what_if import WhatIf, replay
 from fp8core.recipe import Recipe
+from fp8core.reporting import some
 
 __all__ = ["Monitor", "monitor"]
 
@@ -54,6 +55,15 @@ class Monitor:
         self._is_open = True
         self._observe(True)
 
+    def __repr__(self) -> str:
+        state = "open" if self._is_open else "closed"
+        first = self.first_nonfinite
+        bad = "" if first is None else f"; first NaN or inf: {first}"
+        return (
+            f"<Monitor of {some(list(self._layers))}: {state}, step {self._recorder.step}, "
+            f"every={self._every}, {len(self.rows)} rows{bad}>"
+        )
+
     @property
     def first_nonfinite(self) -> NonFinite | None:
         """Where NaN or inf was first seen, in a tensor before its cast or the result of a GEMM."""
@@ -66,6 +76,10 @@ class Monitor:
 
     def step(self) -> None:
         """End a step: what was observed becomes rows, and the next step is observed or not.
+
+        Call it once for each step of the optimizer. All that ran since the call before is one step:
+        the microbatches of a training step, or the batches of an evaluation. A weight that changes
+        within a step is logged as a warning, once: somebody forgot to end it.
 
         Raises:
             OperandError: the monitor is closed, or no monitored layer ran in a step that was
