@@ -190,6 +190,7 @@ class _Probe:
 
     __slots__ = (
         *("_backends", "_binding", "_decoders", "_gemms", "_index", "_name", "_path", "_plan"),
+        "_unturned",
         "recorder",
     )
 
@@ -209,6 +210,8 @@ class _Probe:
         self._plan: dict[str, TensorPlan] = {
             role: getattr(plan, role) for role in ("input", "weight", "grad_output")
         }
+        # In high precision these are turned where they are read, which is behind what is seen here.
+        self._unturned = ("input", "weight") if link.only_once is None else ()
         self._gemms = {gemm: link.choices[gemm] for gemm in _RESULTS}
         self._backends = {
             role: link.choices[role].backend if role in link.choices else "" for role in self._plan
@@ -286,6 +289,8 @@ class _Probe:
             key = CastKey(self._name, role, way)
             if operand is None or (is_repeat and not self.recorder.lacks(key, row_key)):
                 continue
+            if way == "columnwise" and role in self._unturned:
+                operand = Operand(operand.data.t())
             tally = self._tally(value, operand, spec, real, groups, is_turned=way == "columnwise")
             dtype = str(self._binding.activation_dtype).removeprefix("torch.")
             self.recorder.add(
