@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed
 
-from fp8core import scaling
+from fp8core import scaling, timeline
 from fp8core.errors import RecipeError
 from fp8core.library.operators import constant_in_graph
 from fp8core.recipe import Recipe, get_default_recipe
@@ -112,6 +112,17 @@ def active_name(default: Active | None = None) -> str:
     return _ask(default.quantize is not None, False, default.quantize, None)
 
 
+def active_before(
+    recompute: timeline.Recompute, default: Active | None = None
+) -> set[tuple[Recipe | None, Recipe | None]]:
+    """Return the recipes (quantize, observe) that may have been active in the forward that
+    ``recompute`` repeats, for what does ``default`` outside any autocast; nothing if unknown."""
+    outside = _asked[_OUTSIDE] if default is None else default
+    names = recompute.active_before(_OUTSIDE)
+    asked = [outside if name == _OUTSIDE else _asked[name] for name in names]
+    return {(one.quantize, one.observe) for one in asked}
+
+
 def is_switched_off() -> bool:
     """Say whether the calling thread's innermost autocast computes in high precision; False outside
     any."""
@@ -128,10 +139,12 @@ def activated(name: str) -> Iterator[None]:
     """Have the calling thread's layers do what ``name``, of :func:`active_name`, asks for; updates
     no scales at the end."""
     outer, _thread.active = _thread.active, name
+    timeline.enter(name)
     try:
         yield
     finally:
         _thread.active = outer
+        timeline.leave()
 
 
 def touch(
@@ -276,6 +289,8 @@ class autocast(contextlib.ContextDecorator):
         thread.scopes.append(_Scope(None, not thread.outer, _always, {}, {}))
         thread.outer.append(thread.active)
         thread.active = self._active
+        if not torch.compiler.is_compiling():
+            timeline.enter(self._active)
 
     def __exit__(
         self,
@@ -285,6 +300,8 @@ class autocast(contextlib.ContextDecorator):
     ) -> None:
         thread = _thread
         thread.active = thread.outer.pop()
+        if not torch.compiler.is_compiling():
+            timeline.leave()
         scopes = thread.scopes
         scope = scopes.pop()
         while scope.owner is not None:  # a step that an interrupt left open

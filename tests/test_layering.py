@@ -28,7 +28,10 @@ FLOORS = (
     ("coding", "errors", "formats", "not_offered", "reporting"),
     ("backend_api", "descriptors", "hookspecs", "operands"),
     ("dispatch", "library", "plan", "recipe"),
-    ("autocast", "parameter", "quantizer", "recompute", "scaling", "unwrap", "weights"),
+    (
+        *("autocast", "parameter", "quantizer", "recompute", "scaling", "timeline", "unwrap"),
+        "weights",
+    ),
     ("links",),
     ("chain",),
     (

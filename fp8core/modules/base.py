@@ -12,8 +12,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from fp8core import chain, recompute
-from fp8core.autocast import Active, active, active_name, touch
+from fp8core import chain, recompute, timeline
+from fp8core.autocast import Active, active, active_before, active_name, touch
 from fp8core.chain import is_under_torch_autocast
 from fp8core.dispatch import policy, select
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
@@ -39,7 +39,7 @@ from fp8core.plan import HIGH_PRECISION, LayerRole
 from fp8core.quantizer import Binding
 from fp8core.recipe import Recipe
 from fp8core.reporting import log_once
-from fp8core.scaling import is_of_two_forwards, offered_scale
+from fp8core.scaling import DelayedState, is_of_two_forwards, offered_scale
 
 __all__ = ["Bound", "LowPrecisionModule"]
 
@@ -134,11 +134,12 @@ class LowPrecisionModule(DelayedModule):
         recipe = asked.quantize if asked.quantize is not None else asked.observe
         is_observing = asked.observe is not None
         is_grad_enabled = torch.is_grad_enabled()
+        is_recompute = False
         if tape is None:
             records = is_observing or is_grad_enabled
-            if is_grad_enabled and recompute.is_in_backward():
-                records = False
-                self._check_recompute(recipe)
+            if torch._C._current_graph_task_id() != -1:
+                is_recompute = self._is_recompute(asked)
+                records = records and not is_grad_enabled
         else:
             records = not tape.is_repeating and (is_observing or tape.is_grad_enabled)
         mode = (is_observing, records, is_grad_enabled, self.training)
@@ -153,6 +154,8 @@ class LowPrecisionModule(DelayedModule):
                 bound = found or self._bind(recipe, mode, binding, self._shapes(offsets_on_device))
                 self._bindings.table[key] = bound
                 self._bindings.last = (key, bound)
+        if bound.states is not None and is_recompute:
+            self._check_scales(bound.states.forward)
         if bound.states is not None and records:
             touch(bound.states.forward, bound.states.backward, asked.group)
         return bound
@@ -172,38 +175,46 @@ class LowPrecisionModule(DelayedModule):
             (device, dtype),
         )
 
-    def _check_recompute(self, recipe: Recipe | None) -> None:
-        """Refuse a recompute, not by fp8core.checkpoint, that would differ from its forward."""
-        used = self._bindings.used()
-        recipes = {ran for ran, _ in used}
-        last = self._bindings.last
-        is_another = (
-            self.outside_autocast is not None and last is not None and last[1].recipe != recipe
-        )
-        if recipe is None and recipes - {None}:
+    def _is_recompute(self, asked: Active) -> bool:
+        """Say whether the forward that runs in backward, not by fp8core.checkpoint, repeats one.
+
+        Raises:
+            UnsupportedError: that ran, or may have run, under another recipe than ``asked``.
+        """
+        repeated = timeline.recompute()
+        if not (torch.is_grad_enabled() or repeated.is_asked_for):
+            return False  # a hook evaluates something
+        now = (asked.quantize, asked.observe)
+        if timeline.is_entered_in_backward() or active_before(repeated, self.outside_autocast) == {
+            now
+        }:
+            return True
+        if now == (None, None):
             raise UnsupportedError(
                 f"{self.label} is recomputed in backward outside the autocast it ran in. Use "
                 f"fp8core.checkpoint, or enter autocast inside the checkpointed function."
             )
-        if recipe is not None and (is_another or (recipes and recipes - {None} != {recipe})):
-            raise UnsupportedError(
-                f"{self.label} is recomputed in backward under another recipe than it ran with. "
-                f"Use fp8core.checkpoint, which keeps the recipe."
-            )
-        unknown = [s for _, s in used if s is not None and offered_scale(s) is None]
-        if any(is_of_two_forwards(state) for state in unknown):
+        raise UnsupportedError(
+            f"{self.label} is recomputed in backward under another recipe than it ran with. "
+            f"Use fp8core.checkpoint, which keeps the recipe."
+        )
+
+    def _check_scales(self, state: DelayedState) -> None:
+        """Refuse a recompute whose scales may not be those of its forward."""
+        if offered_scale(state) is not None:
+            return
+        if is_of_two_forwards(state):
             raise UnsupportedError(
                 f"{self.label} is recomputed in a backward pass over two forwards of the model, "
                 f"each with delayed scales of its own, and torch does not say which of them it "
                 f"repeats. Run backward after each forward, or use fp8core.checkpoint, which keeps "
                 f"the scales."
             )
-        if unknown:
-            raise UnsupportedError(
-                f"{self.label} is recomputed in backward under delayed scaling, whose scales have "
-                f"moved on since. Use fp8core.checkpoint, which keeps them, or, in a model that "
-                f"fp8core.convert gave the recipe, use_reentrant=False."
-            )
+        raise UnsupportedError(
+            f"{self.label} is recomputed in backward under delayed scaling, whose scales have "
+            f"moved on since. Use fp8core.checkpoint, which keeps them, or, in a model that "
+            f"fp8core.convert gave the recipe, use_reentrant=False."
+        )
 
     def run_links(
         self,

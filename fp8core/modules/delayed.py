@@ -37,8 +37,7 @@ class Bindings:
     """
 
     __slots__ = (
-        *("_unwatched", "last", "nonfinite", "order", "ran", "states", "table", "watch"),
-        "weights",
+        *("_unwatched", "last", "nonfinite", "order", "states", "table", "watch", "weights"),
     )
 
     def __init__(self, order: int | None = None, watch: Watch | None = None) -> None:
@@ -50,8 +49,6 @@ class Bindings:
         self.weights = WeightStore()
         self.watch = watch
         self._unwatched: tuple[Any, Any] = ({}, None)
-        # Under which recipes watched links have run, and their forward states.
-        self.ran: set[tuple[Any, DelayedState | None]] = set()
         # What the layer's casts have counted, by device; see nonfinite_of.
         self.nonfinite: dict[torch.device, torch.Tensor] = {}
 
@@ -80,22 +77,11 @@ class Bindings:
             return
         if self.watch is None:
             self._unwatched = (self.table, self.last)
-        else:
-            self.ran |= set(map(_what_ran, self.table.values()))
         self.table, self.last = ({}, None) if watch is not None else self._unwatched
         self.watch = watch
 
-    def used(self) -> set[tuple[Any, DelayedState | None]]:
-        """Return every recipe that the layer has run under, each with its forward state."""
-        tables = (self.table, self._unwatched[0])
-        return self.ran | {_what_ran(bound) for table in tables for bound in table.values()}
-
     def __reduce__(self) -> tuple[type[Bindings], tuple[()]]:
         return Bindings, ()
-
-
-def _what_ran(bound: Any) -> tuple[Any, DelayedState | None]:
-    return bound.recipe, None if bound.states is None else bound.states.forward
 
 
 class DelayedModule(torch.nn.Module):

@@ -1,0 +1,194 @@
+"""Which autocast was active when autograd made a node: what a recompute in backward has to repeat.
+
+A checkpointed function that enters its autocast itself enters it in the recompute too. One that
+runs in the autocast of its caller does not, and torch says nothing of that. But each thread numbers
+the nodes that it makes, so the numbers at which autocasts were entered and left tell what was
+active around a node whose backward, or whose saved tensors, ask for the recompute.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+__all__ = ["Recompute", "enter", "is_entered_in_backward", "leave", "recompute"]
+
+
+class _Entered(NamedTuple):
+    """An autocast that is open, in the one ``outer``.
+
+    ``region`` is the checkpoint of torch (``use_reentrant=False``) in whose function it was
+    entered; ``in_backward``: by what runs there, a recompute.
+    """
+
+    name: str
+    region: weakref.ref[Any] | None
+    in_backward: bool
+    outer: _Entered | None
+
+
+class _Event(NamedTuple):
+    """From the node ``number`` of its thread on, ``entered`` is the innermost open autocast."""
+
+    number: int
+    entered: _Entered | None
+    in_backward: bool
+
+
+_MOST_EVENTS, _MOST_THREADS = 4096, 256
+
+
+class _History:
+    """What one thread entered and left; of the oldest nothing is known."""
+
+    def __init__(self) -> None:
+        self.entered: _Entered | None = None
+        self.events: deque[_Event] = deque(maxlen=_MOST_EVENTS)
+        _histories.append(self)
+
+    def note(self) -> None:
+        """Take down what is open now."""
+        event = _Event(_next_number(), self.entered, _is_in_backward())
+        last = self.events[-1] if self.events else None
+        if last is not None and (last.number, last.in_backward) == (
+            event.number,
+            event.in_backward,
+        ):
+            self.events.pop()  # no node was made since
+        self.events.append(event)
+
+    def at(self, number: int, *, in_forward: bool) -> _Entered | None:
+        """Return what was open when the thread made node ``number``.
+
+        ``in_forward``: in no backward pass, whose nodes other threads may count.
+
+        Raises:
+            LookupError: that is forgotten.
+        """
+        found = None
+        for event in self.events:
+            if event.number <= number and not (in_forward and event.in_backward):
+                found = event
+        if found is None and len(self.events) == _MOST_EVENTS:
+            raise LookupError
+        return None if found is None else found.entered
+
+
+# The histories of threads that have ended are kept too: their graphs may live on.
+_histories: deque[_History] = deque(maxlen=_MOST_THREADS)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.history: _History | None = None
+
+
+_thread = _Thread()
+
+
+def enter(name: str) -> None:
+    """Take down that the calling thread enters the autocast ``name``."""
+    history = _thread.history
+    if history is None:
+        history = _thread.history = _History()
+    history.entered = _Entered(name, _region(), _is_in_backward(), history.entered)
+    history.note()
+
+
+def leave() -> None:
+    """Take down that it leaves the innermost one."""
+    history = _thread.history
+    if history is not None and history.entered is not None:
+        history.entered = history.entered.outer
+        history.note()
+
+
+def is_entered_in_backward() -> bool:
+    """Say whether the innermost open autocast was entered by what runs in backward."""
+    history = _thread.history
+    return history is not None and history.entered is not None and history.entered.in_backward
+
+
+class Recompute(NamedTuple):
+    """A forward that runs in backward, of the node or the checkpoints of torch that asked for it.
+
+    ``is_asked_for``: by one of them, not by the hook of a tensor. ``is_nested``: in the recompute
+    of another, which made the node, in this thread.
+    """
+
+    node: Any
+    regions: tuple[Any, ...]
+    is_asked_for: bool
+    is_nested: bool
+
+    def active_before(self, outside: str) -> set[str]:
+        """Return the names of what may have been active around the forward that it repeats;
+        ``outside`` for no autocast, nothing if that is forgotten."""
+        if self.node is None:
+            return set()
+        number = self.node._sequence_nr()
+        own = _thread.history
+        histories: Iterable[_History] = list(_histories)
+        if self.is_nested:
+            histories = () if own is None else (own,)
+        try:
+            opened = [one.at(number, in_forward=not self.is_nested) for one in histories]
+        except LookupError:
+            return set()
+        around = map(self._around, opened)
+        return {outside if one is None else one.name for one in around} or {outside}
+
+    def _around(self, innermost: _Entered | None) -> _Entered | None:
+        """Return the innermost that was open around the checkpointed function, not in it."""
+        found, entered = innermost, innermost
+        while entered is not None:
+            region = None if entered.region is None else entered.region()
+            if region is not None and any(region is one for one in self.regions):
+                found = entered.outer
+            entered = entered.outer
+        return found
+
+
+def recompute() -> Recompute:
+    """Return what asked for the forward that runs now, in backward."""
+    frame: FrameType | None = sys._getframe(1)
+    regions, nodes = [], 0
+    while frame is not None:
+        code = frame.f_code
+        if code is _APPLY:
+            nodes += 1
+        elif code.co_name == "unpack_hook" and "frame" in code.co_freevars:
+            regions.append(frame.f_locals["frame"])
+        frame = frame.f_back
+    node = torch._C._current_autograd_node()
+    outer_nodes = nodes - isinstance(node, BackwardCFunction)
+    return Recompute(node, tuple(regions), nodes > 0 or bool(regions), outer_nodes > 0)
+
+
+# What the engine calls for every node written in Python.
+_APPLY = BackwardCFunction.apply.__code__
+
+
+def _region() -> weakref.ref[Any] | None:
+    """Return the checkpoint of torch whose hooks look at saved tensors now, if one does."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    code = getattr(hooks[0], "__code__", None) if hooks else None
+    if hooks is None or code is None or "frame" not in code.co_freevars:
+        return None
+    cells: Any = hooks[0].__closure__
+    return weakref.ref(cells[code.co_freevars.index("frame")].cell_contents)
+
+
+_next_number = torch._C._autograd._get_sequence_nr
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
