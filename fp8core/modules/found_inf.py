@@ -17,7 +17,15 @@ from fp8core.errors import OperandError
 from fp8core.library import counted
 from fp8core.modules.base import LowPrecisionModule
 
-__all__ = ["Counts", "clear_found_inf", "differ", "found_inf", "layers_of", "read_counts"]
+__all__ = [
+    "Counts",
+    "clear_found_inf",
+    "device_of",
+    "differ",
+    "found_inf",
+    "layers_of",
+    "read_counts",
+]
 
 
 class _Counts(NamedTuple):
@@ -49,7 +57,7 @@ def found_inf(model: torch.nn.Module) -> torch.Tensor:
         OperandError: ``model`` has no layer of fp8core.
     """
     now = read_counts(layers_of(model, "found_inf"))
-    return differ(now, _remembered.get(model, {}), _device_of(model, now))
+    return differ(now, _remembered.get(model, {}), device_of(model, now))
 
 
 def clear_found_inf(model: torch.nn.Module) -> None:
@@ -117,7 +125,7 @@ def _as_it_was(now: _Counts, before: _Counts | None) -> torch.Tensor:
     return torch.stack([rows.get(id(own), zeros) for own in now.counters])
 
 
-def _device_of(model: torch.nn.Module, now: Counts) -> torch.device:
+def device_of(model: torch.nn.Module, now: Counts) -> torch.device:
     """Return where to say it: on an accelerator that casts ran on, else where the model is."""
     places = [*now, *(own.device for own in model.parameters())]
     there = (own for own in places if own.type not in ("cpu", "meta"))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.modules.found_inf import Counts, differ, layers_of, read_counts
+from fp8core.modules.found_inf import Counts, device_of, differ, layers_of, read_counts
 
 __all__ = ["GradScalerWatch", "watch_grad_scaler"]
 
@@ -107,15 +107,16 @@ class GradScalerWatch:
     def _merge(self, found: dict[torch.device, torch.Tensor]) -> None:
         """Raise one of the tensors in ``found`` to 1.0 if casts have met NaN or inf.
 
-        One is enough: the scaler adds them up. Without gradients there is none, which it refuses.
+        One is enough: the scaler adds them up. Without gradients there is none, which it refuses;
+        other ranks may have some, and wait.
         """
-        if not found:
-            return
-        device, own = next(iter(found.items()))
+        now = read_counts(layers_of(self._model, "watch_grad_scaler"))
+        device = next(iter(found), None) or device_of(self._model, now)
         with torch.no_grad():
-            now = read_counts(layers_of(self._model, "watch_grad_scaler"))
             met = differ(now, self._before, device, in_training=True)
             has_ranks = dist.is_available() and dist.is_initialized()
             if has_ranks and dist.get_world_size(self._group) > 1:
                 dist.all_reduce(met, op=dist.ReduceOp.MAX, group=self._group)
-            torch.maximum(own, met.reshape(own.shape), out=own)
+            if found:
+                own = found[device]
+                torch.maximum(own, met.reshape(own.shape), out=own)

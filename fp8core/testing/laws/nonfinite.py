@@ -54,18 +54,19 @@ def _dense_inputs(subject: Subject, desc: QuantizeDesc) -> list[tuple[str, torch
     size = quantize_size(subject, desc, *SHAPES[1])
     plain = inputs.matrix("huge", *size, desc.dtype)
     made.append(("the largest finite values", plain))
-    for value in (math.inf, -math.inf, math.nan):
-        for place in ((0, 0), (-1, -1), (size[0] // 2, -1)):
-            made.append((f"{value} at {place}", _in(plain.clone(), value, place)))
+    places = ((math.inf, (0, 0)), (-math.inf, (-1, -1)), (math.nan, (size[0] // 2, -1)))
+    for value, place in places:
+        made.append((f"{value} at {place}", _in(plain.clone(), value, place)))
     return made
 
 
 @law(1, "quantize", applies=lambda desc: not desc.grouped)
 def quantize_counts_nan_and_inf(subject: Subject, desc: QuantizeDesc) -> None:
     """nonfinite_out grows by the NaN and inf of x, each once, whatever is made of them."""
+    every = _dense_inputs(subject, desc)
     halves = desc.halves() if desc.rowwise and desc.columnwise else ()
-    for own in (desc, *halves):
-        for what, x in _dense_inputs(subject, desc):
+    for own, some in ((desc, every), *((half, every[1:2]) for half in halves)):
+        for what, x in some:
             count = _count(subject)
             keywords = quantize_keywords(subject, own)
             subject.run(own, subject.here(x), **keywords, nonfinite_out=count)
