@@ -33,7 +33,9 @@ from fp8core.testing import inputs
 from fp8core.testing.subject import Subject, on_cpu, storage_step
 
 __all__ = [
+    "ORDINARY",
     "Call",
+    "Case",
     "arguments",
     "group_offsets",
     "offsets_for",
@@ -72,6 +74,19 @@ class Call(NamedTuple):
         return self._replace(arguments=arguments, keywords=keywords)
 
 
+class Case(NamedTuple):
+    """What a call is about: ``size`` is ``(rows, cols)`` of its tensors or ``(m, n, k)`` of its
+    product, an ordinary one if empty; another ``seed`` gives other values."""
+
+    seed: int = 0
+    size: tuple[int, ...] = ()
+
+
+ORDINARY = Case()
+POINTWISE = (9, 70)
+SEED = 11  # of keywords
+
+
 def up(size: int, step: int) -> int:
     """Return the smallest multiple of ``step`` that is not below ``size``."""
     return -(-size // step) * step
@@ -84,12 +99,12 @@ def quantize_size(subject: Subject, desc: QuantizeDesc, rows: int, cols: int) ->
 
 
 def quantize_keywords(
-    subject: Subject, desc: QuantizeDesc, groups: int = 1, seed: int = 11
+    subject: Subject, desc: QuantizeDesc, groups: int = 1, seed: int = SEED
 ) -> dict[str, Any]:
     """Return what the specs of ``desc`` ask for besides x: scale and amax_out, or rng."""
     specs = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
     if any(spec.delayed for spec in specs):
-        scale = torch.arange(1, groups + 1) * 0.37
+        scale = torch.arange(1, groups + 1) * (0.37 * seed / SEED)
         return {
             "scale": subject.here(scale),
             "amax_out": torch.full((groups,), 0.5, device=subject.device),
@@ -121,7 +136,12 @@ def step_of(desc: QuantizeDesc | GroupedGemmDesc) -> int:
 
 
 def operand(
-    subject: Subject, spec: OperandSpec | None, x: torch.Tensor, *, columnwise: bool = False
+    subject: Subject,
+    spec: OperandSpec | None,
+    x: torch.Tensor,
+    *,
+    columnwise: bool = False,
+    seed: int = SEED,
 ) -> Operand:
     """Quantize ``x`` (of the device under test) in one orientation; its view if ``spec`` is None.
 
@@ -131,52 +151,67 @@ def operand(
         return Operand(x.t() if columnwise else x)
     desc = QuantizeDesc(x.dtype, None if columnwise else spec, spec if columnwise else None)
     run = subject.quantizer(desc)
-    made: Quantized = run(desc, x, **quantize_keywords(subject, desc))
+    made: Quantized = run(desc, x, **quantize_keywords(subject, desc, seed=seed))
     found = made.columnwise if columnwise else made.rowwise
     assert found is not None
     return found
 
 
-def _quantize(subject: Subject, desc: QuantizeDesc) -> Call:
+def _quantize(subject: Subject, desc: QuantizeDesc, case: Case) -> Call:
     offsets: tuple[torch.Tensor, ...] = ()
+    sizes, (rows, cols) = [0], case.size or (33, 70)
     if desc.grouped:
         step = storage_step(subject, desc.columnwise)
-        sizes = [0, up(33, step), up(1, step), 0, up(9, step)]
-        x = inputs.matrix("holes", *quantize_size(subject, desc, sum(sizes), 70), desc.dtype)
+        sizes = [0, up(rows, step), up(1, step), 0, up(9, step)]
+        rows = sum(sizes)
         offsets = (offsets_for(subject, desc, sizes),)
-    else:
-        sizes = [0]
-        x = inputs.matrix("holes", *quantize_size(subject, desc, 33, 70), desc.dtype)
-    keywords = quantize_keywords(subject, desc, len(sizes))
+    shape = quantize_size(subject, desc, rows, cols)
+    x = inputs.matrix("holes", *shape, desc.dtype, case.seed)
+    keywords = quantize_keywords(subject, desc, len(sizes), SEED + case.seed)
     return Call(desc, (subject.here(x), *offsets), keywords, frozenset({"amax_out"}))
 
 
-def _dequantize(subject: Subject, desc: DequantizeDesc) -> Call:
+def _dequantize(subject: Subject, desc: DequantizeDesc, case: Case) -> Call:
     step = storage_step(subject, desc.operand)
-    x = subject.here(inputs.matrix("holes", up(17, step), up(70, step), torch.float32))
-    return Call(desc, (operand(subject, desc.operand, x),), {})
+    rows, cols = case.size or (17, 70)
+    x = inputs.matrix("holes", up(rows, step), up(cols, step), torch.float32, case.seed)
+    made = operand(subject, desc.operand, subject.here(x), seed=SEED + case.seed)
+    return Call(desc, (made,), {})
 
 
-def _gemm(subject: Subject, desc: GemmDesc) -> Call:
+def _gemm(subject: Subject, desc: GemmDesc, case: Case) -> Call:
     align = subject.alignment(desc)
-    m, n, k = up(5, align.m), up(7, align.n), up(160, align.k)
-    a, b = gemm_operands(subject, desc, m, n, k)
-    keywords: dict[str, Any] = {"bias": subject.here(inputs.moderate(1, n, desc.out_dtype, 2)[0])}
+    m, n, k = (up(*own) for own in zip(case.size or (5, 7, 160), align, strict=True))
+    a, b = gemm_operands(subject, desc, m, n, k, seed=case.seed)
+    bias = inputs.moderate(1, n, desc.out_dtype, _seed(2, case))[0]
+    keywords: dict[str, Any] = {"bias": subject.here(bias)}
     if desc.accumulate:
-        keywords["out"] = subject.here(inputs.moderate(m, n, desc.out_dtype, 3))
+        keywords["out"] = subject.here(inputs.moderate(m, n, desc.out_dtype, _seed(3, case)))
     return Call(desc, (a, b), keywords, frozenset({"out"}))
 
 
+def _seed(own: int, case: Case) -> int:
+    """Return the seed of one tensor of a case."""
+    return own + 100 * case.seed
+
+
 def gemm_operands(
-    subject: Subject, desc: GemmDesc, m: int, n: int, k: int, *, columnwise: bool = False
+    subject: Subject,
+    desc: GemmDesc,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    columnwise: bool = False,
+    seed: int = 0,
 ) -> tuple[Operand, Operand]:
     """Return operands ``a [m, k]`` and ``b [n, k]``, or, ``columnwise``, those of transposes."""
     dtype = torch.float32 if desc.low_precision else desc.out_dtype
     made = []
-    for spec, rows, seed in ((desc.a, m, 20), (desc.b, n, 40)):
-        x = subject.here(inputs.moderate(rows, k, dtype, seed))
+    for spec, rows, first in ((desc.a, m, 20), (desc.b, n, 40)):
+        x = subject.here(inputs.moderate(rows, k, dtype, first + 100 * seed))
         own = x.t().contiguous() if columnwise else x
-        made.append(operand(subject, spec, own, columnwise=columnwise))
+        made.append(operand(subject, spec, own, columnwise=columnwise, seed=SEED + seed))
     return made[0], made[1]
 
 
@@ -190,32 +225,38 @@ class Groups(NamedTuple):
 
 
 def grouped_operands(
-    subject: Subject, desc: GroupedGemmDesc, rows: Sequence[int] = (0, 150, 1, 0, 35)
+    subject: Subject,
+    desc: GroupedGemmDesc,
+    rows: Sequence[int] = (0, 150, 1, 0, 35),
+    size: tuple[int, int, int] = (6, 10, 160),
+    *,
+    seed: int = 0,
 ) -> Groups:
     """Return operands of groups of ``rows`` each, or the next aligned number above.
 
-    By default one is empty, one is a step long, and one is longer than a block.
+    By default one is empty, one is a step long, and one is longer than a block. ``size`` is
+    ``(m, n, k)``, without what the groups make up.
     """
     align = subject.alignment(desc)
     step = align.k if desc.contract_groups else align.m
     sizes = [up(size, step) for size in rows]
     total = sum(sizes)
     offsets = offsets_for(subject, desc, sizes)
-    m, n = up(6, align.m), up(10, align.n)
+    m, n = up(size[0], align.m), up(size[1], align.n)
     dtype = torch.float32 if desc.low_precision else desc.out_dtype
     make = partial(_grouped_operand, on_device=desc.offsets_on_device)
     if desc.contract_groups:
         a, b = (
-            make(subject, spec, inputs.moderate(total, cols, dtype, seed), offsets, 1)
-            for spec, cols, seed in ((desc.a, m, 20), (desc.b, n, 40))
+            make(subject, spec, inputs.moderate(total, cols, dtype, first + 100 * seed), offsets, 1)
+            for spec, cols, first in ((desc.a, m, 20), (desc.b, n, 40))
         )
         return Groups((a, b, offsets), sizes, m, n)
-    k = up(160, align.k)
-    tokens = inputs.moderate(total, k, dtype, 20)
+    k = up(size[2], align.k)
+    tokens = inputs.moderate(total, k, dtype, 20 + 100 * seed)
     a = make(subject, desc.a, tokens, offsets, 0)
     weights = [
-        operand(subject, desc.b, subject.here(inputs.moderate(n, k, dtype, 40 + group)))
-        for group in range(len(sizes))
+        operand(subject, desc.b, subject.here(inputs.moderate(n, k, dtype, first + 100 * seed)))
+        for first in range(40, 40 + len(sizes))
     ]
     return Groups((a, weights, offsets), sizes, total, n)
 
@@ -242,14 +283,14 @@ def _grouped_operand(
     return found
 
 
-def _grouped_gemm(subject: Subject, desc: GroupedGemmDesc) -> Call:
-    made = grouped_operands(subject, desc)
+def _grouped_gemm(subject: Subject, desc: GroupedGemmDesc, case: Case) -> Call:
+    made = grouped_operands(subject, desc, seed=case.seed)
     keywords: dict[str, Any] = {}
     if not desc.contract_groups:
-        biases = inputs.moderate(len(made.sizes), made.n, desc.out_dtype, 2)
+        biases = inputs.moderate(len(made.sizes), made.n, desc.out_dtype, _seed(2, case))
         keywords["bias"] = list(subject.here(biases))
     if desc.accumulate:
-        out = inputs.moderate(made.m, made.n, desc.out_dtype, 3)
+        out = inputs.moderate(made.m, made.n, desc.out_dtype, _seed(3, case))
         count = len(made.sizes)
         keywords["out"] = (
             [subject.here(out) for _ in range(count)] if desc.contract_groups else subject.here(out)
@@ -257,80 +298,72 @@ def _grouped_gemm(subject: Subject, desc: GroupedGemmDesc) -> Call:
     return Call(desc, made.arguments, keywords, frozenset({"out"}))
 
 
-def _scale_update(subject: Subject, desc: ScaleUpdateDesc) -> Call:
+def _scale_update(subject: Subject, desc: ScaleUpdateDesc, case: Case) -> Call:
     sizes = ((4, 3), (1, 2), (4, 1))
-    histories = [inputs.matrix("decades", *size, torch.float32).abs() for size in sizes]
-    histories[0] = torch.tensor([[0.0, torch.inf, 2.0], *[[3.0, 0.5, 8.0]] * 3])
-    scales = [torch.arange(1, size[1] + 1) * 0.5 for size in sizes]
-    targets = [torch.full((size[1],), 448.0) for size in sizes]
-    made = subject.here((histories, scales, targets))
-    return Call(desc, tuple(made), {}, frozenset({0, 1}))
+    histories = [inputs.matrix("decades", *size, torch.float32, case.seed).abs() for size in sizes]
+    histories[0] = torch.tensor([[0.0, torch.inf, 2.0], *[[3.0, 0.5, 8.0]] * 3]) * (1 + case.seed)
+    scales = [torch.arange(1, size[1] + 1) * (0.5 + case.seed) for size in sizes]
+    targets = [torch.full((size[1],), 448.0 - case.seed) for size in sizes]
+    counts = [torch.full((1,), 3 + case.seed) for _ in sizes]
+    made = subject.here((histories, scales, targets, counts))
+    return Call(desc, tuple(made), {}, frozenset({0, 1, 3}))
 
 
-def _norm(subject: Subject, desc: NormDesc) -> Call:
-    x = inputs.moderate(9, 70, desc.dtype, 1)
-    own = [inputs.moderate(1, 70, desc.dtype, seed)[0] / 4 for seed in (2, 3)]
+def _norm(subject: Subject, desc: NormDesc, case: Case) -> Call:
+    rows, cols = case.size or POINTWISE
+    x = inputs.moderate(rows, cols, desc.dtype, _seed(1, case))
+    own = [inputs.moderate(1, cols, desc.dtype, _seed(at, case))[0] / 4 for at in (2, 3)]
     return Call(desc, tuple(subject.here((x, *own[: 2 if desc.kind == "layernorm" else 1]))), {})
 
 
-def _norm_backward(subject: Subject, desc: NormBackwardDesc) -> Call:
-    x, weight, *_ = _norm(subject, desc.norm).arguments
+def _norm_backward(subject: Subject, desc: NormBackwardDesc, case: Case) -> Call:
+    x, weight, *_ = _norm(subject, desc.norm, case).arguments
     values = on_cpu(x).double()  # some devices have no float64
     mean = values.mean(-1) if desc.norm.kind == "layernorm" else None
     centered = values if mean is None else values - mean[:, None]
     rstd = torch.rsqrt(centered.square().mean(-1) + desc.norm.eps).float()
-    grad = inputs.moderate(9, 70, desc.norm.dtype, 4)
+    grad = inputs.moderate(*values.shape, desc.norm.dtype, _seed(4, case))
     saved = (None if mean is None else mean.float(), rstd)
     return Call(desc, (subject.here(grad), x, weight, *subject.here(saved)), {})
 
 
-def _activation(subject: Subject, desc: ActivationDesc) -> Call:
-    cols = 140 if desc.name in GATED else 70
-    return Call(desc, (subject.here(inputs.moderate(9, cols, desc.dtype, 1)),), {})
+def _activation(subject: Subject, desc: ActivationDesc, case: Case) -> Call:
+    return Call(desc, (subject.here(_preactivation(desc, case)),), {})
 
 
-def _activation_backward(subject: Subject, desc: ActivationBackwardDesc) -> Call:
-    cols = 140 if desc.name in GATED else 70
-    x = inputs.moderate(9, cols, desc.dtype, 1)
-    return Call(desc, tuple(subject.here((inputs.moderate(9, 70, desc.dtype, 4), x))), {})
+def _activation_backward(subject: Subject, desc: ActivationBackwardDesc, case: Case) -> Call:
+    grad = inputs.moderate(*(case.size or POINTWISE), desc.dtype, _seed(4, case))
+    return Call(desc, tuple(subject.here((grad, _preactivation(desc, case)))), {})
 
 
-def _amax(subject: Subject, desc: AmaxDesc) -> Call:
-    return Call(desc, (subject.here(inputs.matrix("decades", 9, 70, desc.dtype)),), {})
+def _preactivation(desc: ActivationDesc | ActivationBackwardDesc, case: Case) -> torch.Tensor:
+    rows, cols = case.size or POINTWISE
+    wide = 2 * cols if desc.name in GATED else cols
+    return inputs.moderate(rows, wide, desc.dtype, _seed(1, case))
 
 
-def _fused(subject: Subject, desc: FusedDesc) -> Call:
+def _amax(subject: Subject, desc: AmaxDesc, case: Case) -> Call:
+    x = inputs.matrix("decades", *(case.size or POINTWISE), desc.dtype, case.seed)
+    return Call(desc, (subject.here(x),), {})
+
+
+def _fused(subject: Subject, desc: FusedDesc, case: Case) -> Call:
     """Return the producer's arguments, its rows and columns as the cast can store them."""
-    call = arguments(subject, desc.producer)
     step = storage_step(subject, desc.quantize.rowwise, desc.quantize.columnwise)
-
-    def fit(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        rows, cols = up(9, step), 140 if x.shape[-1] == 140 else 70
-        if x.ndim == 1:
-            return _tiled(x, up(70, step)) if x.shape[0] == 70 else _tiled(x, rows)
-        cols = 2 * up(70, step) if cols == 140 else up(70, step)
-        return torch.stack([_tiled(row, cols) for row in x])[
-            torch.arange(rows, device=x.device) % len(x)
-        ]
-
-    own = tuple(fit(x) for x in call.arguments)
-    keywords = quantize_keywords(subject, desc.quantize)
-    return Call(desc, own, keywords, frozenset({"amax_out"}))
+    rows, cols = case.size or POINTWISE
+    own = case._replace(size=(up(rows, step), up(cols, step)))
+    call = _MAKERS[type(desc.producer)](subject, desc.producer, own)
+    keywords = quantize_keywords(subject, desc.quantize, seed=SEED + case.seed)
+    return Call(desc, call.arguments, keywords, frozenset({"amax_out"}))
 
 
-def _tiled(x: torch.Tensor, size: int) -> torch.Tensor:
-    return x[torch.arange(size, device=x.device) % len(x)]
-
-
-def _add_norm(subject: Subject, desc: AddNormDesc) -> Call:
-    x, *own = _norm(subject, desc.norm).arguments
-    residual = subject.here(inputs.moderate(9, 70, desc.norm.dtype, 7))
+def _add_norm(subject: Subject, desc: AddNormDesc, case: Case) -> Call:
+    x, *own = _norm(subject, desc.norm, case).arguments
+    residual = subject.here(inputs.moderate(*x.shape, desc.norm.dtype, _seed(7, case)))
     return Call(desc, (x, residual, *own), {})
 
 
-_MAKERS: dict[type, Callable[[Subject, Any], Call]] = {
+_MAKERS: dict[type, Callable[[Subject, Any, Case], Call]] = {
     QuantizeDesc: _quantize,
     DequantizeDesc: _dequantize,
     GemmDesc: _gemm,
@@ -346,6 +379,7 @@ _MAKERS: dict[type, Callable[[Subject, Any], Call]] = {
 }
 
 
-def arguments(subject: Subject, desc: OpDesc) -> Call:
-    """Return an ordinary call of ``desc``: odd sizes, zeros and -0 among the values."""
-    return _MAKERS[type(desc)](subject, desc)
+def arguments(subject: Subject, desc: OpDesc, case: Case = ORDINARY) -> Call:
+    """Return a call of ``desc``, by default an ordinary one: odd sizes, zeros and -0 among the
+    values."""
+    return _MAKERS[type(desc)](subject, desc, case)

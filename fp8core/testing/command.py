@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         return USAGE_ERROR
     # Neither the configuration nor the conftest of the folder that it is run in.
     options = ["-p", "fp8core_pytest", "-p", "no:cacheprovider", "-c", os.devnull, "--noconftest"]
+    options += ["-p", "no:logging"]  # thousands of short checks, for each of which it costs more
     options += [
         f"--rootdir={os.getcwd()}",
         "-q",

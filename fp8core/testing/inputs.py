@@ -11,7 +11,18 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["KINDS", "matrix", "moderate", "shifted", "strided"]
+__all__ = [
+    "KINDS",
+    "expanded",
+    "far_from_zero",
+    "late",
+    "matrix",
+    "moderate",
+    "shifted",
+    "spaced",
+    "strided",
+    "transposed",
+]
 
 
 def _normal(rows: int, cols: int, seed: int) -> torch.Tensor:
@@ -80,11 +91,15 @@ KINDS: dict[str, Callable[[int, int, torch.dtype], torch.Tensor]] = {
 
 
 @functools.lru_cache(maxsize=512)
-def matrix(kind: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``x [rows, cols]`` of ``dtype`` on the CPU; not to be written."""
+def matrix(kind: str, rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Return ``x [rows, cols]`` of ``dtype`` on the CPU; not to be written.
+
+    Another seed, below 8, gives other values of the same kind.
+    """
     if rows == 0 or cols == 0:
         return torch.empty(rows, cols, dtype=dtype)
-    return KINDS[kind](rows, cols, dtype).to(dtype)
+    made = KINDS[kind](rows, cols, dtype)
+    return (made.roll((seed, 5 * seed), (0, 1)) * (1 - seed / 8)).to(dtype)
 
 
 @functools.lru_cache(maxsize=512)
@@ -92,6 +107,24 @@ def moderate(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.T
     """Return ``x [rows, cols]`` within +-8 whose rows differ by up to a factor 100."""
     spread = 10.0 ** (2 * _uniform(rows, 1, seed + 1) - 1)
     return (_normal(rows, cols, seed) * spread).clamp(-8, 8).to(dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def late(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``x [rows, cols]`` over some decades, the largest magnitude at the very end."""
+    x = (_normal(rows, cols, 10) * 10.0 ** (2 * _uniform(rows, cols, 11) - 1)).clamp(-90, 90)
+    x[-1, -1] = -100.0
+    return x.to(dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def far_from_zero(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``x [rows, cols]`` whose rows are a value each, but for some of its next neighbours:
+    one in twenty, and one in each row."""
+    base = 1 + _uniform(rows, 1, 12)
+    steps = (_uniform(rows, cols, 13) < 0.05).float()
+    steps[:, 0] = 1
+    return (base.to(dtype).float() * (1 + steps * 1.5 * torch.finfo(dtype).eps) * 64).to(dtype)
 
 
 def shifted(x: torch.Tensor) -> torch.Tensor:
@@ -103,9 +136,30 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
-    """Return the values of the matrix ``x`` in memory with gaps, the columns side by side."""
+    """Return the values of a vector or matrix in memory with gaps, the columns side by side."""
+    if x.ndim == 1:
+        return strided(x[:, None])[:, 0]
     rows, cols = x.shape
     buffer = torch.full((cols, 2 * rows + 1), 77, dtype=x.dtype, device=x.device)
     view = buffer[:, 1 : 2 * rows : 2].t() if rows else buffer[:, :0].t()
     view.copy_(x)
     return view
+
+
+def spaced(x: torch.Tensor) -> torch.Tensor:
+    """Return the values of the matrix ``x`` row by row, each followed by a gap."""
+    rows, cols = x.shape
+    buffer = torch.full((rows, cols + 3), 77, dtype=x.dtype, device=x.device)
+    view = buffer[:, 1 : cols + 1]
+    view.copy_(x)
+    return view
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """Return the values of ``x``, columns one behind the other."""
+    return x.t().contiguous().t()
+
+
+def expanded(x: torch.Tensor) -> torch.Tensor:
+    """Return the middle row of ``x`` as every row, at stride 0: the gradient of a sum."""
+    return x[len(x) // 2 :][:1].expand(*x.shape)

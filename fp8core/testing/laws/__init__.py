@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fp8core.testing.checks import LAWS
 from fp8core.testing.laws import (  # noqa: F401  each defines its laws when it is imported
+    alone,
     declaration,
     every_op,
     fused,
@@ -11,8 +12,11 @@ from fp8core.testing.laws import (  # noqa: F401  each defines its laws when it 
     grouped,
     memory,
     nonfinite,
+    out,
+    overflow,
     pointwise,
     quantize,
+    sizes,
     stochastic,
 )
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8core.backend_api import AddNormDesc, FusedDesc, OpDesc
+from fp8core.backend_api import OpDesc
 from fp8core.testing import inputs
-from fp8core.testing.calls import Call, arguments
+from fp8core.testing.calls import Case, arguments
 from fp8core.testing.checks import EVERY_OP, law
 from fp8core.testing.compare import Broken, require, same_bits, signature
-from fp8core.testing.laws.fused import add_pair, pair
+from fp8core.testing.laws.alone import judged, outcome
 from fp8core.testing.subject import Subject, on_cpu
 
 ALIKE = 2.0**-6
@@ -46,21 +47,6 @@ class _Garbage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
         return made
 
 
-def _outcome(call: Call, result: Any) -> Any:
-    """Return what a call made, the arguments that it wrote included, on the CPU."""
-    written = [value for at, value in enumerate(call.arguments) if at in call.written]
-    written += [value for name, value in call.keywords.items() if name in call.written]
-    return on_cpu((result, written))
-
-
-def _expected(subject: Subject, call: Call) -> Any:
-    if isinstance(call.desc, FusedDesc):
-        return pair(subject.judged, call)
-    if isinstance(call.desc, AddNormDesc):
-        return add_pair(subject.judged, call)
-    return subject.judged(call.desc, *call.arguments, **call.keywords)
-
-
 def _alike(what: str, ours: Any, theirs: Any) -> None:
     """Require the results of two calls to be the same but for the order of sums."""
     require(signature(ours) == signature(theirs), f"{what}: another shape or dtype")
@@ -87,7 +73,7 @@ def _alike(what: str, ours: Any, theirs: Any) -> None:
 def what_is_declared_runs(subject: Subject, desc: OpDesc) -> None:
     """A supported descriptor runs, and returns tensors of the right shapes, dtypes and device."""
     call = arguments(subject, desc)
-    expected = signature(_expected(subject, call))
+    expected = signature(judged(subject, call)[0])
     try:
         made = call.run(subject)
     except Exception as error:  # a third party's backend may raise anything
@@ -132,35 +118,40 @@ def no_result_depends_on_uninitialised_memory(subject: Subject, desc: OpDesc) ->
         else:
             with _Garbage(byte):
                 made = call.run(subject)
-        outcomes.append(_outcome(call, made))
-    for byte, outcome in zip((0xFF, 0x5A), outcomes[1:], strict=True):
-        _alike(f"with new memory full of {byte:#x}", outcome, outcomes[0])
+        outcomes.append(outcome(call, made))
+    for byte, found in zip((0xFF, 0x5A), outcomes[1:], strict=True):
+        _alike(f"with new memory full of {byte:#x}", found, outcomes[0])
 
 
-@law(7, *(op for op in EVERY_OP if op not in ("gemm", "grouped_gemm", "dequantize")))
+VIEWED = tuple(op for op in EVERY_OP if op not in ("gemm", "grouped_gemm", "scale_update"))
+SIZES = ((), (64, 64))  # where rows and columns are as many, nothing but strides tells them apart
+
+
+@law(7, *VIEWED)
 def inputs_may_have_any_strides(subject: Subject, desc: OpDesc) -> None:
     """Inputs with gaps, by columns, at odd addresses or repeated are read as what they are."""
-    views = {"strided": inputs.strided, "shifted": inputs.shifted, "expanded": _expanded}
-    for what, view in views.items():
-        call = arguments(subject, desc)
-        if call.written & {0, 1}:
-            return
+    views = {
+        "strided": inputs.strided,
+        "shifted": inputs.shifted,
+        "transposed": inputs.transposed,
+        "expanded": inputs.expanded,
+    }
+    for size, (what, view) in itertools.product(SIZES, views.items()):
+        call = arguments(subject, desc, Case(size=size))
 
-        def spread(x: Any, view: Any = view) -> Any:
-            is_matrix = isinstance(x, torch.Tensor) and x.ndim == 2 and x.is_floating_point()
-            return view(x) if is_matrix else x
+        def spread(x: torch.Tensor, view: Any = view) -> torch.Tensor:
+            is_repeatable = x.is_floating_point() or view is not inputs.expanded
+            return view(x) if x.dtype != torch.int64 and is_repeatable else x
 
-        viewed = call._replace(arguments=tuple(map(spread, call.arguments)))
+        viewed = call._replace(arguments=pytree.tree_map_only(torch.Tensor, spread, call.arguments))
         plain = viewed._replace(
-            arguments=tuple(
-                x.contiguous() if isinstance(x, torch.Tensor) else x for x in viewed.arguments
-            ),
+            arguments=pytree.tree_map_only(torch.Tensor, _contiguous, viewed.arguments),
             keywords=viewed.again().keywords,
         )
         first, second = viewed.run(subject), plain.run(subject)
-        _alike(f"{what} input", _outcome(viewed, first), _outcome(plain, second))
+        shape = f" of {list(size)}" if size else ""
+        _alike(f"{what} input{shape}", outcome(viewed, first), outcome(plain, second))
 
 
-def _expanded(x: torch.Tensor) -> torch.Tensor:
-    """Return the middle row of ``x`` as every row, at stride 0: the gradient of a sum."""
-    return x[len(x) // 2 :][:1].expand(len(x), -1)
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)

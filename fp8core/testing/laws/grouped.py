@@ -16,7 +16,7 @@ from fp8core.testing.laws.gemm import product_within
 from fp8core.testing.subject import Subject, on_cpu
 
 
-def _each_within(
+def each_within(
     subject: Subject,
     desc: GroupedGemmDesc,
     groups: Groups,
@@ -46,7 +46,7 @@ def grouped_gemm_product_of_each_group_is_within_the_bound(
 ) -> float:
     """Groups that are empty, one step long, or end in the middle of a block."""
     groups = grouped_operands(subject, desc)
-    return _each_within(subject, desc, groups, subject.run(desc, *groups.arguments))
+    return each_within(subject, desc, groups, subject.run(desc, *groups.arguments))
 
 
 @law(4, "grouped_gemm", applies=lambda desc: not desc.accumulate and not desc.contract_groups)
@@ -57,7 +57,7 @@ def grouped_gemm_adds_the_bias_of_each_group(subject: Subject, desc: GroupedGemm
         list(inputs.moderate(len(groups.sizes), groups.n, desc.out_dtype, 2) * 10)
     )
     made = subject.run(desc, *groups.arguments, bias=biases)
-    return _each_within(subject, desc, groups, made, biases)
+    return each_within(subject, desc, groups, made, biases)
 
 
 def _out(subject: Subject, desc: GroupedGemmDesc, groups: Groups, fill: float | None) -> Any:
@@ -79,7 +79,7 @@ def grouped_gemm_writes_into_out(subject: Subject, desc: GroupedGemmDesc) -> flo
     groups = grouped_operands(subject, desc)
     out = _out(subject, desc, groups, math.nan)
     subject.run(desc, *groups.arguments, out=out)
-    return _each_within(subject, desc, groups, out)
+    return each_within(subject, desc, groups, out)
 
 
 @law(4, "grouped_gemm", applies=lambda desc: desc.accumulate)
@@ -96,7 +96,7 @@ def grouped_gemm_accumulates_into_out(subject: Subject, desc: GroupedGemmDesc) -
         for group, size in enumerate(groups.sizes):
             if size == 0:
                 same_bits(f"out of the empty group {group}", out[group], before[group])
-    return _each_within(subject, desc, groups, out, before)
+    return each_within(subject, desc, groups, out, before)
 
 
 @law(4, "grouped_gemm", applies=lambda desc: not desc.accumulate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,7 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
 )
 from fp8core.testing import inputs
-from fp8core.testing.calls import arguments
+from fp8core.testing.calls import Call, Case, arguments
 from fp8core.testing.checks import law
 from fp8core.testing.compare import same_bits, same_form, ulp, within
 from fp8core.testing.subject import Subject, on_cpu
@@ -25,6 +26,14 @@ from fp8core.testing.subject import Subject, on_cpu
 ROUND = 2.0**-24  # largest relative error of one float32 rounding
 FUNCTION = 2.0**-20  # of a float32 exponential or tangent, times its argument
 F64 = torch.float64
+SIZES = ((9, 70), (64, 64), (4100, 24), (5, 4100))
+VERY_LONG = ((66000, 6), (2, 66000))  # more than 16 bits count, in one dtype for all
+
+
+def _cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Yield calls of few and of many rows and columns, and of as many rows as columns."""
+    for size in (*SIZES, *(VERY_LONG if dtype == torch.bfloat16 else ())):
+        yield Case(size=size)
 
 
 @law(4, "amax")
@@ -35,31 +44,57 @@ def amax_is_exact(subject: Subject, desc: AmaxDesc) -> None:
             x = inputs.matrix(kind, *shape, desc.dtype)
             made = subject.run(desc, subject.here(x))
             same_bits(f"amax of {kind} {list(shape)}", made, subject.judged(desc, x))
+    for case in _cases(desc.dtype):
+        x = inputs.late(*case.size, desc.dtype)
+        made = subject.run(desc, subject.here(x))
+        same_bits(f"amax at the end of {list(case.size)}", made, subject.judged(desc, x))
 
 
 @law(4, "dequantize")
 def dequantize_rounds_once(subject: Subject, desc: DequantizeDesc) -> float:
     """Element times scale in float32, rounded once to the output's dtype."""
-    call = arguments(subject, desc)
-    made = call.run(subject)
-    expected = subject.values(desc.operand, *call.arguments)
-    same_form("x", made, torch.empty(expected.shape, dtype=desc.dtype))
-    bound = ulp(expected, desc.dtype) / 2 + 4 * ROUND * expected.abs()
-    return within("x", made, expected, bound)
+    worst = 0.0
+    for case in _cases(desc.dtype):
+        call = arguments(subject, desc, case)
+        made = call.run(subject)
+        expected = subject.values(desc.operand, *call.arguments)
+        same_form("x", made, torch.empty(expected.shape, dtype=desc.dtype))
+        bound = ulp(expected, desc.dtype) / 2 + 4 * ROUND * expected.abs()
+        worst = max(worst, within(f"x {list(made.shape)}", made, expected, bound))
+    return worst
 
 
 @law(4, "scale_update")
 def scale_update_equals_the_reference(subject: Subject, desc: ScaleUpdateDesc) -> None:
     """Histories roll and scales follow, bit for bit; an amax of 0 or inf is not recorded."""
-    call = arguments(subject, desc)
-    expected = on_cpu(call.arguments)
-    subject.judging(desc)(*expected)
-    call.run(subject)
-    for name, ours, theirs in zip(
-        ("history", "scale"), call.arguments[:2], expected[:2], strict=True
-    ):
-        for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            same_bits(f"{name} {at}", one, other)
+    few = arguments(subject, desc)
+    many = few._replace(arguments=subject.here(_many_states()))
+    for call in (few, many):
+        expected = on_cpu(call.arguments)
+        subject.judging(desc)(*expected)
+        call.run(subject)
+        parts = zip(STATE, call.arguments, expected, strict=True)
+        for name, ours, theirs in parts:
+            for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+                same_bits(f"{name} {at} of {len(ours)} states", one, other)
+
+
+STATE = ("history", "scale", "target", "count of non-finite amaxes")
+
+
+def _many_states() -> tuple[list[torch.Tensor], ...]:
+    """Return the arguments of an update of 70 states, of histories up to 1024 long."""
+    lengths = [(1, 2, 3, 16, 1024)[at % 5] for at in range(70)]
+    sizes = [(length, 1 + at % 7) for at, length in enumerate(lengths)]
+    histories = [
+        inputs.matrix("decades", *size, torch.float32, at % 8).abs()
+        for at, size in enumerate(sizes)
+    ]
+    histories[3] = torch.full_like(histories[3], torch.inf)
+    histories[9] = torch.zeros_like(histories[9])
+    scales = [torch.arange(1, size[1] + 1) * 0.5 for size in sizes]
+    targets = [torch.full((size[1],), 448.0) for size in sizes]
+    return histories, scales, targets, [torch.full((1,), at) for at in range(70)]
 
 
 def _wide(desc: NormDesc) -> NormDesc:
@@ -69,7 +104,23 @@ def _wide(desc: NormDesc) -> NormDesc:
 @law(4, "norm")
 def norm_is_within_the_bound(subject: Subject, desc: NormDesc) -> float:
     """Computed in float32 whatever the dtypes, rounded once; statistics in float32."""
-    call = arguments(subject, desc)
+    return max(
+        _norm_within(subject, desc, arguments(subject, desc, case)) for case in _cases(desc.dtype)
+    )
+
+
+@law(4, "norm")
+def norm_is_exact_where_the_mean_is_large(subject: Subject, desc: NormDesc) -> float:
+    """Rows that hardly differ from their mean: a difference of squares has no digit left."""
+    worst = 0.0
+    for rows, cols in ((33, 16), (33, 70)):
+        _, *own = arguments(subject, desc, Case(size=(rows, cols))).arguments
+        x = subject.here(inputs.far_from_zero(rows, cols, desc.dtype))
+        worst = max(worst, _norm_within(subject, desc, Call(desc, (x, *own), {})))
+    return worst
+
+
+def _norm_within(subject: Subject, desc: NormDesc, call: Call) -> float:
     y, mean, rstd = call.run(subject)
     x, weight, *bias = (one.double() for one in on_cpu(call.arguments))
     wide = subject.judged(_wide(desc), x, weight, *bias)
@@ -91,7 +142,13 @@ def norm_is_within_the_bound(subject: Subject, desc: NormDesc) -> float:
 @law(4, "norm_backward")
 def norm_backward_is_within_the_bound(subject: Subject, desc: NormBackwardDesc) -> float:
     """Gradients computed in float32; those of the parameters are float32 sums over the rows."""
-    call = arguments(subject, desc)
+    return max(
+        _norm_backward_within(subject, desc, arguments(subject, desc, case))
+        for case in _cases(desc.norm.dtype)
+    )
+
+
+def _norm_backward_within(subject: Subject, desc: NormBackwardDesc, call: Call) -> float:
     made = call.run(subject)
     wide = tuple(None if one is None else one.double() for one in on_cpu(call.arguments))
     expected = subject.judged(NormBackwardDesc(_wide(desc.norm)), *wide)
@@ -127,7 +184,13 @@ def _parts(desc: ActivationDesc | ActivationBackwardDesc, x: torch.Tensor) -> to
 @law(4, "activation")
 def activation_is_within_the_bound(subject: Subject, desc: ActivationDesc) -> float:
     """Computed in float32 whatever the dtypes, rounded once."""
-    call = arguments(subject, desc)
+    return max(
+        _activation_within(subject, desc, arguments(subject, desc, case))
+        for case in _cases(desc.dtype)
+    )
+
+
+def _activation_within(subject: Subject, desc: ActivationDesc, call: Call) -> float:
     made = call.run(subject)
     (x,) = (one.double() for one in on_cpu(call.arguments))
     expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), x)
@@ -141,7 +204,15 @@ def activation_backward_is_within_the_bound(
     subject: Subject, desc: ActivationBackwardDesc
 ) -> float:
     """Computed in float32 whatever the dtypes, rounded once."""
-    call = arguments(subject, desc)
+    return max(
+        _activation_backward_within(subject, desc, arguments(subject, desc, case))
+        for case in _cases(desc.dtype)
+    )
+
+
+def _activation_backward_within(
+    subject: Subject, desc: ActivationBackwardDesc, call: Call
+) -> float:
     made = call.run(subject)
     grad, x = (one.double() for one in on_cpu(call.arguments))
     expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), grad, x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,10 @@ from fp8core.testing.subject import Subject, on_cpu, storage_step
 
 SHAPES = ((5, 7), (33, 70), (130, 200), (0, 5), (5, 0))
 LARGE = (260, 1030)  # more than one kernel's tile in both directions
+LONG = ((4100, 40), (40, 4100))
+VERY_LONG = ((66000, 16), (16, 66000))  # more than 16 bits count, in one dtype for all
 SQUARE = 96
+MANY_GROUPS = (0, 2, 1, 33, 0, 1, 1) * 10
 
 
 class Made(NamedTuple):
@@ -64,6 +67,8 @@ def _every(subject: Subject, desc: QuantizeDesc) -> Iterator[tuple[str, Made]]:
     last, found = subject.kept.get("every", (None, []))
     if last != desc:
         found = []
+        sizes: Sequence[int]
+        shapes: list[tuple[tuple[int, int], Sequence[int]]]
         if desc.grouped:
             sizes = _group_sizes(subject, desc)
             shapes = [(quantize_size(subject, desc, sum(sizes), 70), sizes)]
@@ -74,8 +79,26 @@ def _every(subject: Subject, desc: QuantizeDesc) -> Iterator[tuple[str, Made]]:
             for kind in ("decades",) if is_one_enough else inputs.KINDS:
                 x = inputs.matrix(kind, *shape, desc.dtype)
                 found.append((f"{kind} {list(shape)}", _both(subject, desc, x, *sizes)))
+        for shape, sizes in _long_shapes(subject, desc):
+            x = inputs.late(*shape, desc.dtype)
+            found.append((f"late amax {list(shape)}", _both(subject, desc, x, *sizes)))
         subject.kept["every"] = (desc, found)
     yield from found
+
+
+def _long_shapes(
+    subject: Subject, desc: QuantizeDesc
+) -> Iterator[tuple[tuple[int, int], Sequence[int]]]:
+    """Yield shapes of many rows or columns, or of many groups with their sizes."""
+    if not desc.grouped:
+        very = VERY_LONG if desc.dtype == torch.bfloat16 else ()
+        for shape in (*LONG, *very):
+            yield quantize_size(subject, desc, *shape), ()
+        return
+    step = storage_step(subject, desc.columnwise)
+    for groups in (MANY_GROUPS, (3, LONG[0][0], 1)):
+        sizes = [-(-size // step) * step for size in groups]
+        yield quantize_size(subject, desc, sum(sizes), 40), sizes
 
 
 def _operands(
@@ -84,9 +107,15 @@ def _operands(
     """Yield the orientations that were asked for, as orientation, spec and both operands."""
     for name in Quantized._fields:
         spec, one, other = (getattr(source, name) for source in (desc, ours, theirs))
-        require((one is None) == (spec is None), f"the {name} operand is {one}, asked was {spec}")
+        _both_or_none(f"the {name} operand", one, spec)
         if spec is not None:
             yield name, spec, one, other
+
+
+def _both_or_none(what: str, found: object, expected: object) -> None:
+    # To write a tensor into a message costs more than to compute it.
+    require((found is None) or (expected is not None), f"{what} is there, though nobody asked")
+    require((expected is None) or (found is not None), f"{what} is missing")
 
 
 def _same_codes(subject: Subject, desc: QuantizeDesc, what: str, made: Made) -> float:
@@ -95,6 +124,8 @@ def _same_codes(subject: Subject, desc: QuantizeDesc, what: str, made: Made) -> 
     for name, spec, ours, theirs in _operands(desc, made.ours, made.theirs):
         where = f"{what}: {name} data"
         same_form(where, ours.data, theirs.data)
+        if torch.equal(ours.data, theirs.data):
+            continue
         elements = [subject.elements(spec, operand) for operand in (ours, theirs)]
         if allowed == 0:
             same_bits(where, *elements)
@@ -115,7 +146,7 @@ def _same_scales(subject: Subject, desc: QuantizeDesc, what: str, made: Made) ->
         for part in ("scale_inv", "global_scale_inv"):
             one, other = getattr(ours, part), getattr(theirs, part)
             where = f"{what}: {name} {part}"
-            require((one is None) == (other is None), f"{where} is {one}, expected {other}")
+            _both_or_none(where, one, other)
             if one is None:
                 continue
             same_form(where, one, other)
@@ -260,7 +291,7 @@ def _same_operands(desc: QuantizeDesc, what: str, ours: Quantized, theirs: Quant
     for name, _, one, other in _operands(desc, ours, theirs):
         for part in Operand._fields:
             mine, yours = getattr(one, part), getattr(other, part)
-            require((mine is None) == (yours is None), f"{what}: {name} {part} is {mine}")
+            _both_or_none(f"{what}: {name} {part}", mine, yours)
             if mine is not None:
                 same_bits(f"{what}: {name} {part}", mine, yours)
 
