@@ -58,8 +58,8 @@ def fault_of(parts: Sequence[Any], plan: TensorPlan) -> str | None:
 
 
 def _part_error(parts: Sequence[Any], plan: TensorPlan) -> str | None:
-    if plan.rowwise is None or len(parts) != len(PARTS):
-        return f"it has {len(parts)} parts, expected {', '.join(PARTS)}"
+    if plan.rowwise is None or not isinstance(parts, Sequence) or len(parts) != len(PARTS):
+        return f"its parts are {reprlib.repr(parts)}, expected {', '.join(PARTS)}"
     for name, part in zip(PARTS, parts, strict=True):
         if part is not None and not isinstance(part, torch.Tensor):
             return f"{name} is {type(part).__name__}, expected a tensor"

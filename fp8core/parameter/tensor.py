@@ -223,9 +223,9 @@ def _rebuild(
     check_stored(parts, plan, dtype)
     made = QuantizedTensor(*split(parts), plan, dtype)
     check(plan, tuple(made.shape))
-    if is_parameter:
-        return torch.nn.Parameter(made, bool(requires_grad))
-    return made.requires_grad_(bool(requires_grad))
+    if is_parameter is True:
+        return torch.nn.Parameter(made, requires_grad is True)
+    return made.requires_grad_(requires_grad is True)
 
 
 torch.serialization.add_safe_globals([_rebuild])

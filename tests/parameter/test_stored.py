@@ -220,6 +220,22 @@ def test_parts_that_do_not_fit_make_no_tensor(case: str) -> None:
         QuantizedTensor.__tensor_unflatten__(inner, (plan, tensor.dtype), None, None)
 
 
+@pytest.mark.parametrize("parts", [None, 5, "six", {}, [], torch.ones(6)], ids=repr)
+def test_something_else_than_parts_is_refused_by_name(parts: Any) -> None:
+    specs = [fields(quantized("mxfp8"))[name] for name in ("row", "column")]
+    with pytest.raises(OperandError, match=r"its parts are|expected a tensor"):
+        _rebuild(parts, specs, torch.float32, False, False)
+
+
+@pytest.mark.parametrize("flag", [torch.ones(3), "yes", None, [[]]], ids=repr)
+def test_flags_that_are_none_are_off(flag: Any) -> None:
+    saved = fields(quantized("mxfp8"))
+    parts, specs = [saved[name] for name in PARTS], [saved["row"], saved["column"]]
+    made = _rebuild(parts, specs, torch.float32, flag, flag)
+    assert type(made) is QuantizedTensor
+    assert not made.requires_grad
+
+
 def test_a_plan_of_endless_depth_is_refused_by_name() -> None:
     nested: Any = []
     for _ in range(100):
