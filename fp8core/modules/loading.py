@@ -44,7 +44,10 @@ def _parameter_error(parameter: torch.Tensor, value: Any, assigns: bool) -> str 
         return "is on the meta device in the checkpoint, where it has no values"
     if _is_sharded(value) != _is_sharded(parameter) and not assigns:
         kinds = [type(own).__name__ for own in (value, parameter)]
-        return f"is a {kinds[0]} in the checkpoint, a {kinds[1]} here"
+        return (
+            f"is a {kinds[0]} in the checkpoint, a {kinds[1]} here; load it with "
+            f"torch.distributed.checkpoint.state_dict.set_model_state_dict"
+        )
     if isinstance(value, QuantizedTensor):
         fault = fault_of([getattr(value, part) for part in PARTS], value.plan)
         return None if fault is None else f"cannot be loaded: {fault}"
