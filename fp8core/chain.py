@@ -24,7 +24,7 @@ from fp8core.links.once import COMPUTED_AS_ONE, OnlyOnce
 from fp8core.links.protocol import DENSE, Call, Link, Program, Saved
 from fp8core.links.steps import Step, Steps, run_steps
 from fp8core.parameter.tensor import QuantizedTensor
-from fp8core.unwrap import PLAIN, unwrap
+from fp8core.unwrap import PLAIN, has_no_plain_form, unwrap
 
 __all__ = ["Links", "Refusal", "capture", "is_under_torch_autocast", "run"]
 
@@ -110,6 +110,9 @@ def run(
     if isinstance(links, int):
         return _run_captured(links, x, list(params), list(call.groups), list(call.splits))
     if type(x) not in PLAIN or not PLAIN.issuperset(map(type, params)):
+        if type(links) is Unfused and any(map(has_no_plain_form, (x, *params))):
+            with torch.autocast(x.device.type, enabled=False):
+                return _run_in_torch(links, x, params, call, f"a {type(x).__name__}")
         x, params = _unwrap(links, x, params, call)
     if is_under_torch_autocast(x):
         with torch.autocast(x.device.type, enabled=False):

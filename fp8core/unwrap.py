@@ -7,6 +7,10 @@ here first, in :mod:`fp8core.chain`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import methodcaller
+from typing import Any
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -15,7 +19,7 @@ from fp8core.errors import OperandError
 from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.parameter.values import Values
 
-__all__ = ["PLAIN", "unwrap"]
+__all__ = ["PLAIN", "has_no_plain_form", "unwrap"]
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 """The types of tensors that a backend may see."""
@@ -35,18 +39,36 @@ def unwrap(x: torch.Tensor, role: str) -> torch.Tensor:
     Raises:
         OperandError: a subclass that holds its values elsewhere, such as a DTensor.
     """
+    rule = _rule_of(x)
+    if rule is None:
+        raise OperandError(f"{role} is a {type(x).__name__}, {_HELD_ELSEWHERE}. {_remedy(x)}")
+    return rule(x)
+
+
+def has_no_plain_form(x: torch.Tensor) -> bool:
+    """Say whether :func:`unwrap` refuses ``x``, and torch's own operators may take it."""
+    return _rule_of(x) is None and not _is_lazy(x)
+
+
+def _rule_of(x: torch.Tensor) -> Callable[[Any], torch.Tensor] | None:
     if type(x) in PLAIN or isinstance(x, _STAND_INS):
-        return x
-    if isinstance(x, QuantizedTensor):
-        return x.dequantize()
-    if isinstance(x, Values):
-        return x.plain
+        return _as_it_is
+    if isinstance(x, QuantizedTensor | Values):
+        return methodcaller("dequantize")
     if type(x).__torch_dispatch__ is _NO_RULE and not _is_lazy(x):
-        return x.as_subclass(torch.Tensor)
-    if type(x).__name__ == "AsyncCollectiveTensor":
-        waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor(x.elem)  # type: ignore[attr-defined]  # it holds one
-        return waited
-    raise OperandError(f"{role} is a {type(x).__name__}, {_HELD_ELSEWHERE}. {_remedy(x)}")
+        return methodcaller("as_subclass", torch.Tensor)
+    if type(x).__name__ == "AsyncCollectiveTensor":  # torch's class, of a private module
+        return _waited_for
+    return None
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _waited_for(x: Any) -> torch.Tensor:
+    made: torch.Tensor = torch.ops._c10d_functional.wait_tensor(x.elem)
+    return made
 
 
 _HELD_ELSEWHERE = "a subclass of torch.Tensor whose values are not in memory of its own"

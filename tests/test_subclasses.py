@@ -35,7 +35,7 @@ def check_memory(*arguments: object) -> None:
 
 
 @pytest.fixture(autouse=True)
-def spy(monkeypatch: pytest.MonkeyPatch) -> None:
+def spy(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     bind = ReferenceBackend.bind
 
     def bind_and_look(
@@ -47,7 +47,9 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> None:
             check_memory(arguments, keywords)
             return run(*arguments, **keywords)
 
-        return looking
+        # Without a recipe a DTensor is computed with by torch's own operators, bound here too.
+        is_low = desc.op == "quantize" or getattr(desc, "low_precision", False)
+        return looking if is_low or "of_dtensors" not in request.node.name else run
 
     te.dispatch.table._resolve.cache_clear()
     monkeypatch.setattr(ReferenceBackend, "bind", bind_and_look)
@@ -230,7 +232,7 @@ def test_an_unfinished_collective_is_waited_for(name: str | None, mesh: Any) -> 
 
 
 @pytest.mark.parametrize("name", ["current", "mxfp8"])
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", [kind for kind in LAYERS if kind not in ("RMSNorm", "GELU")])
 def test_a_dtensor_as_input_is_refused_by_name(kind: str, name: str, mesh: Any) -> None:
     x = distribute_tensor(values(), mesh, [Replicate()])
     with (
@@ -238,6 +240,30 @@ def test_a_dtensor_as_input_is_refused_by_name(kind: str, name: str, mesh: Any) 
         pytest.raises(OperandError, match=r"DTensor.*to_local\(\)"),
     ):
         layers()[kind](x)
+
+
+def distributed(layer: torch.nn.Module, mesh: Any) -> torch.nn.Module:
+    for name, own in list(layer.named_parameters()):
+        whole = distribute_tensor(own.detach(), mesh, [Replicate()])
+        setattr(layer, name, torch.nn.Parameter(whole))
+    return layer
+
+
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "RMSNorm"])
+def test_without_a_recipe_a_layer_of_dtensors_computes_as_torch_does(kind: str, mesh: Any) -> None:
+    x = values().requires_grad_()
+    plain = layers()[kind]
+    want = plain(x)
+    want.square().sum().backward()
+    layer = distributed(layers()[kind], mesh)
+    x_too = distribute_tensor(values(), mesh, [Replicate()]).requires_grad_()
+    got = layer(x_too)
+    got.square().sum().backward()
+    torch.testing.assert_close(got.full_tensor(), want)
+    assert x_too.grad is not None
+    torch.testing.assert_close(x_too.grad.full_tensor(), x.grad)  # type: ignore[attr-defined]  # a DTensor
+    for own, other in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.full_tensor(), other.grad)  # type: ignore[union-attr]  # likewise
 
 
 def test_a_dtensor_as_weight_is_refused_by_name(mesh: Any) -> None:
@@ -275,11 +301,11 @@ class Hollow(torch.Tensor):
         raise AssertionError("asked to compute")
 
 
-@pytest.mark.parametrize("name", [*RECIPES, None])
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_wrapper_of_unknown_kind_is_refused_by_name(name: str | None) -> None:
     layer = te.Linear(32, 32)
     with (
-        te.autocast(enabled=name is not None, recipe=name),
+        te.autocast(recipe=name),
         pytest.raises(OperandError, match="input is a Hollow"),
     ):
         layer(Hollow(values()))

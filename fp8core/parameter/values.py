@@ -59,9 +59,8 @@ class Values(torch.Tensor):
         self._plain = values
         return self
 
-    @property
-    def plain(self) -> torch.Tensor:
-        """The values, as a plain tensor."""
+    def dequantize(self) -> torch.Tensor:
+        """Return the values as a plain tensor."""
         return self._plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
