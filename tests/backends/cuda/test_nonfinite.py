@@ -205,3 +205,119 @@ def test_a_replayed_graph_counts() -> None:
     for _ in range(3):
         graph.replay()
     assert layer._bindings.nonfinite[DEVICE].tolist() == [0, 27]
+
+
+def chosen(name: str, **options: Any) -> recipe.Recipe:
+    return type(recipe.by_name(name))(**options)
+
+
+@pytest.mark.parametrize("rows", [96, 8192])  # the gradient of the latter is cast in parts
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "rowwise"])
+def test_what_propagates_makes_results_nan(name: str, rows: int) -> None:
+    layers = [
+        fp8core.Linear(512, 4096, bias=False, device=DEVICE, params_dtype=torch.bfloat16)
+        for _ in range(2)
+    ]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = torch.randn(rows, 512, device=DEVICE, dtype=torch.bfloat16)
+
+    def step(layer: torch.nn.Module, own: recipe.Recipe, *place: int) -> list[torch.Tensor]:
+        source = x.detach().requires_grad_()
+        layer.zero_grad()
+        with fp8core.autocast(recipe=own):
+            y = layer(source)
+        grad = torch.full_like(y, 0.25)
+        if place:
+            grad[place] = math.inf
+        y.backward(grad)
+        return [y.detach(), source.grad, layer.weight.grad]
+
+    for _ in range(2):
+        plain = step(layers[0], chosen(name))
+        marked = step(layers[1], chosen(name, nonfinite="propagate"))
+        assert torch.equal(plain[0], marked[0])
+        for one, other in zip(plain[1:], marked[1:], strict=True):  # parts may sum in another order
+            torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-6)
+    y, dx, dw = step(layers[1], chosen(name, nonfinite="propagate"), rows - 1, 4095)
+    assert y.isfinite().all()
+    assert dx.isnan().all()
+    assert dw.isnan().all()
+    assert all(own.isfinite().all() for own in layers[1].buffers() if own.is_floating_point())
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_groups_propagate(on_device: bool) -> None:
+    layer = fp8core.GroupedLinear(
+        3, 256, 128, bias=False, device=DEVICE, params_dtype=torch.bfloat16
+    )
+    x = torch.randn(384, 256, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    sizes: Any = torch.tensor([128, 0, 256], device=DEVICE) if on_device else [128, 0, 256]
+    with fp8core.autocast(recipe=chosen("current", nonfinite="propagate")):
+        y = layer(x, sizes)
+    grad = torch.ones_like(y)
+    assert y.isfinite().all()
+    grad[200, 5] = math.nan
+    y.backward(grad)
+    assert x.grad.isnan().all()
+    assert layer.weight2.grad.isnan().all()
+    assert fp8core.found_inf(layer) == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "rowwise"])
+def test_a_watched_scaler_skips_the_step(name: str, fused: bool) -> None:
+    layer = fp8core.Linear(256, 128, bias=False, device=DEVICE, params_dtype=torch.float32)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    fp8core.watch_grad_scaler(scaler, layer)
+    x = torch.randn(128, 256, device=DEVICE)
+
+    def step(*place: int) -> bool:
+        before = layer.weight.detach().clone()
+        optimizer.zero_grad()
+        with fp8core.autocast(recipe=recipe.by_name(name)):
+            y = layer(x)
+        grad = torch.ones_like(y)
+        if place:
+            grad[place] = math.inf
+        scaler.scale(y).backward(grad)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            scaler.unscale_(optimizer)
+            found = fp8core.found_inf(layer)
+            fp8core.clear_found_inf(layer)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert found.device == DEVICE
+        assert float(found) == float(bool(place))
+        scaler.step(optimizer)
+        scaler.update()
+        return not torch.equal(before, layer.weight)
+
+    assert [step(), step(3, 5), step()] == [True, False, True]
+    assert scaler.get_scale() == 512.0
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_layer_is_counted(mode: str) -> None:
+    layer = fp8core.Linear(256, 128, bias=False, device=DEVICE, params_dtype=torch.bfloat16)
+    compiled = torch.compile(layer, mode=mode)
+    x = torch.randn(128, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+
+    def step(*place: int) -> float:
+        torch.compiler.cudagraph_mark_step_begin()
+        fp8core.clear_found_inf(layer)
+        layer.zero_grad()
+        with fp8core.autocast(recipe=recipe.Float8CurrentScaling()):
+            y = compiled(x)
+        grad = torch.ones_like(y)
+        if place:
+            grad[place] = math.inf
+        y.backward(grad)
+        return float(fp8core.found_inf(layer))
+
+    assert [step() for _ in range(4)] == [0.0] * 4
+    assert [step(1, 2), step(), step(7, 7)] == [1.0, 0.0, 1.0]
