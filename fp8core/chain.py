@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.autograd import forward_ad
 
-from fp8core.errors import Fp8CoreError, UnsupportedError
+from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.library import operators
 from fp8core.links.differentiable import (
     Unfused,
@@ -244,13 +244,23 @@ def _saved(ctx: Any) -> list[torch.Tensor | None]:
     Raises:
         UnsupportedError: a backward pass was here before. Another one that failed had read it too,
             as it is freed once read; torch frees it after a pass.
+        OperandError: in low precision, it was written since.
     """
     saved: list[torch.Tensor | None] | None = None
+    written: OnlyOnce | None = None
     try:
         saved = list(ctx.saved_tensors)
     except RuntimeError as error:
-        if type(error) is not RuntimeError or "second time" not in str(error):
+        said = str(error) if type(error) is RuntimeError else ""
+        written = only_once(ctx.links) if "modified" in said else None
+        if written is None and "second time" not in said:
             raise
+    if written is not None:
+        raise OperandError(
+            f"{written.owner}: what backward needs was written in place since forward, a weight or "
+            f"input that is stored quantized, or that this recipe takes in high precision on the "
+            f"way back. Step the optimizer after backward, or write to a clone."
+        )
     if saved is None:
         raise UnsupportedError(
             f"backward through a layer of fp8core a second time (its input was "

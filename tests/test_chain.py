@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import threading
@@ -11,7 +12,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fp8core import GroupedLinear, Linear, autocast, chain, recipe
+from fp8core import (
+    GroupedLinear,
+    Linear,
+    MasterWeights,
+    OperandError,
+    autocast,
+    chain,
+    quantized_model_init,
+    recipe,
+)
 from fp8core.links.linear import LinearLink
 from fp8core.modules.base import LowPrecisionModule
 
@@ -260,6 +270,59 @@ def test_a_weight_changed_before_backward_is_refused() -> None:
         layer.weight.mul_(2)
     with pytest.raises(RuntimeError, match=r"modified inplace|modified by an inplace"):
         y.sum().backward()
+
+
+LOW = [name for name in RECIPES if name != "none"]
+
+
+def written_between(layer: Linear, name: str, *, is_written: bool) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    x = torch.randn(32, 32, requires_grad=True)
+    y = forward(layer, x, name)
+    if is_written:
+        with torch.no_grad():
+            layer.weight.mul_(3)
+    y.square().sum().backward()
+    return [x.grad, *(own.grad for own in layer.parameters())]
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_backward_in_low_precision_is_of_the_weight_that_forward_quantized(name: str) -> None:
+    layer = Linear(32, 16)
+    other = copy.deepcopy(layer)
+    want = written_between(layer, name, is_written=False)
+    assert_same_bits(written_between(other, name, is_written=True), want)
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_a_quantized_weight_written_before_backward_is_refused(name: str) -> None:
+    with quantized_model_init(recipe=RECIPES[name]):
+        layer = Linear(32, 32, name="fc")
+    with pytest.raises(OperandError, match=r"'fc'.*written in place since forward"):
+        written_between(layer, name, is_written=True)
+
+
+def test_a_weight_that_backward_takes_in_high_precision_is_refused_once_written() -> None:
+    layer = Linear(32, 32, name="fc")
+    chosen = recipe.Float8CurrentScaling(backward_override="high_precision")
+    with autocast(recipe=chosen):
+        y = layer(torch.randn(32, 32, requires_grad=True))
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    with pytest.raises(OperandError, match=r"'fc'.*written in place since forward"):
+        y.sum().backward()
+
+
+def test_an_optimizer_may_step_between_two_forwards_of_a_quantized_weight() -> None:
+    chosen = RECIPES["current"]
+    with quantized_model_init(recipe=chosen):
+        layer = Linear(32, 32)
+    masters = MasterWeights(layer)
+    optimizer = torch.optim.SGD(masters.parameters(), lr=0.1)
+    masters.attach(optimizer)
+    for _ in range(3):
+        forward(layer, torch.randn(32, 32), "current").square().mean().backward()
+        optimizer.step()
 
 
 def bound_ops(layers: Sequence[Linear], name: str) -> tuple[object, ...]:

@@ -255,6 +255,9 @@ def _assign(tensor: QuantizedTensor, operands: Orientations) -> None:
         for own, new in zip(mine or (), made or (), strict=False):
             if own is not None:
                 own.copy_(new)
+                # Backward may have kept it, and torch counts no write within __torch_dispatch__.
+                if not own.is_inference():
+                    torch.autograd.graph.increment_version(own)
 
 
 def _like(tensor: QuantizedTensor, device: torch.device) -> QuantizedTensor:
