@@ -85,7 +85,9 @@ class DelayedPlan:
 class LinearPlan:
     """The three GEMMs of a linear layer; ``delayed`` if any operand is scaled by delayed scales.
 
-    ``nonfinite`` says what a cast makes of a tensor with NaN or inf, one of :data:`NONFINITE`.
+    ``nonfinite`` says what a cast makes of a tensor with NaN or inf: ``"saturate"``, the codes that
+    the format has for them, inf becoming its largest value; ``"propagate"``, also scales of NaN, so
+    that every result that the tensor has part in is NaN.
     """
 
     fprop: GemmPlan = GemmPlan()
@@ -117,8 +119,7 @@ class LinearPlan:
 
 
 NONFINITE = ("saturate", "propagate")
-"""``"saturate"``: the codes that the format has for them, inf becoming its largest value.
-``"propagate"``: also scales of NaN, so that every result that the tensor has part in is NaN."""
+"""What ``LinearPlan.nonfinite`` may be."""
 
 HIGH_PRECISION = LinearPlan()
 """No quantization at all."""

@@ -371,7 +371,7 @@ def bind_quantizer(
 
     With ``slot`` it takes its scale there and records its amax; while observing it only records.
     To ``nonfinite``, int64 ``[1]``, its casts add the number of their NaN and inf; ``propagates``
-    as in :data:`fp8core.plan.NONFINITE`.
+    makes the scales of such a tensor NaN.
 
     Raises:
         UnsupportedError: no backend quantizes like that on the device.

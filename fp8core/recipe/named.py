@@ -1,7 +1,7 @@
 """The recipes that have a name: each a frozen value with Transformer Engine's field names.
 
 All take ``nonfinite``, fp8core's own: what a cast makes of a tensor with NaN or inf, see
-:data:`fp8core.plan.NONFINITE`.
+:class:`fp8core.plan.LinearPlan`.
 """
 
 from __future__ import annotations
