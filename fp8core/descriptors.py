@@ -7,6 +7,8 @@ from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 
+from fp8core.descriptor_text import dtype_text, spec_text, text
+
 
 @dataclass(frozen=True, slots=True)
 class OperandSpec:
@@ -46,11 +48,7 @@ class OperandSpec:
     cast_first: bool = True
 
     def __str__(self) -> str:
-        words = [self.format, f"block={self.block}".replace(" ", "")]
-        words += [self.scale_format] if self.scale_format != "float32" else []
-        words += [name for name in ("power_of_two", "delayed", "stochastic") if getattr(self, name)]
-        words += [self.transform] if self.transform else []
-        return " ".join(words)
+        return spec_text(self)
 
 
 class Operand(NamedTuple):
@@ -129,9 +127,8 @@ class QuantizeDesc:
         return replace(self, columnwise=None), replace(self, rowwise=None)
 
     def __str__(self) -> str:
-        words = [f"columnwise={self.columnwise}"] + ["grouped"] * self.grouped
-        words += ["offsets on device"] * self.offsets_on_device
-        return f"QuantizeDesc({_dtype(self.dtype)} -> rowwise={self.rowwise}, {', '.join(words)})"
+        start = f"{dtype_text(self.dtype)} -> rowwise={self.rowwise}"
+        return text(self, start, f"columnwise={self.columnwise}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +141,7 @@ class DequantizeDesc:
     low_precision: ClassVar[bool] = True
 
     def __str__(self) -> str:
-        return f"DequantizeDesc({self.operand} -> {_dtype(self.dtype)})"
+        return text(self, f"{self.operand} -> {dtype_text(self.dtype)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +167,7 @@ class GemmDesc:
         return self.a is not None or self.b is not None
 
     def __str__(self) -> str:
-        return f"{type(self).__name__}(a={self.a}, b={self.b}, out={_dtype(self.out_dtype)})"
+        return text(self, f"a={self.a}", f"b={self.b}", f"out={dtype_text(self.out_dtype)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +190,6 @@ class GroupedGemmDesc(GemmDesc):
     contract_groups: bool = False
     offsets_on_device: bool = False
 
-    def __str__(self) -> str:
-        where = ", offsets on device" if self.offsets_on_device else ""
-        return f"{GemmDesc.__str__(self)[:-1]}{where})"
-
 
 @dataclass(frozen=True, slots=True)
 class AmaxDesc:
@@ -207,7 +200,7 @@ class AmaxDesc:
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        return f"AmaxDesc({_dtype(self.dtype)})"
+        return f"AmaxDesc({dtype_text(self.dtype)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +247,8 @@ class NormDesc:
     zero_centered: bool = False
 
     def __str__(self) -> str:
-        return f"NormDesc({self.kind} {_dtype(self.dtype)} -> {_dtype(self.out_dtype)})"
+        start = f"{self.kind} {dtype_text(self.dtype)} -> {dtype_text(self.out_dtype)}"
+        return text(self, start, f"eps={self.eps}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +283,7 @@ class ActivationDesc:
     params: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        return f"ActivationDesc({self.name} {_dtype(self.dtype)} -> {_dtype(self.out_dtype)})"
+        return text(self, f"{self.name} {dtype_text(self.dtype)} -> {dtype_text(self.out_dtype)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +298,7 @@ class ActivationBackwardDesc:
     params: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        return f"ActivationBackwardDesc({self.name} -> {_dtype(self.out_dtype)})"
+        return text(self, f"{self.name} {dtype_text(self.dtype)} -> {dtype_text(self.out_dtype)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +323,7 @@ class FusedDesc:
         return f"{self.producer.op}_quantize"
 
     def __str__(self) -> str:
-        return f"FusedDesc({self.producer} then {self.quantize})"
+        return text(self, f"{self.producer} then {self.quantize}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,7 +386,3 @@ OPTIONAL_OPS: tuple[str, ...] = (
     "norm_quantize",
 )
 """Fusions that a backend may offer; without them the pair runs."""
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -26,7 +26,7 @@ FOLDERS = {
 # Lowest first; a name is a module or a package of fp8core, `__init__` is `fp8core` itself.
 FLOORS = (
     ("coding", "errors", "formats", "not_offered", "reporting"),
-    ("backend_api", "descriptors", "hookspecs", "operands"),
+    ("backend_api", "descriptor_text", "descriptors", "hookspecs", "operands"),
     ("dispatch", "library", "plan", "recipe"),
     (
         *("autocast", "parameter", "quantizer", "recompute", "scaling", "timeline", "unwrap"),

@@ -1,0 +1,44 @@
+"""How descriptors print: what they always have, then what is not as by default."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+import torch
+
+__all__ = ["dtype_text", "spec_text", "text"]
+
+_LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
+"""The targets that go without saying: nothing has to look for plug-ins to print."""
+
+
+def text(desc: Any, *words: str) -> str:
+    """Return ``Name(word, ..., flag, field=value)``, whose words say what has no default.
+
+    A dtype is among the words where there is one.
+    """
+    return f"{type(desc).__name__}({', '.join([*words, *_unusual(desc, 'dtype')])})"
+
+
+def spec_text(spec: Any) -> str:
+    """Return the text of an OperandSpec: ``e4m3 block=(1,32) e8m0``."""
+    words = [spec.format, f"block={spec.block}".replace(" ", "")]
+    words += [spec.scale_format] if spec.scale_format != "float32" else []
+    words += [f"target={spec.target}"] if spec.target != _LARGEST.get(spec.format) else []
+    return " ".join([*words, *_unusual(spec, "scale_format")])
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """Return ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _unusual(desc: Any, *told: str) -> list[str]:
+    """Return the fields that are not as by default, ``told`` ones aside: a flag by its name."""
+    others = [(own.name, getattr(desc, own.name), own.default) for own in fields(desc)]
+    return [
+        name if value is True else f"{name}={value}"
+        for name, value, default in others
+        if name not in told and default is not MISSING and value != default
+    ]

@@ -1,0 +1,131 @@
+"""Descriptors print what they are: two that differ never print alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core import formats
+from fp8core.backend_api import (
+    ActivationBackwardDesc,
+    ActivationDesc,
+    AddNormDesc,
+    AmaxDesc,
+    DequantizeDesc,
+    FusedDesc,
+    GemmDesc,
+    GroupedGemmDesc,
+    NormBackwardDesc,
+    NormDesc,
+    OpDesc,
+    OperandSpec,
+    QuantizeDesc,
+    ScaleUpdateDesc,
+)
+from fp8core.testing.catalogue import catalogue
+
+BF16, F16 = torch.bfloat16, torch.float16
+SPEC = OperandSpec("e4m3", (0, 0), 448.0)
+NORM = NormDesc("rmsnorm", BF16, BF16, 1e-5)
+CAST = QuantizeDesc(BF16, SPEC, SPEC)
+EXAMPLES: tuple[Any, ...] = (
+    SPEC,
+    CAST,
+    DequantizeDesc(SPEC),
+    GemmDesc(SPEC, SPEC, BF16),
+    GroupedGemmDesc(SPEC, SPEC, BF16),
+    AmaxDesc(BF16),
+    ScaleUpdateDesc("max"),
+    NORM,
+    NormBackwardDesc(NORM),
+    ActivationDesc("clamped_swiglu", BF16, BF16, (7.0, 1.702, 1.0)),
+    ActivationBackwardDesc("clamped_swiglu", BF16, BF16, (7.0, 1.702, 1.0)),
+    FusedDesc(NORM, CAST),
+    AddNormDesc(NORM),
+)
+OTHERS: dict[str, Any] = {
+    "format": "e5m2",
+    "block": (1, 128),
+    "target": 15.0,
+    "scale_format": "e8m0",
+    "amax_epsilon": 1e-6,
+    "transform": "hadamard16",
+    "algorithm": "most_recent",
+    "kind": "layernorm",
+    "eps": 1.1e-5,
+    "name": "swiglu",
+    "params": (7.0, 1.702, 0.5),
+    "producer": ActivationDesc("gelu", BF16, BF16),
+}
+
+
+def other(value: Any, name: str) -> list[Any]:
+    """Return values that a field may have instead: of one that is a dataclass, each of its own."""
+    if name in OTHERS:
+        return [OTHERS[name]]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, torch.dtype):
+        return [F16]
+    assert dataclasses.is_dataclass(value), name
+    nested = [
+        dataclasses.replace(value, **{field.name: changed})
+        for field in dataclasses.fields(value)
+        for changed in other(getattr(value, field.name), field.name)
+    ]
+    is_optional = isinstance(value, OperandSpec)
+    return [*nested, None] if is_optional else nested
+
+
+def changes() -> list[Any]:
+    return [
+        pytest.param(
+            example, field.name, changed, id=f"{type(example).__name__}-{field.name}-{number}"
+        )
+        for example in EXAMPLES
+        for field in dataclasses.fields(example)
+        for number, changed in enumerate(other(getattr(example, field.name), field.name))
+        if changed is not None or not isinstance(example, DequantizeDesc)
+    ]
+
+
+@pytest.mark.parametrize(("desc", "name", "value"), changes())
+def test_another_value_of_a_field_prints_another_text(desc: Any, name: str, value: Any) -> None:
+    changed = dataclasses.replace(desc, **{name: value})
+    assert changed != desc
+    assert str(changed) != str(desc)
+
+
+def test_every_descriptor_is_among_the_examples() -> None:
+    assert {type(example) for example in EXAMPLES} == {
+        OperandSpec,
+        GroupedGemmDesc,
+        *typing.get_args(OpDesc),
+    }
+
+
+def test_no_two_descriptors_of_the_catalogue_print_alike() -> None:
+    texts = [str(entry.desc) for entry in catalogue()]
+    assert len(set(texts)) == len(texts)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e2m1"])
+def test_the_largest_value_is_no_target_to_mention(name: str) -> None:
+    spec = OperandSpec(name, (1, 0), formats.by_name(name).max)
+    assert str(spec) == f"{name} block=(1,0)"
+
+
+def test_texts_stay_readable() -> None:
+    spec = dataclasses.replace(SPEC, target=15.0, cast_first=False, amax_epsilon=0.5)
+    assert str(spec) == "e4m3 block=(0,0) target=15.0 amax_epsilon=0.5 cast_first=False"
+    desc = GroupedGemmDesc(SPEC, None, BF16, contract_groups=True, fast_accumulation=True)
+    assert str(desc) == (
+        "GroupedGemmDesc(a=e4m3 block=(0,0), b=None, out=bfloat16, fast_accumulation, "
+        "contract_groups)"
+    )
+    assert str(NORM) == "NormDesc(rmsnorm bfloat16 -> bfloat16, eps=1e-05)"
+    assert str(ActivationDesc("gelu", BF16, F16)) == "ActivationDesc(gelu bfloat16 -> float16)"
