@@ -1,10 +1,13 @@
 """Calls into plug-ins: whatever their code raises, ``sys.exit()`` too, becomes a reason.
 
-Only Ctrl-C goes through: it is the user's, and means the process.
+What the user raises meanwhile goes through: Ctrl-C, and what the program's own signal handlers
+raise, such as the ``sys.exit()`` of one for SIGTERM. Both mean the process, not the plug-in.
 """
 
 from __future__ import annotations
 
+import signal
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
@@ -42,14 +45,24 @@ def attempt(call: Callable[[], Result]) -> Result | Failure:
     """Return what ``call`` returns, or how it failed.
 
     Raises:
-        KeyboardInterrupt: the user pressed Ctrl-C meanwhile.
+        BaseException: what the user raised meanwhile, by Ctrl-C or in a signal handler.
     """
     try:
         return call()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001  a third party's code may raise anything, and must not end the process
+    except BaseException as error:
+        if _is_users(error):
+            raise
         return Failure(error)
+
+
+def _is_users(error: BaseException) -> bool:
+    """Say whether Ctrl-C or a signal handler written in Python raised ``error``."""
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = [code for own in handlers if (code := getattr(own, "__code__", None)) is not None]
+    ran = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(code in codes for code in ran)
 
 
 def describe(error: BaseException) -> str:
@@ -61,18 +74,24 @@ def describe(error: BaseException) -> str:
     kind = type(error).__name__
     try:
         text = str(error) or "no message"
-    except KeyboardInterrupt:
-        raise
-    except BaseException as second:  # noqa: BLE001  the message is a third party's code as well
+    except BaseException as second:
+        if _is_users(second):
+            raise
         return f"{kind}: its message cannot be read ({type(second).__name__})"
     return text if isinstance(error, Fp8CoreError) else f"{kind}: {text}"
 
 
 def answered(what: str, reason: object) -> str | None:
     """Return the ``reason`` that ``what`` gave, checked: a text, or None for none."""
-    if reason is None or (isinstance(reason, str) and reason.strip()):
-        return reason
-    return f"{what} returned {shown(reason)}; expected a reason as a text, or None"
+    if reason is None:
+        return None
+    # A subclass of str may do anything when it is printed; this copies its characters.
+    text = str.__str__(reason) if isinstance(reason, str) else ""
+    return (
+        text
+        if text.strip()
+        else f"{what} returned {shown(reason)}; expected a reason as a text, or None"
+    )
 
 
 def shown(value: object) -> str:

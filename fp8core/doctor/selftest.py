@@ -100,10 +100,9 @@ def _amount(error: float) -> str:
 
 
 def _needs(op: str) -> list[Need]:
-    """Return the uses of ``op`` in all recipes, each once."""
-    return list(
-        dict.fromkeys(need for name in (NO_RECIPE, *recipe.names()) for need in needs_of(op, name))
-    )
+    """Return the uses of ``op`` in all recipes, each once; the matrix says which cannot be made."""
+    made = [attempt(functools.partial(needs_of, op, name)) for name in (NO_RECIPE, *recipe.names())]
+    return list(dict.fromkeys(need for own in made if not isinstance(own, Failure) for need in own))
 
 
 # --- GEMMs ---

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -135,6 +137,25 @@ def test_ctrl_c_in_a_backend_reaches_the_user(where: str, monkeypatch: pytest.Mo
         table.resolve(toys.AMAX, toys.CPU)
 
 
+@pytest.mark.parametrize("raised", [SystemExit(0), TimeoutError("too long")])
+def test_what_the_programs_signal_handler_raises_reaches_it(raised: BaseException) -> None:
+    def handle(number: int, frame: object) -> NoReturn:
+        raise raised
+
+    def probe() -> str | None:
+        signal.raise_signal(signal.SIGUSR1)
+        time.sleep(1)
+        return None
+
+    toys.register(toys.backend("toy", probe=probe, priority=9))
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(type(raised)):
+            select.choose(toys.GEMM, toys.CPU, policy.current())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def interruptible(where: str, function: Callable[..., Any]) -> dict[str, Any]:
     named = {"probe": "probe", "unsupported": "refuse", "bind": "bind"}
     return {named[where]: function} if where in named else {}
@@ -193,6 +214,18 @@ def test_nonsense_from_unsupported_is_a_reason(answer: Any, said: str) -> None:
     toys.register(toys.backend("toy", refuse=lambda desc: answer, priority=9))
     choice = select.choose(toys.GEMM, toys.CPU, policy.current())
     assert (choice.backend, choice.verdicts[0].reason) == ("reference", said)
+
+
+def test_a_reason_that_cannot_be_printed_is_its_text() -> None:
+    class Reason(str):
+        __slots__ = ()
+        __str__ = __repr__ = exits
+
+        def __format__(self, spec: str) -> NoReturn:
+            raise SystemExit(7)
+
+    toys.register(toys.backend("toy", refuse=lambda desc: Reason("no"), priority=9))
+    assert "toy: no" in str(select.choose(toys.GEMM, toys.CPU, policy.current()))
 
 
 @pytest.mark.parametrize("failure", [SystemExit(7), GeneratorExit("x"), OSError("no compiler")])

@@ -165,3 +165,21 @@ def test_fusion_that_does_not_equal_its_pair_is_caught(
 
 def test_fusion_that_is_not_offered_is_not_tested() -> None:
     assert check(plugins.load().backends["reference"], "norm_quantize", CPU) is None
+
+
+@pytest.mark.parametrize("failure", [SystemExit(5), ZeroDivisionError()])
+def test_recipe_that_cannot_be_made_leaves_the_others_tested(failure: BaseException) -> None:
+    def fail() -> None:
+        raise failure
+
+    toys.register(recipes={"boom": fail})
+    found = check(plugins.load().backends["reference"], "amax", CPU)
+    assert found is not None
+    assert (found.failure, found.cases > 0) == (None, True)
+
+
+def test_operation_that_exits_is_a_failure() -> None:
+    def spoil(desc: OpDesc, result: Any) -> Any:
+        raise SystemExit(8)
+
+    assert "SystemExit: 8" in (spoiled(spoil, "amax").failure or "")
