@@ -11,8 +11,9 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from operator import attrgetter
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -51,12 +52,14 @@ class _History:
 
     def __init__(self) -> None:
         self.entered: _Entered | None = None
+        self.was_in_forward = False
         self.events: deque[_Event] = deque(maxlen=_MOST_EVENTS)
         _histories.append(self)
 
     def note(self) -> None:
         """Take down what is open now."""
         event = _Event(_next_number(), self.entered, _is_in_backward())
+        self.was_in_forward |= not event.in_backward
         last = self.events[-1] if self.events else None
         if last is not None and (last.number, last.in_backward) == (
             event.number,
@@ -64,6 +67,16 @@ class _History:
         ):
             self.events.pop()  # no node was made since
         self.events.append(event)
+
+    def has_open_since(self, number: int) -> bool:
+        """Say whether the autocast that is open now, in this thread, was so at its node ``number``,
+        and still: nearly always a backward within the autocast of its forward."""
+        is_past = number < _next_number() and bool(self.events) and self.events[0].number <= number
+        return (
+            is_past
+            and self.entered is not None
+            and self.at(number, in_forward=True) is self.entered
+        )
 
     def at(self, number: int, *, in_forward: bool) -> _Entered | None:
         """Return what was open when the thread made node ``number``.
@@ -73,15 +86,15 @@ class _History:
         Raises:
             LookupError: that is forgotten.
         """
-        found = None
-        for event in self.events:
-            if event.number <= number and not (in_forward and event.in_backward):
-                found = event
-        if found is None and len(self.events) == _MOST_EVENTS:
+        at = bisect_right(self.events, number, key=_number_of) - 1
+        while at >= 0 and in_forward and self.events[at].in_backward:
+            at -= 1
+        if at < 0 and len(self.events) == _MOST_EVENTS:
             raise LookupError
-        return None if found is None else found.entered
+        return self.events[at].entered if at >= 0 else None
 
 
+_number_of = attrgetter("number")
 # The histories of threads that have ended are kept too: their graphs may live on.
 _histories: deque[_History] = deque(maxlen=_MOST_THREADS)
 
@@ -136,9 +149,12 @@ class Recompute(NamedTuple):
             return set()
         number = self.node._sequence_nr()
         own = _thread.history
-        histories: Iterable[_History] = list(_histories)
-        if self.is_nested:
-            histories = () if own is None else (own,)
+        if own is not None and (self.is_nested or own.has_open_since(number)):
+            histories = [own]
+        elif self.is_nested:
+            histories = []
+        else:  # those of threads that only recompute, as autograd's, say nothing
+            histories = [one for one in list(_histories) if one.was_in_forward]
         try:
             opened = [one.at(number, in_forward=not self.is_nested) for one in histories]
         except LookupError:

@@ -332,3 +332,13 @@ def test_what_is_forgotten_is_refused() -> None:
             x * 1
     with pytest.raises(UnsupportedError, match="outside the autocast"):
         y.sum().backward()
+
+
+@BOTH
+def test_a_thread_that_only_recomputed_says_nothing_of_forwards(use_reentrant: bool) -> None:
+    """As autograd's threads of accelerators, which enter what the function enters."""
+    layer, x = fp8core.Linear(32, 32), rows()
+    in_thread(kept(inside(layer, BLOCK), x, use_reentrant).sum().backward)
+    with autocast(recipe=CURRENT):
+        got = grads(layer, lambda x: kept(layer, x, use_reentrant))
+        assert_same(got, grads(layer, layer))
