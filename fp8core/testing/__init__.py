@@ -9,10 +9,12 @@ the seven laws, for every operation and every descriptor that it declares:
 2. whoever supports a descriptor supports either half of it
 3. both orientations in one call equal two calls
 4. a product is within its bound of the float64 product of the dequantized operands; norms,
-   activations and the other sums are within a few float32 roundings of float64
+   activations and the other sums are within a few float32 roundings of float64; of any size, in
+   any strides, into any ``out``, and infinity beyond the range
 5. inputs are not written, except ``out``, ``amax_out`` and ``nonfinite_out``
 6. a fused operation equals its unfused pair bit for bit
-7. ``unsupported`` touches no tensor, denies what it does not know, and what it declares runs
+7. ``unsupported`` touches no tensor, denies what it does not know, and what it declares runs; a
+   result depends on the arguments of its call alone
 
 It reads from the bottom up: ``compare``, ``inputs``, ``subject`` (the backend, its device and its
 judge), ``catalogue`` (every descriptor that a recipe asks for), ``calls`` (arguments for any

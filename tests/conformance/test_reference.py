@@ -26,7 +26,7 @@ SPECS = {
     "transformed": TRANSFORMED,
     "stochastic": OperandSpec("e2m1", (16, 16), 6.0, scale_format="e4m3", stochastic=True),
 }
-NUM_CHECKS = 5000
+NUM_CHECKS = 9500
 """A floor: a kit that checks less than it did has lost something."""
 
 

@@ -141,8 +141,10 @@ def _switching_often() -> Iterator[None]:
 
 @law(7, *EVERY_OP)
 def every_thread_gets_the_same_results(subject: Subject, desc: OpDesc) -> None:
-    """A second thread gets what the first does, and two that run at once do not disturb each
-    other: backward passes run in threads of their own."""
+    """A second thread gets what the first does, also where both run at once.
+
+    Backward passes run in threads of their own.
+    """
     calls = [arguments(subject, desc), arguments(subject, desc, OTHER)]
     spare = [[call.again() for _ in range(ROUNDS)] for call in calls]
     alone = calls[0].again()
