@@ -99,12 +99,12 @@ def test_per_layer_keeps_delayed_state_where_it_is_delayed() -> None:
 
 
 def test_preparing_again_lets_another_rule_match() -> None:
-    model = prepare(make_model())
+    model = prepare(torch.nn.Sequential(Linear(32, 32), torch.nn.Sequential(Linear(32, 32))))
     chosen = recipe.PerLayer({"0": None, "*.0": CURRENT}, default=None)
     x = torch.randn(4, 32)
     with autocast(recipe=chosen), torch.no_grad():
         exact = model[0](x)
-        prepare(torch.nn.ModuleDict({"decoder": model}))
+        prepare(torch.nn.ModuleDict({"0": Linear(32, 32), "decoder": model}))
         assert not torch.equal(model[0](x), exact)
 
 
