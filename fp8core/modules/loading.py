@@ -9,7 +9,7 @@ import torch
 
 from fp8core.links.states import BACKWARD_SLOTS, FORWARD_SLOTS
 from fp8core.modules.slots import BUFFERS, META, read_meta
-from fp8core.parameter.checks import fault_of
+from fp8core.parameter.checks import fault_of, kind_fault, misfit
 from fp8core.parameter.storage import PARTS
 from fp8core.parameter.tensor import QuantizedTensor
 
@@ -33,38 +33,12 @@ def parameter_errors(
 
 
 def _parameter_error(parameter: torch.Tensor, value: Any, assigns: bool) -> str | None:
-    kind = _kind_error(value)
-    if kind is not None:
-        return kind
-    if value.shape != parameter.shape:
-        return f"is {list(value.shape)} in the checkpoint, {list(parameter.shape)} here"
-    if not value.is_floating_point():
-        return f"is {value.dtype} in the checkpoint, expected floating point"
-    if value.is_meta and not parameter.is_meta and not assigns:
-        return "is on the meta device in the checkpoint, where it has no values"
-    if _is_sharded(value) != _is_sharded(parameter) and not assigns:
-        kinds = [type(own).__name__ for own in (value, parameter)]
-        return (
-            f"is a {kinds[0]} in the checkpoint, a {kinds[1]} here; load it with "
-            f"torch.distributed.checkpoint.state_dict.set_model_state_dict"
-        )
+    error = misfit(value, parameter, replaces=assigns)
+    if error is not None:
+        return error
     if isinstance(value, QuantizedTensor):
         fault = fault_of([getattr(value, part) for part in PARTS], value.plan)
         return None if fault is None else f"cannot be loaded: {fault}"
-    return None
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "device_mesh")  # a DTensor; to import its class takes a second
-
-
-def _kind_error(value: Any) -> str | None:
-    """Say why ``value`` is no tensor with an element for each of its places, if it is none."""
-    if not isinstance(value, torch.Tensor):
-        return f"is {type(value).__name__} in the checkpoint, expected a tensor"
-    if value.is_nested or value.layout is not torch.strided:
-        kind = "nested" if value.is_nested else str(value.layout)
-        return f"is {kind} in the checkpoint, expected a dense tensor"
     return None
 
 
@@ -89,7 +63,7 @@ def state_errors(found: Mapping[str, Any], num_gemms: int, stored: str | None) -
 
 
 def _plain_error(value: Any) -> str | None:
-    error = _kind_error(value)
+    error = kind_fault(value)
     if error is not None:
         return error
     if type(value) not in (torch.Tensor, torch.nn.Parameter):

@@ -19,7 +19,7 @@ from fp8core.errors import OperandError, RecipeError
 from fp8core.parameter.storage import FLOATS, PARTS, per_byte, split, storage_plan, turn
 from fp8core.plan import TensorPlan
 
-__all__ = ["check_stored", "fault_of", "matrix_size", "plan_from"]
+__all__ = ["check_stored", "fault_of", "kind_fault", "matrix_size", "misfit", "plan_from"]
 
 _FLOAT_MAX = torch.finfo(torch.float32).max
 _SCALE_FORMATS = ("float32", "e8m0", "e4m3")
@@ -55,6 +55,37 @@ def fault_of(parts: Sequence[Any], plan: TensorPlan) -> str | None:
     """Say what keeps ``parts``, named :data:`PARTS`, from being a matrix stored as ``plan``, in
     sizes, dtypes and scales; None if nothing does. Scales are read: a device is waited for."""
     return _part_error(parts, plan) or next(_scale_errors(parts, plan), None)
+
+
+def kind_fault(value: Any) -> str | None:
+    """Say why ``value`` is no tensor with an element for each of its places; None if it is one."""
+    if not isinstance(value, torch.Tensor):
+        return f"is {type(value).__name__} in the checkpoint, expected a tensor"
+    if value.is_nested or value.layout is not torch.strided:
+        kind = "nested" if value.is_nested else str(value.layout)
+        return f"is {kind} in the checkpoint, expected a dense tensor"
+    return None
+
+
+def misfit(value: Any, own: torch.Tensor, *, replaces: bool = False) -> str | None:
+    """Say why ``value`` of a checkpoint cannot be copied into ``own``, or replace it; None if it
+    can."""
+    kind = kind_fault(value)
+    if kind is not None:
+        return kind
+    if value.shape != own.shape:
+        return f"is {list(value.shape)} in the checkpoint, {list(own.shape)} here"
+    if not value.is_floating_point():
+        return f"is {value.dtype} in the checkpoint, expected floating point"
+    if value.is_meta and not own.is_meta and not replaces:
+        return "is on the meta device in the checkpoint, where it has no values"
+    if _is_sharded(value) != _is_sharded(own) and not replaces:
+        return f"is a {type(value).__name__} in the checkpoint, a {type(own).__name__} here"
+    return None
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "device_mesh")  # a DTensor; to import its class takes a second
 
 
 def _part_error(parts: Sequence[Any], plan: TensorPlan) -> str | None:

@@ -8,14 +8,20 @@ from typing import Any
 import torch
 
 from fp8core.errors import OperandError
+from fp8core.parameter.checks import misfit
 from fp8core.parameter.master_value import fits, forget_initial_values, is_rounded, make_master
-from fp8core.parameter.shared_grad import Stepping, hold_grad, summed_grad, watch_optimizers
+from fp8core.parameter.shared_grad import (
+    MAKE,
+    Stepping,
+    hold_grad,
+    summed_grad,
+    watch_optimizers,
+)
 from fp8core.reporting import log_once, some
 
 __all__ = ["MasterWeights"]
 
 _AGAIN = "Make a new MasterWeights, or load_state_dict() into this one"
-_MAKE = "Make it of masters.parameters(), not of model.parameters()."
 
 
 class MasterWeights:
@@ -48,10 +54,15 @@ class MasterWeights:
     optimizer's.
 
     Raises:
-        OperandError: a parameter is on the meta device.
+        OperandError: a parameter is on the meta device, or ``model`` is no module.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise OperandError(
+                f"MasterWeights({type(model).__name__}): expected a torch.nn.Module, whose "
+                f"parameters have names."
+            )
         watch_optimizers()
         self._model = model
         self._stepping = Stepping()
@@ -92,10 +103,17 @@ class MasterWeights:
             return
         stepped = self._stepped_by(optimizer)
         if not stepped & {id(master) for master in self.parameters()}:
-            raise OperandError(f"{kind} was made for other tensors than these masters. {_MAKE}")
-        self._stepping.attached.add(optimizer)
-        optimizer.register_step_pre_hook(self._before)
+            raise OperandError(f"{kind} was made for other tensors than these masters. {MAKE}")
+        try:
+            optimizer.register_step_pre_hook(self._before)
+        except AttributeError:  # its __init__ never called torch's
+            raise OperandError(
+                f"attach({kind}): it has no hooks, as a wrapper around an optimizer has none. "
+                f"Attach the optimizer that it wraps."
+            ) from None
         optimizer.register_step_post_hook(self._after)
+        self._stepping.attached.add(optimizer)
+        self._stepping.use()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def _before(
@@ -103,7 +121,7 @@ class MasterWeights:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         stepped = self._stepped_by(optimizer)
         has_gradient = self._check(stepped)
-        self._stepping.is_collected = True  # for an optimizer inside this one
+        self._stepping.depth += 1  # for an optimizer inside this one
 
         def at_the_masters(closure: Callable[[], Any]) -> Callable[[], Any]:
             def evaluate() -> Any:
@@ -140,17 +158,19 @@ class MasterWeights:
             OperandError: a parameter was written by somebody else; the masters would undo that. Or
                 an optimizer stepped since the last collect_grads(), and write_back() is missing.
         """
-        if self._stepping.is_stepped:
+        if self._stepping.stepped:
             raise OperandError(
                 "collect_grads(): the masters were stepped, but not written back to the "
                 "parameters. Call masters.write_back() after optimizer.step()."
             )
         self._check({id(master) for master in self.parameters()})
-        self._stepping.is_collected = True
+        self._stepping.use()
+        self._stepping.is_collected, self._stepping.depth = True, 0
 
     def write_back(self) -> None:
         """Round the masters into the parameters, and clear the gradients."""
         self._write({id(master) for master in self.parameters()})
+        self._stepping.is_collected = False
 
     def _write(self, stepped: set[int]) -> None:
         self._round(stepped)
@@ -158,7 +178,8 @@ class MasterWeights:
             if id(master) in stepped:
                 self._parameters[name].grad = None
                 hold_grad(master, None)
-        self._stepping.is_collected = self._stepping.is_stepped = False
+        self._stepping.stepped -= stepped
+        self._stepping.depth = 0
 
     @torch.no_grad()
     def _round(self, stepped: set[int]) -> None:
@@ -200,7 +221,7 @@ class MasterWeights:
         """Raise if a gradient is where the optimizer does not look."""
         own = {id(parameter): name for name, parameter, _ in self._pairs()}
         for found in stepped & set(own):
-            raise OperandError(f"the optimizer steps the parameter {own[found]!r} itself. {_MAKE}")
+            raise OperandError(f"the optimizer steps the parameter {own[found]!r} itself. {MAKE}")
         strangers = []
         for name, parameter in self._model.named_parameters():
             if parameter.grad is None and summed_grad(parameter) is None:
@@ -256,19 +277,15 @@ class MasterWeights:
             )
         for name, _, master in self._pairs():
             value: Any = state_dict[name]
-            found = type(value).__name__
-            if isinstance(value, torch.Tensor):
-                if value.shape == master.shape and value.is_floating_point():
-                    continue
-                found = f"{list(value.shape)} {value.dtype}"
-            raise OperandError(
-                f"MasterWeights.load_state_dict: {name!r} is {found}, expected "
-                f"{list(master.shape)} torch.float32. Nothing was loaded."
-            )
+            fault = misfit(value, master)
+            if fault is not None:
+                raise OperandError(
+                    f"MasterWeights.load_state_dict: {name!r} {fault}. Nothing was loaded."
+                )
         for name, _, master in self._pairs():
             master.copy_(state_dict[name])
         self._round({id(master) for master in self.parameters()})
-        self._stepping.is_stepped = False
+        self._stepping.stepped.clear()
 
     def _pairs(
         self, stepped: set[int] | None = None

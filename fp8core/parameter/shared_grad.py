@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -17,16 +18,43 @@ from torch.optim import optimizer as torch_optimizer
 
 from fp8core.errors import OperandError, UnsupportedError
 
-__all__ = ["SharedGrad", "Stepping", "hold_grad", "share_grad", "summed_grad", "watch_optimizers"]
+__all__ = [
+    "MAKE",
+    "SharedGrad",
+    "Stepping",
+    "hold_grad",
+    "share_grad",
+    "summed_grad",
+    "watch_optimizers",
+]
+
+MAKE = "Make it of masters.parameters(), not of model.parameters(), and attach it."
 
 
 @dataclass(eq=False)
 class Stepping:
-    """Which optimizers may step the masters of a model, and how far a step by hand has come."""
+    """Which optimizers may step the masters of a model, and how far a step by hand has come.
 
+    ``depth`` counts the steps under way: one may call the step of its base class, or of another
+    optimizer. ``stepped`` holds the ids of masters that were stepped by hand, and are not written
+    back yet; ``owners`` the parameters' names by the ids of those that have a master.
+    """
+
+    owners: dict[int, str] = field(default_factory=dict)
     attached: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
     is_collected: bool = False
-    is_stepped: bool = False
+    stepped: set[int] = field(default_factory=set)
+    depth: int = 0
+
+    def __post_init__(self) -> None:
+        _unused.add(self)
+
+    def use(self) -> None:
+        """Take note that somebody steps masters, so that parameters are left to the others."""
+        _unused.discard(self)
+
+
+_unused: weakref.WeakSet[Stepping] = weakref.WeakSet()
 
 
 class SharedGrad:
@@ -123,6 +151,7 @@ def share_grad(
     tensor.__class__ = _sharing(type(tensor))
     shared: Any = tensor
     shared._parameter, shared._name, shared._stepping = parameter, name, stepping
+    stepping.owners[id(parameter)] = name
     register: Any = torch.Tensor.register_post_accumulate_grad_hook  # the master's own refuses
     register(tensor, _refuse_graph)
     return tensor
@@ -162,25 +191,55 @@ def summed_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Have every optimizer refuse to step masters to which it is not attached."""
+    """Have every optimizer refuse what would leave parameters and masters apart in silence."""
     torch_optimizer.register_optimizer_step_pre_hook(_refuse_unattached)
+    torch_optimizer.register_optimizer_step_post_hook(_leave)
+
+
+def _stepped_by_hand(optimizer: torch.optim.Optimizer) -> Iterator[SharedGrad]:
+    """Yield the masters that ``optimizer`` steps without being attached to them."""
+    for group in optimizer.param_groups:
+        for one in group["params"]:
+            if isinstance(one, SharedGrad) and optimizer not in one._stepping.attached:
+                yield one
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
 def _refuse_unattached(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
-    masters = [
-        one
-        for group in optimizer.param_groups
-        for one in group["params"]
-        if isinstance(one, SharedGrad) and optimizer not in one._stepping.attached
-    ]
+    _refuse_owners(optimizer)
+    kind, masters = type(optimizer).__name__, list(_stepped_by_hand(optimizer))
     for master in masters:
-        if not master._stepping.is_collected:
-            kind = type(optimizer).__name__
+        stepping = master._stepping
+        if not stepping.is_collected and not stepping.depth:
             raise OperandError(
                 f"{kind}.step() would step the master of {master._name!r}, and the parameter would "
                 f"never move: {kind} is not attached. Call masters.attach(optimizer) once, or "
                 f"masters.collect_grads() before each step and masters.write_back() after it."
             )
+        if id(master) in stepping.stepped and not stepping.depth:
+            raise OperandError(
+                f"{kind}.step(): the master of {master._name!r} was stepped before, but not "
+                f"written back to the parameter. Call masters.write_back() after each step."
+            )
+    for stepping in {master._stepping for master in masters}:
+        stepping.depth += 1
     for master in masters:
-        master._stepping.is_stepped = True
+        master._stepping.stepped.add(id(master))
+
+
+def _refuse_owners(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to step parameters whose masters wait for an optimizer that nobody made."""
+    for stepping in tuple(_unused):
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                if id(one) in stepping.owners:
+                    raise OperandError(
+                        f"{type(optimizer).__name__}.step() would step the parameter "
+                        f"{stepping.owners[id(one)]!r} itself, and nobody its master. {MAKE}"
+                    )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+def _leave(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
+    for stepping in {master._stepping for master in _stepped_by_hand(optimizer)}:
+        stepping.depth = max(0, stepping.depth - 1)

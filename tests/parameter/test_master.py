@@ -1,4 +1,4 @@
-"""The protocol of MasterWeights: what it does at a step, and what it refuses by name."""
+"""MasterWeights: what a step does, and which models and states it refuses by name."""
 
 from __future__ import annotations
 
@@ -11,123 +11,8 @@ import pytest
 import torch
 
 import fp8core
-from fp8core import OperandError, recipe
-
-X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-
-
-def net_of_two(norm_dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(32, 32, dtype=torch.bfloat16), torch.nn.LayerNorm(32, dtype=norm_dtype)
-    )
-
-
-def stored() -> torch.nn.Module:
-    torch.manual_seed(0)
-    with fp8core.quantized_model_init(True, recipe.Float8CurrentScaling(), True):
-        return fp8core.Linear(32, 32, params_dtype=torch.bfloat16)
-
-
-def attached(
-    net: torch.nn.Module, **options: Any
-) -> tuple[fp8core.MasterWeights, torch.optim.Optimizer]:
-    masters = fp8core.MasterWeights(net)
-    optimizer = torch.optim.SGD(masters.parameters(), lr=0.1, **options)
-    masters.attach(optimizer)
-    return masters, optimizer
-
-
-def backward(net: torch.nn.Module) -> float:
-    loss = (net(X).float() - X.float().roll(1, 1)).square().mean()
-    loss.backward()
-    return loss.item()
-
-
-def values(net: torch.nn.Module) -> list[torch.Tensor]:
-    return [own.detach().float().clone() for own in net.parameters()]
-
-
-def is_moved(before: list[torch.Tensor], net: torch.nn.Module) -> bool:
-    return not all(map(torch.equal, before, values(net)))
-
-
-# --- attaching ---
-
-
-@pytest.mark.parametrize("make", [net_of_two, stored])
-def test_a_forgotten_attach_raises_at_the_first_step(make: Callable[[], torch.nn.Module]) -> None:
-    net = make()
-    optimizer = torch.optim.AdamW(fp8core.MasterWeights(net).parameters())
-    backward(net)
-    with pytest.raises(OperandError, match=r"AdamW is not attached.*masters\.attach\(optimizer\)"):
-        optimizer.step()
-
-
-def test_a_second_optimizer_has_to_be_attached_too() -> None:
-    net = net_of_two()
-    masters, _ = attached(net)
-    backward(net)
-    with pytest.raises(OperandError, match="not attached"):
-        torch.optim.SGD(masters.parameters()).step()
-
-
-def test_attached_twice_is_attached_once() -> None:
-    net = net_of_two()
-    masters, optimizer = attached(net)
-    hooks = len(optimizer._optimizer_step_pre_hooks)
-    masters.attach(optimizer)
-    assert len(optimizer._optimizer_step_pre_hooks) == hooks == 1
-
-
-def test_what_is_no_optimizer_of_torch_is_refused() -> None:
-    masters: Any = fp8core.MasterWeights(net_of_two())
-    with pytest.raises(OperandError, match="expected a torch optimizer"):
-        masters.attach(object())
-
-
-def test_parameters_added_to_an_attached_optimizer_are_refused() -> None:
-    net = net_of_two()
-    _, optimizer = attached(net)
-    optimizer.add_param_group({"params": [net[0].weight]})
-    backward(net)
-    with pytest.raises(OperandError, match=r"steps the parameter '0\.weight' itself"):
-        optimizer.step()
-
-
-def test_masters_added_to_an_attached_optimizer_are_stepped() -> None:
-    net = net_of_two()
-    masters = fp8core.MasterWeights(net)
-    named = dict(masters.named_parameters())
-    optimizer = torch.optim.SGD([named.pop("0.weight")], lr=0.1)
-    masters.attach(optimizer)
-    optimizer.add_param_group({"params": list(named.values())})
-    backward(net)
-    before = values(net)
-    optimizer.step()
-    assert not any(map(torch.equal, before, values(net)))
-
-
-def test_parameters_can_be_asked_for_twice() -> None:
-    masters = fp8core.MasterWeights(net_of_two())
-    assert [*map(id, masters.parameters())] == [*map(id, masters.parameters())]
-
-
-def test_an_optimizer_inside_an_attached_one_may_step() -> None:
-    class Wrapping(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1)
-            return inner.step(closure)
-
-    net = net_of_two()
-    masters = fp8core.MasterWeights(net)
-    optimizer = Wrapping(masters.parameters(), lr=0.1)
-    masters.attach(optimizer)
-    backward(net)
-    before = values(net)
-    optimizer.step()
-    assert is_moved(before, net)
-
+from fp8core import OperandError
+from tests.parameter.nets import X, attached, backward, net_of_two, stored, values
 
 # --- the step ---
 
@@ -140,34 +25,6 @@ def test_a_step_clears_the_gradients_that_it_used() -> None:
     net[1](X.float()).sum().backward()
     optimizer.step()
     assert [own.grad for own in net.parameters()] == [None] * 4
-
-
-def test_a_step_by_hand_moves_the_parameters() -> None:
-    net = net_of_two()
-    masters = fp8core.MasterWeights(net)
-    optimizer = torch.optim.SGD(masters.parameters(), lr=0.1)
-    other = net_of_two()
-    _, expected = attached(other)
-    for _ in range(3):
-        backward(net)
-        masters.collect_grads()
-        optimizer.step()
-        masters.write_back()
-        backward(other)
-        expected.step()
-    assert not is_moved(values(other), net)
-
-
-def test_a_forgotten_write_back_is_refused() -> None:
-    net = net_of_two()
-    masters = fp8core.MasterWeights(net)
-    optimizer = torch.optim.SGD(masters.parameters(), lr=0.1, fused=True)  # its writes uncounted
-    backward(net)
-    masters.collect_grads()
-    optimizer.step()
-    backward(net)
-    with pytest.raises(OperandError, match=r"masters\.write_back\(\) after optimizer\.step\(\)"):
-        masters.collect_grads()
 
 
 def test_a_master_written_by_somebody_else_is_noticed() -> None:
@@ -350,6 +207,8 @@ BAD: dict[str, Any] = {
     "a list": [0.0] * 32,
     "another shape": torch.zeros(1),
     "integers": torch.zeros(32, dtype=torch.int32),
+    "on meta": torch.zeros(32, device="meta"),
+    "sparse": torch.zeros(32).to_sparse(),
 }
 
 
