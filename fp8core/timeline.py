@@ -13,9 +13,10 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import deque
-from operator import attrgetter
+from collections.abc import Callable
+from operator import itemgetter
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -36,14 +37,12 @@ class _Entered(NamedTuple):
     outer: _Entered | None
 
 
-class _Event(NamedTuple):
-    """From the node ``number`` of its thread on, ``entered`` is the innermost open autocast."""
-
-    number: int
-    entered: _Entered | None
-    in_backward: bool
-
-
+# From the node of this number of its thread on, that is the innermost open autocast; whether it
+# was taken down in backward. No class: two are made in each autocast.
+_Event: TypeAlias = "tuple[int, _Entered | None, bool]"
+_NUMBER: Final = 0
+_INNERMOST: Final = 1
+_IN_BACKWARD: Final = 2
 _MOST_EVENTS, _MOST_THREADS = 4096, 256
 
 
@@ -56,22 +55,23 @@ class _History:
         self.events: deque[_Event] = deque(maxlen=_MOST_EVENTS)
         _histories.append(self)
 
-    def note(self) -> None:
-        """Take down what is open now."""
-        event = _Event(_next_number(), self.entered, _is_in_backward())
-        self.was_in_forward |= not event.in_backward
-        last = self.events[-1] if self.events else None
-        if last is not None and (last.number, last.in_backward) == (
-            event.number,
-            event.in_backward,
-        ):
-            self.events.pop()  # no node was made since
-        self.events.append(event)
+    def note(self, entered: _Entered | None, in_backward: bool) -> None:
+        """Take down that ``entered`` is open now."""
+        number, events = _next_number(), self.events
+        self.entered = entered
+        if not in_backward:
+            self.was_in_forward = True
+        if events:
+            last = events[-1]
+            if last[_NUMBER] == number and last[_IN_BACKWARD] is in_backward:
+                events.pop()  # no node was made since
+        events.append((number, entered, in_backward))
 
     def has_open_since(self, number: int) -> bool:
         """Say whether the autocast that is open now, in this thread, was so at its node ``number``,
         and still: nearly always a backward within the autocast of its forward."""
-        is_past = number < _next_number() and bool(self.events) and self.events[0].number <= number
+        is_past = number < _next_number() and bool(self.events)
+        is_past = is_past and self.events[0][_NUMBER] <= number
         return (
             is_past
             and self.entered is not None
@@ -87,14 +87,14 @@ class _History:
             LookupError: that is forgotten.
         """
         at = bisect_right(self.events, number, key=_number_of) - 1
-        while at >= 0 and in_forward and self.events[at].in_backward:
+        while at >= 0 and in_forward and self.events[at][_IN_BACKWARD]:
             at -= 1
         if at < 0 and len(self.events) == _MOST_EVENTS:
             raise LookupError
-        return self.events[at].entered if at >= 0 else None
+        return self.events[at][_INNERMOST] if at >= 0 else None
 
 
-_number_of = attrgetter("number")
+_number_of = itemgetter(_NUMBER)
 # The histories of threads that have ended are kept too: their graphs may live on.
 _histories: deque[_History] = deque(maxlen=_MOST_THREADS)
 
@@ -112,16 +112,16 @@ def enter(name: str) -> None:
     history = _thread.history
     if history is None:
         history = _thread.history = _History()
-    history.entered = _Entered(name, _region(), _is_in_backward(), history.entered)
-    history.note()
+    in_backward, hooks = _graph_task() != _NO_TASK, _top_hooks(True)
+    region = _region(hooks) if hooks else None
+    history.note(_Entered(name, region, in_backward, history.entered), in_backward)
 
 
 def leave() -> None:
     """Take down that it leaves the innermost one."""
     history = _thread.history
     if history is not None and history.entered is not None:
-        history.entered = history.entered.outer
-        history.note()
+        history.note(history.entered.outer, _graph_task() != _NO_TASK)
 
 
 def is_entered_in_backward() -> bool:
@@ -193,18 +193,17 @@ def recompute() -> Recompute:
 _APPLY = BackwardCFunction.apply.__code__
 
 
-def _region() -> weakref.ref[Any] | None:
-    """Return the checkpoint of torch whose hooks look at saved tensors now, if one does."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    code = getattr(hooks[0], "__code__", None) if hooks else None
-    if hooks is None or code is None or "frame" not in code.co_freevars:
+def _region(hooks: tuple[Any, Any]) -> weakref.ref[Any] | None:
+    """Return the checkpoint of torch that ``hooks``, which look at saved tensors now, are of."""
+    code = getattr(hooks[0], "__code__", None)
+    if code is None or "frame" not in code.co_freevars:
         return None
     cells: Any = hooks[0].__closure__
     return weakref.ref(cells[code.co_freevars.index("frame")].cell_contents)
 
 
 _next_number = torch._C._autograd._get_sequence_nr
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+_top_hooks: Callable[[bool], tuple[Any, Any] | None] = (
+    torch._C._autograd._top_saved_tensors_default_hooks
+)
+_graph_task, _NO_TASK = torch._C._current_graph_task_id, -1
