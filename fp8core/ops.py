@@ -135,6 +135,11 @@ class Sequential(LowPrecisionModule):
             )
         for index, own in enumerate(extra_inputs):
             check_kind(self.label, f"extra input {index}", own)
+            if own.device != input.device:
+                raise OperandError(
+                    f"{self.label}: extra input {index} is on {own.device}, the input on "
+                    f"{input.device}. Move one of them; nothing is moved silently."
+                )
         dtype = self.check_input(input, next(self.parameters(), None), _width(self.link_shapes()))
         bound = self.bind(input.device, dtype)
         input = input if input.dtype == dtype else input.to(dtype)

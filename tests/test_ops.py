@@ -165,6 +165,15 @@ def test_dropout_zeroes_and_scales() -> None:
     assert set(y.unique().tolist()) == {0.0, float(torch.ones(()) / 0.75)}
 
 
+def test_dropout_on_meta_gives_shapes() -> None:
+    x = torch.randn(4, 32, device="meta", requires_grad=True)
+    y = ops.Dropout(0.25)(x)
+    y.sum().backward()
+    assert x.grad is not None
+    assert y.shape == x.grad.shape == (4, 32)
+    assert y.is_meta
+
+
 def test_dropout_drops_as_often_as_asked() -> None:
     dropped = (ops.Dropout(0.25)(torch.ones(128, 128)) == 0).sum().item()
     # six standard deviations of a binomial with n = 128^2

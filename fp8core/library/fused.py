@@ -115,6 +115,8 @@ def _outside_transforms() -> Iterator[None]:
 
 
 def _dropped(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.Tensor:
+    if x.is_meta:  # which has no generator, and nothing to draw for
+        return x * 1
     seed, offset = (int(value) for value in rng)
     generator = torch.Generator(device=x.device)
     generator.manual_seed((seed * 0x9E3779B97F4A7C15 + offset + index) & (2**63 - 1))

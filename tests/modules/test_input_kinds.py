@@ -95,6 +95,12 @@ def test_another_kind_of_extra_input_is_refused(kind: str) -> None:
         layer(torch.randn(4, 32), input_of(kind))
 
 
+def test_an_extra_input_on_another_device_is_refused() -> None:
+    layer = ops.Sequential(ops.AddExtraInput(), ops.Linear(32, 32))
+    with pytest.raises(OperandError, match="extra input 0 is on meta, the input on cpu"):
+        layer(torch.randn(4, 32), torch.randn(4, 32, device="meta"))
+
+
 DTYPES = [torch.int8, torch.bool, torch.qint8, torch.complex64, torch.float8_e4m3fn, "bfloat16"]
 MADE: dict[str, Callable[[Any], LowPrecisionModule]] = {
     "Linear": lambda dtype: fp8core.Linear(32, 32, params_dtype=dtype),
