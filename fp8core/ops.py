@@ -7,21 +7,37 @@ backend's fused operations are used where it has them. Any layer of the library 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.links.activation import ActivationShape, activation_shape
+from fp8core.links.activation import ActivationShape
 from fp8core.links.bind import LinkShape
 from fp8core.links.linear import LinearShape
-from fp8core.links.norm import NormShape
 from fp8core.links.pointwise import AddShape, BiasShape, DropoutShape, OutputShape, QuantizeShape
+from fp8core.modules.activation import (
+    GEGLU,
+    GELU,
+    GLU,
+    QGEGLU,
+    QGELU,
+    ClampedSwiGLU,
+    ReGLU,
+    ReLU,
+    SiLU,
+    SReGLU,
+    SReLU,
+    SwiGLU,
+)
 from fp8core.modules.base import LowPrecisionModule, resolve_device
 from fp8core.modules.inputs import check_kind
-from fp8core.modules.linear import Linear
+from fp8core.modules.linear import Linear as LinearLayer
 from fp8core.modules.norm import LayerNorm, RMSNorm
-from fp8core.modules.parameters import check_size, fill, make_parameter
+from fp8core.modules.operation import Operation, width_of
+from fp8core.modules.parameters import InitMethod, check_size, fill, make_parameter
+from fp8core.modules.refusals import refuse_arguments
 
 __all__ = [
     "GEGLU",
@@ -97,7 +113,7 @@ class Sequential(LowPrecisionModule):
         width: int | None = None
         for index, operation in enumerate(self._operations()):
             for shape in operation.link_shapes():
-                takes = _width((shape,))
+                takes = width_of((shape,))
                 is_gated = isinstance(shape, ActivationShape) and shape.is_gated
                 fits = width is None or (width % 2 == 0 if is_gated else takes in (None, width))
                 if not fits:
@@ -140,7 +156,7 @@ class Sequential(LowPrecisionModule):
                     f"{self.label}: extra input {index} is on {own.device}, the input on "
                     f"{input.device}. Move one of them; nothing is moved silently."
                 )
-        dtype = self.check_input(input, next(self.parameters(), None), _width(self.link_shapes()))
+        dtype = self.check_input(input, next(self.parameters(), None), width_of(self.link_shapes()))
         bound = self.bind(input.device, dtype)
         input = input if input.dtype == dtype else input.to(dtype)
         return self.run_links(bound, bound.parts[0], input, params, bound.call(None))
@@ -149,37 +165,61 @@ class Sequential(LowPrecisionModule):
         return []
 
 
-def _width(shapes: Sequence[LinkShape]) -> int | None:
-    """Return the columns of the input, as the first link with a size tells; None if none does."""
-    halves = 1
-    for shape in shapes:
-        if isinstance(shape, LinearShape):
-            return halves * shape.in_features
-        if isinstance(shape, NormShape | BiasShape):
-            return halves * shape.size
-        halves *= 2 if isinstance(shape, ActivationShape) and shape.is_gated else 1
-    return None
+_uniform: InitMethod = partial(torch.nn.init.kaiming_uniform_, a=5**0.5)  # +-1 / sqrt(in_features)
 
 
-class _Operation(LowPrecisionModule):
-    """One operation; called by itself it is a chain of one."""
+class Linear(LinearLayer):
+    """:class:`fp8core.Linear` as an operation, with the arguments and initial values of Transformer
+    Engine's: weights start as those of ``torch.nn.Linear``, biases as zeros.
 
-    kind = "operation"
+    Args:
+        in_features, out_features, bias, device: as there.
+        dtype: of the parameters, torch's default if None; ``params_dtype`` is another name for it.
+        accumulate_into_main_grad: ``fuse_wgrad_accumulation`` there.
+        init_method, parameters_split, name: as there.
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Compute from ``input [..., k]``."""
-        params = self.link_params()
-        like = params[0] if params else None
-        dtype = self.check_input(input, like, _width(self.link_shapes()))
-        bound = self.bind(input.device, dtype)
-        input = input if input.dtype == dtype else input.to(dtype)
-        return self.run_links(bound, bound.parts[0], input, params, bound.call(None))
+    The other arguments belong to tensor parallelism, which is not offered.
+    """
 
-    def _describe(self) -> list[str]:
-        return []
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: object | None = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: object | None = None,
+        accumulate_into_main_grad: bool = False,
+        init_method: InitMethod | None = None,
+        params_dtype: torch.dtype | None = None,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        name: str | None = None,
+    ) -> None:
+        refuse_arguments(Linear.__init__, locals(), _PARALLEL, owner="ops.Linear")
+        super().__init__(
+            in_features,
+            out_features,
+            bias=bias,
+            device=device,
+            params_dtype=params_dtype or dtype,
+            fuse_wgrad_accumulation=accumulate_into_main_grad,
+            init_method=init_method or _uniform,
+            parameters_split=parameters_split,
+            name=name,
+        )
 
 
-class Bias(_Operation):
+_PARALLEL = (
+    *("tensor_parallel_mode", "tensor_parallel_group", "sequence_parallel"),
+    "rng_state_tracker_function",
+)
+
+
+class Bias(Operation):
     """``x + bias``, one value a column."""
 
     bias: torch.nn.Parameter
@@ -190,8 +230,12 @@ class Bias(_Operation):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: object | None = None,
     ) -> None:
         super().__init__(None)
+        names = ("tensor_parallel", "tensor_parallel_group")
+        refuse_arguments(Bias.__init__, locals(), names, owner="ops.Bias")
         self.size = check_size("ops.Bias", "size", size)
         target = resolve_device(device)
         self.register_parameter("bias", make_parameter(size, device=target, dtype=dtype))
@@ -210,7 +254,7 @@ class Bias(_Operation):
         return [self.bias]
 
 
-class Dropout(_Operation):
+class Dropout(Operation):
     """Zeroes elements with probability ``p`` in training and scales the rest by ``1 / (1 - p)``.
 
     The mask comes from a seed drawn in forward, so nothing is saved and a recompute repeats it.
@@ -227,22 +271,23 @@ class Dropout(_Operation):
         return (DropoutShape(self.p if self.training else 0.0),)
 
 
-class AddExtraInput(_Operation):
+class AddExtraInput(Operation):
     """The residual add: adds the next extra input of :class:`Sequential`."""
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the add's shape."""
         return (AddShape(),)
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_place: bool = False) -> None:
         super().__init__(None)
+        refuse_arguments(AddExtraInput.__init__, locals(), ("in_place",), owner="ops.AddExtraInput")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Refuse: by itself it has nothing to add."""
         raise OperandError("ops.AddExtraInput takes part in an ops.Sequential, which adds to it.")
 
 
-class Quantize(_Operation):
+class Quantize(Operation):
     """Rounds values, gradients or both to the recipe's format and back.
 
     By the scale of the tensor itself and to the nearest, also where the recipe's GEMMs take delayed
@@ -256,93 +301,6 @@ class Quantize(_Operation):
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return which directions are rounded."""
         return (self._shape,)
-
-
-class _Activation(_Operation):
-    activation: str
-
-    def __init__(self, **params: float) -> None:
-        super().__init__(None)
-        self._shape = activation_shape(self.activation, params)
-
-    def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return which activation."""
-        return (self._shape,)
-
-
-class GELU(_Activation):
-    """GELU, tanh approximation."""
-
-    activation = "gelu"
-
-
-class GEGLU(_Activation):
-    """``gelu(a) * b`` of the two halves of each row."""
-
-    activation = "geglu"
-
-
-class GLU(_Activation):
-    """``sigmoid(a) * b``."""
-
-    activation = "glu"
-
-
-class QGELU(_Activation):
-    """``x sigmoid(1.702 x)``."""
-
-    activation = "qgelu"
-
-
-class QGEGLU(_Activation):
-    """``qgelu(a) * b``."""
-
-    activation = "qgeglu"
-
-
-class ReLU(_Activation):
-    """``max(x, 0)``."""
-
-    activation = "relu"
-
-
-class ReGLU(_Activation):
-    """``relu(a) * b``."""
-
-    activation = "reglu"
-
-
-class SReLU(_Activation):
-    """``max(x, 0)^2``."""
-
-    activation = "srelu"
-
-
-class SReGLU(_Activation):
-    """``srelu(a) * b``."""
-
-    activation = "sreglu"
-
-
-class SiLU(_Activation):
-    """``x sigmoid(x)``."""
-
-    activation = "silu"
-
-
-class SwiGLU(_Activation):
-    """``silu(a) * b``."""
-
-    activation = "swiglu"
-
-
-class ClampedSwiGLU(_Activation):
-    """``min(a, limit) sigmoid(alpha min(a, limit)) * (clamp(b, -limit, limit) + offset)``.
-
-    Arguments ``limit=7, alpha=1.702, glu_linear_offset=1``, as in GPT-OSS.
-    """
-
-    activation = "clamped_swiglu"
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,8 @@ Names alone, read with ``ast`` from the wheel, which is neither imported nor ins
 
 A parameter is ``[name, kind, default]``; the default is its source text, null where there is none.
 ``self`` is left out. ``*args`` and ``**kwargs`` have the kinds ``var_positional`` and
-``var_keyword``; a dataclass's fields are the parameters of its ``__init__``.
+``var_keyword``; a dataclass's fields are the parameters of its ``__init__``. A class without one of
+its own has that of its base in the same file. Operations are called ``ops.NAME``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 from zipfile import ZipFile
@@ -34,12 +35,22 @@ FILES = {
     ),
     "pytorch/distributed.py": ("checkpoint",),
     "pytorch/graph.py": ("make_graphed_callables",),
+    "pytorch/ops/linear.py": ("Linear",),
+    "pytorch/ops/basic/bias.py": ("Bias",),
+    "pytorch/ops/basic/dropout.py": ("Dropout",),
+    "pytorch/ops/basic/quantize.py": ("Quantize",),
+    "pytorch/ops/basic/add_extra_input.py": ("AddExtraInput",),
+    "pytorch/ops/basic/swiglu.py": ("SwiGLU", "ClampedSwiGLU"),
+    "pytorch/ops/basic/activation.py": (
+        *("GELU", "GEGLU", "GLU", "QGELU", "QGEGLU", "ReLU", "ReGLU", "SReLU", "SReGLU", "SiLU"),
+    ),
     "common/recipe/__init__.py": (
         *("MMParams", "DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"),
         *("Float8BlockScaling", "NVFP4BlockScaling", "CustomRecipe"),
     ),
 }
 METHODS = ("__init__", "forward", "reset_parameters")
+OPERATIONS = "pytorch/ops/"
 
 Parameter: TypeAlias = tuple[str, str, str | None]
 Definition: TypeAlias = ast.FunctionDef | ast.ClassDef
@@ -82,6 +93,17 @@ def signatures(definition: Definition) -> Iterator[tuple[str, list[Parameter]]]:
             yield definition.name + suffix, list(parameters(node))
 
 
+def constructor(name: str, top: Mapping[str, Definition]) -> Iterator[tuple[str, list[Parameter]]]:
+    """Yield name and parameters of the operation ``name``, with the constructor of its base."""
+    definition: Definition | None = top[name]
+    while isinstance(definition, ast.ClassDef):
+        found = dict(signatures(definition))
+        if definition.name in found:
+            yield f"ops.{name}", found[definition.name]
+            return
+        definition = next((top[n] for b in definition.bases if (n := ast.unparse(b)) in top), None)
+
+
 def read(wheel: Path) -> dict[str, object]:
     """Return the table of ``wheel``.
 
@@ -93,11 +115,12 @@ def read(wheel: Path) -> dict[str, object]:
         for file, names in FILES.items():
             tree = ast.parse(archive.read(f"transformer_engine/{file}"))
             top = (n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef))
-            own = {node.name: node for node in top if node.name in names}
+            own = {node.name: node for node in top}
             if missing := set(names) - set(own):
                 raise LookupError(f"{wheel.name}: {file} has no {sorted(missing)}")
             for name in names:
-                found.update(signatures(own[name]))
+                is_operation = file.startswith(OPERATIONS)
+                found.update(constructor(name, own) if is_operation else signatures(own[name]))
     return {"package": "transformer_engine_cu13", "version": wheel.name.split("-")[1], **found}
 
 

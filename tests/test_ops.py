@@ -328,7 +328,7 @@ def test_an_odd_input_of_a_gate_is_refused() -> None:
 
 def test_clamped_swiglu_names_its_parameters() -> None:
     with pytest.raises(RecipeError, match="limit, alpha, glu_linear_offset"):
-        ops.ClampedSwiGLU(gain=1.0)
+        fp8core.LayerNormMLP(8, 8, activation="clamped_swiglu", activation_params={"gain": 1.0})
 
 
 @pytest.mark.parametrize("name", recipe.names())

@@ -17,7 +17,11 @@ __all__ = ["refuse_arguments"]
 
 
 def refuse_arguments(
-    function: Callable[..., object], given: Mapping[str, object], names: Iterable[str]
+    function: Callable[..., object],
+    given: Mapping[str, object],
+    names: Iterable[str],
+    *,
+    owner: str | None = None,
 ) -> None:
     """Raise UnsupportedError for the first of ``names`` whose value in ``given`` asks for what is
     not offered.
@@ -26,10 +30,10 @@ def refuse_arguments(
     None or False. So do, as tensor parallelism over more than one rank is refused, a group of one
     rank and what only counts where there are more: ``parallel_mode``, ``set_parallel_mode``,
     ``return_layernorm_output_gathered``; and the names ``rng_tracker_name`` and ``ub_name``, as
-    what they name is refused.
+    what they name is refused. ``owner`` is what messages call the function, its own name if None.
     """
     parameters = inspect.signature(function).parameters
-    owner = function.__qualname__.removesuffix(".__init__")
+    owner = owner or function.__qualname__.removesuffix(".__init__")
     for name in names:
         value, default = given[name], parameters[name].default
         if _asks_for_nothing(value, default) or _is_idle(name, value):
@@ -47,9 +51,9 @@ def _asks_for_nothing(value: object, default: object) -> bool:
 def _is_idle(name: str, value: object) -> bool:
     """Return whether ``value``, which is not the default, changes nothing on a single rank."""
     match name:
-        case "tp_group":
+        case "tp_group" | "tensor_parallel_group":
             return _is_of_one_rank(value)
-        case "parallel_mode":
+        case "parallel_mode" | "tensor_parallel_mode":
             return value in ("column", "row")
         case "set_parallel_mode" | "return_layernorm_output_gathered":
             return value is True

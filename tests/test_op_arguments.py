@@ -1,0 +1,73 @@
+"""Constructors of the operations: Transformer Engine's keywords, and the values they start with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core import UnsupportedError, autocast, ops
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_starts_as_transformer_engines_operation(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    want = torch.nn.Linear(32, 16, bias=False, dtype=dtype)
+    torch.manual_seed(0)
+    made = ops.Linear(32, 16, dtype=dtype)
+    assert torch.equal(made.weight, want.weight)
+    assert made.bias is not None
+    assert not made.bias.any()
+    assert made.bias.dtype == dtype
+
+
+def test_a_linear_on_meta_starts_alike() -> None:
+    made = ops.Linear(32, 16, device="meta")
+    torch.manual_seed(0)
+    made.reset_parameters()
+    torch.manual_seed(0)
+    assert torch.equal(made.weight, ops.Linear(32, 16).weight)
+
+
+def test_a_linear_adds_to_main_grad_where_asked() -> None:
+    made = ops.Linear(32, 32, bias=False, accumulate_into_main_grad=True)
+    made.weight.main_grad = torch.zeros(32, 32)
+    with autocast(recipe="current"):
+        made(torch.ones(32, 32)).sum().backward()
+    assert made.weight.grad is None
+    assert made.weight.main_grad.all()
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_a_bias_is_asked_for_by_keyword(value: bool) -> None:
+    make: Any = ops.Linear
+    with pytest.raises(TypeError, match="positional"):
+        make(32, 32, value)
+
+
+NOT_OFFERED: dict[str, Callable[[], Any]] = {
+    "ops.Linear(tensor_parallel_mode='both')": lambda: ops.Linear(
+        8, 8, tensor_parallel_mode="both"
+    ),
+    "ops.Linear(sequence_parallel=True)": lambda: ops.Linear(8, 8, sequence_parallel=True),
+    "ops.Bias(tensor_parallel=True)": lambda: ops.Bias(8, tensor_parallel=True),
+    "ops.AddExtraInput(in_place=True)": lambda: ops.AddExtraInput(in_place=True),
+    "ops.GELU(cache_quantized_input=True)": lambda: ops.GELU(cache_quantized_input=True),
+    "ops.SwiGLU(glu_interleave_size=32)": lambda: ops.SwiGLU(glu_interleave_size=32),
+    "ops.ClampedSwiGLU(glu_interleave_size=32)": lambda: ops.ClampedSwiGLU(glu_interleave_size=32),
+}
+
+
+@pytest.mark.parametrize("message", NOT_OFFERED)
+def test_what_an_operation_does_not_offer_is_refused(message: str) -> None:
+    with pytest.raises(UnsupportedError, match=re.escape(message)):
+        NOT_OFFERED[message]()
+
+
+def test_what_asks_an_operation_for_nothing_passes() -> None:
+    ops.Linear(8, 8, tensor_parallel_mode="column", tensor_parallel_group=None)
+    ops.ClampedSwiGLU(limit=5.0, cache_quantized_input=False, glu_interleave_size=None)
+    ops.AddExtraInput(in_place=False)
