@@ -287,7 +287,8 @@ def _backward_again(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor |
     if type(links) is not Unfused or len(links) > 1:
         return _refused(ctx, grad_output, only_once(links) or COMPUTED_AS_ONE)
     program, (link,) = ctx.program, links
-    saved = _saved(ctx)
+    with torch.enable_grad():  # the input as rows is a view; without a history it passes for a copy
+        saved = _saved(ctx)
     if not isinstance(program, Steps) and not needs[1]:
         saved = [None, None, None, *saved]  # where a linear has its input
     if is_detached(link, saved, needs):

@@ -262,18 +262,6 @@ def test_dropout_draws_as_vmap_says() -> None:
         drops("error")
 
 
-def test_a_batch_of_gradients_has_the_mask_of_its_forward() -> None:
-    layer, x = ops.Sequential(ops.Bias(8), ops.Dropout(0.5)), torch.randn(2, 8, requires_grad=True)
-    y = layer(x)
-    (got,) = torch.autograd.grad(
-        y, x, torch.eye(16).reshape(16, 2, 8), is_grads_batched=True, retain_graph=True
-    )
-    want = [
-        torch.autograd.grad(y, x, own.reshape(2, 8), retain_graph=True)[0] for own in torch.eye(16)
-    ]
-    assert torch.equal(got, torch.stack(want))
-
-
 @pytest.mark.parametrize("chosen", ["current", None])
 def test_after_convert_of_nothing_torch_differentiates_as_before(chosen: str | None) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 8))
