@@ -18,17 +18,23 @@ from torch.utils._pytree import tree_leaves
 
 from fp8core.errors import OperandError
 from fp8core.scaling import DelayedState, join_backward, offer_scales
+from fp8core.weights import Kept
 
 __all__ = ["Entry", "Tape", "current", "is_in_backward", "keep_scales", "playing", "scale_of"]
 
 
 class Entry(NamedTuple):
-    """One layer's forward: who, under which key, with which weights and delayed scales."""
+    """One layer's forward: who, under which key, with which weights and delayed scales.
+
+    ``first_microbatch`` is what it was told, ``weights`` the quantized ones that it took for that.
+    """
 
     label: str
     key: tuple[object, ...]
     versions: tuple[int, ...]
     scale: torch.Tensor | None
+    first_microbatch: bool | None
+    weights: dict[int, Kept]
 
 
 class Tape:
@@ -66,8 +72,9 @@ class Tape:
         key: tuple[object, ...],
         weights: Sequence[torch.Tensor],
         state: DelayedState | None,
-    ) -> torch.Tensor | None:
-        """Take down one layer's forward, or return the scales of the forward that it repeats.
+        first_microbatch: bool | None = None,
+    ) -> Entry:
+        """Take down one layer's forward, or return the one that it repeats.
 
         Raises:
             OperandError: another layer, recipe, dtype or weight than in forward.
@@ -76,14 +83,13 @@ class Tape:
             return self._take(label, key, weights)
         if self._outer is None:
             scale = None if state is None else state.scale.clone()
+            entry = Entry(label, key, _versions(weights), scale, first_microbatch, {})
         else:
-            scale = self._outer.visit(label, key, weights, state)
-        self._entries.append(Entry(label, key, _versions(weights), scale))
-        return scale
+            entry = self._outer.visit(label, key, weights, state, first_microbatch)
+        self._entries.append(entry)
+        return entry
 
-    def _take(
-        self, label: str, key: tuple[object, ...], weights: Sequence[torch.Tensor]
-    ) -> torch.Tensor | None:
+    def _take(self, label: str, key: tuple[object, ...], weights: Sequence[torch.Tensor]) -> Entry:
         if self._next >= len(self._entries):
             raise OperandError(f"recompute of {label}: the forward ran fewer layers.")
         entry = self._entries[self._next]
@@ -100,7 +106,7 @@ class Tape:
                 f"recompute of {label}: a parameter was written between forward and backward; "
                 f"step the optimizer after backward."
             )
-        return entry.scale
+        return entry
 
 
 class _Thread(threading.local):

@@ -87,11 +87,12 @@ class _Batch:
     ``members`` are in the order of the touch, which is the same in every step of one program.
     """
 
-    __slots__ = ("_advances", "_ordered", "_reports", "members")
+    __slots__ = ("_advances", "_ordered", "_reports", "_scales", "members")
 
     def __init__(self, members: tuple[DelayedState, ...]) -> None:
         self.members = members
         self._ordered = sorted(members, key=_order_of)
+        self._scales = [state.scale for state in self._ordered]
         # To ask a device is to wait for it.
         self._reports = self._ordered[0].scale.device.type == "cpu"
         self._advances: list[Callable[[], None]] = []
@@ -121,6 +122,8 @@ class _Batch:
             _report_nonfinite(self._ordered)
         for advance in self._advances:
             advance()
+        # A kernel's writes are counted nowhere, and what was cast by a scale asks for them.
+        torch.autograd.graph.increment_version(self._scales)
 
 
 def update(states: Iterable[DelayedState]) -> None:

@@ -62,7 +62,8 @@ def test_nothing_is_kept_unless_the_caller_says_so(forward: Forward) -> None:
     forward(own)
     with torch.no_grad():
         forward(own)
-    assert not own._bindings.weights.kept
+    assert not own._bindings.weights.microbatches
+    assert not own._bindings.weights.scope
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -197,7 +198,8 @@ def test_frozen_weights_are_quantized_once(forward: Forward) -> None:
         assert forward(own, name="block") == WITH_WEIGHT
     with torch.no_grad():
         assert forward(own) == WITH_WEIGHT
-    assert not own._bindings.weights.kept
+    assert not own._bindings.weights.microbatches
+    assert not own._bindings.weights.scope
 
 
 @pytest.mark.parametrize("name", RECIPES)

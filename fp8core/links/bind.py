@@ -50,7 +50,7 @@ from fp8core.links.states import LinearStates
 from fp8core.parameter.storage import storage_plan
 from fp8core.plan import HIGH_PRECISION, GemmPlan, LinearPlan, TensorPlan
 from fp8core.quantizer import Binding, Quantizer, Slot, Unturned, bind_quantizer
-from fp8core.weights import How, KeptWeight, PerGroup, WeightStore
+from fp8core.weights import How, KeptWeight, PerGroup
 
 __all__ = ["SHAPES", "LinkShape", "Site", "Watch", "bind_chain", "gemm_desc", "handover"]
 
@@ -76,17 +76,16 @@ Watch: TypeAlias = Callable[[LinearLink, LinearPlan, Binding], LinearLink]
 
 
 class Site(NamedTuple):
-    """Where a chain is bound: its plan, what its quantizers share, and what its layer keeps.
+    """Where a chain is bound: its plan, and what its quantizers share.
 
-    Without ``weights`` no quantized weight can be kept. With ``watch`` every linear link is what it
-    returns in the place of the link that was bound. To ``nonfinite``, int64 ``[1]``, every cast
-    adds the number of its NaN and inf; None in a graph, whose casts have a count of their own.
+    With ``watch`` every linear link is what it returns in the place of the link that was bound. To
+    ``nonfinite``, int64 ``[1]``, every cast adds the number of its NaN and inf; None in a graph,
+    whose casts have a count of their own.
     """
 
     plan: LinearPlan
     binding: Binding
     owner: str
-    weights: WeightStore | None
     states: LinearStates | None = None
     watch: Watch | None = None
     nonfinite: torch.Tensor | None = None
@@ -266,8 +265,7 @@ def _bind_quantizers(
         )
         key = (plan.weight, plan.nonfinite, shape.weight_dtype, binding.device, quantizer.choices)
         stored = HIGH_PRECISION.weight if binding.is_observing else storage_plan(plan.weight)
-        how = How(key, stored, site.owner)
-        return KeptWeight(quantizer, site.weights, index + group, how)
+        return KeptWeight(quantizer, index + group, How(key, stored, site.owner, slot))
 
     bind = functools.partial(
         bind_quantizer,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fp8core.quantizer import Groups
+from fp8core.weights import Keeping
 
 __all__ = ["DENSE", "Call"]
 
@@ -18,15 +19,16 @@ class Call(NamedTuple):
     ``groups`` is ``(group_offsets,)``, int64 ``[groups + 1]`` on the CPU, or ``()`` if dense;
     ``splits`` are the same sizes as integers, ``()`` where only the device knows them, which then
     has the offsets as well. ``rng`` int64 ``[2]`` is the seed and offset of
-    dropout and stochastic rounding. ``first_microbatch`` None quantizes the weight, True also
-    keeps it, False takes the one that was kept. ``backward_pass`` is set in a
-    recompute: the pass that it is part of, whose end is when backward scales move on.
+    dropout and stochastic rounding. ``first_microbatch`` is what the caller said, ``keeping``
+    what the layer makes of it; None quantizes the weight. ``backward_pass`` is set in a recompute:
+    the pass that it is part of, whose end is when backward scales move on.
     """
 
     groups: Groups = ()
     splits: Sequence[int] = ()
     rng: torch.Tensor | None = None
     first_microbatch: bool | None = None
+    keeping: Keeping | None = None
     backward_pass: int | None = None
 
     @property

@@ -115,7 +115,7 @@ def _twin(link: Link, like: torch.Tensor) -> Link:
 @functools.lru_cache(maxsize=4096)
 def _bound(shape: LinkShape, device: torch.device, dtype: torch.dtype) -> Link:
     with policy.activated(policy.Policy(backend="reference")):
-        site = Site(HIGH_PRECISION, Binding(device, dtype), "torch's operators", None)
+        site = Site(HIGH_PRECISION, Binding(device, dtype), "torch's operators")
         (link,) = bind_chain((shape,), site)
     if isinstance(link, NormLink):
         return _Norm(

@@ -229,7 +229,7 @@ class LinearLink:
             made, biases = padded.pad_weights(params[:count]), padded.pad_biases(biases)
             weight = made if is_grouped else made[0]
         w_row, w_column = self.weight(
-            weight, columnwise=needs[0], first=call.first_microbatch, source=source
+            weight, columnwise=needs[0], keeping=call.keeping, source=source
         )
         bias = None if not biases else biases if is_grouped else biases[0]
         x_row, x_column = x.take()

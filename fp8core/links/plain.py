@@ -78,14 +78,14 @@ class PlainLinear:
         self, x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
         """Return y and what backward needs: the columnwise input, then the columnwise weight."""
-        weight, first = params[0], call.first_microbatch
+        weight, keeping = params[0], call.keeping
         if self._pair is None:
             x_row, x_column = self._cast_input(x)
             w_row, w_column = self._weight(
-                weight, columnwise=self._needs_input, first=first, source=weight
+                weight, columnwise=self._needs_input, keeping=keeping, source=weight
             )
         else:
-            (x_row, x_column), (w_row, w_column) = self._pair(x, weight, first)
+            (x_row, x_column), (w_row, w_column) = self._pair(x, weight, keeping)
         y: torch.Tensor = self._fprop(x_row, w_row, bias=params[1] if self._has_bias else None)
         if not self._needs_input:
             return y, x_column if self._needs_weight else ()

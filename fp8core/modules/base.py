@@ -34,6 +34,7 @@ from fp8core.modules.bound import (
 from fp8core.modules.delayed import DelayedModule
 from fp8core.modules.inputs import check_kind
 from fp8core.modules.parameters import materialize
+from fp8core.modules.slots import BUFFERS
 from fp8core.parameter.init import DTYPES
 from fp8core.plan import HIGH_PRECISION, LayerRole
 from fp8core.quantizer import Binding
@@ -230,7 +231,9 @@ class LowPrecisionModule(DelayedModule):
         """
         if isinstance(links, int):
             return chain.run(links, input, params, call)
-        tape = recompute.current()
+        first, store, tape = call.first_microbatch, self._bindings.weights, recompute.current()
+        if first is not None or store.scope is not None:
+            call = call._replace(keeping=store.keeping(first, self._weight_origins))
         if tape is None:
             if bound.states is None or not recompute.is_in_backward():
                 return chain.run(links, input, params, call)
@@ -238,12 +241,22 @@ class LowPrecisionModule(DelayedModule):
                 return chain.run(links, input, params, call)
         state = None if bound.states is None else bound.states.forward
         key = (bound.recipe, input.device, input.dtype, policy.current())
-        scale = tape.visit(self.label, key, list(self.parameters()), state)
+        entry = tape.visit(self.label, key, list(self.parameters()), state, first)
         if not tape.is_repeating:
+            if first is not None and tape.is_grad_enabled and call.keeping is not None:
+                call = call._replace(keeping=call.keeping._replace(used=entry.weights))
             return chain.run(links, input, params, call)
-        with recompute.scale_of(state, scale):
-            call = call._replace(backward_pass=tape.backward_pass)
+        keeping = store.keeping(entry.first_microbatch, self._weight_origins)
+        if keeping is not None and entry.weights:
+            keeping = keeping._replace(used=entry.weights)
+        call = call._replace(backward_pass=tape.backward_pass, keeping=keeping)
+        with recompute.scale_of(state, entry.scale):
             return chain.run(links, input, params, call)
+
+    def _weight_origins(self) -> list[torch.Tensor]:
+        """Return what a weight that is computed in each forward is computed from, and more."""
+        buffers = (own for name, own in self.named_buffers() if name not in BUFFERS)
+        return [*self.parameters(), *buffers]
 
     def _shapes(self, offsets_on_device: bool) -> tuple[LinkShape, ...]:
         shapes = self.link_shapes()
@@ -276,10 +289,10 @@ class LowPrecisionModule(DelayedModule):
                 states = dataclasses.replace(
                     states, records_forward=records_forward, records_backward=records_backward
                 )
-            kept, watch, count = self._bindings.weights, self._bindings.watch, None
+            watch, count = self._bindings.watch, None
             if plan != HIGH_PRECISION and not binding.is_observing:
                 count = self._bindings.nonfinite_of(binding.device, is_training=mode[2])
-            site = Site(plan, binding, self.label, kept, states, watch, count)
+            site = Site(plan, binding, self.label, states, watch, count)
             links = bind_chain(shapes, site)
         except Fp8CoreError as error:
             raise type(error)(f"{self.label}: {error}") from None

@@ -207,7 +207,7 @@ def bind_captured(
         if binding.device.type != "meta":
             counter_of(binding.device)  # outside of what torch records in a CUDA graph of its own
         with table.capturing():
-            links = bind_chain(shapes, Site(plan, binding, label, None))
+            links = bind_chain(shapes, Site(plan, binding, label))
     except Fp8CoreError as error:
         refused = type(error)(f"{label}: {error}")
         if not is_compiled:

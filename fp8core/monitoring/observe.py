@@ -34,7 +34,7 @@ from fp8core.monitoring.statistics import Cast, Tally, measure
 from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.plan import LinearPlan, TensorPlan
 from fp8core.quantizer import Binding, Groups, Orientations, Quantizer
-from fp8core.weights import WeightQuantizer
+from fp8core.weights import Keeping, WeightQuantizer
 
 __all__ = ["LayerWatch", "WatchedLink"]
 
@@ -149,13 +149,13 @@ class _SeenWeight:
         /,
         *,
         columnwise: bool,
-        first: bool | None = None,
+        keeping: Keeping | None = None,
         source: Any,
     ) -> Orientations:
         """Return the operands of ``weight``."""
         if not _is_repeat():
             self._probe.check("weight", [source] if isinstance(source, torch.Tensor) else source)
-        made = self._inner(weight, columnwise=columnwise, first=first, source=source)
+        made = self._inner(weight, columnwise=columnwise, keeping=keeping, source=source)
         if self._probe.recorder.is_on:
             weights, sources, rowwise, turned = weight, source, *made
             if isinstance(weight, torch.Tensor):

@@ -222,7 +222,7 @@ def _cast(
     role = LayerRole(layer.kind, layer.name or path)
     plan = _undelayed(plan_of(recipe, role, binding.activation_dtype))
     watch = LayerWatch(recorder, path, len(layer.linear_shapes()))
-    site = Site(plan, binding, layer.label, None, None, watch)
+    site = Site(plan, binding, layer.label, None, watch)
     links = bind_chain(layer.link_shapes(), site)
     link = next(own for own in links if isinstance(own, LinearLink) and own.index == index)
     padded: PaddedCall | None = None
