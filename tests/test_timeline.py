@@ -220,6 +220,8 @@ def test_a_recipe_lost_between_nested_checkpoints_is_refused(
         y.sum().backward()
 
 
+# torch 2.11's generator of a nested checkpoint asserts when it is collected after an error.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @BOTH
 @NESTED
 def test_a_recipe_lost_around_nested_checkpoints_is_refused(

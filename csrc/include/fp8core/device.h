@@ -7,14 +7,17 @@
 
 namespace fp8core {
 
-// Makes `device` current for a scope; asks first, because setting costs more than asking.
+// Makes `device` current for a scope; asks first, because setting costs more than asking. A thread
+// that has called nothing of CUDA yet has a device but no context, which cuBLASLt does not make.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
     FP8CORE_CUDA(cudaGetDevice(&previous_));
-    if (previous_ == device) return;
+    static thread_local bool has_context = false;
+    if (previous_ == device && has_context) return;
     FP8CORE_CUDA(cudaSetDevice(device));
-    changed_ = true;
+    has_context = true;
+    changed_ = previous_ != device;
   }
   ~DeviceGuard() {
     if (changed_) cudaSetDevice(previous_);

@@ -6,6 +6,8 @@ launched on another stream reads what was there before.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -146,3 +148,31 @@ def test_a_gradient_without_strides_equals_its_copy(name: str) -> None:
     one = grad[:1, :1].expand(M, N)
     x.requires_grad_()
     assert same(ours(x, one), theirs(x, one.contiguous()))
+
+
+# In a process of its own: torch gives a context to threads that it has made.
+_FRESH_THREAD = """
+import threading, torch, fp8core
+layer = fp8core.Linear(256, 128, params_dtype=torch.bfloat16, device="cuda")
+x, found = torch.randn(64, 256, dtype=torch.bfloat16, device="cuda"), []
+def run():
+    with torch.no_grad(), fp8core.autocast(recipe={name!r}):
+        found.append(layer(x))
+for _ in range(3):
+    run()  # memory that is freed again serves the thread, without a call of CUDA's
+torch.cuda.synchronize()
+found.clear()
+run()
+kept = found.pop().clone()
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+assert torch.equal(found[0], kept)
+"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_thread_that_has_called_nothing_of_cuda_computes(name: str) -> None:
+    command = [sys.executable, "-c", _FRESH_THREAD.format(name=name)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert ran.returncode == 0, ran.stderr
