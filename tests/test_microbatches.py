@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -46,6 +48,57 @@ def test_the_amax_of_one_autocast_is_the_largest_of_its_microbatches() -> None:
             own(torch.full((8, 32), size))
     assert own.amax_history_fwd[-1, 0] == 5.0
     assert not own.amax_history_fwd[:-1, 0].any()
+
+
+LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "Linear": lambda: Linear(32, 32),
+    "LayerNormLinear": lambda: fp8core.LayerNormLinear(32, 32),
+    "LayerNormMLP": lambda: LayerNormMLP(32, 64),
+    "GroupedLinear": lambda: fp8core.GroupedLinear(2, 32, 32),
+}
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("order", [1, -1])
+def test_each_microbatch_may_have_its_own_autocast_and_recompute(
+    order: int, kind: str, name: str, use_reentrant: bool
+) -> None:
+    """Delayed scales move on between them; the kept weight is that of the first, both ways."""
+
+    def grads(checkpoints: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        own, found = LAYERS[kind](), []
+        splits = ([20, 12],) if kind == "GroupedLinear" else ()
+        x = torch.randn(32, 32, requires_grad=True)
+        is_first = True
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = own(x, *splits, is_first_microbatch=is_first)
+            return y
+
+        for _ in range(3):
+            outputs = []
+            for flag in (True, False, False):
+                is_first = flag
+                with autocast(recipe=recipe.by_name(name)):
+                    if checkpoints:
+                        y = fp8core.checkpoint(run, x * 3, use_reentrant=use_reentrant)
+                    else:
+                        y = run(x * 3)
+                outputs.append(y)
+            for y in outputs[::order]:
+                y.square().sum().backward()
+            found += [x.grad, *(parameter.grad for parameter in own.parameters())]
+            x.grad = None
+            own.zero_grad()
+        return found
+
+    torch.manual_seed(3)
+    want = grads(False)
+    torch.manual_seed(3)
+    assert all(map(torch.equal, grads(True), want))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
