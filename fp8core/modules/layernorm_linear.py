@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fp8core.errors import RecipeError
 from fp8core.links.bind import LinkShape
 from fp8core.links.norm import NormShape
 from fp8core.links.pointwise import OutputShape
@@ -90,6 +91,10 @@ class LayerNormLinear(Linear):
         )
 
     def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        if "layer_norm_" in (prefix for prefix, _ in self._parts):
+            raise RecipeError(
+                "LayerNormLinear(parameters_split=...): 'layer_norm' is the norm's own name."
+            )
         register_norm(self, self._norm[0], self.in_features, device, dtype)
         super()._make_parameters(device, dtype)
 

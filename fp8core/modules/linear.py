@@ -211,16 +211,20 @@ def split_sizes(
     """
     if split is None:
         return [("", out_features)]
+    asked = f"Linear(parameters_split={split!r})"
+    if not isinstance(split, Sequence | Mapping) or not all(isinstance(n, str) for n in split):
+        raise RecipeError(f"{asked}: expected names, or names with their sizes.")
     names = [name.rstrip("_") for name in split]
     if isinstance(split, Mapping):
         sizes = list(split.values())
     else:
         sizes = [out_features // max(len(names), 1)] * len(names)
-    if sum(sizes) != out_features or min(sizes, default=0) < 1:
+    is_whole = all(isinstance(size, int) for size in sizes)
+    if not is_whole or sum(sizes) != out_features or min(sizes, default=0) < 1:
         raise RecipeError(
-            f"Linear(parameters_split={split!r}): sizes {sizes} do not add up to "
-            f"out_features={out_features}."
+            f"{asked}: sizes {sizes} do not add up to out_features={out_features}, as integers "
+            f"from 1 on."
         )
-    if len(set(names)) != len(names) or "" in names:
-        raise RecipeError(f"Linear(parameters_split={split!r}): names must be unique, not empty.")
+    if len(set(names)) != len(names) or "" in names or any("." in name for name in names):
+        raise RecipeError(f"{asked}: names must be unique, not empty, and without a dot.")
     return [(f"{name}_", size) for name, size in zip(names, sizes, strict=True)]

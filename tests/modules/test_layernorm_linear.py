@@ -197,6 +197,12 @@ def test_an_unknown_normalization_lists_the_known() -> None:
         LayerNormLinear(8, 8, normalization="BatchNorm")
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_part_may_not_be_called_as_the_norm(bias: bool) -> None:
+    with pytest.raises(RecipeError, match="'layer_norm' is the norm's"):
+        LayerNormLinear(8, 8, bias=bias, parameters_split=["layer_norm_", "b"])
+
+
 def test_a_wrong_hidden_size_names_both() -> None:
     with pytest.raises(OperandError, match=r"k=31.*\[\.\.\., 32\]"):
         made()(torch.zeros(2, 31, dtype=BF16))

@@ -187,9 +187,11 @@ def test_parameters_split_takes_sizes() -> None:
     assert [tuple(p.shape) for p in layer.parameters()] == [(6, 6), (2, 6)]
 
 
-@pytest.mark.parametrize(
-    "split", [("a", "b", "c"), {"a": 3}, {"a": 9, "b": -1}, ("a", "a_"), ("",), ()], ids=str
-)
+SPLITS: list[Any] = [("a", "b", "c"), {"a": 3}, {"a": 9, "b": -1}, ("a", "a_"), ("",), (), 2]
+SPLITS += [("a.b", "c"), {"a": 4.0, "b": 4.0}, (1, 2)]
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_a_split_that_does_not_fit_is_refused(split: Any) -> None:
     with pytest.raises(RecipeError, match="parameters_split"):
         Linear(6, 8, parameters_split=split)
