@@ -8,6 +8,7 @@ active around a node whose backward, or whose saved tensors, ask for the recompu
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import weakref
@@ -43,24 +44,36 @@ _Event: TypeAlias = "tuple[int, _Entered | None, bool]"
 _NUMBER: Final = 0
 _INNERMOST: Final = 1
 _IN_BACKWARD: Final = 2
-_MOST_EVENTS, _MOST_THREADS = 4096, 256
+_MOST_EVENTS, _MOST_ENDED_THREADS = 4096, 256
 
 
 class _History:
     """What one thread entered and left; of the oldest nothing is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread: _Thread) -> None:
         self.entered: _Entered | None = None
-        self.was_in_forward = False
+        self.is_listed = False
         self.events: deque[_Event] = deque(maxlen=_MOST_EVENTS)
-        _histories.append(self)
+        self._life = weakref.ref(thread.life)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread has."""
+        return self._life() is None
+
+    @property
+    def last_number(self) -> float:
+        """The number of its last node of which something is known, if it has ended."""
+        if self.entered is not None or not self.events:
+            return math.inf
+        return self.events[-1][_NUMBER]
 
     def note(self, entered: _Entered | None, in_backward: bool) -> None:
         """Take down that ``entered`` is open now."""
         number, events = _next_number(), self.events
         self.entered = entered
-        if not in_backward:
-            self.was_in_forward = True
+        if not (in_backward or self.is_listed):
+            _list(self)
         if events:
             last = events[-1]
             if last[_NUMBER] == number and last[_IN_BACKWARD] is in_backward:
@@ -95,13 +108,42 @@ class _History:
 
 
 _number_of = itemgetter(_NUMBER)
-# The histories of threads that have ended are kept too: their graphs may live on.
-_histories: deque[_History] = deque(maxlen=_MOST_THREADS)
+
+
+class _Histories:
+    """Of the threads that enter autocasts in forward; others, as autograd's own, say nothing.
+
+    Some of those that have ended are kept too: their graphs may live on. Of nodes up to the number
+    ``forgotten`` it is not known what was active around them in a thread that is not kept.
+    """
+
+    def __init__(self) -> None:
+        self.listed: list[_History] = []
+        self.forgotten: float = -1
+        self.lock = threading.Lock()
+
+
+_histories = _Histories()
+
+
+def _list(history: _History) -> None:
+    with _histories.lock:
+        history.is_listed = True
+        ended = [one for one in _histories.listed if one.has_ended]
+        gone = ended[: max(0, len(ended) - _MOST_ENDED_THREADS)]
+        _histories.forgotten = max([_histories.forgotten, *(one.last_number for one in gone)])
+        kept = [one for one in _histories.listed if one not in gone]
+        _histories.listed = [*kept, history]
+
+
+class _Life:
+    """Lives as long as its thread."""
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.history: _History | None = None
+        self.life = _Life()
 
 
 _thread = _Thread()
@@ -111,7 +153,7 @@ def enter(name: str) -> None:
     """Take down that the calling thread enters the autocast ``name``."""
     history = _thread.history
     if history is None:
-        history = _thread.history = _History()
+        history = _thread.history = _History(_thread)
     in_backward, hooks = _graph_task() != _NO_TASK, _top_hooks(True)
     region = _region(hooks) if hooks else None
     history.note(_Entered(name, region, in_backward, history.entered), in_backward)
@@ -153,8 +195,10 @@ class Recompute(NamedTuple):
             histories = [own]
         elif self.is_nested:
             histories = []
-        else:  # those of threads that only recompute, as autograd's, say nothing
-            histories = [one for one in list(_histories) if one.was_in_forward]
+        else:
+            histories = _histories.listed
+            if number <= _histories.forgotten:  # asked after: what is gone is counted before
+                return set()
         try:
             opened = [one.at(number, in_forward=not self.is_nested) for one in histories]
         except LookupError:

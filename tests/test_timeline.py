@@ -344,3 +344,21 @@ def test_a_thread_that_only_recomputed_says_nothing_of_forwards(use_reentrant: b
     with autocast(recipe=CURRENT):
         got = grads(layer, lambda x: kept(layer, x, use_reentrant))
         assert_same(got, grads(layer, layer))
+
+
+@BOTH
+def test_threads_that_ended_let_no_recompute_pass_for_another(use_reentrant: bool) -> None:
+    layer, forward = fp8core.Linear(32, 32), []
+
+    def train_elsewhere() -> None:
+        with autocast(recipe=CURRENT):
+            forward.append(kept(layer, rows(), use_reentrant))
+
+    in_thread(train_elsewhere)
+    with autocast(recipe=CURRENT):
+        here = kept(layer, rows(), use_reentrant)
+    for _ in range(600):
+        in_thread(lambda: evaluate(layer, CURRENT))
+    for y in (*forward, here):
+        with pytest.raises(UnsupportedError, match="outside the autocast"):
+            y.sum().backward()
