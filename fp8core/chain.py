@@ -26,7 +26,7 @@ from fp8core.links.steps import Step, Steps, run_steps
 from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.unwrap import PLAIN, has_no_plain_form, unwrap
 
-__all__ = ["Links", "Refusal", "capture", "is_under_torch_autocast", "run"]
+__all__ = ["Links", "Refusal", "capture", "is_under_torch_autocast", "refuse_transform", "run"]
 
 Links: TypeAlias = "tuple[Link, ...] | int"
 """The links of a chain, or, while torch compiles or exports, their number from :func:`capture`."""
@@ -183,6 +183,17 @@ def _run_in_pieces(
     return x
 
 
+def refuse_transform(links: tuple[Link, ...]) -> None:
+    """Raise if a transform of torch.func is active that ``links`` cannot run under.
+
+    Raises:
+        UnsupportedError: says which.
+    """
+    transform, refused = transform_of(()), only_once(links)
+    if transform is not None and refused is not None:
+        raise refused.error(transform)
+
+
 def _run_in_torch(
     links: tuple[Link, ...],
     x: torch.Tensor,
@@ -310,7 +321,8 @@ def _refused(
         raise reason.error("a batch of gradients in one backward (is_grads_batched, vectorize)")
     with torch.no_grad():
         grads = _backward(ctx, grad_output)
-    return refusing(grads, reason.error("a second derivative (create_graph=True)"))
+    error = reason.error("a second derivative (create_graph=True)")
+    return refusing(grads, error, ctx, grad_output)
 
 
 def _any_requires_grad(params: Sequence[torch.Tensor]) -> bool:

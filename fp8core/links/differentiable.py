@@ -137,15 +137,18 @@ def is_detached(link: Link, saved: Saved, needs: Sequence[bool]) -> bool:
 
 
 class _Refusing(torch.autograd.Function):
-    """Hands gradients on that have no derivatives of their own: to ask for one raises ``error``.
+    """Hands the first ``count`` tensors on, gradients that have no derivatives of their own: to ask
+    for one, by any of the tensors, raises ``error``.
 
     Without it they would count as constants, and a penalty on them would train nothing.
     """
 
     @staticmethod
-    def forward(ctx: Any, error: Fp8CoreError, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, error: Fp8CoreError, count: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.error = error
-        return tuple(grad.view_as(grad) for grad in grads)
+        return tuple(grad.view_as(grad) for grad in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
@@ -153,12 +156,33 @@ class _Refusing(torch.autograd.Function):
 
 
 def refusing(
-    grads: Sequence[torch.Tensor | None], error: Fp8CoreError
+    grads: Sequence[torch.Tensor | None], error: Fp8CoreError, node: Any, grad_output: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return ``grads`` as tensors whose derivatives raise ``error``."""
+    """Return ``grads``, which ``node`` made of ``grad_output``, as tensors whose derivatives raise
+    ``error``.
+
+    By ``torch.autograd.grad`` too, which goes the ways alone that lead to what it is asked for.
+    """
     made = [grad.detach().requires_grad_() for grad in grads if grad is not None]
-    guarded = iter(_Refusing.apply(error, *made) if made else ())  # type: ignore[no-untyped-call]  # torch's
+    if not made:
+        return tuple(grads)
+    origins = [*_leaves(node), *([grad_output] if grad_output.requires_grad else ())]
+    guarded = iter(_Refusing.apply(error, len(made), *made, *origins))  # type: ignore[no-untyped-call]  # torch's
     return tuple(None if grad is None else next(guarded) for grad in grads)
+
+
+def _leaves(node: Any) -> list[torch.Tensor]:
+    """Return the tensors without history that what ``node`` computed was made of."""
+    seen, left, found = {node}, [node], []
+    while left:
+        for before, _ in left.pop().next_functions:
+            if before is None or before in seen:
+                continue
+            seen.add(before)
+            left.append(before)
+            if hasattr(before, "variable"):  # it adds up the gradient of a leaf
+                found.append(before.variable)
+    return found
 
 
 _TRANSFORMS = {

@@ -158,6 +158,8 @@ class LowPrecisionModule(DelayedModule):
         if bound.states is not None and is_recompute:
             self._check_scales(bound.states.forward)
         if bound.states is not None and records:
+            if torch._C._are_functorch_transforms_active():
+                chain.refuse_transform(bound.links)  # before autocast has something to forget
             touch(bound.states.forward, bound.states.backward, asked.group)
         return bound
 
