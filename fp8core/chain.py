@@ -24,7 +24,14 @@ from fp8core.links.once import COMPUTED_AS_ONE, OnlyOnce
 from fp8core.links.protocol import DENSE, Call, Link, Program, Saved
 from fp8core.links.steps import Step, Steps, run_steps
 from fp8core.parameter.tensor import QuantizedTensor
-from fp8core.unwrap import PLAIN, has_no_plain_form, unwrap
+from fp8core.unwrap import (
+    PLAIN,
+    are_readable,
+    has_no_plain_form,
+    is_strided,
+    made_readable,
+    unwrap,
+)
 
 __all__ = ["Links", "Refusal", "capture", "is_under_torch_autocast", "refuse_transform", "run"]
 
@@ -55,9 +62,13 @@ class _Chain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled() or _is_batched(grad_output) or _is_transformed():
+        if torch.is_grad_enabled():
             return _backward_again(ctx, grad_output)
-        return _backward(ctx, grad_output)
+        if torch.compiler.is_compiling():  # compiled autograd reads this, and knows no batches
+            return _backward(ctx, grad_output)
+        if _is_batched(grad_output) or _is_transformed():
+            return _backward_again(ctx, grad_output)
+        return _backward(ctx, _readable_grad(ctx, grad_output))
 
 
 # A batch of gradients (is_grads_batched, vectorize) comes by an older vmap than torch.func's.
@@ -114,6 +125,12 @@ def run(
             with torch.autocast(x.device.type, enabled=False):
                 return _run_in_torch(links, x, params, call, f"a {type(x).__name__}")
         x, params = _unwrap(links, x, params, call)
+        x, params = _made_readable(x, params)
+    elif not are_readable(x, params):
+        if type(links) is Unfused and not all(map(is_strided, (x, *params))):
+            with torch.autocast(x.device.type, enabled=False):
+                return _run_in_torch(links, x, params, call, "a sparse tensor")
+        x, params = _made_readable(x, params)
     if is_under_torch_autocast(x):
         with torch.autocast(x.device.type, enabled=False):
             return _run(links, x, params, call)
@@ -130,6 +147,14 @@ def _unwrap(
     if want is None or not want.takes(x):
         x = unwrap(x, "input")
     return x, [p if isinstance(p, QuantizedTensor) else unwrap(p, "a parameter") for p in params]
+
+
+def _made_readable(
+    x: torch.Tensor, params: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    device = x.device
+    own = [made_readable(param, device, "a parameter") for param in params]
+    return made_readable(x, device, "input"), own
 
 
 # One question for all types of devices; torch has no public one, and the public ones cost as much
@@ -232,12 +257,21 @@ def _forward(
     return y, saved, program
 
 
+def _readable_grad(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
+    if type(grad_output) is not torch.Tensor or are_readable(grad_output):
+        return grad_output
+    if type(ctx.links) is Unfused and not is_strided(grad_output):
+        grad_output = grad_output.to_dense()  # torch takes it
+    return made_readable(grad_output, grad_output.device, "grad_output")
+
+
 def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     if is_under_torch_autocast(grad_output):
         with torch.autocast(grad_output.device.type, enabled=False):
             return _backward(ctx, grad_output)
     if type(grad_output) is not torch.Tensor and not ctx.program.takes(grad_output, ctx.call):
         grad_output = unwrap(grad_output, "grad_output")
+        grad_output = made_readable(grad_output, grad_output.device, "grad_output")
     shape, input_shape = grad_output.shape, ctx.input_shape
     value = grad_output if len(shape) == 2 else grad_output.reshape(-1, shape[-1])
     saved = _saved(ctx)

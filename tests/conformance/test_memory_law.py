@@ -16,6 +16,12 @@ def test_the_law_holds() -> None:
     no_operand_without_memory_reaches_it(subject.find("reference"))
 
 
+def test_an_unmade_negation_is_a_breach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain, "made_readable", lambda x, *_: x)
+    with pytest.raises(Broken, match="without memory"):
+        no_operand_without_memory_reaches_it(subject.find("reference"))
+
+
 @pytest.mark.parametrize("door", ["_unwrap", "unwrap"])
 def test_a_door_left_open_is_a_breach(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def open_door(*arguments: Any) -> Any:

@@ -126,3 +126,16 @@ def test_a_dtype_that_parameters_cannot_have_is_refused(name: str, dtype: Any) -
 @pytest.mark.parametrize("name", MADE)
 def test_a_floating_point_dtype_is_taken(name: str, dtype: torch.dtype) -> None:
     assert {own.dtype for own in MADE[name](dtype).parameters()} == {dtype}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+def test_without_a_recipe_a_sparse_weight_is_torchs() -> None:
+    own: Any = fp8core.Linear(32, 32)
+    weight = own.weight.detach().to_sparse_csr()
+    own.weight = torch.nn.Parameter(weight, requires_grad=False)
+    x = torch.ones(32, 32, requires_grad=True)
+    y = own(x)
+    torch.testing.assert_close(y, torch.nn.functional.linear(x, weight.to_dense(), own.bias))
+    y.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, weight.to_dense().sum(0).expand(32, 32))

@@ -29,8 +29,9 @@ SIZE = 64
 def no_operand_without_memory_reaches_it(subject: Subject) -> None:
     """Every tensor that a layer hands the backend is a plain one with an address, or is empty.
 
-    Layers get a QuantizedTensor as input and as gradient, under each recipe that runs there. Says
-    nothing about a backend that is not installed, as layers cannot choose it.
+    Layers get a QuantizedTensor as input and as gradient, then a tensor that torch has still to
+    negate, and zeros that it has still to make, under each recipe that runs there. Says nothing
+    about a backend that is not installed, as layers cannot choose it.
     """
     if subject.name not in plugins.load().backends:
         return
@@ -67,6 +68,11 @@ def _run_layer(name: str, device: torch.device) -> None:
     except UnsupportedError:  # not every recipe runs on every device
         return
     y.backward(QuantizedTensor.quantize(values, plan.grad_output))
+    zeros = torch._efficientzerotensor(values.shape, dtype=values.dtype, device=device)
+    for own in (torch._neg_view(values), zeros):
+        with autocast(recipe=chosen):
+            y = layer(own)
+        y.backward(own)
 
 
 def _looking(run: Callable[..., Any], desc: OpDesc, found: list[str]) -> Callable[..., Any]:
@@ -75,9 +81,14 @@ def _looking(run: Callable[..., Any], desc: OpDesc, found: list[str]) -> Callabl
     def look(*arguments: Any, **keywords: Any) -> Any:
         for own in pytree.tree_leaves((arguments, keywords)):
             if isinstance(own, torch.Tensor):
-                is_hollow = own.numel() and not own.is_meta and not own.data_ptr()
-                if type(own) not in PLAIN or is_hollow:
+                if type(own) not in PLAIN or _is_hollow(own):
                     found.append(f"{desc} was given a {type(own).__name__} without memory")
+                elif own.is_neg():
+                    found.append(f"{desc} was given a tensor whose memory is to be negated")
         return run(*arguments, **keywords)
 
     return look
+
+
+def _is_hollow(x: torch.Tensor) -> bool:
+    return bool(x.numel()) and not x.is_meta and not x.data_ptr()
