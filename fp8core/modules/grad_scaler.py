@@ -8,7 +8,7 @@ them by device; FSDP's ShardedGradScaler reduces what it returns over its ranks.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ def watch_grad_scaler(
     optimizer's gradients, what the casts have counted is added to what it finds, on the device: no
     gradient changes, and nobody waits. ``scaler.update()`` starts the next count, so gradients that
     accumulate over several backward passes are one step, and all optimizers of a step see the same.
-    Calls that record no gradients are left out. A scaler that is not enabled skips nothing. Where
+    Calls that record no gradients are left out. A scaler that is not enabled skips nothing, and a
+    copy of the scaler, or one that was pickled, watches nothing until it is told to. Where
     gradients are on the CPU and layers are not, the host waits for the number.
 
     With torch.distributed all ranks of ``group``, None: all of the default group, skip a step if
@@ -73,36 +74,20 @@ class GradScalerWatch:
         model: torch.nn.Module,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._model = model
+        self._model: torch.nn.Module | None = model
         self._group = group
-        self._before: Counts = {}
-        self._is_on = True
-        self._begin()
-        unscale: Any = getattr(scaler, _UNSCALE)
-        update = scaler.update
-
-        @functools.wraps(unscale)
-        def unscale_and_merge(*args: Any, **kwargs: Any) -> Any:
-            found = unscale(*args, **kwargs)
-            if self._is_on:
-                self._merge(found)
-            return found
-
-        @functools.wraps(update)
-        def update_and_begin(*args: Any, **kwargs: Any) -> None:
-            update(*args, **kwargs)
-            if self._is_on:
-                self._begin()
-
-        setattr(scaler, _UNSCALE, unscale_and_merge)
-        scaler.update = update_and_begin  # type: ignore[method-assign]  # that is the purpose
+        self._before: Counts = read_counts(layers_of(model, "watch_grad_scaler"))
+        for name, after in ((_UNSCALE, self._merge), ("update", self._begin)):
+            setattr(scaler, name, _Followed(scaler, name, after))
 
     def remove(self) -> None:
         """Let the scaler look at gradients alone again."""
-        self._is_on = False
+        self._model = None
+        self._before = {}
 
-    def _begin(self) -> None:
-        self._before = read_counts(layers_of(self._model, "watch_grad_scaler"))
+    def _begin(self, result: None) -> None:
+        if self._model is not None:
+            self._before = read_counts(layers_of(self._model, "watch_grad_scaler"))
 
     def _merge(self, found: dict[torch.device, torch.Tensor]) -> None:
         """Raise one of the tensors in ``found`` to 1.0 if casts have met NaN or inf.
@@ -110,6 +95,8 @@ class GradScalerWatch:
         One is enough: the scaler adds them up. Without gradients there is none, which it refuses;
         other ranks may have some, and wait.
         """
+        if self._model is None:
+            return
         now = read_counts(layers_of(self._model, "watch_grad_scaler"))
         device = next(iter(found), None) or device_of(self._model, now)
         with torch.no_grad():
@@ -120,3 +107,24 @@ class GradScalerWatch:
             if found:
                 own = found[device]
                 torch.maximum(own, met.reshape(own.shape), out=own)
+
+
+class _Followed:
+    """The method ``name`` of ``scaler``, with ``after`` called on what it returns.
+
+    Copied or pickled with the scaler it is the method alone, of the copy.
+    """
+
+    def __init__(
+        self, scaler: torch.amp.GradScaler, name: str, after: Callable[[Any], None]
+    ) -> None:
+        self._scaler, self._name, self._after = scaler, name, after
+        self._run = getattr(scaler, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._run(*args, **kwargs)
+        self._after(result)
+        return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._scaler, self._name)

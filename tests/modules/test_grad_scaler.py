@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
+import pickle
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +18,7 @@ from fp8core import recipe
 
 RECIPES = ("delayed", "current", "block", "nvfp4", "rowwise")
 SCALE = 1024.0
+Copy = Callable[[torch.amp.GradScaler], torch.amp.GradScaler]
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
 
 
@@ -181,6 +187,27 @@ def test_every_rank_skips_what_one_has_met(tmp_path: object, monkeypatch: object
         assert loop.step()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda own: pickle.loads(pickle.dumps(own))])
+def test_a_copy_of_the_scaler_is_of_its_own_and_watches_nothing(copied: Copy) -> None:
+    loop = Loop()
+    loop.step()
+    made = copied(loop.scaler)
+    loop.step(math.inf)
+    assert (made.get_scale(), loop.scaler.get_scale()) == (SCALE, SCALE / 2)
+    loop.scaler, original = made, loop.scaler
+    assert loop.step(math.inf)
+    assert (made.get_scale(), original.get_scale()) == (SCALE, SCALE / 2)
+
+
+def test_a_watch_that_was_removed_keeps_no_model() -> None:
+    loop = Loop()
+    loop.watch.remove()
+    model = weakref.ref(loop.model)
+    del loop.model, loop.optimizer
+    gc.collect()
+    assert model() is None
 
 
 def test_another_scaler_is_refused() -> None:
