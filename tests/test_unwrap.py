@@ -10,9 +10,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import fp8core as te
-from fp8core import OperandError, ops, recipe
+from fp8core import OperandError, QuantizedTensor, ops, recipe
 from fp8core.backend_api import OpDesc
 from fp8core.dispatch import table
+from fp8core.plan import LayerRole
 from fp8core_backends.reference.backend import ReferenceBackend
 
 NAMES = [*recipe.names(), None]
@@ -196,3 +197,26 @@ def test_empty_tensors_need_no_memory(name: str | None) -> None:
         y = own(x)
     y.backward(torch.empty(0, 32))
     assert x.grad is not None
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "3-D": lambda x: x.view(2, 16, 32),
+    "rows": lambda x: x[8:],
+    "transposed": lambda x: x.t(),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_pass_a_view_of_a_quantized_tensor(name: str | None, view: str) -> None:
+    found = []
+    plan = recipe.by_name("current").plan(LayerRole("linear"), torch.float32).input
+    for is_quantized in (True, False):
+        own, x = made("Linear"), QuantizedTensor.quantize(values(), plan)
+        leaf = (x if is_quantized else x.dequantize()).requires_grad_()
+        torch.manual_seed(3)
+        with autocast(name):
+            own(VIEWS[view](leaf)).square().sum().backward()
+        assert leaf.grad is not None
+        found.append([leaf.grad, own.weight.grad])
+    assert all(map(torch.equal, *found))

@@ -60,7 +60,9 @@ class Values(torch.Tensor):
         return self
 
     def dequantize(self) -> torch.Tensor:
-        """Return the values as a plain tensor."""
+        """Return the values as a plain tensor, through which gradients flow back."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            return self * 1  # exact
         return self._plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
