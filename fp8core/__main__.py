@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -73,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A name or setting that means nothing is bad usage, in the environment too.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a plug-in says is printed in any encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
     given = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
     command = next(iter(given), "-")

@@ -249,8 +249,9 @@ def set_discovery(callback: Callable[[], object]) -> None:
 def _discover() -> None:
     with discovery_lock:  # others wait for the formats; a callback that asks again passes
         if _pending_discovery:
-            callback = _pending_discovery.pop()
+            callback = _pending_discovery[-1]
             try:
+                _pending_discovery.clear()
                 callback()
             except BaseException:
                 _pending_discovery[:] = _pending_discovery or [callback]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
@@ -20,7 +22,7 @@ import pluggy
 from fp8core import formats, hookspecs
 from fp8core.backend_api import API_VERSION, BackendSpec, FormatSpec
 from fp8core.dispatch import settings
-from fp8core.dispatch.isolation import Failure, attempt, shown
+from fp8core.dispatch.isolation import Failure, attempt, name_of_class, shown
 from fp8core.dispatch.registry import PluginRow, Registry
 from fp8core.errors import PluginError, RecipeError, did_you_mean
 from fp8core.reporting import logger
@@ -62,8 +64,11 @@ class _Staged:
         self.backends[spec.name] = spec
 
     def add_recipe(self, name: str, factory: Callable[[], Any]) -> None:
-        if not (isinstance(name, str) and callable(factory)):
-            raise PluginError(f"registers recipe {name!r}, {factory!r}; expected a name, a factory")
+        if not (_is_name(name) and callable(factory)):
+            raise PluginError(
+                f"registers recipe {shown(name)}, {shown(factory)}; expected a name, a "
+                f"factory; names are of letters, digits and ._+-"
+            )
         if name in self.recipes:
             raise PluginError(f"registers recipe {name!r} twice")
         self.recipes[name] = factory
@@ -77,6 +82,8 @@ _set_aside: dict[str, str] = {}
 
 
 _loaded: list[Registry] = []
+# Formats of a registry that Ctrl-C kept from being forgotten whole, for the next load to forget.
+_left_over: list[FormatSpec] = []
 
 
 def _load() -> Registry:
@@ -86,8 +93,10 @@ def _load() -> Registry:
     manager = pluggy.PluginManager("fp8core")
     manager.add_hookspecs(hookspecs)
     registry = Registry(manager)
-    _loaded.append(registry)  # a plug-in that asks while it loads sees what is there so far
+    formats.forget(*_left_over)
+    _left_over.clear()
     try:
+        _loaded.append(registry)  # a plug-in that asks while it loads sees what is there so far
         _fill(registry, wanted)
     except BaseException:
         _forget(registry)
@@ -120,9 +129,11 @@ def _fill(registry: Registry, wanted: settings.Settings) -> None:
 
 
 def _forget(registry: Registry) -> None:
-    _loaded.clear()
+    _left_over.extend(registry.formats)
     formats.set_discovery(load)  # before: who misses one of these formats waits for the next load
-    formats.forget(*registry.formats)
+    _loaded.clear()
+    formats.forget(*_left_over)
+    _left_over.clear()
 
 
 def load() -> Registry:
@@ -240,6 +251,12 @@ def _withdraw(registry: Registry, staged: _Staged) -> None:
 
 
 def _check_new(manager: pluggy.PluginManager, name: str, plugin: object) -> None:
+    kind = type(plugin)
+    if (kind.__eq__, kind.__hash__) != (object.__eq__, object.__hash__) and kind is not type:
+        raise PluginError(
+            f"is an object of class {name_of_class(plugin)}, which compares by value; plug-ins are "
+            f"told apart by identity, as modules, classes and other objects are"
+        )
     if manager.has_plugin(name):
         raise PluginError(f"another plug-in is called {name!r}")
     if manager.is_registered(plugin):
@@ -263,7 +280,11 @@ def _collect(manager: pluggy.PluginManager, staged: _Staged, plugin: object) -> 
     others = [other for other in manager.get_plugins() if other is not plugin]
 
     def call(hook: str, register: Callable[..., None]) -> None:
-        manager.subset_hook_caller(hook, others)(register=register)
+        for result in manager.subset_hook_caller(hook, others)(register=register):
+            if inspect.iscoroutine(result):
+                result.close()  # Python would warn that it was never awaited
+            if inspect.isawaitable(result) or inspect.isgenerator(result):
+                raise PluginError(f"its {hook} is async or has a yield, so calling it runs nothing")
 
     call("fp8core_register_formats", staged.add_format)
     call("fp8core_register_backends", staged.add_backend)
@@ -274,36 +295,55 @@ def _is_words(value: object) -> bool:
     return isinstance(value, tuple | list) and all(isinstance(word, str) for word in value)
 
 
+def _is_name(value: object) -> bool:
+    """Whether ``value`` can be written in a command, and in FP8CORE_OP_BACKEND among others."""
+    return isinstance(value, str) and re.fullmatch(r"\w[\w.+-]*", value, re.ASCII) is not None
+
+
+def _is_place(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"\w[\w.]*:\w[\w.]*", value) is not None
+
+
+def _is_device_type(word: str) -> bool:
+    return re.fullmatch(r"[a-z]\w*", word) is not None
+
+
 # What of a BackendSpec is used before the backend is, by whoever asks for any backend.
 _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "name": (lambda own: isinstance(own, str) and own != "", "a name"),
+    "name": (_is_name, "a name of letters, digits and ._+-"),
     "device_types": (
-        lambda own: _is_words(own) and len(own) > 0,
-        "a tuple of one or more device types",
+        lambda own: _is_words(own) and len(own) > 0 and all(map(_is_device_type, own)),
+        "a tuple of one or more device types, such as 'cuda'",
     ),
-    "factory": (lambda own: isinstance(own, str) and ":" in own, "'module:Class'"),
+    "factory": (_is_place, "'module:Class'"),
     "probe": (callable, "a function"),
+    "portable": (lambda own: isinstance(own, bool), "True or False"),
+    "transposes": (lambda own: isinstance(own, bool), "True or False"),
+    "api_version": (
+        lambda own: isinstance(own, tuple) and [*map(type, own)] == [int, int],
+        "two whole numbers, as API_VERSION",
+    ),
     "priority": (lambda own: isinstance(own, int), "a whole number"),
     "preferred_recipe": (lambda own: isinstance(own, str), "a recipe's name"),
     "environment": (_is_words, "a tuple of variables' names"),
-    "builder": (lambda own: isinstance(own, str), "'module:function', or an empty text"),
+    "builder": (lambda own: own == "" or _is_place(own), "'module:function', or an empty text"),
 }
 
 
 def _check(registry: Registry, staged: _Staged) -> None:
     for spec in staged.backends.values():
-        major, minor = spec.api_version
-        if major != API_VERSION[0] or minor > API_VERSION[1]:
-            raise PluginError(
-                f"backend {spec.name!r} is written for backend API {major}.{minor}; "
-                f"this fp8core offers {API_VERSION[0]}.{API_VERSION[1]}"
-            )
         for name, (is_right, expected) in _FIELDS.items():
             value = getattr(spec, name)
             if not is_right(value):
                 raise PluginError(
                     f"backend {spec.name!r}: {name}={shown(value)}; expected {expected}"
                 )
+        major, minor = spec.api_version
+        if major != API_VERSION[0] or minor > API_VERSION[1]:
+            raise PluginError(
+                f"backend {spec.name!r} is written for backend API {major}.{minor}; "
+                f"this fp8core offers {API_VERSION[0]}.{API_VERSION[1]}"
+            )
     for kind, mine, theirs in (
         ("backend", registry.backends.keys(), staged.backends.keys()),
         ("recipe", registry.recipes.keys(), staged.recipes.keys()),

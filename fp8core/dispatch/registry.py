@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 
 from fp8core.backend_api import Alignment, Backend, BackendSpec, FormatSpec, GemmDesc, OpDesc
 from fp8core.dispatch import settings
-from fp8core.dispatch.isolation import Failure, answered, attempt, shown
+from fp8core.dispatch.isolation import Failure, answered, attempt, is_a, name_of_class, shown
 from fp8core.errors import PluginError, RecipeError, did_you_mean
 
-__all__ = ["PluginRow", "Registry"]
+__all__ = ["PluginRow", "Registry", "known_devices"]
 
 _METHODS = ("unsupported", "alignment", "bind")
 
@@ -77,6 +78,8 @@ class Registry:
             return f"its probe() failed: {reason}"
         if reason is not None:
             return answered("its probe()", reason)
+        if not known_devices(spec.device_types):  # after the probe, whose imports may add one
+            return f"this torch knows no type of device called {'/'.join(spec.device_types)}"
         made = attempt(lambda: self.instance(spec))
         return str(made) if isinstance(made, Failure) else None
 
@@ -125,12 +128,14 @@ class Registry:
             PluginError: the backend failed at that; what it raised is the cause.
         """
         backend = self.instance(spec)
-        found: object = attempt(lambda: backend.alignment(desc))
+        found = attempt(lambda: backend.alignment(desc))
         what = f"{spec.name} says that it runs {desc}, but its alignment()"
         if isinstance(found, Failure):
             found.fail(f"{what} failed")
-        if not isinstance(found, Alignment):
+        if not is_a(found, Alignment):
             raise PluginError(f"{what} returned {shown(found)}; expected an Alignment")
+        if not all(type(size) is int and size > 0 for size in found):
+            raise PluginError(f"{what} returned {shown(found)}; expected whole numbers from 1 on")
         return found
 
     def environment(self) -> list[str]:
@@ -148,13 +153,19 @@ class Registry:
         ]
 
 
+def known_devices(kinds: Sequence[str]) -> list[torch.device]:
+    """Return the devices of those ``kinds`` that torch, with what is imported, knows."""
+    found = [attempt(functools.partial(torch.device, kind)) for kind in kinds]
+    return [device for device in found if not isinstance(device, Failure)]
+
+
 def _make(spec: BackendSpec) -> Backend:
     module, _, attribute = spec.factory.partition(":")
     made: Backend = getattr(importlib.import_module(module), attribute)()
     for method in _METHODS:
         if not callable(getattr(made, method, None)):
             raise PluginError(
-                f"its factory {spec.factory!r} returned a {type(made).__name__}, which has no "
+                f"its factory {spec.factory!r} returned a {name_of_class(made)}, which has no "
                 f"{method}(); a backend has {', '.join(_METHODS)}"
             )
     return made

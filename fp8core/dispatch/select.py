@@ -12,8 +12,9 @@ import torch
 
 from fp8core.backend_api import BackendSpec, OpDesc
 from fp8core.dispatch import plugins, settings
-from fp8core.dispatch.isolation import Failure, attempt, shown
+from fp8core.dispatch.isolation import Failure, attempt, is_a, shown
 from fp8core.dispatch.policy import Policy
+from fp8core.dispatch.registry import known_devices
 from fp8core.errors import PluginError, UnsupportedError
 
 __all__ = [
@@ -160,7 +161,7 @@ def default_device(policy: Policy) -> torch.device:
     reason = plugins.load().unusable(spec)
     if reason is not None:
         raise UnsupportedError(f"backend {spec.name!r} is selected, but: {reason}")
-    return torch.device(spec.device_types[0])
+    return known_devices(spec.device_types)[0]
 
 
 def verdict(
@@ -222,8 +223,10 @@ def site_pick(
             f"FP8CORE_DISABLE_PLUGINS={names} leaves it out, and it is not asked where the "
             f"program or FP8CORE_BACKEND names a backend."
         ) from picked.error
-    if picked is None or (isinstance(picked, str) and picked in candidates):
-        return picked
+    if picked is None:
+        return None
+    if is_a(picked, str) and str.__str__(picked) in candidates:
+        return str.__str__(picked)
     names = ", ".join(one.plugin_name for one in asked)
     raise UnsupportedError(
         f"the site policy picks {shown(picked)} for {desc} on {device} (plug-in {names}); "

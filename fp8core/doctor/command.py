@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
+import sys
 
 from fp8core.arguments import device_argument
 from fp8core.dispatch import plugins
@@ -41,10 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if a backend that was asked for, or the device, is unusable,
     and 2 if what was asked for is a name or setting that means nothing."""
-    reasons, notes = consult.apart(args.deadline)
-    plugins.set_aside(reasons)
-    examiner = functools.partial(findings.apart, deadline=args.deadline, without=reasons)
-    report = examine(examiner, args.device, lambda: notes)
+    with contextlib.redirect_stdout(sys.stderr):  # plug-ins may print, and the report may be JSON
+        reasons, notes = consult.apart(args.deadline)
+        plugins.set_aside(reasons)
+        examiner = functools.partial(findings.apart, deadline=args.deadline, without=reasons)
+        report = examine(examiner, args.device, lambda: notes)
     print(json.dumps(dataclasses.asdict(report), indent=2) if args.json else render(report))
     if report.bad_names:
         return 2

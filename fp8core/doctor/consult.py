@@ -15,7 +15,7 @@ import torch
 
 from fp8core.backend_api import GemmDesc
 from fp8core.dispatch import plugins, select
-from fp8core.dispatch.isolation import Failure, attempt
+from fp8core.dispatch.isolation import Failure, attempt, plain
 from fp8core.doctor import process
 from fp8core.doctor.matrix import DTYPE
 from fp8core.doctor.process import Record
@@ -70,7 +70,7 @@ def _faults_of_policy(registry: plugins.Registry, plugin: object) -> list[str]:
 
 def _notes(name: str, hook: Callable[..., Any]) -> list[str]:
     notes: list[str] = []
-    said = attempt(lambda: hook(report=lambda topic, text: notes.append(f"{topic}: {text}")))
+    said = attempt(lambda: hook(report=lambda topic, text: notes.append(plain(f"{topic}: {text}"))))
     if isinstance(said, Failure):
         notes.append(f"plug-in {name}: its fp8core_doctor failed: {said}")
     return notes

@@ -19,6 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
+from fp8core.dispatch.isolation import plain
+
 __all__ = ["Ending", "Record", "last_step", "run", "writing"]
 
 Record: TypeAlias = dict[str, Any]
@@ -113,4 +115,4 @@ def _describe(status: int, errors: str) -> str:
         names = {own.value: own.name for own in signal.Signals}
         text = f"killed by {names.get(-status, f'signal {-status}')}"
     said = errors.strip().splitlines()
-    return f"{text}: {said[-1]}" if said else text
+    return f"{text}: {plain(said[-1])}" if said else text

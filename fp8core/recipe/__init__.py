@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from fp8core.backend_api import OperandSpec
 from fp8core.dispatch import policy, select
+from fp8core.errors import RecipeError
 from fp8core.plan import DelayedPlan, GemmPlan, LayerRole, LinearPlan, TensorPlan
 from fp8core.recipe.base import Format, MMParams, Recipe
 from fp8core.recipe.choice import by_name, names
@@ -50,7 +51,11 @@ __all__ = [
 
 def get_default_recipe() -> Recipe:
     """Return what the selected backend runs best; ``Float8CurrentScaling()`` on a CPU."""
-    return by_name(select.selected_spec(policy.current()).preferred_recipe)
+    spec = select.selected_spec(policy.current())
+    try:
+        return by_name(spec.preferred_recipe)
+    except RecipeError as error:
+        raise RecipeError(f"backend {spec.name!r} prefers a recipe: {error}") from None
 
 
 def __dir__() -> list[str]:

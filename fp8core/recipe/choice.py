@@ -29,7 +29,7 @@ _NAMED: dict[str, type[Recipe]] = {
 }
 # What reports call a recipe is taken for its name as well.
 _CLASSES: dict[str, type[Recipe]] = {made.__name__: made for made in _NAMED.values()}
-plugins.reserve_recipes((*_NAMED, *_CLASSES))
+plugins.reserve_recipes((*_NAMED, *_CLASSES, "none"))  # which means high precision
 
 
 def names() -> tuple[str, ...]:

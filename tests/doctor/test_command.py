@@ -269,3 +269,27 @@ def test_hook_that_crashes_is_a_note_and_its_backend_is_tested(
     (note,) = json.loads(out)["notes"]
     assert note.startswith("plug-in toy_wild: its fp8core_doctor: killed by SIGSEGV")
     assert set(failures(out).values()) == {None}
+
+
+CHATTY = """
+print("printed by a plug-in")
+from fp8core.backend_api import hookimpl
+
+@hookimpl
+def fp8core_doctor(report):
+    print("printed by a hook")
+    report("half a character \\ud800", "\\x1b[2J")
+"""
+
+
+def test_what_a_plugin_prints_and_says_spoils_no_report(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy_chatty.py").write_text(CHATTY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("FP8CORE_PLUGINS", "toy_chatty")
+    status, out, errors = command("doctor", "--json")
+    assert status == 0
+    assert json.loads(out)["notes"] == ["half a character \\ud800: \\x1b[2J"]
+    assert "printed by a plug-in" in errors
