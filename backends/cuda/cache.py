@@ -65,7 +65,7 @@ def refusal(path: Path) -> str | None:
                 return f"{inner} {wrong}"
     except FileNotFoundError:
         return None
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter: Python before 3.13, of a link to itself
         return f"{path} cannot be looked at: {error}"
     return None
 

@@ -190,6 +190,18 @@ def test_the_cache_folder_may_be_a_link_of_its_user(built: Path, tmp_path: Path)
     assert build.find(("90a",)) == built
 
 
+@pytest.mark.usefixtures("compiler")
+def test_a_cache_folder_that_links_to_itself_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    monkeypatch.setenv("FP8CORE_CACHE_DIR", str(loop))
+    with pytest.raises(UnsupportedError, match="FP8CORE_CACHE_DIR"):
+        build.build(["90a"])
+    assert "cannot be looked at" in str(cache.refusal(loop / "timed.json"))
+
+
 def test_a_link_of_another_user_to_the_cache_is_refused(
     built: Path, tmp_path: Path, give_away: Callable[[Path], None]
 ) -> None:
