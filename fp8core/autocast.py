@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed
 
-from fp8core import scaling, timeline
+from fp8core import timeline
 from fp8core.errors import RecipeError
 from fp8core.library.operators import constant_in_graph
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.choice import recipe_from
-from fp8core.scaling import DelayedState, Recorded
+from fp8core.scopes import close_scope, open_scope
 
 __all__ = [
     "Active",
@@ -25,16 +26,13 @@ __all__ = [
     "active",
     "active_name",
     "autocast",
-    "begin_step",
-    "end_step",
-    "forget_interrupted",
     "fp8_autocast",
-    "is_in_step",
     "is_switched_off",
     "named",
-    "touch",
-    "touched_in",
 ]
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +70,11 @@ _OUTSIDE = "no autocast"
 _asked[_OUTSIDE] = Active()
 
 
-class _Scope(NamedTuple):
-    """An open autocast (``owner`` None), or step of ``owner``: what is recorded in until it closes.
-
-    ``touched`` are the states that recorded in it, by their buffer: states of two backends or
-    margins share a layer's. ``before`` is what a buffer held that a scope around had recorded in.
-    One that ``ends_step`` turns amaxes into scales when it closes; one inside an autocast hands
-    them on to the scope around it. ``is_running`` tells whether a step was interrupted.
-    """
-
-    owner: object
-    ends_step: bool
-    is_running: Callable[[], bool]
-    touched: dict[int, DelayedState]
-    before: dict[int, Recorded]
-
-
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.active = _OUTSIDE
-        self.outer: list[str] = []
-        self.scopes: list[_Scope] = []
+        # The open autocasts, each with what was active around it.
+        self.opened: list[tuple[autocast, str]] = []
 
 
 _thread = _ThreadState()
@@ -147,113 +129,6 @@ def activated(name: str) -> Iterator[None]:
         timeline.leave()
 
 
-def touch(
-    forward: DelayedState,
-    backward: DelayedState,
-    group: torch.distributed.ProcessGroup | None,
-) -> None:
-    """Have ``forward`` updated when the thread's outermost autocast, or its model's step, ends, and
-    both states be reduced over ``group``. To be called before ``forward`` records."""
-    scopes = _thread.scopes
-    if scopes:
-        touched = scopes[-1].touched
-        if forward.key not in touched:
-            if len(scopes) > 1:
-                _keep_recorded(forward, backward)
-            touched[forward.key] = forward
-    forward.group = backward.group = group
-
-
-def _keep_recorded(forward: DelayedState, backward: DelayedState) -> None:
-    """Keep what ``forward`` holds for the innermost scope, if a scope around has recorded in it."""
-    scopes, ends_step = _thread.scopes, False
-    for scope in reversed(scopes):
-        if forward.key in scope.touched:
-            scopes[-1].before[forward.key] = Recorded.of(forward, backward)
-            if ends_step:  # the update of a step within a step is of its own amaxes
-                scaling.discard([forward])
-            return
-        ends_step |= scope.ends_step
-
-
-def _close(scope: _Scope, *, failed: bool) -> None:
-    """End ``scope``, which is none of the thread's any more: update what it touched, hand it on to
-    the scope around, or, if it ``failed``, put back what was there before."""
-    touched, before = scope.touched, scope.before
-    if not touched:
-        return
-    if not scope.ends_step and not failed:
-        around = _thread.scopes[-1]
-        for key, state in touched.items():
-            if key not in around.touched:
-                around.touched[key] = state
-                if key in before:
-                    around.before[key] = before[key]
-        return
-    try:
-        if not failed:
-            scaling.update(touched.values())
-    except BaseException:
-        failed = True
-        raise
-    finally:
-        if failed:
-            scaling.discard(touched.values())
-        for recorded in before.values():
-            recorded.put_back()
-
-
-def _always() -> bool:
-    return True
-
-
-def begin_step(owner: object, is_running: Callable[[], bool] = _always) -> None:
-    """Open a step of ``owner``, a model whose layers have a recipe of their own.
-
-    Inside an autocast, whose exit is the step's end, it only marks what is forgotten if the step
-    fails. A step of the same owner that was never ended, as an interrupt leaves one, is forgotten,
-    and so is any that no longer is running.
-    """
-    end_step(owner, failed=True)
-    forget_interrupted()
-    _thread.scopes.append(_Scope(owner, not _thread.outer, is_running, {}, {}))
-
-
-def forget_interrupted() -> None:
-    """Forget the innermost steps that were never ended and no longer are running."""
-    scopes = _thread.scopes
-    while scopes and not scopes[-1].is_running():
-        _close(scopes.pop(), failed=True)
-
-
-def end_step(owner: object, *, failed: bool) -> None:
-    """Close the step of ``owner`` and those within it; turn its amaxes into scales, or forget
-    them if it failed. Without an open step of ``owner``, or if an autocast was opened in it that
-    still is, it does nothing."""
-    scopes = _thread.scopes
-    at = len(scopes) - 1
-    while at >= 0 and scopes[at].owner is not owner:
-        if scopes[at].owner is None:
-            return
-        at -= 1
-    while at >= 0 and len(scopes) > at:
-        scope = scopes.pop()
-        _close(scope, failed=failed or scope.owner is not owner)
-
-
-def touched_in(owner: object) -> list[DelayedState]:
-    """Return the states touched so far in the step of ``owner``, if that is the innermost open and
-    not inside an autocast."""
-    scopes = _thread.scopes
-    is_open = bool(scopes) and scopes[-1].owner is owner and scopes[-1].ends_step
-    return list(scopes[-1].touched.values()) if is_open else []
-
-
-def is_in_step(owner: object) -> bool:
-    """Say whether the calling thread has a step of ``owner`` open."""
-    return any(scope.owner is owner for scope in _thread.scopes)
-
-
 class autocast(contextlib.ContextDecorator):
     """Context manager: layers inside compute their GEMMs in low precision, as ``recipe`` says.
 
@@ -286,8 +161,8 @@ class autocast(contextlib.ContextDecorator):
 
     def __enter__(self) -> None:
         thread = _thread
-        thread.scopes.append(_Scope(None, not thread.outer, _always, {}, {}))
-        thread.outer.append(thread.active)
+        open_scope()
+        thread.opened.append((self, thread.active))
         thread.active = self._active
         if not torch.compiler.is_compiling():
             timeline.enter(self._active)
@@ -299,15 +174,45 @@ class autocast(contextlib.ContextDecorator):
         trace: TracebackType | None,
     ) -> None:
         thread = _thread
-        thread.active = thread.outer.pop()
+        opened = thread.opened
+        if not opened or opened[-1][0] is not self:
+            self._exit_before_others(failed=kind is not None)
+            return
+        thread.active = opened.pop()[1]
         if not torch.compiler.is_compiling():
             timeline.leave()
-        scopes = thread.scopes
-        scope = scopes.pop()
-        while scope.owner is not None:  # a step that an interrupt left open
-            _close(scope, failed=True)
-            scope = scopes.pop()
-        _close(scope, failed=kind is not None)
+        close_scope(failed=kind is not None)
+
+    def _exit_before_others(self, *, failed: bool) -> None:
+        """End this one where autocasts that were entered later go on, as where a generator or a
+        coroutine holds one open; they stay as they are."""
+        opened = _thread.opened
+        depth = next((d for d, (own, _) in enumerate(reversed(opened)) if own is self), None)
+        if depth is None:
+            raise RecipeError(
+                "an autocast ends in a thread that has not entered it, as where one thread begins "
+                "a generator and another one closes it. Enter and leave it in one thread."
+            )
+        at = len(opened) - 1 - depth
+        _, around = opened.pop(at)
+        opened[at] = (opened[at][0], around)
+        timeline.leave(depth)
+        close_scope(failed=failed, depth=depth)
+
+    def __call__(self, func: _Function) -> _Function:
+        """Run ``func`` in the autocast, each time that it is called.
+
+        Raises:
+            RecipeError: calling ``func`` does not run its body, which would run outside.
+        """
+        is_lazy = inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func)
+        if is_lazy or inspect.isasyncgenfunction(func):
+            raise RecipeError(
+                f"autocast as a decorator of {getattr(func, '__qualname__', func)}, which is async "
+                f"or has a yield: calling it runs nothing yet, so its body would run outside of "
+                f"autocast. Write `with autocast(...):` in its body."
+            )
+        return super().__call__(func)
 
 
 class _Request(NamedTuple):

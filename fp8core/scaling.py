@@ -87,7 +87,7 @@ class _Batch:
     ``members`` are in the order of the touch, which is the same in every step of one program.
     """
 
-    __slots__ = ("_advances", "_ordered", "_reports", "_scales", "members")
+    __slots__ = ("_advances", "_by_user", "_ordered", "_reports", "_scales", "members")
 
     def __init__(self, members: tuple[DelayedState, ...]) -> None:
         self.members = members
@@ -96,9 +96,10 @@ class _Batch:
         # To ask a device is to wait for it.
         self._reports = self._ordered[0].scale.device.type == "cpu"
         self._advances: list[Callable[[], None]] = []
+        self._by_user: list[DelayedState] = []
         for advance, own in _partition(self._ordered, _advance_of):
             if advance is None:
-                self._advances += [partial(_advance_by_user, state) for state in own]
+                self._by_user = own
             else:
                 prepare = getattr(advance, "prepare", None) or partial(partial, advance)
                 self._advances.append(
@@ -120,8 +121,12 @@ class _Batch:
                 break
         if self._reports:
             _report_nonfinite(self._ordered)
+        # The user's functions may raise: nothing is written before the last of them has returned.
+        computed = [_advanced_by_user(state) for state in self._by_user]
         for advance in self._advances:
             advance()
+        for state, advanced in zip(self._by_user, computed, strict=True):
+            advanced.write_to(state)
         # A kernel's writes are counted nowhere, and what was cast by a scale asks for them.
         torch.autograd.graph.increment_version(self._scales)
 
@@ -147,25 +152,20 @@ _advance_of = attrgetter("advance")
 
 
 class Recorded(NamedTuple):
-    """What a layer's states held at some point of a step: the amaxes since the last update, and
-    the process group that they are reduced over."""
+    """The amaxes that a state held at some point of a step, since the last update."""
 
     amax: torch.Tensor
-    group: torch.distributed.ProcessGroup | None
-    states: tuple[DelayedState, DelayedState]
+    state: DelayedState
 
     @classmethod
-    def of(cls, forward: DelayedState, backward: DelayedState) -> Recorded:
-        """Return what they hold now."""
-        return cls(forward.amax_history[0].clone(), forward.group, (forward, backward))
+    def of(cls, state: DelayedState) -> Recorded:
+        """Return what it holds now."""
+        return cls(state.amax_history[0].clone(), state)
 
     def put_back(self) -> None:
-        """Have the states hold that again: what recorded since did not finish."""
-        forward, backward = self.states
-        discard([forward])
+        """Have the state hold that again: what recorded since did not finish."""
         with torch.no_grad():
-            forward.amax_history[0].copy_(self.amax)
-        forward.group = backward.group = self.group
+            self.state.amax_history[0].copy_(self.amax)
 
 
 def discard(states: Iterable[DelayedState]) -> None:
@@ -209,11 +209,25 @@ def _report_nonfinite(states: Sequence[DelayedState]) -> None:
             )
 
 
-def _advance_by_user(state: DelayedState) -> None:
-    """Advance one state with the user's own functions, under the same rules of what is recorded."""
+class _Advanced(NamedTuple):
+    """What a state's tensors will hold after an update."""
+
+    scale: torch.Tensor
+    amax_history: torch.Tensor
+    nonfinite: torch.Tensor
+
+    def write_to(self, state: DelayedState) -> None:
+        state.scale.copy_(self.scale)
+        state.amax_history.copy_(self.amax_history)
+        state.amax_history[0] = 0
+        state.nonfinite += self.nonfinite
+
+
+def _advanced_by_user(state: DelayedState) -> _Advanced:
+    """Advance one state with the user's own functions, under the same rules of what is recorded;
+    writes nothing."""
     history, plan = state.amax_history, state.plan
     newest = history[0]
-    state.nonfinite += (~torch.isfinite(newest)).sum()
     recorded = torch.isfinite(newest) & (newest > 0)
     window = torch.cat((history[1:], newest[None]))
     if callable(plan.amax_algorithm):
@@ -225,9 +239,11 @@ def _advance_by_user(state: DelayedState) -> None:
     else:
         scale = plan.scaling_algorithm(amax, state.scale, state.fp8_max, state.recipe)
     good = recorded & torch.isfinite(scale) & (scale > 0)
-    state.scale.copy_(torch.where(good, scale, state.scale))
-    history.copy_(torch.where(recorded, window, history))
-    history[0] = 0
+    return _Advanced(
+        torch.where(good, scale, state.scale),
+        torch.where(recorded, window, history),
+        (~torch.isfinite(newest)).sum(),
+    )
 
 
 _backward_lock = threading.Lock()

@@ -159,11 +159,19 @@ def enter(name: str) -> None:
     history.note(_Entered(name, region, in_backward, history.entered), in_backward)
 
 
-def leave() -> None:
-    """Take down that it leaves the innermost one."""
+def leave(depth: int = 0) -> None:
+    """Take down that it leaves the innermost one but ``depth``."""
     history = _thread.history
     if history is not None and history.entered is not None:
-        history.note(history.entered.outer, _graph_task() != _NO_TASK)
+        left = _without(history.entered, depth) if depth else history.entered.outer
+        history.note(left, _graph_task() != _NO_TASK)
+
+
+def _without(entered: _Entered, depth: int) -> _Entered | None:
+    outer = entered.outer
+    if not depth or outer is None:
+        return outer
+    return entered._replace(outer=_without(outer, depth - 1))
 
 
 def is_entered_in_backward() -> bool:

@@ -29,7 +29,16 @@ FLOORS = (
     ("backend_api", "descriptor_text", "descriptors", "hookspecs", "operands"),
     ("dispatch", "library", "plan", "recipe"),
     (
-        *("autocast", "parameter", "quantizer", "recompute", "scaling", "timeline", "unwrap"),
+        *(
+            "autocast",
+            "parameter",
+            "quantizer",
+            "recompute",
+            "scaling",
+            "scopes",
+            "timeline",
+            "unwrap",
+        ),
         "weights",
     ),
     ("links",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from typing import Any
@@ -205,6 +206,30 @@ def test_functions_follow_the_same_rules_as_the_built_in() -> None:
     values = (2.0, math.inf, 0.0, 7.0, 1.0)
     built_in = windows(Linear(8, 8), *values, amax_compute_algo="most_recent")
     assert windows(Linear(8, 8), *values, amax_compute_algo=newest) == built_in
+
+
+def test_an_update_whose_function_raises_for_one_layer_changes_none() -> None:
+    is_failing, calls = [False], []
+
+    def largest(history: torch.Tensor) -> torch.Tensor:
+        calls.append(history)
+        if is_failing[0] and len(calls) % 2 == 0:
+            raise ArithmeticError
+        return history.amax(0)
+
+    layers = two_layers()
+    chosen = recipe.DelayedScaling(amax_history_len=4, amax_compute_algo=largest)
+    before = []
+    for is_failing[0] in (False, True):
+        before = [own.clone() for layer in layers for own in layer.buffers()]
+        with (
+            pytest.raises(ArithmeticError) if is_failing[0] else contextlib.nullcontext(),
+            autocast(recipe=chosen),
+        ):
+            layers[1](layers[0](torch.ones(4, 8) * (1.0 + len(before))))
+    assert len(calls) == 4
+    after = [own for layer in layers for own in layer.buffers()]
+    assert all(map(torch.equal, before, after))
 
 
 def two_layers(seed: int = 0) -> tuple[Linear, Linear]:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from fp8core.autocast import begin_step, end_step, is_in_step, touched_in
 from fp8core.conversion.layers import RECORD, Conversion, Record
 from fp8core.recompute import keep_scales
+from fp8core.scopes import begin_step, end_step, forget_interrupted, is_in_step, touched_in
 
 __all__ = ["ROOT", "delimit", "undelimit"]
 
@@ -51,6 +51,7 @@ def _owner(module: torch.nn.Module) -> object:
 def _begin(module: torch.nn.Module, arguments: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    forget_interrupted()
     record: Record | None = vars(module).get(RECORD)
     if ROOT not in vars(module) and record is not None and is_in_step(record.conversion):
         return

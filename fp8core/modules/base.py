@@ -13,7 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from fp8core import chain, recompute, timeline
-from fp8core.autocast import Active, active, active_before, active_name, touch
+from fp8core.autocast import Active, active, active_before, active_name
 from fp8core.chain import is_under_torch_autocast
 from fp8core.dispatch import policy, select
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
@@ -41,6 +41,7 @@ from fp8core.quantizer import Binding
 from fp8core.recipe import Recipe
 from fp8core.reporting import log_once
 from fp8core.scaling import DelayedState, is_of_two_forwards, offered_scale
+from fp8core.scopes import touch
 
 __all__ = ["Bound", "LowPrecisionModule"]
 
@@ -277,6 +278,7 @@ class LowPrecisionModule(DelayedModule):
         shapes: tuple[LinkShape, ...],
     ) -> Bound:
         check_rules(recipe, self.peers)
+        before = self.kept_state()
         try:
             plan = plan_of(recipe, LayerRole(self.kind, self.name), binding.activation_dtype)
             states = None
@@ -296,7 +298,10 @@ class LowPrecisionModule(DelayedModule):
                 count = self._bindings.nonfinite_of(binding.device, is_training=mode[2])
             site = Site(plan, binding, self.label, states, watch, count)
             links = bind_chain(shapes, site)
-        except Fp8CoreError as error:
+        except BaseException as error:
+            self.put_back_state(before)
+            if not isinstance(error, Fp8CoreError):
+                raise
             raise type(error)(f"{self.label}: {error}") from None
         needs_rng = any(link.needs_rng for link in links)
         parts = tuple(map(arranged, parts_of(shapes, links)))

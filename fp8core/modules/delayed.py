@@ -8,24 +8,25 @@ from typing import Any
 
 import torch
 
-from fp8core.autocast import forget_interrupted
 from fp8core.dispatch import policy
 from fp8core.errors import RecipeError
 from fp8core.library.counted import new_counter
 from fp8core.links.bind import Watch
 from fp8core.links.states import BACKWARD_SLOTS, FORWARD_SLOTS, LinearStates
-from fp8core.modules.loading import parameter_errors, state_errors
+from fp8core.modules.loading import has_weights, parameter_errors, state_errors
 from fp8core.modules.slots import BUFFERS, META, describe, maxima, read_meta
 from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.plan import DelayedPlan, LinearPlan
 from fp8core.reporting import log_once, logger
 from fp8core.scaling import DelayedState
+from fp8core.scopes import forget_interrupted
 from fp8core.weights import WeightStore
 
 __all__ = ["Bindings", "DelayedModule"]
 
 
 _creation_order = itertools.count()
+_KEPT = ("_bindings", "_state_is_from_checkpoint", "_prepared", "_is_fresh")
 
 
 class Bindings:
@@ -132,6 +133,19 @@ class DelayedModule(torch.nn.Module):
         self.unbind()
         self._state_is_from_checkpoint = False
         self._prepared = None
+
+    def kept_state(self) -> dict[str, Any]:
+        """Return what :meth:`put_back_state` puts back: the delayed state, and what is bound."""
+        own = vars(self)
+        return {name: own[name] for name in _KEPT} | {"_buffers": self._buffers.copy()}
+
+    def put_back_state(self, kept: dict[str, Any]) -> None:
+        """Have the layer's delayed state again as it was before a call that failed."""
+        if self._bindings is not kept["_bindings"]:
+            logger.warning("%s: that failed; the delayed state stays as it was", self.label)
+        self._buffers.clear()
+        self._buffers.update(kept["_buffers"])
+        vars(self).update({name: kept[name] for name in _KEPT})
 
     def check_delayed_state(self, plan: LinearPlan, *, records: bool) -> None:
         """Refuse ``plan`` where the layer's state is for another recipe and must not be forgotten.
@@ -325,6 +339,9 @@ class DelayedModule(torch.nn.Module):
             self._buffers.update(kept)
             raise
         if not found:
+            if not has_weights(self._parameters, state_dict, prefix):
+                self._buffers.update(kept)
+                return
             if kept:
                 log_once(f"{self.label}: no delayed state in the checkpoint; it starts fresh")
             self.reset_delayed_state()

@@ -13,7 +13,16 @@ from fp8core.parameter.checks import fault_of, kind_fault, misfit
 from fp8core.parameter.storage import PARTS
 from fp8core.parameter.tensor import QuantizedTensor
 
-__all__ = ["parameter_errors", "state_errors"]
+__all__ = ["has_weights", "parameter_errors", "state_errors"]
+
+
+def has_weights(
+    parameters: Mapping[str, torch.Tensor | None], state_dict: Mapping[str, Any], prefix: str
+) -> bool:
+    """Say whether a weight is in ``state_dict``; without one it is of other layers, or of a bias,
+    and says nothing of the delayed state that fits the weights here."""
+    own = [value for name, value in parameters.items() if prefix + name in state_dict]
+    return any(value is not None and value.dim() > 1 for value in own)
 
 
 def parameter_errors(

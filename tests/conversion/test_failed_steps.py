@@ -111,3 +111,12 @@ def test_a_checkpoint_in_a_step_leaves_the_step_as_it_is() -> None:
     fp8core.convert(own, CHOSEN)
     own(rows())
     assert own.inner.shared.scale_fwd[0] == E4M3_MAX / rows().abs().max()
+
+
+def test_a_layer_called_alone_after_an_interrupt_is_a_step_by_itself() -> None:
+    own, smooth = interrupted(), converted()
+    smooth(rows())
+    for model in (own, smooth):
+        model.shared(rows(3.0))
+    assert own.shared.scale_fwd[0] != 1.0
+    assert same(state(own), state(smooth))

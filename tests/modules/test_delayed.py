@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core import GroupedLinear, Linear, RecipeError, autocast, recipe
+from fp8core import GroupedLinear, Linear, RecipeError, UnsupportedError, autocast, recipe
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -284,3 +284,17 @@ def test_an_evaluation_with_another_window_forgets_nothing() -> None:
     ):
         layer(x)
     assert all(torch.equal(own, before[name]) for name, own in layer.named_buffers())
+
+
+def test_a_step_that_no_backend_runs_keeps_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = trained()
+    step(layer, torch.ones(4, 32))
+    before = {name: own.clone() for name, own in layer.named_buffers()}
+    with monkeypatch.context() as patch:
+        patch.setenv("FP8CORE_BACKEND", "cuda")  # which runs nothing on the CPU
+        with pytest.raises(UnsupportedError, match="no backend runs"):
+            step(layer, torch.ones(4, 32), recipe.DelayedScaling(amax_history_len=8))
+    assert all(torch.equal(own, before[name]) for name, own in layer.named_buffers())
+    step(layer, torch.ones(4, 32))
+    assert layer.amax_history_fwd.shape == (4, 3)
+    assert layer.amax_history_fwd[-2:, 0].tolist() == [1.0, 1.0]

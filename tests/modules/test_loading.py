@@ -258,3 +258,19 @@ def test_a_state_dict_taken_in_inference_mode_loads(name: str, mode: type) -> No
     with mode():
         loaded.load_state_dict(saved.state_dict())
     assert loaded.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("names", [[], ["bias"]], ids=["nothing", "a bias"])
+def test_a_partial_checkpoint_without_weights_keeps_the_delayed_state(names: list[str]) -> None:
+    layer = trained()
+    before = snapshot(layer)
+    layer.load_state_dict({name: before[name] for name in names}, strict=False)
+    assert same(snapshot(layer), before)
+
+
+def test_a_refusal_of_keys_that_are_missing_keeps_the_delayed_state() -> None:
+    layer = trained()
+    before = snapshot(layer)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        layer.load_state_dict({})
+    assert same(snapshot(layer), before)
