@@ -21,6 +21,7 @@ from fp8core.plan import TensorPlan
 
 __all__ = ["check_stored", "fault_of", "kind_fault", "matrix_size", "misfit", "plan_from"]
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FLOAT_MAX = torch.finfo(torch.float32).max
 _SCALE_FORMATS = ("float32", "e8m0", "e4m3")
 
@@ -54,7 +55,18 @@ def check_stored(parts: Sequence[Any], plan: TensorPlan, dtype: Any) -> None:
 def fault_of(parts: Sequence[Any], plan: TensorPlan) -> str | None:
     """Say what keeps ``parts``, named :data:`PARTS`, from being a matrix stored as ``plan``, in
     sizes, dtypes and scales; None if nothing does. Scales are read: a device is waited for."""
-    return _part_error(parts, plan) or next(_scale_errors(parts, plan), None)
+    error = _part_error(parts, plan) or next(_memory_errors(parts), None)
+    return error or next(_scale_errors(parts, plan), None)
+
+
+def _lacks_memory(tensor: torch.Tensor) -> bool:
+    """Say whether an element of ``tensor``, a plain one with a device, is outside its storage, as
+    where that was freed: to read it may end the process."""
+    if type(tensor) not in _PLAIN or tensor.is_meta or not tensor.numel():
+        return False
+    steps = ((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    end = tensor.storage_offset() + sum(steps) + 1
+    return end * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 
 def kind_fault(value: Any) -> str | None:
@@ -79,6 +91,8 @@ def misfit(value: Any, own: torch.Tensor, *, replaces: bool = False) -> str | No
         return f"is {value.dtype} in the checkpoint, expected floating point"
     if value.is_meta and not own.is_meta and not replaces:
         return "is on the meta device in the checkpoint, where it has no values"
+    if _lacks_memory(value):
+        return "has no memory for its elements in the checkpoint, as where its storage was freed"
     if _is_sharded(value) != _is_sharded(own) and not replaces:
         return f"is a {type(value).__name__} in the checkpoint, a {type(own).__name__} here"
     return None
@@ -149,12 +163,14 @@ def _memory_errors(parts: Sequence[torch.Tensor | None]) -> Iterator[str]:
     for name, part in zip(PARTS, parts, strict=True):
         if part is None:
             continue
-        if type(part) not in (torch.Tensor, torch.nn.Parameter, FakeTensor):
+        if type(part) not in (*_PLAIN, FakeTensor):
             yield f"{name} is {type(part).__name__}, expected a plain tensor"
         elif any(
             size > 1 and not step for size, step in zip(part.shape, part.stride(), strict=True)
         ):
             yield f"{name} is expanded, so that its elements share memory"
+        elif _lacks_memory(part):
+            yield f"{name} has no memory for its elements"
 
 
 def _scale_errors(parts: Sequence[torch.Tensor | None], plan: TensorPlan) -> Iterator[str]:

@@ -49,6 +49,12 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
     )
 
 
+def without_memory(own: torch.Tensor) -> torch.Tensor:
+    own = own.clone()
+    own.untyped_storage().resize_(0)
+    return own
+
+
 def with_value(at: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     def change(own: torch.Tensor) -> torch.Tensor:
         own = own.clone()
@@ -130,6 +136,9 @@ WRONG: dict[str, tuple[str, Callable[[torch.Tensor], Any], str]] = {
     "weight is sparse": ("weight", lambda own: own.to_sparse(), "weight is torch.sparse_coo"),
     "weight on meta": ("weight", lambda own: own.to("meta"), "weight is on the meta device"),
     "weight is nested": ("weight", lambda own: torch.nested.nested_tensor([own]), "weight is nest"),
+    "weight without memory": ("weight", without_memory, "weight has no memory for its elements"),
+    "bias without memory": ("bias", without_memory, "bias has no memory for its elements"),
+    "scale without memory": ("scale_fwd", without_memory, "scale_fwd is expanded"),
     "bias is nothing": ("bias", lambda own: None, "bias is NoneType .*expected a tensor"),
     "bias of no dimension": ("bias", lambda own: own[0], r"bias is \[\] in the checkpoint"),
 }
@@ -274,3 +283,12 @@ def test_a_refusal_of_keys_that_are_missing_keeps_the_delayed_state() -> None:
     with pytest.raises(RuntimeError, match="Missing key"):
         layer.load_state_dict({})
     assert same(snapshot(layer), before)
+
+
+@pytest.mark.parametrize("part", ["_rowwise_data", "_rowwise_scale_inv"])
+def test_a_quantized_weight_without_memory_is_refused(part: str) -> None:
+    saved = dict(stored_in_mxfp8().state_dict())
+    saved["weight"] = saved["weight"].clone()
+    getattr(saved["weight"], part).untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=f"weight cannot be loaded: {part} has no memory"):
+        stored_in_mxfp8().load_state_dict(saved)
