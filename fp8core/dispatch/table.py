@@ -18,7 +18,15 @@ from fp8core.library import calls, operators
 from fp8core.library.encoding import Operation
 from fp8core.reporting import log_once
 
-__all__ = ["Resolved", "capturing", "forget", "kernel_name", "resolve", "resolve_optional"]
+__all__ = [
+    "Resolved",
+    "capturing",
+    "forget",
+    "in_eager",
+    "kernel_name",
+    "resolve",
+    "resolve_optional",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +39,7 @@ class Resolved:
 
 
 class _Thread(threading.local):
-    is_capturing = False
+    is_capturing: bool | None = None  # None: as torch says
 
 
 _thread = _Thread()
@@ -44,7 +52,23 @@ def capturing() -> Iterator[None]:
     torch.compiler.is_compiling() does not say so everywhere: torch 2.11 calls functions of
     constants with it off.
     """
-    outer, _thread.is_capturing = _thread.is_capturing, True
+    with _resolving_to(is_captured=True):
+        yield
+
+
+@contextmanager
+def in_eager() -> Iterator[None]:
+    """Have the calling thread resolve to the backends' own callables, also while torch captures.
+
+    For those that torch itself is to look into: an operator shows it nothing to differentiate.
+    """
+    with _resolving_to(is_captured=False):
+        yield
+
+
+@contextmanager
+def _resolving_to(*, is_captured: bool) -> Iterator[None]:
+    outer, _thread.is_capturing = _thread.is_capturing, is_captured
     try:
         yield
     finally:
@@ -63,7 +87,8 @@ def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -
     """
     registry = plugins.load()
     key = (policy.current(), settings.read(), registry, len(registry.rows))
-    is_captured = _thread.is_capturing or torch.compiler.is_compiling()
+    asked = _thread.is_capturing
+    is_captured = torch.compiler.is_compiling() if asked is None else asked
     return _resolve(desc, device, backend, is_captured, key)
 
 

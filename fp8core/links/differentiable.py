@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from fp8core.dispatch import policy
+from fp8core.dispatch import policy, table
 from fp8core.errors import Fp8CoreError
 from fp8core.links.activation import ActivationLink
 from fp8core.links.bind import LinkShape, Site, bind_chain
@@ -114,7 +114,7 @@ def _twin(link: Link, like: torch.Tensor) -> Link:
 
 @functools.lru_cache(maxsize=4096)
 def _bound(shape: LinkShape, device: torch.device, dtype: torch.dtype) -> Link:
-    with policy.activated(policy.Policy(backend="reference")):
+    with policy.activated(policy.Policy(backend="reference")), table.in_eager():
         site = Site(HIGH_PRECISION, Binding(device, dtype), "torch's operators")
         (link,) = bind_chain((shape,), site)
     if isinstance(link, NormLink):
