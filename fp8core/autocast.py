@@ -164,7 +164,7 @@ class autocast(contextlib.ContextDecorator):
         open_scope()
         thread.opened.append((self, thread.active))
         thread.active = self._active
-        if not torch.compiler.is_compiling():
+        if not timeline.is_traced():
             timeline.enter(self._active)
 
     def __exit__(
@@ -179,7 +179,7 @@ class autocast(contextlib.ContextDecorator):
             self._exit_before_others(failed=kind is not None)
             return
         thread.active = opened.pop()[1]
-        if not torch.compiler.is_compiling():
+        if not timeline.is_traced():
             timeline.leave()
         close_scope(failed=kind is not None)
 
@@ -281,6 +281,7 @@ def _check(
 
 
 constant_in_graph(_ask)
+constant_in_graph(timeline.is_traced)
 
 
 def fp8_autocast(

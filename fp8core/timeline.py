@@ -20,9 +20,10 @@ from types import FrameType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
+from torch._guards import CompileContext
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["Recompute", "enter", "is_entered_in_backward", "leave", "recompute"]
+__all__ = ["Recompute", "enter", "is_entered_in_backward", "is_traced", "leave", "recompute"]
 
 
 class _Entered(NamedTuple):
@@ -147,6 +148,16 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+
+def is_traced() -> bool:
+    """Say whether torch.compile reads the caller's code, or another capture runs it.
+
+    A function that asks torch.compiler.is_compiling() is compiled also where it calls no operator,
+    as an autocast does that is entered around a graph break; what it then sets in the thread is
+    lost. Of this one it takes the result as a constant.
+    """
+    return CompileContext.try_get() is not None or torch.compiler.is_compiling()
 
 
 def enter(name: str) -> None:

@@ -59,5 +59,5 @@ def test_with_a_recipe_a_compiled_transform_is_refused_by_name(transform: str) -
         with autocast(recipe=recipe.by_name("current")):
             return TRANSFORMS[transform](layer, x)
 
-    with pytest.raises(Exception, match=r"is not offered in low precision"):
+    with pytest.raises(Exception, match="is not offered in low precision"):
         torch.compile(run, backend="aot_eager")(x)
