@@ -161,8 +161,8 @@ def scale_of(state: DelayedState | None, scale: torch.Tensor | None) -> Iterator
         yield
         return
     own = state.scale.clone()
-    _write(state, scale)
     try:
+        _write(state, scale)
         yield
     finally:
         _write(state, own)

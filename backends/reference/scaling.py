@@ -24,24 +24,28 @@ def scale_update(
 
     Source: docs/numerics.md 3.1. A non-finite newest amax is not recorded.
     """
-    for history, count in zip(histories, nonfinite, strict=bool(nonfinite)):
-        count += (~torch.isfinite(history[0])).sum()
+    bad = [(~torch.isfinite(history[0])).sum() for history in histories] if nonfinite else []
     by_length: dict[int, list[int]] = {}
     for index, history in enumerate(histories):
         by_length.setdefault(history.shape[0], []).append(index)
+    own: list[torch.Tensor] = []
+    updated: list[torch.Tensor] = []
     for members in by_length.values():
-        _update(
-            desc.algorithm == "max",
-            [histories[i] for i in members],
-            [scales[i] for i in members],
-            torch.cat([targets[i] for i in members]),
-        )
+        of_length = [histories[i] for i in members], [scales[i] for i in members]
+        own += [*of_length[0], *of_length[1]]
+        target = torch.cat([targets[i] for i in members])
+        updated += _updated(desc.algorithm == "max", *of_length, target)
+    for count, more in zip(nonfinite, bad, strict=True):
+        count += more
+    if own:  # in one call, after all that may run out of memory: an update takes place or does not
+        torch._foreach_copy_(own, updated)
 
 
-def _update(
+def _updated(
     is_max: bool, histories: list[torch.Tensor], scales: list[torch.Tensor], target: torch.Tensor
-) -> None:
-    """Update states whose histories have one length: all their slots side by side."""
+) -> list[torch.Tensor]:
+    """Return the new histories, then the scales, of states whose histories have one length: all
+    their slots side by side."""
     history = torch.cat(histories, dim=1)  # [length, slots]
     scale = torch.cat(scales)
     newest = history[0]
@@ -54,5 +58,4 @@ def _update(
     history = torch.where(recorded, window, history)
     history[0] = 0
     sizes = [own.numel() for own in scales]
-    torch._foreach_copy_(histories, list(torch.split(history, sizes, dim=1)))
-    torch._foreach_copy_(scales, list(torch.split(scale, sizes)))
+    return [*torch.split(history, sizes, dim=1), *torch.split(scale, sizes)]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8core.backend_api import ScaleUpdateDesc
 from fp8core_backends.reference.backend import ReferenceBackend
+from fp8core_backends.reference.scaling import scale_update
 
 INF, NAN = math.inf, math.nan
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -176,3 +179,34 @@ def test_targets_are_not_written() -> None:
 
 def test_no_state_is_no_work() -> None:
     update("max", [], [], [])
+
+
+class FailingAt(TorchDispatchMode):
+    """Has the operator of that number raise."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError
+        return func(*args, **(kwargs or {}))
+
+
+@each_algorithm
+def test_out_of_memory_anywhere_changes_no_state(algorithm: str) -> None:
+    number, is_failing = 0, True
+    while is_failing:
+        number, is_failing = number + 1, False
+        own = [torch.ones(length, 3) for length in (4, 5)] + [torch.ones(3) for _ in range(2)]
+        before = [each.clone() for each in own]
+        targets, counts = [torch.ones(3)] * 2, [torch.zeros(1, dtype=torch.int64)] * 2
+        try:
+            with FailingAt(number):
+                scale_update(ScaleUpdateDesc(algorithm), own[:2], own[2:], targets, counts)
+        except torch.OutOfMemoryError:
+            is_failing = True
+            assert all(map(torch.equal, before, own)), number
+    assert number > 10
