@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,12 +67,15 @@ def fp8core_doctor(report):
 
 
 @pytest.fixture
-def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Have the user press Ctrl-C while the second plug-in is imported for the first time."""
+    # A shell has its background jobs ignore it, and their children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     (folder / "toy_format.py").write_text(WITH_FORMAT)
     (folder / "toy_slow.py").write_text(INTERRUPTED)
     monkeypatch.setenv("FP8CORE_PLUGINS", "toy_format,toy_slow")
-    return folder
+    yield folder
+    signal.signal(signal.SIGINT, before)
 
 
 FIRST_USES: dict[str, Callable[[], object]] = {
@@ -105,7 +108,8 @@ def test_ctrl_c_reaches_the_user_and_the_next_use_discovers_anew(
 
 def test_ctrl_c_in_a_process_of_its_own(interrupted: Path) -> None:
     code = (
-        f"import json, sys; sys.path.insert(0, {str(interrupted)!r})\n"
+        "import json, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"sys.path.insert(0, {str(interrupted)!r})\n"
         "import fp8core\n"
         "from fp8core.dispatch import plugins\n"
         "try:\n    fp8core.formats.names()\n    said = 'nothing'\n"

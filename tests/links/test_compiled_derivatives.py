@@ -33,6 +33,7 @@ def nothing_bound() -> Iterator[None]:
     torch.compiler.reset()
     yield
     differentiable._bound.cache_clear()
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("kind", ["linear", "norm and linear", "mlp", "sequential"])
