@@ -48,7 +48,10 @@ plot_html_show_source_link = False
 nitpicky = True
 # What other projects document: their inventories would have to be fetched.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|collections|pluggy|typing|fp8core\.(quantizer|monitoring\.record))\..*"),
+    (
+        "py:.*",
+        r"(torch|collections|pluggy|typing|fp8core\.(tensors\.quantizer|monitoring\.record))\..*",
+    ),
     ("py:class", r"InitMethod|Filter|AmaxAlgorithm|ScalingAlgorithm|Rule"),
 ]
 

@@ -9,8 +9,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 from fp8core import errors, formats, not_offered, ops, recipe
-from fp8core.autocast import autocast, fp8_autocast
-from fp8core.checkpoint import checkpoint
+from fp8core import hookspecs as hookspecs  # loaded, as a public module of the package
+from fp8core import plan as plan  # likewise
+from fp8core.context.autocast import autocast, fp8_autocast
+from fp8core.context.checkpoint import checkpoint
+from fp8core.context.graphs import make_graphed_callables
 from fp8core.conversion.convert import convert, unconvert
 from fp8core.conversion.report import ConversionReport
 from fp8core.dispatch.policy import use_backend
@@ -23,8 +26,7 @@ from fp8core.errors import (
     UnsupportedError,
     did_you_mean,
 )
-from fp8core.explain import explain
-from fp8core.graphs import make_graphed_callables
+from fp8core.inspect.explain import explain
 from fp8core.modules.found_inf import clear_found_inf, found_inf
 from fp8core.modules.frozen import frozen_weights
 from fp8core.modules.grad_scaler import watch_grad_scaler

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fp8core import __version__, build
+from fp8core import __version__
+from fp8core.commands import build
 from fp8core.demo import cli as demo
 from fp8core.doctor import command as doctor
 from fp8core.errors import Fp8CoreError, RecipeError, did_you_mean
-from fp8core.explain import add_arguments as add_explain_arguments
-from fp8core.explain import run as run_explain
+from fp8core.inspect.explain import add_arguments as add_explain_arguments
+from fp8core.inspect.explain import run as run_explain
 from fp8core.testing import command as conformance
 
 __all__ = ["main"]

@@ -12,11 +12,11 @@ from functools import partial
 
 import torch
 
+from fp8core.chain.activation import ActivationShape
+from fp8core.chain.bind import LinkShape
+from fp8core.chain.linear import LinearShape
+from fp8core.chain.pointwise import AddShape, BiasShape, DropoutShape, OutputShape, QuantizeShape
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.links.activation import ActivationShape
-from fp8core.links.bind import LinkShape
-from fp8core.links.linear import LinearShape
-from fp8core.links.pointwise import AddShape, BiasShape, DropoutShape, OutputShape, QuantizeShape
 from fp8core.modules.activation import (
     GEGLU,
     GELU,

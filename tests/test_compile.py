@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import fp8core as te
 from fp8core import backend_api, recipe
-from tests.links import fused_toy
+from tests.chain import fused_toy
 
 # Raised inside torch.compile and torch.export themselves.
 pytestmark = [

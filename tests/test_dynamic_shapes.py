@@ -11,7 +11,8 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 
 import fp8core as te
-from fp8core import chain, recipe
+from fp8core import recipe
+from fp8core.chain import run as chain
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
-from fp8core.autocast import Active
+from fp8core.context.autocast import Active
 from fp8core.conversion.layers import (
     RECORD,
     Conversion,
@@ -25,9 +25,9 @@ from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.first_step import announce, silence
 from fp8core.modules.inventory import Place, flops_of
 from fp8core.modules.watched import refuse_watched
-from fp8core.plan import LayerRole, LinearPlan
 from fp8core.recipe import Recipe
 from fp8core.recipe.choice import recipe_from
+from fp8core.recipe.plan import LayerRole, LinearPlan
 
 __all__ = ["convert", "unconvert"]
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fp8core.autocast import Active
+from fp8core.context.autocast import Active
 from fp8core.errors import UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.linear import Linear

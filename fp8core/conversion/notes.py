@@ -9,8 +9,8 @@ from torch.nn.parameter import is_lazy
 
 from fp8core.conversion.survey import Survey
 from fp8core.modules.inventory import Place, flops_of, places
-from fp8core.plan import LayerRole, LinearPlan
 from fp8core.recipe import PerLayer, Recipe
+from fp8core.recipe.plan import LayerRole, LinearPlan
 from fp8core.reporting import some
 
 __all__ = ["is_forward_low", "notes"]

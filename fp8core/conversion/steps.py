@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from fp8core.context.recompute import keep_scales
+from fp8core.context.scopes import begin_step, end_step, forget_interrupted, is_in_step, touched_in
 from fp8core.conversion.layers import RECORD, Conversion, Record
-from fp8core.recompute import keep_scales
-from fp8core.scopes import begin_step, end_step, forget_interrupted, is_in_step, touched_in
 
 __all__ = ["ROOT", "delimit", "undelimit"]
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import pluggy
 
-from fp8core import formats, hookspecs
-from fp8core.backend_api import API_VERSION, BackendSpec, FormatSpec
+from fp8core import formats
+from fp8core.backend_api import API_VERSION, BackendSpec, FormatSpec, hooks
 from fp8core.dispatch import settings
 from fp8core.dispatch.isolation import Failure, attempt, name_of_class, shown
 from fp8core.dispatch.registry import PluginRow, Registry
@@ -91,7 +91,7 @@ def _load() -> Registry:
         return _loaded[0]
     wanted = settings.read()  # first: it may raise, and then nothing counts as loaded
     manager = pluggy.PluginManager("fp8core")
-    manager.add_hookspecs(hookspecs)
+    manager.add_hookspecs(hooks)
     registry = Registry(manager)
     formats.forget(*_left_over)
     _left_over.clear()
@@ -264,7 +264,7 @@ def _check_new(manager: pluggy.PluginManager, name: str, plugin: object) -> None
 
 
 def _check_hook_names(manager: pluggy.PluginManager, plugin: object) -> None:
-    known = [name for name in vars(hookspecs) if name.startswith("fp8core_")]
+    known = [name for name in vars(hooks) if name.startswith("fp8core_")]
     callers = manager.get_hookcallers(plugin)
     if not callers:
         raise PluginError(

@@ -14,9 +14,9 @@ import torch
 from fp8core.backend_api import Alignment, GemmDesc, OpDesc
 from fp8core.dispatch import plugins, policy, select, settings
 from fp8core.errors import UnsupportedError
-from fp8core.library import calls, operators
-from fp8core.library.encoding import Operation
 from fp8core.reporting import log_once
+from fp8core.torch_ops import calls, operators
+from fp8core.torch_ops.encoding import Operation
 
 __all__ = [
     "Resolved",

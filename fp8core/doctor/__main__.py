@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fp8core.arguments import device_argument
+from fp8core.commands.arguments import device_argument
 from fp8core.dispatch import plugins
 from fp8core.doctor import consult, findings, process
 

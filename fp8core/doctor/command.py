@@ -9,7 +9,7 @@ import functools
 import json
 import sys
 
-from fp8core.arguments import device_argument
+from fp8core.commands.arguments import device_argument
 from fp8core.dispatch import plugins
 from fp8core.doctor import consult, findings
 from fp8core.doctor.render import render

@@ -17,7 +17,7 @@ from fp8core.backend_api import (
 from fp8core.doctor import cases
 from fp8core.doctor.cases import Bench
 from fp8core.doctor.compare import EQUAL, UNEQUAL, Error, equals, operands_equal
-from fp8core.needs import Need
+from fp8core.inspect.descriptors import Need
 
 __all__ = ["add_norm", "quantizing"]
 

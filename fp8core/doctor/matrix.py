@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from fp8core import recipe
-from fp8core.arguments import NO_RECIPE
 from fp8core.backend_api import OPS, OPTIONAL_OPS, BackendSpec
+from fp8core.commands.arguments import NO_RECIPE
 from fp8core.dispatch import plugins, select
 from fp8core.dispatch.isolation import Failure, attempt
-from fp8core.needs import Need, op_needs
+from fp8core.inspect.descriptors import Need, op_needs
 from fp8core.recipe import PerLayer, Recipe
 
 __all__ = ["DTYPE", "Cell", "cells", "needs_of", "rows", "unanswered"]

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from fp8core import formats, recipe
-from fp8core.arguments import NO_RECIPE
 from fp8core.backend_api import (
     ActivationBackwardDesc,
     ActivationDesc,
@@ -33,13 +32,14 @@ from fp8core.backend_api import (
     QuantizeDesc,
     ScaleUpdateDesc,
 )
+from fp8core.commands.arguments import NO_RECIPE
 from fp8core.dispatch import plugins
 from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.doctor import cases, fused
 from fp8core.doctor.cases import Bench
 from fp8core.doctor.compare import EQUAL, UNEQUAL, Error, operands_equal, share
 from fp8core.doctor.matrix import DTYPE, needs_of
-from fp8core.needs import Need
+from fp8core.inspect.descriptors import Need
 
 __all__ = ["Check", "check"]
 

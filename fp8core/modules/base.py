@@ -12,15 +12,17 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from fp8core import chain, recompute, timeline
-from fp8core.autocast import Active, active, active_before, active_name
-from fp8core.chain import is_under_torch_autocast
+from fp8core.chain import run as chain
+from fp8core.chain.bind import LinkShape, Site, Watch, bind_chain
+from fp8core.chain.differentiable import arranged
+from fp8core.chain.linear import LinearShape
+from fp8core.chain.protocol import Call
+from fp8core.chain.run import is_under_torch_autocast
+from fp8core.context import recompute, timeline
+from fp8core.context.autocast import Active, active, active_before, active_name
+from fp8core.context.scopes import touch
 from fp8core.dispatch import policy, select
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
-from fp8core.links.bind import LinkShape, Site, Watch, bind_chain
-from fp8core.links.differentiable import arranged
-from fp8core.links.linear import LinearShape
-from fp8core.links.protocol import Call
 from fp8core.modules.bound import (
     Bound,
     bind_captured,
@@ -34,14 +36,13 @@ from fp8core.modules.bound import (
 from fp8core.modules.delayed import DelayedModule
 from fp8core.modules.inputs import check_kind
 from fp8core.modules.parameters import materialize
-from fp8core.modules.slots import BUFFERS
 from fp8core.parameter.init import DTYPES
-from fp8core.plan import HIGH_PRECISION, LayerRole
-from fp8core.quantizer import Binding
 from fp8core.recipe import Recipe
+from fp8core.recipe.plan import HIGH_PRECISION, LayerRole
 from fp8core.reporting import log_once
-from fp8core.scaling import DelayedState, is_of_two_forwards, offered_scale
-from fp8core.scopes import touch
+from fp8core.tensors.quantizer import Binding
+from fp8core.tensors.scaling import DelayedState, is_of_two_forwards, offered_scale
+from fp8core.tensors.slots import BUFFERS
 
 __all__ = ["Bound", "LowPrecisionModule"]
 

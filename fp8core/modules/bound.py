@@ -9,8 +9,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fp8core import chain
-from fp8core.autocast import named
+from fp8core.chain import run as chain
+from fp8core.chain.activation import ActivationShape
+from fp8core.chain.bind import SHAPES, LinkShape, Site, bind_chain
+from fp8core.chain.differentiable import arranged
+from fp8core.chain.linear import LinearLink, LinearShape
+from fp8core.chain.norm import NormShape
+from fp8core.chain.pointwise import BiasShape, OutputShape
+from fp8core.chain.protocol import DENSE, Call, Link
+from fp8core.chain.states import LinearStates
+from fp8core.context.autocast import named
 from fp8core.dispatch import table
 from fp8core.errors import (
     Fp8CoreError,
@@ -19,20 +27,12 @@ from fp8core.errors import (
     UnsupportedError,
     did_you_mean,
 )
-from fp8core.library.counted import counter_of
-from fp8core.library.operators import constant_in_graph
-from fp8core.links.activation import ActivationShape
-from fp8core.links.bind import SHAPES, LinkShape, Site, bind_chain
-from fp8core.links.differentiable import arranged
-from fp8core.links.linear import LinearLink, LinearShape
-from fp8core.links.norm import NormShape
-from fp8core.links.pointwise import BiasShape, OutputShape
-from fp8core.links.protocol import DENSE, Call, Link
-from fp8core.links.states import LinearStates
-from fp8core.plan import HIGH_PRECISION, LayerRole, LinearPlan
-from fp8core.quantizer import Binding
 from fp8core.recipe import PerLayer, Recipe
+from fp8core.recipe.plan import HIGH_PRECISION, LayerRole, LinearPlan
 from fp8core.reporting import log_once, some
+from fp8core.tensors.quantizer import Binding
+from fp8core.torch_ops.counted import counter_of
+from fp8core.torch_ops.operators import constant_in_graph
 
 __all__ = [
     "Bound",

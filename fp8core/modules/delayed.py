@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
+from fp8core.chain.bind import Watch
+from fp8core.chain.states import BACKWARD_SLOTS, FORWARD_SLOTS, LinearStates
+from fp8core.context.scopes import forget_interrupted
 from fp8core.dispatch import policy
 from fp8core.errors import RecipeError
-from fp8core.library.counted import new_counter
-from fp8core.links.bind import Watch
-from fp8core.links.states import BACKWARD_SLOTS, FORWARD_SLOTS, LinearStates
 from fp8core.modules.loading import has_weights, parameter_errors, state_errors
-from fp8core.modules.slots import BUFFERS, META, describe, maxima, read_meta
-from fp8core.parameter.tensor import QuantizedTensor
-from fp8core.plan import DelayedPlan, LinearPlan
+from fp8core.recipe.plan import DelayedPlan, LinearPlan
 from fp8core.reporting import log_once, logger
-from fp8core.scaling import DelayedState
-from fp8core.scopes import forget_interrupted
-from fp8core.weights import WeightStore
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.scaling import DelayedState
+from fp8core.tensors.slots import BUFFERS, META, describe, maxima, read_meta
+from fp8core.tensors.weights import WeightStore
+from fp8core.torch_ops.counted import new_counter
 
 __all__ = ["Bindings", "DelayedModule"]
 

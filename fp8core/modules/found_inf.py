@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.library import counted
 from fp8core.modules.base import LowPrecisionModule
+from fp8core.torch_ops import counted
 
 __all__ = [
     "Counts",

@@ -7,12 +7,12 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from fp8core.chain.unwrap import PLAIN
 from fp8core.errors import OperandError
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.reporting import some
-from fp8core.unwrap import PLAIN
-from fp8core.weights import WeightStore
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.weights import WeightStore
 
 __all__ = ["frozen_weights"]
 

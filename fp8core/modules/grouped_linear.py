@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from fp8core.chain.call import Call
+from fp8core.chain.linear import LinearShape
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.links.call import Call
-from fp8core.links.linear import LinearShape
 from fp8core.modules.base import LowPrecisionModule, resolve_device
 from fp8core.modules.bound import new_seed
 from fp8core.modules.parameters import (
@@ -22,7 +22,7 @@ from fp8core.modules.parameters import (
 )
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.parameter.init import make_weight
-from fp8core.plan import LayerRole
+from fp8core.recipe.plan import LayerRole
 
 __all__ = ["GroupedLinear"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from fp8core.chain.bind import LinkShape
+from fp8core.chain.norm import NormShape
+from fp8core.chain.pointwise import OutputShape
 from fp8core.errors import RecipeError
-from fp8core.links.bind import LinkShape
-from fp8core.links.norm import NormShape
-from fp8core.links.pointwise import OutputShape
 from fp8core.modules.base import Bound, LowPrecisionModule
 from fp8core.modules.linear import NOT_OFFERED, Linear
 from fp8core.modules.parameters import InitMethod, check_normalization, fill, make_parameter

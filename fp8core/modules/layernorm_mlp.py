@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from fp8core.links.activation import activation_shape
-from fp8core.links.bind import LinkShape
-from fp8core.links.linear import LinearShape
-from fp8core.links.norm import NormShape
-from fp8core.links.pointwise import OutputShape
+from fp8core.chain.activation import activation_shape
+from fp8core.chain.bind import LinkShape
+from fp8core.chain.linear import LinearShape
+from fp8core.chain.norm import NormShape
+from fp8core.chain.pointwise import OutputShape
 from fp8core.modules.base import LowPrecisionModule, resolve_device
 from fp8core.modules.layernorm_linear import norm_params, register_norm, reset_norm, run_after_norm
 from fp8core.modules.parameters import (
@@ -23,7 +23,7 @@ from fp8core.modules.parameters import (
 )
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.parameter.init import make_weight
-from fp8core.plan import LayerRole
+from fp8core.recipe.plan import LayerRole
 
 __all__ = ["LayerNormMLP"]
 

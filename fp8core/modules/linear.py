@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from fp8core.chain.bind import LinkShape
+from fp8core.chain.linear import LinearShape
 from fp8core.errors import RecipeError, UnsupportedError
-from fp8core.links.bind import LinkShape
-from fp8core.links.linear import LinearShape
 from fp8core.modules.base import LowPrecisionModule, resolve_device
 from fp8core.modules.parameters import (
     InitMethod,
@@ -19,8 +19,8 @@ from fp8core.modules.parameters import (
 )
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.parameter.init import make_weight
-from fp8core.parameter.tensor import QuantizedTensor
-from fp8core.plan import LayerRole
+from fp8core.recipe.plan import LayerRole
+from fp8core.tensors.quantized_tensor import QuantizedTensor
 
 __all__ = ["NOT_OFFERED", "Linear"]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from fp8core.links.states import BACKWARD_SLOTS, FORWARD_SLOTS
-from fp8core.modules.slots import BUFFERS, META, read_meta
-from fp8core.parameter.checks import fault_of, kind_fault, misfit
-from fp8core.parameter.storage import PARTS
-from fp8core.parameter.tensor import QuantizedTensor
+from fp8core.chain.states import BACKWARD_SLOTS, FORWARD_SLOTS
+from fp8core.tensors.checks import fault_of, kind_fault, misfit
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.slots import BUFFERS, META, read_meta
+from fp8core.tensors.storage import PARTS
 
 __all__ = ["has_weights", "parameter_errors", "state_errors"]
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
+from fp8core.chain.norm import NormShape
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.links.norm import NormShape
 from fp8core.modules.base import LowPrecisionModule, resolve_device
 from fp8core.modules.parameters import check_size, fill, make_parameter
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8core.links.activation import ActivationShape
-from fp8core.links.bind import LinkShape
-from fp8core.links.linear import LinearShape
-from fp8core.links.norm import NormShape
-from fp8core.links.pointwise import BiasShape
+from fp8core.chain.activation import ActivationShape
+from fp8core.chain.bind import LinkShape
+from fp8core.chain.linear import LinearShape
+from fp8core.chain.norm import NormShape
+from fp8core.chain.pointwise import BiasShape
 from fp8core.modules.base import LowPrecisionModule
 
 __all__ = ["Operation", "width_of"]

@@ -10,7 +10,7 @@ import torch
 
 from fp8core.errors import OperandError, RecipeError, did_you_mean
 from fp8core.parameter.init import parameter_dtype
-from fp8core.parameter.tensor import QuantizedTensor
+from fp8core.tensors.quantized_tensor import QuantizedTensor
 
 __all__ = [
     "NORMALIZATIONS",

@@ -10,10 +10,10 @@ from fp8core.errors import Fp8CoreError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bound import check_rules, plan_of
 from fp8core.modules.first_step import announce
-from fp8core.modules.slots import BUFFERS
-from fp8core.plan import LayerRole, LinearPlan
 from fp8core.recipe import Recipe
 from fp8core.recipe.choice import recipe_from
+from fp8core.recipe.plan import LayerRole, LinearPlan
+from fp8core.tensors.slots import BUFFERS
 
 __all__ = ["prepare"]
 

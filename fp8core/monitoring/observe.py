@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from fp8core import recompute
 from fp8core.backend_api import (
     TRANSFORMS,
     DequantizeDesc,
@@ -24,17 +23,18 @@ from fp8core.backend_api import (
     scale_inverses,
     split_groups,
 )
+from fp8core.chain.call import Call
+from fp8core.chain.linear import LinearLink
+from fp8core.chain.protocol import Handed, Want
+from fp8core.context import recompute
 from fp8core.dispatch import table
 from fp8core.errors import UnsupportedError
-from fp8core.links.call import Call
-from fp8core.links.linear import LinearLink
-from fp8core.links.protocol import Handed, Want
 from fp8core.monitoring.record import CastKey, GemmKey, KeptTensors, Recorder
 from fp8core.monitoring.statistics import Cast, Tally, measure
-from fp8core.parameter.tensor import QuantizedTensor
-from fp8core.plan import LinearPlan, TensorPlan
-from fp8core.quantizer import Binding, Groups, Orientations, Quantizer
-from fp8core.weights import Keeping, WeightQuantizer
+from fp8core.recipe.plan import LinearPlan, TensorPlan
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.quantizer import Binding, Groups, Orientations, Quantizer
+from fp8core.tensors.weights import Keeping, WeightQuantizer
 
 __all__ = ["LayerWatch", "WatchedLink"]
 

@@ -12,9 +12,9 @@ import torch
 from fp8core.backend_api import Operand
 from fp8core.errors import NonFiniteError
 from fp8core.monitoring.statistics import Tally
-from fp8core.parameter.tensor import QuantizedTensor
-from fp8core.quantizer import Binding
 from fp8core.reporting import logger
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.quantizer import Binding
 
 __all__ = [
     "CastKey",

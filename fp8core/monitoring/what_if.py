@@ -11,19 +11,19 @@ from dataclasses import dataclass
 import torch
 
 from fp8core.backend_api import OperandSpec
+from fp8core.chain.bind import Site, bind_chain
+from fp8core.chain.call import Call
+from fp8core.chain.linear import LinearLink
+from fp8core.chain.padding import PaddedCall
 from fp8core.errors import Fp8CoreError, OperandError, RecipeError, did_you_mean
-from fp8core.links.bind import Site, bind_chain
-from fp8core.links.call import Call
-from fp8core.links.linear import LinearLink
-from fp8core.links.padding import PaddedCall
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bound import plan_of
 from fp8core.monitoring.observe import LayerWatch
 from fp8core.monitoring.record import KeptLinear, KeptTensors, Recorder
 from fp8core.monitoring.rows import Row, render, rows_of, table_of
-from fp8core.plan import GemmPlan, LayerRole, LinearPlan
 from fp8core.recipe import PerLayer, Recipe, by_name
 from fp8core.recipe.choice import names_of
+from fp8core.recipe.plan import GemmPlan, LayerRole, LinearPlan
 
 __all__ = ["Summary", "WhatIf", "replay"]
 

@@ -10,7 +10,7 @@ from fp8core.parameter.names import (
     MXFP8Tensor,
     NVFP4Tensor,
 )
-from fp8core.parameter.tensor import QuantizedTensor
+from fp8core.tensors.quantized_tensor import QuantizedTensor
 
 __all__ = [
     "Float8BlockwiseQTensor",

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.parameter.tensor import QuantizedTensor
-from fp8core.plan import LayerRole
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.choice import recipe_from
+from fp8core.recipe.plan import LayerRole
+from fp8core.tensors.quantized_tensor import QuantizedTensor
 
 __all__ = [
     "DTYPES",

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.parameter.checks import misfit
 from fp8core.parameter.master_value import fits, forget_initial_values, is_rounded, make_master
 from fp8core.parameter.shared_grad import (
     MAKE,
@@ -18,6 +17,7 @@ from fp8core.parameter.shared_grad import (
     watch_optimizers,
 )
 from fp8core.reporting import log_once, some
+from fp8core.tensors.checks import misfit
 
 __all__ = ["MasterWeights"]
 

@@ -9,8 +9,8 @@ import torch
 
 from fp8core.errors import OperandError
 from fp8core.parameter.shared_grad import Stepping, share_grad
-from fp8core.parameter.tensor import QuantizedTensor
 from fp8core.reporting import log_once
+from fp8core.tensors.quantized_tensor import QuantizedTensor
 
 __all__ = ["fits", "forget_initial_values", "is_rounded", "make_master"]
 

@@ -12,7 +12,7 @@ import torch
 
 from fp8core.backend_api import OperandSpec
 from fp8core.errors import UnsupportedError
-from fp8core.parameter.tensor import QuantizedTensor
+from fp8core.tensors.quantized_tensor import QuantizedTensor
 
 __all__ = ["Float8BlockwiseQTensor", "Float8Tensor", "MXFP8Tensor", "NVFP4Tensor"]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from fp8core.backend_api import OperandSpec
 from fp8core.dispatch import policy, select
 from fp8core.errors import RecipeError
-from fp8core.plan import DelayedPlan, GemmPlan, LayerRole, LinearPlan, TensorPlan
 from fp8core.recipe.base import Format, MMParams, Recipe
 from fp8core.recipe.choice import by_name, names
 from fp8core.recipe.custom import CustomRecipe, DelayedScalingRequest, PerLayer, QuantizerRole
@@ -22,6 +21,7 @@ from fp8core.recipe.named import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from fp8core.recipe.plan import DelayedPlan, GemmPlan, LayerRole, LinearPlan, TensorPlan
 
 __all__ = [
     "CustomRecipe",

@@ -12,7 +12,7 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import OperandSpec
 from fp8core.errors import RecipeError, UnsupportedError, did_you_mean
-from fp8core.plan import NONFINITE, DelayedPlan, GemmPlan, LayerRole, LinearPlan, TensorPlan
+from fp8core.recipe.plan import NONFINITE, DelayedPlan, GemmPlan, LayerRole, LinearPlan, TensorPlan
 
 __all__ = ["FAST", "SPLIT", "Format", "MMParams", "Recipe"]
 

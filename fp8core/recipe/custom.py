@@ -11,15 +11,6 @@ import torch
 
 from fp8core.backend_api import OperandSpec
 from fp8core.errors import RecipeError
-from fp8core.plan import (
-    HIGH_PRECISION,
-    AmaxAlgorithm,
-    DelayedPlan,
-    LayerRole,
-    LinearPlan,
-    ScalingAlgorithm,
-    TensorPlan,
-)
 from fp8core.recipe.base import (
     FAST,
     SPLIT,
@@ -33,6 +24,15 @@ from fp8core.recipe.base import (
     linear_plan,
 )
 from fp8core.recipe.choice import recipe_from
+from fp8core.recipe.plan import (
+    HIGH_PRECISION,
+    AmaxAlgorithm,
+    DelayedPlan,
+    LayerRole,
+    LinearPlan,
+    ScalingAlgorithm,
+    TensorPlan,
+)
 
 __all__ = ["CustomRecipe", "DelayedScalingRequest", "PerLayer", "QuantizerRole"]
 

@@ -14,14 +14,6 @@ import torch
 
 from fp8core.backend_api import OperandSpec
 from fp8core.errors import RecipeError, UnsupportedError
-from fp8core.plan import (
-    AmaxAlgorithm,
-    DelayedPlan,
-    LayerRole,
-    LinearPlan,
-    ScalingAlgorithm,
-    TensorPlan,
-)
 from fp8core.recipe.base import (
     FAST,
     SPLIT,
@@ -34,6 +26,14 @@ from fp8core.recipe.base import (
     delayed_linear_plan,
     element,
     linear_plan,
+)
+from fp8core.recipe.plan import (
+    AmaxAlgorithm,
+    DelayedPlan,
+    LayerRole,
+    LinearPlan,
+    ScalingAlgorithm,
+    TensorPlan,
 )
 
 __all__ = [

@@ -25,12 +25,12 @@ from fp8core.backend_api import (
     QuantizeDesc,
     ScaleUpdateDesc,
 )
-from fp8core.links.activation import activation_shape
-from fp8core.links.bind import gemm_desc
-from fp8core.links.linear import LinearShape
-from fp8core.needs import op_needs
-from fp8core.plan import LayerRole, LinearPlan, TensorPlan
+from fp8core.chain.activation import activation_shape
+from fp8core.chain.bind import gemm_desc
+from fp8core.chain.linear import LinearShape
+from fp8core.inspect.descriptors import op_needs
 from fp8core.recipe import Recipe
+from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
 
 __all__ = ["DTYPES", "Entry", "catalogue"]
 

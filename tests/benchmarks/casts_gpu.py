@@ -18,7 +18,7 @@ import torch
 from fp8core import recipe
 from fp8core.backend_api import QuantizeDesc
 from fp8core.dispatch import plugins
-from fp8core.plan import LayerRole
+from fp8core.recipe.plan import LayerRole
 
 CASTS, TENSORS, ROUNDS, REPLAYS = 8, 4, 9, 4
 DEVICE = torch.device("cuda", 0)

@@ -21,10 +21,10 @@ import torch
 
 from fp8core import GroupedLinear, autocast, recipe
 from fp8core.backend_api import GemmDesc, GroupedGemmDesc, QuantizeDesc
+from fp8core.chain.bind import gemm_desc
+from fp8core.chain.linear import LinearShape
 from fp8core.dispatch import plugins
-from fp8core.links.bind import gemm_desc
-from fp8core.links.linear import LinearShape
-from fp8core.plan import LayerRole, TensorPlan
+from fp8core.recipe.plan import LayerRole, TensorPlan
 
 DEVICE = torch.device("cuda", 0)
 NAMES = ("delayed", "current", "block", "rowwise")

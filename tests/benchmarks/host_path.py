@@ -27,9 +27,10 @@ from unittest.mock import patch
 import torch
 
 import fp8core
-from fp8core import recipe, scaling
+from fp8core import recipe
 from fp8core.backend_api import BackendSpec, OpDesc
 from fp8core.dispatch import plugins
+from fp8core.tensors import scaling
 from fp8core_backends.cuda import autotune, backend, gemm, memory, native
 
 TOKENS, IN_FEATURES, OUT_FEATURES = 256, 512, 2048

@@ -14,8 +14,8 @@ import torch
 
 from fp8core.__main__ import main
 from fp8core.backend_api import GemmDesc, OpDesc, QuantizeDesc
-from fp8core.plan import GemmPlan, LayerRole, LinearPlan
 from fp8core.recipe import Recipe
+from fp8core.recipe.plan import GemmPlan, LayerRole, LinearPlan
 from tests.dispatch import toys
 
 pytestmark = pytest.mark.usefixtures("isolated")

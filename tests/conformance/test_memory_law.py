@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fp8core import chain
+from fp8core.chain import run as chain
 from fp8core.testing import subject
 from fp8core.testing.compare import Broken
 from fp8core.testing.laws.memory import no_operand_without_memory_reaches_it

@@ -9,8 +9,8 @@ import torch
 
 from fp8core.backend_api import OPS, OPTIONAL_OPS
 from fp8core.doctor.findings import absent, here
+from tests.chain import fused_toy
 from tests.dispatch import toys
-from tests.links import fused_toy
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from fp8core.backend_api import OPS, OPTIONAL_OPS, OpDesc, Operand, Quantized
 from fp8core.dispatch import plugins
 from fp8core.doctor.selftest import Check, check
 from fp8core_backends.reference.backend import ReferenceBackend
+from tests.chain import fused_toy
 from tests.dispatch import toys
-from tests.links import fused_toy
 
 CPU = torch.device("cpu")
 REFERENCE = ReferenceBackend()

@@ -16,7 +16,7 @@ CURRENT = recipe.Float8CurrentScaling()
 
 @pytest.fixture(autouse=True)
 def fresh_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8core.library.counted._counters", {})
+    monkeypatch.setattr("fp8core.torch_ops.counted._counters", {})
 
 
 def make() -> torch.nn.Module:

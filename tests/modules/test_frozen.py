@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 import fp8core
 from fp8core import Linear, OperandError, autocast, frozen_weights, recipe
-from fp8core.weights import KeptWeight
+from fp8core.tensors.weights import KeptWeight
 
 CURRENT = recipe.by_name("current")
 

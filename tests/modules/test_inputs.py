@@ -134,7 +134,7 @@ def test_a_nan_does_not_change_the_scale_of_other_elements(name: str) -> None:
 
 
 def test_nan_becomes_the_largest_element_in_fp4() -> None:
-    """e2m1 has no NaN; conversion gives +6, as PTX does (fp8core/formats.py)."""
+    """e2m1 has no NaN; conversion gives +6, as PTX does (fp8core/formats/__init__.py)."""
     assert call(Linear(K, N), with_value(math.nan), RECIPES["nvfp4"]).isfinite().all()
 
 

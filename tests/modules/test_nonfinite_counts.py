@@ -10,8 +10,8 @@ import torch
 
 import fp8core as te
 from fp8core import recipe
-from fp8core.library import counted
 from fp8core.modules.base import LowPrecisionModule
+from fp8core.torch_ops import counted
 
 CPU = torch.device("cpu")
 RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4", "rowwise")

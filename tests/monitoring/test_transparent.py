@@ -15,7 +15,7 @@ import fp8core as te
 from fp8core import recipe
 from fp8core.backend_api import OPTIONAL_OPS
 from fp8core.modules.base import LowPrecisionModule
-from tests.links import fused_toy
+from tests.chain import fused_toy
 from tests.monitoring import models
 
 RECIPES: dict[str, recipe.Recipe | None] = {

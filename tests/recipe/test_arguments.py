@@ -10,7 +10,6 @@ import torch
 
 import fp8core
 from fp8core.errors import RecipeError, UnsupportedError
-from fp8core.plan import LayerRole
 from fp8core.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -24,6 +23,7 @@ from fp8core.recipe import (
     PerLayer,
     Recipe,
 )
+from fp8core.recipe.plan import LayerRole
 
 NAMED = (
     DelayedScaling,

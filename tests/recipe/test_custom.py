@@ -10,7 +10,6 @@ import torch
 
 import fp8core
 from fp8core.errors import RecipeError
-from fp8core.plan import HIGH_PRECISION, LayerRole
 from fp8core.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -21,6 +20,7 @@ from fp8core.recipe import (
     QuantizerRole,
     TensorPlan,
 )
+from fp8core.recipe.plan import HIGH_PRECISION, LayerRole
 
 ROW = OperandSpec("e4m3", (1, 0), 448.0)
 TENSOR = OperandSpec("e4m3", (0, 0), 448.0)

@@ -11,7 +11,6 @@ import torch
 
 import fp8core
 from fp8core.errors import RecipeError
-from fp8core.plan import HIGH_PRECISION, LayerRole
 from fp8core.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -19,6 +18,7 @@ from fp8core.recipe import (
     MXFP8BlockScaling,
     PerLayer,
 )
+from fp8core.recipe.plan import HIGH_PRECISION, LayerRole
 
 BLOCK, CURRENT, MX = Float8BlockScaling(), Float8CurrentScaling(), MXFP8BlockScaling()
 RULES = {

@@ -14,7 +14,6 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api import OperandSpec
-from fp8core.plan import DelayedPlan, GemmPlan, LayerRole, LinearPlan, TensorPlan
 from fp8core.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -29,6 +28,7 @@ from fp8core.recipe import (
     QuantizerRole,
     Recipe,
 )
+from fp8core.recipe.plan import DelayedPlan, GemmPlan, LayerRole, LinearPlan, TensorPlan
 from tests.dispatch import toys
 
 FLAGS = ("power_of_two", "delayed", "stochastic")

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from fp8core.errors import RecipeError
-from fp8core.plan import LayerRole
 from fp8core.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -30,6 +29,7 @@ from fp8core.recipe import (
     QuantizerRole,
     Recipe,
 )
+from fp8core.recipe.plan import LayerRole
 
 
 def factory(role: QuantizerRole) -> OperandSpec:

@@ -21,7 +21,7 @@ from fp8core.backend_api import (
     OperandSpec,
     QuantizeDesc,
 )
-from fp8core.links.fusion import variants
+from fp8core.chain.fusion import variants
 from fp8core.testing.catalogue import Entry, catalogue
 from fp8core.testing.checks import EVERY_OP, law
 from fp8core.testing.compare import Broken, require

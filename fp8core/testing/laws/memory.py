@@ -10,17 +10,17 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fp8core import recipe
-from fp8core.autocast import autocast
 from fp8core.backend_api import Backend, OpDesc
+from fp8core.chain.unwrap import PLAIN
+from fp8core.context.autocast import autocast
 from fp8core.dispatch import plugins, policy, table
 from fp8core.errors import UnsupportedError
 from fp8core.modules.linear import Linear
-from fp8core.parameter.tensor import QuantizedTensor
-from fp8core.plan import LayerRole
+from fp8core.recipe.plan import LayerRole
+from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.testing.checks import law
 from fp8core.testing.compare import require
 from fp8core.testing.subject import Subject
-from fp8core.unwrap import PLAIN
 
 SIZE = 64
 

@@ -33,7 +33,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
     ScaleUpdateDesc,
 )
-from fp8core.plan import LayerRole
+from fp8core.recipe.plan import LayerRole
 from fp8core_backends.cuda import native
 from fp8core_backends.cuda import parts as quantized_parts
 from fp8core_backends.cuda.microscaling import TiledGemm

@@ -90,7 +90,7 @@ torch.cuda.synchronize()
 _LAYER = """
 import torch, fp8core as te
 from fp8core import ops, recipe, QuantizedTensor, OperandError
-from fp8core.plan import LayerRole
+from fp8core.recipe.plan import LayerRole
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 torch.manual_seed(0)

@@ -11,7 +11,7 @@ import torch
 import fp8core
 from fp8core import recipe
 from fp8core.backend_api import OperandSpec, QuantizeDesc
-from fp8core.plan import LayerRole
+from fp8core.recipe.plan import LayerRole
 from fp8core_backends.cuda import parts
 from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, differs, spec, values
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8core import operands
-from fp8core.backend_api import DequantizeDesc, OperandSpec, QuantizeDesc
+from fp8core.backend_api import DequantizeDesc, OperandSpec, QuantizeDesc, operands
 from fp8core_backends.reference import rounding
 from fp8core_backends.reference.backend import ReferenceBackend
 

@@ -1,0 +1,133 @@
+"""A producer and the quantization of its result as one operation, where a backend offers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from fp8core import formats
+from fp8core.backend_api import (
+    ActivationBackwardDesc,
+    ActivationDesc,
+    FusedDesc,
+    NormBackwardDesc,
+    NormDesc,
+    Operand,
+    Quantized,
+)
+from fp8core.chain.protocol import Handed, Want
+from fp8core.dispatch import settings, table
+from fp8core.errors import UnsupportedError
+from fp8core.tensors.quantizer import LowPrecision, Orientations, Quantizer
+
+__all__ = ["Fusion", "Producer", "bind_fusion", "variants"]
+
+Producer: TypeAlias = NormDesc | NormBackwardDesc | ActivationDesc | ActivationBackwardDesc
+Variant: TypeAlias = tuple[bool, bool, bool]
+
+
+class Fusion:
+    """The fused operation for each of its :func:`variants`."""
+
+    __slots__ = ("_is_checked", "_packing", "_runs")
+
+    def __init__(
+        self,
+        runs: dict[Variant, Callable[..., Any]],
+        packing: tuple[int, int],
+        is_checked: bool,
+    ) -> None:
+        self._runs = runs
+        self._packing = packing
+        self._is_checked = is_checked
+
+    def __call__(self, out: Want, *arguments: Any) -> list[Any]:
+        """Return what the producer returns, its first tensor as ``out`` wants it."""
+        run = self._runs[out.rowwise, out.columnwise, out.has_sums]
+        keywords = {} if out.rng is None else {"rng": out.rng}
+        made, *rest = run(*arguments, **keywords)
+        sums = [rest.pop()] if out.has_sums else ()
+        rows = arguments[0].shape[0]
+        if self._is_checked:
+            _check_orientations(made, out, rows, self._packing)
+        return [Handed(Orientations(*made), rows, sums), *rest]
+
+
+def variants(fused: FusedDesc) -> dict[Variant, FusedDesc]:
+    """Return what a backend has to offer for a fusion, by ``(rowwise, columnwise, sums)``.
+
+    An input is always wanted rowwise, columnwise if the weight is trained, and never summed. A
+    gradient is wanted either way or both ways; with ``fused.sums`` it is summed if the bias is
+    trained, and not if it is frozen.
+    """
+    rowwise, columnwise = fused.quantize.halves()
+    casts = {(True, True): fused.quantize, (True, False): rowwise}
+    if isinstance(fused.producer, NormBackwardDesc | ActivationBackwardDesc):
+        casts[False, True] = columnwise
+    return {
+        (*orientations, sums): FusedDesc(fused.producer, cast, sums)
+        for orientations, cast in casts.items()
+        for sums in ((False, True) if fused.sums else (False,))
+    }
+
+
+def bind_fusion(
+    producer: Producer,
+    consumer: Quantizer,
+    device: torch.device,
+    *,
+    has_sums: bool = False,
+) -> Fusion | None:
+    """Return the fusion of ``producer`` with ``consumer``, None where the backend has none.
+
+    ``has_sums``: the consumer is the gradient's of a linear with a bias.
+
+    Only the backend that quantizes for ``consumer`` is asked: a fusion is no reason to change it.
+    """
+    if not isinstance(consumer, LowPrecision):
+        return None
+    runs = {}
+    for key, desc in variants(FusedDesc(producer, consumer.desc, has_sums)).items():
+        found = table.resolve_optional(desc, device, consumer.choices[0].backend)
+        if found is None:
+            return None
+        runs[key] = consumer.with_slot(found.run)
+    both = consumer.desc.rowwise, consumer.desc.columnwise
+    row_packing, column_packing = (
+        1 if spec is None else _elements_a_byte(spec.format) for spec in both
+    )
+    return Fusion(runs, (row_packing, column_packing), is_checked=settings.read().debug)
+
+
+def _elements_a_byte(format: str) -> int:
+    return 2 if formats.by_name(format).bits == 4 else 1
+
+
+def _check_orientations(made: Quantized, out: Want, rows: int, packing: tuple[int, int]) -> None:
+    """Refuse a result that is not the orientations asked for of a tensor of ``rows`` rows.
+
+    Shapes tell a swap apart unless the tensor is square.
+    """
+    for name, asked, operand in (
+        ("rowwise", out.rowwise, made.rowwise),
+        ("columnwise", out.columnwise, made.columnwise),
+    ):
+        if asked != (operand is not None):
+            problem = f"lacks the {name} operand" if asked else f"has a {name} operand unasked"
+            raise UnsupportedError(f"a fused operation's result {problem}.")
+    row, column = map(_elements, made, packing)
+    if row is not None and row[0] != rows:
+        raise UnsupportedError(
+            f"a fused operation's rowwise operand is {row}; the tensor has {rows} rows."
+        )
+    if column is not None and (column[1] != rows or (row is not None and column[0] != row[1])):
+        raise UnsupportedError(
+            f"a fused operation's columnwise operand is {column}, not the transpose of a tensor "
+            f"of {rows} rows{'' if row is None else f', {row}'}."
+        )
+
+
+def _elements(operand: Operand | None, packing: int) -> list[int] | None:
+    return None if operand is None else [operand.data.shape[0], operand.data.shape[1] * packing]

@@ -1,0 +1,122 @@
+"""Zero-padding to what a format's blocks and a backend's kernels take; zeros change no sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fp8core.chain.call import Call
+from fp8core.errors import OperandError
+from fp8core.reporting import log_once
+from fp8core.tensors.quantizer import Groups
+
+__all__ = ["LayerPadding", "PaddedCall", "RowsChanged"]
+
+
+class RowsChanged(OperandError):
+    """A tensor of ``found`` rows where the call has ``rows``; the chain says whose it is."""
+
+    def __init__(self, what: str, rows: int, found: Sequence[int]) -> None:
+        super().__init__(
+            f"{what}: the call has {rows} rows, and the tensor handed over is {list(found)}. Every "
+            f"link of a chain has to return as many rows as it gets."
+        )
+        self.rows = rows
+        self.found = found[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPadding:
+    """What a linear layer has to add: ``tokens`` is the multiple that the rows of each group are
+    padded to, ``in_features`` and ``out_features`` are the zero columns that are added."""
+
+    owner: str
+    tokens: int
+    in_features: int
+    out_features: int
+
+    def for_call(self, rows: int, call: Call) -> PaddedCall | None:
+        """Return the padding of a call with ``rows`` rows, None if it needs none."""
+        if not (call.groups or rows % self.tokens or self.in_features or self.out_features):
+            return None
+        if call.has_device_groups:
+            assert self.tokens == 1  # or it would not have been bound
+            if not (self.in_features or self.out_features):
+                return None
+            self._report(is_grouped=True)
+            return PaddedCall(self, rows, rows, None, call.groups)
+        sizes = call.splits if call.groups else (rows,)
+        padded = [size + -size % self.tokens for size in sizes]
+        if sum(padded) == rows and not (self.in_features or self.out_features):
+            return None
+        self._report(is_grouped=bool(call.groups))
+        if not call.groups:
+            return PaddedCall(self, rows, padded[0], None, ())
+        # The sizes are on the CPU, whatever torch's default device is.
+        ends = torch.tensor([0, *padded], device="cpu").cumsum(0)
+        counts = torch.tensor(sizes, device="cpu")
+        # Row r of group g moves from where its group began, by as much as the groups before grew.
+        shift = (ends[:-1] - (counts.cumsum(0) - counts)).repeat_interleave(
+            counts, output_size=rows
+        )
+        index = torch.arange(rows, device="cpu") + shift
+        return PaddedCall(self, rows, sum(padded), index, (ends,))
+
+    def _report(self, *, is_grouped: bool) -> None:
+        """Log the padding: of features once for each layer, of rows alone once for all layers."""
+        features = (("input features", self.in_features), ("output features", self.out_features))
+        parts = [f"{name} by {added}" for name, added in features if added]
+        rows = f"rows to a multiple of {self.tokens}{' in each group' if is_grouped else ''}"
+        first = f"{self.owner}: pads with zeros, as its recipe takes no such sizes"
+        if not parts:
+            line = f"{first}: {rows}; other layers that pad rows do not say so again"
+            log_once(line, about="padding of rows")
+            return
+        if self.tokens > 1:
+            parts.append(rows)
+        log_once(f"{first}: {', '.join(parts)}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddedCall:
+    """The padding of one call: its ``unpadded`` rows become ``rows``, those of a group at
+    ``index``, if any."""
+
+    layer: LayerPadding
+    unpadded: int
+    rows: int
+    index: torch.Tensor | None
+    groups: Groups
+
+    def pad_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Pad ``x [rows, in_features]``."""
+        return self._pad(x, self.layer.in_features)
+
+    def pad_grad_output(self, grad: torch.Tensor) -> torch.Tensor:
+        """Pad ``grad [rows, out_features]``."""
+        return self._pad(grad, self.layer.out_features)
+
+    def pad_weights(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Pad each ``weight [out_features, in_features]``."""
+        amount = (0, self.layer.in_features, 0, self.layer.out_features)
+        return [torch.nn.functional.pad(weight, amount) for weight in weights]
+
+    def pad_biases(self, biases: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Pad each ``bias [out_features]``."""
+        return [torch.nn.functional.pad(bias, (0, self.layer.out_features)) for bias in biases]
+
+    def cut(self, y: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        """Return the ``[rows, columns]`` of ``y`` that are not padding, contiguous."""
+        kept = y[:rows] if self.index is None else y.index_select(0, self.index.to(y.device))
+        return kept[:, :columns].contiguous()
+
+    def _pad(self, x: torch.Tensor, columns: int) -> torch.Tensor:
+        if x.shape[0] != self.unpadded:  # to pad by a negative amount would be to crop
+            raise RowsChanged(self.layer.owner, self.unpadded, x.shape)
+        if self.index is None:
+            return torch.nn.functional.pad(x, (0, columns, 0, self.rows - x.shape[0]))
+        padded = x.new_zeros(self.rows, x.shape[1] + columns)
+        padded[self.index.to(x.device), : x.shape[1]] = x
+        return padded

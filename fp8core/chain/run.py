@@ -1,0 +1,366 @@
+"""The library's one autograd.Function: a layer is a tuple of links, run forward and back here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.autograd import forward_ad
+
+from fp8core.chain.differentiable import (
+    Unfused,
+    converted,
+    is_detached,
+    only_once,
+    refusing,
+    transform_of,
+    twins,
+)
+from fp8core.chain.once import COMPUTED_AS_ONE, OnlyOnce
+from fp8core.chain.protocol import DENSE, Call, Link, Program, Saved
+from fp8core.chain.steps import Step, Steps, run_steps
+from fp8core.chain.unwrap import (
+    PLAIN,
+    are_readable,
+    has_no_plain_form,
+    is_strided,
+    made_readable,
+    unwrap,
+)
+from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.torch_ops import operators
+
+__all__ = ["Links", "Refusal", "capture", "is_under_torch_autocast", "refuse_transform", "run"]
+
+Links: TypeAlias = "tuple[Link, ...] | int"
+"""The links of a chain, or, while torch compiles or exports, their number from :func:`capture`."""
+
+
+class Refusal(NamedTuple):
+    """In the place of links that could not be bound: a graph that raises ``error`` when it runs,
+    and would make ``[..., columns(k)]`` of ``[..., k]``."""
+
+    error: Fp8CoreError
+    columns: Callable[[int], int]
+
+
+class _Chain(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, links: tuple[Link, ...], call: Call, x: torch.Tensor, *params: torch.Tensor
+    ) -> torch.Tensor:
+        y, saved, program = _forward(links, call, x, params, ctx.needs_input_grad[2:])
+        ctx.save_for_backward(*saved)
+        ctx.links = links
+        ctx.program = program
+        ctx.call = call
+        ctx.input_shape = x.shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return _backward_again(ctx, grad_output)
+        if torch.compiler.is_compiling():  # compiled autograd reads this, and knows no batches
+            return _backward(ctx, grad_output)
+        if _is_batched(grad_output) or _is_transformed():
+            return _backward_again(ctx, grad_output)
+        return _backward(ctx, _readable_grad(ctx, grad_output))
+
+
+# A batch of gradients (is_grads_batched, vectorize) comes by an older vmap than torch.func's.
+_is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+_is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# What _Chain.apply ends in. It looks for functorch's transforms first, for which nothing comes
+# here, and for tensors that outlived one; for a small layer that is a thirtieth of its time.
+_apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Chain).apply
+
+
+# A graph holds numbers, so nothing that torch captured is ever removed.
+_captured: list[tuple[Link, ...] | Refusal] = []
+_captured_lock = threading.Lock()
+
+
+def capture(links: tuple[Link, ...] | Refusal) -> int:
+    """Return a number that stands for ``links`` in a graph that torch captures.
+
+    torch.compile then calls :func:`run` on the number as one function, does not read its code, and
+    traces it with the operators that the links are bound to: forward, and backward by autograd.
+    """
+    torch.compiler.allow_in_graph(_run_captured)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    with _captured_lock:
+        _captured.append(links)
+        return len(_captured) - 1
+
+
+def _run_captured(
+    number: int,
+    x: torch.Tensor,
+    params: list[torch.Tensor],
+    groups: list[torch.Tensor],
+    splits: list[int],
+) -> torch.Tensor:
+    links = _captured[number]
+    if isinstance(links, Refusal):
+        return operators.refuse(x, links.columns(x.shape[-1]), links.error)
+    rng = operators.draw_seed() if any(link.needs_rng for link in links) else None
+    return run(links, x, params, Call(tuple(groups), tuple(splits), rng))
+
+
+def run(
+    links: Links, x: torch.Tensor, params: Sequence[torch.Tensor], call: Call = DENSE
+) -> torch.Tensor:
+    """Run ``x [..., k]`` through ``links``; ``params`` are theirs, in order. Returns ``[..., n]``.
+
+    What the links save for backward is what some gradient needs, nothing where none is.
+    ``torch.autocast`` is kept out of the backends: its casts would change their arithmetic.
+    """
+    if isinstance(links, int):
+        return _run_captured(links, x, list(params), list(call.groups), list(call.splits))
+    if type(x) not in PLAIN or not PLAIN.issuperset(map(type, params)):
+        if type(links) is Unfused and any(map(has_no_plain_form, (x, *params))):
+            with torch.autocast(x.device.type, enabled=False):
+                return _run_in_torch(links, x, params, call, f"a {type(x).__name__}")
+        x, params = _unwrap(links, x, params, call)
+        x, params = _made_readable(x, params)
+    elif not are_readable(x, params):
+        if type(links) is Unfused and not all(map(is_strided, (x, *params))):
+            with torch.autocast(x.device.type, enabled=False):
+                return _run_in_torch(links, x, params, call, "a sparse tensor")
+        x, params = _made_readable(x, params)
+    if is_under_torch_autocast(x):
+        with torch.autocast(x.device.type, enabled=False):
+            return _run(links, x, params, call)
+    return _run(links, x, params, call)
+
+
+def _unwrap(
+    links: tuple[Link, ...], x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """Return plain tensors, but for what is stored quantized and used as the operand that it is:
+    an input as the first link wants it, and weights, which their quantizers look at."""
+    first = links[0]
+    want = first.wants(x.numel() // x.shape[-1], (True,) * (1 + first.num_params), call)
+    if want is None or not want.takes(x):
+        x = unwrap(x, "input")
+    return x, [p if isinstance(p, QuantizedTensor) else unwrap(p, "a parameter") for p in params]
+
+
+def _made_readable(
+    x: torch.Tensor, params: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    device = x.device
+    own = [made_readable(param, device, "a parameter") for param in params]
+    return made_readable(x, device, "input"), own
+
+
+# One question for all types of devices; torch has no public one, and the public ones cost as much
+# as an allocation.
+_is_any_autocast_enabled: Callable[[], bool] = getattr(
+    torch._C, "_is_any_autocast_enabled", lambda: True
+)
+
+
+def is_under_torch_autocast(x: torch.Tensor) -> bool:
+    """Say whether ``torch.autocast`` is on for the tensor's type of device."""
+    if (x.is_cuda or x.is_cpu) and not _is_any_autocast_enabled():  # it forgets mps
+        return False
+    device_type = x.device.type  # asking it of meta would raise
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def _run(
+    links: tuple[Link, ...], x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
+) -> torch.Tensor:
+    if _is_transformed() or forward_ad._current_level >= 0:
+        transform = transform_of((x, *params))
+        if transform is not None:
+            return _run_in_torch(links, x, params, call, transform)
+    if torch.is_grad_enabled() and (x.requires_grad or _any_requires_grad(params)):
+        if type(links) is Unfused and (
+            len(links) > 1
+            or (params and (params[0].dtype != x.dtype or type(params[0]) not in PLAIN))
+        ):
+            return _run_in_pieces(links, x, params, call)
+        return _apply(links, call, x, *params)
+    return _forward(links, call, x, params, (False,) * (1 + len(params)))[0]
+
+
+def _run_in_pieces(
+    links: Unfused, x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
+) -> torch.Tensor:
+    """Run ``links`` as one node a piece; weights are converted by torch, which differentiates it.
+
+    A bias is converted within the node, whose gradient of it is rounded once, from the sum.
+    """
+    first, dtype = 0, x.dtype
+    for piece in links.pieces:
+        end = first + sum(link.num_params for link in piece)
+        own = converted(piece[0], params[first:end], dtype)
+        if x.requires_grad or _any_requires_grad(own):
+            x = _apply(piece, call, x, *own)
+        else:
+            x = _forward(piece, call, x, own, (False,) * (1 + len(own)))[0]
+        first = end
+    return x
+
+
+def refuse_transform(links: tuple[Link, ...]) -> None:
+    """Raise if a transform of torch.func is active that ``links`` cannot run under.
+
+    Raises:
+        UnsupportedError: says which.
+    """
+    transform, refused = transform_of(()), only_once(links)
+    if transform is not None and refused is not None:
+        raise refused.error(transform)
+
+
+def _run_in_torch(
+    links: tuple[Link, ...],
+    x: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    call: Call,
+    transform: str,
+) -> torch.Tensor:
+    """Run torch's own operators in the place of ``links``, for ``transform`` to see each."""
+    refused = only_once(links)
+    if refused is not None:
+        raise refused.error(transform)
+    return _forward(twins(links, x), call, x, params, (False,) * (1 + len(params)))[0]
+
+
+def _forward(
+    links: tuple[Link, ...],
+    call: Call,
+    x: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    needs: Sequence[bool],
+) -> tuple[torch.Tensor, Saved, Program]:
+    shape = x.shape
+    value = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+    is_one = len(links) == 1 and not isinstance(value, QuantizedTensor)
+    alone = links[0].alone(value.shape[0], needs, call) if is_one else None
+    program: Program
+    if alone is None:
+        y, saved, program = run_steps(links, call, value, params, needs)
+    else:
+        y, saved = alone.forward(value, params, call)
+        program = alone
+    if len(shape) != 2:
+        y = y.reshape(*shape[:-1], y.shape[-1])
+        if type(links) is Unfused and saved and saved[0] is value:
+            saved = (x, *saved[1:])  # with its history, which the view made here has not
+    return y, saved, program
+
+
+def _readable_grad(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
+    if type(grad_output) is not torch.Tensor or are_readable(grad_output):
+        return grad_output
+    if type(ctx.links) is Unfused and not is_strided(grad_output):
+        grad_output = grad_output.to_dense()  # torch takes it
+    return made_readable(grad_output, grad_output.device, "grad_output")
+
+
+def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    if is_under_torch_autocast(grad_output):
+        with torch.autocast(grad_output.device.type, enabled=False):
+            return _backward(ctx, grad_output)
+    if type(grad_output) is not torch.Tensor and not ctx.program.takes(grad_output, ctx.call):
+        grad_output = unwrap(grad_output, "grad_output")
+        grad_output = made_readable(grad_output, grad_output.device, "grad_output")
+    shape, input_shape = grad_output.shape, ctx.input_shape
+    value = grad_output if len(shape) == 2 else grad_output.reshape(-1, shape[-1])
+    saved = _saved(ctx)
+    if ctx.program.frees_early and not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each goes once it was read
+    grad_input, *grad_params = ctx.program.backward(value, saved, ctx.call)
+    if grad_input is not None and len(input_shape) != 2:
+        grad_input = grad_input.reshape(input_shape)
+    return None, None, grad_input, *grad_params
+
+
+def _saved(ctx: Any) -> list[torch.Tensor | None]:
+    """Return what forward saved, the input as rows.
+
+    Raises:
+        UnsupportedError: a backward pass was here before. Another one that failed had read it too,
+            as it is freed once read; torch frees it after a pass.
+        OperandError: in low precision, it was written since.
+    """
+    saved: list[torch.Tensor | None] | None = None
+    written: OnlyOnce | None = None
+    try:
+        saved = list(ctx.saved_tensors)
+    except RuntimeError as error:
+        said = str(error) if type(error) is RuntimeError else ""
+        written = only_once(ctx.links) if "modified" in said else None
+        if written is None and "second time" not in said:
+            raise
+    if written is not None:
+        raise OperandError(
+            f"{written.owner}: what backward needs was written in place since forward, a weight or "
+            f"input that is stored quantized, or that this recipe takes in high precision on the "
+            f"way back. Step the optimizer after backward, or write to a clone."
+        )
+    if saved is None:
+        raise UnsupportedError(
+            f"backward through a layer of fp8core a second time (its input was "
+            f"{list(ctx.input_shape)}): what forward kept was freed as the first backward read it, "
+            f"also if that one failed, as out of memory. Run forward again, or give the first "
+            f"backward retain_graph=True, which keeps it and takes more memory."
+        )
+    shape, x = ctx.input_shape, saved[0] if saved and type(ctx.links) is Unfused else None
+    if x is not None and len(shape) != 2 and x.shape == shape:
+        saved[0] = x.reshape(-1, shape[-1])
+    return saved
+
+
+def _backward_again(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return gradients that can be differentiated (create_graph), or of a batch of gradients.
+
+    The way back of one link is made of torch's operators on what forward saved, so it needs no
+    more than a first derivative does.
+    """
+    if is_under_torch_autocast(grad_output):
+        with torch.autocast(grad_output.device.type, enabled=False):
+            return _backward_again(ctx, grad_output)
+    links, needs = ctx.links, ctx.needs_input_grad[2:]
+    if type(links) is not Unfused or len(links) > 1:
+        return _refused(ctx, grad_output, only_once(links) or COMPUTED_AS_ONE)
+    program, (link,) = ctx.program, links
+    with torch.enable_grad():  # the input as rows is a view; without a history it passes for a copy
+        saved = _saved(ctx)
+    if not isinstance(program, Steps) and not needs[1]:
+        saved = [None, None, None, *saved]  # where a linear has its input
+    if is_detached(link, saved, needs):
+        return _refused(ctx, grad_output, COMPUTED_AS_ONE)
+    context = program.first_context if isinstance(program, Steps) else None
+    step = Step(twins(links, grad_output)[0], len(saved), context, needs)
+    value = grad_output.reshape(-1, grad_output.shape[-1])
+    grad_input, *grad_params = Steps([step]).backward(value, saved, ctx.call)
+    if grad_input is not None:
+        grad_input = grad_input.reshape(ctx.input_shape)
+    return None, None, grad_input, *grad_params
+
+
+def _refused(
+    ctx: Any, grad_output: torch.Tensor, reason: OnlyOnce
+) -> tuple[torch.Tensor | None, ...]:
+    """Return first derivatives, whose own raise; a batch of gradients raises at once."""
+    if _is_batched(grad_output) or _is_transformed():
+        raise reason.error("a batch of gradients in one backward (is_grads_batched, vectorize)")
+    with torch.no_grad():
+        grads = _backward(ctx, grad_output)
+    error = reason.error("a second derivative (create_graph=True)")
+    return refusing(grads, error, ctx, grad_output)
+
+
+def _any_requires_grad(params: Sequence[torch.Tensor]) -> bool:
+    for param in params:  # noqa: SIM110  a loop costs less than any() over a generator
+        if param.requires_grad:
+            return True
+    return False

@@ -1,0 +1,151 @@
+"""What a backend is given has memory that it may read: else it is made so, or refused by name.
+
+A backend reads memory at an address. Many subclasses of ``torch.Tensor`` have none of their own:
+they hold other tensors and answer torch's operations with those. Nor has every plain tensor: torch
+may owe it a negation, or zeros; its storage may be freed; it may be sparse, or on another device.
+Whatever goes to a backend passes here first, in :mod:`fp8core.chain.run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import methodcaller
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from fp8core.errors import OperandError
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.values import Values
+
+__all__ = [
+    *("PLAIN", "are_readable", "has_no_plain_form", "is_strided", "made_readable"),
+    "unwrap",
+]
+
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+"""The types of tensors that a backend may see."""
+
+# What torch traces with: operators know their shapes, and nobody reads their memory.
+_STAND_INS = (FakeTensor, FunctionalTensor)
+_NO_RULE = torch._C._disabled_torch_dispatch_impl
+
+
+def unwrap(x: torch.Tensor, role: str) -> torch.Tensor:
+    """Return ``x`` as a plain tensor of the same values; ``role`` is what messages call it.
+
+    A :class:`QuantizedTensor` is dequantized, the result of a collective that is under way is
+    waited for, and a subclass over ordinary memory is taken for that memory. Gradients flow back
+    through all of these. Tensors that torch traces with stay as they are.
+
+    Raises:
+        OperandError: a subclass that holds its values elsewhere, such as a DTensor.
+    """
+    rule = _rule_of(x)
+    if rule is None:
+        raise OperandError(f"{role} is a {type(x).__name__}, {_HELD_ELSEWHERE}. {_remedy(x)}")
+    return rule(x)
+
+
+def has_no_plain_form(x: torch.Tensor) -> bool:
+    """Say whether :func:`unwrap` refuses ``x``, and torch's own operators may take it."""
+    return _rule_of(x) is None and not _is_lazy(x)
+
+
+def are_readable(x: torch.Tensor, others: Sequence[torch.Tensor] = ()) -> bool:
+    """Say whether a kernel on the device of ``x`` may read each of the plain tensors as it is.
+
+    False also for empty ones; :func:`made_readable` looks closer.
+    """
+    device = x.get_device()
+    try:
+        for own in (x, *others):
+            if not own.data_ptr() or own.is_neg() or own.get_device() != device:
+                return False
+    except RuntimeError:  # there is nothing to have an address
+        return False
+    return True
+
+
+def is_strided(x: torch.Tensor) -> bool:
+    """Say whether ``x`` is laid out in memory by strides: not sparse, nor as oneDNN does it."""
+    return x.layout is torch.strided
+
+
+def made_readable(x: torch.Tensor, device: torch.device, role: str) -> torch.Tensor:
+    """Return ``x`` with its values in memory of ``device``; ``role`` is what messages call it.
+
+    A negation or zeros that torch owes are made. Subclasses, and what torch traces or transforms
+    with, stay as they are.
+
+    Raises:
+        OperandError: it is on another device or in another layout, or its memory was freed.
+    """
+    if type(x) not in PLAIN or _is_wrapped(x) or torch._is_functional_tensor(x):
+        return x
+    shape = list(x.shape)
+    if x.device != device:
+        raise OperandError(
+            f"{role} is on {x.device}, the input on {device}. Move one of them; nothing is moved "
+            f"silently."
+        )
+    if not is_strided(x):
+        layout = str(x.layout).removeprefix("torch.").lstrip("_")
+        raise OperandError(
+            f"{role} {shape} is in layout {layout}; expected a dense one, as to_dense() gives it."
+        )
+    if x.is_neg():
+        return x.resolve_neg()
+    if x._is_zerotensor():
+        return x.clone()
+    if x.numel() and not x.is_meta and not x.data_ptr():
+        raise OperandError(
+            f"{role} {shape} has no memory: its storage was freed, as that of a sharded parameter "
+            f"between its uses. Gather or fill it first, as by calling the model that owns it."
+        )
+    return x
+
+
+def _is_wrapped(x: torch.Tensor) -> bool:
+    functorch = torch._C._functorch
+    return functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)
+
+
+def _rule_of(x: torch.Tensor) -> Callable[[Any], torch.Tensor] | None:
+    if type(x) in PLAIN or isinstance(x, _STAND_INS):
+        return _as_it_is
+    if isinstance(x, QuantizedTensor | Values):
+        return methodcaller("dequantize")
+    if type(x).__torch_dispatch__ is _NO_RULE and not _is_lazy(x):
+        return methodcaller("as_subclass", torch.Tensor)
+    if type(x).__name__ == "AsyncCollectiveTensor":  # torch's class, of a private module
+        return _waited_for
+    return None
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _waited_for(x: Any) -> torch.Tensor:
+    made: torch.Tensor = torch.ops._c10d_functional.wait_tensor(x.elem)
+    return made
+
+
+_HELD_ELSEWHERE = "a subclass of torch.Tensor whose values are not in memory of its own"
+
+
+def _is_lazy(x: torch.Tensor) -> bool:
+    return torch.nn.parameter.is_lazy(x)
+
+
+def _remedy(x: torch.Tensor) -> str:
+    if _is_lazy(x):
+        return "Run the module that fills it first."
+    if hasattr(x, "to_local"):
+        return "Pass x.to_local(), the part of this rank, or x.full_tensor()."
+    if hasattr(x, "dequantize") and type(x).dequantize is not torch.Tensor.dequantize:
+        return "Pass x.dequantize()."
+    return "Pass a plain tensor."

@@ -1,0 +1,1 @@
+"""What is active for this thread, now: autocast, recomputes, checkpoints, graphs."""

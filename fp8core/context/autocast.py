@@ -1,0 +1,298 @@
+"""``autocast``: which recipe is active, per thread, and when delayed scales are updated."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed
+
+from fp8core.context import timeline
+from fp8core.context.scopes import close_scope, open_scope
+from fp8core.errors import RecipeError
+from fp8core.recipe import Recipe, get_default_recipe
+from fp8core.recipe.choice import recipe_from
+from fp8core.torch_ops.operators import constant_in_graph
+
+__all__ = [
+    "Active",
+    "activated",
+    "active",
+    "active_name",
+    "autocast",
+    "fp8_autocast",
+    "is_switched_off",
+    "named",
+]
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Active:
+    """What an ``autocast`` asks of the layers inside it.
+
+    ``quantize`` is the recipe to compute with, ``observe`` the one to record amaxes for while
+    computing in high precision; at most one is set.
+    """
+
+    quantize: Recipe | None = None
+    observe: Recipe | None = None
+    group: torch.distributed.ProcessGroup | None = None
+
+
+# What was ever asked for, by a name that is never given twice. A compiled graph is guarded by the
+# name: a string is compared by value, where an object would be compared by an address that another
+# may take over. As many entries as a program has different recipes and groups.
+_asked: dict[str, Active] = {}
+_names: dict[Active, str] = {}
+_names_lock = threading.Lock()
+# Recipes that a compiled graph knows by their address: kept, so that no other has it.
+_compared_by_address: list[Recipe] = []
+
+
+def _name(asked: Active) -> str:
+    with _names_lock:
+        name = _names.setdefault(asked, f"autocast {len(_names)}")
+        _asked[name] = asked
+    return name
+
+
+# Outside any autocast, which is not what autocast(enabled=False) says: a layer's own recipe counts.
+_OUTSIDE = "no autocast"
+_asked[_OUTSIDE] = Active()
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.active = _OUTSIDE
+        # The open autocasts, each with what was active around it.
+        self.opened: list[tuple[autocast, str]] = []
+
+
+_thread = _ThreadState()
+
+
+def active(default: Active | None = None) -> Active:
+    """Return what the calling thread's innermost autocast asks for; outside any, ``default``."""
+    name = _thread.active
+    return _asked[name] if default is None or name != _OUTSIDE else default
+
+
+def active_name(default: Active | None = None) -> str:
+    """Return the name of :func:`active`: equal names, equal requests."""
+    name = _thread.active
+    if default is None or name != _OUTSIDE:
+        return name
+    return _ask(default.quantize is not None, False, default.quantize, None)
+
+
+def active_before(
+    recompute: timeline.Recompute, default: Active | None = None
+) -> set[tuple[Recipe | None, Recipe | None]]:
+    """Return the recipes (quantize, observe) that may have been active in the forward that
+    ``recompute`` repeats, for what does ``default`` outside any autocast; nothing if unknown."""
+    outside = _asked[_OUTSIDE] if default is None else default
+    names = recompute.active_before(_OUTSIDE)
+    asked = [outside if name == _OUTSIDE else _asked[name] for name in names]
+    return {(one.quantize, one.observe) for one in asked}
+
+
+def is_switched_off() -> bool:
+    """Say whether the calling thread's innermost autocast computes in high precision; False outside
+    any."""
+    return _thread.active != _OUTSIDE and _asked[_thread.active].quantize is None
+
+
+def named(name: str) -> Active:
+    """Return what :func:`active_name` named."""
+    return _asked[name]
+
+
+@contextlib.contextmanager
+def activated(name: str) -> Iterator[None]:
+    """Have the calling thread's layers do what ``name``, of :func:`active_name`, asks for; updates
+    no scales at the end."""
+    outer, _thread.active = _thread.active, name
+    timeline.enter(name)
+    try:
+        yield
+    finally:
+        _thread.active = outer
+        timeline.leave()
+
+
+class autocast(contextlib.ContextDecorator):
+    """Context manager: layers inside compute their GEMMs in low precision, as ``recipe`` says.
+
+    Nested uses are allowed, the innermost decides; one object may be entered again, also while it
+    is active, and from several threads. What backward needs is kept in forward, so backward may
+    run outside. An exception restores the outer state, and the amaxes recorded inside are
+    forgotten, those of an inner autocast too whose exception an outer one never sees.
+
+    Args:
+        enabled: False computes in high precision.
+        calibrating: with ``enabled=False``, record the amaxes that a delayed-scaling recipe will
+            need, and turn them into scales on exit; works without gradients too.
+        recipe: a Recipe, or the name of one; None takes :func:`fp8core.get_default_recipe`.
+        amax_reduction_group: process group over which delayed amaxes are reduced (MAX). None
+            reduces nothing; there is no implicit WORLD group.
+
+    Raises:
+        RecipeError: ``recipe`` is neither a Recipe nor the name of one, or ``amax_reduction_group``
+            not a process group.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | str | None = None,
+        amax_reduction_group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        self._active = _ask(enabled, calibrating, recipe, amax_reduction_group)
+
+    def __enter__(self) -> None:
+        thread = _thread
+        open_scope()
+        thread.opened.append((self, thread.active))
+        thread.active = self._active
+        if not timeline.is_traced():
+            timeline.enter(self._active)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        thread = _thread
+        opened = thread.opened
+        if not opened or opened[-1][0] is not self:
+            self._exit_before_others(failed=kind is not None)
+            return
+        thread.active = opened.pop()[1]
+        if not timeline.is_traced():
+            timeline.leave()
+        close_scope(failed=kind is not None)
+
+    def _exit_before_others(self, *, failed: bool) -> None:
+        """End this one where autocasts that were entered later go on, as where a generator or a
+        coroutine holds one open; they stay as they are."""
+        opened = _thread.opened
+        depth = next((d for d, (own, _) in enumerate(reversed(opened)) if own is self), None)
+        if depth is None:
+            raise RecipeError(
+                "an autocast ends in a thread that has not entered it, as where one thread begins "
+                "a generator and another one closes it. Enter and leave it in one thread."
+            )
+        at = len(opened) - 1 - depth
+        _, around = opened.pop(at)
+        opened[at] = (opened[at][0], around)
+        timeline.leave(depth)
+        close_scope(failed=failed, depth=depth)
+
+    def __call__(self, func: _Function) -> _Function:
+        """Run ``func`` in the autocast, each time that it is called.
+
+        Raises:
+            RecipeError: calling ``func`` does not run its body, which would run outside.
+        """
+        is_lazy = inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func)
+        if is_lazy or inspect.isasyncgenfunction(func):
+            raise RecipeError(
+                f"autocast as a decorator of {getattr(func, '__qualname__', func)}, which is async "
+                f"or has a yield: calling it runs nothing yet, so its body would run outside of "
+                f"autocast. Write `with autocast(...):` in its body."
+            )
+        return super().__call__(func)
+
+
+class _Request(NamedTuple):
+    """The arguments of an autocast, and the name of what they ask for."""
+
+    enabled: bool
+    calibrating: bool
+    given: Recipe
+    group: torch.distributed.ProcessGroup | None
+    name: str
+
+
+# A training loop asks for the same in every step: compared by identity, as to hash a recipe takes
+# longer than the rest of an autocast. Recipes do not change.
+_latest: _Request | None = None
+
+
+def _ask(
+    enabled: bool,
+    calibrating: bool,
+    given: Recipe | str | None,
+    group: torch.distributed.ProcessGroup | None,
+) -> str:
+    """Check the arguments of an autocast, and return the name of what it asks for."""
+    global _latest
+    latest = _latest
+    if (
+        latest is not None
+        and given is latest.given
+        and enabled is latest.enabled
+        and calibrating is latest.calibrating
+        and group is latest.group
+        and not torch.compiler.is_compiling()  # where _check takes down what it was asked
+    ):
+        return latest.name
+    name = _check(enabled, calibrating, given, group)
+    if isinstance(given, Recipe):  # what None and a name stand for may change
+        _latest = _Request(enabled, calibrating, given, group, name)
+    return name
+
+
+def _check(
+    enabled: bool,
+    calibrating: bool,
+    given: Recipe | str | None,
+    group: torch.distributed.ProcessGroup | None,
+) -> str:
+    for name, value in (("enabled", enabled), ("calibrating", calibrating)):
+        if not isinstance(value, bool):
+            raise RecipeError(
+                f"autocast({name}={value!r}): expected True or False. A recipe is given by its "
+                f"name: autocast(recipe=...)."
+            )
+    recipe = recipe_from(given, "autocast(recipe=...)")
+    if group is not None and not _is_group(group):
+        raise RecipeError(
+            f"autocast(amax_reduction_group={group!r}): expected a process "
+            f"group from torch.distributed.new_group, or None to reduce nothing."
+        )
+    if recipe is None and (enabled or calibrating):
+        recipe = get_default_recipe()
+    elif isinstance(given, Recipe) and torch.compiler.is_compiling():
+        _compared_by_address.append(given)
+    observe = recipe if calibrating and not enabled else None
+    return _name(Active(quantize=recipe if enabled else None, observe=observe, group=group))
+
+
+constant_in_graph(_ask)
+constant_in_graph(timeline.is_traced)
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | str | None = None,
+    fp8_group: torch.distributed.ProcessGroup | None = None,
+) -> autocast:
+    """Return :class:`autocast` under the argument names of Transformer Engine's older function."""
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group)
+
+
+def _is_group(group: object) -> bool:
+    return torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)

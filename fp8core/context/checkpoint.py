@@ -1,0 +1,68 @@
+"""Activation recompute that repeats the forward exactly, with its recipe and its random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from fp8core.context.autocast import activated, active_name
+from fp8core.context.recompute import Tape, current, playing
+from fp8core.dispatch import policy
+from fp8core.errors import UnsupportedError
+
+__all__ = ["checkpoint"]
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: object | None = None,
+    tp_group: object | None = None,
+    use_reentrant: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Compute ``function(*args, **kwargs)`` keeping its inputs, and recompute it in backward.
+
+    The recompute runs under the ``autocast`` and ``use_backend`` that were active in forward, draws
+    the same random numbers and records no amax, so results and gradients equal those without
+    checkpointing bit for bit, and delayed scales advance once.
+
+    Args:
+        function: a module or function of tensors.
+        use_reentrant: as in ``torch.utils.checkpoint``, which does the work.
+        distribute_saved_activations, get_rng_state_tracker: tensor parallelism, not offered; what
+            asks for it raises UnsupportedError.
+        tp_group: what saved activations would be distributed over, so it changes nothing.
+    """
+    for name, value in (
+        ("distribute_saved_activations", distribute_saved_activations),
+        ("get_rng_state_tracker", get_rng_state_tracker),
+    ):
+        if value:
+            raise UnsupportedError(f"checkpoint({name}={value!r}) is not offered.")
+    asked, chosen = active_name(), policy.current()
+    tape = Tape(torch.is_grad_enabled(), outer=current())
+    is_first = True
+
+    def run(*inputs: Any, **named: Any) -> Any:
+        nonlocal is_first
+        if not is_first:
+            tape.replay()
+        is_first = False
+        with activated(asked), policy.activated(chosen), playing(tape):
+            return function(*inputs, **named)
+
+    if use_reentrant and kwargs:  # torch takes no keywords there: gradients would get lost
+        for name, value in kwargs.items():
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                raise UnsupportedError(
+                    f"checkpoint({name}=tensor that requires gradients) needs use_reentrant=False, "
+                    f"or the tensor as a positional argument."
+                )
+        run, kwargs = partial(run, **kwargs), {}
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)

@@ -1,0 +1,177 @@
+"""What a recompute in backward has to know of the forward that it repeats.
+
+``fp8core.checkpoint`` keeps a :class:`Tape` of the layers that ran; the recompute replays it: the
+same recipe, the same delayed scales, the same weights, and no amax recorded twice. A layer that
+runs inside backward without a tape is somebody else's recompute: it may only go on if nothing can
+have changed since, or if the model's output knows the scales (:func:`keep_scales`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from fp8core.errors import OperandError
+from fp8core.tensors.scaling import DelayedState, join_backward, offer_scales
+from fp8core.tensors.weights import Kept
+
+__all__ = ["Entry", "Tape", "current", "is_in_backward", "keep_scales", "playing", "scale_of"]
+
+
+class Entry(NamedTuple):
+    """One layer's forward: who, under which key, with which weights and delayed scales.
+
+    ``first_microbatch`` is what it was told, ``weights`` the quantized ones that it took for that.
+    """
+
+    label: str
+    key: tuple[object, ...]
+    versions: tuple[int, ...]
+    scale: torch.Tensor | None
+    first_microbatch: bool | None
+    weights: dict[int, Kept]
+
+
+class Tape:
+    """The entries of one checkpointed forward, in order; ``is_replaying`` in its recompute.
+
+    ``is_grad_enabled`` is what the caller of the checkpoint had: a reentrant checkpoint runs its
+    forward without gradients. ``outer`` is the tape of the checkpoint around this one: what runs
+    here is recorded there too, and a recompute of the outer one repeats it from there.
+    """
+
+    def __init__(self, is_grad_enabled: bool, outer: Tape | None = None) -> None:
+        self.is_grad_enabled: bool = is_grad_enabled if outer is None else outer.is_grad_enabled
+        self.is_replaying = False
+        self.backward_pass: int | None = None
+        self._outer = outer
+        self._entries: list[Entry] = []
+        self._next = 0
+
+    def replay(self) -> None:
+        """Start over, from now on checking instead of recording."""
+        self.is_replaying = True
+        self._next = 0
+        self.backward_pass = None if self._outer is None else self._outer.backward_pass
+        if self.backward_pass is None and is_in_backward():  # a debugger may unpack outside
+            self.backward_pass = join_backward()
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether what runs now repeats an earlier forward: of this checkpoint, or of an outer."""
+        return self.is_replaying or (self._outer is not None and self._outer.is_repeating)
+
+    def visit(
+        self,
+        label: str,
+        key: tuple[object, ...],
+        weights: Sequence[torch.Tensor],
+        state: DelayedState | None,
+        first_microbatch: bool | None = None,
+    ) -> Entry:
+        """Take down one layer's forward, or return the one that it repeats.
+
+        Raises:
+            OperandError: another layer, recipe, dtype or weight than in forward.
+        """
+        if self.is_replaying:
+            return self._take(label, key, weights)
+        if self._outer is None:
+            scale = None if state is None else state.scale.clone()
+            entry = Entry(label, key, _versions(weights), scale, first_microbatch, {})
+        else:
+            entry = self._outer.visit(label, key, weights, state, first_microbatch)
+        self._entries.append(entry)
+        return entry
+
+    def _take(self, label: str, key: tuple[object, ...], weights: Sequence[torch.Tensor]) -> Entry:
+        if self._next >= len(self._entries):
+            raise OperandError(f"recompute of {label}: the forward ran fewer layers.")
+        entry = self._entries[self._next]
+        self._next += 1
+        if entry.label != label:
+            raise OperandError(f"recompute of {label}: the forward ran {entry.label} here.")
+        if entry.key != key:
+            raise OperandError(
+                f"recompute of {label}: recipe, dtype, device or backend differ from the forward: "
+                f"{key} instead of {entry.key}."
+            )
+        if entry.versions != _versions(weights):
+            raise OperandError(
+                f"recompute of {label}: a parameter was written between forward and backward; "
+                f"step the optimizer after backward."
+            )
+        return entry
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.tape: Tape | None = None
+
+
+_thread = _Thread()
+
+
+def current() -> Tape | None:
+    """Return the tape that the calling thread's layers record on or replay."""
+    return _thread.tape
+
+
+@contextmanager
+def playing(tape: Tape) -> Iterator[None]:
+    """Have the thread's layers use ``tape``."""
+    outer, _thread.tape = _thread.tape, tape
+    try:
+        yield
+    finally:
+        _thread.tape = outer
+
+
+def is_in_backward() -> bool:
+    """Say whether the calling thread is running a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def keep_scales(output: Any, states: Sequence[DelayedState]) -> None:
+    """Have a recompute in the backward of ``output``, tensors in any nesting, repeat the forward
+    with the scales that ``states`` have now."""
+    outputs = [own for own in tree_leaves(output) if isinstance(own, torch.Tensor)]
+    outputs = [own for own in outputs if own.requires_grad]
+    if not states or not outputs:
+        return
+    scales: dict[DelayedState, torch.Tensor] = {}
+    for device in {state.scale.device for state in states}:
+        here = [state for state in states if state.scale.device == device]
+        copy = torch.cat([state.scale for state in here])  # one copy: a launch costs, not its size
+        parts = torch.split(copy, [state.scale.numel() for state in here])
+        scales.update(zip(here, parts, strict=True))
+    for own in outputs:
+        own.register_hook(lambda grad: offer_scales(scales))  # type: ignore[no-untyped-call]  # torch's
+
+
+@contextmanager
+def scale_of(state: DelayedState | None, scale: torch.Tensor | None) -> Iterator[None]:
+    """Put ``scale`` in the place of the state's own."""
+    if state is None or scale is None:
+        yield
+        return
+    own = state.scale.clone()
+    try:
+        _write(state, scale)
+        yield
+    finally:
+        _write(state, own)
+
+
+def _write(state: DelayedState, scale: torch.Tensor) -> None:
+    with torch.no_grad():
+        state.scale.copy_(scale)
+
+
+def _versions(weights: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(0 if weight.is_inference() else weight._version for weight in weights)

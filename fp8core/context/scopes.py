@@ -1,0 +1,223 @@
+"""Where amaxes are recorded: the open autocasts of each thread, and the steps of its models.
+
+What is recorded in one becomes scales when the outermost ends, and is forgotten if it fails.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed
+
+from fp8core.tensors import scaling
+from fp8core.tensors.scaling import DelayedState, Recorded
+
+__all__ = [
+    "begin_step",
+    "close_scope",
+    "end_step",
+    "forget_interrupted",
+    "is_in_step",
+    "open_scope",
+    "touch",
+    "touched_in",
+]
+
+
+class _Scope(NamedTuple):
+    """An open autocast (``owner`` None), or step of ``owner``: what is recorded in until it closes.
+
+    ``touched`` are the states that recorded in it, by their buffer: states of two backends or
+    margins share a layer's. ``before`` is what a buffer held that a scope around had recorded in,
+    ``groups`` what a forward state and its backward one were reduced over, where that has changed.
+    One that ``ends_step`` turns amaxes into scales when it closes; one inside an autocast hands
+    them on to the scope around it. ``is_running`` tells whether a step was interrupted.
+    """
+
+    owner: object
+    ends_step: bool
+    is_running: Callable[[], bool]
+    touched: dict[int, DelayedState]
+    before: dict[int, Recorded]
+    groups: dict[DelayedState, tuple[DelayedState, torch.distributed.ProcessGroup | None]]
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.scopes: list[_Scope] = []
+        self.num_autocasts = 0
+
+
+_thread = _ThreadState()
+
+
+def _always() -> bool:
+    return True
+
+
+def open_scope() -> None:
+    """Open the scope of an autocast."""
+    thread = _thread
+    thread.scopes.append(_Scope(None, not thread.num_autocasts, _always, {}, {}, {}))
+    thread.num_autocasts += 1
+
+
+def close_scope(*, failed: bool, depth: int = 0) -> None:
+    """Close the scope of the innermost autocast but ``depth``, and the steps in it that an
+    interrupt left open."""
+    thread = _thread
+    thread.num_autocasts -= 1
+    scopes = thread.scopes
+    if depth:
+        _close_around(depth, failed=failed)
+        return
+    scope = scopes.pop()
+    while scope.owner is not None:
+        _close(scope, failed=True)
+        scope = scopes.pop()
+    _close(scope, failed=failed)
+
+
+def _close_around(depth: int, *, failed: bool) -> None:
+    """Close the scope of an autocast around ``depth`` others, which go on: the next one inside
+    ends the step in its place, with what was recorded in both."""
+    scopes = _thread.scopes
+    of_autocasts = [at for at, scope in enumerate(scopes) if scope.owner is None]
+    at, following = of_autocasts[-1 - depth], of_autocasts[-depth]
+    scope = scopes[at]
+    inside = scopes[at + 1 : following + 1]
+    scopes[at : following + 1] = [
+        own._replace(ends_step=own.ends_step or scope.ends_step) for own in inside
+    ]
+    touched_inside = {key for own in inside for key in own.touched}
+    if failed:
+        alone = {key: own for key, own in scope.touched.items() if key not in touched_inside}
+        scaling.discard(alone.values())
+        for key in scope.touched:
+            for own in inside:
+                own.before.pop(key, None)
+    else:
+        inside[-1].touched.update({**scope.touched, **inside[-1].touched})
+    for key, recorded in scope.before.items():
+        if failed and key not in touched_inside:
+            recorded.put_back()
+        else:
+            inside[-1].before[key] = recorded
+    for forward, (backward, group) in scope.groups.items():
+        if failed and forward.key not in touched_inside:
+            forward.group = backward.group = group
+        else:
+            inside[-1].groups[forward] = backward, group
+
+
+def touch(
+    forward: DelayedState,
+    backward: DelayedState,
+    group: torch.distributed.ProcessGroup | None,
+) -> None:
+    """Have ``forward`` updated when the thread's outermost autocast, or its model's step, ends, and
+    both states be reduced over ``group``. To be called before ``forward`` records."""
+    scopes = _thread.scopes
+    if scopes:
+        touched = scopes[-1].touched
+        if forward.key not in touched:
+            if len(scopes) > 1:
+                _keep_recorded(forward)
+            touched[forward.key] = forward
+    if forward.group is not group:
+        if scopes:
+            scopes[-1].groups.setdefault(forward, (backward, forward.group))
+        forward.group = backward.group = group
+
+
+def _keep_recorded(forward: DelayedState) -> None:
+    """Keep what ``forward`` holds for the innermost scope, if a scope around has recorded in it."""
+    scopes, ends_step = _thread.scopes, False
+    for scope in reversed(scopes):
+        if forward.key in scope.touched:
+            scopes[-1].before[forward.key] = Recorded.of(forward)
+            if ends_step:  # the update of a step within a step is of its own amaxes
+                scaling.discard([forward])
+            return
+        ends_step |= scope.ends_step
+
+
+def _close(scope: _Scope, *, failed: bool) -> None:
+    """End ``scope``, which is none of the thread's any more: update what it touched, hand it on to
+    the scope around, or, if it ``failed``, put back what was there before."""
+    touched, before, groups = scope.touched, scope.before, scope.groups
+    if not touched:
+        return
+    if not scope.ends_step and not failed:
+        around = _thread.scopes[-1]
+        for forward, before_it in groups.items():
+            around.groups.setdefault(forward, before_it)
+        for key, state in touched.items():
+            if key not in around.touched:
+                around.touched[key] = state
+                if key in before:
+                    around.before[key] = before[key]
+        return
+    try:
+        if not failed:
+            scaling.update(touched.values())
+    except BaseException:
+        failed = True
+        raise
+    finally:
+        if failed:
+            scaling.discard(touched.values())
+            for forward, (backward, group) in groups.items():
+                forward.group = backward.group = group
+        for recorded in before.values():
+            recorded.put_back()
+
+
+def begin_step(owner: object, is_running: Callable[[], bool] = _always) -> None:
+    """Open a step of ``owner``, a model whose layers have a recipe of their own.
+
+    Inside an autocast, whose exit is the step's end, it only marks what is forgotten if the step
+    fails. A step of the same owner that was never ended, as an interrupt leaves one, is forgotten,
+    and so is any that no longer is running.
+    """
+    end_step(owner, failed=True)
+    forget_interrupted()
+    _thread.scopes.append(_Scope(owner, not _thread.num_autocasts, is_running, {}, {}, {}))
+
+
+def forget_interrupted() -> None:
+    """Forget the innermost steps that were never ended and no longer are running."""
+    scopes = _thread.scopes
+    while scopes and not scopes[-1].is_running():
+        _close(scopes.pop(), failed=True)
+
+
+def end_step(owner: object, *, failed: bool) -> None:
+    """Close the step of ``owner`` and those within it; turn its amaxes into scales, or forget
+    them if it failed. Without an open step of ``owner``, or if an autocast was opened in it that
+    still is, it does nothing."""
+    scopes = _thread.scopes
+    at = len(scopes) - 1
+    while at >= 0 and scopes[at].owner is not owner:
+        if scopes[at].owner is None:
+            return
+        at -= 1
+    while at >= 0 and len(scopes) > at:
+        scope = scopes.pop()
+        _close(scope, failed=failed or scope.owner is not owner)
+
+
+def touched_in(owner: object) -> list[DelayedState]:
+    """Return the states touched so far in the step of ``owner``, if that is the innermost open and
+    not inside an autocast."""
+    scopes = _thread.scopes
+    is_open = bool(scopes) and scopes[-1].owner is owner and scopes[-1].ends_step
+    return list(scopes[-1].touched.values()) if is_open else []
+
+
+def is_in_step(owner: object) -> bool:
+    """Say whether the calling thread has a step of ``owner`` open."""
+    return any(scope.owner is owner for scope in _thread.scopes)

@@ -1,0 +1,1 @@
+"""What would run, and what a recipe asks a backend for."""

@@ -1,0 +1,187 @@
+"""``explain``: which backend runs what, and why each alternative was not taken."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fp8core.backend_api import OPS, OPTIONAL_OPS, FusedDesc, OpDesc, QuantizeDesc
+from fp8core.chain.fusion import variants
+from fp8core.commands.arguments import device_argument, op_argument, recipe_argument
+from fp8core.dispatch import plugins, policy, select, table
+from fp8core.dispatch.isolation import Failure, attempt
+from fp8core.dispatch.select import Choice
+from fp8core.dispatch.settings import check_op
+from fp8core.errors import OperandError, PluginError, UnsupportedError
+from fp8core.inspect.descriptors import Need, layer_needs, op_needs
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.recipe import Recipe, get_default_recipe
+from fp8core.recipe.choice import recipe_from
+
+__all__ = ["Explanation", "Line", "add_arguments", "explain", "run"]
+
+_DTYPE = torch.bfloat16
+_STORED = (
+    "a QuantizedTensor stored like that is taken as it is; one stored otherwise is dequantized "
+    "once and cast, but a weight is refused"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One operation of one layer: what runs it, or why nothing does.
+
+    Attributes:
+        layer: the layer's name, or its class and sizes; empty for an operation asked by name.
+        step: what the operation is for: ``fprop``, ``weight``, ``gelu``; may be empty.
+        desc: the operation, with the precision of each operand.
+        choice: the backend and what became of the others; None if nothing runs it.
+        kernel: what the backend runs for it, by its own name; None if nothing runs it.
+        refusal: why nothing runs it; None if something does.
+    """
+
+    layer: str
+    step: str
+    desc: OpDesc
+    choice: Choice | None
+    kernel: str | None
+    refusal: str | None
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether the front end does without: a fusion whose pair runs in its place."""
+        return self.desc.op in OPTIONAL_OPS
+
+    def __str__(self) -> str:
+        if self.choice is not None:
+            text = f"{self.choice}\n  kernel: {self.kernel}"
+            if self.layer and isinstance(self.desc, QuantizeDesc):
+                text += f"\n  {_STORED}"
+        else:
+            verdict = "NOT OFFERED, the pair runs" if self.is_optional else "REFUSED"
+            text = f"{verdict}: {self.refusal}"
+        where = " ".join(filter(None, (self.layer, self.step)))
+        return f"{where}: {text}" if where else text
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The answer of :func:`explain`; ``str()`` prints it."""
+
+    lines: tuple[Line, ...]
+
+    @property
+    def refused(self) -> bool:
+        """Whether any operation that is needed has nothing to run it."""
+        return any(line.choice is None and not line.is_optional for line in self.lines)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.lines))
+
+
+def explain(
+    target: str | torch.nn.Module,
+    recipe: Recipe | str | None = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Explanation:
+    """Say which backend runs ``target``, an operation's name or a model's layers, and why.
+
+    Nothing is computed; a backend's ``bind`` is called, as for a layer. ``recipe`` is a Recipe or
+    the name of one; None takes what :func:`fp8core.convert` gave the layer, else the default
+    recipe. ``device`` None is the selected backend's, or the layer's own. ``dtype`` is that of the
+    activations; None is that of the layer's parameters, bfloat16 for an operation asked by name.
+
+    Raises:
+        RecipeError: ``target`` is not the name of an operation, ``recipe`` neither a Recipe nor the
+            name of one.
+        OperandError: the model has no fp8core layer, or ``target`` is neither.
+    """
+    asked = recipe_from(recipe, "explain(recipe=...)")
+    if isinstance(target, str):
+        chosen = asked or get_default_recipe()
+        check_op(target, "explain()")
+        where = torch.device(device) if device else select.default_device(policy.current())
+        return Explanation(tuple(_lines("", op_needs(target, chosen, dtype or _DTYPE), where)))
+    if not isinstance(target, torch.nn.Module):
+        raise OperandError(f"explain({target!r}): expected an operation's name or a model.")
+    lines: list[Line] = []
+    for path, layer in target.named_modules():
+        if isinstance(layer, LowPrecisionModule):
+            own = next(layer.parameters(), torch.empty(0, dtype=_DTYPE, device="cpu"))
+            where = torch.device(device) if device else own.device
+            needs = layer_needs(layer, _recipe_for(layer, asked), dtype or own.dtype)
+            lines += _lines(path or layer.label, _bound(needs, where), where)
+    if not lines:
+        raise OperandError(f"explain: {type(target).__name__} holds no fp8core layer.")
+    return Explanation(tuple(lines))
+
+
+def _recipe_for(layer: LowPrecisionModule, asked: Recipe | None) -> Recipe:
+    by_default = None if layer.outside_autocast is None else layer.outside_autocast.quantize
+    return asked or by_default or get_default_recipe()
+
+
+def _lines(layer: str, needs: Iterable[Need], device: torch.device) -> Iterator[Line]:
+    for step, desc in needs:
+        try:
+            choice = select.choose(desc, device, policy.current())
+        except UnsupportedError as error:
+            yield Line(layer, step, desc, None, None, str(error))
+            continue
+        kernel = attempt(functools.partial(table.kernel_name, choice))
+        if isinstance(kernel, Failure):
+            yield Line(layer, step, desc, None, None, _bind_failure(choice, kernel))
+        else:
+            yield Line(layer, step, desc, choice, kernel, None)
+
+
+def _bound(needs: Iterable[Need], device: torch.device) -> Iterator[Need]:
+    """Leave out the fusions that a layer does not bind: whoever quantizes has to offer them."""
+    registry = plugins.load()
+    for need in needs:
+        if isinstance(need.desc, FusedDesc):
+            try:
+                chosen = select.choose(need.desc.quantize, device, policy.current()).backend
+            except UnsupportedError:
+                continue  # the cast has a line of its own that says so
+            asked = variants(need.desc).values()
+            spec = registry.backends[chosen]
+            if any(registry.unsupported(spec, desc, device) is not None for desc in asked):
+                continue
+        yield need
+
+
+def _bind_failure(choice: Choice, failure: Failure) -> str:
+    if isinstance(failure.error, PluginError):  # which says all this
+        return str(failure)
+    return f"{choice.backend} says that it runs {choice.desc}, but its bind() failed: {failure}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    every = ", ".join((*OPS, *OPTIONAL_OPS))
+    parser.add_argument("--op", required=True, type=op_argument, help=f"one of {every}")
+    parser.add_argument(
+        "--device",
+        type=device_argument,
+        help="as torch names it; default: the selected backend's",
+    )
+    parser.add_argument(
+        "--recipe",
+        type=recipe_argument,
+        help="a recipe's name, or none for high precision; default: the selected backend's",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the explanation; return 1 if nothing runs one of its lines."""
+    recipe = args.recipe if args.recipe is not None else get_default_recipe()
+    explanation = explain(args.op, recipe, device=args.device)
+    print(str(explanation) or f"{args.op}: {recipe} has no use for it")
+    return 1 if explanation.refused else 0

@@ -1,1 +1,0 @@
-"""Operations that a layer is a tuple of; :mod:`fp8core.chain` runs them under one autograd node."""

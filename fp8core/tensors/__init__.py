@@ -1,0 +1,1 @@
+"""Quantized tensors and what they keep: quantizers, delayed scales, kept weights."""

@@ -1,0 +1,391 @@
+"""``QuantizedTensor``: a matrix in low precision that torch takes for a tensor of bfloat16.
+
+It holds the operands that a layer's GEMMs read, as flat plain tensors, and nothing else. What torch
+does to it is in three classes:
+
+* moving, copying, saving and padding act on the operands, bit for bit;
+* other operations see the values, decoded to the nominal dtype, and give plain tensors;
+* what is written to it is quantized again. Views are for reading: writing to one is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from fp8core.backend_api import Operand
+from fp8core.errors import OperandError, UnsupportedError
+from fp8core.recipe.plan import TensorPlan
+from fp8core.reporting import log_once
+from fp8core.tensors.casts import Casts
+from fp8core.tensors.checks import check_stored, matrix_size, plan_from
+from fp8core.tensors.quantizer import Orientations
+from fp8core.tensors.storage import (
+    FLOATS,
+    PARTS,
+    check,
+    decode_operand,
+    kept,
+    make_operands,
+    pad_operand,
+    split,
+    storage_plan,
+    turn,
+)
+from fp8core.tensors.values import as_view, decomposed, written
+
+__all__ = ["QuantizedTensor"]
+
+_MASTERS = (
+    "Step high-precision masters: make masters = fp8core.MasterWeights(model) and the optimizer "
+    "of masters.parameters(), then masters.attach(optimizer)."
+)
+
+
+class QuantizedTensor(Casts):
+    """A matrix ``[n, k]`` stored as the operands of a GEMM; its dtype is nominal.
+
+    ``_rowwise_data``, ``_rowwise_scale_inv``, ``_rowwise_global_scale_inv`` and the same for
+    ``_columnwise_`` are plain tensors as :class:`fp8core.backend_api.Operand` has them, None where
+    there is none. The columnwise ones are None too where they are views of the rowwise ones: a
+    square block holds the same values both ways. Values are those of the rowwise operand; in
+    formats with blocks along k alone the columnwise one is another rounding of what was written.
+
+    ``dtype`` is float32, bfloat16 or float16: what ``dequantize`` gives, what other operations
+    compute in, and the dtype of the gradient, which is a plain tensor. A gradient passes
+    ``dequantize`` unchanged. ``to(dtype)`` is ``dequantize().to(dtype)``, a move stays quantized.
+    Made by :class:`fp8core.quantized_model_init` or :meth:`quantize`.
+    """
+
+    plan: TensorPlan
+    _rowwise_data: torch.Tensor
+    _rowwise_scale_inv: torch.Tensor
+    _initial_value: torch.Tensor | None
+    _keeps_initial_value: bool
+
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls, rowwise: Operand, columnwise: Operand | None, plan: TensorPlan, dtype: torch.dtype
+    ) -> QuantizedTensor:
+        """Wrap the operands; ``columnwise`` is None if it is a view of ``rowwise``, or not kept.
+
+        Raises:
+            OperandError: their sizes or dtypes are not those that ``plan`` has.
+        """
+        parts = (*rowwise, *(columnwise or (None,) * 3))
+        self: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, matrix_size(parts, plan), dtype=dtype, device=rowwise.data.device
+        )
+        for name, part in zip(PARTS, parts, strict=True):
+            setattr(self, name, part)
+        self.plan = plan
+        self._initial_value = None
+        self._keeps_initial_value = False
+        return self
+
+    @classmethod
+    def quantize(cls, value: torch.Tensor, plan: TensorPlan) -> QuantizedTensor:
+        """Return ``value [n, k]`` stored as ``plan`` says, such as ``recipe.plan(role).weight``.
+
+        The nominal dtype is that of ``value``. Scales come from its amax, delayed ones too.
+
+        Raises:
+            OperandError: ``value`` is no floating-point matrix.
+            UnsupportedError: the plan rounds stochastically, transforms, or leaves fprop in high
+                precision, its blocks do not divide the sizes, or no backend quantizes like that.
+        """
+        if value.dim() != 2 or value.dtype not in FLOATS:
+            raise OperandError(
+                f"QuantizedTensor of {list(value.shape)} {value.dtype}: expected a matrix in "
+                f"float32, bfloat16 or float16."
+            )
+        plan = storage_plan(plan)
+        check(plan, tuple(value.shape))
+        return cls(*kept(make_operands(value.detach(), plan)), plan, value.dtype)
+
+    @property
+    def operands(self) -> Orientations:
+        """The operands, ``rowwise [n, k]`` and ``columnwise [k, n]``, None if not planned."""
+        rowwise, columnwise = _stored(self)
+        if columnwise is None and self.plan.columnwise is not None:
+            columnwise = turn(rowwise)
+        return Orientations(rowwise, columnwise)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the plain tensors that hold it, for a collective or a count of bytes."""
+        parts = (getattr(self, name) for name in PARTS)
+        return [part for part in parts if part is not None]
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # torch's is read-only too, but for its stub
+        """Bytes that it holds, scales included."""
+        return sum(part.nbytes for part in self.tensors())
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the values as a plain tensor ``[n, k]`` in ``dtype``, the nominal one if None."""
+        dtype = dtype or self.dtype
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return _decode(self, dtype)
+        if dtype == self.dtype:
+            return self * 1  # differentiable, and exact
+        return torch.ops.aten._to_copy.default(self, dtype=dtype)  # type: ignore[no-any-return]
+
+    def share_memory_(self) -> QuantizedTensor:
+        """Move the operands to shared memory, as torch does a tensor's storage."""
+        for part in self.tensors():
+            part.share_memory_()  # type: ignore[no-untyped-call]  # torch's
+        return self
+
+    def with_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
+        """Return the same operands under another nominal dtype."""
+        made = QuantizedTensor(*_stored(self), self.plan, dtype)
+        made._initial_value, made._keeps_initial_value = (
+            self._initial_value,
+            self._keeps_initial_value,
+        )
+        return made
+
+    def initialize(self, value: torch.Tensor) -> None:
+        """Write ``value``, and keep it on the CPU if the parameter was made to."""
+        self.copy_(value)
+        if self._keeps_initial_value:
+            self._initial_value = value.detach().to("cpu", copy=True)
+
+    def get_high_precision_init_val(self) -> torch.Tensor | None:
+        """Return the value before it was quantized, on the CPU; None if not kept, or cleared."""
+        return self._initial_value
+
+    def clear_high_precision_init_val(self) -> None:
+        """Forget the value that :meth:`get_high_precision_init_val` returns."""
+        self._initial_value = None
+
+    @property
+    def data(self) -> torch.Tensor:  # torch declares an attribute
+        """The tensor without its autograd history, as in torch; shares the operands."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # torch would exchange the outer tensors and leave the operands as they were
+        if value.shape != self.shape:
+            raise OperandError(f"data of {self} cannot become one of {list(value.shape)}.")
+        with torch.no_grad():
+            self.copy_(value.detach())
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[TensorPlan, torch.dtype]]:
+        names = [name for name in PARTS if getattr(self, name) is not None]
+        return names, (self.plan, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> QuantizedTensor:
+        rowwise, columnwise = split([inner.get(name) for name in PARTS])
+        return QuantizedTensor(rowwise, columnwise, *context)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        specs = [None if spec is None else dataclasses.asdict(spec) for spec in self.plan]
+        is_parameter = getattr(self, "_is_param", False)  # what torch.nn.Parameter looks for
+        parts = [getattr(self, name) for name in PARTS]
+        return _rebuild, (parts, specs, self.dtype, is_parameter, self.requires_grad)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
+        nominal = str(self.dtype).removeprefix("torch.")
+        return f"QuantizedTensor({list(self.shape)}, {self.plan.rowwise}, {nominal}, {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares less
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func.overloadpacket) or decomposed(func) or _on_values
+        return handler(func, args, kwargs or {})
+
+
+def _rebuild(
+    parts: Sequence[torch.Tensor | None],
+    specs: Sequence[dict[str, Any] | None],
+    dtype: torch.dtype,
+    is_parameter: bool,
+    requires_grad: bool,
+) -> torch.Tensor:
+    """Make a tensor from what ``torch.save`` stored: plain tensors and plain values.
+
+    Raises:
+        OperandError: they are not what a QuantizedTensor was saved as.
+    """
+    plan = plan_from(specs)
+    check_stored(parts, plan, dtype)
+    made = QuantizedTensor(*split(parts), plan, dtype)
+    check(plan, tuple(made.shape))
+    if is_parameter is True:
+        return torch.nn.Parameter(made, requires_grad is True)
+    return made.requires_grad_(requires_grad is True)
+
+
+torch.serialization.add_safe_globals([_rebuild])
+
+
+def _stored(tensor: QuantizedTensor) -> tuple[Operand, Operand | None]:
+    return split([getattr(tensor, name) for name in PARTS])
+
+
+def _decode(tensor: QuantizedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    assert tensor.plan.rowwise is not None
+    return decode_operand(_stored(tensor)[0], tensor.plan.rowwise, dtype or tensor.dtype)
+
+
+def _write(tensor: QuantizedTensor, value: torch.Tensor) -> None:
+    """Quantize ``value``, in the dtype it has, into the operands of ``tensor``."""
+    if value.shape != tensor.shape:
+        value = value.expand(tensor.shape)
+    value = value.detach().to(tensor.device)
+    if value.dtype not in FLOATS:
+        value = value.to(torch.float32 if value.is_floating_point() else tensor.dtype)
+    _assign(tensor, make_operands(value, tensor.plan))
+
+
+def _assign(tensor: QuantizedTensor, operands: Orientations) -> None:
+    for mine, made in zip(_stored(tensor), operands, strict=True):
+        for own, new in zip(mine or (), made or (), strict=False):
+            if own is not None:
+                own.copy_(new)
+                # Backward may have kept it, and torch counts no write within __torch_dispatch__.
+                if not own.is_inference():
+                    torch.autograd.graph.increment_version(own)
+
+
+def _like(tensor: QuantizedTensor, device: torch.device) -> QuantizedTensor:
+    """Return one of zeros on ``device``, laid out as the backend there does it."""
+    zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    made = QuantizedTensor.quantize(zeros, tensor.plan)
+    made._keeps_initial_value = tensor._keeps_initial_value
+    return made
+
+
+# --- operations ---
+
+
+def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` on the values; what it wrote is quantized again."""
+    targets = []
+    for target in written(func, args, kwargs):
+        if isinstance(target, QuantizedTensor):
+            targets.append(target)
+        elif isinstance(target, (list, tuple)) and any(
+            isinstance(one, QuantizedTensor) for one in target
+        ):
+            raise UnsupportedError(
+                f"{func} updates several parameters at once, and cannot write to "
+                f"{next(one for one in target if isinstance(one, QuantizedTensor))}: an optimizer "
+                f"with foreach=True or fused=True.\n  {_MASTERS}"
+            )
+    if "c10d" in func.namespace:
+        raise UnsupportedError(
+            f"{func} of a QuantizedTensor: pass each of its .tensors(), or .dequantize()."
+        )
+    values: dict[int, torch.Tensor] = {}
+
+    def value_of(tensor: QuantizedTensor) -> torch.Tensor:
+        return values.setdefault(id(tensor), _decode(tensor))
+
+    plain_args, plain_kwargs = tree_map_only(QuantizedTensor, value_of, (args, kwargs))
+    out = func(*plain_args, **plain_kwargs)
+    owners = {id(values[id(target)]): target for target in targets}
+    for target in targets:
+        value = values[id(target)]
+        if value.shape != target.shape:
+            raise UnsupportedError(f"{func} changes the shape of {target}; that is not offered.")
+        if func.overloadpacket in _UPDATES:
+            log_once(
+                f"an optimizer updates parameters stored as {target.plan.rowwise} in place: a "
+                f"step smaller than half a unit of that format is lost. {_MASTERS}"
+            )
+        _write(target, value)
+    out = tree_map_only(torch.Tensor, lambda one: owners.get(id(one), one), out)
+    return out if targets else as_view(func, out)
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[:2]
+    if not isinstance(target, QuantizedTensor):
+        return func(target, _decode(source), *args[2:], **kwargs)
+    if not isinstance(source, QuantizedTensor):
+        _write(target, source)
+    elif source.plan == target.plan and source.shape == target.shape:
+        _assign(target, source.operands)
+    else:
+        _write(target, _decode(source, torch.float32))
+    return target
+
+
+def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
+    with torch.inference_mode(False):  # as torch's view of a tensor made outside it
+        return args[0].with_dtype(args[0].dtype)  # type: ignore[no-any-return]
+
+
+def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
+    tensor = args[0]
+    parts = [getattr(tensor, name) for name in PARTS]
+    copies = [None if part is None else part.clone() for part in parts]
+    return QuantizedTensor(*split(copies), tensor.plan, tensor.dtype)
+
+
+def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    tensor = args[0]
+    dtype = kwargs.get("dtype") or tensor.dtype
+    device = kwargs.get("device") or tensor.device
+    if dtype != tensor.dtype:
+        return _decode(tensor, dtype).to(device)
+    if device == tensor.device:
+        return _clone(func, args, {})
+    moved = _like(tensor, device)
+    _assign(moved, tensor.operands)
+    moved._initial_value = tensor._initial_value
+    return moved
+
+
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    tensor, device = args[0], kwargs.get("device")
+    is_deferred = func.overloadpacket is _aten.empty_like and tensor.is_meta
+    if is_deferred and device is not None and device.type != "meta":  # Module.to_empty
+        return _like(tensor, device)
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return func(plain, *args[1:], **kwargs)  # type: ignore[no-any-return]
+
+
+def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    tensor, amounts = args[0], list(args[1])
+    value = args[2] if len(args) > 2 else kwargs.get("value", 0)
+    is_plain = len(amounts) == 4 and not amounts[0] and not amounts[2] and min(amounts) >= 0
+    if value != 0 or not is_plain:
+        return _on_values(func, args, kwargs)  # type: ignore[no-any-return]
+    _, columns, _, rows = amounts
+    rowwise, columnwise = _stored(tensor)
+    plan = tensor.plan
+    return QuantizedTensor(
+        pad_operand(rowwise, plan.rowwise, rows, columns),
+        None if columnwise is None else pad_operand(columnwise, plan.columnwise, columns, rows),
+        plan,
+        tensor.dtype,
+    )
+
+
+_aten = torch.ops.aten
+_UPDATES = {_aten.add_, _aten.sub_, _aten.mul_, _aten.addcdiv_, _aten.addcmul_, _aten.lerp_}
+_HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    _aten.copy_: _copy,
+    _aten.detach: _detach,
+    _aten.clone: _clone,
+    _aten._to_copy: _to_copy,
+    _aten.constant_pad_nd: _pad,
+}
+for _name in ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"):
+    _HANDLERS[getattr(_aten, _name)] = _new
+for _name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"):
+    _HANDLERS[getattr(_aten, _name)] = _new

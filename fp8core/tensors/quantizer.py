@@ -1,0 +1,400 @@
+"""Bound quantizers: a tensor's plan, a device and a state made into something to call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from fp8core.backend_api import AmaxDesc, Operand, QuantizeDesc
+from fp8core.dispatch import table
+from fp8core.dispatch.select import Choice
+from fp8core.recipe.plan import TensorPlan
+
+__all__ = [
+    "Binding",
+    "Cast",
+    "Groups",
+    "LowPrecision",
+    "Orientations",
+    "Pair",
+    "Quantizer",
+    "Slot",
+    "Unturned",
+    "bind_quantizer",
+]
+
+Groups: TypeAlias = "tuple[torch.Tensor, ...]"
+"""``()`` for a dense operand, ``(group_offsets,)`` for a grouped one."""
+
+
+class Orientations(NamedTuple):
+    """A tensor's operands, None for the orientation that was not asked for."""
+
+    rowwise: Any
+    columnwise: Any
+
+
+class Slot(NamedTuple):
+    """A tensor's place in a delayed state: ``scale`` and ``amax``, one entry, or one a group.
+
+    ``amax`` is None where nothing is to be recorded.
+    """
+
+    scale: torch.Tensor
+    amax: torch.Tensor | None
+
+
+Cast: TypeAlias = "Callable[[torch.Tensor], Orientations]"
+Pair: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], tuple[Orientations, Orientations]]"
+
+
+class Quantizer(Protocol):
+    """Makes the operands of one tensor ``x [rows, cols]``; ``choices`` says who computes them."""
+
+    choices: tuple[Choice, ...]
+
+    @property
+    def makes_parts(self) -> bool:
+        """Whether :meth:`cast_in_parts` may make parts: a backend that offers them, in eager."""
+
+    @property
+    def plan(self) -> TensorPlan | None:
+        """How both orientations are quantized; None where one of them is not."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Return the orientations asked for; ``rng`` as in QuantizeDesc."""
+
+    def cast_to(self, *, rowwise: bool, columnwise: bool) -> Cast:
+        """Return the call for dense tensors without ``rng`` that are always asked for alike."""
+
+    def cast_in_parts(self) -> Cast:
+        """Return that call for both orientations, where ``rowwise`` is read once: it may be
+        :class:`fp8core.backend_api.Parts`."""
+
+    def beside(self, other: Quantizer) -> Pair | None:
+        """Return the call for both orientations of this tensor and ``other``'s, if there is one."""
+
+
+class _Quantizer:
+    __slots__ = ()
+
+    @property
+    def makes_parts(self) -> bool:
+        """It makes none."""
+        return False
+
+    @property
+    def plan(self) -> TensorPlan | None:
+        """Not both orientations are quantized."""
+        return None
+
+    def cast_to(self: Quantizer, *, rowwise: bool, columnwise: bool) -> Cast:
+        """Return the call for dense tensors without ``rng`` that are always asked for alike."""
+        return partial(self, rowwise=rowwise, columnwise=columnwise)
+
+    def cast_in_parts(self: Quantizer) -> Cast:
+        """Return the call for both orientations."""
+        return self.cast_to(rowwise=True, columnwise=True)
+
+    def beside(self, other: Quantizer) -> Pair | None:
+        """There is none."""
+        return None
+
+
+_E8M0_NAN = 0xFF
+"""Source: OCP MX v1.0 sec. 5.4.1."""
+
+
+class HighPrecision(_Quantizer):
+    """No quantization: the operands are the tensor in the activation dtype, and its view."""
+
+    __slots__ = ("_dtype", "choices")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.choices: tuple[Choice, ...] = ()
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Return ``x`` and ``x.T``."""
+        if x.dtype != self._dtype:
+            x = x.to(self._dtype)
+        return Orientations(Operand(x) if rowwise else None, Operand(x.t()) if columnwise else None)
+
+
+class Unturned(HighPrecision):
+    """No quantization, and no view: both operands are the tensor itself, which its GEMM turns.
+
+    What autograd saves is then the tensor that it knows, with its history.
+    """
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Return ``x`` for either orientation."""
+        operand = Operand(x if x.dtype == self._dtype else x.to(self._dtype))
+        return Orientations(operand if rowwise else None, operand if columnwise else None)
+
+
+class LowPrecision(_Quantizer):
+    """Low precision, in one call of the backend where both orientations are asked for."""
+
+    __slots__ = (
+        *("_both", "_columnwise", "_in_parts", "_rowwise", "_run"),
+        *("choices", "desc", "nonfinite", "slot"),
+    )
+
+    def __init__(
+        self,
+        desc: QuantizeDesc,
+        device: torch.device,
+        slot: Slot | None,
+        nonfinite: torch.Tensor | None,
+    ) -> None:
+        self.desc = desc
+        self.slot = slot
+        self.nonfinite = nonfinite
+        whole = table.resolve(desc, device)
+        self.choices: tuple[Choice, ...] = (whole.choice,)
+        rowwise, columnwise = desc.halves()
+        self._run = whole.run
+        self._both = self.with_slot(whole.run)
+        self._in_parts = self.with_slot(getattr(whole.run, "in_parts", whole.run))
+        self._rowwise = self.with_slot(table.resolve(rowwise, device).run)
+        self._columnwise = self.with_slot(table.resolve(columnwise, device).run)
+
+    @property
+    def plan(self) -> TensorPlan | None:
+        """How both orientations are quantized."""
+        return TensorPlan(self.desc.rowwise, self.desc.columnwise)
+
+    @property
+    def makes_parts(self) -> bool:
+        """Whether the backend's call has parts; a captured operator has none."""
+        return hasattr(self._run, "in_parts")
+
+    def with_slot(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``run`` with this tensor's delayed scale, amax and count filled in."""
+        given: dict[str, torch.Tensor | None] = {}
+        if self.slot is not None:
+            given = {"scale": self.slot.scale, "amax_out": self.slot.amax}
+        if self.nonfinite is not None:
+            given["nonfinite_out"] = self.nonfinite
+        return partial(run, **given) if given else run
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Quantize ``x``."""
+        run = self.cast_to(rowwise=rowwise, columnwise=columnwise)
+        return run(x, *groups) if rng is None else run(x, *groups, rng=rng)
+
+    def cast_to(self, *, rowwise: bool, columnwise: bool) -> Callable[..., Orientations]:
+        """Return the backend's own call, with nothing in between."""
+        both_or_column = self._both if rowwise else self._columnwise
+        return both_or_column if columnwise else self._rowwise
+
+    def cast_in_parts(self) -> Callable[..., Orientations]:
+        """Return the backend's own call, in parts where it has one."""
+        return self._in_parts
+
+    def beside(self, other: Quantizer) -> Pair | None:
+        """Return the backend's own call for two tensors, if it has one for these."""
+        make = getattr(self._run, "beside", None)
+        if make is None or not isinstance(other, LowPrecision):
+            return None
+        run: Callable[..., tuple[Orientations, Orientations]] | None = make(other._run)
+        if run is None:
+            return None
+        given: dict[str, tuple[torch.Tensor | None, ...]] = {}
+        if self.slot is not None and other.slot is not None:
+            scales, amaxes = zip(self.slot, other.slot, strict=True)
+            given = {"scale": scales, "amax_out": amaxes}
+        if self.nonfinite is not None or other.nonfinite is not None:
+            given["nonfinite_out"] = (self.nonfinite, other.nonfinite)
+        return partial(run, **given) if given else run
+
+
+class Propagating(_Quantizer):
+    """Casts, and makes the scales of a tensor with NaN or inf NaN, and so all results of it.
+
+    It counts for itself, and then adds to the count ``nonfinite`` that others read: three small
+    kernels more in each cast, and none of a backend's fusions, pairs and parts.
+    """
+
+    __slots__ = ("_inner", "_nonfinite", "choices")
+
+    def __init__(self, inner: LowPrecision, nonfinite: torch.Tensor | None) -> None:
+        self._inner = inner
+        self._nonfinite = nonfinite
+        self.choices = inner.choices
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Quantize ``x``, and mark what was made if it is not finite."""
+        count = torch.zeros(1, dtype=torch.int64, device=x.device)
+        run = partial(
+            self._inner.cast_to(rowwise=rowwise, columnwise=columnwise), nonfinite_out=count
+        )
+        made = run(x, *groups) if rng is None else run(x, *groups, rng=rng)
+        if self._nonfinite is not None:
+            self._nonfinite.add_(count)
+        met = count > 0
+        for operand in made:
+            if operand is not None:
+                _mark(operand, met)
+        return made
+
+
+def _mark(operand: Operand, met: torch.Tensor) -> None:
+    """Fill the outer scales of ``operand`` with NaN where ``met``, bool ``[1]``, says so."""
+    scales = operand.scale_inv if operand.global_scale_inv is None else operand.global_scale_inv
+    assert scales is not None
+    scales.masked_fill_(met, math.nan if scales.is_floating_point() else _E8M0_NAN)
+
+
+class Mixed(_Quantizer):
+    """One orientation in low precision, the other in high precision."""
+
+    __slots__ = ("_columnwise", "_rowwise", "choices")
+
+    def __init__(self, rowwise: Quantizer, columnwise: Quantizer) -> None:
+        self._rowwise = rowwise
+        self._columnwise = columnwise
+        self.choices = (*rowwise.choices, *columnwise.choices)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Make each orientation by its own quantizer."""
+        row = self._rowwise(x, groups, columnwise=False, rng=rng).rowwise if rowwise else None
+        if not columnwise:
+            return Orientations(row, None)
+        return Orientations(row, self._columnwise(x, groups, rowwise=False, rng=rng).columnwise)
+
+
+class Observer(_Quantizer):
+    """Records the amax of what passes, then hands it to another quantizer."""
+
+    __slots__ = ("_amax", "_inner", "_recorded", "choices")
+
+    def __init__(
+        self, inner: Quantizer, dtype: torch.dtype, device: torch.device, recorded: torch.Tensor
+    ) -> None:
+        self._inner = inner
+        self._amax = table.resolve(AmaxDesc(dtype), device).run
+        self._recorded = recorded
+        self.choices = inner.choices
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Record, then quantize."""
+        parts = [x] if not groups else torch.split(x, groups[0].diff().tolist())
+        amax = torch.cat([self._amax(part) for part in parts])
+        self._recorded.copy_(torch.maximum(self._recorded, amax))
+        return self._inner(x, groups, rowwise=rowwise, columnwise=columnwise, rng=rng)
+
+
+class Binding(NamedTuple):
+    """What quantizers of one layer have in common."""
+
+    device: torch.device
+    activation_dtype: torch.dtype
+    is_observing: bool = False
+
+
+def bind_quantizer(
+    plan: TensorPlan,
+    dtype: torch.dtype,
+    binding: Binding,
+    *,
+    grouped: bool = False,
+    offsets_on_device: bool = False,
+    slot: Slot | None = None,
+    nonfinite: torch.Tensor | None = None,
+    propagates: bool = False,
+) -> Quantizer:
+    """Return the quantizer of a tensor of ``dtype`` planned as ``plan``.
+
+    With ``slot`` it takes its scale there and records its amax; while observing it only records.
+    To ``nonfinite``, int64 ``[1]``, its casts add the number of their NaN and inf; ``propagates``
+    makes the scales of such a tensor NaN.
+
+    Raises:
+        UnsupportedError: no backend quantizes like that on the device.
+    """
+    if binding.is_observing:
+        inner = HighPrecision(binding.activation_dtype)
+        if slot is None or slot.amax is None:
+            return inner
+        return Observer(inner, dtype, binding.device, slot.amax)
+    if plan.rowwise is None and plan.columnwise is None:
+        return HighPrecision(binding.activation_dtype)
+    where = (grouped, offsets_on_device)
+
+    def low_precision(specs: TensorPlan) -> Quantizer:
+        desc = QuantizeDesc(dtype, *specs, *where)
+        if propagates:
+            return Propagating(LowPrecision(desc, binding.device, slot, None), nonfinite)
+        return LowPrecision(desc, binding.device, slot, nonfinite)
+
+    if plan.rowwise is None or plan.columnwise is None:
+        rest = plan._replace(rowwise=plan.rowwise or plan.columnwise)
+        rest = rest._replace(columnwise=rest.rowwise)
+        low = low_precision(rest)
+        high = HighPrecision(binding.activation_dtype)
+        return Mixed(high, low) if plan.rowwise is None else Mixed(low, high)
+    return low_precision(plan)

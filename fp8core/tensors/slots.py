@@ -1,0 +1,68 @@
+"""What the slots of a layer's delayed state are for: formats and maxima, and how it is stored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+
+from fp8core import formats
+from fp8core.recipe.plan import LinearPlan, TensorPlan
+
+__all__ = ["BUFFERS", "META", "describe", "maxima", "meta_text", "read_meta"]
+
+META = "delayed_meta"
+BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd", META)
+"""The names of a layer's buffers."""
+
+_MAX_META = 4096
+"""Bytes of the longest metadata that is read."""
+
+
+def _slots(plan: LinearPlan) -> list[TensorPlan | None]:
+    """Return the plan behind each slot of one GEMM; Transformer Engine's order."""
+    return [plan.input, plan.weight, None, plan.grad_output, None]
+
+
+def describe(plan: LinearPlan) -> str:
+    """Return what ``delayed_meta`` holds under ``plan``, as text."""
+    assert plan.delayed is not None
+    names = [
+        next((s.format for s in tensor if s is not None and s.delayed), None) if tensor else None
+        for tensor in _slots(plan)
+    ]
+    return meta_text(names, plan.delayed.history_len)
+
+
+def maxima(plan: LinearPlan) -> list[float]:
+    """Return each slot's maximum: of its own format, or, unused, of the tensor it would follow."""
+    found = []
+    for tensor in _slots(plan):
+        spec = next((s for s in tensor or () if s is not None and s.delayed), None)
+        found.append(spec.target if spec is not None else formats.by_name("e4m3").max)
+    return found
+
+
+def meta_text(formats: Sequence[str | None], history_len: int) -> str:
+    """Return what ``delayed_meta`` holds, as text: the slots' formats and the history's length."""
+    return json.dumps({"formats": list(formats), "history_len": history_len})
+
+
+def read_meta(stored: torch.Tensor) -> tuple[str, int] | None:
+    """Return the text that ``stored`` means, in the order of :func:`meta_text`, and the length of
+    the history; None if it is not fp8core's."""
+    if stored.dtype != torch.uint8 or stored.dim() != 1 or stored.numel() > _MAX_META:
+        return None
+    try:
+        meta = json.loads(bytes(stored.tolist()))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(meta, dict) or set(meta) != {"formats", "history_len"}:
+        return None
+    formats, length = meta["formats"], meta["history_len"]
+    if type(length) is not int or length < 1 or not isinstance(formats, list):
+        return None
+    if not all(name is None or isinstance(name, str) for name in formats):
+        return None
+    return meta_text(formats, length), length

@@ -1,0 +1,125 @@
+"""How a matrix is stored in low precision: its plan, and its operands as plain tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from fp8core import formats
+from fp8core.backend_api import DequantizeDesc, Operand, OperandSpec
+from fp8core.dispatch import table
+from fp8core.errors import UnsupportedError
+from fp8core.recipe.plan import TensorPlan
+from fp8core.tensors.quantizer import Binding, Orientations, bind_quantizer
+from fp8core.torch_ops.counted import counter_of
+from fp8core.torch_ops.shapes import is_captured
+
+__all__ = [
+    "FLOATS",
+    "PARTS",
+    "check",
+    "decode_operand",
+    "kept",
+    "make_operands",
+    "pad_operand",
+    "per_byte",
+    "split",
+    "storage_plan",
+    "turn",
+]
+
+PARTS = tuple(f"_{way}_{part}" for way in ("rowwise", "columnwise") for part in Operand._fields)
+"""The names of the plain tensors of a QuantizedTensor."""
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def storage_plan(plan: TensorPlan) -> TensorPlan:
+    """Return how a tensor planned as ``plan`` is stored in a parameter.
+
+    A parameter's scale comes from the amax of the value written to it, so delayed and current
+    scaling store the same. Two plans fit the same parameter if this is equal for both.
+    """
+
+    def stored(spec: OperandSpec | None) -> OperandSpec | None:
+        if spec is None:
+            return None
+        return dataclasses.replace(spec, format=str(spec.format), delayed=False, cast_first=True)
+
+    return TensorPlan(stored(plan.rowwise), stored(plan.columnwise))
+
+
+def per_byte(spec: OperandSpec) -> int:
+    """Return how many elements a byte of ``data`` holds."""
+    return 8 // formats.by_name(spec.format).bits
+
+
+def split(parts: Sequence[torch.Tensor | None]) -> tuple[Operand, Operand | None]:
+    """Return the operands that ``parts``, named :data:`PARTS`, belong to."""
+    rowwise, columnwise = Operand(*parts[:3]), parts[3:]  # type: ignore[arg-type]  # data is there
+    return rowwise, None if columnwise[0] is None else Operand(*columnwise)  # type: ignore[arg-type]
+
+
+def turn(operand: Operand) -> Operand:
+    """Return the transposed view of ``operand``."""
+    return Operand(*(None if part is None else part.t() for part in operand))  # type: ignore[arg-type]  # data is there
+
+
+def make_operands(value: torch.Tensor, plan: TensorPlan) -> Orientations:
+    """Quantize ``value [n, k]`` as ``plan``, made by :func:`storage_plan`, says."""
+    both = plan if plan.columnwise is not None else TensorPlan(plan.rowwise, plan.rowwise)
+    is_traced = value.is_meta or is_captured(value)  # a graph's casts count by themselves
+    count = None if is_traced else counter_of(value.device)
+    binding = Binding(value.device, value.dtype)
+    quantizer = bind_quantizer(both, value.dtype, binding, nonfinite=count)
+    return quantizer(value, columnwise=plan.columnwise is not None)
+
+
+def kept(operands: Orientations) -> tuple[Operand, Operand | None]:
+    """Return the operands without a columnwise one that is a view of the rowwise one."""
+    rowwise, columnwise = operands
+    if columnwise is None or rowwise.data.is_meta:
+        return rowwise, columnwise
+    pairs = [(a, b) for a, b in zip(rowwise, columnwise, strict=True) if a is not None]
+    is_view = all(a.numel() and a.data_ptr() == b.data_ptr() for a, b in pairs)
+    return rowwise, None if is_view else columnwise
+
+
+def check(plan: TensorPlan, shape: tuple[int, ...]) -> None:
+    """Raise UnsupportedError unless a parameter of ``shape`` can be stored like that."""
+    asked = f"a parameter {list(shape)} stored as {plan.rowwise}"
+    if plan.rowwise is None:
+        raise UnsupportedError(f"{asked}: the recipe leaves its weight in high precision.")
+    for spec in filter(None, plan):
+        if spec.stochastic or spec.transform is not None:
+            raise UnsupportedError(f"{asked}: {spec} is not for parameters; they round to nearest.")
+        block = spec.block[1] if spec.scale_format != "float32" else per_byte(spec)
+        if any(size % block for size in shape):
+            raise UnsupportedError(
+                f"{asked}: both sizes must be multiples of {block}. Make this layer outside "
+                f"quantized_model_init, or inside quantized_model_init(enabled=False)."
+            )
+
+
+def decode_operand(operand: Operand, spec: OperandSpec, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values ``[rows, k]`` of ``operand`` in ``dtype``, rounded once, from float32."""
+    desc = DequantizeDesc(spec, dtype if dtype in FLOATS else torch.float32)
+    values: torch.Tensor = table.resolve(desc, operand.data.device).run(operand)
+    return values.to(dtype)
+
+
+def pad_operand(operand: Operand, spec: OperandSpec, rows: int, columns: int) -> Operand:
+    """Add zero codes; a block of nothing else gets the scale 1, or the byte 0, which no product
+    shows."""
+    packed = per_byte(spec)
+    data = torch.nn.functional.pad(operand.data, (0, columns // packed, 0, rows))
+    scale_inv = operand.scale_inv
+    assert scale_inv is not None
+    sizes = data.shape[0], data.shape[1] * packed
+    counts = [-(-size // step) if step else 1 for size, step in zip(sizes, spec.block, strict=True)]
+    more = (0, counts[1] - scale_inv.shape[1], 0, counts[0] - scale_inv.shape[0])
+    value = 1 if spec.scale_format == "float32" else 0
+    padded = torch.nn.functional.pad(scale_inv, more, value=value)
+    return Operand(data, padded, operand.global_scale_inv)

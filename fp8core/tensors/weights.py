@@ -1,0 +1,341 @@
+"""A layer's weight as operands: quantized in every forward, unless the caller says otherwise.
+
+Nobody can tell from a tensor whether it was written: optimizers, collectives, other views of the
+same memory and other processes write where no counter is. So a quantized weight is kept only where
+the caller says that the weight does not change: for microbatches by ``is_first_microbatch``, for
+evaluation and generation by :func:`fp8core.frozen_weights`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from fp8core.dispatch.select import Choice
+from fp8core.errors import OperandError, UnsupportedError
+from fp8core.recipe.plan import TensorPlan
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.quantizer import Orientations, Quantizer, Slot
+
+__all__ = [
+    *("How", "Keeping", "Kept", "KeptWeight", "PerGroup", "WeightPair", "WeightQuantizer"),
+    "WeightStore",
+]
+
+
+class Origins(NamedTuple):
+    """What a weight was made from: tensors, and how each was: its writes and its place in them.
+
+    The tensors themselves, not their addresses: others may be put there. For a view, which FSDP
+    makes anew in each forward, it is what it is a view of.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    states: Sequence[tuple[object, ...]]
+
+    def are_tensors_of(self, other: Origins) -> bool:
+        """Say whether ``other`` has the same tensors."""
+        return [*map(id, self.tensors)] == [*map(id, other.tensors)]
+
+    def are(self, other: Origins) -> bool:
+        """Say whether ``other`` has the same tensors as they were."""
+        return self.states == other.states and self.are_tensors_of(other)
+
+
+def _look(source: torch.Tensor, others: Sequence[torch.Tensor]) -> Origins:
+    """Return what ``source`` is made from: itself if it is a parameter, else ``others``."""
+    tensors = [own if own._base is None else own._base for own in others or (source,)]
+    states = [(_version(own), own.storage_offset(), own.stride()) for own in (source, *others)]
+    return Origins(tensors, states)
+
+
+class Kept(NamedTuple):
+    """A weight's operands, what they were made from, and the version of their delayed scale."""
+
+    key: tuple[object, ...]
+    origins: Origins
+    scale_version: int
+    operands: Orientations
+
+
+class Keeping(NamedTuple):
+    """What a call says of the weights that are kept, by the index of the weight's GEMM.
+
+    ``first`` is its ``is_first_microbatch``, None in the scope of frozen weights; ``entries`` are
+    those that are kept for such calls. ``origins`` returns the tensors that a weight, which is no
+    parameter itself, is computed from. In a checkpoint ``used`` takes down what forward takes, and
+    is what its recompute takes.
+    """
+
+    first: bool | None
+    entries: dict[int, Kept]
+    origins: Callable[[], Sequence[torch.Tensor]]
+    used: dict[int, Kept] | None = None
+
+
+WeightPair: TypeAlias = (
+    "Callable[[torch.Tensor, torch.Tensor, Keeping | None], tuple[Orientations, Orientations]]"
+)
+"""``f(input, weight, keeping)``: both orientations of the input's operands, and of the weight's."""
+
+
+class WeightQuantizer(Protocol):
+    """Makes the operands of a weight, or of one weight a group, or takes those that were kept."""
+
+    choices: tuple[Choice, ...]
+
+    def __call__(
+        self, weight: Any, /, *, columnwise: bool, keeping: Keeping | None = None, source: Any
+    ) -> Orientations:
+        """Return the operands of ``weight [n, k]``, padded from ``source``; a sequence a group."""
+
+    def beside(self, input: Quantizer) -> WeightPair | None:
+        """Return what casts an input and the weight in one call, if the backend has such a call."""
+
+
+class How(NamedTuple):
+    """How a weight is quantized, by value.
+
+    ``key`` tells kept weights apart; ``stored`` is how a QuantizedTensor has to be stored to be
+    used (a plan without any low precision takes all of them); ``owner`` is what messages call the
+    layer; ``slot`` is where a delayed scale comes from, None for others.
+    """
+
+    key: tuple[object, ...]
+    stored: TensorPlan
+    owner: str
+    slot: Slot | None
+
+
+class WeightStore:
+    """The quantized weights that one layer keeps, one for each GEMM of its forward.
+
+    ``microbatches`` are those of the latest ``is_first_microbatch=True``, ``scope`` those of the
+    open :func:`fp8core.frozen_weights` around the layer, None outside of one.
+    """
+
+    __slots__ = ("_lock", "_num_open", "microbatches", "scope")
+
+    def __init__(self) -> None:
+        self.microbatches: dict[int, Kept] = {}
+        self.scope: dict[int, Kept] | None = None
+        self._num_open = 0
+        self._lock = threading.Lock()
+
+    def open_scope(self) -> None:
+        """Keep weights, from now on, until as many scopes were closed."""
+        with self._lock:
+            self._num_open += 1
+            if self.scope is None:
+                self.scope = {}
+
+    def close_scope(self) -> None:
+        """Forget what a scope kept, if it was the last that is open."""
+        with self._lock:
+            self._num_open -= 1
+            if not self._num_open and self.scope is not None:
+                self.scope.clear()
+                self.scope = None  # a call of another thread that is under way fills the old one
+
+    def keeping(
+        self, first: bool | None, origins: Callable[[], Sequence[torch.Tensor]]
+    ) -> Keeping | None:
+        """Return what a call with ``is_first_microbatch=first`` says, None if nothing is kept."""
+        entries = self.scope if first is None else self.microbatches
+        return None if entries is None else Keeping(first, entries, origins)
+
+
+# torch without CUDA has the function, and raises when it is called.
+_is_capturing: Callable[[], bool] = (
+    torch.cuda.is_current_stream_capturing if torch.version.cuda else lambda: False
+)
+
+
+class KeptWeight:
+    """Quantizes a weight in every call, or keeps it where the caller says that it does not change.
+
+    A :class:`QuantizedTensor` has its operands: nothing is quantized or kept. Nor is anything kept
+    in high precision, where the operands are the weight itself; and while a CUDA graph is captured,
+    whose memory is the graph's own.
+    """
+
+    __slots__ = ("_both", "_how", "_index", "_quantizer", "_rowwise", "choices")
+
+    def __init__(self, quantizer: Quantizer, index: int, how: How) -> None:
+        self._quantizer = quantizer
+        self._both = quantizer.cast_to(rowwise=True, columnwise=True)
+        self._rowwise = quantizer.cast_to(rowwise=True, columnwise=False)
+        self._index = index
+        self._how = how
+        self.choices = quantizer.choices
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        *,
+        columnwise: bool,
+        keeping: Keeping | None = None,
+        source: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Return the operands of ``weight [n, k]``; ``source`` is what it was padded from.
+
+        Raises:
+            OperandError: ``is_first_microbatch`` is False, and no operands of this weight are kept,
+                or torch has counted a write to it since, or it is another; or, in the scope of
+                frozen weights, torch has counted a write; or the weight is a QuantizedTensor stored
+                for another recipe.
+            UnsupportedError: ``is_first_microbatch`` is False while a CUDA graph is captured.
+        """
+        if isinstance(weight, QuantizedTensor):
+            return self._operands_of(weight, columnwise)
+        if keeping is None or not self.choices:
+            return (self._both if columnwise else self._rowwise)(weight)
+        return self._kept(keeping, weight, weight if source is None else source, columnwise)
+
+    def _kept(
+        self, keeping: Keeping, weight: torch.Tensor, source: torch.Tensor, columnwise: bool
+    ) -> Orientations:
+        """Take the operands that are kept, or make and keep them."""
+        first, entries, used = keeping.first, keeping.entries, keeping.used
+        if used is not None:
+            if self._index in used:  # this call repeats the one that took them
+                return used[self._index].operands
+            columnwise = True  # for the recompute
+        quantize = self._both if columnwise else self._rowwise
+        if _is_capturing():
+            if first is False:
+                raise UnsupportedError(f"{self._how.owner}: {_IN_GRAPH}")
+            return quantize(weight)
+        slot = self._how.slot
+        if first is None and slot is not None and slot.amax is not None:
+            return quantize(weight)  # its amax is to be recorded, from which its scale will move
+        is_own = isinstance(source, torch.nn.Parameter)
+        origins = _look(source, () if is_own else keeping.origins())
+        scale_version = 0 if slot is None else slot.scale._version
+        kept = None if first is True else self._found(entries, first, scale_version)
+        if kept is not None and not kept.origins.are(origins):
+            # Other tensors are other weights, and what computes one may write to its own buffers.
+            if first is False or (is_own and kept.origins.are_tensors_of(origins)):
+                raise OperandError(f"{self._how.owner}: {_WRITTEN}")
+            kept = None
+        if kept is None or (columnwise and kept.operands.columnwise is None):
+            kept = None
+            entries.pop(self._index, None)  # its memory serves for the new ones
+            # Made for later calls too, which may train: what inference mode makes cannot be saved.
+            with torch.inference_mode(False), torch.no_grad():
+                operands = quantize(weight)
+            kept = Kept(self._how.key, origins, scale_version, operands)
+            entries[self._index] = kept
+        if used is not None:
+            used[self._index] = kept
+        return kept.operands
+
+    def _found(
+        self, entries: dict[int, Kept], first: bool | None, scale_version: int
+    ) -> Kept | None:
+        """Return what is kept of this GEMM's weight under this recipe.
+
+        Raises:
+            OperandError: nothing, and ``first`` is False.
+        """
+        kept = entries.get(self._index)
+        if kept is not None and kept.key == self._how.key:
+            # A delayed scale stays for the microbatches of a step.
+            return None if first is None and kept.scale_version != scale_version else kept
+        if first is False:
+            raise OperandError(f"{self._how.owner}: {_NOTHING_KEPT}")
+        return None
+
+    def beside(self, input: Quantizer) -> WeightPair | None:
+        """Return what casts an input and the weight in one call, if the backend has such a call.
+
+        A weight that is kept, or stored quantized, leaves the input to a cast of its own.
+        """
+        pair = input.beside(self._quantizer)
+        if pair is None:
+            return None
+        cast_input = input.cast_to(rowwise=True, columnwise=True)
+
+        def cast(
+            x: torch.Tensor, weight: torch.Tensor, keeping: Keeping | None
+        ) -> tuple[Orientations, Orientations]:
+            if keeping is None and not isinstance(weight, QuantizedTensor):
+                return pair(x, weight)
+            operands = self(weight, columnwise=True, keeping=keeping)
+            return cast_input(x), operands
+
+        return cast
+
+    def _operands_of(self, weight: QuantizedTensor, columnwise: bool) -> Orientations:
+        row, column = self._how.stored
+        if row is None and column is None:
+            value = weight.dequantize()
+            return self._both(value) if columnwise else self._rowwise(value)
+        is_high = column is None  # backward in high precision: on the value that there is
+        if weight.plan.rowwise != row or not (is_high or weight.plan.columnwise == column):
+            raise OperandError(
+                f"{self._how.owner}: the weight is stored as {weight.plan.rowwise} (columnwise "
+                f"{weight.plan.columnwise}), the recipe of autocast needs {row} ({column}).\n"
+                f"  Use the recipe of quantized_model_init, or no autocast, which dequantizes it."
+            )
+        rowwise, turned = weight.operands
+        if not columnwise:
+            return Orientations(rowwise, None)
+        if is_high:
+            value = weight.dequantize()
+            turned = self._quantizer(value, rowwise=False, columnwise=True).columnwise
+        return Orientations(rowwise, turned)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return how often torch counted a write; a tensor made in inference mode has no counter."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+_IN_GRAPH = (
+    "is_first_microbatch=False in a CUDA graph would multiply by the weight of the capture in "
+    "every replay. Pass None: the graph quantizes the weight as it is."
+)
+_NOTHING_KEPT = (
+    "is_first_microbatch=False takes the weight quantized by the call with "
+    "is_first_microbatch=True, but there was none with this recipe. Pass True for the first "
+    "microbatch, which keeps the weight, or None, which quantizes it in every call."
+)
+_WRITTEN = (
+    "the weight was written since it was quantized and kept, or is another by now. Pass "
+    "is_first_microbatch=True for the first microbatch after an optimizer's step, or None, which "
+    "quantizes it in every call; in fp8core.frozen_weights no weight may change."
+)
+
+
+class PerGroup:
+    """One quantizer a group, for the weights of a grouped layer: operands come as tuples."""
+
+    __slots__ = ("_quantizers", "choices")
+
+    def __init__(self, quantizers: Sequence[KeptWeight]) -> None:
+        self._quantizers = tuple(quantizers)
+        self.choices = self._quantizers[0].choices
+
+    def __call__(
+        self,
+        weights: Sequence[torch.Tensor],
+        *,
+        columnwise: bool,
+        keeping: Keeping | None = None,
+        source: Sequence[torch.Tensor],
+    ) -> Orientations:
+        """Quantize ``weights``, one ``[rows, cols]`` a group."""
+        made = [
+            quantizer(weight, columnwise=columnwise, keeping=keeping, source=own)
+            for quantizer, weight, own in zip(self._quantizers, weights, source, strict=True)
+        ]
+        return Orientations(
+            tuple(one.rowwise for one in made), tuple(one.columnwise for one in made)
+        )
+
+    def beside(self, input: Quantizer) -> None:
+        """Groups are cast apart."""

@@ -1,0 +1,146 @@
+"""The optional operations of a backend as operators: fusions with quantization, and add_norm."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from fp8core.backend_api import (
+    ActivationBackwardDesc,
+    AddNormDesc,
+    FusedDesc,
+    NormBackwardDesc,
+    NormDesc,
+)
+from fp8core.torch_ops import shapes
+from fp8core.torch_ops.counted import run_counted
+from fp8core.torch_ops.encoding import decode
+from fp8core.torch_ops.operators import (
+    bound,
+    define,
+    empty,
+    flat,
+    given,
+    settle_all,
+)
+from fp8core.torch_ops.shapes import Shape, is_captured
+
+__all__ = ["_add_norm", "_fused", "drop"]
+
+
+def _fused_shapes(text: str, arguments: Sequence[torch.Tensor | None]) -> list[Shape]:
+    _, desc, transposes = decode(text)
+    assert isinstance(desc, FusedDesc)
+    is_backward = isinstance(desc.producer, NormBackwardDesc | ActivationBackwardDesc)
+    x = arguments[1] if is_backward else arguments[0]
+    assert x is not None
+    if isinstance(desc.producer, NormDesc):
+        first, *rest = shapes.norm_shapes(desc.producer, x.shape)
+    elif isinstance(desc.producer, NormBackwardDesc):
+        first, *rest = shapes.norm_backward_shapes(desc.producer.norm, x.shape)
+    else:
+        first, rest = shapes.activation_shape(desc.producer, x.shape), []
+    sums = [Shape((first.size[1],), torch.float32)] if desc.sums else []
+    return [*shapes.quantize_shapes(desc.quantize, first.size, 0, transposes), *rest, *sums]
+
+
+@define(
+    "(str operation, Tensor?[] arguments, Tensor? scale, Tensor? amax, Tensor? rng, "
+    "Tensor? nonfinite=None) -> Tensor[]",
+    lambda text, arguments, scale, amax, rng, nonfinite=None: empty(
+        shapes.with_records(_fused_shapes(text, arguments), amax, nonfinite), arguments[0].device
+    ),
+)
+def _fused(
+    text: str,
+    arguments: Sequence[torch.Tensor | None],
+    scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
+    rng: torch.Tensor | None,
+    nonfinite: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    _, desc, transposes = decode(text)
+    assert isinstance(desc, FusedDesc)
+    assert arguments[0] is not None
+    device = arguments[0].device
+    new = None if amax is None else amax.clone()
+    keywords = given(scale=scale, amax_out=new, rng=rng)
+    results, count = run_counted(bound(text, device), arguments, keywords, nonfinite, device)
+    made, *rest = results
+    quantized = flat(made, shapes.hands_both_as_one(desc.quantize, transposes))
+    wanted = shapes.with_records(_fused_shapes(text, arguments), amax, nonfinite)
+    return settle_all([*quantized, *rest, new, count], wanted)
+
+
+def _add_norm_shapes(text: str, x: torch.Tensor) -> list[Shape]:
+    desc = decode(text).desc
+    assert isinstance(desc, AddNormDesc)
+    return [
+        Shape((x.shape[0], x.shape[1]), desc.norm.dtype),
+        *shapes.norm_shapes(desc.norm, x.shape),
+    ]
+
+
+@define(
+    "(str operation, Tensor x, Tensor residual, Tensor weight, Tensor? bias) -> Tensor[]",
+    lambda text, x, residual, weight, bias: empty(_add_norm_shapes(text, x), x.device),
+)
+def _add_norm(
+    text: str,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    run = bound(text, x.device)
+    made = run(x, residual, weight, *(() if bias is None else (bias,)))
+    return settle_all(made, _add_norm_shapes(text, x))
+
+
+@contextlib.contextmanager
+def _outside_transforms() -> Iterator[None]:
+    """Draw as if nothing were batched: all gradients of a batch have the mask of their forward."""
+    nesting = 1
+    while torch._C._vmapmode_decrement_nesting() > 0:  # of is_grads_batched, an older vmap
+        nesting += 1
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        for _ in range(nesting):
+            torch._C._vmapmode_increment_nesting()
+
+
+def _dropped(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.Tensor:
+    if x.is_meta:  # which has no generator, and nothing to draw for
+        return x * 1
+    seed, offset = (int(value) for value in rng)
+    generator = torch.Generator(device=x.device)
+    generator.manual_seed((seed * 0x9E3779B97F4A7C15 + offset + index) & (2**63 - 1))
+    is_batched = torch._C._functorch.is_legacy_batchedtensor(x)
+    is_plain = not (is_batched or torch._C._are_functorch_transforms_active())
+    with contextlib.nullcontext() if is_plain else _outside_transforms():
+        noise = torch.rand(x.shape, generator=generator, device=x.device)
+    return x * ((noise >= p).to(x.dtype) / (1 - p))
+
+
+@define(
+    "(Tensor x, Tensor rng, int index, float p) -> Tensor",
+    lambda x, rng, index, p: x.new_empty(x.shape),
+)
+def _drop(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.Tensor:
+    return _dropped(x, rng, index, p).contiguous()
+
+
+def drop(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.Tensor:
+    """Zero elements of ``x`` with probability ``p`` and scale the rest by ``1 / (1 - p)``.
+
+    ``rng`` int64 ``[2]`` is a seed and an offset; ``index`` tells apart the uses of one seed.
+    """
+    if is_captured(x):
+        made: torch.Tensor = _drop(x, rng, index, p)
+        return made
+    return _dropped(x, rng, index, p)

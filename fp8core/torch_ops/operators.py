@@ -1,0 +1,398 @@
+"""``torch.ops.fp8core``: every operation of the backend API as an operator of torch.
+
+The first argument of each is an :class:`~fp8core.torch_ops.encoding.Operation` as text, the rest
+are plain tensors, flat: an operand is ``[data, scale_inv, global_scale_inv]``, without those it
+lacks. Nothing of a result shares memory with another tensor, and everything that is written is
+declared, except the count of :mod:`fp8core.torch_ops.counted`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch._library.effects import EffectType
+
+from fp8core import errors
+from fp8core.backend_api import OpDesc, Operand, Quantized
+from fp8core.torch_ops import shapes
+from fp8core.torch_ops.counted import run_counted
+from fp8core.torch_ops.encoding import decode
+from fp8core.torch_ops.shapes import Shape, is_captured, settle
+
+__all__ = [
+    "Tensors",
+    "bound",
+    "column_sums",
+    "constant_in_graph",
+    "define",
+    "draw_seed",
+    "empty",
+    "flat",
+    "given",
+    "refuse",
+    "set_binder",
+    "settle_all",
+]
+
+Binder = Callable[[str, OpDesc, torch.device], Callable[..., Any]]
+Tensors = Sequence[torch.Tensor]
+
+_MUTATED = re.compile(r"!\)\S* (\w+)")
+
+_binder: list[Binder] = []
+
+
+def set_binder(binder: Binder) -> None:
+    """Have ``binder(backend, desc, device)`` find what runs an operation."""
+    _binder[:] = [binder]
+
+
+def bound(text: str, device: torch.device) -> Callable[..., Any]:
+    """Return what runs the operation that ``text`` says, on ``device``."""
+    operation = decode(text)
+    return _binder[0](operation.backend, operation.desc, device)
+
+
+def define(
+    schema: str, fake: Callable[..., Any], *, tags: Sequence[torch.Tag] = ()
+) -> Callable[[Callable[..., Any]], Any]:
+    """Register the decorated function as the operator of its name."""
+
+    def register(run: Callable[..., Any]) -> Any:
+        made = torch.library.custom_op(
+            f"fp8core::{run.__name__.strip('_')}",
+            run,
+            mutates_args=_MUTATED.findall(schema),
+            schema=schema,
+            tags=tags,
+        )
+        made.register_fake(fake)
+        return made
+
+    return register
+
+
+def empty(made: Sequence[Shape], device: torch.device) -> list[torch.Tensor]:
+    """Return what a fake kernel returns for results of these shapes."""
+    return [shape.empty(device) for shape in made]
+
+
+def settle_all(made: Sequence[torch.Tensor | None], wanted: Sequence[Shape]) -> list[torch.Tensor]:
+    """Give every tensor its shape and a memory of its own: orientations may share a scale."""
+    settled: list[torch.Tensor] = []
+    taken: set[int] = set()
+    present = [tensor for tensor in made if tensor is not None]
+    for tensor, shape in zip(present, wanted, strict=True):
+        own = settle(tensor, shape)
+        if own.numel() and own.untyped_storage().data_ptr() in taken:
+            own = own.clone()
+        taken.add(own.untyped_storage().data_ptr())
+        settled.append(own)
+    return settled
+
+
+def given(**keywords: Any) -> dict[str, Any]:
+    """Return the keywords that are not None."""
+    return {name: value for name, value in keywords.items() if value is not None}
+
+
+def constant_in_graph(function: Callable[..., Any]) -> None:
+    """Have torch.compile call ``function`` while it traces, and keep its result.
+
+    What torch.compiler.assume_constant_result does, without its import of torch.compile's whole
+    machinery, which takes longer than everything else that ``import fp8core`` does.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch's mark
+
+
+# Quantization
+
+
+def _count(group_offsets: torch.Tensor | None) -> int:
+    return 0 if group_offsets is None else group_offsets.shape[0] - 1
+
+
+def _quantized_shapes(
+    text: str, x: torch.Tensor, group_offsets: torch.Tensor | None
+) -> list[Shape]:
+    _, desc, transposes = decode(text)
+    return shapes.quantize_shapes(desc, x.shape, _count(group_offsets), transposes)  # type: ignore[arg-type]  # the text says quantize
+
+
+def flat(made: Quantized, is_one: bool) -> list[torch.Tensor | None]:
+    """Return the tensors of both operands; ``is_one``: the columnwise one is a view."""
+    columnwise = () if is_one or made.columnwise is None else made.columnwise
+    return [*(made.rowwise or ()), *columnwise]
+
+
+# Records are results: torch cannot make an operator functional that both returns and writes.
+@define(
+    "(str operation, Tensor x, Tensor? group_offsets, Tensor? scale, Tensor? amax, Tensor? rng, "
+    "Tensor? nonfinite=None) -> Tensor[]",
+    lambda text, x, group_offsets, scale, amax, rng, nonfinite=None: empty(
+        shapes.with_records(_quantized_shapes(text, x, group_offsets), amax, nonfinite), x.device
+    ),
+)
+def _quantize(
+    text: str,
+    x: torch.Tensor,
+    group_offsets: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
+    rng: torch.Tensor | None,
+    nonfinite: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    _, desc, transposes = decode(text)
+    arguments = (x,) if group_offsets is None else (x, group_offsets)
+    new = None if amax is None else amax.clone()
+    keywords = given(scale=scale, amax_out=new, rng=rng)
+    run = bound(text, x.device)
+    made, count = run_counted(run, arguments, keywords, nonfinite, x.device)
+    is_one = shapes.hands_both_as_one(desc, transposes)  # type: ignore[arg-type]  # the text says quantize
+    wanted = shapes.with_records(_quantized_shapes(text, x, group_offsets), amax, nonfinite)
+    return settle_all([*flat(made, is_one), new, count], wanted)
+
+
+def _values_shape(text: str, operand: Tensors) -> Shape:
+    desc: Any = decode(text).desc
+    rows, k = operand[0].shape
+    packed = shapes.elements_per_byte(desc.operand)
+    return Shape((rows, k * packed), desc.dtype)
+
+
+@define(
+    "(str operation, Tensor[] operand) -> Tensor",
+    lambda text, operand: _values_shape(text, operand).empty(operand[0].device),
+)
+def _dequantize(text: str, operand: Tensors) -> torch.Tensor:
+    made = bound(text, operand[0].device)(Operand(*operand))
+    return settle(made, _values_shape(text, operand))
+
+
+@define(
+    "(str operation, Tensor x) -> Tensor",
+    lambda text, x: torch.empty(1, dtype=torch.float32, device=x.device),
+)
+def _amax(text: str, x: torch.Tensor) -> torch.Tensor:
+    return settle(bound(text, x.device)(x), Shape((1,), torch.float32))
+
+
+@define(
+    "(str operation, Tensor(a!)[] histories, Tensor(b!)[] scales, Tensor[] targets, "
+    "Tensor(c!)[] nonfinite) -> ()",
+    lambda text, histories, scales, targets, nonfinite: None,
+)
+def _scale_update(
+    text: str, histories: Tensors, scales: Tensors, targets: Tensors, nonfinite: Tensors
+) -> None:
+    bound(text, scales[0].device)(histories, scales, targets, nonfinite)
+
+
+# GEMMs
+
+
+def _product_shape(text: str, a: torch.Tensor, b: torch.Tensor) -> Shape:
+    desc: Any = decode(text).desc
+    return Shape((a.shape[0], b.shape[0]), desc.out_dtype)
+
+
+@define(
+    "(str operation, Tensor[] a, Tensor[] b, Tensor? bias) -> Tensor",
+    lambda text, a, b, bias: _product_shape(text, a[0], b[0]).empty(a[0].device),
+)
+def _gemm(text: str, a: Tensors, b: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
+    made = bound(text, a[0].device)(Operand(*a), Operand(*b), bias=bias)
+    return settle(made, _product_shape(text, a[0], b[0]))
+
+
+@define(
+    "(str operation, Tensor[] a, Tensor[] b, Tensor? bias, Tensor(a!) out) -> ()",
+    lambda text, a, b, bias, out: None,
+)
+def _gemm_out(
+    text: str, a: Tensors, b: Tensors, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    bound(text, a[0].device)(Operand(*a), Operand(*b), bias=bias, out=out)
+
+
+def _grouped(
+    text: str, a: Tensors, b: Tensors, group_offsets: torch.Tensor
+) -> tuple[Operand, Operand | list[Operand]]:
+    """Put the operands together: ``b`` is one operand if k is grouped, else one a group."""
+    desc: Any = decode(text).desc
+    offsets = group_offsets.tolist()
+    dim = 1 if desc.contract_groups else 0
+    first = Operand(*shapes.trim(desc.a, a, offsets, dim))
+    if desc.contract_groups:
+        return first, Operand(*shapes.trim(desc.b, b, offsets, dim))
+    step = len(b) // _count(group_offsets)
+    return first, [Operand(*b[at : at + step]) for at in range(0, len(b), step)]
+
+
+def _grouped_shapes(text: str, a: Tensors, b: Tensors, group_offsets: torch.Tensor) -> list[Shape]:
+    desc: Any = decode(text).desc
+    shape = _product_shape(text, a[0], b[0])
+    return [shape] * (_count(group_offsets) if desc.contract_groups else 1)
+
+
+@define(
+    "(str operation, Tensor[] a, Tensor[] b, Tensor group_offsets, Tensor[] bias) -> Tensor[]",
+    lambda text, a, b, group_offsets, bias: empty(
+        _grouped_shapes(text, a, b, group_offsets), a[0].device
+    ),
+)
+def _grouped_gemm(
+    text: str, a: Tensors, b: Tensors, group_offsets: torch.Tensor, bias: Tensors
+) -> list[torch.Tensor]:
+    operands = _grouped(text, a, b, group_offsets)
+    made = bound(text, a[0].device)(*operands, group_offsets, **given(bias=list(bias) or None))
+    made = [made] if isinstance(made, torch.Tensor) else made
+    return settle_all(made, _grouped_shapes(text, a, b, group_offsets))
+
+
+@define(
+    "(str operation, Tensor[] a, Tensor[] b, Tensor group_offsets, Tensor[] bias, "
+    "Tensor(a!)[] out) -> ()",
+    lambda text, a, b, group_offsets, bias, out: None,
+)
+def _grouped_gemm_out(
+    text: str,
+    a: Tensors,
+    b: Tensors,
+    group_offsets: torch.Tensor,
+    bias: Tensors,
+    out: Tensors,
+) -> None:
+    desc: Any = decode(text).desc
+    operands = _grouped(text, a, b, group_offsets)
+    target = out if desc.contract_groups else out[0]
+    run = bound(text, a[0].device)
+    run(*operands, group_offsets, out=target, **given(bias=list(bias) or None))
+
+
+# Norms and activations
+
+
+def _norm_shapes(text: str, x: torch.Tensor) -> list[Shape]:
+    return shapes.norm_shapes(decode(text).desc, x.shape)  # type: ignore[arg-type]  # the text says norm
+
+
+@define(
+    "(str operation, Tensor x, Tensor weight, Tensor? bias) -> Tensor[]",
+    lambda text, x, weight, bias: empty(_norm_shapes(text, x), x.device),
+)
+def _norm(
+    text: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> list[torch.Tensor]:
+    made = bound(text, x.device)(x, weight, *(() if bias is None else (bias,)))
+    return settle_all(made, _norm_shapes(text, x))
+
+
+def _norm_backward_shapes(text: str, x: torch.Tensor) -> list[Shape]:
+    desc: Any = decode(text).desc
+    return shapes.norm_backward_shapes(desc.norm, x.shape)
+
+
+@define(
+    "(str operation, Tensor grad_output, Tensor x, Tensor weight, Tensor? mean, Tensor rstd) "
+    "-> Tensor[]",
+    lambda text, grad, x, weight, mean, rstd: empty(_norm_backward_shapes(text, x), x.device),
+)
+def _norm_backward(
+    text: str,
+    grad_output: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+) -> list[torch.Tensor]:
+    made = bound(text, x.device)(grad_output, x, weight, mean, rstd)
+    return settle_all(made, _norm_backward_shapes(text, x))
+
+
+def _activation_shape(text: str, x: torch.Tensor) -> Shape:
+    return shapes.activation_shape(decode(text).desc, x.shape)  # type: ignore[arg-type]  # the text says activation
+
+
+@define(
+    "(str operation, Tensor x) -> Tensor",
+    lambda text, x: _activation_shape(text, x).empty(x.device),
+)
+def _activation(text: str, x: torch.Tensor) -> torch.Tensor:
+    return settle(bound(text, x.device)(x), _activation_shape(text, x))
+
+
+@define(
+    "(str operation, Tensor grad_output, Tensor x) -> Tensor",
+    lambda text, grad_output, x: _activation_shape(text, x).empty(x.device),
+)
+def _activation_backward(text: str, grad_output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return settle(bound(text, x.device)(grad_output, x), _activation_shape(text, x))
+
+
+# What a graph needs besides
+
+
+@define(
+    "(int place) -> Tensor",
+    lambda place: torch.empty(2, dtype=torch.int64, device="cpu"),
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+def _draw_seed(place: int) -> torch.Tensor:
+    return torch.randint(0, 2**62, (2,))
+
+
+# Draws happen where they are written, even if the backward graph alone uses the seed, or nobody:
+# torch would move or drop them, and every later draw of the program would differ.
+_draw_seed.register_effect(EffectType.ORDERED)
+
+
+@define(
+    "(Tensor x, int columns, str kind, str message) -> Tensor",
+    lambda x, columns, kind, message: x.new_empty(*x.shape[:-1], columns),
+)
+def _refuse(x: torch.Tensor, columns: int, kind: str, message: str) -> torch.Tensor:
+    raise getattr(errors, kind)(message)
+
+
+def _sums_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# An operator, as a compiler would add the rows in another order.
+@define(
+    "(Tensor x) -> Tensor",
+    lambda x: x.new_empty(x.shape[1], dtype=_sums_dtype(x)),
+)
+def _column_sums(x: torch.Tensor) -> torch.Tensor:
+    return x.sum(0, dtype=_sums_dtype(x))
+
+
+def column_sums(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the rows of ``x [rows, n]``, ``[n]`` float32 (float64 stays)."""
+    if is_captured(x):
+        made: torch.Tensor = _column_sums(x)
+        return made
+    return x.sum(0, dtype=_sums_dtype(x))
+
+
+_places = count()
+
+
+def draw_seed() -> torch.Tensor:
+    """Draw as :func:`fp8core.modules.bound.new_seed` does, when the graph runs; int64 ``[2]``.
+
+    The place tells two draws of one graph apart: equal calls would be merged into one.
+    """
+    made: torch.Tensor = _draw_seed(next(_places))
+    return made
+
+
+def refuse(x: torch.Tensor, columns: int, error: errors.Fp8CoreError) -> torch.Tensor:
+    """Return ``[..., columns]`` from a graph that raises ``error`` when it runs."""
+    made: torch.Tensor = _refuse(x.detach(), columns, type(error).__name__, str(error))
+    return made

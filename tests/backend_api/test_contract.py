@@ -1,0 +1,72 @@
+"""The backend API is what its snapshot says, and every operation is documented as implemented."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from fp8core import backend_api
+from fp8core.backend_api import OPS, OPTIONAL_OPS, hooks
+from tests.backend_api import snapshot
+
+
+def test_backend_api_equals_its_snapshot() -> None:
+    found = snapshot.advice(snapshot.FILE.read_text(encoding="utf-8"), snapshot.describe())
+    assert not found, f"\n{found}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "part"),
+    [
+        ("", "    extra: int = 0", "minor"),
+        ("    portable: bool = False\n", "", "major"),
+        ("    priority: int = 0", "    priority: float = 0", "major"),
+        ("    gemm: (a, b,", "    gemm: (b, a,", "major"),
+        ("    fp8core_doctor(", "    fp8core_examine(", "major"),
+    ],
+)
+def test_a_change_names_the_part_of_the_version_to_raise(old: str, new: str, part: str) -> None:
+    before = snapshot.describe()
+    after = before.replace(old, new) if old else f"{before}{new}\n"
+    assert after != before
+    advice = snapshot.advice(before, after)
+    assert f"raise the {part} part of API_VERSION" in advice
+    assert "python -m tests.backend_api.snapshot" in advice
+
+
+def test_no_change_needs_no_advice() -> None:
+    assert snapshot.advice(snapshot.describe(), snapshot.describe()) == ""
+
+
+def test_every_operation_is_spelt_out_by_a_descriptor() -> None:
+    fused = {op for op in OPTIONAL_OPS if op.endswith("_quantize")}  # FusedDesc says how
+    assert set(snapshot.operations()) == {*OPS, *OPTIONAL_OPS} - fused
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_documented_call_has_the_parameters_of_the_reference(op: str) -> None:
+    call = snapshot.operations()[op]
+    parameters = call[1 : call.index(")")]
+    names = [re.split("[=:]", part)[0].strip() for part in parameters.split(",")]
+    assert [name for name in names if name != "*"] == snapshot.implemented(op)
+
+
+@pytest.mark.parametrize("name", backend_api.__all__)
+def test_public_name_has_a_docstring(name: str) -> None:
+    value = getattr(backend_api, name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        assert inspect.getdoc(value)
+
+
+def test_there_are_five_hooks() -> None:
+    names = [name for name in vars(hooks) if name.startswith("fp8core_")]
+    assert names == [
+        "fp8core_register_backends",
+        "fp8core_register_formats",
+        "fp8core_register_recipes",
+        "fp8core_select_backend",
+        "fp8core_doctor",
+    ]
+    assert all(inspect.getdoc(getattr(hooks, name)) for name in names)

@@ -1,0 +1,173 @@
+"""Any size works: what a format cannot take is padded with zeros, exactly, and reported once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8core import GroupedLinear, Linear, autocast, recipe, reporting
+from fp8core.backend_api import Alignment
+from fp8core.chain.padding import LayerPadding
+from fp8core.chain.protocol import Call
+
+torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
+
+WHOLE_BLOCKS = {
+    "mxfp8": (recipe.MXFP8BlockScaling(), 32),
+    "nvfp4": (recipe.NVFP4BlockScaling(disable_stochastic_rounding=True), 16),
+}
+PARTIAL_BLOCKS = ["current", "delayed", "rowwise", "block"]
+
+
+def pad(x: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Zero-pad every dimension of ``x`` to a multiple."""
+    amounts = [amount for size in reversed(x.shape) for amount in (0, -size % multiple)]
+    return torch.nn.functional.pad(x, amounts)
+
+
+def step(
+    layer: Linear, x: torch.Tensor, dy: torch.Tensor, chosen: recipe.Recipe
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = x.clone().requires_grad_()
+    with autocast(recipe=chosen):
+        y = layer(x)
+    y.backward(dy)
+    return y.detach(), x.grad, layer.weight.grad, layer.bias.grad
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (33, 47, 31), (32, 33, 64), (31, 64, 32)], ids=str)
+@pytest.mark.parametrize("name", WHOLE_BLOCKS)
+def test_a_padded_layer_has_the_bits_of_one_padded_by_hand(
+    name: str, shape: tuple[int, int, int]
+) -> None:
+    chosen, multiple = WHOLE_BLOCKS[name]
+    m, k, n = shape
+    x, dy = torch.randn(m, k).bfloat16(), torch.randn(m, n).bfloat16()
+    layer = Linear(k, n, params_dtype=torch.bfloat16)
+    torch.nn.init.normal_(layer.bias)
+    rows, cols = pad(layer.weight.detach(), multiple).shape
+    padded = Linear(cols, rows, params_dtype=torch.bfloat16)
+    with torch.no_grad():
+        padded.weight.copy_(pad(layer.weight, multiple))
+        padded.bias.copy_(pad(layer.bias, multiple))
+    y, dx, dw, db = step(padded, pad(x, multiple), pad(dy, multiple), chosen)
+    wanted = (y[:m, :n], dx[:m, :k], dw[:n, :k], db[:n])
+    for got, want in zip(step(layer, x, dy, chosen), wanted, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", WHOLE_BLOCKS)
+def test_a_padded_group_has_the_bits_of_a_linear_of_its_own(name: str) -> None:
+    chosen, _ = WHOLE_BLOCKS[name]
+    splits = [5, 0, 33]
+    grouped = GroupedLinear(3, 20, 9, params_dtype=torch.bfloat16)
+    x = torch.randn(38, 20).bfloat16()
+    with autocast(recipe=chosen):
+        y = grouped(x, splits)
+    for group, (x_g, y_g) in enumerate(zip(x.split(splits), y.split(splits), strict=True)):
+        alone = Linear(20, 9, params_dtype=torch.bfloat16)
+        with torch.no_grad():
+            alone.weight.copy_(getattr(grouped, f"weight{group}"))
+        with autocast(recipe=chosen):
+            assert torch.equal(alone(x_g), y_g)
+
+
+@pytest.mark.parametrize("name", PARTIAL_BLOCKS)
+def test_a_format_with_partial_blocks_is_not_padded(name: str) -> None:
+    layer = Linear(33, 7)
+    with autocast(recipe=recipe.by_name(name)):
+        op = layer.bind(torch.device("cpu"), torch.float32).linears[0]
+    assert op.padding is None
+
+
+def test_high_precision_is_not_padded() -> None:
+    assert Linear(33, 7).bind(torch.device("cpu"), torch.float32).linears[0].padding is None
+
+
+def test_padding_is_reported_once_whatever_the_rows(caplog: pytest.LogCaptureFixture) -> None:
+    layer = Linear(40, 24, name="padding_is_reported_once")
+    with autocast(recipe=recipe.MXFP8BlockScaling()):
+        for rows in (3, 3, 5):
+            layer(torch.randn(rows, 40))
+    lines = [line for line in caplog.messages if "padding_is_reported_once" in line]
+    assert len(lines) == 1
+
+
+def test_the_report_names_the_layer_and_what_is_added(caplog: pytest.LogCaptureFixture) -> None:
+    layer = Linear(40, 24, name="decoder.3.fc1")
+    with autocast(recipe=recipe.MXFP8BlockScaling()):
+        layer(torch.randn(3, 40))
+    line = next(line for line in caplog.messages if "decoder.3.fc1" in line)
+    assert all(word in line for word in ("input features by 24", "output features by 8", "of 32"))
+
+
+def test_rows_alone_are_reported_once_for_all_layers(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporting, "_said", set())
+    layers = [Linear(64, 64, name=f"rows_alone.{at}") for at in range(4)]
+    layers.insert(2, Linear(64, 33, name="rows_and_features"))
+    with autocast(recipe=recipe.MXFP8BlockScaling()):
+        for rows in (5, 6):
+            for layer in layers:
+                layer(torch.ones(rows, 64))
+    assert caplog.messages == [
+        "'rows_alone.0' (Linear(64, 64)): pads with zeros, as its recipe takes no such sizes: rows "
+        "to a multiple of 32; other layers that pad rows do not say so again",
+        "'rows_and_features' (Linear(64, 33)): pads with zeros, as its recipe takes no such sizes: "
+        "output features by 31, rows to a multiple of 32",
+    ]
+
+
+def test_aligned_sizes_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    layer = Linear(64, 32, name="aligned_sizes")
+    with autocast(recipe=recipe.MXFP8BlockScaling()):
+        layer(torch.randn(32, 64))
+    assert not [line for line in caplog.messages if "aligned_sizes" in line]
+
+
+def test_padded_results_are_contiguous() -> None:
+    layer = Linear(40, 24)
+    x = torch.randn(3, 40, requires_grad=True)
+    with autocast(recipe=recipe.MXFP8BlockScaling()):
+        y = layer(x)
+    y.sum().backward()
+    assert y.is_contiguous()
+    assert x.grad.is_contiguous()
+
+
+def test_a_call_that_fits_is_left_alone() -> None:
+    assert LayerPadding("layer", 16, 0, 0).for_call(32, Call()) is None
+
+
+def test_groups_are_padded_each_and_cut_back() -> None:
+    offsets = torch.tensor([0, 2, 2, 5])
+    padded = LayerPadding("groups_are_padded", 4, 1, 0).for_call(5, Call((offsets,), (2, 0, 3)))
+    assert padded is not None
+    assert padded.groups[0].tolist() == [0, 4, 4, 8]
+    x = torch.arange(1.0, 6.0)[:, None]
+    made = padded.pad_input(x)
+    assert made.tolist() == [[v, 0.0] for v in (1.0, 2.0, 0.0, 0.0, 3.0, 4.0, 5.0, 0.0)]
+    assert torch.equal(padded.cut(made, 5, 1), x)
+
+
+def test_alignment_takes_any_size_unless_told() -> None:
+    assert Alignment() == (1, 1, 1)
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+@pytest.mark.parametrize("name", WHOLE_BLOCKS)
+def test_padding_does_not_depend_on_torch_s_default_device(name: str, kind: str) -> None:
+    chosen, _ = WHOLE_BLOCKS[name]
+    if name == "nvfp4":
+        chosen = recipe.NVFP4BlockScaling(disable_rht=True)
+    x = torch.randn(5, 40)
+    layer = Linear(40, 24) if kind == "linear" else GroupedLinear(2, 40, 24)
+    torch.set_default_device("meta")
+    try:
+        with autocast(recipe=chosen):
+            y = layer(x) if kind == "linear" else layer(x, [2, 3])
+        y.sum().backward()
+    finally:
+        torch.set_default_device(None)
+    assert y.device.type == "cpu"

@@ -1,0 +1,394 @@
+"""The one autograd.Function: gradients, what passes through it, and torch.autocast around it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import threading
+import weakref
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from fp8core import (
+    GroupedLinear,
+    Linear,
+    MasterWeights,
+    OperandError,
+    autocast,
+    quantized_model_init,
+    recipe,
+)
+from fp8core.chain import run as chain
+from fp8core.chain.linear import LinearLink
+from fp8core.modules.base import LowPrecisionModule
+
+torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
+
+RECIPES = {"none": None, **{name: recipe.by_name(name) for name in recipe.names()}}
+
+
+def forward(layer: LowPrecisionModule, x: torch.Tensor, name: str) -> torch.Tensor:
+    chosen = RECIPES[name]
+    torch.manual_seed(11)  # of stochastic rounding
+    with autocast(enabled=chosen is not None, recipe=chosen):
+        return layer(x)
+
+
+def gradients(layer: Linear, x: torch.Tensor, dy: torch.Tensor, name: str) -> list[torch.Tensor]:
+    """Return y and the gradients of the input, the weight and the bias."""
+    layer.reset_delayed_state()
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    y = forward(layer, x, name)
+    y.backward(dy)
+    return [y.detach(), x.grad, layer.weight.grad, layer.bias.grad]
+
+
+def assert_same_bits(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:
+    for mine, theirs in zip(got, want, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_gradients_of_linear_pass_gradcheck_in_float64() -> None:
+    layer = Linear(5, 3, params_dtype=torch.float64)
+    x = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
+
+    def run(x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        named = dict(zip(("weight", "bias"), params, strict=True))
+        return torch.func.functional_call(layer, named, (x,))
+
+    assert torch.autograd.gradcheck(run, (x, layer.weight, layer.bias))
+
+
+def test_gradients_of_grouped_linear_pass_gradcheck_in_float64() -> None:
+    layer = GroupedLinear(3, 4, 3, params_dtype=torch.float64)
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    names = [name for name, _ in layer.named_parameters()]
+
+    def run(x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        named = dict(zip(names, params, strict=True))
+        return torch.func.functional_call(layer, named, (x, [2, 0, 3]))
+
+    assert torch.autograd.gradcheck(run, (x, *layer.parameters()))
+
+
+def test_without_a_recipe_the_result_is_torch_s_own() -> None:
+    layer, x = Linear(48, 20, params_dtype=torch.bfloat16), torch.randn(9, 48).bfloat16()
+    torch.nn.init.normal_(layer.bias)
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_leading_dimensions_are_rows(name: str) -> None:
+    layer = Linear(32, 16)
+    x, dy = torch.randn(12, 32), torch.randn(12, 16)
+    y, dx, dw, db = gradients(layer, x, dy, name)
+    got = gradients(layer, x.reshape(2, 3, 2, 32), dy.reshape(2, 3, 2, 16), name)
+    assert_same_bits(got, (y.reshape(2, 3, 2, 16), dx.reshape(2, 3, 2, 32), dw, db))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_single_row_needs_no_leading_dimension(name: str) -> None:
+    layer = Linear(32, 16)
+    x, dy = torch.randn(1, 32), torch.randn(1, 16)
+    y, dx, dw, db = gradients(layer, x, dy, name)
+    assert_same_bits(gradients(layer, x[0], dy[0], name), (y[0], dx[0], dw, db))
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32)])
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_empty_batch_gives_empty_results_and_zero_gradients(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    layer = Linear(32, 16)
+    y, dx, dw, db = gradients(layer, torch.randn(shape), torch.randn(*shape[:-1], 16), name)
+    assert y.shape == (*shape[:-1], 16)
+    assert dx.shape == shape
+    assert not dw.any()
+    assert not db.any()
+
+
+def strided(kind: str, x: torch.Tensor) -> torch.Tensor:
+    """Return the values of ``x [m, k]`` in other strides."""
+    if kind == "transposed":
+        return x.t().contiguous().t()
+    if kind == "sliced":
+        return torch.stack((x, x), -1).flatten(-2)[:, ::2]
+    return x[:1].expand_as(x)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "sliced", "expanded"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_strides_of_the_input_change_no_bit(name: str, kind: str) -> None:
+    layer = Linear(32, 16)
+    x, dy = strided(kind, torch.randn(12, 32)), torch.randn(12, 16)
+    assert not x.is_contiguous()
+    assert_same_bits(gradients(layer, x, dy, name), gradients(layer, x.contiguous(), dy, name))
+
+
+@pytest.mark.parametrize("kind", ["transposed", "sliced", "expanded"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_strides_of_grad_output_change_no_bit(name: str, kind: str) -> None:
+    layer = Linear(32, 16)
+    x, dy = torch.randn(12, 32), strided(kind, torch.randn(12, 16))
+    *got, db = gradients(layer, x, dy, name)
+    *want, wanted_db = gradients(layer, x, dy.contiguous(), name)
+    assert_same_bits(got, want)
+    torch.testing.assert_close(db, wanted_db)  # torch's sum orders its terms by strides
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_torch_autocast_gives_its_dtype_and_gradients_in_the_parameters(name: str) -> None:
+    layer = Linear(32, 16)
+    x = torch.randn(12, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = forward(layer, x, name)
+    y.backward(torch.randn(12, 16).bfloat16())
+    dtypes = [y.dtype, x.grad.dtype, layer.weight.grad.dtype, layer.bias.grad.dtype]
+    assert dtypes == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_backward_inside_and_outside_torch_autocast_give_the_same_bits(name: str) -> None:
+    layer, x, dy = Linear(32, 16), torch.randn(12, 32), torch.randn(12, 16).bfloat16()
+    found = []
+    for is_inside in (True, False):
+        layer.reset_delayed_state()
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = forward(layer, leaf, name)
+            if is_inside:
+                y.backward(dy)
+        if not is_inside:
+            y.backward(dy)
+        found.append([y.detach(), leaf.grad, layer.weight.grad, layer.bias.grad])
+    assert_same_bits(*found)
+
+
+def test_torch_autocast_without_a_recipe_gives_torch_s_bits() -> None:
+    layer, x = Linear(48, 20), torch.randn(9, 48)
+    torch.nn.init.normal_(layer.bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_torch_autocast_has_the_bits_of_a_bfloat16_input(name: str) -> None:
+    layer, x = Linear(32, 16), torch.randn(12, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = forward(layer, x, name)
+        layer.reset_delayed_state()
+        assert torch.equal(y, forward(layer, x.bfloat16(), name))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_backward_in_another_thread_gives_the_same_bits(name: str) -> None:
+    layer, x, dy = Linear(32, 16), torch.randn(12, 32), torch.randn(12, 16)
+    want = gradients(layer, x, dy, name)
+    layer.reset_delayed_state()
+    layer.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y = forward(layer, leaf, name)
+    thread = threading.Thread(target=y.backward, args=(dy,))
+    thread.start()
+    thread.join()
+    assert_same_bits([y.detach(), leaf.grad, layer.weight.grad, layer.bias.grad], want)
+
+
+@pytest.mark.parametrize("name", ["none", "current", "mxfp8", "nvfp4"])
+def test_backward_twice_over_a_retained_graph_gives_the_same_bits(name: str) -> None:
+    layer = Linear(32, 16)
+    y = forward(layer, torch.randn(12, 32), name)
+    first, second = (
+        torch.autograd.grad(y.sum(), tuple(layer.parameters()), retain_graph=True) for _ in range(2)
+    )
+    assert_same_bits(first, second)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_linear_alone_has_the_bits_of_the_general_way(
+    name: str, dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[torch.Tensor | None]] = []
+    for is_general in (False, True):
+        if is_general:
+            monkeypatch.setattr(LinearLink, "alone", lambda *arguments: None)
+        torch.manual_seed(0)
+        layer = Linear(64, 32, bias=bias, params_dtype=dtype)
+        made: list[torch.Tensor | None] = []
+        for needs in itertools.product((True, False), repeat=3 if bias else 2):
+            x = torch.randn(2, 16, 64, dtype=dtype, requires_grad=needs[0])
+            for own, need in zip(layer.parameters(), needs[1:], strict=True):
+                own.requires_grad_(need)
+                own.grad = None
+            y = forward(layer, x, name)
+            if any(needs):
+                y.backward(torch.randn_like(y))
+            made += [y.detach(), x.grad, *(own.grad for own in layer.parameters())]
+        found.append([*made, *layer.buffers()])
+    for alone, general in zip(*found, strict=True):
+        assert (alone is None) == (general is None)
+        if alone is not None:
+            assert general is not None
+            assert torch.equal(alone, general)
+
+
+@pytest.mark.parametrize("retains", [False, True])
+def test_backward_frees_the_weight_that_dgrad_has_read(retains: bool) -> None:
+    layer, x = Linear(32, 16), torch.randn(8, 32, requires_grad=True)
+    with autocast(recipe=RECIPES["current"]):
+        link = layer.bind(x.device, x.dtype).linears[0]
+    kept: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def weight(*arguments: object, **keywords: object) -> object:
+        made = link.weight(*arguments, **keywords)  # type: ignore[arg-type]
+        kept.append(weakref.ref(made.columnwise.data))
+        return made
+
+    def wgrad(*arguments: object) -> object:
+        alive.append(kept[0]() is not None)
+        return link.wgrad(*arguments)
+
+    weight.beside = lambda input: None  # type: ignore[attr-defined]
+    watched = dataclasses.replace(link, weight=weight, wgrad=wgrad, _made={})
+    y = chain.run((watched,), x, layer.link_params())
+    y.sum().backward(retain_graph=retains)
+    assert alive == [retains]
+
+
+def test_a_weight_changed_before_backward_is_refused() -> None:
+    layer = Linear(32, 16)
+    y = layer(torch.randn(3, 32, requires_grad=True))
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified inplace|modified by an inplace"):
+        y.sum().backward()
+
+
+LOW = [name for name in RECIPES if name != "none"]
+
+
+def written_between(layer: Linear, name: str, *, is_written: bool) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    x = torch.randn(32, 32, requires_grad=True)
+    y = forward(layer, x, name)
+    if is_written:
+        with torch.no_grad():
+            layer.weight.mul_(3)
+    y.square().sum().backward()
+    return [x.grad, *(own.grad for own in layer.parameters())]
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_backward_in_low_precision_is_of_the_weight_that_forward_quantized(name: str) -> None:
+    layer = Linear(32, 16)
+    other = copy.deepcopy(layer)
+    want = written_between(layer, name, is_written=False)
+    assert_same_bits(written_between(other, name, is_written=True), want)
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_a_quantized_weight_written_before_backward_is_refused(name: str) -> None:
+    with quantized_model_init(recipe=RECIPES[name]):
+        layer = Linear(32, 32, name="fc")
+    with pytest.raises(OperandError, match=r"'fc'.*written in place since forward"):
+        written_between(layer, name, is_written=True)
+
+
+def test_a_weight_that_backward_takes_in_high_precision_is_refused_once_written() -> None:
+    layer = Linear(32, 32, name="fc")
+    chosen = recipe.Float8CurrentScaling(backward_override="high_precision")
+    with autocast(recipe=chosen):
+        y = layer(torch.randn(32, 32, requires_grad=True))
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    with pytest.raises(OperandError, match=r"'fc'.*written in place since forward"):
+        y.sum().backward()
+
+
+def test_an_optimizer_may_step_between_two_forwards_of_a_quantized_weight() -> None:
+    chosen = RECIPES["current"]
+    with quantized_model_init(recipe=chosen):
+        layer = Linear(32, 32)
+    masters = MasterWeights(layer)
+    optimizer = torch.optim.SGD(masters.parameters(), lr=0.1)
+    masters.attach(optimizer)
+    for _ in range(3):
+        forward(layer, torch.randn(32, 32), "current").square().mean().backward()
+        optimizer.step()
+
+
+def bound_ops(layers: Sequence[Linear], name: str) -> tuple[object, ...]:
+    chosen = RECIPES[name]
+    with autocast(enabled=chosen is not None, recipe=chosen):
+        bounds = [layer.bind(torch.device("cpu"), torch.float32) for layer in layers]
+    return tuple(bound.links[0] for bound in bounds)
+
+
+@pytest.mark.parametrize("name", ["none", "current", "mxfp8"])
+def test_two_ops_in_one_chain_equal_two_layers(name: str) -> None:
+    layers = (Linear(32, 16), Linear(16, 24))
+    params = [param for layer in layers for param in layer.parameters()]
+    x, dy = torch.randn(2, 3, 32, requires_grad=True), torch.randn(2, 3, 24)
+    y = chain.run(bound_ops(layers, name), x, params)
+    got = torch.autograd.grad(y, (x, *params), dy)
+    two = forward(layers[1], forward(layers[0], x, name), name)
+    assert torch.equal(y, two)
+    assert_same_bits(got, torch.autograd.grad(two, (x, *params), dy))
+
+
+@pytest.mark.parametrize("frozen", [(), (0, 1), (0, 1, 2)], ids=["none", "first", "first, weight"])
+def test_a_chain_stops_where_nobody_needs_a_gradient(frozen: tuple[int, ...]) -> None:
+    layers = (Linear(32, 16), Linear(16, 24))
+    params = [param for layer in layers for param in layer.parameters()]
+    for index in frozen:
+        params[index].requires_grad_(False)
+    chain.run(bound_ops(layers, "current"), torch.randn(5, 32), params).sum().backward()
+    assert [param.grad is None for param in params] == [i in frozen for i in range(4)]
+
+
+def test_an_op_behind_frozen_ones_computes_no_gradient_of_its_input() -> None:
+    layers = (Linear(32, 16).requires_grad_(False), Linear(16, 24))
+    params = [param for layer in layers for param in layer.parameters()]
+    first, second = bound_ops(layers, "current")
+    second = dataclasses.replace(second, dgrad=lambda *_: pytest.fail("nobody needs it"))
+    chain.run((first, second), torch.randn(5, 32), params).sum().backward()
+    assert params[2].grad is not None
+
+
+@pytest.mark.parametrize("name", ["none", "current"])
+def test_nothing_is_recorded_for_backward_when_nothing_needs_it(name: str) -> None:
+    layer = Linear(32, 16).requires_grad_(False)
+    assert not forward(layer, torch.randn(3, 32), name).requires_grad
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", RECIPES)
+def test_without_gradients_the_bits_are_the_same(name: str, mode: type) -> None:
+    layer, x = Linear(32, 16), torch.randn(12, 32)
+    want = forward(layer, x, name).detach()
+    layer.reset_delayed_state()
+    with mode():
+        assert torch.equal(forward(layer, x, name), want)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_shape_and_dtype_are_known_on_meta(name: str, device: str) -> None:
+    layer = Linear(40, 24, params_dtype=torch.bfloat16, device=device)
+    y = forward(layer, torch.empty(2, 3, 40, dtype=torch.bfloat16, device=device), name)
+    assert (y.shape, y.dtype, y.device.type) == ((2, 3, 24), torch.bfloat16, device)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_backward_runs_on_meta(name: str) -> None:
+    layer = Linear(40, 24, device="meta")
+    forward(layer, torch.empty(3, 40, device="meta"), name).sum().backward()
+    assert layer.weight.grad.shape == (24, 40)

@@ -1,0 +1,329 @@
+"""Tensor subclasses at a layer's door: used by their own rule, or refused by name.
+
+A backend reads addresses. So whatever reaches one must be a plain tensor with memory of its own:
+the spy of these tests looks at every tensor of every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.utils._pytree import tree_leaves
+
+import fp8core as te
+from fp8core import OperandError, QuantizedTensor, ops, recipe
+from fp8core.backend_api import OpDesc
+from fp8core.recipe.plan import LayerRole
+from fp8core_backends.reference.backend import ReferenceBackend
+
+RECIPES = recipe.names()
+
+
+def check_memory(*arguments: object) -> None:
+    for own in tree_leaves(arguments):
+        if isinstance(own, torch.Tensor):
+            assert type(own) in (torch.Tensor, torch.nn.Parameter)
+            assert not own.numel() or own.data_ptr() != 0
+
+
+@pytest.fixture(autouse=True)
+def spy(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    bind = ReferenceBackend.bind
+
+    def bind_and_look(
+        self: ReferenceBackend, desc: OpDesc, device: torch.device
+    ) -> Callable[..., Any]:
+        run = bind(self, desc, device)
+
+        def looking(*arguments: Any, **keywords: Any) -> Any:
+            check_memory(arguments, keywords)
+            return run(*arguments, **keywords)
+
+        # Without a recipe a DTensor is computed with by torch's own operators, bound here too.
+        is_low = desc.op == "quantize" or getattr(desc, "low_precision", False)
+        return looking if is_low or "of_dtensors" not in request.node.name else run
+
+    te.dispatch.table._resolve.cache_clear()
+    monkeypatch.setattr(ReferenceBackend, "bind", bind_and_look)
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Any]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def values(rows: int = 32, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def layers() -> dict[str, torch.nn.Module]:
+    torch.manual_seed(0)
+    return {
+        "Linear": te.Linear(32, 32),
+        "LayerNormLinear": te.LayerNormLinear(32, 32),
+        "LayerNormMLP": te.LayerNormMLP(32, 64),
+        "RMSNorm": te.RMSNorm(32),
+        "Sequential": ops.Sequential(ops.Quantize(), ops.Linear(32, 64), ops.SwiGLU()),
+        "GELU": ops.GELU(),
+    }
+
+
+LAYERS = list(layers())
+
+
+def stored(x: torch.Tensor, name: str, tensor: str = "input") -> QuantizedTensor:
+    plan = recipe.by_name(name).plan(LayerRole("linear"), x.dtype)
+    return QuantizedTensor.quantize(x, getattr(plan, tensor))
+
+
+def run(
+    layer: torch.nn.Module, x: torch.Tensor, name: str | None, grad: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    layer.zero_grad()
+    with te.autocast(enabled=name is not None, recipe=name and recipe.by_name(name)):
+        torch.manual_seed(2)
+        y = layer(x)
+    y.backward(torch.ones_like(y) if grad is None else grad)
+    return [y.detach(), *(own.grad for own in layer.parameters())]  # type: ignore[list-item]  # all have one
+
+
+@pytest.mark.parametrize("name", [*RECIPES, None])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_quantized_input_is_used_by_its_values(kind: str, name: str | None) -> None:
+    layer, x = layers()[kind], values()
+    quantized = stored(x, "mxfp8")
+    if kind == "GELU":
+        assert torch.equal(layer(quantized), layer(quantized.dequantize()))
+        return
+    got, want = run(layer, quantized, name), run(layers()[kind], quantized.dequantize(), name)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["current", "rowwise", "block", "mxfp8", "nvfp4"])
+def test_an_input_stored_as_the_recipe_casts_is_its_own_operand(name: str) -> None:
+    x = values()
+    if name == "nvfp4":
+        plan = recipe.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)
+    else:
+        plan = recipe.by_name(name)
+    tensor = plan.plan(LayerRole("linear"), x.dtype).input
+    layer = te.Linear(32, 32)
+    found = []
+    for given in (x, QuantizedTensor.quantize(x, tensor)):
+        layer.zero_grad()
+        with te.autocast(recipe=plan):
+            y = layer(given)
+        y.sum().backward()
+        assert layer.weight.grad is not None
+        found.append((y.detach(), layer.weight.grad.clone()))
+    assert all(map(torch.equal, *found))
+
+
+def test_a_quantized_input_is_not_cast_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, casts = te.Linear(32, 32, bias=False), []
+    with te.autocast(recipe=recipe.by_name("current")), torch.no_grad():
+        link = layer.bind(torch.device("cpu"), torch.float32).linears[0]
+        quantized = stored(values(), "current")
+        monkeypatch.setattr(type(link.input), "__call__", lambda *a, **k: casts.append(a))
+        layer(quantized)
+    assert not casts
+
+
+@pytest.mark.parametrize("rows", [32, 17, 0])
+@pytest.mark.parametrize("name", [*(name for name in RECIPES if name != "delayed"), None])
+def test_a_quantized_gradient(name: str | None, rows: int) -> None:
+    layer, x = te.Linear(32, 32), values(rows).requires_grad_()
+    gradient = stored(values(rows, 4), "current", "grad_output")
+    found = []
+    for grad in (gradient, gradient.dequantize()):
+        x.grad = None
+        found.append([*run(layer, x, name, grad), x.grad])
+    for one, other in zip(*found, strict=True):
+        assert one is not None
+        assert other is not None
+        # The same codes; a scale made again of decoded values may differ in its last place.
+        assert (one - other).norm() <= 2**-20 * other.norm()
+
+
+def test_a_stored_gradient_keeps_its_own_scale_under_delayed_scaling() -> None:
+    layer, x = te.Linear(32, 32), values().requires_grad_()
+    dy = values(32, 4)
+    with te.autocast(recipe=recipe.by_name("delayed")):
+        y = layer(x)
+    y.backward(stored(dy, "delayed", "grad_output"))
+    assert not layer.amax_history_bwd.any()
+    assert x.grad is not None
+    want = dy @ layer.weight.detach()
+    assert (x.grad - want).norm() <= 10 ** (-18 / 20) * want.norm()  # its weight, at scale 1
+
+
+@pytest.mark.parametrize("name", ["current", "block", "rowwise", "mxfp8"])
+def test_a_gradient_stored_as_the_recipe_casts_is_its_own_operand(name: str) -> None:
+    found = []
+    dy = values(32, 4)
+    for grad in (dy, stored(dy, name, "grad_output")):
+        torch.manual_seed(0)
+        layer, x = te.Linear(32, 32, bias=False), values().requires_grad_()
+        found.append([*run(layer, x, name, grad), x.grad])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_quantized_residual_is_added_by_its_values() -> None:
+    chain = ops.Sequential(ops.Linear(32, 32), ops.AddExtraInput(), ops.RMSNorm(32))
+    residual = stored(values(32, 3), "current")
+    x = values()
+    assert torch.equal(chain(x, residual), chain(x, residual.dequantize()))
+
+
+def test_groups_of_a_quantized_input() -> None:
+    layer, quantized = te.GroupedLinear(2, 32, 32), stored(values(), "current")
+    with te.autocast(recipe=recipe.by_name("current")):
+        got = layer(quantized, [16, 16])
+        assert torch.equal(got, layer(quantized.dequantize(), [16, 16]))
+
+
+def test_a_gradient_of_a_quantized_input() -> None:
+    layer = te.Linear(32, 32)
+    found = []
+    for is_quantized in (True, False):
+        x = stored(values(), "current")
+        own: Any = x if is_quantized else x.dequantize()
+        own.requires_grad_()
+        with te.autocast(recipe=recipe.by_name("current")):
+            layer(own).sum().backward()
+        assert type(own.grad) is torch.Tensor
+        found.append(own.grad)
+    assert torch.equal(*found)
+
+
+class Named(torch.Tensor):
+    """A user's subclass: nothing but a name, over ordinary memory."""
+
+
+@pytest.mark.parametrize("name", ["current", None])
+def test_a_subclass_over_ordinary_memory_is_that_memory(name: str | None) -> None:
+    layer, x = te.Linear(32, 32), values()
+    for grad in (torch.ones(32, 32), torch.ones(32, 32).as_subclass(Named)):
+        own = x.as_subclass(Named).requires_grad_()
+        with te.autocast(enabled=name is not None, recipe=name):
+            y = layer(own)
+            want = layer(x)
+        y.backward(grad)
+        assert torch.equal(torch.Tensor(y), want)
+        assert own.grad is not None
+
+
+@pytest.mark.parametrize("name", ["current", None])
+def test_an_unfinished_collective_is_waited_for(name: str | None, mesh: Any) -> None:
+    layer, x = te.Linear(32, 32), values()
+    with te.autocast(enabled=name is not None, recipe=name), torch.no_grad():
+        assert torch.equal(layer(AsyncCollectiveTensor(x)), layer(x))
+
+
+@pytest.mark.parametrize("name", ["current", "mxfp8"])
+@pytest.mark.parametrize("kind", [kind for kind in LAYERS if kind not in ("RMSNorm", "GELU")])
+def test_a_dtensor_as_input_is_refused_by_name(kind: str, name: str, mesh: Any) -> None:
+    x = distribute_tensor(values(), mesh, [Replicate()])
+    with (
+        te.autocast(recipe=recipe.by_name(name)),
+        pytest.raises(OperandError, match=r"DTensor.*to_local\(\)"),
+    ):
+        layers()[kind](x)
+
+
+def distributed(layer: torch.nn.Module, mesh: Any) -> torch.nn.Module:
+    for name, own in list(layer.named_parameters()):
+        whole = distribute_tensor(own.detach(), mesh, [Replicate()])
+        setattr(layer, name, torch.nn.Parameter(whole))
+    return layer
+
+
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "RMSNorm"])
+def test_without_a_recipe_a_layer_of_dtensors_computes_as_torch_does(kind: str, mesh: Any) -> None:
+    x = values().requires_grad_()
+    plain = layers()[kind]
+    want = plain(x)
+    want.square().sum().backward()
+    layer = distributed(layers()[kind], mesh)
+    x_too = distribute_tensor(values(), mesh, [Replicate()]).requires_grad_()
+    got = layer(x_too)
+    got.square().sum().backward()
+    torch.testing.assert_close(got.full_tensor(), want)
+    assert x_too.grad is not None
+    torch.testing.assert_close(x_too.grad.full_tensor(), x.grad)  # type: ignore[attr-defined]  # a DTensor
+    for own, other in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.full_tensor(), other.grad)  # type: ignore[union-attr]  # likewise
+
+
+def test_a_dtensor_as_weight_is_refused_by_name(mesh: Any) -> None:
+    layer, x = te.Linear(32, 32), values()
+    for parameter in ("weight", "bias"):
+        own = distribute_tensor(getattr(layer, parameter).detach(), mesh, [Replicate()])
+        setattr(layer, parameter, torch.nn.Parameter(own))
+    with (
+        te.autocast(recipe=recipe.by_name("current")),
+        pytest.raises(OperandError, match=r"DTensor.*to_local\(\)"),
+    ):
+        layer(x)
+
+
+def test_a_dtensor_as_gradient_is_refused_by_name_and_backward_may_go_on(mesh: Any) -> None:
+    layer, x = te.Linear(32, 32), values()
+    with te.autocast(recipe=recipe.by_name("delayed")):
+        y = layer(x)
+    grad = distribute_tensor(torch.ones(32, 32), mesh, [Replicate()])
+    with pytest.raises(OperandError, match=r"grad_output.*DTensor.*to_local\(\)"):
+        y.backward(grad)
+    y.backward(torch.ones(32, 32))
+    assert layer.weight.grad is not None
+
+
+class Hollow(torch.Tensor):
+    """A wrapper without memory, whose operations give nothing away."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor) -> Hollow:
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("asked to compute")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_wrapper_of_unknown_kind_is_refused_by_name(name: str | None) -> None:
+    layer = te.Linear(32, 32)
+    with (
+        te.autocast(recipe=name),
+        pytest.raises(OperandError, match="input is a Hollow"),
+    ):
+        layer(Hollow(values()))
+
+
+def test_a_lazy_parameter_is_refused_by_name() -> None:
+    layer: Any = te.Linear(32, 32)
+    layer.bias = torch.nn.parameter.UninitializedParameter()
+    with pytest.raises(OperandError, match="UninitializedParameter"):
+        layer(values())
+
+
+def test_views_of_a_quantized_tensor_are_inputs() -> None:
+    layer, quantized = te.Linear(32, 32), stored(values(64), "current")
+    with te.autocast(recipe=recipe.by_name("block")):
+        assert torch.equal(layer(quantized[:32]), layer(quantized.dequantize()[:32]))
+
+
+def test_explain_says_what_becomes_of_a_quantized_input() -> None:
+    text = str(te.explain(te.Linear(32, 32), recipe.by_name("current")))
+    assert "a QuantizedTensor stored like that is taken as it is" in text

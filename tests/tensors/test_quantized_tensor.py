@@ -1,0 +1,340 @@
+"""QuantizedTensor as torch sees it: operands move bit for bit, the rest sees values."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp8core
+from fp8core import recipe
+from fp8core.recipe import Recipe
+from fp8core.recipe.plan import LayerRole
+
+RECIPES: dict[str, Recipe] = {
+    "delayed": recipe.DelayedScaling(),
+    "current": recipe.Float8CurrentScaling(),
+    "rowwise": recipe.Float8RowwiseScaling(),
+    "block": recipe.Float8BlockScaling(),
+    "block_1d": recipe.Float8BlockScaling(w_block_scaling_dim=1),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "nvfp4": recipe.NVFP4BlockScaling(),
+}
+NAMES = {
+    "delayed": fp8core.Float8Tensor,
+    "current": fp8core.Float8Tensor,
+    "block": fp8core.Float8BlockwiseQTensor,
+    "block_1d": fp8core.Float8BlockwiseQTensor,
+    "mxfp8": fp8core.MXFP8Tensor,
+    "nvfp4": fp8core.NVFP4Tensor,
+}
+N, K = 96, 160
+
+
+def value(n: int = N, k: int = K, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (torch.randn(n, k) * torch.logspace(-2, 2, n)[:, None]).to(dtype)
+
+
+def quantized(name: str, x: torch.Tensor | None = None) -> fp8core.QuantizedTensor:
+    x = value() if x is None else x
+    plan = RECIPES[name].plan(LayerRole(), x.dtype).weight
+    return fp8core.QuantizedTensor.quantize(x, plan)
+
+
+def parameter(name: str) -> torch.nn.Parameter:
+    return torch.nn.Parameter(quantized(name))
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    assert isinstance(a, fp8core.QuantizedTensor)
+    assert isinstance(b, fp8core.QuantizedTensor)
+    pairs = zip(a.tensors(), b.tensors(), strict=True)
+    return a.plan == b.plan and a.dtype == b.dtype and all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.fixture(params=RECIPES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def test_goes_by_the_names_of_its_format_and_no_other(name: str) -> None:
+    found = {cls for cls in NAMES.values() if isinstance(quantized(name), cls)}
+    assert found == ({NAMES[name]} if name in NAMES else set())
+
+
+def test_a_format_name_cannot_be_made() -> None:
+    with pytest.raises(fp8core.UnsupportedError, match="quantized_model_init"):
+        fp8core.MXFP8Tensor(torch.zeros(32, 32))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    {
+        "current": N * K + 4,
+        "block": N * K + 1 * 2 * 4,
+        "rowwise": 2 * N * K + (N + K) * 4,
+        "mxfp8": 2 * (N * K + N * K // 32),
+        "nvfp4": 2 * (N * K // 2 + N * K // 256 + 4),
+    }.items(),
+)
+def test_nbytes_counts_codes_and_scales(name: str, expected: int) -> None:
+    assert quantized(name).nbytes == expected
+
+
+@pytest.mark.parametrize("name", ["block", "block_1d", "mxfp8"])
+def test_writing_its_own_values_changes_none_with_power_of_two_scales(name: str) -> None:
+    tensor = quantized(name, value(dtype=torch.float32))
+    before = tensor.dequantize()
+    tensor.copy_(before)
+    assert torch.equal(tensor.dequantize(), before)
+
+
+@pytest.mark.parametrize("name", ["current", "rowwise", "nvfp4"])
+def test_writing_its_own_values_changes_no_code(name: str) -> None:
+    # target / amax of the values may be an ulp from the scale that gave them: codes stay
+    tensor = quantized(name, value(dtype=torch.float32))
+    before, codes = tensor.dequantize(), tensor.operands.rowwise.data.clone()
+    tensor.copy_(before)
+    assert torch.equal(tensor.operands.rowwise.data, codes)
+    torch.testing.assert_close(tensor.dequantize(), before, rtol=2**-22, atol=0)
+
+
+def test_save_and_weights_only_load_is_bit_exact(name: str) -> None:
+    own, file = parameter(name), io.BytesIO()
+    torch.save({"weight": own, "detached": own.detach()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert same(loaded["weight"], own)
+    assert same(loaded["detached"], own)
+    kinds = [isinstance(loaded[key], torch.nn.Parameter) for key in ("weight", "detached")]
+    assert kinds == [True, False]
+
+
+def test_clone_shares_nothing(name: str) -> None:
+    tensor = quantized(name)
+    other = tensor.clone()
+    assert same(other, tensor)
+    tensor.zero_()
+    assert not same(other, tensor)
+
+
+def test_deepcopy_of_a_parameter_is_a_parameter_of_its_own(name: str) -> None:
+    own = parameter(name)
+    other = copy.deepcopy(own)
+    assert isinstance(other, torch.nn.Parameter)
+    assert same(other, own)
+    with torch.no_grad():
+        own.zero_()
+    assert not same(other, own)
+
+
+@pytest.mark.parametrize("alias", ["detach", "data"])
+def test_detach_and_data_share_the_operands(alias: str) -> None:
+    own = parameter("current")
+    (own.data if alias == "data" else own.detach()).zero_()
+    assert not own.dequantize().any()
+
+
+def test_assigning_data_writes_the_value() -> None:
+    own, other = parameter("mxfp8"), parameter("mxfp8")
+    own.data = other.data
+    assert same(own, other)
+
+
+def test_copy_from_another_of_the_same_plan_is_bit_exact(name: str) -> None:
+    source, target = quantized(name), quantized(name, torch.zeros(N, K, dtype=torch.bfloat16))
+    target.copy_(source)
+    assert same(target, source)
+
+
+def test_copy_from_float32_rounds_once(name: str) -> None:
+    x, target = value(dtype=torch.float32), quantized(name)
+    target.copy_(x)
+    expected = quantized(name, x)
+    pairs = zip(target.tensors(), expected.tensors(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_copy_to_a_plain_tensor_gives_the_values(name: str) -> None:
+    tensor, plain = quantized(name), torch.empty(N, K)
+    plain.copy_(tensor)
+    assert torch.equal(plain, tensor.dequantize().float())
+
+
+def test_in_place_arithmetic_quantizes_the_result(name: str) -> None:
+    tensor = quantized(name)
+    expected = quantized(name, tensor.dequantize() + 1)
+    assert tensor.add_(1) is tensor
+    assert same(tensor, expected)
+
+
+def test_a_write_bumps_the_version() -> None:
+    tensor = quantized("current")
+    before = tensor._version
+    tensor.copy_(value())
+    assert tensor._version > before
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "select": lambda tensor: tensor[0].zero_(),
+    "view": lambda tensor: tensor.view(-1).add_(1),
+    "transpose": lambda tensor: tensor.t().copy_(torch.zeros(K, N)),
+    "chunk": lambda tensor: tensor.chunk(2)[1].fill_(0),
+    "view_of_view": lambda tensor: tensor[:4][0].zero_(),
+    "setitem": lambda tensor: tensor.__setitem__(0, 1.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_to_a_view_is_refused(write: str) -> None:
+    tensor = quantized("current")
+    with pytest.raises(fp8core.UnsupportedError, match="view of a QuantizedTensor"):
+        WRITES[write](tensor)
+
+
+def test_an_operation_that_changes_the_shape_is_refused() -> None:
+    tensor = quantized("current")
+    before = tensor.clone()
+    with pytest.raises(fp8core.UnsupportedError, match="changes the shape"):
+        tensor.t_()
+    assert same(tensor, before)
+
+
+def test_a_view_reads_the_values() -> None:
+    tensor = quantized("current")
+    assert torch.equal(tensor.t() @ tensor, tensor.dequantize().t() @ tensor.dequantize())
+
+
+def test_the_gradient_passes_dequantize_unchanged() -> None:
+    for dtype in (None, torch.float32):
+        own, grad = parameter("mxfp8"), torch.randn(N, K, dtype=torch.bfloat16)
+        out = own.dequantize(dtype)  # type: ignore[attr-defined]
+        out.backward(grad.to(out.dtype))
+        assert type(own.grad) is torch.Tensor
+        assert torch.equal(own.grad, grad)
+
+
+def test_torch_functions_differentiate_through_it() -> None:
+    own, x = parameter("current"), torch.randn(4, K, dtype=torch.bfloat16)
+    torch.nn.functional.linear(x, own).sum().backward()
+    plain = own.dequantize().detach().requires_grad_()  # type: ignore[attr-defined]
+    torch.nn.functional.linear(x, plain).sum().backward()
+    assert torch.equal(own.grad, plain.grad)
+
+
+@pytest.mark.parametrize("make", [torch.zeros_like, torch.empty_like, torch.randn_like])
+def test_like_functions_give_plain_tensors(make: object) -> None:
+    made = make(quantized("current"))  # type: ignore[operator]
+    assert (type(made), made.dtype, made.shape) == (torch.Tensor, torch.bfloat16, (N, K))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float_is_a_plain_float32_copy(dtype: torch.dtype) -> None:
+    tensor = quantized("current", value(dtype=dtype))
+    assert type(tensor.float()) is torch.Tensor
+    assert tensor.float().dtype == torch.float32
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("nominal", DTYPES[:3])
+def test_to_a_dtype_equals_that_of_the_values(
+    name: str, nominal: torch.dtype, dtype: torch.dtype
+) -> None:
+    tensor = quantized(name, value(dtype=nominal))
+    wanted = tensor.dequantize().to(dtype)
+    for made in (
+        tensor.to(dtype),
+        tensor.to(dtype=dtype),
+        tensor.to("cpu", dtype),
+        tensor.to(torch.device("cpu"), dtype, False, copy=True),
+        tensor.to(wanted),
+        tensor.to(tensor=wanted),
+        tensor.type(dtype),
+        tensor.type_as(wanted),
+    ):
+        assert type(made) is torch.Tensor
+        assert (made.dtype, torch.equal(made, wanted)) == (dtype, True)
+
+
+@pytest.mark.parametrize("method", ["float", "bfloat16", "half", "double"])
+@pytest.mark.parametrize("nominal", DTYPES[:3])
+def test_a_method_called_like_a_dtype_rounds_once(nominal: torch.dtype, method: str) -> None:
+    tensor = quantized("current", value(dtype=nominal))
+    made = getattr(tensor, method)()
+    assert type(made) is torch.Tensor
+    assert torch.equal(made, getattr(tensor.dequantize(torch.float32), method)())
+
+
+def test_a_move_stays_quantized(name: str) -> None:
+    tensor = quantized(name)
+    assert tensor.to("cpu") is tensor
+    assert tensor.to(device="cpu", dtype=None) is tensor
+    assert same(tensor.to("cpu", copy=True), tensor)
+    assert isinstance(tensor.to("meta"), fp8core.QuantizedTensor)
+    assert tensor.type() == "torch.BFloat16Tensor"
+
+
+def test_a_gradient_passes_a_conversion_to_the_nominal_dtype() -> None:
+    weight = torch.nn.Parameter(quantized("current"))
+    weight.to(torch.bfloat16).sum().backward()
+    assert torch.equal(weight.grad, torch.ones(N, K, dtype=torch.bfloat16))
+
+
+def test_dequantize_to_float32_is_not_rounded_to_the_nominal_dtype() -> None:
+    tensor = quantized("current")
+    exact = tensor._rowwise_data.view(torch.float8_e4m3fn).float() * tensor._rowwise_scale_inv
+    assert torch.equal(tensor.dequantize(torch.float32), exact)
+
+
+def test_padding_equals_quantizing_the_padded_value(name: str) -> None:
+    x, amount = value(), (0, 64, 0, 32)
+    padded = torch.nn.functional.pad(quantized(name, x), amount)
+    expected = quantized(name, torch.nn.functional.pad(x, amount))
+    assert torch.equal(padded.dequantize(), expected.dequantize())
+    codes = [
+        (one.operands.columnwise.data, one.operands.rowwise.data) for one in (padded, expected)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*codes, strict=True))
+
+
+@pytest.mark.parametrize(("name", "size"), [("mxfp8", (96, 80)), ("nvfp4", (24, 64))])
+def test_sizes_that_blocks_do_not_divide_are_refused(name: str, size: tuple[int, int]) -> None:
+    with pytest.raises(fp8core.UnsupportedError, match="multiples of"):
+        quantized(name, value(*size))
+
+
+def test_a_vector_is_refused() -> None:
+    plan = RECIPES["current"].plan(LayerRole(), torch.float32).weight
+    with pytest.raises(fp8core.OperandError, match="expected a matrix"):
+        fp8core.QuantizedTensor.quantize(torch.zeros(8), plan)
+
+
+def test_flatten_and_unflatten_is_the_same_tensor(name: str) -> None:
+    tensor = quantized(name)
+    names, context = tensor.__tensor_flatten__()
+    inner = {part: getattr(tensor, part) for part in names}
+    made = fp8core.QuantizedTensor.__tensor_unflatten__(inner, context, None, None)
+    assert same(made, tensor)
+
+
+def test_a_file_holds_nothing_but_tensors_and_plain_values(tmp_path: Path) -> None:
+    torch.save(quantized("nvfp4"), tmp_path / "file")
+    found = torch.serialization.get_unsafe_globals_in_checkpoint(tmp_path / "file")
+    assert found == []
+
+
+def test_share_memory_shares_the_operands() -> None:
+    tensor = quantized("mxfp8").share_memory_()
+    assert all(part.is_shared() for part in tensor.tensors())
+
+
+def test_assigning_data_of_another_shape_is_refused() -> None:
+    with pytest.raises(fp8core.OperandError, match="cannot become"):
+        parameter("current").data = torch.zeros(())

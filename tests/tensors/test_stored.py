@@ -1,0 +1,258 @@
+"""What a file may hold in the place of a quantized tensor: nothing that does not fit gets in."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fp8core
+from fp8core import Fp8CoreError, OperandError, QuantizedTensor, recipe
+from fp8core.recipe.plan import LayerRole, TensorPlan
+from fp8core.tensors.quantized_tensor import _rebuild
+from fp8core.tensors.storage import PARTS
+
+RECIPES = {
+    "current": recipe.Float8CurrentScaling(),
+    "rowwise": recipe.Float8RowwiseScaling(),
+    "block": recipe.Float8BlockScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "mxfp8 both ways": recipe.MXFP8BlockScaling(enable_2d_quantization=True),
+    "nvfp4": recipe.NVFP4BlockScaling(),
+}
+Change = Callable[[dict[str, Any]], None]
+
+
+def quantized(name: str, value: torch.Tensor | None = None) -> QuantizedTensor:
+    value = torch.randn(64, 96) if value is None else value
+    return QuantizedTensor.quantize(value, RECIPES[name].plan(LayerRole(), value.dtype).weight)
+
+
+class Stored:
+    """A file's entry that calls what a QuantizedTensor's calls, with any arguments."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> Any:
+        return _rebuild, self.arguments
+
+
+def fields(tensor: QuantizedTensor) -> dict[str, Any]:
+    """Return what is saved of ``tensor``, by name."""
+    _, (parts, specs, dtype, is_parameter, requires_grad) = tensor.__reduce_ex__(2)
+    made: dict[str, Any] = dict(zip(PARTS, parts, strict=True))
+    row, column = specs
+    return {
+        **made,
+        "row": row,
+        "column": column,
+        "rest": (dtype, is_parameter, requires_grad),
+    }
+
+
+def load(changed: dict[str, Any]) -> Any:
+    file = io.BytesIO()
+    parts = [changed[name] for name in PARTS]
+    torch.save(Stored(parts, [changed["row"], changed["column"]], *changed["rest"]), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def put(name: str, make: Callable[[torch.Tensor], Any]) -> Change:
+    def change(saved: dict[str, Any]) -> None:
+        saved[name] = make(saved[name])
+
+    return change
+
+
+def put_field(name: str, value: Any) -> Change:
+    def change(saved: dict[str, Any]) -> None:
+        saved["row"] = {**saved["row"], name: value}
+
+    return change
+
+
+def with_value(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(part: torch.Tensor) -> torch.Tensor:
+        part = part.clone()
+        part.view(-1)[-1] = value
+        return part
+
+    return change
+
+
+DATA, SCALE, GLOBAL = PARTS[:3]
+SIZES: dict[str, tuple[str, Change]] = {
+    "fewer rows of codes": ("mxfp8", put(DATA, lambda own: own[:32])),
+    "no matrix of codes": ("block", put(DATA, lambda own: own.view(-1))),
+    "codes of no dimension": ("block", put(DATA, lambda own: own[0, 0])),
+    "codes of another dtype": ("mxfp8", put(DATA, lambda own: own.view(torch.int8))),
+    "codes as bool": ("current", put(DATA, lambda own: own > 0)),
+    "no codes": ("current", put(DATA, lambda own: None)),
+    "codes that are a string": ("current", put(DATA, lambda own: "codes")),
+    "sparse codes": ("current", put(DATA, lambda own: own.to_sparse())),
+    "codes on meta": ("mxfp8", put(DATA, lambda own: own.to("meta"))),
+    "codes that share memory": ("current", put(DATA, lambda own: own[:1].expand(64, 96))),
+    "no scale": ("current", put(SCALE, lambda own: None)),
+    "fewer scales": ("mxfp8", put(SCALE, lambda own: own[:, :2])),
+    "scales of no dimension": ("current", put(SCALE, lambda own: own[0, 0])),
+    "scales turned": ("nvfp4", put(SCALE, lambda own: own.t())),
+    "scales in another dtype": ("block", put(SCALE, lambda own: own.double())),
+    "scales for bytes": ("mxfp8", put(SCALE, lambda own: own.float())),
+    "a scale that is a number": ("current", put(SCALE, lambda own: 1.0)),
+    "scales on meta": ("mxfp8", put(SCALE, lambda own: own.to("meta"))),
+    "one level of two": ("nvfp4", put(GLOBAL, lambda own: None)),
+    "two levels of one": ("mxfp8", put(GLOBAL, lambda own: torch.ones(1, 1))),
+    "no columnwise codes": ("mxfp8", put(PARTS[3], lambda own: None)),
+    "fewer columnwise codes": ("nvfp4", put(PARTS[3], lambda own: own[:32])),
+    "fewer columnwise scales": ("rowwise", put(PARTS[4], lambda own: own[:32])),
+    "columnwise codes that share memory": ("mxfp8", put(PARTS[3], lambda o: o[:1].expand(96, 64))),
+    "columnwise codes on meta": ("mxfp8", put(PARTS[3], lambda own: own.to("meta"))),
+    "nothing columnwise": (
+        "mxfp8",
+        lambda saved: saved.update(dict.fromkeys(PARTS[3:])),
+    ),
+    "columnwise parts that are not planned": ("rowwise", lambda saved: saved.update(column=None)),
+}
+SCALES: dict[str, tuple[str, Change]] = {
+    **{
+        f"{kind} {value}": (kind, put(SCALE, with_value(value)))
+        for kind in ("current", "block", "rowwise")
+        for value in (math.nan, math.inf, 0.0, -1.0)
+    },
+    **{
+        f"second level {value}": ("nvfp4", put(GLOBAL, with_value(value)))
+        for value in (math.nan, math.inf, 0.0, -1.0)
+    },
+    "columnwise nan": ("rowwise", put(PARTS[4], lambda own: own * math.nan)),
+    "e8m0 nan": ("mxfp8", put(SCALE, with_value(0xFF))),
+    "e4m3 nan": ("nvfp4", put(SCALE, with_value(0x7F))),
+    "e4m3 less than zero": ("nvfp4", put(SCALE, with_value(0x81))),
+    "e4m3 minus zero": ("nvfp4", put(SCALE, with_value(0x80))),
+}
+PLANS: dict[str, tuple[str, Change]] = {
+    "no plan": ("current", lambda saved: saved.update(row=None)),
+    "a plan that is a string": ("current", lambda saved: saved.update(row="e4m3")),
+    "an unknown field": ("current", put_field("colour", 1)),
+    "an unknown format": ("current", put_field("format", "e4m4")),
+    "a format that is no name": ("current", put_field("format", 7)),
+    "an unknown scale format": ("current", put_field("scale_format", "e9m9")),
+    "blocks of another size": ("mxfp8", put_field("block", (1, 16))),
+    "a negative block": ("block", put_field("block", (-1, 128))),
+    "a block of one number": ("block", put_field("block", (128,))),
+    "a block of no numbers": ("block", put_field("block", "12")),
+    "an endless block": ("block", put_field("block", (10**400, 128))),
+    "an endless target": ("current", put_field("target", 10**400)),
+    "a target of nan": ("current", put_field("target", math.nan)),
+    "a flag that is a list": ("current", put_field("power_of_two", [1])),
+    "stochastic": ("current", put_field("stochastic", True)),
+    "delayed": ("current", put_field("delayed", True)),
+    "transformed": ("nvfp4", put_field("transform", "hadamard16")),
+    "an integer dtype": ("current", lambda saved: saved.update(rest=(torch.int8, False, False))),
+    "a dtype by name": ("current", lambda saved: saved.update(rest=("bfloat16", True, True))),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("kind", ["ordinary", "zero", "inf", "nan", "tiny", "huge"])
+def test_what_a_cast_writes_loads(name: str, kind: str) -> None:
+    value = torch.randn(64, 96) * {"tiny": 1e-44, "huge": 1e37, "zero": 0.0}.get(kind, 1.0)
+    value[3, 5] = {"inf": math.inf, "nan": math.nan}.get(kind, value[3, 5].item())
+    saved = quantized(name, value)
+    loaded = load(fields(saved))
+    assert loaded.plan == saved.plan
+    assert all(torch.equal(*pair) for pair in zip(loaded.tensors(), saved.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_zero_blocks_of_the_golden_vectors_load(
+    name: str, golden: Callable[[str], dict[str, np.ndarray]]
+) -> None:
+    theirs = ("columnwise_data_of_transpose", "columnwise_scale_of_transpose")
+    prefix, keys, step = {
+        "mxfp8": (
+            "mxfp8/zero_blocks.bf16/e4m3/",
+            ("rowwise_data", "rowwise_scale", *theirs),
+            1,
+        ),
+        "nvfp4": (
+            "nvfp4/zero_blocks.bf16/tile=16x16/rht=0/",
+            ("data", "scale", "data_t", "scale_t"),
+            16,  # theirs repeats a square block's scale in each of its rows
+        ),
+    }[name]
+    data, scale, data_t, scale_t = (
+        torch.from_numpy(golden(f"{name}_seed0")[prefix + key]) for key in keys
+    )
+    second = torch.ones(1, 1) if name == "nvfp4" else None
+    parts = [data, scale[::step], second, data_t, scale_t[::step], second]
+    loaded = load({**fields(quantized(name)), **dict(zip(PARTS, parts, strict=True))})
+    assert (scale == 0).any()
+    assert loaded.dequantize().isfinite().all()
+
+
+# torch 2.11's, about sparse tensors.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.parametrize("case", [*SIZES, *SCALES, *PLANS])
+def test_what_no_cast_writes_is_refused_by_name(case: str) -> None:
+    name, change = {**SIZES, **SCALES, **PLANS}[case]
+    saved = fields(quantized(name))
+    change(saved)
+    with pytest.raises(Fp8CoreError, match=r"QuantizedTensor|parameter"):
+        load(saved)
+
+
+@pytest.mark.parametrize("case", [case for case in SIZES if "share memory" not in case])
+def test_parts_that_do_not_fit_make_no_tensor(case: str) -> None:
+    name, change = SIZES[case]
+    tensor = quantized(name)
+    saved = fields(tensor)
+    change(saved)
+    plan = tensor.plan if saved["column"] is not None else TensorPlan(tensor.plan.rowwise, None)
+    inner = {part: saved[part] for part in PARTS if saved[part] is not None}
+    with pytest.raises(OperandError, match="QuantizedTensor stored as"):
+        QuantizedTensor.__tensor_unflatten__(inner, (plan, tensor.dtype), None, None)
+
+
+@pytest.mark.parametrize("parts", [None, 5, "six", {}, [], torch.ones(6)], ids=repr)
+def test_something_else_than_parts_is_refused_by_name(parts: Any) -> None:
+    specs = [fields(quantized("mxfp8"))[name] for name in ("row", "column")]
+    with pytest.raises(OperandError, match=r"its parts are|expected a tensor"):
+        _rebuild(parts, specs, torch.float32, False, False)
+
+
+@pytest.mark.parametrize("flag", [torch.ones(3), "yes", None, [[]]], ids=repr)
+def test_flags_that_are_none_are_off(flag: Any) -> None:
+    saved = fields(quantized("mxfp8"))
+    parts, specs = [saved[name] for name in PARTS], [saved["row"], saved["column"]]
+    made = _rebuild(parts, specs, torch.float32, flag, flag)
+    assert type(made) is QuantizedTensor
+    assert not made.requires_grad
+
+
+def test_a_plan_of_endless_depth_is_refused_by_name() -> None:
+    nested: Any = []
+    for _ in range(100):
+        nested = [nested]
+    saved = {**fields(quantized("current")), "row": nested}
+    with pytest.raises(OperandError, match="no recipe plans for a parameter"):
+        load(saved)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_padding_has_scales_that_load(name: str) -> None:
+    padded = torch.nn.functional.pad(quantized(name), (0, 32, 0, 64))
+    assert isinstance(padded, QuantizedTensor)
+    assert torch.equal(load(fields(padded)).dequantize(), padded.dequantize())
+
+
+def test_a_stored_tensor_on_meta_loads() -> None:
+    with fp8core.quantized_model_init(recipe=RECIPES["mxfp8"]):
+        layer = fp8core.Linear(64, 64, device="meta")
+    assert load(fields(layer.weight.detach())).is_meta

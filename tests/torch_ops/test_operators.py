@@ -1,0 +1,283 @@
+"""``torch.ops.fp8core``: each operator is what torch expects, and says the same as its backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core import backend_api, errors
+from fp8core.backend_api import (
+    ActivationBackwardDesc,
+    ActivationDesc,
+    AddNormDesc,
+    AmaxDesc,
+    BackendSpec,
+    DequantizeDesc,
+    FusedDesc,
+    GemmDesc,
+    GroupedGemmDesc,
+    NormBackwardDesc,
+    NormDesc,
+    OpDesc,
+    Operand,
+    OperandSpec,
+    Quantized,
+    QuantizeDesc,
+    ScaleUpdateDesc,
+    bind_method,
+)
+from fp8core.dispatch import plugins, table
+from fp8core.torch_ops.calls import call_of
+from fp8core.torch_ops.encoding import Operation, decode, encode
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+OPS = torch.ops.fp8core
+CURRENT = OperandSpec("e4m3", (0, 0), 448.0)
+DELAYED = OperandSpec("e4m3", (0, 0), 448.0, delayed=True)
+BLOCK = OperandSpec("e4m3", (1, 128), 448.0, power_of_two=True)
+SQUARE = OperandSpec("e4m3", (128, 128), 448.0)
+MX = OperandSpec("e4m3", (1, 32), 448.0, "e8m0")
+FP4 = OperandSpec("e2m1", (1, 16), 6.0, "e4m3")
+STOCHASTIC = OperandSpec("e2m1", (1, 16), 6.0, "e4m3", stochastic=True)
+HADAMARD = OperandSpec("e2m1", (1, 16), 6.0, "e4m3", transform="hadamard16")
+NORM = NormDesc("layernorm", BF16, BF16, 1e-5)
+RMS = NormDesc("rmsnorm", BF16, torch.float32, 1e-5, True)
+SWIGLU = ActivationDesc("swiglu", BF16, BF16)
+BACKWARD = ActivationBackwardDesc("swiglu", BF16, BF16)
+NORM_BACKWARD = NormBackwardDesc(NORM)
+RMS_BACKWARD = NormBackwardDesc(RMS)
+
+
+class Fusing:
+    """A backend with every fusion, made of the reference's pairs; hands out transposed copies."""
+
+    def __init__(self) -> None:
+        registry = plugins.load()
+        self._reference: Any = registry.instance(registry.backends["reference"])
+
+    def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
+        return None
+
+    def alignment(self, desc: GemmDesc) -> Any:
+        return self._reference.alignment(desc)
+
+    def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
+        return bind_method(self, desc)
+
+    def quantize(self, desc: QuantizeDesc, *arguments: Any, **keywords: Any) -> Quantized:
+        made = self._reference.quantize(desc, *arguments, **keywords)
+        if made.columnwise is None:
+            return made
+        copied = (None if part is None else part.contiguous() for part in made.columnwise)
+        return Quantized(made.rowwise, Operand(*copied))
+
+    def fused(self, desc: FusedDesc, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
+        made = getattr(self._reference, desc.producer.op)(desc.producer, *arguments)
+        first, *rest = made if isinstance(made, tuple) else (made,)
+        sums = [first.float().sum(0)] if desc.sums else []
+        return (self.quantize(desc.quantize, first, **keywords), *rest, *sums)
+
+    norm_quantize = activation_quantize = activation_backward_quantize = fused
+    norm_backward_quantize = fused
+
+    def add_norm(self, desc: AddNormDesc, x: Any, residual: Any, *parameters: Any) -> Any:
+        total = x + residual
+        return (total, *self._reference.norm(desc.norm, total, *parameters))
+
+
+@pytest.fixture
+def fusing() -> Iterator[str]:
+    registry = plugins.load()
+    registry.backends["fusing"] = BackendSpec("fusing", ("cpu",), "", transposes=True)
+    registry._instances["fusing"] = Fusing()
+    yield "fusing"
+    plugins.reload()
+
+
+def text(desc: OpDesc, backend: str = "reference", transposes: bool = False) -> str:
+    return encode(Operation(backend, desc, transposes))
+
+
+def quantized(spec: OperandSpec | None, x: torch.Tensor) -> list[torch.Tensor]:
+    if spec is None:
+        return [x]
+    made = table.resolve(QuantizeDesc(x.dtype, spec, None), CPU).run(x)
+    return [part for part in made.rowwise if part is not None]
+
+
+def rand(*size: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(size).to(dtype)
+
+
+def quantize_case(
+    rowwise: OperandSpec | None, columnwise: OperandSpec | None, offsets: list[int] | None = None
+) -> tuple[Any, ...]:
+    spec = rowwise or columnwise
+    assert spec is not None
+    desc = QuantizeDesc(BF16, rowwise, columnwise, grouped=offsets is not None)
+    groups = 1 if offsets is None else len(offsets) - 1
+    return (
+        OPS.quantize,
+        text(desc),
+        rand(64, 48 if spec.block[1] != 32 else 64),
+        None if offsets is None else torch.tensor(offsets),
+        torch.rand(groups) + 1 if spec.delayed else None,
+        torch.zeros(groups) if spec.delayed else None,
+        torch.tensor([3, 4]) if spec.stochastic else None,
+    )
+
+
+def gemm_case(spec: OperandSpec | None, **more: Any) -> tuple[Any, ...]:
+    a, b = quantized(spec, rand(8, 64)), quantized(spec, rand(16, 64))
+    return text(GemmDesc(spec, spec, BF16, **more)), a, b
+
+
+def grouped_case(contract: bool, **more: Any) -> tuple[Any, ...]:
+    desc = GroupedGemmDesc(CURRENT, CURRENT, BF16, contract_groups=contract, **more)
+    offsets = torch.tensor([0, 5, 5, 12])
+    spec = QuantizeDesc(BF16, *((None, CURRENT) if contract else (CURRENT, None)), grouped=True)
+    run = call_of(Operation("reference", spec))
+    flat: list[list[torch.Tensor]] = []
+    for columns in (8, 16):
+        made = run(rand(12, columns), offsets)
+        operand = made.columnwise if contract else made.rowwise
+        flat.append([part for part in operand if part is not None])
+    weights = [part for _ in range(3) for part in quantized(CURRENT, rand(16, 8))]
+    return text(desc), flat[0], flat[1] if contract else weights, offsets
+
+
+CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "quantize_current": lambda: quantize_case(CURRENT, CURRENT),
+    "quantize_block": lambda: quantize_case(BLOCK, BLOCK),
+    "quantize_mx": lambda: quantize_case(MX, MX),
+    "quantize_columnwise": lambda: quantize_case(None, MX),
+    "quantize_fp4": lambda: quantize_case(FP4, HADAMARD),
+    "quantize_stochastic": lambda: quantize_case(STOCHASTIC, None),
+    "quantize_delayed": lambda: quantize_case(DELAYED, DELAYED),
+    "quantize_grouped": lambda: quantize_case(BLOCK, BLOCK, [0, 10, 10, 64]),
+    "quantize_grouped_square": lambda: quantize_case(SQUARE, SQUARE, [0, 10, 64]),
+    "quantize_grouped_delayed": lambda: quantize_case(DELAYED, DELAYED, [0, 64]),
+    "dequantize": lambda: (
+        OPS.dequantize,
+        text(DequantizeDesc(FP4, BF16)),
+        quantized(FP4, rand(8, 32)),
+    ),
+    "amax": lambda: (OPS.amax, text(AmaxDesc(BF16)), rand(4, 4)),
+    "gemm": lambda: (OPS.gemm, *gemm_case(MX), rand(16)),
+    "gemm_high_precision": lambda: (OPS.gemm, *gemm_case(None), None),
+    "gemm_out": lambda: (OPS.gemm_out, *gemm_case(FP4, accumulate=True), None, rand(8, 16)),
+    "grouped_gemm": lambda: (OPS.grouped_gemm, *grouped_case(False), [rand(16)] * 3),
+    "grouped_gemm_contracting": lambda: (OPS.grouped_gemm, *grouped_case(True), []),
+    "grouped_gemm_out": lambda: (
+        OPS.grouped_gemm_out,
+        *grouped_case(True, accumulate=True),
+        [],
+        [rand(8, 16) for _ in range(3)],
+    ),
+    "scale_update": lambda: (
+        OPS.scale_update,
+        text(ScaleUpdateDesc("max")),
+        [torch.rand(3, 2), torch.rand(3, 4)],
+        [torch.ones(2), torch.ones(4)],
+        [torch.ones(2), torch.ones(4)],
+        [torch.zeros(1, dtype=torch.int64) for _ in range(2)],
+    ),
+    "norm": lambda: (OPS.norm, text(NORM), rand(4, 8), rand(8), rand(8)),
+    "norm_rms": lambda: (OPS.norm, text(RMS), rand(4, 8), rand(8), None),
+    "norm_backward": lambda: (
+        OPS.norm_backward,
+        text(NormBackwardDesc(NORM)),
+        rand(4, 8),
+        rand(4, 8),
+        rand(8),
+        torch.rand(4),
+        torch.rand(4),
+    ),
+    "activation": lambda: (OPS.activation, text(SWIGLU), rand(4, 8)),
+    "activation_backward": lambda: (
+        OPS.activation_backward,
+        text(ActivationBackwardDesc("swiglu", BF16, torch.float32)),
+        rand(4, 4),
+        rand(4, 8),
+    ),
+    "column_sums": lambda: (OPS.column_sums, rand(8, 4)),
+    "drop": lambda: (OPS.drop, rand(8, 4), torch.tensor([3, 4]), 1, 0.5),
+    "draw_seed": lambda: (OPS.draw_seed, 0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_operator_passes_opcheck(case: str) -> None:
+    operator, *arguments = CASES[case]()
+    # A seed is drawn anew by every call, so the traced result cannot equal the direct one.
+    tests = ["test_schema", "test_faketensor"] if case == "draw_seed" else None
+    more = {} if tests is None else {"test_utils": tests}
+    torch.library.opcheck(operator.default, tuple(arguments), **more)
+
+
+def test_every_operation_has_an_operator() -> None:
+    assert [name for name in backend_api.OPS if not hasattr(OPS, name)] == []
+
+
+@pytest.mark.parametrize(
+    "desc", [QuantizeDesc(BF16, FP4, None, True), AddNormDesc(RMS), GemmDesc(MX, None, BF16, True)]
+)
+def test_operation_is_read_back_equal(desc: OpDesc) -> None:
+    operation = Operation("reference", desc, True)
+    assert decode(encode(operation)) == operation
+
+
+@pytest.mark.parametrize("text", ["", "[]", "__import__('os')", '["x",{"System":{}},false]'])
+def test_other_text_is_refused(text: str) -> None:
+    with pytest.raises(errors.RecipeError, match="is no operation"):
+        decode(text)
+
+
+def test_backend_that_is_not_installed_is_named() -> None:
+    with pytest.raises(errors.RecipeError, match="a compiled graph asks for backend 'absent'"):
+        OPS.amax(text(AmaxDesc(BF16), "absent"), rand(2, 2))
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("producer", [NORM, RMS, SWIGLU, BACKWARD, NORM_BACKWARD, RMS_BACKWARD])
+def test_fused_operation_and_its_operator_agree(fusing: str, producer: Any, sums: bool) -> None:
+    desc = FusedDesc(producer, QuantizeDesc(BF16, DELAYED, DELAYED), sums)
+    statistics = [torch.rand(4), torch.rand(4)]
+    parameters = {
+        NORM: [rand(8), rand(8)],
+        RMS: [rand(8)],
+        NORM_BACKWARD: [rand(8), *statistics],
+        RMS_BACKWARD: [rand(8), None, statistics[0]],
+    }.get(producer, [])
+    grads = {BACKWARD: [rand(4, 4)], NORM_BACKWARD: [rand(4, 8)], RMS_BACKWARD: [rand(4, 8)]}
+    arguments = [*grads.get(producer, []), rand(4, 8), *parameters]
+    scale, amax = torch.ones(1), torch.zeros(1)
+    operator = (text(desc, fusing, True), arguments, scale, amax, None)
+    torch.library.opcheck(OPS.fused.default, operator)
+    want = Fusing().fused(desc, *arguments, scale=scale, amax_out=amax)
+    recorded = torch.zeros(1)
+    got = call_of(Operation(fusing, desc, True))(*arguments, scale=scale, amax_out=recorded)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert torch.equal(recorded, amax)
+
+
+@pytest.mark.parametrize("norm", [NORM, RMS])
+def test_add_norm_and_its_operator_agree(fusing: str, norm: NormDesc) -> None:
+    desc = AddNormDesc(norm)
+    arguments = [rand(4, 8), rand(4, 8), rand(8)]
+    torch.library.opcheck(OPS.add_norm.default, (text(desc, fusing), *arguments, None))
+    want = Fusing().add_norm(desc, *arguments)
+    got = call_of(Operation(fusing, desc))(*arguments)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("spec", [CURRENT, BLOCK, MX, FP4])
+def test_layout_of_a_backend_that_transposes(fusing: str, spec: OperandSpec) -> None:
+    desc = QuantizeDesc(BF16, spec, spec)
+    arguments = (text(desc, fusing, True), rand(64, 64), None, None, None, None)
+    torch.library.opcheck(OPS.quantize.default, arguments)
+    assert all(part.is_contiguous() for part in OPS.quantize(*arguments))
