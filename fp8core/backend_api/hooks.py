@@ -8,8 +8,12 @@ from typing import Any
 import pluggy
 import torch
 
-from fp8core.backend_api import BackendSpec, OpDesc
+from fp8core.backend_api.operations import OpDesc
+from fp8core.backend_api.spec import BackendSpec
 from fp8core.formats import FormatSpec
+
+hookimpl = pluggy.HookimplMarker("fp8core")
+"""Marks the functions of a plug-in module that implement one of the hooks below."""
 
 hookspec = pluggy.HookspecMarker("fp8core")
 

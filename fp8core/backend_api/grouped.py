@@ -1,0 +1,77 @@
+"""Groups: one tensor a group in one operand, and the product of all of them in one call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from fp8core import formats
+from fp8core.backend_api.descriptors import GemmDesc
+from fp8core.backend_api.operand_spec import OperandSpec
+from fp8core.backend_api.operands import Operand
+
+__all__ = ["GROUP_STEP", "GroupedGemmDesc", "split_groups"]
+
+GROUP_STEP = 32
+"""Elements that the groups of a columnwise operand begin at multiples of, where only the device
+knows the offsets: as nobody else can pad them, the cast does. Kernels that copy 16 bytes at a time
+read FP8 and FP4 from there, and it is a whole block of MX."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedGemmDesc(GemmDesc):
+    """One GEMM a group in one call; ``group_offsets`` is int64 ``[groups + 1]`` on the CPU.
+
+    ``contract_groups`` False (fprop, dgrad): ``grouped_gemm(a, b, group_offsets, *, bias=None,
+    out=None) -> d [m, n]``, ``a [m, k]`` grouped along its rows, ``b`` and ``bias`` a sequence with
+    one entry a group.
+
+    ``contract_groups`` True (wgrad): both operands grouped along k; returns, and takes as ``out``,
+    a sequence of ``d [m, n]``, one a group. An empty group gives zeros, or leaves an accumulated
+    ``out`` as it is.
+
+    ``offsets_on_device``: as in :class:`QuantizeDesc`. Rows of ``d`` beyond the last group are
+    zeros, or stay in an accumulated ``out``. Nobody pads: along the groups the alignment must be 1.
+    """
+
+    op: ClassVar[str] = "grouped_gemm"
+    contract_groups: bool = False
+    offsets_on_device: bool = False
+
+
+def split_groups(
+    spec: OperandSpec | None, operand: Operand, bounds: Sequence[int], dim: int, step: int = 1
+) -> list[Operand]:
+    """Split an operand grouped along ``dim`` into the operands of its groups, as views.
+
+    ``bounds`` are the values of ``group_offsets``; ``dim`` is 0 for a rowwise operand, 1 for a
+    columnwise one, whose groups follow one another along k. ``spec`` None: a tensor in high
+    precision. A group may be empty, and may end with a partial block. ``step`` is 1, or, where only
+    the device knows the offsets, ``GROUP_STEP``; what the operand then holds between groups and
+    beyond the last one is left out.
+    """
+    sizes = [end - start for start, end in itertools.pairwise(bounds)]
+    if spec is None:
+        return [Operand(part) for part in _split(operand.data, sizes, dim)]
+    assert operand.scale_inv is not None
+    per_byte = 8 // formats.by_name(spec.format).bits if dim == 1 else 1
+    block = spec.block[dim]
+    scale_sizes = [-(-size // block) if block else 1 for size in sizes]
+    held = [-(-size // step) * step if dim == 1 else size for size in sizes]
+    whole = _split(operand.data, [size // per_byte for size in held], dim)
+    data = [part.narrow(dim, 0, size // per_byte) for part, size in zip(whole, sizes, strict=True)]
+    scales = _split(operand.scale_inv, scale_sizes, dim)
+    if operand.global_scale_inv is None:
+        return [Operand(*parts) for parts in zip(data, scales, strict=True)]
+    globals_ = torch.split(operand.global_scale_inv, 1, dim)
+    return [Operand(*parts) for parts in zip(data, scales, globals_, strict=True)]
+
+
+def _split(x: torch.Tensor, sizes: list[int], dim: int) -> Sequence[torch.Tensor]:
+    """Return parts of these sizes along ``dim``, without what is beyond the last."""
+    used = sum(sizes)
+    return torch.split(x if used == x.shape[dim] else x.narrow(dim, 0, used), sizes, dim)

@@ -1,0 +1,102 @@
+"""Norms and activations: what a layer computes in high precision around its products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from fp8core.backend_api.descriptor_text import dtype_text, text
+
+__all__ = [
+    "ACTIVATIONS",
+    "GATED",
+    "ActivationBackwardDesc",
+    "ActivationDesc",
+    "NormBackwardDesc",
+    "NormDesc",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class NormDesc:
+    """``norm(x, weight, bias=None) -> (y, mean, rstd)``; mean is None for ``"rmsnorm"``.
+
+    ``x [rows, n]`` in ``dtype``, ``weight [n]`` and ``bias [n]`` in any float dtype, ``y`` in
+    ``out_dtype``, statistics float32 ``[rows]``; computed in float32. ``kind`` is ``"layernorm"``:
+    ``(x - mean) * rstd * weight + bias``, or ``"rmsnorm"``: ``x * rstd * weight``, with
+    ``rstd = 1 / sqrt(mean square + eps)``; ``zero_centered``: the weight is ``1 + weight``.
+    """
+
+    op: ClassVar[str] = "norm"
+    low_precision: ClassVar[bool] = False
+    kind: str
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    eps: float
+    zero_centered: bool = False
+
+    def __str__(self) -> str:
+        start = f"{self.kind} {dtype_text(self.dtype)} -> {dtype_text(self.out_dtype)}"
+        return text(self, start, f"eps={self.eps}")
+
+
+@dataclass(frozen=True, slots=True)
+class NormBackwardDesc:
+    """``norm_backward(grad_output, x, weight, mean, rstd) -> (grad_x, grad_weight, grad_bias)``.
+
+    ``grad_x`` in ``norm.dtype``, the other two float32 ``[n]`` (grad_bias None for ``"rmsnorm"``).
+    """
+
+    op: ClassVar[str] = "norm_backward"
+    low_precision: ClassVar[bool] = False
+    norm: NormDesc
+
+    def __str__(self) -> str:
+        return f"NormBackwardDesc({self.norm})"
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationDesc:
+    """``activation(x) -> y`` in ``out_dtype``, in float32 from ``x [rows, n]`` in ``dtype``.
+
+    ``name`` is one of :data:`ACTIVATIONS`. A gated one takes ``[rows, 2 n]``: the first half is
+    activated and multiplied by the second. ``params`` are ``(limit, alpha, offset)`` of
+    ``clamped_swiglu``, else empty.
+    """
+
+    op: ClassVar[str] = "activation"
+    low_precision: ClassVar[bool] = False
+    name: str
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    params: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        return text(self, f"{self.name} {dtype_text(self.dtype)} -> {dtype_text(self.out_dtype)}")
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationBackwardDesc:
+    """``activation_backward(grad_output, x) -> grad_x`` in ``out_dtype``, computed in float32."""
+
+    op: ClassVar[str] = "activation_backward"
+    low_precision: ClassVar[bool] = False
+    name: str
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    params: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        return text(self, f"{self.name} {dtype_text(self.dtype)} -> {dtype_text(self.out_dtype)}")
+
+
+ACTIVATIONS: tuple[str, ...] = (
+    *("gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu"),
+    *("silu", "swiglu", "clamped_swiglu"),
+)
+"""Transformer Engine's activations; gelu is the tanh approximation."""
+
+GATED = frozenset({"geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"})
+"""The gated ones of :data:`ACTIVATIONS`."""

@@ -1,0 +1,50 @@
+"""How a plug-in registers a backend, and the version of the contract that it is written for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["API_VERSION", "BackendSpec"]
+
+API_VERSION = (2, 0)
+"""(major, minor). A backend written for another major, or a newer minor, is not loaded.
+
+The minor rises with what an old backend can ignore: a new operation, a new optional method, a new
+field with a default. The major rises with everything else.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """A backend as its plug-in registers it: cheap, nothing heavy is imported yet.
+
+    Attributes:
+        name: what ``FP8CORE_BACKEND`` and ``use_backend`` call it.
+        device_types: torch device types it runs natively, the preferred one first.
+        factory: ``"package.module:Class"``, imported and called once, on first use.
+        probe: returns why the backend cannot be used on this machine, or None; cheap, touches no
+            device.
+        priority: the highest wins among backends of a device.
+        portable: it also runs on any other device type, as an emulation that must be asked for.
+        preferred_recipe: what ``get_default_recipe()`` gives when this backend is selected.
+        environment: the ``FP8CORE_*`` names that only this backend reads.
+        builder: ``"package.module:function"`` that ``fp8core build NAME`` calls, or empty: what the
+            backend compiles ahead of time. Takes the architectures as strings, None for those of
+            this machine, and the keyword ``output``, a folder or None; returns the path made.
+        transposes: its columnwise operands are contiguous, not transposed views; compiled graphs
+            have to know strides beforehand.
+        api_version: the :data:`API_VERSION` it was written for.
+    """
+
+    name: str
+    device_types: Sequence[str]
+    factory: str
+    probe: Callable[[], str | None] = lambda: None
+    priority: int = 0
+    portable: bool = False
+    preferred_recipe: str = "current"
+    environment: Sequence[str] = ()
+    builder: str = ""
+    transposes: bool = False
+    api_version: tuple[int, int] = API_VERSION

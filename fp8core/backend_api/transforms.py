@@ -1,0 +1,51 @@
+"""The transforms that an operand may take along k before it is quantized."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["TRANSFORMS", "hadamard16"]
+
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""The fixed signs of the transform. Source: docs/numerics.md 3.5, RHT."""
+
+
+@functools.lru_cache(maxsize=16)
+def _signs(device: torch.device) -> torch.Tensor:
+    """Return the signs over 16: no sum of 16 numbers of bfloat16 overflows then, and none is
+    rounded otherwise, as multiples of 2^-133 have 16 bits left down to float32's last."""
+    signs = [sign / 16 for sign in _SIGNS]
+    return torch.tensor(signs, dtype=torch.float32, device="cpu").to(device)
+
+
+def hadamard16(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Transform every 16 elements along ``dim`` by ``diag(signs) H / 4``; bf16 in and out.
+
+    The matrix is orthogonal, so a GEMM over two operands transformed along k is unchanged but for
+    rounding. Sums are float32, of two at a time in a fixed order, so that every device makes the
+    same bits; inf is a result beyond bfloat16 alone. Source: docs/numerics.md, NVFP4BlockScaling.
+    """
+    rows, cols = x.shape
+    values = x.to(torch.bfloat16).to(torch.float32)
+    # Signs made of a tensor subclass (fake while tracing) must not outlive its mode.
+    make = _signs if type(x) is torch.Tensor else _signs.__wrapped__
+    shape = (rows // 16, 16, cols) if dim == 0 else (rows, cols // 16, 16)
+    along = 1 if dim == 0 else 2
+    signs = make(x.device)
+    signed = values.reshape(shape) * (signs[:, None] if dim == 0 else signs)
+    parts = list(signed.unbind(along))
+    for half in (1, 2, 4, 8):  # H of 2 h elements is [[H, H], [H, -H]] of h
+        for first in range(16):
+            if not first & half:
+                second = first | half
+                one, other = parts[first], parts[second]
+                parts[first], parts[second] = one + other, one - other
+    turned = torch.stack(parts, along) * 4
+    return turned.reshape(rows, cols).to(torch.bfloat16)
+
+
+TRANSFORMS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {"hadamard16": hadamard16}
+"""``f(x [rows, cols], dim) -> [rows, cols]`` by the name that :class:`OperandSpec` has for it."""
