@@ -1,7 +1,7 @@
 """The pytest plug-in: ``pytest --fp8core-backend=NAME`` adds the conformance kit's checks.
 
-It is found by every pytest run in an environment that has fp8core, so it imports nothing until the
-option is used.
+Every pytest run in an environment that has fp8core loads this module, so it imports nothing until
+the option is used.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="hold this installed backend to fp8core's laws; without paths, nothing else is run",
     )
     group.addoption(
-        "--fp8core-device", metavar="DEVICE", help="where; default: the backend's preferred one"
+        "--fp8core-device",
+        metavar="DEVICE",
+        help="the device to test it on; default: the backend's preferred one",
     )
-    group.addoption("--fp8core-json", metavar="FILE", help="write what was found to FILE")
+    group.addoption("--fp8core-json", metavar="FILE", help="write the results to FILE")
     group.addoption(
         "--fp8core-xfail", metavar="FILE", help="expected failures: 'PATTERN  # REASON' to a line"
     )
@@ -35,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fp8core-strict",
         action="store_true",
         default=False,
-        help="fail too where an operation has a method but no support, or cannot be judged",
+        help="fail also if an operation has a method but no support, or no judge",
     )
 
 

@@ -1,4 +1,4 @@
-"""The conformance kit: is a backend what it says it is?
+"""The conformance kit: tests whether a backend does as it declares.
 
 ``pytest --fp8core-backend=NAME``, or ``fp8core conformance NAME``, holds an installed backend to
 the seven laws, for every operation and every descriptor that it declares:
@@ -13,11 +13,11 @@ the seven laws, for every operation and every descriptor that it declares:
    any strides, into any ``out``, and infinity beyond the range
 5. inputs are not written, except ``out``, ``amax_out`` and ``nonfinite_out``
 6. a fused operation equals its unfused pair bit for bit
-7. ``unsupported`` touches no tensor, denies what it does not know, and what it declares runs; a
-   result depends on the arguments of its call alone
+7. ``unsupported`` touches no tensor and denies descriptors that it does not know; a descriptor that
+   it declares runs; a result depends on the arguments of its call alone
 
 It reads from the bottom up: ``compare``, ``inputs``, ``subject`` (the backend, its device and its
 judge), ``catalogue`` (every descriptor that a recipe asks for), ``calls`` (arguments for any
-descriptor), ``checks`` (laws times descriptors), ``laws/`` (the laws themselves), ``expected``
-(failures that are known), ``report``, ``collection`` (for pytest), ``command``.
+descriptor), ``checks`` (each law for each descriptor), ``laws/`` (the tests of the laws),
+``expected`` (the file of expected failures), ``report``, ``collection`` (for pytest), ``command``.
 """

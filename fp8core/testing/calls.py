@@ -34,8 +34,8 @@ from fp8core.testing.subject import Subject, on_cpu, storage_step
 
 __all__ = [
     "ORDINARY",
-    "Call",
     "Case",
+    "OpCall",
     "arguments",
     "group_offsets",
     "offsets_for",
@@ -46,10 +46,10 @@ __all__ = [
 ]
 
 
-class Call(NamedTuple):
-    """The arguments of one call; ``written`` names the ones that it may write, by position or name.
+class OpCall(NamedTuple):
+    """The arguments of one call of an operation, which ``call.run(subject)`` runs.
 
-    ``call.run(subject)`` makes the call.
+    ``written`` holds the positions and the names of the arguments that the call may write.
     """
 
     desc: OpDesc
@@ -58,16 +58,16 @@ class Call(NamedTuple):
     written: frozenset[str | int] = frozenset()
 
     def run(self, subject: Subject) -> Any:
-        """Have the backend make the call."""
+        """Return the results of the backend under test."""
         return subject.run(self.desc, *self.arguments, **self.keywords)
 
     def protected(self) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments that must stay as they are."""
+        """Return the arguments that the call must not write."""
         kept = [value for at, value in enumerate(self.arguments) if at not in self.written]
         return kept, {k: value for k, value in self.keywords.items() if k not in self.written}
 
-    def again(self) -> Call:
-        """Return the same call with arguments of its own."""
+    def again(self) -> OpCall:
+        """Return the same call with copies of the arguments."""
         arguments, keywords = pytree.tree_map_only(
             torch.Tensor, lambda x: x.clone(), (self.arguments, self.keywords)
         )
@@ -75,8 +75,11 @@ class Call(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What a call is about: ``size`` is ``(rows, cols)`` of its tensors or ``(m, n, k)`` of its
-    product, an ordinary one if empty; another ``seed`` gives other values."""
+    """The size and the values of a call's arguments.
+
+    ``size`` is ``(rows, cols)`` of the tensors or ``(m, n, k)`` of the product; an empty one stands
+    for each operation's default. Another ``seed`` gives other values.
+    """
 
     seed: int = 0
     size: tuple[int, ...] = ()
@@ -84,7 +87,7 @@ class Case(NamedTuple):
 
 ORDINARY = Case()
 POINTWISE = (9, 70)
-SEED = 11  # of keywords
+SEED = 11  # the default seed of quantize_keywords
 
 
 def up(size: int, step: int) -> int:
@@ -93,7 +96,7 @@ def up(size: int, step: int) -> int:
 
 
 def quantize_size(subject: Subject, desc: QuantizeDesc, rows: int, cols: int) -> tuple[int, int]:
-    """Return the sizes next above that operands of ``desc`` can be stored in."""
+    """Return ``rows`` and ``cols``, rounded up to sizes that operands of ``desc`` can have."""
     row_step = storage_step(subject, desc.columnwise)
     return up(rows, row_step), up(cols, storage_step(subject, desc.rowwise))
 
@@ -101,7 +104,8 @@ def quantize_size(subject: Subject, desc: QuantizeDesc, rows: int, cols: int) ->
 def quantize_keywords(
     subject: Subject, desc: QuantizeDesc, groups: int = 1, seed: int = SEED
 ) -> dict[str, Any]:
-    """Return what the specs of ``desc`` ask for besides x: scale and amax_out, or rng."""
+    """Return the keywords that the specs of ``desc`` need: ``scale`` and ``amax_out``, or ``rng``,
+    or none."""
     specs = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
     if any(spec.delayed for spec in specs):
         scale = torch.arange(1, groups + 1) * (0.37 * seed / SEED)
@@ -122,12 +126,13 @@ def group_offsets(sizes: Sequence[int]) -> torch.Tensor:
 def offsets_for(
     subject: Subject, desc: QuantizeDesc | GroupedGemmDesc, sizes: Sequence[int]
 ) -> torch.Tensor:
-    """Return the offsets of groups of these sizes where ``desc`` wants them."""
-    made = group_offsets(sizes)
+    """Return the offsets of groups of these sizes: on the CPU, or on the device if ``desc`` says
+    so."""
+    offsets = group_offsets(sizes)
     if not desc.offsets_on_device:
-        return made
-    there: torch.Tensor = subject.here(made)
-    return there
+        return offsets
+    on_device: torch.Tensor = subject.here(offsets)
+    return on_device
 
 
 def step_of(desc: QuantizeDesc | GroupedGemmDesc) -> int:
@@ -143,21 +148,22 @@ def operand(
     columnwise: bool = False,
     seed: int = SEED,
 ) -> Operand:
-    """Quantize ``x`` (of the device under test) in one orientation; its view if ``spec`` is None.
+    """Quantize ``x``, a tensor on the device under test, in one orientation.
 
-    The backend quantizes if it can, else the judge does, and the operand is copied.
+    Where the backend does not support the cast, the judge quantizes and the operand is copied to
+    the device. If ``spec`` is None, the operand is ``x`` itself, or a view of its transpose.
     """
     if spec is None:
         return Operand(x.t() if columnwise else x)
     desc = QuantizeDesc(x.dtype, None if columnwise else spec, spec if columnwise else None)
     run = subject.quantizer(desc)
-    made: Quantized = run(desc, x, **quantize_keywords(subject, desc, seed=seed))
-    found = made.columnwise if columnwise else made.rowwise
-    assert found is not None
-    return found
+    quantized: Quantized = run(desc, x, **quantize_keywords(subject, desc, seed=seed))
+    one = quantized.columnwise if columnwise else quantized.rowwise
+    assert one is not None
+    return one
 
 
-def _quantize(subject: Subject, desc: QuantizeDesc, case: Case) -> Call:
+def _quantize(subject: Subject, desc: QuantizeDesc, case: Case) -> OpCall:
     offsets: tuple[torch.Tensor, ...] = ()
     sizes, (rows, cols) = [0], case.size or (33, 70)
     if desc.grouped:
@@ -168,31 +174,32 @@ def _quantize(subject: Subject, desc: QuantizeDesc, case: Case) -> Call:
     shape = quantize_size(subject, desc, rows, cols)
     x = inputs.matrix("holes", *shape, desc.dtype, case.seed)
     keywords = quantize_keywords(subject, desc, len(sizes), SEED + case.seed)
-    return Call(desc, (subject.here(x), *offsets), keywords, frozenset({"amax_out"}))
+    return OpCall(desc, (subject.here(x), *offsets), keywords, frozenset({"amax_out"}))
 
 
-def _dequantize(subject: Subject, desc: DequantizeDesc, case: Case) -> Call:
+def _dequantize(subject: Subject, desc: DequantizeDesc, case: Case) -> OpCall:
     step = storage_step(subject, desc.operand)
     rows, cols = case.size or (17, 70)
     x = inputs.matrix("holes", up(rows, step), up(cols, step), torch.float32, case.seed)
-    made = operand(subject, desc.operand, subject.here(x), seed=SEED + case.seed)
-    return Call(desc, (made,), {})
+    quantized = operand(subject, desc.operand, subject.here(x), seed=SEED + case.seed)
+    return OpCall(desc, (quantized,), {})
 
 
-def _gemm(subject: Subject, desc: GemmDesc, case: Case) -> Call:
+def _gemm(subject: Subject, desc: GemmDesc, case: Case) -> OpCall:
     align = subject.alignment(desc)
-    m, n, k = (up(*own) for own in zip(case.size or (5, 7, 160), align, strict=True))
+    sizes = zip(case.size or (5, 7, 160), align, strict=True)
+    m, n, k = (up(size, step) for size, step in sizes)
     a, b = gemm_operands(subject, desc, m, n, k, seed=case.seed)
     bias = inputs.moderate(1, n, desc.out_dtype, _seed(2, case))[0]
     keywords: dict[str, Any] = {"bias": subject.here(bias)}
     if desc.accumulate:
         keywords["out"] = subject.here(inputs.moderate(m, n, desc.out_dtype, _seed(3, case)))
-    return Call(desc, (a, b), keywords, frozenset({"out"}))
+    return OpCall(desc, (a, b), keywords, frozenset({"out"}))
 
 
-def _seed(own: int, case: Case) -> int:
-    """Return the seed of one tensor of a case."""
-    return own + 100 * case.seed
+def _seed(tensor: int, case: Case) -> int:
+    """Return the seed of the case's tensor number ``tensor``, which is below 100."""
+    return tensor + 100 * case.seed
 
 
 def gemm_operands(
@@ -205,18 +212,21 @@ def gemm_operands(
     columnwise: bool = False,
     seed: int = 0,
 ) -> tuple[Operand, Operand]:
-    """Return operands ``a [m, k]`` and ``b [n, k]``, or, ``columnwise``, those of transposes."""
+    """Return operands ``a [m, k]`` and ``b [n, k]``.
+
+    With ``columnwise`` they are the columnwise operands of tensors ``[k, m]`` and ``[k, n]``.
+    """
     dtype = torch.float32 if desc.low_precision else desc.out_dtype
-    made = []
+    operands = []
     for spec, rows, first in ((desc.a, m, 20), (desc.b, n, 40)):
         x = subject.here(inputs.moderate(rows, k, dtype, first + 100 * seed))
-        own = x.t().contiguous() if columnwise else x
-        made.append(operand(subject, spec, own, columnwise=columnwise, seed=SEED + seed))
-    return made[0], made[1]
+        x = x.t().contiguous() if columnwise else x
+        operands.append(operand(subject, spec, x, columnwise=columnwise, seed=SEED + seed))
+    return operands[0], operands[1]
 
 
 class Groups(NamedTuple):
-    """A grouped GEMM's arguments and what they were made of."""
+    """The arguments of a grouped GEMM, the rows of each group, and the result's size ``[m, n]``."""
 
     arguments: tuple[Any, ...]
     sizes: list[int]
@@ -232,14 +242,14 @@ def grouped_operands(
     *,
     seed: int = 0,
 ) -> Groups:
-    """Return operands of groups of ``rows`` each, or the next aligned number above.
+    """Return operands of groups with these ``rows``, rounded up to the backend's alignment.
 
-    By default one is empty, one is a step long, and one is longer than a block. ``size`` is
-    ``(m, n, k)``, without what the groups make up.
+    The default has empty groups, a group of one step and one longer than a block. ``size`` is
+    ``(m, n, k)`` of one product; the dimension along which the groups lie is not read from it.
     """
     align = subject.alignment(desc)
     step = align.k if desc.contract_groups else align.m
-    sizes = [up(size, step) for size in rows]
+    sizes = [up(count, step) for count in rows]
     total = sum(sizes)
     offsets = offsets_for(subject, desc, sizes)
     m, n = up(size[0], align.m), up(size[1], align.n)
@@ -277,46 +287,48 @@ def _grouped_operand(
     rowwise, columnwise = (None, spec) if dim else (spec, None)
     desc = QuantizeDesc(x.dtype, rowwise, columnwise, grouped=True, offsets_on_device=on_device)
     keywords = quantize_keywords(subject, desc, len(offsets) - 1)
-    made: Quantized = subject.quantizer(desc)(desc, x, offsets, **keywords)
-    found = made[dim]
-    assert found is not None
-    return found
+    quantized: Quantized = subject.quantizer(desc)(desc, x, offsets, **keywords)
+    one = quantized[dim]
+    assert one is not None
+    return one
 
 
-def _grouped_gemm(subject: Subject, desc: GroupedGemmDesc, case: Case) -> Call:
-    made = grouped_operands(subject, desc, seed=case.seed)
+def _grouped_gemm(subject: Subject, desc: GroupedGemmDesc, case: Case) -> OpCall:
+    groups = grouped_operands(subject, desc, seed=case.seed)
     keywords: dict[str, Any] = {}
     if not desc.contract_groups:
-        biases = inputs.moderate(len(made.sizes), made.n, desc.out_dtype, _seed(2, case))
+        biases = inputs.moderate(len(groups.sizes), groups.n, desc.out_dtype, _seed(2, case))
         keywords["bias"] = list(subject.here(biases))
     if desc.accumulate:
-        out = inputs.moderate(made.m, made.n, desc.out_dtype, _seed(3, case))
-        count = len(made.sizes)
+        out = inputs.moderate(groups.m, groups.n, desc.out_dtype, _seed(3, case))
+        count = len(groups.sizes)
         keywords["out"] = (
             [subject.here(out) for _ in range(count)] if desc.contract_groups else subject.here(out)
         )
-    return Call(desc, made.arguments, keywords, frozenset({"out"}))
+    return OpCall(desc, groups.arguments, keywords, frozenset({"out"}))
 
 
-def _scale_update(subject: Subject, desc: ScaleUpdateDesc, case: Case) -> Call:
+def _scale_update(subject: Subject, desc: ScaleUpdateDesc, case: Case) -> OpCall:
     sizes = ((4, 3), (1, 2), (4, 1))
     histories = [inputs.matrix("decades", *size, torch.float32, case.seed).abs() for size in sizes]
     histories[0] = torch.tensor([[0.0, torch.inf, 2.0], *[[3.0, 0.5, 8.0]] * 3]) * (1 + case.seed)
     scales = [torch.arange(1, size[1] + 1) * (0.5 + case.seed) for size in sizes]
     targets = [torch.full((size[1],), 448.0 - case.seed) for size in sizes]
     counts = [torch.full((1,), 3 + case.seed) for _ in sizes]
-    made = subject.here((histories, scales, targets, counts))
-    return Call(desc, tuple(made), {}, frozenset({0, 1, 3}))
+    states = subject.here((histories, scales, targets, counts))
+    return OpCall(desc, tuple(states), {}, frozenset({0, 1, 3}))
 
 
-def _norm(subject: Subject, desc: NormDesc, case: Case) -> Call:
+def _norm(subject: Subject, desc: NormDesc, case: Case) -> OpCall:
     rows, cols = case.size or POINTWISE
     x = inputs.moderate(rows, cols, desc.dtype, _seed(1, case))
-    own = [inputs.moderate(1, cols, desc.dtype, _seed(at, case))[0] / 4 for at in (2, 3)]
-    return Call(desc, tuple(subject.here((x, *own[: 2 if desc.kind == "layernorm" else 1]))), {})
+    parameters = [inputs.moderate(1, cols, desc.dtype, _seed(at, case))[0] / 4 for at in (2, 3)]
+    return OpCall(
+        desc, tuple(subject.here((x, *parameters[: 2 if desc.kind == "layernorm" else 1]))), {}
+    )
 
 
-def _norm_backward(subject: Subject, desc: NormBackwardDesc, case: Case) -> Call:
+def _norm_backward(subject: Subject, desc: NormBackwardDesc, case: Case) -> OpCall:
     x, weight, *_ = _norm(subject, desc.norm, case).arguments
     values = on_cpu(x).double()  # some devices have no float64
     mean = values.mean(-1) if desc.norm.kind == "layernorm" else None
@@ -324,16 +336,16 @@ def _norm_backward(subject: Subject, desc: NormBackwardDesc, case: Case) -> Call
     rstd = torch.rsqrt(centered.square().mean(-1) + desc.norm.eps).float()
     grad = inputs.moderate(*values.shape, desc.norm.dtype, _seed(4, case))
     saved = (None if mean is None else mean.float(), rstd)
-    return Call(desc, (subject.here(grad), x, weight, *subject.here(saved)), {})
+    return OpCall(desc, (subject.here(grad), x, weight, *subject.here(saved)), {})
 
 
-def _activation(subject: Subject, desc: ActivationDesc, case: Case) -> Call:
-    return Call(desc, (subject.here(_preactivation(desc, case)),), {})
+def _activation(subject: Subject, desc: ActivationDesc, case: Case) -> OpCall:
+    return OpCall(desc, (subject.here(_preactivation(desc, case)),), {})
 
 
-def _activation_backward(subject: Subject, desc: ActivationBackwardDesc, case: Case) -> Call:
+def _activation_backward(subject: Subject, desc: ActivationBackwardDesc, case: Case) -> OpCall:
     grad = inputs.moderate(*(case.size or POINTWISE), desc.dtype, _seed(4, case))
-    return Call(desc, tuple(subject.here((grad, _preactivation(desc, case)))), {})
+    return OpCall(desc, tuple(subject.here((grad, _preactivation(desc, case)))), {})
 
 
 def _preactivation(desc: ActivationDesc | ActivationBackwardDesc, case: Case) -> torch.Tensor:
@@ -342,28 +354,28 @@ def _preactivation(desc: ActivationDesc | ActivationBackwardDesc, case: Case) ->
     return inputs.moderate(rows, wide, desc.dtype, _seed(1, case))
 
 
-def _amax(subject: Subject, desc: AmaxDesc, case: Case) -> Call:
+def _amax(subject: Subject, desc: AmaxDesc, case: Case) -> OpCall:
     x = inputs.matrix("decades", *(case.size or POINTWISE), desc.dtype, case.seed)
-    return Call(desc, (subject.here(x),), {})
+    return OpCall(desc, (subject.here(x),), {})
 
 
-def _fused(subject: Subject, desc: FusedDesc, case: Case) -> Call:
-    """Return the producer's arguments, its rows and columns as the cast can store them."""
+def _fused(subject: Subject, desc: FusedDesc, case: Case) -> OpCall:
+    """Return a call of a fused op, in a size that operands of its cast can have."""
     step = storage_step(subject, desc.quantize.rowwise, desc.quantize.columnwise)
     rows, cols = case.size or POINTWISE
-    own = case._replace(size=(up(rows, step), up(cols, step)))
-    call = _MAKERS[type(desc.producer)](subject, desc.producer, own)
+    stored = case._replace(size=(up(rows, step), up(cols, step)))
+    call = _MAKERS[type(desc.producer)](subject, desc.producer, stored)
     keywords = quantize_keywords(subject, desc.quantize, seed=SEED + case.seed)
-    return Call(desc, call.arguments, keywords, frozenset({"amax_out"}))
+    return OpCall(desc, call.arguments, keywords, frozenset({"amax_out"}))
 
 
-def _add_norm(subject: Subject, desc: AddNormDesc, case: Case) -> Call:
-    x, *own = _norm(subject, desc.norm, case).arguments
+def _add_norm(subject: Subject, desc: AddNormDesc, case: Case) -> OpCall:
+    x, *parameters = _norm(subject, desc.norm, case).arguments
     residual = subject.here(inputs.moderate(*x.shape, desc.norm.dtype, _seed(7, case)))
-    return Call(desc, (x, residual, *own), {})
+    return OpCall(desc, (x, residual, *parameters), {})
 
 
-_MAKERS: dict[type, Callable[[Subject, Any, Case], Call]] = {
+_MAKERS: dict[type, Callable[[Subject, Any, Case], OpCall]] = {
     QuantizeDesc: _quantize,
     DequantizeDesc: _dequantize,
     GemmDesc: _gemm,
@@ -379,7 +391,6 @@ _MAKERS: dict[type, Callable[[Subject, Any, Case], Call]] = {
 }
 
 
-def arguments(subject: Subject, desc: OpDesc, case: Case = ORDINARY) -> Call:
-    """Return a call of ``desc``, by default an ordinary one: odd sizes, zeros and -0 among the
-    values."""
+def arguments(subject: Subject, desc: OpDesc, case: Case = ORDINARY) -> OpCall:
+    """Return a call of ``desc``; the default has odd sizes, and zeros and -0 among the values."""
     return _MAKERS[type(desc)](subject, desc, case)

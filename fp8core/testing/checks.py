@@ -1,4 +1,4 @@
-"""Laws times descriptors: what there is to check about one backend."""
+"""The checks of one backend: each law for each descriptor that the backend supports."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Test = Callable[[Subject, OpDesc], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """One of the kit's tests: the number of its law, its name, and the operations it is about.
+    """One test of the kit: the number of its law, its name, and the operations it is about.
 
     ``test(subject, desc)`` raises :class:`fp8core.testing.compare.Broken`, or returns the worst
-    error as a share of what is allowed, None where that says nothing. Without operations it is
-    about the backend as a whole: ``test(subject)``. ``is_strict``: it holds in strict mode alone.
+    error as a share of the allowed error, None if it allows none. Without ``ops`` the test is about
+    the backend as a whole: ``test(subject)``. ``is_strict``: only strict mode runs it.
     """
 
     number: int
@@ -51,9 +51,10 @@ def law(
     applies: Callable[..., bool] = lambda desc: True,
     is_strict: bool = False,
 ) -> Callable[[Callable[..., float | None]], Callable[..., float | None]]:
-    """Make a function one of the kit's tests, about the descriptors of ``ops`` that ``applies`` to.
+    """Add a function to the kit's tests, for those descriptors of ``ops`` that ``applies`` accepts.
 
-    Its name says what holds, its docstring's first line says it in a sentence.
+    The function's name becomes part of the check ids, the first line of its docstring is printed
+    with a failure.
     """
 
     def add(test: Callable[..., float | None]) -> Callable[..., float | None]:
@@ -81,7 +82,10 @@ class Check(NamedTuple):
 
 
 class Support(NamedTuple):
-    """How many of an operation's descriptors in the catalogue the backend runs; why not others."""
+    """How many of an operation's descriptors in the catalogue the backend supports.
+
+    ``known`` counts all of them; ``reasons`` counts the backend's answers for the others.
+    """
 
     op: str
     supported: int
@@ -90,39 +94,39 @@ class Support(NamedTuple):
 
 
 def supported(subject: Subject) -> list[Support]:
-    """Return what the backend declares, by operation; reasons are counted."""
-    found = []
+    """Return the backend's support of every operation."""
+    support = []
     for op in EVERY_OP:
         entries = [entry for entry in catalogue() if entry.desc.op == op]
         reasons: dict[str, int] = {}
         for reason in (subject.refuses(entry.desc) for entry in entries):
             if reason is not None:
                 reasons[reason] = reasons.get(reason, 0) + 1
-        found.append(Support(op, len(entries) - sum(reasons.values()), len(entries), reasons))
-    return found
+        support.append(Support(op, len(entries) - sum(reasons.values()), len(entries), reasons))
+    return support
 
 
 def checks(
     subject: Subject, laws: Collection[Law], entries: Sequence[Entry] | None = None
 ) -> Iterator[Check]:
-    """Yield what there is to check: each of ``laws`` for each supported descriptor it is about.
+    """Yield a check of each of ``laws`` for each supported descriptor that the law is about.
 
     ``entries`` are the descriptors to check, the whole :func:`catalogue` by default. All checks of
-    a descriptor come together, so that its results need not be kept for long.
+    one descriptor follow one another, so that results shared by them can be dropped early.
     """
     declared = [
         entry
         for entry in (catalogue() if entries is None else entries)
         if subject.refuses(entry.desc) is None
     ]
-    for one in laws:
-        if not one.ops:
-            yield Check(one, BACKEND, BACKEND, _bound(one, subject))
+    for each in laws:
+        if not each.ops:
+            yield Check(each, BACKEND, BACKEND, _bound(each, subject))
     for label, desc in declared:
-        for one in laws:
-            if desc.op in one.ops and one.applies(desc):
-                yield Check(one, desc.op, label, _bound(one, subject, desc))
+        for each in laws:
+            if desc.op in each.ops and each.applies(desc):
+                yield Check(each, desc.op, label, _bound(each, subject, desc))
 
 
-def _bound(one: Law, subject: Subject, *desc: OpDesc) -> Callable[[], float | None]:
-    return lambda: one.test(subject, *desc)
+def _bound(each: Law, subject: Subject, *desc: OpDesc) -> Callable[[], float | None]:
+    return lambda: each.test(subject, *desc)

@@ -1,4 +1,5 @@
-"""The kit's checks as pytest items, and their report; loaded by the pytest plug-in when asked."""
+"""The kit's checks as pytest items, and their report; the pytest plug-in imports this if its option
+is used."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ MAX_LINES, MAX_COLUMNS = 20, 400
 
 
 def excerpt(lines: Sequence[str]) -> str:
-    """Return the first lines, each cut to a length, and how many are left out."""
+    """Return the first lines, each cut to :data:`MAX_COLUMNS`, and the number of omitted lines."""
     kept = [line if len(line) <= MAX_COLUMNS else f"{line[:MAX_COLUMNS]}..." for line in lines]
     if len(kept) > MAX_LINES:
         kept[MAX_LINES - 1 :] = [f"  ... and {len(kept) - MAX_LINES + 1} more lines"]
@@ -48,7 +49,7 @@ class CheckItem(pytest.Item):
         self._is_strict = is_strict
 
     def runtest(self) -> None:
-        """Make the check; what is expected to fail and passes is a failure."""
+        """Run the check; a check that passes against its expected failure is a failure."""
         try:
             worst = self._check.run()
         except Unjudged as error:
@@ -71,28 +72,28 @@ class CheckItem(pytest.Item):
         self.user_properties.append((PROPERTY, worst))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """Return the law and what breaks it, in at most :data:`MAX_LINES` lines.
+        """Return the law and the failure, in at most :data:`MAX_LINES` lines.
 
-        An error that is not the kit's own is followed by the end of its traceback.
+        Any error but :class:`Broken` is followed by the end of its traceback.
         """
         law, error = self._check.law, excinfo.value
-        is_own = isinstance(error, Broken)
-        found = str(error) if is_own else f"raised {type(error).__name__}: {error}"
-        lines = f"{self._check.id}\n  law {law.number}: {law.meaning}\n  {found}".splitlines()
-        if not is_own:
-            where = "".join(traceback.format_tb(error.__traceback__)).splitlines()
-            room = max(MAX_LINES - len(lines), 0)
-            lines += where[-room:] if room else []
+        is_broken = isinstance(error, Broken)
+        text = str(error) if is_broken else f"raised {type(error).__name__}: {error}"
+        lines = f"{self._check.id}\n  law {law.number}: {law.meaning}\n  {text}".splitlines()
+        if not is_broken:
+            frames = "".join(traceback.format_tb(error.__traceback__)).splitlines()
+            free = max(MAX_LINES - len(lines), 0)
+            lines += frames[-free:] if free else []
         return excerpt(lines)
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        """Return where the law is written."""
+        """Return file and line of the law's function."""
         code = self._check.law.test.__code__
         return Path(code.co_filename), code.co_firstlineno - 1, self.name
 
 
 class FileItem(pytest.Item):
-    """The file of expected failures as a check of its own."""
+    """The check of the file of expected failures."""
 
     def __init__(self, *, complaints: list[str], **given: Any) -> None:
         super().__init__(**given)
@@ -126,14 +127,14 @@ class Kit:
         self._expected = expected
         self._is_strict = is_strict
         self._json = json
-        self._is_asked = False
+        self._is_selected = False
         laws = [law for law in LAWS.values() if is_strict or not law.is_strict]
         self._checks = {check.id: check for check in checks(subject, laws)}
         self._report = Report(subject.name, str(subject.device), is_strict, supported(subject))
 
     @classmethod
     def from_options(cls, options: Any) -> Kit:
-        """Make it from the pytest options.
+        """Return the plug-in that the pytest options ask for.
 
         Raises:
             pytest.UsageError: the backend, the device or the file cannot be used.
@@ -168,11 +169,11 @@ class Kit:
             )
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """See whether -k and -m have left anything of the kit."""
-        self._is_asked = any(isinstance(item, CheckItem | FileItem) for item in session.items)
+        """Record whether -k and -m have left any item of the kit."""
+        self._is_selected = any(isinstance(item, CheckItem | FileItem) for item in session.items)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep how each check ended."""
+        """Record the outcome of a check."""
         check = self._checks.get(report.nodeid.partition("::")[2])
         if check is None or report.when != "call":
             return
@@ -189,8 +190,8 @@ class Kit:
         )
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print the table, and write the JSON file, unless nothing of the kit was asked for."""
-        if not self._is_asked:
+        """Print the report and write the JSON file, if any item of the kit was selected."""
+        if not self._is_selected:
             return
         terminalreporter.write_line("")
         terminalreporter.write_line(self._report.text())

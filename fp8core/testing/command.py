@@ -22,30 +22,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("backend", help="its name, as `fp8core doctor` lists it")
     parser.add_argument("--device", help="as torch names it; default: the backend's preferred one")
-    parser.add_argument("--json", metavar="FILE", help="write what was found to FILE")
+    parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     parser.add_argument(
         "--xfail", metavar="FILE", help="expected failures: 'PATTERN  # REASON' to a line"
     )
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="fail too where an operation has a method but no support, or cannot be judged; "
+        help="fail also if an operation has a method but no support, or no judge; "
         "FP8CORE_STRICT=1 does the same",
     )
     parser.add_argument("-k", metavar="WORDS", help="only the checks whose id these words match")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the kit; return 0 if every law holds, 1 if one is broken, 2 if it could not be asked."""
+    """Run the kit; return 0 if every law holds, 1 if one is broken, 2 if it could not run."""
     try:
         pytest = _pytest()
         find(args.backend, args.device)
     except Fp8CoreError as error:
         print(f"fp8core conformance: {error}", file=sys.stderr)
         return USAGE_ERROR
-    # Neither the configuration nor the conftest of the folder that it is run in.
+    # The configuration and the conftest of the current folder stay out.
     options = ["-p", "fp8core_pytest", "-p", "no:cacheprovider", "-c", os.devnull, "--noconftest"]
-    options += ["-p", "no:logging"]  # thousands of short checks, for each of which it costs more
+    options += ["-p", "no:logging"]  # it costs more than a short check, and there are thousands
     options += [
         f"--rootdir={os.getcwd()}",
         "-q",

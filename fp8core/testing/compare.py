@@ -11,7 +11,7 @@ __all__ = ["Broken", "Unjudged", "require", "same_bits", "signature", "ulp", "wi
 
 
 class Broken(AssertionError):
-    """A law does not hold; ``worst`` is the error as a share of what is allowed, if it has one."""
+    """A law does not hold; ``worst`` is the error as a share of the allowed error, if any."""
 
     def __init__(self, message: str, worst: float | None = None) -> None:
         super().__init__(message)
@@ -19,7 +19,7 @@ class Broken(AssertionError):
 
 
 class Unjudged(Exception):
-    """A check that cannot be made: nothing here can say what the result should be."""
+    """The judge does not know the operation, so that no expected result exists."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -28,10 +28,10 @@ def require(condition: bool, message: str) -> None:
         raise Broken(message)
 
 
-def same_bits(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Require equal shapes, dtypes and values; -0 is not 0, NaN is NaN."""
+def same_bits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Require equal shapes, dtypes and values; -0 differs from 0, any NaN equals any NaN."""
     ours, theirs = ours.detach().cpu(), theirs.detach().cpu()
-    same_form(what, ours, theirs)
+    same_form(name, ours, theirs)
     differs = ours != theirs
     if ours.is_floating_point():
         differs = (differs & ~(ours.isnan() & theirs.isnan())) | (
@@ -39,18 +39,18 @@ def same_bits(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
         )
         differs &= ~(ours.isnan() & theirs.isnan())
     if bool(differs.any()):
-        raise Broken(f"{what}: {_first(differs, ours, theirs)}")
+        raise Broken(f"{name}: {_first(differs, ours, theirs)}")
 
 
-def same_form(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def same_form(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """Require equal shapes and dtypes."""
     require(
         (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype),
-        f"{what} is {ours.dtype} {list(ours.shape)}, expected {theirs.dtype} {list(theirs.shape)}",
+        f"{name} is {ours.dtype} {list(ours.shape)}, expected {theirs.dtype} {list(theirs.shape)}",
     )
 
 
-def within(what: str, ours: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> float:
+def within(name: str, ours: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> float:
     """Require ``|ours - expected| <= bound`` everywhere, and NaN where NaN is expected.
 
     ``expected`` and ``bound`` are float64 on the CPU. Returns the largest error as a share of the
@@ -58,7 +58,7 @@ def within(what: str, ours: torch.Tensor, expected: torch.Tensor, bound: torch.T
     """
     got = ours.detach().cpu().double()
     require(
-        got.shape == expected.shape, f"{what} is {list(got.shape)}, expected {list(expected.shape)}"
+        got.shape == expected.shape, f"{name} is {list(got.shape)}, expected {list(expected.shape)}"
     )
     if got.numel() == 0:
         return 0.0
@@ -70,20 +70,21 @@ def within(what: str, ours: torch.Tensor, expected: torch.Tensor, bound: torch.T
     worst = float(share.max())
     if worst > 1:
         differs = share > 1
-        text = f"{what}: {_first(differs, got, expected)}; worst error is {worst:.3g} of the bound"
+        text = f"{name}: {_first(differs, got, expected)}; worst error is {worst:.3g} of the bound"
         raise Broken(text, worst)
     return worst
 
 
 def ulp(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the spacing of ``dtype`` at float64 ``x``, that of the smallest normal below it."""
+    """Return the spacing of ``dtype`` at ``x`` (float64); below the smallest normal number, the
+    spacing there."""
     limits = torch.finfo(dtype)
     exponent = torch.frexp(x.abs().clamp(min=limits.tiny)).exponent - 1
     return limits.eps * 2.0 ** exponent.double()
 
 
 def signature(result: Any) -> Any:
-    """Return shapes and dtypes of the tensors of a result, None for what is no tensor."""
+    """Return shape and dtype of each leaf of a result, None for a leaf that is no tensor."""
 
     def of(leaf: Any) -> Any:
         return f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else None

@@ -1,7 +1,7 @@
-"""Failures that are known: a file of patterns, each with its reason, held to strictly.
+"""The file of expected failures: patterns of checks that are known to fail, each with a reason.
 
-One to a line: a pattern of check ids, in which ``*`` stands for anything, then ``#`` and the reason
-why it fails. Blank lines, and lines of a comment alone, are skipped::
+Each line holds a pattern of check ids, in which ``*`` stands for anything, then ``#`` and the
+reason of the failure. Blank lines, and lines with a comment alone, are skipped::
 
     law4_gemm_takes_operands_of_any_strides/mxfp8.*  # the kernel reads packed scales alone
 """
@@ -27,7 +27,7 @@ class Expected:
     line: int
 
     def matches(self, check: str) -> bool:
-        """Say whether the check of this id is meant."""
+        """Whether the pattern matches this check's id."""
         text = ".*".join(map(re.escape, self.pattern.split("*")))
         return re.fullmatch(text, check) is not None
 
@@ -42,26 +42,26 @@ def read(path: Path) -> list[Expected]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise OperandError(f"file of expected failures {str(path)!r}: {error}") from None
-    found = []
+    lines = []
     for number, line in enumerate(text.splitlines(), 1):
         pattern, _, reason = (part.strip() for part in line.partition("#"))
         if pattern:
-            found.append(Expected(pattern, reason, number))
-    return found
+            lines.append(Expected(pattern, reason, number))
+    return lines
 
 
 def find(expected: Iterable[Expected], check: str) -> Expected | None:
-    """Return the first line that the check of this id matches."""
+    """Return the first line whose pattern matches this check's id, None if there is none."""
     return next((line for line in expected if line.matches(check)), None)
 
 
 def complaints(expected: Iterable[Expected], checks: Iterable[str]) -> list[str]:
-    """Return what is wrong with the file: a line without a reason, one that matches no check."""
+    """Return the faults of the file: lines without a reason, and lines that match no check."""
     ids = list(checks)
-    found = []
+    faults = []
     for one in expected:
         if not one.reason:
-            found.append(f"line {one.line}: {one.pattern!r} gives no reason, after a '#'")
+            faults.append(f"line {one.line}: {one.pattern!r} gives no reason, after a '#'")
         if not any(map(one.matches, ids)):
-            found.append(f"line {one.line}: {one.pattern!r} matches no check")
-    return found
+            faults.append(f"line {one.line}: {one.pattern!r} matches no check")
+    return faults

@@ -1,6 +1,6 @@
 """Matrices that find faults: many decades, outliers, zeros, subnormals, inf and NaN, odd strides.
 
-All are made on the CPU from a fixed seed, so that a failure is the same everywhere.
+All are drawn on the CPU from a fixed seed, so that a failure is the same everywhere.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _huge(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _nonfinite(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """NaN and inf in some places, a row of NaN, a row with inf alone."""
+    """NaN and inf scattered over the matrix, a row of NaN, and a row whose one odd value is inf."""
     x = _normal(rows, cols, 8)
     odd = _uniform(rows, cols, 9)
     for at, value in enumerate((math.nan, math.inf, -math.inf)):
@@ -92,14 +92,14 @@ KINDS: dict[str, Callable[[int, int, torch.dtype], torch.Tensor]] = {
 
 @functools.lru_cache(maxsize=512)
 def matrix(kind: str, rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Return ``x [rows, cols]`` of ``dtype`` on the CPU; not to be written.
+    """Return ``x [rows, cols]`` of ``dtype`` on the CPU; it is cached, so it must not be written.
 
     Another seed, below 8, gives other values of the same kind.
     """
     if rows == 0 or cols == 0:
         return torch.empty(rows, cols, dtype=dtype)
-    made = KINDS[kind](rows, cols, dtype)
-    return (made.roll((seed, 5 * seed), (0, 1)) * (1 - seed / 8)).to(dtype)
+    x = KINDS[kind](rows, cols, dtype)
+    return (x.roll((seed, 5 * seed), (0, 1)) * (1 - seed / 8)).to(dtype)
 
 
 @functools.lru_cache(maxsize=512)
@@ -119,8 +119,10 @@ def late(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def far_from_zero(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``x [rows, cols]`` whose rows are a value each, but for some of its next neighbours:
-    one in twenty, and one in each row."""
+    """Return ``x [rows, cols]`` in whose rows every element is one value or the next above it.
+
+    The first element of a row, and one in twenty of the others, is the next value above.
+    """
     base = 1 + _uniform(rows, 1, 12)
     steps = (_uniform(rows, cols, 13) < 0.05).float()
     steps[:, 0] = 1
@@ -128,7 +130,8 @@ def far_from_zero(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def shifted(x: torch.Tensor) -> torch.Tensor:
-    """Return the values of ``x``, contiguous, at an address that is a multiple of one element."""
+    """Return the values of ``x``, contiguous, one element behind the start of their memory, so
+    that the address is aligned to an element and to nothing larger."""
     buffer = torch.full((x.numel() + 1,), 77, dtype=x.dtype, device=x.device)
     view = buffer[1:].view(x.shape)
     view.copy_(x)
@@ -136,7 +139,7 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
-    """Return the values of a vector or matrix in memory with gaps, the columns side by side."""
+    """Return the values of a vector or matrix, column after column, with a gap behind each."""
     if x.ndim == 1:
         return strided(x[:, None])[:, 0]
     rows, cols = x.shape
@@ -147,7 +150,7 @@ def strided(x: torch.Tensor) -> torch.Tensor:
 
 
 def spaced(x: torch.Tensor) -> torch.Tensor:
-    """Return the values of the matrix ``x`` row by row, each followed by a gap."""
+    """Return the values of the matrix ``x``, row after row, with a gap between the rows."""
     rows, cols = x.shape
     buffer = torch.full((rows, cols + 3), 77, dtype=x.dtype, device=x.device)
     view = buffer[:, 1 : cols + 1]
@@ -156,10 +159,11 @@ def spaced(x: torch.Tensor) -> torch.Tensor:
 
 
 def transposed(x: torch.Tensor) -> torch.Tensor:
-    """Return the values of ``x``, columns one behind the other."""
+    """Return the values of ``x``, stored column after column."""
     return x.t().contiguous().t()
 
 
 def expanded(x: torch.Tensor) -> torch.Tensor:
-    """Return the middle row of ``x`` as every row, at stride 0: the gradient of a sum."""
+    """Return a matrix whose rows are all the middle row of ``x``, at stride 0, as the gradient of a
+    sum is."""
     return x[len(x) // 2 :][:1].expand(*x.shape)

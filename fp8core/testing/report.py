@@ -1,4 +1,4 @@
-"""What a run of the kit found, for people and for scripts."""
+"""The report of a run of the kit, as text for people and as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MAX_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One check's end: ``outcome`` is one of :data:`OUTCOMES`.
+    """The result of one check: ``outcome`` is one of :data:`OUTCOMES`.
 
-    ``worst`` is the largest error as a share of what is allowed, None where that says nothing.
+    ``worst`` is the largest error as a share of the allowed error, None if the check allows none.
     """
 
     id: str
@@ -40,7 +40,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Report:
-    """Everything that a run found; ``text()`` and ``json()`` say it."""
+    """The support and the outcomes of a run, which ``text()`` and ``json()`` write out."""
 
     backend: str
     device: str
@@ -49,7 +49,7 @@ class Report:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row for each test and operation: how often it ended how, the worst error."""
+        """Return a row for each test and operation: the count of each outcome, the worst error."""
         rows: dict[tuple[str, str], dict[str, Any]] = {}
         for one in self.outcomes:
             start = {"law": one.law, "name": one.name, "op": one.op, "worst": None}
@@ -60,17 +60,17 @@ class Report:
         return sorted(rows.values(), key=lambda row: (row["law"], row["name"], row["op"]))
 
     def counts(self) -> dict[str, int]:
-        """Return how many checks ended how."""
+        """Return the number of checks by outcome."""
         ends = [one.outcome for one in self.outcomes]
         return {name: ends.count(name) for name in OUTCOMES}
 
     def json(self) -> str:
-        """Return all of it as JSON; an infinite error is the string ``"inf"``."""
+        """Return the report as JSON, in which an infinite error is the string ``"inf"``."""
 
         def plain(worst: float | None) -> float | str | None:
             return str(worst) if worst is not None and worst == float("inf") else worst
 
-        made = {
+        document = {
             "backend": self.backend,
             "device": self.device,
             "strict": self.is_strict,
@@ -88,30 +88,30 @@ class Report:
                 if one.outcome != "passed"
             ],
         }
-        return json.dumps(made, indent=2, allow_nan=False) + "\n"
+        return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
     def text(self) -> str:
-        """Return what is supported, a table of the tests of each law, and what failed of each."""
+        """Return the support, a table of the tests by law, and the failed checks by law."""
         lines = [f"fp8core conformance: {self.backend} on {self.device}", ""]
         lines += list(_support_lines(self.support))
         lines += ["", f"{'passed':>7} {'failed':>7} {'xfailed':>7} {'skipped':>7}   worst  test"]
         for law, rows in itertools.groupby(self.rows(), key=lambda row: row["law"]):
             of_law = list(rows)
             lines.append(_total_line(f"law {law}", of_law))
-            for name, own in itertools.groupby(of_law, key=lambda row: row["name"]):
-                lines.append(_total_line(f"  {name}", list(own)))
+            for name, of_test in itertools.groupby(of_law, key=lambda row: row["name"]):
+                lines.append(_total_line(f"  {name}", list(of_test)))
         failed = sorted((one.law, one.id) for one in self.outcomes if one.outcome == "failed")
         lines += ["", "failed, by law"] if failed else []
-        for law, found in itertools.groupby(failed, key=lambda one: one[0]):
-            ids = [own for _, own in found]
-            lines += [f"  law {law}: {len(ids)}", *(f"    {own}" for own in ids[:MAX_NAMED])]
+        for law, failures in itertools.groupby(failed, key=lambda one: one[0]):
+            ids = [check for _, check in failures]
+            lines += [f"  law {law}: {len(ids)}", *(f"    {check}" for check in ids[:MAX_NAMED])]
             lines += [f"    and {len(ids) - MAX_NAMED} more"] if len(ids) > MAX_NAMED else []
         return "\n".join(lines)
 
 
 def _total_line(title: str, rows: Sequence[dict[str, Any]]) -> str:
-    found = [row["worst"] for row in rows if row["worst"] is not None]
-    worst = f"{max(found):.2g}" if found else ""
+    errors = [row["worst"] for row in rows if row["worst"] is not None]
+    worst = f"{max(errors):.2g}" if errors else ""
     counts = " ".join(f"{sum(row[outcome] for row in rows):>7}" for outcome in OUTCOMES)
     return f"{counts} {worst:>7}  {title}"
 

@@ -1,4 +1,4 @@
-"""The backend under test, where it is tested, and the reference that judges it."""
+"""The backend under test, its device, and the reference backend that judges it."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ class Subject:
         self.kept: dict[Any, Any] = {}
 
     def refuses(self, desc: OpDesc) -> str | None:
-        """Return why the backend does not run ``desc``, None if it does.
+        """Return why the backend does not support ``desc``, None if it does.
 
-        A backend that cannot even answer refuses; a law of its own says that this is a fault.
+        An ``unsupported()`` that raises counts as a refusal; a law about ``unsupported()`` reports
+        it as a fault.
         """
         key = ("refuses", desc)
         if key not in self.kept:
@@ -59,18 +60,18 @@ class Subject:
                 self.kept[key] = f"its unsupported() failed: {said}"
             else:
                 self.kept[key] = said if said is None else str(said)
-        found: str | None = self.kept[key]
-        return found
+        reason: str | None = self.kept[key]
+        return reason
 
     def run(self, desc: OpDesc, *arguments: Any, **keywords: Any) -> Any:
-        """Run ``desc`` by the backend under test."""
+        """Run ``desc`` on the backend under test."""
         key = ("bind", desc)
         if key not in self.kept:
             self.kept[key] = self.backend.bind(desc, self.device)
         return self.kept[key](*arguments, **keywords)
 
     def judging(self, desc: OpDesc) -> Callable[..., Any]:
-        """Return what runs ``desc`` by the judge, on tensors of the CPU.
+        """Return the judge's callable for ``desc``, which takes tensors on the CPU.
 
         Raises:
             Unjudged: the judge does not know the descriptor either.
@@ -81,7 +82,7 @@ class Subject:
         return self.judge.bind(desc, CPU)
 
     def judged(self, desc: OpDesc, *arguments: Any, **keywords: Any) -> Any:
-        """Run ``desc`` by the judge, on copies of the arguments.
+        """Run ``desc`` on the judge, with copies of the arguments.
 
         Raises:
             Unjudged: the judge does not know the descriptor either.
@@ -90,34 +91,36 @@ class Subject:
         return self.judging(desc)(*arguments, **keywords)
 
     def numerics(self, desc: OpDesc) -> Numerics:
-        """Return what the backend declares about the results of ``desc``."""
+        """Return the error bounds that the backend declares for ``desc``, else the default ones."""
         if isinstance(self.backend, DeclaresNumerics):
             return self.backend.numerics(desc, self.device)
         return Numerics()
 
     def alignment(self, desc: GemmDesc) -> Alignment:
-        """Return what the backend and the formats' storage want m, n and k to be multiples of."""
-        own = self.backend.alignment(desc)
-        return own._replace(k=math.lcm(own.k, storage_step(self, desc.a, desc.b)))
+        """Return the numbers that m, n and k must be multiples of, for the backend and for the
+        storage of the formats."""
+        align = self.backend.alignment(desc)
+        return align._replace(k=math.lcm(align.k, storage_step(self, desc.a, desc.b)))
 
     def values(self, spec: OperandSpec | None, operand: Operand) -> torch.Tensor:
         """Return the values ``[rows, k]`` of an operand, in float64 on the CPU."""
         if spec is None:
             plain: torch.Tensor = on_cpu(operand.data)
             return plain.double()
-        made: torch.Tensor = self.judged(DequantizeDesc(spec), operand)
-        return made.double()
+        dequantized: torch.Tensor = self.judged(DequantizeDesc(spec), operand)
+        return dequantized.double()
 
     def elements(self, spec: OperandSpec, operand: Operand) -> torch.Tensor:
         """Return the values of an operand's codes, unscaled, in float32 on the CPU."""
         plain = OperandSpec(spec.format, (0, 0), formats.by_name(spec.format).max)
-        made: torch.Tensor = self.judged(
+        decoded: torch.Tensor = self.judged(
             DequantizeDesc(plain), Operand(operand.data, torch.ones(1, 1))
         )
-        return made
+        return decoded
 
     def quantizer(self, desc: QuantizeDesc) -> Any:
-        """Return ``run`` of the backend if it quantizes like ``desc``, else a judge's stand-in."""
+        """Return :meth:`run` if the backend supports ``desc``, else a function that lets the judge
+        quantize and copies the result to the device."""
         if self.refuses(desc) is None:
             return self.run
 
@@ -132,7 +135,7 @@ class Subject:
 
 
 def storage_step(subject: Subject, *specs: OperandSpec | None) -> int:
-    """Return what k must be a multiple of for operands of ``specs`` to exist at all."""
+    """Return the number that k must be a multiple of for operands of ``specs`` to be stored."""
     steps = [1]
     for spec in specs:
         desc = GemmDesc(spec, spec, torch.float32)
@@ -142,7 +145,7 @@ def storage_step(subject: Subject, *specs: OperandSpec | None) -> int:
 
 
 def on_cpu(tree: Any) -> Any:
-    """Return a copy of ``tree`` whose tensors are on the CPU, with the strides they have."""
+    """Return a copy of ``tree`` whose tensors are on the CPU, with their strides."""
     return _moved(tree, CPU)
 
 
@@ -157,27 +160,27 @@ def find(name: str, device: str | None = None) -> Subject:
     """Return the installed backend ``name``, to be tested on ``device`` or on its preferred one.
 
     Raises:
-        RecipeError: no such backend.
+        RecipeError: no backend of this name is installed.
         PluginError: its plug-in failed to load.
-        OperandError: ``device`` is no device.
+        OperandError: ``device`` does not name a device.
         UnsupportedError: the backend cannot be used on this machine, or not on ``device``.
     """
     registry = plugins.load()
     spec = registry.spec(name, "the conformance kit")
     judge = registry.spec(JUDGE, "the conformance kit")
     try:
-        where = torch.device(device or spec.device_types[0])
+        wanted = torch.device(device or spec.device_types[0])
     except RuntimeError:
         raise OperandError(f"{device!r} is no torch device, as cpu or cuda:0 are.") from None
-    if where.type not in spec.device_types and not spec.portable:
+    if wanted.type not in spec.device_types and not spec.portable:
         raise UnsupportedError(
-            f"backend {name!r} runs on {'/'.join(spec.device_types)}, not on {where}."
+            f"backend {name!r} runs on {'/'.join(spec.device_types)}, not on {wanted}."
         )
     reason = registry.unusable(spec)
     if reason is not None:
         raise UnsupportedError(f"backend {name!r} cannot be used here: {reason}")
     try:
-        where = torch.empty(0, device=where).device  # "cuda" is "cuda:0" from here on
+        wanted = torch.empty(0, device=wanted).device  # "cuda" is "cuda:0" from here on
     except (RuntimeError, AssertionError) as error:
-        raise UnsupportedError(f"device {where} cannot be used here: {error}") from None
-    return Subject(name, registry.instance(spec), where, registry.instance(judge))
+        raise UnsupportedError(f"device {wanted} cannot be used here: {error}") from None
+    return Subject(name, registry.instance(spec), wanted, registry.instance(judge))

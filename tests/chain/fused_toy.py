@@ -22,7 +22,7 @@ from fp8core.backend_api import (
     hookimpl,
 )
 from fp8core.dispatch import plugins, table
-from fp8core.testing.calls import Call
+from fp8core.testing.calls import OpCall
 from fp8core.testing.laws.fused import add_pair, pair
 from fp8core_backends.reference.backend import ReferenceBackend
 
@@ -72,7 +72,7 @@ class FusedToy(ReferenceBackend):
             return made
 
         make = pair if isinstance(desc, FusedDesc) else add_pair
-        return lambda *arguments, **keywords: make(part, Call(desc, arguments, keywords))
+        return lambda *arguments, **keywords: make(part, OpCall(desc, arguments, keywords))
 
 
 def unspoilt(made: Quantized) -> Quantized:

@@ -19,7 +19,7 @@ from fp8core.backend_api import (
     Quantized,
     QuantizeDesc,
 )
-from fp8core.testing.calls import Call
+from fp8core.testing.calls import OpCall
 from fp8core.testing.laws.fused import add_pair, pair
 from fp8core_backends.reference.backend import ReferenceBackend
 from fp8core_backends.reference.gemm import gemm
@@ -45,7 +45,7 @@ class Sound(ReferenceBackend):
         if not isinstance(desc, FusedDesc | AddNormDesc):
             return super().bind(desc, device)
         make = pair if isinstance(desc, FusedDesc) else add_pair
-        return lambda *arguments, **keywords: make(self.part, Call(desc, arguments, keywords))
+        return lambda *arguments, **keywords: make(self.part, OpCall(desc, arguments, keywords))
 
     def part(self, desc: OpDesc, *arguments: Any, **keywords: Any) -> Any:
         return self.bind(desc, torch.device("cpu"))(*arguments, **keywords)
@@ -305,7 +305,7 @@ class FusedRoundsTwice(Sound):
             return self.part(part, x, *rest, **given)
 
         def run(*arguments: Any, **keywords: Any) -> Any:
-            return pair(rounded, Call(desc, arguments, keywords))
+            return pair(rounded, OpCall(desc, arguments, keywords))
 
         return run
 

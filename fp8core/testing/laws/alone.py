@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fp8core.backend_api import AddNormDesc, FusedDesc, OpDesc
-from fp8core.testing.calls import ORDINARY, Call, Case, arguments
+from fp8core.testing.calls import ORDINARY, Case, OpCall, arguments
 from fp8core.testing.checks import EVERY_OP, law
 from fp8core.testing.compare import require, same_bits, signature
 from fp8core.testing.laws.fused import add_pair, pair
@@ -24,14 +24,14 @@ ROUNDS = 2
 """Calls of each of two threads that run at once."""
 
 
-def outcome(call: Call, result: Any) -> Any:
+def outcome(call: OpCall, result: Any) -> Any:
     """Return what a call made, the arguments that it wrote included, copied to the CPU."""
     written = [value for at, value in enumerate(call.arguments) if at in call.written]
     written += [value for name, value in call.keywords.items() if name in call.written]
     return on_cpu((result, written))
 
 
-def judged(subject: Subject, call: Call) -> Any:
+def judged(subject: Subject, call: OpCall) -> Any:
     """Return what the judge makes of a call, as :func:`outcome` does."""
     kept = call._replace(arguments=on_cpu(call.arguments), keywords=dict(on_cpu(call.keywords)))
 
@@ -55,7 +55,7 @@ def _same(what: str, ours: Any, theirs: Any) -> None:
         same_bits(f"{what}: tensor {at}", one, other)
 
 
-def _overwrite(call: Call, other: Call) -> None:
+def _overwrite(call: OpCall, other: OpCall) -> None:
     """Give the tensors of ``call`` the values of ``other``'s where they are, uncounted."""
     ours, theirs = (_leaves((one.arguments, one.keywords)) for one in (call, other))
     for one, value in zip(ours, theirs, strict=True):

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fp8core.backend_api import AddNormDesc, FusedDesc
-from fp8core.testing.calls import Call, arguments
+from fp8core.testing.calls import OpCall, arguments
 from fp8core.testing.checks import EVERY_OP, law
 from fp8core.testing.compare import same_bits, within
 from fp8core.testing.subject import Subject, on_cpu
@@ -17,7 +17,7 @@ from fp8core.testing.subject import Subject, on_cpu
 FUSED = tuple(op for op in EVERY_OP if op.endswith("_quantize"))
 
 
-def pair(run: Callable[..., Any], call: Call) -> tuple[Any, ...]:
+def pair(run: Callable[..., Any], call: OpCall) -> tuple[Any, ...]:
     """Return what a fused operation has to return, by running its two parts with ``run``."""
     desc = call.desc
     assert isinstance(desc, FusedDesc)
@@ -27,7 +27,7 @@ def pair(run: Callable[..., Any], call: Call) -> tuple[Any, ...]:
     return (run(desc.quantize, first, **call.keywords), *rest, *sums)
 
 
-def add_pair(run: Callable[..., Any], call: Call) -> tuple[Any, ...]:
+def add_pair(run: Callable[..., Any], call: OpCall) -> tuple[Any, ...]:
     """Return what ``add_norm`` has to return, by adding and running its norm with ``run``."""
     desc = call.desc
     assert isinstance(desc, AddNormDesc)

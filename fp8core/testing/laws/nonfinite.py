@@ -11,7 +11,7 @@ import torch
 from fp8core.backend_api import FusedDesc, Operand, QuantizeDesc
 from fp8core.testing import inputs
 from fp8core.testing.calls import (
-    Call,
+    OpCall,
     arguments,
     group_offsets,
     offsets_for,
@@ -142,15 +142,15 @@ def fused_counts_what_its_pair_counts(subject: Subject, desc: FusedDesc) -> None
         require(found == expected, f"counted {found} of {value}, the pair counts {expected}")
 
 
-def _counted(subject: Subject, call: Call, run: Callable[[Subject, Call], Any]) -> int:
+def _counted(subject: Subject, call: OpCall, run: Callable[[Subject, OpCall], Any]) -> int:
     count = _count(subject)
     run(subject, call._replace(keywords={**call.keywords, "nonfinite_out": count}))
     return int(on_cpu(count)) - BEFORE
 
 
-def _fused(subject: Subject, call: Call) -> Any:
+def _fused(subject: Subject, call: OpCall) -> Any:
     return call.run(subject)
 
 
-def _paired(subject: Subject, call: Call) -> Any:
+def _paired(subject: Subject, call: OpCall) -> Any:
     return pair(subject.run, call)

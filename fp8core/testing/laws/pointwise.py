@@ -18,7 +18,7 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
 )
 from fp8core.testing import inputs
-from fp8core.testing.calls import Call, Case, arguments
+from fp8core.testing.calls import Case, OpCall, arguments
 from fp8core.testing.checks import law
 from fp8core.testing.compare import same_bits, same_form, ulp, within
 from fp8core.testing.subject import Subject, on_cpu
@@ -116,11 +116,11 @@ def norm_is_exact_where_the_mean_is_large(subject: Subject, desc: NormDesc) -> f
     for rows, cols in ((33, 16), (33, 70)):
         _, *own = arguments(subject, desc, Case(size=(rows, cols))).arguments
         x = subject.here(inputs.far_from_zero(rows, cols, desc.dtype))
-        worst = max(worst, _norm_within(subject, desc, Call(desc, (x, *own), {})))
+        worst = max(worst, _norm_within(subject, desc, OpCall(desc, (x, *own), {})))
     return worst
 
 
-def _norm_within(subject: Subject, desc: NormDesc, call: Call) -> float:
+def _norm_within(subject: Subject, desc: NormDesc, call: OpCall) -> float:
     y, mean, rstd = call.run(subject)
     x, weight, *bias = (one.double() for one in on_cpu(call.arguments))
     wide = subject.judged(_wide(desc), x, weight, *bias)
@@ -148,7 +148,7 @@ def norm_backward_is_within_the_bound(subject: Subject, desc: NormBackwardDesc) 
     )
 
 
-def _norm_backward_within(subject: Subject, desc: NormBackwardDesc, call: Call) -> float:
+def _norm_backward_within(subject: Subject, desc: NormBackwardDesc, call: OpCall) -> float:
     made = call.run(subject)
     wide = tuple(None if one is None else one.double() for one in on_cpu(call.arguments))
     expected = subject.judged(NormBackwardDesc(_wide(desc.norm)), *wide)
@@ -190,7 +190,7 @@ def activation_is_within_the_bound(subject: Subject, desc: ActivationDesc) -> fl
     )
 
 
-def _activation_within(subject: Subject, desc: ActivationDesc, call: Call) -> float:
+def _activation_within(subject: Subject, desc: ActivationDesc, call: OpCall) -> float:
     made = call.run(subject)
     (x,) = (one.double() for one in on_cpu(call.arguments))
     expected = subject.judged(replace(desc, dtype=F64, out_dtype=F64), x)
@@ -211,7 +211,7 @@ def activation_backward_is_within_the_bound(
 
 
 def _activation_backward_within(
-    subject: Subject, desc: ActivationBackwardDesc, call: Call
+    subject: Subject, desc: ActivationBackwardDesc, call: OpCall
 ) -> float:
     made = call.run(subject)
     grad, x = (one.double() for one in on_cpu(call.arguments))
