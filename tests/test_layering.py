@@ -44,6 +44,22 @@ CONTRACT = {"fp8core.backend_api", "fp8core.errors", "fp8core.formats"}
 OPTIONAL = {"matplotlib", "pytest", "rich", "torch.utils.tensorboard", "torch_npu"}
 VAGUE_NAMES = {"common", "helper", "helpers", "manager", "managers", "types", "util", "utils"}
 
+# Where private names of torch are written: those of fp8core in one file, a backend's in its own.
+PRIVATE_FILES = {"fp8core/torch_ops/private.py", "backends/*/private.py"}
+# Names with an underscore that fp8core does not define and that any file may use.
+USABLE = {
+    **dict.fromkeys(("_asdict", "_fields", "_replace"), "a NamedTuple's public methods"),
+    "_getframe": "of Python's sys, which documents it",
+    "_version": "of torch.Tensor; torch's notes on autograd describe it",
+    "_base": "of torch.Tensor; torch's notes on views describe it",
+    "_parameters": "of torch.nn.Module: what getattr would compute by a parametrization",
+    "_buffers": "of torch.nn.Module, as _parameters",
+    "_modules": "of torch.nn.Module, as _parameters",
+    "_extra_state": "a key of Transformer Engine's checkpoints",
+    **dict.fromkeys(("_bias", "_data"), "the end of a name"),
+    **dict.fromkeys(("_fp8core_conversion", "_fp8core_record"), "set by fp8core, by text"),
+}
+
 MAX_POSITIONAL = 6
 # Functions that may take more than MAX_POSITIONAL positional arguments, each with its reason.
 LONG_SIGNATURES = {
@@ -247,6 +263,64 @@ def signatures(sources: Sources) -> Iterator[str]:
                 yield f"{where} needs no entry in LONG_SIGNATURES; remove it"
 
 
+def private_names(sources: Sources) -> Iterator[str]:
+    """A private name of torch is written in private.py alone, where its purpose is stated."""
+    shipped = sources.shipped()
+    known = USABLE.keys() | {name for source in shipped for name in defined(source.tree)}
+    for source in shipped:
+        if any(source.path.match(pattern) for pattern in PRIVATE_FILES):
+            continue
+        for name, line in torch_names(source.tree, known):
+            yield (
+                f"{source.path}:{line}: '{name}' is private to torch; give it a name and a purpose "
+                "in fp8core/torch_ops/private.py, or in the private.py of the backend"
+            )
+
+
+def torch_names(tree: ast.Module, known: set[str]) -> Iterator[tuple[str, int]]:
+    """Yield the private names in a file that are torch's, or of nobody ``known``, with lines."""
+    from_torch = {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                if is_within(f"{module}{alias.name}", "torch"):
+                    from_torch.add(alias.asname or alias.name)
+                    if has_private_part(f"{module}{alias.name}"):
+                        yield f"{module}{alias.name}", node.lineno
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and has_private_part(node.attr):
+            path = ast.unparse(node)
+            is_torch = path.partition(".")[0] in from_torch
+            if (is_torch and not path.startswith("torch.ops.aten.")) or node.attr not in known:
+                yield path, node.lineno
+        elif isinstance(node, ast.Constant):
+            text = str(node.value)
+            if text.isidentifier() and has_private_part(text) and text not in known:
+                yield text, node.lineno
+
+
+def has_private_part(path: str) -> bool:
+    """Return whether a dotted name has a part with one underscore in front."""
+    return any(part[0] == "_" != part[1:2] for part in path.split(".") if part.strip("_"))
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that a file gives to functions, classes, variables, slots and attributes."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name
+            case ast.Assign(targets=[ast.Name(id="__slots__")], value=value):
+                for item in ast.walk(value):
+                    if isinstance(item, ast.Constant):
+                        yield str(item.value)
+
+
 def num_positional(function: Function) -> int:
     """Arguments that can be passed by position, ``self`` and ``cls`` not counted."""
     arguments = [*function.args.posonlyargs, *function.args.args]
@@ -260,6 +334,7 @@ RULES: tuple[Callable[[Sources], Iterator[str]], ...] = (
     import_places,
     names,
     signatures,
+    private_names,
 )
 
 
@@ -336,6 +411,39 @@ PLANTED = {
         {"fp8core/modules/linear.py": "class Linear:\n    def __init__(self, a): pass"},
         "needs no entry in LONG_SIGNATURES",
     ),
+    "private_import": (
+        private_names,
+        {"fp8core/chain/run.py": "from torch._guards import CompileContext"},
+        "run.py:1: 'torch._guards.CompileContext' is private to torch",
+    ),
+    "private_import_renamed": (
+        private_names,
+        {"fp8core/testing/calls.py": "from torch.utils import _pytree as pytree"},
+        "calls.py:1: 'torch.utils._pytree' is private to torch",
+    ),
+    "private_attribute": (
+        private_names,
+        {"backends/cuda/stream.py": "import torch\ntask = torch.nn.Module._call_impl"},
+        "stream.py:2: 'torch.nn.Module._call_impl' is private to torch",
+    ),
+    "private_attribute_of_an_import": (
+        private_names,
+        {
+            "fp8core/chain/run.py": "from torch.autograd import forward_ad as ad\nad._level",
+            "fp8core/chain/bind.py": "_level = 1",
+        },
+        "run.py:2: 'ad._level' is private to torch",
+    ),
+    "private_attribute_of_an_object": (
+        private_names,
+        {"fp8core/tensors/values.py": "def f(func):\n    return func._schema"},
+        "values.py:2: 'func._schema' is private to torch",
+    ),
+    "private_attribute_by_text": (
+        private_names,
+        {"fp8core/modules/frozen.py": "getattr(parameter, '_fsdp_flattened', False)"},
+        "frozen.py:1: '_fsdp_flattened' is private to torch",
+    ),
 }
 
 
@@ -368,6 +476,10 @@ def test_allowed_imports_are_not_reported(tmp_path: Path) -> None:
             "backends/cuda/gemm.py": "from fp8core_backends.cuda import load\n"
             "from fp8core.backend_api import GemmDesc",
             "backends/cuda/load.py": "def f(a, b, c, d, e, g, *, h): pass",
+            "backends/cuda/private.py": "import torch\nscaled_mm = torch._scaled_mm",
+            "fp8core/torch_ops/private.py": "from torch._guards import CompileContext",
+            "fp8core/tensors/weights.py": "import torch\n_aten = torch.ops.aten\n"
+            "def _to_copy(x):\n    return x._version, x._to_copy, torch.ops.aten._to_copy",
         },
     )
     assert [problem for rule in RULES for problem in rule(sources)] == []

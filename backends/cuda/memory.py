@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
-
 import torch
 
+from fp8core_backends.cuda.private import Empty
+from fp8core_backends.cuda.private import current_device as _current_device
+from fp8core_backends.cuda.private import empty_strided as _empty_here
+
 __all__ = ["Empty", "allocator"]
-
-Empty: TypeAlias = "Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]"
-"""``empty(size, stride, dtype)``; a stride of 1 for a dimension of 1 will do."""
-
-# What torch's own compiled code allocates by: no parsing of arguments, no dispatch, half the time.
-# It allocates on the current device.
-_guards: Any = getattr(torch._C._dynamo, "guards", None)
-_empty_here: Empty | None = getattr(_guards, "_empty_strided_cuda", None)
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def allocator(index: int) -> Empty:

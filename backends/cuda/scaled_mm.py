@@ -13,6 +13,7 @@ import torch
 from fp8core.backend_api import GemmDesc, Operand
 from fp8core_backends.cuda.gemm import store
 from fp8core_backends.cuda.layout import k_contiguous, scale_mode
+from fp8core_backends.cuda.private import scaled_mm
 
 __all__ = ["bind_scaled_mm", "unsupported"]
 
@@ -46,7 +47,7 @@ def bind_scaled_mm(desc: GemmDesc) -> Callable[..., torch.Tensor]:
         assert b.scale_inv is not None
         # torch adds a bias of the result's dtype, and none to a float32 result.
         is_plain = out is None and (bias is None or bias.dtype == desc.out_dtype != torch.float32)
-        product: torch.Tensor = torch._scaled_mm(
+        product = scaled_mm(
             k_contiguous(a.data).view(a_dtype),
             k_contiguous(b.data).view(b_dtype).t(),
             a.scale_inv,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8core.backend_api import ScaleUpdateDesc
+from fp8core_backends.reference.private import copy_all
 
 __all__ = ["scale_update"]
 
@@ -38,7 +39,7 @@ def scale_update(
     for count, more in zip(nonfinite, bad, strict=True):
         count += more
     if own:  # in one call, after all that may run out of memory: an update takes place or does not
-        torch._foreach_copy_(own, updated)
+        copy_all(own, updated)
 
 
 def _updated(

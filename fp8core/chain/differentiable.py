@@ -26,6 +26,7 @@ from fp8core.errors import Fp8CoreError
 from fp8core.recipe.plan import HIGH_PRECISION
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Binding
+from fp8core.torch_ops.private import interpreter_stack
 
 __all__ = ["Unfused", "arranged", "is_detached", "only_once", "transform_of", "twins"]
 
@@ -195,7 +196,7 @@ _TRANSFORMS = {
 
 def transform_of(tensors: Sequence[torch.Tensor]) -> str | None:
     """Return which transform of torch is differentiating or batching ``tensors``, None if none."""
-    stack = torch._C._functorch.get_interpreter_stack()
+    stack = interpreter_stack()
     if stack:
         names = dict.fromkeys(interpreter.key().name for interpreter in stack)
         return " within ".join(_TRANSFORMS.get(name, name) for name in reversed(names))

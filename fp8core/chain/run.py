@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.autograd import forward_ad
 
 from fp8core.chain.differentiable import (
     Unfused,
@@ -32,6 +31,12 @@ from fp8core.chain.unwrap import (
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops import operators
+from fp8core.torch_ops.private import (
+    forward_mode_level,
+    is_any_autocast_enabled,
+    is_legacy_batched,
+    is_transform_active,
+)
 
 __all__ = ["Links", "Refusal", "capture", "is_under_torch_autocast", "refuse_transform", "run"]
 
@@ -66,14 +71,11 @@ class _Chain(torch.autograd.Function):
             return _backward_again(ctx, grad_output)
         if torch.compiler.is_compiling():  # compiled autograd reads this, and knows no batches
             return _backward(ctx, grad_output)
-        if _is_batched(grad_output) or _is_transformed():
+        if is_legacy_batched(grad_output) or is_transform_active():
             return _backward_again(ctx, grad_output)
         return _backward(ctx, _readable_grad(ctx, grad_output))
 
 
-# A batch of gradients (is_grads_batched, vectorize) comes by an older vmap than torch.func's.
-_is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
-_is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # What _Chain.apply ends in. It looks for functorch's transforms first, for which nothing comes
 # here, and for tensors that outlived one; for a small layer that is a thirtieth of its time.
 _apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Chain).apply
@@ -157,16 +159,9 @@ def _made_readable(
     return made_readable(x, device, "input"), own
 
 
-# One question for all types of devices; torch has no public one, and the public ones cost as much
-# as an allocation.
-_is_any_autocast_enabled: Callable[[], bool] = getattr(
-    torch._C, "_is_any_autocast_enabled", lambda: True
-)
-
-
 def is_under_torch_autocast(x: torch.Tensor) -> bool:
     """Say whether ``torch.autocast`` is on for the tensor's type of device."""
-    if (x.is_cuda or x.is_cpu) and not _is_any_autocast_enabled():  # it forgets mps
+    if (x.is_cuda or x.is_cpu) and not is_any_autocast_enabled():  # it forgets mps
         return False
     device_type = x.device.type  # asking it of meta would raise
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
@@ -175,7 +170,7 @@ def is_under_torch_autocast(x: torch.Tensor) -> bool:
 def _run(
     links: tuple[Link, ...], x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
 ) -> torch.Tensor:
-    if _is_transformed() or forward_ad._current_level >= 0:
+    if is_transform_active() or forward_mode_level() >= 0:
         transform = transform_of((x, *params))
         if transform is not None:
             return _run_in_torch(links, x, params, call, transform)
@@ -351,7 +346,7 @@ def _refused(
     ctx: Any, grad_output: torch.Tensor, reason: OnlyOnce
 ) -> tuple[torch.Tensor | None, ...]:
     """Return first derivatives, whose own raise; a batch of gradients raises at once."""
-    if _is_batched(grad_output) or _is_transformed():
+    if is_legacy_batched(grad_output) or is_transform_active():
         raise reason.error("a batch of gradients in one backward (is_grads_batched, vectorize)")
     with torch.no_grad():
         grads = _backward(ctx, grad_output)

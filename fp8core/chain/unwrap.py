@@ -13,12 +13,20 @@ from operator import methodcaller
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from fp8core.errors import OperandError
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.values import Values
+from fp8core.torch_ops.private import (
+    FakeTensor,
+    FunctionalTensor,
+    is_functional,
+    is_legacy_batched,
+    is_transform_wrapped,
+    is_zero_tensor,
+    no_torch_dispatch,
+    wait_for_collective,
+)
 
 __all__ = [
     *("PLAIN", "are_readable", "has_no_plain_form", "is_strided", "made_readable"),
@@ -30,7 +38,6 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 # What torch traces with: operators know their shapes, and nobody reads their memory.
 _STAND_INS = (FakeTensor, FunctionalTensor)
-_NO_RULE = torch._C._disabled_torch_dispatch_impl
 
 
 def unwrap(x: torch.Tensor, role: str) -> torch.Tensor:
@@ -83,7 +90,7 @@ def made_readable(x: torch.Tensor, device: torch.device, role: str) -> torch.Ten
     Raises:
         OperandError: it is on another device or in another layout, or its memory was freed.
     """
-    if type(x) not in PLAIN or _is_wrapped(x) or torch._is_functional_tensor(x):
+    if type(x) not in PLAIN or _is_wrapped(x) or is_functional(x):
         return x
     shape = list(x.shape)
     if x.device != device:
@@ -98,7 +105,7 @@ def made_readable(x: torch.Tensor, device: torch.device, role: str) -> torch.Ten
         )
     if x.is_neg():
         return x.resolve_neg()
-    if x._is_zerotensor():
+    if is_zero_tensor(x):
         return x.clone()
     if x.numel() and not x.is_meta and not x.data_ptr():
         raise OperandError(
@@ -109,8 +116,7 @@ def made_readable(x: torch.Tensor, device: torch.device, role: str) -> torch.Ten
 
 
 def _is_wrapped(x: torch.Tensor) -> bool:
-    functorch = torch._C._functorch
-    return functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)
+    return is_transform_wrapped(x) or is_legacy_batched(x)
 
 
 def _rule_of(x: torch.Tensor) -> Callable[[Any], torch.Tensor] | None:
@@ -118,20 +124,15 @@ def _rule_of(x: torch.Tensor) -> Callable[[Any], torch.Tensor] | None:
         return _as_it_is
     if isinstance(x, QuantizedTensor | Values):
         return methodcaller("dequantize")
-    if type(x).__torch_dispatch__ is _NO_RULE and not _is_lazy(x):
+    if type(x).__torch_dispatch__ is no_torch_dispatch and not _is_lazy(x):
         return methodcaller("as_subclass", torch.Tensor)
     if type(x).__name__ == "AsyncCollectiveTensor":  # torch's class, of a private module
-        return _waited_for
+        return wait_for_collective
     return None
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
-
-
-def _waited_for(x: Any) -> torch.Tensor:
-    made: torch.Tensor = torch.ops._c10d_functional.wait_tensor(x.elem)
-    return made
 
 
 _HELD_ELSEWHERE = "a subclass of torch.Tensor whose values are not in memory of its own"

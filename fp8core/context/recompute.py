@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from fp8core.errors import OperandError
 from fp8core.tensors.scaling import DelayedState, join_backward, offer_scales
 from fp8core.tensors.weights import Kept
+from fp8core.torch_ops.private import NO_BACKWARD_PASS, current_backward_pass, pytree
 
 __all__ = ["Entry", "Tape", "current", "is_in_backward", "keep_scales", "playing", "scale_of"]
 
@@ -134,13 +134,13 @@ def playing(tape: Tape) -> Iterator[None]:
 
 def is_in_backward() -> bool:
     """Say whether the calling thread is running a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return current_backward_pass() != NO_BACKWARD_PASS
 
 
 def keep_scales(output: Any, states: Sequence[DelayedState]) -> None:
     """Have a recompute in the backward of ``output``, tensors in any nesting, repeat the forward
     with the scales that ``states`` have now."""
-    outputs = [own for own in tree_leaves(output) if isinstance(own, torch.Tensor)]
+    outputs = [own for own in pytree.tree_leaves(output) if isinstance(own, torch.Tensor)]
     outputs = [own for own in outputs if own.requires_grad]
     if not states or not outputs:
         return

@@ -14,14 +14,24 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
 from operator import itemgetter
 from types import FrameType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
-from torch._guards import CompileContext
 from torch.autograd.function import BackwardCFunction
+
+from fp8core.torch_ops.private import (
+    CHECKPOINT_FRAME,
+    CHECKPOINT_HOOK,
+    NO_BACKWARD_PASS,
+    compile_context,
+    current_backward_pass,
+    current_node,
+    next_node_number,
+    node_number,
+    saved_tensor_hooks,
+)
 
 __all__ = ["Recompute", "enter", "is_entered_in_backward", "is_traced", "leave", "recompute"]
 
@@ -71,7 +81,7 @@ class _History:
 
     def note(self, entered: _Entered | None, in_backward: bool) -> None:
         """Take down that ``entered`` is open now."""
-        number, events = _next_number(), self.events
+        number, events = next_node_number(), self.events
         self.entered = entered
         if not (in_backward or self.is_listed):
             _list(self)
@@ -84,7 +94,7 @@ class _History:
     def has_open_since(self, number: int) -> bool:
         """Say whether the autocast that is open now, in this thread, was so at its node ``number``,
         and still: nearly always a backward within the autocast of its forward."""
-        is_past = number < _next_number() and bool(self.events)
+        is_past = number < next_node_number() and bool(self.events)
         is_past = is_past and self.events[0][_NUMBER] <= number
         return (
             is_past
@@ -157,7 +167,7 @@ def is_traced() -> bool:
     as an autocast does that is entered around a graph break; what it then sets in the thread is
     lost. Of this one it takes the result as a constant.
     """
-    return CompileContext.try_get() is not None or torch.compiler.is_compiling()
+    return compile_context() is not None or torch.compiler.is_compiling()
 
 
 def enter(name: str) -> None:
@@ -165,7 +175,7 @@ def enter(name: str) -> None:
     history = _thread.history
     if history is None:
         history = _thread.history = _History(_thread)
-    in_backward, hooks = _graph_task() != _NO_TASK, _top_hooks(True)
+    in_backward, hooks = current_backward_pass() != NO_BACKWARD_PASS, saved_tensor_hooks(True)
     region = _region(hooks) if hooks else None
     history.note(_Entered(name, region, in_backward, history.entered), in_backward)
 
@@ -175,7 +185,7 @@ def leave(depth: int = 0) -> None:
     history = _thread.history
     if history is not None and history.entered is not None:
         left = _without(history.entered, depth) if depth else history.entered.outer
-        history.note(left, _graph_task() != _NO_TASK)
+        history.note(left, current_backward_pass() != NO_BACKWARD_PASS)
 
 
 def _without(entered: _Entered, depth: int) -> _Entered | None:
@@ -208,7 +218,7 @@ class Recompute(NamedTuple):
         ``outside`` for no autocast, nothing if that is forgotten."""
         if self.node is None:
             return set()
-        number = self.node._sequence_nr()
+        number = node_number(self.node)
         own = _thread.history
         if own is not None and (self.is_nested or own.has_open_since(number)):
             histories = [own]
@@ -244,10 +254,10 @@ def recompute() -> Recompute:
         code = frame.f_code
         if code is _APPLY:
             nodes += 1
-        elif code.co_name == "unpack_hook" and "frame" in code.co_freevars:
-            regions.append(frame.f_locals["frame"])
+        elif code.co_name == CHECKPOINT_HOOK and CHECKPOINT_FRAME in code.co_freevars:
+            regions.append(frame.f_locals[CHECKPOINT_FRAME])
         frame = frame.f_back
-    node = torch._C._current_autograd_node()
+    node = current_node()
     outer_nodes = nodes - isinstance(node, BackwardCFunction)
     return Recompute(node, tuple(regions), nodes > 0 or bool(regions), outer_nodes > 0)
 
@@ -259,14 +269,7 @@ _APPLY = BackwardCFunction.apply.__code__
 def _region(hooks: tuple[Any, Any]) -> weakref.ref[Any] | None:
     """Return the checkpoint of torch that ``hooks``, which look at saved tensors now, are of."""
     code = getattr(hooks[0], "__code__", None)
-    if code is None or "frame" not in code.co_freevars:
+    if code is None or CHECKPOINT_FRAME not in code.co_freevars:
         return None
     cells: Any = hooks[0].__closure__
-    return weakref.ref(cells[code.co_freevars.index("frame")].cell_contents)
-
-
-_next_number = torch._C._autograd._get_sequence_nr
-_top_hooks: Callable[[bool], tuple[Any, Any] | None] = (
-    torch._C._autograd._top_saved_tensors_default_hooks
-)
-_graph_task, _NO_TASK = torch._C._current_graph_task_id, -1
+    return weakref.ref(cells[code.co_freevars.index(CHECKPOINT_FRAME)].cell_contents)

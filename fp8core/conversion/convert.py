@@ -28,6 +28,7 @@ from fp8core.modules.watched import refuse_watched
 from fp8core.recipe import Recipe
 from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan
+from fp8core.torch_ops.private import COMPILED_MODULE
 
 __all__ = ["convert", "unconvert"]
 
@@ -83,7 +84,7 @@ def convert(
     conversion = Conversion(None if chosen is None else Active(quantize=chosen))
     _swap([*found.chosen, *found.native], conversion)
     # A wrapper of torch.compile is eager around its graph, and so cannot know what ran in it.
-    root = getattr(model, "_orig_mod", model)
+    root = getattr(model, COMPILED_MODULE, model)
     vars(root)[ROOT] = conversion
     if any(plan.delayed is not None for plan in plans.values()):
         for module in dict.fromkeys([root, *(p.module for p in (*found.chosen, *found.native))]):

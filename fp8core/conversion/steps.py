@@ -15,14 +15,17 @@ import torch
 from fp8core.context.recompute import keep_scales
 from fp8core.context.scopes import begin_step, end_step, forget_interrupted, is_in_step, touched_in
 from fp8core.conversion.layers import RECORD, Conversion, Record
+from fp8core.torch_ops.private import (
+    MODULE_CALL,
+    always_called_hooks,
+    forward_hooks,
+    forward_pre_hooks,
+)
 
 __all__ = ["ROOT", "delimit", "undelimit"]
 
 ROOT = "_fp8core_conversion"
 """Attribute of the model that convert() was called with; it holds the :class:`Conversion`."""
-
-
-_CALL = torch.nn.Module._call_impl.__code__
 
 
 def delimit(module: torch.nn.Module) -> None:
@@ -34,11 +37,11 @@ def delimit(module: torch.nn.Module) -> None:
 
 def undelimit(module: torch.nn.Module) -> None:
     """Take back :func:`delimit`."""
-    for hooks, own in ((module._forward_pre_hooks, _begin), (module._forward_hooks, _end)):
+    for hooks, own in ((forward_pre_hooks(module), _begin), (forward_hooks(module), _end)):
         for key, hook in list(hooks.items()):
             if hook is own:
                 del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
+                always_called_hooks(module).pop(key, None)
 
 
 def _owner(module: torch.nn.Module) -> object:
@@ -83,6 +86,6 @@ def _is_running(module: torch.nn.Module, times: int = 1) -> bool:
     """Whether the calling thread is in ``times`` calls of ``module``."""
     calls, frame = 0, sys._getframe().f_back
     while frame is not None and calls < times:
-        calls += frame.f_code is _CALL and frame.f_locals["self"] is module
+        calls += frame.f_code is MODULE_CALL and frame.f_locals["self"] is module
         frame = frame.f_back
     return calls == times

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from fp8core.chain import run as chain
 from fp8core.chain.bind import LinkShape, Site, Watch, bind_chain
@@ -43,6 +41,13 @@ from fp8core.reporting import log_once
 from fp8core.tensors.quantizer import Binding
 from fp8core.tensors.scaling import DelayedState, is_of_two_forwards, offered_scale
 from fp8core.tensors.slots import BUFFERS
+from fp8core.torch_ops.private import (
+    NO_BACKWARD_PASS,
+    DeviceContext,
+    current_backward_pass,
+    function_modes,
+    is_transform_active,
+)
 
 __all__ = ["Bound", "LowPrecisionModule"]
 
@@ -140,7 +145,7 @@ class LowPrecisionModule(DelayedModule):
         is_recompute = False
         if tape is None:
             records = is_observing or is_grad_enabled
-            if torch._C._current_graph_task_id() != -1:
+            if current_backward_pass() != NO_BACKWARD_PASS:
                 is_recompute = self._is_recompute(asked)
                 records = records and not is_grad_enabled
         else:
@@ -160,7 +165,7 @@ class LowPrecisionModule(DelayedModule):
         if bound.states is not None and is_recompute:
             self._check_scales(bound.states.forward)
         if bound.states is not None and records:
-            if torch._C._are_functorch_transforms_active():
+            if is_transform_active():
                 chain.refuse_transform(bound.links)  # before autocast has something to forget
             touch(bound.states.forward, bound.states.backward, asked.group)
         return bound
@@ -382,7 +387,6 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     if device is not None:
         return torch.device(device)
     # torch.get_default_device() answers cpu also where nobody has set one.
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch's
-    if any(isinstance(mode, DeviceContext) for mode in modes):
+    if any(isinstance(mode, DeviceContext) for mode in function_modes()):
         return torch.get_default_device()
     return select.default_device(policy.current())

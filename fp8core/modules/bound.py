@@ -33,6 +33,7 @@ from fp8core.reporting import log_once, some
 from fp8core.tensors.quantizer import Binding
 from fp8core.torch_ops.counted import counter_of
 from fp8core.torch_ops.operators import constant_in_graph
+from fp8core.torch_ops.private import is_transform_active
 
 __all__ = [
     "Bound",
@@ -99,7 +100,7 @@ def new_seed() -> torch.Tensor | None:
     int64 ``[2]``. ``torch.manual_seed`` fixes it, and a recompute that restores the generator's
     state repeats it. None under a transform of torch.func, where torch's own dropout draws.
     """
-    if torch._C._are_functorch_transforms_active():
+    if is_transform_active():
         return None
     return torch.randint(0, 2**62, (2,), device="cpu")
 

@@ -14,6 +14,7 @@ from fp8core.modules.bound import engines_of
 from fp8core.modules.inventory import flops_of, places
 from fp8core.recipe.plan import LayerRole
 from fp8core.reporting import logger, some
+from fp8core.torch_ops.private import forward_hooks
 
 __all__ = ["announce", "silence"]
 
@@ -26,16 +27,17 @@ def announce(model: torch.nn.Module, *, is_wanted: bool) -> None:
     forward that does run in low precision. A graph of torch.compile says nothing and leaves the
     hook where it is.
     """
-    is_wanted |= _warn in model._forward_hooks.values()
+    is_wanted |= _warn in forward_hooks(model).values()
     silence(model)
     model.register_forward_hook(_warn if is_wanted else _inform)
 
 
 def silence(model: torch.nn.Module) -> None:
     """Take back :func:`announce`."""
-    for key, hook in list(model._forward_hooks.items()):
+    hooks = forward_hooks(model)
+    for key, hook in list(hooks.items()):
         if hook in (_warn, _inform, _wait):
-            del model._forward_hooks[key]
+            del hooks[key]
 
 
 def _warn(model: torch.nn.Module, arguments: Any, output: Any) -> None:

@@ -13,6 +13,7 @@ from fp8core.modules.base import LowPrecisionModule
 from fp8core.reporting import some
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.weights import WeightStore
+from fp8core.torch_ops.private import FSDP_FLATTENED
 
 __all__ = ["frozen_weights"]
 
@@ -201,5 +202,5 @@ def _was_resharded(old: _Seen, new: _Seen) -> bool:
     """Say whether FSDP, of either kind, holds now another part of the parameter than then."""
     if (old.is_part, old.shapes) == (new.is_part, new.shapes):
         return False
-    is_of_fsdp1 = getattr(new.parameter, "_fsdp_flattened", False)
+    is_of_fsdp1 = getattr(new.parameter, FSDP_FLATTENED, False)
     return bool(old.is_part or new.is_part or is_of_fsdp1)

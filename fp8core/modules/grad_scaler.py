@@ -1,9 +1,8 @@
 """``watch_grad_scaler``: torch's GradScaler skips a step whose casts met NaN or inf.
 
-What is torch's own is here alone. Seen in torch 2.11 and 2.13, on the CPU and on CUDA:
-``unscale_``, and ``step`` if nobody unscaled before it (also for optimizers that unscale by
-themselves, such as fused ones), get their found-inf tensors from ``_unscale_grads_``, which returns
-them by device; FSDP's ShardedGradScaler reduces what it returns over its ranks.
+torch's GradScaler has no public place to add to what it finds. Its ``unscale_``, and its ``step``
+where nobody unscaled before (also for optimizers that unscale by themselves, such as fused ones),
+get their found-inf tensors from one method, on the CPU and on CUDA: the one that is followed here.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ import torch.distributed as dist
 
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.found_inf import Counts, device_of, differ, layers_of, read_counts
+from fp8core.torch_ops.private import UNSCALE_GRADS
 
 __all__ = ["GradScalerWatch", "watch_grad_scaler"]
-
-_UNSCALE = "_unscale_grads_"
 
 
 def watch_grad_scaler(
@@ -57,10 +55,11 @@ def watch_grad_scaler(
             f"watch_grad_scaler: expected a torch.amp.GradScaler, found {type(scaler).__name__}. "
             f"Other scalers can ask fp8core.found_inf(model)."
         )
-    if not callable(getattr(scaler, _UNSCALE, None)):
+    if not callable(getattr(scaler, UNSCALE_GRADS, None)):
         raise UnsupportedError(
-            f"watch_grad_scaler: the GradScaler of torch {torch.__version__} has no {_UNSCALE}; "
-            f"torch 2.11 to 2.13 have. Ask fp8core.found_inf(model) before the step instead."
+            f"watch_grad_scaler: the GradScaler of torch {torch.__version__} has no "
+            f"{UNSCALE_GRADS}; torch 2.11 to 2.13 have. Ask fp8core.found_inf(model) before the "
+            f"step instead."
         )
     return GradScalerWatch(scaler, model, group)
 
@@ -77,7 +76,7 @@ class GradScalerWatch:
         self._model: torch.nn.Module | None = model
         self._group = group
         self._before: Counts = read_counts(layers_of(model, "watch_grad_scaler"))
-        for name, after in ((_UNSCALE, self._merge), ("update", self._begin)):
+        for name, after in ((UNSCALE_GRADS, self._merge), ("update", self._begin)):
             setattr(scaler, name, _Followed(scaler, name, after))
 
     def remove(self) -> None:

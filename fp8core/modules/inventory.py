@@ -9,12 +9,11 @@ import torch
 from torch.nn.utils import parametrize
 
 from fp8core.modules.base import LowPrecisionModule
+from fp8core.torch_ops.private import WRAPPED_MODULES
 
 __all__ = ["Place", "flops_of", "places"]
 
-# What wrappers call the module inside them: no part of a layer's name. `module` is an ordinary name
-# too, so that one counts below these wrappers alone.
-_WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+# The wrappers that call the module inside them `module`: an ordinary name elsewhere.
 _WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
@@ -42,7 +41,7 @@ def _below(place: Place) -> Iterator[Place]:
     for name, child in module._modules.items():  # a shared child once for each of its names
         if child is None or (name == "parametrizations" and parametrize.is_parametrized(module)):
             continue
-        is_wrapped = name in _WRAPPED or (name == "module" and isinstance(module, _WRAPPERS))
+        is_wrapped = name in WRAPPED_MODULES or (name == "module" and isinstance(module, _WRAPPERS))
         words = [path] if is_wrapped else [path, name]
         yield from _below(Place(".".join(filter(None, words)), child, module))
 

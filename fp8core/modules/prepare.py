@@ -14,11 +14,9 @@ from fp8core.recipe import Recipe
 from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan
 from fp8core.tensors.slots import BUFFERS
+from fp8core.torch_ops.private import DDP_IGNORED
 
 __all__ = ["prepare"]
-
-_DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of a model that torch's DistributedDataParallel reads when it is made."""
 
 
 def prepare(model: torch.nn.Module, recipe: Recipe | str | None = None) -> torch.nn.Module:
@@ -82,8 +80,8 @@ def _make_states(model: torch.nn.Module, recipe: Recipe) -> None:
             if module in plans
             for name in (f"{path}.{buffer}".lstrip(".") for buffer in BUFFERS)
         ]
-        ignored = [name for name in getattr(model, _DDP_IGNORES, ()) if name not in own]
-        setattr(model, _DDP_IGNORES, [*ignored, *own])
+        ignored = [name for name in getattr(model, DDP_IGNORED, ()) if name not in own]
+        setattr(model, DDP_IGNORED, [*ignored, *own])
 
 
 def _stateful(module: torch.nn.Module) -> Iterator[LowPrecisionModule]:

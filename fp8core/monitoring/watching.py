@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +22,7 @@ from fp8core.monitoring.statistics import Tally
 from fp8core.monitoring.what_if import WhatIf, replay
 from fp8core.recipe import Recipe
 from fp8core.reporting import some
+from fp8core.torch_ops.private import is_compiled
 
 __all__ = ["Monitor", "monitor"]
 
@@ -323,11 +323,9 @@ def _layers_of(model: torch.nn.Module) -> dict[str, LowPrecisionModule]:
     """Return the layers to watch by their paths; a model of one layer by its name or class."""
     if not isinstance(model, torch.nn.Module):
         raise OperandError(f"monitor({model!r}): expected a model.")
-    dynamo = sys.modules.get("torch._dynamo")  # not imported: nothing is compiled
     found: dict[str, LowPrecisionModule] = {}
     for path, module in model.named_modules():
-        is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-        if is_wrapper or module._compiled_call_impl is not None:
+        if is_compiled(module):
             raise UnsupportedError(
                 f"monitor: {path or 'the model'} ({type(module).__name__}) is compiled by torch, "
                 f"and a graph leaves no value to look at before its cast. Monitor the model that "

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from fp8core.backend_api import OperandSpec
 from fp8core.errors import UnsupportedError
 from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.torch_ops.private import TensorMeta
 
 __all__ = ["Float8BlockwiseQTensor", "Float8Tensor", "MXFP8Tensor", "NVFP4Tensor"]
 
 
-class _Name(torch._C._TensorMeta):
+class _Name(TensorMeta):
     def __instancecheck__(cls, instance: object) -> bool:
         if not isinstance(instance, QuantizedTensor):
             return False

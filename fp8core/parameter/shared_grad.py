@@ -17,6 +17,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from fp8core.errors import OperandError, UnsupportedError
+from fp8core.torch_ops.private import foreach_types, no_torch_function
 
 __all__ = [
     "MAKE",
@@ -174,12 +175,11 @@ def hold_grad(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
 @functools.cache
 def _sharing(kind: type[torch.Tensor]) -> type[torch.Tensor]:
     """Return ``kind``, torch.Tensor or DTensor, with :class:`SharedGrad` mixed in."""
-    body = {"__torch_function__": torch._C._disabled_torch_function_impl, "__module__": __name__}
+    body = {"__torch_function__": no_torch_function, "__module__": __name__}
     made: type[torch.Tensor] = type(f"Master{kind.__name__}", (SharedGrad, kind), body)
     # Optimizers take the exact types listed there all at once, and others one by one.
-    listed: list[type] = getattr(torch_optimizer, "_foreach_supported_types", [])
-    if kind in listed:
-        listed.append(made)
+    if kind in foreach_types:
+        foreach_types.append(made)
     return made
 
 

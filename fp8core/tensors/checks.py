@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fp8core import formats
 from fp8core.backend_api import Operand, OperandSpec
 from fp8core.errors import OperandError, RecipeError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.storage import FLOATS, PARTS, per_byte, split, storage_plan, turn
+from fp8core.torch_ops.private import FakeTensor
 
 __all__ = ["check_stored", "fault_of", "kind_fault", "matrix_size", "misfit", "plan_from"]
 

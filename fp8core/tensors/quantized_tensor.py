@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from fp8core.backend_api import Operand
 from fp8core.errors import OperandError, UnsupportedError
@@ -37,6 +36,7 @@ from fp8core.tensors.storage import (
     turn,
 )
 from fp8core.tensors.values import as_view, decomposed, written
+from fp8core.torch_ops.private import IS_PARAMETER, make_wrapper, no_torch_function, pytree
 
 __all__ = ["QuantizedTensor"]
 
@@ -67,7 +67,7 @@ class QuantizedTensor(Casts):
     _initial_value: torch.Tensor | None
     _keeps_initial_value: bool
 
-    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
+    __torch_function__: ClassVar[Any] = no_torch_function
 
     @staticmethod
     def __new__(
@@ -79,7 +79,7 @@ class QuantizedTensor(Casts):
             OperandError: their sizes or dtypes are not those that ``plan`` has.
         """
         parts = (*rowwise, *(columnwise or (None,) * 3))
-        self: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
+        self: QuantizedTensor = make_wrapper(
             cls, matrix_size(parts, plan), dtype=dtype, device=rowwise.data.device
         )
         for name, part in zip(PARTS, parts, strict=True):
@@ -191,7 +191,7 @@ class QuantizedTensor(Casts):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         specs = [None if spec is None else dataclasses.asdict(spec) for spec in self.plan]
-        is_parameter = getattr(self, "_is_param", False)  # what torch.nn.Parameter looks for
+        is_parameter = getattr(self, IS_PARAMETER, False)
         parts = [getattr(self, name) for name in PARTS]
         return _rebuild, (parts, specs, self.dtype, is_parameter, self.requires_grad)
 
@@ -294,7 +294,7 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def value_of(tensor: QuantizedTensor) -> torch.Tensor:
         return values.setdefault(id(tensor), _decode(tensor))
 
-    plain_args, plain_kwargs = tree_map_only(QuantizedTensor, value_of, (args, kwargs))
+    plain_args, plain_kwargs = pytree.tree_map_only(QuantizedTensor, value_of, (args, kwargs))
     out = func(*plain_args, **plain_kwargs)
     owners = {id(values[id(target)]): target for target in targets}
     for target in targets:
@@ -307,7 +307,7 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"step smaller than half a unit of that format is lost. {_MASTERS}"
             )
         _write(target, value)
-    out = tree_map_only(torch.Tensor, lambda one: owners.get(id(one), one), out)
+    out = pytree.tree_map_only(torch.Tensor, lambda one: owners.get(id(one), one), out)
     return out if targets else as_view(func, out)
 
 

@@ -21,6 +21,7 @@ from fp8core.backend_api import ScaleUpdateDesc
 from fp8core.dispatch import table
 from fp8core.recipe.plan import DelayedPlan
 from fp8core.reporting import log_once
+from fp8core.torch_ops.private import copy_all, current_backward_pass, queue_callback
 
 __all__ = [
     "DelayedState",
@@ -194,7 +195,7 @@ def _reduce(states: Sequence[DelayedState], group: torch.distributed.ProcessGrou
     newest = [state.amax_history[0] for state in reducing]
     flat = torch.cat(newest)
     torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
-    torch._foreach_copy_(newest, list(torch.split(flat, [part.numel() for part in newest])))
+    copy_all(newest, list(torch.split(flat, [part.numel() for part in newest])))
 
 
 def _report_nonfinite(states: Sequence[DelayedState]) -> None:
@@ -287,7 +288,7 @@ def _join(task: int) -> _Pass:
         if running is None:
             running = _Pass()
             _in_backward[task] = weakref.ref(running, partial(_forget, task, running.states))
-            _engine.queue_callback(running.finish)
+            queue_callback(running.finish)
     return running
 
 
@@ -320,7 +321,7 @@ def update_after_backward(state: DelayedState, backward_pass: int | None = None)
     :func:`join_backward` returned. A pass that raises updates nothing, and what it recorded is
     forgotten.
     """
-    task = torch._C._current_graph_task_id() if backward_pass is None else backward_pass
+    task = current_backward_pass() if backward_pass is None else backward_pass
     running = _find_pass(task) or _join(task)
     states = running.states
     if state not in states:
@@ -337,7 +338,7 @@ def offer_scales(scales: Mapping[DelayedState, torch.Tensor]) -> None:
 
     Of two forwards nobody knows which one a recompute repeats: then there is none to be found.
     """
-    task = torch._C._current_graph_task_id()
+    task = current_backward_pass()
     running = _find_pass(task) or _join(task)
     with _backward_lock:
         known = running.scales
@@ -347,21 +348,18 @@ def offer_scales(scales: Mapping[DelayedState, torch.Tensor]) -> None:
 
 def offered_scale(state: DelayedState) -> torch.Tensor | None:
     """Return what :func:`offer_scales` offered for ``state`` in this backward pass, if anything."""
-    running = _find_pass(torch._C._current_graph_task_id())
+    running = _find_pass(current_backward_pass())
     return None if running is None else running.scales.get(state)
 
 
 def is_of_two_forwards(state: DelayedState) -> bool:
     """Say whether this backward pass was offered the scales of two forwards for ``state``."""
-    running = _find_pass(torch._C._current_graph_task_id())
+    running = _find_pass(current_backward_pass())
     return running is not None and state in running.scales and running.scales[state] is None
 
 
 def join_backward() -> int:
     """Return the backward pass that is running, for passes within it to update at its end."""
-    task = torch._C._current_graph_task_id()
+    task = current_backward_pass()
     _join(task)
     return task
-
-
-_engine: Any = torch.autograd.Variable._execution_engine

@@ -6,18 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from fp8core.errors import UnsupportedError
+from fp8core.torch_ops.private import COMPOSITE, make_wrapper, no_torch_function, pytree, schema_of
 
 __all__ = ["Values", "as_view", "decomposed", "written"]
-
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
     """Yield the arguments that ``func`` writes, tensors or lists of them."""
-    for at, argument in enumerate(func._schema.arguments):
+    for at, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield args[at] if at < len(args) else kwargs.get(argument.name)
 
@@ -25,16 +23,16 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[
 def decomposed(func: Any) -> Callable[[Any, Sequence[Any], dict[str, Any]], Any] | None:
     """Return what runs ``func`` as the operations that it is made of, if it is: torch does so
     itself, but not in inference mode, where ``.to(device)`` would not be known for a move."""
-    if torch.is_inference_mode_enabled() and func.has_kernel_for_dispatch_key(_COMPOSITE):
+    if torch.is_inference_mode_enabled() and func.has_kernel_for_dispatch_key(COMPOSITE):
         return lambda func, args, kwargs: func.decompose(*args, **kwargs)
     return None
 
 
 def as_view(func: Any, out: Any) -> Any:
     """Return ``out``, as :class:`Values` if ``func`` is a view operation."""
-    infos = [returned.alias_info for returned in func._schema.returns]
+    infos = [returned.alias_info for returned in schema_of(func).returns]
     if any(info is not None and not info.is_write for info in infos):
-        return tree_map_only(torch.Tensor, Values, out)
+        return pytree.tree_map_only(torch.Tensor, Values, out)
     return out
 
 
@@ -42,13 +40,13 @@ class Values(torch.Tensor):
     """A view of a QuantizedTensor's values: a write to it would not reach them, so it raises."""
 
     _plain: torch.Tensor
-    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
+    __torch_function__: ClassVar[Any] = no_torch_function
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> Values:
         """Wrap ``values``."""
         with torch.inference_mode(False):  # as torch's view of a tensor made outside it
-            self: Values = torch.Tensor._make_wrapper_subclass(
+            self: Values = make_wrapper(
                 cls,
                 values.shape,
                 strides=values.stride(),
@@ -81,5 +79,5 @@ class Values(torch.Tensor):
                 f"{func} writes to a view of a QuantizedTensor, which would not change it. Write "
                 f"to the whole: value = p.dequantize(), change value, then p.copy_(value)."
             )
-        args, kwargs = tree_map_only(Values, lambda view: view._plain, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Values, lambda view: view._plain, (args, kwargs))
         return as_view(func, func(*args, **kwargs))

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fp8core.backend_api import (
     GATED,
@@ -31,6 +30,7 @@ from fp8core.backend_api import (
 )
 from fp8core.testing import inputs
 from fp8core.testing.subject import Subject, on_cpu, storage_step
+from fp8core.torch_ops.private import pytree
 
 __all__ = [
     "ORDINARY",

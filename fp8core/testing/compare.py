@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from fp8core.torch_ops.private import pytree
 
 __all__ = ["Broken", "Unjudged", "require", "same_bits", "signature", "ulp", "within"]
 

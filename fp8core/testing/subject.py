@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fp8core import formats
 from fp8core.backend_api import (
@@ -26,6 +25,7 @@ from fp8core.dispatch import plugins
 from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.testing.compare import Unjudged
+from fp8core.torch_ops.private import pytree
 
 __all__ = ["JUDGE", "Subject", "find", "on_cpu"]
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from fp8core.torch_ops.private import without_modes
 
 __all__ = ["counter_of", "counters", "new_counter", "run_counted"]
 
@@ -27,7 +28,7 @@ def new_counter(device: torch.device) -> torch.Tensor:
     Entry 0 is for training: for calls that record gradients, and where nobody can tell. Entry 1 is
     for the other calls.
     """
-    with _disable_current_modes(), torch.inference_mode(False):
+    with without_modes(), torch.inference_mode(False):
         return torch.zeros(2, dtype=torch.int64, device=device)
 
 

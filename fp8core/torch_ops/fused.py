@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fp8core.backend_api import (
     ActivationBackwardDesc,
@@ -25,6 +24,13 @@ from fp8core.torch_ops.operators import (
     flat,
     given,
     settle_all,
+)
+from fp8core.torch_ops.private import (
+    enter_legacy_vmap,
+    exit_legacy_vmap,
+    is_legacy_batched,
+    is_transform_active,
+    without_interpreters,
 )
 from fp8core.torch_ops.shapes import Shape, is_captured
 
@@ -104,14 +110,14 @@ def _add_norm(
 def _outside_transforms() -> Iterator[None]:
     """Draw as if nothing were batched: all gradients of a batch have the mask of their forward."""
     nesting = 1
-    while torch._C._vmapmode_decrement_nesting() > 0:  # of is_grads_batched, an older vmap
+    while exit_legacy_vmap() > 0:  # of is_grads_batched, an older vmap
         nesting += 1
     try:
-        with temporarily_clear_interpreter_stack():
+        with without_interpreters():
             yield
     finally:
         for _ in range(nesting):
-            torch._C._vmapmode_increment_nesting()
+            enter_legacy_vmap()
 
 
 def _dropped(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.Tensor:
@@ -120,8 +126,8 @@ def _dropped(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.
     seed, offset = (int(value) for value in rng)
     generator = torch.Generator(device=x.device)
     generator.manual_seed((seed * 0x9E3779B97F4A7C15 + offset + index) & (2**63 - 1))
-    is_batched = torch._C._functorch.is_legacy_batchedtensor(x)
-    is_plain = not (is_batched or torch._C._are_functorch_transforms_active())
+    is_batched = is_legacy_batched(x)
+    is_plain = not (is_batched or is_transform_active())
     with contextlib.nullcontext() if is_plain else _outside_transforms():
         noise = torch.rand(x.shape, generator=generator, device=x.device)
     return x * ((noise >= p).to(x.dtype) / (1 - p))

@@ -14,13 +14,13 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch._library.effects import EffectType
 
 from fp8core import errors
 from fp8core.backend_api import OpDesc, Operand, Quantized
 from fp8core.torch_ops import shapes
 from fp8core.torch_ops.counted import run_counted
 from fp8core.torch_ops.encoding import decode
+from fp8core.torch_ops.private import MARKED_CONSTANT, ORDERED
 from fp8core.torch_ops.shapes import Shape, is_captured, settle
 
 __all__ = [
@@ -106,7 +106,7 @@ def constant_in_graph(function: Callable[..., Any]) -> None:
     What torch.compiler.assume_constant_result does, without its import of torch.compile's whole
     machinery, which takes longer than everything else that ``import fp8core`` does.
     """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch's mark
+    setattr(function, MARKED_CONSTANT, True)
 
 
 # Quantization
@@ -348,7 +348,7 @@ def _draw_seed(place: int) -> torch.Tensor:
 
 # Draws happen where they are written, even if the backward graph alone uses the seed, or nobody:
 # torch would move or drop them, and every later draw of the program would differ.
-_draw_seed.register_effect(EffectType.ORDERED)
+_draw_seed.register_effect(ORDERED)
 
 
 @define(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fp8core.backend_api import AddNormDesc, FusedDesc, OpDesc
 from fp8core.testing.calls import ORDINARY, Case, OpCall, arguments
@@ -18,6 +17,7 @@ from fp8core.testing.checks import EVERY_OP, law
 from fp8core.testing.compare import require, same_bits, signature
 from fp8core.testing.laws.fused import add_pair, pair
 from fp8core.testing.subject import Subject, on_cpu
+from fp8core.torch_ops.private import pytree
 
 OTHER = Case(seed=1)
 ROUNDS = 2

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8core.backend_api import (
     ActivationBackwardDesc,
@@ -26,6 +25,7 @@ from fp8core.testing.catalogue import Entry, catalogue
 from fp8core.testing.checks import EVERY_OP, law
 from fp8core.testing.compare import Broken, require
 from fp8core.testing.subject import Subject
+from fp8core.torch_ops.private import TorchDispatchMode
 
 GEMMS = ("gemm", "grouped_gemm")
 FUSED = tuple(op for op in EVERY_OP if op.endswith("_quantize"))

@@ -6,8 +6,6 @@ import itertools
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8core.backend_api import OpDesc
 from fp8core.testing import inputs
@@ -16,6 +14,7 @@ from fp8core.testing.checks import EVERY_OP, law
 from fp8core.testing.compare import Broken, require, same_bits, signature
 from fp8core.testing.laws.alone import judged, outcome
 from fp8core.testing.subject import Subject, on_cpu
+from fp8core.torch_ops.private import TorchDispatchMode, pytree
 
 ALIKE = 2.0**-6
 """How far results of one computation may be apart, as a share of the largest: garbage is further.

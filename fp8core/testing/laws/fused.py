@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fp8core.backend_api import AddNormDesc, FusedDesc
 from fp8core.testing.calls import OpCall, arguments
 from fp8core.testing.checks import EVERY_OP, law
 from fp8core.testing.compare import same_bits, within
 from fp8core.testing.subject import Subject, on_cpu
+from fp8core.torch_ops.private import pytree
 
 FUSED = tuple(op for op in EVERY_OP if op.endswith("_quantize"))
 

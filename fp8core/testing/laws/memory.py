@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fp8core import recipe
 from fp8core.backend_api import Backend, OpDesc
@@ -21,6 +20,7 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.testing.checks import law
 from fp8core.testing.compare import require
 from fp8core.testing.subject import Subject
+from fp8core.torch_ops.private import lazily_negated, lazy_zeros, pytree
 
 SIZE = 64
 
@@ -68,8 +68,8 @@ def _run_layer(name: str, device: torch.device) -> None:
     except UnsupportedError:  # not every recipe runs on every device
         return
     y.backward(QuantizedTensor.quantize(values, plan.grad_output))
-    zeros = torch._efficientzerotensor(values.shape, dtype=values.dtype, device=device)
-    for own in (torch._neg_view(values), zeros):
+    zeros = lazy_zeros(values.shape, dtype=values.dtype, device=device)
+    for own in (lazily_negated(values), zeros):
         with autocast(recipe=chosen):
             y = layer(own)
         y.backward(own)

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fp8core.backend_api import GemmDesc, GroupedGemmDesc, Operand
 from fp8core.testing import inputs
@@ -15,6 +14,7 @@ from fp8core.testing.checks import law
 from fp8core.testing.laws.gemm import aligned, product_within
 from fp8core.testing.laws.grouped import each_within
 from fp8core.testing.subject import Subject
+from fp8core.torch_ops.private import pytree
 
 LONG = 4100
 VERY_LONG = 66000  # more than 16 bits count: what a grid of thread blocks has in one dimension

@@ -1,0 +1,15 @@
+"""The private names of torch that this backend uses; in torch 2.11 and in torch 2.13.
+
+Where a later torch lacks one, importing the backend raises an AttributeError that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["copy_all"]
+
+# Copies a list of tensors into another in one call.
+copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_

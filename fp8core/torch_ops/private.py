@@ -1,0 +1,247 @@
+"""Every private name of torch that fp8core uses, under a name that says what it is for.
+
+torch may rename or remove a private name in any release. All of these are in torch 2.11 and in
+torch 2.13. Where a later torch lacks one of the first group, ``import fp8core`` raises an
+ImportError that names it. Attributes of single objects are looked up when they are used, and raise
+an AttributeError then. The names under "With a public way" state what fp8core does without them.
+
+A C function is bound here without a wrapper, so that calling it costs no Python frame. Three kinds
+of names with an underscore are used elsewhere: ``Tensor._version`` and ``Tensor._base``, which
+torch's notes on autograd and on views describe; the dictionaries ``_parameters``, ``_buffers`` and
+``_modules`` of a Module, which hold what ``getattr`` would compute or hide; and the names of
+operators in ``torch.ops.aten``, by which torch calls ``__torch_dispatch__``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter, methodcaller
+from typing import Any, Final
+
+import torch
+from torch import overrides
+from torch.autograd import forward_ad
+from torch.optim import optimizer
+
+__all__ = [
+    "CHECKPOINT_FRAME",
+    "CHECKPOINT_HOOK",
+    "COMPILED_MODULE",
+    "COMPOSITE",
+    "DDP_IGNORED",
+    "FSDP_FLATTENED",
+    "IS_PARAMETER",
+    "MARKED_CONSTANT",
+    "MODULE_CALL",
+    "NO_BACKWARD_PASS",
+    "ORDERED",
+    "UNSCALE_GRADS",
+    "WRAPPED_MODULES",
+    "DeviceContext",
+    "FakeTensor",
+    "FunctionalTensor",
+    "TensorMeta",
+    "TorchDispatchMode",
+    "always_called_hooks",
+    "compile_context",
+    "copy_all",
+    "current_backward_pass",
+    "current_node",
+    "enter_legacy_vmap",
+    "exit_legacy_vmap",
+    "foreach_types",
+    "forward_hooks",
+    "forward_mode_level",
+    "forward_pre_hooks",
+    "function_modes",
+    "interpreter_stack",
+    "is_any_autocast_enabled",
+    "is_compiled",
+    "is_functional",
+    "is_legacy_batched",
+    "is_transform_active",
+    "is_transform_wrapped",
+    "is_zero_tensor",
+    "lazily_negated",
+    "lazy_zeros",
+    "make_wrapper",
+    "next_node_number",
+    "no_torch_dispatch",
+    "no_torch_function",
+    "node_number",
+    "pytree",
+    "queue_callback",
+    "saved_tensor_hooks",
+    "schema_of",
+    "wait_for_collective",
+    "without_interpreters",
+    "without_modes",
+]
+
+try:
+    # The metaclass of torch.Tensor, for classes that answer isinstance() themselves.
+    from torch._C import _TensorMeta as TensorMeta
+
+    # Clears functorch's stack of transforms while a context is open.
+    from torch._functorch.pyfunctorch import (
+        temporarily_clear_interpreter_stack as without_interpreters,
+    )
+
+    # try_get() tells a capture by torch.compile from other calls.
+    from torch._guards import CompileContext
+
+    # ORDERED keeps torch.compile from dropping, doubling or reordering calls of an operator.
+    from torch._library.effects import EffectType
+
+    # The tensors that torch traces with: they have shapes, and no memory of their own.
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    # tree_map_only and tree_leaves: torch's nested arguments, with its own registered containers.
+    from torch.utils import _pytree as pytree
+
+    # The mode that is active where a default device is set.
+    from torch.utils._device import DeviceContext
+
+    # A mode sees each operator that runs within it. _disable_current_modes makes real tensors while
+    # torch traces.
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+    ORDERED: Final = EffectType.ORDERED
+    compile_context: Callable[[], Any] = CompileContext.try_get
+    # The active function modes, a DeviceContext among them where a default device is set.
+    function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
+
+    # Backward passes. The number of the one that the calling thread runs, the node it computes, and
+    # where a function is left that the engine calls when the pass ends.
+    current_backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+    current_node: Callable[[], Any] = torch._C._current_autograd_node
+    queue_callback: Callable[[Callable[[], None]], None] = (
+        torch.autograd.Variable._execution_engine.queue_callback
+    )
+
+    # Each thread numbers the autograd nodes that it makes: the number of the next one, and of a
+    # node that exists. They order a forward's nodes against other events of its thread.
+    next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+    node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+
+    # The hooks that pack and unpack saved tensors now: those of a checkpoint, in its function.
+    saved_tensor_hooks: Callable[[bool], tuple[Any, Any] | None] = (
+        torch._C._autograd._top_saved_tensors_default_hooks
+    )
+
+    # Transforms of torch.func, and the older vmap that is_grads_batched and vectorize use.
+    is_transform_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+    is_transform_wrapped: Callable[[torch.Tensor], bool] = (
+        torch._C._functorch.is_functorch_wrapped_tensor
+    )
+    is_legacy_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+    interpreter_stack: Callable[[], Any] = torch._C._functorch.get_interpreter_stack
+    enter_legacy_vmap: Callable[[], int] = torch._C._vmapmode_increment_nesting
+    exit_legacy_vmap: Callable[[], int] = torch._C._vmapmode_decrement_nesting
+
+    # The depth of forward-mode differentiation, a variable of torch's module; -1 outside of it.
+    forward_ad._current_level  # noqa: B018  an early AttributeError where torch lacks it
+    forward_mode_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
+
+    # How a class of tensors says that it overrides neither functions nor operators.
+    no_torch_function: Final[Any] = torch._C._disabled_torch_function_impl
+    no_torch_dispatch: Final[Any] = torch._C._disabled_torch_dispatch_impl
+    # A tensor of such a class without memory of its own; torch's guide to subclasses uses it.
+    make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+    # Whether functorch's functionalization holds the tensor, and whether torch has yet to fill it
+    # with zeros. The two makers of lazy tensors serve the conformance kit.
+    is_functional: Callable[[torch.Tensor], bool] = torch._is_functional_tensor
+    is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
+    lazy_zeros: Callable[..., torch.Tensor] = torch._efficientzerotensor
+    lazily_negated: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+
+    # What an operator writes and aliases, and the key under which torch composes it of others.
+    schema_of: Callable[[Any], Any] = attrgetter("_schema")
+    COMPOSITE: Final = torch._C.DispatchKey.CompositeImplicitAutograd
+
+    # Copies a list of tensors into another in one call.
+    copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+
+    # The code of a frame in which a Module is being called, and what Module.compile() leaves in it.
+    MODULE_CALL: Final = torch.nn.Module._call_impl.__code__
+    torch.nn.Module._compiled_call_impl  # noqa: B018  an early AttributeError, as above
+except (AttributeError, ImportError) as error:
+    raise ImportError(
+        f"fp8core uses private names of torch that torch 2.11 to 2.13 have, and torch "
+        f"{torch.__version__} lacks one: {error}. Install one of those versions, or a later "
+        f"fp8core."
+    ) from error
+
+NO_BACKWARD_PASS: Final = -1
+"""What :data:`current_backward_pass` returns outside of a backward pass."""
+
+# Hooks of a Module, by the key that their handle has. A public way removes a hook by its handle
+# alone, which a copy of the module lacks.
+forward_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_hooks")
+forward_pre_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
+always_called_hooks: Callable[[torch.nn.Module], dict[int, bool]] = attrgetter(
+    "_forward_hooks_always_called"
+)
+
+# Attributes that torch's own classes read or set, and names inside torch.utils.checkpoint.
+
+COMPILED_MODULE: Final = "_orig_mod"
+"""What torch.compile calls the module inside its wrapper."""
+
+WRAPPED_MODULES: Final = frozenset(
+    (COMPILED_MODULE, "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+)
+"""What torch's wrappers call the module inside them, where the name is no ordinary one."""
+
+DDP_IGNORED: Final = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a model: names that DistributedDataParallel neither broadcasts nor reduces."""
+
+FSDP_FLATTENED: Final = "_fsdp_flattened"
+"""Attribute of a parameter that FullyShardedDataParallel flattened with others."""
+
+IS_PARAMETER: Final = "_is_param"
+"""Attribute of a tensor of another class that passes for a torch.nn.Parameter."""
+
+MARKED_CONSTANT: Final = "_dynamo_marked_constant"
+"""Attribute of a function whose result torch.compile takes as a constant."""
+
+UNSCALE_GRADS: Final = "_unscale_grads_"
+"""Method of torch.amp.GradScaler: returns its found-inf tensors by device. Also in FSDP's
+ShardedGradScaler, which reduces them over its ranks."""
+
+CHECKPOINT_HOOK: Final = "unpack_hook"
+CHECKPOINT_FRAME: Final = "frame"
+"""Names in torch.utils.checkpoint: the function that unpacks a saved tensor by a recompute, and
+its variable that holds the checkpoint."""
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether ``module`` is a wrapper of torch.compile, or was compiled in place."""
+    dynamo = sys.modules.get("torch._dynamo")  # not imported: nothing is compiled
+    is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    return is_wrapper or module._compiled_call_impl is not None
+
+
+def wait_for_collective(tensor: Any) -> torch.Tensor:
+    """Return the values of an AsyncCollectiveTensor, whose collective may still be under way."""
+    values: torch.Tensor = torch.ops._c10d_functional.wait_tensor(tensor.elem)
+    return values
+
+
+# With a public way
+
+is_any_autocast_enabled: Callable[[], bool] = getattr(
+    torch._C, "_is_any_autocast_enabled", lambda: True
+)
+"""Say whether torch.autocast is on for any type of device but mps, which it leaves out.
+
+Without it the answer is always True, and callers ask ``torch.is_autocast_enabled(device_type)``,
+which costs as much as an allocation.
+"""
+
+foreach_types: list[type] = getattr(optimizer, "_foreach_supported_types", [])
+"""The exact types of parameters that optimizers take all at once; without it, one by one."""

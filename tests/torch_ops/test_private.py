@@ -1,0 +1,90 @@
+"""torch's private names: what a torch without one of them leads to, and what each one answers."""
+
+from __future__ import annotations
+
+import runpy
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.optim import optimizer
+
+from fp8core.torch_ops import private
+
+
+def imported_again() -> dict[str, Any]:
+    assert private.__file__ is not None
+    return runpy.run_path(private.__file__)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (torch._C, "_current_graph_task_id"),
+        (torch._C, "_TensorMeta"),
+        (torch.nn.Module, "_compiled_call_impl"),
+        (forward_ad, "_current_level"),
+    ],
+)
+def test_a_torch_without_a_needed_name_is_refused_by_that_name(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(ImportError, match=rf"torch {torch.__version__[:3]}.* lacks one: .*{name}"):
+        imported_again()
+
+
+def test_without_the_one_autocast_query_every_device_type_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(torch._C, "_is_any_autocast_enabled")
+    assert imported_again()["is_any_autocast_enabled"]()
+
+
+def test_without_the_list_of_foreach_types_none_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(optimizer, "_foreach_supported_types")
+    assert imported_again()["foreach_types"] == []
+
+
+def test_queries_are_c_functions_and_cost_no_python_frame() -> None:
+    for query in (
+        private.current_backward_pass,
+        private.current_node,
+        private.forward_mode_level,
+        private.is_any_autocast_enabled,
+        private.is_functional,
+        private.is_legacy_batched,
+        private.is_transform_active,
+        private.is_transform_wrapped,
+        private.is_zero_tensor,
+        private.next_node_number,
+        private.node_number,
+        private.saved_tensor_hooks,
+        private.schema_of,
+    ):
+        assert not hasattr(query, "__code__"), query
+
+
+def test_the_level_of_forward_mode_follows_torch() -> None:
+    assert private.forward_mode_level() == -1
+    with forward_ad.dual_level():  # type: ignore[no-untyped-call]  # torch's
+        assert private.forward_mode_level() == 0
+
+
+def test_the_backward_pass_is_known_inside_it_alone() -> None:
+    seen: list[int] = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(private.current_backward_pass()))  # type: ignore[no-untyped-call]  # torch's
+    assert private.current_backward_pass() == private.NO_BACKWARD_PASS
+    y.backward()  # type: ignore[no-untyped-call]  # torch's
+    assert len(seen) == 1
+    assert seen[0] != private.NO_BACKWARD_PASS
+
+
+def test_node_numbers_grow_in_the_order_of_the_forward() -> None:
+    x = torch.ones(1, requires_grad=True)
+    before = private.next_node_number()
+    y = x * 2
+    assert before <= private.node_number(y.grad_fn) < private.next_node_number()
