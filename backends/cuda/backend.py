@@ -122,14 +122,6 @@ def _check_spec(spec: OperandSpec | None) -> str | None:
         (scale_mode(spec) is None, f"no kernels for blocks of {spec.block}"),
         (spec.stochastic, "no stochastic rounding to 8 bits"),
         (spec.transform is not None, f"no kernels for the transform {spec.transform}"),
-        (spec.delayed and spec.block != (0, 0), "delayed scales are tensorwise"),
-        (spec.delayed and spec.power_of_two, "delayed scales are not rounded"),
-        (spec.delayed and spec.amax_epsilon != 0, "delayed scales have no amax_epsilon"),
-        (not 0 < spec.target < float("inf"), f"target {spec.target} is not positive and finite"),
-        (
-            not 0 <= spec.amax_epsilon < float("inf"),
-            f"amax_epsilon {spec.amax_epsilon} is no bound",
-        ),
     )
     return next((reason for wrong, reason in problems if wrong), None)
 

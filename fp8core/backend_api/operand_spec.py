@@ -1,12 +1,20 @@
-"""How one operand of a product is quantized, as a value."""
+"""How one operand of a product is quantized: a value, which is legal or cannot be constructed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from fp8core.backend_api.descriptor_text import spec_text
+from fp8core.backend_api.transforms import TRANSFORMS
+from fp8core.errors import RecipeError
 
 __all__ = ["OperandSpec"]
+
+_SCALE_FORMATS = ("float32", "e8m0", "e4m3")
+_FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
+_FLOAT32_MIN = 2.0**-149
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +28,32 @@ class OperandSpec:
     becomes the largest float32; with blocks along k, the largest value of x's dtype.
 
     Attributes:
-        format: name of the element format.
-        block: extent of a scale block, elements.
+        format: name of the element format. Whether a format of that name is registered is not
+            asked here: a plug-in may write down a spec before its format is registered.
+        block: extent of a scale block, elements: ``(0, 0)``, ``(1, 0)``, or two sizes from 1 on.
         scale_format: ``"float32"``, ``"e8m0"`` (a byte, power of two, rounded up), or ``"e4m3"``
-            (a byte, under a second, tensorwise float32 scale).
+            (a byte, under a second, tensorwise float32 scale). Bytes need blocks along k.
         target: the value that a block's amax maps to; the format's maximum unless the recipe
             says otherwise.
         power_of_two: a float32 scale is rounded down to a power of two.
         amax_epsilon: lower bound of amax in a float32 scale, absolute.
-        delayed: the scale is handed in and the amax handed out, instead of being derived.
+        delayed: the scale is handed in and the amax handed out, instead of being derived. One
+            float32 scale for the tensor, as it is handed in: not rounded, without amax_epsilon.
         stochastic: round the elements stochastically instead of to the nearest, ties to even.
-        transform: name of the transform applied along k before quantization, or None.
+        transform: name of the transform applied along k before quantization, or None. Two-level
+            scales only, whose blocks hold the transform's 16 elements a whole number of times.
         cast_first: the value is rounded to the layer's activation dtype before amax and cast; if
             not, a fused producer hands over its float32 value.
+
+    Raises:
+        RecipeError: a field has another value than these, or one that contradicts another field.
+            Backends are never asked about such a spec; what one of them cannot do with a legal
+            spec, its ``unsupported`` says.
+
+    >>> OperandSpec("e4m3", (3, 0), 448.0)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    fp8core.errors.RecipeError: OperandSpec(block=(3, 0)): expected (0, 0), (1, 0), or two ...
     """
 
     format: str
@@ -46,5 +67,71 @@ class OperandSpec:
     transform: str | None = None
     cast_first: bool = True
 
+    def __post_init__(self) -> None:
+        """Check each field, then each pair that may contradict each other."""
+        for name, expected in _illegal_fields(self):
+            raise RecipeError(f"OperandSpec({name}={getattr(self, name)!r}): expected {expected}.")
+
     def __str__(self) -> str:
         return spec_text(self)
+
+
+def _illegal_fields(spec: OperandSpec) -> Iterator[tuple[str, str]]:
+    """Yield each field that is illegal by itself, then, if all are legal, each contradiction.
+
+    The caller stops at the first, so that nothing is compared before its type is known.
+    """
+    if not isinstance(spec.format, str) or not spec.format:
+        yield "format", "the name of a format"
+    if spec.format == "e8m0":
+        yield "format", "a format for elements; e8m0 is for scales, it has no zero"
+    if not _is_block(spec.block):
+        yield "block", "(0, 0), (1, 0), or two whole numbers from 1 on"
+    if not _is_number(spec.target) or not _FLOAT32_MIN <= spec.target <= _FLOAT32_MAX:
+        yield "target", "a positive number in the range of float32"
+    if spec.scale_format not in _SCALE_FORMATS:
+        yield "scale_format", f"one of {_SCALE_FORMATS}"
+    if not _is_number(spec.amax_epsilon) or not 0 <= spec.amax_epsilon <= _FLOAT32_MAX:
+        yield "amax_epsilon", "0, or a positive number in the range of float32"
+    for flag in ("power_of_two", "delayed", "stochastic", "cast_first"):
+        if type(getattr(spec, flag)) is not bool:
+            yield flag, "True or False"
+    if spec.transform is not None and spec.transform not in tuple(TRANSFORMS):
+        yield "transform", f"None or one of {tuple(TRANSFORMS)}"
+    yield from _contradictions(spec)
+
+
+def _contradictions(spec: OperandSpec) -> Iterator[tuple[str, str]]:
+    """Yield each field whose value another field rules out."""
+    scale_bytes = f"bytes (scale_format={spec.scale_format!r})"
+    if spec.scale_format != "float32":
+        if 0 in spec.block:
+            yield "block", f"two whole numbers from 1 on: {scale_bytes} are scales of blocks"
+        if spec.power_of_two:
+            yield "power_of_two", f"False: {scale_bytes} are not rounded again"
+        if spec.amax_epsilon:
+            yield "amax_epsilon", f"0: {scale_bytes} take no lower bound of amax"
+        if spec.delayed:
+            yield "delayed", f"False: {scale_bytes} are derived, a delayed scale is one float32"
+    if spec.delayed:
+        if spec.block != (0, 0):
+            yield "block", "(0, 0): a delayed scale is that of the whole tensor"
+        if spec.power_of_two:
+            yield "power_of_two", "False: a delayed scale is taken as it is handed in"
+        if spec.amax_epsilon:
+            yield "amax_epsilon", "0: a delayed scale is taken as it is handed in"
+    if spec.transform is not None:
+        if spec.scale_format != "e4m3":
+            yield "transform", "None: only two-level scales (scale_format='e4m3') take a transform"
+        if spec.block[1] % 16:
+            yield "block", f"a multiple of 16 along k: {spec.transform} mixes 16 elements at a time"
+
+
+def _is_block(block: Any) -> bool:
+    if not isinstance(block, tuple) or [*map(type, block)] != [int, int]:
+        return False
+    return block in ((0, 0), (1, 0)) or min(block) >= 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import typing
 from typing import Any
@@ -26,18 +27,21 @@ from fp8core.backend_api import (
     QuantizeDesc,
     ScaleUpdateDesc,
 )
+from fp8core.errors import RecipeError
 from fp8core.testing.catalogue import catalogue
 
 BF16, F16 = torch.bfloat16, torch.float16
 SPEC = OperandSpec("e4m3", (0, 0), 448.0)
+BYTES = OperandSpec("e4m3", (1, 16), 448.0, scale_format="e4m3")
 NORM = NormDesc("rmsnorm", BF16, BF16, 1e-5)
-CAST = QuantizeDesc(BF16, SPEC, SPEC)
+CAST = QuantizeDesc(BF16, SPEC, BYTES)
 EXAMPLES: tuple[Any, ...] = (
     SPEC,
+    BYTES,
     CAST,
     DequantizeDesc(SPEC),
-    GemmDesc(SPEC, SPEC, BF16),
-    GroupedGemmDesc(SPEC, SPEC, BF16),
+    GemmDesc(SPEC, BYTES, BF16),
+    GroupedGemmDesc(SPEC, BYTES, BF16),
     AmaxDesc(BF16),
     ScaleUpdateDesc("max"),
     NORM,
@@ -72,25 +76,38 @@ def other(value: Any, name: str) -> list[Any]:
     if isinstance(value, torch.dtype):
         return [F16]
     assert dataclasses.is_dataclass(value), name
-    nested = [
-        dataclasses.replace(value, **{field.name: changed})
-        for field in dataclasses.fields(value)
-        for changed in other(getattr(value, field.name), field.name)
-    ]
+    nested = [dataclasses.replace(value, **{name: one}) for name, one in legal_changes(value)]
     is_optional = isinstance(value, OperandSpec)
     return [*nested, None] if is_optional else nested
 
 
+def legal_changes(value: Any) -> list[tuple[str, Any]]:
+    """Return each field of a dataclass with what it may have instead; of a spec, what is legal."""
+    found = []
+    for field in dataclasses.fields(value):
+        for changed in other(getattr(value, field.name), field.name):
+            with contextlib.suppress(RecipeError):
+                dataclasses.replace(value, **{field.name: changed})
+                found.append((field.name, changed))
+    return found
+
+
 def changes() -> list[Any]:
-    return [
-        pytest.param(
-            example, field.name, changed, id=f"{type(example).__name__}-{field.name}-{number}"
-        )
+    every = [
+        (example, name, changed)
         for example in EXAMPLES
-        for field in dataclasses.fields(example)
-        for number, changed in enumerate(other(getattr(example, field.name), field.name))
+        for name, changed in legal_changes(example)
         if changed is not None or not isinstance(example, DequantizeDesc)
     ]
+    return [
+        pytest.param(*one, id=f"{type(one[0]).__name__}-{one[1]}-{number}")
+        for number, one in enumerate(every)
+    ]
+
+
+def test_every_field_of_a_spec_is_changed() -> None:
+    changed = {name for spec in (SPEC, BYTES) for name, _ in legal_changes(spec)}
+    assert changed == {field.name for field in dataclasses.fields(OperandSpec)}
 
 
 @pytest.mark.parametrize(("desc", "name", "value"), changes())

@@ -223,12 +223,21 @@ def test_a_factory_s_mistake_is_told_with_the_layer() -> None:
 
 
 def test_an_operand_that_no_backend_makes_is_told_with_the_layer() -> None:
-    impossible = OperandSpec("e4m3", (3, 0), 448.0)
+    stochastic = OperandSpec("e4m3", (0, 0), 448.0, stochastic=True)
     with pytest.raises(UnsupportedError, match=r"'head'.*no backend runs"):
         step(
             Linear(32, 16, name="head"),
             torch.randn(4, 32),
-            recipe.CustomRecipe(lambda _: impossible),
+            recipe.CustomRecipe(lambda _: stochastic),
+        )
+
+
+def test_an_operand_that_cannot_be_constructed_is_told_with_the_layer() -> None:
+    with pytest.raises(RecipeError, match=r"'head'.*OperandSpec\(block=\(3, 0\)\)"):
+        step(
+            Linear(32, 16, name="head"),
+            torch.randn(4, 32),
+            recipe.CustomRecipe(lambda _: OperandSpec("e4m3", (3, 0), 448.0)),
         )
 
 
