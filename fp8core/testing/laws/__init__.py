@@ -1,4 +1,4 @@
-"""The laws, as functions of a backend and a descriptor; importing this package defines them all."""
+"""The laws, as functions of a backend and a descriptor; importing this package fills LAWS."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ ROUNDS = 2
 
 
 def outcome(call: OpCall, result: Any) -> Any:
-    """Return what a call made, the arguments that it wrote included, copied to the CPU."""
+    """Return the result of a call and the arguments that it wrote, copied to the CPU."""
     written = [value for at, value in enumerate(call.arguments) if at in call.written]
     written += [value for name, value in call.keywords.items() if name in call.written]
     return on_cpu((result, written))
 
 
 def judged(subject: Subject, call: OpCall) -> Any:
-    """Return what the judge makes of a call, as :func:`outcome` does."""
+    """Return the :func:`outcome` of a call that the judge runs."""
     kept = call._replace(arguments=on_cpu(call.arguments), keywords=dict(on_cpu(call.keywords)))
 
     def run(desc: OpDesc, *given: Any, **named: Any) -> Any:
@@ -49,14 +49,14 @@ def _leaves(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _same(what: str, ours: Any, theirs: Any) -> None:
-    require(signature(ours) == signature(theirs), f"{what}: another shape or dtype")
+def _same(title: str, ours: Any, theirs: Any) -> None:
+    require(signature(ours) == signature(theirs), f"{title}: another shape or dtype")
     for at, (one, other) in enumerate(zip(_leaves(ours), _leaves(theirs), strict=True)):
-        same_bits(f"{what}: tensor {at}", one, other)
+        same_bits(f"{title}: tensor {at}", one, other)
 
 
 def _overwrite(call: OpCall, other: OpCall) -> None:
-    """Give the tensors of ``call`` the values of ``other``'s where they are, uncounted."""
+    """Copy the values of ``other``'s tensors into those of ``call``, unseen by version counters."""
     ours, theirs = (_leaves((one.arguments, one.keywords)) for one in (call, other))
     for one, value in zip(ours, theirs, strict=True):
         one.data.copy_(value)
@@ -81,23 +81,25 @@ def no_result_is_kept_from_another_call(subject: Subject, desc: OpDesc) -> None:
     third = outcome(again, again.run(subject))
     _same("the same values in other tensors", third, second)
     ours = zip(_leaves(first), _leaves(second), strict=True)
-    for at, (made, wanted) in enumerate(zip(ours, zip(*expected, strict=True), strict=True)):
-        found, due = _num_different(*made), _num_different(*wanted)
+    for at, (result_pair, expected_pair) in enumerate(
+        zip(ours, zip(*expected, strict=True), strict=True)
+    ):
+        changed, due = _num_different(*result_pair), _num_different(*expected_pair)
         require(
-            2 * found >= due,
-            f"tensor {at} of the result: {found} of {made[0].numel()} entries are others for other "
-            f"values, expected about {due}",
+            2 * changed >= due,
+            f"tensor {at} of the result: other values change {changed} of {result_pair[0].numel()} "
+            f"entries, expected about {due}",
         )
 
 
 @law(7, *EVERY_OP)
 def results_stay_when_it_runs_again(subject: Subject, desc: OpDesc) -> None:
-    """What a call has returned is the caller's: no later call writes there."""
+    """The result of a call belongs to the caller: no later call writes into it."""
     call, other = arguments(subject, desc), arguments(subject, desc, OTHER)
-    made = call.run(subject)
-    before = outcome(call, made)
+    result = call.run(subject)
+    before = outcome(call, result)
     other.run(subject)
-    _same("after another call", outcome(call, made), before)
+    _same("after another call", outcome(call, result), before)
 
 
 @law(7, *EVERY_OP)
@@ -106,12 +108,12 @@ def every_run_gives_the_same_bits(subject: Subject, desc: OpDesc) -> None:
     calls = [arguments(subject, desc)]
     calls += [calls[0].again() for _ in range(ROUNDS)]
     outcomes = [outcome(call, call.run(subject)) for call in calls]
-    for number, made in enumerate(outcomes[1:], 2):
-        _same(f"call {number} of the same values", made, outcomes[0])
+    for number, result in enumerate(outcomes[1:], 2):
+        _same(f"call {number} of the same values", result, outcomes[0])
 
 
 def _in_threads(*tasks: Callable[[], None]) -> None:
-    """Run the tasks at once, each in a thread of its own; raises what one of them raised."""
+    """Run each task in a thread, all at once; raise the first error of a task."""
     errors: list[BaseException] = []
 
     def guarded(task: Callable[[], None]) -> None:
@@ -141,29 +143,29 @@ def _switching_often() -> Iterator[None]:
 
 @law(7, *EVERY_OP)
 def every_thread_gets_the_same_results(subject: Subject, desc: OpDesc) -> None:
-    """A second thread gets what the first does, also where both run at once.
+    """A second thread gets the results of the first, also while both run at once.
 
-    Backward passes run in threads of their own.
+    Autograd runs backward passes in threads that it starts itself.
     """
     calls = [arguments(subject, desc), arguments(subject, desc, OTHER)]
     spare = [[call.again() for _ in range(ROUNDS)] for call in calls]
     alone = calls[0].again()
     expected = [outcome(call, call.run(subject)) for call in calls]
-    made: list[list[Any]] = [[], []]
+    results: list[list[Any]] = [[], []]
     gate = threading.Barrier(2)
 
     def work(which: int) -> None:
         for call in spare[which]:
             gate.wait(60)
-            made[which].append(outcome(call, call.run(subject)))
+            results[which].append(outcome(call, call.run(subject)))
 
     _in_threads(
         lambda: _same("in a second thread", outcome(alone, alone.run(subject)), expected[0])
     )
     with _switching_often():
         _in_threads(lambda: work(0), lambda: work(1))
-    for which, results in enumerate(made):
-        for result in results:
+    for which, of_thread in enumerate(results):
+        for result in of_thread:
             _same("in one of two threads at once", result, expected[which])
 
 
@@ -175,8 +177,8 @@ def _generators(device: torch.device) -> list[Any]:
         states.append(module.get_rng_state(device))
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        _, words, *place = numpy.random.get_state()
-        states.append((words.tobytes(), *place))
+        _, words, *position = numpy.random.get_state()
+        states.append((words.tobytes(), *position))
     return states
 
 
@@ -196,6 +198,6 @@ def no_global_generator_is_used(subject: Subject, desc: OpDesc) -> None:
     with torch.random.fork_rng(devices, device_type=subject.device.type if is_device else "cuda"):
         for seed in (1, 2):
             torch.manual_seed(seed)
-            own = arguments(subject, desc)
-            outcomes.append(outcome(own, own.run(subject)))
+            seeded = arguments(subject, desc)
+            outcomes.append(outcome(seeded, seeded.run(subject)))
     _same("with another seed of torch's global generator", outcomes[1], outcomes[0])

@@ -1,4 +1,4 @@
-"""Laws 2 and 7: what a backend says about itself, asked without running anything."""
+"""Laws 2 and 7: a backend's declarations, which are read without running an operation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def every_operation_with_a_method_is_supported(subject: Subject) -> None:
 
 @law(7)
 def unsupported_touches_no_tensor(subject: Subject) -> None:
-    """unsupported() runs no tensor operation, whatever it is asked."""
+    """unsupported() runs no tensor operation, for any descriptor."""
     with _NoTensors():  # type: ignore[no-untyped-call]  # likewise
         for entry in catalogue():
             subject.backend.unsupported(entry.desc, subject.device)
@@ -76,7 +76,7 @@ def unsupported_gives_a_reason_or_none(subject: Subject) -> None:
 
 @law(7)
 def unknown_descriptors_are_denied(subject: Subject) -> None:
-    """A descriptor of a later version of the API is unsupported, and so is anything else."""
+    """A descriptor of a later API version is unsupported, and so is an object of another type."""
     later = {type(entry.desc): entry.desc for entry in _declared(subject)}
     for known, desc in later.items():
         derived = type(f"Later{known.__name__}", (known,), {})
@@ -94,13 +94,13 @@ def unknown_values_are_denied(subject: Subject) -> None:
             _denied(subject, unknown, f"{label} with {word}")
 
 
-def _denied(subject: Subject, desc: Any, what: str) -> None:
+def _denied(subject: Subject, desc: Any, name: str) -> None:
     reason = subject.backend.unsupported(desc, subject.device)
-    require(isinstance(reason, str), f"{what} is said to be supported")
+    require(isinstance(reason, str), f"{name} is said to be supported")
 
 
 def _unknown(desc: OpDesc) -> Iterator[tuple[str, OpDesc]]:
-    """Yield ``desc`` with one value that is unknown, and what is unknown about it."""
+    """Yield copies of ``desc`` with one unknown value each, and the words that describe it."""
     strange: dict[str, Any] = {
         "dtype": torch.complex64,
         "out_dtype": torch.complex64,
@@ -144,19 +144,24 @@ def of_a_later_version(spec: OperandSpec, **changed: str) -> OperandSpec:
 def alignment_is_positive(subject: Subject, desc: GemmDesc) -> None:
     """alignment() gives three positive integers, without touching a tensor."""
     with _NoTensors():  # type: ignore[no-untyped-call]  # likewise
-        made = subject.backend.alignment(desc)
-    is_right = isinstance(made, Alignment) and all(isinstance(n, int) and n > 0 for n in made)
-    require(is_right, f"alignment() returned {made!r}")
+        align = subject.backend.alignment(desc)
+    is_right = isinstance(align, Alignment) and all(isinstance(n, int) and n > 0 for n in align)
+    require(is_right, f"alignment() returned {align!r}")
 
 
 @law(7, *EVERY_OP)
 def declared_bounds_name_their_source(subject: Subject, desc: OpDesc) -> None:
     """A bound that is not the default comes with its source, and is positive."""
-    made = subject.numerics(desc)
-    figures = dataclasses.replace(made, source="")
-    require(figures == Numerics() or bool(made.source.strip()), f"{made} names no source")
-    values = (made.code_steps, made.scale_ulps, made.sum_error_per_term, made.sum_error)
-    require(all(0 <= value < math.inf for value in values), f"{made} is no bound")
+    declared = subject.numerics(desc)
+    figures = dataclasses.replace(declared, source="")
+    require(figures == Numerics() or bool(declared.source.strip()), f"{declared} names no source")
+    values = (
+        declared.code_steps,
+        declared.scale_ulps,
+        declared.sum_error_per_term,
+        declared.sum_error,
+    )
+    require(all(0 <= value < math.inf for value in values), f"{declared} is no bound")
 
 
 @law(2, "quantize")

@@ -1,4 +1,4 @@
-"""Laws 5 and 7 for any operation: what is declared runs, writes no input, reads no garbage."""
+"""Laws 5 and 7 for any operation: a declared one runs, writes no input, reads no garbage."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fp8core.testing.subject import Subject, on_cpu
 from fp8core.torch_ops.private import TorchDispatchMode, pytree
 
 ALIKE = 2.0**-6
-"""How far results of one computation may be apart, as a share of the largest: garbage is further.
+"""The largest difference of two results of one computation, as a share of the largest value.
 
-Two runs need not agree bit for bit, as sums may be taken in another order.
+Two runs may add in another order, so their bits may differ; garbage differs by more than this.
 """
 
 _EMPTY = {
@@ -32,40 +32,41 @@ _EMPTY = {
 
 
 class _Garbage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no types
-    """Fills every new tensor that nobody has filled with one byte: 0xff is NaN in most formats."""
+    """Fills the memory of every new uninitialised tensor with one byte; 0xff is NaN in most
+    formats."""
 
     def __init__(self, byte: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._byte = byte
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func in _EMPTY and made.untyped_storage().nbytes():
-            memory = torch.empty(0, dtype=torch.uint8, device=made.device)
-            memory.set_(made.untyped_storage()).fill_(self._byte)
-        return made
+        x = func(*args, **(kwargs or {}))
+        if func in _EMPTY and x.untyped_storage().nbytes():
+            memory = torch.empty(0, dtype=torch.uint8, device=x.device)
+            memory.set_(x.untyped_storage()).fill_(self._byte)
+        return x
 
 
-def _alike(what: str, ours: Any, theirs: Any) -> None:
-    """Require the results of two calls to be the same but for the order of sums."""
-    require(signature(ours) == signature(theirs), f"{what}: another shape or dtype")
+def _alike(name: str, ours: Any, theirs: Any) -> None:
+    """Require the results of two calls to be equal, or as near as another order of sums allows."""
+    require(signature(ours) == signature(theirs), f"{name}: another shape or dtype")
     for one, other in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
         if not isinstance(one, torch.Tensor):
             continue
         if not one.is_floating_point():
-            same_bits(what, one, other)
+            same_bits(name, one, other)
             continue
         one, other = one.double(), other.double()
         finite = other.isfinite()
         require(
             torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num()),
-            f"{what}: non-finite values in other places",
+            f"{name}: non-finite values in other places",
         )
         if finite.any():
             allowed = ALIKE * float(other[finite].abs().max())
             error = (one[finite] - other[finite]).abs().nan_to_num(nan=torch.inf)
             worst = float(error.max())
-            require(worst <= allowed, f"{what}: differs by {worst:.3g}, at most {allowed:.3g}")
+            require(worst <= allowed, f"{name}: differs by {worst:.3g}, at most {allowed:.3g}")
 
 
 @law(7, *EVERY_OP)
@@ -74,68 +75,68 @@ def what_is_declared_runs(subject: Subject, desc: OpDesc) -> None:
     call = arguments(subject, desc)
     expected = signature(judged(subject, call)[0])
     try:
-        made = call.run(subject)
+        result = call.run(subject)
     except Exception as error:  # a third party's backend may raise anything
         raise Broken(
             f"says that it supports {desc}, but raises {type(error).__name__}: {error}"
         ) from error
-    require(signature(made) == expected, f"returned {signature(made)}, expected {expected}")
-    for part in pytree.tree_leaves(made):
+    require(signature(result) == expected, f"returned {signature(result)}, expected {expected}")
+    for part in pytree.tree_leaves(result):
         if isinstance(part, torch.Tensor):
             require(part.device == subject.device, f"returned a tensor on {part.device}")
 
 
 @law(5, *EVERY_OP)
 def inputs_are_not_written(subject: Subject, desc: OpDesc) -> None:
-    """No argument changes but out and amax_out, and what is returned shares no memory with one."""
+    """Only out and amax_out are written, and the result shares no memory with another argument."""
     call = arguments(subject, desc)
     before = on_cpu(call.protected())
-    made = call.run(subject)
+    result = call.run(subject)
     leaves = zip(pytree.tree_leaves(call.protected()), pytree.tree_leaves(before), strict=True)
-    owned = {_memory(part): at for at, part in enumerate(pytree.tree_leaves(made))}
+    results = {_memory(part): at for at, part in enumerate(pytree.tree_leaves(result))}
     for at, (one, other) in enumerate(leaves):
         if isinstance(one, torch.Tensor):
             same_bits(f"input tensor {at}", one, other)
-            taken = owned.get(_memory(one))
+            taken = results.get(_memory(one))
             require(taken is None, f"tensor {taken} of the result is memory of input tensor {at}")
 
 
 def _memory(leaf: Any) -> object:
-    """Return what two tensors have in common if one is a view of the other."""
+    """Return a key of the leaf's memory, which is equal for a tensor and its views."""
     is_stored = isinstance(leaf, torch.Tensor) and leaf.untyped_storage().nbytes()
     return leaf.untyped_storage().data_ptr() if is_stored else object()
 
 
 @law(7, *EVERY_OP)
 def no_result_depends_on_uninitialised_memory(subject: Subject, desc: OpDesc) -> None:
-    """Results are the same whatever new memory holds."""
+    """Results do not depend on the bytes that new memory holds."""
     outcomes = []
     for byte in (None, 0xFF, 0x5A):
         call = arguments(subject, desc)
         if byte is None:
-            made = call.run(subject)
+            result = call.run(subject)
         else:
             with _Garbage(byte):
-                made = call.run(subject)
-        outcomes.append(outcome(call, made))
-    for byte, found in zip((0xFF, 0x5A), outcomes[1:], strict=True):
-        _alike(f"with new memory full of {byte:#x}", found, outcomes[0])
+                result = call.run(subject)
+        outcomes.append(outcome(call, result))
+    for byte, other in zip((0xFF, 0x5A), outcomes[1:], strict=True):
+        _alike(f"with new memory full of {byte:#x}", other, outcomes[0])
 
 
 VIEWED = tuple(op for op in EVERY_OP if op not in ("gemm", "grouped_gemm", "scale_update"))
-SIZES = ((), (64, 64))  # where rows and columns are as many, nothing but strides tells them apart
+SIZES = ((), (64, 64))  # only strides tell the rows of a square matrix from its columns
 
 
 @law(7, *VIEWED)
 def inputs_may_have_any_strides(subject: Subject, desc: OpDesc) -> None:
-    """Inputs with gaps, by columns, at odd addresses or repeated are read as what they are."""
+    """Inputs with gaps, stored by columns, at odd addresses or with stride 0 are read right."""
     views = {
         "strided": inputs.strided,
         "shifted": inputs.shifted,
         "transposed": inputs.transposed,
         "expanded": inputs.expanded,
     }
-    for size, (what, view) in itertools.product(SIZES, views.items()):
+    for size, (layout, view) in itertools.product(SIZES, views.items()):
         call = arguments(subject, desc, Case(size=size))
 
         def spread(x: torch.Tensor, view: Any = view) -> torch.Tensor:
@@ -149,7 +150,7 @@ def inputs_may_have_any_strides(subject: Subject, desc: OpDesc) -> None:
         )
         first, second = viewed.run(subject), plain.run(subject)
         shape = f" of {list(size)}" if size else ""
-        _alike(f"{what} input{shape}", outcome(viewed, first), outcome(plain, second))
+        _alike(f"{layout} input{shape}", outcome(viewed, first), outcome(plain, second))
 
 
 def _contiguous(x: torch.Tensor) -> torch.Tensor:

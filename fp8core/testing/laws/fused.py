@@ -18,26 +18,26 @@ FUSED = tuple(op for op in EVERY_OP if op.endswith("_quantize"))
 
 
 def pair(run: Callable[..., Any], call: OpCall) -> tuple[Any, ...]:
-    """Return what a fused operation has to return, by running its two parts with ``run``."""
+    """Return the results that a fused operation must have: ``run`` runs its two parts."""
     desc = call.desc
     assert isinstance(desc, FusedDesc)
-    made = run(desc.producer, *call.arguments)
-    first, *rest = made if isinstance(made, tuple) else (made,)
+    produced = run(desc.producer, *call.arguments)
+    first, *rest = produced if isinstance(produced, tuple) else (produced,)
     sums = (first.sum(0, dtype=torch.float32),) if desc.sums else ()
     return (run(desc.quantize, first, **call.keywords), *rest, *sums)
 
 
 def add_pair(run: Callable[..., Any], call: OpCall) -> tuple[Any, ...]:
-    """Return what ``add_norm`` has to return, by adding and running its norm with ``run``."""
+    """Return the results that ``add_norm`` must have: the sum, and ``run`` runs its norm."""
     desc = call.desc
     assert isinstance(desc, AddNormDesc)
-    x, residual, *own = call.arguments
+    x, residual, *parameters = call.arguments
     total = x + residual
-    return (total, *run(desc.norm, total, *own))
+    return (total, *run(desc.norm, total, *parameters))
 
 
-def _same(made: Any, expected: Any) -> None:
-    parts = zip(pytree.tree_leaves(made), pytree.tree_leaves(expected), strict=True)
+def _same(results: Any, expected: Any) -> None:
+    parts = zip(pytree.tree_leaves(results), pytree.tree_leaves(expected), strict=True)
     for at, (one, other) in enumerate(parts):
         if isinstance(other, torch.Tensor):
             same_bits(f"tensor {at} of the result", one, other)
@@ -45,18 +45,18 @@ def _same(made: Any, expected: Any) -> None:
 
 @law(6, *FUSED)
 def fused_equals_its_unfused_pair(subject: Subject, desc: FusedDesc) -> float | None:
-    """The producer and the cast in one call give the bits of two calls; sums are float32 sums."""
+    """The producer and the cast in one call give the bits of two calls; column sums are float32."""
     call = arguments(subject, desc)
     again = call.again()
-    made, expected = list(call.run(subject)), list(pair(subject.run, again))
+    results, expected = list(call.run(subject)), list(pair(subject.run, again))
     worst = None
     if desc.sums:
         first = subject.run(desc.producer, *call.arguments)
         value = on_cpu(first[0] if isinstance(first, tuple) else first).double()
         bound = (len(value) + 4) * 2.0**-24 * value.abs().sum(0)
-        worst = within("column sums", made.pop(), value.sum(0), bound)
+        worst = within("column sums", results.pop(), value.sum(0), bound)
         expected.pop()
-    _same(made, expected)
+    _same(results, expected)
     if "amax_out" in call.keywords:
         same_bits("amax_out", call.keywords["amax_out"], again.keywords["amax_out"])
     return worst

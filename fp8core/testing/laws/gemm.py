@@ -22,14 +22,14 @@ SIZES = ((1, 1, 32), (5, 7, 160), (33, 17, 96), (140, 270, 520))
 def product_within(
     subject: Subject,
     desc: GemmDesc,
-    what: str,
-    made: torch.Tensor,
+    name: str,
+    result: torch.Tensor,
     operands: tuple[Operand, Operand],
     term: torch.Tensor | None = None,
 ) -> float:
-    """Require ``|made - expected| <= c (|a| @ |b|.T) + 1 ulp`` for ``expected = a @ b.T + term``.
+    """Require ``|result - expected| <= c (|a| @ |b|.T) + 1 ulp`` for ``expected = a @ b.T + term``.
 
-    ``c`` is what the backend declares for ``k`` terms, one more with ``term``.
+    ``c`` is the backend's bound for ``k`` terms, one more with ``term``.
     """
     # [m, k] x [n, k] -> [m, n]
     x, y = subject.values(desc.a, operands[0]), subject.values(desc.b, operands[1])
@@ -41,25 +41,25 @@ def product_within(
         num_terms += 1
     figures = subject.numerics(desc)
     c = figures.sum_error + num_terms * figures.sum_error_per_term
-    same_form(what, made, torch.empty(expected.shape, dtype=desc.out_dtype))
-    return within(what, made, expected, c * magnitude + ulp(expected, desc.out_dtype))
+    same_form(name, result, torch.empty(expected.shape, dtype=desc.out_dtype))
+    return within(name, result, expected, c * magnitude + ulp(expected, desc.out_dtype))
 
 
 def aligned(subject: Subject, desc: GemmDesc, m: int, n: int, k: int) -> tuple[int, int, int]:
-    """Return the sizes next above that products of ``desc`` have."""
+    """Return ``m``, ``n`` and ``k``, rounded up to sizes that the backend takes."""
     align = subject.alignment(desc)
     return up(m, align.m), up(n, align.n), up(k, align.k)
 
 
 @law(4, "gemm", applies=lambda desc: not desc.accumulate)
 def gemm_product_is_within_the_bound(subject: Subject, desc: GemmDesc) -> float:
-    """``a @ b.T`` for sizes next to the alignment, rows over decades, both kinds of operand."""
+    """``a @ b.T`` in small and odd sizes, for rows of many magnitudes, in both orientations."""
     worst = 0.0
     for size, columnwise in itertools.product(SIZES, (False, True)):
         a, b = gemm_operands(subject, desc, *aligned(subject, desc, *size), columnwise=columnwise)
-        made = subject.run(desc, a, b)
-        what = f"{'columnwise' if columnwise else 'rowwise'} operands, m n k {size}"
-        worst = max(worst, product_within(subject, desc, what, made, (a, b)))
+        product = subject.run(desc, a, b)
+        name = f"{'columnwise' if columnwise else 'rowwise'} operands, m n k {size}"
+        worst = max(worst, product_within(subject, desc, name, product, (a, b)))
     return worst
 
 
@@ -71,14 +71,14 @@ def gemm_adds_the_bias(subject: Subject, desc: GemmDesc) -> float:
     a, b = gemm_operands(subject, desc, m, n, k)
     for dtype in dict.fromkeys((desc.out_dtype, torch.float32)):
         bias = subject.here(inputs.moderate(1, n, dtype, 2)[0] * 10)
-        made = subject.run(desc, a, b, bias=bias)
-        worst = max(worst, product_within(subject, desc, f"bias {dtype}", made, (a, b), bias))
+        result = subject.run(desc, a, b, bias=bias)
+        worst = max(worst, product_within(subject, desc, f"bias {dtype}", result, (a, b), bias))
     return worst
 
 
 @law(4, "gemm", applies=lambda desc: not desc.accumulate)
 def gemm_writes_into_out(subject: Subject, desc: GemmDesc) -> float:
-    """With out the result is there, whatever was, and out is what is returned."""
+    """The product replaces the values of out, NaN included, and out is returned."""
     m, n, k = aligned(subject, desc, 5, 7, 160)
     a, b = gemm_operands(subject, desc, m, n, k)
     out = torch.full((m, n), math.nan, dtype=desc.out_dtype, device=subject.device)
@@ -88,7 +88,7 @@ def gemm_writes_into_out(subject: Subject, desc: GemmDesc) -> float:
 
 @law(4, "gemm", applies=lambda desc: desc.accumulate)
 def gemm_accumulates_into_out(subject: Subject, desc: GemmDesc) -> float:
-    """With accumulate the product is added to what out holds."""
+    """With accumulate the product is added to out."""
     m, n, k = aligned(subject, desc, 5, 7, 160)
     a, b = gemm_operands(subject, desc, m, n, k)
     out = subject.here(inputs.moderate(m, n, desc.out_dtype, 3) * 10)
@@ -115,7 +115,7 @@ def gemm_rounds_once_after_the_bias_or_out(subject: Subject, desc: GemmDesc) -> 
         or figures.code_steps > 0
     )
     if is_coarse or not _is_exact(desc):
-        return  # the 2^-20 may be lost
+        return  # such bounds allow the 2^-20 to be lost
     m, n, k = aligned(subject, desc, 1, 1, 2)
     values = torch.zeros(max(m, n), k)
     values[:, 0], values[:, 1] = 2.0**-4, 2.0**-10
@@ -125,14 +125,13 @@ def gemm_rounds_once_after_the_bias_or_out(subject: Subject, desc: GemmDesc) -> 
     given: dict[str, Any] = {"bias": torch.ones(n, dtype=torch.bfloat16)}
     if desc.accumulate:
         given = {"out": torch.ones(m, n, dtype=torch.bfloat16)}
-    made = on_cpu(subject.run(desc, a, b, **subject.here(given)))
+    results = on_cpu(subject.run(desc, a, b, **subject.here(given))).unique().tolist()
     expected = 1 + 2.0**-7
-    found = made.unique().tolist()
-    require(found == [expected], f"2^-8 + 2^-20 + 1 gives {found}, expected {expected}")
+    require(results == [expected], f"2^-8 + 2^-20 + 1 gives {results}, expected {expected}")
 
 
 def _is_exact(desc: GemmDesc) -> bool:
-    """Whether 2^-4 and 2^-10, the amax being 2^-4, are codes of both formats."""
+    """Whether both formats hold 2^-4 and 2^-10 exactly, in a block whose amax is 2^-4."""
     for spec in (desc.a, desc.b):
         if spec is not None:
             codes = formats.by_name(spec.format)
@@ -144,7 +143,7 @@ def _is_exact(desc: GemmDesc) -> bool:
 
 @law(4, "gemm")
 def gemm_of_nothing_is_zero_or_what_is_added(subject: Subject, desc: GemmDesc) -> None:
-    """Sizes of zero: an empty result, or zeros, the bias, what out held."""
+    """With m, n or k of zero the result is empty, or the bias, or out unchanged."""
     align = subject.alignment(desc)
     full = (up(3, align.m), up(5, align.n), up(32, align.k))
     for empty in ((0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)):
@@ -154,13 +153,13 @@ def gemm_of_nothing_is_zero_or_what_is_added(subject: Subject, desc: GemmDesc) -
         out = subject.here(inputs.moderate(m, n, desc.out_dtype, 3))
         expected = bias.expand(m, n) if not desc.accumulate else out.clone()
         keywords = {"out": out} if desc.accumulate else {"bias": bias}
-        made = subject.run(desc, a, b, **keywords)
-        same_bits(f"m n k {(m, n, k)}", made + 0.0, expected + 0.0)  # +0 for -0
+        result = subject.run(desc, a, b, **keywords)
+        same_bits(f"m n k {(m, n, k)}", result + 0.0, expected + 0.0)  # +0 for -0
 
 
 @law(4, "gemm", applies=lambda desc: not desc.accumulate)
 def gemm_keeps_nan_in_its_row(subject: Subject, desc: GemmDesc) -> None:
-    """A NaN in one row of a is a NaN in that row of the result, all of it, and in no other."""
+    """A NaN in one row of a makes that whole row of the result NaN, and no other row."""
     m, n, k = aligned(subject, desc, 5, 7, 160)
     if desc.a is not None and not _has_nan(desc.a.format):
         return
@@ -170,9 +169,9 @@ def gemm_keeps_nan_in_its_row(subject: Subject, desc: GemmDesc) -> None:
     x = inputs.moderate(m, k, dtype, 20).clone()
     x[2, 3] = math.nan
     _, b = gemm_operands(subject, desc, m, n, k)
-    made = on_cpu(subject.run(desc, operand(subject, desc.a, subject.here(x)), b))
-    spoilt = [row for row in range(m) if bool(made[row].isnan().any())]
-    whole = [row for row in range(m) if bool(made[row].isnan().all())]
+    result = on_cpu(subject.run(desc, operand(subject, desc.a, subject.here(x)), b))
+    spoilt = [row for row in range(m) if bool(result[row].isnan().any())]
+    whole = [row for row in range(m) if bool(result[row].isnan().all())]
     require(spoilt == whole == [2], f"NaN in rows {spoilt}, all of it in {whole}, expected [2]")
 
 

@@ -1,4 +1,4 @@
-"""Law 4 for grouped products: each group is a product of its own."""
+"""Law 4 for grouped products: the product of each group is within the bound."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def each_within(
     subject: Subject,
     desc: GroupedGemmDesc,
     groups: Groups,
-    made: Any,
+    results: Any,
     terms: list[torch.Tensor] | None = None,
 ) -> float:
-    """Require every group's product within the bound; ``terms`` are added, one a group."""
+    """Require every group's product, plus its entry of ``terms``, to be within the bound."""
     a, b, offsets = on_cpu(groups.arguments)
     bounds = offsets.tolist()
     firsts = split_groups(desc.a, a, bounds, int(desc.contract_groups), step_of(desc))
     if desc.contract_groups:
-        seconds, parts = split_groups(desc.b, b, bounds, 1, step_of(desc)), list(made)
+        seconds, parts = split_groups(desc.b, b, bounds, 1, step_of(desc)), list(results)
     else:
-        seconds, parts = b, list(torch.split(made, groups.sizes))
+        seconds, parts = b, list(torch.split(results, groups.sizes))
     require(len(parts) == len(groups.sizes), f"{len(parts)} results for {len(groups.sizes)} groups")
     worst = 0.0
-    for group, own in enumerate(zip(firsts, seconds, strict=True)):
+    for group, operands in enumerate(zip(firsts, seconds, strict=True)):
         term = None if terms is None else terms[group]
-        what = f"group {group} of sizes {groups.sizes}"
-        worst = max(worst, product_within(subject, desc, what, parts[group], own, term))
+        name = f"group {group} of sizes {groups.sizes}"
+        worst = max(worst, product_within(subject, desc, name, parts[group], operands, term))
     return worst
 
 
@@ -44,38 +44,38 @@ def each_within(
 def grouped_gemm_product_of_each_group_is_within_the_bound(
     subject: Subject, desc: GroupedGemmDesc
 ) -> float:
-    """Groups that are empty, one step long, or end in the middle of a block."""
+    """Groups that are empty, one step long, or end in the middle of a block give their products."""
     groups = grouped_operands(subject, desc)
     return each_within(subject, desc, groups, subject.run(desc, *groups.arguments))
 
 
 @law(4, "grouped_gemm", applies=lambda desc: not desc.accumulate and not desc.contract_groups)
 def grouped_gemm_adds_the_bias_of_each_group(subject: Subject, desc: GroupedGemmDesc) -> float:
-    """Each group's own bias, and no other's."""
+    """Each group's bias is added to the product of that group."""
     groups = grouped_operands(subject, desc)
     biases = subject.here(
         list(inputs.moderate(len(groups.sizes), groups.n, desc.out_dtype, 2) * 10)
     )
-    made = subject.run(desc, *groups.arguments, bias=biases)
-    return each_within(subject, desc, groups, made, biases)
+    results = subject.run(desc, *groups.arguments, bias=biases)
+    return each_within(subject, desc, groups, results, biases)
 
 
 def _out(subject: Subject, desc: GroupedGemmDesc, groups: Groups, fill: float | None) -> Any:
-    """Return ``out`` as the descriptor takes it, of ordinary values or of ``fill``."""
+    """Return ``out`` in the descriptor's form, full of ``fill``, or of moderate values if None."""
     shape = (groups.m, groups.n)
     count = len(groups.sizes) if desc.contract_groups else 1
-    made = [
+    outs = [
         torch.full(shape, fill, dtype=desc.out_dtype, device=subject.device)
         if fill is not None
         else subject.here(inputs.moderate(*shape, desc.out_dtype, 3 + at) * 10)
         for at in range(count)
     ]
-    return made if desc.contract_groups else made[0]
+    return outs if desc.contract_groups else outs[0]
 
 
 @law(4, "grouped_gemm", applies=lambda desc: not desc.accumulate)
 def grouped_gemm_writes_into_out(subject: Subject, desc: GroupedGemmDesc) -> float:
-    """With out the results are there, whatever was; an empty group of a sum gives zeros."""
+    """The products replace the values of out; a sum over an empty group gives zeros."""
     groups = grouped_operands(subject, desc)
     out = _out(subject, desc, groups, math.nan)
     subject.run(desc, *groups.arguments, out=out)
@@ -84,11 +84,11 @@ def grouped_gemm_writes_into_out(subject: Subject, desc: GroupedGemmDesc) -> flo
 
 @law(4, "grouped_gemm", applies=lambda desc: desc.accumulate)
 def grouped_gemm_accumulates_into_out(subject: Subject, desc: GroupedGemmDesc) -> float:
-    """With accumulate each product is added to what out holds; an empty group leaves it."""
+    """With accumulate each product is added to out; an empty group leaves out unchanged."""
     groups = grouped_operands(subject, desc)
     out = _out(subject, desc, groups, None)
     if desc.contract_groups:
-        before = [own.clone() for own in out]
+        before = [one.clone() for one in out]
     else:
         before = list(torch.split(out.clone(), groups.sizes))
     subject.run(desc, *groups.arguments, out=out)
@@ -101,11 +101,11 @@ def grouped_gemm_accumulates_into_out(subject: Subject, desc: GroupedGemmDesc) -
 
 @law(4, "grouped_gemm", applies=lambda desc: not desc.accumulate)
 def grouped_gemm_takes_groups_that_are_all_empty(subject: Subject, desc: GroupedGemmDesc) -> None:
-    """No row at all: an empty result, or zeros for every group."""
+    """Without a row the result is empty, or zeros for every group."""
     groups = grouped_operands(subject, desc, (0, 0, 0))
-    made = subject.run(desc, *groups.arguments)
+    results = subject.run(desc, *groups.arguments)
     if desc.contract_groups:
-        require(len(made) == 3, f"{len(made)} results for 3 groups")
-        require(not any(bool(part.any()) for part in made), "an empty sum is not zero")
+        require(len(results) == 3, f"{len(results)} results for 3 groups")
+        require(not any(bool(part.any()) for part in results), "an empty sum is not zero")
     else:
-        require(made.shape == (0, groups.n), f"no rows give {list(made.shape)}")
+        require(results.shape == (0, groups.n), f"no rows give {list(results.shape)}")

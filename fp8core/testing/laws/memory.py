@@ -1,4 +1,4 @@
-"""Law 5 for a whole backend: what its layers hand it is memory that it may read."""
+"""Law 5 for a whole backend: every tensor that layers pass to it has memory that it can read."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ SIZE = 64
 def no_operand_without_memory_reaches_it(subject: Subject) -> None:
     """Every tensor that a layer hands the backend is a plain one with an address, or is empty.
 
-    Layers get a QuantizedTensor as input and as gradient, then a tensor that torch has still to
-    negate, and zeros that it has still to make, under each recipe that runs there. Says nothing
-    about a backend that is not installed, as layers cannot choose it.
+    Under each recipe that the device runs, layers get a QuantizedTensor as input and as gradient,
+    then a lazily negated tensor and zeros without memory. The law passes for a backend that is not
+    installed, as layers cannot choose it.
     """
     if subject.name not in plugins.load().backends:
         return
-    found: list[str] = []
+    faults: list[str] = []
     bind = type(subject.backend).bind
 
     def spied(self: Backend, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
-        return _looking(bind(self, desc, device), desc, found)
+        return _looking(bind(self, desc, device), desc, faults)
 
     table.forget()
     try:
@@ -48,15 +48,18 @@ def no_operand_without_memory_reaches_it(subject: Subject) -> None:
                 try:
                     _run_layer(name, subject.device)
                 except Exception:
-                    if not found:
+                    if not faults:
                         raise
     finally:
         table.forget()
-    require(not found, "; ".join(dict.fromkeys(found)))
+    require(not faults, "; ".join(dict.fromkeys(faults)))
 
 
 def _run_layer(name: str, device: torch.device) -> None:
-    """Run a layer forward and back on tensors that are stored quantized, if the recipe can."""
+    """Run a layer forward and backward on QuantizedTensors and on torch's lazy tensors.
+
+    Returns early where the recipe does not run on the device.
+    """
     chosen = recipe.by_name(name)
     layer = Linear(SIZE, SIZE, params_dtype=torch.bfloat16, device=device)
     plan = recipe.by_name("current").plan(LayerRole("linear"), torch.bfloat16)
@@ -69,22 +72,22 @@ def _run_layer(name: str, device: torch.device) -> None:
         return
     y.backward(QuantizedTensor.quantize(values, plan.grad_output))
     zeros = lazy_zeros(values.shape, dtype=values.dtype, device=device)
-    for own in (lazily_negated(values), zeros):
+    for x in (lazily_negated(values), zeros):
         with autocast(recipe=chosen):
-            y = layer(own)
-        y.backward(own)
+            y = layer(x)
+        y.backward(x)
 
 
-def _looking(run: Callable[..., Any], desc: OpDesc, found: list[str]) -> Callable[..., Any]:
-    """Return ``run``, which also takes down what it is given without memory."""
+def _looking(run: Callable[..., Any], desc: OpDesc, faults: list[str]) -> Callable[..., Any]:
+    """Return ``run``, wrapped so that operands without readable memory are added to ``faults``."""
 
     def look(*arguments: Any, **keywords: Any) -> Any:
-        for own in pytree.tree_leaves((arguments, keywords)):
-            if isinstance(own, torch.Tensor):
-                if type(own) not in PLAIN or _is_hollow(own):
-                    found.append(f"{desc} was given a {type(own).__name__} without memory")
-                elif own.is_neg():
-                    found.append(f"{desc} was given a tensor whose memory is to be negated")
+        for leaf in pytree.tree_leaves((arguments, keywords)):
+            if isinstance(leaf, torch.Tensor):
+                if type(leaf) not in PLAIN or _is_hollow(leaf):
+                    faults.append(f"{desc} was given a {type(leaf).__name__} without memory")
+                elif leaf.is_neg():
+                    faults.append(f"{desc} was given a tensor whose memory is to be negated")
         return run(*arguments, **keywords)
 
     return look

@@ -25,57 +25,57 @@ from fp8core.testing.subject import Subject, on_cpu, storage_step
 
 SHAPES = ((5, 7), (130, 200), (260, 1030), (0, 5), (5, 0))
 BEFORE = 7
-"""What the count holds already."""
+"""The count before the call, to which the call adds."""
 
 
 def _count(subject: Subject) -> torch.Tensor:
-    made: torch.Tensor = subject.here(torch.tensor([BEFORE]))
-    return made
+    count: torch.Tensor = subject.here(torch.tensor([BEFORE]))
+    return count
 
 
-def _require_count(what: str, count: torch.Tensor, x: torch.Tensor) -> None:
-    """Require ``count`` to have grown by what ``x``, on the CPU, holds."""
-    found, expected = int(on_cpu(count)) - BEFORE, int((~x.isfinite()).sum())
-    require(found == expected, f"{what}: counted {found} NaN and inf, there are {expected}")
+def _require_count(name: str, count: torch.Tensor, x: torch.Tensor) -> None:
+    """Require ``count`` to have grown by the NaN and inf of ``x``, which is on the CPU."""
+    counted, expected = int(on_cpu(count)) - BEFORE, int((~x.isfinite()).sum())
+    require(counted == expected, f"{name}: counted {counted} NaN and inf, there are {expected}")
 
 
-def _in(x: torch.Tensor, value: float, *places: tuple[int, int]) -> torch.Tensor:
-    for place in places:
-        x[place] = value
+def _with(x: torch.Tensor, value: float, *positions: tuple[int, int]) -> torch.Tensor:
+    for position in positions:
+        x[position] = value
     return x
 
 
 def _dense_inputs(subject: Subject, desc: QuantizeDesc) -> list[tuple[str, torch.Tensor]]:
     """Return matrices with many NaN and inf, with a single one at either end, and with none."""
-    made = []
+    named = []
     for shape in SHAPES:
         size = quantize_size(subject, desc, *shape)
-        made.append((f"nonfinite {list(size)}", inputs.matrix("nonfinite", *size, desc.dtype)))
+        named.append((f"nonfinite {list(size)}", inputs.matrix("nonfinite", *size, desc.dtype)))
     size = quantize_size(subject, desc, *SHAPES[1])
     plain = inputs.matrix("huge", *size, desc.dtype)
-    made.append(("the largest finite values", plain))
-    places = ((math.inf, (0, 0)), (-math.inf, (-1, -1)), (math.nan, (size[0] // 2, -1)))
-    for value, place in places:
-        made.append((f"{value} at {place}", _in(plain.clone(), value, place)))
-    return made
+    named.append(("the largest finite values", plain))
+    values = ((math.inf, (0, 0)), (-math.inf, (-1, -1)), (math.nan, (size[0] // 2, -1)))
+    for value, position in values:
+        named.append((f"{value} at {position}", _with(plain.clone(), value, position)))
+    return named
 
 
 @law(1, "quantize", applies=lambda desc: not desc.grouped)
 def quantize_counts_nan_and_inf(subject: Subject, desc: QuantizeDesc) -> None:
-    """nonfinite_out grows by the NaN and inf of x, each once, whatever is made of them."""
+    """nonfinite_out grows by the NaN and inf of x, each counted once in either orientation."""
     every = _dense_inputs(subject, desc)
     halves = desc.halves() if desc.rowwise and desc.columnwise else ()
-    for own, some in ((desc, every), *((half, every[1:2]) for half in halves)):
-        for what, x in some:
+    for cast, named in ((desc, every), *((half, every[1:2]) for half in halves)):
+        for name, x in named:
             count = _count(subject)
-            keywords = quantize_keywords(subject, own)
-            subject.run(own, subject.here(x), **keywords, nonfinite_out=count)
-            _require_count(what, count, x)
+            keywords = quantize_keywords(subject, cast)
+            subject.run(cast, subject.here(x), **keywords, nonfinite_out=count)
+            _require_count(name, count, x)
 
 
 @law(1, "quantize", applies=lambda desc: desc.grouped)
 def quantize_counts_nan_and_inf_of_groups(subject: Subject, desc: QuantizeDesc) -> None:
-    """nonfinite_out grows by those of all groups, and by none of the rows behind the last."""
+    """nonfinite_out grows by the NaN and inf of all groups, without the rows behind the last."""
     step = storage_step(subject, desc.columnwise)
     sizes = tuple(-(-size // step) * step for size in (0, 130, 1, 0, 33))
     behind = 2 * step if desc.offsets_on_device else 0
@@ -84,10 +84,10 @@ def quantize_counts_nan_and_inf_of_groups(subject: Subject, desc: QuantizeDesc) 
     if behind:
         x[-1] = math.nan
     bounds = group_offsets(sizes)
-    for own in (desc, *(desc.halves() if desc.rowwise and desc.columnwise else ())):
-        count, keywords = _count(subject), quantize_keywords(subject, own, len(sizes))
+    for cast in (desc, *(desc.halves() if desc.rowwise and desc.columnwise else ())):
+        count, keywords = _count(subject), quantize_keywords(subject, cast, len(sizes))
         groups = offsets_for(subject, desc, sizes)
-        subject.run(own, subject.here(x), groups, **keywords, nonfinite_out=count)
+        subject.run(cast, subject.here(x), groups, **keywords, nonfinite_out=count)
         _require_count(f"groups of {list(sizes)}", count, x[: int(bounds[-1])])
 
 
@@ -97,7 +97,7 @@ def _has_methods(desc: QuantizeDesc) -> bool:
 
 @law(3, "quantize", applies=_has_methods)
 def quantize_beside_another_counts_for_each(subject: Subject, desc: QuantizeDesc) -> None:
-    """Of two tensors at once each has a count, one of them perhaps none."""
+    """Two tensors quantized in one call are counted apart, either of them or both."""
     run = subject.backend.bind(desc, subject.device)
     two = getattr(run, "beside", lambda other: None)(run)
     if two is None:
@@ -107,7 +107,7 @@ def quantize_beside_another_counts_for_each(subject: Subject, desc: QuantizeDesc
         for kind, shape in (("nonfinite", (33, 70)), ("nonfinite", SHAPES[2]))
     ]
     for is_counted in ((True, True), (True, False), (False, True)):
-        counts = [_count(subject) if own else None for own in is_counted]
+        counts = [_count(subject) if needed else None for needed in is_counted]
         given = [quantize_keywords(subject, desc, seed=seed) for seed in (11, 12)]
         both: dict[str, Any] = {name: (given[0][name], given[1][name]) for name in given[0]}
         two(*map(subject.here, xs), **both, nonfinite_out=tuple(counts))
@@ -118,28 +118,28 @@ def quantize_beside_another_counts_for_each(subject: Subject, desc: QuantizeDesc
 
 @law(3, "quantize", applies=_has_methods)
 def quantize_in_parts_counts_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
-    """After the last part all of x is counted, once."""
+    """After the last part, each NaN and inf of x is counted once."""
     in_parts = getattr(subject.backend.bind(desc, subject.device), "in_parts", None)
     if in_parts is None:
         return
     for shape in ((5, 7), SHAPES[2]):
         x = inputs.matrix("nonfinite", *quantize_size(subject, desc, *shape), desc.dtype)
         count, keywords = _count(subject), quantize_keywords(subject, desc)
-        made = in_parts(subject.here(x), **keywords, nonfinite_out=count)
-        if not isinstance(made.rowwise, Operand):
-            for _ in made.rowwise:
+        quantized = in_parts(subject.here(x), **keywords, nonfinite_out=count)
+        if not isinstance(quantized.rowwise, Operand):
+            for _ in quantized.rowwise:
                 pass
         _require_count(f"{list(x.shape)} in parts", count, x)
 
 
 @law(6, *FUSED)
 def fused_counts_what_its_pair_counts(subject: Subject, desc: FusedDesc) -> None:
-    """nonfinite_out grows by the NaN and inf of what the producer hands to the cast."""
+    """nonfinite_out grows by the NaN and inf of the producer's result, which the cast reads."""
     for value in (math.inf, math.nan):
         call = arguments(subject, desc)
-        _in(call.arguments[0], value, (1, 3))
-        found, expected = (_counted(subject, call.again(), run) for run in (_fused, _paired))
-        require(found == expected, f"counted {found} of {value}, the pair counts {expected}")
+        _with(call.arguments[0], value, (1, 3))
+        counted, expected = (_counted(subject, call.again(), run) for run in (_fused, _paired))
+        require(counted == expected, f"counted {counted} of {value}, the pair counts {expected}")
 
 
 def _counted(subject: Subject, call: OpCall, run: Callable[[Subject, OpCall], Any]) -> int:

@@ -1,4 +1,4 @@
-"""Law 4 for products that are written into a tensor of the caller's, wherever it lies."""
+"""Law 4 for products that are written into the caller's tensor, in any layout."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Out(NamedTuple):
     view: torch.Tensor
     buffer: torch.Tensor
 
-    def require_rest_untouched(self, what: str) -> None:
-        """Require FILL in what is not the view's."""
+    def require_rest_untouched(self, name: str) -> None:
+        """Require FILL in every entry of the buffer that is not part of the view."""
         rest = self.buffer.clone()
         shown = rest.as_strided(self.view.size(), self.view.stride(), self.view.storage_offset())
         shown.fill_(FILL)
-        require(bool((rest == FILL).all()), f"{what}: wrote beside out")
+        require(bool((rest == FILL).all()), f"{name}: wrote beside out")
 
 
 def _columns(x: torch.Tensor) -> torch.Tensor:
@@ -48,34 +48,34 @@ LAYOUTS: dict[str, tuple[Callable[[int, int], tuple[int, int]], Callable[..., to
 
 
 def _outs(subject: Subject, desc: GemmDesc, shape: tuple[int, int]) -> Iterator[tuple[str, Out]]:
-    for what, (size, view) in LAYOUTS.items():
+    for name, (size, view) in LAYOUTS.items():
         buffer = torch.full(size(*shape), FILL, dtype=desc.out_dtype, device=subject.device)
-        own = view(buffer)
+        result = view(buffer)
         if desc.accumulate:
-            own.copy_(inputs.moderate(*shape, desc.out_dtype, 3) * 10)
+            result.copy_(inputs.moderate(*shape, desc.out_dtype, 3) * 10)
         else:
-            own.fill_(math.nan)
-        yield f"out is {what}", Out(own, buffer)
+            result.fill_(math.nan)
+        yield f"out is {name}", Out(result, buffer)
 
 
 @law(4, "gemm")
 def gemm_writes_into_out_of_any_strides(subject: Subject, desc: GemmDesc) -> float:
-    """An out that is part of a tensor, or transposed, gets the result; what is beside it stays."""
+    """An out that is part of a tensor, or transposed, gets the result; entries beside it stay."""
     worst = 0.0
     for m, n, k in (aligned(subject, desc, 5, 7, 160), aligned(subject, desc, 32, 32, 64)):
         a, b = gemm_operands(subject, desc, m, n, k)
-        for what, out in _outs(subject, desc, (m, n)):
+        for name, out in _outs(subject, desc, (m, n)):
             before = out.view.clone() if desc.accumulate else None
-            made = subject.run(desc, a, b, out=out.view)
-            require(made is out.view, f"{what}: returned another tensor than out")
-            worst = max(worst, product_within(subject, desc, what, out.view, (a, b), before))
-            out.require_rest_untouched(what)
+            result = subject.run(desc, a, b, out=out.view)
+            require(result is out.view, f"{name}: returned another tensor than out")
+            worst = max(worst, product_within(subject, desc, name, out.view, (a, b), before))
+            out.require_rest_untouched(name)
     return worst
 
 
 @law(4, "gemm")
 def gemm_adds_the_bias_into_out(subject: Subject, desc: GemmDesc) -> float:
-    """With out, and with accumulate too, the bias is added all the same."""
+    """The bias is added also with out, and also with accumulate."""
     worst = 0.0
     m, n, k = aligned(subject, desc, 5, 7, 160)
     a, b = gemm_operands(subject, desc, m, n, k)
@@ -87,8 +87,8 @@ def gemm_adds_the_bias_into_out(subject: Subject, desc: GemmDesc) -> float:
             out = subject.here(inputs.moderate(m, n, desc.out_dtype, 3).abs() * 10)
             term = term + out.cpu().double()
         subject.run(desc, a, b, bias=bias, out=out)
-        what = f"out with bias {dtype}"
-        worst = max(worst, product_within(subject, desc, what, out, (a, b), term))
+        name = f"out with bias {dtype}"
+        worst = max(worst, product_within(subject, desc, name, out, (a, b), term))
     return worst
 
 
@@ -97,16 +97,16 @@ def _grouped_outs(
 ) -> Iterator[tuple[str, list[Out]]]:
     count = len(groups.sizes) if desc.contract_groups else 1
     several = [list(_outs(subject, desc, (groups.m, groups.n))) for _ in range(count)]
-    for own in zip(*several, strict=True):
-        yield own[0][0], [out for _, out in own]
+    for named in zip(*several, strict=True):
+        yield named[0][0], [out for _, out in named]
 
 
 @law(4, "grouped_gemm")
 def grouped_gemm_writes_into_out_of_any_strides(subject: Subject, desc: GroupedGemmDesc) -> float:
-    """An out that is part of a tensor, or transposed, gets the results; what is beside it stays."""
+    """An out that is part of a tensor, or transposed, gets the results; entries beside it stay."""
     worst = 0.0
     groups = grouped_operands(subject, desc, (0, 35, 1), (6, 10, 64))
-    for what, outs in _grouped_outs(subject, desc, groups):
+    for name, outs in _grouped_outs(subject, desc, groups):
         views = [out.view for out in outs]
         before = [view.clone() for view in views]
         given = views if desc.contract_groups else views[0]
@@ -116,13 +116,13 @@ def grouped_gemm_writes_into_out_of_any_strides(subject: Subject, desc: GroupedG
             terms = before if desc.contract_groups else list(torch.split(before[0], groups.sizes))
         worst = max(worst, each_within(subject, desc, groups, given, terms))
         for out in outs:
-            out.require_rest_untouched(what)
+            out.require_rest_untouched(name)
     return worst
 
 
 @law(4, "grouped_gemm", applies=lambda desc: not desc.contract_groups)
 def grouped_gemm_adds_the_biases_into_out(subject: Subject, desc: GroupedGemmDesc) -> float:
-    """With out, and with accumulate too, each group's bias is added all the same."""
+    """Each group's bias is added also with out, and also with accumulate."""
     groups = grouped_operands(subject, desc)
     biases = inputs.moderate(len(groups.sizes), groups.n, desc.out_dtype, 2).abs() * 10 + 1
     terms = [

@@ -39,26 +39,26 @@ from fp8core.testing.subject import Subject, on_cpu
 
 F16, F64 = torch.float16, torch.float64
 BEYOND = 1.05
-"""From this multiple of the largest value on, whatever the order of sums, it is infinity."""
+"""A sum beyond this multiple of the largest value is infinity, in whatever order it is added."""
 
 
-def _overflows(what: str, made: torch.Tensor, expected: torch.Tensor) -> None:
+def _overflows(name: str, result: torch.Tensor, expected: torch.Tensor) -> None:
     """Require infinity of the sign of ``expected`` (float64) where that is beyond the dtype's
     range, and a finite value where it is well within."""
-    got, largest = on_cpu(made).double(), torch.finfo(made.dtype).max
+    got, largest = on_cpu(result).double(), torch.finfo(result.dtype).max
     beyond = expected.abs() > BEYOND * largest
     inside = (expected.abs() < largest / BEYOND) & (expected != 0)
-    require(bool(beyond.any()), f"{what}: nothing is beyond {largest:.6g}, the kit is wrong")
+    require(bool(beyond.any()), f"{name}: nothing is beyond {largest:.6g}, the kit is wrong")
     wrong = beyond & (got != expected.sign() * math.inf)
     if bool(wrong.any()):
         at = tuple(wrong.nonzero()[0].tolist())
-        text = f"{what}: {got[at].item():.6g} at {list(at)}, expected {expected[at].item():.6g}"
-        raise Broken(f"{text}, which is infinity in {made.dtype}")
-    require(bool(got[inside].isfinite().all()), f"{what}: not finite within the range")
+        text = f"{name}: {got[at].item():.6g} at {list(at)}, expected {expected[at].item():.6g}"
+        raise Broken(f"{text}, which is infinity in {result.dtype}")
+    require(bool(got[inside].isfinite().all()), f"{name}: not finite within the range")
 
 
 def _large(desc: GemmDesc, rows: int, k: int, seed: int) -> torch.Tensor:
-    """Return values of one sign a row, so large that products of any two overflow."""
+    """Return rows of one sign each, so large that the product of any two values overflows."""
     magnitude = 1000.0 if desc.out_dtype == F16 else 2.0**70
     dtype = torch.float32 if desc.low_precision else desc.out_dtype
     x = (1 + inputs.moderate(rows, k, torch.float32, seed).abs() / 8) * magnitude
@@ -67,7 +67,7 @@ def _large(desc: GemmDesc, rows: int, k: int, seed: int) -> torch.Tensor:
 
 
 def _keeps_magnitudes(desc: GemmDesc) -> bool:
-    """Whether operands are neither scaled by what is given nor mixed."""
+    """Whether neither a caller's scale nor a transform changes the operands' magnitudes."""
     specs = (desc.a, desc.b)
     return not any(spec is not None and (spec.delayed or spec.transform) for spec in specs)
 
@@ -83,9 +83,9 @@ def gemm_overflows_to_infinity(subject: Subject, desc: GemmDesc) -> None:
     given = {}
     if desc.accumulate:
         given["out"] = torch.zeros(m, n, dtype=desc.out_dtype, device=subject.device)
-    made = subject.run(desc, a, b, **given)
+    product = subject.run(desc, a, b, **given)
     expected = subject.values(desc.a, a) @ subject.values(desc.b, b).t()  # [m, k] x [n, k]
-    _overflows(f"m n k {(m, n, k)}", made, expected)
+    _overflows(f"m n k {(m, n, k)}", product, expected)
 
 
 def _is_low_and_apart(desc: GroupedGemmDesc) -> bool:
@@ -97,16 +97,16 @@ def grouped_gemm_overflows_to_infinity(subject: Subject, desc: GroupedGemmDesc) 
     """A group's product beyond the range of its dtype is infinity, not the largest value."""
     groups = grouped_operands(subject, desc, (0, 64, 32), (6, 10, 64))
     raised = _raised(groups.arguments[:2], 2.0**24)
-    made = subject.run(desc, *raised, groups.arguments[2])
+    products = subject.run(desc, *raised, groups.arguments[2])
     (a, b), bounds = on_cpu(raised), groups.arguments[2].tolist()
     dim = int(desc.contract_groups)
     firsts = split_groups(desc.a, a, bounds, dim, step_of(desc))
     seconds = split_groups(desc.b, b, bounds, 1, step_of(desc)) if dim else b
-    parts = list(made) if dim else list(torch.split(made, groups.sizes))
+    parts = list(products) if dim else list(torch.split(products, groups.sizes))
     for at, (one, other) in enumerate(zip(firsts, seconds, strict=True)):
         x, y = subject.values(desc.a, one), subject.values(desc.b, other)
         expected = x @ y.t()
-        expected[expected.abs() < (x.abs() @ y.abs().t()) / 64] = 0.0  # cancelled: anything
+        expected[expected.abs() < (x.abs() @ y.abs().t()) / 64] = 0.0  # cancelled: not judged
         if bool((expected.abs() > BEYOND * torch.finfo(desc.out_dtype).max).any()):
             _overflows(f"group {at}", parts[at], expected)
 
@@ -114,7 +114,7 @@ def grouped_gemm_overflows_to_infinity(subject: Subject, desc: GroupedGemmDesc) 
 def _raised(
     operands: Sequence[Operand | Sequence[Operand]], factor: float
 ) -> list[Operand | list[Operand]]:
-    """Return operands with larger scales, where those are float32."""
+    """Return the operands with their float32 scales multiplied by ``factor``."""
 
     def raise_one(one: Operand) -> Operand:
         assert one.scale_inv is not None
@@ -125,8 +125,8 @@ def _raised(
         return one
 
     return [
-        raise_one(own) if isinstance(own, Operand) else [raise_one(one) for one in own]
-        for own in operands
+        raise_one(entry) if isinstance(entry, Operand) else [raise_one(one) for one in entry]
+        for entry in operands
     ]
 
 
@@ -135,33 +135,33 @@ def dequantize_overflows_to_infinity(subject: Subject, desc: DequantizeDesc) -> 
     """A value beyond float16 is infinity, not the largest value."""
     rows, cols = quantize_size(subject, QuantizeDesc(F16, desc.operand, desc.operand), 33, 70)
     x = inputs.moderate(rows, cols, torch.float32, 1) * 1e5
-    made = operand(subject, desc.operand, subject.here(x))
-    expected = subject.values(desc.operand, made)
+    quantized = operand(subject, desc.operand, subject.here(x))
+    expected = subject.values(desc.operand, quantized)
     if not desc.operand.delayed:
-        _overflows("x", subject.run(desc, made), expected)
+        _overflows("x", subject.run(desc, quantized), expected)
 
 
 @law(4, "dequantize")
 def dequantize_knows_every_code(subject: Subject, desc: DequantizeDesc) -> float:
-    """Each code has its value: NaN and infinity where the format has them."""
+    """Each code has its value, NaN and infinity included if the format has them."""
     spec = desc.operand
     quantize = QuantizeDesc(torch.float32, spec, None)
     rows, cols = quantize_size(subject, quantize, 32, 512)
     keywords = quantize_keywords(subject, quantize)
     x = inputs.moderate(rows, cols, torch.float32, 1)
-    made = subject.here(subject.judged(quantize, x, **keywords).rowwise)
-    codes = torch.arange(made.data.numel(), device=subject.device) % 256
-    made.data.copy_(codes.reshape(made.data.shape))
-    expected = subject.values(spec, made).to(desc.dtype).double()
+    quantized = subject.here(subject.judged(quantize, x, **keywords).rowwise)
+    codes = torch.arange(quantized.data.numel(), device=subject.device) % 256
+    quantized.data.copy_(codes.reshape(quantized.data.shape))
+    expected = subject.values(spec, quantized).to(desc.dtype).double()
     assert formats.by_name(spec.format).bits == 4 or not bool(expected.isfinite().all())
     limit = torch.finfo(desc.dtype)
     bound = limit.eps * expected.abs().nan_to_num(0.0, 0.0, 0.0) + limit.tiny
-    return within("x", subject.run(desc, made), expected, bound)
+    return within("x", subject.run(desc, quantized), expected, bound)
 
 
 @law(4, "norm", applies=lambda desc: desc.out_dtype == desc.dtype)
 def norm_overflows_to_infinity(subject: Subject, desc: NormDesc) -> None:
-    """A normalized value times its weight that is beyond the range is infinity."""
+    """A normalized value whose product with its weight is beyond the range is infinity."""
     x, weight, *bias = arguments(subject, desc).arguments
     weight = torch.full_like(weight, 0.9 * torch.finfo(desc.dtype).max)
     y, *_ = subject.run(desc, x, weight, *bias)
@@ -172,10 +172,10 @@ def norm_overflows_to_infinity(subject: Subject, desc: NormDesc) -> None:
 
 @law(4, "norm_backward", applies=lambda desc: desc.norm.dtype == F16)
 def norm_backward_overflows_to_infinity(subject: Subject, desc: NormBackwardDesc) -> None:
-    """A gradient beyond float16 is infinity: a loss scale that is too large has to show."""
+    """A gradient beyond float16 is infinity, so that a loss scaler sees that it is too large."""
     grad, x, weight, mean, rstd = arguments(subject, desc).arguments
     grad, weight = grad * 6000, weight * 6000
-    wide = [None if own is None else own.double() for own in on_cpu((grad, x, weight, mean, rstd))]
+    wide = [None if one is None else one.double() for one in on_cpu((grad, x, weight, mean, rstd))]
     expected = subject.judged(
         NormBackwardDesc(replace(desc.norm, dtype=F64, out_dtype=F64)), *wide
     )[0]
@@ -184,7 +184,7 @@ def norm_backward_overflows_to_infinity(subject: Subject, desc: NormBackwardDesc
 
 def _is_unbounded(desc: ActivationDesc | ActivationBackwardDesc) -> bool:
     """Whether a result can be beyond the range of an input within it."""
-    # The sigmoid in glu is 1 at most, and clamped_swiglu has params, which clamp.
+    # The sigmoid of glu is 1 at most, and the params of clamped_swiglu are its limits.
     is_gated = desc.name in GATED - {"glu"} and not desc.params
     return desc.out_dtype == desc.dtype and (is_gated or desc.name == "srelu")
 
@@ -203,7 +203,7 @@ def activation_overflows_to_infinity(subject: Subject, desc: ActivationDesc) -> 
 def activation_backward_overflows_to_infinity(
     subject: Subject, desc: ActivationBackwardDesc
 ) -> None:
-    """A gradient beyond float16 is infinity: a loss scale that is too large has to show."""
+    """A gradient beyond float16 is infinity, so that a loss scaler sees that it is too large."""
     grad, x = arguments(subject, desc).arguments
     grad = torch.where(grad == 0, 1.0, grad.sign()) * torch.finfo(F16).max
     x = (x.abs() + 2).to(F16)

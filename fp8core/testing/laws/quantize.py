@@ -1,4 +1,4 @@
-"""Laws 1 and 3: quantize against the reference, its edges one by one, its two orientations."""
+"""Laws 1 and 3: quantize equals the reference, also at the edges, and in both orientations."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from fp8core.testing.subject import Subject, on_cpu, storage_step
 SHAPES = ((5, 7), (33, 70), (130, 200), (0, 5), (5, 0))
 LARGE = (260, 1030)  # more than one kernel's tile in both directions
 LONG = ((4100, 40), (40, 4100))
-VERY_LONG = ((66000, 16), (16, 66000))  # more than 16 bits count, in one dtype for all
+VERY_LONG = ((66000, 16), (16, 66000))  # above 65535; in bfloat16 alone, which costs less
 SQUARE = 96
 MANY_GROUPS = (0, 2, 1, 33, 0, 1, 1) * 10
 
 
-class Made(NamedTuple):
+class Judged(NamedTuple):
     """One tensor quantized by the backend and by the judge, both on the CPU."""
 
     ours: Quantized
@@ -46,7 +46,7 @@ class Made(NamedTuple):
     amaxes: tuple[torch.Tensor | None, torch.Tensor | None]
 
 
-def _both(subject: Subject, desc: QuantizeDesc, x: torch.Tensor, *sizes: int) -> Made:
+def _both(subject: Subject, desc: QuantizeDesc, x: torch.Tensor, *sizes: int) -> Judged:
     """Quantize ``x`` (on the CPU), in groups of ``sizes`` rows if there are any."""
     keywords = [quantize_keywords(subject, desc, max(len(sizes), 1)) for _ in range(2)]
     keywords[1] = on_cpu(keywords[1])
@@ -54,7 +54,7 @@ def _both(subject: Subject, desc: QuantizeDesc, x: torch.Tensor, *sizes: int) ->
     ours = subject.run(desc, *subject.here((x, *groups)), **keywords[0])
     theirs = subject.judging(desc)(x, *groups, **keywords[1])
     amaxes = (keywords[0].get("amax_out"), keywords[1].get("amax_out"))
-    return Made(on_cpu(ours), theirs, amaxes)
+    return Judged(on_cpu(ours), theirs, amaxes)
 
 
 def _group_sizes(subject: Subject, desc: QuantizeDesc) -> tuple[int, ...]:
@@ -62,11 +62,11 @@ def _group_sizes(subject: Subject, desc: QuantizeDesc) -> tuple[int, ...]:
     return tuple(-(-size // step) * step for size in (0, 130, 1, 0, 33))
 
 
-def _every(subject: Subject, desc: QuantizeDesc) -> Iterator[tuple[str, Made]]:
-    """Yield every input of the kit, quantized, and what it is."""
-    last, found = subject.kept.get("every", (None, []))
+def _every(subject: Subject, desc: QuantizeDesc) -> Iterator[tuple[str, Judged]]:
+    """Yield every input of the kit, quantized by both, and its title; kept for the next law."""
+    last, judged = subject.kept.get("every", (None, []))
     if last != desc:
-        found = []
+        judged = []
         sizes: Sequence[int]
         shapes: list[tuple[tuple[int, int], Sequence[int]]]
         if desc.grouped:
@@ -78,12 +78,12 @@ def _every(subject: Subject, desc: QuantizeDesc) -> Iterator[tuple[str, Made]]:
             is_one_enough = not all(shape) or shape[1] >= LARGE[1]
             for kind in ("decades",) if is_one_enough else inputs.KINDS:
                 x = inputs.matrix(kind, *shape, desc.dtype)
-                found.append((f"{kind} {list(shape)}", _both(subject, desc, x, *sizes)))
+                judged.append((f"{kind} {list(shape)}", _both(subject, desc, x, *sizes)))
         for shape, sizes in _long_shapes(subject, desc):
             x = inputs.late(*shape, desc.dtype)
-            found.append((f"late amax {list(shape)}", _both(subject, desc, x, *sizes)))
-        subject.kept["every"] = (desc, found)
-    yield from found
+            judged.append((f"late amax {list(shape)}", _both(subject, desc, x, *sizes)))
+        subject.kept["every"] = (desc, judged)
+    yield from judged
 
 
 def _long_shapes(
@@ -104,7 +104,7 @@ def _long_shapes(
 def _operands(
     desc: QuantizeDesc, ours: Quantized, theirs: Quantized
 ) -> Iterator[tuple[str, OperandSpec, Operand, Operand]]:
-    """Yield the orientations that were asked for, as orientation, spec and both operands."""
+    """Yield orientation, spec and both operands for every orientation in ``desc``."""
     for name in Quantized._fields:
         spec, one, other = (getattr(source, name) for source in (desc, ours, theirs))
         _both_or_none(f"the {name} operand", one, spec)
@@ -112,17 +112,17 @@ def _operands(
             yield name, spec, one, other
 
 
-def _both_or_none(what: str, found: object, expected: object) -> None:
-    # To write a tensor into a message costs more than to compute it.
-    require((found is None) or (expected is not None), f"{what} is there, though nobody asked")
-    require((expected is None) or (found is not None), f"{what} is missing")
+def _both_or_none(name: str, ours: object, expected: object) -> None:
+    # The message names no value: formatting a tensor costs more than computing it.
+    require((ours is None) or (expected is not None), f"{name} is not asked for, but returned")
+    require((expected is None) or (ours is not None), f"{name} is missing")
 
 
-def _same_codes(subject: Subject, desc: QuantizeDesc, what: str, made: Made) -> float:
+def _same_codes(subject: Subject, desc: QuantizeDesc, title: str, judged: Judged) -> float:
     allowed = subject.numerics(desc).code_steps
     worst = 0.0
-    for name, spec, ours, theirs in _operands(desc, made.ours, made.theirs):
-        where = f"{what}: {name} data"
+    for name, spec, ours, theirs in _operands(desc, judged.ours, judged.theirs):
+        where = f"{title}: {name} data"
         same_form(where, ours.data, theirs.data)
         if torch.equal(ours.data, theirs.data):
             continue
@@ -139,13 +139,13 @@ def _same_codes(subject: Subject, desc: QuantizeDesc, what: str, made: Made) -> 
     return worst
 
 
-def _same_scales(subject: Subject, desc: QuantizeDesc, what: str, made: Made) -> float:
+def _same_scales(subject: Subject, desc: QuantizeDesc, title: str, judged: Judged) -> float:
     allowed = subject.numerics(desc).scale_ulps
     worst = 0.0
-    for name, _, ours, theirs in _operands(desc, made.ours, made.theirs):
+    for name, _, ours, theirs in _operands(desc, judged.ours, judged.theirs):
         for part in ("scale_inv", "global_scale_inv"):
             one, other = getattr(ours, part), getattr(theirs, part)
-            where = f"{what}: {name} {part}"
+            where = f"{title}: {name} {part}"
             _both_or_none(where, one, other)
             if one is None:
                 continue
@@ -177,29 +177,35 @@ def _is_plain(desc: QuantizeDesc) -> bool:
 @law(1, "quantize", applies=_is_nearest)
 def quantize_codes_equal_the_reference(subject: Subject, desc: QuantizeDesc) -> float:
     """Every element has the reference's code."""
-    return max(_same_codes(subject, desc, what, made) for what, made in _every(subject, desc))
+    return max(_same_codes(subject, desc, title, judged) for title, judged in _every(subject, desc))
 
 
 @law(1, "quantize")
 def quantize_scales_equal_the_reference(subject: Subject, desc: QuantizeDesc) -> float:
     """Every block has the reference's scale, and the tensor its global scale."""
-    return max(_same_scales(subject, desc, what, made) for what, made in _every(subject, desc))
+    return max(
+        _same_scales(subject, desc, title, judged) for title, judged in _every(subject, desc)
+    )
 
 
 @law(1, "quantize", applies=lambda desc: desc.rowwise is not None and desc.rowwise.delayed)
 def quantize_records_the_amax(subject: Subject, desc: QuantizeDesc) -> None:
-    """amax_out rises to the amax of x, NaN ignored; x alone decides, not the scale."""
-    for what, made in _every(subject, desc):
-        ours, theirs = made.amaxes
+    """amax_out rises to the amax of x without its NaN, whatever the scale."""
+    for title, judged in _every(subject, desc):
+        ours, theirs = judged.amaxes
         assert ours is not None
         assert theirs is not None
-        same_bits(f"{what}: amax_out", ours, theirs)
+        same_bits(f"{title}: amax_out", ours, theirs)
 
 
 def _edges(
     subject: Subject, desc: QuantizeDesc, fill: Callable[[OperandSpec], list[float]]
-) -> Iterator[tuple[str, Made]]:
-    """Yield a tensor of the values ``fill``, each block of which has the amax ``target``."""
+) -> Iterator[tuple[str, Judged]]:
+    """Yield, for each format, a tensor of the values ``fill(spec)``, quantized by both.
+
+    Each block also holds ``spec.target``: its amax, so that its scale is 1, unless ``fill`` lists
+    larger values.
+    """
     for spec in dict.fromkeys(filter(None, (desc.rowwise, desc.columnwise))):
         limits = torch.finfo(desc.dtype)
         values = torch.tensor(fill(spec), dtype=torch.float64)
@@ -216,11 +222,12 @@ def _edges(
         cast = x.to(desc.dtype)
         theirs = subject.judged(desc, cast, **keywords)
         ours = subject.run(desc, subject.here(cast), **keywords)
-        yield spec.format, Made(on_cpu(ours), theirs, (None, None))
+        yield spec.format, Judged(on_cpu(ours), theirs, (None, None))
 
 
 def _midpoints(dtype: torch.dtype) -> Callable[[OperandSpec], list[float]]:
-    """Return the midpoints between neighbouring values of a format, and their own neighbours."""
+    """Return a function that lists the midpoints between values of a format, and the values of
+    ``dtype`` next to each midpoint."""
 
     def fill(spec: OperandSpec) -> list[float]:
         values = sorted(set(filter(math.isfinite, formats.by_name(spec.format).values)))
@@ -237,14 +244,16 @@ def _midpoints(dtype: torch.dtype) -> Callable[[OperandSpec], list[float]]:
 
 @law(1, "quantize", applies=_is_plain)
 def quantize_rounds_to_the_nearest_ties_to_even(subject: Subject, desc: QuantizeDesc) -> float:
-    """Midpoints go to the even code, and the numbers just beside them to the nearer one."""
+    """Midpoints go to the even code, and the numbers next to them to the nearer one."""
     edges = _edges(subject, desc, _midpoints(desc.dtype))
-    return max(_same_codes(subject, desc, f"midpoints of {what}", made) for what, made in edges)
+    return max(
+        _same_codes(subject, desc, f"midpoints of {format}", judged) for format, judged in edges
+    )
 
 
 @law(1, "quantize", applies=_is_plain)
 def quantize_saturates_beyond_the_range(subject: Subject, desc: QuantizeDesc) -> float:
-    """What is beyond the largest value becomes that value, inf included."""
+    """Values beyond the largest, inf included, become the largest."""
 
     def fill(spec: OperandSpec) -> list[float]:
         largest = formats.by_name(spec.format).max
@@ -252,48 +261,48 @@ def quantize_saturates_beyond_the_range(subject: Subject, desc: QuantizeDesc) ->
         return [*beyond, *(-x for x in beyond), math.inf, -math.inf, 1.0]
 
     edges = _edges(subject, desc, fill)
-    return max(_same_codes(subject, desc, f"beyond {what}", made) for what, made in edges)
+    return max(_same_codes(subject, desc, f"beyond {format}", judged) for format, judged in edges)
 
 
 @law(1, "quantize", applies=_is_plain)
 def quantize_keeps_nan_in_its_place(subject: Subject, desc: QuantizeDesc) -> float:
-    """A NaN stays one, or the largest value where the format has none, and spoils no neighbour."""
+    """A NaN stays NaN, or the largest value in a format without NaN, and changes no neighbour."""
     edges = list(_edges(subject, desc, lambda spec: [math.nan, 1.0, -2.0, 0.0, -0.0]))
-    for what, made in edges:
-        _same_scales(subject, desc, f"NaN in {what}", made)
-    return max(_same_codes(subject, desc, f"NaN in {what}", made) for what, made in edges)
+    for format, judged in edges:
+        _same_scales(subject, desc, f"NaN in {format}", judged)
+    return max(_same_codes(subject, desc, f"NaN in {format}", judged) for format, judged in edges)
 
 
 @law(1, "quantize", applies=lambda desc: desc.grouped and _is_nearest(desc))
 def quantize_stops_blocks_at_group_boundaries(subject: Subject, desc: QuantizeDesc) -> None:
-    """Each group is a tensor of its own: its own amax, its own blocks, none of another's rows."""
+    """Each group has the bits of a call for it alone: no amax and no block spans two groups."""
     sizes = _group_sizes(subject, desc)
     rows, cols = quantize_size(subject, desc, sum(sizes), 70)
     x = inputs.matrix("decades", rows, cols, desc.dtype)
-    made = _both(subject, desc, x, *sizes).ours
+    together = _both(subject, desc, x, *sizes).ours
     offsets = group_offsets(sizes).tolist()
     dense = QuantizeDesc(desc.dtype, desc.rowwise, desc.columnwise)
     keywords = quantize_keywords(subject, desc, len(sizes))
     split = [
         None if operand is None else split_groups(spec, operand, offsets, dim, step_of(desc))
         for dim, (spec, operand) in enumerate(
-            zip((desc.rowwise, desc.columnwise), made, strict=True)
+            zip((desc.rowwise, desc.columnwise), together, strict=True)
         )
     ]
     for group, (start, end) in enumerate(itertools.pairwise(offsets)):
-        own = {name: value[group : group + 1].clone() for name, value in keywords.items()}
-        alone = subject.quantizer(dense)(dense, subject.here(x[start:end]), **own)
+        of_group = {name: value[group : group + 1].clone() for name, value in keywords.items()}
+        alone = subject.quantizer(dense)(dense, subject.here(x[start:end]), **of_group)
         parts = Quantized(*(None if parts is None else parts[group] for parts in split))
         _same_operands(desc, f"group {group}", parts, on_cpu(alone))
 
 
-def _same_operands(desc: QuantizeDesc, what: str, ours: Quantized, theirs: Quantized) -> None:
+def _same_operands(desc: QuantizeDesc, title: str, ours: Quantized, theirs: Quantized) -> None:
     for name, _, one, other in _operands(desc, ours, theirs):
         for part in Operand._fields:
             mine, yours = getattr(one, part), getattr(other, part)
-            _both_or_none(f"{what}: {name} {part}", mine, yours)
+            _both_or_none(f"{title}: {name} {part}", mine, yours)
             if mine is not None:
-                same_bits(f"{what}: {name} {part}", mine, yours)
+                same_bits(f"{title}: {name} {part}", mine, yours)
 
 
 def _has_both(desc: QuantizeDesc) -> bool:
@@ -309,10 +318,10 @@ def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeD
         x = subject.here(inputs.matrix(kind, *shape, desc.dtype))
         groups = (offsets_for(subject, desc, sizes),) if sizes else ()
 
-        def run(own: QuantizeDesc, x: Any = x, groups: Any = groups) -> Quantized:
-            keywords = quantize_keywords(subject, own, max(len(sizes), 1))
-            made: Quantized = on_cpu(subject.run(own, x, *groups, **keywords))
-            return made
+        def run(cast: QuantizeDesc, x: Any = x, groups: Any = groups) -> Quantized:
+            keywords = quantize_keywords(subject, cast, max(len(sizes), 1))
+            quantized: Quantized = on_cpu(subject.run(cast, x, *groups, **keywords))
+            return quantized
 
         rowwise, columnwise = desc.halves()
         halves = Quantized(run(rowwise).rowwise, run(columnwise).columnwise)
@@ -321,29 +330,29 @@ def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeD
 
 @law(3, "quantize", applies=lambda desc: _has_both(desc) and not desc.grouped and _is_nearest(desc))
 def quantize_beside_another_equals_two_calls(subject: Subject, desc: QuantizeDesc) -> None:
-    """Two tensors at once have the bits of a call for each."""
+    """Two tensors quantized in one call have the bits of a call for each."""
     run = subject.backend.bind(desc, subject.device)
     pair = getattr(run, "beside", lambda other: None)(run)
     if pair is None:
         return
     shapes = [quantize_size(subject, desc, *shape) for shape in ((33, 70), LARGE, (0, 5))]
     for one, other in itertools.permutations(shapes, 2):
-        xs = [subject.here(inputs.matrix("decades", *own, desc.dtype)) for own in (one, other)]
+        xs = [subject.here(inputs.matrix("decades", *size, desc.dtype)) for size in (one, other)]
         given = [quantize_keywords(subject, desc, seed=seed) for seed in (11, 12)]
         if "scale" in given[1]:
             given[1]["scale"] *= 3
-        apart = [{name: value.clone() for name, value in own.items()} for own in given]
-        alone = [run(x, **own) for x, own in zip(xs, apart, strict=True)]
-        made = pair(*xs, **{name: (given[0][name], given[1][name]) for name in given[0]})
-        for number, what in enumerate((one, other)):
-            _same_operands(desc, f"{list(what)} of a pair", made[number], alone[number])
+        apart = [{name: value.clone() for name, value in keywords.items()} for keywords in given]
+        alone = [run(x, **keywords) for x, keywords in zip(xs, apart, strict=True)]
+        together = pair(*xs, **{name: (given[0][name], given[1][name]) for name in given[0]})
+        for number, size in enumerate((one, other)):
+            _same_operands(desc, f"{list(size)} of a pair", together[number], alone[number])
             for name, value in given[number].items():
-                same_bits(f"{name} of {list(what)} of a pair", value, apart[number][name])
+                same_bits(f"{name} of {list(size)} of a pair", value, apart[number][name])
 
 
 @law(3, "quantize", applies=lambda desc: _has_both(desc) and not desc.grouped and _is_nearest(desc))
 def quantize_in_parts_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
-    """Parts are the rowwise operand, row by row; after the last the columnwise one is whole."""
+    """The parts are the rowwise operand's rows; after the last, the columnwise one is complete."""
     run = subject.backend.bind(desc, subject.device)
     in_parts = getattr(run, "in_parts", None)
     if in_parts is None:
@@ -352,16 +361,18 @@ def quantize_in_parts_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> 
     for shape in ((5, 7), LARGE):
         x = inputs.matrix("decades", *quantize_size(subject, desc, *shape), desc.dtype)
         given = [quantize_keywords(subject, desc) for _ in range(2)]
-        made = in_parts(subject.here(x), **given[0])
-        if not isinstance(made.rowwise, Operand):
-            made = Quantized(_joined(desc.rowwise, made.rowwise, len(x)), made.columnwise)
-        _same_operands(desc, f"{list(shape)}", made, run(subject.here(x), **given[1]))
+        quantized = in_parts(subject.here(x), **given[0])
+        if not isinstance(quantized.rowwise, Operand):
+            quantized = Quantized(
+                _joined(desc.rowwise, quantized.rowwise, len(x)), quantized.columnwise
+            )
+        _same_operands(desc, f"{list(shape)}", quantized, run(subject.here(x), **given[1]))
         for name, value in given[0].items():
             same_bits(name, value, given[1][name])
 
 
 def _joined(spec: OperandSpec, parts: Parts, rows: int) -> Operand:
-    """Return the operand of all parts, each copied while it is good."""
+    """Return the operand of all parts, each copied before the next part overwrites it."""
     require(parts.rows == rows, f"the parts have {parts.rows} rows, x has {rows}")
     data, scales, at = [], [], 0
     for start, end, part in parts:
@@ -378,14 +389,14 @@ def _joined(spec: OperandSpec, parts: Parts, rows: int) -> Operand:
 def quantize_columnwise_is_the_operand_of_the_transpose(
     subject: Subject, desc: QuantizeDesc
 ) -> None:
-    """On a square matrix too, rowwise is x and columnwise is x.T, each with its own scales."""
+    """Also for a square matrix, rowwise is the operand of x and columnwise that of x.T."""
     size = max(quantize_size(subject, desc, SQUARE, SQUARE))
     x = inputs.matrix("decades", size, size, desc.dtype)
-    made = _both(subject, desc, x).ours
-    turned = QuantizeDesc(desc.dtype, desc.columnwise, None)
-    keywords = quantize_keywords(subject, turned)
-    transposed = subject.quantizer(turned)(turned, subject.here(x.t().contiguous()), **keywords)
+    both = _both(subject, desc, x).ours
+    swapped = QuantizeDesc(desc.dtype, desc.columnwise, None)
+    keywords = quantize_keywords(subject, swapped)
+    transposed = subject.quantizer(swapped)(swapped, subject.here(x.t().contiguous()), **keywords)
     plain = QuantizeDesc(desc.dtype, desc.rowwise, None)
     straight = subject.quantizer(plain)(plain, subject.here(x), **quantize_keywords(subject, plain))
     expected = Quantized(straight.rowwise, transposed.rowwise)
-    _same_operands(desc, "square", made, on_cpu(expected))
+    _same_operands(desc, "square", both, on_cpu(expected))

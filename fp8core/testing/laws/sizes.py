@@ -1,4 +1,4 @@
-"""Law 4 for products of many rows, columns, terms and groups, and of operands that look alike."""
+"""Law 4 for products of many rows, columns, terms and groups, and of operands of equal shapes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fp8core.testing.subject import Subject
 from fp8core.torch_ops.private import pytree
 
 LONG = 4100
-VERY_LONG = 66000  # more than 16 bits count: what a grid of thread blocks has in one dimension
-STEP = 1031  # from one to the next of the few terms of a very long sum that are not zero
+VERY_LONG = 66000  # above 65535, the largest extent of a grid of thread blocks in y and z
+STEP = 1031  # the distance between the terms of a very long sum that are not zero
 MANY_GROUPS = (0, 2, 1, 33, 0, 1, 1) * 10
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda x: x.contiguous(),
@@ -30,26 +30,30 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @law(4, "gemm", applies=lambda desc: not desc.accumulate)
 def gemm_takes_any_m_n_and_k(subject: Subject, desc: GemmDesc) -> float:
-    """Thousands of rows, of columns or of terms are computed as few are."""
+    """Thousands of rows, of columns or of terms are within the same bound as few."""
     worst = 0.0
     for size in ((LONG, 9, 64), (9, LONG, 64), (9, 9, LONG)):
-        own = aligned(subject, desc, *size)
-        a, b = gemm_operands(subject, desc, *own)
-        what = f"m n k {own}"
-        worst = max(worst, product_within(subject, desc, what, subject.run(desc, a, b), (a, b)))
+        m, n, k = aligned(subject, desc, *size)
+        a, b = gemm_operands(subject, desc, m, n, k)
+        product = subject.run(desc, a, b)
+        worst = max(worst, product_within(subject, desc, f"m n k {(m, n, k)}", product, (a, b)))
     if desc.out_dtype != torch.bfloat16:
         return worst  # one dtype stands for the others
     for size in ((VERY_LONG, 3, 32), (3, VERY_LONG, 32), (3, 3, VERY_LONG)):
         m, n, k = aligned(subject, desc, *size)
         operands = (_sparse(subject, desc, 0, m, k), _sparse(subject, desc, 1, n, k))
-        made = subject.run(desc, *operands)
-        what = f"m n k {(m, n, k)}, every {STEP}th term"
-        worst = max(worst, product_within(subject, desc, what, made, operands))
+        product = subject.run(desc, *operands)
+        name = f"m n k {(m, n, k)}, every {STEP}th term"
+        worst = max(worst, product_within(subject, desc, name, product, operands))
     return worst
 
 
 def _sparse(subject: Subject, desc: GemmDesc, at: int, rows: int, k: int) -> Operand:
-    """Return an operand most of whose terms are zero if it has many, so that none goes unseen."""
+    """Return operand a (0) or b (1); of a very long k, most terms are zero.
+
+    The bound grows with the magnitudes of all terms, so that among many terms of one size a
+    missing one would stay within it.
+    """
     dtype = torch.float32 if desc.low_precision else desc.out_dtype
     x = inputs.moderate(rows, min(k, 64), dtype, 20 + 20 * at)
     if k > x.shape[1]:
@@ -62,31 +66,31 @@ def _sparse(subject: Subject, desc: GemmDesc, at: int, rows: int, k: int) -> Ope
 
 @law(4, "gemm", applies=lambda desc: not desc.accumulate)
 def gemm_of_as_many_rows_as_columns(subject: Subject, desc: GemmDesc) -> float:
-    """With m = n each operand keeps its own scales; with k too, strides tell what is a row."""
+    """With m = n, and with m = n = k, operands, scales and orientations are not confused."""
     worst = 0.0
     for size, columnwise in itertools.product(((96, 96, 160), (128, 128, 128)), (False, True)):
-        own = aligned(subject, desc, *size)
-        size = (max(own[:2]), max(own[:2]), own[2])
+        m, n, k = aligned(subject, desc, *size)
+        size = (max(m, n), max(m, n), k)
         a, b = gemm_operands(subject, desc, *size, columnwise=columnwise)
-        made = subject.run(desc, a, b)
-        worst = max(worst, product_within(subject, desc, f"m n k {size}", made, (a, b)))
+        result = subject.run(desc, a, b)
+        worst = max(worst, product_within(subject, desc, f"m n k {size}", result, (a, b)))
     return worst
 
 
 @law(4, "gemm", applies=lambda desc: not desc.accumulate)
 def gemm_takes_operands_of_any_strides(subject: Subject, desc: GemmDesc) -> float:
-    """Operands that another backend laid out by rows, by columns or with gaps are the same ones."""
+    """Operands that another backend laid out by rows, by columns or with gaps are read right."""
     worst = 0.0
     for size in ((5, 7, 160), (64, 64, 64)):
-        own = aligned(subject, desc, *size)
-        operands = gemm_operands(subject, desc, *own)
-        for what, lay in LAYOUTS.items():
+        m, n, k = aligned(subject, desc, *size)
+        operands = gemm_operands(subject, desc, m, n, k)
+        for layout, lay in LAYOUTS.items():
             laid = pytree.tree_map_only(torch.Tensor, lay, operands)
             pairs = {"a and b": laid, "a": (laid[0], operands[1]), "b": (operands[0], laid[1])}
-            for whose, (a, b) in pairs.items():
-                made = subject.run(desc, a, b)
-                text = f"{what} {whose}, m n k {own}"
-                worst = max(worst, product_within(subject, desc, text, made, (a, b)))
+            for which, (a, b) in pairs.items():
+                product = subject.run(desc, a, b)
+                name = f"{layout} {which}, m n k {(m, n, k)}"
+                worst = max(worst, product_within(subject, desc, name, product, (a, b)))
     return worst
 
 
@@ -96,14 +100,14 @@ def _is_no_float16(desc: GroupedGemmDesc) -> bool:
 
 @law(4, "grouped_gemm", applies=_is_no_float16)
 def grouped_gemm_takes_many_groups(subject: Subject, desc: GroupedGemmDesc) -> float:
-    """Dozens of groups, some of them empty, some as long as others."""
+    """Dozens of groups, some of them empty, some of equal length."""
     groups = grouped_operands(subject, desc, MANY_GROUPS, (6, 10, 64))
     return each_within(subject, desc, groups, subject.run(desc, *groups.arguments))
 
 
 @law(4, "grouped_gemm", applies=_is_no_float16)
 def grouped_gemm_takes_groups_of_any_size(subject: Subject, desc: GroupedGemmDesc) -> float:
-    """A group of thousands of rows, and wide results of it."""
+    """A group of thousands of rows, and groups with hundreds of columns and terms."""
     groups = grouped_operands(subject, desc, (3, LONG, 33), (6, 10, 64))
     worst = each_within(subject, desc, groups, subject.run(desc, *groups.arguments))
     wide = grouped_operands(subject, desc, (33, 1, 64), (530, 530, 530))
@@ -118,6 +122,8 @@ def grouped_gemm_takes_operands_of_any_strides(subject: Subject, desc: GroupedGe
     a, b, offsets = groups.arguments
     for lay in LAYOUTS.values():
         laid = pytree.tree_map_only(torch.Tensor, lay, (a, b))
-        own = groups._replace(arguments=(*laid, offsets))
-        worst = max(worst, each_within(subject, desc, own, subject.run(desc, *own.arguments)))
+        laid_out = groups._replace(arguments=(*laid, offsets))
+        worst = max(
+            worst, each_within(subject, desc, laid_out, subject.run(desc, *laid_out.arguments))
+        )
     return worst

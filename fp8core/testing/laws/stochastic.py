@@ -16,7 +16,7 @@ from fp8core.testing.subject import Subject, on_cpu, storage_step
 
 REPEATS, SEEDS = 256, 48
 CHANCE = 1e-9
-"""How likely a right implementation may fail one comparison of means."""
+"""The chance that one comparison of means fails although the implementation is right."""
 
 
 def _is_stochastic(desc: QuantizeDesc) -> bool:
@@ -28,7 +28,7 @@ def _is_dense(desc: QuantizeDesc) -> bool:
 
 
 def _given(subject: Subject, desc: QuantizeDesc) -> tuple[torch.Tensor, ...]:
-    """Return an ordinary x, with two equal groups if the descriptor is grouped."""
+    """Return ``x`` of moderate values; if ``desc`` is grouped, ``x`` twice and the offsets."""
     step = storage_step(subject, desc.columnwise)
     rows = -(-64 // step) * step
     x = inputs.moderate(*quantize_size(subject, desc, rows, 96), desc.dtype)
@@ -38,25 +38,25 @@ def _given(subject: Subject, desc: QuantizeDesc) -> tuple[torch.Tensor, ...]:
 
 
 def _run(subject: Subject, desc: QuantizeDesc, seed: int, offset: int) -> Quantized:
-    made: Quantized = on_cpu(
+    quantized: Quantized = on_cpu(
         subject.run(desc, *_given(subject, desc), rng=torch.tensor([seed, offset]))
     )
-    return made
+    return quantized
 
 
-def _codes(desc: QuantizeDesc, made: Quantized) -> list[tuple[int, torch.Tensor]]:
+def _codes(desc: QuantizeDesc, quantized: Quantized) -> list[tuple[int, torch.Tensor]]:
     """Return the codes that were rounded stochastically, each with its orientation."""
     specs = (desc.rowwise, desc.columnwise)
     return [
         (at, operand.data)
-        for at, (spec, operand) in enumerate(zip(specs, made, strict=True))
+        for at, (spec, operand) in enumerate(zip(specs, quantized, strict=True))
         if spec is not None and spec.stochastic and operand is not None
     ]
 
 
 @law(1, "quantize", applies=_is_stochastic)
 def stochastic_rounding_repeats_with_the_same_rng(subject: Subject, desc: QuantizeDesc) -> None:
-    """The same seed and offset give the same codes, and torch's own generator is left alone."""
+    """The same seed and offset give the same codes, and torch's generator does not advance."""
     state = torch.get_rng_state()
     first, again = (_run(subject, desc, 7, 9) for _ in range(2))
     require(torch.equal(torch.get_rng_state(), state), "torch's generator was advanced")
@@ -99,11 +99,11 @@ def stochastic_rounding_takes_a_neighbour_and_keeps_the_mean(
 
 
 def _compare_means(subject: Subject, spec: OperandSpec, half: QuantizeDesc, name: str) -> float:
-    """Compare means over REPEATS equal rows of the operand, times SEEDS draws.
+    """Compare the means of each element over REPEATS equal rows and SEEDS draws.
 
-    A draw takes one of two values a step apart, so by Hoeffding the mean of n of them is within
-    ``step sqrt(ln(2 / chance) / (2 n))`` of its expectation, here 3 % of a step: twice that for two
-    means.
+    A draw is one of two values that lie a step apart, so by Hoeffding's inequality the mean of n
+    draws is within ``step sqrt(ln(2 / chance) / (2 n))`` of its expectation, here 3 % of a step.
+    The bound is twice that, as both means are drawn.
     """
     step = storage_step(subject, spec)
     x = inputs.moderate(1, -(-96 // step) * step, half.dtype).expand(REPEATS, -1)
@@ -112,15 +112,15 @@ def _compare_means(subject: Subject, spec: OperandSpec, half: QuantizeDesc, name
     draws: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for seed in range(SEEDS):
         rng = torch.tensor([seed, 3])
-        made = (subject.run(half, subject.here(x), rng=rng), subject.judged(half, x, rng=rng))
-        for kept, quantized in zip(draws, made, strict=True):
+        both = (subject.run(half, subject.here(x), rng=rng), subject.judged(half, x, rng=rng))
+        for kept, quantized in zip(draws, both, strict=True):
             kept.append(subject.elements(spec, getattr(quantized, name)))
     ours, theirs = (torch.cat(kept) for kept in draws)  # [samples, values]
     means = [one.double().mean(0) for one in (ours, theirs)]
     above = torch.bucketize(means[1].float(), grid).clamp(1, len(grid) - 1)
     steps = (grid[above] - grid[above - 1]).double()
     bound = 2 * steps * math.sqrt(math.log(2 * len(steps) / CHANCE) / (2 * len(ours)))
-    # The value itself is not known, where a transform comes first, but its mean is near it.
+    # A transform before the cast hides the value itself; the mean of the draws is near it.
     low, high = (
         torch.bucketize((means[1] + end * bound).float(), grid).clamp(0, len(grid) - 1)
         for end in (-1, 1)
