@@ -98,21 +98,22 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """Return the public names, and the modules that are loaded."""
-    own = [
+    modules = [
         name
         for name, value in globals().items()
         if isinstance(value, ModuleType) and value.__name__ == f"{__name__}.{name}"
     ]
-    return sorted({*__all__, *own})
+    return sorted({*__all__, *modules})
 
 
 if not TYPE_CHECKING:  # to a type checker, it would make every name an attribute
 
     def __getattr__(name: str) -> NoReturn:
-        """Raise AttributeError, which for a name of Transformer Engine says what to use instead."""
+        """Raise AttributeError, which names the alternative to a name of Transformer Engine, or the
+        nearest public name."""
         refusal = not_offered.refusal(name)
         if refusal is not None:
             raise AttributeError(refusal)
         near = "" if name.startswith("_") else did_you_mean(name, __dir__())
         text = f"module {__name__!r} has no attribute {name!r}{'.' if near else ''}{near}"
-        raise AttributeError(text, name=name)  # with obj=, Python would add a nearest one
+        raise AttributeError(text, name=name)  # with obj=, Python would add a second suggestion

@@ -13,8 +13,7 @@ from fp8core.commands import build
 from fp8core.demo import cli as demo
 from fp8core.doctor import command as doctor
 from fp8core.errors import Fp8CoreError, RecipeError, did_you_mean
-from fp8core.inspect.explain import add_arguments as add_explain_arguments
-from fp8core.inspect.explain import run as run_explain
+from fp8core.inspect import explain
 from fp8core.testing import command as conformance
 
 __all__ = ["main"]
@@ -28,12 +27,11 @@ class Command(NamedTuple):
     help: str
 
 
-# The module fp8core.explain is not to be had as an attribute: that name is the public function.
 _COMMANDS = {
     "build": Command(
         build.add_arguments,
         build.run,
-        "compile what a backend would compile on first use",
+        "compile a backend's native code now, not on first use",
     ),
     "conformance": Command(
         conformance.add_arguments,
@@ -48,11 +46,11 @@ _COMMANDS = {
     "doctor": Command(
         doctor.add_arguments,
         doctor.run,
-        "say what is installed, what can be used here, and why not",
+        "list the backends and plug-ins, which can be used here, and why others cannot",
     ),
     "explain": Command(
-        add_explain_arguments,
-        run_explain,
+        explain.add_arguments,
+        explain.run,
         "say which backend runs an operation, and why none of the others",
     ),
 }
@@ -73,19 +71,19 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status: 0, 1 for an error or a finding, 2 for bad usage.
 
-    A name or setting that means nothing is bad usage, in the environment too.
+    An unknown name or setting is bad usage, also in an environment variable.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what a plug-in says is printed in any encoding
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a plug-in's message may not fit the encoding
         sys.stdout.reconfigure(errors="backslashreplace")
-    given = sys.argv[1:] if arguments is None else arguments
+    words = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
-    command = next(iter(given), "-")
+    command = next(iter(words), "-")
     if not command.startswith("-") and command not in _COMMANDS:
         parser.error(
             f"there is no command {command!r}; commands: {', '.join(_COMMANDS)}."
             f"{did_you_mean(command, _COMMANDS)}"
         )
-    parsed = parser.parse_args(given)
+    parsed = parser.parse_args(words)
     try:
         return _COMMANDS[parsed.command].run(parsed)
     except Fp8CoreError as error:

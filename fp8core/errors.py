@@ -1,11 +1,11 @@
 """The errors a user can meet.
 
-Each message says what was asked, what was found and what would work::
+Each message names the request, the value at fault, and what would work::
 
     Fp8CoreError
-    |-- RecipeError       a recipe, format, backend name or setting without a meaning as written
+    |-- RecipeError       an unknown recipe, format, backend name or setting
     |-- OperandError      a tensor that does not fit: wrong k, dtype, device, stored state
-    |-- UnsupportedError  a request that is clear, but that nothing installed here can run
+    |-- UnsupportedError  a valid request that no installed backend can run
     |-- PluginError       a plug-in that cannot be used: failed import, wrong hook or API version
     `-- NonFiniteError    a NaN or inf that a monitor was asked to stop at
 """
@@ -31,15 +31,15 @@ class Fp8CoreError(Exception):
 
 
 class RecipeError(Fp8CoreError, ValueError):
-    """A recipe, format name, backend name or setting has no meaning as written."""
+    """A recipe, format name, backend name or setting is unknown or invalid."""
 
 
 class OperandError(Fp8CoreError, ValueError):
-    """A tensor, shape or stored state does not fit the place it was given to."""
+    """A tensor, shape or stored state does not fit its use."""
 
 
 class UnsupportedError(Fp8CoreError, NotImplementedError):
-    """The request is understood, but no backend here, or nothing yet, can run it."""
+    """The request is valid, but no installed backend can run it, or fp8core does not offer it."""
 
 
 class PluginError(Fp8CoreError, RuntimeError):
@@ -51,7 +51,7 @@ class NonFiniteError(Fp8CoreError, ArithmeticError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the nearest known word, in any case, else nothing.
+    """Return ``" Did you mean 'x'?"`` for the nearest known word, ignoring case, else ``""``.
 
     >>> did_you_mean("e4m4", ["e4m3", "e5m2"])
     " Did you mean 'e4m3'?"

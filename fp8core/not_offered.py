@@ -1,4 +1,4 @@
-"""Names of Transformer Engine that fp8core does not have, and what does their work instead."""
+"""Names of Transformer Engine that fp8core does not have, and what to use instead."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 __all__ = ["NOT_OFFERED", "refusal"]
 
 _ATTENTION = "use torch's attention between fp8core's layers"
-_ASK = 'fp8core.explain("gemm", recipe).refused says it, and `fp8core doctor` for a machine'
+_ASK = 'use fp8core.explain("gemm", recipe).refused, or `fp8core doctor` for the whole machine'
 _BACKENDS = "backends quantize, recipes say how (fp8core.recipe); there are no quantizer objects"
-_PADDING = "it is not needed, layers pad what blocks do not divide"
+_PADDING = "it is not needed, layers pad sizes that blocks do not divide"
 _ROUTING = "permute tokens with torch, and give fp8core.GroupedLinear the rows of each expert"
 _OFFLOAD = "use torch.autograd.graph.save_on_cpu, or fp8core.checkpoint to save less"
 _OVERLAP = "tensor and sequence parallelism are not offered"
@@ -61,14 +61,14 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
 NOT_OFFERED: Mapping[str, str] = {
     name: instead for instead, names in _GROUPS.items() for name in names
 }
-"""What to do instead, by the name in ``transformer_engine.pytorch``."""
+"""The alternative for each name of ``transformer_engine.pytorch``."""
 
 
 def refusal(name: str) -> str | None:
-    """Return why fp8core has no ``name`` and what to do, None if no such name is known.
+    """Return the message that fp8core has no ``name``, with the alternative; None for other names.
 
     >>> refusal("Fp8Padding")
-    'fp8core offers no Fp8Padding: it is not needed, layers pad what blocks do not divide.'
+    'fp8core offers no Fp8Padding: it is not needed, layers pad sizes that blocks do not divide.'
     """
     instead = NOT_OFFERED.get(name)
     return None if instead is None else f"fp8core offers no {name}: {instead}."

@@ -1,4 +1,4 @@
-"""The library's one logger, and lines that are said once."""
+"""The library's logger, lines that are logged once, and shortened lists of names."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ __all__ = ["log_once", "logger", "some"]
 
 logger = logging.getLogger("fp8core")
 
-_said: set[str] = set()
-_said_lock = threading.Lock()
+_logged: set[str] = set()
+_logged_lock = threading.Lock()
 
 
 def log_once(line: str, level: int = logging.WARNING, *, about: str | None = None) -> None:
-    """Log ``line`` the first time this process says it, or says anything ``about`` the same."""
-    said = line if about is None else about
-    with _said_lock:
-        is_new = said not in _said
-        _said.add(said)
+    """Log ``line`` once in this process; with ``about``, one line for each value of ``about``."""
+    topic = line if about is None else about
+    with _logged_lock:
+        is_new = topic not in _logged
+        _logged.add(topic)
     if is_new:
         logger.log(level, "%s", line)
 
 
 def some(names: Sequence[str], shown: int = 3) -> str:
-    """Return the first ``shown`` names, and how many more there are.
+    """Return the first ``shown`` names, and the number of the others.
 
     >>> some(["a", "b", "c"], shown=2)
     'a, b and 1 more'

@@ -1,1 +1,1 @@
-"""What the commands share: their arguments, and the small ones themselves."""
+"""Small commands, and the arguments that several commands take."""

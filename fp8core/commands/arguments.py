@@ -1,6 +1,7 @@
-"""Arguments that several commands take, read so that a wrong name is bad usage with the nearest.
+"""Types of arguments that several commands take; a wrong name is an error with the nearest name.
 
-Each is a ``type`` of argparse, which makes an error of it: the message, and exit status 2.
+argparse calls them as ``type``: it prints the message of their ArgumentTypeError and exits with
+status 2.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from fp8core.recipe import PerLayer, Recipe, by_name
 __all__ = ["NO_RECIPE", "device_argument", "op_argument", "recipe_argument"]
 
 NO_RECIPE = "none"
-"""What commands call high precision, where a recipe is asked for."""
+"""The name that commands use for high precision, in the argument for a recipe."""
 
-_TORCH_DEVICES = ("cpu", "cuda", "meta", "mps", "xpu")  # torch has no public list of its own
+_TORCH_DEVICES = ("cpu", "cuda", "meta", "mps", "xpu")  # torch has no public list of them
 
 Value = TypeVar("Value")
 

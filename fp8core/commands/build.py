@@ -1,4 +1,4 @@
-"""``fp8core build``: compile what a backend would compile on first use, ahead of time."""
+"""``fp8core build``: compile a backend's native code now, which it would compile on first use."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arch", nargs="+", metavar="ARCH", help="architectures; default: those of this machine"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="copy what was made there as well"
+        "--output", type=Path, metavar="DIR", help="copy the compiled files to this folder as well"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build, and print the path of what was made."""
+    """Build, and print the path of the compiled files."""
     spec = plugins.load().spec(args.backend, "fp8core build")
     if not spec.builder:
         raise UnsupportedError(f"backend {spec.name!r} has nothing to compile.")

@@ -1,1 +1,1 @@
-"""Conversion of an existing model: which layers, how they are swapped, and what came of it."""
+"""Conversion of an existing model: the choice of layers, the swap of their classes, the report."""

@@ -1,4 +1,4 @@
-"""``convert`` and ``unconvert``: a model of torch's layers computes in low precision, and back."""
+"""``convert`` has a model of torch's layers compute in low precision; ``unconvert`` undoes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fp8core.conversion.survey import Filter, Survey, survey
 from fp8core.errors import OperandError, RecipeError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.first_step import announce, silence
-from fp8core.modules.inventory import Place, flops_of
+from fp8core.modules.inventory import ModuleNode, flops_of
 from fp8core.modules.watched import refuse_watched
 from fp8core.recipe import Recipe
 from fp8core.recipe.choice import recipe_from
@@ -42,33 +42,34 @@ def convert(
 ) -> ConversionReport:
     """Have the ``Linear``, ``LayerNorm`` and ``RMSNorm`` of ``model`` compute as ``recipe`` says.
 
-    The layers are swapped in place: modules, parameters, names in the state_dict, hooks, buffers
-    and training mode stay, an optimizer made before goes on training them, and
-    ``isinstance(layer, torch.nn.Linear)`` holds. Each layer has its path as its name, for
+    The layers change their class in place: modules, parameters, names in the state_dict, hooks,
+    buffers and training mode stay, an existing optimizer goes on training them, and
+    ``isinstance(layer, torch.nn.Linear)`` holds. Each layer takes its path as its name, for
     :class:`fp8core.recipe.PerLayer` and messages. Nothing is changed if an error is raised.
 
-    The recipe is active outside any ``autocast``; inside one, that one's counts, ``enabled=False``
-    included. A step of delayed scaling is one forward of ``model``, or an autocast around several:
-    then the scales follow the largest amax of them all. The first forward logs what ran.
+    The recipe is active outside any ``autocast``; inside one, the autocast's recipe is active
+    instead, also with ``enabled=False``. A step of delayed scaling is one forward of ``model``, or
+    an autocast around several, whose scales follow the largest amax of all. The first forward logs
+    how many layers ran in low precision, and on which backend.
 
-    The output head, routers of experts and low-rank factors of adapters are left out, and named in
-    the report with every other layer that was; :func:`unconvert` undoes it all.
+    The output head, routers of experts and low-rank factors of adapters stay as they are. The
+    report names every layer that stays, and why; :func:`unconvert` undoes the conversion.
 
     Args:
-        model: any module; fp8core's own layers in it take the recipe too.
+        model: any module; fp8core's layers inside it take the recipe too.
         recipe: a Recipe or a recipe's name (:func:`fp8core.recipe.names`); None leaves everything
             in high precision outside an autocast.
-        filter: which layers to convert, instead of all but those three:
+        filter: the layers to convert, instead of all but the three kinds above:
             ``(module, path) -> bool``, or patterns of paths, one of which has to match. A pattern
             with ``*``, ``?`` or ``[`` matches the whole path as in a shell, one without matches
-            whole words of it: ``"mlp"`` is in ``"blocks.3.mlp.fc1"``.
-        skip: patterns of layers to leave out as well.
+            whole words: ``"mlp"`` matches ``"blocks.3.mlp.fc1"``.
+        skip: patterns of layers to leave out, also if the filter names them.
 
     Raises:
-        OperandError: ``model`` is no module, is converted already, or nothing in it can be; or a
-            monitor watches one of its layers.
-        RecipeError: an unknown recipe, or a pattern that matches nothing; names the nearest.
-        UnsupportedError: a filter pattern that names a layer which cannot be converted.
+        OperandError: ``model`` is no module, is converted already, or has no layer that can be
+            converted; or a monitor watches one of its layers.
+        RecipeError: the recipe is unknown, or a pattern matches nothing; names the nearest.
+        UnsupportedError: a pattern of ``filter`` names a layer that cannot be converted.
     """
     if not isinstance(model, torch.nn.Module):
         raise OperandError(f"convert({model!r}): expected a torch.nn.Module.")
@@ -77,17 +78,19 @@ def convert(
         raise RecipeError(f"convert(filter={filter!r}): expected a function or patterns of names.")
     if not isinstance(skip, str | Sequence):
         raise RecipeError(f"convert(skip={skip!r}): expected patterns of names.")
-    found = survey(model, filter, [skip] if isinstance(skip, str) else skip)
-    refuse_watched(f"convert({type(model).__name__})", {p.module: p.path for p in found.native})
-    plans = _plans(found, chosen)
-    report = _report(model, found, chosen, plans)
+    surveyed = survey(model, filter, [skip] if isinstance(skip, str) else skip)
+    refuse_watched(f"convert({type(model).__name__})", {p.module: p.path for p in surveyed.native})
+    plans = _plans(surveyed, chosen)
+    report = _report(model, surveyed, chosen, plans)
     conversion = Conversion(None if chosen is None else Active(quantize=chosen))
-    _swap([*found.chosen, *found.native], conversion)
-    # A wrapper of torch.compile is eager around its graph, and so cannot know what ran in it.
+    _swap([*surveyed.chosen, *surveyed.native], conversion)
+    # torch.compile's wrapper runs outside its graph, where it is not known which layers ran.
     root = getattr(model, COMPILED_MODULE, model)
     vars(root)[ROOT] = conversion
     if any(plan.delayed is not None for plan in plans.values()):
-        for module in dict.fromkeys([root, *(p.module for p in (*found.chosen, *found.native))]):
+        for module in dict.fromkeys(
+            [root, *(p.module for p in (*surveyed.chosen, *surveyed.native))]
+        ):
             delimit(module)
     announce(root, is_wanted=True)
     return report
@@ -96,22 +99,22 @@ def convert(
 def unconvert(model: torch.nn.Module) -> torch.nn.Module:
     """Undo :func:`convert` for all of ``model``, and return it.
 
-    Classes are those of before, parameters the same objects with the bytes that they have now,
-    and the buffers of delayed scaling are gone.
+    The layers have their former classes, the parameters stay the same objects with their present
+    values, and the buffers of delayed scaling are gone.
 
     Raises:
-        OperandError: nothing in it is converted, a monitor watches one of its layers, or something
-            was made of a converted layer since (a parametrization, a sharded module), which has to
-            be undone first. Nothing is changed then.
+        OperandError: no layer is converted, a monitor watches one of them, or a converted layer was
+            parametrized, sharded or patched since, which has to be undone first. Nothing is
+            changed then.
     """
     if not isinstance(model, torch.nn.Module):
         raise OperandError(f"unconvert({model!r}): expected a torch.nn.Module.")
     modules = list(model.modules())
-    layers = [own for own in modules if RECORD in vars(own) and isinstance(own, LowPrecisionModule)]
-    roots = [own for own in modules if ROOT in vars(own)]
+    layers = [one for one in modules if RECORD in vars(one) and isinstance(one, LowPrecisionModule)]
+    roots = [one for one in modules if ROOT in vars(one)]
     if not layers and not roots:
         raise OperandError(f"unconvert({type(model).__name__}): nothing in it is converted.")
-    names: dict[torch.nn.Module, str] = {own: own.name or type(own).__name__ for own in layers}
+    names: dict[torch.nn.Module, str] = {one: one.name or type(one).__name__ for one in layers}
     refuse_watched(f"unconvert({type(model).__name__})", names)
     for layer in layers:
         record: Record = vars(layer)[RECORD]
@@ -119,9 +122,9 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
             continue
         is_another, is_patched = Converted not in type(layer).__bases__, "forward" in vars(layer)
         if is_another or is_patched:
-            what = "has its forward replaced" if is_patched else f"is a {type(layer).__name__}"
+            change = "has its forward replaced" if is_patched else f"is a {type(layer).__name__}"
             raise OperandError(
-                f"unconvert: {layer.label} {what} since it was converted; undo that first."
+                f"unconvert: {layer.label} {change} since it was converted; undo that first."
             )
     for root in roots:
         del vars(root)[ROOT]
@@ -133,62 +136,62 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _swap(wanted: Sequence[Place], conversion: Conversion) -> None:
+def _swap(wanted: Sequence[ModuleNode], conversion: Conversion) -> None:
     done: list[torch.nn.Module] = []
     try:
-        for place in wanted:
-            adopt(place.module, place.path, conversion)  # type: ignore[arg-type]  # survey saw to it
-            done.append(place.module)
+        for node in wanted:
+            adopt(node.module, node.path, conversion)  # type: ignore[arg-type]  # survey saw to it
+            done.append(node.module)
     except BaseException:
         for module in done:
             release(module)  # type: ignore[arg-type]  # adopted above
         raise
 
 
-def _plans(found: Survey, recipe: Recipe | None) -> dict[Place, LinearPlan]:
+def _plans(surveyed: Survey, recipe: Recipe | None) -> dict[ModuleNode, LinearPlan]:
     """Return the plan of every linear layer; a recipe that cannot plan one raises here."""
     if recipe is None:
         return {}
     plans = {}
-    for place in (*found.chosen, *found.native):
-        if flops_of(place.module):
-            kind = place.module.kind if isinstance(place.module, LowPrecisionModule) else "linear"
-            dtype = next(place.module.parameters()).dtype
-            plans[place] = recipe.plan(LayerRole(kind, place.path or None), dtype)
+    for node in (*surveyed.chosen, *surveyed.native):
+        if flops_of(node.module):
+            kind = node.module.kind if isinstance(node.module, LowPrecisionModule) else "linear"
+            dtype = next(node.module.parameters()).dtype
+            plans[node] = recipe.plan(LayerRole(kind, node.path or None), dtype)
     return plans
 
 
 def _report(
     model: torch.nn.Module,
-    found: Survey,
+    surveyed: Survey,
     recipe: Recipe | None,
-    plans: dict[Place, LinearPlan],
+    plans: dict[ModuleNode, LinearPlan],
 ) -> ConversionReport:
-    own = {p for place in (*found.chosen, *found.native) for p in place.module.parameters()}
+    taking = {p for node in (*surveyed.chosen, *surveyed.native) for p in node.module.parameters()}
     return ConversionReport(
         recipe=None if recipe is None else text_of(recipe),
-        converted=tuple(_entry(place, plans.get(place)) for place in found.chosen),
-        native=tuple(_entry(place, plans.get(place)) for place in found.native),
+        converted=tuple(_entry(node, plans.get(node)) for node in surveyed.chosen),
+        native=tuple(_entry(node, plans.get(node)) for node in surveyed.native),
         skipped=tuple(
-            _entry(place, None, reason, is_repeat=is_repeat)
-            for place, reason, is_repeat in found.refused
+            _entry(node, None, reason, is_repeat=is_repeat)
+            for node, reason, is_repeat in surveyed.refused
         ),
-        notes=tuple(notes(model, found, recipe, plans)),
+        notes=tuple(notes(model, surveyed, recipe, plans)),
         num_parameters=_count(set(model.parameters())),
-        num_converted_parameters=_count(own),
+        num_converted_parameters=_count(taking),
     )
 
 
 def _entry(
-    place: Place, plan: LinearPlan | None, reason: str = "", *, is_repeat: bool = False
+    node: ModuleNode, plan: LinearPlan | None, reason: str = "", *, is_repeat: bool = False
 ) -> LayerEntry:
-    is_native = isinstance(place.module, LowPrecisionModule)
-    own = set(place.module.parameters(recurse=is_native))
-    sizes = _count(own), flops_of(place.module)
-    if is_repeat:  # counted where it was met first
+    is_native = isinstance(node.module, LowPrecisionModule)
+    counted = set(node.module.parameters(recurse=is_native))
+    sizes = _count(counted), flops_of(node.module)
+    if is_repeat:  # counted at the layer's first path
         sizes = 0, 0
     is_low = plan is not None and is_forward_low(plan)
-    return LayerEntry(place.path, type(place.module).__name__, *sizes, reason, is_low)
+    return LayerEntry(node.path, type(node.module).__name__, *sizes, reason, is_low)
 
 
 def _count(parameters: set[torch.nn.Parameter]) -> int:

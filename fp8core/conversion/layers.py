@@ -1,8 +1,8 @@
-"""torch's layers as fp8core's: the same objects, with another class.
+"""The classes of converted layers, and the swap of a layer's class.
 
-Swapping ``__class__`` keeps what others hold of a layer: the module and its parameters themselves,
-their names, hooks, buffers and training mode. A converted class is a subclass of both, so that
-``isinstance(layer, torch.nn.Linear)`` stays true.
+Only ``__class__`` changes, so that every reference to the module or its parameters stays valid, and
+names, hooks, buffers and training mode stay. A converted class derives from fp8core's layer and
+from torch's, so that ``isinstance(layer, torch.nn.Linear)`` stays true.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = [
 ]
 
 Source: TypeAlias = torch.nn.Linear | torch.nn.LayerNorm | torch.nn.RMSNorm
-"""What can be converted."""
+"""The layers that can be converted."""
 
 RECORD = "_fp8core_record"
 """Attribute of a layer that takes part in a conversion; it holds the :class:`Record`."""
 
 
 class Conversion:
-    """One call of convert(): what its layers do outside any autocast. Compared by identity.
+    """One call of convert(): the recipe of its layers outside any autocast. Compared by identity.
 
-    A copy of the model has a copy of it, which all its layers share.
+    All layers of the call share it; a deep copy of the model has its own.
     """
 
     def __init__(self, outside_autocast: Active | None) -> None:
@@ -51,10 +51,10 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Record:
-    """What a layer was before it took part in ``conversion``.
+    """The state of a layer before ``conversion``, from which :func:`release` restores it.
 
-    ``original`` is its class, None for a layer that was fp8core's own; ``added`` are the attributes
-    it was given, ``hidden`` the values that attributes of these names had.
+    ``original`` is its class, None for a layer of fp8core; ``added`` names the attributes that
+    :func:`adopt` set, ``hidden`` holds their former values if they had one.
     """
 
     conversion: Conversion
@@ -64,16 +64,17 @@ class Record:
 
 
 class Converted(LowPrecisionModule):
-    """What the converted classes have in common."""
+    """Base of the converted classes."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         raise UnsupportedError(
-            f"{type(self).__name__} is what fp8core.convert makes of a layer; construct "
-            f"fp8core.{type(self).__name__.removeprefix('Converted')} or the layer of torch.nn."
+            f"{type(self).__name__} is the class of a layer that fp8core.convert has converted; "
+            f"construct fp8core.{type(self).__name__.removeprefix('Converted')} or the layer of "
+            f"torch.nn."
         )
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Fill the parameters as torch's layer does, on meta too; forget the delayed state."""
+        """Fill the parameters as torch's layer does, also on meta; reset the delayed state."""
         if not defer_init:
             self.reset_delayed_state()
             self._fill_parameters()
@@ -108,7 +109,7 @@ _CLASSES: dict[type[Source], type[Converted]] = {
 
 
 def adopt(module: Source | LowPrecisionModule, name: str, conversion: Conversion) -> None:
-    """Make ``module`` take part in ``conversion`` under ``name``; a layer of torch is swapped."""
+    """Add ``module`` to ``conversion`` under ``name``; a layer of torch changes its class."""
     if isinstance(module, LowPrecisionModule):
         given = {"name": name or module.name, "outside_autocast": conversion.outside_autocast}
         original = None
@@ -117,10 +118,10 @@ def adopt(module: Source | LowPrecisionModule, name: str, conversion: Conversion
         kept = {*vars(torch.nn.Module()), *original.__constants__}
         given = {key: value for key, value in vars(_like(module, name)).items() if key not in kept}
         given["outside_autocast"] = conversion.outside_autocast
-    own = vars(module)
-    hidden = {key: own[key] for key in given if key in own}
-    own.update(given)
-    own[RECORD] = Record(conversion, original, tuple(given), hidden)
+    attributes = vars(module)
+    hidden = {key: attributes[key] for key in given if key in attributes}
+    attributes.update(given)
+    attributes[RECORD] = Record(conversion, original, tuple(given), hidden)
     if original is not None:
         module.__class__ = _CLASSES[original]
     else:
@@ -129,22 +130,22 @@ def adopt(module: Source | LowPrecisionModule, name: str, conversion: Conversion
 
 
 def release(module: LowPrecisionModule) -> None:
-    """Undo :func:`adopt`: the class and the attributes of before; parameters stay as they are."""
-    own = vars(module)
-    record: Record = own.pop(RECORD)
+    """Undo :func:`adopt`: restore class and attributes; parameters keep their present values."""
+    attributes = vars(module)
+    record: Record = attributes.pop(RECORD)
     if record.original is not None:
         module.forget_delayed_state()
     else:
         module.unbind()
     for key in record.added:
-        own.pop(key, None)
-    own.update(record.hidden)
+        attributes.pop(key, None)
+    attributes.update(record.hidden)
     if record.original is not None:
         module.__class__ = record.original  # type: ignore[assignment]  # that is the swap
 
 
 def _like(module: Source, name: str) -> LowPrecisionModule:
-    """Return fp8core's layer of the same sizes, on meta: its attributes are what a swap adds."""
+    """Return fp8core's layer of the same sizes, on meta, whose attributes the swap copies."""
     parameter = next(module.parameters())
     device = torch.device("meta")
     with quantized_model_init(enabled=False):
@@ -157,9 +158,7 @@ def _like(module: Source, name: str) -> LowPrecisionModule:
                 device=device,
                 name=name or None,
             )
-        made = LayerNorm if isinstance(module, torch.nn.LayerNorm) else RMSNorm
+        cls = LayerNorm if isinstance(module, torch.nn.LayerNorm) else RMSNorm
         assert module.eps is not None
         (size,) = module.normalized_shape
-        return made(
-            size, module.eps, params_dtype=parameter.dtype, device=device, name=name or None
-        )
+        return cls(size, module.eps, params_dtype=parameter.dtype, device=device, name=name or None)

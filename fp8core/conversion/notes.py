@@ -1,4 +1,4 @@
-"""What a report adds to its lists: what will compute otherwise than its reader may think."""
+"""The notes of a conversion report: layers that compute otherwise than its reader may expect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from fp8core.conversion.survey import Survey
-from fp8core.modules.inventory import Place, flops_of, places
+from fp8core.modules.inventory import ModuleNode, flops_of, module_nodes
 from fp8core.recipe import PerLayer, Recipe
 from fp8core.recipe.plan import LayerRole, LinearPlan
 from fp8core.reporting import some
@@ -26,41 +26,41 @@ _WITHOUT_GEMM = (
 
 def notes(
     model: torch.nn.Module,
-    found: Survey,
+    surveyed: Survey,
     recipe: Recipe | None,
-    plans: Mapping[Place, LinearPlan],
+    plans: Mapping[ModuleNode, LinearPlan],
 ) -> Iterator[str]:
-    """Return the notes on converting what was ``found`` in ``model`` with ``recipe``."""
-    yield from _on_recipe(found, recipe, plans)
-    small = [place.path for place, plan in plans.items() if _is_small(place.module, plan)]
+    """Yield the notes on converting the ``surveyed`` layers of ``model`` to ``recipe``."""
+    yield from _on_recipe(surveyed, recipe, plans)
+    small = [node.path for node, plan in plans.items() if _is_small(node.module, plan)]
     if small:
         yield (
             f"too small to gain from low precision, quantizing costs more than the GEMM saves: "
             f"{some(small)}; leave them out with skip"
         )
-    shared = _shared([place for place in found.chosen if flops_of(place.module)], model)
+    shared = _shared([node for node in surveyed.chosen if flops_of(node.module)], model)
     if shared:
         yield f"the weight is another layer's too, and each quantizes it by itself: {some(shared)}"
-    if any(isinstance(own, torch.nn.TransformerEncoderLayer) for own in model.modules()):
+    if any(isinstance(layer, torch.nn.TransformerEncoderLayer) for layer in model.modules()):
         yield (
             "in evaluation torch.nn.TransformerEncoderLayer reads the weights and does not call "
             "its layers; torch.backends.mha.set_fastpath_enabled(False) makes it call them"
         )
-    uncounted = [r.place.path for r in found.refused if _has_uncounted_gemm(r.place.module)]
+    uncounted = [r.node.path for r in surveyed.refused if _has_uncounted_gemm(r.node.module)]
     if uncounted:
         yield f"the shares of FLOPs do not count the weights of {some(uncounted)}"
 
 
 def _on_recipe(
-    found: Survey, recipe: Recipe | None, plans: Mapping[Place, LinearPlan]
+    surveyed: Survey, recipe: Recipe | None, plans: Mapping[ModuleNode, LinearPlan]
 ) -> Iterator[str]:
-    high = [place.path for place, plan in plans.items() if not is_forward_low(plan)]
+    high = [node.path for node, plan in plans.items() if not is_forward_low(plan)]
     if high:
         yield f"by the recipe these compute in high precision: {some(high)}"
     if isinstance(recipe, PerLayer):
         roles = [
-            LayerRole(getattr(place.module, "kind", "linear"), place.path)
-            for place in (*found.chosen, *found.native)
+            LayerRole(getattr(node.module, "kind", "linear"), node.path)
+            for node in (*surveyed.chosen, *surveyed.native)
         ]
         for pattern in recipe.unmatched(roles):
             yield f"the recipe's rule {pattern!r} matches no converted layer"
@@ -93,20 +93,23 @@ def _is_small(module: torch.nn.Module, plan: LinearPlan) -> bool:
     return spec.block == (0, 0) and k <= 4096 and n <= 1024
 
 
-def _shared(chosen: Sequence[Place], model: torch.nn.Module) -> list[str]:
+def _shared(chosen: Sequence[ModuleNode], model: torch.nn.Module) -> list[str]:
     holders: dict[torch.nn.Parameter, set[torch.nn.Module]] = {}
-    for place in places(model):
-        for parameter in place.module.parameters(recurse=False):
-            holders.setdefault(parameter, set()).add(place.module)
+    for node in module_nodes(model):
+        for parameter in node.module.parameters(recurse=False):
+            holders.setdefault(parameter, set()).add(node.module)
     return [
-        place.path
-        for place in chosen
-        if any(len(holders[own]) > 1 for own in place.module.parameters(recurse=False))
+        node.path
+        for node in chosen
+        if any(len(holders[weight]) > 1 for weight in node.module.parameters(recurse=False))
     ]
 
 
 def _has_uncounted_gemm(module: torch.nn.Module) -> bool:
-    """Whether it may multiply by weights of its own that are no known linear layer's."""
+    """Whether the module may multiply by direct parameters, though it is no known linear layer."""
     if flops_of(module) or isinstance(module, _WITHOUT_GEMM):
         return False
-    return any(not is_lazy(own) and own.dim() > 1 for own in module.parameters(recurse=False))
+    return any(
+        not is_lazy(parameter) and parameter.dim() > 1
+        for parameter in module.parameters(recurse=False)
+    )

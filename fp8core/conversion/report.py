@@ -1,4 +1,4 @@
-"""What became of each layer of a converted model, as values and as text."""
+"""The report of a conversion: every layer of the model, as values and as text."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class LayerEntry:
 
     Attributes:
         name: its path; empty for the model itself.
-        layer: its class, as it was before.
-        num_parameters: elements of its own parameters.
-        flops: forward matmul FLOPs a token, ``2 in_features out_features``; 0 for what is no
-            linear layer.
-        reason: why it was left as it is; empty for a layer that takes the recipe.
-        is_low_precision: whether the recipe has its forward GEMM in low precision; False for a
-            layer that a recipe by layer leaves in high precision, and where there is no recipe.
+        layer: the name of its class before the conversion.
+        num_parameters: elements of its direct parameters.
+        flops: forward matmul FLOPs a token, ``2 in_features out_features``; 0 if it is no linear
+            layer.
+        reason: why it was not converted; empty for a layer that takes the recipe.
+        is_low_precision: whether the recipe runs its forward GEMM in low precision; False without a
+            recipe, and for a layer that the recipe leaves in high precision.
     """
 
     name: str
@@ -41,11 +41,11 @@ class ConversionReport:
     """The answer of :func:`fp8core.convert`; ``str()`` prints it, ``as_dict()`` is JSON-able.
 
     Attributes:
-        recipe: the recipe that is active without an autocast, as text; None: only an autocast is.
-        converted: the layers that were swapped.
-        native: layers that were fp8core's own; they take the recipe and their path as name.
+        recipe: the recipe that is active outside any autocast, as text; None if there is none.
+        converted: the layers of torch that changed their class.
+        native: the fp8core layers of the model; they take the recipe, and their path as name.
         skipped: every other layer that has parameters, with the reason.
-        notes: what else is worth knowing, a sentence each.
+        notes: sentences about layers that compute otherwise than may be expected.
         num_parameters: elements of all parameters of the model, a shared one counted once.
         num_converted_parameters: elements of those in ``converted`` and ``native``.
     """
@@ -70,12 +70,12 @@ class ConversionReport:
 
     @property
     def low_precision_flop_share(self) -> float:
-        """Share of the linear layers' matmul FLOPs a token that the recipe has in low precision,
+        """Share of the linear layers' matmul FLOPs a token that the recipe runs in low precision,
         0 to 1; 0 without a recipe."""
         return self._share_of_flops(self._low())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as dictionaries, lists, strings and numbers, the three shares included."""
+        """Return the report, with its three shares, as dictionaries, lists, strings and numbers."""
         return {
             **dataclasses.asdict(self),
             "parameter_share": self.parameter_share,
@@ -94,15 +94,15 @@ class ConversionReport:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        own = (*self.converted, *self.native)
-        linears = sum(entry.flops > 0 for entry in own)
+        taking = (*self.converted, *self.native)
+        linears = sum(entry.flops > 0 for entry in taking)
         others = sum(entry.flops > 0 for entry in self.skipped)
         yield (
             f"{linears} of {linears + others} linear layers converted: "
             f"{self.flop_share:.1%} of their FLOPs a token, "
             f"{self.parameter_share:.1%} of the parameters"
         )
-        yield f"recipe: {self.recipe or 'none; only inside an autocast is anything low precision'}"
+        yield f"recipe: {self.recipe or 'none; layers use low precision only inside an autocast'}"
         if self.recipe is not None:
             yield (
                 f"in low precision by the recipe: {len(self._low())} of {linears + others} linear "
@@ -113,13 +113,13 @@ class ConversionReport:
             ("already an fp8core layer", self.native),
             ("skipped", self.skipped),
         ):
-            found = ((entry.name, entry.layer, entry.reason) for entry in entries)
-            yield from (f"{title}: {line}" for line in grouped(found))
+            listed = ((entry.name, entry.layer, entry.reason) for entry in entries)
+            yield from (f"{title}: {line}" for line in grouped(listed))
         yield from (f"note: {note}" for note in self.notes)
 
 
 def text_of(recipe: Recipe) -> str:
-    """Return ``recipe`` as it would be written, without the arguments that are defaults."""
+    """Return ``recipe`` as the call that constructs it, without arguments of default value."""
     fields: Mapping[str, dataclasses.Field[Any]] = getattr(recipe, "__dataclass_fields__", {})
     given = [
         f"{name}={getattr(recipe, name)!r}"
@@ -130,7 +130,9 @@ def text_of(recipe: Recipe) -> str:
 
 
 def grouped(entries: Iterable[tuple[str, str, str]]) -> list[str]:
-    """Return a line for the ``(name, class, reason)`` of one class and one reason.
+    """Return one line for each class and reason, with the names of its entries.
+
+    An entry is ``(name, class, reason)``.
 
     >>> grouped([("a", "Conv1D", "no linear"), ("b", "Conv1D", "no linear"), ("", "Tiny", "")])
     ['2 Conv1D (a, b): no linear', '1 Tiny (the model itself)']

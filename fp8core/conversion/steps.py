@@ -1,7 +1,7 @@
-"""Where a step of a converted model ends, for recipes whose scales follow from step to step.
+"""Begin and end of a step of a converted model, which delayed scaling needs.
 
-Without an autocast around it, one forward of the model is one step: its hooks do what entering and
-leaving an autocast does. A layer that is called without its model is a step by itself.
+Outside an autocast, one forward of the model is one step: its hooks act as entering and leaving an
+autocast does. A forward of a layer that is not called through its model is one step too.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ def delimit(module: torch.nn.Module) -> None:
 
 
 def undelimit(module: torch.nn.Module) -> None:
-    """Take back :func:`delimit`."""
-    for hooks, own in ((forward_pre_hooks(module), _begin), (forward_hooks(module), _end)):
+    """Remove the hooks of :func:`delimit`."""
+    for hooks, added in ((forward_pre_hooks(module), _begin), (forward_hooks(module), _end)):
         for key, hook in list(hooks.items()):
-            if hook is own:
+            if hook is added:
                 del hooks[key]
                 always_called_hooks(module).pop(key, None)
 
 
 def _owner(module: torch.nn.Module) -> object:
-    """Return whose step a forward of ``module`` is: the conversion's, or the layer's own."""
-    own = vars(module)
-    conversion: Conversion | None = own.get(ROOT)
+    """Return the owner of the step that a forward of ``module`` is: its conversion, if it is the
+    converted model, else the module itself."""
+    attributes = vars(module)
+    conversion: Conversion | None = attributes.get(ROOT)
     return module if conversion is None else conversion
 
 
@@ -77,7 +78,7 @@ def _end(module: torch.nn.Module, arguments: Any, output: Any) -> None:
 def _is_within_itself(module: torch.nn.Module) -> bool:
     """Whether ``module``, whose hook is running, was called by its own forward.
 
-    An open step does not tell: an interrupt, for which torch calls no hook, leaves one open too.
+    An open step is no proof: after a KeyboardInterrupt torch calls no hook, so the step stays open.
     """
     return _is_running(module, times=2)
 

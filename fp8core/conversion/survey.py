@@ -1,4 +1,4 @@
-"""Which layers of a model can be converted, which should be, and why not the others."""
+"""Which layers of a model can be converted, which are chosen, and the reasons for the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8core.conversion.layers import RECORD, Source
 from fp8core.conversion.report import grouped
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.inventory import Place, flops_of, places
+from fp8core.modules.inventory import ModuleNode, flops_of, module_nodes
 from fp8core.reporting import some
 
 __all__ = ["Filter", "Refused", "Survey", "survey"]
@@ -26,87 +26,87 @@ Filter: TypeAlias = "Callable[[torch.nn.Module, str], bool] | Sequence[str] | st
 _SOURCES: tuple[type[Source], ...] = (torch.nn.Linear, torch.nn.LayerNorm, torch.nn.RMSNorm)
 _SHOWN = 8
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Last words of a path that name what makes the scores; outside numbered blocks, where "output" and
-# the like are parts of a block.
+# Last words of a path that name an output head, unless the path has a number: in a numbered block,
+# "output" and the like are parts of the block.
 _HEADS = {"classifier", "embed_out", "head", "lm_head", "logits", "output", "output_layer"}
 _HEADS |= {"output_projection", "score", "unembed", "unembedding", "vocab_proj"}
-# A word of the path that says router by itself, and what does next to a list of experts.
+# Words that name a router anywhere in a path, and endings that do so beside a list of experts.
 _ROUTERS, _GATES = {"gating", "router"}, ("gate", "wg")
-# What PEFT calls the layer that an adapter adapts, and what low-rank factors, or their dictionary,
-# are called.
+# PEFT's names: of the layer inside an adapter, of low-rank factors, of the dictionary of these.
 _ADAPTED = "base_layer"
 _ADAPTER = re.compile(r"(.*_)?lora(_([ab]|down|up|(linear_)?layer))?", re.IGNORECASE)
 
 
 class Refused(NamedTuple):
-    """A place that cannot be converted or is not meant to be, and why; ``is_repeat`` if the layer
-    was met at an earlier place."""
+    """A layer that is not converted, and the reason; ``is_repeat`` if the same layer has an earlier
+    path."""
 
-    place: Place
+    node: ModuleNode
     reason: str
     is_repeat: bool = False
 
 
 class Survey(NamedTuple):
-    """The places of a model, in order, by what becomes of them."""
+    """The layers of a model in three groups, each in order: torch layers to convert, fp8core's
+    layers, and the others."""
 
-    chosen: list[Place]
-    native: list[Place]
+    chosen: list[ModuleNode]
+    native: list[ModuleNode]
     refused: list[Refused]
 
 
 def survey(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> Survey:
-    """Say what becomes of every layer of ``model``; changes nothing.
+    """Decide for every layer of ``model`` whether it is converted; changes nothing.
 
     Raises:
-        OperandError: something in it is converted already, or no linear layer is left to convert
-            and the filter asks for no norm either.
+        OperandError: a layer is converted already, or no linear layer is left to convert and the
+            filter names no norm either.
         RecipeError: a pattern that matches no layer.
         UnsupportedError: a pattern that names a layer which cannot be converted.
     """
-    found = [place for place in places(model) if _is_listed(place.module)]
-    _refuse_converted(model, found)
-    obstacles = _obstacles(found)
-    possible = [place.path for place in found if place not in obstacles]
-    _check_patterns(filter, skip, possible, {p.path: own.reason for p, own in obstacles.items()})
+    nodes = [node for node in module_nodes(model) if _is_listed(node.module)]
+    _refuse_converted(model, nodes)
+    obstacles = _obstacles(nodes)
+    possible = [node.path for node in nodes if node not in obstacles]
+    _check_patterns(filter, skip, possible, {n.path: one.reason for n, one in obstacles.items()})
     unwanted = _unwanted(model, filter, skip)
     result = Survey([], [], [])
-    for place in found:
+    for node in nodes:
         reason = ""
-        if place not in obstacles and not isinstance(place.module, LowPrecisionModule):
-            reason = unwanted(place)
-        if place in obstacles or reason:
-            result.refused.append(obstacles.get(place) or Refused(place, reason))
-        elif isinstance(place.module, LowPrecisionModule):
-            result.native.append(place)
+        if node not in obstacles and not isinstance(node.module, LowPrecisionModule):
+            reason = unwanted(node)
+        if node in obstacles or reason:
+            result.refused.append(obstacles.get(node) or Refused(node, reason))
+        elif isinstance(node.module, LowPrecisionModule):
+            result.native.append(node)
         else:
-            result.chosen.append(place)
+            result.chosen.append(node)
     is_asked_for = filter is not None and bool(result.chosen)
     taken = (*result.chosen, *result.native)
-    if not is_asked_for and not any(flops_of(place.module) for place in taken):
+    if not is_asked_for and not any(flops_of(node.module) for node in taken):
         raise OperandError(_nothing(model, filter, result.refused))
     return result
 
 
-def _obstacles(found: Sequence[Place]) -> dict[Place, Refused]:
-    """Return the places whose layer cannot be converted, or was met before."""
-    firsts: dict[torch.nn.Module, Place] = {}
+def _obstacles(nodes: Sequence[ModuleNode]) -> dict[ModuleNode, Refused]:
+    """Return the nodes whose layer cannot be converted, or has an earlier path."""
+    firsts: dict[torch.nn.Module, ModuleNode] = {}
     refused = {}
-    for place in found:
-        first = firsts.setdefault(place.module, place)
-        if first is not place:
-            refused[place] = Refused(place, f"the same layer as {first.path!r}", is_repeat=True)
-        elif reason := _obstacle(place.module):
-            refused[place] = Refused(place, reason)
+    for node in nodes:
+        first = firsts.setdefault(node.module, node)
+        if first is not node:
+            refused[node] = Refused(node, f"the same layer as {first.path!r}", is_repeat=True)
+        elif reason := _obstacle(node.module):
+            refused[node] = Refused(node, reason)
     return refused
 
 
 def _is_match(path: str, pattern: str) -> bool:
-    """Say whether ``pattern`` means the layer at ``path``.
+    """Whether ``pattern`` matches ``path``.
 
-    With ``*``, ``?`` or ``[`` it is compared with the whole path as in a shell; without, it has to
-    be a run of whole words of it: ``"mlp"`` means ``"blocks.3.mlp.fc1"``, ``"blocks.1"`` does not
-    mean ``"blocks.11"``.
+    With ``*``, ``?`` or ``[`` it is matched with the whole path as in a shell; without, it matches
+    a run of whole words: ``"mlp"`` matches ``"blocks.3.mlp.fc1"``, ``"blocks.1"`` does not match
+    ``"blocks.11"``.
     """
     if any(sign in pattern for sign in "*?["):
         return fnmatch.fnmatchcase(path, pattern)
@@ -114,18 +114,18 @@ def _is_match(path: str, pattern: str) -> bool:
 
 
 def _is_listed(module: torch.nn.Module) -> bool:
-    """Whether the report has a line for it: it can hold a GEMM, or has parameters of its own."""
+    """Whether the report lists the module: a layer with a GEMM, or any with direct parameters."""
     if isinstance(module, (LowPrecisionModule, torch.jit.ScriptModule, *_SOURCES)):
         return True
     return any(True for _ in module.parameters(recurse=False))
 
 
-def _refuse_converted(model: torch.nn.Module, found: Sequence[Place]) -> None:
-    done = [place.path for place in found if RECORD in vars(place.module)]
+def _refuse_converted(model: torch.nn.Module, nodes: Sequence[ModuleNode]) -> None:
+    done = [node.path for node in nodes if RECORD in vars(node.module)]
     if done:
         raise OperandError(
             f"convert({type(model).__name__}): converted already: {some(done)}. "
-            f"Call fp8core.unconvert on what was converted first."
+            f"Call fp8core.unconvert on the converted model first."
         )
     for module in model.modules():
         if type(module).__name__ == "FullyShardedDataParallel":
@@ -145,7 +145,7 @@ def _obstacle(module: torch.nn.Module) -> str:
     if source not in _SOURCES:
         return _class_obstacle(module)
     if "forward" in vars(module):
-        return "its forward was replaced on the object; convert before what did so"
+        return "its forward was replaced on the object; convert before it is replaced"
     for name in ("weight", *(["bias"] if source is not torch.nn.RMSNorm else [])):
         if name not in module._parameters:
             return f"its {name} is computed by a hook, as by weight_norm"
@@ -173,9 +173,9 @@ def _size_obstacle(module: torch.nn.Module, weight: torch.Tensor) -> str:
 
 
 def _class_obstacle(module: torch.nn.Module) -> str:
-    """Return why a class other than torch's own three is left as it is."""
+    """Return why a module of another class than torch's three cannot be converted."""
     name = type(module).__name__
-    if any(is_lazy(own) for own in module.parameters(recurse=False)):
+    if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         return "its sizes are not known before its first batch"
     for source in _SOURCES:
         if not isinstance(module, source):
@@ -186,7 +186,7 @@ def _class_obstacle(module: torch.nn.Module) -> str:
             return "parametrized; remove_parametrizations first, or parametrize after convert"
         if name == "NonDynamicallyQuantizableLinear":
             return "torch.nn.MultiheadAttention reads its weight and never calls it"
-        return f"a subclass of torch.nn.{source.__name__}, whose own behaviour would be lost"
+        return f"a subclass of torch.nn.{source.__name__}, whose behaviour would be lost"
     for source in (torch.nn.RMSNorm, torch.nn.LayerNorm, torch.nn.Linear):
         if source.__name__.lower() in name.lower():
             return f"class is not torch.nn.{source.__name__}"
@@ -213,8 +213,8 @@ def _check_patterns(
                     f"convert({argument}={pattern!r}): no layer has that in its path."
                     f"{did_you_mean(pattern, words)}"
                 )
-            meant = [path for path in possible if _is_match(path, pattern)]
-            if argument == "filter" and not meant:
+            matched = [path for path in possible if _is_match(path, pattern)]
+            if argument == "filter" and not matched:
                 refused = next(path for path in obstacles if _is_match(path, pattern))
                 raise UnsupportedError(
                     f"convert(filter={pattern!r}): {refused!r} cannot be converted: "
@@ -224,19 +224,19 @@ def _check_patterns(
 
 def _unwanted(
     model: torch.nn.Module, filter: Filter, skip: Sequence[str]
-) -> Callable[[Place], str]:
-    """Return what says why a layer that could be converted is not meant to be."""
+) -> Callable[[ModuleNode], str]:
+    """Return a function that gives the reason to leave out a layer, or an empty string."""
     heads = _heads(model)
     embeddings: dict[object, str] = {
-        place.module.weight: place.path
-        for place in places(model)
-        if isinstance(place.module, torch.nn.Embedding)
+        node.module.weight: node.path
+        for node in module_nodes(model)
+        if isinstance(node.module, torch.nn.Embedding)
     }
     patterns = _patterns(filter)
-    adapted = [place.path for place in places(model) if _ADAPTED in place.module._modules]
+    adapted = [node.path for node in module_nodes(model) if _ADAPTED in node.module._modules]
 
-    def unwanted(place: Place) -> str:
-        path, module, _ = place
+    def unwanted(node: ModuleNode) -> str:
+        path, module, _ = node
         if any(_is_match(path, pattern) for pattern in skip):
             return "named in skip"
         if callable(filter):
@@ -253,13 +253,14 @@ def _unwanted(
             return f"output head: its weight is that of the embedding {tied!r}"
         if module in heads or _is_named_head(path):
             return "output head; convert it with a filter that names it"
-        return "router of experts" if _is_router(place) else ""
+        return "router of experts" if _is_router(node) else ""
 
     return unwanted
 
 
 def _heads(model: torch.nn.Module) -> set[object]:
-    """Return what ``get_output_embeddings()`` of the model, or of a model in it, gives."""
+    """Return the output heads that ``get_output_embeddings()`` of the model, or of a model inside
+    it, names."""
     asked = (getattr(module, "get_output_embeddings", None) for module in model.modules())
     heads = {ask() for ask in asked if callable(ask)}
     return heads | {getattr(head, _ADAPTED, None) for head in heads}
@@ -271,7 +272,8 @@ def _is_named_head(path: str) -> bool:
 
 
 def _is_of_adapter(path: str, adapted: Sequence[str]) -> bool:
-    """Whether the layer at ``path`` is an adapter's own: by a word, or beside what it adapts."""
+    """Whether the layer at ``path`` belongs to an adapter: by its name, or as a sibling of the
+    layer that the adapter wraps."""
     words = path.split(".")
     if words[-1] != _ADAPTED and any(map(_ADAPTER.fullmatch, words[-2:])):
         return True
@@ -282,20 +284,22 @@ def _is_of_adapter(path: str, adapted: Sequence[str]) -> bool:
     )
 
 
-def _is_router(place: Place) -> bool:
-    words = place.path.split(".")
+def _is_router(node: ModuleNode) -> bool:
+    words = node.path.split(".")
     if _ROUTERS & set(words):
         return True
-    has_experts = place.parent is not None and "experts" in place.parent._modules
+    has_experts = node.parent is not None and "experts" in node.parent._modules
     return has_experts and words[-1].endswith(_GATES)
 
 
 def _nothing(model: torch.nn.Module, filter: Filter, refused: Iterable[Refused]) -> str:
-    # torch's own first: of these it was a choice, and an argument may convert them.
-    own_first = sorted(refused, key=lambda one: type(one.place.module) not in _SOURCES)
+    # torch's layers first: these were left out by choice, and an argument may convert them.
+    torch_first = sorted(refused, key=lambda one: type(one.node.module) not in _SOURCES)
     reasons = [
         f"  {line}"
-        for line in grouped((p.path, type(p.module).__name__, why) for p, why, _ in own_first)
+        for line in grouped(
+            (p.path, type(p.module).__name__, reason) for p, reason, _ in torch_first
+        )
     ]
     asked = "" if filter is None else ", filter=..."
     if len(reasons) > _SHOWN:

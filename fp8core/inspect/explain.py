@@ -1,4 +1,4 @@
-"""``explain``: which backend runs what, and why each alternative was not taken."""
+"""``explain``: which backend runs an operation, and why each other backend does not."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ __all__ = ["Explanation", "Line", "add_arguments", "explain", "run"]
 
 _DTYPE = torch.bfloat16
 _STORED = (
-    "a QuantizedTensor stored like that is taken as it is; one stored otherwise is dequantized "
-    "once and cast, but a weight is refused"
+    "a QuantizedTensor of this format is used directly; one of another format is dequantized "
+    "once and cast, and a weight of another format is refused"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One operation of one layer: what runs it, or why nothing does.
+    """One operation of one layer: the backend that runs it, or why none does.
 
     Attributes:
         layer: the layer's name, or its class and sizes; empty for an operation asked by name.
-        step: what the operation is for: ``fprop``, ``weight``, ``gelu``; may be empty.
+        step: the purpose of the operation: ``fprop``, ``weight``, ``gelu``; may be empty.
         desc: the operation, with the precision of each operand.
-        choice: the backend and what became of the others; None if nothing runs it.
-        kernel: what the backend runs for it, by its own name; None if nothing runs it.
-        refusal: why nothing runs it; None if something does.
+        choice: the backend, and why each other was not chosen; None if no backend runs it.
+        kernel: the backend's name for the kernel that runs; None if no backend runs it.
+        refusal: why no backend runs it; None if one does.
     """
 
     layer: str
@@ -53,7 +53,7 @@ class Line:
 
     @property
     def is_optional(self) -> bool:
-        """Whether the front end does without: a fusion whose pair runs in its place."""
+        """Whether layers run without it: a fused operation, instead of which its pair can run."""
         return self.desc.op in OPTIONAL_OPS
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class Explanation:
 
     @property
     def refused(self) -> bool:
-        """Whether any operation that is needed has nothing to run it."""
+        """Whether no backend runs some operation that is not optional."""
         return any(line.choice is None and not line.is_optional for line in self.lines)
 
     def __str__(self) -> str:
@@ -93,9 +93,10 @@ def explain(
     """Say which backend runs ``target``, an operation's name or a model's layers, and why.
 
     Nothing is computed; a backend's ``bind`` is called, as for a layer. ``recipe`` is a Recipe or
-    the name of one; None takes what :func:`fp8core.convert` gave the layer, else the default
-    recipe. ``device`` None is the selected backend's, or the layer's own. ``dtype`` is that of the
-    activations; None is that of the layer's parameters, bfloat16 for an operation asked by name.
+    the name of one; None stands for the recipe that :func:`fp8core.convert` set for the layer, else
+    the default recipe. ``device`` None stands for the selected backend's device, or the layer's.
+    ``dtype`` is the dtype of the activations; None stands for the dtype of the layer's parameters,
+    bfloat16 for an operation asked by name.
 
     Raises:
         RecipeError: ``target`` is not the name of an operation, ``recipe`` neither a Recipe nor the
@@ -113,9 +114,9 @@ def explain(
     lines: list[Line] = []
     for path, layer in target.named_modules():
         if isinstance(layer, LowPrecisionModule):
-            own = next(layer.parameters(), torch.empty(0, dtype=_DTYPE, device="cpu"))
-            where = torch.device(device) if device else own.device
-            needs = layer_needs(layer, _recipe_for(layer, asked), dtype or own.dtype)
+            parameter = next(layer.parameters(), torch.empty(0, dtype=_DTYPE, device="cpu"))
+            where = torch.device(device) if device else parameter.device
+            needs = layer_needs(layer, _recipe_for(layer, asked), dtype or parameter.dtype)
             lines += _lines(path or layer.label, _bound(needs, where), where)
     if not lines:
         raise OperandError(f"explain: {type(target).__name__} holds no fp8core layer.")
@@ -142,14 +143,15 @@ def _lines(layer: str, needs: Iterable[Need], device: torch.device) -> Iterator[
 
 
 def _bound(needs: Iterable[Need], device: torch.device) -> Iterator[Need]:
-    """Leave out the fusions that a layer does not bind: whoever quantizes has to offer them."""
+    """Leave out the fusions that a layer does not bind, as the backend of the cast does not support
+    every variant of them."""
     registry = plugins.load()
     for need in needs:
         if isinstance(need.desc, FusedDesc):
             try:
                 chosen = select.choose(need.desc.quantize, device, policy.current()).backend
             except UnsupportedError:
-                continue  # the cast has a line of its own that says so
+                continue  # the cast has a line that says so
             asked = variants(need.desc).values()
             spec = registry.backends[chosen]
             if any(registry.unsupported(spec, desc, device) is not None for desc in asked):
@@ -158,7 +160,7 @@ def _bound(needs: Iterable[Need], device: torch.device) -> Iterator[Need]:
 
 
 def _bind_failure(choice: Choice, failure: Failure) -> str:
-    if isinstance(failure.error, PluginError):  # which says all this
+    if isinstance(failure.error, PluginError):  # its message names backend and descriptor already
         return str(failure)
     return f"{choice.backend} says that it runs {choice.desc}, but its bind() failed: {failure}"
 

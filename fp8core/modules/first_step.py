@@ -11,7 +11,7 @@ import torch
 from fp8core.context.autocast import is_switched_off
 from fp8core.modules.base import Bound, LowPrecisionModule
 from fp8core.modules.bound import engines_of
-from fp8core.modules.inventory import flops_of, places
+from fp8core.modules.inventory import flops_of, module_nodes
 from fp8core.recipe.plan import LayerRole
 from fp8core.reporting import logger, some
 from fp8core.torch_ops.private import forward_hooks
@@ -112,13 +112,13 @@ class _Layer(NamedTuple):
 
 def _layers(model: torch.nn.Module) -> list[_Layer]:
     found = {}
-    for place in places(model):
-        flops = flops_of(place.module)
-        if flops and place.module not in found:
-            layer = place.module if isinstance(place.module, LowPrecisionModule) else None
+    for node in module_nodes(model):
+        flops = flops_of(node.module)
+        if flops and node.module not in found:
+            layer = node.module if isinstance(node.module, LowPrecisionModule) else None
             last = None if layer is None else layer._bindings.last
-            name = place.path or type(place.module).__name__
-            found[place.module] = _Layer(name, flops, layer, None if last is None else last[1])
+            name = node.path or type(node.module).__name__
+            found[node.module] = _Layer(name, flops, layer, None if last is None else last[1])
     return list(found.values())
 
 

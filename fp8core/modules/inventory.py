@@ -1,4 +1,4 @@
-"""What a model holds: its modules by path, and the matmul FLOPs of its linear layers."""
+"""The modules of a model by path, and the matmul FLOPs of its linear layers."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from torch.nn.utils import parametrize
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.torch_ops.private import WRAPPED_MODULES
 
-__all__ = ["Place", "flops_of", "places"]
+__all__ = ["ModuleNode", "flops_of", "module_nodes"]
 
 # The wrappers that call the module inside them `module`: an ordinary name elsewhere.
 _WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
-class Place(NamedTuple):
-    """One module at one path; ``path`` leaves out the names that wrappers add."""
+class ModuleNode(NamedTuple):
+    """One module of a model; ``path`` leaves out the names that wrappers add."""
 
     path: str
     module: torch.nn.Module
     parent: torch.nn.Module | None
 
 
-def places(model: torch.nn.Module, path: str = "") -> Iterator[Place]:
-    """Return every place of ``model``, the model's own first; a shared module has several.
+def module_nodes(model: torch.nn.Module, path: str = "") -> Iterator[ModuleNode]:
+    """Return a node for every path of ``model``, the root first; a shared module has several.
 
-    What is inside fp8core's layers, TorchScript and parametrizations is left out.
+    The modules inside fp8core's layers, TorchScript and parametrizations are left out.
     """
-    return _below(Place(path, model, None))
+    return _below(ModuleNode(path, model, None))
 
 
-def _below(place: Place) -> Iterator[Place]:
-    yield place
-    path, module, _ = place
+def _below(node: ModuleNode) -> Iterator[ModuleNode]:
+    yield node
+    path, module, _ = node
     if isinstance(module, LowPrecisionModule | torch.jit.ScriptModule):
         return
     for name, child in module._modules.items():  # a shared child once for each of its names
@@ -43,12 +43,12 @@ def _below(place: Place) -> Iterator[Place]:
             continue
         is_wrapped = name in WRAPPED_MODULES or (name == "module" and isinstance(module, _WRAPPERS))
         words = [path] if is_wrapped else [path, name]
-        yield from _below(Place(".".join(filter(None, words)), child, module))
+        yield from _below(ModuleNode(".".join(filter(None, words)), child, module))
 
 
 def flops_of(module: torch.nn.Module) -> int:
     """Return the forward matmul FLOPs of the linear layer ``module`` for one token, ``2 k n`` a
-    GEMM; 0 for what is none. A grouped layer counts one group, which is what a token goes through.
+    GEMM; 0 for another module. A grouped layer counts one group, as a token goes through one.
     """
     if isinstance(module, LowPrecisionModule):
         return sum(2 * s.in_features * s.out_features for s in module.linear_shapes())

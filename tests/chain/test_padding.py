@@ -104,7 +104,7 @@ def test_the_report_names_the_layer_and_what_is_added(caplog: pytest.LogCaptureF
 def test_rows_alone_are_reported_once_for_all_layers(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reporting, "_said", set())
+    monkeypatch.setattr(reporting, "_logged", set())
     layers = [Linear(64, 64, name=f"rows_alone.{at}") for at in range(4)]
     layers.insert(2, Linear(64, 33, name="rows_and_features"))
     with autocast(recipe=recipe.MXFP8BlockScaling()):

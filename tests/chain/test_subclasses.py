@@ -326,4 +326,4 @@ def test_views_of_a_quantized_tensor_are_inputs() -> None:
 
 def test_explain_says_what_becomes_of_a_quantized_input() -> None:
     text = str(te.explain(te.Linear(32, 32), recipe.by_name("current")))
-    assert "a QuantizedTensor stored like that is taken as it is" in text
+    assert "a QuantizedTensor of this format is used directly" in text

@@ -72,7 +72,7 @@ def isolation() -> Iterator[None]:
         patch.setattr(plugins, "_set_aside", {})
         patch.setattr(formats, "_formats", dict(formats._formats))
         patch.setattr(formats, "_pending_discovery", [plugins.load])
-        patch.setattr(reporting, "_said", set())
+        patch.setattr(reporting, "_logged", set())
         yield
     for name in sys.modules.keys() - modules:
         if name.startswith("toy_"):

@@ -57,7 +57,7 @@ def test_a_step_leaves_the_initial_value_that_somebody_holds() -> None:
 def test_an_initial_value_of_before_the_checkpoint_is_not_taken(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reporting, "_said", set())
+    monkeypatch.setattr(reporting, "_logged", set())
     net, other = stored(), stored()
     with torch.no_grad():
         other.weight.mul_(3)
