@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import clang_format
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
     "fp8core": ROOT / "fp8core",
@@ -21,9 +23,23 @@ PACKAGES = {
 def run(*command: str, cwd: Path = ROOT) -> None:
     """Run a module of this interpreter in ``cwd``; exit with its status if it fails."""
     print("$ python -m", *command, flush=True)
-    status = subprocess.run([sys.executable, "-m", *command], cwd=cwd, check=False).returncode
+    call(sys.executable, "-m", *command, cwd=cwd)
+
+
+def call(*command: str, cwd: Path = ROOT) -> None:
+    """Run a command in ``cwd``; exit with its status if it fails."""
+    status = subprocess.run(command, cwd=cwd, check=False).returncode
     if status:
         sys.exit(status)
+
+
+def check_native_format() -> None:
+    """Run clang-format over the sources of ``csrc``: a file in another style is an error."""
+    options = ("--dry-run", "-Werror")
+    print("$ clang-format", *options, "csrc/**", flush=True)
+    kinds = {".cpp", ".cu", ".cuh", ".h"}
+    files = sorted(str(file) for file in (ROOT / "csrc").rglob("*") if file.suffix in kinds)
+    call(clang_format.get_executable("clang-format"), *options, *files)
 
 
 def type_check() -> None:
@@ -43,6 +59,7 @@ def main(arguments: list[str]) -> None:
     rest = [argument for argument in arguments if argument != "--fast"]
     run("ruff", "format", "--check", ".")
     run("ruff", "check", ".")
+    check_native_format()
     type_check()
     run("pytest", *(["-m", "not packaging"] if fast else []), *rest)
 

@@ -50,11 +50,11 @@ class BoundQuantize {
   }
 
   // x is some rows of a tensor, whose columnwise codes have `code_pitch` bytes between rows.
-  void part(Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
-            Address row_codes, Address row_scale_inv, std::int64_t row_pitch,
-            Address column_codes, Address column_scale_inv, std::int64_t column_pitch,
-            Address scale, Address amax_out, Address nonfinite, Address workspace,
-            std::int64_t code_pitch, int num_partials, Address stream) const {
+  void part(Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride, Address row_codes,
+            Address row_scale_inv, std::int64_t row_pitch, Address column_codes,
+            Address column_scale_inv, std::int64_t column_pitch, Address scale, Address amax_out,
+            Address nonfinite, Address workspace, std::int64_t code_pitch, int num_partials,
+            Address stream) const {
     run(gather(x, rows, cols, stride, row_codes, row_scale_inv, row_pitch, column_codes,
                column_scale_inv, column_pitch, scale, amax_out, nonfinite, workspace, code_pitch,
                {}, num_partials),
@@ -84,8 +84,7 @@ class BoundQuantize {
     return {
         {as_pointer<const void>(x), rows, cols, stride, input_},
         {as_pointer<std::uint8_t>(row_codes), as_pointer<float>(row_scale_inv), row_pitch},
-        {as_pointer<std::uint8_t>(column_codes), as_pointer<float>(column_scale_inv),
-         column_pitch},
+        {as_pointer<std::uint8_t>(column_codes), as_pointer<float>(column_scale_inv), column_pitch},
         as_pointer<const float>(scale),
         as_pointer<float>(amax_out),
         as_pointer<float>(workspace),
@@ -116,9 +115,7 @@ void register_quantize(py::module_& module) {
       .value("float32", InputType::kFloat32)
       .value("bfloat16", InputType::kBFloat16)
       .value("float16", InputType::kFloat16);
-  py::enum_<Format>(module, "Format")
-      .value("e4m3", Format::kE4M3)
-      .value("e5m2", Format::kE5M2);
+  py::enum_<Format>(module, "Format").value("e4m3", Format::kE4M3).value("e5m2", Format::kE5M2);
   py::enum_<Granularity>(module, "Granularity")
       .value("delayed", Granularity::kDelayed)
       .value("tensor", Granularity::kTensor)
@@ -133,18 +130,18 @@ void register_quantize(py::module_& module) {
       .def("in_groups", &BoundQuantize::in_groups);
   module.attr("MAX_PARTIALS") = kMaxPartials;
   module.def("quantize_pair", &BoundQuantize::pair);
-  module.def("partial_amaxes", [](Address x, std::int64_t rows, std::int64_t cols,
-                                  std::int64_t stride, InputType type, Address workspace,
-                                  int device, Address stream) {
-    return partial_amaxes({as_pointer<const void>(x), rows, cols, stride, type},
-                          as_pointer<float>(workspace), device, as_stream(stream));
-  });
-  module.def("amax", [](Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
-                        InputType type, Address out, Address workspace, int device,
-                        Address stream) {
-    amax({as_pointer<const void>(x), rows, cols, stride, type}, as_pointer<float>(out),
-         as_pointer<float>(workspace), device, as_stream(stream));
-  });
+  module.def("partial_amaxes",
+             [](Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
+                InputType type, Address workspace, int device, Address stream) {
+               return partial_amaxes({as_pointer<const void>(x), rows, cols, stride, type},
+                                     as_pointer<float>(workspace), device, as_stream(stream));
+             });
+  module.def("amax",
+             [](Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
+                InputType type, Address out, Address workspace, int device, Address stream) {
+               amax({as_pointer<const void>(x), rows, cols, stride, type}, as_pointer<float>(out),
+                    as_pointer<float>(workspace), device, as_stream(stream));
+             });
 }
 
 class BoundMxfp8 {
@@ -181,11 +178,10 @@ class BoundNvfp4 {
         device_(device) {}
 
   void operator()(Address x, std::int64_t rows, std::int64_t cols, std::int64_t stride,
-                  Address row_codes, Address row_scales, std::int64_t row_pitch,
-                  Address row_global, Address column_codes, Address column_scales,
-                  std::int64_t column_pitch, Address column_global, std::int64_t seed,
-                  std::int64_t offset, Address nonfinite, Address workspace,
-                  Address stream) const {
+                  Address row_codes, Address row_scales, std::int64_t row_pitch, Address row_global,
+                  Address column_codes, Address column_scales, std::int64_t column_pitch,
+                  Address column_global, std::int64_t seed, std::int64_t offset, Address nonfinite,
+                  Address workspace, Address stream) const {
     const Nvfp4Arguments arguments{
         {as_pointer<const void>(x), rows, cols, stride, input_},
         BoundMxfp8::byte_scaled(row_codes, row_scales, row_pitch),
@@ -206,8 +202,8 @@ class BoundNvfp4 {
 };
 
 // Address, strides of rows and blocks in bytes, rows, blocks, rows a scale, global scale or 0.
-using ScaleSource = std::tuple<Address, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
-                               int, Address>;
+using ScaleSource =
+    std::tuple<Address, std::int64_t, std::int64_t, std::int64_t, std::int64_t, int, Address>;
 
 void register_microscaling(py::module_& module) {
   py::class_<BoundMxfp8>(module, "QuantizeMxfp8")
@@ -221,8 +217,13 @@ void register_microscaling(py::module_& module) {
                                   Address to_b, int device, Address stream) {
     const auto tiles = [](const ScaleSource& from, Address to) {
       const auto& [scales, row_stride, block_stride, rows, blocks, rows_per_scale, global] = from;
-      return ScaleTiles{as_pointer<const std::uint8_t>(scales), row_stride, block_stride, rows,
-                        blocks, rows_per_scale, as_pointer<const float>(global),
+      return ScaleTiles{as_pointer<const std::uint8_t>(scales),
+                        row_stride,
+                        block_stride,
+                        rows,
+                        blocks,
+                        rows_per_scale,
+                        as_pointer<const float>(global),
                         as_pointer<std::uint8_t>(to)};
     };
     arrange_scales(tiles(a, to_a), tiles(b, to_b), device, as_stream(stream));
@@ -239,8 +240,8 @@ class BoundScaleUpdate {
     states_.reserve(rows.size());
     for (const auto& [history, scale, target, nonfinite, length, slots] : rows)
       states_.push_back({as_pointer<float>(history), as_pointer<float>(scale),
-                         as_pointer<const float>(target),
-                         as_pointer<unsigned long long>(nonfinite), length, slots});
+                         as_pointer<const float>(target), as_pointer<unsigned long long>(nonfinite),
+                         length, slots});
   }
 
   void operator()(Address stream) const {
@@ -280,30 +281,34 @@ std::vector<T> as_pointers(const std::vector<Address>& addresses) {
 }
 
 // Codes' addresses, bytes between rows, scales' addresses, strides of rows and of k, blocks of k.
-using PyOperand = std::tuple<std::vector<Address>, std::int64_t, std::vector<Address>,
-                             std::int64_t, std::int64_t, std::int64_t>;
+using PyOperand = std::tuple<std::vector<Address>, std::int64_t, std::vector<Address>, std::int64_t,
+                             std::int64_t, std::int64_t>;
 
 GroupedOperand grouped_operand(const PyOperand& given) {
   const auto& [data, pitch, scale_inv, row_stride, k_stride, blocks] = given;
-  return {as_pointers<const void*>(data), pitch, as_pointers<const float*>(scale_inv), row_stride,
-          k_stride, blocks};
+  return {as_pointers<const void*>(data),
+          pitch,
+          as_pointers<const float*>(scale_inv),
+          row_stride,
+          k_stride,
+          blocks};
 }
 
 void register_grouped_gemm(py::module_& module) {
   py::class_<GroupedGemmDesc>(module, "GroupedGemmDesc")
       .def(py::init<ElementType, ElementType, ScaleMode, ScaleMode, ElementType, bool, bool,
                     bool>());
-  module.def("grouped_gemm", [](const GroupedGemmDesc& desc, std::int64_t m, std::int64_t n,
-                                std::int64_t k, const PyOperand& a, const PyOperand& b,
-                                const std::vector<Address>& bias, ElementType bias_type,
-                                const std::vector<Address>& d, Address offsets,
-                                std::int64_t groups, int device, Address stream) {
-    grouped_gemm(desc,
-                 {m, n, k, grouped_operand(a), grouped_operand(b),
-                  as_pointers<const void*>(bias), bias_type, as_pointers<void*>(d),
-                  as_pointer<const std::int64_t>(offsets), groups},
-                 device, as_stream(stream));
-  });
+  module.def("grouped_gemm",
+             [](const GroupedGemmDesc& desc, std::int64_t m, std::int64_t n, std::int64_t k,
+                const PyOperand& a, const PyOperand& b, const std::vector<Address>& bias,
+                ElementType bias_type, const std::vector<Address>& d, Address offsets,
+                std::int64_t groups, int device, Address stream) {
+               grouped_gemm(desc,
+                            {m, n, k, grouped_operand(a), grouped_operand(b),
+                             as_pointers<const void*>(bias), bias_type, as_pointers<void*>(d),
+                             as_pointer<const std::int64_t>(offsets), groups},
+                            device, as_stream(stream));
+             });
 }
 
 void register_gemm(py::module_& module) {
@@ -326,8 +331,8 @@ void register_gemm(py::module_& module) {
       .def(py::init<ElementType, ScaleMode, bool, std::int64_t>())
       .def("__str__", &OperandDesc::text);
   py::class_<GemmDesc>(module, "GemmDesc")
-      .def(py::init<std::int64_t, std::int64_t, std::int64_t, OperandDesc, OperandDesc,
-                    ElementType, bool, ElementType, bool, bool, std::uint32_t>())
+      .def(py::init<std::int64_t, std::int64_t, std::int64_t, OperandDesc, OperandDesc, ElementType,
+                    bool, ElementType, bool, bool, std::uint32_t>())
       .def("__str__", &GemmDesc::text);
   py::class_<Gemm>(module, "Gemm")
       .def(py::init<const GemmDesc&, int, std::size_t, int>())
@@ -346,16 +351,17 @@ void register_gemm(py::module_& module) {
                       gemm_arguments(a, a_scale_inv, b, b_scale_inv, bias, d, workspace, bytes),
                       as_stream(stream));
            })
-      .def("milliseconds",
-           [](Gemm& gemm, std::size_t candidate, Address a, Address a_scale_inv, Address b,
-              Address b_scale_inv, Address bias, Address d, Address workspace, std::size_t bytes,
-              int repeats, Address stream) {
-             return gemm.milliseconds(
-                 candidate,
-                 gemm_arguments(a, a_scale_inv, b, b_scale_inv, bias, d, workspace, bytes),
-                 repeats, as_stream(stream));
-           },
-           py::call_guard<py::gil_scoped_release>());  // it waits for the device
+      .def(
+          "milliseconds",
+          [](Gemm& gemm, std::size_t candidate, Address a, Address a_scale_inv, Address b,
+             Address b_scale_inv, Address bias, Address d, Address workspace, std::size_t bytes,
+             int repeats, Address stream) {
+            return gemm.milliseconds(
+                candidate,
+                gemm_arguments(a, a_scale_inv, b, b_scale_inv, bias, d, workspace, bytes), repeats,
+                as_stream(stream));
+          },
+          py::call_guard<py::gil_scoped_release>());  // it waits for the device
 }
 
 }  // namespace

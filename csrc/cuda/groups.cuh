@@ -52,7 +52,8 @@ __device__ inline GroupLane group_lane(const int64_t* offsets, int groups, int r
   }
   int start = __shfl_up_sync(0xFFFFFFFFu, end, 1);
   if (lane == 0) start = before.end;
-  const int own = (end - start + kGroupBlock - 1) / kGroupBlock, own_steps = group_steps(end - start);
+  const int own = (end - start + kGroupBlock - 1) / kGroupBlock,
+            own_steps = group_steps(end - start);
   int blocks = own, steps = own_steps;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {

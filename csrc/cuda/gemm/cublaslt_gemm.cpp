@@ -82,16 +82,14 @@ cublasLtHandle_t handle_of(int device) {
 }
 
 template <typename T>
-void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t attribute,
-         const T& value) {
+void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t attribute, const T& value) {
   FP8CORE_CUBLAS(cublasLtMatmulDescSetAttribute(operation, attribute, &value, sizeof value));
 }
 
 template <typename T>
 void prefer(cublasLtMatmulPreference_t preference, cublasLtMatmulPreferenceAttributes_t attribute,
             const T& value) {
-  FP8CORE_CUBLAS(
-      cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value));
+  FP8CORE_CUBLAS(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value));
 }
 
 void describe(Layout& layout, const OperandDesc& operand, std::int64_t rows, std::int64_t k) {
@@ -130,8 +128,8 @@ std::string OperandDesc::text() const {
 }
 
 std::string GemmDesc::text() const {
-  return join("gemm m=", m, " n=", n, " k=", k, " a=", a.text(), " b=", b.text(), " out=",
-              name(out), has_bias ? join(" bias=", name(bias)) : std::string(),
+  return join("gemm m=", m, " n=", n, " k=", k, " a=", a.text(), " b=", b.text(),
+              " out=", name(out), has_bias ? join(" bias=", name(bias)) : std::string(),
               accumulate ? " accumulate" : "", fast_accumulation ? " fast" : "", " aligned ",
               alignment);
 }
@@ -154,8 +152,7 @@ Gemm::Gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes, in
   }
   if (desc.a.scale == ScaleMode::kNv16)
     set(operation_, CUBLASLT_MATMUL_DESC_POINTER_MODE, CUBLASLT_POINTER_MODE_DEVICE);
-  if (desc.fast_accumulation)
-    set(operation_, CUBLASLT_MATMUL_DESC_FAST_ACCUM, std::int8_t{1});
+  if (desc.fast_accumulation) set(operation_, CUBLASLT_MATMUL_DESC_FAST_ACCUM, std::int8_t{1});
   if (desc.has_bias) {
     set(operation_, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
     set(operation_, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(desc.bias));
@@ -163,8 +160,7 @@ Gemm::Gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes, in
   }
   describe(a_, desc.a, desc.m, desc.k);
   describe(b_, desc.b, desc.n, desc.k);
-  FP8CORE_CUBLAS(
-      cublasLtMatrixLayoutCreate(d_.out(), data_type(desc.out), desc.n, desc.m, desc.n));
+  FP8CORE_CUBLAS(cublasLtMatrixLayoutCreate(d_.out(), data_type(desc.out), desc.n, desc.m, desc.n));
 
   Preference preference;
   FP8CORE_CUBLAS(cublasLtMatmulPreferenceCreate(preference.out()));
@@ -175,16 +171,15 @@ Gemm::Gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes, in
   prefer(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, desc.alignment);
   candidates_.resize(max_candidates);
   int found = 0;
-  const cublasStatus_t status =
-      cublasLtMatmulAlgoGetHeuristic(handle_, operation_, b_, a_, d_, d_, preference,
-                                     max_candidates, candidates_.data(), &found);
+  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
+      handle_, operation_, b_, a_, d_, d_, preference, max_candidates, candidates_.data(), &found);
   candidates_.resize(std::max(found, 0));
   candidates_.erase(std::remove_if(candidates_.begin(), candidates_.end(),
                                    [](const auto& c) { return c.state != CUBLAS_STATUS_SUCCESS; }),
                     candidates_.end());
   if (status != CUBLAS_STATUS_SUCCESS || candidates_.empty())
     throw std::domain_error(join("cuBLASLt ", cublasLtGetVersion(), " has no algorithm for ",
-                                  desc.text(), " (", cublasLtGetStatusString(status), ")"));
+                                 desc.text(), " (", cublasLtGetStatusString(status), ")"));
 }
 
 std::size_t Gemm::workspace_bytes(std::size_t candidate) const {
@@ -202,8 +197,8 @@ std::size_t Gemm::add_candidate(const std::string& bytes) {
                 " bytes, found ", bytes.size());
   std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(&result.algo));
   const DeviceGuard guard(device_);
-  FP8CORE_CUBLAS(cublasLtMatmulAlgoCheck(handle_, operation_, b_, a_, d_, d_, &result.algo,
-                                         &result));
+  FP8CORE_CUBLAS(
+      cublasLtMatmulAlgoCheck(handle_, operation_, b_, a_, d_, d_, &result.algo, &result));
   candidates_.push_back(result);
   return candidates_.size() - 1;
 }
@@ -227,7 +222,8 @@ void Gemm::enqueue(std::size_t candidate, const GemmArguments& arguments, cudaSt
   const GemmFactors* factors = &host;
   if (desc_.a.scale == ScaleMode::kNv16) {  // CUBLASLT_POINTER_MODE_DEVICE
     const auto* tiles = reinterpret_cast<const std::uint8_t*>(arguments.a_scale_inv);
-    factors = reinterpret_cast<const GemmFactors*>(tiles + tile_bytes(desc_.m, (desc_.k + 15) / 16));
+    factors =
+        reinterpret_cast<const GemmFactors*>(tiles + tile_bytes(desc_.m, (desc_.k + 15) / 16));
   }
   const float* beta = desc_.accumulate ? &factors->one : &factors->zero;
   const std::lock_guard<std::mutex> lock(mutex_);

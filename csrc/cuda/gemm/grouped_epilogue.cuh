@@ -1,5 +1,6 @@
-// From sums in registers to d: scales, bias, the sum that is already there, one rounding. A warp's 16
-// rows go through shared memory in chunks of 128 bytes a row, so that eight threads store a row's.
+// From sums in registers to d: scales, bias, the sum that is already there, one rounding. A warp's
+// 16 rows go through shared memory in chunks of 128 bytes a row, so that eight threads store a
+// row's.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,7 +21,8 @@ struct TileOut {
 
 __device__ inline float read(const void* values, ElementType type, int at) {
   switch (type) {
-    case ElementType::kBFloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(values)[at]);
+    case ElementType::kBFloat16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(values)[at]);
     case ElementType::kFloat16: return __half2float(static_cast<const __half*>(values)[at]);
     default: return static_cast<const float*>(values)[at];
   }
@@ -84,8 +86,8 @@ __device__ inline void add_held(float4 (&values)[4], const float* d, std::int64_
   float4 held[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    held[i] = 4 * i < rows ? *reinterpret_cast<const float4*>(d + i * step)
-                           : make_float4(0, 0, 0, 0);
+    held[i] =
+        4 * i < rows ? *reinterpret_cast<const float4*>(d + i * step) : make_float4(0, 0, 0, 0);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     values[i].x += held[i].x, values[i].y += held[i].y;
@@ -161,8 +163,7 @@ __device__ void store(const GroupedParams& p, const TileOut& out,
       return store_as<__nv_bfloat16, /*kAccumulate=*/false>(p, out, factors, columns, staged, sums,
                                                             first);
     case ElementType::kFloat16:
-      return store_as<__half, /*kAccumulate=*/false>(p, out, factors, columns, staged, sums,
-                                                     first);
+      return store_as<__half, /*kAccumulate=*/false>(p, out, factors, columns, staged, sums, first);
     default:
       return store_as<float, /*kAccumulate=*/false>(p, out, factors, columns, staged, sums, first);
   }

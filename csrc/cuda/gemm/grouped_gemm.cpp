@@ -12,10 +12,10 @@ namespace {
 constexpr std::int64_t kMostRows = std::int64_t{1} << 30;  // sizes are counted in ints
 constexpr std::int64_t kTileColumns = 128;
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
-                            const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
-                            const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
 
 // Of the driver, asked for by name: nothing is linked with it.
 Encode encoder() {
@@ -97,7 +97,8 @@ void check(const GroupedGemmDesc& desc, const GroupedGemmArguments& given) {
   FP8CORE_CHECK(given.n % 16 == 0, "grouped_gemm: n=", given.n, "; expected a multiple of 16");
   FP8CORE_CHECK(given.a.data.size() == 1 && given.a.scale_inv.size() == 1 &&
                     given.b.data.size() == per_group && given.b.scale_inv.size() == per_group &&
-                    given.d.size() == outputs && (given.bias.empty() || given.bias.size() == groups),
+                    given.d.size() == outputs &&
+                    (given.bias.empty() || given.bias.size() == groups),
                 "grouped_gemm: ", given.b.data.size(), " b, ", given.d.size(), " d and ",
                 given.bias.size(), " bias for ", given.groups, " groups");
   FP8CORE_CHECK(given.a.pitch % 16 == 0 && given.b.pitch % 16 == 0 && given.a.pitch >= given.k &&
@@ -156,16 +157,14 @@ void grouped_gemm(const GroupedGemmDesc& desc, const GroupedGemmArguments& given
   if (given.m == 0) return;
   const DeviceGuard guard(device);
   int multiprocessors = 0;
-  FP8CORE_CUDA(
-      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  FP8CORE_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   GroupedLaunch how{};
   how.accumulation = accumulation_of(desc);
   // A tile of 256 rows reads less for each product, one of 128 wastes less at a group's end.
   how.is_tall = given.m / (desc.contracts ? 1 : given.groups) >= 192;
   const int tile_rows = how.is_tall ? 256 : 128;
   GroupedParams params = common(desc, given);
-  if (given.k > 0)
-    params.a = describe(given.a.data[0], given.m, given.k, given.a.pitch, tile_rows);
+  if (given.k > 0) params.a = describe(given.a.data[0], given.m, given.k, given.a.pitch, tile_rows);
   const std::int64_t columns = (given.n + kTileColumns - 1) / kTileColumns;
   for (int first = 0; first < params.groups; first += kGroupsPerLaunch) {
     const int count = std::min(kGroupsPerLaunch, params.groups - first);

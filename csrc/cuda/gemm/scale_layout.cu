@@ -50,8 +50,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 void check(const char* what, const ScaleTiles& from) {
-  FP8CORE_CHECK(from.rows > 0 && from.blocks > 0 && from.rows_per_scale > 0,
-                "scales of ", what, " cover ", from.rows, " rows x ", from.blocks, " blocks");
+  FP8CORE_CHECK(from.rows > 0 && from.blocks > 0 && from.rows_per_scale > 0, "scales of ", what,
+                " cover ", from.rows, " rows x ", from.blocks, " blocks");
   FP8CORE_CHECK_ADDRESS(from.scales, "scales of ", what);
   FP8CORE_CHECK_ADDRESS(from.to, "tiles of ", what);
   FP8CORE_CHECK(reinterpret_cast<std::uintptr_t>(from.to) % kLine == 0, "tiles of ", what,

@@ -1,6 +1,6 @@
 // Grouped FP8 products on Hopper. A block of three warpgroups takes tile after tile of d: one warp
-// has the copy engine fill a ring of stages (128 elements of k of a's and b's rows), three bring the
-// scales of blocks along k, two warpgroups multiply.
+// has the copy engine fill a ring of stages (128 elements of k of a's and b's rows), three bring
+// the scales of blocks along k, two warpgroups multiply.
 //
 // A tile is kWaves x 128 rows by 128 columns. Warpgroup w has the rows 128 v + 64 w .. + 63 of each
 // wave v, all 128 columns: kWaves x 64 sums a thread. Sums of 128 products are taken in the tensor
@@ -223,8 +223,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ std::uint8_t memory[];
   auto& shared = *reinterpret_cast<typename S::Shared*>(
       memory + (1024 - shared_address(memory) % 1024) % 1024);
-  constexpr bool kHasScales =
-      kHow == Accumulation::kRowScales || kHow == Accumulation::kBothScales;
+  constexpr bool kHasScales = kHow == Accumulation::kRowScales || kHow == Accumulation::kBothScales;
   if (threadIdx.x < 32) tabulate<S::kTileM>(p, shared);
   if (threadIdx.x == 32) {
     for (int stage = 0; stage < S::kCount; ++stage) {
@@ -246,10 +245,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int first = 64 * group + thread / 32 * 16 + thread % 32 / 4;
     int parity = 0;
     constexpr bool kTakesTurns = kHow != Accumulation::kTensorCore;
-    if (kTakesTurns && group == 1) pass(kTurn, kConsumers);  // the first turn is the first warpgroup's
+    if (kTakesTurns && group == 1)
+      pass(kTurn, kConsumers);  // the first turn is the first warpgroup's
     while (at.next()) {
-      const TileOut out{at.start, at.rows, at.column, at.group(), at.entry, at.is_tail,
-                        at.steps == 0};
+      const TileOut out{at.start, at.rows,    at.column,    at.group(),
+                        at.entry, at.is_tail, at.steps == 0};
       const Factors<kWaves, kHasScales> factors(p, out, first);
       float sums[kWaves][64];
 #pragma unroll
@@ -261,11 +261,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       float2* columns = shared.epilogue.columns[parity][group];
       columns[thread] = factors.column;
       meet(kColumns + group, 128);
-      store<kWaves, kHasScales>(p, out, factors, columns, shared.epilogue.rows[threadIdx.x / 32 - 4],
-                                sums, first);
+      store<kWaves, kHasScales>(p, out, factors, columns,
+                                shared.epilogue.rows[threadIdx.x / 32 - 4], sums, first);
       parity ^= 1;
     }
-    if (kTakesTurns && group == 0) meet(kTurn, kConsumers);  // takes the last turn, that nobody needs
+    if (kTakesTurns && group == 0)
+      meet(kTurn, kConsumers);  // takes the last turn, that nobody needs
   }
 #endif
 }
@@ -274,8 +275,7 @@ template <Format A, Format B, Accumulation kHow, int kWaves>
 void launch_one(const GroupedParams& params, int blocks, cudaStream_t stream) {
   const auto kernel = grouped_product<A, B, kHow, kWaves>;
   constexpr int kBytes = sizeof(typename Stages<kWaves>::Shared) + 1024;
-  FP8CORE_CUDA(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  FP8CORE_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   kernel<<<blocks, kThreads, kBytes, stream>>>(params);
   FP8CORE_CUDA(cudaGetLastError());
 }

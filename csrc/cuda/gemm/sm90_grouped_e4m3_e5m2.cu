@@ -4,7 +4,7 @@
 namespace fp8core {
 
 void launch_grouped_e4m3_e5m2(const GroupedParams& params, const GroupedLaunch& launch,
-                          cudaStream_t stream) {
+                              cudaStream_t stream) {
   sm90::launch<Format::kE4M3, Format::kE5M2>(params, launch, stream);
 }
 

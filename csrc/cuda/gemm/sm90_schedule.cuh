@@ -10,7 +10,7 @@ namespace fp8core::sm90 {
 
 constexpr int kThreads = 384;  // a warpgroup that brings, two that multiply
 constexpr int kConsumers = 256, kScaleThreads = 96;
-constexpr int kStep = 128;     // elements of k in a stage, bytes of a row in shared memory
+constexpr int kStep = 128;  // elements of k in a stage, bytes of a row in shared memory
 constexpr int kTileN = 128;
 
 // Barriers of the multiplying warpgroups; 0 is __syncthreads.

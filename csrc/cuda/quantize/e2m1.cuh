@@ -6,8 +6,8 @@
 //     code = 4 t1 + 2 t2 + t3     t1 = sat(m / 2), t2 = sat(m / 2 - 1), t3 = sat(m / 2 - 2)
 //
 // each of which is exact, and a whole number unless m lies in it. So rounding m is rounding the sum
-// to a whole number: by adding it, piece by piece, to a float whose last bit is 1. Of two neighbours
-// one has an even code, so ties go where e2m1 wants them. sat cuts what is beyond 6.
+// to a whole number: by adding it, piece by piece, to a float whose last bit is 1. Of two
+// neighbours one has an even code, so ties go where e2m1 wants them. sat cuts what is beyond 6.
 //
 // What these functions hand out is `code << 1 | sign` in each nibble, which takes one instruction a
 // value less; `settled` brings the sign to where it belongs.

@@ -7,11 +7,11 @@ namespace fp8core {
 
 struct TileParams;
 
-#define FP8CORE_INPUT(name)                                                                      \
-  void launch_from_##name(const QuantizeDesc&, const TileParams&, int num_multiprocessors,       \
-                          cudaStream_t);                                                         \
-  void launch_pair_from_##name(const QuantizeDesc&, const TileParams&, const TileParams&,        \
-                               int num_multiprocessors, cudaStream_t);                           \
+#define FP8CORE_INPUT(name)                                                                       \
+  void launch_from_##name(const QuantizeDesc&, const TileParams&, int num_multiprocessors,        \
+                          cudaStream_t);                                                          \
+  void launch_pair_from_##name(const QuantizeDesc&, const TileParams&, const TileParams&,         \
+                               int num_multiprocessors, cudaStream_t);                            \
   int partials_from_##name(const Matrix&, bool vectors, float* partials, int num_multiprocessors, \
                            cudaStream_t);
 FP8CORE_INPUT(float32)

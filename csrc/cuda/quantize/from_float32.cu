@@ -4,19 +4,19 @@
 
 namespace fp8core {
 
-void launch_from_float32(const QuantizeDesc& desc, const TileParams& params, int num_multiprocessors,
-                    cudaStream_t stream) {
+void launch_from_float32(const QuantizeDesc& desc, const TileParams& params,
+                         int num_multiprocessors, cudaStream_t stream) {
   launch<float>(desc, params, num_multiprocessors, stream);
 }
 
 void launch_pair_from_float32(const QuantizeDesc& desc, const TileParams& params,
-                             const TileParams& other, int num_multiprocessors,
-                             cudaStream_t stream) {
+                              const TileParams& other, int num_multiprocessors,
+                              cudaStream_t stream) {
   launch_pair<float>(desc, params, other, num_multiprocessors, stream);
 }
 
 int partials_from_float32(const Matrix& x, bool vectors, float* partials, int num_multiprocessors,
-                     cudaStream_t stream) {
+                          cudaStream_t stream) {
   return launch_partials<float>(x, vectors, partials, num_multiprocessors, stream);
 }
 

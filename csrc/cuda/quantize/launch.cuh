@@ -50,8 +50,8 @@ inline int64_t dense_tiles(TileParams& p) {
 }
 
 template <typename T>
-void launch_pair(const QuantizeDesc& desc, TileParams p, TileParams other,
-                 int num_multiprocessors, cudaStream_t stream) {
+void launch_pair(const QuantizeDesc& desc, TileParams p, TileParams other, int num_multiprocessors,
+                 cudaStream_t stream) {
   const int64_t first = dense_tiles(p), tiles = first + dense_tiles(other);
   FP8CORE_CHECK(tiles < (int64_t{1} << 31), "quantize_pair: ", tiles,
                 " tiles of 128 x 128, more than a grid takes");
@@ -61,8 +61,8 @@ void launch_pair(const QuantizeDesc& desc, TileParams p, TileParams other,
         <<<grid, kTileThreads, 0, stream>>>(p, other, own);
   } else {
     for (TileParams* one : {&p, &other})
-      one->args.num_partials = launch_partials<T>(
-          one->args.x, one->vector_loads, one->args.workspace, num_multiprocessors, stream);
+      one->args.num_partials = launch_partials<T>(one->args.x, one->vector_loads,
+                                                  one->args.workspace, num_multiprocessors, stream);
     uniform_tile_pair<T, Format::kE4M3, Granularity::kTensor>
         <<<grid, kTileThreads, 0, stream>>>(p, other, own);
   }
@@ -70,8 +70,7 @@ void launch_pair(const QuantizeDesc& desc, TileParams p, TileParams other,
 }
 
 template <typename T>
-void launch(const QuantizeDesc& desc, TileParams p, int num_multiprocessors,
-            cudaStream_t stream) {
+void launch(const QuantizeDesc& desc, TileParams p, int num_multiprocessors, cudaStream_t stream) {
   const Matrix& x = p.args.x;
   const Groups& groups = p.args.groups;
   const bool is_grouped = groups.offsets != nullptr;

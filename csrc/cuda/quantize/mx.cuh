@@ -1,7 +1,7 @@
 // MXFP8: an e8m0 byte for every 32 elements of an operand's row, both orientations in one pass.
 //
-// The tile and the threads' 8 x 8 elements are those of tile_parts.cuh, but a warp holds 32 rows x 64
-// columns, so that no block of 32 needs another warp:
+// The tile and the threads' 8 x 8 elements are those of tile_parts.cuh, but a warp holds 32 rows x
+// 64 columns, so that no block of 32 needs another warp:
 //
 //     lane = r1 r0 c2 c1 c0 (bits):  row group ty = 4 band + 2 r0 + r1,  column group tx = 8 half
 //     + 4 c2 + 2 c1 + c0
@@ -104,8 +104,7 @@ __global__ void __launch_bounds__(kTileThreads) mx_tile(const MxParams m) {
       if (is_inside && tx % 4 == 0)  // of eight rows; the last of them may be padding of the pitch
         *reinterpret_cast<uint2*>(m.rowwise.scales + block_column * m.rowwise.pitch + row) = scales;
     } else if (is_corner) {
-      m.rowwise.scales[block_column * m.rowwise.pitch + block_row] =
-          static_cast<uint8_t>(scales.x);
+      m.rowwise.scales[block_column * m.rowwise.pitch + block_row] = static_cast<uint8_t>(scales.x);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i)

@@ -22,8 +22,8 @@ Nvfp4Side side_of(const ByteScaled& out, float* global_scale_inv, bool is_stocha
 template <typename T>
 void launch(Nvfp4Params params, unsigned tiles, int multiprocessors, cudaStream_t stream) {
   if (params.transforms) {
-    const unsigned blocks = std::min<unsigned>(
-        {tiles, 4u * multiprocessors, static_cast<unsigned>(kMaxPartials)});
+    const unsigned blocks =
+        std::min<unsigned>({tiles, 4u * multiprocessors, static_cast<unsigned>(kMaxPartials)});
     transformed_amax<T><<<blocks, kFp4Threads, 0, stream>>>(params, tiles);
     params.num_partials = static_cast<int>(blocks);
     params.column.partials = params.partials + kMaxPartials;

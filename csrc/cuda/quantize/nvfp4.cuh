@@ -82,8 +82,7 @@ __device__ inline uint4 noise_block(const Nvfp4Side& side, uint2 key, int64_t in
 template <bool kStochastic>
 __device__ uint32_t encode_four(const float (&v)[4], uint4 noise, int parity) {
   if (!kStochastic) return e2m1_nearest(v);
-  return parity == 0 ? e2m1_stochastic(v, noise.x, noise.y)
-                     : e2m1_stochastic(v, noise.z, noise.w);
+  return parity == 0 ? e2m1_stochastic(v, noise.x, noise.y) : e2m1_stochastic(v, noise.z, noise.w);
 }
 
 __device__ inline float quad_max(float value) {
@@ -224,7 +223,7 @@ __device__ inline uint2& parked_at(uint2* parked, int column, int warp) {
 
 template <bool kStochastic, typename T>
 __device__ void park_cast_columns(const Strip<T>& x, const Nvfp4Params& p, const StripPlace& at,
-                             const SideScale& scale, uint2* parked) {
+                                  const SideScale& scale, uint2* parked) {
   const Nvfp4Side& side = p.column;
   const Matrix& m = p.x;
   float amax[4], multiplier[4];

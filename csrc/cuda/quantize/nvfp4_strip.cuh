@@ -25,7 +25,7 @@ struct Nvfp4Params {
   Matrix x;
   Nvfp4Side row, column;
   uint2 key;
-  float* partials;  // of x, and kMaxPartials further of the transformed x
+  float* partials;                // of x, and kMaxPartials further of the transformed x
   unsigned long long* nonfinite;  // grows by the NaN and inf in x, or null
   float largest, inverse_target;
   int num_partials, tile_columns;
@@ -143,8 +143,7 @@ __device__ void load_strip(Strip<T>& x, const Nvfp4Params& p, const StripPlace& 
   }
   const int count = static_cast<int>(max(int64_t{0}, min(int64_t{4}, m.cols - at.column)));
 #pragma unroll
-  for (int i = 0; i < 16; ++i)
-    x.gather(i, from + i * m.stride, at.row + i < m.rows ? count : 0);
+  for (int i = 0; i < 16; ++i) x.gather(i, from + i * m.stride, at.row + i < m.rows ? count : 0);
 }
 
 __device__ inline float in_bfloat16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }

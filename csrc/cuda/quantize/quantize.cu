@@ -77,8 +77,8 @@ void quantize_pair(const QuantizeDesc& desc, const QuantizeArguments& arguments,
                     x.type == y.type && arguments.groups.offsets == nullptr &&
                     other.groups.offsets == nullptr,
                 "quantize_pair takes two tensors of one type in e4m3, tensorwise, without groups");
-  FP8CORE_CHECK(x.rows > 0 && x.cols > 0 && y.rows > 0 && y.cols > 0,
-                "quantize_pair: ", x.rows, " x ", x.cols, " and ", y.rows, " x ", y.cols,
+  FP8CORE_CHECK(x.rows > 0 && x.cols > 0 && y.rows > 0 && y.cols > 0, "quantize_pair: ", x.rows,
+                " x ", x.cols, " and ", y.rows, " x ", y.cols,
                 "; expected at least one element each");
   const TileParams p = checked(desc, arguments), q = checked(other_desc, other);
   const DeviceGuard guard(device);

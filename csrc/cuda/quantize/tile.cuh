@@ -41,8 +41,7 @@ __device__ float tile_scale(const Eight<T> (&x)[8], const TileParams& p, const T
     return scale;
   } else if constexpr (G == Granularity::kTensor) {
     if (is_grouped) return scale_of(p.args.workspace[at.group], p.rule);
-    const float amax =
-        reduce_partials<kTileThreads>(p.args.workspace, p.args.num_partials, shared);
+    const float amax = reduce_partials<kTileThreads>(p.args.workspace, p.args.num_partials, shared);
     const float scale = scale_of(amax, p.rule);
     if (is_first) *p.args.rowwise.scale_inv = __frcp_rn(scale);
     return scale;
@@ -51,8 +50,7 @@ __device__ float tile_scale(const Eight<T> (&x)[8], const TileParams& p, const T
     if (threadIdx.x == 0 && at.tile_row < p.scale_tiles) {
       const float inverse = __frcp_rn(scale);
       const QuantizeOutput &row = p.args.rowwise, &column = p.args.columnwise;
-      if (row.codes != nullptr)
-        row.scale_inv[at.tile_row * row.pitch + at.tile_column] = inverse;
+      if (row.codes != nullptr) row.scale_inv[at.tile_row * row.pitch + at.tile_column] = inverse;
       if (column.codes != nullptr)
         column.scale_inv[at.tile_column * column.pitch + at.tile_row] = inverse;
     }
@@ -102,8 +100,8 @@ __global__ void __launch_bounds__(kTileThreads, kUniformBlocks)
 // Two tensors: the tiles of the first, then those of the other.
 template <typename T, Format F, Granularity G>
 __global__ void __launch_bounds__(kTileThreads, kUniformBlocks)
-    uniform_tile_pair(const __grid_constant__ TileParams p, const __grid_constant__ TileParams other,
-                      unsigned tiles) {
+    uniform_tile_pair(const __grid_constant__ TileParams p,
+                      const __grid_constant__ TileParams other, unsigned tiles) {
   const unsigned tile = tile_of_block<G>();
   const bool is_first = tile < tiles;
   cast_uniform_tile<T, F, G>(is_first ? p : other, is_first ? tile : tile - tiles);

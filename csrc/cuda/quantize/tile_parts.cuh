@@ -1,15 +1,15 @@
 // The parts of a cast: one block of 256 threads takes a tile of 128 x 128 elements, reads it once,
 // and writes its codes and their transpose.
 //
-// Thread (ty, tx), 16 x 16, holds 8 rows x 8 columns: rows 8 ty .. 8 ty + 7, columns 8 tx .. 8 tx + 7.
-// A row of the tile is read as 16 x 16 bytes (2 bytes an element) and written as 16 x 8 bytes.
+// Thread (ty, tx), 16 x 16, holds 8 rows x 8 columns: rows 8 ty .. 8 ty + 7, columns 8 tx .. 8 tx
+// + 7. A row of the tile is read as 16 x 16 bytes (2 bytes an element) and written as 16 x 8 bytes.
 // The transpose goes through shared memory in units of 8 bytes (8 rows of one column):
 //
 //     unit (column c, row group ty) lies at [c][turn(ty) ^ (c / 8)]
 //
 // The exclusive or spreads the 16 units that a half-warp writes over all 32 banks, and keeps each
-// pair (2 v, 2 v + 1) adjacent, so that it is read back as 16 bytes. Where a half-warp holds two row
-// groups of 8 threads each (mx.cuh), `turn` puts them into different halves of the 16.
+// pair (2 v, 2 v + 1) adjacent, so that it is read back as 16 bytes. Where a half-warp holds two
+// row groups of 8 threads each (mx.cuh), `turn` puts them into different halves of the 16.
 #pragma once
 
 #include <type_traits>
@@ -25,7 +25,7 @@ constexpr int kTileThreads = 256;
 struct TileParams {
   QuantizeArguments args;
   ScaleRule rule;
-  int tile_columns = 0;  // tiles in a row of tiles
+  int tile_columns = 0;     // tiles in a row of tiles
   int64_t scale_tiles = 0;  // rows of tiles that there are scales for
   bool vector_loads = false, vector_rows = false, vector_columns = false;
 };
@@ -163,8 +163,7 @@ __device__ inline void store_columns(const TileParams& p, const TilePlace& at,
     const int own = index / 8, chunk = index % 8, swizzle = own / 8;
     const uint4 pair =
         *reinterpret_cast<const uint4*>(&shared[own * 16 + (turn(2 * chunk) ^ (swizzle & ~1))]);
-    const uint4 codes =
-        swizzle % 2 == 0 ? pair : make_uint4(pair.z, pair.w, pair.x, pair.y);
+    const uint4 codes = swizzle % 2 == 0 ? pair : make_uint4(pair.z, pair.w, pair.x, pair.y);
     const int64_t column = at.column + own, row = at.code + chunk * 16;
     if (column >= m.cols || row >= at.code_end) continue;
     uint8_t* to = p.args.columnwise.codes + column * p.args.column_pitch + row;
@@ -185,9 +184,8 @@ __device__ uint2 encode_row(const Eight<T>& x, float scale) {
 
 template <Format F, typename T>
 __device__ uint2 encode_row(const Eight<T>& x, const float (&scale)[8]) {
-  return make_uint2(
-      encode4<F>(x[0] * scale[0], x[1] * scale[1], x[2] * scale[2], x[3] * scale[3]),
-      encode4<F>(x[4] * scale[4], x[5] * scale[5], x[6] * scale[6], x[7] * scale[7]));
+  return make_uint2(encode4<F>(x[0] * scale[0], x[1] * scale[1], x[2] * scale[2], x[3] * scale[3]),
+                    encode4<F>(x[4] * scale[4], x[5] * scale[5], x[6] * scale[6], x[7] * scale[7]));
 }
 
 // Amaxes of the thread's eight columns over its eight rows.

@@ -20,26 +20,26 @@ std::string join(const Words&... words) {
 
 }  // namespace fp8core
 
-#define FP8CORE_CHECK(condition, ...)                                                      \
-  do {                                                                                     \
-    if (!(condition)) throw std::invalid_argument(fp8core::join(__VA_ARGS__));             \
+#define FP8CORE_CHECK(condition, ...)                                          \
+  do {                                                                         \
+    if (!(condition)) throw std::invalid_argument(fp8core::join(__VA_ARGS__)); \
   } while (false)
 
 // A tensor without memory of its own has the address 0, which a kernel must not be given.
-#define FP8CORE_CHECK_ADDRESS(pointer, ...)                                                \
-  FP8CORE_CHECK((pointer) != nullptr, __VA_ARGS__,                                         \
+#define FP8CORE_CHECK_ADDRESS(pointer, ...)        \
+  FP8CORE_CHECK((pointer) != nullptr, __VA_ARGS__, \
                 " is not empty and has the address 0: a tensor without memory of its own")
 
-#define FP8CORE_CUDA(call)                                                                 \
-  do {                                                                                     \
-    const cudaError_t status_ = (call);                                                    \
-    if (status_ != cudaSuccess)                                                            \
-      throw std::runtime_error(fp8core::join(#call, ": ", cudaGetErrorString(status_)));   \
+#define FP8CORE_CUDA(call)                                                               \
+  do {                                                                                   \
+    const cudaError_t status_ = (call);                                                  \
+    if (status_ != cudaSuccess)                                                          \
+      throw std::runtime_error(fp8core::join(#call, ": ", cudaGetErrorString(status_))); \
   } while (false)
 
-#define FP8CORE_CUBLAS(call)                                                               \
-  do {                                                                                     \
-    const cublasStatus_t status_ = (call);                                                 \
-    if (status_ != CUBLAS_STATUS_SUCCESS)                                                  \
+#define FP8CORE_CUBLAS(call)                                                                  \
+  do {                                                                                        \
+    const cublasStatus_t status_ = (call);                                                    \
+    if (status_ != CUBLAS_STATUS_SUCCESS)                                                     \
       throw std::runtime_error(fp8core::join(#call, ": ", cublasLtGetStatusString(status_))); \
   } while (false)

@@ -39,9 +39,9 @@ struct GemmDesc {
   ElementType out;
   bool has_bias;
   ElementType bias;
-  bool accumulate;         // add to d
-  bool fast_accumulation;  // FP8 only
-  std::uint32_t alignment; // bytes that the addresses of a, b, d and bias are multiples of
+  bool accumulate;          // add to d
+  bool fast_accumulation;   // FP8 only
+  std::uint32_t alignment;  // bytes that the addresses of a, b, d and bias are multiples of
 
   std::string text() const;
 };

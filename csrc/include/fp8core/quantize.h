@@ -80,8 +80,8 @@ struct QuantizeArguments {
 
 constexpr int kMaxPartials = 1024;
 
-// Launches: kDelayed, kVec128 and kBlock128 one, kTensor two (in groups also a memset), kRow two and
-// a memset. An empty x launches nothing, but for the scales of groups that are all empty.
+// Launches: kDelayed, kVec128 and kBlock128 one, kTensor two (in groups also a memset), kRow two
+// and a memset. An empty x launches nothing, but for the scales of groups that are all empty.
 void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, int device,
               cudaStream_t stream);
 
@@ -91,7 +91,8 @@ void quantize_pair(const QuantizeDesc& desc, const QuantizeArguments& arguments,
                    const QuantizeDesc& other_desc, const QuantizeArguments& other, int device,
                    cudaStream_t stream);
 
-// Writes amaxes whose largest is amax(x), and returns how many; `workspace` has kMaxPartials floats.
+// Writes amaxes whose largest is amax(x), and returns how many; `workspace` has kMaxPartials
+// floats.
 int partial_amaxes(const Matrix& x, float* workspace, int device, cudaStream_t stream);
 
 // amax_out[0] = amax(x), in two launches; `workspace` has kMaxPartials floats.
