@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 
@@ -25,7 +25,7 @@ from fp8core.backend_api import UnsupportedError
 from fp8core_backends.cuda import cache, settings
 from fp8core_backends.cuda.reporting import logger
 
-__all__ = ["MAX_WORKSPACE", "NUM_CANDIDATES", "Arguments", "bucket", "choose"]
+__all__ = ["MAX_WORKSPACE", "NUM_CANDIDATES", "Addresses", "bucket", "choose"]
 
 MAX_WORKSPACE = 32 << 20
 """Bytes of scratch memory that an algorithm may take; Transformer Engine gives as much."""
@@ -40,15 +40,9 @@ _lock = threading.Lock()
 _known: dict[Path, dict[str, str]] = {}
 
 
-class Arguments(NamedTuple):
-    """Addresses for one run: operands, scales, bias, result."""
-
-    a: int
-    a_scale_inv: int
-    b: int
-    b_scale_inv: int
-    bias: int
-    d: int
+Addresses: TypeAlias = "tuple[int, int, int, int, int, int]"
+"""The fields of the native GemmArguments without a workspace: a, its scale_inv, b, its scale_inv,
+bias (0 for none) and d."""
 
 
 def bucket(size: int) -> int:
@@ -66,20 +60,20 @@ def bucket(size: int) -> int:
 def choose(
     gemm: Any,
     problem: str,
-    arguments: Arguments,
+    addresses: Addresses,
     device: torch.device,
     accumulated: torch.Tensor | None = None,
 ) -> int:
     """Return the candidate of ``gemm`` to run ``problem`` with, timing them if nobody has yet.
 
     ``problem`` names sizes, types and scales; a choice holds for all that it names.
-    ``arguments.d`` is overwritten, or, where ``accumulated`` is the tensor there, a tensor like it
-    instead. Memory that cannot be had for timing leaves the first candidate, for this process.
+    The timed products overwrite d, or a tensor like ``accumulated``, which is d where the product
+    adds to it. Without memory to time in, the first candidate runs, and nothing is remembered.
     """
-    asked = settings.read()
-    if not asked.autotune or torch.are_deterministic_algorithms_enabled():
+    chosen = settings.read()
+    if not chosen.autotune or torch.are_deterministic_algorithms_enabled():
         return 0
-    file = _file(asked.cache_dir, gemm, device)
+    file = _file(chosen.cache_dir, gemm, device)
     with _lock:
         known = _known.get(file)
         if known is None:
@@ -91,7 +85,7 @@ def choose(
             return index
     if torch.cuda.is_current_stream_capturing():
         return 0
-    best = _time(gemm, arguments, device, accumulated)
+    best = _time(gemm, addresses, device, accumulated)
     if best is None:
         return 0
     with _lock:
@@ -115,10 +109,12 @@ def _recall(gemm: Any, kept: str, problem: str) -> int | None:
 
 
 def _time(
-    gemm: Any, arguments: Arguments, device: torch.device, accumulated: torch.Tensor | None
+    gemm: Any, addresses: Addresses, device: torch.device, accumulated: torch.Tensor | None
 ) -> int | None:
-    """Return the fastest candidate: of rounds in which all take turns, as a chip that warms up
-    slows down, the median. None where none could be timed."""
+    """Return the candidate with the least median time, None where none could be timed.
+
+    The candidates take turns in several rounds, because a chip slows down as it warms up.
+    """
     stream = torch.cuda.current_stream(device).cuda_stream
     sizes = [gemm.workspace_bytes(index) for index in range(gemm.num_candidates)]
     try:
@@ -128,13 +124,13 @@ def _time(
         logger.warning("no memory to time algorithms in, the first one runs: %s", error)
         return None
     if scratch is not None:
-        arguments = arguments._replace(d=scratch.data_ptr())
+        addresses = (*addresses[:-1], scratch.data_ptr())
     times: list[list[float]] = [[] for _ in sizes]
     for _ in range(_ROUNDS):
         for index, size in enumerate(sizes):
-            address = workspace.data_ptr()
+            arguments = (*addresses, workspace.data_ptr(), size)
             try:
-                took = gemm.milliseconds(index, *arguments, address, size, _REPEATS, stream)
+                took = gemm.milliseconds(index, arguments, _REPEATS, stream)
             except RuntimeError as error:
                 logger.warning("an algorithm proposed by cuBLASLt is left out: %s", error)
                 took = math.inf

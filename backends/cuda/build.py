@@ -48,6 +48,20 @@ MODULE = "fp8core_cuda"
 ARCHITECTURES: dict[tuple[int, int], str] = {(9, 0): "90a", (10, 0): "100a"}
 """Compute capabilities that the sources are written for, and how nvcc spells them."""
 
+_VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "cuda/gemm/sm90_grouped.cu": (
+        ("-DFP8CORE_A=kE4M3", "-DFP8CORE_B=kE4M3"),
+        ("-DFP8CORE_A=kE4M3", "-DFP8CORE_B=kE5M2"),
+        ("-DFP8CORE_A=kE5M2", "-DFP8CORE_B=kE4M3"),
+    ),
+    "cuda/quantize/from_input.cu": (
+        ("-DFP8CORE_INPUT=kBFloat16",),
+        ("-DFP8CORE_INPUT=kFloat16",),
+        ("-DFP8CORE_INPUT=kFloat32",),
+    ),
+}
+"""Sources that are compiled several times, side by side, and with which macros each time."""
+
 _FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-Wall,-Wextra,-fvisibility=hidden")
 _DEFAULT_NVCC = Path("/usr/local/cuda/bin/nvcc")
 _ANSWER_S = 60.0  # how long nvcc may take to say its version
@@ -166,7 +180,7 @@ def source_hash() -> str:
 
 def target(architectures: Sequence[str]) -> Path:
     """Return where the extension for these architectures is kept, built or not."""
-    options = (torch.version.cuda, sorted(architectures), _FLAGS)
+    options = (torch.version.cuda, sorted(architectures), _FLAGS, _VARIANTS)
     digest = hashlib.sha256(f"{source_hash()} {options}".encode()).hexdigest()[:16]
     suffix = sysconfig.get_config_var("EXT_SUFFIX")  # names the Python and the platform
     return settings.read().cache_dir / digest / f"{MODULE}{suffix}"
@@ -257,38 +271,45 @@ def _keep(toolchain: Toolchain, architectures: Sequence[str], path: Path) -> Non
 
 def _compile(toolchain: Toolchain, architectures: Sequence[str], folder: Path) -> Path:
     root = sources()
-    units = [file for file in _files(root) if file.suffix in (".cu", ".cpp")]
     flags = [*_FLAGS, f"-I{root / 'include'}", *(f"-isystem={at}" for at in toolchain.includes)]
     flags.append(f'-DFP8CORE_SOURCE_HASH="{source_hash()}"')
     flags.append(f'-DFP8CORE_ARCHITECTURES="{" ".join(sorted(architectures))}"')
     flags += [f"-gencode=arch=compute_{name},code=sm_{name}" for name in architectures]
-    objects = [folder / f"{number}.o" for number in range(len(units))]
-    jobs = [
-        _Job(unit, [toolchain.nvcc, *flags, "-c", unit, "-o", made], folder)
-        for unit, made in zip(units, objects, strict=True)
-    ]
+    jobs, objects = [], []
+    for number, (unit, macros) in enumerate(_units(root)):
+        objects.append(folder / f"{number}.o")
+        command = [toolchain.nvcc, *flags, *macros, "-c", root / unit, "-o", objects[-1]]
+        jobs.append(_Job(" ".join((unit, *macros)), command, folder))
     cache.say(f"compiling {len(jobs)} files for sm_{', sm_'.join(architectures)} with nvcc; once")
     done = 0
     with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
         for unit in pool.map(_run, jobs):
             done += 1
-            cache.say(f"[{done}/{len(jobs)}] {unit.relative_to(root)}")
+            cache.say(f"[{done}/{len(jobs)}] {unit}")
     library = folder / "library.so"
     # Both libraries are found by name at run time: torch has loaded them by then.
     link = ["-shared", "-cudart=shared", *objects, "-Xlinker", toolchain.cublaslt, "-o", library]
-    _run(_Job(library, [toolchain.nvcc, *link], folder))
+    _run(_Job(library.name, [toolchain.nvcc, *link], folder))
     return library
 
 
-class _Job(NamedTuple):
-    """A command of the compiler, what it is about, and the folder for its temporary files."""
+def _units(root: Path) -> list[tuple[str, tuple[str, ...]]]:
+    """Return what is compiled, each to an object: a source's path in ``root``, and its macros."""
+    names = (
+        file.relative_to(root).as_posix() for file in _files(root) if file.suffix in (".cu", ".cpp")
+    )
+    return [(name, macros) for name in names for macros in _VARIANTS.get(name, ((),))]
 
-    unit: Path
+
+class _Job(NamedTuple):
+    """A command of the compiler, what it compiles, and the folder for its temporary files."""
+
+    unit: str
     command: list[object]
     folder: Path
 
 
-def _run(job: _Job) -> Path:
+def _run(job: _Job) -> str:
     try:
         ran = subprocess.run(
             list(map(str, job.command)),
@@ -303,7 +324,7 @@ def _run(job: _Job) -> Path:
     if ran.returncode != 0:
         output = (ran.stdout + ran.stderr)[-_TAIL:]
         raise UnsupportedError(
-            f"cuda: building the native library failed at {job.unit.name} with exit status "
+            f"cuda: building the native library failed at {job.unit} with exit status "
             f"{ran.returncode}. FP8CORE_BUILD=0 uses torch's own kernels instead.\n{output}"
         )
     return job.unit

@@ -1,7 +1,7 @@
 """Groups whose sizes only the device knows: one cast and one product for all of them.
 
-Nothing here reads an offset: what depends on one is made as large as it can become, and the kernels
-find out the rest.
+Nothing here reads an offset, which would wait for the device: tensors whose sizes depend on offsets
+are allocated as large as they can become, and the kernels read the offsets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from fp8core.backend_api import (
     Quantized,
     QuantizeDesc,
 )
-from fp8core_backends.cuda.casts import apart
 from fp8core_backends.cuda.layout import (
     ALIGNMENT,
     BLOCKS,
@@ -32,13 +31,14 @@ from fp8core_backends.cuda.layout import (
     scale_mode,
 )
 from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.quantize_compose import apart
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 __all__ = ["DeviceGroupedGemm", "bind_device_quantize"]
 
-_PyOperand: TypeAlias = "tuple[list[int], int, list[int], int, int, int]"
-"""Addresses of codes, bytes between rows; addresses of scales, their strides by row and by k, and
-how many there are along k."""
+_GroupedOperand: TypeAlias = "tuple[list[int], int, list[int], int, int, int]"
+"""The fields of the native GroupedOperand: addresses of codes, bytes between rows; addresses of
+scales, their strides by row and by k, and how many there are along k."""
 
 
 class _Quantize:
@@ -50,13 +50,13 @@ class _Quantize:
         "_empty",
         "_is_delayed",
         "_mode",
-        "_native",
+        "_native_cast",
         "_rowwise",
         "kernel",
     )
 
     def __init__(
-        self, desc: QuantizeDesc, spec: OperandSpec, device: torch.device, native: Any
+        self, desc: QuantizeDesc, spec: OperandSpec, device: torch.device, native_cast: Any
     ) -> None:
         mode = scale_mode(spec)
         assert mode is not None
@@ -66,7 +66,7 @@ class _Quantize:
         self._columnwise = desc.columnwise is not None
         self._device = torch.device("cuda", index_of(device))
         self._empty = allocator(self._device.index)
-        self._native = native
+        self._native_cast = native_cast
         self.kernel = (
             "fp8core::directed_tile" if mode in ("row", "vec128") else "fp8core::uniform_tile"
         )
@@ -85,8 +85,8 @@ class _Quantize:
         (rows, cols), device = x.shape, self._device
         offsets, groups = _checked(group_offsets, device)
         x, stride = adjacent_columns(x)
-        made: list[Operand | None] = [None, None]
-        places = [(0, 0, 1), (0, 0, 1)]
+        operands: list[Operand | None] = [None, None]
+        outputs = [(0, 0, 1), (0, 0, 1)]  # codes, scale_inv and its pitch
         length = GROUP_STEP * (rows // GROUP_STEP + groups)
         scales = self._scales(rows, cols, groups)
         if not cols:
@@ -94,41 +94,40 @@ class _Quantize:
                 one.fill_(1.0) if scale is None else one.copy_((1.0 / scale).reshape(one.shape))
         if self._rowwise:
             codes = self._empty((max(rows, 1), cols), (cols, 1), torch.uint8)
-            places[0] = (codes.data_ptr(), scales[0][0].data_ptr(), scales[0][1])
-            made[0] = Operand(codes[:rows], scales[0][0])
+            outputs[0] = (codes.data_ptr(), scales[0][0].data_ptr(), scales[0][1])
+            operands[0] = Operand(codes[:rows], scales[0][0])
         if self._columnwise:
             codes = self._empty((cols, length), (length, 1), torch.uint8)
-            places[1] = (codes.data_ptr(), scales[1][0].data_ptr(), scales[1][1])
-            made[1] = Operand(codes, scales[1][0])
-        if self._mode == "tensor":  # one for both
-            places[0] = (places[0][0], scales[0][0].data_ptr(), 1)
-        room = self._workspace(rows, cols, groups)
-        self._native.in_groups(
+            outputs[1] = (codes.data_ptr(), scales[1][0].data_ptr(), scales[1][1])
+            operands[1] = Operand(codes, scales[1][0])
+        if self._mode == "tensor":  # one scale a group for both orientations
+            outputs[0] = (outputs[0][0], scales[0][0].data_ptr(), 1)
+        workspace = self._workspace(rows, cols, groups)
+        addresses = (
             x.data_ptr(),
             rows,
             cols,
             stride,
-            *places[0],
-            *places[1],
+            *outputs[0],
+            *outputs[1],
             0 if scale is None else scale.data_ptr(),
             0 if amax_out is None else amax_out.data_ptr(),
             0 if nonfinite_out is None else nonfinite_out.data_ptr(),
-            0 if room is None else room.data_ptr(),
-            length,
+            0 if workspace is None else workspace.data_ptr(),
+            length,  # bytes between the rows of the columnwise codes
+            0,  # no amax is known beforehand
             offsets.data_ptr(),
             groups,
             0 if scale is None else scale.stride(0),
             0 if amax_out is None else amax_out.stride(0),
-            raw_stream(device.index),
         )
-        return Quantized(*made)
+        self._native_cast(addresses, raw_stream(device.index))
+        return Quantized(*operands)
 
     def _scales(self, rows: int, cols: int, groups: int) -> list[tuple[torch.Tensor, int]]:
-        """Return room for the scales of the rowwise and of the columnwise operand, with pitches.
-
-        Blocks of rows are counted group by group, and there are at most so many of them.
-        """
+        """Allocate the scales of the rowwise and of the columnwise operand; each with its pitch."""
         mode, empty = self._mode, self._empty
+        # Blocks of 128 rows are counted group by group, and there are at most so many.
         blocks = 128 * (rows // 128 + groups)
         if mode == "tensor":
             one = empty((groups,), (1,), torch.float32)
@@ -154,7 +153,7 @@ def bind_device_quantize(
     device: torch.device,
     bind: Callable[[QuantizeDesc, OperandSpec], Any],
 ) -> Callable[..., Quantized]:
-    """Return the callable of ``desc``; ``bind`` makes the native object of a spec."""
+    """Return the callable of ``desc``; ``bind`` returns the native cast of a spec."""
     row, column = desc.rowwise, desc.columnwise
     if row is None or column is None or row == column:
         spec = row or column
@@ -170,7 +169,7 @@ def bind_device_quantize(
 class DeviceGroupedGemm:
     """One product a group in one launch for up to 64 groups; see GroupedGemmDesc."""
 
-    __slots__ = ("_adds_after", "_desc", "_device", "_dtype", "_native", "_native_desc", "kernel")
+    __slots__ = ("_adds_after", "_desc", "_device", "_dtype", "_native_gemm", "_types", "kernel")
 
     kernel: str
 
@@ -179,13 +178,13 @@ class DeviceGroupedGemm:
         assert desc.b is not None
         self._desc = desc
         self._device = torch.device("cuda", index_of(device))
-        self._native = native
-        # The kernel adds to float32; other sums are added up behind it.
+        # The kernel adds to float32 alone; to another dtype its product is added by torch.
         self._adds_after = desc.accumulate and desc.out_dtype != torch.float32
         self._dtype = torch.float32 if self._adds_after else desc.out_dtype
         types, modes = native.ElementType.__members__, native.ScaleMode.__members__
+        self._types = types
         names = [scale_mode(spec) for spec in (desc.a, desc.b)]
-        self._native_desc = native.GroupedGemmDesc(
+        self._native_gemm = native.GroupedGemm(
             types[desc.a.format],
             types[desc.b.format],
             *(modes[name] for name in names),
@@ -193,6 +192,7 @@ class DeviceGroupedGemm:
             desc.contract_groups,
             desc.accumulate and not self._adds_after,
             desc.fast_accumulation,
+            self._device.index,
         )
         self.kernel = f"fp8core::sm90::grouped_product, {names[0]} x {names[1]} scales"
 
@@ -215,31 +215,29 @@ class DeviceGroupedGemm:
         self._check_scales([a, *seconds] if desc.contract_groups else [a], groups)
         d = self._outputs((m, n), groups if desc.contract_groups else 1, given)
         if m and n:
-            kept: list[torch.Tensor] = []
-            places, bias_type = self._biases(bias, kept)
-            self._native.grouped_gemm(
-                self._native_desc,
+            copies: list[torch.Tensor] = []  # held until the launch
+            biases, bias_type = self._biases(bias, copies)
+            arguments = (
                 m,
                 n,
                 k,
-                _place([a], kept),
-                _place(seconds, kept),
-                places,
+                *_fields([a], copies),
+                *_fields(seconds, copies),
+                biases,
                 bias_type,
                 [one.data_ptr() for one in d],
                 offsets.data_ptr(),
                 groups,
-                self._device.index,
-                raw_stream(self._device.index),
             )
+            self._native_gemm(arguments, raw_stream(self._device.index))
         if given is None:
             d = [one.to(desc.out_dtype) for one in d] if self._adds_after else d
             return d if desc.contract_groups else d[0]
-        for own, made in zip(given, d, strict=True):
-            if own is made:
-                increment_version(own)  # torch does not see the kernel's write
+        for asked, written in zip(given, d, strict=True):
+            if asked is written:
+                increment_version(asked)  # torch does not see the kernel's write
             else:
-                own.copy_(made.add_(own) if self._adds_after else made)
+                asked.copy_(written.add_(asked) if self._adds_after else written)
         return out  # type: ignore[return-value]  # it is given
 
     def _check(
@@ -286,11 +284,11 @@ class DeviceGroupedGemm:
     def _outputs(
         self, shape: tuple[int, int], count: int, given: list[torch.Tensor] | None
     ) -> list[torch.Tensor]:
-        """Return what the kernel writes: what is given, or copies where it cannot write there."""
+        """Return the tensors that the kernel writes: those given, or copies where it cannot."""
         dtype, device = self._dtype, self._device
         if given is None or self._adds_after:
-            make = torch.zeros if self._desc.accumulate else torch.empty
-            return [make(shape, dtype=dtype, device=device) for _ in range(count)]
+            new = torch.zeros if self._desc.accumulate else torch.empty
+            return [new(shape, dtype=dtype, device=device) for _ in range(count)]
         return [
             one
             if one.is_contiguous() and one.data_ptr() % ALIGNMENT == 0
@@ -299,18 +297,19 @@ class DeviceGroupedGemm:
         ]
 
     def _biases(
-        self, bias: Sequence[torch.Tensor] | None, kept: list[torch.Tensor]
+        self, bias: Sequence[torch.Tensor] | None, copies: list[torch.Tensor]
     ) -> tuple[list[int], Any]:
-        types = self._native.ElementType.__members__
+        """Return the addresses of biases of one dtype, and that dtype; copies go to ``copies``."""
+        types = self._types
         if bias is None:
             return [], types["float32"]
         dtypes = {one.dtype for one in bias}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         if dtype not in DTYPES:
             dtype = torch.float32
-        whole = [one.to(dtype).contiguous() for one in bias]
-        kept.extend(whole)
-        return [one.data_ptr() for one in whole], types[DTYPES[dtype]]
+        readable = [one.to(dtype).contiguous() for one in bias]
+        copies.extend(readable)
+        return [one.data_ptr() for one in readable], types[DTYPES[dtype]]
 
 
 def _checked(group_offsets: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int]:
@@ -323,8 +322,9 @@ def _checked(group_offsets: torch.Tensor, device: torch.device) -> tuple[torch.T
     return group_offsets.to(torch.int64).contiguous(), len(group_offsets) - 1
 
 
-def _place(operands: Sequence[Operand], kept: list[torch.Tensor]) -> _PyOperand:
-    """Say where operands of one shape are; copies of what lies otherwise go to ``kept``."""
+def _fields(operands: Sequence[Operand], copies: list[torch.Tensor]) -> _GroupedOperand:
+    """Return the native fields of operands of one shape; those that the kernel cannot read where
+    they are are copied, and the copies added to ``copies``."""
     data = [operand.data for operand in operands]
     scales = [operand.scale_inv for operand in operands if operand.scale_inv is not None]
     rows, k = data[0].shape
@@ -332,14 +332,15 @@ def _place(operands: Sequence[Operand], kept: list[torch.Tensor]) -> _PyOperand:
     if pitch % ALIGNMENT or not all(_is_readable(one, pitch) for one in data):
         pitch = round_up(max(k, 1), ALIGNMENT)
         data = [one.new_empty((rows, pitch))[:, :k].copy_(one) for one in data]
-        kept.extend(data)
+        copies.extend(data)
     strides = scales[0].stride()
     if any(one.stride() != strides for one in scales):
         scales = [one.contiguous() for one in scales]
-        kept.extend(scales)
+        copies.extend(scales)
         strides = scales[0].stride()
-    addresses = [[one.data_ptr() for one in some] for some in (data, scales)]
-    return addresses[0], pitch, addresses[1], strides[0], strides[1], scales[0].shape[1]
+    codes = [one.data_ptr() for one in data]
+    scale_inv = [one.data_ptr() for one in scales]
+    return codes, pitch, scale_inv, strides[0], strides[1], scales[0].shape[1]
 
 
 def _is_readable(data: torch.Tensor, pitch: int) -> bool:

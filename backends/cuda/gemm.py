@@ -33,11 +33,11 @@ _Key: TypeAlias = "tuple[int, int, int, int, bool, int]"
 
 
 class _Plan(NamedTuple):
-    """A problem's native object, its algorithm, and the strides that its scales must have."""
+    """A problem's native call, its algorithm, and the strides that its scales must have."""
 
     run: Callable[..., None]
     candidate: int
-    workspace: int
+    workspace_bytes: int
     a_scale_strides: tuple[int, int] | None
     b_scale_strides: tuple[int, int] | None
 
@@ -106,19 +106,21 @@ class LowPrecisionGemm:
         self._run(plan, (a_at, a_scale_at, b_at, b_scale_at, 0, d.data_ptr()))
         return d
 
-    def _run(self, plan: _Plan, addresses: tuple[int, ...]) -> None:
-        size = plan.workspace
+    def _run(self, plan: _Plan, addresses: autotune.Addresses) -> None:
+        size = plan.workspace_bytes
         if not size:
-            plan.run(plan.candidate, *addresses, 0, 0, raw_stream(self._index))
+            plan.run(plan.candidate, addresses, raw_stream(self._index))
             return
         # From torch's allocator: safe on every stream, and in a captured graph.
-        room = self._empty((size,), (1,), torch.uint8)
-        plan.run(plan.candidate, *addresses, room.data_ptr(), size, raw_stream(self._index))
+        workspace = self._empty((size,), (1,), torch.uint8)
+        arguments = (*addresses, workspace.data_ptr(), size)
+        plan.run(plan.candidate, arguments, raw_stream(self._index))
 
     def _arrange(
         self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """Multiply what has to be laid out anew, written elsewhere, biased, or met first."""
+        """Multiply operands that have to be laid out anew, with a bias, into ``out``, or of a shape
+        that no plan was made for yet."""
         desc = self._desc
         (m, k), n = a.data.shape, b.data.shape[0]
         self._check(a, b, bias, out)
@@ -131,8 +133,8 @@ class LowPrecisionGemm:
             return out.copy_(self(a, b, bias=bias, out=total))
         d = out
         if d is None:
-            make = torch.zeros if desc.accumulate else torch.empty
-            d = make((m, n), dtype=desc.out_dtype, device=self._device)
+            new = torch.zeros if desc.accumulate else torch.empty
+            d = new((m, n), dtype=desc.out_dtype, device=self._device)
         assert a.scale_inv is not None
         assert b.scale_inv is not None
         a_data, b_data = k_contiguous(a.data), k_contiguous(b.data)
@@ -146,8 +148,8 @@ class LowPrecisionGemm:
             0 if bias is None else bias.data_ptr(),
             d.data_ptr(),
         )
-        places = addresses[0] | addresses[2] | addresses[4] | addresses[5]
-        alignment = ALIGNMENT if places % ALIGNMENT_OF_ALLOCATIONS else ALIGNMENT_OF_ALLOCATIONS
+        bits = addresses[0] | addresses[2] | addresses[4] | addresses[5]  # all but the scales'
+        alignment = ALIGNMENT if bits % ALIGNMENT_OF_ALLOCATIONS else ALIGNMENT_OF_ALLOCATIONS
         key = (m, n, k, k, bias is None, alignment)
         plan = self._plans.get(key) or self._plan(key, addresses, d)
         self._run(plan, addresses)
@@ -158,24 +160,24 @@ class LowPrecisionGemm:
     def _check(
         self, a: Operand, b: Operand, bias: torch.Tensor | None, out: torch.Tensor | None
     ) -> None:
-        """Refuse what would read or write beyond an end."""
+        """Refuse shapes with which the product would read or write beyond a tensor's end."""
         shape = a.data.shape[0], b.data.shape[0]
-        found = [f"a {list(a.data.shape)}", f"b {list(b.data.shape)}"]
+        shapes = [f"a {list(a.data.shape)}", f"b {list(b.data.shape)}"]
         is_right = a.data.shape[1] == b.data.shape[1]
         if bias is not None:
-            found.append(f"bias {list(bias.shape)}")
+            shapes.append(f"bias {list(bias.shape)}")
             is_right &= bias.shape == shape[1:]
         if out is not None:
-            found.append(f"out {list(out.shape)} {out.dtype}")
+            shapes.append(f"out {list(out.shape)} {out.dtype}")
             is_right &= out.shape == shape and out.dtype == self._out_dtype
         if not is_right:
             raise OperandError(
-                f"{self._desc}: {', '.join(found)}; expected a [m, k], b [n, k], bias [n] and "
+                f"{self._desc}: {', '.join(shapes)}; expected a [m, k], b [n, k], bias [n] and "
                 f"out [m, n] of {self._out_dtype}."
             )
 
     def _takes_bias(self, bias: torch.Tensor) -> bool:
-        """cuBLASLt adds a bias of the result's dtype, and a bfloat16 one to a float32 result."""
+        """Whether cuBLASLt adds it: of the result's dtype, or bfloat16 to a float32 result."""
         out = self._desc.out_dtype
         wanted = torch.bfloat16 if out == torch.float32 else out
         return bias.dtype == wanted and bias.is_contiguous() and bias.data_ptr() % ALIGNMENT == 0
@@ -189,7 +191,7 @@ class LowPrecisionGemm:
             self._wide = LowPrecisionGemm(desc, self._device, self._native)
         return store(self._wide(a, b), self._desc, bias, out)
 
-    def _plan(self, key: _Key, addresses: tuple[int, ...], d: torch.Tensor) -> _Plan:
+    def _plan(self, key: _Key, addresses: autotune.Addresses, d: torch.Tensor) -> _Plan:
         m, n, k, _, is_unbiased, alignment = key
         native, desc = self._native, self._desc
         problem = self._describe((m, n, k), is_unbiased, alignment)
@@ -200,10 +202,10 @@ class LowPrecisionGemm:
         except ValueError as error:
             raise UnsupportedError(f"{desc} with m={m}, n={n}, k={k}: {error}") from None
         sizes = autotune.bucket(m), n, autotune.bucket(k)
-        named = str(self._describe(sizes, is_unbiased, alignment))
+        name = str(self._describe(sizes, is_unbiased, alignment))
         # Timing runs many times, so it must not run on the caller's sum.
-        scratch = d if desc.accumulate else None
-        candidate = autotune.choose(gemm, named, autotune.Arguments(*addresses), d.device, scratch)
+        accumulated = d if desc.accumulate else None
+        candidate = autotune.choose(gemm, name, addresses, d.device, accumulated)
         strides = [
             None if mode == "tensor" or mode in TILED else scale_strides(mode, rows, k)
             for mode, rows in zip(self._modes, (m, n), strict=True)
@@ -274,6 +276,6 @@ def _empty_product(
     out: torch.Tensor | None,
     like: torch.Tensor,
 ) -> torch.Tensor:
-    """Return what a product without elements, or over no element, is: zeros and the bias."""
+    """Return a product that has no elements or contracts none: zeros plus the bias."""
     product = torch.zeros(shape, dtype=torch.float32, device=like.device)
     return store(product, desc, bias, out)

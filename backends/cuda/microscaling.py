@@ -15,9 +15,9 @@ from fp8core.backend_api import (
     Quantized,
     QuantizeDesc,
 )
-from fp8core_backends.cuda.casts import apart, in_groups
 from fp8core_backends.cuda.gemm import LowPrecisionGemm
 from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, round_up, scale_mode
+from fp8core_backends.cuda.quantize_compose import apart, in_groups
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 __all__ = ["TiledGemm", "bind_byte_scaled", "spec_problem"]
@@ -42,8 +42,8 @@ def spec_problem(spec: OperandSpec) -> str | None:
     return next((reason for wrong, reason in problems if wrong), None)
 
 
-class _Room(NamedTuple):
-    """An operand's tensors, and where the library writes them: 0 for one that is not wanted."""
+class _Output(NamedTuple):
+    """An operand to be filled and its addresses; None and 0 where it is not wanted."""
 
     operand: Operand | None
     codes: int = 0
@@ -55,7 +55,7 @@ class _Room(NamedTuple):
 class _ByteScaled:
     """One call of the native library: both orientations, or one."""
 
-    __slots__ = ("_desc", "_device", "_index", "_is_fp4", "_library", "_run", "kernel")
+    __slots__ = ("_desc", "_device", "_index", "_is_fp4", "_native_cast", "_partials", "kernel")
 
     def __init__(self, desc: QuantizeDesc, device: torch.device, native: Any) -> None:
         spec = desc.rowwise or desc.columnwise
@@ -63,23 +63,28 @@ class _ByteScaled:
         self._desc = desc
         self._index = index_of(device)
         self._device = torch.device("cuda", self._index)
-        self._library = native
+        self._partials = 2 * native.MAX_PARTIALS
         self._is_fp4 = scale_mode(spec) == "nv16"
-        kind = native.InputType.__members__[DTYPES[desc.dtype]]
+        input_type = native.InputType.__members__[DTYPES[desc.dtype]]
         is_square = spec.block[0] != 1
         if not self._is_fp4:
-            element = native.Format.__members__[spec.format]
-            self._run = native.QuantizeMxfp8(element, is_square, spec.target, kind, self._index)
+            self._native_cast = native.QuantizeMxfp8(
+                native.Format.__members__[spec.format],
+                input_type,
+                is_square,
+                spec.target,
+                self._index,
+            )
             self.kernel = "fp8core::mx_tile"
             return
         row, column = desc.rowwise, desc.columnwise
-        self._run = native.QuantizeNvfp4(
+        self._native_cast = native.QuantizeNvfp4(
+            input_type,
             is_square,
             spec.target,
             column is not None and column.transform is not None,
             row is not None and row.stochastic,
             column is not None and column.stochastic,
-            kind,
             self._index,
         )
         self.kernel = "fp8core::nvfp4_tile"
@@ -91,27 +96,36 @@ class _ByteScaled:
         rng: torch.Tensor | None = None,
         nonfinite_out: torch.Tensor | None = None,
     ) -> Quantized:
+        """Quantize; see the backend API."""
         rows, cols = x.shape
         self._check(rows, cols)
-        row = self._room(self._desc.rowwise, rows, cols)
-        column = self._room(self._desc.columnwise, cols, rows)
+        row = self._allocate(self._desc.rowwise, rows, cols)
+        column = self._allocate(self._desc.columnwise, cols, rows)
         if not (rows and cols):
             return Quantized(row.operand, column.operand)
         x, stride = adjacent_columns(x)
-        source = (x.data_ptr(), rows, cols, stride)
         stream = raw_stream(self._index)
-        count = 0 if nonfinite_out is None else nonfinite_out.data_ptr()
+        nonfinite = 0 if nonfinite_out is None else nonfinite_out.data_ptr()
+        addresses = (x.data_ptr(), rows, cols, stride, *row[1:4], *column[1:4])
         if not self._is_fp4:
-            self._run(*source, *row[1:4], *column[1:4], count, stream)
+            self._native_cast((*addresses, nonfinite), stream)
             return Quantized(row.operand, column.operand)
         seed, offset = (0, 0) if rng is None else rng.tolist()
-        size = 2 * self._library.MAX_PARTIALS
-        partials = torch.empty(size, dtype=torch.float32, device=self._device)
-        self._run(*source, *row[1:], *column[1:], seed, offset, count, partials.data_ptr(), stream)
+        workspace = torch.empty(self._partials, dtype=torch.float32, device=self._device)
+        arguments = (
+            *addresses,
+            row.global_scale_inv,
+            column.global_scale_inv,
+            nonfinite,
+            workspace.data_ptr(),
+            seed,
+            offset,
+        )
+        self._native_cast(arguments, stream)
         return Quantized(row.operand, column.operand)
 
     def _check(self, rows: int, cols: int) -> None:
-        """Refuse what packed codes, or the transform, cannot hold."""
+        """Refuse sizes that codes two a byte, or the transform of 16 rows, do not divide."""
         column = self._desc.columnwise
         step = 16 if column is not None and column.transform is not None else 2
         for spec, k, least in ((self._desc.rowwise, cols, 2), (column, rows, step)):
@@ -121,22 +135,23 @@ class _ByteScaled:
                     f"along must be a multiple of {least}."
                 )
 
-    def _room(self, spec: OperandSpec | None, rows: int, k: int) -> _Room:
-        """Return room for an operand ``[rows, k]``; what has no element is filled."""
+    def _allocate(self, spec: OperandSpec | None, rows: int, k: int) -> _Output:
+        """Allocate an operand ``[rows, k]``; the global scale of an empty one is 1."""
         if spec is None:
-            return _Room(None)
+            return _Output(None)
         (block_rows, block_k), device = spec.block, self._device
         width = k // 2 if self._is_fp4 else k
         codes = torch.empty((rows, width), dtype=torch.uint8, device=device)
         scale_rows, blocks = -(-rows // block_rows), -(-k // block_k)
         pitch = round_up(scale_rows, _PITCH)
         scales = torch.empty((blocks, pitch), dtype=torch.uint8, device=device).t()[:scale_rows]
-        places = (codes.data_ptr(), scales.data_ptr(), pitch)
+        addresses = (codes.data_ptr(), scales.data_ptr(), pitch)
         if not self._is_fp4:
-            return _Room(Operand(codes, scales), *places)
-        make = torch.empty if rows and k else torch.ones
-        whole = make((1, 1), dtype=torch.float32, device=device)
-        return _Room(Operand(codes, scales, whole), *places, whole.data_ptr())
+            return _Output(Operand(codes, scales), *addresses)
+        new = torch.empty if rows and k else torch.ones
+        global_scale_inv = new((1, 1), dtype=torch.float32, device=device)
+        operand = Operand(codes, scales, global_scale_inv)
+        return _Output(operand, *addresses, global_scale_inv.data_ptr())
 
 
 def bind_byte_scaled(
@@ -144,15 +159,15 @@ def bind_byte_scaled(
 ) -> Callable[..., Quantized]:
     """Return the callable of ``desc``: one native call, or one an orientation if blocks differ."""
     row, column = desc.rowwise, desc.columnwise
-    if row is None or column is None or _shared(row) == _shared(column):
+    if row is None or column is None or _native_spec(row) == _native_spec(column):
         dense: Callable[..., Quantized] = _ByteScaled(desc, device, native)
     else:
         dense = apart(*(_ByteScaled(half, device, native) for half in desc.halves()))
     return in_groups(dense) if desc.grouped else dense
 
 
-def _shared(spec: OperandSpec) -> tuple[object, ...]:
-    """Return what both orientations of one native call have in common."""
+def _native_spec(spec: OperandSpec) -> tuple[object, ...]:
+    """Return the part of a spec that both orientations of one native call have in common."""
     return spec.format, spec.block, spec.scale_format, spec.target
 
 
@@ -192,43 +207,39 @@ class TiledGemm:
     def _arranged(self, a: Operand, b: Operand) -> tuple[Operand, Operand]:
         """Return the operands with their scales in tiles, alpha behind those of ``a``."""
         library = self._library
-        sources = [
-            self._source(operand, *block)
-            for operand, block in zip((a, b), self._blocks, strict=True)
-        ]
-        sizes = [library.tile_bytes(rows, blocks) for _, _, _, rows, blocks, _, _ in sources]
-        begin = sizes[0] + _FACTORS
-        room = torch.empty(begin + sizes[1], dtype=torch.uint8, device=a.data.device)
-        tiles = room[: sizes[0]], room[begin:]
-        library.arrange_scales(
-            *sources,
-            *(one.data_ptr() for one in tiles),
-            self._index,
-            raw_stream(self._index),
-        )
-        return Operand(a.data, tiles[0]), Operand(b.data, tiles[1])
+        a_source = self._source(a, *self._blocks[0])
+        b_source = self._source(b, *self._blocks[1])
+        a_bytes = library.tile_bytes(a_source[3], a_source[4])  # rows, blocks
+        b_bytes = library.tile_bytes(b_source[3], b_source[4])
+        begin = a_bytes + _FACTORS
+        tiles = torch.empty(begin + b_bytes, dtype=torch.uint8, device=a.data.device)
+        a_tiles, b_tiles = tiles[:a_bytes], tiles[begin:]
+        arguments = (*a_source, a_tiles.data_ptr(), *b_source, b_tiles.data_ptr())
+        library.arrange_scales(arguments, self._index, raw_stream(self._index))
+        return Operand(a.data, a_tiles), Operand(b.data, b_tiles)
 
     def _source(
         self, operand: Operand, block_rows: int, block_k: int
     ) -> tuple[int, int, int, int, int, int, int]:
-        """Return what ``arrange_scales`` reads of an operand.
+        """Return the fields of the native ScaleTiles of an operand, but for the tiles' address.
 
         Raises:
             OperandError: scales that do not go with the codes, which would be read beyond an end.
         """
-        scales, whole = operand.scale_inv, operand.global_scale_inv
+        scales, global_scale_inv = operand.scale_inv, operand.global_scale_inv
         rows, width = operand.data.shape
         k = 2 * width if self._is_fp4 else width
         wanted = (-(-rows // block_rows), -(-k // block_k))
-        if scales is None or scales.shape != wanted or (whole is None) == self._is_fp4:
-            found = None if scales is None else list(scales.shape)
-            also = "one float32 global_scale_inv" if self._is_fp4 else "no global_scale_inv"
+        if scales is None or scales.shape != wanted or (global_scale_inv is None) == self._is_fp4:
+            shapes = [
+                None if one is None else list(one.shape) for one in (scales, global_scale_inv)
+            ]
+            expected = "one float32 global_scale_inv" if self._is_fp4 else "no global_scale_inv"
             raise OperandError(
-                f"{self._desc}: an operand of {rows} rows of {k} has scale_inv {found} and "
-                f"global_scale_inv {whole if whole is None else list(whole.shape)}; expected "
-                f"{list(wanted)} and {also}."
+                f"{self._desc}: an operand of {rows} rows of {k} has scale_inv {shapes[0]} and "
+                f"global_scale_inv {shapes[1]}; expected {list(wanted)} and {expected}."
             )
-        place = 0 if whole is None else whole.data_ptr()
+        address = 0 if global_scale_inv is None else global_scale_inv.data_ptr()
         row_stride, block_stride = scales.stride()
         blocks = scales.shape[1]
-        return scales.data_ptr(), row_stride, block_stride, rows, blocks, block_rows, place
+        return scales.data_ptr(), row_stride, block_stride, rows, blocks, block_rows, address

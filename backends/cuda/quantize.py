@@ -15,12 +15,12 @@ from fp8core.backend_api import (
     Quantized,
     QuantizeDesc,
 )
-from fp8core_backends.cuda.casts import apart, in_groups
 from fp8core_backends.cuda.device_groups import bind_device_quantize
 from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, empty_scales, scale_mode
 from fp8core_backends.cuda.memory import allocator
-from fp8core_backends.cuda.pairs import Place, QuantizePair
-from fp8core_backends.cuda.parts import QuantizeInParts
+from fp8core_backends.cuda.quantize_chunked import QuantizeChunked
+from fp8core_backends.cuda.quantize_compose import apart, in_groups
+from fp8core_backends.cuda.quantize_pair import Addresses, QuantizePair
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 __all__ = ["bind_amax", "bind_quantize"]
@@ -39,9 +39,9 @@ class _Quantize:
         "_index",
         "_mode",
         "_native",
-        "_pairs",
+        "_pairs_with",
         "_rowwise",
-        "_workspace",
+        "_workspace_floats",
         "in_parts",
         "kernel",
         "native_cast",
@@ -64,17 +64,17 @@ class _Quantize:
         self._columnwise = desc.columnwise is not None
         self._index = index_of(device)
         self._empty = allocator(self._index)
-        self._workspace = 0
+        self._workspace_floats = 0
         if mode == "tensor" and not spec.delayed:
-            self._workspace = native.MAX_PARTIALS
+            self._workspace_floats = native.MAX_PARTIALS
         self.native_cast = _native_quantize(desc, spec, self._index, native)
         self._native = native
-        # What two casts must have in common to be one launch.
         is_both = self._rowwise and self._columnwise
-        is_paired = is_both and mode == "tensor" and spec.format == "e4m3"
-        self._pairs = (spec.delayed, desc.dtype, self._index) if is_paired else None
+        # Equal for two casts that can share a launch, None for one that shares none.
+        is_pairable = is_both and mode == "tensor" and spec.format == "e4m3"
+        self._pairs_with = (spec.delayed, desc.dtype, self._index) if is_pairable else None
         if is_both and mode in ("tensor", "vec128"):
-            self.in_parts = QuantizeInParts(desc, device, native, self.native_cast, self)
+            self.in_parts = QuantizeChunked(desc, device, native, self.native_cast, self)
 
     def __call__(
         self,
@@ -87,22 +87,23 @@ class _Quantize:
         rows, cols = x.shape
         if self._mode != "tensor" or not (rows and cols and x.is_contiguous()):
             return self._quantize_any(x, scale, amax_out, nonfinite_out)
-        made, place, _room = self.place(x, scale, amax_out, nonfinite_out)
-        self.native_cast.whole(place, raw_stream(self._index))
-        return made
+        quantized, addresses, _workspace = self.addresses(x, scale, amax_out, nonfinite_out)
+        self.native_cast(addresses, raw_stream(self._index))
+        return quantized
 
-    def place(
+    def addresses(
         self,
         x: torch.Tensor,
         scale: torch.Tensor | None,
         amax_out: torch.Tensor | None,
         nonfinite_out: torch.Tensor | None,
-    ) -> tuple[Quantized, Place, torch.Tensor | None]:
-        """Return room for what has one scale, where all of it is, and what holds the workspace."""
+    ) -> tuple[Quantized, Addresses, torch.Tensor | None]:
+        """Allocate the result of a tensorwise cast of a contiguous ``x``; see PairableCast."""
         (rows, cols), empty = x.shape, self._empty
         scale_inv = empty(_ONE, _ONE, _FLOAT32)  # both orientations share it
-        row = column = room = None
-        row_codes = column_codes = workspace = 0
+        scale_inv_address = scale_inv.data_ptr()
+        row = column = workspace = None
+        row_codes = column_codes = workspace_address = 0
         if self._rowwise:
             codes = empty((rows, cols), (cols, 1), _UINT8)
             row_codes = codes.data_ptr()
@@ -111,27 +112,33 @@ class _Quantize:
             codes = empty((cols, rows), (rows, 1), _UINT8)
             column_codes = codes.data_ptr()
             column = Operand(codes, scale_inv)
-        if self._workspace:
-            room = empty((self._workspace,), (1,), _FLOAT32)
-            workspace = room.data_ptr()
-        place = (
+        if self._workspace_floats:
+            workspace = empty((self._workspace_floats,), (1,), _FLOAT32)
+            workspace_address = workspace.data_ptr()
+        addresses = (
             x.data_ptr(),
             rows,
             cols,
+            cols,  # elements between rows
             row_codes,
+            scale_inv_address,
+            1,  # pitch of the scales
             column_codes,
-            scale_inv.data_ptr(),
+            scale_inv_address,
+            1,
             0 if scale is None else scale.data_ptr(),
             0 if amax_out is None else amax_out.data_ptr(),
             0 if nonfinite_out is None else nonfinite_out.data_ptr(),
-            workspace,
+            workspace_address,
         )
-        return Quantized(row, column), place, room
+        return Quantized(row, column), addresses, workspace
 
     def beside(self, other: object) -> QuantizePair | None:
-        """Return the cast of this and of ``other`` in one launch, if there is one; see
-        QuantizeDesc."""
-        if not isinstance(other, _Quantize) or self._pairs is None or self._pairs != other._pairs:
+        """Return the cast of this one's tensor and of ``other``'s in one launch, None if they
+        cannot share one; see QuantizeDesc."""
+        if not isinstance(other, _Quantize):
+            return None
+        if self._pairs_with is None or self._pairs_with != other._pairs_with:
             return None
         return QuantizePair(self, other, self._native.quantize_pair, self._index)
 
@@ -146,44 +153,44 @@ class _Quantize:
         rows, cols = x.shape
         mode, empty = self._mode, self._empty
         if not (rows and cols):
-            return self._quantize_nothing(rows, cols, scale)
+            return self._quantize_empty(rows, cols, scale)
         x, stride = adjacent_columns(x)
-        size = rows + cols if mode == "row" else self._workspace
-        room = empty((size,), (1,), _FLOAT32) if size else None
+        size = rows + cols if mode == "row" else self._workspace_floats
+        workspace = empty((size,), (1,), _FLOAT32) if size else None
         shared = empty_scales(mode, rows, cols, empty) if mode == "tensor" else None
-        made: list[Operand | None] = []
-        places: list[tuple[int, int, int]] = []
+        operands: list[Operand | None] = []
+        outputs: list[tuple[int, int, int]] = []  # codes, scale_inv and its pitch
         for is_wanted, shape in ((self._rowwise, (rows, cols)), (self._columnwise, (cols, rows))):
             if not is_wanted:
-                made.append(None)
-                places.append((0, 0 if shared is None else shared[0].data_ptr(), 1))
+                operands.append(None)
+                outputs.append((0, 0 if shared is None else shared[0].data_ptr(), 1))
                 continue
             codes = empty(shape, (shape[1], 1), _UINT8)
             scale_inv, pitch = shared or empty_scales(mode, *shape, empty)
-            made.append(Operand(codes, scale_inv))
-            places.append((codes.data_ptr(), scale_inv.data_ptr(), pitch))
-        self.native_cast(
+            operands.append(Operand(codes, scale_inv))
+            outputs.append((codes.data_ptr(), scale_inv.data_ptr(), pitch))
+        addresses = (
             x.data_ptr(),
             rows,
             cols,
             stride,
-            *places[0],
-            *places[1],
+            *outputs[0],
+            *outputs[1],
             0 if scale is None else scale.data_ptr(),
             0 if amax_out is None else amax_out.data_ptr(),
             0 if nonfinite_out is None else nonfinite_out.data_ptr(),
-            0 if room is None else room.data_ptr(),
-            raw_stream(self._index),
+            0 if workspace is None else workspace.data_ptr(),
         )
-        return Quantized(*made)
+        self.native_cast(addresses, raw_stream(self._index))
+        return Quantized(*operands)
 
-    def _quantize_nothing(self, rows: int, cols: int, scale: torch.Tensor | None) -> Quantized:
+    def _quantize_empty(self, rows: int, cols: int, scale: torch.Tensor | None) -> Quantized:
         """Return operands without elements; their scales are 1, or the delayed one."""
 
         def operand(m: int, k: int) -> Operand:
-            own, _ = empty_scales(self._mode, m, k, self._empty)
-            own.fill_(1.0) if scale is None else own.copy_(1.0 / scale.reshape(1, 1))
-            return Operand(self._empty((m, k), (max(k, 1), 1), _UINT8), own)
+            scale_inv, _ = empty_scales(self._mode, m, k, self._empty)
+            scale_inv.fill_(1.0) if scale is None else scale_inv.copy_(1.0 / scale.reshape(1, 1))
+            return Operand(self._empty((m, k), (max(k, 1), 1), _UINT8), scale_inv)
 
         return Quantized(
             operand(rows, cols) if self._rowwise else None,
@@ -192,15 +199,13 @@ class _Quantize:
 
 
 def _native_quantize(desc: QuantizeDesc, spec: OperandSpec, index: int, native: Any) -> Any:
+    """Return the native cast of ``spec``: called with its arguments and a stream."""
     largest = _FLOAT32_MAX if spec.block[1] == 0 else torch.finfo(desc.dtype).max
     return native.Quantize(
         native.Granularity.__members__["delayed" if spec.delayed else scale_mode(spec)],
         native.Format.__members__[spec.format],
         native.InputType.__members__[DTYPES[desc.dtype]],
-        spec.target,
-        spec.amax_epsilon,
-        largest,
-        spec.power_of_two,
+        native.ScaleRule(spec.target, spec.amax_epsilon, largest, spec.power_of_two),
         index,
     )
 
@@ -230,26 +235,17 @@ def bind_quantize(
 def bind_amax(desc: AmaxDesc, device: torch.device, native: Any) -> Callable[..., torch.Tensor]:
     """Return ``amax(x) -> float32 [1]``."""
     index = index_of(device)
-    kind = native.InputType.__members__[DTYPES[desc.dtype]]
+    native_amax = native.Amax(native.InputType.__members__[DTYPES[desc.dtype]], index)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(1, -1)
         if flat.stride(1) != 1:
             flat = flat.contiguous()
-        room = torch.empty(native.MAX_PARTIALS, dtype=torch.float32, device=x.device)
+        workspace = torch.empty(native.MAX_PARTIALS, dtype=torch.float32, device=x.device)
         out = torch.empty(1, dtype=torch.float32, device=x.device)
         size = flat.shape[1]
-        native.amax(
-            flat.data_ptr(),
-            1,
-            size,
-            size,
-            kind,
-            out.data_ptr(),
-            room.data_ptr(),
-            index,
-            raw_stream(index),
-        )
+        arguments = (flat.data_ptr(), 1, size, size, workspace.data_ptr(), out.data_ptr())
+        native_amax(arguments, raw_stream(index))
         return out
 
     run.kernel = "fp8core::amax_partials"  # type: ignore[attr-defined]  # what explain shows

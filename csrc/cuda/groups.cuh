@@ -4,8 +4,7 @@
 //
 //     block of group g = sum over the groups before of ceil(size / 128), and on
 //
-// In codes along k each group begins at a multiple of kGroupStep, with zeros up to there: the copy
-// engine takes no other places.
+// In codes along k each group begins at a multiple of kGroupStep, with zeros up to there.
 //
 // Behind the last group lies the tail: rows that belong to none. All blocks there are, the tail's
 // included, number at most rows / 128 + groups + 1. Offsets may hold anything: they are cut off at
@@ -14,9 +13,11 @@
 
 #include <cstdint>
 
+#include "fp8core/quantize.h"
+
 namespace fp8core {
 
-constexpr int kGroupBlock = 128, kGroupStep = 32;
+constexpr int kGroupBlock = 128;
 
 struct GroupPlace {
   int group;        // the number of groups for the tail

@@ -1,15 +1,11 @@
-// The entry: checks what is given, describes operands to the copy engine, launches.
-#include "fp8core/grouped_gemm.h"
-
+// Launches of grouped products: operands are described to the copy engine, groups go in chunks.
 #include <algorithm>
 
-#include "fp8core/device.h"
 #include "grouped_params.h"
 
 namespace fp8core {
 namespace {
 
-constexpr std::int64_t kMostRows = std::int64_t{1} << 30;  // sizes are counted in ints
 constexpr std::int64_t kTileColumns = 128;
 
 using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
@@ -58,15 +54,8 @@ Strides strides_of(const GroupedOperand& operand, ScaleMode mode, bool is_stacke
   switch (mode) {
     case ScaleMode::kTensor: return {0, 0, is_stacked ? row : k};
     case ScaleMode::kRow: return {row, 0, is_stacked ? 0 : k};
-    case ScaleMode::kVec128:
-    case ScaleMode::kBlock128: return {row, k, 0};
-    default: break;
+    default: return {row, k, 0};  // blocks along k
   }
-  throw std::invalid_argument("grouped_gemm: no kernels for this scale mode");
-}
-
-bool has_blocks(ScaleMode mode) {
-  return mode == ScaleMode::kVec128 || mode == ScaleMode::kBlock128;
 }
 
 Accumulation accumulation_of(const GroupedGemmDesc& desc) {
@@ -74,50 +63,6 @@ Accumulation accumulation_of(const GroupedGemmDesc& desc) {
     return desc.b_scale == ScaleMode::kBlock128 ? Accumulation::kRowScales
                                                 : Accumulation::kBothScales;
   return desc.fast_accumulation ? Accumulation::kTensorCore : Accumulation::kFloat32;
-}
-
-void check_operand(const char* what, const GroupedOperand& operand, bool has_elements) {
-  for (const void* data : operand.data) {
-    if (has_elements) FP8CORE_CHECK_ADDRESS(data, "grouped_gemm: ", what);
-    FP8CORE_CHECK(reinterpret_cast<std::uintptr_t>(data) % 16 == 0,
-                  "grouped_gemm: codes at an address that is no multiple of 16");
-  }
-  if (!has_elements) return;
-  for (const float* scale_inv : operand.scale_inv)
-    FP8CORE_CHECK_ADDRESS(scale_inv, "grouped_gemm: scale_inv of ", what);
-}
-
-void check(const GroupedGemmDesc& desc, const GroupedGemmArguments& given) {
-  const auto groups = static_cast<std::size_t>(given.groups);
-  const std::size_t per_group = desc.contracts ? 1 : groups, outputs = desc.contracts ? groups : 1;
-  FP8CORE_CHECK(given.groups > 0 && given.m >= 0 && given.n > 0 && given.k >= 0 &&
-                    std::max({given.m, given.n, given.k}) < kMostRows,
-                "grouped_gemm: m=", given.m, " n=", given.n, " k=", given.k, " in ", given.groups,
-                " groups; expected at least one group and sizes below ", kMostRows);
-  FP8CORE_CHECK(given.n % 16 == 0, "grouped_gemm: n=", given.n, "; expected a multiple of 16");
-  FP8CORE_CHECK(given.a.data.size() == 1 && given.a.scale_inv.size() == 1 &&
-                    given.b.data.size() == per_group && given.b.scale_inv.size() == per_group &&
-                    given.d.size() == outputs &&
-                    (given.bias.empty() || given.bias.size() == groups),
-                "grouped_gemm: ", given.b.data.size(), " b, ", given.d.size(), " d and ",
-                given.bias.size(), " bias for ", given.groups, " groups");
-  FP8CORE_CHECK(given.a.pitch % 16 == 0 && given.b.pitch % 16 == 0 && given.a.pitch >= given.k &&
-                    given.b.pitch >= given.k,
-                "grouped_gemm: ", given.a.pitch, " and ", given.b.pitch,
-                " bytes between rows; expected multiples of 16 from k=", given.k, " on");
-  FP8CORE_CHECK(!desc.accumulate || desc.out == ElementType::kFloat32,
-                "grouped_gemm: accumulates into float32 alone");
-  FP8CORE_CHECK(has_blocks(desc.a_scale) == has_blocks(desc.b_scale),
-                "grouped_gemm: blocks along k in one operand alone");
-  FP8CORE_CHECK_ADDRESS(given.offsets, "grouped_gemm: group_offsets");
-  check_operand("a", given.a, given.m > 0 && given.k > 0);
-  check_operand("b", given.b, given.k > 0);
-  for (const void* d : given.d) {
-    if (given.m > 0) FP8CORE_CHECK_ADDRESS(d, "grouped_gemm: d");
-    FP8CORE_CHECK(reinterpret_cast<std::uintptr_t>(d) % 16 == 0,
-                  "grouped_gemm: d at an address that is no multiple of 16");
-  }
-  for (const void* bias : given.bias) FP8CORE_CHECK_ADDRESS(bias, "grouped_gemm: a bias");
 }
 
 // What the launches of all chunks of groups share.
@@ -142,22 +87,19 @@ GroupedParams common(const GroupedGemmDesc& desc, const GroupedGemmArguments& gi
 
 void launch(const GroupedGemmDesc& desc, const GroupedParams& params, const GroupedLaunch& how,
             cudaStream_t stream) {
-  const bool a_is_wide = desc.a == ElementType::kE5M2, b_is_wide = desc.b == ElementType::kE5M2;
-  FP8CORE_CHECK(!(a_is_wide && b_is_wide), "grouped_gemm: e5m2 by e5m2");
-  if (a_is_wide) return launch_grouped_e5m2_e4m3(params, how, stream);
-  if (b_is_wide) return launch_grouped_e4m3_e5m2(params, how, stream);
-  launch_grouped_e4m3_e4m3(params, how, stream);
+  if (desc.a == ElementType::kE5M2)
+    return launch_grouped<Format::kE5M2, Format::kE4M3>(params, how, stream);
+  if (desc.b == ElementType::kE5M2)
+    return launch_grouped<Format::kE4M3, Format::kE5M2>(params, how, stream);
+  launch_grouped<Format::kE4M3, Format::kE4M3>(params, how, stream);
 }
 
 }  // namespace
 
-void grouped_gemm(const GroupedGemmDesc& desc, const GroupedGemmArguments& given, int device,
-                  cudaStream_t stream) {
-  check(desc, given);
-  if (given.m == 0) return;
-  const DeviceGuard guard(device);
-  int multiprocessors = 0;
-  FP8CORE_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+void launch_grouped_gemm(const GroupedGemmDesc& desc, const GroupedGemmArguments& given,
+                         cudaStream_t stream) {
+  const DeviceGuard guard(desc.device);
+  const int multiprocessors = num_multiprocessors(desc.device);
   GroupedLaunch how{};
   how.accumulation = accumulation_of(desc);
   // A tile of 256 rows reads less for each product, one of 128 wastes less at a group's end.

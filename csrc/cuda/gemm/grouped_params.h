@@ -1,4 +1,5 @@
-// What the host hands the grouped kernels, which take it as one parameter in constant memory.
+// What apis/ launches, and what the host hands the grouped kernels, which take it as one parameter
+// in constant memory.
 #pragma once
 
 #include <cuda.h>
@@ -6,7 +7,8 @@
 
 #include <cstdint>
 
-#include "fp8core/gemm.h"
+#include "fp8core/grouped_gemm.h"
+#include "fp8core/quantize.h"
 
 namespace fp8core {
 
@@ -47,11 +49,12 @@ struct GroupedLaunch {
   int blocks;
 };
 
-#define FP8CORE_FORMATS(name) \
-  void launch_grouped_##name(const GroupedParams&, const GroupedLaunch&, cudaStream_t);
-FP8CORE_FORMATS(e4m3_e4m3)
-FP8CORE_FORMATS(e5m2_e4m3)
-FP8CORE_FORMATS(e4m3_e5m2)
-#undef FP8CORE_FORMATS
+// Of arguments that have been checked, with m > 0.
+void launch_grouped_gemm(const GroupedGemmDesc& desc, const GroupedGemmArguments& arguments,
+                         cudaStream_t stream);
+
+// The launch of one pair of formats, which sm90_grouped.cu compiles.
+template <Format A, Format B>
+void launch_grouped(const GroupedParams& params, const GroupedLaunch& launch, cudaStream_t stream);
 
 }  // namespace fp8core

@@ -8,8 +8,7 @@
 // the operand is 0. Source: cuBLAS 13 documentation, "1D Block Scaling Factors Layout" under
 // cublasLtMatmul(); cuDNN frontend, "MXFP8 scale factor 128x4 layout".
 
-#include "fp8core/device.h"
-#include "fp8core/microscaling.h"
+#include "scale_layout.h"
 
 namespace fp8core {
 namespace {
@@ -49,23 +48,11 @@ __global__ void __launch_bounds__(kThreads)
     write_line(b, line - a_lines);
 }
 
-void check(const char* what, const ScaleTiles& from) {
-  FP8CORE_CHECK(from.rows > 0 && from.blocks > 0 && from.rows_per_scale > 0, "scales of ", what,
-                " cover ", from.rows, " rows x ", from.blocks, " blocks");
-  FP8CORE_CHECK_ADDRESS(from.scales, "scales of ", what);
-  FP8CORE_CHECK_ADDRESS(from.to, "tiles of ", what);
-  FP8CORE_CHECK(reinterpret_cast<std::uintptr_t>(from.to) % kLine == 0, "tiles of ", what,
-                " are at address ", reinterpret_cast<std::uintptr_t>(from.to),
-                "; expected a multiple of 16 bytes");
-}
-
 }  // namespace
 
-void arrange_scales(const ScaleTiles& a, const ScaleTiles& b, int device, cudaStream_t stream) {
-  check("a", a);
-  check("b", b);
-  FP8CORE_CHECK((a.global_scale_inv == nullptr) == (b.global_scale_inv == nullptr),
-                "one operand has a global scale, the other has none");
+void launch_arrange_scales(const ArrangeScalesArguments& arguments, int device,
+                           cudaStream_t stream) {
+  const ScaleTiles &a = arguments.a, &b = arguments.b;
   const std::int64_t a_bytes = tile_bytes(a.rows, a.blocks);
   const std::int64_t lines = (a_bytes + tile_bytes(b.rows, b.blocks)) / kLine;
   auto* factors =

@@ -288,18 +288,22 @@ void launch_tile(const GroupedParams& params, const GroupedLaunch& launch, cudaS
     launch_one<A, B, kHow, 1>(params, launch.blocks, stream);
 }
 
+}  // namespace fp8core::sm90
+
+namespace fp8core {
+
 template <Format A, Format B>
-void launch(const GroupedParams& params, const GroupedLaunch& launch, cudaStream_t stream) {
+void launch_grouped(const GroupedParams& params, const GroupedLaunch& launch, cudaStream_t stream) {
   switch (launch.accumulation) {
     case Accumulation::kTensorCore:
-      return launch_tile<A, B, Accumulation::kTensorCore>(params, launch, stream);
+      return sm90::launch_tile<A, B, Accumulation::kTensorCore>(params, launch, stream);
     case Accumulation::kFloat32:
-      return launch_tile<A, B, Accumulation::kFloat32>(params, launch, stream);
+      return sm90::launch_tile<A, B, Accumulation::kFloat32>(params, launch, stream);
     case Accumulation::kRowScales:
-      return launch_tile<A, B, Accumulation::kRowScales>(params, launch, stream);
+      return sm90::launch_tile<A, B, Accumulation::kRowScales>(params, launch, stream);
     case Accumulation::kBothScales:
-      return launch_tile<A, B, Accumulation::kBothScales>(params, launch, stream);
+      return sm90::launch_tile<A, B, Accumulation::kBothScales>(params, launch, stream);
   }
 }
 
-}  // namespace fp8core::sm90
+}  // namespace fp8core

@@ -14,8 +14,6 @@
 
 namespace fp8core {
 
-constexpr int kMxBlock = 32;
-
 struct MxParams {
   TileParams tile;
   ByteScaled rowwise, columnwise;

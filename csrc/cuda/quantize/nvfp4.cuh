@@ -336,7 +336,7 @@ constexpr int kFp4Resident = sizeof(T) == 2 ? 3 : 2;
 template <typename T>
 __global__ void __launch_bounds__(kFp4Threads, kFp4Resident<T>)
     nvfp4_tile(const Nvfp4Params p, unsigned tiles) {
-  __shared__ alignas(16) uint2 parked[2][kFp4Tile * 8];  // in turns: one barrier a tile
+  __shared__ alignas(16) uint2 parked[2][kTile * 8];  // in turns: one barrier a tile
   __shared__ float shared[2][kFp4Threads / 32], multipliers[2][kScaleCodes];
   SideScale row{}, column{};
   if (p.row.out.codes != nullptr) row = side_scale(p.row, p, shared[0], multipliers[0]);

@@ -4,13 +4,11 @@
 #include <type_traits>
 
 #include "amax.cuh"
-#include "fp8core/microscaling.h"
+#include "casts.h"
 
 namespace fp8core {
 
-constexpr int kFp4Tile = 128;
 constexpr int kFp4Threads = 256;
-constexpr int kFp4Block = 16;
 
 // One orientation of the result.
 struct Nvfp4Side {
@@ -123,8 +121,8 @@ struct StripPlace {
   int64_t row, column;
   int lane, warp;
   __device__ StripPlace(unsigned tile, int tile_columns)
-      : row(static_cast<int64_t>(tile / tile_columns) * kFp4Tile),
-        column(static_cast<int64_t>(tile % tile_columns) * kFp4Tile),
+      : row(static_cast<int64_t>(tile / tile_columns) * kTile),
+        column(static_cast<int64_t>(tile % tile_columns) * kTile),
         lane(threadIdx.x % 32),
         warp(threadIdx.x / 32) {
     row += warp * 16;

@@ -16,10 +16,10 @@
 
 #include "../groups.cuh"
 #include "amax.cuh"
+#include "casts.h"
 
 namespace fp8core {
 
-constexpr int kTile = 128;
 constexpr int kTileThreads = 256;
 
 struct TileParams {

@@ -2,8 +2,7 @@
 #include <algorithm>
 #include <cfloat>
 
-#include "fp8core/device.h"
-#include "fp8core/scale_update.h"
+#include "scale_update.h"
 
 namespace fp8core {
 namespace {
@@ -63,27 +62,20 @@ __global__ void __launch_bounds__(kThreads) update(const Batch batch, bool takes
 
 }  // namespace
 
-void scale_update(const std::vector<DelayedState>& states, bool takes_window_maximum, int device,
-                  cudaStream_t stream) {
-  const DeviceGuard guard(device);
+void launch_scale_update(const ScaleUpdate& bound, cudaStream_t stream) {
+  const DeviceGuard guard(bound.device);
+  const std::vector<DelayedState>& states = bound.states;
   for (std::size_t first = 0; first < states.size(); first += kStatesPerLaunch) {
     const std::size_t count = std::min<std::size_t>(kStatesPerLaunch, states.size() - first);
     Batch batch;
     int slots = 0;
     for (std::size_t i = 0; i < count; ++i) {
       batch.states[i] = states[first + i];
-      FP8CORE_CHECK(batch.states[i].length >= 1, "scale_update: state ", first + i,
-                    " has a history of length ", batch.states[i].length);
-      if (batch.states[i].slots > 0) {
-        FP8CORE_CHECK_ADDRESS(batch.states[i].history, "scale_update: a history");
-        FP8CORE_CHECK_ADDRESS(batch.states[i].scale, "scale_update: a scale");
-        FP8CORE_CHECK_ADDRESS(batch.states[i].target, "scale_update: a target");
-      }
       slots = std::max(slots, batch.states[i].slots);
     }
     if (slots == 0) continue;
     update<<<dim3(slots, static_cast<unsigned>(count)), kThreads, 0, stream>>>(
-        batch, takes_window_maximum);
+        batch, bound.takes_window_maximum);
     FP8CORE_CUDA(cudaGetLastError());
   }
 }

@@ -2,7 +2,6 @@
 // checked, what was found and what was expected; an error of CUDA or cuBLASLt a RuntimeError.
 #pragma once
 
-#include <cublasLt.h>
 #include <cuda_runtime.h>
 
 #include <sstream>
@@ -35,11 +34,4 @@ std::string join(const Words&... words) {
     const cudaError_t status_ = (call);                                                  \
     if (status_ != cudaSuccess)                                                          \
       throw std::runtime_error(fp8core::join(#call, ": ", cudaGetErrorString(status_))); \
-  } while (false)
-
-#define FP8CORE_CUBLAS(call)                                                                  \
-  do {                                                                                        \
-    const cublasStatus_t status_ = (call);                                                    \
-    if (status_ != CUBLAS_STATUS_SUCCESS)                                                     \
-      throw std::runtime_error(fp8core::join(#call, ": ", cublasLtGetStatusString(status_))); \
   } while (false)

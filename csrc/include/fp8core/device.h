@@ -1,11 +1,20 @@
-// The device that an entry works on.
+// The device and the stream that an entry works on.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <cstdint>
 
 #include "fp8core/check.h"
 
 namespace fp8core {
+
+// A cudaStream_t as Python hands it over.
+using StreamHandle = std::uintptr_t;
+
+inline cudaStream_t as_stream(StreamHandle handle) {
+  return reinterpret_cast<cudaStream_t>(handle);
+}
 
 // Makes `device` current for a scope; asks first, because setting costs more than asking. A thread
 // that has called nothing of CUDA yet has a device but no context, which cuBLASLt does not make.
@@ -30,13 +39,15 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-inline cudaStream_t as_stream(std::uintptr_t handle) {
-  return reinterpret_cast<cudaStream_t>(handle);
-}
-
-template <typename T>
-T* as_pointer(std::uintptr_t address) {
-  return reinterpret_cast<T*>(address);
+inline int num_multiprocessors(int device) {
+  static std::array<std::atomic<int>, 64> known{};
+  const bool is_kept = device >= 0 && device < static_cast<int>(known.size());
+  int count = is_kept ? known[device].load(std::memory_order_relaxed) : 0;
+  if (count == 0) {
+    FP8CORE_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    if (is_kept) known[device].store(count, std::memory_order_relaxed);
+  }
+  return count;
 }
 
 }  // namespace fp8core

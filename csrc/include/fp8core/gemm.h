@@ -1,13 +1,16 @@
 // d[m, n] = a[m, k] @ b[n, k].T over cuBLASLt: one object a shape, its descriptors made once.
 #pragma once
 
+#include <cublasLt.h>
+
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <vector>
 
-#include "fp8core/check.h"
+#include "fp8core/device.h"
 
 namespace fp8core {
 
@@ -23,6 +26,11 @@ enum class ScaleMode {
   kMx32,      // e8m0, tiles of 128 x 4 scales (arrange_scales); compute capability 10.0
   kNv16,      // e4m3, likewise; behind a's tiles GemmFactors
 };
+
+// Scales of blocks along k, of which one covers 128 elements.
+constexpr bool has_blocks(ScaleMode mode) {
+  return mode == ScaleMode::kVec128 || mode == ScaleMode::kBlock128;
+}
 
 struct OperandDesc {
   ElementType type;
@@ -47,14 +55,21 @@ struct GemmDesc {
 };
 
 struct GemmArguments {
-  const void* a;
-  const void* b;
-  const float* a_scale_inv;
-  const float* b_scale_inv;
-  const void* bias;
-  void* d;
-  void* workspace;
-  std::size_t workspace_bytes;
+  const void* a = nullptr;
+  const float* a_scale_inv = nullptr;
+  const void* b = nullptr;
+  const float* b_scale_inv = nullptr;
+  const void* bias = nullptr;
+  void* d = nullptr;
+
+  // Optional from here on: for an algorithm that takes a workspace.
+  void* workspace = nullptr;
+  std::int64_t workspace_bytes = 0;
+
+  static constexpr int kOptional = 2;
+  auto fields() {
+    return std::tie(a, a_scale_inv, b, b_scale_inv, bias, d, workspace, workspace_bytes);
+  }
 };
 
 // Owns one of cuBLASLt's descriptors.
@@ -78,19 +93,16 @@ using Operation = Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
 using Layout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
 using Preference = Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
 
+// cuBLASLt's descriptors and algorithms for one problem. It checks nothing: the entries below do.
 class Gemm {
  public:
-  // Throws std::domain_error with cuBLASLt's answer where it has no algorithm for `desc`.
   Gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes, int max_candidates);
+  const GemmDesc& desc() const { return desc_; }
+  std::size_t library_version() const { return cublasLtGetVersion(); }
   std::size_t num_candidates() const { return candidates_.size(); }
   std::size_t workspace_bytes(std::size_t candidate) const;
-
-  // The algorithm's opaque bytes, for a cache of the same cuBLASLt version; and back. Returns the
-  // candidate's index, or throws where this library does not take them for this problem.
   std::string algorithm(std::size_t candidate) const;
-  std::size_t add_candidate(const std::string& bytes);
-
-  // Enqueues on `stream`. Not during a capture: `milliseconds`, which waits for the device.
+  std::size_t add_candidate(const std::string& algorithm);
   void run(std::size_t candidate, const GemmArguments& arguments, cudaStream_t stream);
   float milliseconds(std::size_t candidate, const GemmArguments& arguments, int repeats,
                      cudaStream_t stream);
@@ -106,5 +118,20 @@ class Gemm {
   std::vector<cublasLtMatmulHeuristicResult_t> candidates_;
   std::mutex mutex_;  // pointers of scales and bias live in operation_
 };
+
+// Throws std::domain_error with cuBLASLt's answer where it has no algorithm for `desc`.
+std::unique_ptr<Gemm> plan_gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes,
+                                int max_candidates);
+
+// Takes an algorithm's opaque bytes back, as Gemm::algorithm gave them for a cache of the same
+// cuBLASLt version. Returns the candidate's index, or throws where this library does not take them
+// for this problem.
+std::size_t add_candidate(Gemm& gemm, const std::string& algorithm);
+
+// Enqueues on `stream`. Not during a capture: `time_gemm`, which waits for the device.
+void run_gemm(Gemm& gemm, std::size_t candidate, const GemmArguments& arguments,
+              StreamHandle stream);
+float time_gemm(Gemm& gemm, std::size_t candidate, const GemmArguments& arguments, int repeats,
+                StreamHandle stream);
 
 }  // namespace fp8core

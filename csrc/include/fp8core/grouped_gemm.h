@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 #include "fp8core/gemm.h"
@@ -19,30 +20,38 @@ struct GroupedGemmDesc {
   bool contracts;
   bool accumulate;         // add to d, of float32
   bool fast_accumulation;  // no float32 sum every 128 elements of k; not with blocks along k
+  int device;
 };
 
 // Codes [rows, k] with adjacent k, and scales [scale rows, scale blocks] of any strides.
 struct GroupedOperand {
   std::vector<const void*> data;  // one, or one a group
-  std::int64_t pitch;             // bytes between rows, a multiple of 16
+  std::int64_t pitch = 0;         // bytes between rows, a multiple of 16
   std::vector<const float*> scale_inv;
-  std::int64_t scale_row_stride, scale_k_stride;  // floats
-  std::int64_t scale_blocks;                      // of scale_inv along k
+  std::int64_t scale_row_stride = 0, scale_k_stride = 0;  // floats
+  std::int64_t scale_blocks = 0;                          // of scale_inv along k
+
+  auto fields() {
+    return std::tie(data, pitch, scale_inv, scale_row_stride, scale_k_stride, scale_blocks);
+  }
 };
 
 struct GroupedGemmArguments {
-  std::int64_t m, n, k;  // those of all groups together; n a multiple of 16
+  std::int64_t m = 0, n = 0, k = 0;  // those of all groups together; n a multiple of 16
   GroupedOperand a, b;
   std::vector<const void*> bias;  // [n], one a group, or none
-  ElementType bias_type;
-  std::vector<void*> d;         // [m, n] without gaps, one, or one a group
-  const std::int64_t* offsets;  // [groups + 1]
-  std::int64_t groups;
+  ElementType bias_type = ElementType::kFloat32;
+  std::vector<void*> d;                   // [m, n] without gaps, one, or one a group
+  const std::int64_t* offsets = nullptr;  // [groups + 1]
+  std::int64_t groups = 0;
+
+  static constexpr int kOptional = 0;
+  auto fields() { return std::tie(m, n, k, a, b, bias, bias_type, d, offsets, groups); }
 };
 
 // Enqueues on `stream`; waits for nothing, so it can be captured. Rows of a stacked d beyond the
 // last group become zeros, or stay where it accumulates.
-void grouped_gemm(const GroupedGemmDesc& desc, const GroupedGemmArguments& arguments, int device,
-                  cudaStream_t stream);
+void grouped_gemm(const GroupedGemmDesc& desc, const GroupedGemmArguments& arguments,
+                  StreamHandle stream);
 
 }  // namespace fp8core

@@ -1,11 +1,15 @@
 // Quantization of x [rows, cols] to codes [rows, cols] and, transposed, [cols, rows].
 // Bit for bit what docs/numerics.md says; everything in float32.
+//
+// Of an entry, the descriptor holds what is bound once: formats, sizes of blocks, the device. The
+// arguments hold what differs from call to call. Python writes them as one flat tuple, in the order
+// of `fields()`; the last kOptional values may be left out.
 #pragma once
 
 #include <cstdint>
-#include <string>
+#include <tuple>
 
-#include "fp8core/check.h"
+#include "fp8core/device.h"
 
 namespace fp8core {
 
@@ -21,10 +25,17 @@ enum class Granularity {
   kBlock128  // 128 x 128
 };
 
+// Codes along k of a group begin at a multiple of so many: the copy engine takes no other places.
+constexpr int kGroupStep = 32;
+
+// Floats that the amax of a tensor takes in a workspace.
+constexpr int kMaxPartials = 1024;
+
 struct Matrix {
-  const void* data;
-  std::int64_t rows, cols, stride;  // stride: elements between rows; columns are adjacent
-  InputType type;
+  const void* data = nullptr;
+  std::int64_t rows = 0, cols = 0, stride = 0;  // stride: elements between rows; columns adjacent
+
+  auto fields() { return std::tie(data, rows, cols, stride); }
 };
 
 // scale = target / max(amax, epsilon); `largest` where that overflows, 1 where amax is 0 or inf;
@@ -39,63 +50,90 @@ struct ScaleRule {
 struct QuantizeDesc {
   Granularity granularity;
   Format format;
+  InputType input;
   ScaleRule rule;
+  int device;
 };
 
 // Null codes: that orientation is not wanted. scale_inv: see ScaleMode in gemm.h for the layouts;
-// `pitch` is the number of floats between its rows.
+// `pitch` is the number of floats between its rows. Of one scale for the whole tensor, both
+// orientations name the same address, wanted or not.
 struct QuantizeOutput {
-  std::uint8_t* codes;
-  float* scale_inv;
-  std::int64_t pitch;
+  std::uint8_t* codes = nullptr;
+  float* scale_inv = nullptr;
+  std::int64_t pitch = 0;
+
+  auto fields() { return std::tie(codes, scale_inv, pitch); }
 };
 
 // Groups of rows, each a tensor of its own; where they end is known on the device alone. Operands
 // then have one scale a group (kDelayed, kTensor; kRow columnwise: [groups, pitch]), or one for
-// every 128 rows of each group (kVec128 columnwise, kBlock128), of which there is room for
-// rows / 128 + groups. Columnwise codes begin at a multiple of 32 in each group, with zeros between
-// and behind: rows of 32 * (rows / 32 + groups) codes. Scales beyond the last group are 1.
+// every 128 rows of each group (kVec128 columnwise, kBlock128), whose memory holds
+// rows / 128 + groups. Columnwise codes begin at a multiple of kGroupStep in each group, with zeros
+// between and behind: rows of kGroupStep * (rows / kGroupStep + groups) codes. Scales beyond the
+// last group are 1.
 struct Groups {
   const std::int64_t* offsets = nullptr;  // [count + 1], null: x is one tensor
   std::int64_t count = 0;
   std::int64_t scale_stride = 0, amax_stride = 0;  // floats between the entries of two groups
+
+  auto fields() { return std::tie(offsets, count, scale_stride, amax_stride); }
 };
 
 struct QuantizeArguments {
   Matrix x;
   QuantizeOutput rowwise, columnwise;
-  const float* scale;  // kDelayed
-  float* amax_out;     // kDelayed, or null: amax_out = max(amax_out, amax(x)); NaN is ignored
-  float* workspace;    // kTensor: kMaxPartials floats, or one a group; kRow: rows + cols floats, or
-                       // rows + groups * cols
-  std::int64_t column_pitch;  // bytes between the rows of the columnwise codes; in groups also
-                              // their number
-  Groups groups;
-  // kTensor: that many amaxes are in the workspace already, of a tensor that x is a part of; 0:
-  // those of x are taken first.
-  int num_partials = 0;
+  const float* scale = nullptr;  // kDelayed
+  float* amax_out = nullptr;  // kDelayed, or null: max(amax_out, amax(x)) is kept; NaN is ignored
   // Grows by the number of NaN and inf in x, those of rows of no group left out; or null.
   unsigned long long* nonfinite = nullptr;
-};
+  // kTensor: kMaxPartials floats, or one a group; kRow: rows + cols floats, or
+  // rows + groups * cols.
+  float* workspace = nullptr;
 
-constexpr int kMaxPartials = 1024;
+  // Optional from here on.
+  // Bytes between the rows of the columnwise codes; in groups also their number. 0: x.rows.
+  std::int64_t column_pitch = 0;
+  // kTensor: how many amaxes the workspace holds already, of a tensor that x is a part of; 0: those
+  // of x are taken first.
+  int num_partials = 0;
+  Groups groups;
+
+  static constexpr int kOptional = 6;
+  auto fields() {
+    return std::tie(x, rowwise, columnwise, scale, amax_out, nonfinite, workspace, column_pitch,
+                    num_partials, groups);
+  }
+};
 
 // Launches: kDelayed, kVec128 and kBlock128 one, kTensor two (in groups also a memset), kRow two
 // and a memset. An empty x launches nothing, but for the scales of groups that are all empty.
-void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, int device,
-              cudaStream_t stream);
+void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, StreamHandle stream);
 
 // Two tensors in one launch, or three for kTensor: of the same granularity, kDelayed or kTensor, in
 // e4m3, from the same input type. Neither is in groups.
 void quantize_pair(const QuantizeDesc& desc, const QuantizeArguments& arguments,
-                   const QuantizeDesc& other_desc, const QuantizeArguments& other, int device,
-                   cudaStream_t stream);
+                   const QuantizeDesc& other_desc, const QuantizeArguments& other,
+                   StreamHandle stream);
 
-// Writes amaxes whose largest is amax(x), and returns how many; `workspace` has kMaxPartials
-// floats.
-int partial_amaxes(const Matrix& x, float* workspace, int device, cudaStream_t stream);
+struct AmaxDesc {
+  InputType input;
+  int device;
+};
 
-// amax_out[0] = amax(x), in two launches; `workspace` has kMaxPartials floats.
-void amax(const Matrix& x, float* amax_out, float* workspace, int device, cudaStream_t stream);
+struct AmaxArguments {
+  Matrix x;
+  float* workspace = nullptr;  // kMaxPartials floats
+  float* amax_out = nullptr;   // optional: `amax` alone writes it
+
+  static constexpr int kOptional = 1;
+  auto fields() { return std::tie(x, workspace, amax_out); }
+};
+
+// amax_out[0] = amax(x), in two launches.
+void amax(const AmaxDesc& desc, const AmaxArguments& arguments, StreamHandle stream);
+
+// Writes amaxes whose largest is amax(x) to the workspace, and returns how many.
+int partial_amaxes(const AmaxDesc& desc, const AmaxArguments& arguments, StreamHandle stream);
 
 }  // namespace fp8core

@@ -2,9 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
-#include "fp8core/check.h"
+#include "fp8core/device.h"
 
 namespace fp8core {
 
@@ -16,12 +17,21 @@ struct DelayedState {
   const float* target;
   unsigned long long* nonfinite;
   int length, slots;
+
+  static constexpr int kOptional = 0;
+  auto fields() { return std::tie(history, scale, target, nonfinite, length, slots); }
+};
+
+// The same states, updated again and again.
+struct ScaleUpdate {
+  std::vector<DelayedState> states;
+  bool takes_window_maximum;
+  int device;
 };
 
 // A launch takes kStatesPerLaunch states.
 constexpr int kStatesPerLaunch = 64;
 
-void scale_update(const std::vector<DelayedState>& states, bool takes_window_maximum, int device,
-                  cudaStream_t stream);
+void scale_update(const ScaleUpdate& update, StreamHandle stream);
 
 }  // namespace fp8core

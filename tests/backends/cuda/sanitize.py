@@ -34,8 +34,7 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
 )
 from fp8core.recipe.plan import LayerRole
-from fp8core_backends.cuda import native
-from fp8core_backends.cuda import parts as quantized_parts
+from fp8core_backends.cuda import native, quantize_chunked
 from fp8core_backends.cuda.microscaling import TiledGemm
 from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, spec
 
@@ -92,7 +91,7 @@ def pairs() -> None:
 
 def parts() -> None:
     """Cast gradients some rows at a time, the last of them ragged."""
-    with patch.multiple(quantized_parts, PART_ROWS=128, LEAST_SAVED=1):
+    with patch.multiple(quantize_chunked, CHUNK_ROWS=128, LEAST_SAVED=1):
         for name, dtype in itertools.product(("delayed", "current", "vector"), DTYPES):
             own, given = spec(name), {}
             if own.delayed:

@@ -24,12 +24,11 @@ at = [one.data_ptr() for one in (x, *codes, *floats)]
 E = library
 kind = E.InputType.bfloat16
 
-def cast(granularity):
-    return E.Quantize(granularity, E.Format.e4m3, kind, 448.0, 0.0, 3e38, False, 0)
-
-def run_cast(*, x=at[0], scale_inv=at[3], workspace=at[4]):
-    whole = (x, 64, 64, at[1], at[2], scale_inv, 0, 0, 0, workspace)
-    cast(E.Granularity.tensor).whole(whole, 0)
+def cast(*, x=at[0], scale_inv=at[3], workspace=at[4]):
+    rule = E.ScaleRule(448.0, 0.0, 3e38, False)
+    run = E.Quantize(E.Granularity.tensor, E.Format.e4m3, kind, rule, 0)
+    row, column = (at[1], scale_inv, 1), (at[2], scale_inv, 1)
+    run((x, 64, 64, 64, *row, *column, 0, 0, 0, workspace), 0)
 
 def gemm(a=at[1], a_scale=at[3], b=at[2], b_scale=at[4], d=at[5], workspace=at[6]):
     types, modes = E.ElementType, E.ScaleMode
@@ -37,32 +36,30 @@ def gemm(a=at[1], a_scale=at[3], b=at[2], b_scale=at[4], d=at[5], workspace=at[6
     desc = E.GemmDesc(
         64, 64, 64, one, one, types.bfloat16, False, types.bfloat16, False, False, 16
     )
-    made = E.Gemm(desc, 0, 0, 1)
-    made.run(0, a, a_scale, b, b_scale, 0, d, workspace, 0, 0)
+    E.Gemm(desc, 0, 0, 1).run(0, (a, a_scale, b, b_scale, 0, d, workspace, 0), 0)
 """
 
 CASES = {
-    "cast of x": "run_cast(x=0)",
-    "cast to scale_inv": "run_cast(scale_inv=0)",
-    "cast without workspace": "run_cast(workspace=0)",
-    "amax of x": "library.amax(0, 64, 64, 64, kind, at[3], at[4], 0, 0)",
-    "amax to 0": "library.amax(at[0], 64, 64, 64, kind, 0, at[4], 0, 0)",
+    "cast of x": "cast(x=0)",
+    "cast to scale_inv": "cast(scale_inv=0)",
+    "cast without workspace": "cast(workspace=0)",
+    "amax of x": "E.Amax(kind, 0)((0, 64, 64, 64, at[3], at[4]), 0)",
+    "amax to 0": "E.Amax(kind, 0)((at[0], 64, 64, 64, at[3]), 0)",
     "gemm a": "gemm(a=0)",
     "gemm b": "gemm(b=0)",
     "gemm scale": "gemm(a_scale=0)",
     "gemm d": "gemm(d=0)",
-    "scale update": "library.ScaleUpdate([(0, at[3], at[4], 0, 4, 3)], True, 0)(0)",
+    "scale update": "E.ScaleUpdate([(0, at[3], at[4], 0, 4, 3)], True, 0)(0)",
     "MXFP8": (
-        "library.QuantizeMxfp8(E.Format.e4m3, False, 448.0, kind, 0)("
-        "0, 64, 64, 64, at[1], at[3], 64, 0, 0, 0, 0, 0)"
+        "E.QuantizeMxfp8(E.Format.e4m3, kind, False, 448.0, 0)("
+        "(0, 64, 64, 64, at[1], at[3], 64, 0, 0, 0, 0), 0)"
     ),
     "NVFP4": (
-        "library.QuantizeNvfp4(False, 6.0, False, False, False, kind, 0)("
-        "at[0], 64, 64, 64, at[1], at[3], 64, 0, 0, 0, 0, 0, 0, 0, 0, at[4], 0)"
+        "E.QuantizeNvfp4(kind, False, 6.0, False, False, False, 0)("
+        "(at[0], 64, 64, 64, at[1], at[3], 64, 0, 0, 0, 0, 0, 0, at[4], 0, 0), 0)"
     ),
     "tiles of scales": (
-        "library.arrange_scales((0, 1, 64, 64, 2, 1, 0), (at[3], 1, 64, 64, 2, 1, 0), "
-        "at[4], at[5], 0, 0)"
+        "E.arrange_scales((0, 1, 64, 64, 2, 1, 0, at[4], at[3], 1, 64, 64, 2, 1, 0, at[5]), 0, 0)"
     ),
 }
 

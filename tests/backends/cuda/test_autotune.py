@@ -11,7 +11,7 @@ import torch
 
 from fp8core_backends.cuda import autotune
 
-ARGUMENTS = autotune.Arguments(16, 32, 48, 64, 0, 80)
+ADDRESSES = (16, 32, 48, 64, 0, 80)
 CPU = torch.device("cpu")
 
 
@@ -42,8 +42,10 @@ class FakeGemm:
         self._names.append(name)
         return len(self._names) - 1
 
-    def milliseconds(self, index: int, *arguments: int) -> float:
-        assert arguments[: len(ARGUMENTS)] == ARGUMENTS
+    def milliseconds(
+        self, index: int, arguments: tuple[int, ...], repeats: int, stream: int
+    ) -> float:
+        assert arguments[: len(ADDRESSES)] == ADDRESSES
         self.timed += 1
         return self.times[index]
 
@@ -70,29 +72,29 @@ def test_the_fastest_runs_and_is_remembered(
     without_a_device: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gemm = FakeGemm([3.0, 2.0, 1.0, 4.0])
-    assert autotune.choose(gemm, "p", ARGUMENTS, CPU) == 2
+    assert autotune.choose(gemm, "p", ADDRESSES, CPU) == 2
     assert json.loads(without_a_device.read_text()) == {"p": b"a2".hex()}
     forget(monkeypatch)
     again = FakeGemm([3.0, 2.0, 1.0, 4.0])
-    assert autotune.choose(again, "p", ARGUMENTS, CPU) == 2
+    assert autotune.choose(again, "p", ADDRESSES, CPU) == 2
     assert again.timed == 0
     assert [file.name for file in without_a_device.parent.iterdir()] == [without_a_device.name]
 
 
 def test_another_problem_is_timed_and_added(without_a_device: Path) -> None:
-    autotune.choose(FakeGemm([1.0]), "p", ARGUMENTS, CPU)
-    autotune.choose(FakeGemm([2.0, 1.0]), "q", ARGUMENTS, CPU)
+    autotune.choose(FakeGemm([1.0]), "p", ADDRESSES, CPU)
+    autotune.choose(FakeGemm([2.0, 1.0]), "q", ADDRESSES, CPU)
     assert json.loads(without_a_device.read_text()) == {"p": b"a0".hex(), "q": b"a1".hex()}
 
 
 def test_one_that_is_hardly_faster_does_not_replace_the_first() -> None:
-    assert autotune.choose(FakeGemm([1.0, 0.99]), "p", ARGUMENTS, CPU) == 0
+    assert autotune.choose(FakeGemm([1.0, 0.99]), "p", ADDRESSES, CPU) == 0
 
 
 def test_a_remembered_algorithm_that_is_not_proposed_is_asked_for(without_a_device: Path) -> None:
     without_a_device.write_text(json.dumps({"p": b"other".hex()}))
     gemm = FakeGemm([1.0, 2.0], foreign=(b"other",))
-    assert autotune.choose(gemm, "p", ARGUMENTS, CPU) == 2
+    assert autotune.choose(gemm, "p", ADDRESSES, CPU) == 2
     assert gemm.timed == 0
 
 
@@ -102,7 +104,7 @@ def test_a_remembered_algorithm_that_is_refused_is_timed_anew(
 ) -> None:
     without_a_device.write_text(json.dumps({"p": kept}))
     with caplog.at_level(logging.WARNING, "fp8core.cuda"):
-        assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ARGUMENTS, CPU) == 1
+        assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ADDRESSES, CPU) == 1
     assert "timed anew" in caplog.text
     assert json.loads(without_a_device.read_text()) == {"p": b"a1".hex()}
 
@@ -113,7 +115,7 @@ def test_a_corrupt_cache_is_said_and_replaced(
 ) -> None:
     without_a_device.write_text(text)
     with caplog.at_level(logging.WARNING, "fp8core.cuda"):
-        assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ARGUMENTS, CPU) == 1
+        assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ADDRESSES, CPU) == 1
     assert "is not used" in caplog.text
     assert json.loads(without_a_device.read_text()) == {"p": b"a1".hex()}
 
@@ -124,7 +126,7 @@ def test_a_cache_that_cannot_be_written_is_said(
     (tmp_path / "file").touch()
     monkeypatch.setenv("FP8CORE_CACHE_DIR", str(tmp_path / "file" / "below"))
     with caplog.at_level(logging.WARNING, "fp8core.cuda"):
-        assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ARGUMENTS, CPU) == 1
+        assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ADDRESSES, CPU) == 1
     assert "cannot be written" in caplog.text
 
 
@@ -133,7 +135,7 @@ def test_nothing_is_timed_when_it_is_switched_off(
 ) -> None:
     monkeypatch.setenv("FP8CORE_AUTOTUNE", "0")
     gemm = FakeGemm([2.0, 1.0])
-    assert autotune.choose(gemm, "p", ARGUMENTS, CPU) == 0
+    assert autotune.choose(gemm, "p", ADDRESSES, CPU) == 0
     assert gemm.timed == 0
     assert not without_a_device.exists()
 
@@ -142,7 +144,7 @@ def test_nothing_is_timed_where_results_must_not_depend_on_it() -> None:
     gemm = FakeGemm([2.0, 1.0])
     torch.use_deterministic_algorithms(True)
     try:
-        assert autotune.choose(gemm, "p", ARGUMENTS, CPU) == 0
+        assert autotune.choose(gemm, "p", ADDRESSES, CPU) == 0
     finally:
         torch.use_deterministic_algorithms(False)
     assert gemm.timed == 0
@@ -151,7 +153,7 @@ def test_nothing_is_timed_where_results_must_not_depend_on_it() -> None:
 def test_nothing_is_timed_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     gemm = FakeGemm([2.0, 1.0])
-    assert autotune.choose(gemm, "p", ARGUMENTS, CPU) == 0
+    assert autotune.choose(gemm, "p", ADDRESSES, CPU) == 0
     assert gemm.timed == 0
 
 
@@ -169,18 +171,20 @@ def test_no_memory_to_time_in_leaves_the_first_and_remembers_nothing(
     gemm = FakeGemm([2.0, 1.0])
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "fp8core.cuda"):
         patch.setattr(autotune.torch, place, refuse)
-        assert autotune.choose(gemm, "p", ARGUMENTS, CPU, total) == 0
+        assert autotune.choose(gemm, "p", ADDRESSES, CPU, total) == 0
     assert "no memory to time algorithms in" in caplog.text
     assert gemm.timed == 0
     assert not without_a_device.exists()
-    assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ARGUMENTS, CPU) == 1
+    assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ADDRESSES, CPU) == 1
 
 
 class Failing(FakeGemm):
     """Algorithms that cannot run have the time 0."""
 
-    def milliseconds(self, index: int, *arguments: int) -> float:
-        took = super().milliseconds(index, *arguments)
+    def milliseconds(
+        self, index: int, arguments: tuple[int, ...], repeats: int, stream: int
+    ) -> float:
+        took = super().milliseconds(index, arguments, repeats, stream)
         if took == 0:
             raise RuntimeError("planted")
         return took
@@ -188,12 +192,12 @@ class Failing(FakeGemm):
 
 def test_an_algorithm_that_fails_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fp8core.cuda"):
-        assert autotune.choose(Failing([0.0, 3.0, 2.0]), "p", ARGUMENTS, CPU) == 2
+        assert autotune.choose(Failing([0.0, 3.0, 2.0]), "p", ADDRESSES, CPU) == 2
     assert "is left out: planted" in caplog.text
 
 
 def test_nothing_is_remembered_where_every_algorithm_fails(without_a_device: Path) -> None:
-    assert autotune.choose(Failing([0.0, 0.0]), "p", ARGUMENTS, CPU) == 0
+    assert autotune.choose(Failing([0.0, 0.0]), "p", ADDRESSES, CPU) == 0
     assert not without_a_device.exists()
 
 
@@ -202,17 +206,17 @@ def test_a_cache_that_is_a_folder_is_said(
 ) -> None:
     without_a_device.mkdir()
     with caplog.at_level(logging.WARNING, "fp8core.cuda"):
-        assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ARGUMENTS, CPU) == 1
+        assert autotune.choose(FakeGemm([2.0, 1.0]), "p", ADDRESSES, CPU) == 1
     assert "is not used" in caplog.text
     assert "cannot be written" in caplog.text
     assert list(without_a_device.parent.iterdir()) == [without_a_device]
 
 
 def test_what_another_process_wrote_meanwhile_is_kept(without_a_device: Path) -> None:
-    autotune.choose(FakeGemm([1.0]), "p", ARGUMENTS, CPU)
+    autotune.choose(FakeGemm([1.0]), "p", ADDRESSES, CPU)
     known = json.loads(without_a_device.read_text())
     without_a_device.write_text(json.dumps({**known, "theirs": "00"}))
-    autotune.choose(FakeGemm([1.0]), "q", ARGUMENTS, CPU)
+    autotune.choose(FakeGemm([1.0]), "q", ADDRESSES, CPU)
     assert set(json.loads(without_a_device.read_text())) == {"p", "q", "theirs"}
 
 
@@ -220,12 +224,14 @@ def test_the_caller_s_sum_is_not_timed_on() -> None:
     total = torch.zeros(4)
 
     class Watching(FakeGemm):
-        def milliseconds(self, index: int, *arguments: int) -> float:
+        def milliseconds(
+            self, index: int, arguments: tuple[int, ...], repeats: int, stream: int
+        ) -> float:
             assert arguments[5] != total.data_ptr()
             return self.times[index]
 
-    arguments = ARGUMENTS._replace(d=total.data_ptr())
-    assert autotune.choose(Watching([2.0, 1.0]), "p", arguments, CPU, total) == 1
+    addresses = (*ADDRESSES[:-1], total.data_ptr())
+    assert autotune.choose(Watching([2.0, 1.0]), "p", addresses, CPU, total) == 1
 
 
 def test_ragged_sizes_share_a_choice() -> None:

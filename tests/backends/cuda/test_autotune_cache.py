@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fp8core_backends.cuda import autotune
-from tests.backends.cuda.test_autotune import ARGUMENTS, CPU, FakeGemm
+from tests.backends.cuda.test_autotune import ADDRESSES, CPU, FakeGemm
 from tests.backends.cuda.test_cache import give_away
 
 __all__ = ["give_away"]
@@ -42,14 +42,14 @@ def choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def timed_anew(caplog: pytest.LogCaptureFixture) -> str:
     gemm = FakeGemm([2.0, 1.0])
     with caplog.at_level(logging.WARNING, "fp8core.cuda"):
-        assert autotune.choose(gemm, "p", ARGUMENTS, CPU) == 1
+        assert autotune.choose(gemm, "p", ADDRESSES, CPU) == 1
     assert gemm.timed > 0
     return caplog.text
 
 
 def test_sound_choices_are_used(choices: Path) -> None:
     gemm = FakeGemm([2.0, 1.0])
-    assert autotune.choose(gemm, "p", ARGUMENTS, CPU) == 0
+    assert autotune.choose(gemm, "p", ADDRESSES, CPU) == 0
     assert gemm.timed == 0
 
 

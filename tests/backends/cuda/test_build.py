@@ -19,7 +19,7 @@ FAKE_NVCC = """#!/bin/sh
 echo "$@" >> "{log}"
 case "$*" in
   *-shared*) [ -f "{folder}/fail-link" ] && {{ echo "ld: no space left"; exit 1; }} ;;
-  *scale_update*) [ -f "{folder}/fail" ] && {{ echo "scale_update: error: planted"; exit 2; }} ;;
+  *scale_update.cu*) [ -f "{folder}/fail" ] && {{ echo "scale_update: error: planted"; exit 2; }} ;;
 esac
 while [ $# -gt 1 ]; do [ "$1" = "-o" ] && echo made > "$2"; shift; done
 exit 0
@@ -44,7 +44,7 @@ def test_a_build_is_made_once(compiler: Path, capsys: pytest.CaptureFixture[str]
     path = build.build(("90a",))
     assert path == build.target(("90a",))
     assert path.read_text() == "made\n"
-    units = [file for file in build._files(build.sources()) if file.suffix in (".cu", ".cpp")]
+    units = build._units(build.sources())
     lines = (compiler / "log").read_text().splitlines()
     assert len(lines) == len(units) + 1
     assert all("arch=compute_90a,code=sm_90a" in line for line in lines[:-1])
@@ -52,6 +52,24 @@ def test_a_build_is_made_once(compiler: Path, capsys: pytest.CaptureFixture[str]
     assert f"[{len(units)}/{len(units)}]" in told
     assert build.build(("90a",)) == path
     assert (compiler / "log").read_text().splitlines() == lines
+
+
+def test_a_source_of_variants_is_compiled_once_for_each(compiler: Path) -> None:
+    build.build(("90a",))
+    log = (compiler / "log").read_text().splitlines()
+    for source, variants in build._VARIANTS.items():
+        lines = [line for line in log if source in line]
+        assert len(lines) == len(variants)
+        for macros in variants:
+            assert sum(all(macro in line.split() for macro in macros) for line in lines) == 1
+        objects = {line.split()[-1] for line in lines}
+        assert len(objects) == len(variants)
+
+
+def test_other_variants_are_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = build.target(("90a",))
+    monkeypatch.setattr(build, "_VARIANTS", {})
+    assert build.target(("90a",)) != before
 
 
 def test_another_architecture_is_another_file(compiler: Path) -> None:

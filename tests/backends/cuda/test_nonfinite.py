@@ -12,7 +12,7 @@ import fp8core
 from fp8core import recipe
 from fp8core.backend_api import OperandSpec, QuantizeDesc
 from fp8core.recipe.plan import LayerRole
-from fp8core_backends.cuda import parts
+from fp8core_backends.cuda import quantize_chunked
 from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, differs, spec, values
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
@@ -141,8 +141,8 @@ def test_a_pair_counts_for_each(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["delayed", "current", "vector"])
 def test_parts_count_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_ROWS", 128)
-    monkeypatch.setattr(parts, "LEAST_SAVED", 1)
+    monkeypatch.setattr(quantize_chunked, "CHUNK_ROWS", 128)
+    monkeypatch.setattr(quantize_chunked, "LEAST_SAVED", 1)
     own = spec(name)
     desc = QuantizeDesc(torch.bfloat16, own, own)
     run = backend("cuda").bind(desc, DEVICE)

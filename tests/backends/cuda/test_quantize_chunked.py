@@ -10,7 +10,7 @@ import torch
 import fp8core
 from fp8core import recipe
 from fp8core.backend_api import Operand, Quantized, QuantizeDesc
-from fp8core_backends.cuda import parts
+from fp8core_backends.cuda import quantize_chunked
 from tests.backends.cuda.cuda_cases import (
     DEVICE,
     DTYPES,
@@ -28,9 +28,9 @@ MIB = 2**20
 
 
 @pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_ROWS", 128)
-    monkeypatch.setattr(parts, "LEAST_SAVED", 1)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_chunked, "CHUNK_ROWS", 128)
+    monkeypatch.setattr(quantize_chunked, "LEAST_SAVED", 1)
 
 
 def given(name: str) -> dict[str, torch.Tensor]:
@@ -55,7 +55,7 @@ def joined(name: str, made: Any) -> Quantized:
     return Quantized(Operand(torch.cat(data), scale_inv), made.columnwise)
 
 
-@pytest.mark.usefixtures("small_parts")
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("name", ["delayed", "current", "vector"])
@@ -107,8 +107,8 @@ def test_a_layer_s_gradients(name: str, bias: bool, monkeypatch: pytest.MonkeyPa
     dy = torch.randn(400, 384, dtype=torch.bfloat16, device=DEVICE)
     found = []
     for rows in (128, 2**20):
-        monkeypatch.setattr(parts, "PART_ROWS", rows)
-        monkeypatch.setattr(parts, "LEAST_SAVED", 1)
+        monkeypatch.setattr(quantize_chunked, "CHUNK_ROWS", rows)
+        monkeypatch.setattr(quantize_chunked, "LEAST_SAVED", 1)
         layer.reset_delayed_state()
         for _ in range(2):
             step(layer, name, x, dy)
@@ -119,7 +119,7 @@ def test_a_layer_s_gradients(name: str, bias: bool, monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(one, other) for one, other in zip(others, same, strict=True))
 
 
-@pytest.mark.usefixtures("small_parts")
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
 def test_replays_of_a_graph_equal_eager_steps(name: str) -> None:
@@ -163,7 +163,12 @@ def test_the_peak_of_a_large_step(name: str) -> None:
     torch.cuda.reset_peak_memory_stats()
     step(layer, name, x, dy)
     found = torch.cuda.max_memory_allocated() - before
-    y, saved, columnwise, part = 2 * rows * n, rows * k + n * k, rows * n, parts.PART_ROWS * n
+    y, saved, columnwise, part = (
+        2 * rows * n,
+        rows * k + n * k,
+        rows * n,
+        quantize_chunked.CHUNK_ROWS * n,
+    )
     in_dgrad = y + saved + columnwise + part + 2 * rows * k
     in_wgrad = y + rows * k + columnwise + 2 * rows * k + 2 * n * k
     blocks = max(in_dgrad, in_wgrad) // 32 if name == "block" else 0  # scales, 4 bytes for 128

@@ -10,7 +10,7 @@ import torch
 from fp8core import recipe
 from fp8core.backend_api import Quantized, QuantizeDesc
 from fp8core.recipe.plan import LayerRole
-from fp8core_backends.cuda.casts import apart, in_groups
+from fp8core_backends.cuda.quantize_compose import apart, in_groups
 from tests.backends.cuda.cuda_cases import backend, differs
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Casts made of casts: one an orientation where their specs differ, one a group of rows."""
+"""Casts composed of other casts: of one an orientation where specs differ, of one a group."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ Cast: TypeAlias = "Callable[..., Quantized]"
 
 
 def apart(rowwise: Cast, columnwise: Cast) -> Cast:
-    """Return the cast whose orientations come from two."""
+    """Return the cast that takes each orientation from a cast of its own."""
 
     def run(
         x: torch.Tensor,
         *groups: torch.Tensor,
         nonfinite_out: torch.Tensor | None = None,
-        **given: torch.Tensor | None,
+        **slots: torch.Tensor | None,
     ) -> Quantized:
-        row = rowwise(x, *groups, nonfinite_out=nonfinite_out, **given).rowwise  # which counts
-        return Quantized(row, columnwise(x, *groups, **given).columnwise)
+        # One of the two counts NaN and inf: they are the same elements.
+        row = rowwise(x, *groups, nonfinite_out=nonfinite_out, **slots).rowwise
+        return Quantized(row, columnwise(x, *groups, **slots).columnwise)
 
     return run
 
 
 def in_groups(dense: Cast) -> Cast:
-    """Return the cast of each group as a tensor of its own, laid side by side.
+    """Return the cast that quantizes each group of rows by ``dense`` and joins the operands.
 
     The offset of a group's ``rng`` is larger by the group's number.
     """
@@ -44,17 +45,17 @@ def in_groups(dense: Cast) -> Cast:
         nonfinite_out: torch.Tensor | None = None,
         **slots: torch.Tensor | None,
     ) -> Quantized:
-        parts = []
+        groups = []
         for group, (start, end) in enumerate(itertools.pairwise(group_offsets.tolist())):
-            given = {
+            keywords = {
                 name: slot[group : group + 1] for name, slot in slots.items() if slot is not None
             }
             if rng is not None:
-                given["rng"] = rng + torch.tensor((0, group), device="cpu")
-            parts.append(dense(x[start:end], nonfinite_out=nonfinite_out, **given))
+                keywords["rng"] = rng + torch.tensor((0, group), device="cpu")
+            groups.append(dense(x[start:end], nonfinite_out=nonfinite_out, **keywords))
         return Quantized(
-            _join([part.rowwise for part in parts], 0),
-            _join([part.columnwise for part in parts], 1),
+            _join([group.rowwise for group in groups], 0),
+            _join([group.columnwise for group in groups], 1),
         )
 
     return run
@@ -64,6 +65,6 @@ def _join(operands: Sequence[Operand | None], dim: int) -> Operand | None:
     present = [operand for operand in operands if operand is not None]
     if not present:
         return None
-    data, scale_inv, whole = zip(*present, strict=True)
-    joined = None if whole[0] is None else torch.cat(whole, dim)
+    data, scale_inv, global_scale_inv = zip(*present, strict=True)
+    joined = None if global_scale_inv[0] is None else torch.cat(global_scale_inv, dim)
     return Operand(torch.cat(data, dim), torch.cat(scale_inv, dim), joined)

@@ -1,0 +1,134 @@
+"""A large gradient quantized some rows at a time: its rowwise codes never exist as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.backend_api import Operand, Quantized, QuantizeDesc
+from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, empty_scales, scale_mode
+from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.quantize_compose import Cast
+from fp8core_backends.cuda.stream import index_of, raw_stream
+
+__all__ = ["QuantizeChunked"]
+
+CHUNK_ROWS = 5120
+"""Rows of a chunk, a multiple of 128: a product of as many fills the chip."""
+LEAST_SAVED = 2**24
+"""Bytes that are worth three launches more: a cast, and a product that clears its counters."""
+
+
+class _Source(NamedTuple):
+    """A tensor, the slots of its cast, and the columnwise operand that the cast fills."""
+
+    x: torch.Tensor
+    stride: int
+    columnwise: Operand
+    column_pitch: int
+    scale: torch.Tensor | None
+    amax_out: torch.Tensor | None
+    nonfinite_out: torch.Tensor | None
+
+
+class QuantizeChunked:
+    """The method ``in_parts`` of a cast of both orientations by one spec; see QuantizeDesc."""
+
+    __slots__ = ("_amax", "_empty", "_index", "_mode", "_native", "_native_cast", "_whole")
+
+    def __init__(
+        self, desc: QuantizeDesc, device: torch.device, native: Any, native_cast: Any, whole: Cast
+    ) -> None:
+        assert desc.rowwise is not None
+        mode = scale_mode(desc.rowwise)
+        assert mode is not None
+        self._mode: str = mode
+        self._index = index_of(device)
+        self._empty = allocator(self._index)
+        self._native = native
+        self._native_cast = native_cast
+        self._whole = whole
+        self._amax: Any = None
+        if mode == "tensor" and not desc.rowwise.delayed:
+            self._amax = native.Amax(native.InputType.__members__[DTYPES[desc.dtype]], self._index)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        amax_out: torch.Tensor | None = None,
+        nonfinite_out: torch.Tensor | None = None,
+    ) -> Quantized:
+        """Return the chunks, and the columnwise operand that is whole once all were taken."""
+        rows, cols = x.shape
+        if (rows - CHUNK_ROWS) * cols < LEAST_SAVED:
+            return self._whole(x, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out)
+        readable, stride = adjacent_columns(x)
+        if readable is not x:  # a copy, which should not outlive the cast
+            return self._whole(
+                readable, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out
+            )
+        codes = self._empty((cols, rows), (rows, 1), torch.uint8)
+        scale_inv, pitch = empty_scales(self._mode, cols, rows, self._empty)
+        columnwise = Operand(codes, scale_inv)
+        source = _Source(x, stride, columnwise, pitch, scale, amax_out, nonfinite_out)
+        return Quantized(_Chunks(self, source), columnwise)  # type: ignore[arg-type]  # chunks of one
+
+    def chunks_of(self, source: _Source) -> Iterator[tuple[int, int, Operand]]:
+        """Quantize one chunk after the other, into the memory of the one before."""
+        x, (rows, cols) = source.x, source.x.shape
+        stream = raw_stream(self._index)
+        codes, scale_inv, _ = source.columnwise
+        assert scale_inv is not None
+        row_codes = self._empty((CHUNK_ROWS, cols), (cols, 1), torch.uint8)
+        partials, num_partials = None, 0
+        if self._amax is not None:
+            partials = self._empty((self._native.MAX_PARTIALS,), (1,), torch.float32)
+            arguments = (x.data_ptr(), rows, cols, source.stride, partials.data_ptr())
+            num_partials = self._amax.partials(arguments, stream)
+        for start in range(0, rows, CHUNK_ROWS):
+            end = min(start + CHUNK_ROWS, rows)
+            row_scale, row_pitch = scale_inv, 1
+            column_scale_address = scale_inv.data_ptr()
+            if self._mode != "tensor":
+                row_scale, row_pitch = empty_scales(self._mode, end - start, cols, self._empty)
+                column_scale_address += start // 128 * source.column_pitch * scale_inv.itemsize
+            self._native_cast(
+                (
+                    x.data_ptr() + start * source.stride * x.itemsize,
+                    end - start,
+                    cols,
+                    source.stride,
+                    row_codes.data_ptr(),
+                    row_scale.data_ptr(),
+                    row_pitch,
+                    codes.data_ptr() + start,
+                    column_scale_address,
+                    source.column_pitch,
+                    0 if source.scale is None else source.scale.data_ptr(),
+                    0 if source.amax_out is None else source.amax_out.data_ptr(),
+                    0 if source.nonfinite_out is None else source.nonfinite_out.data_ptr(),
+                    0 if partials is None else partials.data_ptr(),
+                    rows,  # bytes between the rows of the columnwise codes
+                    num_partials,
+                ),
+                stream,
+            )
+            yield start, end, Operand(row_codes[: end - start], row_scale)
+
+
+class _Chunks:
+    """A rowwise operand in chunks; see :class:`fp8core.backend_api.Parts`."""
+
+    __slots__ = ("_cast", "_source", "rows")
+
+    def __init__(self, cast: QuantizeChunked, source: _Source) -> None:
+        self._cast = cast
+        self._source = source
+        self.rows = source.x.shape[0]
+
+    def __iter__(self) -> Iterator[tuple[int, int, Operand]]:
+        return self._cast.chunks_of(self._source)

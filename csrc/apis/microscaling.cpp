@@ -1,0 +1,74 @@
+// Casts with byte scales, and their tiles: the arguments are checked, then launched.
+#include "fp8core/microscaling.h"
+
+#include "../cuda/gemm/scale_layout.h"
+#include "../cuda/quantize/casts.h"
+#include "check_cast.h"
+
+namespace fp8core {
+namespace {
+
+// `rows` of the operand, `block_rows` under one scale.
+void check(const ByteScaled& out, std::int64_t rows, int block_rows) {
+  if (out.codes == nullptr) return;
+  const std::int64_t least = ((rows + block_rows - 1) / block_rows + 15) / 16 * 16;
+  FP8CORE_CHECK(out.scales != nullptr && reinterpret_cast<std::uintptr_t>(out.scales) % 16 == 0 &&
+                    out.pitch >= least && out.pitch % 16 == 0,
+                "scales of ", rows, " rows have a pitch of ", out.pitch,
+                " bytes; expected a multiple of 16 from ", least, " on, at such an address");
+}
+
+void check(const char* name, const ScaleTiles& from) {
+  FP8CORE_CHECK(from.rows > 0 && from.blocks > 0 && from.rows_per_scale > 0, "scales of ", name,
+                " cover ", from.rows, " rows x ", from.blocks, " blocks");
+  FP8CORE_CHECK_ADDRESS(from.scales, "scales of ", name);
+  FP8CORE_CHECK_ADDRESS(from.to, "tiles of ", name);
+  const auto address = reinterpret_cast<std::uintptr_t>(from.to);
+  FP8CORE_CHECK(address % 16 == 0, "tiles of ", name, " are at address ", address,
+                "; expected a multiple of 16 bytes");
+}
+
+}  // namespace
+
+void quantize_mxfp8(const Mxfp8Desc& desc, const Mxfp8Arguments& arguments, StreamHandle stream) {
+  const Matrix& x = arguments.x;
+  check(x);
+  if (is_empty(x)) return;
+  const int block_rows = desc.is_square ? kMxBlock : 1;
+  check(arguments.rowwise, x.rows, block_rows);
+  check(arguments.columnwise, x.cols, block_rows);
+  check_grid("quantize", num_tiles(x, {}));
+  launch_mxfp8(desc, arguments, as_stream(stream));
+}
+
+void quantize_nvfp4(const Nvfp4Desc& desc, const Nvfp4Arguments& arguments, StreamHandle stream) {
+  const Matrix& x = arguments.x;
+  const bool has_rows = arguments.rowwise.codes != nullptr;
+  const bool has_columns = arguments.columnwise.codes != nullptr;
+  check(x);
+  if (is_empty(x)) return;
+  FP8CORE_CHECK_ADDRESS(arguments.workspace, "quantize: the workspace");
+  if (has_rows) FP8CORE_CHECK_ADDRESS(arguments.row_global, "global_scale_inv");
+  if (has_columns) FP8CORE_CHECK_ADDRESS(arguments.column_global, "global_scale_inv");
+  FP8CORE_CHECK(!has_rows || x.cols % 2 == 0, "x is ", x.rows, " x ", x.cols,
+                "; two codes a byte take an even number of columns");
+  const int step = desc.transforms ? 16 : 2;
+  FP8CORE_CHECK(!has_columns || x.rows % step == 0, "x is ", x.rows, " x ", x.cols,
+                "; columnwise takes a multiple of ", step, " rows");
+  const int block_rows = desc.is_square ? kFp4Block : 1;
+  check(arguments.rowwise, x.rows, block_rows);
+  check(arguments.columnwise, x.cols, block_rows);
+  check_grid("quantize", num_tiles(x, {}));
+  launch_nvfp4(desc, arguments, as_stream(stream));
+}
+
+void arrange_scales(const ArrangeScalesArguments& arguments, int device, StreamHandle stream) {
+  const ScaleTiles &a = arguments.a, &b = arguments.b;
+  check("a", a);
+  check("b", b);
+  FP8CORE_CHECK((a.global_scale_inv == nullptr) == (b.global_scale_inv == nullptr),
+                "one operand has a global scale, the other has none");
+  launch_arrange_scales(arguments, device, as_stream(stream));
+}
+
+}  // namespace fp8core

@@ -1,0 +1,87 @@
+// Casts with float32 scales, and amaxes: the arguments are checked, then launched.
+#include "fp8core/quantize.h"
+
+#include "../cuda/quantize/casts.h"
+#include "check_cast.h"
+
+namespace fp8core {
+namespace {
+
+constexpr std::int64_t kMostRows = std::int64_t{1} << 30;  // of groups: they are counted in ints
+
+void check_columnwise(const QuantizeArguments& arguments) {
+  const Groups& groups = arguments.groups;
+  const std::int64_t rows = arguments.x.rows, pitch = pitch_of_columns(arguments);
+  const std::int64_t least =
+      groups.offsets == nullptr ? rows : (rows / kGroupStep + groups.count) * kGroupStep;
+  FP8CORE_CHECK(arguments.columnwise.codes == nullptr || pitch >= least, "quantize: ", pitch,
+                " bytes between the rows of columnwise codes; expected at least ", least);
+}
+
+void check(const QuantizeDesc& desc, const QuantizeArguments& arguments) {
+  const Matrix& x = arguments.x;
+  const Groups& groups = arguments.groups;
+  check(x);
+  FP8CORE_CHECK(arguments.rowwise.codes != nullptr || arguments.columnwise.codes != nullptr,
+                "quantize: neither orientation is asked for");
+  FP8CORE_CHECK(desc.granularity != Granularity::kDelayed || arguments.scale != nullptr,
+                "quantize: delayed scaling takes a scale");
+  const bool takes_workspace =
+      desc.granularity == Granularity::kTensor || desc.granularity == Granularity::kRow;
+  FP8CORE_CHECK(!takes_workspace || arguments.workspace != nullptr,
+                "quantize: this granularity takes a workspace");
+  check_columnwise(arguments);
+  FP8CORE_CHECK(groups.offsets == nullptr || (groups.count > 0 && x.rows < kMostRows),
+                "quantize: ", x.rows, " rows in ", groups.count, " groups; expected at least one ",
+                "group and less than ", kMostRows, " rows");
+  for (const QuantizeOutput* out : {&arguments.rowwise, &arguments.columnwise})
+    if (out->codes != nullptr && !is_empty(x))
+      FP8CORE_CHECK_ADDRESS(out->scale_inv, "quantize: a scale_inv");
+}
+
+void check_amax(const AmaxArguments& arguments) {
+  check(arguments.x);
+  if (!is_empty(arguments.x)) FP8CORE_CHECK_ADDRESS(arguments.workspace, "amax: the workspace");
+}
+
+}  // namespace
+
+void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, StreamHandle stream) {
+  check(desc, arguments);
+  const Matrix& x = arguments.x;
+  if (x.cols == 0 || (x.rows == 0 && arguments.groups.offsets == nullptr)) return;
+  check_grid("quantize", num_tiles(x, arguments.groups));
+  launch_quantize(desc, arguments, as_stream(stream));
+}
+
+void quantize_pair(const QuantizeDesc& desc, const QuantizeArguments& arguments,
+                   const QuantizeDesc& other_desc, const QuantizeArguments& other,
+                   StreamHandle stream) {
+  const Matrix &x = arguments.x, &y = other.x;
+  const bool has_one_scale =
+      desc.granularity == Granularity::kDelayed || desc.granularity == Granularity::kTensor;
+  FP8CORE_CHECK(has_one_scale && desc.granularity == other_desc.granularity &&
+                    desc.format == Format::kE4M3 && other_desc.format == Format::kE4M3 &&
+                    desc.input == other_desc.input && arguments.groups.offsets == nullptr &&
+                    other.groups.offsets == nullptr,
+                "quantize_pair takes two tensors of one type in e4m3, tensorwise, without groups");
+  FP8CORE_CHECK(!is_empty(x) && !is_empty(y), "quantize_pair: ", x.rows, " x ", x.cols, " and ",
+                y.rows, " x ", y.cols, "; expected at least one element each");
+  check(desc, arguments);
+  check(other_desc, other);
+  check_grid("quantize_pair", num_tiles(x, {}) + num_tiles(y, {}));
+  launch_quantize_pair(desc, arguments, other_desc, other, as_stream(stream));
+}
+
+void amax(const AmaxDesc& desc, const AmaxArguments& arguments, StreamHandle stream) {
+  FP8CORE_CHECK_ADDRESS(arguments.amax_out, "amax: the result");
+  check_amax(arguments);
+  launch_amax(desc, arguments, as_stream(stream));
+}
+
+int partial_amaxes(const AmaxDesc& desc, const AmaxArguments& arguments, StreamHandle stream) {
+  check_amax(arguments);
+  return launch_partial_amaxes(desc, arguments, as_stream(stream));
+}
+
+}  // namespace fp8core

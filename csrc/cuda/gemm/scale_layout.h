@@ -1,0 +1,12 @@
+// What the arrangement of byte scales offers to apis/.
+#pragma once
+
+#include "fp8core/microscaling.h"
+
+namespace fp8core {
+
+// Of arguments that have been checked.
+void launch_arrange_scales(const ArrangeScalesArguments& arguments, int device,
+                           cudaStream_t stream);
+
+}  // namespace fp8core

@@ -1,0 +1,39 @@
+// What the casts offer to apis/: launches of arguments that have been checked. An empty x, or one
+// that has no tile, launches nothing.
+#pragma once
+
+#include "fp8core/microscaling.h"
+#include "fp8core/quantize.h"
+
+namespace fp8core {
+
+constexpr int kTile = 128;                    // rows and columns that a block of threads casts
+constexpr int kMxBlock = 32, kFp4Block = 16;  // elements under one scale, along k
+
+// Tiles that cover x. Tiles of groups reach over no group's end: there are at most so many.
+inline std::int64_t num_tile_rows(const Matrix& x, const Groups& groups) {
+  return groups.offsets == nullptr ? (x.rows + kTile - 1) / kTile
+                                   : x.rows / kTile + groups.count + 1;
+}
+inline std::int64_t num_tile_columns(const Matrix& x) { return (x.cols + kTile - 1) / kTile; }
+inline std::int64_t num_tiles(const Matrix& x, const Groups& groups) {
+  return num_tile_rows(x, groups) * num_tile_columns(x);
+}
+
+// Bytes between the rows of the columnwise codes.
+inline std::int64_t pitch_of_columns(const QuantizeArguments& arguments) {
+  return arguments.column_pitch == 0 ? arguments.x.rows : arguments.column_pitch;
+}
+
+void launch_quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments,
+                     cudaStream_t stream);
+void launch_quantize_pair(const QuantizeDesc& desc, const QuantizeArguments& arguments,
+                          const QuantizeDesc& other_desc, const QuantizeArguments& other,
+                          cudaStream_t stream);
+void launch_amax(const AmaxDesc& desc, const AmaxArguments& arguments, cudaStream_t stream);
+int launch_partial_amaxes(const AmaxDesc& desc, const AmaxArguments& arguments,
+                          cudaStream_t stream);
+void launch_mxfp8(const Mxfp8Desc& desc, const Mxfp8Arguments& arguments, cudaStream_t stream);
+void launch_nvfp4(const Nvfp4Desc& desc, const Nvfp4Arguments& arguments, cudaStream_t stream);
+
+}  // namespace fp8core
