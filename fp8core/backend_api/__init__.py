@@ -40,7 +40,15 @@ from fp8core.backend_api.numerics import DeclaresNumerics, Numerics
 from fp8core.backend_api.operand_spec import OperandSpec
 from fp8core.backend_api.operands import Operand, Quantized, scale_inverses
 from fp8core.backend_api.operations import OPS, OPTIONAL_OPS, OpDesc
-from fp8core.backend_api.optional import Parts
+from fp8core.backend_api.optional import (
+    NamesKernel,
+    PairCast,
+    Parts,
+    PreparesUpdates,
+    QuantizedInParts,
+    QuantizesInParts,
+    QuantizesPairs,
+)
 from fp8core.backend_api.spec import API_VERSION, BackendSpec
 from fp8core.backend_api.transforms import TRANSFORMS, hadamard16
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
@@ -67,6 +75,7 @@ __all__ = [
     "FusedDesc",
     "GemmDesc",
     "GroupedGemmDesc",
+    "NamesKernel",
     "NormBackwardDesc",
     "NormDesc",
     "Numerics",
@@ -74,9 +83,14 @@ __all__ = [
     "Operand",
     "OperandError",
     "OperandSpec",
+    "PairCast",
     "Parts",
+    "PreparesUpdates",
     "QuantizeDesc",
     "Quantized",
+    "QuantizedInParts",
+    "QuantizesInParts",
+    "QuantizesPairs",
     "RecipeError",
     "ScaleUpdateDesc",
     "UnsupportedError",

@@ -44,9 +44,8 @@ class Backend(Protocol):
     def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
         """Return the callable that runs ``desc``; called once a descriptor, never in the hot path.
 
-        :func:`bind_method` does for a backend that has nothing to prepare. The callable may carry
-        an attribute ``kernel``, a string that names what runs on the device; ``explain`` shows it,
-        and without it the callable's own name.
+        :func:`bind_method` does for a backend that has nothing to prepare. The callable may offer
+        more than its call: :mod:`fp8core.backend_api.optional`.
         """
 
 

@@ -36,8 +36,6 @@ class ScaleUpdateDesc:
     ``nonfinite[i]``, int64 ``[1]``, grows by the number of newest amaxes that are not finite; an
     empty sequence counts nothing.
 
-    A bound callable may have a method ``prepare(histories, scales, targets, nonfinite=())`` that
-    returns the update of these tensors as a function of no arguments, called in every step.
     ``algorithm`` is ``"max"`` or ``"most_recent"``.
     """
 

@@ -29,11 +29,7 @@ class QuantizeDesc:
     specs alone. ``nonfinite_out`` (int64 ``[1]`` on ``x``'s device, or None) grows by the number of
     NaN and inf in ``x``: each once, whichever orientations are made, none in rows of no group.
 
-    A bound callable of both orientations may have a method ``in_parts(x, **keywords)``: as the call
-    of one dense tensor, but ``rowwise`` may be :class:`fp8core.backend_api.Parts`. And it may have
-    ``beside(callable)``, which returns the call of two dense tensors at once, the second as
-    ``callable`` does it, or None: ``f(x, other, *, scale=(None, None), ...) -> (Quantized,
-    Quantized)``, each keyword a pair.
+    A bound callable may offer more than its call: :mod:`fp8core.backend_api.optional`.
 
     Raises nothing for values: NaN keeps its place, inf saturates, zero blocks get scale 1."""
 

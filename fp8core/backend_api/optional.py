@@ -1,23 +1,119 @@
-"""Optional: operands that are made while they are read."""
+"""Optional: what a bound callable may offer besides its call, for speed alone.
+
+A backend without any of it is complete. What :meth:`fp8core.backend_api.Backend.bind` returns may
+have the members of these protocols, for the descriptors that each names. They are looked for once,
+when the operation is bound, and a method that cannot be called as written here is an error then.
+None says that a member is not offered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
-from fp8core.backend_api.operands import Operand
+import torch
 
-__all__ = ["Parts"]
+from fp8core.backend_api.operands import Operand, Quantized
+
+__all__ = [
+    "NamesKernel",
+    "PairCast",
+    "Parts",
+    "PreparesUpdates",
+    "QuantizedInParts",
+    "QuantizesInParts",
+    "QuantizesPairs",
+]
+
+Slots: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None]"
+"""A keyword of a pair: the value for the first tensor, and the value for the second."""
+
+
+class NamesKernel(Protocol):
+    """A callable of any descriptor that says what runs on the device.
+
+    ``explain`` shows ``kernel``; without it, the qualified name of the callable.
+    """
+
+    kernel: str
 
 
 class Parts(Protocol):
-    """A rowwise operand ``[rows, k]`` that is made while it is read, once, some rows at a time.
+    """A rowwise operand ``[rows, k]`` that is quantized while it is read, once, some rows at a
+    time: less memory for a large gradient than its codes as a whole.
 
-    Iterating yields ``(start, end, operand)``, the operand of rows ``start`` to ``end``, which is
-    good until the next is asked for. Together they are all rows, in order. The columnwise operand
-    is whole when there are no more.
+    Iterating yields ``(start, end, operand)``: the operand of rows ``start`` to ``end``, whose
+    memory the next one may overwrite. Together they are all rows, in order.
     """
 
     rows: int
 
     def __iter__(self) -> Iterator[tuple[int, int, Operand]]: ...
+
+
+class QuantizedInParts(NamedTuple):
+    """Both orientations of one tensor; ``columnwise`` is complete when ``rowwise`` is read."""
+
+    rowwise: Parts
+    columnwise: Operand
+
+
+class QuantizesInParts(Protocol):
+    """A callable of a dense QuantizeDesc of both orientations that can quantize rows in parts."""
+
+    def in_parts(
+        self,
+        x: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        amax_out: torch.Tensor | None = None,
+        nonfinite_out: torch.Tensor | None = None,
+    ) -> Quantized | QuantizedInParts:
+        """Quantize ``x`` as the call does, in parts or, where that saves nothing, as a whole.
+
+        ``scale`` and ``amax_out`` are given for delayed specs alone. The amax and the count are
+        complete when all parts are read.
+        """
+
+
+class PairCast(Protocol):
+    """The cast of two dense tensors in one call: the bits of a call for each."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        other: torch.Tensor,
+        *,
+        scale: Slots = (None, None),
+        amax_out: Slots = (None, None),
+        nonfinite_out: Slots = (None, None),
+    ) -> tuple[Quantized, Quantized]:
+        """Quantize both; ``scale`` and ``amax_out`` are given for delayed specs alone."""
+
+
+class QuantizesPairs(Protocol):
+    """A callable of a dense QuantizeDesc of both orientations that can take a second tensor along:
+    a layer's input and its weight in one launch."""
+
+    def beside(self, other: Callable[..., Quantized]) -> PairCast | None:
+        """Return the cast of a tensor as this call does it, and of another as ``other`` does it,
+        which is a callable that the same or another backend has bound; None if there is none."""
+
+
+class PreparesUpdates(Protocol):
+    """A callable of a ScaleUpdateDesc that can be told once which states it updates in each step.
+
+    Without it the call is made in each step, with the same sequences.
+    """
+
+    def prepare(
+        self,
+        histories: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        nonfinite: Sequence[torch.Tensor] = (),
+    ) -> Callable[[], None]:
+        """Return the update of these tensors as a function of no arguments.
+
+        The tensors stay; their storage may be replaced between two steps (``.data``, ``set_``).
+        """

@@ -6,7 +6,7 @@ import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pluggy
 import torch
@@ -14,9 +14,10 @@ import torch
 from fp8core.backend_api import Alignment, Backend, BackendSpec, FormatSpec, GemmDesc, OpDesc
 from fp8core.dispatch import settings
 from fp8core.dispatch.isolation import Failure, answered, attempt, is_a, name_of_class, shown
+from fp8core.dispatch.optional import Offers, offers_of
 from fp8core.errors import PluginError, RecipeError, did_you_mean
 
-__all__ = ["PluginRow", "Registry", "known_devices"]
+__all__ = ["Bound", "PluginRow", "Registry", "known_devices"]
 
 _METHODS = ("unsupported", "alignment", "bind")
 
@@ -28,6 +29,13 @@ class PluginRow:
     name: str
     source: str
     reason: str | None
+
+
+class Bound(NamedTuple):
+    """A callable that a backend has bound, and what it offers besides its call."""
+
+    run: Callable[..., Any]
+    offers: Offers
 
 
 @dataclass(slots=True, eq=False)
@@ -106,20 +114,21 @@ class Registry:
             self._instances.setdefault(spec.name, made)
         return self._instances[spec.name]
 
-    def bind(self, spec: BackendSpec, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
+    def bind(self, spec: BackendSpec, desc: OpDesc, device: torch.device) -> Bound:
         """Return the callable with which ``spec``'s backend runs ``desc`` on ``device``.
 
         Raises:
-            PluginError: the backend failed at that; what it raised is the cause.
+            PluginError: the backend failed at that, and what it raised is the cause; or what it
+                returned is no callable, or has an optional method that cannot be called.
         """
         backend = self.instance(spec)
         what = f"{spec.name} says that it runs {desc}, but its bind()"
-        bound: object = attempt(lambda: backend.bind(desc, device))
-        if isinstance(bound, Failure):
-            bound.fail(f"{what} failed")
-        if not callable(bound):
-            raise PluginError(f"{what} returned {shown(bound)}; expected a function")
-        return bound
+        run: object = attempt(lambda: backend.bind(desc, device))
+        if isinstance(run, Failure):
+            run.fail(f"{what} failed")
+        if not callable(run):
+            raise PluginError(f"{what} returned {shown(run)}; expected a function")
+        return Bound(run, offers_of(run, desc, f"{what} returned a callable which"))
 
     def alignment(self, spec: BackendSpec, desc: GemmDesc) -> Alignment:
         """Return what ``spec``'s backend says that the sizes of ``desc`` must be multiples of.

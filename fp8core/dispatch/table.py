@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import Alignment, GemmDesc, OpDesc
+from fp8core.backend_api import Alignment, GemmDesc, OpDesc, QuantizeDesc
+from fp8core.backend_api.optional import PairCast
 from fp8core.dispatch import plugins, policy, select, settings
+from fp8core.dispatch.optional import Offers, pair_of
+from fp8core.dispatch.registry import Bound
 from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
 from fp8core.torch_ops import calls, operators
@@ -31,11 +34,25 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A bound operation: the callable for the hot path, and how it was chosen."""
+    """A bound operation: the callable for the hot path, what it offers besides its call, and how
+    it was chosen. An operator, in a captured graph, offers nothing."""
 
     run: Callable[..., Any]
+    offers: Offers
     choice: select.Choice
     alignment: Alignment
+
+    def pair_with(self, other: Resolved) -> PairCast | None:
+        """Return the cast of two dense tensors at once, the second as ``other`` does it, if the
+        backend has one for these two.
+
+        Raises:
+            PluginError: the backend failed at that, or returned something that is no such cast.
+        """
+        desc = self.choice.desc
+        assert isinstance(desc, QuantizeDesc)
+        who = f"{self.choice.backend} says that it runs {desc}, but its callable"
+        return pair_of(self.offers, desc, other.run, who)
 
 
 class _Thread(threading.local):
@@ -117,10 +134,10 @@ def _resolve(
     spec = registry.backends[choice.backend]
     alignment = registry.alignment(spec, desc) if isinstance(desc, GemmDesc) else Alignment()
     if is_captured:
-        run = calls.call_of(Operation(choice.backend, desc, spec.transposes))
+        bound = Bound(calls.call_of(Operation(choice.backend, desc, spec.transposes)), Offers())
     else:
-        run = registry.bind(spec, desc, device)
-    return Resolved(run, choice, alignment)
+        bound = registry.bind(spec, desc, device)
+    return Resolved(bound.run, bound.offers, choice, alignment)
 
 
 def forget() -> None:
@@ -148,10 +165,9 @@ def kernel_name(choice: select.Choice) -> str:
     Binds the operation, as a layer does, and computes nothing.
     """
     registry = plugins.load()
-    run = registry.bind(registry.backends[choice.backend], choice.desc, choice.device)
-    kernel = getattr(run, "kernel", None)
-    if isinstance(kernel, str):
-        return kernel
+    run, offers = registry.bind(registry.backends[choice.backend], choice.desc, choice.device)
+    if offers.kernel is not None:
+        return offers.kernel
     while isinstance(run, functools.partial):
         run = run.func
     named = run if hasattr(run, "__qualname__") else type(run)
@@ -171,7 +187,7 @@ def _bind_for(
     reason = registry.unsupported(spec, desc, device)
     if reason is not None:
         raise UnsupportedError(f"a compiled graph has {desc} for {backend} on {device}: {reason}")
-    return registry.bind(spec, desc, device)
+    return registry.bind(spec, desc, device).run
 
 
 operators.set_binder(_bind_named)

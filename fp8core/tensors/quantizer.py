@@ -167,7 +167,7 @@ class LowPrecision(_Quantizer):
     """Low precision, in one call of the backend where both orientations are asked for."""
 
     __slots__ = (
-        *("_both", "_columnwise", "_in_parts", "_rowwise", "_run"),
+        *("_both", "_columnwise", "_in_parts", "_rowwise", "_whole"),
         *("choices", "desc", "nonfinite", "slot"),
     )
 
@@ -184,9 +184,9 @@ class LowPrecision(_Quantizer):
         whole = table.resolve(desc, device)
         self.choices: tuple[Choice, ...] = (whole.choice,)
         rowwise, columnwise = desc.halves()
-        self._run = whole.run
+        self._whole = whole
         self._both = self.with_slot(whole.run)
-        self._in_parts = self.with_slot(getattr(whole.run, "in_parts", whole.run))
+        self._in_parts = self.with_slot(whole.offers.in_parts or whole.run)
         self._rowwise = self.with_slot(table.resolve(rowwise, device).run)
         self._columnwise = self.with_slot(table.resolve(columnwise, device).run)
 
@@ -198,7 +198,7 @@ class LowPrecision(_Quantizer):
     @property
     def makes_parts(self) -> bool:
         """Whether the backend's call has parts; a captured operator has none."""
-        return hasattr(self._run, "in_parts")
+        return self._whole.offers.in_parts is not None
 
     def with_slot(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``run`` with this tensor's delayed scale, amax and count filled in."""
@@ -233,10 +233,9 @@ class LowPrecision(_Quantizer):
 
     def beside(self, other: Quantizer) -> Pair | None:
         """Return the backend's own call for two tensors, if it has one for these."""
-        make = getattr(self._run, "beside", None)
-        if make is None or not isinstance(other, LowPrecision):
+        if not isinstance(other, LowPrecision):
             return None
-        run: Callable[..., tuple[Orientations, Orientations]] | None = make(other._run)
+        run: Any = self._whole.pair_with(other._whole)
         if run is None:
             return None
         given: dict[str, tuple[torch.Tensor | None, ...]] = {}

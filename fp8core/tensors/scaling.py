@@ -69,9 +69,11 @@ class DelayedState:
         self.nonfinite = torch.zeros(1, dtype=torch.int64, device=scale.device)
         # The backend's update, bound like every other operation; None for the user's own functions.
         self.advance: Callable[..., None] | None = None
+        self.prepare: Callable[..., Callable[[], None]] | None = None
         if isinstance(plan.amax_algorithm, str) and plan.scaling_algorithm is None:
             desc = ScaleUpdateDesc(plan.amax_algorithm)
-            self.advance = table.resolve(desc, scale.device).run
+            resolved = table.resolve(desc, scale.device)
+            self.advance, self.prepare = resolved.run, resolved.offers.prepare
         self.group: torch.distributed.ProcessGroup | None = None
         self.order = order
         # A backward pass that recorded here has failed. Its amaxes are discarded at once, by the
@@ -102,7 +104,7 @@ class _Batch:
             if advance is None:
                 self._by_user = own
             else:
-                prepare = getattr(advance, "prepare", None) or partial(partial, advance)
+                prepare = own[0].prepare or partial(partial, advance)
                 self._advances.append(
                     prepare(
                         [state.amax_history for state in own],

@@ -23,6 +23,7 @@ from fp8core.backend_api import (
 )
 from fp8core.dispatch import plugins
 from fp8core.dispatch.isolation import Failure, attempt
+from fp8core.dispatch.optional import Offers, offers_of
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.testing.compare import Unjudged
 from fp8core.torch_ops.private import pytree
@@ -65,10 +66,23 @@ class Subject:
 
     def run(self, desc: OpDesc, *arguments: Any, **keywords: Any) -> Any:
         """Run ``desc`` on the backend under test."""
+        return self.bound(desc)(*arguments, **keywords)
+
+    def bound(self, desc: OpDesc) -> Callable[..., Any]:
+        """Return the callable that the backend under test has bound for ``desc``."""
         key = ("bind", desc)
         if key not in self.kept:
             self.kept[key] = self.backend.bind(desc, self.device)
-        return self.kept[key](*arguments, **keywords)
+        run: Callable[..., Any] = self.kept[key]
+        return run
+
+    def offers(self, desc: OpDesc) -> Offers:
+        """Return what the callable of ``desc`` offers besides its call.
+
+        Raises:
+            PluginError: it has an optional method that cannot be called as the contract says.
+        """
+        return offers_of(self.bound(desc), desc, f"{self.name}: the callable of {desc}")
 
     def judging(self, desc: OpDesc) -> Callable[..., Any]:
         """Return the judge's callable for ``desc``, which takes tensors on the CPU.

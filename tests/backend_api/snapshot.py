@@ -96,8 +96,12 @@ def _members(cls: type) -> Iterator[str]:
             default = cls._field_defaults.get(name, dataclasses.MISSING)
             text = getattr(annotation, "__forward_arg__", annotation)
             yield f"{name}: {text}{_default(default)}"
+    elif getattr(cls, "_is_protocol", False):
+        for name, annotation in vars(cls).get("__annotations__", {}).items():
+            yield f"{name}: {annotation}"
     for name, value in sorted(vars(cls).items()):
-        if name.startswith("_"):
+        is_call = name in ("__call__", "__iter__") and getattr(cls, "_is_protocol", False)
+        if name.startswith("_") and not is_call:
             continue
         if isinstance(value, property):
             yield f"property {name}"

@@ -114,6 +114,16 @@ class LeavesOutTheLastPart(GivesParts):
             yield from list(super().__iter__())[:-1]
 
 
+class PairsNeedAStream(GivesParts):
+    """Its pairs take an argument that the contract does not give."""
+
+    def bind(self, desc: OpDesc, device: torch.device) -> Run:
+        run = super().bind(desc, device)
+        if hasattr(run, "beside"):
+            run.beside = lambda other, stream: None  # type: ignore[attr-defined]
+        return run
+
+
 def operands(made: Quantized, change: Callable[[Operand], Operand]) -> Quantized:
     return Quantized(*(None if one is None else change(one) for one in made))
 
@@ -315,6 +325,7 @@ CAUGHT_BY: dict[type[Sound], str] = {
     DroppedBias: "law4_gemm_adds_the_bias",
     TakesTheOthersSlots: "law3_quantize_beside_another_equals_two_calls",
     LeavesOutTheLastPart: "law3_quantize_in_parts_equals_the_whole",
+    PairsNeedAStream: "law7_optional_methods_can_be_called",
     SwappedOrientation: "law3_quantize_columnwise_is_the_operand_of_the_transpose",
     WritesAnInput: "law5_inputs_are_not_written",
     Truncates: "law1_quantize_rounds_to_the_nearest_ties_to_even",

@@ -119,7 +119,7 @@ BROKEN = {
     ),
     "factory_is_the_class": (
         backends("'toy', ('cpu',), BackendSpec"),
-        "backend 'toy': factory=<class 'fp8core.backend_api.BackendSpec'>; expected 'module:Class'",
+        "factory=<class 'fp8core.backend_api.spec.BackendSpec'>; expected 'module:Class'",
     ),
     "probe_is_a_text": (
         backends("'toy', ('cpu',), FACTORY, probe='no'"),

@@ -94,6 +94,13 @@ def unknown_values_are_denied(subject: Subject) -> None:
             _denied(subject, unknown, f"{label} with {word}")
 
 
+@law(7)
+def optional_methods_can_be_called(subject: Subject) -> None:
+    """What a callable offers besides its call takes the arguments that the contract says."""
+    for entry in _declared(subject):
+        subject.offers(entry.desc)
+
+
 def _denied(subject: Subject, desc: Any, name: str) -> None:
     reason = subject.backend.unsupported(desc, subject.device)
     require(isinstance(reason, str), f"{name} is said to be supported")

@@ -98,8 +98,8 @@ def _has_methods(desc: QuantizeDesc) -> bool:
 @law(3, "quantize", applies=_has_methods)
 def quantize_beside_another_counts_for_each(subject: Subject, desc: QuantizeDesc) -> None:
     """Two tensors quantized in one call are counted apart, either of them or both."""
-    run = subject.backend.bind(desc, subject.device)
-    two = getattr(run, "beside", lambda other: None)(run)
+    beside = subject.offers(desc).beside
+    two: Any = None if beside is None else beside(subject.bound(desc))
     if two is None:
         return
     xs = [
@@ -119,15 +119,15 @@ def quantize_beside_another_counts_for_each(subject: Subject, desc: QuantizeDesc
 @law(3, "quantize", applies=_has_methods)
 def quantize_in_parts_counts_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
     """After the last part, each NaN and inf of x is counted once."""
-    in_parts = getattr(subject.backend.bind(desc, subject.device), "in_parts", None)
+    in_parts = subject.offers(desc).in_parts
     if in_parts is None:
         return
     for shape in ((5, 7), SHAPES[2]):
         x = inputs.matrix("nonfinite", *quantize_size(subject, desc, *shape), desc.dtype)
         count, keywords = _count(subject), quantize_keywords(subject, desc)
-        quantized = in_parts(subject.here(x), **keywords, nonfinite_out=count)
-        if not isinstance(quantized.rowwise, Operand):
-            for _ in quantized.rowwise:
+        rowwise, _ = in_parts(subject.here(x), **keywords, nonfinite_out=count)
+        if not isinstance(rowwise, Operand | None):
+            for _ in rowwise:
                 pass
         _require_count(f"{list(x.shape)} in parts", count, x)
 

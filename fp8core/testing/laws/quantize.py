@@ -331,8 +331,8 @@ def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeD
 @law(3, "quantize", applies=lambda desc: _has_both(desc) and not desc.grouped and _is_nearest(desc))
 def quantize_beside_another_equals_two_calls(subject: Subject, desc: QuantizeDesc) -> None:
     """Two tensors quantized in one call have the bits of a call for each."""
-    run = subject.backend.bind(desc, subject.device)
-    pair = getattr(run, "beside", lambda other: None)(run)
+    run, beside = subject.bound(desc), subject.offers(desc).beside
+    pair: Any = None if beside is None else beside(run)
     if pair is None:
         return
     shapes = [quantize_size(subject, desc, *shape) for shape in ((33, 70), LARGE, (0, 5))]
@@ -353,19 +353,17 @@ def quantize_beside_another_equals_two_calls(subject: Subject, desc: QuantizeDes
 @law(3, "quantize", applies=lambda desc: _has_both(desc) and not desc.grouped and _is_nearest(desc))
 def quantize_in_parts_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
     """The parts are the rowwise operand's rows; after the last, the columnwise one is complete."""
-    run = subject.backend.bind(desc, subject.device)
-    in_parts = getattr(run, "in_parts", None)
+    run, in_parts = subject.bound(desc), subject.offers(desc).in_parts
     if in_parts is None:
         return
     assert desc.rowwise is not None
     for shape in ((5, 7), LARGE):
         x = inputs.matrix("decades", *quantize_size(subject, desc, *shape), desc.dtype)
         given = [quantize_keywords(subject, desc) for _ in range(2)]
-        quantized = in_parts(subject.here(x), **given[0])
-        if not isinstance(quantized.rowwise, Operand):
-            quantized = Quantized(
-                _joined(desc.rowwise, quantized.rowwise, len(x)), quantized.columnwise
-            )
+        rowwise, columnwise = in_parts(subject.here(x), **given[0])
+        if not isinstance(rowwise, Operand | None):
+            rowwise = _joined(desc.rowwise, rowwise, len(x))
+        quantized = Quantized(rowwise, columnwise)
         _same_operands(desc, f"{list(shape)}", quantized, run(subject.here(x), **given[1]))
         for name, value in given[0].items():
             same_bits(name, value, given[1][name])

@@ -1,0 +1,151 @@
+"""What a bound callable offers besides its call: looked for once, and checked, as it is bound."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from fp8core.backend_api import OpDesc, Quantized, QuantizeDesc, ScaleUpdateDesc
+from fp8core.backend_api.optional import (
+    NamesKernel,
+    PairCast,
+    PreparesUpdates,
+    QuantizedInParts,
+    QuantizesInParts,
+    QuantizesPairs,
+)
+from fp8core.dispatch.isolation import Failure, attempt, shown
+from fp8core.errors import PluginError
+
+__all__ = ["Offers", "offers_of", "pair_of"]
+
+
+class Offers(NamedTuple):
+    """The members of the protocols in :mod:`fp8core.backend_api.optional` that one bound callable
+    has, None for each that it does not have."""
+
+    in_parts: Callable[..., Quantized | QuantizedInParts] | None = None
+    beside: Callable[[Callable[..., Quantized]], PairCast | None] | None = None
+    prepare: Callable[..., Callable[[], None]] | None = None
+    kernel: str | None = None
+
+
+class _Method(NamedTuple):
+    """An optional method and the call of it that has to be possible."""
+
+    name: str
+    protocol: type
+    positional: Sequence[str]
+    keywords: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        keywords = ["*", *self.keywords] if self.keywords else []
+        return f"{self.name}({', '.join([*self.positional, *keywords])})"
+
+
+def offers_of(run: Callable[..., Any], desc: OpDesc, who: str) -> Offers:
+    """Return what ``run`` offers, the callable that ``who`` has bound for ``desc``.
+
+    Raises:
+        PluginError: a member of it is not what its protocol says; the text has both.
+    """
+    found: dict[str, Any] = {}
+    for method in _methods(desc):
+        offered = _member(run, method.name, who)
+        if offered is not None:
+            _check(offered, method, who)
+            found[method.name] = offered
+    kernel = _member(run, "kernel", who)
+    if kernel is not None and not isinstance(kernel, str):
+        raise PluginError(
+            f"{who} has kernel={shown(kernel)}; expected a text, the name of what runs on the "
+            f"device ({_name_of(NamesKernel)})"
+        )
+    return Offers(**found, kernel=kernel)
+
+
+def pair_of(
+    offers: Offers, desc: QuantizeDesc, other: Callable[..., Quantized], who: str
+) -> PairCast | None:
+    """Return the cast of two tensors that ``offers`` has for ``other`` as the second, if any.
+
+    Raises:
+        PluginError: it failed at that, or returned something that cannot be called as a pair is.
+    """
+    beside = offers.beside
+    if beside is None:
+        return None
+    pair = attempt(lambda: beside(other))
+    if isinstance(pair, Failure):
+        pair.fail(f"{who} has beside(other), which failed")
+    if pair is None:
+        return None
+    _check(pair, _Method("beside(other)", PairCast, ("x", "other"), _keywords(desc)), who)
+    return pair
+
+
+def _methods(desc: OpDesc) -> Sequence[_Method]:
+    """Return the optional methods of a callable of ``desc``."""
+    if isinstance(desc, ScaleUpdateDesc):
+        parameters = ("histories", "scales", "targets", "nonfinite")
+        return (_Method("prepare", PreparesUpdates, parameters),)
+    is_dense_pair = (
+        isinstance(desc, QuantizeDesc)
+        and desc.rowwise is not None
+        and desc.columnwise is not None
+        and not desc.grouped
+    )
+    if not is_dense_pair:
+        return ()
+    return (
+        _Method("in_parts", QuantizesInParts, ("x",), _keywords(desc)),
+        _Method("beside", QuantizesPairs, ("other",)),
+    )
+
+
+def _keywords(desc: Any) -> Sequence[str]:
+    """Return the keywords that a cast in parts or in pairs is given under ``desc``."""
+    slot = ("scale", "amax_out") if desc.rowwise.delayed else ()
+    return (*slot, "nonfinite_out")
+
+
+def _member(run: Callable[..., Any], name: str, who: str) -> Any:
+    found = attempt(lambda: getattr(run, name, None))
+    if isinstance(found, Failure):
+        found.fail(f"{who} has a member {name!r}, but reading it failed")
+    return found
+
+
+def _check(offered: Any, method: _Method, who: str) -> None:
+    """Raise PluginError unless ``offered`` takes the call that ``method`` says.
+
+    A callable without a signature that Python can read, as compiled ones are, is taken as it is.
+    """
+    if not callable(offered):
+        raise PluginError(_misfit(method, shown(offered), who))
+    signature = attempt(lambda: inspect.signature(offered))
+    if isinstance(signature, Failure):
+        return
+    try:
+        signature.bind(*method.positional, **dict.fromkeys(method.keywords))
+    except TypeError:
+        found = f"{method.name}{_without_annotations(signature)}"
+        raise PluginError(_misfit(method, found, who)) from None
+
+
+def _misfit(method: _Method, found: str, who: str) -> str:
+    return (
+        f"{who} has an optional method that does not fit {_name_of(method.protocol)}:\n"
+        f"  expected {method}\n  found    {found}"
+    )
+
+
+def _name_of(protocol: type) -> str:
+    return f"fp8core.backend_api.{protocol.__name__}"
+
+
+def _without_annotations(signature: inspect.Signature) -> inspect.Signature:
+    empty = inspect.Parameter.empty
+    parameters = [one.replace(annotation=empty) for one in signature.parameters.values()]
+    return signature.replace(parameters=parameters, return_annotation=empty)

@@ -1,0 +1,178 @@
+"""What a callable offers besides its call: found and checked when the operation is bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core.backend_api import OpDesc, QuantizeDesc
+from fp8core.dispatch import table
+from fp8core.dispatch.optional import Offers
+from fp8core.errors import PluginError
+from tests.dispatch import toys
+from tests.dispatch.toys import CPU
+
+DELAYED = QuantizeDesc(
+    torch.bfloat16, *(replace(toys.E4M3, delayed=True) for _ in ("rowwise", "columnwise"))
+)
+
+
+def resolve(desc: OpDesc, **members: Any) -> table.Resolved:
+    """Resolve ``desc`` on a toy backend whose callable has these members."""
+
+    def bind(backend: toys.ToyBackend, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            raise AssertionError("nothing is to be computed")
+
+        for name, member in members.items():
+            setattr(run, name, member)
+        return run
+
+    toys.register(toys.backend("toy", bind=bind))
+    return table.resolve(desc, CPU)
+
+
+def whole(
+    x: Any, *, scale: Any = None, amax_out: Any = None, nonfinite_out: Any = None
+) -> None: ...
+
+
+def without_slots(x: Any, *, nonfinite_out: Any = None) -> None: ...
+
+
+def with_a_stream(x: Any, stream: Any, *, nonfinite_out: Any = None) -> None: ...
+
+
+def pairs(other: Any) -> Callable[..., Any]:
+    def pair(x: Any, other: Any, **given: Any) -> None: ...
+
+    return pair
+
+
+def update(histories: Any, scales: Any, targets: Any, nonfinite: Any = ()) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("desc", "name", "member"),
+    [
+        (toys.QUANTIZE, "in_parts", whole),
+        (toys.QUANTIZE, "in_parts", without_slots),
+        (DELAYED, "in_parts", whole),
+        (toys.QUANTIZE, "beside", pairs),
+        (toys.SCALE_UPDATE, "prepare", update),
+        (toys.GEMM, "kernel", "toy::gemm"),
+    ],
+)
+def test_member_that_fits_is_offered(desc: OpDesc, name: str, member: Any) -> None:
+    assert resolve(desc, **{name: member}).offers == Offers(**{name: member})
+
+
+@pytest.mark.parametrize(
+    ("desc", "name", "member", "expected", "found"),
+    [
+        (
+            DELAYED,
+            "in_parts",
+            without_slots,
+            "in_parts(x, *, scale, amax_out, nonfinite_out)",
+            "in_parts(x, *, nonfinite_out=None)",
+        ),
+        (
+            toys.QUANTIZE,
+            "in_parts",
+            with_a_stream,
+            "in_parts(x, *, nonfinite_out)",
+            "in_parts(x, stream, *, nonfinite_out=None)",
+        ),
+        (toys.QUANTIZE, "beside", lambda: None, "beside(other)", "beside()"),
+        (toys.QUANTIZE, "beside", 3, "beside(other)", "3"),
+        (
+            toys.SCALE_UPDATE,
+            "prepare",
+            lambda histories, scales: None,
+            "prepare(histories, scales, targets, nonfinite)",
+            "prepare(histories, scales)",
+        ),
+    ],
+)
+def test_method_that_cannot_be_called_prints_both_sides(
+    desc: OpDesc, name: str, member: Any, expected: str, found: str
+) -> None:
+    with pytest.raises(PluginError) as raised:
+        resolve(desc, **{name: member})
+    text = str(raised.value)
+    assert text.startswith(f"toy says that it runs {desc}, but its bind() returned")
+    assert f"\n  expected {expected}\n  found    {found}" in text
+
+
+def test_kernel_that_is_no_text_is_an_error() -> None:
+    with pytest.raises(PluginError, match=r"kernel=7; expected a text.*NamesKernel"):
+        resolve(toys.GEMM, kernel=7)
+
+
+def test_member_whose_reading_fails_is_an_error() -> None:
+    class Run:
+        def __call__(self) -> None: ...
+
+        @property
+        def kernel(self) -> str:
+            raise LookupError("no driver")
+
+    toys.register(toys.backend("toy", bind=lambda *_: Run()))
+    with pytest.raises(PluginError, match=r"member 'kernel', but reading it failed: LookupError"):
+        table.resolve(toys.GEMM, CPU)
+
+
+def test_callable_without_a_readable_signature_is_taken() -> None:
+    # A compiled extension's callables look like this one: inspect.signature() raises ValueError.
+    assert resolve(toys.QUANTIZE, in_parts=max).offers.in_parts is max
+
+
+@pytest.mark.parametrize(
+    "desc", [toys.GEMM, replace(toys.QUANTIZE, grouped=True), toys.QUANTIZE.halves()[0]], ids=str
+)
+def test_other_descriptors_are_not_asked_for_the_methods_of_a_dense_cast(desc: OpDesc) -> None:
+    assert resolve(desc, beside=3, in_parts=3).offers == Offers()
+
+
+def test_none_is_no_offer() -> None:
+    assert resolve(toys.QUANTIZE, beside=None, in_parts=None).offers == Offers()
+
+
+def test_operator_of_a_captured_graph_offers_nothing() -> None:
+    resolve(toys.QUANTIZE, beside=pairs)
+    with table.capturing():
+        assert table.resolve(toys.QUANTIZE, CPU).offers == Offers()
+
+
+def test_pair_is_what_the_method_returns() -> None:
+    def pair(x: Any, other: Any, *, nonfinite_out: Any) -> None: ...
+
+    one = resolve(toys.QUANTIZE, beside=lambda other: pair)
+    assert one.pair_with(one) is pair
+
+
+@pytest.mark.parametrize("members", [{}, {"beside": lambda other: None}], ids=["none", "declined"])
+def test_there_may_be_no_pair(members: dict[str, Any]) -> None:
+    one = resolve(toys.QUANTIZE, **members)
+    assert one.pair_with(one) is None
+
+
+def test_pair_that_cannot_be_called_prints_both_sides() -> None:
+    one = resolve(toys.QUANTIZE, beside=lambda other: lambda x: None)
+    with pytest.raises(PluginError, match=r"PairCast") as raised:
+        one.pair_with(one)
+    assert "(x, other, *, nonfinite_out)\n  found    beside(other)(x)" in str(raised.value)
+
+
+def test_pair_whose_making_fails_says_so() -> None:
+    def fail(other: Any) -> None:
+        raise LookupError("no such launch")
+
+    one = resolve(toys.QUANTIZE, beside=fail)
+    with pytest.raises(PluginError, match=r"beside\(other\), which failed: LookupError: no such"):
+        one.pair_with(one)
