@@ -31,13 +31,15 @@ from fp8core.modules.activation import (
     SReLU,
     SwiGLU,
 )
-from fp8core.modules.base import LowPrecisionModule, resolve_device
-from fp8core.modules.inputs import check_kind
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.bind import bind
+from fp8core.modules.inputs import check_input, check_kind
 from fp8core.modules.linear import Linear as LinearLayer
 from fp8core.modules.norm import LayerNorm, RMSNorm
 from fp8core.modules.operation import Operation, width_of
-from fp8core.modules.parameters import InitMethod, check_size, fill, make_parameter
+from fp8core.modules.parameters import InitMethod, check_size, fill, make_parameter, resolve_device
 from fp8core.modules.refusals import refuse_arguments
+from fp8core.modules.run import run_links
 
 __all__ = [
     "GEGLU",
@@ -156,10 +158,11 @@ class Sequential(LowPrecisionModule):
                     f"{self.label}: extra input {index} is on {own.device}, the input on "
                     f"{input.device}. Move one of them; nothing is moved silently."
                 )
-        dtype = self.check_input(input, next(self.parameters(), None), width_of(self.link_shapes()))
-        bound = self.bind(input.device, dtype)
+        first, width = next(self.parameters(), None), width_of(self.link_shapes())
+        dtype = check_input(self, input, first, width)
+        bound = bind(self, input.device, dtype)
         input = input if input.dtype == dtype else input.to(dtype)
-        return self.run_links(bound, bound.parts[0], input, params, bound.call(None))
+        return run_links(self, bound, bound.parts[0], input, params, bound.call(None))
 
     def _describe(self) -> list[str]:
         return []

@@ -2,87 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from fp8core.chain.bind import Watch
 from fp8core.chain.states import BACKWARD_SLOTS, FORWARD_SLOTS, LinearStates
 from fp8core.context.scopes import forget_interrupted
 from fp8core.dispatch import policy
 from fp8core.errors import RecipeError
+from fp8core.modules.bindings import Bindings
 from fp8core.modules.loading import has_weights, parameter_errors, state_errors
 from fp8core.recipe.plan import DelayedPlan, LinearPlan
 from fp8core.reporting import log_once, logger
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.scaling import DelayedState
 from fp8core.tensors.slots import BUFFERS, META, describe, maxima, read_meta
-from fp8core.tensors.weights import WeightStore
-from fp8core.torch_ops.counted import new_counter
 
-__all__ = ["Bindings", "DelayedModule"]
+__all__ = ["DelayedModule"]
 
 
-_creation_order = itertools.count()
 _KEPT = ("_bindings", "_state_is_from_checkpoint", "_prepared", "_is_fresh")
-
-
-class Bindings:
-    """What a layer has made ready: bound ops by key, and the delayed states they use.
-
-    Empty again in a copy of the layer, as all of it refers to the layer's own tensors. ``table``
-    and ``last`` hold what is bound for ``watch``, in most layers None; what is bound without one is
-    kept aside while there is one, so that the same objects run again afterwards.
-    """
-
-    __slots__ = (
-        *("_unwatched", "last", "nonfinite", "order", "states", "table", "watch", "weights"),
-    )
-
-    def __init__(self, order: int | None = None, watch: Watch | None = None) -> None:
-        # Ranks make their layers in the same order, whatever order they first run them in.
-        self.order = next(_creation_order) if order is None else order
-        self.table: dict[tuple[object, ...], Any] = {}
-        self.last: tuple[tuple[object, ...], Any] | None = None
-        self.states: dict[object, LinearStates] = {}
-        self.weights = WeightStore()
-        self.watch = watch
-        self._unwatched: tuple[Any, Any] = ({}, None)
-        # What the layer's casts have counted, by device; see nonfinite_of.
-        self.nonfinite: dict[torch.device, torch.Tensor] = {}
-
-    def fresh(self) -> Bindings:
-        """Return nothing made ready, under the same watch; what was counted stays."""
-        made = Bindings(self.order, self.watch)
-        made.nonfinite = self.nonfinite
-        return made
-
-    def nonfinite_of(self, device: torch.device, *, is_training: bool) -> torch.Tensor | None:
-        """Return where the layer's casts on ``device`` count NaN and inf, int64 ``[1]``.
-
-        Calls that record gradients, ``is_training``, have entry 0 of the tensor that is kept, the
-        others entry 1: an evaluation between two steps is no part of a step. None on meta.
-        """
-        if device.type == "meta":
-            return None
-        if device not in self.nonfinite:
-            self.nonfinite[device] = new_counter(device)
-        with torch.inference_mode(False):  # see DelayedModule._create
-            return self.nonfinite[device].narrow(0, 0 if is_training else 1, 1)
-
-    def set_watch(self, watch: Watch | None) -> None:
-        """Have the layer bind its links for ``watch``; None: as if there had never been one."""
-        if watch is self.watch:
-            return
-        if self.watch is None:
-            self._unwatched = (self.table, self.last)
-        self.table, self.last = ({}, None) if watch is not None else self._unwatched
-        self.watch = watch
-
-    def __reduce__(self) -> tuple[type[Bindings], tuple[()]]:
-        return Bindings, ()
 
 
 class DelayedModule(torch.nn.Module):

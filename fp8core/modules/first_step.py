@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.context.autocast import is_switched_off
-from fp8core.modules.base import Bound, LowPrecisionModule
-from fp8core.modules.bound import engines_of
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.bound import Bound, engines_of
 from fp8core.modules.inventory import flops_of, module_nodes
 from fp8core.recipe.plan import LayerRole
 from fp8core.reporting import logger, some

@@ -11,16 +11,20 @@ import torch
 from fp8core.chain.call import Call
 from fp8core.chain.linear import LinearShape
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.modules.base import LowPrecisionModule, resolve_device
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.bind import bind
 from fp8core.modules.bound import new_seed
+from fp8core.modules.inputs import check_input
 from fp8core.modules.parameters import (
     InitMethod,
     check_size,
     default_init_method,
     fill,
     make_parameter,
+    resolve_device,
 )
 from fp8core.modules.refusals import refuse_arguments
+from fp8core.modules.run import run_links
 from fp8core.parameter.init import make_weight
 from fp8core.recipe.plan import LayerRole
 
@@ -148,7 +152,7 @@ class GroupedLinear(LowPrecisionModule):
         if out is not None or dgrad_out is not None:
             refuse_arguments(GroupedLinear.forward, locals(), ("out", "dgrad_out"))
         weights, biases = self._all("weight"), self._all("bias")
-        dtype = self.check_input(input, weights[0], self.in_features)
+        dtype = check_input(self, input, weights[0], self.in_features)
         rows = input.numel() // self.in_features
         if isinstance(m_splits, torch.Tensor) and torch.compiler.is_compiling():
             raise OperandError(
@@ -158,19 +162,18 @@ class GroupedLinear(LowPrecisionModule):
         splits: tuple[int, ...] = ()
         if isinstance(m_splits, torch.Tensor) and _stays_on_device(m_splits):
             offsets = self._device_offsets(m_splits, rows, input.device)
-            bound = self.bind(input.device, dtype, offsets_on_device=True)
+            bound = bind(self, input.device, dtype, offsets_on_device=True)
         else:
             splits = self._check_splits(m_splits, rows)
             # Known on the host, so they stay there: reading them back would wait for the device.
             offsets = torch.tensor((0, *splits), device="cpu").cumsum(0)
-            bound = self.bind(input.device, dtype)
+            bound = bind(self, input.device, dtype)
         if input.dtype != dtype:
             input = input.to(dtype)
         rng = new_seed() if bound.needs_rng else None
         params = weights if self.return_bias else weights + biases
-        output = self.run_links(
-            bound, bound.parts[0], input, params, Call((offsets,), splits, rng, is_first_microbatch)
-        )
+        call = Call((offsets,), splits, rng, is_first_microbatch)
+        output = run_links(self, bound, bound.parts[0], input, params, call)
         return (output, biases) if self.return_bias else output
 
     def _device_offsets(self, sizes: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:

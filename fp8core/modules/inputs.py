@@ -1,13 +1,53 @@
-"""What a tensor has to be before a layer looks at its sizes: a floating-point matrix in memory."""
+"""Which inputs a layer takes: dense floating-point tensors whose size, dtype and device fit."""
 
 from __future__ import annotations
 
 import torch
 
+from fp8core.chain.run import is_under_torch_autocast
 from fp8core.errors import OperandError
+from fp8core.modules.base import LowPrecisionModule
 from fp8core.parameter.init import DTYPES
 
-__all__ = ["check_kind"]
+__all__ = ["check_input", "check_kind"]
+
+
+def check_input(
+    layer: LowPrecisionModule, input: torch.Tensor, weight: torch.Tensor | None, size: int | None
+) -> torch.dtype:
+    """Return the activation dtype of ``input [..., size]``, or refuse it.
+
+    ``weight`` is a parameter to compare dtype and device with, ``size`` None takes any.
+
+    Raises:
+        OperandError: no dense floating-point tensor, wrong last dimension, another device than
+            the parameters, or, outside torch.autocast, another dtype.
+    """
+    layout = getattr(input, "layout", None)
+    if layout is not torch.strided or input.dtype not in DTYPES or input.is_nested:
+        check_kind(layer.label, "input", input)
+    if input.dim() == 0 or (size is not None and input.shape[-1] != size):
+        found = f"has k={input.shape[-1]}" if input.dim() else "has no dimension"
+        held = "" if weight is None else f", but the weight is {list(weight.shape)}"
+        raise OperandError(
+            f"fprop of {layer.label}: input {list(input.shape)} {found}{held}; "
+            f"the layer takes [..., {size}]."
+        )
+    if weight is None:
+        return input.dtype
+    if input.device != weight.device:
+        raise OperandError(
+            f"{layer.label}: input is on {input.device}, the layer on {weight.device}. "
+            f"Move one of them; nothing is moved silently."
+        )
+    if is_under_torch_autocast(input):
+        return torch.get_autocast_dtype(input.device.type)
+    if input.dtype != weight.dtype:
+        raise OperandError(
+            f"{layer.label}: input is {input.dtype}, the weight {weight.dtype}. Convert "
+            f"one, or run under torch.autocast({input.device.type!r}, dtype=...)."
+        )
+    return input.dtype
 
 
 def check_kind(label: str, name: str, tensor: torch.Tensor) -> None:

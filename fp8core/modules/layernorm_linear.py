@@ -11,10 +11,14 @@ from fp8core.chain.bind import LinkShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import OutputShape
 from fp8core.errors import RecipeError
-from fp8core.modules.base import Bound, LowPrecisionModule
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.bind import bind
+from fp8core.modules.bound import Bound
+from fp8core.modules.inputs import check_input
 from fp8core.modules.linear import NOT_OFFERED, Linear
 from fp8core.modules.parameters import InitMethod, check_normalization, fill, make_parameter
 from fp8core.modules.refusals import refuse_arguments
+from fp8core.modules.run import run_links
 
 __all__ = ["LayerNormLinear", "norm_params", "register_norm", "reset_norm", "run_after_norm"]
 
@@ -129,8 +133,8 @@ class LayerNormLinear(Linear):
         if fp8_output or fp8_grad:
             refuse_arguments(LayerNormLinear.forward, locals(), ("fp8_output", "fp8_grad"))
         weight, params, bias = self._linear_params()
-        dtype = self.check_input(input, weight, self.in_features)
-        bound = self.bind(input.device, dtype)
+        dtype = check_input(self, input, weight, self.in_features)
+        bound = bind(self, input.device, dtype)
         if input.dtype != dtype:
             input = input.to(dtype)
         outputs = run_after_norm(self, bound, input, params, is_first_microbatch)
@@ -181,6 +185,6 @@ def run_after_norm(
     norm = norm_params(module)
     call = bound.call(is_first_microbatch)
     if len(bound.parts) == 1:
-        return [module.run_links(bound, bound.parts[0], input, [*norm, *params], call)]
-    normalized = module.run_links(bound, bound.parts[0], input, norm, call)
-    return [module.run_links(bound, bound.parts[1], normalized, params, call), normalized]
+        return [run_links(module, bound, bound.parts[0], input, [*norm, *params], call)]
+    normalized = run_links(module, bound, bound.parts[0], input, norm, call)
+    return [run_links(module, bound, bound.parts[1], normalized, params, call), normalized]

@@ -11,7 +11,9 @@ from fp8core.chain.bind import LinkShape
 from fp8core.chain.linear import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import OutputShape
-from fp8core.modules.base import LowPrecisionModule, resolve_device
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.bind import bind
+from fp8core.modules.inputs import check_input
 from fp8core.modules.layernorm_linear import norm_params, register_norm, reset_norm, run_after_norm
 from fp8core.modules.parameters import (
     InitMethod,
@@ -20,6 +22,7 @@ from fp8core.modules.parameters import (
     default_init_method,
     fill,
     make_parameter,
+    resolve_device,
 )
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.parameter.init import make_weight
@@ -178,8 +181,8 @@ class LayerNormMLP(LowPrecisionModule):
         Returns the output, followed by ``fc2_bias`` with ``return_bias`` and by the norm's result
         with ``return_layernorm_output``. ``is_first_microbatch`` as in :class:`fp8core.Linear`.
         """
-        dtype = self.check_input(input, self.fc1_weight, self.hidden_size)
-        bound = self.bind(input.device, dtype)
+        dtype = check_input(self, input, self.fc1_weight, self.hidden_size)
+        bound = bind(self, input.device, dtype)
         if input.dtype != dtype:
             input = input.to(dtype)
         outputs = run_after_norm(self, bound, input, self._linear_params(), is_first_microbatch)

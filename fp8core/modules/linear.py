@@ -9,15 +9,19 @@ import torch
 from fp8core.chain.bind import LinkShape
 from fp8core.chain.linear import LinearShape
 from fp8core.errors import RecipeError, UnsupportedError
-from fp8core.modules.base import LowPrecisionModule, resolve_device
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.bind import bind
+from fp8core.modules.inputs import check_input
 from fp8core.modules.parameters import (
     InitMethod,
     check_size,
     default_init_method,
     fill,
     make_parameter,
+    resolve_device,
 )
 from fp8core.modules.refusals import refuse_arguments
+from fp8core.modules.run import run_links
 from fp8core.parameter.init import make_weight
 from fp8core.recipe.plan import LayerRole
 from fp8core.tensors.quantized_tensor import QuantizedTensor
@@ -71,7 +75,7 @@ class Linear(LowPrecisionModule):
 
     Raises:
         UnsupportedError: an argument that is not offered, or a recipe that the device cannot run.
-        OperandError: an input that does not fit; see :meth:`check_input`.
+        OperandError: an input that does not fit; see :func:`fp8core.modules.inputs.check_input`.
     """
 
     kind = "linear"
@@ -164,12 +168,12 @@ class Linear(LowPrecisionModule):
         if fp8_output or fp8_grad:
             refuse_arguments(Linear.forward, locals(), ("fp8_output", "fp8_grad"))
         weight, params, bias = self._linear_params()
-        dtype = self.check_input(input, weight, self.in_features)
-        bound = self.bind(input.device, dtype)
+        dtype = check_input(self, input, weight, self.in_features)
+        bound = bind(self, input.device, dtype)
         if input.dtype != dtype:
             input = input.to(dtype)
-        output = self.run_links(
-            bound, bound.parts[0], input, params, bound.call(is_first_microbatch)
+        output = run_links(
+            self, bound, bound.parts[0], input, params, bound.call(is_first_microbatch)
         )
         return (output, bias) if self.return_bias else output
 

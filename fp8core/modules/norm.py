@@ -9,8 +9,11 @@ import torch
 
 from fp8core.chain.norm import NormShape
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.modules.base import LowPrecisionModule, resolve_device
-from fp8core.modules.parameters import check_size, fill, make_parameter
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.bind import bind
+from fp8core.modules.inputs import check_input
+from fp8core.modules.parameters import check_size, fill, make_parameter, resolve_device
+from fp8core.modules.run import run_links
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
@@ -78,10 +81,10 @@ class _Norm(LowPrecisionModule):
         Raises:
             OperandError: an input that does not fit.
         """
-        dtype = self.check_input(input, self.weight, self.hidden_size)
-        bound = self.bind(input.device, dtype)
+        dtype = check_input(self, input, self.weight, self.hidden_size)
+        bound = bind(self, input.device, dtype)
         input = input if input.dtype == dtype else input.to(dtype)
-        return self.run_links(bound, bound.parts[0], input, self.link_params(), bound.call(None))
+        return run_links(self, bound, bound.parts[0], input, self.link_params(), bound.call(None))
 
     def _describe(self) -> list[str]:
         return [

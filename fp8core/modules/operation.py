@@ -12,6 +12,9 @@ from fp8core.chain.linear import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import BiasShape
 from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.bind import bind
+from fp8core.modules.inputs import check_input
+from fp8core.modules.run import run_links
 
 __all__ = ["Operation", "width_of"]
 
@@ -37,10 +40,10 @@ class Operation(LowPrecisionModule):
         """Compute from ``input [..., k]``."""
         params = self.link_params()
         like = params[0] if params else None
-        dtype = self.check_input(input, like, width_of(self.link_shapes()))
-        bound = self.bind(input.device, dtype)
+        dtype = check_input(self, input, like, width_of(self.link_shapes()))
+        bound = bind(self, input.device, dtype)
         input = input if input.dtype == dtype else input.to(dtype)
-        return self.run_links(bound, bound.parts[0], input, params, bound.call(None))
+        return run_links(self, bound, bound.parts[0], input, params, bound.call(None))
 
     def _describe(self) -> list[str]:
         return []

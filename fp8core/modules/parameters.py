@@ -1,4 +1,4 @@
-"""How layers make their parameters, and check the sizes and names they are asked for."""
+"""The parameters of layers: device, memory and first values, and checks of sizes and names."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from fp8core.dispatch import policy, select
 from fp8core.errors import OperandError, RecipeError, did_you_mean
 from fp8core.parameter.init import parameter_dtype
 from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.torch_ops.private import DeviceContext, function_modes
 
 __all__ = [
     "NORMALIZATIONS",
@@ -21,6 +23,7 @@ __all__ = [
     "fill",
     "make_parameter",
     "materialize",
+    "resolve_device",
 ]
 
 InitMethod = Callable[[torch.Tensor], Any]
@@ -56,6 +59,19 @@ def fill(parameter: torch.Tensor | None, method: InitMethod) -> None:
             parameter.initialize(value)
         else:
             method(parameter)
+
+
+def resolve_device(device: torch.device | str | None) -> torch.device:
+    """Return ``device``; if None, the default that torch was given, else the selected backend's.
+
+    torch is given one by ``with torch.device(...)`` or ``torch.set_default_device``.
+    """
+    if device is not None:
+        return torch.device(device)
+    # torch.get_default_device() answers cpu also where nobody has set one.
+    if any(isinstance(mode, DeviceContext) for mode in function_modes()):
+        return torch.get_default_device()
+    return select.default_device(policy.current())
 
 
 def materialize(module: torch.nn.Module, device: torch.device) -> None:

@@ -23,6 +23,7 @@ import fp8core as te
 from fp8core import recipe
 from fp8core.backend_api import Operand
 from fp8core.chain.linear import LinearLink
+from fp8core.modules.bind import bind
 
 ROWS, SIZE = 16, 32
 
@@ -76,7 +77,7 @@ def linear_overhead(name: str | None, rounds: int) -> dict[str, list[float]]:
     x, grad = torch.randn(ROWS, SIZE, requires_grad=True), torch.randn(ROWS, SIZE)
     context = te.autocast(enabled=chosen is not None, recipe=chosen)
     with context:
-        link = layer.bind(x.device, x.dtype).linears[0]
+        link = bind(layer, x.device, x.dtype).linears[0]
     bare = bare_linear(link)
 
     def run_bare() -> None:

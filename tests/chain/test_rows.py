@@ -17,6 +17,7 @@ from fp8core.chain.linear import LinearLink
 from fp8core.chain.padding import LayerPadding
 from fp8core.chain.pointwise import OutputLink
 from fp8core.chain.protocol import Backward, Forward, Link, Want
+from fp8core.modules.bind import bind
 
 ROWS = 24
 NAMES = ("none", *recipe.names())
@@ -59,7 +60,7 @@ def linear(name: str, rows: int = ROWS, size: int = 64) -> tuple[LinearLayer, Li
     chosen = None if name == "none" else recipe.by_name(name)
     with autocast(enabled=chosen is not None, recipe=chosen):
         layer(torch.ones(rows, size))  # delayed states, weights
-        (link,) = layer.bind(torch.device("cpu"), torch.float32).linears
+        (link,) = bind(layer, torch.device("cpu"), torch.float32).linears
     return layer, link
 
 
@@ -123,7 +124,7 @@ def test_gather_before_groups_is_refused_by_name(name: str) -> None:
     chosen = None if name == "none" else recipe.by_name(name)
     with autocast(enabled=chosen is not None, recipe=chosen):
         layer(torch.ones(ROWS, 64), [8, 16])
-        (link,) = layer.bind(torch.device("cpu"), torch.float32).linears
+        (link,) = bind(layer, torch.device("cpu"), torch.float32).linears
     call = call_of(link)._replace(groups=(torch.tensor([0, 8, 24]),), splits=(8, 16))
     with pytest.raises(OperandError, match=r"link 1 of 2, Gather, .* 24 rows .* 48"):
         chain.run((Gather(), link), torch.randn(ROWS, 64), [layer.weight0, layer.weight1], call)

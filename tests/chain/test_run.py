@@ -24,6 +24,7 @@ from fp8core import (
 from fp8core.chain import run as chain
 from fp8core.chain.linear import LinearLink
 from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.bind import bind
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -243,7 +244,7 @@ def test_a_linear_alone_has_the_bits_of_the_general_way(
 def test_backward_frees_the_weight_that_dgrad_has_read(retains: bool) -> None:
     layer, x = Linear(32, 16), torch.randn(8, 32, requires_grad=True)
     with autocast(recipe=RECIPES["current"]):
-        link = layer.bind(x.device, x.dtype).linears[0]
+        link = bind(layer, x.device, x.dtype).linears[0]
     kept: list[weakref.ref[torch.Tensor]] = []
     alive: list[bool] = []
 
@@ -328,7 +329,7 @@ def test_an_optimizer_may_step_between_two_forwards_of_a_quantized_weight() -> N
 def bound_ops(layers: Sequence[Linear], name: str) -> tuple[object, ...]:
     chosen = RECIPES[name]
     with autocast(enabled=chosen is not None, recipe=chosen):
-        bounds = [layer.bind(torch.device("cpu"), torch.float32) for layer in layers]
+        bounds = [bind(layer, torch.device("cpu"), torch.float32) for layer in layers]
     return tuple(bound.links[0] for bound in bounds)
 
 

@@ -12,6 +12,7 @@ import torch
 import fp8core
 from fp8core import Linear, RecipeError, autocast, fp8_autocast, recipe
 from fp8core.context.autocast import Active, active
+from fp8core.modules.bind import bind
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -229,7 +230,7 @@ def test_the_first_use_of_a_layer_by_two_threads_makes_one_state() -> None:
 
         run_in_threads(use, use)
         with autocast(recipe=DELAYED):
-            states = layer.bind(torch.device("cpu"), torch.float32).states
+            states = bind(layer, torch.device("cpu"), torch.float32).states
         assert states.forward.scale is layer.scale_fwd
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fp8core import GroupedLinear, Linear, RecipeError, UnsupportedError, autocast, recipe
+from fp8core.modules.bind import bind
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -259,7 +260,7 @@ def test_equal_recipes_share_what_is_bound() -> None:
     bounds = []
     for _ in range(2):
         with autocast(recipe=recipe.DelayedScaling(amax_history_len=4)):
-            bounds.append(layer.bind(torch.device("cpu"), torch.float32))
+            bounds.append(bind(layer, torch.device("cpu"), torch.float32))
     assert bounds[0] is bounds[1]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fp8core import Linear, autocast, recipe
+from fp8core.modules.bind import bind
 from fp8core.recipe.plan import DelayedPlan
 from fp8core.tensors import scaling
 from fp8core.tensors.scaling import DelayedState
@@ -122,7 +123,7 @@ def test_an_infinite_amax_is_counted() -> None:
     forward(layer, filled(math.inf))
     forward(layer, filled(math.inf))
     with autocast(recipe=RECIPE):
-        states = layer.bind(torch.device("cpu"), torch.float32).states
+        states = bind(layer, torch.device("cpu"), torch.float32).states
     assert states.forward.nonfinite.tolist() == [2]
 
 

@@ -1,0 +1,154 @@
+"""From a layer and what is active now to the links that it runs: looked up, or bound."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from fp8core.chain import run as chain
+from fp8core.chain.bind import LinkShape, Site, bind_chain
+from fp8core.chain.differentiable import arranged
+from fp8core.chain.linear import LinearShape
+from fp8core.context import recompute
+from fp8core.context.autocast import active, active_name
+from fp8core.context.scopes import touch
+from fp8core.dispatch import policy
+from fp8core.errors import Fp8CoreError
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.bindings import bind_lock
+from fp8core.modules.bound import (
+    Bound,
+    bind_captured,
+    check_rules,
+    parts_of,
+    plan_of,
+    reads_names,
+)
+from fp8core.modules.recomputed import check_scales, is_recompute
+from fp8core.recipe import Recipe
+from fp8core.recipe.plan import HIGH_PRECISION, LayerRole
+from fp8core.reporting import log_once
+from fp8core.tensors.quantizer import Binding
+from fp8core.torch_ops.private import (
+    NO_BACKWARD_PASS,
+    current_backward_pass,
+    is_transform_active,
+)
+
+__all__ = ["bind"]
+
+
+def bind(
+    layer: LowPrecisionModule,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    offsets_on_device: bool = False,
+) -> Bound:
+    """Return the links of ``layer`` for activations of ``dtype`` under the active recipe.
+
+    ``offsets_on_device``: as in :class:`~fp8core.chain.linear.LinearShape`, for a grouped layer in
+    eager.
+
+    Raises:
+        UnsupportedError: a recompute that cannot equal its forward.
+    """
+    if torch.compiler.is_compiling():
+        return _bind_captured(layer, device, dtype)
+    asked, tape = active(layer.outside_autocast), recompute.current()
+    recipe = asked.quantize if asked.quantize is not None else asked.observe
+    is_observing = asked.observe is not None
+    is_grad_enabled = torch.is_grad_enabled()
+    repeats = False
+    if tape is None:
+        records = is_observing or is_grad_enabled
+        if current_backward_pass() != NO_BACKWARD_PASS:
+            repeats = is_recompute(layer, asked)
+            records = records and not is_grad_enabled
+    else:
+        records = not tape.is_repeating and (is_observing or tape.is_grad_enabled)
+    mode = (is_observing, records, is_grad_enabled, layer.training)
+    key = (recipe, device, dtype, policy.current(), mode, offsets_on_device)
+    last = layer._bindings.last
+    if last is not None and last[0] == key:
+        bound: Bound = last[1]
+    else:
+        with bind_lock:
+            known: Bound | None = layer._bindings.table.get(key)
+            binding = Binding(device, dtype, is_observing)
+            bound = known or _bind(layer, recipe, mode, binding, _shapes(layer, offsets_on_device))
+            layer._bindings.table[key] = bound
+            layer._bindings.last = (key, bound)
+    if bound.states is not None and repeats:
+        check_scales(layer, bound.states.forward)
+    if bound.states is not None and records:
+        if is_transform_active():
+            chain.refuse_transform(bound.links)  # before autocast has something to forget
+        touch(bound.states.forward, bound.states.backward, asked.group)
+    return bound
+
+
+def _bind_captured(layer: LowPrecisionModule, device: torch.device, dtype: torch.dtype) -> Bound:
+    # torch.compile reads this code. A layer's name is asked for only where it matters: graphs are
+    # guarded by what they read.
+    asked, backends = active_name(layer.outside_autocast), policy.current()
+    name, peers = (layer.name, layer.peers) if reads_names(asked) else (None, "")
+    is_compiled = torch.compiler.is_dynamo_compiling()
+    is_watched = layer._bindings.watch is not None
+    return bind_captured(
+        (layer.kind, type(layer).__name__, name, peers, is_compiled, is_watched),
+        tuple([(type(shape).__name__, *shape) for shape in layer.link_shapes()]),
+        asked,
+        (backends.backend, backends.op_backends),
+        (device, dtype),
+    )
+
+
+def _shapes(layer: LowPrecisionModule, offsets_on_device: bool) -> tuple[LinkShape, ...]:
+    shapes = layer.link_shapes()
+    if not offsets_on_device:
+        return shapes
+    return tuple(
+        shape._replace(offsets_on_device=True) if isinstance(shape, LinearShape) else shape
+        for shape in shapes
+    )
+
+
+def _bind(
+    layer: LowPrecisionModule,
+    recipe: Recipe | None,
+    mode: tuple[bool, bool, bool, bool],
+    binding: Binding,
+    shapes: tuple[LinkShape, ...],
+) -> Bound:
+    """Bind ``shapes``; a layer that cannot be bound has the state of before."""
+    check_rules(recipe, layer.peers)
+    before = layer.kept_state()
+    try:
+        plan = plan_of(recipe, LayerRole(layer.kind, layer.name), binding.activation_dtype)
+        states = None
+        if binding.is_observing and plan.delayed is None:
+            log_once(
+                f"{layer.label}: calibrating records nothing, as {type(recipe).__name__} has no "
+                f"delayed scales"
+            )
+        if plan.delayed is not None and layer.count_gemms():
+            _, records_forward, records_backward, _ = mode
+            states = layer.delayed_states(recipe, plan, records=records_forward)
+            states = dataclasses.replace(
+                states, records_forward=records_forward, records_backward=records_backward
+            )
+        watch, count = layer._bindings.watch, None
+        if plan != HIGH_PRECISION and not binding.is_observing:
+            count = layer._bindings.nonfinite_of(binding.device, is_training=mode[2])
+        site = Site(plan, binding, layer.label, states, watch, count)
+        links = bind_chain(shapes, site)
+    except BaseException as error:
+        layer.put_back_state(before)
+        if not isinstance(error, Fp8CoreError):
+            raise
+        raise type(error)(f"{layer.label}: {error}") from None
+    needs_rng = any(link.needs_rng for link in links)
+    parts = tuple(map(arranged, parts_of(shapes, links)))
+    return Bound(parts, links, plan, states, recipe, needs_rng)

@@ -1,0 +1,78 @@
+"""The links that a layer has bound, by what they were bound for, and the state that they share."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import torch
+
+from fp8core.chain.bind import Watch
+from fp8core.chain.states import LinearStates
+from fp8core.tensors.weights import WeightStore
+from fp8core.torch_ops.counted import new_counter
+
+__all__ = ["Bindings", "bind_lock"]
+
+bind_lock = threading.RLock()
+"""Held while a layer is bound: two threads that use it for the first time must not each create its
+delayed state."""
+
+_creation_order = itertools.count()
+
+
+class Bindings:
+    """A layer's bound links by key, and the delayed states, weights and counters they use.
+
+    A copy of the layer starts with an empty one, as everything here refers to the layer's own
+    tensors. ``table`` and ``last`` hold the links bound for ``watch``, which is None in most
+    layers. Those bound without a watch are set aside while there is one, and run again afterwards.
+    """
+
+    __slots__ = (
+        *("_unwatched", "last", "nonfinite", "order", "states", "table", "watch", "weights"),
+    )
+
+    def __init__(self, order: int | None = None, watch: Watch | None = None) -> None:
+        # Ranks create their layers in the same order, whatever order they first run them in.
+        self.order = next(_creation_order) if order is None else order
+        self.table: dict[tuple[object, ...], Any] = {}
+        self.last: tuple[tuple[object, ...], Any] | None = None
+        self.states: dict[object, LinearStates] = {}
+        self.weights = WeightStore()
+        self.watch = watch
+        self._unwatched: tuple[Any, Any] = ({}, None)
+        # How many non-finite elements the layer's casts have met, by device; see nonfinite_of.
+        self.nonfinite: dict[torch.device, torch.Tensor] = {}
+
+    def fresh(self) -> Bindings:
+        """Return one without links, under the same watch and with the same counters."""
+        empty = Bindings(self.order, self.watch)
+        empty.nonfinite = self.nonfinite
+        return empty
+
+    def nonfinite_of(self, device: torch.device, *, is_training: bool) -> torch.Tensor | None:
+        """Return the int64 ``[1]`` in which the layer's casts on ``device`` count NaN and inf.
+
+        It is entry 0 of the stored counter for calls that record gradients (``is_training``), and
+        entry 1 for the others: an evaluation between two steps is no part of a step. None on meta.
+        """
+        if device.type == "meta":
+            return None
+        if device not in self.nonfinite:
+            self.nonfinite[device] = new_counter(device)
+        with torch.inference_mode(False):  # training could not update an inference tensor
+            return self.nonfinite[device].narrow(0, 0 if is_training else 1, 1)
+
+    def set_watch(self, watch: Watch | None) -> None:
+        """Have the layer bind its links for ``watch``; None restores the links without one."""
+        if watch is self.watch:
+            return
+        if self.watch is None:
+            self._unwatched = (self.table, self.last)
+        self.table, self.last = ({}, None) if watch is not None else self._unwatched
+        self.watch = watch
+
+    def __reduce__(self) -> tuple[type[Bindings], tuple[()]]:
+        return Bindings, ()
