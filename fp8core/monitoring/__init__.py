@@ -1,4 +1,4 @@
-"""What low precision does to the tensors of a model; :func:`fp8core.monitor` is the way in."""
+"""Statistics of the casts in a model while it trains; :func:`fp8core.monitor` starts them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Linear links that are looked at: the same link, whose tensors pass by a probe.
+"""Watched linear links: copies of a link that show their tensors to a probe.
 
-A watched link differs from the one it is made of in objects alone. What it wants of its neighbours
-is a :class:`_SeenWant`, which no fused operation can make: so the neighbour hands over the value
-before the cast. Its weight quantizer and its three GEMMs are wrapped.
+A watched link has the values of the original; its weight quantizer and its three GEMMs are wrapped.
+It asks its neighbours for a :class:`_SeenWant`, which no fused operation fulfils, so that the
+neighbour hands over the value before the cast.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fp8core.context import recompute
 from fp8core.dispatch import table
 from fp8core.errors import UnsupportedError
 from fp8core.monitoring.record import CastKey, GemmKey, KeptTensors, Recorder
-from fp8core.monitoring.statistics import Cast, Tally, measure
+from fp8core.monitoring.statistics import ObservedCast, Tally, measure
 from fp8core.recipe.plan import LinearPlan, TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Binding, Groups, Orientations, Quantizer
@@ -43,9 +43,10 @@ _RESULTS = {"fprop": "output", "dgrad": "grad_input", "wgrad": "grad_weight"}
 
 @dataclass(frozen=True, slots=True)
 class LayerWatch:
-    """What a layer binds its linears with while it is monitored: makes a watched link of each.
+    """Turns each linear link that a monitored layer binds into a watched one.
 
-    ``path`` is the layer's in the model; ``num_linears`` decides whether they need an index.
+    ``path`` is the path of the layer in the model. If ``num_linears`` is more than one, the names
+    of the linears end in an index.
     """
 
     recorder: Recorder
@@ -61,18 +62,18 @@ class LayerWatch:
         """
         if binding.device.type == "meta":
             raise UnsupportedError(
-                "a monitored layer runs on meta, where there are no values to see. Move the model "
-                "to a device with to_empty() and fill it, or close the monitor."
+                "a monitored layer runs on meta, where tensors have no values. Move the model to a "
+                "device with to_empty() and fill it, or close the monitor."
             )
         name = self.path if self.num_linears == 1 else f"{self.path}[{link.index}]"
         probe = _Probe(self, name, link, plan, binding)
-        own = {field.name: getattr(link, field.name) for field in dataclasses.fields(link)}
-        own["weight"] = _SeenWeight(link.weight, probe)
-        own["_made"] = {}
-        own["takes_parts"] = False  # the whole operand is looked at
+        values = {field.name: getattr(link, field.name) for field in dataclasses.fields(link)}
+        values["weight"] = _SeenWeight(link.weight, probe)
+        values["_made"] = {}
+        values["takes_parts"] = False  # the whole operand is looked at
         for gemm in _RESULTS:
-            own[gemm] = _SeenGemm(getattr(link, gemm), probe, gemm)
-        return WatchedLink(**own, probe=probe)
+            values[gemm] = _SeenGemm(getattr(link, gemm), probe, gemm)
+        return WatchedLink(**values, probe=probe)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -82,14 +83,14 @@ class WatchedLink(LinearLink):
     probe: _Probe
 
     def alone(self, rows: int, needs: Sequence[bool], call: Call) -> None:
-        """There is nothing to see on the way without detours."""
+        """Return None: the shorter way of a lone linear bypasses the probe."""
 
     def wants(self, rows: int, needs: Sequence[bool], call: Call) -> Want:
-        """Want what the link does, and see it."""
+        """Return the link's request, which also shows the tensor to the probe."""
         return _seen(LinearLink.wants(self, rows, needs, call), self.probe, call)
 
     def wants_grad(self, rows: int, needs: Sequence[bool], call: Call, context: object) -> Want:
-        """Want what the link does, and see it."""
+        """Return the link's request, which also shows the tensor to the probe."""
         return _seen(LinearLink.wants_grad(self, rows, needs, call, context), self.probe, call)
 
 
@@ -100,11 +101,11 @@ class _SeenWant(Want):
 
     @property
     def is_plain(self) -> bool:
-        """No fused operation can make it: the value before the cast would stay inside."""
+        """False: a fused operation would hide the value before the cast."""
         return False
 
     def __call__(self, y: torch.Tensor) -> Handed:
-        """Look at ``y`` before it is cast, and at what was made of it."""
+        """Return the operands of ``y``, and record ``y`` and its cast."""
         role = "grad_output" if self.is_gradient else "input"
         is_repeat = not self.is_gradient and _is_repeat()
         if not is_repeat:
@@ -123,18 +124,18 @@ class _SeenWant(Want):
 
 
 def _seen(want: Want, probe: _Probe, call: Call) -> Want:
-    own = {field.name: getattr(want, field.name) for field in dataclasses.fields(want)}
-    return _SeenWant(**own, probe=probe, splits=call.splits)
+    values = {field.name: getattr(want, field.name) for field in dataclasses.fields(want)}
+    return _SeenWant(**values, probe=probe, splits=call.splits)
 
 
 def _is_repeat() -> bool:
-    """Say whether a forward that runs now repeats an earlier one: a checkpoint's recompute."""
+    """Return whether the forward that runs now is a checkpoint's recompute."""
     tape = recompute.current()
     return recompute.is_in_backward() or (tape is not None and tape.is_repeating)
 
 
 class _SeenWeight:
-    """A weight's quantizer; each operand is looked at once in a step, however often it is used."""
+    """A weight's quantizer, which has the probe record each operand once in a step."""
 
     __slots__ = ("_inner", "_probe", "choices")
 
@@ -155,21 +156,21 @@ class _SeenWeight:
         """Return the operands of ``weight``."""
         if not _is_repeat():
             self._probe.check("weight", [source] if isinstance(source, torch.Tensor) else source)
-        made = self._inner(weight, columnwise=columnwise, keeping=keeping, source=source)
+        orientations = self._inner(weight, columnwise=columnwise, keeping=keeping, source=source)
         if self._probe.recorder.is_on:
-            weights, sources, rowwise, turned = weight, source, *made
+            weights, sources, rowwise, turned = weight, source, *orientations
             if isinstance(weight, torch.Tensor):
                 weights, sources, rowwise, turned = [weight], [sources], [rowwise], [turned]
             operands = zip(rowwise, turned, strict=True)
             self._probe.weights(weights, sources, list(itertools.starmap(Orientations, operands)))
-        return made
+        return orientations
 
     def beside(self, input: Quantizer) -> None:
-        """Input and weight are cast apart, as each is looked at."""
+        """Return None: input and weight are cast in two calls, each of which is recorded."""
 
 
 class _SeenGemm:
-    """One of the three GEMMs; counted, its result looked at."""
+    """One of the three GEMMs, which the probe counts and whose result it checks."""
 
     __slots__ = ("_name", "_probe", "_run")
 
@@ -179,14 +180,14 @@ class _SeenGemm:
         self._name = name
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:
-        made = self._run(*operands, **keywords)
+        result = self._run(*operands, **keywords)
         if not (self._name == "fprop" and _is_repeat()):
-            self._probe.gemm(self._name, [made] if isinstance(made, torch.Tensor) else made)
-        return made
+            self._probe.gemm(self._name, [result] if isinstance(result, torch.Tensor) else result)
+        return result
 
 
 class _Probe:
-    """Takes down what passes one linear link."""
+    """Records the tensors of one linear link."""
 
     __slots__ = (
         *("_backends", "_binding", "_decoders", "_gemms", "_index", "_name", "_path", "_plan"),
@@ -210,7 +211,7 @@ class _Probe:
         self._plan: dict[str, TensorPlan] = {
             role: getattr(plan, role) for role in ("input", "weight", "grad_output")
         }
-        # In high precision these are turned where they are read, which is behind what is seen here.
+        # In high precision the GEMM transposes these operands, after the probe has seen them.
         self._unturned = ("input", "weight") if link.only_once is None else ()
         self._gemms = {gemm: link.choices[gemm] for gemm in _RESULTS}
         self._backends = {
@@ -226,16 +227,16 @@ class _Probe:
         if self.recorder.is_on:
             self.recorder.check(self._name, tensor, values)
 
-    def gemm(self, gemm: str, made: Sequence[torch.Tensor]) -> None:
-        """Count one GEMM and look at its result."""
+    def gemm(self, gemm: str, results: Sequence[torch.Tensor]) -> None:
+        """Count one GEMM and check its results for NaN and inf."""
         if self.recorder.is_on:
             choice = self._gemms[gemm]
             is_quantized = bool(getattr(choice.desc, "low_precision", False))
             self.recorder.count(GemmKey(self._name, gemm), choice.backend, is_quantized)
-            self.recorder.check(self._name, _RESULTS[gemm], made)
+            self.recorder.check(self._name, _RESULTS[gemm], results)
 
     def keep(self, role: str, values: Sequence[torch.Tensor], splits: Sequence[int]) -> None:
-        """Keep the values of a tensor for a replay, if the monitor does."""
+        """Keep the values of a tensor for :func:`replay`, if the monitor keeps tensors."""
         self.recorder.keep(
             (self._path, self._index), role, KeptTensors(values, splits), self._binding
         )
@@ -244,19 +245,19 @@ class _Probe:
         self,
         weights: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
-        made: Sequence[Orientations],
+        operands_of_each: Sequence[Orientations],
     ) -> None:
-        """Look at those of the weights' operands that were not seen in this step."""
+        """Record the operands of the weights that were not seen in this step."""
         is_repeat = _is_repeat()
         if not is_repeat:
             self.recorder.notice(self._name, sources)
             self.keep("weight", sources, ())
-        for weight, source, operands in zip(weights, sources, made, strict=True):
+        for weight, source, operands in zip(weights, sources, operands_of_each, strict=True):
             row, column = (
                 operand
-                if operand is not None and self.recorder.is_new(operands.rowwise, way)
+                if operand is not None and self.recorder.is_new(operands.rowwise, orientation)
                 else None
-                for operand, way in zip(operands, Orientations._fields, strict=True)
+                for operand, orientation in zip(operands, Orientations._fields, strict=True)
             )
             if row is None and column is None:
                 continue
@@ -273,25 +274,29 @@ class _Probe:
         self,
         role: str,
         value: torch.Tensor | None,
-        made: Orientations,
+        operands: Orientations,
         real: torch.Tensor | None,
         groups: Groups,
         *,
         is_repeat: bool,
     ) -> None:
-        """Measure the operands ``made`` of ``value``; None where they are all that there is.
+        """Measure the operands of ``value``, which is None for a parameter in low precision.
 
-        In a repeat only what the forward did not make is taken down: a checkpoint that runs its
-        forward without gradients makes no columnwise operand there.
+        In a recompute only operands that the first forward did not have are recorded: a checkpoint
+        runs that forward without gradients, and so without columnwise operands.
         """
         row_key = CastKey(self._name, role, "rowwise")
-        for way, operand, spec in zip(made._fields, made, self._plan[role], strict=True):
-            key = CastKey(self._name, role, way)
+        for orientation, operand, spec in zip(
+            operands._fields, operands, self._plan[role], strict=True
+        ):
+            key = CastKey(self._name, role, orientation)
             if operand is None or (is_repeat and not self.recorder.lacks(key, row_key)):
                 continue
-            if way == "columnwise" and role in self._unturned:
+            if orientation == "columnwise" and role in self._unturned:
                 operand = Operand(operand.data.t())
-            tally = self._tally(value, operand, spec, real, groups, is_turned=way == "columnwise")
+            tally = self._tally(
+                value, operand, spec, real, groups, is_turned=orientation == "columnwise"
+            )
             dtype = str(self._binding.activation_dtype).removeprefix("torch.")
             self.recorder.add(
                 key, tally, dtype if spec is None else str(spec), self._backends[role]
@@ -307,7 +312,7 @@ class _Probe:
         *,
         is_turned: bool,
     ) -> Tally:
-        """Measure one operand, each group as a tensor of its own."""
+        """Measure one operand; of a grouped one, each group by itself."""
         tally, dim = Tally(), 1 if is_turned else 0
         bounds = groups[0].tolist() if groups else None
         parts = [operand] if bounds is None else split_groups(spec, operand, bounds, dim)
@@ -317,12 +322,12 @@ class _Probe:
             factors = None if spec is None else scale_inverses(spec, part)
             mask = None if real is None else real[span]
             transform = None if spec is None else spec.transform
-            own = None if value is None or transform not in (None, *TRANSFORMS) else value[span]
-            if own is not None and transform is not None:
-                own = TRANSFORMS[transform](own, 0 if is_turned else 1)
+            x = None if value is None or transform not in (None, *TRANSFORMS) else value[span]
+            if x is not None and transform is not None:
+                x = TRANSFORMS[transform](x, 0 if is_turned else 1)
             if is_turned:
-                own, mask = (None if one is None else one.t() for one in (own, mask))
-            before = decoded if own is None else own
-            cast = Cast(before, decoded, spec, factors, mask, is_compared=own is not None)
+                x, mask = (None if one is None else one.t() for one in (x, mask))
+            before = decoded if x is None else x
+            cast = ObservedCast(before, decoded, spec, factors, mask, is_compared=x is not None)
             tally.add(measure(cast))
         return tally

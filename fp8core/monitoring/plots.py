@@ -22,7 +22,7 @@ __all__ = ["draw_exponents", "draw_scales", "draw_sqnr"]
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     if find_spec("matplotlib") is None:
         raise UnsupportedError(
-            "a plot needs matplotlib, not installed here.\n"
+            "a plot needs matplotlib, which is not installed.\n"
             '  Install with: pip install "fp8core[monitor]"; table() and to_csv() need nothing.'
         )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -34,7 +34,7 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def draw_sqnr(path: str | Path, rows: Iterable[Row]) -> None:
-    """Draw each layer's least SQNR of all its operands over the steps; infinite ones are left out.
+    """Draw the least SQNR of each layer's operands over the steps; infinite ones are left out.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
@@ -55,15 +55,15 @@ def draw_sqnr(path: str | Path, rows: Iterable[Row]) -> None:
 
 
 def draw_exponents(path: str | Path, title: str, tally: Tally) -> None:
-    """Draw how many values have which binary exponent, ``floor(log2 |x|)``.
+    """Draw the count of values for each binary exponent, ``floor(log2 |x|)``.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
     """
     counts: Sequence[int] = [] if tally.exponents is None else tally.exponents.tolist()
-    found = [(e, count) for e, count in zip(EXPONENTS, counts, strict=False) if count]
+    bars = [(e, count) for e, count in zip(EXPONENTS, counts, strict=False) if count]
     figure, axes = _figure(8, 4)
-    axes.bar([e for e, _ in found], [count for _, count in found], width=0.9)
+    axes.bar([e for e, _ in bars], [count for _, count in bars], width=0.9)
     axes.set(title=title, xlabel="floor(log2 |x|)", ylabel="values")
     figure.savefig(path, dpi=120, format="png")
 

@@ -1,4 +1,4 @@
-"""One record of a step out of those of all ranks."""
+"""The records of a step on all ranks, combined into one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["over_ranks"]
 def over_ranks(
     record: StepRecord, group: dist.ProcessGroup | None, device: torch.device
 ) -> StepRecord:
-    """Return what all ranks of ``group`` have taken down, as if one had seen it all.
+    """Return the combined record of all ranks of ``group``; None stands for the default group.
 
-    Counts and energies are added up, of amaxes the largest and of worst rows the least is taken,
-    and scales are those of all blocks. Every rank has to call it; ``device`` is one that the group
-    communicates on, None as group the default one.
+    Counts and energies add up, the amax is the largest, the worst row the least, and the scales are
+    those of all blocks. Every rank has to call it; ``device`` is one that the group communicates
+    on.
 
     Raises:
-        OperandError: the ranks have taken down different operands; on all of them.
+        OperandError: the ranks have recorded different operands; raised on every rank.
     """
     casts, gemms = sorted(record.tallies), sorted(record.gemms)
     _check_equal((casts, gemms), group, device)
@@ -34,9 +34,9 @@ def over_ranks(
     counted = [record.gemms[key] for key in gemms]
 
     def reduce(values: object, op: dist.ReduceOp.RedOpType, columns: int) -> list[list[float]]:
-        made = torch.tensor(values, dtype=torch.float64, device=device).reshape(-1, columns)
-        dist.all_reduce(made, op=op, group=group)
-        return made.tolist()
+        tensor = torch.tensor(values, dtype=torch.float64, device=device).reshape(-1, columns)
+        dist.all_reduce(tensor, op=op, group=group)
+        return tensor.tolist()
 
     sums = reduce(
         [[getattr(t, name) for name in SUMS] for t in tallies], dist.ReduceOp.SUM, len(SUMS)
@@ -49,31 +49,30 @@ def over_ranks(
     exponents = [
         torch.zeros(len(EXPONENTS)) if t.exponents is None else t.exponents for t in tallies
     ]
-    found = reduce([own.tolist() for own in exponents], dist.ReduceOp.SUM, len(EXPONENTS))
+    counts = [one.tolist() for one in exponents]
+    histograms = reduce(counts, dist.ReduceOp.SUM, len(EXPONENTS))
     scales = _all_scales(tallies, group, device)
-    made = StepRecord(formats=dict(record.formats))
+    total = StepRecord(formats=dict(record.formats))
     for at, key in enumerate(casts):
         tally = Tally(amax=largest[at][0], scales=[scales[at]], is_compared=bool(least[at][1]))
         for name, value in zip(SUMS, sums[at], strict=True):
             setattr(tally, name, value if name in ("signal", "noise") else int(value))
         tally.worst_row = least[at][0] if has_row[at][0] else math.nan
-        tally.exponents = torch.tensor(found[at], dtype=torch.int64)
-        made.tallies[key] = tally
-    for key_of_gemm, own, (low, high) in zip(gemms, counted, numbers, strict=True):
-        made.gemms[key_of_gemm] = dataclasses.replace(
-            own, quantized=int(low), high_precision=int(high)
-        )
-    return made
+        tally.exponents = torch.tensor(histograms[at], dtype=torch.int64)
+        total.tallies[key] = tally
+    for gemm, count, (low, high) in zip(gemms, counted, numbers, strict=True):
+        total.gemms[gemm] = dataclasses.replace(count, quantized=int(low), high_precision=int(high))
+    return total
 
 
 def _check_equal(
     keys: tuple[list[CastKey], list[GemmKey]], group: dist.ProcessGroup | None, device: torch.device
 ) -> None:
-    digest = hashlib.sha256(repr(keys).encode()).digest()[:7]
-    own = torch.tensor([int.from_bytes(digest, "big"), len(keys[0])], device=device)
-    others = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(others, own, group=group)
-    if any(not torch.equal(own, other) for other in others):
+    hashed = hashlib.sha256(repr(keys).encode()).digest()[:7]
+    digest = torch.tensor([int.from_bytes(hashed, "big"), len(keys[0])], device=device)
+    others = [torch.empty_like(digest) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(others, digest, group=group)
+    if any(not torch.equal(digest, other) for other in others):
         counts = [int(other[1]) for other in others]
         raise OperandError(
             f"the ranks observed different operands, {counts} of them by rank. Reduce over the "
@@ -85,13 +84,13 @@ def _all_scales(
     tallies: list[Tally], group: dist.ProcessGroup | None, device: torch.device
 ) -> list[torch.Tensor]:
     """Return the scales of each operand's nonzero blocks on all ranks, float64 on the CPU."""
-    own = [torch.cat(t.scales) if t.scales else torch.empty(0) for t in tallies]
-    sizes = torch.tensor([part.numel() for part in own], device=device)
+    by_operand = [torch.cat(t.scales) if t.scales else torch.empty(0) for t in tallies]
+    sizes = torch.tensor([part.numel() for part in by_operand], device=device)
     ranks = range(dist.get_world_size(group))
     all_sizes = [torch.empty_like(sizes) for _ in ranks]
     dist.all_gather(all_sizes, sizes, group=group)
     longest = max(int(one.sum()) for one in all_sizes)
-    flat = torch.cat([*own, torch.empty(0)]).to(device, torch.float64)
+    flat = torch.cat([*by_operand, torch.empty(0)]).to(device, torch.float64)
     flat = torch.nn.functional.pad(flat, (0, longest - flat.numel()))
     gathered = [torch.empty_like(flat) for _ in ranks]
     dist.all_gather(gathered, flat, group=group)

@@ -1,4 +1,4 @@
-"""What is taken down while layers run: tallies of casts, counts of GEMMs, the first bad values."""
+"""The record of a step: tallies of casts, counts of GEMMs, the first NaN, inf and clipping."""
 
 from __future__ import annotations
 
@@ -46,8 +46,11 @@ class GemmKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """Where NaN or inf was seen: ``tensor`` is input, weight, grad_output, or the result of a GEMM:
-    output, grad_input, grad_weight; ``nan`` and ``inf`` count its elements."""
+    """The tensor in which NaN or inf was seen, with the count of each.
+
+    ``tensor`` is input, weight, grad_output, or the result of a GEMM: output, grad_input,
+    grad_weight.
+    """
 
     step: int
     layer: str
@@ -63,7 +66,7 @@ class NonFinite:
 
 @dataclass(frozen=True, slots=True)
 class Saturation:
-    """Where ``count`` values were clipped to the format's maximum."""
+    """The operand in which ``count`` values were clipped to the format's maximum."""
 
     step: int
     layer: str
@@ -78,7 +81,7 @@ class Saturation:
 
 @dataclass(slots=True)
 class GemmCount:
-    """How often a GEMM ran in one step, with quantized operands and without, and who ran it."""
+    """How often a GEMM ran in one step, with quantized operands and without, and its backend."""
 
     backend: str
     quantized: int = 0
@@ -86,7 +89,7 @@ class GemmCount:
 
 
 class KeptTensors(NamedTuple):
-    """A tensor before its casts, or one a group; ``splits`` are the rows of its groups."""
+    """A tensor before its casts, or one for each group; ``splits`` are the rows of the groups."""
 
     values: Sequence[torch.Tensor]
     splits: Sequence[int]
@@ -94,7 +97,7 @@ class KeptTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KeptLinear:
-    """What is kept of one linear, by role, on the CPU; the ``binding`` that it ran with."""
+    """The kept tensors of one linear by role, on the CPU, and the ``binding`` that it ran with."""
 
     binding: Binding
     tensors: dict[str, KeptTensors] = field(default_factory=dict)
@@ -102,7 +105,7 @@ class KeptLinear:
 
 @dataclass(slots=True)
 class StepRecord:
-    """What one step has shown so far; ``formats`` are format and backend of each operand."""
+    """The tallies and counts of one step; ``formats`` are format and backend of each operand."""
 
     tallies: dict[CastKey, Tally] = field(default_factory=dict)
     formats: dict[CastKey, tuple[str, str]] = field(default_factory=dict)
@@ -110,11 +113,11 @@ class StepRecord:
 
 
 class Recorder:
-    """Takes down what the probes of one monitor see, from any thread.
+    """Records the observations of one monitor's probes, from any thread.
 
-    ``is_on`` is False between observed steps: a backward that comes late finds nobody listening.
-    ``raises``: NaN and inf raise where they are seen. ``keeps``: the first tensors of the latest
-    step are kept.
+    ``is_on`` is False between observed steps, so that a late backward is not recorded. With
+    ``raises``, NaN and inf raise an error where they are seen. With ``keeps``, the first tensors of
+    the latest step are kept.
     """
 
     def __init__(self, *, raises: bool = False, keeps: bool = False) -> None:
@@ -129,34 +132,35 @@ class Recorder:
         self._kept_step = 0
         self._seen: list[tuple[torch.Tensor, str]] = []
         self._versions: dict[str, list[int]] = {}
-        self._said_merged = False
+        self._has_warned = False
         self._lock = threading.Lock()
 
     def take(self) -> StepRecord:
-        """Return what the step has shown, and start another."""
+        """Return the record of the step, and start the record of the next."""
         with self._lock:
-            taken, self.current = self.current, StepRecord()
+            finished, self.current = self.current, StepRecord()
             self._seen = []
             self._versions = {}
-        return taken
+        return finished
 
     def notice(self, layer: str, weights: Sequence[torch.Tensor]) -> None:
-        """Warn, once, if a weight changed since it was used in this step: batches are merged."""
-        found = [0 if one.is_inference() else one._version for one in weights]
+        """Warn, once, if a weight changed between two uses in this step: step() was forgotten."""
+        versions = [0 if one.is_inference() else one._version for one in weights]
         with self._lock:
-            is_merged = self._versions.setdefault(layer, found) != found and not self._said_merged
-            self._said_merged |= is_merged
-        if is_merged:
+            is_changed = self._versions.setdefault(layer, versions) != versions
+            is_first = is_changed and not self._has_warned
+            self._has_warned |= is_changed
+        if is_first:
             logger.warning(
-                "monitor: the weight of %r changed within step %d, in which it had been used: "
-                "step() was not called, and the rows of that step are of several batches together. "
-                "Call step() of the monitor once for each step of the optimizer.",
+                "monitor: the weight of %r changed within step %d, after it was used: step() was "
+                "not called, so the rows of that step mix several batches. Call step() of the "
+                "monitor once for each step of the optimizer.",
                 layer,
                 self.step,
             )
 
     def add(self, key: CastKey, tally: Tally, format: str, backend: str) -> None:
-        """Take down the tally of one or more casts to ``format``."""
+        """Record the tally of one or more casts to ``format``."""
         with self._lock:
             self.current.tallies.setdefault(key, Tally()).add(tally)
             self.current.formats[key] = (format, backend)
@@ -164,10 +168,10 @@ class Recorder:
                 self.first_saturation = Saturation(self.step, *key, tally.saturated)
 
     def lacks(self, key: CastKey, other: CastKey) -> bool:
-        """Say whether fewer casts were taken down for ``key`` than for ``other``."""
+        """Return whether fewer casts were recorded for ``key`` than for ``other``."""
         with self._lock:
-            own, of_other = (self.current.tallies.get(one, Tally()) for one in (key, other))
-        return own.casts < of_other.casts
+            of_key, of_other = (self.current.tallies.get(one, Tally()) for one in (key, other))
+        return of_key.casts < of_other.casts
 
     def count(self, key: GemmKey, backend: str, is_quantized: bool) -> None:
         """Count one run of a GEMM."""
@@ -177,38 +181,38 @@ class Recorder:
             counted.high_precision += not is_quantized
 
     def is_new(self, operand: Operand, orientation: str) -> bool:
-        """Say whether ``operand`` was not asked about in this step, in this orientation."""
+        """Return whether this is the first call in this step for ``operand`` and orientation."""
         with self._lock:
-            for data, way in self._seen:
-                if data is operand.data and way == orientation:
+            for data, its_orientation in self._seen:
+                if data is operand.data and its_orientation == orientation:
                     return False
             self._seen.append((operand.data, orientation))
         return True
 
     def check(self, layer: str, tensor: str, values: Sequence[torch.Tensor]) -> None:
-        """Look for NaN and inf; the first are remembered.
+        """Look for NaN and inf; ``first_nonfinite`` holds the first.
 
         Raises:
-            NonFiniteError: there are some, and the monitor was asked to raise.
+            NonFiniteError: there are some, and the monitor has on_nonfinite="raise".
         """
         bad = [one for one in values if not bool(torch.isfinite(one).all())]
         if not bad:
             return
         nan, inf = (sum(int(test(one).sum()) for one in bad) for test in (torch.isnan, torch.isinf))
-        found = NonFinite(self.step, layer, tensor, nan, inf)
+        nonfinite = NonFinite(self.step, layer, tensor, nan, inf)
         with self._lock:
             if self.first_nonfinite is None:
-                self.first_nonfinite = found
+                self.first_nonfinite = nonfinite
         if self._raises:
             raise NonFiniteError(
-                f"{found}; a monitor with on_nonfinite='raise' stops here. on_nonfinite='record' "
-                f"goes on and keeps the first as first_nonfinite."
+                f"{nonfinite}; a monitor with on_nonfinite='raise' stops here. With "
+                f"on_nonfinite='record' it goes on, and first_nonfinite holds the first."
             )
 
     def keep(
         self, linear: tuple[str, int], role: str, tensors: KeptTensors, binding: Binding
     ) -> None:
-        """Keep a copy of a tensor on the CPU, the first of its step; older steps are dropped."""
+        """Keep a copy of a role's first tensors of a step on the CPU; drop those of older steps."""
         if not self._keeps:
             return
         with self._lock:
@@ -222,7 +226,7 @@ class Recorder:
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:
-    """Return a plain copy on the CPU; of a QuantizedTensor, the values that it stands for."""
+    """Return a plain copy on the CPU; a QuantizedTensor is dequantized."""
     value = value.detach()
     plain = value.dequantize() if isinstance(value, QuantizedTensor) else value
     return plain.to("cpu", copy=True)

@@ -30,15 +30,14 @@ _GEMMS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one step did to one operand; the statistics are defined in
-    ``fp8core.monitoring.statistics``.
+    """The statistics of one operand in one step, defined in ``fp8core.monitoring.statistics``.
 
-    ``layer`` is its path in the model, with the linear's index where it has several. ``gemm`` is
-    the GEMM that reads the operand; it ran ``quantized_gemms`` times with quantized operands and
-    ``high_precision_gemms`` times without, on ``gemm_backend``. ``backend`` made the operand, and
-    is empty where nothing was quantized. ``format`` is the operand's spec, or the dtype of high
-    precision. ``casts`` counts tensors: one a microbatch, or one a group. Shares are fractions,
-    ratios are in dB; NaN stands for what is not defined, as scales are in high precision.
+    ``layer`` is the layer's path in the model, with the linear's index if it has several. ``gemm``
+    is the GEMM that reads the operand; it ran ``quantized_gemms`` times with quantized operands and
+    ``high_precision_gemms`` times without, on ``gemm_backend``. ``backend`` quantized the operand;
+    it is empty in high precision. ``format`` is the operand's spec, or the dtype of high precision.
+    ``casts`` counts tensors: one a microbatch, or one a group. Shares are fractions, ratios are in
+    dB; NaN stands for statistics that are not defined, such as scales in high precision.
     """
 
     step: int
@@ -69,16 +68,16 @@ class Row:
 
     @property
     def key(self) -> CastKey:
-        """Which operand it is."""
+        """The operand of the row: layer, role and orientation."""
         return CastKey(self.layer, self.role, self.orientation)
 
 
 STATISTICS = tuple(field.name for field in dataclasses.fields(Row) if field.type == "float")
-"""The names of the statistics that are numbers to plot."""
+"""The names of the statistics that are floating-point numbers, which TensorBoard plots."""
 
 
 def rows_of(step: int, record: StepRecord) -> list[Row]:
-    """Return the rows of a step's record, in the order in which the operands were first made."""
+    """Return the rows of a step's record, in the order of each operand's first cast."""
     rows = []
     for key, tally in record.tallies.items():
         gemm = _GEMMS[key.role, key.orientation]
@@ -160,7 +159,7 @@ def render(title: str, heading: Sequence[str], lines: Sequence[Sequence[str]]) -
     table = Table(title=title)
     for name in heading:
         table.add_column(name)
-    for line in lines:  # as Text: a layer called "mlp[0]" is no markup
+    for line in lines:  # as Text, since rich would read the "[0]" of "mlp[0]" as markup
         table.add_row(*map(Text, line))
     widths = [max(map(len, column)) for column in zip(heading, *lines, strict=True)]
     console = Console(file=io.StringIO(), width=sum(widths) + 3 * len(widths) + 1)
@@ -179,7 +178,7 @@ def _plain(title: str, heading: Sequence[str], lines: Sequence[Sequence[str]]) -
 
 
 def write_csv(path: str | Path, rows: Iterable[Row]) -> None:
-    """Write ``rows`` with a heading; a number reads back as it was, NaN as ``nan``."""
+    """Write ``rows`` with a heading; every number reads back exactly, NaN is ``nan``."""
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow([field.name for field in dataclasses.fields(Row)])
@@ -194,7 +193,7 @@ def write_scalars(log_dir: str | Path, rows: Iterable[Row]) -> None:
     """
     if find_spec("tensorboard") is None:
         raise UnsupportedError(
-            "to_tensorboard() needs tensorboard, not installed here.\n"
+            "to_tensorboard() needs tensorboard, which is not installed.\n"
             '  Install with: pip install "fp8core[monitor]"; to_csv() needs nothing.'
         )
     from torch.utils.tensorboard import SummaryWriter

@@ -1,11 +1,10 @@
-r"""What one cast does to a tensor, in numbers: counts are exact, sums are float64.
+r"""The statistics of one cast: counts are exact, sums are float64.
 
-``x [rows, k]`` is a value before the cast and ``q`` the value of the operand made of it, both in
-the layout of the operand: a columnwise operand has the shape of ``x.T``, and where the recipe
-transforms (the Hadamard transform of NVFP4) ``x`` is the transformed value, as that is what is
-cast. ``F`` are the elements with finite ``x``, ``f`` is the factor of an element's block
-(``scale_inv``, times the global one), ``max`` the format's largest value and ``step`` its distance
-to the one below. Then::
+``x [rows, k]`` are the values before the cast and ``q`` those of the operand, both in the layout of
+the operand: a columnwise operand has the shape of ``x.T``, and if the recipe transforms the values
+(the Hadamard transform of NVFP4), ``x`` are the transformed ones. ``F`` are the elements with
+finite ``x``, ``f`` is the factor of an element's block (``scale_inv``, times the global one),
+``max`` the format's largest value and ``step`` its distance to the next lower one. Then::
 
     amax             = max |x|                              over F; 0 if F is empty
     underflow_share  = #{x != 0 and q == 0} / #{x != 0}     over F; 0 if all of x is 0
@@ -15,13 +14,13 @@ to the one below. Then::
     zero_block_share = #{blocks with x == 0 throughout} / #{blocks}
 
 A value is *saturated* if rounding alone would have taken it beyond ``max``; one in
-``(max, max + step / 2]`` is rounded, not clipped. ``sqnr_db`` is inf where the cast changed
-nothing, NaN where there is nothing but zeros, and -inf where a finite value became NaN or inf.
-``scale`` is ``1 / f``, what a block is multiplied by; its minimum, median (the lower of two) and
-maximum, and the standard deviation of ``log2 scale`` (of the whole population), are taken over the
-blocks that are not zero blocks. NaN and inf in ``x`` are counted, and left out of everything else.
-Zeros that a layer pads with are left out, with the blocks that hold nothing else; a transform
-spreads values over the padding of its 16 elements, which then counts.
+``(max, max + step / 2]`` is rounded, not clipped. ``sqnr_db`` is inf if the cast changed no value,
+NaN if all values are zero, and -inf if a finite value became NaN or inf. ``scale`` is ``1 / f``,
+the factor that a block is multiplied by; its minimum, median (the lower of two) and maximum, and
+the standard deviation of ``log2 scale`` (of the whole population), are taken over the blocks that
+are not zero blocks. NaN and inf in ``x`` are counted, and left out of all other statistics.
+The zeros of padding are left out, with the blocks that hold nothing else; a transform spreads
+values over the padding among its 16 elements, which then counts.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import OperandSpec
 
-__all__ = ["EXPONENTS", "SUMS", "Cast", "Tally", "decibels", "measure"]
+__all__ = ["EXPONENTS", "SUMS", "ObservedCast", "Tally", "decibels", "measure"]
 
 EXPONENTS = range(-150, 129)
-"""The binary exponents that are told apart; smaller and larger ones count as the ends."""
+"""The binary exponents that are counted apart; a smaller or larger one counts as the nearest."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cast:
-    """One tensor before and after: ``value`` and ``decoded`` ``[rows, k]``.
+class ObservedCast:
+    """One tensor before and after its cast: ``value`` and ``decoded`` ``[rows, k]``.
 
-    ``spec`` None: high precision. ``factors`` float32, one a block. ``real`` bool ``[rows, k]`` is
-    False where a layer has padded, None if nowhere. ``is_compared`` False: there is no value before
-    the cast, as in a parameter that is kept in low precision, and ``value`` is ``decoded``; the
-    figures that compare the two are then NaN.
+    ``spec`` is None for high precision. ``factors`` are float32, one a block. ``real`` bool
+    ``[rows, k]`` is False at padding; None if there is none. ``is_compared`` is False if no value
+    before the cast exists, as for a parameter that is kept in low precision: ``value`` is
+    ``decoded`` then, and the statistics that compare the two are NaN.
     """
 
     value: torch.Tensor
@@ -60,10 +59,10 @@ class Cast:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts and sums of one or more casts; :meth:`add` takes in those of further ones.
+    """Counts and sums of one or more casts; :meth:`add` adds those of further ones.
 
     Counts and energies add up, ``amax`` is the largest, ``worst_row`` (dB) the least, and the
-    blocks of all casts are taken together. ``scales`` are float64, of the nonzero blocks;
+    blocks of all casts count alike. ``scales`` are float64, of the nonzero blocks;
     ``exponents`` counts values by ``floor(log2 |x|)``, one entry for each of :data:`EXPONENTS`;
     ``grid`` is ``log2 scale`` of the first cast's blocks, NaN in a zero block.
     """
@@ -87,7 +86,7 @@ class Tally:
     grid: torch.Tensor | None = None
 
     def add(self, other: Tally) -> None:
-        """Take in ``other``."""
+        """Add the casts of ``other``."""
         for name in SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.amax = max(self.amax, other.amax)
@@ -102,23 +101,26 @@ class Tally:
         self.grid = other.grid if self.grid is None else self.grid
 
     def share(self, count: int) -> float:
-        """Return ``count`` as a share of the nonzero values; NaN if nothing was compared."""
+        """Return ``count`` as a share of the nonzero values; NaN if the casts are not compared."""
         if not self.is_compared:
             return math.nan
         return count / self.nonzero if self.nonzero else 0.0
 
     @property
     def sqnr_db(self) -> float:
-        """SQNR of all that was cast, dB."""
+        """SQNR over all casts, dB; NaN if they are not compared."""
         return decibels(self.signal, self.noise) if self.is_compared else math.nan
 
     @property
     def zero_block_share(self) -> float:
-        """The share of blocks that hold nothing but zeros; NaN without blocks."""
+        """The share of blocks whose values are all zero; NaN without blocks."""
         return self.zero_blocks / self.blocks if self.blocks else math.nan
 
     def scale_spread(self) -> tuple[float, float, float, float]:
-        """Return scale's minimum, median and maximum, and the deviation of its log2; or NaNs."""
+        """Return minimum, median and maximum of the scales, and the deviation of their log2.
+
+        NaN, four times, without a scale.
+        """
         scales = torch.cat(self.scales) if self.scales else torch.empty(0)
         if not scales.numel():
             return (math.nan,) * 4
@@ -144,8 +146,8 @@ def decibels(signal: float, noise: float) -> float:
 
 
 @torch.no_grad()
-def measure(cast: Cast) -> Tally:
-    """Return the numbers of one cast. Waits for the device once."""
+def measure(cast: ObservedCast) -> Tally:
+    """Return the tally of one cast. Waits for the device."""
     value = cast.value.to(torch.float64)
     finite = torch.isfinite(value)
     x = torch.where(finite, value, 0.0)
@@ -166,9 +168,9 @@ def measure(cast: Cast) -> Tally:
     has_rows = (signal > 0).any()
     numbers = [*counts, largest, signal.sum(), noise.sum(), worst, has_rows]
     stacked = [torch.as_tensor(n, dtype=torch.float64, device=x.device) for n in numbers]
-    *made, amax, total, lost_total, least, has_row = torch.stack(stacked).tolist()
+    *counted, amax, total, lost_total, least, has_row = torch.stack(stacked).tolist()
     tally = Tally(casts=1, amax=amax, signal=total, noise=lost_total)
-    for name, count in zip(_COUNTS, made, strict=True):
+    for name, count in zip(_COUNTS, counted, strict=True):
         setattr(tally, name, int(count))
     tally.worst_row = least if has_row and cast.is_compared else math.nan
     tally.is_compared = cast.is_compared
@@ -178,7 +180,7 @@ def measure(cast: Cast) -> Tally:
     return tally
 
 
-def _saturated(cast: Cast, x: torch.Tensor, lost: torch.Tensor) -> torch.Tensor | int:
+def _saturated(cast: ObservedCast, x: torch.Tensor, lost: torch.Tensor) -> torch.Tensor | int:
     if cast.spec is None or cast.factors is None or not x.numel():
         return 0
     largest, below = sorted({abs(v) for v in _finite_values(cast.spec.format)})[:-3:-1]
@@ -194,12 +196,15 @@ def _finite_values(name: str) -> list[float]:
 
 
 def _exponents(x: torch.Tensor) -> torch.Tensor:
-    found = torch.frexp(x[x != 0]).exponent.to(torch.int64) - 1  # frexp: x = m 2^e, m in [1/2, 1)
-    places = found.clamp(EXPONENTS.start, EXPONENTS.stop - 1) - EXPONENTS.start
-    return torch.bincount(places, minlength=len(EXPONENTS)).cpu()
+    # frexp: x = m 2^e, m in [1/2, 1)
+    exponents = torch.frexp(x[x != 0]).exponent.to(torch.int64) - 1
+    bins = exponents.clamp(EXPONENTS.start, EXPONENTS.stop - 1) - EXPONENTS.start
+    return torch.bincount(bins, minlength=len(EXPONENTS)).cpu()
 
 
-def _measure_blocks(tally: Tally, cast: Cast, factors: torch.Tensor, nonzero: torch.Tensor) -> None:
+def _measure_blocks(
+    tally: Tally, cast: ObservedCast, factors: torch.Tensor, nonzero: torch.Tensor
+) -> None:
     assert cast.spec is not None
     is_zero = ~_any_in_block(nonzero, cast.spec.block)
     present = torch.ones_like(is_zero)
@@ -215,7 +220,7 @@ def _measure_blocks(tally: Tally, cast: Cast, factors: torch.Tensor, nonzero: to
 
 
 def _any_in_block(flags: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Say for each block, the last of which may be partial, whether any of its flags is set."""
+    """Return for each block, the last of which may be partial, whether any of its flags is set."""
     extent = [min(step or size, size) for size, step in zip(flags.shape, block, strict=True)]
     pooled = torch.nn.functional.max_pool2d(flags.float()[None], extent, ceil_mode=True)
     return pooled[0] > 0

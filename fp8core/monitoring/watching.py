@@ -1,4 +1,4 @@
-"""``monitor``: what casts do to the tensors of a model, step by step, as it trains."""
+"""``monitor``: statistics of the casts in a model, step by step, while it trains."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _ON_NONFINITE = ("record", "raise")
 
 
 class Monitor:
-    """Watches the layers of a model until it is closed; made by :func:`fp8core.monitor`.
+    """Watches the layers of a model until it is closed; :func:`fp8core.monitor` returns it.
 
-    A context manager. ``rows`` holds every observed step, of this process's tensors alone: each
-    rank has its own. Results can be read while it is open, and after.
+    A context manager. ``rows`` holds the rows of every observed step, for the tensors of this
+    process alone. Results can be read while it is open, and after.
     """
 
     def __init__(
@@ -66,27 +66,27 @@ class Monitor:
 
     @property
     def first_nonfinite(self) -> NonFinite | None:
-        """Where NaN or inf was first seen, in a tensor before its cast or the result of a GEMM."""
+        """The first tensor with NaN or inf: one before its cast, or the result of a GEMM."""
         return self._recorder.first_nonfinite
 
     @property
     def first_saturation(self) -> Saturation | None:
-        """Where values were first clipped to the format's maximum."""
+        """The first operand with values clipped to the format's maximum."""
         return self._recorder.first_saturation
 
     def step(self) -> None:
-        """End a step: what was observed becomes rows, and the next step is observed or not.
+        """End a step: add its rows, and observe the next step or not, as ``every`` says.
 
-        Call it once for each step of the optimizer. All that ran since the call before is one step:
-        the microbatches of a training step, or the batches of an evaluation. A weight that changes
-        within a step is logged as a warning, once: somebody forgot to end it.
+        Call it once for each step of the optimizer. All passes since the call before belong to one
+        step: the microbatches of a training step, or the batches of an evaluation. A weight that
+        changes within a step is logged as a warning, once, since a call of step() is missing then.
 
         Raises:
             OperandError: the monitor is closed, or no monitored layer ran in a step that was
                 observed; nothing changes then.
         """
         if not self._is_open:
-            raise OperandError("step() of a monitor that is closed. Open another one.")
+            raise OperandError("step() of a monitor that is closed. Open a new one.")
         seen = self._recorder.current
         if self._recorder.is_on and not (seen.tallies or seen.gemms):
             raise OperandError(
@@ -98,16 +98,16 @@ class Monitor:
         self._observe(self._recorder.step % self._every == 0)
 
     def close(self) -> None:
-        """Stop watching: the layers run again what they ran before. Closing twice is fine.
+        """Stop watching: the layers run as without a monitor. A second call does nothing.
 
-        What an unfinished step has shown becomes rows. Whatever raises meanwhile, every layer can
-        be monitored again.
+        The rows of an unfinished step are added. Every layer can be monitored again, even if an
+        error is raised meanwhile.
         """
         if not self._is_open:
             return
         self._is_open = False
         self._recorder.is_on = False
-        with contextlib.ExitStack() as stack:  # runs all of it, the last first
+        with contextlib.ExitStack() as stack:  # runs every callback, the last first
             stack.callback(watched.release, self._layers.values())
             stack.callback(self._file)
             for layer in self._layers.values():
@@ -130,7 +130,7 @@ class Monitor:
         """Return the row of one operand, of the latest step that has one if ``step`` is None.
 
         Raises:
-            OperandError: there is none; says what there is.
+            OperandError: there is none; the message names the observed ones.
         """
         wanted = CastKey(layer, role, orientation)
         for row in reversed(self.rows):
@@ -139,21 +139,22 @@ class Monitor:
         raise self._absent(wanted, [row.key for row in self.rows if step in (None, row.step)])
 
     def rows_over_ranks(self, group: torch.distributed.ProcessGroup | None = None) -> list[Row]:
-        """Return the rows of the latest step over all ranks of ``group``, None: the default one.
+        """Return the rows of the latest step over all ranks of ``group``; None is the default one.
 
-        As if one process had seen the tensors of all: counts add up, amaxes are the largest,
-        scales are of all blocks. Every rank of the group has to call it.
+        Counts add up, the amax is the largest, scales are those of all blocks. Every rank of the
+        group has to call it.
 
         Raises:
-            OperandError: no process group was made, or the ranks observed different operands.
+            OperandError: torch.distributed has no process group, or the ranks observed different
+                operands.
         """
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             raise OperandError(
-                "rows_over_ranks() needs torch.distributed.init_process_group(); rows are those of "
-                "this process."
+                "rows_over_ranks() needs torch.distributed.init_process_group(). The rows of this "
+                "process alone are in rows."
             )
         layer = next(iter(self._layers.values()))
-        device = next((own.device for own in layer.parameters()), torch.device("cpu"))
+        device = next((one.device for one in layer.parameters()), torch.device("cpu"))
         return rows_of(self._latest_step, over_ranks(self._latest, group, device))
 
     def gemm_counts(self) -> dict[str, int]:
@@ -172,10 +173,10 @@ class Monitor:
         """
         steps = list(dict.fromkeys(row.step for row in self.rows))
         if not steps or step not in (None, *steps):
-            found = f"observed steps: {steps}" if steps else "no step was observed yet"
+            observed = f"observed steps: {steps}" if steps else "no step was observed yet"
             raise OperandError(
-                f"table(step={step!r}): {found}. step() and close() end a step, with every="
-                f"{self._every} each step that it divides is observed."
+                f"table(step={step!r}): {observed}. step() and close() end a step; with every="
+                f"{self._every}, each step that {self._every} divides is observed."
             )
         shown = steps[-1] if step is None else step
         rows = [row for row in self.rows if row.step == shown]
@@ -226,14 +227,15 @@ class Monitor:
         plots.draw_scales(path, title, self._tally(CastKey(layer, role, orientation)))
 
     def what_if(self, recipes: str | Recipe | Sequence[str | Recipe]) -> WhatIf:
-        """Cast the tensors of the latest observed step as other recipes would; see ``replay``.
+        """Cast the tensors of the latest observed step as other recipes would.
 
-        Recipes are given as such or by name. The tensors are those of the first microbatch;
-        nothing but their casts is computed.
+        ``recipes`` are Recipes or names of recipes. The tensors are those of the first microbatch,
+        and only their casts are computed. A delayed scale is the one that the tensor's amax gives;
+        stochastic rounding draws from a fixed seed.
 
         Raises:
             RecipeError: no recipe has that name.
-            UnsupportedError: no backend casts like that on a layer's device.
+            UnsupportedError: no backend supports a recipe's casts on a layer's device.
             OperandError: no tensors were kept.
         """
         return replay(self._recorder.kept, self._layers, recipes)
@@ -254,22 +256,22 @@ class Monitor:
             raise self._absent(key, list(self._latest.tallies))
         return self._latest.tallies[key]
 
-    def _absent(self, wanted: CastKey, found: Sequence[CastKey]) -> OperandError:
+    def _absent(self, wanted: CastKey, keys: Sequence[CastKey]) -> OperandError:
         for part, name in zip(CastKey._fields, wanted, strict=True):
-            known = list(dict.fromkeys(getattr(key, part) for key in found))
-            if found and name not in known:
+            known = list(dict.fromkeys(getattr(key, part) for key in keys))
+            if keys and name not in known:
                 return OperandError(
                     f"no {part} {name!r} was observed; observed: {', '.join(known)}."
                     f"{did_you_mean(name, known)}"
                 )
-        if not found:
+        if not keys:
             return OperandError(
                 f"nothing was observed yet; {wanted.role} ({wanted.orientation}) of "
                 f"{wanted.layer!r} is there once step() or close() has ended a step that ran it."
             )
         return OperandError(
-            f"{wanted.role} ({wanted.orientation}) of {wanted.layer!r} was never cast while it was "
-            f"observed: no GEMM that reads it has run."
+            f"{wanted.role} ({wanted.orientation}) of {wanted.layer!r} was not cast in an observed "
+            f"step, as no GEMM that reads it ran."
         )
 
 
@@ -280,27 +282,28 @@ def monitor(
     on_nonfinite: str = "record",
     keep_tensors: bool = True,
 ) -> Monitor:
-    """Watch what low precision does to the tensors of ``model``, until the result is closed.
+    """Collect statistics of the casts in ``model``, until the returned monitor is closed.
 
-    Every fp8core layer with a GEMM is watched: each operand's amax, scales, underflow, saturation
-    and SQNR, the GEMMs that ran, and where NaN or inf came up first. Outputs, gradients and
+    Every fp8core layer with a GEMM is watched: amax, scales, underflow, saturation and SQNR of each
+    operand, the GEMMs that ran, and the first tensor with NaN or inf. Outputs, gradients and
     delayed scales are those of the model without a monitor, bit for bit; while it watches, a
-    producer and its cast run as two operations where a backend could do them in one. Ended by
-    ``close()``, or by the end of a ``with`` block; the layers then run what they ran before.
+    producer and its cast run as two operations, also if a backend has a fused one. ``close()``, or
+    the end of a ``with`` block, ends it.
 
     Args:
+        model: any module with fp8core layers.
         every: of the steps that ``step()`` ends, the first and every ``every``-th after it are
-            observed. In the others the layers run as if there were no monitor.
-        on_nonfinite: ``"record"`` goes on, ``"raise"`` raises NonFiniteError where NaN or inf are
-            seen: before the cast of a tensor, or behind a GEMM.
+            observed. In the others the layers run as without a monitor.
+        on_nonfinite: ``"record"`` goes on, ``"raise"`` raises NonFiniteError at a tensor with NaN
+            or inf: before its cast, or after the GEMM that returned it.
         keep_tensors: keep a copy of each tensor of the latest observed step's first microbatch in
             the CPU's memory, which :meth:`~fp8core.monitoring.Monitor.what_if` needs.
 
     Raises:
         OperandError: ``model`` is no module, or has no fp8core layer with a GEMM; or one of its
             layers is monitored already.
-        UnsupportedError: it, or a part of it, is compiled by torch.
-        RecipeError: ``every`` or ``on_nonfinite`` mean nothing.
+        UnsupportedError: torch has compiled the model or a part of it.
+        RecipeError: ``every`` or ``on_nonfinite`` is invalid.
     """
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise RecipeError(f"monitor(every={every!r}): expected a number of steps, 1 or more.")
@@ -323,20 +326,20 @@ def _layers_of(model: torch.nn.Module) -> dict[str, LowPrecisionModule]:
     """Return the layers to watch by their paths; a model of one layer by its name or class."""
     if not isinstance(model, torch.nn.Module):
         raise OperandError(f"monitor({model!r}): expected a model.")
-    found: dict[str, LowPrecisionModule] = {}
+    layers: dict[str, LowPrecisionModule] = {}
     for path, module in model.named_modules():
         if is_compiled(module):
             raise UnsupportedError(
                 f"monitor: {path or 'the model'} ({type(module).__name__}) is compiled by torch, "
-                f"and a graph leaves no value to look at before its cast. Monitor the model that "
-                f"was compiled, and run that one while the monitor is open."
+                f"and a graph hides the values before their casts. Monitor the uncompiled model, "
+                f"and run that one while the monitor is open."
             )
         if isinstance(module, LowPrecisionModule) and module.linear_shapes():
-            found[path or module.name or type(module).__name__] = module
-    if not found:
+            layers[path or module.name or type(module).__name__] = module
+    if not layers:
         raise OperandError(
             f"monitor: {type(model).__name__} holds no fp8core layer with a GEMM. "
-            f"fp8core.convert(model, recipe) makes such layers of torch's in place; or make it of "
-            f"fp8core.Linear and the other layers."
+            f"fp8core.convert(model, recipe) converts torch's layers in place; or build the model "
+            f"from fp8core.Linear and the other layers."
         )
-    return found
+    return layers

@@ -1,4 +1,4 @@
-"""Other recipes on the tensors that were observed: how well each would have cast them."""
+"""The statistics that other recipes would give for the tensors that a monitor has kept."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ __all__ = ["Summary", "WhatIf", "replay"]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One recipe over all operands: ``sqnr_db`` of the mean of their noise-to-signal ratios,
-    ``least_sqnr_db`` of the operand that fares worst, ``worst_row_sqnr_db`` of the row that does,
-    and the largest ``underflow_share`` and ``saturation_share``. NaN: it quantizes nothing."""
+    """The statistics of one recipe over all operands; NaN if it quantizes none.
+
+    ``sqnr_db`` is that of the mean noise-to-signal ratio, ``least_sqnr_db`` that of the worst
+    operand, ``worst_row_sqnr_db`` that of the worst row. ``underflow_share`` and
+    ``saturation_share`` are the largest of an operand.
+    """
 
     recipe: str
     sqnr_db: float
@@ -43,10 +46,11 @@ class Summary:
 
 
 class WhatIf:
-    """What each recipe would have done to the same tensors.
+    """The statistics of the same tensors under each recipe.
 
-    ``rows`` are the rows of each recipe by its label, without GEMMs: none is computed. A label is
-    the name that was given, or the class of the recipe; methods take the other one as well.
+    ``rows`` are the rows of each recipe by its label; their counts of GEMMs are 0, as none ran. A
+    label is the name that was passed, or the class of the Recipe; methods also take another name of
+    the recipe if it is unambiguous.
     """
 
     def __init__(
@@ -55,20 +59,20 @@ class WhatIf:
         rows: Mapping[str, Sequence[Row]],
         patterns: Mapping[str, str | LayerRole],
     ) -> None:
-        self.rows = {label: list(own) for label, own in rows.items()}
+        self.rows = {label: list(of_recipe) for label, of_recipe in rows.items()}
         self._recipes = dict(recipes)
-        self._patterns = dict(patterns)  # by layer as rows name it
+        self._patterns = dict(patterns)  # by the layer's name in the rows
 
     def summary(self) -> list[Summary]:
         """Return one line for each recipe, the one with the highest SQNR first."""
-        made = [_summary(label, rows) for label, rows in self.rows.items()]
-        return sorted(made, key=lambda one: (math.isnan(one.sqnr_db), -one.sqnr_db))
+        summaries = [_summary(label, rows) for label, rows in self.rows.items()]
+        return sorted(summaries, key=lambda one: (math.isnan(one.sqnr_db), -one.sqnr_db))
 
     def worst(self, recipe: str) -> list[tuple[str, float]]:
         """Return the layers and the least SQNR of their operands, dB, the lowest first.
 
         Raises:
-            RecipeError: none that was tried is called that.
+            RecipeError: no recipe that was tried has this name.
         """
         least: dict[str, float] = {}
         for row in self.rows[self._label_of(recipe)]:
@@ -77,13 +81,13 @@ class WhatIf:
         return sorted(least.items(), key=lambda item: item[1])
 
     def suggest(self, recipe: str, k: int = 1) -> PerLayer:
-        """Return ``recipe`` with the ``k`` layers whose operands fare worst left in high precision.
+        """Return ``recipe``, but with the ``k`` layers of lowest SQNR in high precision.
 
-        Where a layer has several linears, its worst counts. Rules name layers by their names, or
-        else their paths in the model: call ``fp8core.prepare(model)`` before the result is used.
+        A layer with several linears counts with its worst. The rules name layers by name, or else
+        by path in the model: call ``fp8core.prepare(model)`` before the result is used.
 
         Raises:
-            RecipeError: none that was tried is called that, or several are.
+            RecipeError: no recipe that was tried has this name, or several are.
             OperandError: ``k`` is not from 1 to the number of layers.
         """
         label = self._label_of(recipe)
@@ -108,16 +112,16 @@ class WhatIf:
         return "\n".join(parts)
 
     def _label_of(self, asked: str) -> str:
-        """Return the label called ``asked``: itself, or a name of its recipe's class."""
+        """Return the label that ``asked`` is, or the only label whose recipe has this name."""
         if asked in self.rows:
             return asked
         called = {label: names_of(recipe) for label, recipe in self._recipes.items()}
-        found = [label for label, names in called.items() if asked in names]
-        if len(found) == 1:
-            return found[0]
-        if found:
+        labels = [label for label, names in called.items() if asked in names]
+        if len(labels) == 1:
+            return labels[0]
+        if labels:
             raise RecipeError(
-                f"several of the recipes that were tried are {asked!r}: {', '.join(found)}; "
+                f"several of the recipes that were tried are {asked!r}: {', '.join(labels)}; "
                 f"give one of these labels."
             )
         known = (*self.rows, *(name for names in called.values() for name in names))
@@ -148,15 +152,15 @@ def replay(
     layers: Mapping[str, LowPrecisionModule],
     recipes: str | Recipe | Sequence[str | Recipe],
 ) -> WhatIf:
-    """Cast what was kept as each recipe would; ``layers`` are the monitored ones by path.
+    """Cast the ``kept`` tensors as each recipe would; ``layers`` are the monitored ones by path.
 
-    A delayed scale is the one that the batch's own amax gives, what its history leads to when
-    batches are alike. Stochastic rounding draws from a fixed seed.
+    A delayed scale is the one that the tensor's amax gives, to which a history of equal batches
+    leads. Stochastic rounding draws from a fixed seed.
 
     Raises:
-        RecipeError: no recipe has that name; something that is no recipe; or none at all.
-        UnsupportedError: no backend casts like that on the layer's device.
-        OperandError: nothing was kept.
+        RecipeError: ``recipes`` is empty, or an entry is neither a Recipe nor the name of one.
+        UnsupportedError: no backend supports a recipe's casts on the layer's device.
+        OperandError: ``kept`` is empty.
     """
     chosen = _label(recipes)
     if not kept:
@@ -183,27 +187,28 @@ def replay(
 
 
 def _label(recipes: str | Recipe | Sequence[str | Recipe]) -> dict[str, Recipe]:
-    """Return the recipes by what the tables call them: their name, or their class."""
+    """Return the recipes by the labels of the tables: the passed name, or the class, with a number
+    if it repeats."""
     if isinstance(recipes, str | Recipe):
         recipes = [recipes]
-    made: dict[str, Recipe] = {}
-    for given in recipes:
-        if not isinstance(given, str | Recipe):
-            raise RecipeError(f"what_if({given!r}): expected recipes, or names of recipes.")
-        recipe = by_name(given) if isinstance(given, str) else given
-        label = base = given if isinstance(given, str) else type(given).__name__
+    labelled: dict[str, Recipe] = {}
+    for entry in recipes:
+        if not isinstance(entry, str | Recipe):
+            raise RecipeError(f"what_if({entry!r}): expected recipes, or names of recipes.")
+        recipe = by_name(entry) if isinstance(entry, str) else entry
+        label = base = entry if isinstance(entry, str) else type(entry).__name__
         number = 1
-        while label in made:
+        while label in labelled:
             number += 1
             label = f"{base} {number}"
-        made[label] = recipe
-    if not made:
+        labelled[label] = recipe
+    if not labelled:
         raise RecipeError("what_if([]): expected at least one recipe, or name of a recipe.")
-    return made
+    return labelled
 
 
 def _pattern(path: str, layer: LowPrecisionModule, *, is_only: bool) -> str | LayerRole:
-    """Return how a rule of PerLayer says this layer: a model that is one layer, by its kind."""
+    """Return the pattern of a PerLayer rule for this layer; its kind if it is the whole model."""
     if layer.name is None and is_only and path == type(layer).__name__:
         return LayerRole(layer.kind)
     return glob.escape(layer.name or path)
@@ -217,16 +222,16 @@ def _cast(
     linear: KeptLinear,
     recipe: Recipe,
 ) -> None:
-    """Cast the tensors kept of one linear as ``recipe`` would, and have ``recorder`` see it."""
+    """Cast the kept tensors of one linear as ``recipe`` would, and record the casts."""
     binding = linear.binding._replace(is_observing=False)
     role = LayerRole(layer.kind, layer.name or path)
     plan = _undelayed(plan_of(recipe, role, binding.activation_dtype))
     watch = LayerWatch(recorder, path, len(layer.linear_shapes()))
     site = Site(plan, binding, layer.label, None, watch)
     links = bind_chain(layer.link_shapes(), site)
-    link = next(own for own in links if isinstance(own, LinearLink) and own.index == index)
+    link = next(one for one in links if isinstance(one, LinearLink) and one.index == index)
     padded: PaddedCall | None = None
-    # Their gradients are asked for, so that there are both orientations; that of a bias is none.
+    # Gradients of input and weights need both orientations; that of a bias needs no operand.
     needs = [True] * (1 + link.num_weights) + [False] * (link.num_params - link.num_weights)
     for name in ("input", "weight", "grad_output"):
         if name not in linear.tensors:
@@ -257,17 +262,17 @@ def _call(tensors: KeptTensors, device: torch.device) -> Call:
 
 
 def _undelayed(plan: LinearPlan) -> LinearPlan:
-    """Return ``plan`` with the scale of each delayed operand taken from its own amax."""
+    """Return ``plan`` with every delayed scale replaced by that of the tensor's amax."""
     if plan.delayed is None:
         return plan
     factor = 2.0**-plan.delayed.margin
 
-    def spec(own: OperandSpec | None) -> OperandSpec | None:
-        if own is None or not own.delayed:
-            return own
-        return dataclasses.replace(own, delayed=False, target=own.target * factor)
+    def current(spec: OperandSpec | None) -> OperandSpec | None:
+        if spec is None or not spec.delayed:
+            return spec
+        return dataclasses.replace(spec, delayed=False, target=spec.target * factor)
 
-    def gemm(own: GemmPlan) -> GemmPlan:
-        return dataclasses.replace(own, a=spec(own.a), b=spec(own.b))
+    def gemm(planned: GemmPlan) -> GemmPlan:
+        return dataclasses.replace(planned, a=current(planned.a), b=current(planned.b))
 
     return LinearPlan(gemm(plan.fprop), gemm(plan.dgrad), gemm(plan.wgrad))

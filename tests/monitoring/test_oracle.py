@@ -20,7 +20,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
     scale_inverses,
 )
-from fp8core.monitoring.statistics import Cast, Tally, decibels, measure
+from fp8core.monitoring.statistics import ObservedCast, Tally, decibels, measure
 from fp8core_backends.reference.backend import ReferenceBackend
 
 REFERENCE = ReferenceBackend()
@@ -96,7 +96,10 @@ def test_figures_equal_loops(name: str, x: torch.Tensor, scale: float) -> None:
     made = REFERENCE.quantize(QuantizeDesc(x.dtype, spec, None), x, scale=given).rowwise
     assert made is not None
     q = REFERENCE.dequantize(DequantizeDesc(spec), made)
-    got, want = measure(Cast(x, q, spec, scale_inverses(spec, made))), by_loops(x, q, spec, made)
+    got, want = (
+        measure(ObservedCast(x, q, spec, scale_inverses(spec, made))),
+        by_loops(x, q, spec, made),
+    )
     for field in ("elements", "nan", "inf", "nonzero", "underflow", "saturated", "blocks"):
         assert getattr(got, field) == getattr(want, field), field
     assert (got.zero_blocks, got.amax) == (want.zero_blocks, want.amax)

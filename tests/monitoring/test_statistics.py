@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8core.backend_api import DequantizeDesc, OperandSpec, QuantizeDesc, scale_inverses
-from fp8core.monitoring.statistics import EXPONENTS, Cast, Tally, measure
+from fp8core.monitoring.statistics import EXPONENTS, ObservedCast, Tally, measure
 from fp8core_backends.reference.backend import ReferenceBackend
 
 REFERENCE = ReferenceBackend()
@@ -30,7 +30,7 @@ def cast(
     made = REFERENCE.quantize(QuantizeDesc(x.dtype, spec, None), x, scale=given).rowwise
     assert made is not None
     decoded = REFERENCE.dequantize(DequantizeDesc(spec), made)
-    return measure(Cast(x, decoded, spec, scale_inverses(spec, made), real))
+    return measure(ObservedCast(x, decoded, spec, scale_inverses(spec, made), real))
 
 
 def test_underflow_counts_nonzero_values_that_became_zero() -> None:
@@ -57,7 +57,7 @@ def test_saturation_follows_the_scale() -> None:
 
 def test_a_value_that_became_zero_is_not_saturated() -> None:
     value, decoded = torch.tensor([[1.0, 2.0]]), torch.zeros(1, 2)
-    tally = measure(Cast(value, decoded, TENSORWISE, torch.zeros(1, 1)))
+    tally = measure(ObservedCast(value, decoded, TENSORWISE, torch.zeros(1, 1)))
     assert (tally.underflow, tally.saturated) == (2, 0)
 
 
@@ -120,7 +120,7 @@ def test_nan_and_inf_are_counted_and_left_out() -> None:
 
 def test_a_finite_value_that_became_nan_is_the_worst_error() -> None:
     value, decoded = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, math.nan]])
-    tally = measure(Cast(value, decoded, None, None))
+    tally = measure(ObservedCast(value, decoded, None, None))
     assert tally.sqnr_db == tally.worst_row == -math.inf
 
 
@@ -197,6 +197,6 @@ def test_adding_to_nothing_and_nothing_to_it() -> None:
 
 def test_what_was_not_compared_is_nan() -> None:
     value = torch.ones(2, 4)
-    tally = measure(Cast(value, value, TENSORWISE, torch.ones(1, 1), is_compared=False))
+    tally = measure(ObservedCast(value, value, TENSORWISE, torch.ones(1, 1), is_compared=False))
     assert all(math.isnan(n) for n in (tally.sqnr_db, tally.worst_row, tally.share(0)))
     assert (tally.amax, tally.blocks) == (1.0, 1)
