@@ -9,9 +9,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from fp8core.backend_api import ACTIVATIONS, GATED
+from fp8core.chain.call import Call
 from fp8core.chain.fusion import Fusion
 from fp8core.chain.once import OnlyOnce
-from fp8core.chain.protocol import Backward, Call, Forward, Saved, Want
+from fp8core.chain.protocol import Backward, Forward, Saved, TensorProgram
+from fp8core.chain.request import QuantizeRequest
 from fp8core.errors import OperandError, RecipeError, did_you_mean
 
 __all__ = ["GATED", "ActivationLink", "ActivationShape", "activation_shape"]
@@ -69,50 +71,59 @@ class ActivationLink:
     needs_rng: bool = False
     only_once: ClassVar[OnlyOnce | None] = None
 
-    def alone(self, rows: int, needs: Sequence[bool], call: Call) -> None:
-        """There is no shorter way."""
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> ActivationProgram:
+        """Return the program, which is the same for any number of rows."""
+        return ActivationProgram(self, needs_grad)
 
-    def wants(self, rows: int, needs: Sequence[bool], call: Call) -> None:
-        """Take the tensor as it is."""
 
-    def wants_grad(self, rows: int, needs: Sequence[bool], call: Call, context: object) -> None:
-        """Take the gradient as it is."""
+class ActivationProgram(TensorProgram[ActivationLink]):
+    """Activates; saves the input."""
+
+    __slots__ = ()
+
+    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
+        """Return the input."""
+        return saved
 
     def forward(
         self,
         x: torch.Tensor,
         params: Sequence[torch.Tensor],
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Forward:
-        """Activate; save the input."""
-        if self.shape.is_gated and x.shape[-1] % 2:
+        """Compute y.
+
+        Raises:
+            OperandError: a gated activation of an odd number of columns.
+        """
+        link = self._link
+        if link.shape.is_gated and x.shape[-1] % 2:
             raise OperandError(
-                f"{self.shape.name}: input {list(x.shape)} has no two halves; expected an even "
+                f"{link.shape.name}: input {list(x.shape)} has no two halves; expected an even "
                 f"number of columns."
             )
         y: Any
-        if out is not None and self.fusion is not None and out.is_plain:
-            y = self.fusion(out, x)[0]
+        if out is not None and link.fusion is not None and out.is_plain:
+            y = link.fusion(out, x)[0]
         else:
-            y = self.run(x)
+            y = link.run(x)
             y = y if out is None else out(y)
-        return Forward(y, (x,) if needs[0] else ())
+        return y, (x,) if self._needs_grad[0] else (), None
 
     def backward(
         self,
         grad: torch.Tensor,
         saved: Saved,
-        context: object,
+        context: Any,
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Backward:
         """Compute grad_x from the saved input."""
-        if not needs[0]:
-            return Backward(None, ())
-        if out is not None and self.backward_fusion is not None and out.is_plain:
-            return Backward(self.backward_fusion(out, grad, saved[0])[0], ())
-        grad_x = self.run_backward(grad, saved[0])
-        return Backward(grad_x if out is None else out(grad_x), ())
+        if not self._needs_grad[0]:
+            return (None,)
+        link = self._link
+        if out is not None and link.backward_fusion is not None and out.is_plain:
+            return (link.backward_fusion(out, grad, saved[0])[0],)
+        grad_x = link.run_backward(grad, saved[0])
+        return (grad_x if out is None else out(grad_x),)

@@ -16,11 +16,13 @@ from torch.autograd import forward_ad
 
 from fp8core.chain.activation import ActivationLink
 from fp8core.chain.bind import LinkShape, Site, bind_chain
+from fp8core.chain.call import Call
 from fp8core.chain.linear import LinearLink
-from fp8core.chain.norm import NormLink
+from fp8core.chain.norm import NormLink, NormProgram
 from fp8core.chain.once import OnlyOnce
 from fp8core.chain.pointwise import AddLink
-from fp8core.chain.protocol import Backward, Call, Link, Saved, Want
+from fp8core.chain.protocol import Backward, Link, Program, Saved
+from fp8core.chain.request import QuantizeRequest
 from fp8core.dispatch import policy, table
 from fp8core.errors import Fp8CoreError
 from fp8core.recipe.plan import HIGH_PRECISION
@@ -82,24 +84,31 @@ def converted(
     return own
 
 
-class _Norm(NormLink):
+class _DifferentiableNorm(NormLink):
     """A norm whose statistics belong to the graph, too."""
 
+    __slots__ = ()
+
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> NormProgram:
+        """Return the program, which computes the statistics again in backward."""
+        return _DifferentiableNormProgram(self, needs_grad)
+
+
+class _DifferentiableNormProgram(NormProgram):
     __slots__ = ()
 
     def backward(
         self,
         grad: torch.Tensor,
         saved: Saved,
-        context: object,
+        context: Any,
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Backward:
         """Compute the gradients from the saved input, and its statistics from that."""
         x, weight = saved[:2]
-        _, mean, rstd = self.run(x, weight)
-        return NormLink.backward(self, grad, (x, weight, mean, rstd), context, call, needs, out)
+        _, mean, rstd = self._link.run(x, weight)
+        return NormProgram.backward(self, grad, (x, weight, mean, rstd), context, call, out)
 
 
 def twins(links: Sequence[Link], like: torch.Tensor) -> tuple[Link, ...]:
@@ -119,21 +128,18 @@ def _bound(shape: LinkShape, device: torch.device, dtype: torch.dtype) -> Link:
         site = Site(HIGH_PRECISION, Binding(device, dtype), "torch's operators")
         (link,) = bind_chain((shape,), site)
     if isinstance(link, NormLink):
-        return _Norm(
+        return _DifferentiableNorm(
             link.shape, link.run, link.run_backward, None, None, None, num_params=link.num_params
         )
     return link
 
 
-def is_detached(link: Link, saved: Saved, needs: Sequence[bool]) -> bool:
-    """Say whether ``saved``, what ``link`` saved, lacks the history of a tensor that ``needs`` says
-    has one: padded, it is a copy."""
-    origins: Sequence[Any] = ()
-    if isinstance(link, LinearLink):
-        origins = (saved[0], *saved[3::3])
-    elif isinstance(link, NormLink | ActivationLink):
-        origins = saved[:2]
-    pairs = zip(origins, needs, strict=False)
+def is_detached(program: Program, saved: Saved, needs_grad: Sequence[bool]) -> bool:
+    """Say whether ``saved``, what ``program`` saved, lacks the history of a tensor that has one.
+
+    Padded, it is a copy. ``needs_grad`` says which of the input and the parameters have a history.
+    """
+    pairs = zip(program.origins(saved), needs_grad, strict=False)
     return any(need and own is not None and not own.requires_grad for own, need in pairs)
 
 

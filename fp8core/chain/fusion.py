@@ -17,7 +17,7 @@ from fp8core.backend_api import (
     Operand,
     Quantized,
 )
-from fp8core.chain.protocol import Handed, Want
+from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.dispatch import settings, table
 from fp8core.errors import UnsupportedError
 from fp8core.tensors.quantizer import LowPrecision, Orientations, Quantizer
@@ -43,7 +43,7 @@ class Fusion:
         self._packing = packing
         self._is_checked = is_checked
 
-    def __call__(self, out: Want, *arguments: Any) -> list[Any]:
+    def __call__(self, out: QuantizeRequest, *arguments: Any) -> list[Any]:
         """Return what the producer returns, its first tensor as ``out`` wants it."""
         run = self._runs[out.rowwise, out.columnwise, out.has_sums]
         keywords = {} if out.rng is None else {"rng": out.rng}
@@ -52,7 +52,7 @@ class Fusion:
         rows = arguments[0].shape[0]
         if self._is_checked:
             _check_orientations(made, out, rows, self._packing)
-        return [Handed(Orientations(*made), rows, sums), *rest]
+        return [Handover(Orientations(*made), rows, sums), *rest]
 
 
 def variants(fused: FusedDesc) -> dict[Variant, FusedDesc]:
@@ -105,7 +105,9 @@ def _elements_a_byte(format: str) -> int:
     return 2 if formats.by_name(format).bits == 4 else 1
 
 
-def _check_orientations(made: Quantized, out: Want, rows: int, packing: tuple[int, int]) -> None:
+def _check_orientations(
+    made: Quantized, out: QuantizeRequest, rows: int, packing: tuple[int, int]
+) -> None:
     """Refuse a result that is not the orientations asked for of a tensor of ``rows`` rows.
 
     Shapes tell a swap apart unless the tensor is square.

@@ -1,31 +1,54 @@
-"""The linear link: three GEMMs over three quantized tensors, dense or grouped."""
+"""The linear link: three GEMMs over three quantized tensors, dense or grouped.
+
+Backward needs the input along the rows and the weight along its output features, so forward
+quantizes each of them both ways and saves the second:
+
+====== ============================ ============================ =====================
+GEMM   a                            b                            result
+====== ============================ ============================ =====================
+fprop  input ``[m, k]``             weight ``[n, k]``            output ``[m, n]``
+dgrad  grad_output ``[m, n]``       weight, turned ``[k, n]``    grad_input ``[m, k]``
+wgrad  grad_output, turned ``[n, m]`` input, turned ``[k, m]``   grad_weight ``[n, k]``
+====== ============================ ============================ =====================
+
+:class:`LinearProgram` is all of it. What a call adds wraps it: :mod:`fp8core.chain.groups`,
+:mod:`fp8core.chain.padding`, :mod:`fp8core.chain.main_grad`, :mod:`fp8core.chain.stochastic`.
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.backend_api import GemmDesc, Operand
-from fp8core.chain.main_grad import Accumulating, accumulate
+from fp8core.backend_api import GemmDesc, Operand, Parts
+from fp8core.chain.call import Call
+from fp8core.chain.groups import FlatWeights, Grouped, operands_of
+from fp8core.chain.main_grad import Accumulating
 from fp8core.chain.once import OnlyOnce
-from fp8core.chain.padding import LayerPadding, PaddedCall
-from fp8core.chain.plain import PlainLinear, grad_input_of
-from fp8core.chain.protocol import Backward, Call, Forward, Handed, Saved, Want
+from fp8core.chain.padded import Padded, PaddedWeights
+from fp8core.chain.padding import LayerPadding
+from fp8core.chain.protocol import Backward, Forward, Program, Saved
+from fp8core.chain.request import Handover, QuantizeRequest
+from fp8core.chain.stochastic import Stochastic
+from fp8core.chain.stored import is_stored_as
 from fp8core.dispatch.select import Choice
+from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Cast, Quantizer
 from fp8core.tensors.scaling import DelayedState, update_after_backward
 from fp8core.tensors.weights import WeightQuantizer
+from fp8core.torch_ops import operators
 
-__all__ = ["LinearLink", "LinearShape", "turning"]
+__all__ = ["LinearLink", "LinearProgram", "LinearShape", "turning"]
 
 
 def turning(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return dgrad or wgrad ``run`` for a second operand, or one a group, that is still to be
-    turned: ``[k, n]``."""
+    """Return dgrad or wgrad ``run`` for a second operand that is still to be transposed.
+
+    It comes as ``[k, n]``, one or one per group.
+    """
 
     def turned(a: Operand, b: Any, *groups: torch.Tensor) -> Any:
         if isinstance(b, Operand):
@@ -33,9 +56,6 @@ def turning(run: Callable[..., Any]) -> Callable[..., Any]:
         return run(a, [Operand(own.data.t()) for own in b], *groups)
 
     return turned
-
-
-_NOT_SAVED: Saved = (None, None, None)
 
 
 class LinearShape(NamedTuple):
@@ -64,6 +84,147 @@ class LinearShape(NamedTuple):
         return self.num_weights * (1 if self.bias_dtype is None else 2)
 
 
+class LinearProgram:
+    """``y[m, n] = x[m, k] @ w[n, k].T + bias[n]`` for one answer to whose gradients are needed.
+
+    ``needs_grad`` is the input's, the weight's and, if there is one, the bias's. With ``chunked``
+    the gradient is cast some rows at a time.
+    """
+
+    __slots__ = (
+        *("_backward_state", "_bias_dtype", "_cast_grad", "_cast_input", "_dgrad", "_fprop"),
+        *("_grad_request", "_has_bias", "_needs_bias", "_needs_input", "_needs_weight", "_pair"),
+        *("_restore", "_weight", "_wgrad", "input_request"),
+    )
+
+    frees_early = True
+
+    def __init__(
+        self,
+        link: LinearLink,
+        needs_grad: Sequence[bool],
+        weight: WeightQuantizer,
+        *,
+        chunked: bool = False,
+    ) -> None:
+        rowwise, columnwise, *bias = needs_grad
+        shape = link.shape
+        self._needs_input, self._needs_weight, self._needs_bias = rowwise, columnwise, True in bias
+        self._has_bias = shape.bias_dtype is not None
+        self._bias_dtype = shape.bias_dtype
+        self._backward_state = link.backward_state
+        self._weight = weight
+        self._restore: Callable[..., Any] = operands_of if shape.groups else Operand
+        self._cast_input = link.input.cast_to(rowwise=True, columnwise=columnwise)
+        self._pair = weight.pair(link.input) if rowwise and columnwise else None
+        self._cast_grad: Cast | None = None
+        self._fprop, self._dgrad = link.fprop, link.dgrad
+        self._wgrad = _to_dtype(link.wgrad, link.grad_weight_dtype, shape.weight_dtype)
+        if chunked and rowwise and columnwise:
+            self._cast_grad = link.grad_output.cast_in_parts()
+            self._dgrad = _chunked(link.dgrad, link.grad_input_dtype)
+        elif rowwise or columnwise:
+            self._cast_grad = link.grad_output.cast_to(rowwise=rowwise, columnwise=columnwise)
+        self.input_request = QuantizeRequest(
+            link.input, link.input_dtype, columnwise=columnwise, cast=self._cast_input
+        )
+        self._grad_request = QuantizeRequest(
+            link.grad_output,
+            link.grad_dtype,
+            rowwise,
+            columnwise,
+            has_sums=self._needs_bias,
+            is_gradient=True,
+            cast=self._cast_grad,
+        )
+
+    def request_grad(self, call: Call) -> QuantizeRequest:
+        """Return the request for grad_output: rowwise for dgrad, columnwise for wgrad, its sums.
+
+        The cast will record an amax, so the update of the scales after backward is ordered first.
+        """
+        if self._backward_state is not None and self._cast_grad is not None:
+            update_after_backward(self._backward_state, call.backward_pass)
+        return self._grad_request
+
+    def takes_grad(self, grad_output: torch.Tensor) -> bool:
+        """Whether ``grad_output`` is stored quantized as its cast would store it."""
+        return self._cast_grad is not None and is_stored_as(
+            grad_output, self._grad_request.quantizer.plan
+        )
+
+    def num_rows(self, rows: int) -> int:
+        """Return ``rows``."""
+        return rows
+
+    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
+        """Return the input if it is saved, then the weights if they are."""
+        if not self._needs_weight:
+            return (None, *saved[::3])
+        return saved[::3]
+
+    def forward(
+        self,
+        x: Any,
+        params: Sequence[Any],
+        call: Call,
+        out: QuantizeRequest | None = None,
+    ) -> Forward:
+        """Compute y; save the input for wgrad and the weight for dgrad, each if it is needed."""
+        weight, keeping = params[0], call.keeping
+        pair = None if keeping is not None or isinstance(weight, QuantizedTensor) else self._pair
+        if pair is not None and not isinstance(x, Handover):
+            (x_row, x_column), (w_row, w_column) = pair(x, weight)
+        else:
+            x_row, x_column = x.take() if isinstance(x, Handover) else self._cast_input(x)
+            w_row, w_column = self._weight(weight, columnwise=self._needs_input, keeping=keeping)
+        bias = params[1] if self._has_bias else None
+        y = self._fprop(x_row, w_row, *call.groups, bias=bias)  # [m, k] x [n, k] -> [m, n]
+        x_row = w_row = None  # freed before the next program quantizes y
+        saved: Saved = x_column if self._needs_weight else ()
+        if self._needs_input:
+            saved = (*saved, *w_column)
+        return y if out is None else out(y), saved, None
+
+    def backward(
+        self,
+        grad: Any,
+        saved: list[torch.Tensor | None],
+        context: Callable[..., Any] | None,
+        call: Call,
+        out: QuantizeRequest | None = None,
+    ) -> Backward:
+        """Compute grad_input by dgrad, grad_weight by wgrad, each only if it is needed.
+
+        ``context``, if given, takes the place of wgrad.
+        """
+        grad_input = grad_weight = dy_row = dy_column = None
+        if isinstance(grad, Handover):
+            dy_row, dy_column = grad.take()
+            sums = grad.sums
+        else:
+            sums = (operators.column_sums(grad),) if self._needs_bias else ()
+            if self._cast_grad is not None:
+                if self._backward_state is not None:
+                    update_after_backward(self._backward_state, call.backward_pass)
+                dy_row, dy_column = self._cast_grad(grad)
+        if self._needs_input:
+            at = 3 if self._needs_weight else 0
+            weight: Any = self._restore(*saved[at:])
+            grad_input = self._dgrad(dy_row, weight, *call.groups)  # [m, n] x [k, n] -> [m, k]
+            del weight, saved[at:]  # freed before grad_weight is allocated
+            dy_row = None
+            if out is not None:
+                grad_input = out(grad_input)
+        if self._needs_weight:
+            wgrad = self._wgrad if context is None else context
+            x_column = Operand(*saved)  # type: ignore[arg-type]  # data is saved
+            grad_weight = wgrad(dy_column, x_column, *call.groups)  # [n, m] x [k, m] -> [n, k]
+        if not self._has_bias:
+            return grad_input, grad_weight
+        return grad_input, grad_weight, sums[0].to(self._bias_dtype) if self._needs_bias else None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearLink:
     """``y[m, n] = x[m, k] @ w[n, k].T + bias[n]``, or the same for each group of rows.
@@ -71,8 +232,8 @@ class LinearLink:
     Parameters come as ``(weight, bias)``, or ``(*weights, *biases)`` for a grouped link, without
     biases where ``shape.bias_dtype`` is None. ``input_dtype`` and ``grad_dtype`` are what the
     neighbours hand over. ``index`` tells the linears of one chain apart. ``choices`` says, by GEMM
-    and tensor, who computes. ``takes_parts``: whoever made the gradient of the output keeps it, so
-    that its cast may take its time.
+    and tensor, who computes. ``takes_parts``: the gradient of the output stays in memory during
+    backward, so that it may be cast some rows at a time.
     """
 
     shape: LinearShape
@@ -93,221 +254,91 @@ class LinearLink:
     num_params: int
     takes_parts: bool = False
     only_once: OnlyOnce | None = None
-    # What is the same in every call without padding, by whose gradients are needed: after None how
-    # the link runs alone, after False what it wants of its input, after True of its gradient.
-    _made: dict[Any, Any] = field(default_factory=dict)
+    # Programs by what they depend on: padding, chunks, and whose gradients are needed.
+    _programs: dict[tuple[bool, ...], LinearProgram] = field(default_factory=dict)
 
     @property
     def grad_input_dtype(self) -> torch.dtype:
-        """The dtype that dgrad is told to compute."""
-        desc = self.choices["dgrad"].desc
-        assert isinstance(desc, GemmDesc)
-        return desc.out_dtype
+        """The dtype that dgrad computes."""
+        return _out_dtype(self.choices["dgrad"])
 
-    def alone(self, rows: int, needs: Sequence[bool], call: Call) -> PlainLinear | None:
-        """Return the way without detours of a dense call that needs no padding."""
-        if self.needs_rng or call.groups or self.shape.accumulates:
-            return None
-        if self.padding is not None and self.padding.for_call(rows, call):
-            return None
-        in_parts = self._parts_help(rows)
-        key = (None, in_parts, *needs)
-        return self._made.get(key) or self._plain_linear(key, needs, in_parts)
+    @property
+    def grad_weight_dtype(self) -> torch.dtype:
+        """The dtype that wgrad computes."""
+        return _out_dtype(self.choices["wgrad"])
 
-    def _plain_linear(
-        self, key: tuple[bool | None, ...], needs: Sequence[bool], in_parts: bool
-    ) -> PlainLinear:
-        rowwise, columnwise = needs[0], needs[1]
-        cast_input = self.input.cast_to(rowwise=True, columnwise=columnwise)
-        casts = (cast_input, self._cast_grad(rowwise, columnwise, in_parts))
-        gemms = (self.fprop, self.dgrad, self.wgrad)
-        dtypes = (self.grad_input_dtype, self.shape.weight_dtype, self.shape.bias_dtype)
-        made = PlainLinear(
-            needs,
-            casts,
-            self.weight,
-            gemms,
-            pair=self.weight.beside(self.input),
-            grad_dtypes=dtypes,
-            grad_plan=self.grad_output.plan,
-            backward_state=self.backward_state,
-        )
-        self._made[key] = made
-        return made
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
+        """Return the program of a dense call, the same each time, wrapped for what ``call`` adds.
 
-    def _parts_help(self, rows: int) -> bool:
-        """Say whether parts of a gradient lower the peak of memory; nothing that a graph captures
-        takes parts, so no graph is guarded by its rows.
-
-        While dgrad runs there are the rowwise codes and those of the weight, ``rows n + k n``
-        bytes; while wgrad does, at least the ``2 k n`` bytes of grad_weight instead.
+        A gradient is cast in chunks where that lowers the peak of memory: while dgrad runs there
+        are the rowwise codes and those of the weight, ``rows n + k n`` bytes; while wgrad runs, at
+        least the ``2 k n`` bytes of grad_weight instead. A captured graph never chunks, so that
+        its rows guard nothing.
         """
-        return self.takes_parts and rows > self.shape.in_features
-
-    def _cast_grad(self, rowwise: bool, columnwise: bool, in_parts: bool) -> Cast | None:
-        """Return the call that casts a gradient with nothing to pad, group or draw."""
-        if in_parts and rowwise and columnwise:
-            return self.grad_output.cast_in_parts()
-        if rowwise or columnwise:
-            return self.grad_output.cast_to(rowwise=rowwise, columnwise=columnwise)
-        return None
-
-    def wants(self, rows: int, needs: Sequence[bool], call: Call) -> Want:
-        """Want the input quantized: rowwise for fprop, and columnwise if wgrad will run."""
         padded = None if self.padding is None else self.padding.for_call(rows, call)
-        if padded is None and not call.groups:
-            key = (False, *needs)
-            return self._made.get(key) or self._plain(key, needs)
-        columnwise = True in needs[1 : 1 + self.num_weights]
-        what = (self.input, self.input_dtype)
-        return Want(*what, columnwise=columnwise, call=call, padded=padded, rows=rows)
-
-    def wants_grad(self, rows: int, needs: Sequence[bool], call: Call, context: object) -> Want:
-        """Want grad_output quantized: rowwise for dgrad, columnwise for wgrad; summed for bias."""
-        if self.backward_state is not None and True in needs[: 1 + self.num_weights]:
-            update_after_backward(self.backward_state, call.backward_pass)  # the cast records
-        if isinstance(context, Accumulating):
-            context = context.padded
-        padded = context if isinstance(context, PaddedCall) else None
-        if padded is None and not call.groups and not self.needs_rng:
-            in_parts = self._parts_help(rows)
-            key = (True, in_parts, *needs)
-            return self._made.get(key) or self._plain_grad(key, needs, in_parts)
-        end = 1 + self.num_weights
-        need_input, need_weight = needs[0], True in needs[1:end]
-        has_sums = True in needs[end:]
-        rng = None
+        chunked = self.takes_parts and not call.groups and rows > self.shape.in_features
+        key = (padded is not None, chunked, *needs_grad)
+        linear = self._programs.get(key) or self._new_program(key, needs_grad)
+        program: Program = linear
+        count = self.num_weights
+        if self.shape.accumulates:
+            program = Accumulating(program, self.wgrad, needs_grad[1 : 1 + count])
+        if self.shape.groups:
+            bias_dtype = self.shape.bias_dtype
+            program = Grouped(
+                program, needs_grad, call, rows=rows, num_weights=count, bias_dtype=bias_dtype
+            )
+        if padded is not None:
+            program = Padded(program, padded, call, num_weights=count)
         if self.needs_rng and call.rng is not None:
-            rng = call.rng + torch.tensor((0, self.index << 32), device="cpu")
-        return Want(
-            self.grad_output,
-            self.grad_dtype,
-            rowwise=need_input,
-            columnwise=need_weight,
-            has_sums=has_sums,
-            rng=rng,
-            call=call,
-            padded=padded,
-            is_gradient=True,
-            rows=rows,
+            program = Stochastic(program, call.rng, self.index)
+        return program
+
+    def _new_program(self, key: tuple[bool, ...], needs_grad: Sequence[bool]) -> LinearProgram:
+        is_padded, chunked, *_ = key
+        weight = self.weight
+        if is_padded and self.padding is not None:
+            weight = PaddedWeights(weight, self.padding)
+        if self.shape.groups:
+            weight = FlatWeights(weight)
+            end = 1 + self.num_weights
+            # One program for all groups; the sums for biases come with the handover.
+            needs_grad = (needs_grad[0], True in needs_grad[1:end])
+        return self._programs.setdefault(
+            key, LinearProgram(self, needs_grad, weight, chunked=chunked)
         )
 
-    def _plain(self, key: tuple[bool, ...], needs: Sequence[bool]) -> Want:
-        """Return how a dense call without padding wants its input, the same object each time."""
-        columnwise = True in needs[1 : 1 + self.num_weights]
-        cast = self.input.cast_to(rowwise=True, columnwise=columnwise)
-        want = Want(self.input, self.input_dtype, columnwise=columnwise, cast=cast)
-        self._made[key] = want
-        return want
 
-    def _plain_grad(self, key: tuple[bool, ...], needs: Sequence[bool], in_parts: bool) -> Want:
-        """Return how the backward of such a call wants the gradient, without a seed."""
-        end = 1 + self.num_weights
-        rowwise, columnwise, has_sums = needs[0], True in needs[1:end], True in needs[end:]
-        cast = self._cast_grad(rowwise, columnwise, in_parts)
-        what = (self.grad_output, self.grad_dtype, rowwise, columnwise, has_sums)
-        want = Want(*what, is_gradient=True, cast=cast)
-        self._made[key] = want
-        return want
+def _out_dtype(choice: Choice) -> torch.dtype:
+    assert isinstance(choice.desc, GemmDesc)
+    return choice.desc.out_dtype
 
-    def forward(
-        self,
-        x: Handed,
-        params: Sequence[torch.Tensor],
-        call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
-    ) -> Forward:
-        """Compute y; save the columnwise input for wgrad and the columnwise weight for dgrad."""
-        count, padded, groups = self.num_weights, x.padded, call.groups
-        is_grouped = bool(self.shape.groups)
-        source: Any = params[:count] if is_grouped else params[0]
-        biases: Any = params[count:]
-        weight = source
-        if padded is not None:
-            groups = padded.groups
-            made, biases = padded.pad_weights(params[:count]), padded.pad_biases(biases)
-            weight = made if is_grouped else made[0]
-        w_row, w_column = self.weight(
-            weight, columnwise=needs[0], keeping=call.keeping, source=source
-        )
-        bias = None if not biases else biases if is_grouped else biases[0]
-        x_row, x_column = x.take()
-        y: Any = self.fprop(x_row, w_row, *groups, bias=bias)  # [m, k] x [n, k] -> [m, n]
-        x_row = w_row = None  # not needed while the next link quantizes y
-        if padded is not None:
-            y = padded.cut(y, x.rows, self.shape.out_features)
-        saved: Saved = _NOT_SAVED if x_column is None else x_column
-        if needs[0]:
-            turned = itertools.chain(*w_column) if is_grouped else w_column
-            saved = (*saved, *turned)
-        kept = Accumulating(padded, tuple(params[:count])) if self.shape.accumulates else padded
-        return Forward(y if out is None else out(y), saved, kept)
 
-    def backward(
-        self,
-        grad: Handed,
-        saved: list[torch.Tensor | None],
-        context: object,
-        call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
-    ) -> Backward:
-        """Compute grad_input by dgrad, grad_weight by wgrad, each only if needed."""
-        end = 1 + self.num_weights
-        groups = call.groups if grad.padded is None else grad.padded.groups
-        dy_row, dy_column = grad.take()
-        grad_input: Any = None
-        grad_weights: Sequence[torch.Tensor | None] = [None] * self.num_weights
-        if needs[0]:
-            weight: Any = self._saved_weight(saved)
-            if groups:
-                grad_input = self.dgrad(dy_row, weight, *groups)  # [m, n] x [k, n] -> [m, k]
-            else:
-                grad_input = grad_input_of(dy_row, weight, self.dgrad, self.grad_input_dtype)
-            weight = None
-            dy_row = None  # not needed while grad_weight is made
-            del saved[3:]
-            if grad.padded is not None:
-                grad_input = grad.padded.cut(grad_input, grad.rows, self.shape.in_features)
-            grad_input = grad_input if out is None else out(grad_input)
-        if dy_column is not None:
-            x_column = Operand(*saved[:3])  # type: ignore[arg-type]  # data is saved
-            operands = (dy_column, x_column, *groups)  # [n, m] x [k, m] -> [n, k]
-            if isinstance(context, Accumulating):
-                is_grouped = bool(self.shape.groups)
-                grad_weights = accumulate(
-                    self.wgrad, operands, context.weights, needs[1:end], is_grouped
-                )
-            else:
-                grad_weights = self._grad_weights(self.wgrad(*operands), needs[1:end])
-        return Backward(grad_input, (*grad_weights, *self._grad_biases(grad.sums, needs[end:])))
+def _to_dtype(
+    wgrad: Callable[..., Any], computed: torch.dtype, dtype: torch.dtype
+) -> Callable[..., Any]:
+    """Return ``wgrad``, which computes in ``computed``, with its results in ``dtype``."""
+    if computed == dtype:
+        return wgrad
 
-    def _saved_weight(self, saved: Saved) -> Operand | list[Operand]:
-        if not self.shape.groups:
-            return Operand(*saved[3:])  # type: ignore[arg-type]  # data is saved
-        return [Operand(*saved[i : i + 3]) for i in range(3, len(saved), 3)]  # type: ignore[arg-type]  # likewise
+    def run(dy: Operand, x: Operand, *groups: torch.Tensor) -> Any:
+        grads = wgrad(dy, x, *groups)
+        return [grad.to(dtype) for grad in grads] if groups else grads.to(dtype)
 
-    def _grad_weights(self, made: Any, needed: Sequence[bool]) -> Sequence[torch.Tensor | None]:
-        if not self.shape.groups:
-            return (self._fit(made),)
-        return [self._fit(grad) if need else None for grad, need in zip(made, needed, strict=True)]
+    return run
 
-    def _fit(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return a weight's gradient without padding and in the weight's dtype."""
-        n, k, dtype = self.shape.out_features, self.shape.in_features, self.shape.weight_dtype
-        if grad.shape != (n, k):  # asking costs a tenth of slicing to the same shape
-            grad = grad[:n, :k]
-        return grad if grad.dtype == dtype else grad.to(dtype)
 
-    def _grad_biases(
-        self, sums: Sequence[torch.Tensor], needed: Sequence[bool]
-    ) -> Sequence[torch.Tensor | None]:
-        if not needed:
-            return ()
-        if not sums:
-            return [None] * len(needed)
-        return [
-            own.to(self.shape.bias_dtype) if need else None
-            for own, need in zip(sums, needed, strict=True)
-        ]
+def _chunked(dgrad: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """Return ``dgrad`` for a gradient that may come in chunks of rows, into one tensor."""
+
+    def run(dy: Operand | Parts, weight: Operand) -> torch.Tensor:
+        grad_input: torch.Tensor
+        if isinstance(dy, Operand):
+            grad_input = dgrad(dy, weight)
+            return grad_input
+        grad_input = weight.data.new_empty((dy.rows, weight.data.shape[0]), dtype=dtype)
+        for start, end, chunk in dy:
+            dgrad(chunk, weight, out=grad_input[start:end])
+        return grad_input
+
+    return run

@@ -8,21 +8,64 @@ Megatron's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
-from fp8core.chain.padding import PaddedCall
+from fp8core.chain.call import Call
+from fp8core.chain.protocol import Forward, Program, Wrapper
+from fp8core.chain.request import QuantizeRequest
 from fp8core.errors import OperandError
 
 __all__ = ["Accumulating", "accumulate"]
 
 
-class Accumulating(NamedTuple):
-    """What backward has to know of a forward whose weight gradients are added elsewhere."""
+class Accumulating(Wrapper):
+    """Around a linear program: ``wgrad(..., out=main_grad)`` adds up the weights' gradients.
 
-    padded: PaddedCall | None
-    weights: tuple[torch.Tensor, ...]
+    ``needs_grad`` is the weights' alone. A missing ``main_grad`` is refused in backward, which may
+    be called again once it is there: so nothing is freed early.
+    """
+
+    __slots__ = ("_needs_grad", "_wgrad")
+
+    def __init__(
+        self, inner: Program, wgrad: Callable[..., Any], needs_grad: Sequence[bool]
+    ) -> None:
+        super().__init__(inner, inner.input_request)
+        self._wgrad = wgrad
+        self._needs_grad = needs_grad
+
+    @property
+    def frees_early(self) -> bool:
+        """Return False."""
+        return False
+
+    def forward(
+        self,
+        x: Any,
+        params: Sequence[Any],
+        call: Call,
+        out: QuantizeRequest | None = None,
+    ) -> Forward:
+        """Compute y; backward is told the weights, or the sequence of them if there are groups."""
+        y, saved, _ = super().forward(x, params, call, out)
+        return y, saved, partial(_add_to_main_grads, self._wgrad, params[0], self._needs_grad)
+
+
+def _add_to_main_grads(
+    wgrad: Callable[..., Any],
+    weights: Any,
+    needs_grad: Sequence[bool],
+    dy: Any,
+    x: Any,
+    *groups: torch.Tensor,
+) -> Any:
+    """Take the place of ``wgrad``: return what autograd gets, one for each group if there are."""
+    if groups:
+        return accumulate(wgrad, (dy, x, *groups), weights, needs_grad, is_grouped=True)
+    return accumulate(wgrad, (dy, x), (weights,), needs_grad, is_grouped=False)[0]
 
 
 def accumulate(
@@ -30,6 +73,7 @@ def accumulate(
     operands: tuple[Any, ...],
     weights: Sequence[torch.Tensor],
     needed: Sequence[bool],
+    *,
     is_grouped: bool,
 ) -> list[torch.Tensor | None]:
     """Add the gradients that ``wgrad(*operands, out=...)`` computes to each ``main_grad``.

@@ -8,9 +8,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from fp8core.chain.call import Call
 from fp8core.chain.fusion import Fusion
 from fp8core.chain.once import OnlyOnce
-from fp8core.chain.protocol import Backward, Call, Forward, Saved, Unadded, Want
+from fp8core.chain.protocol import Backward, Forward, Saved, TensorProgram, Unadded
+from fp8core.chain.request import QuantizeRequest
 
 __all__ = ["NormLink", "NormShape"]
 
@@ -48,58 +50,61 @@ class NormLink:
     needs_rng: bool = False
     only_once: ClassVar[OnlyOnce | None] = None
 
-    def alone(self, rows: int, needs: Sequence[bool], call: Call) -> None:
-        """There is no shorter way."""
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> NormProgram:
+        """Return the program, which is the same for any number of rows."""
+        return NormProgram(self, needs_grad)
 
-    def wants(self, rows: int, needs: Sequence[bool], call: Call) -> None:
-        """Take the tensor as it is."""
 
-    def wants_grad(self, rows: int, needs: Sequence[bool], call: Call, context: object) -> None:
-        """Take the gradient as it is."""
+class NormProgram(TensorProgram[NormLink]):
+    """Normalizes; saves the input and its statistics."""
+
+    __slots__ = ()
+
+    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
+        """Return the input and the weight."""
+        return saved[:2]
 
     def forward(
         self,
         x: Any,
         params: Sequence[torch.Tensor],
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Forward:
-        """Normalize; save the input and its statistics."""
+        """Compute y, of the sum where the link before left that to this one."""
         y: Any
+        link = self._link
         if isinstance(x, Unadded):
-            assert self.run_added is not None
-            x, y, mean, rstd = self.run_added(*x, *params)
+            assert link.run_added is not None
+            x, y, mean, rstd = link.run_added(*x, *params)
             y = y if out is None else out(y)
-        elif out is not None and self.fusion is not None and out.is_plain:
-            y, mean, rstd = self.fusion(out, x, *params)
+        elif out is not None and link.fusion is not None and out.is_plain:
+            y, mean, rstd = link.fusion(out, x, *params)
         else:
-            y, mean, rstd = self.run(x, *params)
+            y, mean, rstd = link.run(x, *params)
             y = y if out is None else out(y)
-        if True not in needs:
-            return Forward(y, ())
-        return Forward(y, (x, params[0], mean, rstd))
+        return y, (x, params[0], mean, rstd) if True in self._needs_grad else (), None
 
     def backward(
         self,
         grad: torch.Tensor,
         saved: Saved,
-        context: object,
+        context: Any,
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Backward:
         """Compute the three gradients; those of the parameters are summed in float32."""
         grad_x: Any
-        if out is not None and self.backward_fusion is not None and out.is_plain:
-            grad_x, *grads = self.backward_fusion(out, grad, *saved)
+        link, needs = self._link, self._needs_grad
+        if out is not None and link.backward_fusion is not None and out.is_plain:
+            grad_x, *grads = link.backward_fusion(out, grad, *saved)
             out = None
         else:
-            grad_x, *grads = self.run_backward(grad, *saved)
+            grad_x, *grads = link.run_backward(grad, *saved)
         grad_params = [
-            own.to(self.shape.weight_dtype) if needed else None
-            for own, needed in zip(grads[: self.num_params], needs[1:], strict=True)
+            total.to(link.shape.weight_dtype) if needed else None
+            for total, needed in zip(grads[: link.num_params], needs[1:], strict=True)
         ]
         if not needs[0]:
-            return Backward(None, grad_params)
-        return Backward(grad_x if out is None else out(grad_x), grad_params)
+            return (None, *grad_params)
+        return (grad_x if out is None else out(grad_x), *grad_params)

@@ -64,6 +64,24 @@ class LayerPadding:
         index = torch.arange(rows, device="cpu") + shift
         return PaddedCall(self, rows, sum(padded), index, (ends,))
 
+    @property
+    def is_of_features(self) -> bool:
+        """Whether weights are padded, and not rows alone."""
+        return bool(self.in_features or self.out_features)
+
+    def pad_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return ``weight [out_features, in_features]`` with the zeros added."""
+        return torch.nn.functional.pad(weight, (0, self.in_features, 0, self.out_features))
+
+    def pad_bias(self, bias: torch.Tensor) -> torch.Tensor:
+        """Return ``bias [out_features]`` with the zeros added."""
+        return torch.nn.functional.pad(bias, (0, self.out_features))
+
+    def cut_grad_weight(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of a padded weight without that of the zeros."""
+        rows, columns = grad.shape
+        return grad[: rows - self.out_features, : columns - self.in_features]
+
     def _report(self, *, is_grouped: bool) -> None:
         """Log the padding: of features once for each layer, of rows alone once for all layers."""
         features = (("input features", self.in_features), ("output features", self.out_features))
@@ -98,19 +116,11 @@ class PaddedCall:
         """Pad ``grad [rows, out_features]``."""
         return self._pad(grad, self.layer.out_features)
 
-    def pad_weights(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Pad each ``weight [out_features, in_features]``."""
-        amount = (0, self.layer.in_features, 0, self.layer.out_features)
-        return [torch.nn.functional.pad(weight, amount) for weight in weights]
-
-    def pad_biases(self, biases: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Pad each ``bias [out_features]``."""
-        return [torch.nn.functional.pad(bias, (0, self.layer.out_features)) for bias in biases]
-
-    def cut(self, y: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        """Return the ``[rows, columns]`` of ``y`` that are not padding, contiguous."""
+    def cut(self, y: torch.Tensor, padded_columns: int) -> torch.Tensor:
+        """Return ``y`` without the padding of its rows and its last columns, contiguous."""
+        rows = self.unpadded
         kept = y[:rows] if self.index is None else y.index_select(0, self.index.to(y.device))
-        return kept[:, :columns].contiguous()
+        return kept[:, : y.shape[1] - padded_columns].contiguous()
 
     def _pad(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         if x.shape[0] != self.unpadded:  # to pad by a negative amount would be to crop

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from fp8core.chain.call import Call
 from fp8core.chain.once import OnlyOnce
-from fp8core.chain.protocol import Backward, Call, Forward, Saved, Unadded, Want
+from fp8core.chain.protocol import Backward, Forward, Saved, TensorProgram, Unadded
+from fp8core.chain.request import QuantizeRequest
 from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError
 from fp8core.torch_ops import fused, operators
@@ -63,155 +65,176 @@ class OutputShape(NamedTuple):
     num_params: int = 0
 
 
-class _Plain:
-    """Takes tensors and gradients as they are."""
-
-    __slots__ = ()
-
-    @property
-    def only_once(self) -> OnlyOnce | None:
-        """Torch's operators compute it anyway."""
-        return None
-
-    def alone(self, rows: int, needs: Sequence[bool], call: Call) -> None:
-        """There is no shorter way."""
-
-    def wants(self, rows: int, needs: Sequence[bool], call: Call) -> None:
-        """Take the tensor as it is."""
-
-    def wants_grad(self, rows: int, needs: Sequence[bool], call: Call, context: object) -> None:
-        """Take the gradient as it is."""
-
-
-def _hand(y: torch.Tensor, out: Want | None) -> Any:
+def _hand(y: torch.Tensor, out: QuantizeRequest | None) -> Any:
     return y if out is None else out(y)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OutputLink(_Plain):
+class OutputLink:
     """Passes everything on; where a layer returns the value, it runs the two sides apart."""
 
     num_params: int = 0
     needs_rng: bool = False
+    only_once: ClassVar[OnlyOnce | None] = None
+
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> OutputProgram:
+        """Return the program, which is the same for any number of rows."""
+        return OutputProgram(self, needs_grad)
+
+
+class OutputProgram(TensorProgram[OutputLink]):
+    """Passes the value and its gradient on."""
+
+    __slots__ = ()
 
     def forward(
         self,
         x: torch.Tensor,
         params: Sequence[torch.Tensor],
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Forward:
-        """Pass the value on."""
-        return Forward(_hand(x, out), ())
+        """Return ``x``."""
+        return _hand(x, out), (), None
 
     def backward(
         self,
         grad: torch.Tensor,
         saved: Saved,
-        context: object,
+        context: Any,
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Backward:
-        """Pass the gradient on."""
-        return Backward(_hand(grad, out) if needs[0] else None, ())
+        """Return ``grad``."""
+        return (_hand(grad, out) if self._needs_grad[0] else None,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BiasLink(_Plain):
+class BiasLink:
     """``y = x + bias``."""
 
     shape: BiasShape
     num_params: int = 1
     needs_rng: bool = False
+    only_once: ClassVar[OnlyOnce | None] = None
+
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> BiasProgram:
+        """Return the program, which is the same for any number of rows."""
+        return BiasProgram(self, needs_grad)
+
+
+class BiasProgram(TensorProgram[BiasLink]):
+    """Adds the bias; nothing is saved."""
+
+    __slots__ = ()
 
     def forward(
         self,
         x: torch.Tensor,
         params: Sequence[torch.Tensor],
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Forward:
         """Add the bias."""
-        return Forward(_hand((x + params[0]).to(x.dtype), out), ())
+        return _hand((x + params[0]).to(x.dtype), out), (), None
 
     def backward(
         self,
         grad: torch.Tensor,
         saved: Saved,
-        context: object,
+        context: Any,
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Backward:
         """Pass the gradient on; sum it in float32 for the bias."""
-        grad_bias = operators.column_sums(grad).to(self.shape.dtype) if needs[1] else None
-        return Backward(_hand(grad, out) if needs[0] else None, (grad_bias,))
+        needs_input, needs_bias = self._needs_grad
+        dtype = self._link.shape.dtype
+        grad_bias = operators.column_sums(grad).to(dtype) if needs_bias else None
+        return _hand(grad, out) if needs_input else None, grad_bias
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DropoutLink(_Plain):
-    """Zeroes elements with probability ``p``, scales the rest by ``1 / (1 - p)``.
-
-    The mask is made anew in backward from the call's seed and offset; nothing is saved.
-    """
+class DropoutLink:
+    """Zeroes elements with probability ``p``, scales the rest by ``1 / (1 - p)``."""
 
     shape: DropoutShape
     index: int
     needs_rng: bool
     num_params: int = 0
+    only_once: ClassVar[OnlyOnce | None] = None
 
-    def _drop(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        if not self.needs_rng:
-            return x
-        if call.rng is None:  # under a transform, where torch decides what an example draws
-            return torch.nn.functional.dropout(x, self.shape.p)
-        return fused.drop(x, call.rng, self.index, self.shape.p)
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> DropoutProgram:
+        """Return the program, which is the same for any number of rows."""
+        return DropoutProgram(self, needs_grad)
+
+
+class DropoutProgram(TensorProgram[DropoutLink]):
+    """Drops; backward computes the mask again from the call's seed and offset."""
+
+    __slots__ = ()
 
     def forward(
         self,
         x: torch.Tensor,
         params: Sequence[torch.Tensor],
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Forward:
         """Drop."""
-        return Forward(_hand(self._drop(x, call), out), ())
+        return _hand(self._drop(x, call), out), (), None
 
     def backward(
         self,
         grad: torch.Tensor,
         saved: Saved,
-        context: object,
+        context: Any,
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Backward:
         """Drop the same elements of the gradient."""
-        return Backward(_hand(self._drop(grad, call), out) if needs[0] else None, ())
+        return (_hand(self._drop(grad, call), out) if self._needs_grad[0] else None,)
+
+    def _drop(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        link = self._link
+        if not link.needs_rng:
+            return x
+        if call.rng is None:  # under a transform, where torch decides what an example draws
+            return torch.nn.functional.dropout(x, link.shape.p)
+        return fused.drop(x, call.rng, link.index, link.shape.p)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AddLink(_Plain):
+class AddLink:
     """``y = x + residual``, rounded once to the dtype of ``x``; left to the next link if it can."""
 
     shape: AddShape
     is_left_to_next: bool = False
     num_params: int = 1
     needs_rng: bool = False
+    only_once: ClassVar[OnlyOnce | None] = None
+
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> AddProgram:
+        """Return the program, which is the same for any number of rows."""
+        return AddProgram(self, needs_grad)
+
+
+class AddProgram(TensorProgram[AddLink]):
+    """Adds; backward is told the residual's shape."""
+
+    __slots__ = ()
 
     def forward(
         self,
         x: torch.Tensor,
         params: Sequence[torch.Tensor],
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Forward:
-        """Add."""
+        """Add, or hand both on.
+
+        Raises:
+            OperandError: the residual does not have the shape of the chain's input.
+        """
         shape = params[0].shape
         if params[0].numel() != x.numel() or shape[-1:] != x.shape[-1:]:
             raise OperandError(
@@ -219,61 +242,69 @@ class AddLink(_Plain):
                 f"the leading dimensions of the chain's input."
             )
         residual = unwrap(params[0], "residual add: the extra input").reshape(x.shape)
-        if self.is_left_to_next and residual.dtype == x.dtype:
-            return Forward(Unadded(x, residual), (), shape)
-        return Forward(_hand((x + residual).to(x.dtype), out), (), shape)
+        if self._link.is_left_to_next and residual.dtype == x.dtype:
+            return Unadded(x, residual), (), shape
+        return _hand((x + residual).to(x.dtype), out), (), shape
 
     def backward(
         self,
         grad: torch.Tensor,
         saved: Saved,
-        context: object,
+        context: Any,
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Backward:
         """Both inputs get the gradient."""
-        residual = grad.reshape(context) if needs[1] else None  # type: ignore[call-overload]  # a shape
-        return Backward(_hand(grad, out) if needs[0] else None, (residual,))
+        needs_input, needs_residual = self._needs_grad
+        residual = grad.reshape(context) if needs_residual else None
+        return _hand(grad, out) if needs_input else None, residual
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantizeLink(_Plain):
-    """Rounds values to a low-precision format and back, as the next layer would see them."""
+class QuantizeLink:
+    """Rounds values to a low-precision format and back, as the next layer would see them.
+
+    ``only_once``: what it rounds has no derivative but the one that backward takes.
+    """
 
     shape: QuantizeShape
     round_forward: Callable[[torch.Tensor], torch.Tensor]
     round_backward: Callable[[torch.Tensor], torch.Tensor]
-    rounding_for: OnlyOnce | None
+    only_once: OnlyOnce | None
     num_params: int = 0
     needs_rng: bool = False
 
-    @property
-    def only_once(self) -> OnlyOnce | None:
-        """What it rounds has no derivative but the one that backward takes."""
-        return self.rounding_for
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> QuantizeProgram:
+        """Return the program, which is the same for any number of rows."""
+        return QuantizeProgram(self, needs_grad)
+
+
+class QuantizeProgram(TensorProgram[QuantizeLink]):
+    """Rounds values, gradients, or both."""
+
+    __slots__ = ()
 
     def forward(
         self,
         x: torch.Tensor,
         params: Sequence[torch.Tensor],
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Forward:
-        """Round the value, if asked for."""
-        return Forward(_hand(self.round_forward(x) if self.shape.forward else x, out), ())
+        """Round the value, if the shape says so."""
+        link = self._link
+        return _hand(link.round_forward(x) if link.shape.forward else x, out), (), None
 
     def backward(
         self,
         grad: torch.Tensor,
         saved: Saved,
-        context: object,
+        context: Any,
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Backward:
-        """Pass the gradient straight through, rounded if asked for."""
-        if not needs[0]:
-            return Backward(None, ())
-        return Backward(_hand(self.round_backward(grad) if self.shape.backward else grad, out), ())
+        """Pass the gradient straight through, rounded if the shape says so."""
+        if not self._needs_grad[0]:
+            return (None,)
+        link = self._link
+        return (_hand(link.round_backward(grad) if link.shape.backward else grad, out),)

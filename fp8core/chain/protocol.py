@@ -1,81 +1,37 @@
-"""What a link of a chain is: stateless, forward and backward over plain tensors.
+"""What a chain consists of: links, and the program that each gives for a call.
 
-Neighbours talk through :class:`Want`: a link is told how its neighbour wants the result, and calls
-``out(y)``, or lets a fused operation of the backend make the same :class:`Handed` in one go.
+A link holds what was bound: callables of a backend, no tensors and no sizes. Asked for a number of
+rows, for whose gradients are needed and for a call, it gives a program, which computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from fp8core.chain.call import DENSE, Call
+from fp8core.chain.call import Call
 from fp8core.chain.once import OnlyOnce
-from fp8core.chain.padding import PaddedCall, RowsChanged
-from fp8core.chain.stored import is_stored_as, take_operands
-from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import Cast, Orientations, Quantizer
-from fp8core.torch_ops import operators
+from fp8core.chain.request import Handover, QuantizeRequest
 
 __all__ = [
-    "DENSE",
-    "Alone",
-    "Backward",
-    "Call",
-    "Forward",
-    "Handed",
-    "Link",
-    "OnlyOnce",
-    "Program",
-    "Saved",
-    "Unadded",
-    "Value",
-    "Want",
+    *("Backward", "Forward", "Link", "Program", "Saved", "TensorProgram", "Unadded", "Value"),
+    "Wrapper",
 ]
 
 Saved: TypeAlias = "Sequence[torch.Tensor | None]"
 """Plain tensors, so that checkpointing, offload hooks and compilers see them."""
 
+Forward: TypeAlias = "tuple[Any, Saved, object]"
+"""The output, the tensors that backward needs, and what else it needs, None for nothing."""
 
-class Handed:
-    """A tensor as its consumer wanted it: quantized, padded, with its column sums if asked for.
-
-    ``sums`` are float32 ``[cols]``, one a group, of the tensor before quantization, which has
-    ``rows`` rows before padding.
-    """
-
-    __slots__ = ("operands", "padded", "rows", "sums")
-
-    def __init__(
-        self,
-        operands: Orientations,
-        rows: int,
-        sums: Sequence[torch.Tensor] = (),
-        padded: PaddedCall | None = None,
-    ) -> None:
-        self.operands = operands
-        self.sums = sums
-        self.padded = padded
-        self.rows = rows
-
-    def take(self) -> Orientations:
-        """Return the operands and forget them, so that each is freed after the GEMM that reads it.
-
-        Whoever calls a link holds on to what it hands over; of a large layer's gradient, two
-        orientations at once are what its peak of memory is made of.
-        """
-        taken, self.operands = self.operands, _TAKEN
-        return taken
-
-
-_TAKEN = Orientations(None, None)
+Backward: TypeAlias = "Sequence[Any]"
+"""The gradient of the input, then those of the parameters; None where none is needed."""
 
 
 class Unadded(NamedTuple):
-    """``x [rows, n]`` and what is to be added to it, for a link that adds them itself."""
+    """``x [rows, n]`` and a residual, for a program that adds the two itself."""
 
     x: torch.Tensor
     residual: torch.Tensor
@@ -86,121 +42,61 @@ class Unadded(NamedTuple):
         return self.x.shape[0]
 
 
-Value: TypeAlias = "torch.Tensor | Handed | Unadded"
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """How a link wants a tensor ``y [rows, cols]``; call it with ``y`` in ``dtype``.
-
-    ``cast`` makes the operands where there is nothing to pad or to group. ``rows``, where it is
-    told, is how many ``y`` has to have.
-    """
-
-    quantizer: Quantizer
-    dtype: torch.dtype
-    rowwise: bool = True
-    columnwise: bool = True
-    has_sums: bool = False
-    rng: torch.Tensor | None = None
-    call: Call = DENSE
-    padded: PaddedCall | None = None
-    is_gradient: bool = False
-    cast: Cast | None = None
-    rows: int | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a fused operation can make it: dense, not padded, something to quantize."""
-        return self.padded is None and not self.call.groups and (self.rowwise or self.columnwise)
-
-    def takes(self, y: torch.Tensor) -> bool:
-        """Whether ``y`` is stored quantized as it is wanted, so that nothing has to be cast."""
-        return self.is_plain and is_stored_as(y, self.quantizer.plan)
-
-    def __call__(self, y: torch.Tensor) -> Handed:
-        """Sum, pad and quantize ``y``; one that it :meth:`takes` hands over what it holds.
-
-        Raises:
-            RowsChanged: ``y`` has other rows than the call, whose groups or padding it is to get.
-        """
-        rows, groups = y.shape[0], self.call.groups
-        if self.rows is not None and rows != self.rows:
-            raise RowsChanged("linear", self.rows, y.shape)
-        if isinstance(y, QuantizedTensor) and self.takes(y):
-            sums = self._sums(y.dequantize()) if self.has_sums else ()
-            return Handed(take_operands(y, self.rowwise, self.columnwise), rows, sums)
-        sums = self._sums(y) if self.has_sums else ()
-        if self.cast is not None:
-            return Handed(self.cast(y), rows, sums)
-        if not (self.rowwise or self.columnwise):
-            return Handed(Orientations(None, None), rows, sums, self.padded)
-        if self.padded is not None:
-            groups = self.padded.groups
-            pad = self.padded.pad_grad_output if self.is_gradient else self.padded.pad_input
-            y = pad(y)
-        operands = self.quantizer(
-            y, groups, rowwise=self.rowwise, columnwise=self.columnwise, rng=self.rng
-        )
-        return Handed(operands, rows, sums, self.padded)
-
-    def _sums(self, y: torch.Tensor) -> Sequence[torch.Tensor]:
-        if self.call.has_device_groups:
-            return _sums_of_groups(y, self.call.groups[0])
-        parts = torch.split(y, list(self.call.splits)) if self.call.groups else (y,)
-        return [operators.column_sums(part) for part in parts]
-
-
-def _sums_of_groups(y: torch.Tensor, group_offsets: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the column sums of each group of rows, float32 ``[n]``; nobody waits for offsets."""
-    wide = y if y.dtype == torch.float64 else y.to(torch.float32)
-    made = torch.segment_reduce(wide, "sum", offsets=group_offsets, axis=0, unsafe=True)
-    return made.unbind(0)
-
-
-class Forward(NamedTuple):
-    """The output, what backward needs as tensors, and the rest of it as a value."""
-
-    output: Any
-    saved: Saved
-    context: object = None
-
-
-class Backward(NamedTuple):
-    """The gradient of the input, None if nobody needs it, and those of the parameters."""
-
-    grad_input: Any
-    grad_params: Sequence[torch.Tensor | None]
+Value: TypeAlias = "torch.Tensor | Handover | Unadded"
+"""What a program is given: a tensor, or what its request made of one."""
 
 
 class Program(Protocol):
-    """What has run forward, and knows the way back.
+    """A link ready to compute one kind of call: forward, and backward from what forward saved.
 
-    ``frees_early``: what was saved may go as soon as backward has read it, so that a backward that
-    fails cannot be called again.
+    A tensor that it takes by a request may come as the request's handover, or as it is.
     """
 
-    frees_early: bool
+    @property
+    def frees_early(self) -> bool:
+        """Whether saved tensors are freed as backward reads them; it cannot be repeated then."""
 
-    def takes(self, grad_output: torch.Tensor, call: Call) -> bool:
-        """Whether ``grad_output`` is stored quantized as the last link wants it."""
+    @property
+    def input_request(self) -> QuantizeRequest | None:
+        """How it wants its input from the program before it; None: as a tensor."""
 
-    def backward(
-        self, grad_output: torch.Tensor, saved: list[torch.Tensor | None], call: Call
-    ) -> Sequence[torch.Tensor | None]:
-        """Return the gradients of x ``[rows, k]`` and of the parameters; empties ``saved``.
+    def request_grad(self, call: Call) -> QuantizeRequest | None:
+        """Return how it wants the gradient of its output, which is about to be computed."""
 
-        ``grad_output`` is ``[rows, n]``, ``saved`` what forward saved.
-        """
+    def takes_grad(self, grad_output: torch.Tensor) -> bool:
+        """Whether ``grad_output`` is stored quantized as it wants it."""
 
+    def num_rows(self, rows: int) -> int:
+        """Return how many rows the output has if the input has ``rows``."""
 
-class Alone(Program, Protocol):
-    """A link that is a chain of its own."""
+    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
+        """Return which of ``saved`` stand for the input and the parameters, in this order."""
 
     def forward(
-        self, x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
-    ) -> tuple[torch.Tensor, Saved]:
-        """Return ``y [rows, n]`` and what backward needs."""
+        self,
+        x: Any,
+        params: Sequence[Any],
+        call: Call,
+        out: QuantizeRequest | None = None,
+    ) -> Forward:
+        """Compute from ``x [rows, k]``, a tensor or what ``input_request`` made of it.
+
+        The output goes through ``out``, the request of the next program, if there is one.
+        """
+
+    def backward(
+        self,
+        grad: Any,
+        saved: list[torch.Tensor | None],
+        context: Any,
+        call: Call,
+        out: QuantizeRequest | None = None,
+    ) -> Backward:
+        """Compute the gradients from ``grad [rows, n]``, a tensor or as it was requested.
+
+        ``saved`` and ``context`` come from forward; ``saved`` may be emptied to free memory early.
+        The gradient of the input goes through ``out``, the request of the program before.
+        """
 
 
 class Link(Protocol):
@@ -218,41 +114,106 @@ class Link(Protocol):
     def only_once(self) -> OnlyOnce | None:
         """Why torch's own operators may not take its place; None in high precision: they may."""
 
-    def alone(self, rows: int, needs: Sequence[bool], call: Call) -> Alone | None:
-        """Return a shorter way to run the link as the only one of its chain, if it has one."""
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
+        """Return what computes ``call`` for an input of ``rows`` rows.
 
-    def wants(self, rows: int, needs: Sequence[bool], call: Call) -> Want | None:
-        """Say how it wants its input; None: the tensor as it is."""
+        ``needs_grad`` says whose gradient backward has to return: the input's, then each
+        parameter's.
+        """
 
-    def wants_grad(
-        self, rows: int, needs: Sequence[bool], call: Call, context: object
-    ) -> Want | None:
-        """Say how it wants the gradient of its output."""
+
+_Link = TypeVar("_Link")
+
+
+class TensorProgram(Generic[_Link]):
+    """Base of the programs that take tensors and gradients as they are, and keep the rows."""
+
+    __slots__ = ("_link", "_needs_grad")
+
+    frees_early = True
+    input_request: QuantizeRequest | None = None
+
+    def __init__(self, link: _Link, needs_grad: Sequence[bool]) -> None:
+        self._link = link
+        self._needs_grad = needs_grad
+
+    def request_grad(self, call: Call) -> QuantizeRequest | None:
+        """Return None: the gradient is taken as it is."""
+        return None
+
+    def takes_grad(self, grad_output: torch.Tensor) -> bool:
+        """Return False: a gradient that is stored quantized is dequantized first."""
+        return False
+
+    def num_rows(self, rows: int) -> int:
+        """Return ``rows``."""
+        return rows
+
+    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
+        """Return nothing: neither input nor parameters are saved."""
+        return ()
+
+
+class Wrapper:
+    """Base of the programs around another one, which change what goes in and what comes out.
+
+    The inner program is always given the handover that the wrapper's own requests make.
+    """
+
+    __slots__ = ("_inner", "input_request")
+
+    def __init__(self, inner: Program, input_request: QuantizeRequest | None) -> None:
+        self._inner = inner
+        self.input_request = input_request
+
+    @property
+    def frees_early(self) -> bool:
+        """As the inner program."""
+        return self._inner.frees_early
+
+    def request_grad(self, call: Call) -> QuantizeRequest | None:
+        """Return the inner program's request."""
+        return self._inner.request_grad(call)
+
+    def takes_grad(self, grad_output: torch.Tensor) -> bool:
+        """As the inner program."""
+        return self._inner.takes_grad(grad_output)
+
+    def num_rows(self, rows: int) -> int:
+        """As the inner program."""
+        return self._inner.num_rows(rows)
+
+    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
+        """As the inner program."""
+        return self._inner.origins(saved)
 
     def forward(
         self,
         x: Any,
-        params: Sequence[torch.Tensor],
+        params: Sequence[Any],
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Forward:
-        """Compute from ``x``: what :meth:`wants` made of ``[rows, k]``, or that tensor itself.
-
-        ``needs`` says whose gradient backward will be asked for: the input's, then each
-        parameter's. The output goes through ``out`` if there is one.
-        """
+        """Run the inner program on what the wrapper's request makes of ``x``."""
+        return self._inner.forward(self._input(x), params, call, out)
 
     def backward(
         self,
         grad: Any,
         saved: list[torch.Tensor | None],
-        context: object,
+        context: Any,
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Backward:
-        """Compute the gradients that ``needs`` asks for; grad_input goes through ``out``.
+        """Run the inner program's backward on what the wrapper's request makes of ``grad``."""
+        return self._inner.backward(self._grad(grad, call), saved, context, call, out)
 
-        ``saved`` is the link's own to empty: what leaves it early is freed early.
-        """
+    def _input(self, x: Any) -> Any:
+        request = self.input_request
+        return x if request is None or isinstance(x, Handover) else request(x)
+
+    def _grad(self, grad: Any, call: Call) -> Any:
+        if isinstance(grad, Handover):
+            return grad
+        request = self.request_grad(call)
+        return grad if request is None else request(grad)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from fp8core.chain.call import DENSE, Call
 from fp8core.chain.differentiable import (
     Unfused,
     converted,
@@ -18,8 +19,8 @@ from fp8core.chain.differentiable import (
     twins,
 )
 from fp8core.chain.once import COMPUTED_AS_ONE, OnlyOnce
-from fp8core.chain.protocol import DENSE, Call, Link, Program, Saved
-from fp8core.chain.steps import Step, Steps, run_steps
+from fp8core.chain.protocol import Link, Program, Saved
+from fp8core.chain.series import Series
 from fp8core.chain.unwrap import (
     PLAIN,
     are_readable,
@@ -57,10 +58,11 @@ class _Chain(torch.autograd.Function):
     def forward(
         ctx: Any, links: tuple[Link, ...], call: Call, x: torch.Tensor, *params: torch.Tensor
     ) -> torch.Tensor:
-        y, saved, program = _forward(links, call, x, params, ctx.needs_input_grad[2:])
+        y, saved, context, program = _forward(links, call, x, params, ctx.needs_input_grad[2:])
         ctx.save_for_backward(*saved)
         ctx.links = links
         ctx.program = program
+        ctx.context = context
         ctx.call = call
         ctx.input_shape = x.shape
         return y
@@ -145,8 +147,9 @@ def _unwrap(
     """Return plain tensors, but for what is stored quantized and used as the operand that it is:
     an input as the first link wants it, and weights, which their quantizers look at."""
     first = links[0]
-    want = first.wants(x.numel() // x.shape[-1], (True,) * (1 + first.num_params), call)
-    if want is None or not want.takes(x):
+    rows, needs_grad = x.numel() // x.shape[-1], (True,) * (1 + first.num_params)
+    request = first.program(rows, needs_grad, call).input_request
+    if request is None or not request.takes(x):
         x = unwrap(x, "input")
     return x, [p if isinstance(p, QuantizedTensor) else unwrap(p, "a parameter") for p in params]
 
@@ -233,23 +236,25 @@ def _forward(
     call: Call,
     x: torch.Tensor,
     params: Sequence[torch.Tensor],
-    needs: Sequence[bool],
-) -> tuple[torch.Tensor, Saved, Program]:
+    needs_grad: Sequence[bool],
+) -> tuple[torch.Tensor, Saved, Any, Program]:
     shape = x.shape
-    value = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-    is_one = len(links) == 1 and not isinstance(value, QuantizedTensor)
-    alone = links[0].alone(value.shape[0], needs, call) if is_one else None
-    program: Program
-    if alone is None:
-        y, saved, program = run_steps(links, call, value, params, needs)
-    else:
-        y, saved = alone.forward(value, params, call)
-        program = alone
+    value: Any = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+    rows = value.shape[0]
+    program: Program = (
+        links[0].program(rows, needs_grad, call)
+        if len(links) == 1
+        else Series(links, rows, needs_grad, call)
+    )
+    if isinstance(value, QuantizedTensor) and program.input_request is not None:
+        value = program.input_request(value)
+    y, saved, context = program.forward(value, params, call)
     if len(shape) != 2:
-        y = y.reshape(*shape[:-1], y.shape[-1])
+        leading = shape[:-1] if y.shape[0] == rows else (-1, *shape[1:-1])  # gathered, scattered
+        y = y.reshape(*leading, y.shape[-1])
         if type(links) is Unfused and saved and saved[0] is value:
             saved = (x, *saved[1:])  # with its history, which the view made here has not
-    return y, saved, program
+    return y, saved, context, program
 
 
 def _readable_grad(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
@@ -264,7 +269,7 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
     if is_under_torch_autocast(grad_output):
         with torch.autocast(grad_output.device.type, enabled=False):
             return _backward(ctx, grad_output)
-    if type(grad_output) is not torch.Tensor and not ctx.program.takes(grad_output, ctx.call):
+    if type(grad_output) is not torch.Tensor and not ctx.program.takes_grad(grad_output):
         grad_output = unwrap(grad_output, "grad_output")
         grad_output = made_readable(grad_output, grad_output.device, "grad_output")
     shape, input_shape = grad_output.shape, ctx.input_shape
@@ -272,7 +277,9 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
     saved = _saved(ctx)
     if ctx.program.frees_early and not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each goes once it was read
-    grad_input, *grad_params = ctx.program.backward(value, saved, ctx.call)
+    if isinstance(value, QuantizedTensor):
+        value = ctx.program.request_grad(ctx.call)(value)
+    grad_input, *grad_params = ctx.program.backward(value, saved, ctx.context, ctx.call)
     if grad_input is not None and len(input_shape) != 2:
         grad_input = grad_input.reshape(input_shape)
     return None, None, grad_input, *grad_params
@@ -326,17 +333,14 @@ def _backward_again(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor |
     links, needs = ctx.links, ctx.needs_input_grad[2:]
     if type(links) is not Unfused or len(links) > 1:
         return _refused(ctx, grad_output, only_once(links) or COMPUTED_AS_ONE)
-    program, (link,) = ctx.program, links
+    program = ctx.program
     with torch.enable_grad():  # the input as rows is a view; without a history it passes for a copy
         saved = _saved(ctx)
-    if not isinstance(program, Steps) and not needs[1]:
-        saved = [None, None, None, *saved]  # where a linear has its input
-    if is_detached(link, saved, needs):
+    if is_detached(program, saved, needs):
         return _refused(ctx, grad_output, COMPUTED_AS_ONE)
-    context = program.first_context if isinstance(program, Steps) else None
-    step = Step(twins(links, grad_output)[0], len(saved), context, needs)
     value = grad_output.reshape(-1, grad_output.shape[-1])
-    grad_input, *grad_params = Steps([step]).backward(value, saved, ctx.call)
+    twin = twins(links, grad_output)[0].program(value.shape[0], needs, ctx.call)
+    grad_input, *grad_params = twin.backward(value, saved, ctx.context, ctx.call)
     if grad_input is not None:
         grad_input = grad_input.reshape(ctx.input_shape)
     return None, None, grad_input, *grad_params

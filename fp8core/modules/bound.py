@@ -12,11 +12,12 @@ import torch
 from fp8core.chain import run as chain
 from fp8core.chain.activation import ActivationShape
 from fp8core.chain.bind import SHAPES, LinkShape, Site, bind_chain
+from fp8core.chain.call import DENSE, Call
 from fp8core.chain.differentiable import arranged
 from fp8core.chain.linear import LinearLink, LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import BiasShape, OutputShape
-from fp8core.chain.protocol import DENSE, Call, Link
+from fp8core.chain.protocol import Link
 from fp8core.chain.states import LinearStates
 from fp8core.context.autocast import named
 from fp8core.dispatch import table

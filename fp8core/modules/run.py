@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from fp8core.chain import run as chain
-from fp8core.chain.protocol import Call
+from fp8core.chain.call import Call
 from fp8core.context import recompute
 from fp8core.dispatch import policy
 from fp8core.modules.base import LowPrecisionModule

@@ -1,7 +1,7 @@
 """Watched linear links: copies of a link that show their tensors to a probe.
 
 A watched link has the values of the original; its weight quantizer and its three GEMMs are wrapped.
-It asks its neighbours for a :class:`_SeenWant`, which no fused operation fulfils, so that the
+It asks its neighbours for a :class:`_SeenRequest`, which no fused operation fulfils, so that the
 neighbour hands over the value before the cast.
 """
 
@@ -25,7 +25,8 @@ from fp8core.backend_api import (
 )
 from fp8core.chain.call import Call
 from fp8core.chain.linear import LinearLink
-from fp8core.chain.protocol import Handed, Want
+from fp8core.chain.protocol import Program, Wrapper
+from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.context import recompute
 from fp8core.dispatch import table
 from fp8core.errors import UnsupportedError
@@ -69,7 +70,7 @@ class LayerWatch:
         probe = _Probe(self, name, link, plan, binding)
         values = {field.name: getattr(link, field.name) for field in dataclasses.fields(link)}
         values["weight"] = _SeenWeight(link.weight, probe)
-        values["_made"] = {}
+        values["_programs"] = {}
         values["takes_parts"] = False  # the whole operand is looked at
         for gemm in _RESULTS:
             values[gemm] = _SeenGemm(getattr(link, gemm), probe, gemm)
@@ -82,20 +83,33 @@ class WatchedLink(LinearLink):
 
     probe: _Probe
 
-    def alone(self, rows: int, needs: Sequence[bool], call: Call) -> None:
-        """Return None: the shorter way of a lone linear bypasses the probe."""
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
+        """Return the link's program, with requests that show the tensors."""
+        inner = LinearLink.program(self, rows, needs_grad, call)
+        return _WatchedProgram(inner, self.probe, call)
 
-    def wants(self, rows: int, needs: Sequence[bool], call: Call) -> Want:
-        """Return the link's request, which also shows the tensor to the probe."""
-        return _seen(LinearLink.wants(self, rows, needs, call), self.probe, call)
 
-    def wants_grad(self, rows: int, needs: Sequence[bool], call: Call, context: object) -> Want:
-        """Return the link's request, which also shows the tensor to the probe."""
-        return _seen(LinearLink.wants_grad(self, rows, needs, call, context), self.probe, call)
+class _WatchedProgram(Wrapper):
+    """Around a linear program: what is cast for it is shown to the probe."""
+
+    __slots__ = ("_call", "_probe")
+
+    def __init__(self, inner: Program, probe: _Probe, call: Call) -> None:
+        super().__init__(inner, _seen(inner.input_request, probe, call))
+        self._probe = probe
+        self._call = call
+
+    def request_grad(self, call: Call) -> QuantizeRequest:
+        """Return the inner program's request, which shows the gradient."""
+        return _seen(self._inner.request_grad(call), self._probe, self._call)
+
+    def takes_grad(self, grad_output: torch.Tensor) -> bool:
+        """Return False: a gradient that is stored quantized is cast where it can be seen."""
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _SeenWant(Want):
+class _SeenRequest(QuantizeRequest):
     probe: _Probe
     splits: Sequence[int]
 
@@ -104,13 +118,13 @@ class _SeenWant(Want):
         """False: a fused operation would hide the value before the cast."""
         return False
 
-    def __call__(self, y: torch.Tensor) -> Handed:
+    def __call__(self, y: torch.Tensor) -> Handover:
         """Return the operands of ``y``, and record ``y`` and its cast."""
         role = "grad_output" if self.is_gradient else "input"
         is_repeat = not self.is_gradient and _is_repeat()
         if not is_repeat:
             self.probe.check(role, [y])
-        handed = Want.__call__(self, y)
+        handed = QuantizeRequest.__call__(self, y)
         if self.probe.recorder.is_on:
             if not is_repeat:
                 self.probe.keep(role, [y], self.splits)
@@ -123,9 +137,10 @@ class _SeenWant(Want):
         return handed
 
 
-def _seen(want: Want, probe: _Probe, call: Call) -> Want:
-    values = {field.name: getattr(want, field.name) for field in dataclasses.fields(want)}
-    return _SeenWant(**values, probe=probe, splits=call.splits)
+def _seen(request: QuantizeRequest | None, probe: _Probe, call: Call) -> _SeenRequest:
+    assert request is not None  # a linear's
+    values = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    return _SeenRequest(**values, probe=probe, splits=call.splits)
 
 
 def _is_repeat() -> bool:
@@ -151,9 +166,10 @@ class _SeenWeight:
         *,
         columnwise: bool,
         keeping: Keeping | None = None,
-        source: Any,
+        source: Any = None,
     ) -> Orientations:
         """Return the operands of ``weight``."""
+        source = weight if source is None else source
         if not _is_repeat():
             self._probe.check("weight", [source] if isinstance(source, torch.Tensor) else source)
         orientations = self._inner(weight, columnwise=columnwise, keeping=keeping, source=source)
@@ -165,7 +181,7 @@ class _SeenWeight:
             self._probe.weights(weights, sources, list(itertools.starmap(Orientations, operands)))
         return orientations
 
-    def beside(self, input: Quantizer) -> None:
+    def pair(self, input: Quantizer) -> None:
         """Return None: input and weight are cast in two calls, each of which is recorded."""
 
 

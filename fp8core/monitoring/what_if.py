@@ -14,7 +14,7 @@ from fp8core.backend_api import OperandSpec
 from fp8core.chain.bind import Site, bind_chain
 from fp8core.chain.call import Call
 from fp8core.chain.linear import LinearLink
-from fp8core.chain.padding import PaddedCall
+from fp8core.chain.padded import PaddedWeights
 from fp8core.errors import Fp8CoreError, OperandError, RecipeError, did_you_mean
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bound import plan_of
@@ -230,7 +230,7 @@ def _cast(
     site = Site(plan, binding, layer.label, None, watch)
     links = bind_chain(layer.link_shapes(), site)
     link = next(one for one in links if isinstance(one, LinearLink) and one.index == index)
-    padded: PaddedCall | None = None
+    weight = link.weight if link.padding is None else PaddedWeights(link.weight, link.padding)
     # Gradients of input and weights need both orientations; that of a bias needs no operand.
     needs = [True] * (1 + link.num_weights) + [False] * (link.num_params - link.num_weights)
     for name in ("input", "weight", "grad_output"):
@@ -240,17 +240,13 @@ def _cast(
         values = [value.to(binding.device) for value in tensors.values]
         call, rows = _call(tensors, binding.device), values[0].shape[0]
         if name == "weight":
-            weights = values if padded is None else padded.pad_weights(values)
-            if link.shape.groups:
-                link.weight(weights, columnwise=True, source=values)
-            else:
-                link.weight(weights[0], columnwise=True, source=values[0])
+            weight(values if link.shape.groups else values[0], columnwise=True)
             continue
-        want = link.wants(rows, needs, call)
-        padded = want.padded
-        if name == "grad_output":
-            want = link.wants_grad(rows, needs, call, padded)
-        want(values[0].to(want.dtype))
+        program = link.program(rows, needs, call)
+        is_input = name == "input"
+        request = program.input_request if is_input else program.request_grad(call)
+        assert request is not None  # a linear's
+        request(values[0].to(request.dtype))
 
 
 def _call(tensors: KeptTensors, device: torch.device) -> Call:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,11 +18,10 @@ from fp8core.dispatch.select import Choice
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import Orientations, Quantizer, Slot
+from fp8core.tensors.quantizer import Orientations, Pair, Quantizer, Slot
 
 __all__ = [
-    *("How", "Keeping", "Kept", "KeptWeight", "PerGroup", "WeightPair", "WeightQuantizer"),
-    "WeightStore",
+    *("How", "Keeping", "Kept", "KeptWeight", "PerGroup", "WeightQuantizer", "WeightStore"),
 ]
 
 
@@ -76,24 +75,30 @@ class Keeping(NamedTuple):
     used: dict[int, Kept] | None = None
 
 
-WeightPair: TypeAlias = (
-    "Callable[[torch.Tensor, torch.Tensor, Keeping | None], tuple[Orientations, Orientations]]"
-)
-"""``f(input, weight, keeping)``: both orientations of the input's operands, and of the weight's."""
-
-
 class WeightQuantizer(Protocol):
     """Makes the operands of a weight, or of one weight a group, or takes those that were kept."""
 
     choices: tuple[Choice, ...]
 
     def __call__(
-        self, weight: Any, /, *, columnwise: bool, keeping: Keeping | None = None, source: Any
+        self,
+        weight: Any,
+        /,
+        *,
+        columnwise: bool,
+        keeping: Keeping | None = None,
+        source: Any = None,
     ) -> Orientations:
-        """Return the operands of ``weight [n, k]``, padded from ``source``; a sequence a group."""
+        """Return the operands of ``weight [n, k]``, or of a sequence of them, one a group.
 
-    def beside(self, input: Quantizer) -> WeightPair | None:
-        """Return what casts an input and the weight in one call, if the backend has such a call."""
+        ``source`` is what it was padded from, None if it was not padded.
+        """
+
+    def pair(self, input: Quantizer) -> Pair | None:
+        """Return the backend's call that casts an input and the weight both ways, if it has one.
+
+        It is for plain weights that are not kept.
+        """
 
 
 class How(NamedTuple):
@@ -249,25 +254,9 @@ class KeptWeight:
             raise OperandError(f"{self._how.owner}: {_NOTHING_KEPT}")
         return None
 
-    def beside(self, input: Quantizer) -> WeightPair | None:
-        """Return what casts an input and the weight in one call, if the backend has such a call.
-
-        A weight that is kept, or stored quantized, leaves the input to a cast of its own.
-        """
-        pair = input.beside(self._quantizer)
-        if pair is None:
-            return None
-        cast_input = input.cast_to(rowwise=True, columnwise=True)
-
-        def cast(
-            x: torch.Tensor, weight: torch.Tensor, keeping: Keeping | None
-        ) -> tuple[Orientations, Orientations]:
-            if keeping is None and not isinstance(weight, QuantizedTensor):
-                return pair(x, weight)
-            operands = self(weight, columnwise=True, keeping=keeping)
-            return cast_input(x), operands
-
-        return cast
+    def pair(self, input: Quantizer) -> Pair | None:
+        """Return the backend's call that casts an input and the weight both ways, if it has one."""
+        return input.beside(self._quantizer)
 
     def _operands_of(self, weight: QuantizedTensor, columnwise: bool) -> Orientations:
         row, column = self._how.stored
@@ -326,16 +315,17 @@ class PerGroup:
         *,
         columnwise: bool,
         keeping: Keeping | None = None,
-        source: Sequence[torch.Tensor],
+        source: Sequence[torch.Tensor] | None = None,
     ) -> Orientations:
         """Quantize ``weights``, one ``[rows, cols]`` a group."""
-        made = [
+        sources = weights if source is None else source
+        operands = [
             quantizer(weight, columnwise=columnwise, keeping=keeping, source=own)
-            for quantizer, weight, own in zip(self._quantizers, weights, source, strict=True)
+            for quantizer, weight, own in zip(self._quantizers, weights, sources, strict=True)
         ]
         return Orientations(
-            tuple(one.rowwise for one in made), tuple(one.columnwise for one in made)
+            tuple(one.rowwise for one in operands), tuple(one.columnwise for one in operands)
         )
 
-    def beside(self, input: Quantizer) -> None:
-        """Groups are cast apart."""
+    def pair(self, input: Quantizer) -> None:
+        """Return None: the input and each group's weight are cast in calls of their own."""

@@ -35,7 +35,7 @@ class Counter:
             op = bound.linears[0]
             gemms = {name: self._gemm(name, getattr(op, name)) for name in GEMMS}
             tensors = {name: self._quantizer(name, getattr(op, name)) for name in TENSORS}
-            counted = dataclasses.replace(op, **gemms, **tensors, _made={})
+            counted = dataclasses.replace(op, **gemms, **tensors, _programs={})
             return bound._replace(parts=((counted,),), links=(counted,))
 
         patch.setattr(sys.modules[type(layer).__module__], "bind", bind_counted)
@@ -54,7 +54,8 @@ class Counter:
             return run(*args, **kwargs)
 
         counted.cast_to = functools.partial(functools.partial, counted)  # type: ignore[attr-defined]
-        counted.beside = lambda other: None  # type: ignore[attr-defined]
+        counted.pair = lambda input: None  # type: ignore[attr-defined]
+        counted.choices = ()  # type: ignore[attr-defined]
         counted.plan = None  # type: ignore[attr-defined]
         counted.cast_in_parts = lambda: counted  # type: ignore[attr-defined]
         return counted
@@ -287,7 +288,7 @@ def test_the_rowwise_gradient_is_gone_when_wgrad_runs(monkeypatch: pytest.Monkey
             made: torch.Tensor = link.wgrad(dy, x)
             return made
 
-        watched = dataclasses.replace(link, dgrad=dgrad, wgrad=wgrad, _made={})
+        watched = dataclasses.replace(link, dgrad=dgrad, wgrad=wgrad, _programs={})
         return bound._replace(parts=((watched,),), links=(watched,))
 
     monkeypatch.setattr(sys.modules[Linear.__module__], "bind", bind_watched)

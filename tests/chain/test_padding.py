@@ -7,8 +7,8 @@ import torch
 
 from fp8core import GroupedLinear, Linear, autocast, recipe, reporting
 from fp8core.backend_api import Alignment
+from fp8core.chain.call import Call
 from fp8core.chain.padding import LayerPadding
-from fp8core.chain.protocol import Call
 from fp8core.modules.bind import bind
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
@@ -149,7 +149,7 @@ def test_groups_are_padded_each_and_cut_back() -> None:
     x = torch.arange(1.0, 6.0)[:, None]
     made = padded.pad_input(x)
     assert made.tolist() == [[v, 0.0] for v in (1.0, 2.0, 0.0, 0.0, 3.0, 4.0, 5.0, 0.0)]
-    assert torch.equal(padded.cut(made, 5, 1), x)
+    assert torch.equal(padded.cut(made, padded.layer.in_features), x)
 
 
 def test_alignment_takes_any_size_unless_told() -> None:

@@ -1,4 +1,4 @@
-"""A link that changes the number of rows is refused by name, forward and backward."""
+"""Links that change the number of rows: those that say so fit, others are refused by name."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core import GroupedLinear, OperandError, autocast, recipe
+from fp8core import GroupedLinear, LayerNormLinear, OperandError, autocast, recipe
 from fp8core import Linear as LinearLayer
 from fp8core.chain import run as chain
 from fp8core.chain.call import DENSE, Call
 from fp8core.chain.linear import LinearLink
 from fp8core.chain.padding import LayerPadding
 from fp8core.chain.pointwise import OutputLink
-from fp8core.chain.protocol import Backward, Forward, Link, Want
+from fp8core.chain.protocol import Backward, Forward, Link, TensorProgram
+from fp8core.chain.request import QuantizeRequest
 from fp8core.modules.bind import bind
 
 ROWS = 24
@@ -24,38 +25,85 @@ NAMES = ("none", *recipe.names())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gather(OutputLink):
-    """Returns its rows ``forward_times`` times, as an all-gather does, and ``backward`` times its
-    gradient's: the two numbers need not agree, as a reduce-scatter may be forgotten."""
+class Repeat(OutputLink):
+    """Returns its rows ``times`` times; its gradient is the sum over them, as of a gather.
 
-    forward_times: int = 2
+    It declares ``declared`` times as many rows, and gives back ``backward_times`` times as many
+    gradients as rows: other numbers than ``times`` and 1 are the fault of a link.
+    """
+
+    times: int = 2
+    declared: int = 2
     backward_times: int = 1
+
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Any:
+        return RepeatProgram(self, needs_grad)
+
+
+class RepeatProgram(TensorProgram[Repeat]):
+    def num_rows(self, rows: int) -> int:
+        return rows * self._link.declared
 
     def forward(
         self,
         x: torch.Tensor,
         params: Sequence[torch.Tensor],
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Forward:
-        y: Any = x.repeat(self.forward_times, 1)
-        return Forward(y if out is None else out(y), ())
+        y: Any = x.repeat(self._link.times, 1)
+        return (y if out is None else out(y)), (), len(x)
 
     def backward(
         self,
         grad: torch.Tensor,
         saved: Any,
-        context: object,
+        context: Any,
         call: Call,
-        needs: Sequence[bool],
-        out: Want | None,
+        out: QuantizeRequest | None = None,
     ) -> Backward:
-        made: Any = grad.repeat(self.backward_times, 1)
-        return Backward(made if out is None else out(made), ())
+        made: Any = grad.reshape(self._link.times, context, grad.shape[1]).sum(0)
+        made = made.repeat(self._link.backward_times, 1)
+        return (made if out is None else out(made),)
+
+
+class FirstHalf(OutputLink):
+    """Returns the first half of its rows, as one rank of a reduce-scatter does."""
+
+    __slots__ = ()
+
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Any:
+        return FirstHalfProgram(self, needs_grad)
+
+
+class FirstHalfProgram(TensorProgram[FirstHalf]):
+    def num_rows(self, rows: int) -> int:
+        return rows // 2
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        params: Sequence[torch.Tensor],
+        call: Call,
+        out: QuantizeRequest | None = None,
+    ) -> Forward:
+        y: Any = x[: len(x) // 2]
+        return (y if out is None else out(y)), (), None
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        saved: Any,
+        context: Any,
+        call: Call,
+        out: QuantizeRequest | None = None,
+    ) -> Backward:
+        made: Any = torch.cat([grad, torch.zeros_like(grad)])
+        return (made if out is None else out(made),)
 
 
 def linear(name: str, rows: int = ROWS, size: int = 64) -> tuple[LinearLayer, LinearLink]:
+    torch.manual_seed(0)
     layer = LinearLayer(size, 64, bias=False, name="fc1")
     chosen = None if name == "none" else recipe.by_name(name)
     with autocast(enabled=chosen is not None, recipe=chosen):
@@ -68,66 +116,136 @@ def call_of(link: LinearLink) -> Call:
     return Call(rng=torch.tensor([1, 2])) if link.needs_rng else DENSE
 
 
+def gradients(x: torch.Tensor, layer: torch.nn.Module) -> list[torch.Tensor | None]:
+    found = [x.grad, *(parameter.grad for parameter in layer.parameters())]
+    layer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("rows", [ROWS, 32, 5, 0])
 @pytest.mark.parametrize("name", NAMES)
-def test_gather_before_a_linear_is_refused_by_name(name: str) -> None:
+def test_a_gather_before_a_linear_equals_a_gathered_input(name: str, rows: int) -> None:
+    layer, link = linear(name, rows)
+    torch.manual_seed(1)
+    x, dy = torch.randn(rows, 64, requires_grad=True), torch.randn(2 * rows, 64)
+    y = chain.run((Repeat(), link), x, [layer.weight], call_of(link))
+    y.backward(dy)
+    made = [y.detach(), *gradients(x, layer)]
+    layer, link = linear(name, rows)  # with the scales of the start
+    whole = x.detach().repeat(2, 1).requires_grad_()
+    want = chain.run((link,), whole, [layer.weight], call_of(link))
+    want.backward(dy)
+    grad_whole, grad_weight = gradients(whole, layer)
+    assert grad_whole is not None
+    expected = [want.detach(), grad_whole.reshape(2, rows, 64).sum(0), grad_weight]
+    for one, other in zip(made, expected, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("rows", [ROWS, 32, 6])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scatter_behind_a_linear_equals_half_of_its_output(name: str, rows: int) -> None:
+    layer, link = linear(name, rows)
+    torch.manual_seed(1)
+    x, dy = torch.randn(rows, 64, requires_grad=True), torch.randn(rows // 2, 64)
+    y = chain.run((link, FirstHalf()), x, [layer.weight], call_of(link))
+    y.backward(dy)
+    made = [y.detach(), *gradients(x, layer)]
+    layer, link = linear(name, rows)  # with the scales of the start
+    same = x.detach().requires_grad_()
+    want = chain.run((link,), same, [layer.weight], call_of(link))
+    want.backward(torch.cat([dy, torch.zeros_like(dy)]))
+    expected = [want.detach()[: rows // 2], *gradients(same, layer)]
+    for one, other in zip(made, expected, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sequence_parallelism_of_one_process_keeps_the_leading_dimensions(name: str) -> None:
+    layer = LayerNormLinear(64, 64, bias=False)
+    chosen = None if name == "none" else recipe.by_name(name)
+    with autocast(enabled=chosen is not None, recipe=chosen):
+        layer(torch.ones(ROWS, 64))
+        links = bind(layer, torch.device("cpu"), torch.float32).links
+    norm, link = links
+    call = call_of(link)  # type: ignore[arg-type]
+    x = torch.randn(ROWS // 2, 3, 64, requires_grad=True)
+    params = list(layer.link_params())
+    y = chain.run((norm, Repeat(), link), x, params, call)
+    assert y.shape == (ROWS, 3, 64)
+    y.sum().backward()
+    assert x.grad is not None
+    half = chain.run((norm, link, FirstHalf()), x.detach(), params, call)
+    assert half.shape == (ROWS // 4, 3, 64)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_undeclared_gather_before_a_linear_is_refused_by_name(name: str) -> None:
     layer, link = linear(name)
-    links: tuple[Link, ...] = (Gather(), link)
-    with pytest.raises(OperandError, match=r"link 1 of 2, Gather, .* 24 rows .* 48") as raised:
+    links: tuple[Link, ...] = (Repeat(declared=1), link)
+    message = r"link 1 of 2, Repeat, returned 48 rows in forward, where 24 are due"
+    with pytest.raises(OperandError, match=message) as raised:
         chain.run(links, torch.randn(ROWS, 64), [layer.weight], call_of(link))
-    assert "as many rows as it gets" in str(raised.value)
+    assert "num_rows" in str(raised.value)
 
 
 @pytest.mark.parametrize("times", [2, 0], ids=["gather", "drop"])
 @pytest.mark.parametrize("name", NAMES)
-def test_gather_behind_a_linear_is_refused_by_name(name: str, times: int) -> None:
+def test_an_undeclared_gather_behind_a_linear_is_refused_by_name(name: str, times: int) -> None:
     layer, link = linear(name)
-    links: tuple[Link, ...] = (link, Gather(forward_times=times))
-    message = f"link 2 of 2, Gather, .* 24 rows .* {24 * times}"
+    links: tuple[Link, ...] = (link, Repeat(times=times, declared=1))
+    message = f"link 2 of 2, Repeat, returned {24 * times} rows in forward, where 24"
     with pytest.raises(OperandError, match=message):
         chain.run(links, torch.randn(ROWS, 64), [layer.weight], call_of(link))
 
 
 @pytest.mark.parametrize("needs_input", [True, False], ids=["both", "weight alone"])
 @pytest.mark.parametrize("name", NAMES)
-def test_gradient_of_other_rows_is_refused_by_name(name: str, needs_input: bool) -> None:
+def test_a_gradient_of_other_rows_is_refused_by_name(name: str, needs_input: bool) -> None:
     layer, link = linear(name)
-    links: tuple[Link, ...] = (link, Gather(forward_times=1, backward_times=2))
+    links: tuple[Link, ...] = (link, Repeat(times=1, declared=1, backward_times=2))
     x = torch.randn(ROWS, 64, requires_grad=needs_input)
     y = chain.run(links, x, [layer.weight], call_of(link))
-    message = "link 2 of 2, Gather, .* 24 rows .* 48 in backward"
+    message = "link 2 of 2, Repeat, returned 48 rows in backward, where 24"
     with pytest.raises(OperandError, match=message):
         y.sum().backward()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradient_that_leaves_the_chain_with_other_rows_is_refused(name: str) -> None:
+def test_a_gradient_that_leaves_the_chain_with_other_rows_is_refused(name: str) -> None:
     layer, link = linear(name)
-    links: tuple[Link, ...] = (Gather(forward_times=1, backward_times=2), link)
+    links: tuple[Link, ...] = (Repeat(times=1, declared=1, backward_times=2), link)
     x = torch.randn(ROWS, 64, requires_grad=True)
     y = chain.run(links, x, [layer.weight], call_of(link))
-    with pytest.raises(OperandError, match=r"link 1 of 2, Gather, .* 24 rows .* 48 in backward"):
+    message = "link 1 of 2, Repeat, returned 48 rows in backward, where 24"
+    with pytest.raises(OperandError, match=message):
         y.sum().backward()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_link_that_keeps_the_rows_passes(name: str) -> None:
+def test_a_link_that_keeps_the_rows_passes(name: str) -> None:
     layer, link = linear(name)
-    same = Gather(forward_times=1)
+    same = Repeat(times=1, declared=1)
     x = torch.randn(ROWS, 64, requires_grad=True)
     chain.run((same, link, OutputLink(), same), x, [layer.weight], call_of(link)).sum().backward()
     assert x.grad is not None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gather_before_groups_is_refused_by_name(name: str) -> None:
+def test_an_undeclared_gather_before_groups_is_refused_by_name(name: str) -> None:
     layer = GroupedLinear(2, 64, 64, bias=False)
     chosen = None if name == "none" else recipe.by_name(name)
     with autocast(enabled=chosen is not None, recipe=chosen):
         layer(torch.ones(ROWS, 64), [8, 16])
         (link,) = bind(layer, torch.device("cpu"), torch.float32).linears
     call = call_of(link)._replace(groups=(torch.tensor([0, 8, 24]),), splits=(8, 16))
-    with pytest.raises(OperandError, match=r"link 1 of 2, Gather, .* 24 rows .* 48"):
-        chain.run((Gather(), link), torch.randn(ROWS, 64), [layer.weight0, layer.weight1], call)
+    params = [layer.weight0, layer.weight1]
+    with pytest.raises(OperandError, match=r"link 1 of 2, Repeat, returned 48 rows"):
+        chain.run((Repeat(declared=1), link), torch.randn(ROWS, 64), params, call)
 
 
 @pytest.mark.parametrize("rows", [48, 8, 0])

@@ -8,6 +8,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from fp8core import (
 )
 from fp8core.chain import run as chain
 from fp8core.chain.linear import LinearLink
+from fp8core.chain.protocol import Wrapper
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
 
@@ -213,13 +215,19 @@ def test_backward_twice_over_a_retained_graph_gives_the_same_bits(name: str) -> 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_linear_alone_has_the_bits_of_the_general_way(
+def test_a_linear_that_casts_by_itself_has_the_bits_of_handovers(
     name: str, dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[list[torch.Tensor | None]] = []
-    for is_general in (False, True):
-        if is_general:
-            monkeypatch.setattr(LinearLink, "alone", lambda *arguments: None)
+    program = LinearLink.program
+
+    def handed_over(*arguments: Any) -> Wrapper:
+        inner = program(*arguments)
+        return Wrapper(inner, inner.input_request)
+
+    for is_handed in (False, True):
+        if is_handed:
+            monkeypatch.setattr(LinearLink, "program", handed_over)
         torch.manual_seed(0)
         layer = Linear(64, 32, bias=bias, params_dtype=dtype)
         made: list[torch.Tensor | None] = []
@@ -233,11 +241,11 @@ def test_a_linear_alone_has_the_bits_of_the_general_way(
                 y.backward(torch.randn_like(y))
             made += [y.detach(), x.grad, *(own.grad for own in layer.parameters())]
         found.append([*made, *layer.buffers()])
-    for alone, general in zip(*found, strict=True):
-        assert (alone is None) == (general is None)
-        if alone is not None:
-            assert general is not None
-            assert torch.equal(alone, general)
+    for own, handed in zip(*found, strict=True):
+        assert (own is None) == (handed is None)
+        if own is not None:
+            assert handed is not None
+            assert torch.equal(own, handed)
 
 
 @pytest.mark.parametrize("retains", [False, True])
@@ -257,8 +265,8 @@ def test_backward_frees_the_weight_that_dgrad_has_read(retains: bool) -> None:
         alive.append(kept[0]() is not None)
         return link.wgrad(*arguments)
 
-    weight.beside = lambda input: None  # type: ignore[attr-defined]
-    watched = dataclasses.replace(link, weight=weight, wgrad=wgrad, _made={})
+    weight.pair = lambda input: None  # type: ignore[attr-defined]
+    watched = dataclasses.replace(link, weight=weight, wgrad=wgrad, _programs={})
     y = chain.run((watched,), x, layer.link_params())
     y.sum().backward(retain_graph=retains)
     assert alive == [retains]

@@ -1,0 +1,116 @@
+"""A linear whose sizes are padded with zeros, forward and back; zeros change no sum."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fp8core.chain.call import Call
+from fp8core.chain.padding import LayerPadding, PaddedCall
+from fp8core.chain.protocol import Backward, Forward, Program, Saved, Wrapper
+from fp8core.chain.request import QuantizeRequest
+from fp8core.tensors.quantizer import Orientations, Quantizer
+from fp8core.tensors.weights import Keeping, WeightQuantizer
+
+__all__ = ["Padded", "PaddedWeights"]
+
+
+class PaddedWeights:
+    """A weight's quantizer, or one a group, that pads it first."""
+
+    __slots__ = ("_inner", "_padding", "choices")
+
+    def __init__(self, inner: WeightQuantizer, padding: LayerPadding) -> None:
+        self._inner = inner
+        self._padding = padding
+        self.choices = inner.choices
+
+    def __call__(
+        self,
+        weight: Any,
+        /,
+        *,
+        columnwise: bool,
+        keeping: Keeping | None = None,
+        source: Any = None,
+    ) -> Orientations:
+        """Pad and quantize ``weight [n, k]``, or a sequence of them."""
+        pad = self._padding.pad_weight
+        padded = pad(weight) if isinstance(weight, torch.Tensor) else [pad(one) for one in weight]
+        return self._inner(padded, columnwise=columnwise, keeping=keeping, source=weight)
+
+    def pair(self, input: Quantizer) -> None:
+        """Return None: input and weight are cast in calls of their own."""
+
+
+class Padded(Wrapper):
+    """Around a linear program: pads what goes in as ``padded`` says, and cuts what comes out.
+
+    ``num_weights`` is how many of the parameters are weights; the others are biases.
+    """
+
+    __slots__ = ("_num_weights", "_padded")
+
+    def __init__(self, inner: Program, padded: PaddedCall, call: Call, *, num_weights: int) -> None:
+        super().__init__(inner, self._pads(inner.input_request, padded, call))
+        self._padded = padded
+        self._num_weights = num_weights
+
+    def _pads(
+        self, request: QuantizeRequest | None, padded: PaddedCall, call: Call
+    ) -> QuantizeRequest:
+        assert request is not None
+        return dataclasses.replace(
+            request, cast=None, call=call, padded=padded, rows=padded.unpadded
+        )
+
+    def request_grad(self, call: Call) -> QuantizeRequest:
+        """Return the inner program's request, padded behind the sums."""
+        return self._pads(self._inner.request_grad(call), self._padded, call)
+
+    def takes_grad(self, grad_output: torch.Tensor) -> bool:
+        """Return False: what is stored quantized is not padded."""
+        return False
+
+    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
+        """As the inner program: padded copies, which have no history."""
+        return self._inner.origins(saved)
+
+    def forward(
+        self,
+        x: Any,
+        params: Sequence[torch.Tensor],
+        call: Call,
+        out: QuantizeRequest | None = None,
+    ) -> Forward:
+        """Pad the biases; the weight's quantizer pads weights, the request the input."""
+        padded, count = self._padded, self._num_weights
+        given = (*params[:count], *map(padded.layer.pad_bias, params[count:]))
+        inner_call = call._replace(groups=padded.groups)
+        y, saved, context = super().forward(x, given, inner_call)
+        y = padded.cut(y, padded.layer.out_features)
+        return y if out is None else out(y), saved, context
+
+    def backward(
+        self,
+        grad: Any,
+        saved: list[torch.Tensor | None],
+        context: Any,
+        call: Call,
+        out: QuantizeRequest | None = None,
+    ) -> Backward:
+        """Cut the gradients of the input and of the weights; those of biases are not padded."""
+        padded, layer, count = self._padded, self._padded.layer, self._num_weights
+        grad = self._grad(grad, call)
+        inner_call = call._replace(groups=padded.groups)
+        grad_input, *grads = self._inner.backward(grad, saved, context, inner_call)
+        if grad_input is not None:
+            grad_input = padded.cut(grad_input, layer.in_features)
+            grad_input = grad_input if out is None else out(grad_input)
+        if context is not None or not layer.is_of_features:  # or added elsewhere
+            return (grad_input, *grads)
+        cut = [None if one is None else layer.cut_grad_weight(one) for one in grads[:count]]
+        return (grad_input, *cut, *grads[count:])

@@ -1,0 +1,151 @@
+"""Programs one after the other, as one program: what runs a chain of several links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.chain.call import Call
+from fp8core.chain.padding import RowsChanged
+from fp8core.chain.protocol import Backward, Forward, Link, Program, Saved
+from fp8core.chain.request import QuantizeRequest
+from fp8core.errors import OperandError
+
+__all__ = ["Series"]
+
+
+class _Step(NamedTuple):
+    """One program; its parameters are ``params[first:end]``, it is given ``rows`` rows."""
+
+    link: Link
+    program: Program
+    first: int
+    end: int
+    rows: int
+    needs_input_grad: bool
+
+
+class Series:
+    """The programs of ``links`` for an input of ``rows`` rows; arguments as of ``Link.program``."""
+
+    __slots__ = ("_rows_out", "_steps", "frees_early")
+
+    def __init__(
+        self, links: Sequence[Link], rows: int, needs_grad: Sequence[bool], call: Call
+    ) -> None:
+        steps = []
+        needs_input, first, frees_early = needs_grad[0], 0, True
+        for link in links:
+            end = first + link.num_params
+            needs = (needs_input, *needs_grad[1 + first : 1 + end])
+            program = link.program(rows, needs, call)
+            steps.append(_Step(link, program, first, end, rows, needs_input))
+            rows, first = program.num_rows(rows), end
+            needs_input = True in needs
+            frees_early = frees_early and program.frees_early
+        self._steps = steps
+        self._rows_out = rows
+        self.frees_early = frees_early
+
+    @property
+    def input_request(self) -> QuantizeRequest | None:
+        """How the first program wants its input."""
+        return self._steps[0].program.input_request
+
+    def request_grad(self, call: Call) -> QuantizeRequest | None:
+        """Return how the last program wants the gradient of its output."""
+        return self._steps[-1].program.request_grad(call)
+
+    def takes_grad(self, grad_output: torch.Tensor) -> bool:
+        """Whether ``grad_output`` is stored quantized as the last program wants it."""
+        return self._steps[-1].program.takes_grad(grad_output)
+
+    def num_rows(self, rows: int) -> int:
+        """Return how many rows the last program returns."""
+        return self._rows_out
+
+    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
+        """Return nothing: saved tensors of inner links stand for no input of the chain."""
+        return ()
+
+    def forward(
+        self,
+        x: Any,
+        params: Sequence[torch.Tensor],
+        call: Call,
+        out: QuantizeRequest | None = None,
+    ) -> Forward:
+        """Run ``x [rows, k]`` through the programs.
+
+        Raises:
+            OperandError: a program returned another number of rows than it had said.
+        """
+        value, steps, last = x, self._steps, len(self._steps) - 1
+        saved: list[torch.Tensor | None] = []
+        contexts = []
+        for at, step in enumerate(steps):
+            request = out if at == last else steps[at + 1].program.input_request
+            rows = self._rows_out if at == last else steps[at + 1].rows
+            try:
+                value, kept, context = step.program.forward(
+                    value, params[step.first : step.end], call, request
+                )
+            except RowsChanged as error:
+                raise self._row_error(at, "forward", error.rows, error.found) from None
+            found = value.shape[0] if isinstance(value, torch.Tensor) else value.rows
+            if found != rows:
+                raise self._row_error(at, "forward", rows, found)
+            saved.extend(kept)
+            contexts.append((len(kept), context))
+        return value, saved, contexts
+
+    def backward(
+        self,
+        grad: Any,
+        saved: list[torch.Tensor | None],
+        context: Sequence[tuple[int, Any]],
+        call: Call,
+        out: QuantizeRequest | None = None,
+    ) -> Backward:
+        """Return the gradients of x and of the parameters, in order; empties ``saved``.
+
+        Raises:
+            OperandError: a program returned a gradient of other rows than its input had.
+        """
+        value, steps = grad, self._steps
+        grad_params: Sequence[torch.Tensor | None] = ()
+        for at in range(len(steps) - 1, -1, -1):
+            step = steps[at]
+            num_saved, own_context = context[at]
+            kept = saved[len(saved) - num_saved :]
+            del saved[len(saved) - num_saved :]
+            if value is None:  # nothing before it needs a gradient
+                grad_params = (*(None,) * (step.end - step.first), *grad_params)
+                continue
+            request = out
+            if at:
+                before = steps[at - 1].program
+                request = before.request_grad(call) if step.needs_input_grad else None
+            try:
+                value, *own = step.program.backward(value, kept, own_context, call, request)
+            except RowsChanged as error:
+                raise self._row_error(at, "backward", error.rows, error.found) from None
+            grad_params = (*own, *grad_params)
+            if value is None:
+                continue
+            found = value.shape[0] if isinstance(value, torch.Tensor) else value.rows
+            if found != step.rows:
+                raise self._row_error(at, "backward", step.rows, found)
+        return (value, *grad_params)
+
+    def _row_error(self, at: int, direction: str, rows: int, found: int) -> OperandError:
+        """Return the error of a program whose result does not have the rows that it declares."""
+        step, count = self._steps[at], len(self._steps)
+        return OperandError(
+            f"link {at + 1} of {count}, {type(step.link).__name__}, returned {found} rows in "
+            f"{direction}, where {rows} are due: its input has {step.rows} rows. A link that "
+            f"changes the number of rows, as gather and scatter do, says so by its program's "
+            f"num_rows."
+        )
