@@ -48,13 +48,13 @@ class Active:
     group: torch.distributed.ProcessGroup | None = None
 
 
-# What was ever asked for, by a name that is never given twice. A compiled graph is guarded by the
-# name: a string is compared by value, where an object would be compared by an address that another
-# may take over. As many entries as a program has different recipes and groups.
+# Every request of an autocast, by a name of its own. A compiled graph is guarded by the name: a
+# string is compared by value, an object by an address that another object may get later. There are
+# as many entries as a program has different recipes and groups.
 _asked: dict[str, Active] = {}
 _names: dict[Active, str] = {}
 _names_lock = threading.Lock()
-# Recipes that a compiled graph knows by their address: kept, so that no other has it.
+# Recipes that a compiled graph knows by their address: kept alive, so that no other object gets it.
 _compared_by_address: list[Recipe] = []
 
 
@@ -65,7 +65,7 @@ def _name(asked: Active) -> str:
     return name
 
 
-# Outside any autocast, which is not what autocast(enabled=False) says: a layer's own recipe counts.
+# Outside any autocast a converted layer's recipe counts; in autocast(enabled=False) it does not.
 _OUTSIDE = "no autocast"
 _asked[_OUTSIDE] = Active()
 
@@ -73,7 +73,7 @@ _asked[_OUTSIDE] = Active()
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.active = _OUTSIDE
-        # The open autocasts, each with what was active around it.
+        # The open autocasts, each with the name of the request around it.
         self.opened: list[tuple[autocast, str]] = []
 
 
@@ -97,29 +97,33 @@ def active_name(default: Active | None = None) -> str:
 def active_before(
     recompute: timeline.Recompute, default: Active | None = None
 ) -> set[tuple[Recipe | None, Recipe | None]]:
-    """Return the recipes (quantize, observe) that may have been active in the forward that
-    ``recompute`` repeats, for what does ``default`` outside any autocast; nothing if unknown."""
+    """Return the recipes (quantize, observe) that may have been active in a repeated forward.
+
+    ``default`` counts outside any autocast, as in :func:`active`. Empty if they are not known.
+    """
     outside = _asked[_OUTSIDE] if default is None else default
     names = recompute.active_before(_OUTSIDE)
-    asked = [outside if name == _OUTSIDE else _asked[name] for name in names]
-    return {(one.quantize, one.observe) for one in asked}
+    requests = [outside if name == _OUTSIDE else _asked[name] for name in names]
+    return {(request.quantize, request.observe) for request in requests}
 
 
 def is_switched_off() -> bool:
-    """Say whether the calling thread's innermost autocast computes in high precision; False outside
-    any."""
+    """Say whether the calling thread is in an autocast, and the innermost computes in high
+    precision."""
     return _thread.active != _OUTSIDE and _asked[_thread.active].quantize is None
 
 
 def named(name: str) -> Active:
-    """Return what :func:`active_name` named."""
+    """Return the request that :func:`active_name` gave this name."""
     return _asked[name]
 
 
 @contextlib.contextmanager
 def activated(name: str) -> Iterator[None]:
-    """Have the calling thread's layers do what ``name``, of :func:`active_name`, asks for; updates
-    no scales at the end."""
+    """Activate the request ``name`` of :func:`active_name` for the calling thread.
+
+    Unlike an autocast it updates no scales at the end.
+    """
     outer, _thread.active = _thread.active, name
     timeline.enter(name)
     try:
@@ -133,9 +137,9 @@ class autocast(contextlib.ContextDecorator):
     """Context manager: layers inside compute their GEMMs in low precision, as ``recipe`` says.
 
     Nested uses are allowed, the innermost decides; one object may be entered again, also while it
-    is active, and from several threads. What backward needs is kept in forward, so backward may
-    run outside. An exception restores the outer state, and the amaxes recorded inside are
-    forgotten, those of an inner autocast too whose exception an outer one never sees.
+    is active, and from several threads. Forward keeps everything that backward needs, so backward
+    may run outside. An exception restores the outer state, and the amaxes recorded inside are
+    forgotten, also those of an inner autocast whose exception is caught inside an outer one.
 
     Args:
         enabled: False computes in high precision.
@@ -184,10 +188,12 @@ class autocast(contextlib.ContextDecorator):
         close_scope(failed=kind is not None)
 
     def _exit_before_others(self, *, failed: bool) -> None:
-        """End this one where autocasts that were entered later go on, as where a generator or a
-        coroutine holds one open; they stay as they are."""
+        """End this autocast while others that were entered later stay open, as those in a generator
+        or a coroutine do."""
         opened = _thread.opened
-        depth = next((d for d, (own, _) in enumerate(reversed(opened)) if own is self), None)
+        depth = next(
+            (d for d, (entered, _) in enumerate(reversed(opened)) if entered is self), None
+        )
         if depth is None:
             raise RecipeError(
                 "an autocast ends in a thread that has not entered it, as where one thread begins "
@@ -216,7 +222,7 @@ class autocast(contextlib.ContextDecorator):
 
 
 class _Request(NamedTuple):
-    """The arguments of an autocast, and the name of what they ask for."""
+    """The arguments of an autocast, and the name of the request that they make up."""
 
     enabled: bool
     calibrating: bool
@@ -225,8 +231,8 @@ class _Request(NamedTuple):
     name: str
 
 
-# A training loop asks for the same in every step: compared by identity, as to hash a recipe takes
-# longer than the rest of an autocast. Recipes do not change.
+# A training loop repeats its request in every step. It is compared by identity, as hashing a recipe
+# takes longer than the rest of an autocast. Recipes are immutable.
 _latest: _Request | None = None
 
 
@@ -236,7 +242,7 @@ def _ask(
     given: Recipe | str | None,
     group: torch.distributed.ProcessGroup | None,
 ) -> str:
-    """Check the arguments of an autocast, and return the name of what it asks for."""
+    """Check the arguments of an autocast, and return the name of its request."""
     global _latest
     latest = _latest
     if (
@@ -245,11 +251,11 @@ def _ask(
         and enabled is latest.enabled
         and calibrating is latest.calibrating
         and group is latest.group
-        and not torch.compiler.is_compiling()  # where _check takes down what it was asked
+        and not torch.compiler.is_compiling()  # where _check keeps the recipe alive
     ):
         return latest.name
     name = _check(enabled, calibrating, given, group)
-    if isinstance(given, Recipe):  # what None and a name stand for may change
+    if isinstance(given, Recipe):  # the recipe that None or a name stands for may change
         _latest = _Request(enabled, calibrating, given, group, name)
     return name
 

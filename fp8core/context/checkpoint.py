@@ -34,10 +34,10 @@ def checkpoint(
 
     Args:
         function: a module or function of tensors.
-        use_reentrant: as in ``torch.utils.checkpoint``, which does the work.
-        distribute_saved_activations, get_rng_state_tracker: tensor parallelism, not offered; what
-            asks for it raises UnsupportedError.
-        tp_group: what saved activations would be distributed over, so it changes nothing.
+        use_reentrant: as in ``torch.utils.checkpoint``, which this function calls.
+        distribute_saved_activations, get_rng_state_tracker: tensor parallelism, not offered; a
+            value that asks for it raises UnsupportedError.
+        tp_group: the ranks to distribute saved activations over, so it changes nothing.
     """
     for name, value in (
         ("distribute_saved_activations", distribute_saved_activations),

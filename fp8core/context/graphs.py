@@ -58,11 +58,11 @@ def make_graphed_callables(
             "make_graphed_callables captures CUDA graphs; no CUDA device is visible."
         )
     for module in each:
-        places = {str(parameter.device) for parameter in module.parameters()}
-        if any(not place.startswith("cuda") for place in places):
-            found = ", ".join(sorted(places))
+        devices = {str(parameter.device) for parameter in module.parameters()}
+        if any(not device.startswith("cuda") for device in devices):
             raise UnsupportedError(
-                f"make_graphed_callables: {type(module).__name__} is on {found}; "
+                f"make_graphed_callables: {type(module).__name__} is on "
+                f"{', '.join(sorted(devices))}; "
                 f"move it to a CUDA device."
             )
     context = autocast(enabled=enabled, recipe=recipe)
@@ -77,7 +77,7 @@ def make_graphed_callables(
 
 @contextmanager
 def _inside(context: autocast, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Have each module's forward enter ``context``; as before after an exception."""
+    """Have each module's forward enter ``context``; an exception restores the forwards."""
     before = [vars(module).get("forward") for module in modules]
     for module in modules:
         module.forward = _entering(context, module.forward)
@@ -103,7 +103,7 @@ def _entering(context: autocast, forward: Callable[..., Any]) -> Callable[..., A
 
 @contextmanager
 def _states_kept(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Leave delayed scales and histories as they were, those created meanwhile at their start."""
+    """Restore delayed scales and histories at the end; those created meanwhile start fresh."""
     layers = [layer for module in modules for layer in module.modules()]
     before = [{name: buffer.clone() for name, buffer in _delayed_state(layer)} for layer in layers]
     try:

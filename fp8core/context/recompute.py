@@ -1,9 +1,10 @@
-"""What a recompute in backward has to know of the forward that it repeats.
+"""The record of a checkpointed forward, which its recompute in backward repeats.
 
-``fp8core.checkpoint`` keeps a :class:`Tape` of the layers that ran; the recompute replays it: the
-same recipe, the same delayed scales, the same weights, and no amax recorded twice. A layer that
-runs inside backward without a tape is somebody else's recompute: it may only go on if nothing can
-have changed since, or if the model's output knows the scales (:func:`keep_scales`).
+``fp8core.checkpoint`` records the layers that ran on a :class:`Tape`; the recompute replays it with
+the same recipe, the same delayed scales and the same weights, and records no amax twice. A layer
+that runs inside backward without a tape is part of another library's recompute: it runs only if
+nothing can have changed since the forward, or if the model's output keeps the scales
+(:func:`keep_scales`).
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from fp8core.tensors.scaling import DelayedState, join_backward, offer_scales
 from fp8core.tensors.weights import Kept
 from fp8core.torch_ops.private import NO_BACKWARD_PASS, current_backward_pass, pytree
 
-__all__ = ["Entry", "Tape", "current", "is_in_backward", "keep_scales", "playing", "scale_of"]
+__all__ = ["Tape", "TapeEntry", "current", "is_in_backward", "keep_scales", "playing", "scale_of"]
 
 
-class Entry(NamedTuple):
-    """One layer's forward: who, under which key, with which weights and delayed scales.
+class TapeEntry(NamedTuple):
+    """One layer's forward: its label, what it was bound for, its weights and delayed scales.
 
-    ``first_microbatch`` is what it was told, ``weights`` the quantized ones that it took for that.
+    ``versions`` count the writes to its parameters, ``scale`` is a copy of the delayed scales.
+    ``first_microbatch`` is the argument of the call, ``weights`` are the stored quantized weights
+    that the call used because of it.
     """
 
     label: str
@@ -38,11 +41,11 @@ class Entry(NamedTuple):
 
 
 class Tape:
-    """The entries of one checkpointed forward, in order; ``is_replaying`` in its recompute.
+    """The layers of one checkpointed forward, in order; ``is_replaying`` in its recompute.
 
-    ``is_grad_enabled`` is what the caller of the checkpoint had: a reentrant checkpoint runs its
-    forward without gradients. ``outer`` is the tape of the checkpoint around this one: what runs
-    here is recorded there too, and a recompute of the outer one repeats it from there.
+    ``is_grad_enabled`` is the setting of the checkpoint's caller, as a reentrant checkpoint runs
+    its forward without gradients. ``outer`` is the tape of the checkpoint around this one: it
+    records the same layers, and a recompute of the outer checkpoint replays them from there.
     """
 
     def __init__(self, is_grad_enabled: bool, outer: Tape | None = None) -> None:
@@ -50,11 +53,11 @@ class Tape:
         self.is_replaying = False
         self.backward_pass: int | None = None
         self._outer = outer
-        self._entries: list[Entry] = []
+        self._entries: list[TapeEntry] = []
         self._next = 0
 
     def replay(self) -> None:
-        """Start over, from now on checking instead of recording."""
+        """Go back to the first layer, and check layers from now on instead of recording them."""
         self.is_replaying = True
         self._next = 0
         self.backward_pass = None if self._outer is None else self._outer.backward_pass
@@ -63,7 +66,7 @@ class Tape:
 
     @property
     def is_repeating(self) -> bool:
-        """Whether what runs now repeats an earlier forward: of this checkpoint, or of an outer."""
+        """Whether a recompute runs now: of this checkpoint, or of one around it."""
         return self.is_replaying or (self._outer is not None and self._outer.is_repeating)
 
     def visit(
@@ -73,8 +76,8 @@ class Tape:
         weights: Sequence[torch.Tensor],
         state: DelayedState | None,
         first_microbatch: bool | None = None,
-    ) -> Entry:
-        """Take down one layer's forward, or return the one that it repeats.
+    ) -> TapeEntry:
+        """Record one layer's forward, or return the recorded one that it repeats.
 
         Raises:
             OperandError: another layer, recipe, dtype or weight than in forward.
@@ -83,13 +86,15 @@ class Tape:
             return self._take(label, key, weights)
         if self._outer is None:
             scale = None if state is None else state.scale.clone()
-            entry = Entry(label, key, _versions(weights), scale, first_microbatch, {})
+            entry = TapeEntry(label, key, _versions(weights), scale, first_microbatch, {})
         else:
             entry = self._outer.visit(label, key, weights, state, first_microbatch)
         self._entries.append(entry)
         return entry
 
-    def _take(self, label: str, key: tuple[object, ...], weights: Sequence[torch.Tensor]) -> Entry:
+    def _take(
+        self, label: str, key: tuple[object, ...], weights: Sequence[torch.Tensor]
+    ) -> TapeEntry:
         if self._next >= len(self._entries):
             raise OperandError(f"recompute of {label}: the forward ran fewer layers.")
         entry = self._entries[self._next]
@@ -118,13 +123,13 @@ _thread = _Thread()
 
 
 def current() -> Tape | None:
-    """Return the tape that the calling thread's layers record on or replay."""
+    """Return the tape of the checkpoint in which the calling thread runs; None outside of one."""
     return _thread.tape
 
 
 @contextmanager
 def playing(tape: Tape) -> Iterator[None]:
-    """Have the thread's layers use ``tape``."""
+    """Have the calling thread's layers record on ``tape``, or replay it."""
     outer, _thread.tape = _thread.tape, tape
     try:
         yield
@@ -138,10 +143,12 @@ def is_in_backward() -> bool:
 
 
 def keep_scales(output: Any, states: Sequence[DelayedState]) -> None:
-    """Have a recompute in the backward of ``output``, tensors in any nesting, repeat the forward
-    with the scales that ``states`` have now."""
-    outputs = [own for own in pytree.tree_leaves(output) if isinstance(own, torch.Tensor)]
-    outputs = [own for own in outputs if own.requires_grad]
+    """Keep the scales that ``states`` have now for recomputes in the backward of ``output``.
+
+    ``output`` holds tensors in any nesting.
+    """
+    outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    outputs = [tensor for tensor in outputs if tensor.requires_grad]
     if not states or not outputs:
         return
     scales: dict[DelayedState, torch.Tensor] = {}
@@ -150,22 +157,22 @@ def keep_scales(output: Any, states: Sequence[DelayedState]) -> None:
         copy = torch.cat([state.scale for state in here])  # one copy: a launch costs, not its size
         parts = torch.split(copy, [state.scale.numel() for state in here])
         scales.update(zip(here, parts, strict=True))
-    for own in outputs:
-        own.register_hook(lambda grad: offer_scales(scales))  # type: ignore[no-untyped-call]  # torch's
+    for tensor in outputs:
+        tensor.register_hook(lambda grad: offer_scales(scales))  # type: ignore[no-untyped-call]  # torch's
 
 
 @contextmanager
 def scale_of(state: DelayedState | None, scale: torch.Tensor | None) -> Iterator[None]:
-    """Put ``scale`` in the place of the state's own."""
+    """Have ``state`` hold ``scale`` while the context is open; None leaves it as it is."""
     if state is None or scale is None:
         yield
         return
-    own = state.scale.clone()
+    before = state.scale.clone()
     try:
         _write(state, scale)
         yield
     finally:
-        _write(state, own)
+        _write(state, before)
 
 
 def _write(state: DelayedState, scale: torch.Tensor) -> None:

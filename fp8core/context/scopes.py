@@ -1,6 +1,7 @@
-"""Where amaxes are recorded: the open autocasts of each thread, and the steps of its models.
+"""The scopes in which amaxes are recorded: open autocasts of a thread, and steps of its models.
 
-What is recorded in one becomes scales when the outermost ends, and is forgotten if it fails.
+The amaxes of a scope become delayed scales when the outermost scope closes, and are forgotten if
+it fails.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ __all__ = [
 
 
 class _Scope(NamedTuple):
-    """An open autocast (``owner`` None), or step of ``owner``: what is recorded in until it closes.
+    """An open autocast (``owner`` None), or a step of ``owner``, a model.
 
-    ``touched`` are the states that recorded in it, by their buffer: states of two backends or
-    margins share a layer's. ``before`` is what a buffer held that a scope around had recorded in,
-    ``groups`` what a forward state and its backward one were reduced over, where that has changed.
-    One that ``ends_step`` turns amaxes into scales when it closes; one inside an autocast hands
-    them on to the scope around it. ``is_running`` tells whether a step was interrupted.
+    Attributes:
+        ends_step: whether closing it turns amaxes into scales; a scope inside an autocast hands
+            them on to the scope around it instead.
+        is_running: whether the step still runs; False after an interrupt.
+        touched: the states that recorded in it, by their buffer, which the states of two backends
+            or margins share.
+        before: the earlier content of buffers in which a scope around had recorded.
+        groups: for each forward state whose process group the scope changed, its backward state and
+            the group of before.
     """
 
     owner: object
@@ -66,8 +71,10 @@ def open_scope() -> None:
 
 
 def close_scope(*, failed: bool, depth: int = 0) -> None:
-    """Close the scope of the innermost autocast but ``depth``, and the steps in it that an
-    interrupt left open."""
+    """Close the scope of the autocast that has ``depth`` others in it; 0: the innermost.
+
+    Steps in it that an interrupt left open are closed as failed.
+    """
     thread = _thread
     thread.num_autocasts -= 1
     scopes = thread.scopes
@@ -82,23 +89,25 @@ def close_scope(*, failed: bool, depth: int = 0) -> None:
 
 
 def _close_around(depth: int, *, failed: bool) -> None:
-    """Close the scope of an autocast around ``depth`` others, which go on: the next one inside
-    ends the step in its place, with what was recorded in both."""
+    """Close the scope of an autocast around ``depth`` others, which stay open.
+
+    The next autocast inside ends the step in its stead, with the amaxes of both.
+    """
     scopes = _thread.scopes
     of_autocasts = [at for at, scope in enumerate(scopes) if scope.owner is None]
     at, following = of_autocasts[-1 - depth], of_autocasts[-depth]
     scope = scopes[at]
     inside = scopes[at + 1 : following + 1]
     scopes[at : following + 1] = [
-        own._replace(ends_step=own.ends_step or scope.ends_step) for own in inside
+        inner._replace(ends_step=inner.ends_step or scope.ends_step) for inner in inside
     ]
-    touched_inside = {key for own in inside for key in own.touched}
+    touched_inside = {key for inner in inside for key in inner.touched}
     if failed:
-        alone = {key: own for key, own in scope.touched.items() if key not in touched_inside}
-        scaling.discard(alone.values())
+        alone = [state for key, state in scope.touched.items() if key not in touched_inside]
+        scaling.discard(alone)
         for key in scope.touched:
-            for own in inside:
-                own.before.pop(key, None)
+            for inner in inside:
+                inner.before.pop(key, None)
     else:
         inside[-1].touched.update({**scope.touched, **inside[-1].touched})
     for key, recorded in scope.before.items():
@@ -118,8 +127,11 @@ def touch(
     backward: DelayedState,
     group: torch.distributed.ProcessGroup | None,
 ) -> None:
-    """Have ``forward`` updated when the thread's outermost autocast, or its model's step, ends, and
-    both states be reduced over ``group``. To be called before ``forward`` records."""
+    """Enter ``forward`` in the innermost scope, and have both states reduced over ``group``.
+
+    Its scales are updated when the thread's outermost autocast, or its model's step, ends. To be
+    called before ``forward`` records.
+    """
     scopes = _thread.scopes
     if scopes:
         touched = scopes[-1].touched
@@ -134,20 +146,23 @@ def touch(
 
 
 def _keep_recorded(forward: DelayedState) -> None:
-    """Keep what ``forward`` holds for the innermost scope, if a scope around has recorded in it."""
+    """Keep the amaxes that a scope around the innermost one has recorded in ``forward``."""
     scopes, ends_step = _thread.scopes, False
     for scope in reversed(scopes):
         if forward.key in scope.touched:
             scopes[-1].before[forward.key] = Recorded.of(forward)
-            if ends_step:  # the update of a step within a step is of its own amaxes
+            if ends_step:  # a step within a step updates from its amaxes alone
                 scaling.discard([forward])
             return
         ends_step |= scope.ends_step
 
 
 def _close(scope: _Scope, *, failed: bool) -> None:
-    """End ``scope``, which is none of the thread's any more: update what it touched, hand it on to
-    the scope around, or, if it ``failed``, put back what was there before."""
+    """End ``scope``, which has left the thread's list.
+
+    The scales of its states are updated, or its states are handed on to the scope around it, or, if
+    it ``failed``, the amaxes of before are restored.
+    """
     touched, before, groups = scope.touched, scope.before, scope.groups
     if not touched:
         return
@@ -177,11 +192,11 @@ def _close(scope: _Scope, *, failed: bool) -> None:
 
 
 def begin_step(owner: object, is_running: Callable[[], bool] = _always) -> None:
-    """Open a step of ``owner``, a model whose layers have a recipe of their own.
+    """Open a step of ``owner``, a model that was converted with a recipe.
 
-    Inside an autocast, whose exit is the step's end, it only marks what is forgotten if the step
-    fails. A step of the same owner that was never ended, as an interrupt leaves one, is forgotten,
-    and so is any that no longer is running.
+    Inside an autocast, whose exit ends the step, it only delimits the amaxes to forget if the step
+    fails. An interrupted step of the same owner is closed as failed, and so is any innermost step
+    that no longer runs.
     """
     end_step(owner, failed=True)
     forget_interrupted()
@@ -189,16 +204,18 @@ def begin_step(owner: object, is_running: Callable[[], bool] = _always) -> None:
 
 
 def forget_interrupted() -> None:
-    """Forget the innermost steps that were never ended and no longer are running."""
+    """Close as failed the innermost steps that an interrupt left open."""
     scopes = _thread.scopes
     while scopes and not scopes[-1].is_running():
         _close(scopes.pop(), failed=True)
 
 
 def end_step(owner: object, *, failed: bool) -> None:
-    """Close the step of ``owner`` and those within it; turn its amaxes into scales, or forget
-    them if it failed. Without an open step of ``owner``, or if an autocast was opened in it that
-    still is, it does nothing."""
+    """Close the step of ``owner`` and the steps within it.
+
+    Its amaxes become scales, or are forgotten if it ``failed``. Does nothing if no step of
+    ``owner`` is open, or if an autocast inside the step is still open.
+    """
     scopes = _thread.scopes
     at = len(scopes) - 1
     while at >= 0 and scopes[at].owner is not owner:
@@ -211,8 +228,10 @@ def end_step(owner: object, *, failed: bool) -> None:
 
 
 def touched_in(owner: object) -> list[DelayedState]:
-    """Return the states touched so far in the step of ``owner``, if that is the innermost open and
-    not inside an autocast."""
+    """Return the states that recorded so far in the step of ``owner``.
+
+    Empty unless that is the innermost scope, outside any autocast.
+    """
     scopes = _thread.scopes
     is_open = bool(scopes) and scopes[-1].owner is owner and scopes[-1].ends_step
     return list(scopes[-1].touched.values()) if is_open else []

@@ -1,9 +1,10 @@
-"""Which autocast was active when autograd made a node: what a recompute in backward has to repeat.
+"""Which autocast was active when autograd created a node: a recompute in backward must repeat it.
 
-A checkpointed function that enters its autocast itself enters it in the recompute too. One that
-runs in the autocast of its caller does not, and torch says nothing of that. But each thread numbers
-the nodes that it makes, so the numbers at which autocasts were entered and left tell what was
-active around a node whose backward, or whose saved tensors, ask for the recompute.
+A checkpointed function that enters its autocast itself enters it in the recompute too. A function
+that runs in the autocast of its caller does not enter it again, and torch does not tell which
+autocast that was. But each thread numbers the autograd nodes that it creates. So this module keeps
+the numbers at which each thread entered and left autocasts. They tell which autocast was active
+around the node whose backward, or whose saved tensors, cause the recompute.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ __all__ = ["Recompute", "enter", "is_entered_in_backward", "is_traced", "leave",
 
 
 class _Entered(NamedTuple):
-    """An autocast that is open, in the one ``outer``.
+    """An open autocast; ``outer`` is the one around it.
 
-    ``region`` is the checkpoint of torch (``use_reentrant=False``) in whose function it was
-    entered; ``in_backward``: by what runs there, a recompute.
+    ``region`` is the torch checkpoint (``use_reentrant=False``) in whose function it was entered,
+    ``in_backward`` whether a recompute entered it, inside a backward pass.
     """
 
     name: str
@@ -49,8 +50,9 @@ class _Entered(NamedTuple):
     outer: _Entered | None
 
 
-# From the node of this number of its thread on, that is the innermost open autocast; whether it
-# was taken down in backward. No class: two are made in each autocast.
+# One change of a thread's innermost open autocast: the number of the first node after it, the
+# autocast, and whether the change happened in backward. A tuple and no class, as each autocast
+# creates two.
 _Event: TypeAlias = "tuple[int, _Entered | None, bool]"
 _NUMBER: Final = 0
 _INNERMOST: Final = 1
@@ -59,7 +61,7 @@ _MOST_EVENTS, _MOST_ENDED_THREADS = 4096, 256
 
 
 class _History:
-    """What one thread entered and left; of the oldest nothing is known."""
+    """The autocasts that one thread entered and left, without the oldest ones."""
 
     def __init__(self, thread: _Thread) -> None:
         self.entered: _Entered | None = None
@@ -69,18 +71,18 @@ class _History:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the thread has."""
+        """Whether the thread has ended."""
         return self._life() is None
 
     @property
     def last_number(self) -> float:
-        """The number of its last node of which something is known, if it has ended."""
+        """The number of the last node that the events tell about; infinite while more may come."""
         if self.entered is not None or not self.events:
             return math.inf
         return self.events[-1][_NUMBER]
 
     def note(self, entered: _Entered | None, in_backward: bool) -> None:
-        """Take down that ``entered`` is open now."""
+        """Record that ``entered`` is the innermost open autocast from now on."""
         number, events = next_node_number(), self.events
         self.entered = entered
         if not (in_backward or self.is_listed):
@@ -88,12 +90,12 @@ class _History:
         if events:
             last = events[-1]
             if last[_NUMBER] == number and last[_IN_BACKWARD] is in_backward:
-                events.pop()  # no node was made since
+                events.pop()  # no node was created since
         events.append((number, entered, in_backward))
 
     def has_open_since(self, number: int) -> bool:
-        """Say whether the autocast that is open now, in this thread, was so at its node ``number``,
-        and still: nearly always a backward within the autocast of its forward."""
+        """Say whether the autocast that is open now was open when the thread created node
+        ``number``: the usual case of a backward within the autocast of its forward."""
         is_past = number < next_node_number() and bool(self.events)
         is_past = is_past and self.events[0][_NUMBER] <= number
         return (
@@ -103,12 +105,12 @@ class _History:
         )
 
     def at(self, number: int, *, in_forward: bool) -> _Entered | None:
-        """Return what was open when the thread made node ``number``.
+        """Return the innermost autocast that was open when the thread created node ``number``.
 
-        ``in_forward``: in no backward pass, whose nodes other threads may count.
+        ``in_forward`` skips events in backward passes, whose nodes other threads may number.
 
         Raises:
-            LookupError: that is forgotten.
+            LookupError: the events of that time are no longer kept.
         """
         at = bisect_right(self.events, number, key=_number_of) - 1
         while at >= 0 and in_forward and self.events[at][_IN_BACKWARD]:
@@ -122,10 +124,10 @@ _number_of = itemgetter(_NUMBER)
 
 
 class _Histories:
-    """Of the threads that enter autocasts in forward; others, as autograd's own, say nothing.
+    """The histories of threads that enter autocasts in forward, which autograd's threads do not.
 
-    Some of those that have ended are kept too: their graphs may live on. Of nodes up to the number
-    ``forgotten`` it is not known what was active around them in a thread that is not kept.
+    Those of some threads that have ended are kept, as their graphs may live on. ``forgotten`` is
+    the largest number of a node that a history no longer kept told about.
     """
 
     def __init__(self) -> None:
@@ -148,7 +150,7 @@ def _list(history: _History) -> None:
 
 
 class _Life:
-    """Lives as long as its thread."""
+    """An object that lives as long as its thread: a weak reference to it tells when that ends."""
 
 
 class _Thread(threading.local):
@@ -161,17 +163,18 @@ _thread = _Thread()
 
 
 def is_traced() -> bool:
-    """Say whether torch.compile reads the caller's code, or another capture runs it.
+    """Say whether torch.compile traces the caller, or another capture runs it.
 
-    A function that asks torch.compiler.is_compiling() is compiled also where it calls no operator,
-    as an autocast does that is entered around a graph break; what it then sets in the thread is
-    lost. Of this one it takes the result as a constant.
+    torch.compile evaluates this function while it traces and keeps the result as a constant. A
+    direct call of ``torch.compiler.is_compiling()`` would have it compile the calling function even
+    if that calls no operator, such as an autocast entered around a graph break; attributes of the
+    thread that the function sets would then be lost.
     """
     return compile_context() is not None or torch.compiler.is_compiling()
 
 
 def enter(name: str) -> None:
-    """Take down that the calling thread enters the autocast ``name``."""
+    """Record that the calling thread enters the autocast ``name``."""
     history = _thread.history
     if history is None:
         history = _thread.history = _History(_thread)
@@ -181,7 +184,7 @@ def enter(name: str) -> None:
 
 
 def leave(depth: int = 0) -> None:
-    """Take down that it leaves the innermost one but ``depth``."""
+    """Record that the calling thread leaves the open autocast that has ``depth`` others in it."""
     history = _thread.history
     if history is not None and history.entered is not None:
         left = _without(history.entered, depth) if depth else history.entered.outer
@@ -196,16 +199,20 @@ def _without(entered: _Entered, depth: int) -> _Entered | None:
 
 
 def is_entered_in_backward() -> bool:
-    """Say whether the innermost open autocast was entered by what runs in backward."""
+    """Say whether the innermost open autocast was entered inside a backward pass."""
     history = _thread.history
     return history is not None and history.entered is not None and history.entered.in_backward
 
 
 class Recompute(NamedTuple):
-    """A forward that runs in backward, of the node or the checkpoints of torch that asked for it.
+    """A forward that runs inside a backward pass, and what caused it.
 
-    ``is_asked_for``: by one of them, not by the hook of a tensor. ``is_nested``: in the recompute
-    of another, which made the node, in this thread.
+    Attributes:
+        node: the autograd node that the pass computes.
+        regions: the torch checkpoints (``use_reentrant=False``) that unpack their tensors now.
+        is_asked_for: whether a node written in Python or a checkpoint caused it; False in a hook
+            of a tensor.
+        is_nested: whether it runs within another recompute, which created ``node`` in this thread.
     """
 
     node: Any
@@ -214,19 +221,21 @@ class Recompute(NamedTuple):
     is_nested: bool
 
     def active_before(self, outside: str) -> set[str]:
-        """Return the names of what may have been active around the forward that it repeats;
-        ``outside`` for no autocast, nothing if that is forgotten."""
+        """Return the names of the autocasts that may have been active around the repeated forward.
+
+        ``outside`` stands for no autocast; the set is empty where the answer is no longer known.
+        """
         if self.node is None:
             return set()
         number = node_number(self.node)
-        own = _thread.history
-        if own is not None and (self.is_nested or own.has_open_since(number)):
-            histories = [own]
+        of_thread = _thread.history
+        if of_thread is not None and (self.is_nested or of_thread.has_open_since(number)):
+            histories = [of_thread]
         elif self.is_nested:
             histories = []
         else:
             histories = _histories.listed
-            if number <= _histories.forgotten:  # asked after: what is gone is counted before
+            if number <= _histories.forgotten:  # _list raises it before it drops a history
                 return set()
         try:
             opened = [one.at(number, in_forward=not self.is_nested) for one in histories]
@@ -236,18 +245,18 @@ class Recompute(NamedTuple):
         return {outside if one is None else one.name for one in around} or {outside}
 
     def _around(self, innermost: _Entered | None) -> _Entered | None:
-        """Return the innermost that was open around the checkpointed function, not in it."""
-        found, entered = innermost, innermost
+        """Return the innermost autocast around the checkpointed function, not inside it."""
+        around, entered = innermost, innermost
         while entered is not None:
             region = None if entered.region is None else entered.region()
             if region is not None and any(region is one for one in self.regions):
-                found = entered.outer
+                around = entered.outer
             entered = entered.outer
-        return found
+        return around
 
 
 def recompute() -> Recompute:
-    """Return what asked for the forward that runs now, in backward."""
+    """Describe the forward that runs now, inside backward, from the frames that called it."""
     frame: FrameType | None = sys._getframe(1)
     regions, nodes = [], 0
     while frame is not None:
@@ -262,12 +271,12 @@ def recompute() -> Recompute:
     return Recompute(node, tuple(regions), nodes > 0 or bool(regions), outer_nodes > 0)
 
 
-# What the engine calls for every node written in Python.
+# The method that the engine calls for every node written in Python.
 _APPLY = BackwardCFunction.apply.__code__
 
 
 def _region(hooks: tuple[Any, Any]) -> weakref.ref[Any] | None:
-    """Return the checkpoint of torch that ``hooks``, which look at saved tensors now, are of."""
+    """Return the torch checkpoint whose ``hooks`` are the innermost ones on saved tensors."""
     code = getattr(hooks[0], "__code__", None)
     if code is None or CHECKPOINT_FRAME not in code.co_freevars:
         return None
