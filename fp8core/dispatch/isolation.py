@@ -1,7 +1,7 @@
 """Calls into plug-ins: whatever their code raises, ``sys.exit()`` too, becomes a reason.
 
-What the user raises meanwhile goes through: Ctrl-C, and what the program's own signal handlers
-raise, such as the ``sys.exit()`` of one for SIGTERM. Both mean the process, not the plug-in.
+An exception that the user causes meanwhile passes through: Ctrl-C, and one raised by a signal
+handler of the program, such as ``sys.exit()`` on SIGTERM. Both concern the process as a whole.
 """
 
 from __future__ import annotations
@@ -28,36 +28,38 @@ __all__ = ["Failure", "answered", "attempt", "describe", "is_a", "name_of_class"
 Result = TypeVar("Result")
 
 MOST_CHARACTERS = 4000
-"""Of a reason: enough for what a compiler says, little enough for a table."""
+"""The length of a reason: enough for a compiler's message, little enough for a table."""
 
-_OURS = (NonFiniteError, OperandError, PluginError, RecipeError, UnsupportedError, Fp8CoreError)
+_ERRORS = (NonFiniteError, OperandError, PluginError, RecipeError, UnsupportedError, Fp8CoreError)
 
-# The name that a class was defined with; its metaclass may answer something else, or raise.
+# Reads the name that a class was defined with; a metaclass could answer with another, or raise.
 _class_name: Any = vars(type)["__name__"].__get__
 
 
 def name_of_class(value: object) -> str:
     """Return the name of the class of ``value``, running none of its code."""
-    found: str = _class_name(type(value))
-    return plain(found)
+    name: str = _class_name(type(value))
+    return plain(name)
 
 
 def is_a(value: object, kind: type) -> bool:
-    """Say whether ``value`` is of the class ``kind``; unlike isinstance, it runs none of its code,
-    as a property ``__class__`` would be."""
+    """Say whether ``value`` is of the class ``kind``, running none of its code.
+
+    isinstance would run a property ``__class__``.
+    """
     return issubclass(type(value), kind)
 
 
 def plain(text: str) -> str:
-    r"""Return ``text`` as a reason shows it: a str of no other class, which every terminal can
-    print, and of at most :data:`MOST_CHARACTERS`.
+    r"""Return ``text`` as a reason shows it: an ordinary str that every terminal can print, of at
+    most :data:`MOST_CHARACTERS`.
 
     >>> print(plain("a\x1b[2Jb"))
     a\x1b[2Jb
     """
-    own = str.__str__(text)
-    left = len(own) - MOST_CHARACTERS
-    kept = "".join(map(_printable, own[:MOST_CHARACTERS]))
+    text = str.__str__(text)
+    left = len(text) - MOST_CHARACTERS
+    kept = "".join(map(_printable, text[:MOST_CHARACTERS]))
     return kept if left <= 0 else f"{kept}... and {left} more characters"
 
 
@@ -69,37 +71,37 @@ def _printable(character: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a plug-in's code raised; its text is the reason."""
+    """An exception that a plug-in's code raised; ``str()`` gives the reason."""
 
     error: BaseException
 
     def __str__(self) -> str:
         return describe(self.error)
 
-    def fail(self, what: str) -> NoReturn:
-        """Raise PluginError, whose text is ``what`` and the reason.
+    def fail(self, action: str) -> NoReturn:
+        """Raise PluginError, whose text is ``action``, the call that failed, and the reason.
 
-        Errors of fp8core, which name what is wrong, and a lack of memory, which programs wait for,
-        are raised as they are; a class that a plug-in derived from ours, whose constructor is its
-        own, as the nearest of ours.
+        Errors of fp8core, which name the fault, and a lack of memory, which programs handle, are
+        raised as they are. An error of a class that a plug-in derived from one of fp8core's, with a
+        constructor of unknown arguments, is raised as the nearest class of fp8core.
         """
-        own = next((kind for kind in _OURS if is_a(self.error, kind)), None)
-        if type(self.error) is own or is_a(self.error, torch.OutOfMemoryError):
+        kind = next((kind for kind in _ERRORS if is_a(self.error, kind)), None)
+        if type(self.error) is kind or is_a(self.error, torch.OutOfMemoryError):
             raise self.error
-        if own is not None:
-            raise own(str(self)) from self.error
-        raise PluginError(f"{what}: {self}") from self.error
+        if kind is not None:
+            raise kind(str(self)) from self.error
+        raise PluginError(f"{action}: {self}") from self.error
 
 
 def attempt(call: Callable[[], Result]) -> Result | Failure:
     """Return what ``call`` returns, or how it failed.
 
     Raises:
-        BaseException: what the user raised meanwhile, by Ctrl-C or in a signal handler.
+        BaseException: the user caused it meanwhile, by Ctrl-C or in a signal handler.
     """
     try:
         result = call()
-        isinstance(result, Failure)  # as callers ask; it runs a property __class__ of the result
+        isinstance(result, Failure)  # callers ask it; here it may run a property __class__
         return result
     except BaseException as error:
         if _is_users(error):
@@ -112,37 +114,40 @@ def _is_users(error: BaseException) -> bool:
     if is_a(error, KeyboardInterrupt):
         return True
     handlers = map(signal.getsignal, signal.valid_signals())
-    codes = [code for own in handlers if (code := getattr(own, "__code__", None)) is not None]
+    codes = [code for handler in handlers if (code := getattr(handler, "__code__", None))]
     ran = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(code in codes for code in ran)
 
 
 def describe(error: BaseException) -> str:
-    """Return ``error`` as a reason: the text of our own, the class too of anybody else's.
+    """Return ``error`` as a reason: its text, and its class unless that is one of fp8core's.
 
     >>> describe(SystemExit(3)), describe(Fp8CoreError("no such thing"))
     ('SystemExit: 3', 'no such thing')
     """
     kind = name_of_class(error)
-    text = attempt(lambda: plain(str(error)) or "no message")  # the message is their code as well
+    text = attempt(lambda: plain(str(error)) or "no message")  # str() may run the plug-in's code
     if isinstance(text, Failure):
         return f"{kind}: its message cannot be read ({name_of_class(text.error)})"
     return text if is_a(error, Fp8CoreError) else f"{kind}: {text}"
 
 
-def answered(what: str, reason: object) -> str | None:
-    """Return the ``reason`` that ``what`` gave, checked: a text, or None for none."""
+def answered(question: str, reason: object) -> str | None:
+    """Return the ``reason`` that a plug-in's method gave, checked: a text, or None.
+
+    ``question`` is what messages call the method.
+    """
     if reason is None:
         return None
     if issubclass(type(reason), str):
         text = plain(reason)  # type: ignore[arg-type]  # it is a str
         if text.strip():
             return text
-    return f"{what} returned {shown(reason)}; expected a reason as a text, or None"
+    return f"{question} returned {shown(reason)}; expected a reason as a text, or None"
 
 
 def shown(value: object) -> str:
-    """Return ``value`` as a message shows it, however its own ``repr`` behaves."""
+    """Return ``value`` as a message shows it, even if its ``repr`` raises."""
     text = attempt(lambda: plain(repr(value)))
     if isinstance(text, Failure):
         return f"an object of class {name_of_class(value)}"

@@ -1,8 +1,8 @@
 """Discovery: finds plug-ins, loads each in isolation, and keeps what they registered.
 
-A plug-in that cannot be used is a row with its reason, never an exception of ``import fp8core``;
-asking for it by name raises that reason. Ctrl-C while they load leaves nothing loaded: the next use
-discovers them anew.
+A plug-in that cannot be used becomes a row with the reason, never an exception of ``import
+fp8core``; asking for it by name raises that reason. After Ctrl-C during loading no plug-in is
+loaded: the next use discovers them again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LOADING = "loading plug-in %s"
 
 @dataclass(slots=True)
 class _Staged:
-    """What one plug-in registers, until all of it is known to be right."""
+    """The registrations of one plug-in, until all of them are known to be valid."""
 
     formats: list[FormatSpec] = field(default_factory=list)
     backends: dict[str, BackendSpec] = field(default_factory=dict)
@@ -74,7 +74,8 @@ class _Staged:
         self.recipes[name] = factory
 
 
-# Loading asks for formats, and asking for a format loads: two locks would be taken in both orders.
+# One lock for both: loading looks up formats, and looking up a format loads plug-ins, so that two
+# locks would be taken in both orders.
 _lock = formats.discovery_lock
 
 _reserved_recipes: set[str] = set()
@@ -82,21 +83,21 @@ _set_aside: dict[str, str] = {}
 
 
 _loaded: list[Registry] = []
-# Formats of a registry that Ctrl-C kept from being forgotten whole, for the next load to forget.
+# Formats of a registry that Ctrl-C kept from being forgotten; the next load forgets them.
 _left_over: list[FormatSpec] = []
 
 
 def _load() -> Registry:
     if _loaded:
         return _loaded[0]
-    wanted = settings.read()  # first: it may raise, and then nothing counts as loaded
+    wanted = settings.read()  # first, as it may raise, and nothing may count as loaded then
     manager = pluggy.PluginManager("fp8core")
     manager.add_hookspecs(hooks)
     registry = Registry(manager)
     formats.forget(*_left_over)
     _left_over.clear()
     try:
-        _loaded.append(registry)  # a plug-in that asks while it loads sees what is there so far
+        _loaded.append(registry)  # a plug-in that asks while it loads sees those loaded so far
         _fill(registry, wanted)
     except BaseException:
         _forget(registry)
@@ -118,11 +119,11 @@ def _fill(registry: Registry, wanted: settings.Settings) -> None:
         if reason is not None:
             logger.info("plug-in %s is not used: %s", name, reason)
     if absent:
-        found = [row.name for row in registry.rows if row.name not in absent]
+        present = [row.name for row in registry.rows if row.name not in absent]
         raise RecipeError(
             f"FP8CORE_PLUGINS names {absent[0]!r}, but there is no module of that name. Plug-ins "
-            f"found: {', '.join(found) or 'none'}; installed ones are used without being named "
-            f"there.{did_you_mean(absent[0], found)}"
+            f"found: {', '.join(present) or 'none'}; installed ones are used without being named "
+            f"there.{did_you_mean(absent[0], present)}"
         )
     for complaint in registry.complaints():
         logger.warning("%s", complaint)
@@ -130,7 +131,7 @@ def _fill(registry: Registry, wanted: settings.Settings) -> None:
 
 def _forget(registry: Registry) -> None:
     _left_over.extend(registry.formats)
-    formats.set_discovery(load)  # before: who misses one of these formats waits for the next load
+    formats.set_discovery(load)  # first, so that a lookup of one of these formats loads again
     _loaded.clear()
     formats.forget(*_left_over)
     _left_over.clear()
@@ -143,7 +144,7 @@ def load() -> Registry:
 
 
 def reload() -> Registry:
-    """Forget the plug-ins and discover them anew, with the environment as it is now."""
+    """Forget the plug-ins and discover them again, with the environment as it is now."""
     with _lock:
         for registry in list(_loaded):
             _forget(registry)
@@ -151,10 +152,10 @@ def reload() -> Registry:
 
 
 def register(plugin: object, name: str) -> None:
-    """Add a plug-in by hand, as an entry point would: a module or an object with hookimpls.
+    """Add a plug-in, a module or an object with hookimpls, without an entry point.
 
     Raises:
-        PluginError: it cannot be used; nothing of it is kept.
+        PluginError: it cannot be used; none of its registrations is kept.
     """
     with _lock:
         registry = _load()
@@ -165,22 +166,22 @@ def register(plugin: object, name: str) -> None:
 
 
 def set_aside(reasons: Mapping[str, str]) -> None:
-    """Have discovery leave out the plug-ins of these names, each for a reason that its row gives.
+    """Have discovery leave out the plug-ins of these names, each with the reason for its row.
 
-    For plug-ins that are known to crash or hang: nothing can isolate those in this process.
+    For plug-ins that are known to crash or hang, from which nothing protects this process.
     """
     _set_aside.update(reasons)
 
 
 def reserve_recipes(names: Iterable[str]) -> None:
-    """Refuse plug-ins that register a recipe under one of ``names``: those mean fp8core's own."""
+    """Refuse plug-ins that register a recipe under one of ``names``, those of fp8core's recipes."""
     _reserved_recipes.update(names)
 
 
 def _sources(
     wanted: settings.Settings, absent: list[str]
 ) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """Yield name, source and loader of each plug-in; modules that nobody has go to ``absent``."""
+    """Yield name, source and loader of each plug-in; modules that do not exist go to ``absent``."""
     points: list[EntryPoint] = sorted(
         {
             (point.name, point.value): point for point in entry_points(group=ENTRY_POINT_GROUP)
@@ -194,20 +195,20 @@ def _sources(
 
 
 def _import(module: str, absent: list[str]) -> object:
-    if not all(module.split(".")):  # a relative name, or no name at all
+    if not all(module.split(".")):  # a relative or an empty name
         absent.append(module)
         raise PluginError(f"{module!r} is no name of a module")
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # A module that is there, and lacks another one, is broken like any other.
+        # A module that exists and imports one that does not is broken, not absent.
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             absent.append(module)
         raise
 
 
 def _add(registry: Registry, name: str, find: Callable[[], object]) -> str | None:
-    """Load one plug-in; return why it failed, leaving nothing of it behind, or None."""
+    """Load one plug-in; return None, or why it failed, after undoing all that it registered."""
     staged = _Staged()
     with contextlib.ExitStack() as undo:
         failure = attempt(lambda: _take(registry, name, find, staged, undo))
@@ -225,7 +226,7 @@ def _take(
     staged: _Staged,
     undo: contextlib.ExitStack,
 ) -> None:
-    """Take in one plug-in; what takes it out again goes to ``undo``, each before it is needed."""
+    """Register one plug-in, each step after the callback in ``undo`` that takes it back."""
     manager = registry.manager
     plugin = find()
     _check_new(manager, name, plugin)
@@ -300,7 +301,8 @@ def _is_name(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"\w[\w.+-]*", value, re.ASCII) is not None
 
 
-def _is_place(value: object) -> bool:
+def _is_import_path(value: object) -> bool:
+    """Whether ``value`` names a module and an attribute of it, with a colon between them."""
     return isinstance(value, str) and re.fullmatch(r"\w[\w.]*:\w[\w.]*", value) is not None
 
 
@@ -308,25 +310,28 @@ def _is_device_type(word: str) -> bool:
     return re.fullmatch(r"[a-z]\w*", word) is not None
 
 
-# What of a BackendSpec is used before the backend is, by whoever asks for any backend.
+# The fields of a BackendSpec that are read before the backend is used, in a search for any backend.
 _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "name": (_is_name, "a name of letters, digits and ._+-"),
     "device_types": (
-        lambda own: _is_words(own) and len(own) > 0 and all(map(_is_device_type, own)),
+        lambda value: _is_words(value) and len(value) > 0 and all(map(_is_device_type, value)),
         "a tuple of one or more device types, such as 'cuda'",
     ),
-    "factory": (_is_place, "'module:Class'"),
+    "factory": (_is_import_path, "'module:Class'"),
     "probe": (callable, "a function"),
-    "portable": (lambda own: isinstance(own, bool), "True or False"),
-    "transposes": (lambda own: isinstance(own, bool), "True or False"),
+    "portable": (lambda value: isinstance(value, bool), "True or False"),
+    "transposes": (lambda value: isinstance(value, bool), "True or False"),
     "api_version": (
-        lambda own: isinstance(own, tuple) and [*map(type, own)] == [int, int],
+        lambda value: isinstance(value, tuple) and [*map(type, value)] == [int, int],
         "two whole numbers, as API_VERSION",
     ),
-    "priority": (lambda own: isinstance(own, int), "a whole number"),
-    "preferred_recipe": (lambda own: isinstance(own, str), "a recipe's name"),
+    "priority": (lambda value: isinstance(value, int), "a whole number"),
+    "preferred_recipe": (lambda value: isinstance(value, str), "a recipe's name"),
     "environment": (_is_words, "a tuple of variables' names"),
-    "builder": (lambda own: own == "" or _is_place(own), "'module:function', or an empty text"),
+    "builder": (
+        lambda value: value == "" or _is_import_path(value),
+        "'module:function', or an empty text",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""What the program asks for: ``use_backend``, per thread."""
+"""``use_backend``: the backends that the program chooses, for each thread."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class use_backend:
 
     ``with use_backend("reference"):`` or ``with use_backend(gemm="cuda", quantize="reference"):``.
     Nested uses refine the outer one; re-entrant; affects the calling thread alone. Backward uses
-    what was chosen in forward.
+    the backends that were chosen in forward.
 
     Raises:
         RecipeError: no such backend or operation; raised at once, not at first use.
@@ -71,7 +71,7 @@ class use_backend:
 
     def __enter__(self) -> None:
         outer = _active.policy
-        # A whole-backend choice is the innermost word for every operation it does not list.
+        # A backend for every operation also overrides outer choices for single operations.
         inherited = {} if self._name is not None else dict(outer.op_backends)
         ops = tuple(sorted({**inherited, **self._op_backends}.items()))
         _active.outer.append(outer)

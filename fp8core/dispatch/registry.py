@@ -1,4 +1,4 @@
-"""What the plug-ins brought: backends, formats, recipes, and a row for each plug-in."""
+"""What plug-ins registered: backends, formats, recipes, and a row for each plug-in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _METHODS = ("unsupported", "alignment", "bind")
 
 @dataclass(frozen=True, slots=True)
 class PluginRow:
-    """A plug-in that was found: where, and why it cannot be used (None: it can)."""
+    """A discovered plug-in: its source, and why it cannot be used (None: it can)."""
 
     name: str
     source: str
@@ -40,9 +40,9 @@ class Bound(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Registry:
-    """Everything that plug-ins brought, and the rows that ``fp8core doctor`` prints.
+    """The registrations of all plug-ins, and the rows that ``fp8core doctor`` prints.
 
-    ``refused`` says of each backend of a plug-in that is not used why.
+    ``refused`` holds the reason for each backend whose plug-in cannot be used.
     """
 
     manager: pluggy.PluginManager
@@ -88,71 +88,73 @@ class Registry:
             return answered("its probe()", reason)
         if not known_devices(spec.device_types):  # after the probe, whose imports may add one
             return f"this torch knows no type of device called {'/'.join(spec.device_types)}"
-        made = attempt(lambda: self.instance(spec))
-        return str(made) if isinstance(made, Failure) else None
+        backend = attempt(lambda: self.instance(spec))
+        return str(backend) if isinstance(backend, Failure) else None
 
     def unsupported(self, spec: BackendSpec, desc: OpDesc, device: torch.device) -> str | None:
         """Say why ``spec``'s backend cannot run ``desc`` on ``device``, or None."""
         reason = self.unusable(spec)
         if reason is not None:
             return reason
-        said = attempt(lambda: self.instance(spec).unsupported(desc, device))
-        if isinstance(said, Failure):
-            return f"its unsupported() failed: {said}"
-        return answered("its unsupported()", said)
+        answer = attempt(lambda: self.instance(spec).unsupported(desc, device))
+        if isinstance(answer, Failure):
+            return f"its unsupported() failed: {answer}"
+        return answered("its unsupported()", answer)
 
     def instance(self, spec: BackendSpec) -> Backend:
         """Return the backend object, importing its factory on first use.
 
         Raises:
-            PluginError: the factory failed, or what it returned is no backend.
+            PluginError: the factory failed, or its result is no backend.
         """
         if spec.name not in self._instances:
-            made = attempt(lambda: _make(spec))
-            if isinstance(made, Failure):
-                made.fail(f"its factory {spec.factory!r} failed")
-            self._instances.setdefault(spec.name, made)
+            backend = attempt(lambda: _backend_of(spec))
+            if isinstance(backend, Failure):
+                backend.fail(f"its factory {spec.factory!r} failed")
+            self._instances.setdefault(spec.name, backend)
         return self._instances[spec.name]
 
     def bind(self, spec: BackendSpec, desc: OpDesc, device: torch.device) -> Bound:
         """Return the callable with which ``spec``'s backend runs ``desc`` on ``device``.
 
         Raises:
-            PluginError: the backend failed at that, and what it raised is the cause; or what it
-                returned is no callable, or has an optional method that cannot be called.
+            PluginError: its ``bind()`` raised, or returned something that is no callable, or a
+                callable with an optional method that cannot be called.
         """
         backend = self.instance(spec)
-        what = f"{spec.name} says that it runs {desc}, but its bind()"
+        method = f"{spec.name} says that it runs {desc}, but its bind()"
         run: object = attempt(lambda: backend.bind(desc, device))
         if isinstance(run, Failure):
-            run.fail(f"{what} failed")
+            run.fail(f"{method} failed")
         if not callable(run):
-            raise PluginError(f"{what} returned {shown(run)}; expected a function")
-        return Bound(run, offers_of(run, desc, f"{what} returned a callable which"))
+            raise PluginError(f"{method} returned {shown(run)}; expected a function")
+        return Bound(run, offers_of(run, desc, f"{method} returned a callable which"))
 
     def alignment(self, spec: BackendSpec, desc: GemmDesc) -> Alignment:
-        """Return what ``spec``'s backend says that the sizes of ``desc`` must be multiples of.
+        """Return the numbers of which ``spec``'s backend wants multiples as sizes of ``desc``.
 
         Raises:
-            PluginError: the backend failed at that; what it raised is the cause.
+            PluginError: its ``alignment()`` raised, or returned no Alignment of positive numbers.
         """
         backend = self.instance(spec)
-        found = attempt(lambda: backend.alignment(desc))
-        what = f"{spec.name} says that it runs {desc}, but its alignment()"
-        if isinstance(found, Failure):
-            found.fail(f"{what} failed")
-        if not is_a(found, Alignment):
-            raise PluginError(f"{what} returned {shown(found)}; expected an Alignment")
-        if not all(type(size) is int and size > 0 for size in found):
-            raise PluginError(f"{what} returned {shown(found)}; expected whole numbers from 1 on")
-        return found
+        alignment = attempt(lambda: backend.alignment(desc))
+        method = f"{spec.name} says that it runs {desc}, but its alignment()"
+        if isinstance(alignment, Failure):
+            alignment.fail(f"{method} failed")
+        if not is_a(alignment, Alignment):
+            raise PluginError(f"{method} returned {shown(alignment)}; expected an Alignment")
+        if not all(type(size) is int and size > 0 for size in alignment):
+            raise PluginError(
+                f"{method} returned {shown(alignment)}; expected whole numbers from 1 on"
+            )
+        return alignment
 
     def environment(self) -> list[str]:
         """Return the variable names that the backends declare."""
         return [name for spec in self.backends.values() for name in spec.environment]
 
     def complaints(self) -> list[str]:
-        """Return one line for each variable that nobody reads and each name that fits nothing."""
+        """Return one line for each variable that nobody reads and each name of no plug-in."""
         names = [row.name for row in self.rows]
         return settings.unknown_names(self.environment()) + [
             f"FP8CORE_DISABLE_PLUGINS names {name!r}, but no plug-in found is called that."
@@ -163,18 +165,18 @@ class Registry:
 
 
 def known_devices(kinds: Sequence[str]) -> list[torch.device]:
-    """Return the devices of those ``kinds`` that torch, with what is imported, knows."""
-    found = [attempt(functools.partial(torch.device, kind)) for kind in kinds]
-    return [device for device in found if not isinstance(device, Failure)]
+    """Return the devices of those ``kinds`` that torch knows, with the modules imported so far."""
+    devices = [attempt(functools.partial(torch.device, kind)) for kind in kinds]
+    return [device for device in devices if not isinstance(device, Failure)]
 
 
-def _make(spec: BackendSpec) -> Backend:
+def _backend_of(spec: BackendSpec) -> Backend:
     module, _, attribute = spec.factory.partition(":")
-    made: Backend = getattr(importlib.import_module(module), attribute)()
+    backend: Backend = getattr(importlib.import_module(module), attribute)()
     for method in _METHODS:
-        if not callable(getattr(made, method, None)):
+        if not callable(getattr(backend, method, None)):
             raise PluginError(
-                f"its factory {spec.factory!r} returned a {name_of_class(made)}, which has no "
+                f"its factory {spec.factory!r} returned a {name_of_class(backend)}, which has no "
                 f"{method}(); a backend has {', '.join(_METHODS)}"
             )
-    return made
+    return backend

@@ -35,7 +35,8 @@ _BY_PRIORITY = "device and priority"
 class Verdict(NamedTuple):
     """One backend's answer to a descriptor: why it cannot run it (None: it can).
 
-    ``emulated``: it can, but only by computing in high precision on a device that is not its own.
+    ``emulated``: it runs the descriptor by computing in high precision, on a device of a type that
+    the backend does not list.
     """
 
     backend: str
@@ -45,7 +46,7 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A backend for a descriptor on a device, who asked for it, and what became of the others."""
+    """The backend for a descriptor on a device, why it was chosen, and every backend's verdict."""
 
     desc: OpDesc
     device: torch.device
@@ -78,11 +79,11 @@ def choose(
     """Choose in this order: ``explicit``, use_backend, FP8CORE_OP_BACKEND, FP8CORE_BACKEND, the
     site policy's hook, the device's backends by priority, the reference on the same device.
 
-    Decided from declarations alone, so the same question has the same answer.
+    The choice depends on declarations alone, so the same question has the same answer.
 
     Raises:
-        UnsupportedError: nothing can run it; or a low-precision GEMM's only way, or in strict mode
-            anybody's only way, is a substitution.
+        UnsupportedError: no backend can run it; or only a substitute can, and it is a low-precision
+            GEMM or the mode is strict.
         RecipeError, PluginError: the backend that was asked for is unknown or broken.
     """
     wanted = settings.read()
@@ -115,19 +116,20 @@ def choose(
 
 
 def declined(choice: Choice) -> list[Verdict]:
-    """Return who came before ``choice``'s backend on its device by priority, and why not.
+    """Return the verdicts of the backends for the device that have a higher priority than the
+    chosen one.
 
     Empty where the program, the environment or a site policy decided.
     """
     if choice.because != _BY_PRIORITY:
         return []
     backends = plugins.load().backends
-    before = itertools.takewhile(lambda own: own.backend != choice.backend, choice.verdicts)
-    return [own for own in before if choice.device.type in backends[own.backend].device_types]
+    before = itertools.takewhile(lambda v: v.backend != choice.backend, choice.verdicts)
+    return [v for v in before if choice.device.type in backends[v.backend].device_types]
 
 
 def selected_spec(policy: Policy) -> BackendSpec:
-    """Return the backend that new modules are made for: the one asked for, or the best usable."""
+    """Return the backend for new modules: the one asked for, or the usable one that comes first."""
     registry = plugins.load()
     asked = asked_spec(policy)
     if asked is not None:
@@ -152,7 +154,7 @@ def asked_spec(policy: Policy) -> BackendSpec | None:
 
 
 def default_device(policy: Policy) -> torch.device:
-    """Return the device that new modules are made on: the selected backend's preferred one.
+    """Return the device for the parameters of new modules: the selected backend's preferred one.
 
     Raises:
         UnsupportedError: the selected backend cannot be used on this machine.
@@ -207,8 +209,8 @@ def site_pick(
     With ``only``, a plug-in, no other is asked.
 
     Raises:
-        PluginError: a plug-in's hook failed; a policy that cannot be asked is not passed over.
-        UnsupportedError: it picks what is not among the candidates.
+        PluginError: a plug-in's hook failed; a policy that cannot answer is not skipped.
+        UnsupportedError: it picks something that is not among the candidates.
     """
     others = [other for other in registry.manager.get_plugins() if only not in (None, other)]
     hook = registry.manager.subset_hook_caller("fp8core_select_backend", others)
@@ -216,8 +218,8 @@ def site_pick(
     picked = attempt(lambda: hook(op=desc.op, desc=desc, device=device, candidates=candidates))
     if isinstance(picked, Failure):
         ran = [frame.f_code for frame, _ in traceback.walk_tb(picked.error.__traceback__)]
-        guilty = [one for one in asked if getattr(one.function, "__code__", None) in ran]
-        names = ",".join(one.plugin_name for one in guilty or asked)
+        guilty = [hook for hook in asked if getattr(hook.function, "__code__", None) in ran]
+        names = ",".join(hook.plugin_name for hook in guilty or asked)
         raise PluginError(
             f"plug-in {names}: its fp8core_select_backend failed for {desc} on {device}: {picked}. "
             f"FP8CORE_DISABLE_PLUGINS={names} leaves it out, and it is not asked where the "
@@ -227,7 +229,7 @@ def site_pick(
         return None
     if is_a(picked, str) and str.__str__(picked) in candidates:
         return str.__str__(picked)
-    names = ", ".join(one.plugin_name for one in asked)
+    names = ", ".join(hook.plugin_name for hook in asked)
     raise UnsupportedError(
         f"the site policy picks {shown(picked)} for {desc} on {device} (plug-in {names}); "
         f"able are {list(candidates)}."

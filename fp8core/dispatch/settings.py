@@ -26,7 +26,7 @@ _FLAGS = {"": False, "0": False, "1": True}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the environment asks for, parsed; equal settings give equal dispatch."""
+    """The environment's settings, parsed; equal settings give equal dispatch."""
 
     backend: str | None = None
     op_backends: tuple[tuple[str, str], ...] = ()
