@@ -17,11 +17,11 @@ class Call(NamedTuple):
     """What one call of a layer adds to its tensors.
 
     ``groups`` is ``(group_offsets,)``, int64 ``[groups + 1]`` on the CPU, or ``()`` if dense;
-    ``splits`` are the same sizes as integers, ``()`` where only the device knows them, which then
-    has the offsets as well. ``rng`` int64 ``[2]`` is the seed and offset of
-    dropout and stochastic rounding. ``first_microbatch`` is what the caller said, ``keeping``
-    what the layer makes of it; None quantizes the weight. ``backward_pass`` is set in a recompute:
-    the pass that it is part of, whose end is when backward scales move on.
+    ``splits`` are the same sizes as integers, ``()`` if only the device knows them, in which case
+    the offsets are there as well. ``rng`` int64 ``[2]`` is the seed and offset of dropout and
+    stochastic rounding. ``first_microbatch`` is the caller's argument, ``keeping`` what follows
+    from it for weights; None quantizes them. ``backward_pass`` is set in a recompute: the pass that
+    it is part of, at whose end backward scales are updated.
     """
 
     groups: Groups = ()

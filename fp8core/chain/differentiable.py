@@ -1,8 +1,8 @@
-"""Links as torch differentiates them: under any transform, in any order, as often as it is asked.
+"""Derivatives of any order, and transforms, of links in high precision.
 
-In high precision the reference backend computes with torch's own operators alone. So a link bound
-for it and run without the node of :mod:`fp8core.chain.run` is the torch expression of what the link
-is, and there is no second one to keep in step.
+In high precision the reference backend computes with torch's operators only. A link that is bound
+for it, and run without the autograd node of :mod:`fp8core.chain.run`, is therefore an expression
+that torch can differentiate; no second description of the link is needed.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ __all__ = ["Unfused", "arranged", "is_detached", "only_once", "transform_of", "t
 
 
 class Unfused(tuple[Link, ...]):
-    """Links that hand plain tensors to each other, so that one node for all of them gains nothing.
+    """Links in high precision, which hand each other plain tensors and need no common node.
 
-    Each of ``pieces`` is a node of its own and saves what torch's would, the tensors themselves, so
-    that second derivatives reach them. A piece is one link, or two that a backend runs as one.
+    Each of ``pieces`` gets an autograd node, which saves the tensors themselves as torch's nodes
+    do, so that second derivatives reach them. A piece is one link, or two that a backend fuses.
     """
 
     pieces: tuple[Unfused, ...]
 
     def __new__(cls, links: Sequence[Link]) -> Unfused:
-        """Take ``links``, none of which is ``only_once``."""
+        """Split ``links``, each of which has None as ``only_once``."""
         self = super().__new__(cls, links)
         ends = [
             at + 1
@@ -61,31 +61,33 @@ class Unfused(tuple[Link, ...]):
 
 
 def arranged(links: tuple[Link, ...]) -> tuple[Link, ...]:
-    """Return ``links``, as :class:`Unfused` if torch's operators may take the place of each."""
+    """Return ``links``, as :class:`Unfused` if torch's operators may replace each of them."""
     return links if only_once(links) else Unfused(links)
 
 
 def only_once(links: Sequence[Link]) -> OnlyOnce | None:
-    """Return what keeps torch's operators from taking the place of ``links``, if anything does."""
+    """Return why torch's operators may not replace ``links``; None if they may."""
     return next((link.only_once for link in links if link.only_once is not None), None)
 
 
 def converted(
     link: Link, params: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> Sequence[torch.Tensor]:
-    """Return the parameters of ``link`` with its weights as plain tensors of ``dtype``, converted
-    by torch, which differentiates that."""
+    """Return the parameters of ``link``, its weights as plain tensors of ``dtype``.
+
+    torch converts them, so that the conversion is differentiated.
+    """
     if not isinstance(link, LinearLink):
         return params
-    own = list(params)
-    for at, weight in enumerate(own[: link.num_weights]):
-        plain = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
-        own[at] = plain.to(dtype)
-    return own
+    plain = list(params)
+    for at, weight in enumerate(plain[: link.num_weights]):
+        value = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+        plain[at] = value.to(dtype)
+    return plain
 
 
 class _DifferentiableNorm(NormLink):
-    """A norm whose statistics belong to the graph, too."""
+    """A norm whose statistics are differentiated, too."""
 
     __slots__ = ()
 
@@ -112,7 +114,7 @@ class _DifferentiableNormProgram(NormProgram):
 
 
 def twins(links: Sequence[Link], like: torch.Tensor) -> tuple[Link, ...]:
-    """Return ``links`` for activations like ``like``, made of torch's operators."""
+    """Return ``links`` bound to torch's operators, for activations like ``like``."""
     return tuple(_twin(link, like) for link in links)
 
 
@@ -135,19 +137,19 @@ def _bound(shape: LinkShape, device: torch.device, dtype: torch.dtype) -> Link:
 
 
 def is_detached(program: Program, saved: Saved, needs_grad: Sequence[bool]) -> bool:
-    """Say whether ``saved``, what ``program`` saved, lacks the history of a tensor that has one.
+    """Say whether a tensor that ``program`` saved is a copy without history, as padding makes one.
 
-    Padded, it is a copy. ``needs_grad`` says which of the input and the parameters have a history.
+    ``needs_grad`` says which of the input and the parameters have a history.
     """
     pairs = zip(program.origins(saved), needs_grad, strict=False)
-    return any(need and own is not None and not own.requires_grad for own, need in pairs)
+    return any(need and one is not None and not one.requires_grad for one, need in pairs)
 
 
 class _Refusing(torch.autograd.Function):
-    """Hands the first ``count`` tensors on, gradients that have no derivatives of their own: to ask
-    for one, by any of the tensors, raises ``error``.
+    """Returns the first ``count`` tensors, gradients that cannot be differentiated.
 
-    Without it they would count as constants, and a penalty on them would train nothing.
+    A derivative of them by any of ``tensors`` raises ``error``. Without this node torch would treat
+    them as constants, and a penalty on the gradients would silently train nothing.
     """
 
     @staticmethod
@@ -165,31 +167,31 @@ class _Refusing(torch.autograd.Function):
 def refusing(
     grads: Sequence[torch.Tensor | None], error: Fp8CoreError, node: Any, grad_output: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return ``grads``, which ``node`` made of ``grad_output``, as tensors whose derivatives raise
-    ``error``.
+    """Return ``grads`` as tensors whose derivatives raise ``error``.
 
-    By ``torch.autograd.grad`` too, which goes the ways alone that lead to what it is asked for.
+    ``node`` computed them from ``grad_output``. ``torch.autograd.grad`` walks only the paths to the
+    tensors it is given, so every leaf that ``node`` depends on is connected.
     """
-    made = [grad.detach().requires_grad_() for grad in grads if grad is not None]
-    if not made:
+    given = [grad.detach().requires_grad_() for grad in grads if grad is not None]
+    if not given:
         return tuple(grads)
     origins = [*_leaves(node), *([grad_output] if grad_output.requires_grad else ())]
-    guarded = iter(_Refusing.apply(error, len(made), *made, *origins))  # type: ignore[no-untyped-call]  # torch's
+    guarded = iter(_Refusing.apply(error, len(given), *given, *origins))  # type: ignore[no-untyped-call]  # torch's
     return tuple(None if grad is None else next(guarded) for grad in grads)
 
 
 def _leaves(node: Any) -> list[torch.Tensor]:
-    """Return the tensors without history that what ``node`` computed was made of."""
-    seen, left, found = {node}, [node], []
+    """Return the leaf tensors that the result of ``node`` depends on."""
+    seen, left, leaves = {node}, [node], []
     while left:
         for before, _ in left.pop().next_functions:
             if before is None or before in seen:
                 continue
             seen.add(before)
             left.append(before)
-            if hasattr(before, "variable"):  # it adds up the gradient of a leaf
-                found.append(before.variable)
-    return found
+            if hasattr(before, "variable"):  # the node that accumulates the gradient of a leaf
+                leaves.append(before.variable)
+    return leaves
 
 
 _TRANSFORMS = {
@@ -201,11 +203,11 @@ _TRANSFORMS = {
 
 
 def transform_of(tensors: Sequence[torch.Tensor]) -> str | None:
-    """Return which transform of torch is differentiating or batching ``tensors``, None if none."""
+    """Return the name of the transform that differentiates or batches ``tensors``, None if none."""
     stack = interpreter_stack()
     if stack:
         names = dict.fromkeys(interpreter.key().name for interpreter in stack)
         return " within ".join(_TRANSFORMS.get(name, name) for name in reversed(names))
-    if any(forward_ad.unpack_dual(own).tangent is not None for own in tensors):  # type: ignore[no-untyped-call]  # torch's
+    if any(forward_ad.unpack_dual(one).tangent is not None for one in tensors):  # type: ignore[no-untyped-call]  # torch's
         return "forward-mode differentiation (torch.autograd.forward_ad)"
     return None

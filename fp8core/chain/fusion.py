@@ -44,19 +44,19 @@ class Fusion:
         self._is_checked = is_checked
 
     def __call__(self, out: QuantizeRequest, *arguments: Any) -> list[Any]:
-        """Return what the producer returns, its first tensor as ``out`` wants it."""
+        """Return the producer's results, the first of them as ``out`` requests it."""
         run = self._runs[out.rowwise, out.columnwise, out.has_sums]
         keywords = {} if out.rng is None else {"rng": out.rng}
-        made, *rest = run(*arguments, **keywords)
+        quantized, *rest = run(*arguments, **keywords)
         sums = [rest.pop()] if out.has_sums else ()
         rows = arguments[0].shape[0]
         if self._is_checked:
-            _check_orientations(made, out, rows, self._packing)
-        return [Handover(Orientations(*made), rows, sums), *rest]
+            _check_orientations(quantized, out, rows, self._packing)
+        return [Handover(Orientations(*quantized), rows, sums), *rest]
 
 
 def variants(fused: FusedDesc) -> dict[Variant, FusedDesc]:
-    """Return what a backend has to offer for a fusion, by ``(rowwise, columnwise, sums)``.
+    """Return the descriptors that a fusion needs, by ``(rowwise, columnwise, sums)``.
 
     An input is always wanted rowwise, columnwise if the weight is trained, and never summed. A
     gradient is wanted either way or both ways; with ``fused.sums`` it is summed if the bias is
@@ -90,10 +90,10 @@ def bind_fusion(
         return None
     runs = {}
     for key, desc in variants(FusedDesc(producer, consumer.desc, has_sums)).items():
-        found = table.resolve_optional(desc, device, consumer.choices[0].backend)
-        if found is None:
+        resolved = table.resolve_optional(desc, device, consumer.choices[0].backend)
+        if resolved is None:
             return None
-        runs[key] = consumer.with_slot(found.run)
+        runs[key] = consumer.with_slot(resolved.run)
     both = consumer.desc.rowwise, consumer.desc.columnwise
     row_packing, column_packing = (
         1 if spec is None else _elements_a_byte(spec.format) for spec in both
@@ -106,20 +106,20 @@ def _elements_a_byte(format: str) -> int:
 
 
 def _check_orientations(
-    made: Quantized, out: QuantizeRequest, rows: int, packing: tuple[int, int]
+    quantized: Quantized, out: QuantizeRequest, rows: int, packing: tuple[int, int]
 ) -> None:
     """Refuse a result that is not the orientations asked for of a tensor of ``rows`` rows.
 
     Shapes tell a swap apart unless the tensor is square.
     """
     for name, asked, operand in (
-        ("rowwise", out.rowwise, made.rowwise),
-        ("columnwise", out.columnwise, made.columnwise),
+        ("rowwise", out.rowwise, quantized.rowwise),
+        ("columnwise", out.columnwise, quantized.columnwise),
     ):
         if asked != (operand is not None):
             problem = f"lacks the {name} operand" if asked else f"has a {name} operand unasked"
             raise UnsupportedError(f"a fused operation's result {problem}.")
-    row, column = map(_elements, made, packing)
+    row, column = map(_elements, quantized, packing)
     if row is not None and row[0] != rows:
         raise UnsupportedError(
             f"a fused operation's rowwise operand is {row}; the tensor has {rows} rows."

@@ -47,7 +47,7 @@ class FlatWeights:
         return Orientations(rowwise, tuple(itertools.chain(*columns)) if columnwise else None)
 
     def pair(self, input: Quantizer) -> None:
-        """Return None: input and weights are cast in calls of their own."""
+        """Return None: input and weights are cast in separate calls."""
 
 
 def operands_of(*flat: Any) -> list[Operand]:
@@ -56,7 +56,7 @@ def operands_of(*flat: Any) -> list[Operand]:
 
 
 class Grouped(Wrapper):
-    """Around a program whose parameters are ``(weights, biases)``; its own are one after another.
+    """Around a program that takes ``(weights, biases)``: its parameters are in one flat sequence.
 
     ``needs_grad`` is for those; ``num_weights`` is how many groups there are, and ``rows`` how many
     rows all of them have.
@@ -96,7 +96,7 @@ class Grouped(Wrapper):
         )
 
     def takes_grad(self, grad_output: torch.Tensor) -> bool:
-        """Return False: what is stored quantized is one tensor."""
+        """Return False: a tensor that is stored quantized has no groups."""
         return False
 
     def forward(
@@ -121,10 +121,10 @@ class Grouped(Wrapper):
         """Return the gradients of the input, of each weight and of each bias."""
         grad = self._grad(grad, call)
         sums = grad.sums
-        grad_input, made, *_ = self._inner.backward(grad, saved, context, call, out)
+        grad_input, grads, *_ = self._inner.backward(grad, saved, context, call, out)
         end = 1 + self._num_weights
         needs_weights, needs_biases = self._needs_grad[1:end], self._needs_grad[end:]
-        weights = made if made is not None else [None] * self._num_weights
+        weights = grads if grads is not None else [None] * self._num_weights
         grad_weights = [
             grad if need else None for grad, need in zip(weights, needs_weights, strict=True)
         ]

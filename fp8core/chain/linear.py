@@ -53,7 +53,7 @@ def turning(run: Callable[..., Any]) -> Callable[..., Any]:
     def turned(a: Operand, b: Any, *groups: torch.Tensor) -> Any:
         if isinstance(b, Operand):
             return run(a, Operand(b.data.t()), *groups)
-        return run(a, [Operand(own.data.t()) for own in b], *groups)
+        return run(a, [Operand(one.data.t()) for one in b], *groups)
 
     return turned
 
@@ -196,7 +196,7 @@ class LinearProgram:
     ) -> Backward:
         """Compute grad_input by dgrad, grad_weight by wgrad, each only if it is needed.
 
-        ``context``, if given, takes the place of wgrad.
+        ``context``, if given, is called instead of wgrad.
         """
         grad_input = grad_weight = dy_row = dy_column = None
         if isinstance(grad, Handover):
@@ -230,10 +230,10 @@ class LinearLink:
     """``y[m, n] = x[m, k] @ w[n, k].T + bias[n]``, or the same for each group of rows.
 
     Parameters come as ``(weight, bias)``, or ``(*weights, *biases)`` for a grouped link, without
-    biases where ``shape.bias_dtype`` is None. ``input_dtype`` and ``grad_dtype`` are what the
-    neighbours hand over. ``index`` tells the linears of one chain apart. ``choices`` says, by GEMM
-    and tensor, who computes. ``takes_parts``: the gradient of the output stays in memory during
-    backward, so that it may be cast some rows at a time.
+    biases where ``shape.bias_dtype`` is None. ``input_dtype`` and ``grad_dtype`` are those of the
+    tensors that the neighbours hand over. ``index`` tells the linears of one chain apart.
+    ``choices`` says, by GEMM and tensor, who computes. ``takes_parts``: the gradient of the output
+    stays in memory during backward, so that it may be cast some rows at a time.
     """
 
     shape: LinearShape
@@ -254,7 +254,7 @@ class LinearLink:
     num_params: int
     takes_parts: bool = False
     only_once: OnlyOnce | None = None
-    # Programs by what they depend on: padding, chunks, and whose gradients are needed.
+    # Programs by padding, by chunks, and by whose gradients are needed.
     _programs: dict[tuple[bool, ...], LinearProgram] = field(default_factory=dict)
 
     @property
@@ -268,7 +268,7 @@ class LinearLink:
         return _out_dtype(self.choices["wgrad"])
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
-        """Return the program of a dense call, the same each time, wrapped for what ``call`` adds.
+        """Return the program of a dense call, the same each time, wrapped as ``call`` needs it.
 
         A gradient is cast in chunks where that lowers the peak of memory: while dgrad runs there
         are the rowwise codes and those of the weight, ``rows n + k n`` bytes; while wgrad runs, at

@@ -62,7 +62,7 @@ def _add_to_main_grads(
     x: Any,
     *groups: torch.Tensor,
 ) -> Any:
-    """Take the place of ``wgrad``: return what autograd gets, one for each group if there are."""
+    """Run ``wgrad`` into ``main_grad``; return the gradients for autograd, one for each group."""
     if groups:
         return accumulate(wgrad, (dy, x, *groups), weights, needs_grad, is_grouped=True)
     return accumulate(wgrad, (dy, x), (weights,), needs_grad, is_grouped=False)[0]
@@ -78,9 +78,10 @@ def accumulate(
 ) -> list[torch.Tensor | None]:
     """Add the gradients that ``wgrad(*operands, out=...)`` computes to each ``main_grad``.
 
-    Returns what autograd gets: None, or zeros where a weight has ``grad_added_to_main_grad``, which
-    is set: a framework that asks for it has hooks that wait for a gradient. Where padding makes
-    the product larger than the weight, or a weight is frozen, the sum takes a second pass.
+    Returns the gradients for autograd: None, or zeros for a weight that has the attribute
+    ``grad_added_to_main_grad``, which is set: its framework has hooks that wait for a gradient.
+    Where padding makes the product larger than the weight, or a weight is frozen, the sum takes a
+    second pass.
 
     Raises:
         OperandError: a weight has no ``main_grad`` of float32 and of its shape on its device.
@@ -94,10 +95,10 @@ def accumulate(
         shape = dy.data.shape[0], x.data.shape[0]
         scratch = [torch.zeros(shape, dtype=torch.float32, device=w.device) for w in weights]
         wgrad(*operands, out=scratch if is_grouped else scratch[0])
-        for sum_, made in zip(sums, scratch, strict=True):
+        for sum_, grad in zip(sums, scratch, strict=True):
             if sum_ is not None:
-                sum_ += made[: sum_.shape[0], : sum_.shape[1]]
-    return [_handed(weight) if need else None for weight, need in pairs]
+                sum_ += grad[: sum_.shape[0], : sum_.shape[1]]
+    return [_grad_for_autograd(weight) if need else None for weight, need in pairs]
 
 
 def _fits(main_grad: torch.Tensor, dy: Any, x: Any) -> bool:
@@ -105,24 +106,24 @@ def _fits(main_grad: torch.Tensor, dy: Any, x: Any) -> bool:
 
 
 def _main_grad(weight: torch.Tensor) -> torch.Tensor:
-    found: Any = getattr(weight, "main_grad", None)
-    if not isinstance(found, torch.Tensor):
+    main_grad: Any = getattr(weight, "main_grad", None)
+    if not isinstance(main_grad, torch.Tensor):
         raise OperandError(
             f"fuse_wgrad_accumulation=True adds to weight.main_grad, but a weight "
-            f"{list(weight.shape)} has main_grad={found!r}. Set it before backward: "
+            f"{list(weight.shape)} has main_grad={main_grad!r}. Set it before backward: "
             f"weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)."
         )
     wanted = (weight.shape, torch.float32, weight.device)
-    if (found.shape, found.dtype, found.device) != wanted:
+    if (main_grad.shape, main_grad.dtype, main_grad.device) != wanted:
         raise OperandError(
-            f"fuse_wgrad_accumulation=True adds to weight.main_grad {list(found.shape)} "
-            f"{found.dtype} on {found.device}; expected {list(weight.shape)} torch.float32 on "
-            f"{weight.device}."
+            f"fuse_wgrad_accumulation=True adds to weight.main_grad {list(main_grad.shape)} "
+            f"{main_grad.dtype} on {main_grad.device}; expected {list(weight.shape)} "
+            f"torch.float32 on {weight.device}."
         )
-    return found
+    return main_grad
 
 
-def _handed(weight: Any) -> torch.Tensor | None:
+def _grad_for_autograd(weight: Any) -> torch.Tensor | None:
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

@@ -1,4 +1,4 @@
-"""What keeps torch's own operators from taking a link's place, so that it serves one backward."""
+"""Why a link supports first derivatives only: torch's operators may not replace it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["COMPUTED_AS_ONE", "OnlyOnce", "in_low_precision", "linear_only_once"
 
 
 class OnlyOnce(NamedTuple):
-    """Why a link serves one backward pass and nothing else: no transform, no second derivative.
+    """Why a link has first derivatives only: no transform and no second derivative.
 
-    ``owner`` is what messages call its layer, ``state`` what keeps torch's operators from taking
-    its place, ``remedy`` what the user can do.
+    ``owner`` names its layer in messages, ``state`` says in which state of the layer this holds,
+    ``remedy`` what the user can do.
     """
 
     owner: str
@@ -23,24 +23,27 @@ class OnlyOnce(NamedTuple):
     remedy: str
 
     def error(self, asked: str) -> UnsupportedError:
-        """Return what to raise where ``asked``, a transform by its name, meets the link."""
+        """Return the error for ``asked``, the name of a transform or derivative."""
         return UnsupportedError(f"{self.owner}: {asked} is not offered {self.state}. {self.remedy}")
 
 
 _HIGH_PRECISION = (
-    "Call it inside fp8core.autocast(enabled=False), where it computes with torch's own operators."
+    "Call it inside fp8core.autocast(enabled=False), where it computes with torch's operators."
 )
 
 
 def in_low_precision(owner: str) -> OnlyOnce:
-    """Return it for a link whose recipe rounds: rounding has no derivative to go on with."""
+    """Return the reason of a link whose recipe rounds: rounding has no useful derivative."""
     return OnlyOnce(owner, "in low precision", _HIGH_PRECISION)
 
 
 def linear_only_once(
     accumulates: bool, plan: LinearPlan, binding: Binding, owner: str
 ) -> OnlyOnce | None:
-    """Return it for a linear of ``plan``; ``accumulates`` as in LinearShape."""
+    """Return the reason of a linear of ``plan``, None if there is none.
+
+    ``accumulates`` is as in :class:`~fp8core.chain.linear.LinearShape`.
+    """
     if binding.is_observing:
         return OnlyOnce(owner, "while it calibrates", _HIGH_PRECISION)
     if accumulates:
@@ -54,4 +57,4 @@ COMPUTED_AS_ONE = OnlyOnce(
     "where its backend pads, or adds and normalizes at once",
     'Choose one that does neither: fp8core.use_backend("reference").',
 )
-"""What was saved are tensors of the backend's own making, which no history leads to."""
+"""The saved tensors are copies that the backend returned, without a history."""

@@ -43,11 +43,11 @@ class PaddedWeights:
         return self._inner(padded, columnwise=columnwise, keeping=keeping, source=weight)
 
     def pair(self, input: Quantizer) -> None:
-        """Return None: input and weight are cast in calls of their own."""
+        """Return None: input and weight are cast in separate calls."""
 
 
 class Padded(Wrapper):
-    """Around a linear program: pads what goes in as ``padded`` says, and cuts what comes out.
+    """Around a linear program: pads its inputs as ``padded`` says, and cuts its results.
 
     ``num_weights`` is how many of the parameters are weights; the others are biases.
     """
@@ -72,7 +72,7 @@ class Padded(Wrapper):
         return self._pads(self._inner.request_grad(call), self._padded, call)
 
     def takes_grad(self, grad_output: torch.Tensor) -> bool:
-        """Return False: what is stored quantized is not padded."""
+        """Return False: a tensor that is stored quantized is not padded."""
         return False
 
     def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:

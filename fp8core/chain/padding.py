@@ -1,4 +1,4 @@
-"""Zero-padding to what a format's blocks and a backend's kernels take; zeros change no sum."""
+"""Zero-padding to the sizes that a format's blocks and a backend's kernels need."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ __all__ = ["LayerPadding", "PaddedCall", "RowsChanged"]
 
 
 class RowsChanged(OperandError):
-    """A tensor of ``found`` rows where the call has ``rows``; the chain says whose it is."""
+    """A tensor of ``shape`` where ``rows`` rows are due; the chain adds which link returned it."""
 
-    def __init__(self, what: str, rows: int, found: Sequence[int]) -> None:
+    def __init__(self, owner: str, rows: int, shape: Sequence[int]) -> None:
         super().__init__(
-            f"{what}: the call has {rows} rows, and the tensor handed over is {list(found)}. Every "
-            f"link of a chain has to return as many rows as it gets."
+            f"{owner}: the call has {rows} rows, and the tensor handed over is {list(shape)}."
         )
         self.rows = rows
-        self.found = found[0]
+        self.num_rows = shape[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,7 @@ class DropoutProgram(TensorProgram[DropoutLink]):
         link = self._link
         if not link.needs_rng:
             return x
-        if call.rng is None:  # under a transform, where torch decides what an example draws
+        if call.rng is None:  # under a transform, which decides how examples draw
             return torch.nn.functional.dropout(x, link.shape.p)
         return fused.drop(x, call.rng, link.index, link.shape.p)
 
@@ -264,7 +264,7 @@ class AddProgram(TensorProgram[AddLink]):
 class QuantizeLink:
     """Rounds values to a low-precision format and back, as the next layer would see them.
 
-    ``only_once``: what it rounds has no derivative but the one that backward takes.
+    ``only_once``: rounding has no derivative other than the one that backward uses.
     """
 
     shape: QuantizeShape

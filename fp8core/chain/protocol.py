@@ -1,6 +1,6 @@
 """What a chain consists of: links, and the program that each gives for a call.
 
-A link holds what was bound: callables of a backend, no tensors and no sizes. Asked for a number of
+A link holds bound callables of backends, no tensors and no sizes. Asked for a number of
 rows, for whose gradients are needed and for a call, it gives a program, which computes.
 """
 
@@ -24,7 +24,7 @@ Saved: TypeAlias = "Sequence[torch.Tensor | None]"
 """Plain tensors, so that checkpointing, offload hooks and compilers see them."""
 
 Forward: TypeAlias = "tuple[Any, Saved, object]"
-"""The output, the tensors that backward needs, and what else it needs, None for nothing."""
+"""The output, the tensors that backward needs, and any other value that it needs, or None."""
 
 Backward: TypeAlias = "Sequence[Any]"
 """The gradient of the input, then those of the parameters; None where none is needed."""
@@ -43,11 +43,11 @@ class Unadded(NamedTuple):
 
 
 Value: TypeAlias = "torch.Tensor | Handover | Unadded"
-"""What a program is given: a tensor, or what its request made of one."""
+"""The input of a program: a tensor, or the result of its request."""
 
 
 class Program(Protocol):
-    """A link ready to compute one kind of call: forward, and backward from what forward saved.
+    """A link ready to compute one kind of call, forward and backward.
 
     A tensor that it takes by a request may come as the request's handover, or as it is.
     """
@@ -79,7 +79,7 @@ class Program(Protocol):
         call: Call,
         out: QuantizeRequest | None = None,
     ) -> Forward:
-        """Compute from ``x [rows, k]``, a tensor or what ``input_request`` made of it.
+        """Compute from ``x [rows, k]``, a tensor or the result of ``input_request``.
 
         The output goes through ``out``, the request of the next program, if there is one.
         """
@@ -112,10 +112,10 @@ class Link(Protocol):
 
     @property
     def only_once(self) -> OnlyOnce | None:
-        """Why torch's own operators may not take its place; None in high precision: they may."""
+        """Why torch's operators may not replace it; None in high precision, where they may."""
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
-        """Return what computes ``call`` for an input of ``rows`` rows.
+        """Return the program that computes ``call`` for an input of ``rows`` rows.
 
         ``needs_grad`` says whose gradient backward has to return: the input's, then each
         parameter's.
@@ -155,9 +155,9 @@ class TensorProgram(Generic[_Link]):
 
 
 class Wrapper:
-    """Base of the programs around another one, which change what goes in and what comes out.
+    """Base of the programs around another one, which change its inputs and its results.
 
-    The inner program is always given the handover that the wrapper's own requests make.
+    The inner program always gets the handover that results from the wrapper's requests.
     """
 
     __slots__ = ("_inner", "input_request")
@@ -194,7 +194,7 @@ class Wrapper:
         call: Call,
         out: QuantizeRequest | None = None,
     ) -> Forward:
-        """Run the inner program on what the wrapper's request makes of ``x``."""
+        """Run the inner program on the handover that results from ``x``."""
         return self._inner.forward(self._input(x), params, call, out)
 
     def backward(
@@ -205,7 +205,7 @@ class Wrapper:
         call: Call,
         out: QuantizeRequest | None = None,
     ) -> Backward:
-        """Run the inner program's backward on what the wrapper's request makes of ``grad``."""
+        """Run the inner program's backward on the handover that results from ``grad``."""
         return self._inner.backward(self._grad(grad, call), saved, context, call, out)
 
     def _input(self, x: Any) -> Any:

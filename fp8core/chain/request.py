@@ -1,4 +1,4 @@
-"""What neighbours in a chain say to each other: how one wants a tensor, and what it is handed.
+"""How one program of a chain wants a tensor from its neighbour, and how it receives it.
 
 A program is told the :class:`QuantizeRequest` of the next one. It calls the request with its
 result, or lets a fused operation of the backend make the same :class:`Handover` in one go.

@@ -1,4 +1,4 @@
-"""The library's one autograd.Function: a layer is a tuple of links, run forward and back here."""
+"""Runs a layer, which is a tuple of links, under the library's one ``autograd.Function``."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ Links: TypeAlias = "tuple[Link, ...] | int"
 
 
 class Refusal(NamedTuple):
-    """In the place of links that could not be bound: a graph that raises ``error`` when it runs,
-    and would make ``[..., columns(k)]`` of ``[..., k]``."""
+    """Links that could not be bound while torch captures: the graph raises ``error`` when it runs.
+
+    ``columns(k)`` is how many columns the output would have for an input of ``k``.
+    """
 
     error: Fp8CoreError
     columns: Callable[[int], int]
@@ -78,12 +80,12 @@ class _Chain(torch.autograd.Function):
         return _backward(ctx, _readable_grad(ctx, grad_output))
 
 
-# What _Chain.apply ends in. It looks for functorch's transforms first, for which nothing comes
-# here, and for tensors that outlived one; for a small layer that is a thirtieth of its time.
+# The C++ function that _Chain.apply ends in. apply first looks for torch.func's transforms, under
+# which no call arrives here, and for tensors left over from one.
 _apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Chain).apply
 
 
-# A graph holds numbers, so nothing that torch captured is ever removed.
+# Graphs refer to entries by number for as long as they live, so none is ever removed.
 _captured: list[tuple[Link, ...] | Refusal] = []
 _captured_lock = threading.Lock()
 
@@ -91,8 +93,8 @@ _captured_lock = threading.Lock()
 def capture(links: tuple[Link, ...] | Refusal) -> int:
     """Return a number that stands for ``links`` in a graph that torch captures.
 
-    torch.compile then calls :func:`run` on the number as one function, does not read its code, and
-    traces it with the operators that the links are bound to: forward, and backward by autograd.
+    torch.compile does not read the code of :func:`run` for a number. It records the torch operators
+    that the links are bound to: those of forward, and of backward by way of autograd.
     """
     torch.compiler.allow_in_graph(_run_captured)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     with _captured_lock:
@@ -119,8 +121,8 @@ def run(
 ) -> torch.Tensor:
     """Run ``x [..., k]`` through ``links``; ``params`` are theirs, in order. Returns ``[..., n]``.
 
-    What the links save for backward is what some gradient needs, nothing where none is.
-    ``torch.autocast`` is kept out of the backends: its casts would change their arithmetic.
+    Only tensors that some requested gradient needs are saved for backward. ``torch.autocast`` is
+    switched off around the backends, whose arithmetic its casts would change.
     """
     if isinstance(links, int):
         return _run_captured(links, x, list(params), list(call.groups), list(call.splits))
@@ -129,12 +131,12 @@ def run(
             with torch.autocast(x.device.type, enabled=False):
                 return _run_in_torch(links, x, params, call, f"a {type(x).__name__}")
         x, params = _unwrap(links, x, params, call)
-        x, params = _made_readable(x, params)
+        x, params = _readable(x, params)
     elif not are_readable(x, params):
         if type(links) is Unfused and not all(map(is_strided, (x, *params))):
             with torch.autocast(x.device.type, enabled=False):
                 return _run_in_torch(links, x, params, call, "a sparse tensor")
-        x, params = _made_readable(x, params)
+        x, params = _readable(x, params)
     if is_under_torch_autocast(x):
         with torch.autocast(x.device.type, enabled=False):
             return _run(links, x, params, call)
@@ -144,8 +146,11 @@ def run(
 def _unwrap(
     links: tuple[Link, ...], x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """Return plain tensors, but for what is stored quantized and used as the operand that it is:
-    an input as the first link wants it, and weights, which their quantizers look at."""
+    """Return plain tensors, except quantized ones whose operands can be used as they are.
+
+    Those are an input that is stored as the first link wants it, and weights, about which their
+    quantizers decide.
+    """
     first = links[0]
     rows, needs_grad = x.numel() // x.shape[-1], (True,) * (1 + first.num_params)
     request = first.program(rows, needs_grad, call).input_request
@@ -154,19 +159,19 @@ def _unwrap(
     return x, [p if isinstance(p, QuantizedTensor) else unwrap(p, "a parameter") for p in params]
 
 
-def _made_readable(
+def _readable(
     x: torch.Tensor, params: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
     device = x.device
-    own = [made_readable(param, device, "a parameter") for param in params]
-    return made_readable(x, device, "input"), own
+    readable = [made_readable(param, device, "a parameter") for param in params]
+    return made_readable(x, device, "input"), readable
 
 
 def is_under_torch_autocast(x: torch.Tensor) -> bool:
     """Say whether ``torch.autocast`` is on for the tensor's type of device."""
-    if (x.is_cuda or x.is_cpu) and not is_any_autocast_enabled():  # it forgets mps
+    if (x.is_cuda or x.is_cpu) and not is_any_autocast_enabled():  # does not know mps
         return False
-    device_type = x.device.type  # asking it of meta would raise
+    device_type = x.device.type  # torch raises for meta
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
@@ -190,18 +195,20 @@ def _run(
 def _run_in_pieces(
     links: Unfused, x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
 ) -> torch.Tensor:
-    """Run ``links`` as one node a piece; weights are converted by torch, which differentiates it.
+    """Run ``links`` with one autograd node for each piece.
 
-    A bias is converted within the node, whose gradient of it is rounded once, from the sum.
+    Weights are converted to the dtype of ``x`` by torch, outside of the nodes, so that the
+    conversion is differentiated too. Biases are converted inside, so that their gradients are
+    rounded once, from the float32 sum.
     """
     first, dtype = 0, x.dtype
     for piece in links.pieces:
         end = first + sum(link.num_params for link in piece)
-        own = converted(piece[0], params[first:end], dtype)
-        if x.requires_grad or _any_requires_grad(own):
-            x = _apply(piece, call, x, *own)
+        given = converted(piece[0], params[first:end], dtype)
+        if x.requires_grad or _any_requires_grad(given):
+            x = _apply(piece, call, x, *given)
         else:
-            x = _forward(piece, call, x, own, (False,) * (1 + len(own)))[0]
+            x = _forward(piece, call, x, given, (False,) * (1 + len(given)))[0]
         first = end
     return x
 
@@ -210,7 +217,7 @@ def refuse_transform(links: tuple[Link, ...]) -> None:
     """Raise if a transform of torch.func is active that ``links`` cannot run under.
 
     Raises:
-        UnsupportedError: says which.
+        UnsupportedError: names the transform.
     """
     transform, refused = transform_of(()), only_once(links)
     if transform is not None and refused is not None:
@@ -224,7 +231,7 @@ def _run_in_torch(
     call: Call,
     transform: str,
 ) -> torch.Tensor:
-    """Run torch's own operators in the place of ``links``, for ``transform`` to see each."""
+    """Run torch's operators instead of ``links``, so that ``transform`` sees each of them."""
     refused = only_once(links)
     if refused is not None:
         raise refused.error(transform)
@@ -253,7 +260,7 @@ def _forward(
         leading = shape[:-1] if y.shape[0] == rows else (-1, *shape[1:-1])  # gathered, scattered
         y = y.reshape(*leading, y.shape[-1])
         if type(links) is Unfused and saved and saved[0] is value:
-            saved = (x, *saved[1:])  # with its history, which the view made here has not
+            saved = (x, *saved[1:])  # x has a history, the reshaped view has none
     return y, saved, context, program
 
 
@@ -261,7 +268,7 @@ def _readable_grad(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
     if type(grad_output) is not torch.Tensor or are_readable(grad_output):
         return grad_output
     if type(ctx.links) is Unfused and not is_strided(grad_output):
-        grad_output = grad_output.to_dense()  # torch takes it
+        grad_output = grad_output.to_dense()  # torch's layers take sparse gradients as well
     return made_readable(grad_output, grad_output.device, "grad_output")
 
 
@@ -276,7 +283,7 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
     value = grad_output if len(shape) == 2 else grad_output.reshape(-1, shape[-1])
     saved = _saved(ctx)
     if ctx.program.frees_early and not torch.compiler.is_compiling():
-        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each goes once it was read
+        ctx.maybe_clear_saved_tensors()  # of a graph that is not retained: each is freed once read
     if isinstance(value, QuantizedTensor):
         value = ctx.program.request_grad(ctx.call)(value)
     grad_input, *grad_params = ctx.program.backward(value, saved, ctx.context, ctx.call)
@@ -286,21 +293,21 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
 
 
 def _saved(ctx: Any) -> list[torch.Tensor | None]:
-    """Return what forward saved, the input as rows.
+    """Return the tensors that forward saved, the input as rows.
 
     Raises:
-        UnsupportedError: a backward pass was here before. Another one that failed had read it too,
-            as it is freed once read; torch frees it after a pass.
-        OperandError: in low precision, it was written since.
+        UnsupportedError: they are freed, because an earlier backward pass read them; also if that
+            pass failed.
+        OperandError: in low precision, one of them was written since forward.
     """
     saved: list[torch.Tensor | None] | None = None
     written: OnlyOnce | None = None
     try:
         saved = list(ctx.saved_tensors)
     except RuntimeError as error:
-        said = str(error) if type(error) is RuntimeError else ""
-        written = only_once(ctx.links) if "modified" in said else None
-        if written is None and "second time" not in said:
+        message = str(error) if type(error) is RuntimeError else ""
+        written = only_once(ctx.links) if "modified" in message else None
+        if written is None and "second time" not in message:
             raise
     if written is not None:
         raise OperandError(
@@ -322,10 +329,10 @@ def _saved(ctx: Any) -> list[torch.Tensor | None]:
 
 
 def _backward_again(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return gradients that can be differentiated (create_graph), or of a batch of gradients.
+    """Return gradients that can be differentiated (create_graph), or those of a batch.
 
-    The way back of one link is made of torch's operators on what forward saved, so it needs no
-    more than a first derivative does.
+    The backward of a single link consists of torch's operators on the saved tensors, so it saves no
+    more than a first derivative needs.
     """
     if is_under_torch_autocast(grad_output):
         with torch.autocast(grad_output.device.type, enabled=False):
@@ -334,7 +341,7 @@ def _backward_again(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor |
     if type(links) is not Unfused or len(links) > 1:
         return _refused(ctx, grad_output, only_once(links) or COMPUTED_AS_ONE)
     program = ctx.program
-    with torch.enable_grad():  # the input as rows is a view; without a history it passes for a copy
+    with torch.enable_grad():  # the input reshaped to rows has to keep its history
         saved = _saved(ctx)
     if is_detached(program, saved, needs):
         return _refused(ctx, grad_output, COMPUTED_AS_ONE)
@@ -349,7 +356,7 @@ def _backward_again(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor |
 def _refused(
     ctx: Any, grad_output: torch.Tensor, reason: OnlyOnce
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return first derivatives, whose own raise; a batch of gradients raises at once."""
+    """Return first derivatives that raise when differentiated; raise for a batch of them."""
     if is_legacy_batched(grad_output) or is_transform_active():
         raise reason.error("a batch of gradients in one backward (is_grads_batched, vectorize)")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Programs one after the other, as one program: what runs a chain of several links."""
+"""Several programs one after the other, as one program."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ class Series:
                     value, params[step.first : step.end], call, request
                 )
             except RowsChanged as error:
-                raise self._row_error(at, "forward", error.rows, error.found) from None
-            found = value.shape[0] if isinstance(value, torch.Tensor) else value.rows
-            if found != rows:
-                raise self._row_error(at, "forward", rows, found)
+                raise self._row_error(at, "forward", error.rows, error.num_rows) from None
+            num_rows = value.shape[0] if isinstance(value, torch.Tensor) else value.rows
+            if num_rows != rows:
+                raise self._row_error(at, "forward", rows, num_rows)
             saved.extend(kept)
             contexts.append((len(kept), context))
         return value, saved, contexts
@@ -118,7 +118,7 @@ class Series:
         grad_params: Sequence[torch.Tensor | None] = ()
         for at in range(len(steps) - 1, -1, -1):
             step = steps[at]
-            num_saved, own_context = context[at]
+            num_saved, step_context = context[at]
             kept = saved[len(saved) - num_saved :]
             del saved[len(saved) - num_saved :]
             if value is None:  # nothing before it needs a gradient
@@ -129,22 +129,22 @@ class Series:
                 before = steps[at - 1].program
                 request = before.request_grad(call) if step.needs_input_grad else None
             try:
-                value, *own = step.program.backward(value, kept, own_context, call, request)
+                value, *grads = step.program.backward(value, kept, step_context, call, request)
             except RowsChanged as error:
-                raise self._row_error(at, "backward", error.rows, error.found) from None
-            grad_params = (*own, *grad_params)
+                raise self._row_error(at, "backward", error.rows, error.num_rows) from None
+            grad_params = (*grads, *grad_params)
             if value is None:
                 continue
-            found = value.shape[0] if isinstance(value, torch.Tensor) else value.rows
-            if found != step.rows:
-                raise self._row_error(at, "backward", step.rows, found)
+            num_rows = value.shape[0] if isinstance(value, torch.Tensor) else value.rows
+            if num_rows != step.rows:
+                raise self._row_error(at, "backward", step.rows, num_rows)
         return (value, *grad_params)
 
-    def _row_error(self, at: int, direction: str, rows: int, found: int) -> OperandError:
+    def _row_error(self, at: int, direction: str, rows: int, num_rows: int) -> OperandError:
         """Return the error of a program whose result does not have the rows that it declares."""
         step, count = self._steps[at], len(self._steps)
         return OperandError(
-            f"link {at + 1} of {count}, {type(step.link).__name__}, returned {found} rows in "
+            f"link {at + 1} of {count}, {type(step.link).__name__}, returned {num_rows} rows in "
             f"{direction}, where {rows} are due: its input has {step.rows} rows. A link that "
             f"changes the number of rows, as gather and scatter do, says so by its program's "
             f"num_rows."

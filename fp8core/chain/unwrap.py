@@ -1,9 +1,9 @@
-"""What a backend is given has memory that it may read: else it is made so, or refused by name.
+"""Makes sure that a backend can read the memory of every tensor it is given.
 
-A backend reads memory at an address. Many subclasses of ``torch.Tensor`` have none of their own:
-they hold other tensors and answer torch's operations with those. Nor has every plain tensor: torch
-may owe it a negation, or zeros; its storage may be freed; it may be sparse, or on another device.
-Whatever goes to a backend passes here first, in :mod:`fp8core.chain.run`.
+A backend reads memory at an address. Many subclasses of ``torch.Tensor`` have no memory: they wrap
+other tensors. Some plain tensors cannot be read either: torch may still have to negate them or to
+write their zeros, their storage may be freed, they may be sparse, or on another device. Tensors are
+converted here before they reach a backend, or refused by name.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _STAND_INS = (FakeTensor, FunctionalTensor)
 
 
 def unwrap(x: torch.Tensor, role: str) -> torch.Tensor:
-    """Return ``x`` as a plain tensor of the same values; ``role`` is what messages call it.
+    """Return ``x`` as a plain tensor of the same values; ``role`` is its name in messages.
 
-    A :class:`QuantizedTensor` is dequantized, the result of a collective that is under way is
-    waited for, and a subclass over ordinary memory is taken for that memory. Gradients flow back
-    through all of these. Tensors that torch traces with stay as they are.
+    A :class:`QuantizedTensor` is dequantized, a collective that is still running is awaited, and a
+    subclass over ordinary memory becomes a plain tensor of that memory. Gradients flow back through
+    all of these. Tensors that torch traces with stay as they are.
 
     Raises:
         OperandError: a subclass that holds its values elsewhere, such as a DTensor.
@@ -57,7 +57,7 @@ def unwrap(x: torch.Tensor, role: str) -> torch.Tensor:
 
 
 def has_no_plain_form(x: torch.Tensor) -> bool:
-    """Say whether :func:`unwrap` refuses ``x``, and torch's own operators may take it."""
+    """Say whether :func:`unwrap` refuses ``x`` although torch's operators may accept it."""
     return _rule_of(x) is None and not _is_lazy(x)
 
 
@@ -68,10 +68,10 @@ def are_readable(x: torch.Tensor, others: Sequence[torch.Tensor] = ()) -> bool:
     """
     device = x.get_device()
     try:
-        for own in (x, *others):
-            if not own.data_ptr() or own.is_neg() or own.get_device() != device:
+        for tensor in (x, *others):
+            if not tensor.data_ptr() or tensor.is_neg() or tensor.get_device() != device:
                 return False
-    except RuntimeError:  # there is nothing to have an address
+    except RuntimeError:  # it has no storage
         return False
     return True
 
@@ -82,10 +82,10 @@ def is_strided(x: torch.Tensor) -> bool:
 
 
 def made_readable(x: torch.Tensor, device: torch.device, role: str) -> torch.Tensor:
-    """Return ``x`` with its values in memory of ``device``; ``role`` is what messages call it.
+    """Return ``x`` with its values in memory of ``device``; ``role`` is its name in messages.
 
-    A negation or zeros that torch owes are made. Subclasses, and what torch traces or transforms
-    with, stay as they are.
+    A pending negation is carried out, and pending zeros are written. Subclasses, and tensors that
+    torch traces or transforms with, stay as they are.
 
     Raises:
         OperandError: it is on another device or in another layout, or its memory was freed.
@@ -135,7 +135,7 @@ def _as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-_HELD_ELSEWHERE = "a subclass of torch.Tensor whose values are not in memory of its own"
+_HELD_ELSEWHERE = "a subclass of torch.Tensor that has no memory for its values"
 
 
 def _is_lazy(x: torch.Tensor) -> bool:

@@ -1,9 +1,9 @@
 """A layer's weight as operands: quantized in every forward, unless the caller says otherwise.
 
-Nobody can tell from a tensor whether it was written: optimizers, collectives, other views of the
-same memory and other processes write where no counter is. So a quantized weight is kept only where
-the caller says that the weight does not change: for microbatches by ``is_first_microbatch``, for
-evaluation and generation by :func:`fp8core.frozen_weights`.
+Whether a tensor was written cannot be seen on it: optimizers, collectives, other views of the same
+memory and other processes write without moving its version counter. A quantized weight is therefore
+kept only where the caller says that the weight does not change: for microbatches by
+``is_first_microbatch``, for evaluation and generation by :func:`fp8core.frozen_weights`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ __all__ = [
 
 
 class Origins(NamedTuple):
-    """What a weight was made from: tensors, and how each was: its writes and its place in them.
+    """The tensors that a weight is computed from, with the state of each at that time.
 
-    The tensors themselves, not their addresses: others may be put there. For a view, which FSDP
-    makes anew in each forward, it is what it is a view of.
+    A state is the version counter, the storage offset and the strides. The tensors themselves are
+    kept, as an address may be reused; for a view, which FSDP creates anew in each forward, the
+    tensor that it is a view of.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -40,19 +41,19 @@ class Origins(NamedTuple):
         return [*map(id, self.tensors)] == [*map(id, other.tensors)]
 
     def are(self, other: Origins) -> bool:
-        """Say whether ``other`` has the same tensors as they were."""
+        """Say whether ``other`` has the same tensors in the same states."""
         return self.states == other.states and self.are_tensors_of(other)
 
 
-def _look(source: torch.Tensor, others: Sequence[torch.Tensor]) -> Origins:
-    """Return what ``source`` is made from: itself if it is a parameter, else ``others``."""
-    tensors = [own if own._base is None else own._base for own in others or (source,)]
-    states = [(_version(own), own.storage_offset(), own.stride()) for own in (source, *others)]
+def _origins_of(source: torch.Tensor, others: Sequence[torch.Tensor]) -> Origins:
+    """Return the origins of ``source``: itself if it is a parameter, else ``others``."""
+    tensors = [one if one._base is None else one._base for one in others or (source,)]
+    states = [(_version(one), one.storage_offset(), one.stride()) for one in (source, *others)]
     return Origins(tensors, states)
 
 
 class Kept(NamedTuple):
-    """A weight's operands, what they were made from, and the version of their delayed scale."""
+    """A weight's operands, their origins, and the version of their delayed scale."""
 
     key: tuple[object, ...]
     origins: Origins
@@ -61,12 +62,12 @@ class Kept(NamedTuple):
 
 
 class Keeping(NamedTuple):
-    """What a call says of the weights that are kept, by the index of the weight's GEMM.
+    """Which kept weights a call uses, by the index of the weight's GEMM.
 
-    ``first`` is its ``is_first_microbatch``, None in the scope of frozen weights; ``entries`` are
-    those that are kept for such calls. ``origins`` returns the tensors that a weight, which is no
-    parameter itself, is computed from. In a checkpoint ``used`` takes down what forward takes, and
-    is what its recompute takes.
+    ``first`` is the call's ``is_first_microbatch``, None in the scope of frozen weights;
+    ``entries`` are the weights kept for such calls. ``origins`` returns the tensors that a weight
+    is computed from if it is not a parameter itself. In a checkpoint ``used`` records the weights
+    that forward used, which its recompute then uses.
     """
 
     first: bool | None
@@ -76,7 +77,7 @@ class Keeping(NamedTuple):
 
 
 class WeightQuantizer(Protocol):
-    """Makes the operands of a weight, or of one weight a group, or takes those that were kept."""
+    """Returns the operands of a weight, or of one weight a group: quantized now, or kept."""
 
     choices: tuple[Choice, ...]
 
@@ -104,9 +105,9 @@ class WeightQuantizer(Protocol):
 class How(NamedTuple):
     """How a weight is quantized, by value.
 
-    ``key`` tells kept weights apart; ``stored`` is how a QuantizedTensor has to be stored to be
-    used (a plan without any low precision takes all of them); ``owner`` is what messages call the
-    layer; ``slot`` is where a delayed scale comes from, None for others.
+    ``key`` tells kept weights apart. ``stored`` is how a QuantizedTensor has to be stored to be
+    used; a plan in high precision takes any. ``owner`` names the layer in messages. ``slot`` holds
+    the delayed scale, None for other recipes.
     """
 
     key: tuple[object, ...]
@@ -118,8 +119,8 @@ class How(NamedTuple):
 class WeightStore:
     """The quantized weights that one layer keeps, one for each GEMM of its forward.
 
-    ``microbatches`` are those of the latest ``is_first_microbatch=True``, ``scope`` those of the
-    open :func:`fp8core.frozen_weights` around the layer, None outside of one.
+    ``microbatches`` are those of the latest ``is_first_microbatch=True``. ``scope`` are those of
+    the open :func:`fp8core.frozen_weights` around the layer, None outside of one.
     """
 
     __slots__ = ("_lock", "_num_open", "microbatches", "scope")
@@ -131,24 +132,24 @@ class WeightStore:
         self._lock = threading.Lock()
 
     def open_scope(self) -> None:
-        """Keep weights, from now on, until as many scopes were closed."""
+        """Begin to keep weights, until as many scopes are closed as were opened."""
         with self._lock:
             self._num_open += 1
             if self.scope is None:
                 self.scope = {}
 
     def close_scope(self) -> None:
-        """Forget what a scope kept, if it was the last that is open."""
+        """Forget the weights of the scope if no other one is open."""
         with self._lock:
             self._num_open -= 1
             if not self._num_open and self.scope is not None:
                 self.scope.clear()
-                self.scope = None  # a call of another thread that is under way fills the old one
+                self.scope = None  # a call still running in another thread fills the old one
 
     def keeping(
         self, first: bool | None, origins: Callable[[], Sequence[torch.Tensor]]
     ) -> Keeping | None:
-        """Return what a call with ``is_first_microbatch=first`` says, None if nothing is kept."""
+        """Return the kept weights for ``is_first_microbatch=first``, None if none are kept."""
         entries = self.scope if first is None else self.microbatches
         return None if entries is None else Keeping(first, entries, origins)
 
@@ -162,9 +163,9 @@ _is_capturing: Callable[[], bool] = (
 class KeptWeight:
     """Quantizes a weight in every call, or keeps it where the caller says that it does not change.
 
-    A :class:`QuantizedTensor` has its operands: nothing is quantized or kept. Nor is anything kept
-    in high precision, where the operands are the weight itself; and while a CUDA graph is captured,
-    whose memory is the graph's own.
+    Nothing is kept of a :class:`QuantizedTensor`, which holds its operands; nor in high precision,
+    where the weight itself is the operand; nor while a CUDA graph is captured, to which the memory
+    allocated then belongs.
     """
 
     __slots__ = ("_both", "_how", "_index", "_quantizer", "_rowwise", "choices")
@@ -185,13 +186,13 @@ class KeptWeight:
         keeping: Keeping | None = None,
         source: torch.Tensor | None = None,
     ) -> Orientations:
-        """Return the operands of ``weight [n, k]``; ``source`` is what it was padded from.
+        """Return the operands of ``weight [n, k]``, which was padded from ``source``, if given.
 
         Raises:
-            OperandError: ``is_first_microbatch`` is False, and no operands of this weight are kept,
-                or torch has counted a write to it since, or it is another; or, in the scope of
-                frozen weights, torch has counted a write; or the weight is a QuantizedTensor stored
-                for another recipe.
+            OperandError: with ``is_first_microbatch=False``: no operands of this weight are kept,
+                torch has counted a write to it since, or it is another tensor. In the scope of
+                frozen weights: torch has counted a write. A QuantizedTensor is stored for another
+                recipe.
             UnsupportedError: ``is_first_microbatch`` is False while a CUDA graph is captured.
         """
         if isinstance(weight, QuantizedTensor):
@@ -203,10 +204,10 @@ class KeptWeight:
     def _kept(
         self, keeping: Keeping, weight: torch.Tensor, source: torch.Tensor, columnwise: bool
     ) -> Orientations:
-        """Take the operands that are kept, or make and keep them."""
+        """Return the operands that are kept, or quantize and keep them."""
         first, entries, used = keeping.first, keeping.entries, keeping.used
         if used is not None:
-            if self._index in used:  # this call repeats the one that took them
+            if self._index in used:  # this call repeats the one that used them
                 return used[self._index].operands
             columnwise = True  # for the recompute
         quantize = self._both if columnwise else self._rowwise
@@ -216,20 +217,20 @@ class KeptWeight:
             return quantize(weight)
         slot = self._how.slot
         if first is None and slot is not None and slot.amax is not None:
-            return quantize(weight)  # its amax is to be recorded, from which its scale will move
-        is_own = isinstance(source, torch.nn.Parameter)
-        origins = _look(source, () if is_own else keeping.origins())
+            return quantize(weight)  # to record its amax, which will change the scale
+        is_parameter = isinstance(source, torch.nn.Parameter)
+        origins = _origins_of(source, () if is_parameter else keeping.origins())
         scale_version = 0 if slot is None else slot.scale._version
-        kept = None if first is True else self._found(entries, first, scale_version)
+        kept = None if first is True else self._entry(entries, first, scale_version)
         if kept is not None and not kept.origins.are(origins):
-            # Other tensors are other weights, and what computes one may write to its own buffers.
-            if first is False or (is_own and kept.origins.are_tensors_of(origins)):
+            # Other tensors are other weights; a parametrization may write to its buffers.
+            if first is False or (is_parameter and kept.origins.are_tensors_of(origins)):
                 raise OperandError(f"{self._how.owner}: {_WRITTEN}")
             kept = None
         if kept is None or (columnwise and kept.operands.columnwise is None):
             kept = None
-            entries.pop(self._index, None)  # its memory serves for the new ones
-            # Made for later calls too, which may train: what inference mode makes cannot be saved.
+            entries.pop(self._index, None)  # frees its memory for the new ones
+            # Later calls may train, and tensors created in inference mode cannot be saved.
             with torch.inference_mode(False), torch.no_grad():
                 operands = quantize(weight)
             kept = Kept(self._how.key, origins, scale_version, operands)
@@ -238,17 +239,17 @@ class KeptWeight:
             used[self._index] = kept
         return kept.operands
 
-    def _found(
+    def _entry(
         self, entries: dict[int, Kept], first: bool | None, scale_version: int
     ) -> Kept | None:
-        """Return what is kept of this GEMM's weight under this recipe.
+        """Return what is kept of this GEMM's weight under this recipe, None for nothing.
 
         Raises:
-            OperandError: nothing, and ``first`` is False.
+            OperandError: nothing is kept, and ``first`` is False.
         """
         kept = entries.get(self._index)
         if kept is not None and kept.key == self._how.key:
-            # A delayed scale stays for the microbatches of a step.
+            # Within a step, microbatches use one delayed scale.
             return None if first is None and kept.scale_version != scale_version else kept
         if first is False:
             raise OperandError(f"{self._how.owner}: {_NOTHING_KEPT}")
@@ -263,7 +264,7 @@ class KeptWeight:
         if row is None and column is None:
             value = weight.dequantize()
             return self._both(value) if columnwise else self._rowwise(value)
-        is_high = column is None  # backward in high precision: on the value that there is
+        is_high = column is None  # backward in high precision, from the dequantized weight
         if weight.plan.rowwise != row or not (is_high or weight.plan.columnwise == column):
             raise OperandError(
                 f"{self._how.owner}: the weight is stored as {weight.plan.rowwise} (columnwise "
@@ -280,7 +281,7 @@ class KeptWeight:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Return how often torch counted a write; a tensor made in inference mode has no counter."""
+    """Return torch's count of writes; 0 for a tensor of inference mode, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -320,11 +321,11 @@ class PerGroup:
         """Quantize ``weights``, one ``[rows, cols]`` a group."""
         sources = weights if source is None else source
         operands = [
-            quantizer(weight, columnwise=columnwise, keeping=keeping, source=own)
-            for quantizer, weight, own in zip(self._quantizers, weights, sources, strict=True)
+            quantizer(weight, columnwise=columnwise, keeping=keeping, source=one)
+            for quantizer, weight, one in zip(self._quantizers, weights, sources, strict=True)
         ]
         return Orientations(
-            tuple(one.rowwise for one in operands), tuple(one.columnwise for one in operands)
+            tuple(pair.rowwise for pair in operands), tuple(pair.columnwise for pair in operands)
         )
 
     def pair(self, input: Quantizer) -> None:
