@@ -1,12 +1,12 @@
 """Number formats: a format is the list of the values of its codes, everything else is derived.
 
-Rules of `encode` for every format, unless it brings its own `encoder`:
+Rules of `encode` for every format without an `encoder` of another kind:
 
 * round to the nearest value; `ties` says which neighbour takes a midpoint;
-* what is beyond the range, +-inf included, becomes +-max ("satfinite"), even in a format with inf;
+* a value beyond the range, +-inf included, becomes +-max ("satfinite"), even in a format with inf;
 * NaN becomes the largest NaN code of its sign (0x7f or 0xff in e4m3 and e5m2), or +max in a format
   without NaN (e2m1: 6, code 7, as PTX `cvt.rn.satfinite.e2m1x2` does);
-* -0.0, and what rounds to it, keeps its sign where the format has a -0.
+* -0.0, and a negative value that rounds to zero, keeps its sign where the format has a -0.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FormatSpec:
     Invariant: ``decode(encode(decode(c))) == decode(c)`` for every finite code c.
 
     Attributes:
-        bits: of one code; ``encode`` hands out one code per uint8.
+        bits: the size of a code; ``encode`` returns one code in each uint8.
         values: the value of each of the ``2**bits`` codes; finite ones are exact in float32.
         ties: where a midpoint goes: "even" to the neighbour whose code is even (the upper one if
             both are, the lower one if none is), "away" to the neighbour of larger magnitude.
@@ -134,7 +134,8 @@ class FormatSpec:
         """Values of the codes, exactly.
 
         ``codes`` are uint8 of any shape, strides and device; the float32 result has the same
-        shape. A byte of ``2**bits`` or more is no code and gives NaN (raising would wait).
+        shape. A byte of ``2**bits`` or more is no code and gives NaN, as the host waits for no
+        device to raise an error.
 
         Raises:
             OperandError: codes are not uint8.
@@ -196,10 +197,11 @@ discovery_lock = threading.RLock()
 
 
 def register(*specs: FormatSpec) -> None:
-    """Make formats known by their names, all or none; the same definition again does nothing.
+    """Register formats under their names, all or none; the same definition again does nothing.
 
     Raises:
-        RecipeError: a name means another format or is no text, or ``torch_dtype`` has other values.
+        RecipeError: a name is taken by another format or is no text, or ``torch_dtype`` has other
+            values.
     """
     with discovery_lock:
         known = dict(_formats)
@@ -213,12 +215,12 @@ def register(*specs: FormatSpec) -> None:
 
 
 def unknown(*specs: FormatSpec) -> list[FormatSpec]:
-    """Return those of ``specs`` whose names mean no format yet."""
+    """Return those of ``specs`` whose names are not registered yet."""
     return [spec for spec in specs if spec.name not in _formats]
 
 
 def forget(*specs: FormatSpec) -> None:
-    """Undo :func:`register`, for those of ``specs`` that their names mean."""
+    """Undo :func:`register`, for those of ``specs`` that are registered under their names."""
     with discovery_lock:
         for spec in specs:
             if _formats.get(spec.name) is spec:
@@ -239,9 +241,10 @@ def _definition(spec: FormatSpec) -> tuple[object, ...]:
 
 
 def set_discovery(callback: Callable[[], object]) -> None:
-    """Have `callback` `register` more formats, once, when a name is missed or names are listed.
+    """Have `callback` register more formats, once, when a name is unknown or names are listed.
 
-    A later call replaces a callback that has not run yet. One that raises runs again next time.
+    A later call replaces a callback that has not run yet. A callback that raises runs again at the
+    next lookup.
     """
     _pending_discovery[:] = [callback]
 
@@ -259,10 +262,11 @@ def _discover() -> None:
 
 
 def by_name(name: str, *, besides: Iterable[str] = ()) -> FormatSpec:
-    """The format registered under this name; the caller itself knows the names ``besides``.
+    """The format registered under this name.
 
     Raises:
-        RecipeError: there is none; the message lists the known names and the nearest one.
+        RecipeError: there is none; the message lists the known names, also those in ``besides``,
+            which the caller handles itself, and the nearest one.
     """
     if name not in _formats:
         _discover()

@@ -135,7 +135,7 @@ def encode_by_table(values: tuple[float, ...], ties: str, x: torch.Tensor) -> to
     #   or-ed with bits, >> 16:     ........ ........ seeeeeee emmmmmm(m|o)
     odd = (bits & 0xFFFF).add_(0xFFFF).bitwise_or_(bits)
     index = odd.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
-    # Tables made of tensor subclasses (fake tensors while tracing) must not outlive their mode.
+    # Tables that are tensor subclasses (fake tensors while tracing) must not outlive their mode.
     build = _bfloat16_codes if type(x) is torch.Tensor else _bfloat16_codes.__wrapped__
     return build(values, ties, x.device).index_select(0, index).reshape(x.shape)
 
@@ -153,7 +153,7 @@ def encode_e8m0(x: torch.Tensor, rounding: str) -> torch.Tensor:
     Source: OCP MX v1.0 sec. 5.4.1; rounding "up" is PTX `cvt.rp.satfinite.ue8m0x2`.
     """
     # bits of positive x:  0eeeeeee emmmmmmm mmmmmmmm mmmmmmmm
-    # c is the exponent field after adding what makes the mantissa m carry into it:
+    # c is the exponent field after adding a number by which the mantissa m carries into it:
     #   up: m > 0 carries;  nearest: m >= 0x400000 carries;  down: nothing carries.
     # At e = 0, 2^-127 itself is the subnormal m = 0x400000: there only m > 0x400000 carries.
     bits = x.view(torch.int32) & 0x7FFFFFFF

@@ -1,8 +1,8 @@
 """The named recipes, as data: ``recipe.plan(role, dtype)`` says how each operand is quantized.
 
 A recipe is a frozen value, compared by value. Field names and defaults are Transformer Engine's;
-what each recipe computes is in docs/numerics.md. An unknown argument, and a value that contradicts
-another, is an error here, not a surprise later.
+docs/numerics.md has the arithmetic of each recipe. An unknown argument, and a value that
+contradicts another, is an error when the recipe is constructed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 
 
 def get_default_recipe() -> Recipe:
-    """Return what the selected backend runs best; ``Float8CurrentScaling()`` on a CPU."""
+    """Return the recipe that the selected backend prefers; ``Float8CurrentScaling()`` on a CPU."""
     spec = select.selected_spec(policy.current())
     try:
         return by_name(spec.preferred_recipe)

@@ -1,4 +1,4 @@
-"""What every recipe is made of: formats by name, the base class, and the checks of fields."""
+"""The parts that recipes share: formats by name, the base class, plans, and checks of fields."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class _FormatNames(type):
 
 
 class Format(str, metaclass=_FormatNames):
-    """Which number format the forward and the backward operands take, by name.
+    """The number formats of forward and backward operands, by name.
 
     ``Format.E4M3``, ``Format.E5M2``, ``Format.E2M1`` use one format both ways, ``Format.HYBRID``
-    is e4m3 forward and e5m2 backward, and any format that a plug-in registers has its own name,
+    is e4m3 forward and e5m2 backward, and a format that a plug-in registers goes by its name, as in
     ``Format.HIF8``. A format is a plain string by value: ``Format.HYBRID == "hybrid"``.
 
     Raises:
@@ -39,7 +39,7 @@ class Format(str, metaclass=_FormatNames):
     _PAIRS: ClassVar = {"hybrid": ("e4m3", "e5m2")}
 
     def __new__(cls, name: str) -> Format:
-        """Look ``name`` up, in any case."""
+        """Look ``name`` up, in upper or lower case."""
         if not isinstance(name, str):
             raise RecipeError(f"Format({name!r}): expected the name of a format, as 'e4m3' is one.")
         word = name.lower()
@@ -69,23 +69,23 @@ class Format(str, metaclass=_FormatNames):
 
 
 class MMParams(NamedTuple):
-    """How one GEMM accumulates: in float32 (split), or in the device's faster way."""
+    """How one GEMM accumulates: in float32 (split), or in the device's faster, less exact way."""
 
     use_split_accumulator: bool = True
 
 
 class Recipe:
-    """Base of every recipe: a frozen dataclass that can say ``plan(role, dtype)``.
+    """Base of every recipe: a frozen dataclass with a method ``plan(role, dtype)``.
 
-    ``reads_names``: the plan depends on the layer's name, so that torch.compile makes a graph for
-    each name instead of one for all layers of a shape.
+    ``reads_names``: whether the plan depends on the layer's name. torch.compile then captures a
+    graph for each name instead of one for all layers of a shape.
     """
 
     __slots__ = ()
     reads_names: ClassVar[bool] = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Refuse unknown arguments by name, before the dataclass's own ``__init__``."""
+        """Refuse unknown arguments by name, before the ``__init__`` of the dataclass."""
         known = list(inspect.signature(cls.__init__).parameters)[1:] if kwargs else []
         for name in kwargs:
             if name not in known:
@@ -107,7 +107,11 @@ def linear_plan(
     *,
     delayed: DelayedPlan | None = None,
 ) -> LinearPlan:
-    """Arrange the plans of ``input``, ``weight`` and ``grad_output`` as the GEMMs of ``recipe``."""
+    """Return the three GEMMs of ``recipe`` from the plans of the tensors they multiply.
+
+    ``tensors`` returns the plan of ``"input"``, ``"weight"`` and ``"grad_output"``;
+    ``accumulators`` are those of fprop, dgrad and wgrad.
+    """
     x, w, dy = (tensors(name) for name in ("input", "weight", "grad_output"))
     fprop = _gemm_plan(x.rowwise, w.rowwise, accumulators[0])
     if recipe.backward_override is not None:
@@ -122,7 +126,7 @@ def linear_plan(
 
 
 def _gemm_plan(a: OperandSpec | None, b: OperandSpec | None, params: MMParams) -> GemmPlan:
-    if a is None and b is None:  # the faster accumulator is for low precision alone
+    if a is None and b is None:  # only low precision has the faster accumulator
         return GemmPlan()
     return GemmPlan(a, b, not params.use_split_accumulator)
 
@@ -142,7 +146,7 @@ def delayed_linear_plan(recipe: Any, fp8_format: str, delayed: DelayedPlan) -> L
 
 
 def check_delayed(recipe: str, plan: DelayedPlan) -> None:
-    """Raise RecipeError unless the fields of delayed scaling, as in ``plan``, make sense."""
+    """Raise RecipeError unless the fields of delayed scaling in ``plan`` are valid."""
     length, margin, algorithm = plan.history_len, plan.margin, plan.amax_algorithm
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise RecipeError(f"{recipe}(amax_history_len={length!r}): expected an integer >= 1.")
@@ -170,24 +174,27 @@ def element(
 
 
 def check_format(recipe: Any, refuse: tuple[str, ...] = (), field: str = "fp8_format") -> None:
-    """Raise RecipeError unless ``field`` names a format for elements; spell it as Format does."""
+    """Raise RecipeError unless ``field`` names a format for elements; store it as a Format."""
     owner, name = type(recipe).__name__, getattr(recipe, field)
-    found = Format(name)
-    if found in refuse:
+    chosen = Format(name)
+    if chosen in refuse:
         raise RecipeError(
-            f"{owner}({field}={name!r}): {found} has too few mantissa bits for "
+            f"{owner}({field}={name!r}): {chosen} has too few mantissa bits for "
             f"the forward pass; use Format.E4M3 or Format.HYBRID."
         )
-    if not any(value < 0 for value in found.forward.values):
+    if not any(value < 0 for value in chosen.forward.values):
         raise RecipeError(
-            f"{owner}({field}={name!r}): {found} has no negative values, it is for scales."
+            f"{owner}({field}={name!r}): {chosen} has no negative values, it is for scales."
         )
-    # 'E4M3', 'e4m3' and Format.E4M3 are one value, so the recipes that hold them must be equal.
-    object.__setattr__(recipe, field, found)
+    # Recipes with 'E4M3', 'e4m3' and Format.E4M3 are equal.
+    object.__setattr__(recipe, field, chosen)
 
 
 def check_common(recipe: Any, overrides: tuple[str | None, ...] = (None, "high_precision")) -> None:
-    """Raise for fields that recipes share, such as attention, backward_override, accumulators."""
+    """Raise if a field that recipes share is invalid or asks for what is not offered.
+
+    These are attention, ``backward_override``, ``nonfinite`` and the accumulators.
+    """
     owner = type(recipe).__name__
     for name in ("fp8_dpa", "fp8_mha"):
         if getattr(recipe, name):

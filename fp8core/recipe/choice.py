@@ -1,4 +1,4 @@
-"""Recipes by name: fp8core's own and the plug-ins', and the reading of a ``recipe=`` argument."""
+"""Recipes by name, of fp8core and of plug-ins, and the meaning of a ``recipe=`` argument."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _NAMED: dict[str, type[Recipe]] = {
     "nvfp4": NVFP4BlockScaling,
     "rowwise": Float8RowwiseScaling,
 }
-# What reports call a recipe is taken for its name as well.
-_CLASSES: dict[str, type[Recipe]] = {made.__name__: made for made in _NAMED.values()}
-plugins.reserve_recipes((*_NAMED, *_CLASSES, "none"))  # which means high precision
+# Reports print a recipe's class name, so that is accepted as its name as well.
+_CLASSES: dict[str, type[Recipe]] = {kind.__name__: kind for kind in _NAMED.values()}
+plugins.reserve_recipes((*_NAMED, *_CLASSES, "none"))  # "none": high precision
 
 
 def names() -> tuple[str, ...]:
-    """Return the short names that :func:`by_name` takes: fp8core's own, then the plug-ins'."""
+    """Return the short names that :func:`by_name` takes: those of fp8core, then of plug-ins."""
     return (*_NAMED, *plugins.load().recipes)
 
 
 def by_name(name: str) -> Recipe:
     """Return the recipe called ``name``, with its defaults.
 
-    The class name of one of fp8core's own is a name of it too.
+    The class name of a recipe of fp8core is a name of it too.
 
     >>> by_name("mxfp8") == by_name("MXFP8BlockScaling") == MXFP8BlockScaling()
     True
 
     Raises:
-        RecipeError: there is none of that name; lists those there are.
-        PluginError: the plug-in that brings it failed to make it.
+        RecipeError: no recipe has that name; the message lists the names.
+        PluginError: the factory of the plug-in that registered it failed.
     """
     factory = _CLASSES.get(name) or _factories().get(name)
     if factory is None:
@@ -55,29 +55,31 @@ def by_name(name: str) -> Recipe:
             f"no recipe is called {name!r}; recipes: {', '.join(names())}."
             f"{did_you_mean(name, (*names(), *_CLASSES))}"
         )
-    made = attempt(factory)
-    if isinstance(made, Failure):
-        made.fail(f"recipe {name!r}: its factory failed")
-    if not isinstance(made, Recipe):
-        raise RecipeError(f"recipe {name!r}: its factory returned {shown(made)}, not a Recipe.")
-    return made
+    recipe = attempt(factory)
+    if isinstance(recipe, Failure):
+        recipe.fail(f"recipe {name!r}: its factory failed")
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(f"recipe {name!r}: its factory returned {shown(recipe)}, not a Recipe.")
+    return recipe
 
 
 def names_of(recipe: Recipe) -> tuple[str, ...]:
-    """Return what a recipe of this class is called: its class name, then the names of the class.
+    """Return the names of the recipe's class: its class name, then those of :func:`by_name`.
 
     >>> names_of(MXFP8BlockScaling(enable_2d_quantization=True))
     ('MXFP8BlockScaling', 'mxfp8')
     """
-    own = type(recipe)
-    return own.__name__, *(name for name, made in _factories().items() if made is own)
+    kind = type(recipe)
+    return kind.__name__, *(name for name, factory in _factories().items() if factory is kind)
 
 
 def recipe_from(given: object, asked_by: str) -> Recipe | None:
-    """Return what an argument of ``asked_by`` means: a recipe, one by its name, or None.
+    """Return the recipe that an argument names or is; None stays None.
+
+    ``asked_by`` is what messages call the argument.
 
     Raises:
-        RecipeError: there is none of that name, or ``given`` is something else.
+        RecipeError: no recipe has that name, or ``given`` is something else.
     """
     if given is None or isinstance(given, Recipe):
         return given

@@ -1,4 +1,4 @@
-"""Recipes that the user composes: another one per layer, or one put together by hand."""
+"""Recipes that the user composes: a recipe for each layer, or an operand format for each tensor."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Rule: TypeAlias = "tuple[Key, Recipe | None]"
 
 @dataclass(frozen=True, slots=True, init=False)
 class PerLayer(Recipe):
-    """Another recipe for some layers: the first rule that matches a layer decides.
+    """Different recipes for different layers: the first rule that matches a layer decides.
 
     Args:
         rules: a mapping, or pairs, from a pattern of the layer's name (``"*.fc1"``, as in a shell)
@@ -57,9 +57,9 @@ class PerLayer(Recipe):
     True
 
     Raises:
-        RecipeError: a rule is no such pair, or no recipe has that name; or, when a plan is asked
-            for, a name pattern has to be matched against a layer without a name
-            (``fp8core.prepare(model)`` gives names), or matches no layer of a prepared model.
+        RecipeError: a rule is no such pair, or no recipe has that name. When a layer is bound: a
+            name pattern meets a layer without a name (``fp8core.prepare(model)`` gives names), or
+            matches no layer of a prepared model.
     """
 
     rules: tuple[Rule, ...]
@@ -104,17 +104,17 @@ class PerLayer(Recipe):
         return self.default
 
     def unmatched(self, roles: Collection[LayerRole]) -> list[str]:
-        """Return the name patterns that fit none of ``roles``, the layers of a whole model."""
-        found = []
+        """Return the name patterns that match none of ``roles``, the layers of a whole model."""
+        unmatched = []
         for key, value in self.rules:
             pattern = key if isinstance(key, str) else key.name
             kinds = {role.kind for role in roles} if isinstance(key, str) else {key.kind}
             names = [role.name for role in roles if role.kind in kinds and role.name is not None]
             if pattern is not None and not any(fnmatch.fnmatchcase(n, pattern) for n in names):
-                found.append(pattern)
+                unmatched.append(pattern)
             if isinstance(value, PerLayer):
-                found += value.unmatched(roles)
-        return found
+                unmatched += value.unmatched(roles)
+        return unmatched
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
         """Return the plan of the recipe chosen for ``role``."""
@@ -123,7 +123,7 @@ class PerLayer(Recipe):
 
 
 class QuantizerRole(NamedTuple):
-    """What a quantizer is for: ``tensor_type`` is ``input``, ``weight`` or ``grad_output``."""
+    """The tensor that a quantizer casts: ``input``, ``weight`` or ``grad_output`` of a layer."""
 
     module_type: str
     tensor_type: str
@@ -132,10 +132,10 @@ class QuantizerRole(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DelayedScalingRequest:
-    """A factory's wish for a tensorwise delayed scale; see :class:`DelayedScaling` for the fields.
+    """A factory's request for a tensorwise delayed scale; fields as in :class:`DelayedScaling`.
 
-    The slots of one layer share their history, so every request of a layer must agree in all but
-    the format.
+    The tensors of one layer share one amax history, so all requests for a layer must agree in
+    everything but the format.
     """
 
     fp8_format: str = Format.HYBRID
@@ -151,7 +151,7 @@ class DelayedScalingRequest:
         check_delayed(type(self).__name__, self.delayed())
 
     def delayed(self) -> DelayedPlan:
-        """Return what the layer's state has to be."""
+        """Return the plan of the layer's delayed state."""
         return DelayedPlan(
             self.amax_history_len,
             self.margin,
@@ -161,13 +161,13 @@ class DelayedScalingRequest:
         )
 
 
-Made: TypeAlias = OperandSpec | TensorPlan | DelayedScalingRequest
-QuantizerFactory: TypeAlias = Callable[[QuantizerRole], Made]
+QuantizerRequest: TypeAlias = OperandSpec | TensorPlan | DelayedScalingRequest
+QuantizerFactory: TypeAlias = Callable[[QuantizerRole], QuantizerRequest]
 
 
 @dataclass(frozen=True, slots=True)
 class CustomRecipe(Recipe):
-    """A recipe put together by hand, in exactly one of two ways.
+    """A recipe for formats that no named recipe has, given in exactly one of two ways.
 
     Attributes:
         qfactory: called with a :class:`QuantizerRole` for ``input``, ``weight`` and
@@ -175,14 +175,14 @@ class CustomRecipe(Recipe):
             orientations, a :class:`~fp8core.plan.TensorPlan` of two (None in it: high precision),
             or a :class:`DelayedScalingRequest`.
         fp8_format, margin, amax_history_len, amax_compute_algo, scaling_factor_compute_algo: the
-            scaling fields of :class:`DelayedScaling`, from which this is then that recipe. Beside
-            a factory, which chooses the formats, ``fp8_format`` may be HYBRID and says nothing.
+            scaling fields of :class:`DelayedScaling`; with them the recipe computes as that one.
+            With a factory, which chooses the formats, ``fp8_format`` may be HYBRID, without effect.
         nonfinite: as in the named recipes, for all three tensors.
-        quantization_alignment: taken for compatibility; layers pad to what blocks need.
+        quantization_alignment: accepted for compatibility; layers pad to multiples of the blocks.
 
     Raises:
-        RecipeError: both ways, or neither; or, when a plan is asked for, a factory that returns
-            something else.
+        RecipeError: both ways, or neither. When a layer is bound: the factory returns something
+            else.
     """
 
     qfactory: QuantizerFactory | None = None
@@ -204,10 +204,10 @@ class CustomRecipe(Recipe):
             object.__setattr__(self, "fp8_format", None)
         fields = self._scaling_fields()
         if (self.qfactory is None) == (not fields):
-            found = "neither" if not fields else f"qfactory and {', '.join(fields)}"
+            given = "neither" if not fields else f"qfactory and {', '.join(fields)}"
             raise RecipeError(
                 f"CustomRecipe takes either qfactory or scaling fields (fp8_format, margin, "
-                f"amax_history_len, amax_compute_algo, scaling_factor_compute_algo), found {found}."
+                f"amax_history_len, amax_compute_algo, scaling_factor_compute_algo), found {given}."
             )
         alignment = self.quantization_alignment
         if not isinstance(alignment, int) or alignment < 1:
@@ -233,15 +233,16 @@ class CustomRecipe(Recipe):
         )
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
-        """Ask the factory for each tensor, or plan delayed scaling from the fields."""
+        """Return the plan of the factory's answers for each tensor, or of the scaling fields."""
         if self.qfactory is None:
             request = self._request()
             return delayed_linear_plan(self, request.fp8_format, request.delayed())
-        made = {
+        answers = {
             tensor: self.qfactory(QuantizerRole(role.kind, tensor, role.name))
             for tensor in ("input", "weight", "grad_output")
         }
-        requests = {m.delayed() for m in made.values() if isinstance(m, DelayedScalingRequest)}
+        delayed = [a for a in answers.values() if isinstance(a, DelayedScalingRequest)]
+        requests = {request.delayed() for request in delayed}
         if len(requests) > 1:
             raise RecipeError(
                 f"CustomRecipe: the delayed slots of one layer share their history, "
@@ -249,21 +250,27 @@ class CustomRecipe(Recipe):
             )
         return linear_plan(
             self,
-            lambda tensor: _tensor_plan(tensor, made[tensor]),
+            lambda tensor: _tensor_plan(tensor, answers[tensor]),
             (FAST, SPLIT, SPLIT),
             delayed=next(iter(requests), None),
         )
 
 
-def _tensor_plan(tensor: str, made: Made) -> TensorPlan:
-    if isinstance(made, DelayedScalingRequest):
-        first = element(made.fp8_format, tensor, (0, 0))
+def _tensor_plan(tensor: str, asked: QuantizerRequest) -> TensorPlan:
+    """Return the plan of ``tensor`` from a factory's answer.
+
+    Raises:
+        RecipeError: the answer is none of the three classes, or an OperandSpec with a delayed
+            scale, which does not say how the scale is computed.
+    """
+    if isinstance(asked, DelayedScalingRequest):
+        first = element(asked.fp8_format, tensor, (0, 0))
         spec = OperandSpec(*first, delayed=True, cast_first=False)
         return TensorPlan(spec, spec)
-    plan = TensorPlan(made, made) if isinstance(made, OperandSpec) else made
+    plan = TensorPlan(asked, asked) if isinstance(asked, OperandSpec) else asked
     if not isinstance(plan, TensorPlan) or not all(isinstance(s, OperandSpec | None) for s in plan):
         raise RecipeError(
-            f"CustomRecipe: qfactory returned {made!r} for {tensor}; expected an OperandSpec, "
+            f"CustomRecipe: qfactory returned {asked!r} for {tensor}; expected an OperandSpec, "
             f"a TensorPlan or a DelayedScalingRequest."
         )
     if any(spec is not None and spec.delayed for spec in plan):

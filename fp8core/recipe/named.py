@@ -1,6 +1,6 @@
 """The recipes that have a name: each a frozen value with Transformer Engine's field names.
 
-All take ``nonfinite``, fp8core's own: what a cast makes of a tensor with NaN or inf, see
+All take ``nonfinite``, a field of fp8core alone: how a cast treats a tensor with NaN or inf, see
 :class:`fp8core.plan.LinearPlan`.
 """
 
@@ -53,7 +53,7 @@ class DelayedScaling(Recipe):
     Attributes:
         margin: the amax maps to ``max * 2^-margin``.
         fp8_format: E4M3 or HYBRID (e4m3 forward, e5m2 backward).
-        amax_history_len: updates that an amax is remembered for.
+        amax_history_len: the number of updates for which an amax is remembered.
         amax_compute_algo: ``"max"`` of the window, ``"most_recent"``, or a function of the history.
         scaling_factor_compute_algo: a function instead of ``max * 2^-margin / amax``, or None.
         reduce_amax: take the maximum over ``autocast``'s amax_reduction_group, where one is given.
@@ -88,7 +88,7 @@ class DelayedScaling(Recipe):
         )
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
-        """Tensorwise, delayed; a fused producer hands over float32."""
+        """Return tensorwise delayed scaling; a fused norm or activation casts from float32."""
         return delayed_linear_plan(self, self.fp8_format, self._delayed())
 
 
@@ -114,7 +114,7 @@ class Float8CurrentScaling(Recipe):
         check_common(self)
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
-        """Tensorwise, current."""
+        """Return tensorwise current scaling."""
         return _current_plan(self, (0, 0))
 
 
@@ -122,7 +122,8 @@ class Float8CurrentScaling(Recipe):
 class Float8RowwiseScaling(Recipe):
     """One scale for each row of each operand, current: rows of unequal size keep their accuracy.
 
-    The columnwise operand has one scale for each column of the tensor, so it is quantized anew.
+    The columnwise operand has one scale for each column of the tensor, so it is quantized from the
+    tensor separately.
     """
 
     reads_names: ClassVar[bool] = False
@@ -143,16 +144,16 @@ class Float8RowwiseScaling(Recipe):
         check_common(self)
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
-        """One scale a row, current."""
+        """Return current scaling with one scale for each row."""
         return _current_plan(self, (1, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class MXFP8BlockScaling(Recipe):
-    """OCP microscaling: a power-of-two byte for every 32 elements along the contraction.
+    """OCP microscaling: a power-of-two scale in a byte for every 32 elements along the contraction.
 
     Attributes:
-        margin: has no meaning for power-of-two block scales; only 0 is taken.
+        margin: has no meaning for power-of-two block scales; only 0 is accepted.
         fp8_format: E4M3 both ways by default; gradients in e5m2 are known to train worse.
         enable_2d_quantization: weights take 32 x 32 blocks, so both orientations hold one value.
     """
@@ -178,7 +179,7 @@ class MXFP8BlockScaling(Recipe):
             )
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
-        """Blocks of 32 along the contraction, e8m0 scales."""
+        """Return blocks of 32 along the contraction with e8m0 scales."""
 
         def tensor(name: str) -> TensorPlan:
             is_square = name == "weight" and self.enable_2d_quantization
@@ -195,7 +196,7 @@ class Float8BlockScaling(Recipe):
     """DeepSeek-V3's blocks: 1 x 128 for activations and gradients, 128 x 128 for weights.
 
     Attributes:
-        use_f32_scales: float32 scales as they come; False rounds them down to powers of two.
+        use_f32_scales: keep float32 scales as computed; False rounds them down to powers of two.
         x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1 for 1 x 128, 2 for
             128 x 128.
     """
@@ -239,7 +240,7 @@ class Float8BlockScaling(Recipe):
         }
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
-        """Blocks of 128 along the contraction, float32 scales."""
+        """Return blocks of 128 along the contraction with float32 scales."""
         dims = self._dims()
 
         def tensor(name: str) -> TensorPlan:
@@ -266,7 +267,7 @@ class NVFP4BlockScaling(Recipe):
     Attributes:
         row_scaled_activation, nvfp4_4over6, nvfp4_4over6_e4m3_use_256, nvfp4_4over6_err_mode: row
             scales and the choice between two block maxima, not offered; only their defaults are
-            taken.
+            accepted.
     """
 
     reads_names: ClassVar[bool] = False
@@ -301,7 +302,7 @@ class NVFP4BlockScaling(Recipe):
                 raise RecipeError(f"NVFP4BlockScaling({name}={value!r}): only {only!r} exists.")
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
-        """Blocks of 16 along the contraction, two-level scales."""
+        """Return blocks of 16 along the contraction with two-level scales."""
 
         def tensor(name: str) -> TensorPlan:
             is_square = name == "weight" and not self.disable_2d_quantization
