@@ -10,7 +10,9 @@ from fp8core.recipe.plan import (
     GemmPlan,
     LayerRole,
     LinearPlan,
+    Plan,
     ScalingAlgorithm,
+    SlotNames,
     TensorPlan,
 )
 
@@ -22,7 +24,9 @@ __all__ = [
     "GemmPlan",
     "LayerRole",
     "LinearPlan",
+    "Plan",
     "ScalingAlgorithm",
+    "SlotNames",
     "TensorPlan",
 ]
 

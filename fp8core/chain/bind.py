@@ -43,12 +43,12 @@ from fp8core.chain.pointwise import (
     QuantizeShape,
 )
 from fp8core.chain.protocol import Link
-from fp8core.chain.states import LinearStates
 from fp8core.dispatch import table
 from fp8core.dispatch.table import Resolved
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import HIGH_PRECISION, GemmPlan, LinearPlan, TensorPlan
 from fp8core.tensors.quantizer import Binding, Quantizer, Slot, Unturned, bind_quantizer
+from fp8core.tensors.states import LayerStates
 from fp8core.tensors.storage import storage_plan
 from fp8core.tensors.weights import How, KeptWeight, PerGroup
 
@@ -86,7 +86,7 @@ class Site(NamedTuple):
     plan: LinearPlan
     binding: Binding
     owner: str
-    states: LinearStates | None = None
+    states: LayerStates | None = None
     watch: Watch | None = None
     nonfinite: torch.Tensor | None = None
 
@@ -254,11 +254,13 @@ def _bind_quantizers(
     count, propagates = site.nonfinite, plan.nonfinite == "propagate"
     unturned = Unturned(binding.activation_dtype) if is_unturned else None
 
-    def slot_of(specs: TensorPlan, find: Callable[[LinearStates], Slot]) -> Slot | None:
-        return find(states) if states is not None and _is_delayed(specs) else None
+    def slot_of(tensor: str, group: int | None = None) -> Slot | None:
+        if states is None or not _is_delayed(plan.tensors[tensor]):
+            return None
+        return states.slot(tensor) if group is None else states.slot_of_set(tensor, group)
 
     def weight(group: int) -> KeptWeight:
-        slot = slot_of(plan.weight, lambda states: states.weight(group))
+        slot = slot_of("weight", group)
         own = (plan.weight, shape.weight_dtype, binding)
         quantizer = unturned or bind_quantizer(
             *own, slot=slot, nonfinite=count, propagates=propagates
@@ -275,9 +277,9 @@ def _bind_quantizers(
         nonfinite=count,
         propagates=propagates,
     )
-    x = unturned or bind(plan.input, input_dtype, slot=slot_of(plan.input, LinearStates.input))
+    x = unturned or bind(plan.input, input_dtype, slot=slot_of("input"))
     # Calibration sees the forward pass alone, as in Transformer Engine.
-    dy_slot = None if binding.is_observing else slot_of(plan.grad_output, LinearStates.grad_output)
+    dy_slot = None if binding.is_observing else slot_of("grad_output")
     dy = bind(plan.grad_output, grad_dtype, slot=dy_slot)
     weights = PerGroup([weight(g) for g in range(shape.groups)]) if is_grouped else weight(0)
     return x, weights, dy

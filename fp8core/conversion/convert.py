@@ -26,6 +26,7 @@ from fp8core.modules.first_step import announce, silence
 from fp8core.modules.inventory import ModuleNode, flops_of
 from fp8core.modules.watched import refuse_watched
 from fp8core.recipe import Recipe
+from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan
 from fp8core.torch_ops.private import COMPILED_MODULE
@@ -157,7 +158,7 @@ def _plans(surveyed: Survey, recipe: Recipe | None) -> dict[ModuleNode, LinearPl
         if flops_of(node.module):
             kind = node.module.kind if isinstance(node.module, LowPrecisionModule) else "linear"
             dtype = next(node.module.parameters()).dtype
-            plans[node] = recipe.plan(LayerRole(kind, node.path or None), dtype)
+            plans[node] = plan_of(LinearPlan, recipe, LayerRole(kind, node.path or None), dtype)
     return plans
 
 

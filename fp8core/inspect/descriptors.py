@@ -31,6 +31,7 @@ from fp8core.chain.linear import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import Recipe
+from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole, LinearPlan
 
 __all__ = ["Need", "layer_needs", "op_needs"]
@@ -52,7 +53,7 @@ def layer_needs(layer: LowPrecisionModule, recipe: Recipe, dtype: torch.dtype) -
 
     Fused operations are among it, and the pairs that run where nobody offers them.
     """
-    plan = recipe.plan(LayerRole(layer.kind, layer.name), dtype)
+    plan = plan_of(LinearPlan, recipe, LayerRole(layer.kind, layer.name), dtype)
     shapes = layer.link_shapes()
     needs: list[Need] = []
     for at, shape in enumerate(shapes):
@@ -85,7 +86,8 @@ def op_needs(op: str, recipe: Recipe, dtype: torch.dtype) -> list[Need]:
 
 
 def _plan_of(recipe: Recipe, groups: int, dtype: torch.dtype) -> LinearPlan:
-    return recipe.plan(LayerRole("grouped_linear" if groups else "linear"), dtype)
+    role = LayerRole("grouped_linear" if groups else "linear")
+    return plan_of(LinearPlan, recipe, role, dtype)
 
 
 def _linear(dtype: torch.dtype, groups: int = 0) -> LinearShape:

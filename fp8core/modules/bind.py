@@ -22,12 +22,12 @@ from fp8core.modules.bound import (
     bind_captured,
     check_rules,
     parts_of,
-    plan_of,
     reads_names,
 )
 from fp8core.modules.recomputed import check_scales, is_recompute
 from fp8core.recipe import Recipe
-from fp8core.recipe.plan import HIGH_PRECISION, LayerRole
+from fp8core.recipe.base import plan_of
+from fp8core.recipe.plan import HIGH_PRECISION, LayerRole, LinearPlan
 from fp8core.reporting import log_once
 from fp8core.tensors.quantizer import Binding
 from fp8core.torch_ops.private import (
@@ -126,7 +126,8 @@ def _bind(
     check_rules(recipe, layer.peers)
     before = layer.kept_state()
     try:
-        plan = plan_of(recipe, LayerRole(layer.kind, layer.name), binding.activation_dtype)
+        role = LayerRole(layer.kind, layer.name)
+        plan = plan_of(LinearPlan, recipe, role, binding.activation_dtype)
         states = None
         if binding.is_observing and plan.delayed is None:
             log_once(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fp8core.chain.bind import Watch
-from fp8core.chain.states import LinearStates
+from fp8core.tensors.states import LayerStates
 from fp8core.tensors.weights import WeightStore
 from fp8core.torch_ops.counted import new_counter
 
@@ -39,7 +39,7 @@ class Bindings:
         self.order = next(_creation_order) if order is None else order
         self.table: dict[tuple[object, ...], Any] = {}
         self.last: tuple[tuple[object, ...], Any] | None = None
-        self.states: dict[object, LinearStates] = {}
+        self.states: dict[object, LayerStates] = {}
         self.weights = WeightStore()
         self.watch = watch
         self._unwatched: tuple[Any, Any] = ({}, None)

@@ -18,7 +18,6 @@ from fp8core.chain.linear import LinearLink, LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import BiasShape, OutputShape
 from fp8core.chain.protocol import Link
-from fp8core.chain.states import LinearStates
 from fp8core.context.autocast import named
 from fp8core.dispatch import table
 from fp8core.errors import (
@@ -29,9 +28,11 @@ from fp8core.errors import (
     did_you_mean,
 )
 from fp8core.recipe import PerLayer, Recipe
+from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import HIGH_PRECISION, LayerRole, LinearPlan
 from fp8core.reporting import log_once, some
 from fp8core.tensors.quantizer import Binding
+from fp8core.tensors.states import LayerStates
 from fp8core.torch_ops.counted import counter_of
 from fp8core.torch_ops.operators import constant_in_graph
 from fp8core.torch_ops.private import is_transform_active
@@ -44,7 +45,6 @@ __all__ = [
     "label_of",
     "new_seed",
     "parts_of",
-    "plan_of",
     "reads_names",
     "recipe_of",
 ]
@@ -74,7 +74,7 @@ class Bound(NamedTuple):
     parts: tuple[chain.Links, ...]
     links: tuple[Link, ...]
     plan: LinearPlan
-    states: LinearStates | None
+    states: LayerStates | None
     recipe: Recipe | None
     needs_rng: bool
 
@@ -131,11 +131,6 @@ def engines_of(bound: Bound, role: LayerRole) -> list[str]:
     if not backends:
         return []
     return [f"{type(recipe_of(bound, role)).__name__} on {' and '.join(backends)}"]
-
-
-def plan_of(recipe: Recipe | None, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
-    """Return the plan of a layer; without a recipe it computes in high precision."""
-    return HIGH_PRECISION if recipe is None else recipe.plan(role, dtype)
 
 
 @lru_cache(maxsize=64)  # asked by each layer of a model
@@ -199,7 +194,7 @@ def bind_captured(
     label = label_of(type_name, name, shapes)
     try:
         check_rules(recipe, peers)
-        plan = plan_of(recipe, LayerRole(kind, name), binding.activation_dtype)
+        plan = plan_of(LinearPlan, recipe, LayerRole(kind, name), binding.activation_dtype)
         if plan.delayed is not None and any(isinstance(shape, LinearShape) for shape in shapes):
             raise UnsupportedError(_NO_CAPTURE)
         if is_watched:

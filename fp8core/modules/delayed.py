@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from fp8core.chain.states import BACKWARD_SLOTS, FORWARD_SLOTS, LinearStates
 from fp8core.context.scopes import forget_interrupted
 from fp8core.dispatch import policy
 from fp8core.errors import RecipeError
 from fp8core.modules.bindings import Bindings
 from fp8core.modules.loading import has_weights, parameter_errors, state_errors
-from fp8core.recipe.plan import DelayedPlan, LinearPlan
+from fp8core.recipe.plan import DelayedPlan, LinearPlan, Plan, SlotNames
 from fp8core.reporting import log_once, logger
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.scaling import DelayedState
 from fp8core.tensors.slots import BUFFERS, META, describe, maxima, read_meta
+from fp8core.tensors.states import LayerStates
 
 __all__ = ["DelayedModule"]
 
@@ -33,6 +33,9 @@ class DelayedModule(torch.nn.Module):
     checkpoint is not taken for another recipe's. All are plain tensors: a ``state_dict`` loads with
     ``weights_only=True``.
     """
+
+    # The kind of plan by which the layer computes; it says which slots the state has.
+    plan_type: ClassVar[type[Plan]] = LinearPlan
 
     _bindings: Bindings
     _state_is_from_checkpoint: bool
@@ -87,7 +90,7 @@ class DelayedModule(torch.nn.Module):
         self._buffers.update(kept["_buffers"])
         vars(self).update({name: kept[name] for name in _KEPT})
 
-    def check_delayed_state(self, plan: LinearPlan, *, records: bool) -> None:
+    def check_delayed_state(self, plan: Plan, *, records: bool) -> None:
         """Refuse ``plan`` where the layer's state is for another recipe and must not be forgotten.
 
         Raises:
@@ -109,12 +112,12 @@ class DelayedModule(torch.nn.Module):
                 f"reset_delayed_state() first, which forgets the scales."
             )
 
-    def prepare_delayed_state(self, plan: LinearPlan) -> None:
+    def prepare_delayed_state(self, plan: Plan) -> None:
         """Make the buffers that ``plan`` needs before their first use, and whenever the layer is
         reset; those for another recipe are forgotten."""
         self._prepared = self._make_state(plan)
 
-    def _make_state(self, plan: LinearPlan) -> tuple[str, int]:
+    def _make_state(self, plan: Plan, device: torch.device | None = None) -> tuple[str, int]:
         """Make the buffers that ``plan`` needs, unless they are there; return what they are for."""
         assert plan.delayed is not None
         stored, wanted = self._stored_meta(), (describe(plan), plan.delayed.history_len)
@@ -123,38 +126,41 @@ class DelayedModule(torch.nn.Module):
             self.forget_delayed_state()
             stored = None
         if stored is None:
-            self._create(*wanted)
+            self._create(*wanted, device)
         return wanted
 
-    def delayed_states(self, recipe: Any, plan: LinearPlan, *, records: bool) -> LinearStates:
-        """Return the layer's states under ``plan``, made fresh if there are none that fit.
+    def delayed_states(
+        self, recipe: Any, plan: Plan, *, records: bool, device: torch.device | None = None
+    ) -> LayerStates:
+        """Return the layer's states under ``plan``, made fresh if there are none that fit: on
+        ``device``, or, if None, where the layer's parameters are.
 
         Raises:
             RecipeError: see :meth:`check_delayed_state`.
         """
         assert plan.delayed is not None
-        largest = maxima(plan)
         self.check_delayed_state(plan, records=records)
-        self._make_state(plan)
+        self._make_state(plan, device)
         if records:
             self._is_fresh = False
         elif self._is_fresh:
             self._warn_if_fresh()
         key = (recipe, plan.delayed, policy.current())
         if key not in self._bindings.states:
-            gemms = self.count_gemms()
+            forward, backward = (one * self.count_gemms() for one in maxima(plan))
             with torch.inference_mode(False):  # see _create
-                self._bindings.states[key] = LinearStates(
-                    self._state("fwd", recipe, plan.delayed, largest[:FORWARD_SLOTS] * gemms),
-                    self._state("bwd", recipe, plan.delayed, largest[FORWARD_SLOTS:] * gemms),
+                self._bindings.states[key] = LayerStates(
+                    self._state("fwd", recipe, plan.delayed, forward),
+                    self._state("bwd", recipe, plan.delayed, backward),
+                    plan.slots,
                 )
         return self._bindings.states[key]
 
-    def _create(self, meta: str, history_len: int) -> None:
-        device, gemms = next(self.parameters()).device, self.count_gemms()
+    def _create(self, meta: str, history_len: int, device: torch.device | None = None) -> None:
+        device, names = device or self._device_of_state(), self._names_of_slots()
         # Made under inference_mode, they could never be updated by training.
         with torch.inference_mode(False):
-            for way, slots in (("fwd", FORWARD_SLOTS * gemms), ("bwd", BACKWARD_SLOTS * gemms)):
+            for way, slots in (("fwd", len(names.forward)), ("bwd", len(names.backward))):
                 scale = torch.ones(slots, dtype=torch.float32, device=device)
                 history = scale.new_zeros(history_len, slots)
                 self.register_buffer(f"scale_{way}", scale)
@@ -250,8 +256,8 @@ class DelayedModule(torch.nn.Module):
         if key in state_dict and not self._reads_extra_state():
             del state_dict[key]
             log_once(f"{self.label}: the checkpoint's _extra_state is another library's; not read")
-        gemms = self.count_gemms()
-        names = [name for name in BUFFERS if gemms and prefix + name in state_dict]
+        slots = self._names_of_slots()
+        names = [name for name in BUFFERS if any(slots) and prefix + name in state_dict]
         found = {name: state_dict.pop(prefix + name) for name in names}
         errors = parameter_errors(
             self._parameters,
@@ -260,7 +266,7 @@ class DelayedModule(torch.nn.Module):
             assigns=bool(local_metadata.get("assign_to_params_buffers", False)),
         )
         if found:
-            errors += state_errors(found, gemms, self._stored_meta())
+            errors += state_errors(found, slots, self._stored_meta())
         if errors:  # nothing of a layer is loaded unless all of it fits
             error_msgs.extend(f"{self.label}: {error}" for error in errors)
             return
@@ -291,7 +297,7 @@ class DelayedModule(torch.nn.Module):
 
     def _take_state(self, found: Mapping[str, torch.Tensor]) -> None:
         """Make ``found``, which fits the layer, its delayed state."""
-        device = next(self.parameters()).device
+        device = self._device_of_state()
         with torch.inference_mode(False):
             for name in BUFFERS[:-1]:
                 value = found[name].detach().clone(memory_format=torch.contiguous_format)
@@ -315,8 +321,21 @@ class DelayedModule(torch.nn.Module):
         )
 
     def count_gemms(self) -> int:
-        """Return how many forward GEMMs the layer has, each with its slots."""
+        """Return how many forward GEMMs the layer has, each with the slots of its plan.
+
+        A layer with a plan of another kind returns how many times it computes that plan.
+        """
         raise NotImplementedError
+
+    def _names_of_slots(self) -> SlotNames:
+        """Return the names of all slots of the layer: those of its plan, once a GEMM."""
+        forward, backward = self.plan_type.slots
+        return SlotNames(forward * self.count_gemms(), backward * self.count_gemms())
+
+    def _device_of_state(self) -> torch.device:
+        """Return the device of the layer's parameters; torch's default one for a layer without."""
+        parameter = next(self.parameters(), None)
+        return torch.get_default_device() if parameter is None else parameter.device
 
 
 def _apply_quantized(weight: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8core.chain.states import BACKWARD_SLOTS, FORWARD_SLOTS
+from fp8core.recipe.plan import SlotNames
 from fp8core.tensors.checks import fault_of, kind_fault, misfit
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.slots import BUFFERS, META, read_meta
@@ -51,9 +51,9 @@ def _parameter_error(parameter: torch.Tensor, value: Any, assigns: bool) -> str 
     return None
 
 
-def state_errors(found: Mapping[str, Any], num_gemms: int, stored: str | None) -> list[str]:
+def state_errors(found: Mapping[str, Any], slots: SlotNames, stored: str | None) -> list[str]:
     """Return what keeps ``found``, a checkpoint's delayed state by name, from being loaded into a
-    layer of ``num_gemms`` whose own is described by ``stored``, None if it has none."""
+    layer with these ``slots``, whose own state is described by ``stored``, None if it has none."""
     missing = [name for name in BUFFERS if name not in found]
     if missing:
         return [f"the checkpoint's delayed state lacks {', '.join(missing)}"]
@@ -65,7 +65,7 @@ def state_errors(found: Mapping[str, Any], num_gemms: int, stored: str | None) -
     if meta is None:
         return [f"the checkpoint's {META} is not fp8core's"]
     text, length = meta
-    errors = list(_value_errors(found, length, num_gemms))
+    errors = list(_value_errors(found, length, slots))
     if not errors and stored is not None and stored != text:
         return [f"the checkpoint's delayed state is for {text}, the layer's for {stored}"]
     return errors
@@ -84,9 +84,12 @@ def _plain_error(value: Any) -> str | None:
     return None
 
 
-def _value_errors(found: Mapping[str, torch.Tensor], length: int, num_gemms: int) -> Iterator[str]:
-    for way, slots in (("fwd", FORWARD_SLOTS * num_gemms), ("bwd", BACKWARD_SLOTS * num_gemms)):
-        for name, shape in ((f"scale_{way}", (slots,)), (f"amax_history_{way}", (length, slots))):
+def _value_errors(
+    found: Mapping[str, torch.Tensor], length: int, slots: SlotNames
+) -> Iterator[str]:
+    for way, num_slots in (("fwd", len(slots.forward)), ("bwd", len(slots.backward))):
+        shapes = ((num_slots,), (length, num_slots))
+        for name, shape in zip((f"scale_{way}", f"amax_history_{way}"), shapes, strict=True):
             value = found[name]
             if tuple(value.shape) != shape or value.dtype != torch.float32:
                 yield (

@@ -8,11 +8,12 @@ import torch
 
 from fp8core.errors import Fp8CoreError
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bound import check_rules, plan_of
+from fp8core.modules.bound import check_rules
 from fp8core.modules.first_step import announce
 from fp8core.recipe import Recipe
+from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from
-from fp8core.recipe.plan import LayerRole, LinearPlan
+from fp8core.recipe.plan import LayerRole, Plan
 from fp8core.tensors.slots import BUFFERS
 from fp8core.torch_ops.private import DDP_IGNORED
 
@@ -61,11 +62,11 @@ def prepare(model: torch.nn.Module, recipe: Recipe | str | None = None) -> torch
 
 
 def _make_states(model: torch.nn.Module, recipe: Recipe) -> None:
-    plans: dict[LowPrecisionModule, LinearPlan] = {}
+    plans: dict[LowPrecisionModule, Plan] = {}
     for layer in _stateful(model):
         dtype = next(layer.parameters()).dtype
         try:
-            plan = plan_of(recipe, LayerRole(layer.kind, layer.name), dtype)
+            plan = plan_of(layer.plan_type, recipe, LayerRole(layer.kind, layer.name), dtype)
             if plan.delayed is not None:
                 layer.check_delayed_state(plan, records=True)
                 plans[layer] = plan

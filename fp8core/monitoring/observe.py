@@ -32,7 +32,7 @@ from fp8core.dispatch import table
 from fp8core.errors import UnsupportedError
 from fp8core.monitoring.record import CastKey, GemmKey, KeptTensors, Recorder
 from fp8core.monitoring.statistics import ObservedCast, Tally, measure
-from fp8core.recipe.plan import LinearPlan, TensorPlan
+from fp8core.recipe.plan import LinearPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Binding, Groups, Orientations, Quantizer
 from fp8core.tensors.weights import Keeping, WeightQuantizer
@@ -224,9 +224,7 @@ class _Probe:
         self._name = name
         self._index = link.index
         self._binding = binding
-        self._plan: dict[str, TensorPlan] = {
-            role: getattr(plan, role) for role in ("input", "weight", "grad_output")
-        }
+        self._plan = plan.tensors
         # In high precision the GEMM transposes these operands, after the probe has seen them.
         self._unturned = ("input", "weight") if link.only_once is None else ()
         self._gemms = {gemm: link.choices[gemm] for gemm in _RESULTS}

@@ -17,11 +17,11 @@ from fp8core.chain.linear import LinearLink
 from fp8core.chain.padded import PaddedWeights
 from fp8core.errors import Fp8CoreError, OperandError, RecipeError, did_you_mean
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bound import plan_of
 from fp8core.monitoring.observe import LayerWatch
 from fp8core.monitoring.record import KeptLinear, KeptTensors, Recorder
 from fp8core.monitoring.rows import Row, render, rows_of, table_of
 from fp8core.recipe import PerLayer, Recipe, by_name
+from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import names_of
 from fp8core.recipe.plan import GemmPlan, LayerRole, LinearPlan
 
@@ -225,7 +225,7 @@ def _cast(
     """Cast the kept tensors of one linear as ``recipe`` would, and record the casts."""
     binding = linear.binding._replace(is_observing=False)
     role = LayerRole(layer.kind, layer.name or path)
-    plan = _undelayed(plan_of(recipe, role, binding.activation_dtype))
+    plan = _undelayed(plan_of(LinearPlan, recipe, role, binding.activation_dtype))
     watch = LayerWatch(recorder, path, len(layer.linear_shapes()))
     site = Site(plan, binding, layer.label, None, watch)
     links = bind_chain(layer.link_shapes(), site)

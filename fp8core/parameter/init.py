@@ -11,8 +11,9 @@ import torch
 
 from fp8core.errors import OperandError
 from fp8core.recipe import Recipe, get_default_recipe
+from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from
-from fp8core.recipe.plan import LayerRole
+from fp8core.recipe.plan import LayerRole, LinearPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 
 __all__ = [
@@ -136,7 +137,7 @@ def make_weight(
     init = _thread.active
     if init.recipe is None:
         return torch.nn.Parameter(value)
-    plan = init.recipe.plan(role, value.dtype).weight
+    plan = plan_of(LinearPlan, init.recipe, role, value.dtype).weight
     if plan.rowwise is None and plan.columnwise is None:
         return torch.nn.Parameter(value)
     quantized = QuantizedTensor.quantize(value.zero_(), plan)

@@ -5,14 +5,22 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
 from fp8core import formats
 from fp8core.backend_api import OperandSpec
 from fp8core.errors import RecipeError, UnsupportedError, did_you_mean
-from fp8core.recipe.plan import NONFINITE, DelayedPlan, GemmPlan, LayerRole, LinearPlan, TensorPlan
+from fp8core.recipe.plan import (
+    NONFINITE,
+    DelayedPlan,
+    GemmPlan,
+    LayerRole,
+    LinearPlan,
+    Plan,
+    TensorPlan,
+)
 
 __all__ = ["FAST", "SPLIT", "Format", "MMParams", "Recipe"]
 
@@ -95,9 +103,32 @@ class Recipe:
                 )
         return super().__new__(cls)
 
-    def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
-        """Return how a layer of ``role`` computes on activations of ``dtype``."""
+    def plan(self, role: LayerRole, dtype: torch.dtype) -> Plan:
+        """Return how a layer of ``role`` computes on activations of ``dtype``: a
+        :class:`~fp8core.plan.LinearPlan` for linear layers, for others the plan of their kind."""
         raise NotImplementedError
+
+
+_Kind = TypeVar("_Kind", bound=Plan)
+
+
+def plan_of(kind: type[_Kind], recipe: Recipe | None, role: LayerRole, dtype: torch.dtype) -> _Kind:
+    """Return the plan of a layer that computes by plans of ``kind``; without a recipe, or by one
+    that quantizes nothing in it, the plan of high precision.
+
+    Raises:
+        RecipeError: the recipe has a plan of another kind for the layer.
+    """
+    plan = kind() if recipe is None else recipe.plan(role, dtype)
+    if isinstance(plan, kind):
+        return plan
+    if isinstance(plan, Plan) and plan.is_high_precision:
+        return kind()
+    raise RecipeError(
+        f"{type(recipe).__name__}.plan(LayerRole({role.kind!r})) returned {type(plan).__name__}; "
+        f"expected {kind.__name__}. Use PerLayer to give layers of this kind another recipe, or "
+        f"None for high precision."
+    )
 
 
 def linear_plan(

@@ -30,6 +30,7 @@ from fp8core.recipe.plan import (
     DelayedPlan,
     LayerRole,
     LinearPlan,
+    Plan,
     ScalingAlgorithm,
     TensorPlan,
 )
@@ -116,7 +117,7 @@ class PerLayer(Recipe):
                 unmatched += value.unmatched(roles)
         return unmatched
 
-    def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
+    def plan(self, role: LayerRole, dtype: torch.dtype) -> Plan:
         """Return the plan of the recipe chosen for ``role``."""
         chosen = self.choose(role)
         return HIGH_PRECISION if chosen is None else chosen.plan(role, dtype)

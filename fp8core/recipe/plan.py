@@ -1,6 +1,8 @@
-"""What a recipe decides for a layer: a 3 x 2 table of operands, and nothing else.
+"""What a recipe decides for a layer: how each of its tensors is quantized, and nothing else.
 
-A linear layer is three GEMMs over three tensors, each quantized along the dimension contracted:
+Every kind of layer has a kind of :class:`Plan`: the tensors it quantizes, and which of them have
+slots in its delayed state. A linear layer is three GEMMs over three tensors, each quantized along
+the dimension contracted:
 
 ====================== ======================= =======================
 GEMM                   a ``[m, k]``            b ``[n, k]``
@@ -13,9 +15,9 @@ wgrad  dw = dy^T x     grad_output, columnwise input, columnwise
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 
@@ -29,7 +31,9 @@ __all__ = [
     "GemmPlan",
     "LayerRole",
     "LinearPlan",
+    "Plan",
     "ScalingAlgorithm",
+    "SlotNames",
     "TensorPlan",
 ]
 
@@ -44,8 +48,9 @@ ScalingAlgorithm: TypeAlias = Callable[
 
 @dataclass(frozen=True, slots=True)
 class LayerRole:
-    """What a layer is to its model: ``kind`` is ``"linear"`` or ``"grouped_linear"``, ``name`` its
-    path in the model where the model was prepared or the layer was given one."""
+    """What a layer is to its model: ``kind`` is ``"linear"``, ``"grouped_linear"``, or the kind of
+    a layer with a plan of its own; ``name`` is its path in the model where the model was prepared
+    or the layer was given one."""
 
     kind: str = "linear"
     name: str | None = None
@@ -81,14 +86,58 @@ class DelayedPlan:
     reduce_amax: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LinearPlan:
-    """The three GEMMs of a linear layer; ``delayed`` if any operand is scaled by delayed scales.
+class SlotNames(NamedTuple):
+    """The tensors that have a slot in the forward and in the backward delayed state, in order.
 
-    ``nonfinite`` says what a cast makes of a tensor with NaN or inf: ``"saturate"``, the codes that
-    the format has for them, inf becoming its largest value; ``"propagate"``, also scales of NaN, so
-    that every result that the tensor has part in is NaN.
+    Scales and amax histories are stored in this order; a layer that computes its plan several
+    times, as one GEMM a group, stores as many of these one after the other.
     """
+
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+
+
+class Plan:
+    """How a layer computes. A kind of layer derives a frozen dataclass from it, all of whose fields
+    have defaults; with the defaults nothing is quantized."""
+
+    __slots__ = ()
+    slots: ClassVar[SlotNames] = SlotNames((), ())
+
+    @property
+    def tensors(self) -> Mapping[str, TensorPlan]:
+        """How each tensor is quantized, by name. A tensor that has a slot and is not named here is
+        not quantized, and its slot stays unused."""
+        raise NotImplementedError
+
+    @property
+    def delayed(self) -> DelayedPlan | None:
+        """How the delayed scales follow the amaxes; None if no tensor has a delayed scale."""
+        raise NotImplementedError
+
+    @property
+    def nonfinite(self) -> str:
+        """What a cast makes of a tensor with NaN or inf, one of :data:`NONFINITE`.
+
+        ``"saturate"``: the codes that the format has for them, inf becoming its largest value.
+        ``"propagate"``: also scales of NaN, so that every result that depends on the tensor is NaN.
+        """
+        raise NotImplementedError
+
+    @property
+    def is_high_precision(self) -> bool:
+        """Whether nothing is quantized."""
+        return all(spec is None for tensor in self.tensors.values() for spec in tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPlan(Plan):
+    """The three GEMMs of a linear layer; ``delayed`` if any operand is scaled by delayed scales."""
+
+    # Transformer Engine's slots of one GEMM; those of its two results are never used.
+    slots: ClassVar[SlotNames] = SlotNames(
+        forward=("input", "weight", "output"), backward=("grad_output", "grad_input")
+    )
 
     fprop: GemmPlan = GemmPlan()
     dgrad: GemmPlan = GemmPlan()
@@ -97,10 +146,9 @@ class LinearPlan:
     nonfinite: str = "saturate"
 
     @property
-    def is_high_precision(self) -> bool:
-        """Whether nothing is quantized."""
-        gemms = (self.fprop, self.dgrad, self.wgrad)
-        return all(gemm.a is None and gemm.b is None for gemm in gemms)
+    def tensors(self) -> Mapping[str, TensorPlan]:
+        """How the input, the weight and the gradient of the output are quantized, by name."""
+        return {"input": self.input, "weight": self.weight, "grad_output": self.grad_output}
 
     @property
     def input(self) -> TensorPlan:
@@ -119,10 +167,10 @@ class LinearPlan:
 
 
 NONFINITE = ("saturate", "propagate")
-"""What ``LinearPlan.nonfinite`` may be."""
+"""What ``Plan.nonfinite`` may be."""
 
 HIGH_PRECISION = LinearPlan()
-"""No quantization at all."""
+"""No quantization in a linear layer."""
 
 
 def __dir__() -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8core import formats
-from fp8core.recipe.plan import LinearPlan, TensorPlan
+from fp8core.recipe.plan import Plan, TensorPlan
 
 __all__ = ["BUFFERS", "META", "describe", "maxima", "meta_text", "read_meta"]
 
@@ -20,12 +20,13 @@ _MAX_META = 4096
 """Bytes of the longest metadata that is read."""
 
 
-def _slots(plan: LinearPlan) -> list[TensorPlan | None]:
-    """Return the plan behind each slot of one GEMM; Transformer Engine's order."""
-    return [plan.input, plan.weight, None, plan.grad_output, None]
+def _slots(plan: Plan) -> list[TensorPlan | None]:
+    """Return how the tensor of each slot is quantized, forward slots first; None: it is not."""
+    tensors = plan.tensors
+    return [tensors.get(name) for names in plan.slots for name in names]
 
 
-def describe(plan: LinearPlan) -> str:
+def describe(plan: Plan) -> str:
     """Return what ``delayed_meta`` holds under ``plan``, as text."""
     assert plan.delayed is not None
     names = [
@@ -35,13 +36,14 @@ def describe(plan: LinearPlan) -> str:
     return meta_text(names, plan.delayed.history_len)
 
 
-def maxima(plan: LinearPlan) -> list[float]:
-    """Return each slot's maximum: of its own format, or, unused, of the tensor it would follow."""
-    found = []
+def maxima(plan: Plan) -> tuple[list[float], list[float]]:
+    """Return the target of each forward and each backward slot, e4m3's for an unused one."""
+    targets = []
     for tensor in _slots(plan):
         spec = next((s for s in tensor or () if s is not None and s.delayed), None)
-        found.append(spec.target if spec is not None else formats.by_name("e4m3").max)
-    return found
+        targets.append(spec.target if spec is not None else formats.by_name("e4m3").max)
+    num_forward = len(plan.slots.forward)
+    return targets[:num_forward], targets[num_forward:]
 
 
 def meta_text(formats: Sequence[str | None], history_len: int) -> str:

@@ -30,6 +30,7 @@ from fp8core.chain.bind import gemm_desc
 from fp8core.chain.linear import LinearShape
 from fp8core.inspect.descriptors import op_needs
 from fp8core.recipe import Recipe
+from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
 
 __all__ = ["DTYPES", "Entry", "catalogue"]
@@ -77,7 +78,7 @@ def _everything() -> Iterator[Entry]:
             for groups in (0, 3):
                 role = LayerRole("grouped_linear" if groups else "linear", name="layer")
                 prefix = f"{name}{'.grouped' if groups else ''}"
-                plan = chosen.plan(role, dtype)
+                plan = plan_of(LinearPlan, chosen, role, dtype)
                 yield from _gemms(prefix, plan, dtype, groups)
                 yield from _casts(prefix, plan, dtype, is_grouped=bool(groups))
                 if not groups:

@@ -62,7 +62,7 @@ def _run_layer(name: str, device: torch.device) -> None:
     """
     chosen = recipe.by_name(name)
     layer = Linear(SIZE, SIZE, params_dtype=torch.bfloat16, device=device)
-    plan = recipe.by_name("current").plan(LayerRole("linear"), torch.bfloat16)
+    plan = recipe.Float8CurrentScaling().plan(LayerRole("linear"), torch.bfloat16)
     values = torch.ones(SIZE, SIZE, dtype=torch.bfloat16, device=device)
     try:
         stored = QuantizedTensor.quantize(values, plan.input)
