@@ -130,8 +130,9 @@ def _unknown(desc: OpDesc) -> Iterator[tuple[str, OpDesc]]:
 
 def _unknown_specs(spec: OperandSpec) -> Iterator[tuple[str, OperandSpec]]:
     yield "an unknown format", dataclasses.replace(spec, format="no_such_format")
-    for name in ("scale_format", "transform"):
-        yield f"an unknown {name}", of_a_later_version(spec, **{name: "no_such_name"})
+    yield "an unknown transform", dataclasses.replace(spec, transform="no_such_transform")
+    later = of_a_later_version(spec, scale_format="no_such_format")
+    yield "a scale format of a later version", later
 
 
 def of_a_later_version(spec: OperandSpec, **changed: str) -> OperandSpec:
