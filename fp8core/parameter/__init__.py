@@ -1,4 +1,4 @@
-"""Parameters that live in low precision: one tensor subclass, and what training with it takes."""
+"""Parameters stored in low precision: how layers get them, and master copies to train them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``quantized_model_init``: layers made inside keep their GEMM weights in low precision."""
+"""``quantized_model_init``: layers constructed inside store their GEMM weights in low precision."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = [
 ]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""What parameters and activations may be; float64 in high precision alone."""
+"""The dtypes of parameters and activations; float64 computes in high precision alone."""
 
 
 class _Init(NamedTuple):
-    """How weights are made: stored as ``recipe`` says, in high precision if that is None."""
+    """How weights are stored: in the formats of ``recipe``, in high precision if that is None."""
 
     recipe: Recipe | None = None
     keeps_initial_value: bool = False
@@ -45,24 +45,25 @@ _thread = _ThreadState()
 
 
 class quantized_model_init(contextlib.ContextDecorator):
-    """Context manager: the GEMM weights of layers made inside are :class:`QuantizedTensor`.
+    """Context manager: GEMM weights of layers constructed inside are :class:`QuantizedTensor`.
 
     Biases and norms stay in high precision. ``init_method`` fills a high-precision tensor, which
-    is then quantized. Nested uses are allowed, the innermost decides; it counts for the calling
-    thread, and ends with an exception too. Such a layer runs under an ``autocast`` whose recipe
-    stores weights in the same way, and in high precision, on the dequantized weight, outside.
+    is then quantized. Nested uses are allowed, the innermost decides; it holds for the calling
+    thread, and an exception ends it too. Such a layer runs under an ``autocast`` whose recipe
+    stores weights in the same way; outside any it runs in high precision, on the dequantized
+    weight.
 
-    Scales come from the amax of the value at hand, at init and at every write, also for
+    Scales come from the amax of the value that is written, at init and later, also for
     DelayedScaling: its history of weight amaxes stays empty. A PerLayer recipe sees the ``name``
-    that a layer is made with, as :func:`fp8core.prepare` comes later.
+    that the layer's constructor gets, as :func:`fp8core.prepare` comes later.
 
-    torch's DistributedDataParallel sends the values of the parameters when it is made, so that the
-    columnwise operands of blocks along k alone are rounded again, alike on all ranks. To avoid it,
-    broadcast each of ``weight.tensors()`` and pass ``init_sync=False``.
+    torch's DistributedDataParallel sends the values of the parameters when it wraps a model. The
+    columnwise operands of blocks along k alone are rounded again then, alike on all ranks. To avoid
+    it, broadcast each of ``weight.tensors()`` and pass ``init_sync=False``.
 
     Args:
-        enabled: False makes weights in high precision.
-        recipe: how the weights are stored, or the name of it; None takes
+        enabled: False stores weights in high precision.
+        recipe: a Recipe whose weight formats are used, or its name; None takes
             :func:`fp8core.get_default_recipe`.
         preserve_high_precision_init_val: keep each initial value on the CPU, for
             ``weight.get_high_precision_init_val()``, until ``clear_high_precision_init_val()``.
@@ -116,7 +117,7 @@ def parameter_dtype(dtype: torch.dtype | None) -> torch.dtype:
     if dtype not in DTYPES:
         raise OperandError(
             f"params_dtype={dtype!r}: expected torch.bfloat16, float16, float32 or float64. "
-            f"quantized_model_init makes weights that are stored in low precision."
+            f"quantized_model_init stores weights in low precision."
         )
     return dtype
 
@@ -124,10 +125,10 @@ def parameter_dtype(dtype: torch.dtype | None) -> torch.dtype:
 def make_weight(
     size: tuple[int, int], device: torch.device, dtype: torch.dtype | None, role: LayerRole
 ) -> torch.nn.Parameter:
-    """Return an unfilled weight ``[n, k]``, quantized if that is what the context says.
+    """Return an unfilled weight ``[n, k]``, quantized inside :class:`quantized_model_init`.
 
-    ``dtype`` is torch's default if None. A recipe that keeps this layer's weight in high precision
-    leaves it a plain parameter.
+    ``dtype`` is torch's default if None. It is a plain parameter if the recipe keeps this layer's
+    weight in high precision.
 
     Raises:
         OperandError: see :func:`parameter_dtype`.

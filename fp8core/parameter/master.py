@@ -1,4 +1,4 @@
-"""Master copies: what an optimizer steps where parameters are too coarse to be stepped."""
+"""Master copies in float32, which an optimizer steps for parameters of lower precision."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class MasterWeights:
         optimizer.step()  # the masters step, and the result goes to the parameters
         optimizer.zero_grad()
 
-    Quantized, bfloat16 and float16 parameters that require gradients get a master; float32 ones
-    are their own. A master starts as the initial value that
+    Quantized, bfloat16 and float16 parameters that require gradients get a master; a float32
+    parameter is stepped itself. A master starts as the initial value that
     ``quantized_model_init(preserve_high_precision_init_val=True)`` kept, which is then cleared, or
     as the parameter's value if none was kept or the parameter was written since.
 
-    ``master.grad`` is ``parameter.grad``: one tensor, which the first look at the master turns into
-    float32. So clip on either side, and use ``torch.amp.GradScaler`` as without masters. Until that
-    look microbatches add up in the parameter's dtype; ``collect_grads()`` after the first one is a
-    look. A step clears the gradients that it used. A parameter with a ``main_grad`` is stepped with
-    that; ``zero_grad()`` zeroes it, a step leaves it to the framework.
+    ``master.grad`` is ``parameter.grad``: one tensor, converted to float32 by the first access
+    through the master. So clip on either side, and use ``torch.amp.GradScaler`` as without masters.
+    Until that access microbatches add up in the parameter's dtype; ``collect_grads()`` after the
+    first microbatch is such an access. A step clears the gradients that it used. A parameter with a
+    ``main_grad`` is stepped with that; ``zero_grad()`` zeroes it, a step leaves it as it is.
 
-    Make it after the model is on its device, wrapped and sharded, and its checkpoint loaded; a
-    checkpoint that continues bit for bit holds ``masters.state_dict()`` besides the model's and the
-    optimizer's.
+    Construct it when the model is on its device, wrapped and sharded, and its checkpoint loaded. A
+    checkpoint from which training continues bit for bit holds ``masters.state_dict()`` besides the
+    model's and the optimizer's.
 
     Raises:
         OperandError: a parameter is on the meta device, or ``model`` is no module.
@@ -68,10 +68,10 @@ class MasterWeights:
         self._stepping = Stepping()
         named = model.named_parameters()
         self._parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
-        with torch.inference_mode(False):  # whose tensors could not be stepped
+        with torch.inference_mode(False):  # inference tensors could not be stepped
             self._masters = {
-                name: make_master(own, name, self._stepping)
-                for name, own in self._parameters.items()
+                name: make_master(parameter, name, self._stepping)
+                for name, parameter in self._parameters.items()
             }
         forget_initial_values(self._parameters.values())
         self._versions: dict[str, tuple[int, int]] = {}
@@ -79,22 +79,22 @@ class MasterWeights:
         self._is_compared = False
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Yield what the optimizer steps, one tensor a parameter, in the model's order."""
+        """Yield the tensors to step, one for each parameter, in the model's order."""
         yield from self._masters.values()
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same with the parameters' names, to sort them into groups."""
+        """Yield the tensors to step with their parameters' names, to sort them into groups."""
         yield from self._masters.items()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have ``optimizer.step()`` write what it stepped back to the parameters.
+        """Have ``optimizer.step()`` write the masters that it stepped back to the parameters.
 
-        Several optimizers may share the masters; each does so for those that it steps. A closure
-        is called with the masters of the moment written back.
+        Several optimizers may share the masters; each writes back those that it steps. A closure is
+        called when the current values of the masters have been written back.
 
         Raises:
-            OperandError: the optimizer was made for the parameters, or for other tensors, or is
-                none of torch's; or, at a step, parameter and master no longer belong together.
+            OperandError: the optimizer steps the parameters, or other tensors, or is none of
+                torch's; or, at a step, a parameter no longer belongs to its master.
         """
         kind = type(optimizer).__name__
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -150,12 +150,12 @@ class MasterWeights:
         self._write(self._stepped_by(optimizer))
 
     def collect_grads(self) -> None:
-        """Turn the gradients into float32 now, so that what backward brings next adds to those.
+        """Convert the gradients to float32 now, so that later backward passes add in float32.
 
-        The step by hand is collect_grads(), optimizer.step(), write_back(), without attach().
+        Without attach(), a step is collect_grads(), optimizer.step(), write_back().
 
         Raises:
-            OperandError: a parameter was written by somebody else; the masters would undo that. Or
+            OperandError: a parameter was written by other code, and the masters would undo that; or
                 an optimizer stepped since the last collect_grads(), and write_back() is missing.
         """
         if self._stepping.stepped:
@@ -192,7 +192,7 @@ class MasterWeights:
             self._versions[name] = parameter._version, master._version
 
     def _check(self, stepped: set[int]) -> bool:
-        """Raise unless all that is stepped belongs together; return whether it has a gradient."""
+        """Return whether a stepped master has a gradient; raise if one misfits its parameter."""
         self._check_members(stepped)
         for name, parameter, master in self._pairs(stepped):
             if not fits(master, parameter):
@@ -214,14 +214,14 @@ class MasterWeights:
         if not self._is_compared:
             self._check_start()
         self._is_compared = True
-        grads = [own.grad for own in self.parameters() if id(own) in stepped]
+        grads = [master.grad for master in self.parameters() if id(master) in stepped]
         return any(grad is not None for grad in grads)
 
     def _check_members(self, stepped: set[int]) -> None:
-        """Raise if a gradient is where the optimizer does not look."""
-        own = {id(parameter): name for name, parameter, _ in self._pairs()}
-        for found in stepped & set(own):
-            raise OperandError(f"the optimizer steps the parameter {own[found]!r} itself. {MAKE}")
+        """Raise if a parameter has a gradient that the optimizer does not use."""
+        names = {id(parameter): name for name, parameter, _ in self._pairs()}
+        for key in stepped & set(names):
+            raise OperandError(f"the optimizer steps the parameter {names[key]!r} itself. {MAKE}")
         strangers = []
         for name, parameter in self._model.named_parameters():
             if parameter.grad is None and summed_grad(parameter) is None:
@@ -247,7 +247,7 @@ class MasterWeights:
             )
 
     def _check_start(self) -> None:
-        """Raise if a parameter was written, perhaps uncounted, between its master and a step."""
+        """Raise if a parameter was written before the first step, counted by torch or not."""
         for name, parameter, master in self._pairs():
             if fits(master, parameter) and not is_rounded(master, parameter):
                 raise OperandError(
@@ -256,7 +256,7 @@ class MasterWeights:
                 )
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        return {id(one) for group in optimizer.param_groups for one in group["params"]}
+        return {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the masters by the parameters' names, plain float32 tensors."""

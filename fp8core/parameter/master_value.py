@@ -1,4 +1,4 @@
-"""What a master starts as, and whether a parameter is still its master, rounded."""
+"""The value that a master starts with, and the test that a parameter is its master, rounded."""
 
 from __future__ import annotations
 
@@ -16,27 +16,30 @@ __all__ = ["fits", "forget_initial_values", "is_rounded", "make_master"]
 
 
 def make_master(parameter: torch.nn.Parameter, name: str, stepping: Stepping) -> torch.Tensor:
-    """Return the float32 tensor to step for ``parameter``: itself, if it is no coarser.
+    """Return the float32 tensor to step for ``parameter``: itself if it has that precision.
 
     Raises:
         OperandError: the parameter is on the meta device.
     """
-    own: torch.Tensor = parameter
-    is_quantized = isinstance(own, QuantizedTensor)
-    if not is_quantized and own.dtype not in (torch.bfloat16, torch.float16):
-        return own
-    if own.is_meta:
+    stored: torch.Tensor = parameter
+    is_quantized = isinstance(stored, QuantizedTensor)
+    if not is_quantized and stored.dtype not in (torch.bfloat16, torch.float16):
+        return stored
+    if stored.is_meta:
         raise OperandError(
             f"MasterWeights of a model with {name!r} on the meta device: make it after to_empty() "
             f"and the initialization, or loading, of the values."
         )
-    value = _initial_value(own) if isinstance(own, QuantizedTensor) else own.detach().float()
-    return share_grad(value.requires_grad_(), own, name, stepping)
+    if isinstance(stored, QuantizedTensor):
+        value = _initial_value(stored)
+    else:
+        value = stored.detach().float()
+    return share_grad(value.requires_grad_(), stored, name, stepping)
 
 
 @torch.no_grad()
 def _initial_value(parameter: QuantizedTensor) -> torch.Tensor:
-    """Return the value that was kept, unless the parameter was written since: then its own."""
+    """Return the initial value that was kept, or, if the parameter was written since, its value."""
     kept = parameter.get_high_precision_init_val()
     if kept is not None:
         kept = kept.to(parameter.device)
@@ -50,7 +53,7 @@ def _initial_value(parameter: QuantizedTensor) -> torch.Tensor:
 
 
 def forget_initial_values(parameters: Iterable[torch.Tensor]) -> None:
-    """Free the values that quantized parameters kept, once all masters are made."""
+    """Free the initial values that quantized parameters kept, once all masters have theirs."""
     for parameter in parameters:
         if isinstance(parameter, QuantizedTensor):
             parameter.clear_high_precision_init_val()
@@ -61,21 +64,21 @@ def fits(master: torch.Tensor, parameter: torch.Tensor) -> bool:
     return (parameter.shape, parameter.device) == (master.shape, master.device)
 
 
-# Scales that are no powers of two may move by this much when what was stored is quantized again.
+# By how much scales that are no powers of two may change when stored values are quantized again.
 _SCALE_MOVES = 8 * 2.0**-24
 
 
 @torch.no_grad()
 def is_rounded(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether ``parameter`` is what writing ``value`` to it gives; waits for the device."""
+    """Return whether writing ``value`` to ``parameter`` changes nothing; waits for the device."""
     stored = parameter.detach()
     again = stored.clone()
     again.copy_(value)
-    expected, found = _local(again.float()), _local(stored.float())
-    if torch.allclose(expected, found, _SCALE_MOVES, 0.0, equal_nan=True):
+    expected, present = _local(again.float()), _local(stored.float())
+    if torch.allclose(expected, present, _SCALE_MOVES, 0.0, equal_nan=True):
         return True
-    # Codes that came with another scale than their amax gives are not stable under quantization.
-    return isinstance(stored, QuantizedTensor) and torch.equal(found, value.float())
+    # Codes whose scale does not follow from their amax change when they are quantized again.
+    return isinstance(stored, QuantizedTensor) and torch.equal(present, value.float())
 
 
 def _local(tensor: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Transformer Engine's names of low-precision tensors, as views of the one class there is.
+"""Transformer Engine's names of low-precision tensors, for questions by ``isinstance``.
 
-``isinstance(weight, MXFP8Tensor)`` asks how a :class:`QuantizedTensor` is stored; there is no code
-behind a name but that question.
+Every such tensor is a :class:`QuantizedTensor`; ``isinstance(weight, MXFP8Tensor)`` asks how it is
+stored. A name has no other use.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class _Name(TensorMeta):
         if not isinstance(instance, QuantizedTensor):
             return False
         spec = instance.plan.rowwise
-        describes: Any = cls.describes  # type: ignore[attr-defined]  # every name has it
+        describes: Any = cls.describes  # type: ignore[attr-defined]  # each name defines it
         return spec is not None and bool(describes(spec))
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(
-            f"{cls.__name__} names a way to store a QuantizedTensor, and is not made. Use "
+            f"{cls.__name__} names a way to store a QuantizedTensor and has no constructor. Use "
             f"quantized_model_init, or QuantizedTensor.quantize(value, plan)."
         )
 

@@ -1,8 +1,8 @@
-"""Tensors whose gradient is a parameter's: where an optimizer, a GradScaler and a clipper look.
+"""Tensors that share the gradient of a parameter, for optimizers, GradScalers and clippers.
 
-A master has no gradient of its own. ``master.grad`` is ``parameter.grad``, which the first look
-turns into float32, one tensor for both: what is clipped, unscaled or zeroed on one side is so on
-the other, however the gradient came, and no second copy is kept.
+A master stores no gradient. ``master.grad`` is ``parameter.grad``, which the first access through
+the master converts to float32. It is one tensor for both, so that clipping, unscaling or zeroing
+it on one side acts on the other, and there is no second copy.
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ MAKE = "Make it of masters.parameters(), not of model.parameters(), and attach i
 
 @dataclass(eq=False)
 class Stepping:
-    """Which optimizers may step the masters of a model, and how far a step by hand has come.
+    """The optimizers that may step the masters of a model, and the state of a step.
 
-    ``depth`` counts the steps under way: one may call the step of its base class, or of another
-    optimizer. ``stepped`` holds the ids of masters that were stepped by hand, and are not written
-    back yet; ``owners`` the parameters' names by the ids of those that have a master.
+    Attributes:
+        owners: the names of parameters with a master, by the parameters' ids.
+        attached: the optimizers that write back after a step.
+        is_collected: whether ``collect_grads()`` began a step that ``write_back()`` has not ended.
+        stepped: the ids of masters that an unattached optimizer stepped and that are not written
+            back yet.
+        depth: how many steps are running, as one may call the step of its base class, or of another
+            optimizer.
     """
 
     owners: dict[int, str] = field(default_factory=dict)
@@ -51,7 +56,7 @@ class Stepping:
         _unused.add(self)
 
     def use(self) -> None:
-        """Take note that somebody steps masters, so that parameters are left to the others."""
+        """Note that an optimizer steps the masters: others may step parameters without a master."""
         _unused.discard(self)
 
 
@@ -59,7 +64,7 @@ _unused: weakref.WeakSet[Stepping] = weakref.WeakSet()
 
 
 class SharedGrad:
-    """Mixed into a tensor's class by :func:`share_grad`."""
+    """The behaviour that :func:`share_grad` adds to a tensor's class."""
 
     _parameter: torch.Tensor
     _name: str
@@ -68,11 +73,12 @@ class SharedGrad:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient of the parameter, turned into this tensor's dtype where it is now.
+        """The gradient of the parameter, which this converts to the dtype of this tensor.
 
-        A parameter with a ``main_grad`` has its gradient there: what autograd brought is added to
-        it, unless ``grad_added_to_main_grad`` says that it only stands for what was added already;
-        with ``zero_out_wgrad`` it stands as zeros, and may hold another use's gradient.
+        A parameter with a ``main_grad`` has its gradient there. Then ``parameter.grad`` is added to
+        it, unless ``grad_added_to_main_grad`` says that it is a placeholder for a gradient that was
+        added already. With ``zero_out_wgrad`` the placeholder is zeros and may have received the
+        gradient of another use, so it is added.
 
         Raises:
             OperandError: ``main_grad`` has another dtype.
@@ -99,7 +105,9 @@ class SharedGrad:
                 summed.zero_() if value is None else summed.copy_(value)
             return
         if value is not None and value.dtype != parameter.dtype:
-            parameter.grad_dtype = None  # any: the next one adds to what is there, in its dtype
+            parameter.grad_dtype = (
+                None  # None: autograd adds the next gradient in the dtype of this one
+            )
         parameter.grad = value
 
     def _summed(self, summed: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
@@ -167,7 +175,7 @@ def _refuse_graph(tensor: Any) -> None:
 
 
 def hold_grad(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Put ``value`` where torch's compiler finds a gradient: it does not ask the property."""
+    """Store ``value`` as the gradient that compiled optimizers read, which bypass the property."""
     plain: Any = torch.Tensor
     plain.grad.__set__(tensor, value)
 
@@ -176,11 +184,11 @@ def hold_grad(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
 def _sharing(kind: type[torch.Tensor]) -> type[torch.Tensor]:
     """Return ``kind``, torch.Tensor or DTensor, with :class:`SharedGrad` mixed in."""
     body = {"__torch_function__": no_torch_function, "__module__": __name__}
-    made: type[torch.Tensor] = type(f"Master{kind.__name__}", (SharedGrad, kind), body)
-    # Optimizers take the exact types listed there all at once, and others one by one.
+    sharing: type[torch.Tensor] = type(f"Master{kind.__name__}", (SharedGrad, kind), body)
+    # Optimizers step the exact types in this list all at once, and others one by one.
     if kind in foreach_types:
-        foreach_types.append(made)
-    return made
+        foreach_types.append(sharing)
+    return sharing
 
 
 def summed_grad(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -191,7 +199,7 @@ def summed_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Have every optimizer refuse what would leave parameters and masters apart in silence."""
+    """Have every optimizer refuse steps after which parameters and masters would differ."""
     torch_optimizer.register_optimizer_step_pre_hook(_refuse_unattached)
     torch_optimizer.register_optimizer_step_post_hook(_leave)
 
@@ -199,9 +207,9 @@ def watch_optimizers() -> None:
 def _stepped_by_hand(optimizer: torch.optim.Optimizer) -> Iterator[SharedGrad]:
     """Yield the masters that ``optimizer`` steps without being attached to them."""
     for group in optimizer.param_groups:
-        for one in group["params"]:
-            if isinstance(one, SharedGrad) and optimizer not in one._stepping.attached:
-                yield one
+        for tensor in group["params"]:
+            if isinstance(tensor, SharedGrad) and optimizer not in tensor._stepping.attached:
+                yield tensor
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
@@ -228,14 +236,14 @@ def _refuse_unattached(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> Non
 
 
 def _refuse_owners(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse to step parameters whose masters wait for an optimizer that nobody made."""
+    """Refuse to step parameters whose masters no optimizer steps yet."""
     for stepping in tuple(_unused):
         for group in optimizer.param_groups:
-            for one in group["params"]:
-                if id(one) in stepping.owners:
+            for tensor in group["params"]:
+                if id(tensor) in stepping.owners:
                     raise OperandError(
                         f"{type(optimizer).__name__}.step() would step the parameter "
-                        f"{stepping.owners[id(one)]!r} itself, and nobody its master. {MAKE}"
+                        f"{stepping.owners[id(tensor)]!r} itself, and nobody its master. {MAKE}"
                     )
 
 
