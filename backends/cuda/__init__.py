@@ -1,4 +1,4 @@
-"""The CUDA backend's plug-in: cuBLASLt and fp8core's own kernels, or torch's where nothing builds.
+"""The CUDA backend's plug-in: cuBLASLt and kernels of fp8core, or torch's where none are built.
 
 Nothing here touches a device or a compiler; both wait for the first operation.
 """

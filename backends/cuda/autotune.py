@@ -34,7 +34,7 @@ NUM_CANDIDATES = 8
 _ROUNDS, _REPEATS = 5, 2
 _WORTH_IT = 0.98  # an algorithm replaces the first one if it takes at most this share of its time
 _MAX_BYTES = 16 << 20  # 60,000 choices
-_STALE_S = 3600.0  # a temporary file this old belongs to nobody any more
+_STALE_S = 3600.0  # a temporary file this old was left by a process that was killed
 
 _lock = threading.Lock()
 _known: dict[Path, dict[str, str]] = {}
@@ -64,7 +64,7 @@ def choose(
     device: torch.device,
     accumulated: torch.Tensor | None = None,
 ) -> int:
-    """Return the candidate of ``gemm`` to run ``problem`` with, timing them if nobody has yet.
+    """Return the candidate of ``gemm`` to run ``problem`` with; time them if none is remembered.
 
     ``problem`` names sizes, types and scales; a choice holds for all that it names.
     The timed products overwrite d, or a tensor like ``accumulated``, which is d where the product
@@ -95,7 +95,7 @@ def choose(
 
 
 def _recall(gemm: Any, kept: str, problem: str) -> int | None:
-    """Return a remembered algorithm's index, None where cuBLASLt does not take it (any more)."""
+    """Return the index of a remembered algorithm, None if this cuBLASLt does not take it."""
     try:
         algorithm = bytes.fromhex(kept)
         for index in range(gemm.num_candidates):
@@ -143,15 +143,15 @@ def _time(
 
 
 def _file(folder: Path, gemm: Any, device: torch.device) -> Path:
-    """One file a device model and library: another library may number its algorithms anew."""
+    """Return the file of this device model and cuBLASLt, which numbers algorithms by version."""
     words = (torch.cuda.get_device_name(device), "cublaslt", str(gemm.library_version))
     return folder / ("-".join(words).replace(" ", "-").replace("/", "-") + ".json")
 
 
 def _read(file: Path) -> dict[str, str]:
-    """Return the choices that are kept in ``file``; what is not sound is said, and not used."""
+    """Return the choices kept in ``file``; a file that cannot be trusted or read gives none."""
     why = cache.refusal(file)
-    found: object = {}
+    table: object = {}
     try:
         if why is None and file.exists():
             size = file.stat().st_size
@@ -160,21 +160,21 @@ def _read(file: Path) -> dict[str, str]:
             elif size > _MAX_BYTES:
                 why = f"it has {size} bytes, and never needs more than {_MAX_BYTES}"
             else:
-                found = json.loads(file.read_text())
+                table = json.loads(file.read_text())
     except FileNotFoundError:
         pass
     except (OSError, ValueError, RecursionError) as error:
         why = str(error)
-    is_table = isinstance(found, dict) and all(isinstance(own, str) for own in found.values())
+    is_table = isinstance(table, dict) and all(isinstance(one, str) for one in table.values())
     if why is None and not is_table:
         why = "it is not a table of algorithms"
     if why is not None:
         _warn(f"the autotuning cache {file} is not used: {why}")
-    return dict(found) if why is None and isinstance(found, dict) else {}
+    return dict(table) if why is None and isinstance(table, dict) else {}
 
 
 def _write(file: Path, known: dict[str, str]) -> None:
-    """Add ``known`` to the file, by one rename: a process that is killed leaves it whole."""
+    """Add ``known`` to the file by one rename: a killed process leaves the old file or the new."""
     merged = {**_read(file), **known}
     prefix = f".{file.name}."
     try:
@@ -184,8 +184,8 @@ def _write(file: Path, known: dict[str, str]) -> None:
                 left.unlink()
         handle, name = tempfile.mkstemp(prefix=prefix, dir=file.parent)
         try:
-            with open(handle, "w") as made:
-                json.dump(merged, made, indent=0, sort_keys=True)
+            with open(handle, "w") as stream:
+                json.dump(merged, stream, indent=0, sort_keys=True)
             os.replace(name, file)
         except BaseException:
             os.unlink(name)

@@ -1,4 +1,4 @@
-"""What the CUDA backend runs, and what it refuses and why."""
+"""The operations that the CUDA backend runs, and the reasons for which it refuses others."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _K = 16
 
 
 class CudaBackend:
-    """cuBLASLt GEMMs and fp8core's own kernels on compute capability 9.0; 10.0 is not run yet."""
+    """cuBLASLt's GEMMs and kernels of fp8core, for compute capability 9.0; 10.0 is not run yet."""
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
         """Say why ``desc`` cannot run on ``device``, or None."""
         if device.type != "cuda":
             return f"runs on cuda, not on {device.type}"
         missing = native.missing(device)
-        if type(desc) in (GemmDesc, GroupedGemmDesc):  # a subclass asks for what is unknown here
+        if type(desc) in (GemmDesc, GroupedGemmDesc):  # a subclass may ask for more
             return _check_gemm(desc, device, missing)  # type: ignore[arg-type]  # as the line above
         check = _CHECKS.get(type(desc))
         if check is None:
@@ -53,11 +53,11 @@ class CudaBackend:
         return check(desc) or (None if missing is None else f"no native library: {missing}")
 
     def alignment(self, desc: GemmDesc) -> Alignment:
-        """Return what cuBLASLt needs: rows of 16 bytes in operands and result."""
+        """Return the alignment that cuBLASLt needs: rows of 16 bytes in operands and result."""
         if not desc.low_precision:
             return Alignment()
         if isinstance(desc, GroupedGemmDesc) and desc.offsets_on_device:
-            return Alignment(n=_K, k=1 if desc.contract_groups else _K)  # nobody can pad a group
+            return Alignment(n=_K, k=1 if desc.contract_groups else _K)  # groups cannot be padded
         modes = [scale_mode(spec) for spec in (desc.a, desc.b) if spec is not None]
         if modes[0] in TILED:  # whole blocks of 32; two elements of e2m1 a byte
             return Alignment(m=_K, n=_K, k=2 * _K)
@@ -82,7 +82,7 @@ class CudaBackend:
         return Numerics(source, sum_error=2.0**-9, sum_error_per_term=per_term)
 
     def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
-        """Return what runs ``desc``; the first call builds the native library if need be."""
+        """Return the callable of ``desc``; the first call may build the native library."""
         if isinstance(desc, GroupedGemmDesc) and desc.offsets_on_device:
             return DeviceGroupedGemm(desc, device, native.load())
         if isinstance(desc, GemmDesc):
@@ -99,8 +99,8 @@ def _bind_dense(desc: GemmDesc, device: torch.device) -> Callable[..., torch.Ten
     if native.missing(device) is not None:
         return scaled_mm.bind_scaled_mm(desc)
     assert desc.a is not None
-    make = TiledGemm if scale_mode(desc.a) in TILED else LowPrecisionGemm
-    return make(desc, device, native.load())
+    gemm_type = TiledGemm if scale_mode(desc.a) in TILED else LowPrecisionGemm
+    return gemm_type(desc, device, native.load())
 
 
 def _bind_quantize(

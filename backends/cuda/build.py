@@ -1,8 +1,8 @@
 """Compiles ``csrc`` with nvcc into one extension module, once for a set of sources and options.
 
 The file's name carries a hash of everything that decides its content, so a stale one is never
-loaded. A build happens in a folder of its own under a lock, and appears by one rename: another
-process sees all of it or nothing. What a killed one leaves, the next one deletes.
+loaded. A build happens in a temporary folder under a lock, and appears by one rename: another
+process sees all of it or nothing. The next build deletes the folder of one that was killed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _TAIL = 3000  # characters of a compiler's output that go into a message
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """What a build takes: the compiler, folders of headers, and cuBLASLt to link with."""
+    """The tools of a build: the compiler, folders of headers, and cuBLASLt to link with."""
 
     nvcc: Path
     includes: tuple[Path, ...]
@@ -89,11 +89,11 @@ def find_toolchain() -> Toolchain | str:
     nvcc is taken from ``CUDA_HOME``, then from the path, then from /usr/local/cuda. Its major
     version must be that of torch's CUDA, whose libraries the extension uses at run time.
     """
-    places = [folder / "bin" / "nvcc" for folder in settings.toolkits()]
+    candidates = [folder / "bin" / "nvcc" for folder in settings.toolkits()]
     on_path = shutil.which("nvcc")
-    places += [Path(on_path)] if on_path else []
-    places.append(_DEFAULT_NVCC)
-    nvcc = next((place for place in places if os.path.lexists(place)), None)
+    candidates += [Path(on_path)] if on_path else []
+    candidates.append(_DEFAULT_NVCC)
+    nvcc = next((path for path in candidates if os.path.lexists(path)), None)
     if nvcc is None:
         return "no nvcc in CUDA_HOME, on the path or in /usr/local/cuda"
     if not nvcc.is_file():
@@ -102,17 +102,17 @@ def find_toolchain() -> Toolchain | str:
         text = _version_text(nvcc)
     except UnsupportedError as error:
         return str(error)
-    found = re.search(r"release (\d+)\.(\d+)", text)
-    if found is None:
+    release = re.search(r"release (\d+)\.(\d+)", text)
+    if release is None:
         return f"{nvcc} --version names no release"
-    version = (int(found[1]), int(found[2]))
+    version = (int(release[1]), int(release[2]))
     if torch.version.cuda and version[0] != int(torch.version.cuda.split(".")[0]):
         return f"{nvcc} is {version[0]}.{version[1]}, torch uses CUDA {torch.version.cuda}"
     return _libraries(nvcc, version[0])
 
 
 def _version_text(nvcc: Path) -> str:
-    """Return what ``nvcc --version`` prints.
+    """Return the output of ``nvcc --version``.
 
     Raises:
         UnsupportedError: it cannot be run, fails or does not answer.
@@ -133,7 +133,7 @@ def _version_text(nvcc: Path) -> str:
         try:
             text, _ = process.communicate(timeout=_ANSWER_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with what it started, which holds the pipe
+            os.killpg(process.pid, signal.SIGKILL)  # with its children, which hold the pipe
             raise UnsupportedError(
                 f"{nvcc} --version does not answer within {_ANSWER_S:g} s"
             ) from None
@@ -147,7 +147,7 @@ def _version_text(nvcc: Path) -> str:
 def _libraries(nvcc: Path, major: int) -> Toolchain | str:
     """Find headers and cuBLASLt: those of the packages that torch runs with, or the toolkit's."""
     torch_root = Path(torch.__file__).parent
-    # A script named nvcc may stand in another place than the toolkit that it calls.
+    # A script named nvcc may lie outside of the toolkit that it calls.
     toolkits = [at.resolve().parent.parent for at in (nvcc, _DEFAULT_NVCC)]
     package = torch_root.parent / "nvidia" / f"cu{major}"
     library = f"libcublasLt.so.{major}"
@@ -157,14 +157,14 @@ def _libraries(nvcc: Path, major: int) -> Toolchain | str:
         "Python.h": [Path(sysconfig.get_paths()["include"])],
         library: [package / "lib", *(at / "lib64" for at in toolkits)],
     }
-    found = {}
-    for name, places in wanted.items():
-        place = next((place for place in places if (place / name).is_file()), None)
-        if place is None:
-            return f"no {name} in {', '.join(map(str, places))}"
-        found[name] = place
-    link = found.pop(library) / library
-    return Toolchain(nvcc, tuple(found.values()), link)
+    folders = {}
+    for name, candidates in wanted.items():
+        folder = next((folder for folder in candidates if (folder / name).is_file()), None)
+        if folder is None:
+            return f"no {name} in {', '.join(map(str, candidates))}"
+        folders[name] = folder
+    link = folders.pop(library) / library
+    return Toolchain(nvcc, tuple(folders.values()), link)
 
 
 @functools.lru_cache(maxsize=1)
@@ -187,15 +187,16 @@ def target(architectures: Sequence[str]) -> Path:
 
 
 def find(architectures: Sequence[str]) -> Path | None:
-    """Return an extension that has been built for at least these architectures, the least one.
+    """Return a built extension for these architectures, if need be one for more; None if none is.
 
     Raises:
-        UnsupportedError: somebody else could have put it there.
+        UnsupportedError: another user could have written it.
     """
     known = list(ARCHITECTURES.values())
-    sets = [own for size in range(1, len(known) + 1) for own in itertools.combinations(known, size)]
-    built = [target(own) for own in sets if set(architectures) <= set(own)]
-    path = next((path for path in built if os.path.lexists(path)), None)
+    sizes = range(1, len(known) + 1)
+    sets = [names for size in sizes for names in itertools.combinations(known, size)]
+    targets = [target(names) for names in sets if set(architectures) <= set(names)]
+    path = next((path for path in targets if os.path.lexists(path)), None)
     if path is not None:
         cache.check(path)
     return path
@@ -215,9 +216,9 @@ def build(architectures: Sequence[str] | None = None, *, output: Path | None = N
     known = list(ARCHITECTURES.values())
     wrong = [name for name in architectures if name not in known]
     if wrong or not architectures:
-        found = f"{wrong[0]!r} is not one of them" if wrong else "this machine has none of them"
+        problem = f"{wrong[0]!r} is not one of them" if wrong else "this machine has none of them"
         raise UnsupportedError(
-            f"cuda: the sources are written for architectures {', '.join(known)}; {found}."
+            f"cuda: the sources are written for architectures {', '.join(known)}; {problem}."
             f"{did_you_mean(wrong[0], known) if wrong else ' Name one with --arch.'}"
         )
     toolchain = find_toolchain()
@@ -245,8 +246,8 @@ def build(architectures: Sequence[str] | None = None, *, output: Path | None = N
 def present() -> list[str]:
     """Return the architectures of this machine's devices that the sources are written for."""
     count = torch.cuda.device_count()
-    found = {torch.cuda.get_device_capability(index) for index in range(count)}
-    return sorted(ARCHITECTURES[one] for one in found if one in ARCHITECTURES)
+    capabilities = {torch.cuda.get_device_capability(index) for index in range(count)}
+    return sorted(ARCHITECTURES[one] for one in capabilities if one in ARCHITECTURES)
 
 
 def _files(root: Path) -> list[Path]:
@@ -255,14 +256,14 @@ def _files(root: Path) -> list[Path]:
 
 
 def _keep(toolchain: Toolchain, architectures: Sequence[str], path: Path) -> None:
-    """Compile in a folder beside ``path``, and move what was made there."""
+    """Compile in a temporary folder beside ``path``, and move the library there."""
     try:
         with tempfile.TemporaryDirectory(prefix=cache.LEFTOVER, dir=path.parent) as folder:
-            made = _compile(toolchain, architectures, Path(folder))
-            made.chmod(0o755)  # the linker follows the umask, which may let a group write
-            with made.open("rb") as stream:
-                os.fsync(stream.fileno())  # all of it, before its name is there
-            os.replace(made, path)
+            library = _compile(toolchain, architectures, Path(folder))
+            library.chmod(0o755)  # the linker follows the umask, which may let a group write
+            with library.open("rb") as stream:
+                os.fsync(stream.fileno())  # its content is on the disk before its name is
+            os.replace(library, path)
     except OSError as error:
         raise UnsupportedError(
             f"cuda: the native library cannot be kept in {path.parent}: {error}. {cache.remedy()}"
@@ -294,7 +295,7 @@ def _compile(toolchain: Toolchain, architectures: Sequence[str], folder: Path) -
 
 
 def _units(root: Path) -> list[tuple[str, tuple[str, ...]]]:
-    """Return what is compiled, each to an object: a source's path in ``root``, and its macros."""
+    """Return a source's path in ``root`` and its macros, for each object of a build."""
     names = (
         file.relative_to(root).as_posix() for file in _files(root) if file.suffix in (".cu", ".cpp")
     )
@@ -302,7 +303,7 @@ def _units(root: Path) -> list[tuple[str, tuple[str, ...]]]:
 
 
 class _Job(NamedTuple):
-    """A command of the compiler, what it compiles, and the folder for its temporary files."""
+    """A command of the compiler, the name of its unit, and the folder for its temporary files."""
 
     unit: str
     command: list[object]

@@ -1,9 +1,9 @@
-"""The folder of what this backend builds and times: what others may have put there is refused.
+"""The folder of built libraries and timed choices; what others could have written is refused.
 
-A library that is loaded runs with the rights of the process. So the folder, what lies in it and the
-library belong to the user or to root, nobody else may write to them, and no link leads away from
-them. In a folder such as /tmp, where all may write but only owners delete, what lies in it is
-checked in the same way. A process of root trusts root alone.
+A library that is loaded runs with the rights of the process. So the folder, its content and the
+library belong to the user or to root, no other user may write to them, and no link leads away from
+them. In a folder such as /tmp, where all may write but only owners delete, the content is checked
+in the same way. A process of root trusts root alone.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = ["LEFTOVER", "check", "clear", "locked", "make", "refusal", "remedy", 
 LEFTOVER = "build-"
 """How the name of a folder begins in which a build is under way, or was when it was killed."""
 
-_MODE = 0o755  # of what is made here, whatever the umask
+_MODE = 0o755  # of folders created here, whatever the umask
 
 
 def refusal(path: Path) -> str | None:
     """Say why ``path``, in the cache folder or that folder itself, is not to be trusted.
 
-    None if it is, and for what does not exist. Nothing is opened.
+    None if it is, and for a path that does not exist. Nothing is opened.
     """
     if not hasattr(os, "geteuid"):  # pragma: no cover  no owners to ask about
         return None
@@ -74,7 +74,7 @@ def check(path: Path) -> None:
     """Refuse the file at ``path`` unless it is a regular one that only the user could have written.
 
     Raises:
-        UnsupportedError: it is not; says what is wrong with which path.
+        UnsupportedError: it is not; names the path and the reason.
     """
     why = refusal(path)
     if why is None and path.exists() and not path.is_file():
@@ -133,13 +133,13 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def clear(folder: Path) -> None:
-    """Delete what killed builds left in ``folder``, whose lock is held."""
+    """Delete the folders that killed builds left in ``folder``, whose lock is held."""
     for left in folder.glob(f"{LEFTOVER}*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def remedy() -> str:
-    """Say what to do where the cache folder cannot be used."""
+    """Name the ways out where the cache folder cannot be used."""
     return (
         "Name another folder in FP8CORE_CACHE_DIR, or use torch's own kernels by FP8CORE_BUILD=0."
     )
@@ -154,15 +154,15 @@ def _refuse(path: Path, why: str) -> NoReturn:
 
 
 def say(text: str) -> None:
-    """Tell whoever waits."""
+    """Print a line for the user who waits."""
     print(f"fp8core: {text}", file=sys.stderr, flush=True)
 
 
 def _fault(info: os.stat_result, *, is_folder: bool) -> str | None:
-    """Say who else could have changed what has ``info``, None if nobody could."""
-    own = os.geteuid()
-    if info.st_uid not in (own, 0):
-        return f"belongs to {_user(info.st_uid)}, and this process runs as {_user(own)}"
+    """Say who else could have changed the file of ``info``, None if no other user could."""
+    user = os.geteuid()
+    if info.st_uid not in (user, 0):
+        return f"belongs to {_user(info.st_uid)}, and this process runs as {_user(user)}"
     if stat.S_ISLNK(info.st_mode):  # its mode means nothing
         return None
     if not (stat.S_ISDIR(info.st_mode) if is_folder else stat.S_ISREG(info.st_mode)):
@@ -181,16 +181,16 @@ def _is_open_to_all(info: os.stat_result) -> bool:
 
 
 def _is_private(group: int) -> bool:
-    """Whether a group is the user's own and has no other member, as many systems make it.
+    """Whether a group has the user's name and no other member, as on many systems.
 
     Such systems have a umask that lets the group write. Root's group is not looked at: containers
     put any user there.
     """
     try:
-        name, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+        name, entry = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
     except KeyError:
         return False
-    return group != 0 and found.gr_name == name and set(found.gr_mem) <= {name}
+    return group != 0 and entry.gr_name == name and set(entry.gr_mem) <= {name}
 
 
 def _user(number: int) -> str:

@@ -248,7 +248,7 @@ class DeviceGroupedGemm:
         bias: Sequence[torch.Tensor] | None,
         out: list[torch.Tensor] | None,
     ) -> None:
-        """Refuse what would read or write beyond an end."""
+        """Refuse shapes with which the product would read or write beyond a tensor's end."""
         m, n, k = sizes
         count, outputs = (1, groups) if self._desc.contract_groups else (groups, 1)
         is_right = len(seconds) == count and n % ALIGNMENT == 0
@@ -260,9 +260,9 @@ class DeviceGroupedGemm:
             is_right &= len(out) == outputs
             is_right &= all(one.shape == (m, n) and one.dtype == dtype for one in out)
         if not is_right:
-            found = ", ".join(str(list(one.data.shape)) for one in seconds[:4])
+            shapes = ", ".join(str(list(one.data.shape)) for one in seconds[:4])
             raise OperandError(
-                f"{self._desc}: a {[m, k]}, {len(seconds)} b {found}, {groups} groups, "
+                f"{self._desc}: a {[m, k]}, {len(seconds)} b {shapes}, {groups} groups, "
                 f"{None if bias is None else len(bias)} biases; expected {count} b [n, {k}] with n "
                 f"a multiple of {ALIGNMENT}, bias [n], out [m, n] of {self._desc.out_dtype}."
             )
@@ -275,9 +275,9 @@ class DeviceGroupedGemm:
             assert operand.scale_inv is not None
             is_by_group = spec.block[along] == 0
             if is_by_group and operand.scale_inv.shape[along] != groups:
-                found = list(operand.scale_inv.shape)
+                shape = list(operand.scale_inv.shape)
                 raise OperandError(
-                    f"{self._desc}: an operand has scales {found}; expected one for each of "
+                    f"{self._desc}: an operand has scales {shape}; expected one for each of "
                     f"{groups} groups along dimension {along}."
                 )
 

@@ -31,13 +31,13 @@ def _stacking(desc: GroupedGemmDesc, dense: Callable[..., torch.Tensor]) -> Call
         bounds = group_offsets.tolist()
         if out is None:
             shape = (a.data.shape[0], b[0].data.shape[0])
-            make = torch.zeros if desc.accumulate else torch.empty
-            out = make(shape, dtype=desc.out_dtype, device=a.data.device)
+            new = torch.zeros if desc.accumulate else torch.empty
+            out = new(shape, dtype=desc.out_dtype, device=a.data.device)
         biases = [None] * len(b) if bias is None else bias
         for group, part in enumerate(split_groups(desc.a, a, bounds, 0)):
             # [m_g, k] x [n, k] -> [m_g, n]
-            own = out[bounds[group] : bounds[group + 1]]
-            dense(part, b[group], bias=biases[group], out=own)
+            rows = out[bounds[group] : bounds[group + 1]]
+            dense(part, b[group], bias=biases[group], out=rows)
         return out
 
     return run
@@ -58,6 +58,6 @@ def _contracting(desc: GroupedGemmDesc, dense: Callable[..., torch.Tensor]) -> C
         )
         outs = [None] * (len(bounds) - 1) if out is None else out
         # [m, k_g] x [n, k_g] -> [m, n]
-        return [dense(*pair, out=own) for pair, own in zip(parts, outs, strict=True)]
+        return [dense(*pair, out=d) for pair, d in zip(parts, outs, strict=True)]
 
     return run

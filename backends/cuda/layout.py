@@ -1,4 +1,4 @@
-"""How cuBLASLt wants operands and scales in memory; what lies otherwise is copied.
+"""The layouts of operands and scales that cuBLASLt reads; operands in other layouts are copied.
 
 Source: cuBLAS 13 documentation, 3.1.4 (scaling factors' layout): a vector of scales along k has its
 rows adjacent, padded to a multiple of 4; 128 x 128 blocks have k adjacent, padded likewise. Byte
@@ -40,7 +40,7 @@ TILED = frozenset({"mx32", "nv16"})
 """Scale modes of bytes, which cuBLASLt reads in tiles."""
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-"""What the native library calls torch's dtypes."""
+"""The native library's names of torch's dtypes."""
 
 _MODES = {(0, 0): "tensor", (1, 0): "row", (1, 128): "vec128", (128, 128): "block128"}
 _BYTE_MODES = {
@@ -57,7 +57,7 @@ def round_up(size: int, step: int) -> int:
 
 
 def scale_mode(spec: OperandSpec) -> str | None:
-    """Return what the native library calls a spec's granularity, None for one it has not."""
+    """Return the native library's name of a spec's granularity, None for one that it lacks."""
     if spec.scale_format == "float32":
         return _MODES.get(spec.block)
     return _BYTE_MODES.get((spec.scale_format, spec.block))
@@ -71,39 +71,39 @@ def scale_strides(mode: str, rows: int, k: int) -> tuple[int, int]:
 
 
 def empty_scales(mode: str, rows: int, k: int, empty: Empty) -> tuple[torch.Tensor, int]:
-    """Return room for the scales of an operand ``[rows, k]``, and its pitch in floats.
+    """Allocate the scales of an operand ``[rows, k]``; return them and their pitch in floats.
 
     The tensor is the view that the backend API asks for, ``[ceil(rows / br), ceil(k / bk)]``.
     """
     # Views only where sizes need them: one costs as much as the allocation.
     if mode == "vec128":
         pitch, blocks = round_up(rows, 4), -(-k // 128)
-        made = empty((pitch, blocks), (1, pitch), torch.float32)
-        return made if rows == pitch else made[:rows], pitch
+        scale_inv = empty((pitch, blocks), (1, pitch), torch.float32)
+        return scale_inv if rows == pitch else scale_inv[:rows], pitch
     if mode == "block128":
         blocks = -(-k // 128)
         pitch = round_up(blocks, 4)
-        made = empty((-(-rows // 128), pitch), (pitch, 1), torch.float32)
-        return made if blocks == pitch else made[:, :blocks], pitch
+        scale_inv = empty((-(-rows // 128), pitch), (pitch, 1), torch.float32)
+        return scale_inv if blocks == pitch else scale_inv[:, :blocks], pitch
     shape = (1, 1) if mode == "tensor" else (rows, 1)
     return empty(shape, (1, 1), torch.float32), 1
 
 
 def scales(mode: str, scale_inv: torch.Tensor) -> torch.Tensor:
-    """Return ``scale_inv`` where the library can read it, itself if it lies as it should."""
-    if mode in TILED:  # in tiles already
+    """Return ``scale_inv`` in the layout that the library reads: itself, or a copy."""
+    if mode in TILED:  # already in tiles
         return scale_inv
     rows, blocks = scale_inv.shape
     wanted = scale_strides(mode, rows, blocks * 128)
     fits = all(
-        size == 1 or stride == own
-        for size, stride, own in zip(scale_inv.shape, scale_inv.stride(), wanted, strict=True)
+        size == 1 or stride == expected
+        for size, stride, expected in zip(scale_inv.shape, scale_inv.stride(), wanted, strict=True)
     )
     if fits and scale_inv.data_ptr() % ALIGNMENT == 0:
         return scale_inv
     length = (rows - 1) * wanted[0] + (blocks - 1) * wanted[1] + 1
-    room = torch.empty(round_up(length, 4), dtype=torch.float32, device=scale_inv.device)
-    return room.as_strided((rows, blocks), wanted).copy_(scale_inv)
+    copy = torch.empty(round_up(length, 4), dtype=torch.float32, device=scale_inv.device)
+    return copy.as_strided((rows, blocks), wanted).copy_(scale_inv)
 
 
 def adjacent_columns(x: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -12,7 +12,7 @@ __all__ = ["Empty", "allocator"]
 
 
 def allocator(index: int) -> Empty:
-    """Return what allocates on the CUDA device of ``index``."""
+    """Return the function that allocates on the CUDA device of ``index``."""
     here, current, device = _empty_here, _current_device, torch.device("cuda", index)
 
     def empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -30,7 +30,7 @@ _FACTORS = 512
 
 
 def spec_problem(spec: OperandSpec) -> str | None:
-    """Say why an operand with byte scales cannot be made or read, or None."""
+    """Say why no kernel writes or reads an operand with byte scales, or None."""
     mode = scale_mode(spec)
     if mode is None:
         return f"no kernels for blocks of {spec.block} under {spec.scale_format} scales"

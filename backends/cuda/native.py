@@ -25,13 +25,13 @@ __all__ = ["load", "missing", "status"]
 
 
 class _Source(NamedTuple):
-    """The file to load, None to build it; in words; and why there is nothing to load or build.
+    """The file to load, None to build it; its description; and why there is no library.
 
     ``refused``: why the file is there, and not to be trusted; loading says so.
     """
 
     path: Path | None
-    what: str
+    description: str
     why_not: str | None
     refused: str | None = None
 
@@ -41,8 +41,8 @@ def missing(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability not in build.ARCHITECTURES:
         known = ", ".join(f"{major}.{minor}" for major, minor in build.ARCHITECTURES)
-        found = f"{capability[0]}.{capability[1]}"
-        return f"the kernels are written for compute capability {known}, this is {found}"
+        version = f"{capability[0]}.{capability[1]}"
+        return f"the kernels are written for compute capability {known}, this is {version}"
     return _source(tuple(build.present()), settings.read()).why_not
 
 
@@ -50,8 +50,8 @@ def load() -> Any:
     """Return the native library for this machine's devices, building it if need be.
 
     Raises:
-        UnsupportedError: the build failed, or what was found cannot be loaded. It is not tried
-            again in this process.
+        UnsupportedError: the build failed, or the library cannot be loaded. It is not tried again
+            in this process.
     """
     with _lock:
         if not _loaded:
@@ -59,10 +59,10 @@ def load() -> Any:
                 _loaded.append(_load(tuple(build.present())))
             except UnsupportedError as error:
                 _loaded.append(error)
-        found = _loaded[0]
-    if isinstance(found, UnsupportedError):
-        raise UnsupportedError(str(found))
-    return found
+        library = _loaded[0]
+    if isinstance(library, UnsupportedError):
+        raise UnsupportedError(str(library))
+    return library
 
 
 _lock = threading.Lock()
@@ -74,10 +74,10 @@ def status() -> str:
     lines = []
     for index in range(torch.cuda.device_count()):
         why_not = missing(torch.device("cuda", index))
-        what = f"none ({why_not}), torch's own kernels"
+        description = f"none ({why_not}), torch's own kernels"
         if why_not is None:
-            what = _source(tuple(build.present()), settings.read()).what
-        lines.append(f"cuda:{index} {what}")
+            description = _source(tuple(build.present()), settings.read()).description
+        lines.append(f"cuda:{index} {description}")
     return "; ".join(lines)
 
 
@@ -113,12 +113,12 @@ def _load(architectures: Sequence[str]) -> Any:
         raise UnsupportedError(source.refused)
     path = build.build(architectures) if source.path is None else source.path
     if path != _beside():
-        cache.check(path)  # again: what was asked about a while ago may be another file by now
+        cache.check(path)  # again: another file may have taken its name since
     module = _import(path)
-    found = getattr(module, "SOURCE_HASH", "unknown")
-    if build.source_hash() != found:
+    built_from = getattr(module, "SOURCE_HASH", "unknown")
+    if build.source_hash() != built_from:
         raise UnsupportedError(
-            f"cuda: {path} was built from other sources ({found}, these are "
+            f"cuda: {path} was built from other sources ({built_from}, these are "
             f"{build.source_hash()}). Delete it, or build it anew."
         )
     if not set(architectures) <= set(module.ARCHITECTURES.split()):

@@ -18,8 +18,8 @@ Empty: TypeAlias = "Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], to
 
 _guards: Any = getattr(torch._C._dynamo, "guards", None)
 
-# What torch's own compiled code allocates by: no parsing of arguments, no dispatch, half the time.
-# It allocates on the current device.
+# Allocates on the current device. Torch's compiled code calls it: it parses no arguments and takes
+# half the time of torch.empty_strided.
 empty_strided: Empty | None = getattr(_guards, "_empty_strided_cuda", None)
 
 # The index of the current device, without a look at whether CUDA is initialized.

@@ -14,7 +14,7 @@ __all__ = ["Addresses", "PairableCast", "QuantizePair"]
 
 Addresses: TypeAlias = "tuple[int, ...]"
 """The arguments of a native cast: the fields of ``QuantizeArguments`` in their order (see
-csrc/include/fp8core/quantize.h), 0 for the address of a tensor that there is not."""
+csrc/include/fp8core/quantize.h), 0 where there is no tensor."""
 
 Slots: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None]"
 
@@ -41,7 +41,7 @@ class PairableCast(Protocol):
         amax_out: torch.Tensor | None,
         nonfinite_out: torch.Tensor | None,
     ) -> tuple[Quantized, Addresses, torch.Tensor | None]:
-        """Allocate the result of quantizing a contiguous ``x``, and what the cast needs besides.
+        """Allocate the result of quantizing a contiguous ``x``, and the workspace of the cast.
 
         Returns the result, the arguments of the native cast that fills it, and the workspace, which
         the caller holds until that cast is enqueued.

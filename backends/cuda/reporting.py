@@ -1,4 +1,4 @@
-"""Where this backend logs what a user should know, and raises nothing for."""
+"""The logger of this backend, for facts that a user should know but that are no errors."""
 
 from __future__ import annotations
 

@@ -46,15 +46,16 @@ class ScaleUpdate:
         tensors = (*histories, *scales, *targets, *nonfinite)
         if not all(one.is_contiguous() for one in tensors):
             return lambda: self._update_copies(histories, scales, targets, nonfinite)
-        index, found, run = self._index, *self._arrange(histories, scales, targets, nonfinite)
+        index = self._index
+        addresses, run = self._arrange(histories, scales, targets, nonfinite)
 
         def update() -> None:
-            nonlocal found, run
-            if [one.data_ptr() for one in tensors] != found:  # somebody moved one: .data, set_()
+            nonlocal addresses, run
+            if [one.data_ptr() for one in tensors] != addresses:  # one moved, by .data or set_()
                 if not all(one.is_contiguous() for one in tensors):
                     self._update_copies(histories, scales, targets, nonfinite)
                     return
-                found, run = self._arrange(histories, scales, targets, nonfinite)
+                addresses, run = self._arrange(histories, scales, targets, nonfinite)
             run(raw_stream(index))
             # torch does not see the kernel's writes; a weight kept under an old scale must be
             # noticed.
@@ -69,7 +70,7 @@ class ScaleUpdate:
         targets: Sequence[torch.Tensor],
         nonfinite: Sequence[torch.Tensor],
     ) -> tuple[list[int], Callable[[int], None]]:
-        """Return the addresses of all tensors, and the native object made for them."""
+        """Return the addresses of all tensors, and the native update bound to them."""
         counts = [count.data_ptr() for count in nonfinite] or [0] * len(histories)
         rows = [
             (history.data_ptr(), scale.data_ptr(), target.data_ptr(), count, *history.shape)
@@ -87,7 +88,7 @@ class ScaleUpdate:
         targets: Sequence[torch.Tensor],
         nonfinite: Sequence[torch.Tensor],
     ) -> None:
-        """Update states that do not lie in one piece: by way of copies that do."""
+        """Update states that are not contiguous, by way of copies that are."""
         groups = (histories, scales, targets, nonfinite)
         states = [[one.contiguous() for one in group] for group in groups]
         self(*states)

@@ -1,4 +1,4 @@
-"""What this backend reads from the environment, and where it keeps files."""
+"""The environment variables that this backend reads, and the folder that it keeps files in."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def _flag(name: str) -> bool:
 
 
 def _cache_dir() -> Path:
-    own = os.environ.get("FP8CORE_CACHE_DIR")
+    named = os.environ.get("FP8CORE_CACHE_DIR")
     try:
-        if own:
-            return Path(own).expanduser().absolute()
+        if named:
+            return Path(named).expanduser().absolute()
         # XDG Base Directory Specification, section 3: a relative path is to be ignored
         xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
         return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "fp8core"
     except RuntimeError as error:
         raise RecipeError(
-            f"FP8CORE_CACHE_DIR={own or ''}: {error} Name the folder by an absolute path."
+            f"FP8CORE_CACHE_DIR={named or ''}: {error} Name the folder by an absolute path."
         ) from None

@@ -1,6 +1,6 @@
 // The only folder that knows Python: it registers descriptors, and the entries that apis/
 // implements. Addresses and streams cross as integers, the arguments of a call as one tuple
-// (arguments.h). What Python passes is checked by the entries. No call waits for the device, except
+// (arguments.h). The entries check what Python passes. No call waits for the device, except
 // Gemm.milliseconds.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

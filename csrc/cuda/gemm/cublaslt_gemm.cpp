@@ -1,6 +1,6 @@
 // cuBLASLt is column-major, so it is asked for the transposed product
 //     d.T [n, m] = b [n, k] @ a[m, k].T
-// with its own A = our b (transposed: rows of k are its columns) and its own B = our a.
+// where cuBLASLt's A is our b (transposed: rows of k are its columns) and its B is our a.
 // Source: cuBLAS 13 documentation, 3.4 cublasLtMatmul(), "To use FP8 kernels" (layout TN, 16-byte
 // alignment of pointers and leading dimensions), and 3.1.4 for the layouts of scales.
 
@@ -21,8 +21,8 @@
 namespace fp8core {
 namespace {
 
-// Stands in for a pointer that is known only when the GEMM runs: without one, the heuristic finds
-// no algorithm for scales that are vectors, and none with a bias.
+// Stands in for pointers that are known only when the GEMM runs: without them, the heuristic
+// proposes no algorithm for scales that are vectors, and none with a bias.
 const void* const kSomewhere = reinterpret_cast<const void*>(std::uintptr_t{16});
 
 cudaDataType_t data_type(ElementType type) {
@@ -75,7 +75,7 @@ const char* name(ScaleMode mode) {
   return "?";
 }
 
-// One handle a device, for the life of the process: making one takes milliseconds.
+// One handle a device, for the life of the process: cublasLtCreate takes milliseconds.
 cublasLtHandle_t handle_of(int device) {
   static std::mutex mutex;
   static std::map<int, cublasLtHandle_t> handles;
@@ -165,10 +165,11 @@ Gemm::Gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes, in
   prefer(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, desc.alignment);
   prefer(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, desc.alignment);
   candidates_.resize(max_candidates);
-  int found = 0;
-  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-      handle_, operation_, b_, a_, d_, d_, preference, max_candidates, candidates_.data(), &found);
-  candidates_.resize(std::max(found, 0));
+  int num_found = 0;
+  const cublasStatus_t status =
+      cublasLtMatmulAlgoGetHeuristic(handle_, operation_, b_, a_, d_, d_, preference,
+                                     max_candidates, candidates_.data(), &num_found);
+  candidates_.resize(std::max(num_found, 0));
   candidates_.erase(std::remove_if(candidates_.begin(), candidates_.end(),
                                    [](const auto& c) { return c.state != CUBLAS_STATUS_SUCCESS; }),
                     candidates_.end());

@@ -1,4 +1,4 @@
-// From sums in registers to d: scales, bias, the sum that is already there, one rounding. A warp's
+// From sums in registers to d: scales, bias, the value that d holds already, one rounding. A warp's
 // 16 rows go through shared memory in chunks of 128 bytes a row, so that eight threads store a
 // row's.
 #pragma once
@@ -13,10 +13,10 @@
 namespace fp8core::sm90 {
 
 struct TileOut {
-  int row, rows, column;  // rows: those in the group, may be more than the tile's
+  int row, rows, column;  // rows: from `row` to the group's end, may be more than the tile has
   int group, entry;
   bool is_tail;   // rows of no group: zeros
-  bool is_empty;  // nothing was summed up
+  bool is_empty;  // k of the group is 0: the sums are zeros
 };
 
 __device__ inline float read(const void* values, ElementType type, int at) {
@@ -28,7 +28,7 @@ __device__ inline float read(const void* values, ElementType type, int at) {
   }
 }
 
-// Loads here and now; the compiler would put it off to where the value is needed.
+// Loads where it is called; the compiler would move the load to the first use of the value.
 __device__ inline float read_early(const float* from) {
   float value;
   asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
@@ -47,13 +47,13 @@ __device__ auto pack(float x, float y) {
 
 constexpr int kChunk = 128, kChunkPitch = kChunk + 16;  // bytes; the gap spreads rows over banks
 
-// What the multiplying warpgroups share for their stores.
+// Shared memory that the multiplying warpgroups store by.
 struct EpilogueShared {
   float2 columns[2][2][128];  // scale and bias; of every other tile, of each warpgroup
   alignas(16) std::uint8_t rows[8][16 * kChunkPitch];  // of each warp
 };
 
-// Factors and terms of a tile, asked for before its products: 128 threads have a column each.
+// Scales and biases of a tile, loaded before its products: each of 128 threads loads a column's.
 template <int kWaves, bool kIsScaled>
 struct Factors {
   float row[kWaves][2];
@@ -65,10 +65,10 @@ struct Factors {
     for (int v = 0; v < kWaves; ++v)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int own = 128 * v + first + 8 * half;
+        const int row_in_tile = 128 * v + first + 8 * half;
         row[v][half] = 1.0f;
-        if (!kIsScaled && own < out.rows && !out.is_tail)
-          row[v][half] = read_early(p.a_scale + (out.row + own) * p.a_row_stride +
+        if (!kIsScaled && row_in_tile < out.rows && !out.is_tail)
+          row[v][half] = read_early(p.a_scale + (out.row + row_in_tile) * p.a_row_stride +
                                     out.group * p.a_group_stride);
       }
     const int at = out.column + threadIdx.x % 128;
@@ -81,7 +81,7 @@ struct Factors {
   }
 };
 
-// Adds what d holds to its 16 bytes of four rows, `step` floats apart.
+// Adds the values that d holds to 16 bytes of each of four rows, `step` floats apart.
 __device__ inline void add_held(float4 (&values)[4], const float* d, std::int64_t step, int rows) {
   float4 held[4];
 #pragma unroll
@@ -95,7 +95,8 @@ __device__ inline void add_held(float4 (&values)[4], const float* d, std::int64_
   }
 }
 
-// Puts the thread's values of one chunk of columns, of one wave, where its warp finds them.
+// Writes the thread's values of one chunk of columns, of one wave, to the shared memory of its
+// warp.
 template <typename T, bool kIsScaled>
 __device__ void stage(const float (&sums)[64], const float (&row)[2], const float2* columns,
                       std::uint8_t* staged, int chunk) {

@@ -13,9 +13,9 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                             CUtensorMapFloatOOBfill);
 
-// Of the driver, asked for by name: nothing is linked with it.
+// A function of the driver, looked up by name, so that the library is not linked with the driver.
 Encode encoder() {
-  static const Encode found = [] {
+  static const Encode encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result{};
     FP8CORE_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
@@ -24,7 +24,7 @@ Encode encoder() {
       throw std::runtime_error("grouped_gemm: the driver has no cuTensorMapEncodeTiled");
     return reinterpret_cast<Encode>(function);
   }();
-  return found;
+  return encode;
 }
 
 // Codes [rows, k], copied in boxes of `box_rows` rows by 128 elements.
@@ -48,7 +48,7 @@ struct Strides {
   std::int64_t row, k, group;
 };
 
-// Where scales lie: from one row, block of k or group to the next. `is_stacked`: groups of rows.
+// Floats from the scale of one row, block of k or group to the next. `is_stacked`: groups of rows.
 Strides strides_of(const GroupedOperand& operand, ScaleMode mode, bool is_stacked) {
   const std::int64_t row = operand.scale_row_stride, k = operand.scale_k_stride;
   switch (mode) {
@@ -65,7 +65,7 @@ Accumulation accumulation_of(const GroupedGemmDesc& desc) {
   return desc.fast_accumulation ? Accumulation::kTensorCore : Accumulation::kFloat32;
 }
 
-// What the launches of all chunks of groups share.
+// The parameters that the launches of all chunks of groups share.
 GroupedParams common(const GroupedGemmDesc& desc, const GroupedGemmArguments& given) {
   GroupedParams p{};
   const Strides a = strides_of(given.a, desc.a_scale, !desc.contracts);

@@ -1,5 +1,4 @@
-// What apis/ launches, and what the host hands the grouped kernels, which take it as one parameter
-// in constant memory.
+// The launch of grouped products, and the kernels' parameters, which lie in constant memory.
 #pragma once
 
 #include <cuda.h>
@@ -22,16 +21,16 @@ struct GroupedParams {
   void* d[kGroupsPerLaunch];  // stacked: the first alone
   const std::int64_t* offsets;
   const float* a_scale;
-  // Where the scale of (row, block of k, group) is: floats from one to the next, 0 where there is
-  // one scale for all.
+  // Floats from the scale of one row, block of k or group to the next; 0 where one scale covers
+  // all.
   std::int64_t a_row_stride, a_k_stride, a_group_stride;
   std::int64_t b_row_stride, b_k_stride, b_group_stride;
   int m, n, k;
-  int scale_blocks;        // along k, that there are
-  int groups;              // all of them
-  int first_group, count;  // those of this launch
+  int scale_blocks;        // blocks along k that have scales
+  int groups;              // of all launches
+  int first_group, count;  // of this launch
   ElementType out, bias_type;
-  bool a_in_blocks, b_in_blocks;  // a scale for 128 rows
+  bool a_in_blocks, b_in_blocks;  // one scale covers 128 rows
   bool contracts, accumulate, has_bias, takes_tail;
 };
 

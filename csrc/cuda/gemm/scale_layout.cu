@@ -4,8 +4,8 @@
 //
 //     (r % 32) * 16 + (r / 32) * 4 + b
 //
-// of its tile of 512 bytes. Tiles follow one another along k, then along the rows; what is beyond
-// the operand is 0. Source: cuBLAS 13 documentation, "1D Block Scaling Factors Layout" under
+// of its tile of 512 bytes. Tiles follow one another along k, then along the rows; scales beyond
+// the operand are 0. Source: cuBLAS 13 documentation, "1D Block Scaling Factors Layout" under
 // cublasLtMatmul(); cuDNN frontend, "MXFP8 scale factor 128x4 layout".
 
 #include "scale_layout.h"
@@ -25,11 +25,11 @@ __device__ void write_line(const ScaleTiles& from, std::int64_t line) {
 #pragma unroll
   for (int band = 0; band < 4; ++band) {
     words[band] = 0;
-    const std::int64_t own = row + 32 * band;
-    const std::uint8_t* scales = from.scales + own / from.rows_per_scale * from.row_stride;
+    const std::int64_t band_row = row + 32 * band;
+    const std::uint8_t* scales = from.scales + band_row / from.rows_per_scale * from.row_stride;
 #pragma unroll
     for (int i = 0; i < kTileBlocks; ++i) {
-      if (own < from.rows && block + i < from.blocks)
+      if (band_row < from.rows && block + i < from.blocks)
         words[band] |= std::uint32_t{scales[(block + i) * from.block_stride]} << 8 * i;
     }
   }

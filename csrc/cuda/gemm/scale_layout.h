@@ -1,4 +1,4 @@
-// What the arrangement of byte scales offers to apis/.
+// The launch that brings byte scales into cuBLASLt's order.
 #pragma once
 
 #include "fp8core/microscaling.h"

@@ -6,9 +6,9 @@
 // wave v, all 128 columns: kWaves x 64 sums a thread. Sums of 128 products are taken in the tensor
 // core, which keeps about 14 bits, and added up in float32, unless fast accumulation is asked for.
 //
-// Tiles never reach over a group's end in what they write. What they read may: rows of a neighbour
-// only make rows that are not stored, but elements of k would be summed, so their codes are
-// overwritten with zeros in shared memory: 0 in both operands, as a NaN times 0 is NaN.
+// A tile writes rows of one group alone, but may read beyond the group's end. Rows of another group
+// lead to rows of the product that are not stored. Elements of k of another group would be summed,
+// so zeros overwrite their codes in shared memory, in both operands, since NaN times 0 is NaN.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 namespace fp8core::sm90 {
 
-// A place in the ring of stages.
+// A position in the ring of stages.
 template <int kCount>
 struct Ring {
   int stage = 0;
@@ -65,11 +65,12 @@ __device__ void bring_scales(const GroupedParams& p, typename Stages<kWaves>::Sh
     bool is_there[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int row = first + i * kScaleThreads, own = row - S::kTileM;
-      is_there[i] = own < 0 ? row < at.rows : own < p.n - at.column;
-      from[i] = own < 0 ? a : b;
+      const int row = first + i * kScaleThreads, b_row = row - S::kTileM;
+      is_there[i] = b_row < 0 ? row < at.rows : b_row < p.n - at.column;
+      from[i] = b_row < 0 ? a : b;
       if (is_there[i])
-        from[i] += own < 0 ? (row >> a_shift) * p.a_row_stride : (own >> b_shift) * p.b_row_stride;
+        from[i] +=
+            b_row < 0 ? (row >> a_shift) * p.a_row_stride : (b_row >> b_shift) * p.b_row_stride;
     }
     for (int step = 0; step < at.steps; ++step, ring.advance()) {
       wait(&shared.empty[ring.stage], ring.phase ^ 1);
@@ -131,15 +132,15 @@ __device__ void promote(float (&sums)[64], const float (&products)[64], const fl
                         const float* b) {
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
-    float2 own = make_float2(1.0f, 1.0f);
+    float2 b_scales = make_float2(1.0f, 1.0f);
     if constexpr (kHow == Accumulation::kBothScales)
-      own = *reinterpret_cast<const float2*>(b + 8 * j + threadIdx.x % 4 * 2);
+      b_scales = *reinterpret_cast<const float2*>(b + 8 * j + threadIdx.x % 4 * 2);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float scale = kHow == Accumulation::kFloat32 ? 1.0f
                           : kHow == Accumulation::kRowScales
                               ? a[i / 2]
-                              : a[i / 2] * (i % 2 == 0 ? own.x : own.y);
+                              : a[i / 2] * (i % 2 == 0 ? b_scales.x : b_scales.y);
       sums[4 * j + i] += products[4 * j + i] * scale;
     }
   }
@@ -153,7 +154,7 @@ __device__ void multiply_some(float (&d)[64], std::uint64_t a, std::uint64_t b, 
 }
 
 // All steps of one tile, by one of the two warpgroups. Sums in float32 take the cores away from the
-// tensor core, so the warpgroups take turns: one begins when half of the other's products are made.
+// tensor core, so the warpgroups take turns: one begins when half of the other's products are done.
 template <Format A, Format B, Accumulation kHow, int kWaves>
 __device__ void sum_up(float (&sums)[kWaves][64], typename Stages<kWaves>::Shared& shared,
                        Ring<Stages<kWaves>::kCount>& ring, int steps, int last_size,
@@ -189,13 +190,13 @@ __device__ void sum_up(float (&sums)[kWaves][64], typename Stages<kWaves>::Share
       read_scales<kHow>(scales, shared, stage, first);
 #pragma unroll
       for (int v = 0; v < kWaves; ++v) {
-        const std::uint64_t own = matrix_descriptor(a + v * 128 * kStep);
+        const std::uint64_t a_rows = matrix_descriptor(a + v * 128 * kStep);
         meet(kTurn + group, kConsumers);
         hold(products);
         begin_products();
-        multiply_some<A, B, 2>(products, own, b, false);
+        multiply_some<A, B, 2>(products, a_rows, b, false);
         commit_products();
-        multiply_some<A, B, 2>(products, own + 4, b + 4, true);
+        multiply_some<A, B, 2>(products, a_rows + 4, b + 4, true);
         commit_products();
         wait_products<1>();
         pass(kTurn + 1 - group, kConsumers);
@@ -266,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       parity ^= 1;
     }
     if (kTakesTurns && group == 0)
-      meet(kTurn, kConsumers);  // takes the last turn, that nobody needs
+      meet(kTurn, kConsumers);  // takes the last turn, which no product follows
   }
 #endif
 }

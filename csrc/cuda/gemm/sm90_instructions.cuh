@@ -1,4 +1,4 @@
-// Hopper's own instructions, one function each: barriers in shared memory, the copy engine, and the
+// Instructions of Hopper, one function each: barriers in shared memory, the copy engine, and the
 // products of warpgroups. Source: PTX ISA 9.0, 9.7.13 (mbarrier), 9.7.9.25 (cp.async.bulk.tensor),
 // 9.7.15 (wgmma).
 #pragma once
@@ -25,7 +25,7 @@ __device__ inline void fence_barriers() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Makes this thread's own writes to shared memory known to the copy engine and the tensor cores.
+// Makes this thread's writes to shared memory known to the copy engine and the tensor cores.
 __device__ inline void fence_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -89,12 +89,12 @@ __device__ inline void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// A barrier of some of a block's threads.
+// A barrier of some of a block's threads: `threads` arrive at barrier `number`.
 __device__ inline void meet(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// Counts for those who meet there, without waiting.
+// Arrives at such a barrier, without waiting.
 __device__ inline void pass(int number, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }

@@ -1,5 +1,5 @@
-// Which tiles of a grouped product there are, told from offsets on the device: a table of groups in
-// shared memory, and a walk over their tiles that every role of a block takes by itself.
+// The tiles of a grouped product, computed from offsets on the device: a table of groups in shared
+// memory, and a walk over their tiles that every role of a block takes by itself.
 #pragma once
 
 #include "../groups.cuh"
@@ -8,13 +8,13 @@
 
 namespace fp8core::sm90 {
 
-constexpr int kThreads = 384;  // a warpgroup that brings, two that multiply
+constexpr int kThreads = 384;  // a warpgroup that loads, two that multiply
 constexpr int kConsumers = 256, kScaleThreads = 96;
 constexpr int kStep = 128;  // elements of k in a stage, bytes of a row in shared memory
 constexpr int kTileN = 128;
 
 // Barriers of the multiplying warpgroups; 0 is __syncthreads.
-constexpr int kCleared = 1, kTurn = 2, kColumns = 4;  // the latter two and the next number
+constexpr int kCleared = 1, kTurn = 2, kColumns = 4;  // kTurn and kColumns take two numbers each
 
 template <int kWaves>
 struct Stages {
@@ -39,15 +39,15 @@ __device__ void tabulate(const GroupedParams& p, Shared& shared) {
   const int lane = threadIdx.x % 32, rows = p.contracts ? p.k : p.m;
   GroupLane before_all{};
   for (int base = 0; base < p.first_group + p.count; base += 32) {
-    const GroupLane own = group_lane(p.offsets, p.groups, rows, base, before_all);
+    const GroupLane entry = group_lane(p.offsets, p.groups, rows, base, before_all);
     const int at = base + lane - p.first_group;
     if (at >= 0 && at < p.count) {
-      shared.start[at] = own.start;
-      shared.size[at] = own.end - own.start;
-      shared.first_block[at] = own.blocks_before;
-      shared.first_step[at] = own.steps_before;
+      shared.start[at] = entry.start;
+      shared.size[at] = entry.end - entry.start;
+      shared.first_block[at] = entry.blocks_before;
+      shared.first_step[at] = entry.steps_before;
     }
-    before_all = last_lane(own);
+    before_all = last_lane(entry);
   }
   if (lane == 0 && p.takes_tail) {
     shared.start[p.count] = before_all.end;
@@ -100,9 +100,9 @@ struct Walk {
     while (tile >= shared.tiles[entry + 1]) ++entry;
     // Bands of rows, so that blocks that run together share rows of both operands.
     constexpr int kBand = 2048 / kTileM;
-    const int size = shared.size[entry], own = tile - shared.tiles[entry];
+    const int size = shared.size[entry], index = tile - shared.tiles[entry];
     const int all_rows = p.contracts ? p.m : size;
-    const int band = own / (kBand * columns) * kBand, in_band = own - band * columns;
+    const int band = index / (kBand * columns) * kBand, in_band = index - band * columns;
     const int height = min(kBand, (all_rows + kTileM - 1) / kTileM - band);
     const int row = (band + in_band % height) * kTileM;
     column = in_band / height * kTileN;

@@ -1,5 +1,6 @@
-// Amax of a matrix: a partial a block, which whoever needs the amax reduces once more. No counter
-// and no atomic, so nothing has to be zeroed first and streams do not meet.
+// The amax of a matrix. Each block of threads writes the amax of its share, a partial; a kernel
+// that needs the amax reduces the partials. Without atomics nothing has to be zeroed first, and
+// launches on two streams share no memory.
 #pragma once
 
 #include "numerics.cuh"
@@ -15,7 +16,7 @@ __global__ void __launch_bounds__(kAmaxThreads)
   __shared__ float shared[kAmaxThreads / 32];
   const int64_t step = static_cast<int64_t>(gridDim.x) * kAmaxThreads;
   int64_t at = static_cast<int64_t>(blockIdx.x) * kAmaxThreads + threadIdx.x;
-  float found = 0.0f;
+  float largest = 0.0f;
   if (vectors) {
     const int64_t per_row = cols / 8, total = rows * per_row;
     const auto where = [&](int64_t index) {
@@ -26,26 +27,26 @@ __global__ void __launch_bounds__(kAmaxThreads)
 #pragma unroll
       for (int i = 0; i < 4; ++i) loaded[i].load_kept(where(at + i * step));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) found = fmaxf(found, loaded[i].amax());
+      for (int i = 0; i < 4; ++i) largest = fmaxf(largest, loaded[i].amax());
     }
     for (; at < total; at += step) {
       Eight<T> loaded;
       loaded.load_kept(where(at));
-      found = fmaxf(found, loaded.amax());
+      largest = fmaxf(largest, loaded.amax());
     }
   } else {
     for (; at < rows * cols; at += step)
-      found = fmaxf(found, fabsf(static_cast<float>(x[at / cols * stride + at % cols])));
+      largest = fmaxf(largest, fabsf(static_cast<float>(x[at / cols * stride + at % cols])));
   }
-  found = block_max<kAmaxThreads>(found, shared);
-  if (threadIdx.x == 0) partials[blockIdx.x] = found;
+  largest = block_max<kAmaxThreads>(largest, shared);
+  if (threadIdx.x == 0) partials[blockIdx.x] = largest;
 }
 
 template <int kThreads>
 __device__ float reduce_partials(const float* partials, int count, float* shared) {
-  float found = 0.0f;
-  for (int i = threadIdx.x; i < count; i += kThreads) found = fmaxf(found, partials[i]);
-  return block_max<kThreads>(found, shared);
+  float largest = 0.0f;
+  for (int i = threadIdx.x; i < count; i += kThreads) largest = fmaxf(largest, partials[i]);
+  return block_max<kThreads>(largest, shared);
 }
 
 }  // namespace fp8core

@@ -1,5 +1,4 @@
-// What the casts offer to apis/: launches of arguments that have been checked. An empty x, or one
-// that has no tile, launches nothing.
+// The launches of casts, of arguments that apis/ has checked, and the sizes that both count in.
 #pragma once
 
 #include "fp8core/microscaling.h"
@@ -10,7 +9,8 @@ namespace fp8core {
 constexpr int kTile = 128;                    // rows and columns that a block of threads casts
 constexpr int kMxBlock = 32, kFp4Block = 16;  // elements under one scale, along k
 
-// Tiles that cover x. Tiles of groups reach over no group's end: there are at most so many.
+// Tiles that cover x. In groups no tile covers rows of two groups, and this is the most there can
+// be.
 inline std::int64_t num_tile_rows(const Matrix& x, const Groups& groups) {
   return groups.offsets == nullptr ? (x.rows + kTile - 1) / kTile
                                    : x.rows / kTile + groups.count + 1;

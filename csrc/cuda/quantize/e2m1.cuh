@@ -5,12 +5,13 @@
 //
 //     code = 4 t1 + 2 t2 + t3     t1 = sat(m / 2), t2 = sat(m / 2 - 1), t3 = sat(m / 2 - 2)
 //
-// each of which is exact, and a whole number unless m lies in it. So rounding m is rounding the sum
-// to a whole number: by adding it, piece by piece, to a float whose last bit is 1. Of two
-// neighbours one has an even code, so ties go where e2m1 wants them. sat cuts what is beyond 6.
+// Each term is exact, and all but the one of the piece that m lies in are whole numbers. So to
+// round m is to round the sum to a whole number: it is added, term by term, to a float whose last
+// bit counts 1. Of two neighbours one has an even code, so ties go to the even code, as e2m1 asks.
+// sat limits magnitudes to 6.
 //
-// What these functions hand out is `code << 1 | sign` in each nibble, which takes one instruction a
-// value less; `settled` brings the sign to where it belongs.
+// These functions return `code << 1 | sign` in each nibble, which saves one instruction a value;
+// `settled` moves the sign to the highest bit.
 #pragma once
 
 #include <cstdint>
@@ -26,12 +27,12 @@ __device__ float add_code(float value, float start, Add add) {
   return add(t3, 1.0f, add(t2, 2.0f, add(t1, 4.0f, start)));
 }
 
-// The sign of `value` behind a code in the lowest bits. Products have no negative NaN here.
+// `code << 1 | sign of value`. `value` is a product, which is never a negative NaN.
 __device__ inline uint32_t with_sign(uint32_t code, float value) {
   return __funnelshift_l(__float_as_uint(value), code, 1);
 }
 
-// Four values, the first in the lowest nibble of 16 bits; what is above them means nothing.
+// Four values, the first in the lowest nibble of 16 bits; the upper 16 bits are undefined.
 __device__ inline uint32_t e2m1_nearest(const float (&v)[4]) {
   uint32_t packed = 0;
 #pragma unroll
@@ -44,7 +45,7 @@ __device__ inline uint32_t e2m1_nearest(const float (&v)[4]) {
 }
 
 // The same with 16 random bits a value, in the order of `low` and `high`: floor(code + (r + .5) /
-// 2^16). From 8 to 16 a float counts in 2^-20, so what is cut off is below the noise.
+// 2^16). The last bit of a float from 8 to 16 is 2^-20, so truncation is finer than the noise.
 //     8 + noise:  0 10000010 000rrrr rrrrrrrr rrrr1000     sum:  0 10000010 ccc.....
 __device__ inline uint32_t e2m1_stochastic(const float (&v)[4], uint32_t low, uint32_t high) {
   uint32_t packed = 0;
@@ -64,8 +65,8 @@ __device__ inline uint32_t settled(uint32_t packed) {
   return (packed >> 1 & 0x77777777u) | (packed << 3 & 0x88888888u);
 }
 
-// Four words of 32 random bits a counter. Source: Salmon et al., "Parallel random numbers: as easy
-// as 1, 2, 3", SC 2011, sec. 3.3: Philox4x32-10.
+// Four random words of 32 bits for a counter. Source: Salmon et al., "Parallel random numbers: as
+// easy as 1, 2, 3", SC 2011, sec. 3.3: Philox4x32-10.
 __device__ inline uint4 philox(uint4 c, uint2 key) {
 #pragma unroll
   for (int round = 0; round < 10; ++round) {

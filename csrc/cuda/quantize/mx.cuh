@@ -1,4 +1,4 @@
-// MXFP8: an e8m0 byte for every 32 elements of an operand's row, both orientations in one pass.
+// MXFP8: an e8m0 scale for 32 elements of an operand's row, both orientations in one pass.
 //
 // The tile and the threads' 8 x 8 elements are those of tile_parts.cuh, but a warp holds 32 rows x
 // 64 columns, so that no block of 32 needs another warp:
@@ -21,12 +21,12 @@ struct MxParams {
   bool is_square;
 };
 
-// The exponent of amax / target rounded up; inf gives 0xFE, what is below 2^-127 gives 0.
+// The exponent of amax / target, rounded up; inf gives 0xFE, values below 2^-127 give 0.
 // Source: docs/numerics.md, MXFP8BlockScaling.
 __device__ inline uint32_t e8m0_of(float amax, float inverse_target) {
   const uint32_t bits = __float_as_uint(amax * inverse_target);
-  // 0eeeeeee emmmmmmm mmmmmmmm mmmmmmmm: m > 0 carries into e. Where e is 0, 2^-127 itself is
-  // m = 0x400000, and what is above it carries.
+  // 0eeeeeee emmmmmmm mmmmmmmm mmmmmmmm: adding 0x7FFFFF carries into e if m > 0. Where e is 0,
+  // 2^-127 is m = 0x400000, and adding 0x3FFFFF carries if m is larger.
   const uint32_t carry = bits < 0x800000u ? 0x3FFFFFu : 0x7FFFFFu;
   return min((bits + carry) >> 23, 254u);
 }
@@ -38,19 +38,21 @@ __device__ inline float multiplier_of(uint32_t e8m0) {
 
 // Eight maxima a lane, over the four lanes that differ in the bits `near` and `far`: their e8m0
 // bytes, known to all four. Each lane computes two, as in row_amax.
-__device__ inline uint2 shared_codes(float (&own)[8], int near, int far, float inverse_target) {
+__device__ inline uint2 shared_codes(float (&maxima)[8], int near, int far, float inverse_target) {
   const bool is_near = (threadIdx.x & near) != 0, is_far = (threadIdx.x & far) != 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float handed = is_far ? own[i] : own[i + 4];
-    own[i] = fmaxf(is_far ? own[i + 4] : own[i], __shfl_xor_sync(0xFFFFFFFFu, handed, far));
+    const float handed = is_far ? maxima[i] : maxima[i + 4];
+    maxima[i] =
+        fmaxf(is_far ? maxima[i + 4] : maxima[i], __shfl_xor_sync(0xFFFFFFFFu, handed, far));
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float handed = is_near ? own[i] : own[i + 2];
-    own[i] = fmaxf(is_near ? own[i + 2] : own[i], __shfl_xor_sync(0xFFFFFFFFu, handed, near));
+    const float handed = is_near ? maxima[i] : maxima[i + 2];
+    maxima[i] =
+        fmaxf(is_near ? maxima[i + 2] : maxima[i], __shfl_xor_sync(0xFFFFFFFFu, handed, near));
   }
-  const uint32_t two = e8m0_of(own[0], inverse_target) | e8m0_of(own[1], inverse_target) << 8;
+  const uint32_t two = e8m0_of(maxima[0], inverse_target) | e8m0_of(maxima[1], inverse_target) << 8;
   const uint32_t beside = __shfl_xor_sync(0xFFFFFFFFu, two, near);
   const uint32_t four = is_near ? beside | two << 16 : two | beside << 16;
   const uint32_t others = __shfl_xor_sync(0xFFFFFFFFu, four, far);
@@ -74,7 +76,7 @@ __global__ void __launch_bounds__(kTileThreads) mx_tile(const MxParams m) {
   const int tx = warp % 2 * 8 + lane % 8;
   const int ty = warp / 2 * 4 + (lane >> 4 & 1) + (lane >> 3 & 1) * 2;
   const Matrix& x_matrix = p.args.x;
-  const TilePlace at = place_of(p, blockIdx.x);
+  const TileSpan at = span_of_tile(p, blockIdx.x);
   Eight<T> x[8];
   load_tile(x, p, at, ty, tx);
   count_tile(x, p);
@@ -95,10 +97,10 @@ __global__ void __launch_bounds__(kTileThreads) mx_tile(const MxParams m) {
   if (p.args.rowwise.codes != nullptr) {
     uint2 scales = square;
     if (!m.is_square) {
-      float own[8];
+      float maxima[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) own[i] = x[i].amax();
-      scales = shared_codes(own, 1, 2, m.inverse_target);
+      for (int i = 0; i < 8; ++i) maxima[i] = x[i].amax();
+      scales = shared_codes(maxima, 1, 2, m.inverse_target);
       if (is_inside && tx % 4 == 0)  // of eight rows; the last of them may be padding of the pitch
         *reinterpret_cast<uint2*>(m.rowwise.scales + block_column * m.rowwise.pitch + row) = scales;
     } else if (is_corner) {
@@ -111,9 +113,9 @@ __global__ void __launch_bounds__(kTileThreads) mx_tile(const MxParams m) {
   if (p.args.columnwise.codes == nullptr) return;
   uint2 scales = square;
   if (!m.is_square) {
-    float own[8];
-    column_maxima(x, own);
-    scales = shared_codes(own, 8, 16, m.inverse_target);
+    float maxima[8];
+    column_maxima(x, maxima);
+    scales = shared_codes(maxima, 8, 16, m.inverse_target);
     if (is_inside && ty % 4 == 0)
       *reinterpret_cast<uint2*>(m.columnwise.scales + block_row * m.columnwise.pitch + column) =
           scales;

@@ -42,10 +42,10 @@ struct Eight<float> {
     high = make_float4(v[4], v[5], v[6], v[7]);
   }
   __device__ float amax() const {
-    float found = 0.0f;
+    float largest = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) found = fmaxf(found, fabsf((*this)[i]));  // fmaxf drops NaN
-    return found;
+    for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf((*this)[i]));  // fmaxf drops NaN
+    return largest;
   }
 };
 
@@ -79,9 +79,9 @@ struct EightHalves {
   }
   __device__ float amax() const {
     // abs, then max, two elements an instruction; __hmax2 drops NaN as fmaxf does.
-    Pair found = __hmax2(__habs2(pair(0)), __habs2(pair(1)));
-    found = __hmax2(found, __hmax2(__habs2(pair(2)), __habs2(pair(3))));
-    return fmaxf(fmaxf(0.0f, static_cast<float>(found.x)), static_cast<float>(found.y));
+    Pair largest = __hmax2(__habs2(pair(0)), __habs2(pair(1)));
+    largest = __hmax2(largest, __hmax2(__habs2(pair(2)), __habs2(pair(3))));
+    return fmaxf(fmaxf(0.0f, static_cast<float>(largest.x)), static_cast<float>(largest.y));
   }
 };
 
@@ -96,13 +96,15 @@ __device__ int nonfinite_in(uint32_t word) {
   if constexpr (std::is_same_v<T, float>) {
     return (word & 0x7FFFFFFFu) >= 0x7F800000u ? 1 : 0;
   } else {
-    // Two elements: s eeeeeeee mmmmmmm without s; one more in e carries into s from all ones alone.
+    // Two elements s eeeeeeee mmmmmmm, with s cleared. Adding 1 to e carries into s only if e is
+    // all ones.
     constexpr uint32_t kOneMore = std::is_same_v<T, __nv_bfloat16> ? 0x00800080u : 0x04000400u;
     return __popc(((word & 0x7FFF7FFFu) + kOneMore) & 0x80008000u);
   }
 }
 
-// Magnitudes word by word: NaN after a NaN, so finite only if all of them were.
+// The largest magnitude of words taken one by one. Once a NaN was taken it stays NaN, so it is
+// finite only if all elements were.
 template <typename T>
 struct Largest {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
@@ -125,8 +127,8 @@ struct Largest {
 };
 
 // Adds how many of a thread's elements, in kWords words, are NaN or inf to `total`, if that is not
-// null. All threads of a warp have to call it. Where all are finite nothing is written, and an
-// element costs half an instruction, or one in float.
+// null. All threads of a warp call it. If all elements are finite nothing is written, and the check
+// takes half an instruction an element, or one in float.
 template <typename T, int kWords, typename WordAt>
 __device__ void count_nonfinite(const WordAt& word, unsigned long long* total) {
   if (total == nullptr) return;
@@ -134,15 +136,15 @@ __device__ void count_nonfinite(const WordAt& word, unsigned long long* total) {
 #pragma unroll
   for (int i = 0; i < kWords; ++i) largest.take(word(i));
   if (__all_sync(0xFFFFFFFFu, largest.is_finite())) return;
-  int own = 0;
+  int count = 0;
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) own += nonfinite_in<T>(word(i));
-  own = __reduce_add_sync(0xFFFFFFFFu, own);
-  if (threadIdx.x % 32 == 0) atomicAdd(total, static_cast<unsigned long long>(own));
+  for (int i = 0; i < kWords; ++i) count += nonfinite_in<T>(word(i));
+  count = __reduce_add_sync(0xFFFFFFFFu, count);
+  if (threadIdx.x % 32 == 0) atomicAdd(total, static_cast<unsigned long long>(count));
 }
 
-// Codes of two values, the first in the low byte: nearest even, +-max for what is beyond and inf,
-// 0x7F for NaN.
+// Codes of two values, the first in the low byte: rounded to nearest even, values beyond the
+// largest and inf become +-max, NaN becomes 0x7F.
 template <Format F>
 __device__ uint32_t encode2(float first, float second) {
   uint16_t codes;
@@ -183,13 +185,13 @@ __device__ float block_max(float value, float* shared) {
   value = warp_max(value);
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
   __syncthreads();
-  float found = shared[0];
+  float largest = shared[0];
 #pragma unroll
-  for (int warp = 1; warp < kThreads / 32; ++warp) found = fmaxf(found, shared[warp]);
-  return found;
+  for (int warp = 1; warp < kThreads / 32; ++warp) largest = fmaxf(largest, shared[warp]);
+  return largest;
 }
 
-// Magnitudes order as their bits do. An amax is never negative or NaN.
+// The bits of floats that are not negative, read as integers, have the order of the floats.
 __device__ inline void atomic_amax(float* where, float amax) {
   if (amax > *reinterpret_cast<volatile float*>(where))
     atomicMax(reinterpret_cast<int*>(where), __float_as_int(amax));

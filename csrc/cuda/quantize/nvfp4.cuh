@@ -1,4 +1,4 @@
-// NVFP4: e2m1 codes two a byte, an e4m3 byte for 16 elements, a float32 factor for the tensor.
+// NVFP4: two e2m1 codes a byte, an e4m3 scale for 16 elements, a float32 scale for the tensor.
 //
 // A block of 256 threads takes tiles of 128 x 128; a warp holds 16 rows x 128 columns, a thread 16
 // rows x 4 columns. So a block of 16 along a column is one thread's, as is its Hadamard transform,
@@ -17,26 +17,27 @@
 
 namespace fp8core {
 
-// Partials of the amax of x, and of the transformed x.
+// Writes, for each block of threads, the largest magnitude in x and in the transformed x.
 template <typename T>
 __global__ void __launch_bounds__(kFp4Threads)
     transformed_amax(const Nvfp4Params p, unsigned tiles) {
   __shared__ float shared[2][kFp4Threads / 32];
-  float plain = 0.0f, turned = 0.0f;
+  float largest = 0.0f, transformed_largest = 0.0f;
   for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     Strip<T> x;
-    load_strip(x, p, StripPlace(tile, p.tile_columns));
-    plain = fmaxf(plain, strip_amax(x));
-    turned = fmaxf(turned, strip_amax(transformed(x)));
+    load_strip(x, p, StripOrigin(tile, p.tile_columns));
+    largest = fmaxf(largest, strip_amax(x));
+    transformed_largest = fmaxf(transformed_largest, strip_amax(transformed(x)));
   }
-  plain = block_max<kFp4Threads>(plain, shared[0]);
-  turned = block_max<kFp4Threads>(turned, shared[1]);
+  largest = block_max<kFp4Threads>(largest, shared[0]);
+  transformed_largest = block_max<kFp4Threads>(transformed_largest, shared[1]);
   if (threadIdx.x != 0) return;
-  p.partials[blockIdx.x] = plain;
-  p.partials[kMaxPartials + blockIdx.x] = turned;
+  p.partials[blockIdx.x] = largest;
+  p.partials[kMaxPartials + blockIdx.x] = transformed_largest;
 }
 
-// What the elements of a block are multiplied by, for each e4m3 code of its scale.
+// A block's elements are multiplied by a number that depends on the e4m3 code of its scale alone:
+// a table holds it for each positive code.
 constexpr int kScaleCodes = 128;
 
 // The scales of one orientation. Source: docs/numerics.md, NVFP4BlockScaling.
@@ -44,7 +45,7 @@ struct SideScale {
   float per_target;
   const float* multipliers;  // [kScaleCodes], shared memory
 
-  // The e4m3 bytes of four blocks, and their multipliers.
+  // Returns the e4m3 scales of four blocks, and sets their multipliers.
   __device__ uint32_t codes(const float (&amax)[4], float (&multiplier)[4]) const {
     const uint32_t bytes =
         encode4<Format::kE4M3>(__fmul_rn(amax[0], per_target), __fmul_rn(amax[1], per_target),
@@ -55,7 +56,7 @@ struct SideScale {
   }
 };
 
-// Fills `multipliers`, for all threads after the next barrier.
+// Fills the table `multipliers`, which all threads may read after the next barrier.
 __device__ inline SideScale side_scale(const Nvfp4Side& side, const Nvfp4Params& p, float* shared,
                                        float* multipliers) {
   const float amax = reduce_partials<kFp4Threads>(side.partials, p.num_partials, shared);
@@ -66,19 +67,19 @@ __device__ inline SideScale side_scale(const Nvfp4Side& side, const Nvfp4Params&
   if (threadIdx.x < kScaleCodes) {
     uint32_t decoded;  // two float16, exact
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(decoded) : "h"(static_cast<uint16_t>(threadIdx.x)));
-    const float own = static_cast<float>(reinterpret_cast<const __half2*>(&decoded)->x);
-    multipliers[threadIdx.x] = fminf(__frcp_rn(__fmul_rn(own, inverse)), FLT_MAX);
+    const float code_value = static_cast<float>(reinterpret_cast<const __half2*>(&decoded)->x);
+    multipliers[threadIdx.x] = fminf(__frcp_rn(__fmul_rn(code_value, inverse)), FLT_MAX);
   }
   return {__fmul_rn(scale, p.inverse_target), multipliers};
 }
 
-// Noise of 2 rows x 4 elements along k of an operand, `index` as docs/numerics.md counts them.
+// The noise of 2 rows x 4 elements along k; docs/numerics.md says which `index` they have.
 __device__ inline uint4 noise_block(const Nvfp4Side& side, uint2 key, int64_t index) {
   const auto low = static_cast<uint32_t>(index), high = static_cast<uint32_t>(index >> 32);
   return philox(make_uint4(low, high, side.counter.x, side.counter.y), key);
 }
 
-// Four codes of a row along k, unsettled; the noise is that of row % 2 in its block.
+// Four codes of a row along k, before `settled`. `parity`, row % 2, chooses half of the noise.
 template <bool kStochastic>
 __device__ uint32_t encode_four(const float (&v)[4], uint4 noise, int parity) {
   if (!kStochastic) return e2m1_nearest(v);
@@ -90,19 +91,20 @@ __device__ inline float quad_max(float value) {
   return fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, 2));
 }
 
-// Maxima over the four lanes of a quad: of the N values that all hold, lane q gets the q-th N / 4,
-// in the first places. Of those that two lanes both hold, each keeps half and hands on the other.
+// Maxima over the four lanes of a quad, which hold N values each. Lane q gets the maxima of the
+// q-th N / 4 values, as its first N / 4. In each step two lanes exchange halves of the values they
+// hold.
 template <typename Bits, int N, typename Larger>
-__device__ void quad_share(Bits (&own)[N], int lane, Larger larger) {
+__device__ void quad_share(Bits (&values)[N], int lane, Larger larger) {
 #pragma unroll
   for (int half = N / 2; half >= N / 4; half /= 2) {
     const int mask = half == N / 2 ? 2 : 1;
     const bool keeps_upper = (lane & mask) != 0;
 #pragma unroll
     for (int i = 0; i < half; ++i) {
-      const Bits low = own[i], high = own[i + half];
+      const Bits low = values[i], high = values[i + half];
       const Bits handed = __shfl_xor_sync(0xFFFFFFFFu, keeps_upper ? low : high, mask);
-      own[i] = larger(keeps_upper ? high : low, handed);
+      values[i] = larger(keeps_upper ? high : low, handed);
     }
   }
 }
@@ -114,32 +116,32 @@ __device__ Pair as_pair(uint32_t bits) {
 
 // Amaxes of the 16 rows over a quad: lane q gets those of rows 4 q .. 4 q + 3.
 template <typename T>
-__device__ void quad_row_amax(const Strip<T>& x, int lane, float (&found)[4]) {
+__device__ void quad_row_amax(const Strip<T>& x, int lane, float (&amax)[4]) {
   if constexpr (std::is_same_v<T, float>) {
-    float own[16];
+    float maxima[16];
 #pragma unroll
-    for (int i = 0; i < 16; ++i) own[i] = x.row_amax(i);
-    quad_share(own, lane, [](float a, float b) { return fmaxf(a, b); });
+    for (int i = 0; i < 16; ++i) maxima[i] = x.row_amax(i);
+    quad_share(maxima, lane, [](float a, float b) { return fmaxf(a, b); });
 #pragma unroll
-    for (int i = 0; i < 4; ++i) found[i] = own[i];
+    for (int i = 0; i < 4; ++i) amax[i] = maxima[i];
   } else {
     using Pair = typename Strip<T>::Pair;  // two rows an instruction
     const auto larger = [](uint32_t a, uint32_t b) {
       const Pair both = __hmax2(as_pair<Pair>(a), as_pair<Pair>(b));
       return *reinterpret_cast<const uint32_t*>(&both);
     };
-    uint32_t own[8];
+    uint32_t maxima[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint32_t even = x.row_maxima(2 * i), odd = x.row_maxima(2 * i + 1);
-      own[i] = larger(__byte_perm(even, odd, 0x5410), __byte_perm(even, odd, 0x7632));
+      maxima[i] = larger(__byte_perm(even, odd, 0x5410), __byte_perm(even, odd, 0x7632));
     }
-    quad_share(own, lane, larger);
+    quad_share(maxima, lane, larger);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const Pair two = as_pair<Pair>(own[i]);
-      found[2 * i] = fmaxf(0.0f, static_cast<float>(two.x));
-      found[2 * i + 1] = fmaxf(0.0f, static_cast<float>(two.y));
+      const Pair two = as_pair<Pair>(maxima[i]);
+      amax[2 * i] = fmaxf(0.0f, static_cast<float>(two.x));
+      amax[2 * i + 1] = fmaxf(0.0f, static_cast<float>(two.y));
     }
   }
 }
@@ -161,13 +163,13 @@ __device__ inline uint2 gather_row(const uint32_t (&part)[4], int lane) {
 }
 
 template <bool kStochastic, typename T>
-__device__ void cast_rows(const Strip<T>& x, const Nvfp4Params& p, const StripPlace& at,
+__device__ void cast_rows(const Strip<T>& x, const Nvfp4Params& p, const StripOrigin& at,
                           const SideScale& scale) {
   const Nvfp4Side& side = p.row;
   const Matrix& m = p.x;
   const bool is_inside = at.row < m.rows && at.column < m.cols;
   const int64_t block = at.column / kFp4Block;
-  float amax[4], own[4];
+  float amax[4], multipliers[4];
   if (p.is_square) {
     const float all = quad_max(strip_amax(x));
 #pragma unroll
@@ -176,7 +178,7 @@ __device__ void cast_rows(const Strip<T>& x, const Nvfp4Params& p, const StripPl
     quad_row_amax(x, at.lane, amax);
   }
   const int quarter = at.lane % 4;
-  const uint32_t codes = scale.codes(amax, own);
+  const uint32_t codes = scale.codes(amax, multipliers);
   if (p.is_square) {
     if (is_inside && quarter == 0)
       side.out.scales[block * side.out.pitch + at.row / kFp4Block] = static_cast<uint8_t>(codes);
@@ -192,7 +194,7 @@ __device__ void cast_rows(const Strip<T>& x, const Nvfp4Params& p, const StripPl
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = 4 * group + i;
-      const float multiplier = __shfl_sync(0xFFFFFFFFu, own[i], group, 4);
+      const float multiplier = __shfl_sync(0xFFFFFFFFu, multipliers[i], group, 4);
       float scaled[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) scaled[j] = __fmul_rn(x.at(row, j), multiplier);
@@ -222,7 +224,7 @@ __device__ inline uint2& parked_at(uint2* parked, int column, int warp) {
 }
 
 template <bool kStochastic, typename T>
-__device__ void park_cast_columns(const Strip<T>& x, const Nvfp4Params& p, const StripPlace& at,
+__device__ void park_cast_columns(const Strip<T>& x, const Nvfp4Params& p, const StripOrigin& at,
                                   const SideScale& scale, uint2* parked) {
   const Nvfp4Side& side = p.column;
   const Matrix& m = p.x;
@@ -244,7 +246,7 @@ __device__ void park_cast_columns(const Strip<T>& x, const Nvfp4Params& p, const
   const int64_t fours = (m.rows + 3) / 4;
 #pragma unroll
   for (int pair = 0; pair < 4; pair += 2) {  // columns pair and pair + 1 share their noise
-    uint2 made[2];
+    uint2 units[2];
 #pragma unroll
     for (int four = 0; four < 4; ++four) {
       uint4 noise{};
@@ -258,18 +260,18 @@ __device__ void park_cast_columns(const Strip<T>& x, const Nvfp4Params& p, const
         for (int i = 0; i < 4; ++i)
           scaled[i] = __fmul_rn(x.at(4 * four + i, column), multiplier[column]);
         const uint32_t part = encode_four<kStochastic>(scaled, noise, odd);
-        uint32_t& word = four < 2 ? made[odd].x : made[odd].y;
+        uint32_t& word = four < 2 ? units[odd].x : units[odd].y;
         word = four % 2 == 0 ? part : settled(__byte_perm(word, part, 0x5410));
       }
     }
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd)
-      parked_at(parked, at.lane * 4 + pair + odd, at.warp) = made[odd];
+      parked_at(parked, at.lane * 4 + pair + odd, at.warp) = units[odd];
   }
 }
 
 template <typename T>
-__device__ void cast_columns(const Strip<T>& x, const Nvfp4Params& p, const StripPlace& at,
+__device__ void cast_columns(const Strip<T>& x, const Nvfp4Params& p, const StripOrigin& at,
                              const SideScale& scale, uint2* parked) {
   if (p.column.is_stochastic)
     park_cast_columns</*kStochastic=*/true>(x, p, at, scale, parked);
@@ -283,11 +285,11 @@ __device__ inline void store_parked(const Nvfp4Params& p, int64_t tile_row, int6
 #pragma unroll
   for (int pass = 0; pass < 2; ++pass) {
     const int index = pass * kFp4Threads + threadIdx.x;
-    const int own = index / 4, chunk = index % 4, swizzle = own / 4 % 16;
+    const int column_in_tile = index / 4, chunk = index % 4, swizzle = column_in_tile / 4 % 16;
     const uint4 pair = *reinterpret_cast<const uint4*>(
-        &parked[own / 2 * 16 + ((own % 2 * 8 + 2 * chunk) ^ (swizzle & ~1))]);
+        &parked[column_in_tile / 2 * 16 + ((column_in_tile % 2 * 8 + 2 * chunk) ^ (swizzle & ~1))]);
     const uint4 codes = swizzle % 2 == 0 ? pair : make_uint4(pair.z, pair.w, pair.x, pair.y);
-    const int64_t column = tile_column + own, row = tile_row + chunk * 32;
+    const int64_t column = tile_column + column_in_tile, row = tile_row + chunk * 32;
     if (column >= m.cols || row >= m.rows) continue;
     uint8_t* to = p.column.out.codes + column * (m.rows / 2) + row / 2;
     if (p.vector_columns) {
@@ -305,7 +307,7 @@ __device__ inline void store_parked(const Nvfp4Params& p, int64_t tile_row, int6
 template <typename T>
 __device__ void cast_tile(const Nvfp4Params& p, unsigned tile, const SideScale& row_scale,
                           const SideScale& column_scale, uint2* parked) {
-  const StripPlace at(tile, p.tile_columns);
+  const StripOrigin at(tile, p.tile_columns);
   Strip<T> x;
   load_strip(x, p, at);
   count_nonfinite<T, Strip<T>::kWords>([&](int i) { return x.word(i); }, p.nonfinite);
@@ -329,14 +331,15 @@ __device__ void cast_tile(const Nvfp4Params& p, unsigned tile, const SideScale& 
   store_parked(p, at.row - at.warp * 16, at.column - at.lane * 4, parked);
 }
 
-// Blocks of threads that a multiprocessor holds at a time: a grid of so many does all tiles.
+// Blocks of threads that a multiprocessor runs at a time. The grid has no more; they share the
+// tiles.
 template <typename T>
 constexpr int kFp4Resident = sizeof(T) == 2 ? 3 : 2;
 
 template <typename T>
 __global__ void __launch_bounds__(kFp4Threads, kFp4Resident<T>)
     nvfp4_tile(const Nvfp4Params p, unsigned tiles) {
-  __shared__ alignas(16) uint2 parked[2][kTile * 8];  // in turns: one barrier a tile
+  __shared__ alignas(16) uint2 parked[2][kTile * 8];  // used in turn, so one barrier a tile will do
   __shared__ float shared[2][kFp4Threads / 32], multipliers[2][kScaleCodes];
   SideScale row{}, column{};
   if (p.row.out.codes != nullptr) row = side_scale(p.row, p, shared[0], multipliers[0]);
@@ -344,7 +347,7 @@ __global__ void __launch_bounds__(kFp4Threads, kFp4Resident<T>)
   __syncthreads();
   int turn = 0;
   for (unsigned done = blockIdx.x; done < tiles; done += gridDim.x, turn ^= 1)
-    // x is read a second time: the end of it first, which is still in the cache.
+    // x is read a second time, beginning at its end, which is still cached.
     cast_tile<T>(p, tiles - 1 - done, row, column, parked[turn]);
 }
 

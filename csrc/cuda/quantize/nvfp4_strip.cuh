@@ -1,4 +1,5 @@
-// What a thread of the NVFP4 kernels holds: 16 rows x 4 columns, and their Hadamard transform.
+// The elements that a thread of the NVFP4 kernels holds, 16 rows x 4 columns, and their Hadamard
+// transform.
 #pragma once
 
 #include <type_traits>
@@ -14,16 +15,16 @@ constexpr int kFp4Threads = 256;
 struct Nvfp4Side {
   ByteScaled out;
   float* global_scale_inv;
-  const float* partials;  // of the amax of what is quantized
+  const float* partials;  // largest magnitudes, of which the largest is the amax
   bool is_stochastic;
-  uint2 counter;  // of the noise: its upper half
+  uint2 counter;  // upper half of the noise's counter
 };
 
 struct Nvfp4Params {
   Matrix x;
   Nvfp4Side row, column;
   uint2 key;
-  float* partials;                // of x, and kMaxPartials further of the transformed x
+  float* partials;                // of x, then, kMaxPartials further, of the transformed x
   unsigned long long* nonfinite;  // grows by the NaN and inf in x, or null
   float largest, inverse_target;
   int num_partials, tile_columns;
@@ -60,19 +61,19 @@ struct Strip {
       words[j] = j < count ? reinterpret_cast<const uint16_t*>(from)[j] : 0;
     bits[row] = make_uint2(words[0] | words[1] << 16, words[2] | words[3] << 16);
   }
-  // Of the even columns in the low half, of the odd ones in the high half.
+  // The larger of columns 0 and 2 in the low half, of columns 1 and 3 in the high half.
   __device__ uint32_t row_maxima(int row) const {
-    const Pair found = __hmax2(__habs2(pair(row, 0)), __habs2(pair(row, 1)));
-    return *reinterpret_cast<const uint32_t*>(&found);
+    const Pair maxima = __hmax2(__habs2(pair(row, 0)), __habs2(pair(row, 1)));
+    return *reinterpret_cast<const uint32_t*>(&maxima);
   }
-  __device__ void column_amax(float (&found)[4]) const {
+  __device__ void column_amax(float (&maxima)[4]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       Pair both = __habs2(pair(0, half));
 #pragma unroll
       for (int row = 1; row < 16; ++row) both = __hmax2(both, __habs2(pair(row, half)));
-      found[2 * half] = fmaxf(0.0f, static_cast<float>(both.x));
-      found[2 * half + 1] = fmaxf(0.0f, static_cast<float>(both.y));
+      maxima[2 * half] = fmaxf(0.0f, static_cast<float>(both.x));
+      maxima[2 * half + 1] = fmaxf(0.0f, static_cast<float>(both.y));
     }
   }
 };
@@ -96,31 +97,31 @@ struct Strip<float> {
   }
   __device__ float row_amax(int row) const {
     const float4& v = values[row];
-    float found = fmaxf(fmaxf(0.0f, fabsf(v.x)), fabsf(v.y));  // fmaxf drops NaN
-    return fmaxf(fmaxf(found, fabsf(v.z)), fabsf(v.w));
+    float largest = fmaxf(fmaxf(0.0f, fabsf(v.x)), fabsf(v.y));  // fmaxf drops NaN
+    return fmaxf(fmaxf(largest, fabsf(v.z)), fabsf(v.w));
   }
-  __device__ void column_amax(float (&found)[4]) const {
+  __device__ void column_amax(float (&maxima)[4]) const {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      found[j] = 0.0f;
+      maxima[j] = 0.0f;
 #pragma unroll
-      for (int row = 0; row < 16; ++row) found[j] = fmaxf(found[j], fabsf(at(row, j)));
+      for (int row = 0; row < 16; ++row) maxima[j] = fmaxf(maxima[j], fabsf(at(row, j)));
     }
   }
 };
 
 template <typename T>
 __device__ float strip_amax(const Strip<T>& x) {
-  float own[4];
-  x.column_amax(own);
-  return fmaxf(fmaxf(own[0], own[1]), fmaxf(own[2], own[3]));
+  float maxima[4];
+  x.column_amax(maxima);
+  return fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]));
 }
 
 // Where a thread's strip begins.
-struct StripPlace {
+struct StripOrigin {
   int64_t row, column;
   int lane, warp;
-  __device__ StripPlace(unsigned tile, int tile_columns)
+  __device__ StripOrigin(unsigned tile, int tile_columns)
       : row(static_cast<int64_t>(tile / tile_columns) * kTile),
         column(static_cast<int64_t>(tile % tile_columns) * kTile),
         lane(threadIdx.x % 32),
@@ -131,7 +132,7 @@ struct StripPlace {
 };
 
 template <typename T>
-__device__ void load_strip(Strip<T>& x, const Nvfp4Params& p, const StripPlace& at) {
+__device__ void load_strip(Strip<T>& x, const Nvfp4Params& p, const StripOrigin& at) {
   const Matrix& m = p.x;
   const T* from = static_cast<const T*>(m.data) + at.row * m.stride + at.column;
   if (p.vector_loads && at.column < m.cols && at.row + 16 <= m.rows) {
@@ -146,9 +147,10 @@ __device__ void load_strip(Strip<T>& x, const Nvfp4Params& p, const StripPlace& 
 
 __device__ inline float in_bfloat16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
-// 16 elements times diag(signs) H / 4, before the rounding to bfloat16: sums of two at a time, in
-// the order of fp8core.operands.hadamard16. A sixteenth of each, exact even where it is subnormal,
-// keeps sums that fit in the end from overflowing on the way.
+// 16 elements times diag(signs) H / 4, before the rounding to bfloat16. Two are added at a time, in
+// the order of fp8core.backend_api.hadamard16. Elements are divided by 16 first, which is exact
+// even where the quotient is subnormal: a sum that is finite in the end then never overflows on the
+// way.
 __device__ inline void hadamard(float (&v)[16]) {
   // + + + - + - - - - - - + - + - -, the lowest bit first
   constexpr uint32_t kMinus = 0b1101'0111'1110'1000;
@@ -170,7 +172,7 @@ __device__ inline void hadamard(float (&v)[16]) {
 
 template <typename T>
 __device__ Strip<__nv_bfloat16> transformed(const Strip<T>& x) {
-  Strip<__nv_bfloat16> made;
+  Strip<__nv_bfloat16> result;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float even[16], odd[16];
@@ -188,10 +190,10 @@ __device__ Strip<__nv_bfloat16> transformed(const Strip<T>& x) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const __nv_bfloat162 both = __floats2bfloat162_rn(even[i], odd[i]);
-      (half == 0 ? made.bits[i].x : made.bits[i].y) = *reinterpret_cast<const uint32_t*>(&both);
+      (half == 0 ? result.bits[i].x : result.bits[i].y) = *reinterpret_cast<const uint32_t*>(&both);
     }
   }
-  return made;
+  return result;
 }
 
 }  // namespace fp8core

@@ -9,8 +9,8 @@ namespace {
 __global__ void __launch_bounds__(kAmaxThreads)
     finish_amax(const float* partials, int count, float* amax_out) {
   __shared__ float shared[kAmaxThreads / 32];
-  const float found = reduce_partials<kAmaxThreads>(partials, count, shared);
-  if (threadIdx.x == 0) *amax_out = found;
+  const float largest = reduce_partials<kAmaxThreads>(partials, count, shared);
+  if (threadIdx.x == 0) *amax_out = largest;
 }
 
 TileParams tile_params(const QuantizeDesc& desc, const QuantizeArguments& arguments) {

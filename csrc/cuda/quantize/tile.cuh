@@ -1,12 +1,12 @@
-// The casts with float32 scales, and the amaxes that those of whole rows and groups need; made of
-// the parts of tile_parts.cuh.
+// The kernels of casts with float32 scales, and of the amaxes that casts by rows and by groups
+// read. tile_parts.cuh has the steps that they share.
 #pragma once
 
 #include "tile_parts.cuh"
 
 namespace fp8core {
 
-// The scales of all groups, empty ones among them: the first tile's to write.
+// Writes the scales of all groups, also of empty ones, which have no tile. The first tile calls it.
 template <Granularity G>
 __device__ void store_group_scales(const TileParams& p) {
   const Groups& groups = p.args.groups;
@@ -19,7 +19,7 @@ __device__ void store_group_scales(const TileParams& p) {
 
 // One scale for the whole tile: a tensor's, or a 128 x 128 block's.
 template <typename T, Format F, Granularity G>
-__device__ float tile_scale(const Eight<T> (&x)[8], const TileParams& p, const TilePlace& at,
+__device__ float tile_scale(const Eight<T> (&x)[8], const TileParams& p, const TileSpan& at,
                             float* shared) {
   const bool is_grouped = p.args.groups.offsets != nullptr;
   const bool is_first = at.row == 0 && at.column == 0 && threadIdx.x == 0 && !is_grouped;
@@ -27,15 +27,15 @@ __device__ float tile_scale(const Eight<T> (&x)[8], const TileParams& p, const T
     if (at.tile_row == 0 && at.tile_column == 0) store_group_scales<G>(p);
     if (at.is_tail) return 1.0f;
   }
-  float own = 0.0f;
+  float tile_amax = 0.0f;
   if (G != Granularity::kTensor && (G != Granularity::kDelayed || p.args.amax_out != nullptr)) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) own = fmaxf(own, x[i].amax());
-    own = block_max<kTileThreads>(own, shared);
+    for (int i = 0; i < 8; ++i) tile_amax = fmaxf(tile_amax, x[i].amax());
+    tile_amax = block_max<kTileThreads>(tile_amax, shared);
   }
   if constexpr (G == Granularity::kDelayed) {
     if (p.args.amax_out != nullptr && threadIdx.x == 0)
-      atomic_amax(p.args.amax_out + at.group * p.args.groups.amax_stride, own);
+      atomic_amax(p.args.amax_out + at.group * p.args.groups.amax_stride, tile_amax);
     const float scale = p.args.scale[at.group * p.args.groups.scale_stride];
     if (is_first) *p.args.rowwise.scale_inv = __frcp_rn(scale);
     return scale;
@@ -46,7 +46,7 @@ __device__ float tile_scale(const Eight<T> (&x)[8], const TileParams& p, const T
     if (is_first) *p.args.rowwise.scale_inv = __frcp_rn(scale);
     return scale;
   } else {
-    const float scale = at.is_tail ? 1.0f : scale_of(own, p.rule);
+    const float scale = at.is_tail ? 1.0f : scale_of(tile_amax, p.rule);
     if (threadIdx.x == 0 && at.tile_row < p.scale_tiles) {
       const float inverse = __frcp_rn(scale);
       const QuantizeOutput &row = p.args.rowwise, &column = p.args.columnwise;
@@ -58,7 +58,7 @@ __device__ float tile_scale(const Eight<T> (&x)[8], const TileParams& p, const T
   }
 }
 
-// Current scaling reads x a second time: the end of x first, which is still in the cache.
+// Current scaling reads x twice. The second pass begins at the end of x, which is still cached.
 template <Granularity G>
 __device__ unsigned tile_of_block() {
   return G == Granularity::kTensor ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
@@ -69,7 +69,7 @@ __device__ void cast_uniform_tile(const TileParams& p, unsigned tile) {
   __shared__ alignas(16) uint2 parked[kTile * 16];
   __shared__ float shared[kTileThreads / 32];
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-  const TilePlace at = place_of(p, tile);
+  const TileSpan at = span_of_tile(p, tile);
   Eight<T> x[8];
   load_tile(x, p, at, ty, tx);
   count_tile(x, p);
@@ -107,7 +107,8 @@ __global__ void __launch_bounds__(kTileThreads, kUniformBlocks)
   cast_uniform_tile<T, F, G>(is_first ? p : other, is_first ? tile : tile - tiles);
 }
 
-// The columnwise scales of groups without rows, whose tiles nobody has: the first row of tiles'.
+// Writes the columnwise scales of empty groups, which have no tile. The first row of tiles calls
+// it.
 __device__ inline void store_empty_groups(const TileParams& p, int64_t column) {
   const Groups& groups = p.args.groups;
   const float inverse = __frcp_rn(scale_of(0.0f, p.rule));
@@ -120,8 +121,9 @@ __device__ inline void store_empty_groups(const TileParams& p, int64_t column) {
   }
 }
 
-// A scale a row of each operand (kRow: of the whole row, from the amaxes in the workspace; kVec128:
-// of the row's 128 elements in the tile), so the two orientations have different codes.
+// Casts with a scale for each row of an operand (kRow: for the whole row, from the amaxes in the
+// workspace; kVec128: for the row's 128 elements in the tile). A row of the columnwise operand is a
+// column of x, so the two orientations have different codes.
 template <typename T, Format F, Granularity G>
 __global__ void __launch_bounds__(kTileThreads) directed_tile(const TileParams p) {
   __shared__ alignas(16) uint2 parked[kTile * 16];
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__(kTileThreads) directed_tile(const TileParams p
   __shared__ float scales[kTile];
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   const Matrix& m = p.args.x;
-  const TilePlace at = place_of(p, blockIdx.x);
+  const TileSpan at = span_of_tile(p, blockIdx.x);
   Eight<T> x[8];
   load_tile(x, p, at, ty, tx);
   count_tile(x, p);
@@ -150,29 +152,29 @@ __global__ void __launch_bounds__(kTileThreads) directed_tile(const TileParams p
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float own = __shfl_sync(0xFFFFFFFFu, scale, 2 * i, 16);
-      store_row(p, at, ty * 8 + i, tx, encode_row<F>(x[i], own));
+      const float row_scale = __shfl_sync(0xFFFFFFFFu, scale, 2 * i, 16);
+      store_row(p, at, ty * 8 + i, tx, encode_row<F>(x[i], row_scale));
     }
   }
   if (p.args.columnwise.codes == nullptr) return;
   float amax = 0.0f;
-  const int64_t own = at.column + threadIdx.x;  // the column of one of the first 128 threads
+  const int64_t column = at.column + threadIdx.x;  // the column of one of the first 128 threads
   if constexpr (G == Granularity::kVec128)
     amax = column_amax(x, maxima, tx);
-  else if (threadIdx.x < kTile && own < m.cols && !at.is_tail)
-    amax = p.args.workspace[m.rows + at.group * m.cols + own];
+  else if (threadIdx.x < kTile && column < m.cols && !at.is_tail)
+    amax = p.args.workspace[m.rows + at.group * m.cols + column];
   if (threadIdx.x < kTile) {
     const QuantizeOutput& out = p.args.columnwise;
     const float scale = at.is_tail ? 1.0f : scale_of(amax, p.rule);
     scales[threadIdx.x] = scale;
-    if (own < m.cols) {
+    if (column < m.cols) {
       if (G == Granularity::kVec128) {
         if (at.tile_row < p.scale_tiles)
-          out.scale_inv[at.tile_row * out.pitch + own] = __frcp_rn(scale);
+          out.scale_inv[at.tile_row * out.pitch + column] = __frcp_rn(scale);
       } else {
         if (at.is_first && !at.is_tail)
-          out.scale_inv[at.group * out.pitch + own] = __frcp_rn(scale);
-        if (at.tile_row == 0 && p.args.groups.offsets != nullptr) store_empty_groups(p, own);
+          out.scale_inv[at.group * out.pitch + column] = __frcp_rn(scale);
+        if (at.tile_row == 0 && p.args.groups.offsets != nullptr) store_empty_groups(p, column);
       }
     }
   }
@@ -188,38 +190,38 @@ __global__ void __launch_bounds__(kTileThreads) directed_tile(const TileParams p
   store_columns(p, at, parked);
 }
 
-// Amaxes of whole rows and columns, those of the columns in each group: workspace[rows + cols], or
-// [rows + groups * cols], zeroed before.
+// Amaxes of whole rows, and of columns over all rows or over those of each group. The workspace
+// [rows + cols], or [rows + groups * cols], is zero before.
 template <typename T>
 __global__ void __launch_bounds__(kTileThreads) directed_amax(const TileParams p) {
   __shared__ alignas(16) float maxima[kTileThreads / 32][kTile];
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   const Matrix& m = p.args.x;
-  const TilePlace at = place_of(p, blockIdx.x);
+  const TileSpan at = span_of_tile(p, blockIdx.x);
   Eight<T> x[8];
   load_tile(x, p, at, ty, tx);
   const int64_t held = at.row + ty * 8 + tx / 2;
   const float row = row_amax(x, tx);
   if (tx % 2 == 0 && held < at.load_end) atomic_amax(p.args.workspace + held, row);
   const float amax = column_amax(x, maxima, tx);
-  const int64_t own = at.column + threadIdx.x;
-  if (threadIdx.x < kTile && own < m.cols && !at.is_tail)
-    atomic_amax(p.args.workspace + m.rows + at.group * m.cols + own, amax);
+  const int64_t column = at.column + threadIdx.x;
+  if (threadIdx.x < kTile && column < m.cols && !at.is_tail)
+    atomic_amax(p.args.workspace + m.rows + at.group * m.cols + column, amax);
 }
 
-// Amaxes of whole groups: workspace[groups], zeroed before.
+// Amaxes of whole groups. The workspace [groups] is zero before.
 template <typename T>
 __global__ void __launch_bounds__(kTileThreads) group_amax(const TileParams p) {
   __shared__ float shared[kTileThreads / 32];
-  const TilePlace at = place_of(p, blockIdx.x);
+  const TileSpan at = span_of_tile(p, blockIdx.x);
   if (at.is_tail) return;
   Eight<T> x[8];
   load_tile(x, p, at, threadIdx.x / 16, threadIdx.x % 16);
-  float own = 0.0f;
+  float largest = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) own = fmaxf(own, x[i].amax());
-  own = block_max<kTileThreads>(own, shared);
-  if (threadIdx.x == 0) atomic_amax(p.args.workspace + at.group, own);
+  for (int i = 0; i < 8; ++i) largest = fmaxf(largest, x[i].amax());
+  largest = block_max<kTileThreads>(largest, shared);
+  if (threadIdx.x == 0) atomic_amax(p.args.workspace + at.group, largest);
 }
 
 }  // namespace fp8core

@@ -1,5 +1,5 @@
-// The parts of a cast: one block of 256 threads takes a tile of 128 x 128 elements, reads it once,
-// and writes its codes and their transpose.
+// The steps of a cast. A block of 256 threads reads a tile of 128 x 128 elements once, and writes
+// its codes and their transpose.
 //
 // Thread (ty, tx), 16 x 16, holds 8 rows x 8 columns: rows 8 ty .. 8 ty + 7, columns 8 tx .. 8 tx
 // + 7. A row of the tile is read as 16 x 16 bytes (2 bytes an element) and written as 16 x 8 bytes.
@@ -25,23 +25,23 @@ constexpr int kTileThreads = 256;
 struct TileParams {
   QuantizeArguments args;
   ScaleRule rule;
-  int tile_columns = 0;     // tiles in a row of tiles
-  int64_t scale_tiles = 0;  // rows of tiles that there are scales for
+  int tile_columns = 0;     // tiles from one end of a row to the other
+  int64_t scale_tiles = 0;  // rows of tiles that have scales
   bool vector_loads = false, vector_rows = false, vector_columns = false;
 };
 
-struct TilePlace {
+struct TileSpan {
   int64_t row, column;  // of the tile's first element
   int64_t tile_row, tile_column;
-  int64_t row_end, load_end;  // where the group's rows end; of the tail's none are read
-  int64_t code, code_end;     // likewise in the columnwise codes
+  int64_t row_end, load_end;  // of the group's rows; load_end is 0 in the tail, which is not read
+  int64_t code, code_end;     // row and row_end, counted in the columnwise codes
   int64_t group;              // 0 without groups
-  bool is_first;              // row of tiles of its group
-  bool is_tail;               // belongs to no group
+  bool is_first;              // in the group's first row of tiles
+  bool is_tail;               // in rows that belong to no group
 };
 
-__device__ inline TilePlace place_of(const TileParams& p, unsigned tile) {
-  TilePlace at;
+__device__ inline TileSpan span_of_tile(const TileParams& p, unsigned tile) {
+  TileSpan at;
   at.tile_row = tile / p.tile_columns;
   at.tile_column = tile % p.tile_columns;
   at.column = at.tile_column * kTile;
@@ -56,24 +56,24 @@ __device__ inline TilePlace place_of(const TileParams& p, unsigned tile) {
     return at;
   }
   const int count = static_cast<int>(groups.count), rows = static_cast<int>(p.args.x.rows);
-  const int own = static_cast<int>(at.tile_row);
-  const GroupPlace found = group_of_block(groups.offsets, count, rows, own);
-  const int64_t offset = static_cast<int64_t>(own - found.first_block) * kTile;
-  const int64_t first_code = static_cast<int64_t>(found.first_step) * kGroupStep;
-  at.row = found.start + offset;
+  const int tile_row = static_cast<int>(at.tile_row);
+  const GroupSpan span = group_of_block(groups.offsets, count, rows, tile_row);
+  const int64_t offset = static_cast<int64_t>(tile_row - span.first_block) * kTile;
+  const int64_t first_code = static_cast<int64_t>(span.first_step) * kGroupStep;
+  at.row = span.start + offset;
   at.code = first_code + offset;
-  at.row_end = found.end;
-  at.group = found.group;
-  at.is_first = own == found.first_block;
-  at.is_tail = found.group == count;
+  at.row_end = span.end;
+  at.group = span.group;
+  at.is_first = tile_row == span.first_block;
+  at.is_tail = span.group == count;
   at.load_end = at.is_tail ? 0 : at.row_end;
   at.code_end = at.is_tail ? p.args.column_pitch
-                           : first_code + group_steps(found.end - found.start) * kGroupStep;
+                           : first_code + group_steps(span.end - span.start) * kGroupStep;
   return at;
 }
 
 template <typename T>
-__device__ void load_tile(Eight<T> (&x)[8], const TileParams& p, const TilePlace& at, int ty,
+__device__ void load_tile(Eight<T> (&x)[8], const TileParams& p, const TileSpan& at, int ty,
                           int tx) {
   const Matrix& m = p.args.x;
   const int64_t row = at.row + ty * 8, column = at.column + tx * 8;
@@ -96,7 +96,7 @@ __device__ void load_tile(Eight<T> (&x)[8], const TileParams& p, const TilePlace
   }
 }
 
-// What was loaded, each element by one thread; rows of no group were not.
+// Counts the NaN and inf that the threads loaded; rows of no group are not loaded.
 template <typename T>
 __device__ void count_tile(const Eight<T> (&x)[8], const TileParams& p) {
   constexpr int kEach = Eight<T>::kWords;
@@ -105,10 +105,10 @@ __device__ void count_tile(const Eight<T> (&x)[8], const TileParams& p) {
 }
 
 // Stores the codes of row 8 ty + i.
-__device__ inline void store_row(const TileParams& p, const TilePlace& at, int own, int tx,
+__device__ inline void store_row(const TileParams& p, const TileSpan& at, int row_in_tile, int tx,
                                  uint2 codes) {
   const Matrix& m = p.args.x;
-  const int64_t row = at.row + own, column = at.column + tx * 8;
+  const int64_t row = at.row + row_in_tile, column = at.column + tx * 8;
   if (row >= at.row_end || column >= m.cols) return;
   uint8_t* to = p.args.rowwise.codes + row * m.cols + column;
   if (p.vector_rows && column + 8 <= m.cols) {
@@ -134,7 +134,8 @@ __device__ inline void transpose4(uint32_t (&w)[4]) {
 // Bits 1 and 3 of a row group change places.
 __device__ inline int turn(int ty) { return (ty & 5) | (ty & 2) << 2 | (ty & 8) >> 2; }
 
-// codes[i] are the eight bytes of row 8 ty + i. Two barriers' worth of work: park, then store.
+// Puts the thread's codes into shared memory, transposed; codes[i] are the eight bytes of row
+// 8 ty + i. After a barrier, store_columns writes them out.
 __device__ inline void park_columns(const uint2 (&codes)[8], uint2* shared, int ty, int tx) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // columns 0-3, 4-7 of the thread
@@ -154,17 +155,16 @@ __device__ inline void park_columns(const uint2 (&codes)[8], uint2* shared, int 
   }
 }
 
-__device__ inline void store_columns(const TileParams& p, const TilePlace& at,
-                                     const uint2* shared) {
+__device__ inline void store_columns(const TileParams& p, const TileSpan& at, const uint2* shared) {
   const Matrix& m = p.args.x;
 #pragma unroll
   for (int pass = 0; pass < 4; ++pass) {
     const int index = pass * kTileThreads + threadIdx.x;
-    const int own = index / 8, chunk = index % 8, swizzle = own / 8;
-    const uint4 pair =
-        *reinterpret_cast<const uint4*>(&shared[own * 16 + (turn(2 * chunk) ^ (swizzle & ~1))]);
+    const int column_in_tile = index / 8, chunk = index % 8, swizzle = column_in_tile / 8;
+    const uint4 pair = *reinterpret_cast<const uint4*>(
+        &shared[column_in_tile * 16 + (turn(2 * chunk) ^ (swizzle & ~1))]);
     const uint4 codes = swizzle % 2 == 0 ? pair : make_uint4(pair.z, pair.w, pair.x, pair.y);
-    const int64_t column = at.column + own, row = at.code + chunk * 16;
+    const int64_t column = at.column + column_in_tile, row = at.code + chunk * 16;
     if (column >= m.cols || row >= at.code_end) continue;
     uint8_t* to = p.args.columnwise.codes + column * p.args.column_pitch + row;
     if (p.vector_columns && row + 16 <= at.code_end) {
@@ -190,13 +190,13 @@ __device__ uint2 encode_row(const Eight<T>& x, const float (&scale)[8]) {
 
 // Amaxes of the thread's eight columns over its eight rows.
 template <typename T>
-__device__ void column_maxima(const Eight<T> (&x)[8], float (&found)[8]) {
+__device__ void column_maxima(const Eight<T> (&x)[8], float (&maxima)[8]) {
   if constexpr (std::is_same_v<T, float>) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      found[j] = 0.0f;
+      maxima[j] = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) found[j] = fmaxf(found[j], fabsf(x[i][j]));
+      for (int i = 0; i < 8; ++i) maxima[j] = fmaxf(maxima[j], fabsf(x[i][j]));
     }
   } else {
 #pragma unroll
@@ -204,8 +204,8 @@ __device__ void column_maxima(const Eight<T> (&x)[8], float (&found)[8]) {
       auto both = __habs2(x[0].pair(j));
 #pragma unroll
       for (int i = 1; i < 8; ++i) both = __hmax2(both, __habs2(x[i].pair(j)));
-      found[2 * j] = fmaxf(0.0f, static_cast<float>(both.x));
-      found[2 * j + 1] = fmaxf(0.0f, static_cast<float>(both.y));
+      maxima[2 * j] = fmaxf(0.0f, static_cast<float>(both.x));
+      maxima[2 * j + 1] = fmaxf(0.0f, static_cast<float>(both.y));
     }
   }
 }
@@ -214,22 +214,23 @@ __device__ void column_maxima(const Eight<T> (&x)[8], float (&found)[8]) {
 template <typename T>
 __device__ float column_amax(const Eight<T> (&x)[8], float (*shared)[kTile], int tx) {
   const int warp = threadIdx.x / 32;
-  float own[8];
-  column_maxima(x, own);
+  float maxima[8];
+  column_maxima(x, maxima);
 #pragma unroll
-  for (int j = 0; j < 8; ++j) own[j] = fmaxf(own[j], __shfl_xor_sync(0xFFFFFFFFu, own[j], 16));
+  for (int j = 0; j < 8; ++j)
+    maxima[j] = fmaxf(maxima[j], __shfl_xor_sync(0xFFFFFFFFu, maxima[j], 16));
   if (threadIdx.x % 32 < 16) {
     auto* to = reinterpret_cast<float4*>(&shared[warp][tx * 8]);
-    to[0] = make_float4(own[0], own[1], own[2], own[3]);
-    to[1] = make_float4(own[4], own[5], own[6], own[7]);
+    to[0] = make_float4(maxima[0], maxima[1], maxima[2], maxima[3]);
+    to[1] = make_float4(maxima[4], maxima[5], maxima[6], maxima[7]);
   }
   __syncthreads();
-  float found = 0.0f;
+  float largest = 0.0f;
   if (threadIdx.x < kTile) {
 #pragma unroll
-    for (int i = 0; i < kTileThreads / 32; ++i) found = fmaxf(found, shared[i][threadIdx.x]);
+    for (int i = 0; i < kTileThreads / 32; ++i) largest = fmaxf(largest, shared[i][threadIdx.x]);
   }
-  return found;
+  return largest;
 }
 
 // Amaxes of the tile's rows: thread (ty, tx) gets that of row 8 ty + tx / 2. Of the rows that two
@@ -237,20 +238,20 @@ __device__ float column_amax(const Eight<T> (&x)[8], float (*shared)[kTile], int
 // every step: 8 exchanges for 8 rows instead of 32.
 template <typename T>
 __device__ float row_amax(const Eight<T> (&x)[8], int tx) {
-  float own[8];
+  float maxima[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) own[i] = x[i].amax();
+  for (int i = 0; i < 8; ++i) maxima[i] = x[i].amax();
 #pragma unroll
   for (int half = 4; half > 0; half /= 2) {
     const bool keeps_upper = (tx & (2 * half)) != 0;
 #pragma unroll
     for (int i = 0; i < half; ++i) {
-      const float kept = keeps_upper ? own[i + half] : own[i];
-      const float handed = keeps_upper ? own[i] : own[i + half];
-      own[i] = fmaxf(kept, __shfl_xor_sync(0xFFFFFFFFu, handed, 2 * half));
+      const float kept = keeps_upper ? maxima[i + half] : maxima[i];
+      const float handed = keeps_upper ? maxima[i] : maxima[i + half];
+      maxima[i] = fmaxf(kept, __shfl_xor_sync(0xFFFFFFFFu, handed, 2 * half));
     }
   }
-  return fmaxf(own[0], __shfl_xor_sync(0xFFFFFFFFu, own[0], 1));
+  return fmaxf(maxima[0], __shfl_xor_sync(0xFFFFFFFFu, maxima[0], 1));
 }
 
 }  // namespace fp8core

@@ -1,4 +1,4 @@
-// What may be read and written in vectors.
+// Whether a kernel may read and write vectors of elements at once.
 #pragma once
 
 #include "fp8core/quantize.h"

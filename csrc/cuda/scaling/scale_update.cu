@@ -1,4 +1,5 @@
-// One block a slot. Source: docs/numerics.md, delayed scaling.
+// The update of delayed scales, with a block of threads for each slot. Source: docs/numerics.md,
+// delayed scaling.
 #include <algorithm>
 #include <cfloat>
 
@@ -26,9 +27,9 @@ __global__ void __launch_bounds__(kThreads) update(const Batch batch, bool takes
   const float newest = history[0];
   const bool is_finite = isfinite(newest);
   const bool is_recorded = is_finite && newest > 0.0f;
-  __syncthreads();  // all have read entry 0 before one writes it
+  __syncthreads();  // all threads have read entry 0 before one writes it
   float window = newest;
-  // h[i] = h[i + 1] in pieces: each is read whole before it is written, and begins behind the last.
+  // h[i] = h[i + 1], one piece after the other: each is read as a whole before it is written.
   for (int start = 0; start < state.length - 1; start += kThreads * kPerThread) {
     float moved[kPerThread];
 #pragma unroll

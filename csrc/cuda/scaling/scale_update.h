@@ -1,4 +1,4 @@
-// What the update of delayed scales offers to apis/.
+// The launch of the update of delayed scales.
 #pragma once
 
 #include "fp8core/scale_update.h"

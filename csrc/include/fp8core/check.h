@@ -1,5 +1,6 @@
 // Checks of the native entries. A failed one becomes a Python ValueError that says what was
-// checked, what was found and what was expected; an error of CUDA or cuBLASLt a RuntimeError.
+// checked, the value, and the values that are accepted; an error of CUDA or cuBLASLt a
+// RuntimeError.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,7 +25,8 @@ std::string join(const Words&... words) {
     if (!(condition)) throw std::invalid_argument(fp8core::join(__VA_ARGS__)); \
   } while (false)
 
-// A tensor without memory of its own has the address 0, which a kernel must not be given.
+// A tensor that stands for another, as a wrapper or a lazy one does, has the address 0, which a
+// kernel must not be given.
 #define FP8CORE_CHECK_ADDRESS(pointer, ...)        \
   FP8CORE_CHECK((pointer) != nullptr, __VA_ARGS__, \
                 " is not empty and has the address 0: a tensor without memory of its own")

@@ -1,4 +1,4 @@
-// d[m, n] = a[m, k] @ b[n, k].T over cuBLASLt: one object a shape, its descriptors made once.
+// d[m, n] = a[m, k] @ b[n, k].T over cuBLASLt: one object a shape, with descriptors created once.
 #pragma once
 
 #include <cublasLt.h>
@@ -16,7 +16,7 @@ namespace fp8core {
 
 enum class ElementType { kE4M3, kE5M2, kE2M1, kBFloat16, kFloat16, kFloat32 };
 
-// What one scale of an operand covers, and how cuBLASLt wants the scales laid out.
+// The elements that one scale of an operand covers, and the layout of scales that cuBLASLt reads.
 enum class ScaleMode {
   kNone,      // high precision
   kTensor,    // float32 [1]

@@ -1,4 +1,4 @@
-// Casts whose scales are bytes: MXFP8 and NVFP4. Bit for bit what docs/numerics.md says.
+// Casts whose scales are bytes: MXFP8 and NVFP4. docs/numerics.md defines every bit of the results.
 //
 // The scales of an operand [rows, k] lie as [ceil(k / bk), pitch] bytes, those of adjacent rows
 // adjacent, `pitch` at least round_up(ceil(rows / br), 16): a thread of the cast holds several rows
@@ -86,8 +86,8 @@ constexpr std::int64_t tile_bytes(std::int64_t rows, std::int64_t blocks) {
   return (rows + 127) / 128 * ((blocks + 3) / 4) * 512;
 }
 
-// What follows a's tiles where both operands have a global scale, in memory of the device, because
-// nobody waits for it: alpha, the product of the two, and what beta may be.
+// Follows a's tiles where both operands have a global scale: alpha, the product of the two scales,
+// and the values of beta. It lies in the device's memory, since the host does not wait for alpha.
 struct GemmFactors {
   float alpha, zero, one;
 };

@@ -1,9 +1,9 @@
 // Quantization of x [rows, cols] to codes [rows, cols] and, transposed, [cols, rows].
-// Bit for bit what docs/numerics.md says; everything in float32.
+// docs/numerics.md defines every bit of the results; all arithmetic is float32.
 //
-// Of an entry, the descriptor holds what is bound once: formats, sizes of blocks, the device. The
-// arguments hold what differs from call to call. Python writes them as one flat tuple, in the order
-// of `fields()`; the last kOptional values may be left out.
+// An entry takes a descriptor, which is bound once (formats, sizes of blocks, the device), and the
+// arguments of a call. Python writes arguments as one flat tuple, in the order of `fields()`; the
+// last kOptional values may be left out.
 #pragma once
 
 #include <cstdint>
@@ -16,16 +16,16 @@ namespace fp8core {
 enum class InputType { kFloat32, kBFloat16, kFloat16 };
 enum class Format { kE4M3, kE5M2 };
 
-// What one scale covers, seen from the operand's own rows.
+// The elements that one scale covers, along the rows of the operand.
 enum class Granularity {
-  kDelayed,  // the tensor; the scale is handed in, the amax out
+  kDelayed,  // the tensor; the scale is an argument, the amax a result
   kTensor,   // the tensor
   kRow,      // a row
   kVec128,   // 128 elements of a row
   kBlock128  // 128 x 128
 };
 
-// Codes along k of a group begin at a multiple of so many: the copy engine takes no other places.
+// In each group, codes along k begin at a multiple of so many: the copy engine reads no others.
 constexpr int kGroupStep = 32;
 
 // Floats that the amax of a tensor takes in a workspace.
@@ -66,7 +66,7 @@ struct QuantizeOutput {
   auto fields() { return std::tie(codes, scale_inv, pitch); }
 };
 
-// Groups of rows, each a tensor of its own; where they end is known on the device alone. Operands
+// Groups of rows, each quantized as a tensor; where they end is known on the device alone. Operands
 // then have one scale a group (kDelayed, kTensor; kRow columnwise: [groups, pitch]), or one for
 // every 128 rows of each group (kVec128 columnwise, kBlock128), whose memory holds
 // rows / 128 + groups. Columnwise codes begin at a multiple of kGroupStep in each group, with zeros

@@ -146,7 +146,7 @@ def source() -> Callable[..., native._Source]:
 
 
 def test_a_build_of_before_is_used(compiler: Path, source: Callable[..., native._Source]) -> None:
-    assert source(("90a",), settings.read()).what.startswith("built with")
+    assert source(("90a",), settings.read()).description.startswith("built with")
     path = build.build(("90a",))
     assert source(("90a",), settings.read()) == native._Source(path, f"built earlier: {path}", None)
 

@@ -62,7 +62,7 @@ def refused(said: str, path: Path) -> None:
         assert "FP8CORE_CACHE_DIR" in str(caught.value)
     source = native._source.__wrapped__(("90a",), settings.read())
     assert source.why_not is None  # it is an error, not a reason to run other kernels
-    assert "refused: " in source.what
+    assert "refused: " in source.description
 
 
 # --- owners and modes ---

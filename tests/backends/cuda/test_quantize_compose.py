@@ -1,4 +1,4 @@
-"""Casts made of casts, judged by the reference's own: none of it needs a GPU."""
+"""Casts composed of casts, judged by the casts of the reference: none of it needs a GPU."""
 
 from __future__ import annotations
 
