@@ -77,7 +77,9 @@ class _Chain(torch.autograd.Function):
             return _backward(ctx, grad_output)
         if is_legacy_batched(grad_output) or is_transform_active():
             return _backward_again(ctx, grad_output)
-        return _backward(ctx, _readable_grad(ctx, grad_output))
+        if type(grad_output) is torch.Tensor and not are_readable(grad_output):
+            grad_output = _readable_grad(ctx, grad_output)
+        return _backward(ctx, grad_output)
 
 
 # The C++ function that _Chain.apply ends in. apply first looks for torch.func's transforms, under
@@ -139,8 +141,18 @@ def run(
         x, params = _readable(x, params)
     if is_under_torch_autocast(x):
         with torch.autocast(x.device.type, enabled=False):
-            return _run(links, x, params, call)
-    return _run(links, x, params, call)
+            return run(links, x, params, call)
+    if is_transform_active() or forward_mode_level() >= 0:
+        transform = transform_of((x, *params))
+        if transform is not None:
+            return _run_in_torch(links, x, params, call, transform)
+    if not (torch.is_grad_enabled() and (x.requires_grad or _any_requires_grad(params))):
+        return _forward(links, call, x, params, (False,) * (1 + len(params)))[0]
+    if type(links) is Unfused and (
+        len(links) > 1 or (params and (params[0].dtype != x.dtype or type(params[0]) not in PLAIN))
+    ):
+        return _run_in_pieces(links, x, params, call)
+    return _apply(links, call, x, *params)
 
 
 def _unwrap(
@@ -173,23 +185,6 @@ def is_under_torch_autocast(x: torch.Tensor) -> bool:
         return False
     device_type = x.device.type  # torch raises for meta
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
-
-
-def _run(
-    links: tuple[Link, ...], x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
-) -> torch.Tensor:
-    if is_transform_active() or forward_mode_level() >= 0:
-        transform = transform_of((x, *params))
-        if transform is not None:
-            return _run_in_torch(links, x, params, call, transform)
-    if torch.is_grad_enabled() and (x.requires_grad or _any_requires_grad(params)):
-        if type(links) is Unfused and (
-            len(links) > 1
-            or (params and (params[0].dtype != x.dtype or type(params[0]) not in PLAIN))
-        ):
-            return _run_in_pieces(links, x, params, call)
-        return _apply(links, call, x, *params)
-    return _forward(links, call, x, params, (False,) * (1 + len(params)))[0]
 
 
 def _run_in_pieces(
@@ -265,8 +260,6 @@ def _forward(
 
 
 def _readable_grad(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
-    if type(grad_output) is not torch.Tensor or are_readable(grad_output):
-        return grad_output
     if type(ctx.links) is Unfused and not is_strided(grad_output):
         grad_output = grad_output.to_dense()  # torch's layers take sparse gradients as well
     return made_readable(grad_output, grad_output.device, "grad_output")

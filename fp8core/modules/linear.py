@@ -185,13 +185,15 @@ class Linear(LowPrecisionModule):
         self,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Return the weight, the linear link's parameters, and the bias."""
-        weight, bias = self._merged("weight"), self._merged("bias")
+        if len(self._parts) == 1:
+            prefix = self._parts[0][0]
+            weight, bias = self.parameter(f"{prefix}weight"), self.parameter(f"{prefix}bias")
+        else:
+            weight, bias = self._merged("weight"), self._merged("bias")
         assert weight is not None
         return weight, (weight,) if bias is None or self.return_bias else (weight, bias), bias
 
     def _merged(self, kind: str) -> torch.Tensor | None:
-        if len(self._parts) == 1:
-            return self.parameter(f"{self._parts[0][0]}{kind}")
         parts = [self.parameter(f"{prefix}{kind}") for prefix, _ in self._parts]
         return None if parts[0] is None else torch.cat([part for part in parts if part is not None])
 
