@@ -1,1 +1,1 @@
-"""``fp8core doctor``: what is installed, what works here and why not, what is set."""
+"""``fp8core doctor``: the installed backends and plug-ins, whether they work here, the settings."""

@@ -1,4 +1,4 @@
-"""The process in which ``fp8core doctor`` runs what may crash; not a command for people."""
+"""The process in which ``fp8core doctor`` runs code that may crash; not a command for users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8core.doctor import consult, findings, process
 
 
 def main() -> None:
-    """Write what is found out about the plug-ins, or about one backend, record by record."""
+    """Write the records of the plug-ins, or of one backend, to the file that ``--to`` names."""
     parser = argparse.ArgumentParser(prog="python -m fp8core.doctor", description=__doc__)
     parser.add_argument("--to", required=True)
     parts = parser.add_subparsers(dest="part", required=True)
@@ -26,10 +26,10 @@ def main() -> None:
     with process.writing(args.to) as put:
         if args.part == "plugins":
             consult.watch_loading(put)
-            found = consult.records(args.muted)
+            results = consult.records(args.muted)
         else:
-            found = findings.records(args.name, args.device, args.done)
-        for record in found:
+            results = findings.records(args.name, args.device, args.done)
+        for record in results:
             put(record)
 
 

@@ -1,7 +1,8 @@
-"""The tensors of the self-test, and how an operation is called with them.
+"""The tensors of the self-test, and the calls of operations with them.
 
-Small: 256 tokens in two groups of 128, 128 features in and 384 out, so that every block of every
-recipe fits and a swapped size is seen. Rows span four decades where casts are tested.
+They are small: 256 tokens in two groups of 128, 128 input features and 384 output features, which
+the blocks of every recipe divide; as all sizes differ, swapped ones give an error. The rows of
+tensors that are cast span four decades.
 """
 
 from __future__ import annotations
@@ -46,12 +47,13 @@ SIZES = {
 }
 CPU = torch.device("cpu")
 OFFSETS = (0, 128, TOKENS)
-DELAYED_AMAX = 512.0  # above every amax below, one for a tensor and for its groups alike
+DELAYED_AMAX = 512.0  # above the amax of every tensor; the same for a tensor and its groups
 SEED = 20
 
 
 def tensor(name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor called ``name`` on the CPU, always the same; ``weight`` is of one scale."""
+    """Return the tensor called ``name`` on the CPU, from a fixed seed; rows of ``weight`` have one
+    magnitude."""
     generator = torch.Generator().manual_seed(SEED + list(SIZES).index(name))
     rows, columns = SIZES[name]
     x = torch.randn(rows, columns, generator=generator)
@@ -65,7 +67,7 @@ def _plain(*size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def norm_arguments(desc: NormDesc | NormBackwardDesc, judge: Backend) -> list[Any]:
-    """Return what ``norm`` or ``norm_backward`` is called with, on the CPU."""
+    """Return the arguments of ``norm`` or ``norm_backward``, on the CPU."""
     norm = desc if isinstance(desc, NormDesc) else desc.norm
     x = _plain(TOKENS, IN_FEATURES, dtype=norm.dtype, seed=1)
     weight = _plain(IN_FEATURES, dtype=norm.dtype, seed=2)
@@ -78,7 +80,7 @@ def norm_arguments(desc: NormDesc | NormBackwardDesc, judge: Backend) -> list[An
 
 
 def pointwise_arguments(desc: ActivationDesc | ActivationBackwardDesc) -> list[torch.Tensor]:
-    """Return what ``activation`` or ``activation_backward`` is called with, on the CPU."""
+    """Return the arguments of ``activation`` or ``activation_backward``, on the CPU."""
     wide = 2 if desc.name in GATED else 1
     x = _plain(TOKENS, wide * IN_FEATURES, dtype=desc.dtype, seed=5)
     if isinstance(desc, ActivationDesc):
@@ -92,7 +94,7 @@ def operand_to(operand: Operand, device: torch.device) -> Operand:
 
 
 def quantize_keywords(desc: QuantizeDesc, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the scale and the random key that ``desc`` asks for."""
+    """Return the keywords that the specs of ``desc`` need: ``scale``, ``rng``, or none."""
     halves = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
     keywords: dict[str, torch.Tensor] = {}
     if any(spec.delayed for spec in halves):
@@ -108,8 +110,8 @@ def _quantized(
 ) -> Quantized:
     offsets = [torch.tensor(OFFSETS, device="cpu")] if desc.grouped else []
     keywords = quantize_keywords(desc, device)
-    made: Quantized = who.bind(desc, device)(x.to(device), *offsets, **keywords)
-    return made
+    quantized: Quantized = who.bind(desc, device)(x.to(device), *offsets, **keywords)
+    return quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +124,11 @@ class Bench:
 
     @property
     def is_judge(self) -> bool:
-        """Whether the judge itself is tested where it judges."""
+        """Whether the tested backend is the judge, on the CPU."""
         return self.tested is self.judge and self.device.type == "cpu"
 
     def bind(self, desc: OpDesc) -> Callable[..., Any]:
-        """Bind ``desc`` by the tested backend, on its device."""
+        """Bind ``desc`` with the tested backend, on its device."""
         return self.tested.bind(desc, self.device)
 
     def quantized(self, desc: QuantizeDesc, x: torch.Tensor) -> Quantized:
@@ -138,9 +140,9 @@ class Bench:
         return _quantized(self.judge, CPU, desc, x)
 
     def values(self, spec: OperandSpec | None, operand: Operand) -> torch.Tensor:
-        """Return what ``operand`` stands for, float64 on the CPU, by the judge's dequantization.
+        """Return the values of ``operand``, float64 on the CPU, as the judge dequantizes them.
 
-        A transform is not undone.
+        They are still transformed if the operand's spec has a transform.
         """
         here = operand_to(operand, CPU)
         if spec is None:
@@ -151,14 +153,17 @@ class Bench:
     def operand(
         self, spec: OperandSpec | None, x: torch.Tensor, *, columnwise: bool, grouped: bool
     ) -> Operand | None:
-        """Make the tested backend's operand of ``x``, None if it cannot without random rounding."""
+        """Quantize ``x`` with the tested backend, without stochastic rounding.
+
+        Returns None if the backend does not support that cast.
+        """
         x = x.to(self.device)
         if spec is None:
             return Operand(x.t() if columnwise else x)
-        plain = replace(spec, stochastic=False)  # so that a group alone is rounded as in the whole
+        plain = replace(spec, stochastic=False)  # so that a group alone rounds as in the tensor
         row, column = (None, plain) if columnwise else (plain, None)
         desc = QuantizeDesc(x.dtype, row, column, grouped)
         if self.tested.unsupported(desc, self.device) is not None:
             return None
-        made = self.quantized(desc, x)
-        return made.columnwise if columnwise else made.rowwise
+        operands = self.quantized(desc, x)
+        return operands.columnwise if columnwise else operands.rowwise

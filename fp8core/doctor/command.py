@@ -17,7 +17,7 @@ from fp8core.doctor.report import examine
 
 __all__ = ["add_arguments", "run"]
 
-DEADLINE_S = 120.0  # long enough for a backend that compiles its kernels on first use
+DEADLINE_S = 120.0  # a backend may compile its kernels on first use
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=device_argument,
         metavar="DEVICE",
-        help="as torch names it; default: each backend's own",
+        help="as torch names it; default: for each backend, its first device type that is present",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
@@ -41,8 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return 1 if a backend that was asked for, or the device, is unusable,
-    and 2 if what was asked for is a name or setting that means nothing."""
+    """Print the report; return the exit status.
+
+    0, or 1 if a requested backend or the device cannot be used, or 2 if a name or setting is
+    unknown.
+    """
     with contextlib.redirect_stdout(sys.stderr):  # plug-ins may print, and the report may be JSON
         reasons, notes = consult.apart(args.deadline)
         plugins.set_aside(reasons)

@@ -1,4 +1,4 @@
-"""How far a result is from what it should be, as a share of what it may be."""
+"""Errors of results, as shares of the allowed error."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from fp8core.backend_api import Operand
 __all__ = ["EQUAL", "UNEQUAL", "Error", "equals", "operands_equal", "share"]
 
 EQUAL, UNEQUAL = 0.0, math.inf
-"""The share of a result that must be equal bit for bit, and is, or is not."""
+"""The errors of a result that must be equal bit for bit: it is equal, or it is not."""
 
 
 class Error(NamedTuple):
-    """An error as a share of its bound (above 1 fails), and what the bound is."""
+    """An error as a share of its bound, which fails above 1; and the words for the bound."""
 
     share: float
     judged_by: str
 
 
-def share(found: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> float:
-    """Return the worst ``|found - expected| / bound``, inf for a NaN or for another shape.
+def share(result: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> float:
+    """Return the worst ``|result - expected| / bound``, inf for a NaN or for another shape.
 
-    ``found`` may be of any dtype and device; the others are float64 on the CPU.
+    ``result`` may be of any dtype and device; the others are float64 on the CPU.
     """
-    if found.shape != expected.shape:
+    if result.shape != expected.shape:
         return UNEQUAL
-    apart = (found.double().cpu() - expected).abs()
+    apart = (result.double().cpu() - expected).abs()
     shares = torch.where(apart == 0, 0.0, apart / bound)
     worst = shares.nan_to_num(nan=math.inf).amax() if shares.numel() else torch.zeros(())
     return float(worst)
 
 
 def equals(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
-    """Return whether two tensors, perhaps of other devices and strides, or None, are equal."""
+    """Return whether two tensors of any device and strides are equal, or both are None."""
     if ours is None or theirs is None:
         return ours is theirs
     return torch.equal(ours.cpu().contiguous(), theirs.cpu().contiguous())
 
 
 def operands_equal(ours: Operand | None, theirs: Operand | None) -> bool:
-    """Return whether two operands, or None, hold the same codes and scales."""
+    """Return whether two operands hold the same codes and scales, or both are None."""
     if ours is None or theirs is None:
         return ours is theirs
     return all(map(equals, ours, theirs))

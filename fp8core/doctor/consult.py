@@ -1,6 +1,6 @@
-"""The plug-ins' own words: loads every plug-in, and calls its ``fp8core_doctor`` hook.
+"""The notes of the plug-ins: loads every plug-in, and calls its ``fp8core_doctor`` hook.
 
-Loading runs a third party's code, in this process in the end. So it is tried in another one first;
+Loading a plug-in runs third-party code in this process. So all are loaded in another process first;
 a plug-in that crashes or hangs there is set aside, with the reason in its row.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["apart", "here", "records", "watch_loading"]
 
 
 def here() -> list[str]:
-    """Return what the plug-ins report; a hook that raises is reported too."""
+    """Return the notes of the plug-ins; a hook that raises is a note too."""
     return [note for record in records() for note in record.get("notes", ())]
 
 
@@ -35,30 +35,30 @@ def records(muted: Collection[str] = ()) -> Iterator[Record]:
     try:
         registry = plugins.load()
     except RecipeError:
-        yield {"begin": "reading the environment"}  # no plug-in's fault
+        yield {"begin": "reading the environment"}  # the fault is not a plug-in's
         raise
-    found = registry.manager.list_name_plugin()
+    named_plugins = registry.manager.list_name_plugin()
     deciding = registry.manager.hook.fp8core_select_backend.get_hookimpls()
-    for name, plugin in found:
+    for name, plugin in named_plugins:
         if name in muted:
             continue
         if any(hook.plugin is plugin for hook in deciding):
             yield {"begin": "its fp8core_select_backend", "hook": name}
             yield {"notes": _faults_of_policy(registry, plugin)}
         yield {"begin": "its fp8core_doctor", "hook": name}
-        others = [other for _, other in found if other is not plugin]
+        others = [other for _, other in named_plugins if other is not plugin]
         hook = registry.manager.subset_hook_caller("fp8core_doctor", others)
         yield {"notes": _notes(name, hook)}
 
 
 def _faults_of_policy(registry: plugins.Registry, plugin: object) -> list[str]:
-    """Ask a site policy about a product on each type of device; say what is wrong, once."""
+    """Ask a site policy about a GEMM on each type of device; return its first fault, if any."""
     kinds = {kind for spec in registry.by_priority() for kind in spec.device_types}
     desc = GemmDesc(None, None, DTYPE)
     for kind in sorted(kinds):
         names = [spec.name for spec in registry.by_priority() if kind in spec.device_types]
         device = attempt(functools.partial(torch.device, kind))
-        if isinstance(device, Failure):  # of a torch that is not this one
+        if isinstance(device, Failure):  # a type that this torch does not know
             continue
         picked = attempt(
             functools.partial(select.site_pick, registry, desc, device, tuple(names), plugin)
@@ -77,7 +77,7 @@ def _notes(name: str, hook: Callable[..., Any]) -> list[str]:
 
 
 def watch_loading(announce: Callable[[Record], object]) -> None:
-    """Have ``announce`` called with a record before each plug-in is loaded."""
+    """Call ``announce`` with a record before each plug-in is loaded."""
 
     class Watch(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -90,7 +90,8 @@ def watch_loading(announce: Callable[[Record], object]) -> None:
 
 
 def apart(deadline: float) -> tuple[dict[str, str], list[str]]:
-    """Do it in another process: return why plug-ins are to be set aside, and the others' notes."""
+    """Load the plug-ins in another process; return why some are to be set aside, and the notes of
+    the others."""
     reasons: dict[str, str] = {}
     failures: dict[str, str] = {}
     while True:
@@ -100,10 +101,10 @@ def apart(deadline: float) -> tuple[dict[str, str], list[str]]:
             notes = [note for record in seen for note in record.get("notes", ())]
             return reasons, [*notes, *failures.values()]
         step = process.last_step(seen)
-        why = f"{step['begin']}: {ending.text}"
+        reason = f"{step['begin']}: {ending.text}"
         if "plugin" in step:
-            reasons[step["plugin"]] = why
+            reasons[step["plugin"]] = reason
         elif "hook" in step:
-            failures[step["hook"]] = f"plug-in {step['hook']}: {why}"
-        else:  # nothing of a plug-in's: the environment cannot be read, say
+            failures[step["hook"]] = f"plug-in {step['hook']}: {reason}"
+        else:  # the step does not belong to a plug-in: reading the environment, for example
             return reasons, []

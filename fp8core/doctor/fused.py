@@ -1,4 +1,4 @@
-"""Fused operations against the pair that each stands for: equal bit for bit."""
+"""Tests of fused operations: each equals its pair of operations bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _JUDGED_BY = "the pair of this backend, bit for bit"
 
 
 def quantizing(bench: Bench, need: Need) -> Iterator[Error]:
-    """Compare a producer that quantizes with the producer and the quantization."""
+    """Compare a producer fused with a cast with the two operations one after the other."""
     desc = need.desc
     assert isinstance(desc, FusedDesc)
     producer = desc.producer
@@ -33,15 +33,15 @@ def quantizing(bench: Bench, need: Need) -> Iterator[Error]:
         arguments = cases.norm_arguments(producer, bench.judge)
     else:
         arguments = cases.pointwise_arguments(producer)
-    there = _moved(arguments, bench.device)
-    fused, *rest = bench.bind(desc)(*there, **cases.quantize_keywords(desc.quantize, bench.device))
-    first, *others = _parts(bench.bind(producer)(*there))
+    moved = _moved(arguments, bench.device)
+    fused, *rest = bench.bind(desc)(*moved, **cases.quantize_keywords(desc.quantize, bench.device))
+    first, *others = _parts(bench.bind(producer)(*moved))
     yield _verdict(_same_operands(fused, bench.quantized(desc.quantize, first)))
     yield _verdict(_same(rest, others))
 
 
 def add_norm(bench: Bench, need: Need) -> Iterator[Error]:
-    """Compare the sum that is normalized with the sum, rounded, and the norm."""
+    """Compare ``add_norm`` with the rounded sum and the norm of it."""
     desc = need.desc
     assert isinstance(desc, AddNormDesc)
     x, *parameters = _moved(cases.norm_arguments(desc.norm, bench.judge), bench.device)
@@ -52,19 +52,19 @@ def add_norm(bench: Bench, need: Need) -> Iterator[Error]:
 
 
 def _moved(arguments: Sequence[Any], device: torch.device) -> list[Any]:
-    return [None if own is None else own.to(device) for own in arguments]
+    return [None if x is None else x.to(device) for x in arguments]
 
 
-def _parts(made: Any) -> Sequence[Any]:
-    return (made,) if isinstance(made, torch.Tensor) else made
+def _parts(results: Any) -> Sequence[Any]:
+    return (results,) if isinstance(results, torch.Tensor) else results
 
 
 def _same_operands(fused: Quantized, pair: Quantized) -> bool:
     return len(fused) == len(pair) and all(map(operands_equal, fused, pair))
 
 
-def _same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
-    return len(found) == len(expected) and all(map(equals, found, expected))
+def _same(results: Sequence[Any], expected: Sequence[Any]) -> bool:
+    return len(results) == len(expected) and all(map(equals, results, expected))
 
 
 def _verdict(is_equal: bool) -> Error:

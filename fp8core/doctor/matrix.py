@@ -1,14 +1,14 @@
-"""Which operations of which recipe a backend runs, generated from what the backend declares.
+"""The matrix of recipes and operations that a backend supports, generated from its declarations.
 
-Nothing here is written by hand: a cell holds the backend's answers to the descriptors that the
-recipe's plan needs.
+A cell holds the backend's answers to the descriptors that layers need under the recipe.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,10 +20,10 @@ from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.inspect.descriptors import Need, op_needs
 from fp8core.recipe import PerLayer, Recipe
 
-__all__ = ["DTYPE", "Cell", "cells", "needs_of", "rows", "unanswered"]
+__all__ = ["DTYPE", "Cell", "cell_from", "cells", "needs_of", "rows", "unanswered"]
 
 DTYPE = torch.bfloat16
-"""Activations and parameters that the matrix and the self-test are about."""
+"""The dtype of activations and parameters in the matrix and in the self-test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +44,29 @@ class Cell:
     reasons: tuple[str, ...] = ()
 
 
+def cell_from(entry: Mapping[str, Any]) -> Cell:
+    """Return the cell that ``dataclasses.asdict`` turned into ``entry``, perhaps through JSON."""
+    return Cell(entry["recipe"], entry["op"], entry["state"], tuple(entry["reasons"]))
+
+
 def cells(spec: BackendSpec, device: torch.device) -> list[Cell]:
     """Ask the backend of ``spec`` about every operation of every recipe on ``device``."""
     registry = plugins.load()
-    found = []
+    answers = []
     for name in (NO_RECIPE, *recipe.names()):
         for op in (*OPS, *OPTIONAL_OPS):
             needs = attempt(functools.partial(needs_of, op, name))
             if isinstance(needs, Failure):
-                found.append(Cell(name, op, "no", (str(needs),)))
+                answers.append(Cell(name, op, "no", (str(needs),)))
             else:
-                found.append(_cell(name, op, needs, registry, spec, device))
-    return found
+                answers.append(_cell(name, op, needs, registry, spec, device))
+    return answers
 
 
 def needs_of(op: str, name: str) -> list[Need]:
     """Return the uses of ``op`` under the recipe called ``name``; ``none`` is high precision."""
-    made: Recipe = PerLayer({}) if name == NO_RECIPE else recipe.by_name(name)
-    return op_needs(op, made, DTYPE)
+    chosen: Recipe = PerLayer({}) if name == NO_RECIPE else recipe.by_name(name)
+    return op_needs(op, chosen, DTYPE)
 
 
 def _cell(
@@ -81,10 +86,9 @@ def _cell(
         states.add("no" if verdict.reason else "emulated" if verdict.emulated else "native")
     if not states:
         return Cell(name, op, "unused")
-    # A portable backend emulates low precision alone, so one cell may hold both.
+    # A portable backend emulates only low precision, so a cell may have native and emulated uses.
     state = "partly" if len(states) > 1 and "no" in states else min(states)
-    said = tuple(_reason(text, steps) for text, steps in reasons.items())
-    return Cell(name, op, state, said)
+    return Cell(name, op, state, tuple(_reason(text, steps) for text, steps in reasons.items()))
 
 
 def _reason(text: str, steps: Sequence[str]) -> str:
@@ -92,31 +96,31 @@ def _reason(text: str, steps: Sequence[str]) -> str:
     return f"{named}: {text}" if named else text
 
 
-def rows(found: Sequence[Cell]) -> list[list[str]]:
+def rows(answers: Sequence[Cell]) -> list[list[str]]:
     """Arrange one backend's cells as a table: a heading, then a row of states for each operation.
 
     Optional operations that no recipe can use are left out.
     """
-    recipes = list(dict.fromkeys(cell.recipe for cell in found))
-    state = {(cell.op, cell.recipe): cell.state for cell in found}
+    recipes = list(dict.fromkeys(cell.recipe for cell in answers))
+    state = {(cell.op, cell.recipe): cell.state for cell in answers}
     words = {"unused": "-", "no": "no", "partly": "partly"}
     table = [["", *recipes]]
-    for op in dict.fromkeys(cell.op for cell in found):
+    for op in dict.fromkeys(cell.op for cell in answers):
         line = [words.get(state[op, name], state[op, name]) for name in recipes]
         if op in OPS or set(line) - {"no", "-"}:
             table.append([op, *line])
     return table
 
 
-def unanswered(found: Iterable[Cell]) -> list[str]:
+def unanswered(answers: Iterable[Cell]) -> list[str]:
     """Return why needed operations are refused: one line a reason, with recipes and operations."""
-    places: dict[str, dict[str, list[str]]] = {}
-    for cell in found:
+    uses: dict[str, dict[str, list[str]]] = {}
+    for cell in answers:
         if cell.op in OPS:
             for reason in cell.reasons:
-                places.setdefault(reason, {}).setdefault(cell.op, []).append(cell.recipe)
+                uses.setdefault(reason, {}).setdefault(cell.op, []).append(cell.recipe)
     return [
         f"{op} of {', '.join(names)}: {reason}"
-        for reason, ops in places.items()
+        for reason, ops in uses.items()
         for op, names in ops.items()
     ]

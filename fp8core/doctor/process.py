@@ -1,7 +1,7 @@
-"""Running a part of the doctor in a process of its own: a crash or a hang becomes a finding.
+"""Runs a part of the doctor in another process, so that a crash or a hang becomes a finding.
 
-The process writes records, lines of JSON, to a file, each at once, and announces every step before
-it begins. So it is known which step was under way when the process died or stopped.
+The process writes records, lines of JSON, to a file without delay, and announces every step before
+it begins. The last record thus names the step in which the process crashed or hung.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from fp8core.dispatch.isolation import plain
 __all__ = ["Ending", "Record", "last_step", "run", "writing"]
 
 Record: TypeAlias = dict[str, Any]
-"""Something found out, or a step that begins: ``{"begin": "the self-test of gemm", ...}``."""
+"""A finding, or a step that begins: ``{"begin": "the self-test of gemm", ...}``."""
 
-START_S = 60.0  # for importing torch, which a busy machine makes slow
+START_S = 60.0  # importing torch is slow on a busy machine
 
 _END: Record = {"end": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a process ended that did not come to its end."""
+    """The crash, failure or time-out of a process."""
 
     text: str
     is_timeout: bool = False
@@ -41,7 +41,10 @@ class Ending:
 
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[Callable[[Record], None]]:
-    """Give a function that writes a record to the file at ``path`` at once; ends with a mark."""
+    """Yield a function that appends a record to the file at ``path`` without delay.
+
+    The last record marks the end, unless an error is raised.
+    """
     with open(path, "a", encoding="utf-8", buffering=1) as stream:
 
         def put(record: Record) -> None:
@@ -52,17 +55,17 @@ def writing(path: str) -> Iterator[Callable[[Record], None]]:
 
 
 def run(arguments: Sequence[str], deadline: float) -> tuple[list[Record], Ending | None]:
-    """Run ``python -m fp8core.doctor`` with ``arguments``; return its records, and how it failed.
+    """Run ``python -m fp8core.doctor`` with ``arguments``; return its records, and its failure.
 
-    It is ended, with all that it started, if it writes nothing for ``deadline`` seconds; it has
-    longer to start.
+    It is killed, with all processes that it started, if it writes nothing for ``deadline`` seconds;
+    its first record may take longer.
     """
     with TemporaryDirectory() as folder:
         output, errors = Path(folder, "records"), Path(folder, "errors")
         output.touch()
         command = [sys.executable, "-m", "fp8core.doctor", "--to", str(output), *arguments]
         with errors.open("wb") as stream:
-            # A session of its own: what a backend starts, a compiler say, is ended with it.
+            # In a new session, so that processes of a backend, such as a compiler, are killed too.
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -80,12 +83,13 @@ def run(arguments: Sequence[str], deadline: float) -> tuple[list[Record], Ending
 
 
 def last_step(seen: Sequence[Record]) -> Record:
-    """Return the step that was under way last."""
-    return next((own for own in reversed(seen) if "begin" in own), {"begin": "starting"})
+    """Return the last step that began."""
+    steps = (record for record in reversed(seen) if "begin" in record)
+    return next(steps, {"begin": "starting"})
 
 
 def _wait(child: subprocess.Popen[bytes], output: Path, deadline: float) -> bool:
-    """Wait for ``child``; False if it was ended because ``output`` stopped growing."""
+    """Wait for ``child``; return False if it was killed because ``output`` stopped growing."""
     size, since = 0, time.monotonic()
     try:
         while child.poll() is None:
@@ -112,7 +116,7 @@ def _describe(status: int, errors: str) -> str:
     if status >= 0:
         text = f"exited with status {status}"
     else:
-        names = {own.value: own.name for own in signal.Signals}
+        names = {one.value: one.name for one in signal.Signals}
         text = f"killed by {names.get(-status, f'signal {-status}')}"
     said = errors.strip().splitlines()
     return f"{text}: {plain(said[-1])}" if said else text

@@ -6,13 +6,13 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fp8core.doctor.matrix import Cell, rows, unanswered
+from fp8core.doctor.matrix import cell_from, rows, unanswered
 from fp8core.doctor.report import Report
 
 __all__ = ["render"]
 
 WIDTH = 120
-"""Columns of the longest line, tables aside: reasons of backends may be long."""
+"""Columns of the longest line outside tables: a backend's reasons may be long."""
 
 _INDENT = " " * 6
 
@@ -21,11 +21,11 @@ def render(report: Report) -> str:
     """Return the report as text."""
     lines = ["versions: " + ", ".join(f"{k} {v}" for k, v in report.versions.items())]
     lines += ["devices: " + ", ".join(report.devices)]
-    for own in report.neighbours:
-        lines.append(f"also installed: {own['name']} {own['version']}; {own['note']}")
+    for package in report.neighbours:
+        lines.append(f"also installed: {package['name']} {package['version']}; {package['note']}")
     lines += ["", "backends"]
-    for own in report.backends:
-        lines += _wrapped(_backend(own, report.selected))
+    for backend in report.backends:
+        lines += _wrapped(_backend(backend, report.selected))
     lines += ["", "plug-ins"]
     for plugin in report.plugins:
         state = "ok" if plugin["reason"] is None else f"FAIL: {plugin['reason']}"
@@ -44,7 +44,7 @@ def render(report: Report) -> str:
 
 
 def _wrapped(text: str) -> Iterator[str]:
-    """Yield the lines of ``text``, broken between words, what follows the first indented."""
+    """Yield the lines of ``text``, broken between words, all but the first indented."""
     first = ""
     for line in text.splitlines():
         yield from textwrap.wrap(
@@ -67,15 +67,11 @@ def _backend(backend: dict[str, Any], selected: str | None) -> str:
 
 
 def _matrix(backend: dict[str, Any], matrix: Sequence[dict[str, Any]]) -> Iterator[str]:
-    found = [
-        Cell(own["recipe"], own["op"], own["state"], tuple(own["reasons"]))
-        for own in matrix
-        if own["backend"] == backend["name"]
-    ]
-    if found:
+    of_backend = [cell_from(entry) for entry in matrix if entry["backend"] == backend["name"]]
+    if of_backend:
         yield from ("", f"{backend['name']} on {backend['device']}, by its declarations")
-        yield from columns(rows(found))
-        for line in unanswered(found):
+        yield from columns(rows(of_backend))
+        for line in unanswered(of_backend):
             yield from _wrapped(f"   {line}")
 
 
@@ -88,13 +84,13 @@ def columns(table: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _selftest(backend: dict[str, Any], checks: Sequence[dict[str, Any]]) -> Iterator[str]:
-    own = [check for check in checks if check["backend"] == backend["name"]]
+    of_backend = [check for check in checks if check["backend"] == backend["name"]]
     if backend["unusable"] is None and backend["untested"] is not None:
         yield ""
         yield from _wrapped(f"{backend['name']}: no self-test, {backend['untested']}")
-    if own:
+    if of_backend:
         yield from ("", f"{backend['name']} on {backend['device']}, self-test")
-        for row in columns([_check(check) for check in own]):
+        for row in columns([_check(check) for check in of_backend]):
             yield from _wrapped(row)
 
 

@@ -1,4 +1,4 @@
-"""What the doctor found, as data: versions, devices, backends, their answers and their tests."""
+"""The doctor's report as data: versions, devices, backends, their support and their self-tests."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from fp8core.backend_api import BackendSpec
 from fp8core.dispatch import plugins, policy, select, settings
 from fp8core.doctor import consult
 from fp8core.doctor.findings import Findings, absent
+from fp8core.doctor.matrix import Cell
+from fp8core.doctor.selftest import Check
 from fp8core.errors import Fp8CoreError, RecipeError
 
 __all__ = ["Examiner", "Report", "examine"]
 
 Examiner: TypeAlias = Callable[[str, torch.device | None], Findings]
-"""Finds out about the backend of a name on a device, None for the backend's own."""
+"""A function that examines the named backend on a device; None stands for the backend's default."""
 
 NEIGHBOURS = {
     "transformer_engine": "does not interfere: neither autocast reaches the other's layers",
     "torchao": "does not interfere: convert a layer with one of the two, not with both",
     "mindspeed": "its adaptor replaces modules called transformer_engine; fp8core imports none",
 }
-"""Packages with the same purpose, and what they mean for this one."""
+"""Packages with the same purpose, and their effect on fp8core."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the doctor found; every field is plain data, so that it goes into JSON as it is.
+    """The doctor's report; every field is plain data, which JSON can hold.
 
-    ``problems`` are what makes the exit status 1: a backend that was asked for, or a device, that
-    cannot be used. ``bad_names``: among them is a name or setting that means nothing, which makes
-    it 2.
+    ``problems`` name requested backends and devices that cannot be used; with any, the exit status
+    is 1. ``bad_names``: one of them is an unknown name or setting, and the exit status is 2.
     """
 
     versions: dict[str, str]
@@ -62,58 +63,58 @@ def examine(
     device: torch.device | None = None,
     notes_of_plugins: Callable[[], Sequence[str]] = consult.here,
 ) -> Report:
-    """Look at the installation; ``examiner`` looks at each backend, on ``device`` if one is given.
+    """Examine the installation; ``examiner`` examines each backend, on ``device`` if it is given.
 
     Raises:
         RecipeError: the environment cannot be read.
     """
     registry = plugins.load()
     specs = registry.by_priority()
-    found = {spec.name: examiner(spec.name, device) for spec in specs}
-    requests = _requests(registry, found)
+    findings = {spec.name: examiner(spec.name, device) for spec in specs}
+    requests = _requests(registry, findings)
     problems = list(requests.problems)
     if device is not None:
-        problems += _device_problems(device, specs, found, requests)
+        problems += _device_problems(device, specs, findings, requests)
     notes = [*registry.complaints(), *notes_of_plugins()]
     return Report(
         versions=_versions(),
         devices=_devices(),
-        backends=[_backend(spec, found[spec.name]) for spec in specs],
+        backends=[_backend(spec, findings[spec.name]) for spec in specs],
         plugins=[dataclasses.asdict(row) for row in registry.rows],
         neighbours=_neighbours(),
         formats=list(formats.names()),
         recipes=list(recipe.names()),
         selected=None if requests.selected is None else requests.selected.name,
         environment=settings.in_force(registry.environment()),
-        matrix=[_placed(own, cell) for own in found.values() for cell in own.cells],
-        selftests=[_placed(own, check) for own in found.values() for check in own.checks],
+        matrix=[_entry(of, cell) for of in findings.values() for cell in of.cells],
+        selftests=[_entry(of, check) for of in findings.values() for check in of.checks],
         notes=notes,
         problems=problems,
         bad_names=requests.bad_names,
     )
 
 
-def _backend(spec: BackendSpec, found: Findings) -> dict[str, Any]:
+def _backend(spec: BackendSpec, findings: Findings) -> dict[str, Any]:
     return {
         "name": spec.name,
         "device_types": list(spec.device_types),
         "portable": spec.portable,
         "priority": spec.priority,
         "api_version": ".".join(map(str, spec.api_version)),
-        "unusable": found.unusable,
-        "device": found.device,
-        "untested": found.untested,
+        "unusable": findings.unusable,
+        "device": findings.device,
+        "untested": findings.untested,
     }
 
 
-def _placed(found: Findings, own: Any) -> dict[str, Any]:
-    return {"backend": found.name, "device": found.device, **dataclasses.asdict(own)}
+def _entry(findings: Findings, result: Cell | Check) -> dict[str, Any]:
+    return {"backend": findings.name, "device": findings.device, **dataclasses.asdict(result)}
 
 
 class _Requests(NamedTuple):
-    """The backend that new modules are for, whether somebody named it, and what is wrong.
+    """The selected backend, whether a user named it, and the problems of the requests.
 
-    ``bad_names``: a name or setting means nothing.
+    ``bad_names``: one of them is an unknown name or setting.
     """
 
     selected: BackendSpec | None
@@ -122,9 +123,9 @@ class _Requests(NamedTuple):
     bad_names: bool = False
 
 
-def _requests(registry: plugins.Registry, found: dict[str, Findings]) -> _Requests:
-    """Find the backends that are asked for: the selected one, and those for single operations."""
-    usable = [spec for spec in registry.by_priority() if found[spec.name].unusable is None]
+def _requests(registry: plugins.Registry, findings: dict[str, Findings]) -> _Requests:
+    """Examine the requested backends: the selected one, and those for single operations."""
+    usable = [spec for spec in registry.by_priority() if findings[spec.name].unusable is None]
     selected: BackendSpec | None = None
     by_op: dict[str, str] = {}
     try:
@@ -139,11 +140,11 @@ def _requests(registry: plugins.Registry, found: dict[str, Findings]) -> _Reques
         return _Requests(selected, False, [str(error)], isinstance(error, RecipeError))
     problems = []
     for name, how in {**by_op, selected.name: "is selected"}.items():
-        reason = found[name].unusable
+        reason = findings[name].unusable
         if reason is not None:
             problems.append(f"backend {name!r} {how}, but: {reason}")
-        elif found[name].failed:
-            failed = ", ".join(found[name].failed)
+        elif findings[name].failed:
+            failed = ", ".join(findings[name].failed)
             problems.append(f"backend {name!r} {how}, but its self-test fails: {failed}")
     return _Requests(selected, named is not None, problems)
 
@@ -151,32 +152,32 @@ def _requests(registry: plugins.Registry, found: dict[str, Findings]) -> _Reques
 def _device_problems(
     device: torch.device,
     specs: Sequence[BackendSpec],
-    found: dict[str, Findings],
+    findings: dict[str, Findings],
     requests: _Requests,
 ) -> list[str]:
     reason = absent(device)
     if reason is not None:
         return [reason]
-    own = [spec for spec in specs if device.type in spec.device_types]
-    usable = [spec for spec in own if found[spec.name].unusable is None]
+    of_type = [spec for spec in specs if device.type in spec.device_types]
+    usable = [spec for spec in of_type if findings[spec.name].unusable is None]
     named = requests.selected if requests.is_named else None
-    if usable or (named is not None and named.portable):  # an emulation that was asked for
+    if usable or (named is not None and named.portable):  # the user asked for emulation
         return []
-    reasons = [f"{spec.name}: {found[spec.name].unusable}" for spec in own]
+    reasons = [f"{spec.name}: {findings[spec.name].unusable}" for spec in of_type]
     reasons += [
         f"{spec.name}: emulates it; choose it with FP8CORE_BACKEND={spec.name}"
         for spec in specs
-        if spec.portable and spec not in own
+        if spec.portable and spec not in of_type
     ]
     return ["; ".join([f"no backend can be used on {device}", *reasons])]
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "platform": sys.platform}
+    versions = {"python": platform.python_version(), "platform": sys.platform}
     for package in ("fp8core", "torch", "pluggy", "numpy"):
-        found[package] = _version(package) or "not installed as a package"
-    found["torch"] = torch.__version__  # names the CUDA version too, which the metadata may not
-    return found
+        versions[package] = _version(package) or "not installed as a package"
+    versions["torch"] = torch.__version__  # names the CUDA version too, which the metadata may not
+    return versions
 
 
 def _version(package: str) -> str | None:
@@ -195,14 +196,14 @@ def _neighbours() -> list[dict[str, str]]:
 
 
 def _devices() -> list[str]:
-    found = [f"cpu ({torch.get_num_threads()} threads)"]
+    devices = [f"cpu ({torch.get_num_threads()} threads)"]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
-        return found
+        return devices
     module = torch.get_device_module(accelerator)
     for index in range(torch.accelerator.device_count()):
         facts = [module.get_device_name(index)] if hasattr(module, "get_device_name") else []
         if accelerator.type == "cuda":
             facts.append("sm_{}{}".format(*torch.cuda.get_device_capability(index)))
-        found.append(f"{accelerator.type}:{index} ({', '.join(facts)})")
-    return found
+        devices.append(f"{accelerator.type}:{index} ({', '.join(facts)})")
+    return devices

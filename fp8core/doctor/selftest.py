@@ -1,8 +1,8 @@
-"""One small test of each operation of a backend: is the installation sound?
+"""A small test of each operation of a backend, which shows a faulty installation.
 
-Not a proof: the laws of the backend API have tests of their own. The judge is the reference backend
-on the CPU, in float64 where an operation takes it; the reference itself, judged where it is judge,
-is held against float64 and against its own round trip.
+It is no proof: the conformance kit tests the laws of the backend API. The judge is the reference
+backend on the CPU, in float64 for operations that take it. The reference backend on the CPU cannot
+judge its own casts, so they are tested by quantizing a second time.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ JUDGE = "reference"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What became of the test of one operation.
+    """The result of the test of one operation.
 
     Attributes:
         op: the operation's name.
-        cases: descriptors that were run.
+        cases: the number of descriptors that were run.
         worst: the largest error as a share of its bound; 0 is equal bit for bit, above 1 fails;
-            None where no share can be given: a NaN, another shape, nothing that ran.
-        judged_by: what the results were compared with, and the bound.
+            None if no share is defined: a NaN, another shape, or no result.
+        judged_by: the expected values that the results were compared with, and the bound.
         failure: why the test failed; None if it passed.
     """
 
@@ -82,12 +82,12 @@ def check(spec: BackendSpec, op: str, device: torch.device) -> Check | None:
             reason = f"{need.step} {need.desc}: {errors}".strip()
             return Check(op, num_run, None, worst.judged_by, reason)
         num_run += bool(errors)
-        found = max(errors, key=lambda own: own.share, default=worst)
-        worst = max(found, worst, key=lambda own: own.share)
-        if found.share > 1:
-            reason = f"{need.step} {need.desc}: {_amount(found.share)}".strip()
-            amount = found.share if math.isfinite(found.share) else None
-            return Check(op, num_run, amount, found.judged_by, reason)
+        largest = max(errors, key=lambda error: error.share, default=worst)
+        worst = max(largest, worst, key=lambda error: error.share)
+        if largest.share > 1:
+            reason = f"{need.step} {need.desc}: {_amount(largest.share)}".strip()
+            amount = largest.share if math.isfinite(largest.share) else None
+            return Check(op, num_run, amount, largest.judged_by, reason)
     return Check(op, num_run, worst.share, worst.judged_by)
 
 
@@ -100,9 +100,13 @@ def _amount(error: float) -> str:
 
 
 def _needs(op: str) -> list[Need]:
-    """Return the uses of ``op`` in all recipes, each once; the matrix says which cannot be made."""
-    made = [attempt(functools.partial(needs_of, op, name)) for name in (NO_RECIPE, *recipe.names())]
-    return list(dict.fromkeys(need for own in made if not isinstance(own, Failure) for need in own))
+    """Return the uses of ``op`` in all recipes, each once, without recipes that fail: the matrix
+    names those."""
+    answers = [
+        attempt(functools.partial(needs_of, op, name)) for name in (NO_RECIPE, *recipe.names())
+    ]
+    lists = [needs for needs in answers if not isinstance(needs, Failure)]
+    return list(dict.fromkeys(itertools.chain.from_iterable(lists)))
 
 
 # --- GEMMs ---
@@ -119,16 +123,16 @@ def _gemm(bench: Bench, need: Need) -> Iterator[Error]:
     desc, sides = need.desc, _SIDES[need.step]
     assert isinstance(desc, GemmDesc)
     a, b = (
-        bench.operand(own, cases.tensor(name, DTYPE), columnwise=turned, grouped=False)
-        for own, (name, turned) in zip((desc.a, desc.b), sides, strict=True)
+        bench.operand(spec, cases.tensor(name, DTYPE), columnwise=columnwise, grouped=False)
+        for spec, (name, columnwise) in zip((desc.a, desc.b), sides, strict=True)
     )
     if a is not None and b is not None:
-        found = bench.bind(desc)(a, b)
-        yield _product_error(bench, desc, found, a, b)
+        product = bench.bind(desc)(a, b)
+        yield _product_error(bench, desc, product, a, b)
 
 
 def _product_error(
-    bench: Bench, desc: GemmDesc, found: torch.Tensor, a: Operand, b: Operand
+    bench: Bench, desc: GemmDesc, product: torch.Tensor, a: Operand, b: Operand
 ) -> Error:
     left, right = bench.values(desc.a, a), bench.values(desc.b, b)
     expected = left @ right.t()  # [m, k] x [n, k] -> [m, n]
@@ -139,7 +143,7 @@ def _product_error(
     rounding = torch.finfo(desc.out_dtype).eps * expected.abs()
     bound = c * (left.abs() @ right.abs().t()) + rounding
     judged_by = f"float64 product; bound {name} |a||b| + 1 ulp"
-    return Error(share(found, expected, bound), judged_by)
+    return Error(share(product, expected, bound), judged_by)
 
 
 def _grouped_gemm(bench: Bench, need: Need) -> Iterator[Error]:
@@ -147,31 +151,31 @@ def _grouped_gemm(bench: Bench, need: Need) -> Iterator[Error]:
     desc, sides = need.desc, _SIDES[need.step]
     assert isinstance(desc, GroupedGemmDesc)
     whole, alone = [], []
-    for own, (name, turned) in zip((desc.a, desc.b), sides, strict=True):
+    for spec, (name, columnwise) in zip((desc.a, desc.b), sides, strict=True):
         x = cases.tensor(name, DTYPE)
         parts = [x] * 2 if name == "weight" else [x[:128], x[128:]]
-        is_grouped = name != "weight"
-        made = [bench.operand(own, part, columnwise=turned, grouped=False) for part in parts]
-        joined = bench.operand(own, x, columnwise=turned, grouped=True) if is_grouped else made
-        if joined is None or None in made:
+        operand = functools.partial(bench.operand, spec, columnwise=columnwise)
+        operands = [operand(part, grouped=False) for part in parts]
+        joined = operands if name == "weight" else operand(x, grouped=True)
+        if joined is None or None in operands:
             return
         whole.append(joined)
-        alone.append(made)
+        alone.append(operands)
     offsets = torch.tensor(cases.OFFSETS, device="cpu")
-    found = bench.bind(desc)(*whole, offsets)
+    products = bench.bind(desc)(*whole, offsets)
     if not desc.contract_groups:
-        found = [found[:128], found[128:]]
-    for own, a, b in zip(found, *alone, strict=True):
+        products = [products[:128], products[128:]]
+    for product, a, b in zip(products, *alone, strict=True):
         assert a is not None
         assert b is not None
-        yield _product_error(bench, desc, own, a, b)
+        yield _product_error(bench, desc, product, a, b)
 
 
 # --- casts ---
 
 
 def _quantize(bench: Bench, need: Need) -> Iterator[Error]:
-    """Compare codes and scales with the judge's; the judge's own with those of its values."""
+    """Compare codes and scales with the judge's; those of the judge by quantizing again."""
     desc = need.desc
     assert isinstance(desc, QuantizeDesc)
     name = need.step.partition(" ")[0]
@@ -179,8 +183,9 @@ def _quantize(bench: Bench, need: Need) -> Iterator[Error]:
     if bench.is_judge:
         yield from _requantized(bench, desc, x)
         return
-    made, expected = bench.quantized(desc, x), bench.expected(desc, x)
-    for spec, ours, theirs in zip((desc.rowwise, desc.columnwise), made, expected, strict=True):
+    specs = (desc.rowwise, desc.columnwise)
+    tested, expected = bench.quantized(desc, x), bench.expected(desc, x)
+    for spec, ours, theirs in zip(specs, tested, expected, strict=True):
         if spec is None:
             continue
         if ours is None or theirs is None:
@@ -197,10 +202,10 @@ def _quantize(bench: Bench, need: Need) -> Iterator[Error]:
 
 
 def _requantized(bench: Bench, desc: QuantizeDesc, x: torch.Tensor) -> Iterator[Error]:
-    """A value that was quantized is one that quantizing gives the same code."""
+    """Compare dequantized values with themselves, quantized again: no code changes."""
     if desc.grouped:
         return
-    judged_by = "its own values quantized again; bound 2 ulp of float32, for the scale"
+    judged_by = "its values quantized again; bound 2 ulp of float32, for the scale"
     for turned, spec in enumerate((desc.rowwise, desc.columnwise)):
         if spec is None or spec.stochastic or spec.transform or spec.scale_format == "e4m3":
             continue
@@ -218,7 +223,7 @@ def _requantized(bench: Bench, desc: QuantizeDesc, x: torch.Tensor) -> Iterator[
 def _step(spec: OperandSpec) -> float:
     """Return the widest gap between neighbours of the format, as a share of the target.
 
-    Doubled where a scale may be rounded down to half of what it would be.
+    Twice that for scales that are powers of two, as rounding may halve them.
     """
     values = sorted(v for v in formats.by_name(spec.format).values if math.isfinite(v) and v >= 0)
     gap = max(high - low for low, high in itertools.pairwise(values) if high > low)
@@ -227,7 +232,7 @@ def _step(spec: OperandSpec) -> float:
 
 
 def _amax(spec: OperandSpec, values: torch.Tensor) -> torch.Tensor:
-    """Return what a step is a share of: the row's amax, or the tensor's for wider blocks."""
+    """Return the amax that steps are measured by: the row's, or the tensor's for taller blocks."""
     magnitude = values.abs()
     return magnitude.amax(1, keepdim=True) if spec.block[0] == 1 else magnitude.amax().reshape(1, 1)
 
@@ -242,17 +247,17 @@ def _dequantize(bench: Bench, need: Need) -> Iterator[Error]:
     x = cases.tensor(need.step, DTYPE)
     operand = bench.operand(spec, x, columnwise=False, grouped=False)
     if operand is not None:
-        found = bench.bind(desc)(operand)
+        dequantized = bench.bind(desc)(operand)
         expected = x.double()
         bound = (_step(spec) * _amax(spec, expected)).expand_as(expected)
-        yield Error(share(found, expected, bound), "x; bound one step of the format at amax")
+        yield Error(share(dequantized, expected, bound), "x; bound one step of the format at amax")
 
 
 # --- norms, activations, amax, scale updates ---
 
 
 def _float64(desc: Any) -> Any:
-    """Return ``desc`` with every dtype float64: what the judge computes."""
+    """Return ``desc`` with every dtype float64, for the judge."""
     if isinstance(desc, NormBackwardDesc):
         return NormBackwardDesc(_float64(desc.norm))
     return replace(desc, dtype=torch.float64, out_dtype=torch.float64)
@@ -261,18 +266,18 @@ def _float64(desc: Any) -> Any:
 def _in_float64(
     bench: Bench, desc: Any, arguments: Sequence[torch.Tensor | None]
 ) -> Iterator[Error]:
-    there = [None if own is None else own.to(bench.device) for own in arguments]
-    wide = [None if own is None else own.double() for own in arguments]
-    found = bench.bind(desc)(*there)
+    moved = [None if x is None else x.to(bench.device) for x in arguments]
+    wide = [None if x is None else x.double() for x in arguments]
+    results = bench.bind(desc)(*moved)
     expected = bench.judge.bind(_float64(desc), cases.CPU)(*wide)
-    if isinstance(found, torch.Tensor):
-        found, expected = [found], [expected]
-    for own, other in zip(found, expected, strict=True):
-        if own is None or other is None:
-            yield Error(EQUAL if own is other else UNEQUAL, "float64")
+    if isinstance(results, torch.Tensor):
+        results, expected = [results], [expected]
+    for result, wanted in zip(results, expected, strict=True):
+        if result is None or wanted is None:
+            yield Error(EQUAL if result is wanted else UNEQUAL, "float64")
             continue
-        bound = torch.finfo(own.dtype).eps * other.abs() + 2**-18 * other.abs().amax()
-        yield Error(share(own, other, bound), "float64; bound 1 ulp + 2^-18 amax")
+        bound = torch.finfo(result.dtype).eps * wanted.abs() + 2**-18 * wanted.abs().amax()
+        yield Error(share(result, wanted, bound), "float64; bound 1 ulp + 2^-18 amax")
 
 
 def _norm(bench: Bench, need: Need) -> Iterator[Error]:
@@ -291,27 +296,30 @@ def _amax_op(bench: Bench, need: Need) -> Iterator[Error]:
     desc = need.desc
     assert isinstance(desc, AmaxDesc)
     x = cases.tensor("input", desc.dtype)
-    found = bench.bind(desc)(x.to(bench.device))
+    amax = bench.bind(desc)(x.to(bench.device))
     expected = max(abs(value) for row in x.tolist() for value in row)
-    is_equal = found.cpu().tolist() == [expected]
+    is_equal = amax.cpu().tolist() == [expected]
     yield Error(EQUAL if is_equal else UNEQUAL, "the largest magnitude, bit for bit")
 
 
 def _scale_update(bench: Bench, need: Need) -> Iterator[Error]:
-    """Three slots worked out by hand: a new amax, an older and larger one, nothing recorded."""
+    """Compare three slots with an example worked out by hand.
+
+    Their histories hold a new amax that is the largest, an older one that is larger, and none.
+    """
     desc = need.desc
     assert isinstance(desc, ScaleUpdateDesc)
     history = torch.tensor([[4.0, 4.0, 0.0], [1.0, 2.0, 3.0], [2.0, 8.0, 5.0]])
     scale, target = torch.ones(3), torch.full((3,), 448.0)
-    there = [own.to(bench.device) for own in (history, scale, target)]
-    bench.bind(desc)(*([own] for own in there))
+    moved = [state.to(bench.device) for state in (history, scale, target)]
+    bench.bind(desc)(*([state] for state in moved))
     second = 56.0 if desc.algorithm == "max" else 112.0  # 448 / 8, or 448 / 4
     expected = [
         [[0.0, 0.0, 0.0], [2.0, 8.0, 3.0], [4.0, 4.0, 5.0]],
-        [112.0, second, 1.0],  # 448 / 4; the third keeps what it had
+        [112.0, second, 1.0],  # 448 / 4; the third keeps its scale
     ]
-    found = [there[0].cpu().tolist(), there[1].cpu().tolist()]
-    yield Error(EQUAL if found == expected else UNEQUAL, "an example worked out by hand")
+    updated = [moved[0].cpu().tolist(), moved[1].cpu().tolist()]
+    yield Error(EQUAL if updated == expected else UNEQUAL, "an example worked out by hand")
 
 
 _RUNS: dict[str, Callable[[Bench, Need], Iterator[Error]]] = {
