@@ -33,7 +33,7 @@ RESULTS_NAME = "results.json"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked for; None means the default that ``fp8core demo --help`` names."""
+    """The user's choices; None means the default that ``fp8core demo --help`` names."""
 
     recipes: Sequence[str] | None = None
     text: Path | None = None
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="NAME",
-        help=f"train in these, and in {BASELINE} to compare with (default: in every recipe)",
+        help=f"train in these recipes, and in {BASELINE} for comparison (default: in every recipe)",
     )
     add(
         "--steps",
@@ -89,15 +89,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def demo(request: Request, settings: TrainSettings) -> int:
-    """Train in bf16 and in every recipe asked for; show and store the results.
+    """Train in bf16 and in every requested recipe; print and store the results.
 
-    A recipe that this machine cannot run is an error if the user named it, and otherwise reported
+    A recipe that this machine cannot run is an error if the user named it; otherwise it is reported
     and left out. Returns 0, or 1 if a run diverged.
 
     Raises:
-        RecipeError: no recipe, or no backend, has the name asked for.
-        UnsupportedError: rich or matplotlib is missing, or no recipe, or one asked for by name,
-            can run here.
+        RecipeError: a requested recipe or backend is unknown.
+        UnsupportedError: rich or matplotlib is missing; or a recipe that the user named cannot run
+            here, or none of all can.
         OperandError: the text cannot be used, or the results cannot be written.
     """
     asked = request.recipes if request.recipes is not None else names()
@@ -153,19 +153,19 @@ def _at_least_one(text: str) -> int:
 
 
 def _prepare_file(path: Path) -> None:
-    """Make the folder of ``path``; find out before training that ``path`` cannot be written.
+    """Create the folder of ``path``, and check before training that ``path`` can be written.
 
     Raises:
-        OperandError: it cannot.
+        OperandError: the folder cannot be created, or the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise OperandError(f"cannot make the folder {path.parent}: {reason}.") from None
+        raise OperandError(f"cannot create the folder {path.parent}: {reason}.") from None
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        found = "it is a folder" if path.is_dir() else "no permission"
-        raise OperandError(f"cannot write {path}: {found}.")
+        fault = "it is a folder" if path.is_dir() else "no permission"
+        raise OperandError(f"cannot write {path}: {fault}.")
 
 
 def _try_all(
@@ -179,7 +179,7 @@ def _try_all(
     """Try each recipe; return those that cannot run here, with the reason.
 
     Raises:
-        UnsupportedError: one cannot, and the user ``named`` it; or none can.
+        UnsupportedError: a recipe that the user ``named`` cannot run; or none can.
     """
     reasons: dict[str, str] = {}
     try_one_step(None, corpus, settings, device)
@@ -223,7 +223,7 @@ def _train_all(
     settings: TrainSettings,
     device: torch.device,
 ) -> list[RunResult]:
-    """Train in bf16, then in each recipe; say how each ended where no bar can show it."""
+    """Train in bf16, then in each recipe; print how each ended if there is no progress bar."""
     runs = []
     with report.progress(console, settings.steps) as start:
         for name, recipe in {BASELINE: None, **recipes}.items():

@@ -17,7 +17,7 @@ __all__ = ["Corpus", "heldout_windows", "load_stdlib", "load_text", "training_ba
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 MAX_STDLIB_BYTES = 4_000_000
 HELDOUT_EVERY = 10
-"""One file in so many is held out; of a single text, the last 1 / HELDOUT_EVERY."""
+"""One file in this many is held out; of a single text, the last 1 / HELDOUT_EVERY."""
 MIN_HELDOUT_WINDOWS = 8
 
 
@@ -25,7 +25,7 @@ MIN_HELDOUT_WINDOWS = 8
 class Corpus:
     """A text in two disjoint parts, ``train [bytes]`` and ``heldout [bytes]``, uint8 on the CPU.
 
-    ``source`` tells people where it is from.
+    ``source`` describes its origin in words.
     """
 
     train: Tensor
@@ -39,20 +39,21 @@ class Corpus:
 
 
 def stdlib_files(folder: Path) -> list[Path]:
-    """List Python files, relative to ``folder``: its own modules, then those of packages, by name.
+    """List the Python files below ``folder``, as relative paths, sorted by name.
 
-    Folders of tests and of installed packages are left out, and the list ends before the sizes add
-    up to more than ``MAX_STDLIB_BYTES``.
+    Modules directly in the folder come before those of packages. Folders of tests and of installed
+    packages are left out, and the list ends before the sizes add up to more than
+    ``MAX_STDLIB_BYTES``.
     """
-    found = [
+    files = [
         path.relative_to(folder)
         for path in folder.rglob("*.py")
         if not SKIPPED_FOLDERS.intersection(path.relative_to(folder).parts[:-1])
     ]
-    found.sort(key=lambda path: (len(path.parts) > 1, path.as_posix()))
+    files.sort(key=lambda path: (len(path.parts) > 1, path.as_posix()))
     kept: list[Path] = []
     total = 0
-    for path in found:
+    for path in files:
         total += (folder / path).stat().st_size
         if total > MAX_STDLIB_BYTES:
             break
@@ -73,7 +74,7 @@ def split_files(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def minimum_part(context: int) -> int:
-    """Return the fewest bytes a part may have: ``MIN_HELDOUT_WINDOWS`` windows and their targets.
+    """Return the fewest bytes of a part: ``MIN_HELDOUT_WINDOWS`` windows and their targets.
 
     >>> minimum_part(64)
     513
@@ -86,10 +87,10 @@ def load_stdlib(context: int, folder: Path | None = None) -> Corpus:
 
     Args:
         context: bytes in one window of training.
-        folder: where the library lies; None asks sysconfig.
+        folder: the folder of the library; None stands for the one that sysconfig names.
 
     Raises:
-        OperandError: too little source is there; some distributions ship none.
+        OperandError: the folder has too little source; some distributions ship none.
     """
     folder = Path(sysconfig.get_path("stdlib")) if folder is None else folder
     train_files, heldout_files = split_files(stdlib_files(folder))
@@ -102,7 +103,7 @@ def load_stdlib(context: int, folder: Path | None = None) -> Corpus:
         raise OperandError(
             f"the Python standard library in {folder} has {len(train)} bytes of source to train on "
             f"and {len(heldout)} held out; each needs {least} at least.\n"
-            f"  Give a text of your own: --text FILE."
+            f"  Train on another text: --text FILE."
         )
     num_files = len(train_files) + len(heldout_files)
     source = f"Python's standard library, {num_files} files, {len(heldout_files)} of them held out"
@@ -125,7 +126,7 @@ def load_text(path: Path, context: int) -> Corpus:
     least = HELDOUT_EVERY * minimum_part(context)
     if len(data) < least:
         raise OperandError(
-            f"--text {path}: it has {len(data)} bytes, and {least} are needed at least, "
+            f"--text {path}: it has {len(data)} bytes, and at least {least} are needed, "
             f"since its last tenth is held out."
         )
     cut = len(data) - len(data) // HELDOUT_EVERY
@@ -150,8 +151,8 @@ def training_batches(
 def heldout_windows(text: Tensor, *, context: int, num_windows: int) -> tuple[Tensor, Tensor]:
     """Return the fixed windows for the held-out loss, evenly spread over ``text [bytes]``.
 
-    They do not overlap: a short text has fewer than ``num_windows``. Input and target, both
-    ``[windows, context]`` int64 on the CPU.
+    They do not overlap, so a short text has fewer than ``num_windows``. Returns input and target,
+    both ``[windows, context]`` int64 on the CPU.
     """
     fitting = (text.numel() - 1) // context
     count = min(num_windows, fitting)

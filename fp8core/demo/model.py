@@ -27,8 +27,8 @@ ROTARY_BASE = 1000.0
 class ModelConfig:
     """Sizes of a ``ByteGPT``.
 
-    ``context`` is in bytes, one token each. ``embedded_bytes`` is how many bytes, the current one
-    and those before it, are added up to embed a position. ``d_model / num_heads`` must be even.
+    ``context`` is in bytes, one token each. The embedding of a position is the sum of those of the
+    last ``embedded_bytes`` bytes, its own included. ``d_model / num_heads`` must be even.
     """
 
     d_model: int = 128
@@ -41,7 +41,8 @@ class ModelConfig:
 def rotate(heads: Tensor) -> Tensor:
     """Rotary position code: turn each pair of features by an angle proportional to the position.
 
-    ``heads [..., context, head_size]``, any float dtype, even ``head_size``; the result is alike.
+    ``heads [..., context, head_size]``, any float dtype, even ``head_size``; the result has the
+    same shape and dtype.
     Feature i is paired with i + head_size / 2, and the pair at position p turns by
     ``p * base^(-2i / head_size)``.
 
@@ -79,7 +80,7 @@ class Block(nn.Module):
         return output
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map ``input [batch, context, d_model]`` to an output alike."""
+        """Map ``input [batch, context, d_model]`` to an output of the same shape."""
         input = input + self.attend(input)
         output: Tensor = input + self.mlp(input)
         return output
@@ -91,7 +92,7 @@ class ByteGPT(nn.Module):
     Embeddings are normal with deviation 1, matrices ``1 / sqrt(d_model)``, those that write into
     the residual stream divided by ``sqrt(2 * num_layers)`` (Radford et al. 2019, GPT-2, sec. 2.3);
     biases are 0 and norms the identity. The head is 0, so that the first loss is exactly ln 256.
-    All are drawn on the CPU, and so are the same on any device.
+    All are drawn on the CPU, so that they are the same on any device.
     """
 
     def __init__(self, config: ModelConfig, *, seed: int, device: torch.device) -> None:
@@ -125,7 +126,7 @@ class ByteGPT(nn.Module):
         """Score the next byte after each position.
 
         ``tokens [batch, context]`` int64, each 0..255. Returns logits ``[batch, context, 256]`` in
-        the dtype of torch.autocast. What lies before the first position counts as byte 0.
+        the dtype of torch.autocast. Positions before the first count as byte 0.
         """
         context = tokens.shape[1]
         stream = self.embeddings[0](tokens)
@@ -138,5 +139,5 @@ class ByteGPT(nn.Module):
         return logits
 
     def num_parameters(self) -> int:
-        """Return how many values are trained."""
+        """Return the number of trained values."""
         return sum(parameter.numel() for parameter in self.parameters())

@@ -1,4 +1,4 @@
-"""What the demo shows and stores: heading, progress, table, loss curves as PNG, results as JSON.
+"""The output of the demo: heading, progress, table, loss curves as PNG, results as JSON.
 
 rich and matplotlib are optional (``pip install "fp8core[demo]"``), so only functions import them.
 """
@@ -37,12 +37,12 @@ __all__ = [
 # Okabe and Ito's palette, which most colour-blind readers can tell apart; bf16 is black.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6d31", "#7f7f7f")
 SMOOTHED_FRACTION = 0.04
-"""Share of all steps that one point of a curve averages over."""
+"""One point of a curve is the mean over this share of all steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What all runs of one demo share: where it ran, on which text, and how it was trained."""
+    """The facts that all runs of one demo share: device, versions, text and settings."""
 
     device: str
     backend: str
@@ -75,7 +75,7 @@ def require_packages() -> None:
 
 
 def heading(facts: Facts) -> list[str]:
-    """Return the lines that say where the demo runs, on which text, and what it trains."""
+    """Return the lines that name the device, the text and the model."""
     settings = facts.settings
     step_bytes = settings.batch_size * settings.model.context
     return [
@@ -95,10 +95,10 @@ def distance(run: RunResult, baseline: RunResult) -> float:
 def progress(
     console: Console, num_steps: int
 ) -> Iterator[Callable[[str], Callable[[float], None]]]:
-    """Show one bar per run, on a terminal only: elsewhere it would fill the output.
+    """Show one progress bar per run, on a terminal only, as it would fill any other output.
 
-    The context gives a function that starts a run's bar by name; what that returns is to be
-    called with the training loss after each step.
+    The context yields a function that starts the bar of a run, given its name, and returns a
+    function to call with the training loss after each step.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -127,7 +127,7 @@ def summary(run: RunResult) -> str:
 
 
 def print_table(console: Console, runs: Sequence[RunResult], skipped: Mapping[str, str]) -> None:
-    """Print one row per run, bf16 first, and per recipe that was ``skipped``, with the reason."""
+    """Print a row for each run, bf16 first, and for each ``skipped`` recipe, with the reasons."""
     from rich.table import Table
 
     table = Table()
@@ -153,7 +153,7 @@ def print_table(console: Console, runs: Sequence[RunResult], skipped: Mapping[st
 def results(
     runs: Sequence[RunResult], skipped: Mapping[str, str], facts: Facts
 ) -> dict[str, object]:
-    """Return what the JSON file holds: ``facts``, then ``runs`` and ``skipped``.
+    """Return the content of the JSON file: ``facts``, then ``runs`` and ``skipped``.
 
     Losses are in nats per byte, ``distance_from_bf16`` is a fraction (0.01 is 1 %); a number that
     is not finite is null.
@@ -185,8 +185,8 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 def draw_curves(path: Path, runs: Sequence[RunResult], title: str) -> None:
     """Draw a PNG: training loss of every run, and its difference from bf16, which runs first.
 
-    All runs see the same batches, so that the difference at a step is one of precision alone. Both
-    are trailing means over ``SMOOTHED_FRACTION`` of the steps; a diverged run ends early.
+    All runs train on the same batches, so that a difference comes from the precision alone. Both
+    curves are trailing means over ``SMOOTHED_FRACTION`` of the steps; a diverged run ends early.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -204,7 +204,8 @@ def draw_curves(path: Path, runs: Sequence[RunResult], title: str) -> None:
         held_out = "diverged" if run.diverged else f"{run.heldout_loss:.4f}"
         _draw(left, smooth, colour, f"{run.recipe} ({held_out})")
         if not is_baseline:
-            apart = [100 * (own / base - 1) for own, base in zip(smooth, baseline, strict=False)]
+            pairs = zip(smooth, baseline, strict=False)
+            apart = [100 * (loss / base - 1) for loss, base in pairs]
             _draw(right, apart, colour, run.recipe)
     right.axhline(0, color="black", linewidth=1)
     left.set(title="training loss", xlabel="step", ylabel="nats per byte")
@@ -218,7 +219,7 @@ def draw_curves(path: Path, runs: Sequence[RunResult], title: str) -> None:
 
 
 def _draw(axes: Axes, values: Sequence[float], colour: str, label: str) -> None:
-    """Draw values against step 1, 2, ...; a single one as a dot."""
+    """Draw the values over steps 1, 2, ...; a single value as a dot."""
     marker = "o" if len(values) == 1 else ""
     steps = range(1, len(values) + 1)
     axes.plot(steps, values, color=colour, label=label, marker=marker, linewidth=1.3, alpha=0.9)

@@ -22,17 +22,17 @@ from fp8core.recipe import Recipe
 __all__ = ["BASELINE", "RunResult", "TrainSettings", "train_run", "try_one_step"]
 
 BASELINE = "bf16"
-"""Name of the run without a recipe, which the others are compared with."""
+"""Name of the run without a recipe, with which the others are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """How every run is trained: the same for all, so that only the precision differs.
+    """The settings of training, equal for all runs, so that only the precision differs.
 
-    ``learning_rate`` is the highest one of the blocks; embeddings and head, which hold no quantized
-    GEMM, learn ``outer_factor`` times as fast. With one rate for all, or a short warmup, runs that
-    differ by rounding alone settle further apart. One CPU thread is the safe choice for so small a
-    model: two threads wait for each other on a machine that has other work.
+    ``learning_rate`` is the highest rate of the blocks; embeddings and head, which have no
+    quantized GEMM, learn ``outer_factor`` times as fast. With one rate for all, or a short warmup,
+    runs that differ by rounding alone end further apart. ``threads`` is 1, as threads of so small
+    a model wait for each other on a busy machine.
     """
 
     steps: int = 150
@@ -50,12 +50,13 @@ class TrainSettings:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What one run gave.
+    """The result of one run.
 
-    ``losses`` are those of the training steps and ``heldout_loss`` that on held-out text, in nats
-    per byte; ``tokens_per_s`` is that of the median training step. ``steps`` were run: all, unless
-    a loss was not finite. Then the run has ``diverged`` and its held-out loss is not finite either.
-    ``held_bytes`` are what a step keeps from forward to backward besides the parameters.
+    ``losses`` are those of the training steps and ``heldout_loss`` is that on held-out text, in
+    nats per byte; ``tokens_per_s`` is the speed of the median training step. ``steps`` counts the
+    steps that ran: all, unless a loss was not finite; the run has ``diverged`` then, and its
+    held-out loss is not finite either. ``held_bytes`` is the memory of the tensors that a step
+    keeps from forward to backward, without the parameters.
     """
 
     recipe: str
@@ -88,9 +89,9 @@ def learning_rate_at(step: int, settings: TrainSettings) -> float:
 def try_one_step(
     recipe: Recipe | None, corpus: Corpus, settings: TrainSettings, device: torch.device
 ) -> None:
-    """Train a throw-away model for one step: what cannot run raises here, before any training.
+    """Train a throw-away model for one step, so that a recipe that cannot run raises here.
 
-    What is set up at first use is set up here, and so does not slow the first timed step.
+    Kernels and caches are also set up here, so that the first timed step is as fast as the others.
     """
     model, optimizer = _build(settings, device)
     input, target = next(_batches(corpus, settings))
@@ -109,11 +110,11 @@ def train_run(
     """Train a fresh model and evaluate it; the seed fixes weights, batches and so the result.
 
     Args:
-        name: what the result is called.
-        recipe: for the linear layers of the blocks; None trains in bf16.
+        name: the name of the run in the result.
+        recipe: the recipe of the linear layers of the blocks; None trains in bf16.
         corpus: text to train on, and text held out.
         settings: sizes, schedule and seed.
-        device: where it runs.
+        device: the device to train on.
         on_step: called after each step with its training loss.
     """
     model, optimizer = _build(settings, device)
@@ -151,15 +152,15 @@ def _held_bytes(
 ) -> int:
     """Return the bytes that one forward keeps for backward, each storage counted once.
 
-    On a copy of the model, so that nothing of the run's state has moved.
+    It runs on a copy of the model, so that the state of the run stays as it is.
     """
     model = copy.deepcopy(model)
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    of_parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     held: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in of_parameters:
             held[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -168,7 +169,7 @@ def _held_bytes(
     with torch.random.fork_rng(devices=[]), hooks, _precision(recipe, device):
         loss = _loss(model, input, target)
     total = sum(held.values())
-    del loss  # until here everything saved is alive, so no storage's address comes twice
+    del loss  # until here all saved tensors are alive, so that no address is used twice
     return total
 
 
