@@ -46,7 +46,7 @@ plot_html_show_formats = False
 plot_html_show_source_link = False
 
 nitpicky = True
-# What other projects document: their inventories would have to be fetched.
+# Names that other projects document; links to them would need their inventories from the network.
 nitpick_ignore_regex = [
     (
         "py:.*",
@@ -57,24 +57,26 @@ nitpick_ignore_regex = [
 
 
 def show_fields(
-    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str, returns: str
+    app: Sphinx, kind: str, name: str, obj: Any, options: Any, signature: str, returns: str
 ) -> tuple[str, str] | None:
-    """Give a dataclass the signature of its fields; a recipe's own ``__new__`` hides it."""
-    if what != "class" or not dataclasses.is_dataclass(obj):
+    """Return the signature of a dataclass's fields, which the ``__new__`` of a recipe hides."""
+    if kind != "class" or not dataclasses.is_dataclass(obj):
         return None
     fields = list(inspect.signature(obj.__init__).parameters.values())[1:]
-    found = inspect.Signature(fields)
-    return stringify_signature(found, show_annotation=False, show_return_annotation=False), returns
+    text = stringify_signature(
+        inspect.Signature(fields), show_annotation=False, show_return_annotation=False
+    )
+    return text, returns
 
 
 def skip_field_numbers(
-    app: Sphinx, what: str, name: str, obj: Any, is_skipped: bool, options: Any
+    app: Sphinx, kind: str, name: str, obj: Any, is_skipped: bool, options: Any
 ) -> bool | None:
-    """Leave out what Python says of every field of a named tuple."""
+    """Leave out the docstring that Python gives every field of a named tuple."""
     return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field") else None
 
 
 def setup(app: Sphinx) -> None:
-    """Register what autodoc is told."""
+    """Register the functions that autodoc calls."""
     app.connect("autodoc-process-signature", show_fields)
     app.connect("autodoc-skip-member", skip_field_numbers)

@@ -28,7 +28,7 @@ def digits() -> tuple[torch.Tensor, ...]:
 
 
 def make_model(hidden: int) -> nn.Sequential:
-    """Return the network; its last layer, 10 classes wide, is torch's own: high precision."""
+    """Return the network; its last layer, of 10 classes, is torch's, and so in high precision."""
     return nn.Sequential(
         fp8core.LayerNormLinear(64, hidden, device="cpu"),
         nn.GELU(),

@@ -1,7 +1,7 @@
-"""The directive ``support-matrix``: which backend runs what, asked while the pages are built.
+"""The directive ``support-matrix``: operations and recipes that each installed backend supports.
 
-A row a backend and device type that it, or any installed backend, names; the same cells as in
-``fp8core doctor``.
+It asks the backends while the pages are built. There is a table for each backend and device type;
+its cells are those of ``fp8core doctor``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SupportMatrix(SphinxDirective):
     """One table for each installed backend and each kind of device, as its declarations say."""
 
     def run(self) -> list[nodes.Node]:
-        """Return the tables and the reasons of what is refused."""
+        """Return the tables, and the reasons for refusals."""
         return self.parse_text_to_nodes("\n".join(lines()))
 
 
@@ -36,15 +36,15 @@ def lines() -> list[str]:
         if reason is not None:
             text += [f"**{spec.name}** could not be asked here: {reason}", ""]
             continue
-        own = [kind for kind in kinds if kind in spec.device_types]
-        others = [*(kind for kind in (*kinds, "cuda") if kind not in own)] if spec.portable else []
-        for kind in dict.fromkeys([*own, *others]):
-            found = matrix.cells(spec, torch.device(kind))
-            heading, *rows = matrix.rows(found)
+        native = [kind for kind in kinds if kind in spec.device_types]
+        others = [kind for kind in (*kinds, "cuda") if kind not in native] if spec.portable else []
+        for kind in dict.fromkeys([*native, *others]):
+            answers = matrix.cells(spec, torch.device(kind))
+            heading, *rows = matrix.rows(answers)
             text += [f"**{spec.name}** on `{kind}`", ""]
             text += [_row(["operation", *heading[1:]]), _row(["---"] * len(heading))]
             text += [_row([f"`{row[0]}`", *row[1:]]) for row in rows]
-            text += ["", *(f"- {line}" for line in matrix.unanswered(found)), ""]
+            text += ["", *(f"- {line}" for line in matrix.unanswered(answers)), ""]
     return text
 
 

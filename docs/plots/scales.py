@@ -1,4 +1,4 @@
-"""What a scale can be: e8m0 knows powers of two, e4m3 (of NVFP4's blocks) more, but few."""
+"""The values of scale formats: e8m0 has powers of two, e4m3 (of NVFP4) more in a smaller range."""
 
 from __future__ import annotations
 

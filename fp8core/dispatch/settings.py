@@ -15,7 +15,7 @@ VARIABLES: Mapping[str, str] = {
     "FP8CORE_BACKEND": "name of the backend to use for every operation it supports",
     "FP8CORE_OP_BACKEND": 'a backend for single operations, as in "gemm=cuda,quantize=reference"',
     "FP8CORE_STRICT": "1: a substituted backend is an error instead of a logged line",
-    "FP8CORE_DEBUG": "1: check what fused operations of a backend return",
+    "FP8CORE_DEBUG": "1: check the results of a backend's fused operations",
     "FP8CORE_PLUGINS": "comma-separated modules to load as plug-ins besides the installed ones",
     "FP8CORE_DISABLE_PLUGINS": "comma-separated names of installed plug-ins to leave out",
 }

@@ -68,7 +68,7 @@ class Row:
 
     @property
     def key(self) -> CastKey:
-        """The operand of the row: layer, role and orientation."""
+        """Layer, role and orientation of the operand."""
         return CastKey(self.layer, self.role, self.orientation)
 
 

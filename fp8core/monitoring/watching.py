@@ -66,7 +66,7 @@ class Monitor:
 
     @property
     def first_nonfinite(self) -> NonFinite | None:
-        """The first tensor with NaN or inf: one before its cast, or the result of a GEMM."""
+        """The first tensor with NaN or inf, before its cast or as the result of a GEMM."""
         return self._recorder.first_nonfinite
 
     @property
