@@ -42,9 +42,9 @@ class _Quantize:
         "_pairs_with",
         "_rowwise",
         "_workspace_floats",
-        "in_parts",
         "kernel",
         "native_cast",
+        "quantize_chunked",
     )
 
     def __init__(
@@ -74,7 +74,7 @@ class _Quantize:
         is_pairable = is_both and mode == "tensor" and spec.format == "e4m3"
         self._pairs_with = (spec.delayed, desc.dtype, self._index) if is_pairable else None
         if is_both and mode in ("tensor", "vec128"):
-            self.in_parts = QuantizeChunked(desc, device, native, self.native_cast, self)
+            self.quantize_chunked = QuantizeChunked(desc, device, native, self.native_cast, self)
 
     def __call__(
         self,
@@ -133,7 +133,7 @@ class _Quantize:
         )
         return Quantized(row, column), addresses, workspace
 
-    def beside(self, other: object) -> QuantizePair | None:
+    def bind_pair(self, other: object) -> QuantizePair | None:
         """Return the cast of this one's tensor and of ``other``'s in one launch, None if they
         cannot share one; see QuantizeDesc."""
         if not isinstance(other, _Quantize):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.backend_api import Operand, Quantized, QuantizeDesc
+from fp8core.backend_api import Operand, Quantized, QuantizedChunks, QuantizeDesc
 from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, empty_scales, scale_mode
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.quantize_compose import Cast
@@ -34,7 +34,7 @@ class _Source(NamedTuple):
 
 
 class QuantizeChunked:
-    """The method ``in_parts`` of a cast of both orientations by one spec; see QuantizeDesc."""
+    """A cast of both orientations by one spec, in chunks; see QuantizesChunked."""
 
     __slots__ = ("_amax", "_empty", "_index", "_mode", "_native", "_native_cast", "_whole")
 
@@ -61,7 +61,7 @@ class QuantizeChunked:
         scale: torch.Tensor | None = None,
         amax_out: torch.Tensor | None = None,
         nonfinite_out: torch.Tensor | None = None,
-    ) -> Quantized:
+    ) -> Quantized | QuantizedChunks:
         """Return the chunks, and the columnwise operand that is whole once all were taken."""
         rows, cols = x.shape
         if (rows - CHUNK_ROWS) * cols < LEAST_SAVED:
@@ -75,7 +75,7 @@ class QuantizeChunked:
         scale_inv, pitch = empty_scales(self._mode, cols, rows, self._empty)
         columnwise = Operand(codes, scale_inv)
         source = _Source(x, stride, columnwise, pitch, scale, amax_out, nonfinite_out)
-        return Quantized(_Chunks(self, source), columnwise)  # type: ignore[arg-type]  # chunks of one
+        return QuantizedChunks(_Chunks(self, source), columnwise)
 
     def chunks_of(self, source: _Source) -> Iterator[tuple[int, int, Operand]]:
         """Quantize one chunk after the other, into the memory of the one before."""
@@ -121,7 +121,7 @@ class QuantizeChunked:
 
 
 class _Chunks:
-    """A rowwise operand in chunks; see :class:`fp8core.backend_api.Parts`."""
+    """A rowwise operand in chunks; see :class:`fp8core.backend_api.Chunks`."""
 
     __slots__ = ("_cast", "_source", "rows")
 

@@ -49,7 +49,7 @@ class PairableCast(Protocol):
 
 
 class QuantizePair:
-    """The cast of two tensors that ``beside`` returns; each keyword is a pair."""
+    """The cast of two tensors that ``bind_pair`` returns; each keyword is a pair."""
 
     __slots__ = ("_casts", "_index", "_run")
 

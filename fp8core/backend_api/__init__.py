@@ -41,12 +41,12 @@ from fp8core.backend_api.operand_spec import OperandSpec
 from fp8core.backend_api.operands import Operand, Quantized, scale_inverses
 from fp8core.backend_api.operations import OPS, OPTIONAL_OPS, OpDesc
 from fp8core.backend_api.optional import (
+    Chunks,
     NamesKernel,
     PairCast,
-    Parts,
     PreparesUpdates,
-    QuantizedInParts,
-    QuantizesInParts,
+    QuantizedChunks,
+    QuantizesChunked,
     QuantizesPairs,
 )
 from fp8core.backend_api.spec import API_VERSION, BackendSpec
@@ -69,6 +69,7 @@ __all__ = [
     "AmaxDesc",
     "Backend",
     "BackendSpec",
+    "Chunks",
     "DeclaresNumerics",
     "DequantizeDesc",
     "FormatSpec",
@@ -84,12 +85,11 @@ __all__ = [
     "OperandError",
     "OperandSpec",
     "PairCast",
-    "Parts",
     "PreparesUpdates",
     "QuantizeDesc",
     "Quantized",
-    "QuantizedInParts",
-    "QuantizesInParts",
+    "QuantizedChunks",
+    "QuantizesChunked",
     "QuantizesPairs",
     "RecipeError",
     "ScaleUpdateDesc",

@@ -16,12 +16,12 @@ import torch
 from fp8core.backend_api.operands import Operand, Quantized
 
 __all__ = [
+    "Chunks",
     "NamesKernel",
     "PairCast",
-    "Parts",
     "PreparesUpdates",
-    "QuantizedInParts",
-    "QuantizesInParts",
+    "QuantizedChunks",
+    "QuantizesChunked",
     "QuantizesPairs",
 ]
 
@@ -38,7 +38,7 @@ class NamesKernel(Protocol):
     kernel: str
 
 
-class Parts(Protocol):
+class Chunks(Protocol):
     """A rowwise operand ``[rows, k]`` that is quantized while it is read, once, some rows at a
     time: less memory for a large gradient than its codes as a whole.
 
@@ -51,28 +51,28 @@ class Parts(Protocol):
     def __iter__(self) -> Iterator[tuple[int, int, Operand]]: ...
 
 
-class QuantizedInParts(NamedTuple):
+class QuantizedChunks(NamedTuple):
     """Both orientations of one tensor; ``columnwise`` is complete when ``rowwise`` is read."""
 
-    rowwise: Parts
+    rowwise: Chunks
     columnwise: Operand
 
 
-class QuantizesInParts(Protocol):
-    """A callable of a dense QuantizeDesc of both orientations that can quantize rows in parts."""
+class QuantizesChunked(Protocol):
+    """A callable of a dense QuantizeDesc of both orientations that can quantize chunks of rows."""
 
-    def in_parts(
+    def quantize_chunked(
         self,
         x: torch.Tensor,
         *,
         scale: torch.Tensor | None = None,
         amax_out: torch.Tensor | None = None,
         nonfinite_out: torch.Tensor | None = None,
-    ) -> Quantized | QuantizedInParts:
-        """Quantize ``x`` as the call does, in parts or, where that saves nothing, as a whole.
+    ) -> Quantized | QuantizedChunks:
+        """Quantize ``x`` as the call does, in chunks or, where that saves nothing, as a whole.
 
         ``scale`` and ``amax_out`` are given for delayed specs alone. The amax and the count are
-        complete when all parts are read.
+        complete when all chunks are read.
         """
 
 
@@ -95,7 +95,7 @@ class QuantizesPairs(Protocol):
     """A callable of a dense QuantizeDesc of both orientations that can take a second tensor along:
     a layer's input and its weight in one launch."""
 
-    def beside(self, other: Callable[..., Quantized]) -> PairCast | None:
+    def bind_pair(self, other: Callable[..., Quantized]) -> PairCast | None:
         """Return the cast of a tensor as this call does it, and of another as ``other`` does it,
         which is a callable that the same or another backend has bound; None if there is none."""
 

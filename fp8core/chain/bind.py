@@ -205,7 +205,7 @@ def _bind_linear(
         num_weights=shape.num_weights,
         num_params=shape.num_params,
         # Autograd keeps the last one's gradient until backward returns.
-        takes_parts=is_last and dy.makes_parts,
+        takes_chunks=is_last and dy.casts_chunks,
         only_once=only_once,
     )
 

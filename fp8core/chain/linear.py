@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.backend_api import GemmDesc, Operand, Parts
+from fp8core.backend_api import Chunks, GemmDesc, Operand
 from fp8core.chain.call import Call
 from fp8core.chain.groups import FlatWeights, Grouped, operands_of
 from fp8core.chain.main_grad import Accumulating
@@ -121,7 +121,7 @@ class LinearProgram:
         self._fprop, self._dgrad = link.fprop, link.dgrad
         self._wgrad = _to_dtype(link.wgrad, link.grad_weight_dtype, shape.weight_dtype)
         if chunked and rowwise and columnwise:
-            self._cast_grad = link.grad_output.cast_in_parts()
+            self._cast_grad = link.grad_output.cast_chunked()
             self._dgrad = _chunked(link.dgrad, link.grad_input_dtype)
         elif rowwise or columnwise:
             self._cast_grad = link.grad_output.cast_to(rowwise=rowwise, columnwise=columnwise)
@@ -232,7 +232,7 @@ class LinearLink:
     Parameters come as ``(weight, bias)``, or ``(*weights, *biases)`` for a grouped link, without
     biases where ``shape.bias_dtype`` is None. ``input_dtype`` and ``grad_dtype`` are those of the
     tensors that the neighbours hand over. ``index`` tells the linears of one chain apart.
-    ``choices`` says, by GEMM and tensor, who computes. ``takes_parts``: the gradient of the output
+    ``choices`` says, by GEMM and tensor, who computes. ``takes_chunks``: the gradient of the output
     stays in memory during backward, so that it may be cast some rows at a time.
     """
 
@@ -252,7 +252,7 @@ class LinearLink:
     choices: dict[str, Choice]
     num_weights: int
     num_params: int
-    takes_parts: bool = False
+    takes_chunks: bool = False
     only_once: OnlyOnce | None = None
     # Programs by padding, by chunks, and by whose gradients are needed.
     _programs: dict[tuple[bool, ...], LinearProgram] = field(default_factory=dict)
@@ -276,7 +276,7 @@ class LinearLink:
         its rows guard nothing.
         """
         padded = None if self.padding is None else self.padding.for_call(rows, call)
-        chunked = self.takes_parts and not call.groups and rows > self.shape.in_features
+        chunked = self.takes_chunks and not call.groups and rows > self.shape.in_features
         key = (padded is not None, chunked, *needs_grad)
         linear = self._programs.get(key) or self._new_program(key, needs_grad)
         program: Program = linear
@@ -331,7 +331,7 @@ def _to_dtype(
 def _chunked(dgrad: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
     """Return ``dgrad`` for a gradient that may come in chunks of rows, into one tensor."""
 
-    def run(dy: Operand | Parts, weight: Operand) -> torch.Tensor:
+    def run(dy: Operand | Chunks, weight: Operand) -> torch.Tensor:
         grad_input: torch.Tensor
         if isinstance(dy, Operand):
             grad_input = dgrad(dy, weight)

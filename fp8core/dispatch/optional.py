@@ -11,8 +11,8 @@ from fp8core.backend_api.optional import (
     NamesKernel,
     PairCast,
     PreparesUpdates,
-    QuantizedInParts,
-    QuantizesInParts,
+    QuantizedChunks,
+    QuantizesChunked,
     QuantizesPairs,
 )
 from fp8core.dispatch.isolation import Failure, attempt, shown
@@ -25,8 +25,8 @@ class Offers(NamedTuple):
     """The members of the protocols in :mod:`fp8core.backend_api.optional` that one bound callable
     has, None for each that it does not have."""
 
-    in_parts: Callable[..., Quantized | QuantizedInParts] | None = None
-    beside: Callable[[Callable[..., Quantized]], PairCast | None] | None = None
+    quantize_chunked: Callable[..., Quantized | QuantizedChunks] | None = None
+    bind_pair: Callable[[Callable[..., Quantized]], PairCast | None] | None = None
     prepare: Callable[..., Callable[[], None]] | None = None
     kernel: str | None = None
 
@@ -73,15 +73,15 @@ def pair_of(
     Raises:
         PluginError: it failed at that, or returned something that cannot be called as a pair is.
     """
-    beside = offers.beside
-    if beside is None:
+    bind_pair = offers.bind_pair
+    if bind_pair is None:
         return None
-    pair = attempt(lambda: beside(other))
+    pair = attempt(lambda: bind_pair(other))
     if isinstance(pair, Failure):
-        pair.fail(f"{who} has beside(other), which failed")
+        pair.fail(f"{who} has bind_pair(other), which failed")
     if pair is None:
         return None
-    _check(pair, _Method("beside(other)", PairCast, ("x", "other"), _keywords(desc)), who)
+    _check(pair, _Method("bind_pair(other)", PairCast, ("x", "other"), _keywords(desc)), who)
     return pair
 
 
@@ -99,8 +99,8 @@ def _methods(desc: OpDesc) -> Sequence[_Method]:
     if not is_dense_pair:
         return ()
     return (
-        _Method("in_parts", QuantizesInParts, ("x",), _keywords(desc)),
-        _Method("beside", QuantizesPairs, ("other",)),
+        _Method("quantize_chunked", QuantizesChunked, ("x",), _keywords(desc)),
+        _Method("bind_pair", QuantizesPairs, ("other",)),
     )
 
 

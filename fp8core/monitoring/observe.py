@@ -71,7 +71,7 @@ class LayerWatch:
         values = {field.name: getattr(link, field.name) for field in dataclasses.fields(link)}
         values["weight"] = _SeenWeight(link.weight, probe)
         values["_programs"] = {}
-        values["takes_parts"] = False  # the whole operand is looked at
+        values["takes_chunks"] = False  # the whole operand is looked at
         for gemm in _RESULTS:
             values[gemm] = _SeenGemm(getattr(link, gemm), probe, gemm)
         return WatchedLink(**values, probe=probe)

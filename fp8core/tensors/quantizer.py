@@ -58,8 +58,8 @@ class Quantizer(Protocol):
     choices: tuple[Choice, ...]
 
     @property
-    def makes_parts(self) -> bool:
-        """Whether :meth:`cast_in_parts` may make parts: a backend that offers them, in eager."""
+    def casts_chunks(self) -> bool:
+        """Whether :meth:`cast_chunked` may return chunks; never in a captured graph."""
 
     @property
     def plan(self) -> TensorPlan | None:
@@ -79,11 +79,11 @@ class Quantizer(Protocol):
     def cast_to(self, *, rowwise: bool, columnwise: bool) -> Cast:
         """Return the call for dense tensors without ``rng`` that are always asked for alike."""
 
-    def cast_in_parts(self) -> Cast:
+    def cast_chunked(self) -> Cast:
         """Return that call for both orientations, where ``rowwise`` is read once: it may be
-        :class:`fp8core.backend_api.Parts`."""
+        :class:`fp8core.backend_api.Chunks`."""
 
-    def beside(self, other: Quantizer) -> Pair | None:
+    def pair_with(self, other: Quantizer) -> Pair | None:
         """Return the call for both orientations of this tensor and ``other``'s, if there is one."""
 
 
@@ -91,7 +91,7 @@ class _Quantizer:
     __slots__ = ()
 
     @property
-    def makes_parts(self) -> bool:
+    def casts_chunks(self) -> bool:
         """It makes none."""
         return False
 
@@ -104,11 +104,11 @@ class _Quantizer:
         """Return the call for dense tensors without ``rng`` that are always asked for alike."""
         return partial(self, rowwise=rowwise, columnwise=columnwise)
 
-    def cast_in_parts(self: Quantizer) -> Cast:
+    def cast_chunked(self: Quantizer) -> Cast:
         """Return the call for both orientations."""
         return self.cast_to(rowwise=True, columnwise=True)
 
-    def beside(self, other: Quantizer) -> Pair | None:
+    def pair_with(self, other: Quantizer) -> Pair | None:
         """There is none."""
         return None
 
@@ -167,7 +167,7 @@ class LowPrecision(_Quantizer):
     """Low precision, in one call of the backend where both orientations are asked for."""
 
     __slots__ = (
-        *("_both", "_columnwise", "_in_parts", "_rowwise", "_whole"),
+        *("_both", "_columnwise", "_chunked", "_rowwise", "_whole"),
         *("choices", "desc", "nonfinite", "slot"),
     )
 
@@ -186,7 +186,7 @@ class LowPrecision(_Quantizer):
         rowwise, columnwise = desc.halves()
         self._whole = whole
         self._both = self.with_slot(whole.run)
-        self._in_parts = self.with_slot(whole.offers.in_parts or whole.run)
+        self._chunked = self.with_slot(whole.offers.quantize_chunked or whole.run)
         self._rowwise = self.with_slot(table.resolve(rowwise, device).run)
         self._columnwise = self.with_slot(table.resolve(columnwise, device).run)
 
@@ -196,9 +196,9 @@ class LowPrecision(_Quantizer):
         return TensorPlan(self.desc.rowwise, self.desc.columnwise)
 
     @property
-    def makes_parts(self) -> bool:
-        """Whether the backend's call has parts; a captured operator has none."""
-        return self._whole.offers.in_parts is not None
+    def casts_chunks(self) -> bool:
+        """Whether the backend offers chunks; an operator of a captured graph does not."""
+        return self._whole.offers.quantize_chunked is not None
 
     def with_slot(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``run`` with this tensor's delayed scale, amax and count filled in."""
@@ -227,11 +227,11 @@ class LowPrecision(_Quantizer):
         both_or_column = self._both if rowwise else self._columnwise
         return both_or_column if columnwise else self._rowwise
 
-    def cast_in_parts(self) -> Callable[..., Orientations]:
-        """Return the backend's own call, in parts where it has one."""
-        return self._in_parts
+    def cast_chunked(self) -> Callable[..., Orientations]:
+        """Return the backend's own call, in chunks where it offers them."""
+        return self._chunked
 
-    def beside(self, other: Quantizer) -> Pair | None:
+    def pair_with(self, other: Quantizer) -> Pair | None:
         """Return the backend's own call for two tensors, if it has one for these."""
         if not isinstance(other, LowPrecision):
             return None
@@ -251,7 +251,7 @@ class Propagating(_Quantizer):
     """Casts, and makes the scales of a tensor with NaN or inf NaN, and so all results of it.
 
     It counts for itself, and then adds to the count ``nonfinite`` that others read: three small
-    kernels more in each cast, and none of a backend's fusions, pairs and parts.
+    kernels more in each cast, and none of a backend's fusions, pairs and chunks.
     """
 
     __slots__ = ("_inner", "_nonfinite", "choices")

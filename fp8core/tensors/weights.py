@@ -257,7 +257,7 @@ class KeptWeight:
 
     def pair(self, input: Quantizer) -> Pair | None:
         """Return the backend's call that casts an input and the weight both ways, if it has one."""
-        return input.beside(self._quantizer)
+        return input.pair_with(self._quantizer)
 
     def _operands_of(self, weight: QuantizedTensor, columnwise: bool) -> Orientations:
         row, column = self._how.stored

@@ -57,7 +57,7 @@ class Counter:
         counted.pair = lambda input: None  # type: ignore[attr-defined]
         counted.choices = ()  # type: ignore[attr-defined]
         counted.plan = None  # type: ignore[attr-defined]
-        counted.cast_in_parts = lambda: counted  # type: ignore[attr-defined]
+        counted.cast_chunked = lambda: counted  # type: ignore[attr-defined]
         return counted
 
 

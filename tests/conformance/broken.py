@@ -51,8 +51,8 @@ class Sound(ReferenceBackend):
         return self.bind(desc, torch.device("cpu"))(*arguments, **keywords)
 
 
-class InParts:
-    """A rowwise operand handed out in parts of 128 rows; columnwise codes come with their part."""
+class Chunked:
+    """A rowwise operand in chunks of 128 rows; columnwise codes come with their chunk."""
 
     def __init__(self, spec: OperandSpec, made: Quantized) -> None:
         self.rows = made.rowwise.data.shape[0]
@@ -70,10 +70,10 @@ class InParts:
             yield start, end, Operand(self._row.data[start:end], scales)
 
 
-class GivesParts(Sound):
+class GivesChunks(Sound):
     """Sound, and offers what is optional of a cast with float32 scales too."""
 
-    parts = InParts
+    chunks = Chunked
     second = 1  # of a pair: whose slots the second takes
 
     def bind(self, desc: OpDesc, device: torch.device) -> Run:
@@ -86,41 +86,41 @@ class GivesParts(Sound):
         def whole(x: torch.Tensor, **given: Any) -> Quantized:
             return run(x, **given)
 
-        def in_parts(x: torch.Tensor, **given: Any) -> Quantized:
+        def quantize_chunked(x: torch.Tensor, **given: Any) -> Quantized:
             made = run(x, **given)
-            return made if len(x) < 256 else made._replace(rowwise=self.parts(desc.rowwise, made))
+            return made if len(x) < 256 else made._replace(rowwise=self.chunks(desc.rowwise, made))
 
-        def beside(other: Run) -> Run:
+        def bind_pair(other: Run) -> Run:
             def pair(*xs: torch.Tensor, **given: Any) -> list[Quantized]:
                 own = [{name: two[i] for name, two in given.items()} for i in range(2)]
                 return [run(xs[0], **own[0]), other(xs[1], **own[self.second])]
 
             return pair
 
-        whole.in_parts = in_parts  # type: ignore[attr-defined]
-        whole.beside = beside  # type: ignore[attr-defined]
+        whole.quantize_chunked = quantize_chunked  # type: ignore[attr-defined]
+        whole.bind_pair = bind_pair  # type: ignore[attr-defined]
         return whole
 
 
-class TakesTheOthersSlots(GivesParts):
+class TakesTheOthersSlots(GivesChunks):
     """Records the amax of a pair's second tensor for the first, and takes the first's scale."""
 
     second = 0
 
 
-class LeavesOutTheLastPart(GivesParts):
-    class parts(InParts):
+class LeavesOutTheLastChunk(GivesChunks):
+    class chunks(Chunked):
         def __iter__(self) -> Iterator[tuple[int, int, Operand]]:
             yield from list(super().__iter__())[:-1]
 
 
-class PairsNeedAStream(GivesParts):
+class PairsNeedAStream(GivesChunks):
     """Its pairs take an argument that the contract does not give."""
 
     def bind(self, desc: OpDesc, device: torch.device) -> Run:
         run = super().bind(desc, device)
-        if hasattr(run, "beside"):
-            run.beside = lambda other, stream: None  # type: ignore[attr-defined]
+        if hasattr(run, "bind_pair"):
+            run.bind_pair = lambda other, stream: None  # type: ignore[attr-defined]
         return run
 
 
@@ -254,14 +254,14 @@ class CountsBehindTheLastGroup(Sound):
         return quantize(desc, x, *groups, **given)
 
 
-class CountsTheFirstOfAPair(GivesParts):
+class CountsTheFirstOfAPair(GivesChunks):
     def bind(self, desc: OpDesc, device: torch.device) -> Run:
         run = super().bind(desc, device)
-        make = getattr(run, "beside", None)
+        make = getattr(run, "bind_pair", None)
         if make is None:
             return run
 
-        def beside(other: Run) -> Run:
+        def bind_pair(other: Run) -> Run:
             pair = make(other)
 
             def first(*xs: torch.Tensor, **given: Any) -> Any:
@@ -270,7 +270,7 @@ class CountsTheFirstOfAPair(GivesParts):
 
             return first
 
-        run.beside = beside  # type: ignore[attr-defined]
+        run.bind_pair = bind_pair  # type: ignore[attr-defined]
         return run
 
 
@@ -323,8 +323,8 @@ class FusedRoundsTwice(Sound):
 CAUGHT_BY: dict[type[Sound], str] = {
     WrongScale: "law1_quantize_scales_equal_the_reference",
     DroppedBias: "law4_gemm_adds_the_bias",
-    TakesTheOthersSlots: "law3_quantize_beside_another_equals_two_calls",
-    LeavesOutTheLastPart: "law3_quantize_in_parts_equals_the_whole",
+    TakesTheOthersSlots: "law3_quantize_pair_equals_two_calls",
+    LeavesOutTheLastChunk: "law3_quantize_chunked_equals_the_whole",
     PairsNeedAStream: "law7_optional_methods_can_be_called",
     SwappedOrientation: "law3_quantize_columnwise_is_the_operand_of_the_transpose",
     WritesAnInput: "law5_inputs_are_not_written",
@@ -336,7 +336,7 @@ CAUGHT_BY: dict[type[Sound], str] = {
     CountsEachOrientation: "law1_quantize_counts_nan_and_inf",
     SetsTheCount: "law1_quantize_counts_nan_and_inf",
     CountsBehindTheLastGroup: "law1_quantize_counts_nan_and_inf_of_groups",
-    CountsTheFirstOfAPair: "law3_quantize_beside_another_counts_for_each",
+    CountsTheFirstOfAPair: "law3_quantize_pair_counts_for_each",
     DropsAccumulation: "law4_gemm_accumulates_into_out",
     ReadsUninitialisedMemory: "law7_no_result_depends_on_uninitialised_memory",
     ClaimsEverything: "law7_unknown_descriptors_are_denied",

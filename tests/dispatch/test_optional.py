@@ -59,10 +59,10 @@ def update(histories: Any, scales: Any, targets: Any, nonfinite: Any = ()) -> No
 @pytest.mark.parametrize(
     ("desc", "name", "member"),
     [
-        (toys.QUANTIZE, "in_parts", whole),
-        (toys.QUANTIZE, "in_parts", without_slots),
-        (DELAYED, "in_parts", whole),
-        (toys.QUANTIZE, "beside", pairs),
+        (toys.QUANTIZE, "quantize_chunked", whole),
+        (toys.QUANTIZE, "quantize_chunked", without_slots),
+        (DELAYED, "quantize_chunked", whole),
+        (toys.QUANTIZE, "bind_pair", pairs),
         (toys.SCALE_UPDATE, "prepare", update),
         (toys.GEMM, "kernel", "toy::gemm"),
     ],
@@ -76,20 +76,20 @@ def test_member_that_fits_is_offered(desc: OpDesc, name: str, member: Any) -> No
     [
         (
             DELAYED,
-            "in_parts",
+            "quantize_chunked",
             without_slots,
-            "in_parts(x, *, scale, amax_out, nonfinite_out)",
-            "in_parts(x, *, nonfinite_out=None)",
+            "quantize_chunked(x, *, scale, amax_out, nonfinite_out)",
+            "quantize_chunked(x, *, nonfinite_out=None)",
         ),
         (
             toys.QUANTIZE,
-            "in_parts",
+            "quantize_chunked",
             with_a_stream,
-            "in_parts(x, *, nonfinite_out)",
-            "in_parts(x, stream, *, nonfinite_out=None)",
+            "quantize_chunked(x, *, nonfinite_out)",
+            "quantize_chunked(x, stream, *, nonfinite_out=None)",
         ),
-        (toys.QUANTIZE, "beside", lambda: None, "beside(other)", "beside()"),
-        (toys.QUANTIZE, "beside", 3, "beside(other)", "3"),
+        (toys.QUANTIZE, "bind_pair", lambda: None, "bind_pair(other)", "bind_pair()"),
+        (toys.QUANTIZE, "bind_pair", 3, "bind_pair(other)", "3"),
         (
             toys.SCALE_UPDATE,
             "prepare",
@@ -129,22 +129,22 @@ def test_member_whose_reading_fails_is_an_error() -> None:
 
 def test_callable_without_a_readable_signature_is_taken() -> None:
     # A compiled extension's callables look like this one: inspect.signature() raises ValueError.
-    assert resolve(toys.QUANTIZE, in_parts=max).offers.in_parts is max
+    assert resolve(toys.QUANTIZE, quantize_chunked=max).offers.quantize_chunked is max
 
 
 @pytest.mark.parametrize(
     "desc", [toys.GEMM, replace(toys.QUANTIZE, grouped=True), toys.QUANTIZE.halves()[0]], ids=str
 )
 def test_other_descriptors_are_not_asked_for_the_methods_of_a_dense_cast(desc: OpDesc) -> None:
-    assert resolve(desc, beside=3, in_parts=3).offers == Offers()
+    assert resolve(desc, bind_pair=3, quantize_chunked=3).offers == Offers()
 
 
 def test_none_is_no_offer() -> None:
-    assert resolve(toys.QUANTIZE, beside=None, in_parts=None).offers == Offers()
+    assert resolve(toys.QUANTIZE, bind_pair=None, quantize_chunked=None).offers == Offers()
 
 
 def test_operator_of_a_captured_graph_offers_nothing() -> None:
-    resolve(toys.QUANTIZE, beside=pairs)
+    resolve(toys.QUANTIZE, bind_pair=pairs)
     with table.capturing():
         assert table.resolve(toys.QUANTIZE, CPU).offers == Offers()
 
@@ -152,27 +152,27 @@ def test_operator_of_a_captured_graph_offers_nothing() -> None:
 def test_pair_is_what_the_method_returns() -> None:
     def pair(x: Any, other: Any, *, nonfinite_out: Any) -> None: ...
 
-    one = resolve(toys.QUANTIZE, beside=lambda other: pair)
+    one = resolve(toys.QUANTIZE, bind_pair=lambda other: pair)
     assert one.pair_with(one) is pair
 
 
-@pytest.mark.parametrize("members", [{}, {"beside": lambda other: None}], ids=["none", "declined"])
+@pytest.mark.parametrize("members", [{}, {"bind_pair": lambda _: None}], ids=["none", "declined"])
 def test_there_may_be_no_pair(members: dict[str, Any]) -> None:
     one = resolve(toys.QUANTIZE, **members)
     assert one.pair_with(one) is None
 
 
 def test_pair_that_cannot_be_called_prints_both_sides() -> None:
-    one = resolve(toys.QUANTIZE, beside=lambda other: lambda x: None)
+    one = resolve(toys.QUANTIZE, bind_pair=lambda other: lambda x: None)
     with pytest.raises(PluginError, match=r"PairCast") as raised:
         one.pair_with(one)
-    assert "(x, other, *, nonfinite_out)\n  found    beside(other)(x)" in str(raised.value)
+    assert "(x, other, *, nonfinite_out)\n  found    bind_pair(other)(x)" in str(raised.value)
 
 
 def test_pair_whose_making_fails_says_so() -> None:
     def fail(other: Any) -> None:
         raise LookupError("no such launch")
 
-    one = resolve(toys.QUANTIZE, beside=fail)
-    with pytest.raises(PluginError, match=r"beside\(other\), which failed: LookupError: no such"):
+    one = resolve(toys.QUANTIZE, bind_pair=fail)
+    with pytest.raises(PluginError, match=r"bind_pair\(other\), which failed: LookupError: no"):
         one.pair_with(one)

@@ -96,10 +96,10 @@ def _has_methods(desc: QuantizeDesc) -> bool:
 
 
 @law(3, "quantize", applies=_has_methods)
-def quantize_beside_another_counts_for_each(subject: Subject, desc: QuantizeDesc) -> None:
+def quantize_pair_counts_for_each(subject: Subject, desc: QuantizeDesc) -> None:
     """Two tensors quantized in one call are counted apart, either of them or both."""
-    beside = subject.offers(desc).beside
-    two: Any = None if beside is None else beside(subject.bound(desc))
+    bind_pair = subject.offers(desc).bind_pair
+    two: Any = None if bind_pair is None else bind_pair(subject.bound(desc))
     if two is None:
         return
     xs = [
@@ -117,19 +117,19 @@ def quantize_beside_another_counts_for_each(subject: Subject, desc: QuantizeDesc
 
 
 @law(3, "quantize", applies=_has_methods)
-def quantize_in_parts_counts_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
-    """After the last part, each NaN and inf of x is counted once."""
-    in_parts = subject.offers(desc).in_parts
-    if in_parts is None:
+def quantize_chunked_counts_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
+    """After the last chunk, each NaN and inf of x is counted once."""
+    quantize_chunked = subject.offers(desc).quantize_chunked
+    if quantize_chunked is None:
         return
     for shape in ((5, 7), SHAPES[2]):
         x = inputs.matrix("nonfinite", *quantize_size(subject, desc, *shape), desc.dtype)
         count, keywords = _count(subject), quantize_keywords(subject, desc)
-        rowwise, _ = in_parts(subject.here(x), **keywords, nonfinite_out=count)
+        rowwise, _ = quantize_chunked(subject.here(x), **keywords, nonfinite_out=count)
         if not isinstance(rowwise, Operand | None):
             for _ in rowwise:
                 pass
-        _require_count(f"{list(x.shape)} in parts", count, x)
+        _require_count(f"{list(x.shape)} in chunks", count, x)
 
 
 @law(6, *FUSED)

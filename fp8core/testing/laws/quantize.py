@@ -11,9 +11,9 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api import (
+    Chunks,
     Operand,
     OperandSpec,
-    Parts,
     Quantized,
     QuantizeDesc,
     split_groups,
@@ -329,10 +329,10 @@ def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeD
 
 
 @law(3, "quantize", applies=lambda desc: _has_both(desc) and not desc.grouped and _is_nearest(desc))
-def quantize_beside_another_equals_two_calls(subject: Subject, desc: QuantizeDesc) -> None:
+def quantize_pair_equals_two_calls(subject: Subject, desc: QuantizeDesc) -> None:
     """Two tensors quantized in one call have the bits of a call for each."""
-    run, beside = subject.bound(desc), subject.offers(desc).beside
-    pair: Any = None if beside is None else beside(run)
+    run, bind_pair = subject.bound(desc), subject.offers(desc).bind_pair
+    pair: Any = None if bind_pair is None else bind_pair(run)
     if pair is None:
         return
     shapes = [quantize_size(subject, desc, *shape) for shape in ((33, 70), LARGE, (0, 5))]
@@ -351,16 +351,16 @@ def quantize_beside_another_equals_two_calls(subject: Subject, desc: QuantizeDes
 
 
 @law(3, "quantize", applies=lambda desc: _has_both(desc) and not desc.grouped and _is_nearest(desc))
-def quantize_in_parts_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
-    """The parts are the rowwise operand's rows; after the last, the columnwise one is complete."""
-    run, in_parts = subject.bound(desc), subject.offers(desc).in_parts
-    if in_parts is None:
+def quantize_chunked_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
+    """The chunks are the rowwise operand's rows; after the last, the columnwise one is complete."""
+    run, quantize_chunked = subject.bound(desc), subject.offers(desc).quantize_chunked
+    if quantize_chunked is None:
         return
     assert desc.rowwise is not None
     for shape in ((5, 7), LARGE):
         x = inputs.matrix("decades", *quantize_size(subject, desc, *shape), desc.dtype)
         given = [quantize_keywords(subject, desc) for _ in range(2)]
-        rowwise, columnwise = in_parts(subject.here(x), **given[0])
+        rowwise, columnwise = quantize_chunked(subject.here(x), **given[0])
         if not isinstance(rowwise, Operand | None):
             rowwise = _joined(desc.rowwise, rowwise, len(x))
         quantized = Quantized(rowwise, columnwise)
@@ -369,17 +369,17 @@ def quantize_in_parts_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> 
             same_bits(name, value, given[1][name])
 
 
-def _joined(spec: OperandSpec, parts: Parts, rows: int) -> Operand:
-    """Return the operand of all parts, each copied before the next part overwrites it."""
-    require(parts.rows == rows, f"the parts have {parts.rows} rows, x has {rows}")
+def _joined(spec: OperandSpec, chunks: Chunks, rows: int) -> Operand:
+    """Return the operand of all chunks, each copied before the next one overwrites it."""
+    require(chunks.rows == rows, f"the chunks have {chunks.rows} rows, x has {rows}")
     data, scales, at = [], [], 0
-    for start, end, part in parts:
-        require(start == at, f"a part begins at row {start}, the one before ended at {at}")
+    for start, end, part in chunks:
+        require(start == at, f"a chunk begins at row {start}, the one before ended at {at}")
         assert part.scale_inv is not None
         data.append(part.data.clone())
         scales.append(part.scale_inv.clone())
         at = end
-    require(at == rows, f"the parts end at row {at} of {rows}")
+    require(at == rows, f"the chunks end at row {at} of {rows}")
     return Operand(torch.cat(data), torch.cat(scales) if spec.block[0] else scales[-1])
 
 

@@ -86,7 +86,7 @@ def pairs() -> None:
         run = backend("cuda").bind(QuantizeDesc(dtype, own, own), DEVICE)
         for one, other in itertools.permutations(SHAPES, 2):
             xs = [torch.randn(shape).to(dtype).to(DEVICE) for shape in (one, other)]
-            run.beside(run)(*xs, **given)
+            run.bind_pair(run)(*xs, **given)
 
 
 def parts() -> None:
@@ -98,7 +98,7 @@ def parts() -> None:
                 given = {"scale": torch.ones(1).to(DEVICE), "amax_out": torch.zeros(1).to(DEVICE)}
             run = backend("cuda").bind(QuantizeDesc(dtype, own, own), DEVICE)
             for shape in ((256, 128), (300, 130), (272, 264)):
-                made = run.in_parts(torch.randn(shape).to(dtype).to(DEVICE), **given)
+                made = run.quantize_chunked(torch.randn(shape).to(dtype).to(DEVICE), **given)
                 for _ in made.rowwise:
                     pass
 

@@ -133,9 +133,9 @@ def test_a_pair_counts_for_each(name: str) -> None:
         if name == "delayed":
             given = {"scale": tuple(torch.ones(1, device=DEVICE) for _ in xs)}
         counts = tuple(torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in xs)
-        run.beside(run)(*xs, **given, nonfinite_out=counts)
+        run.bind_pair(run)(*xs, **given, nonfinite_out=counts)
         assert [int(one) for one in counts] == [int((~x.isfinite()).sum()) for x in xs]
-        run.beside(run)(*xs, **given, nonfinite_out=(None, counts[1]))
+        run.bind_pair(run)(*xs, **given, nonfinite_out=(None, counts[1]))
         assert [int(one) for one in counts] == [int((~xs[0].isfinite()).sum()), 2]
 
 
@@ -149,7 +149,7 @@ def test_parts_count_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     for shape in ((256, 128), (257, 130), (400, 264)):
         x = values("specials", shape, torch.bfloat16)
         count = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-        made = run.in_parts(x, **keywords(desc), nonfinite_out=count)
+        made = run.quantize_chunked(x, **keywords(desc), nonfinite_out=count)
         for _ in made.rowwise:
             pass
         assert int(count) == int((~x.isfinite()).sum())

@@ -69,7 +69,7 @@ def test_parts_equal_the_whole(name: str, element: str, dtype: torch.dtype) -> N
             wide = torch.cat((x, x), 1)[:, : shape[1]]
             for source in (x, wide, x.t().contiguous().t()):
                 ours, theirs = given(name), given(name)
-                made = joined(name, run.in_parts(source, **ours))
+                made = joined(name, run.quantize_chunked(source, **ours))
                 want = judge(x, **theirs)
                 for one, other in zip(made, want, strict=True):
                     assert differs(one, other) is None, (kind, shape)
@@ -80,13 +80,13 @@ def test_parts_equal_the_whole(name: str, element: str, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("name", ["rowwise", "square"])
 def test_other_scales_have_no_parts(name: str) -> None:
     desc = QuantizeDesc(torch.bfloat16, spec(name), spec(name))
-    assert not hasattr(backend("cuda").bind(desc, DEVICE), "in_parts")
+    assert not hasattr(backend("cuda").bind(desc, DEVICE), "quantize_chunked")
 
 
 def test_a_small_gradient_is_quantized_at_once() -> None:
     own = spec("current")
     run = backend("cuda").bind(QuantizeDesc(torch.bfloat16, own, own), DEVICE)
-    made = run.in_parts(torch.randn(512, 512, dtype=torch.bfloat16, device=DEVICE))
+    made = run.quantize_chunked(torch.randn(512, 512, dtype=torch.bfloat16, device=DEVICE))
     assert isinstance(made.rowwise, Operand)
 
 
@@ -113,9 +113,9 @@ def test_a_layer_s_gradients(name: str, bias: bool, monkeypatch: pytest.MonkeyPa
         for _ in range(2):
             step(layer, name, x, dy)
         found.append([x.grad, *(own.grad.clone() for own in layer.parameters())])
-    (in_parts, *others), (whole, *same) = found
+    (chunked, *others), (whole, *same) = found
     # Another number of rows may be another algorithm, which adds up in another order.
-    torch.testing.assert_close(in_parts, whole, rtol=2**-7, atol=2**-7 * whole.abs().max().item())
+    torch.testing.assert_close(chunked, whole, rtol=2**-7, atol=2**-7 * whole.abs().max().item())
     assert all(torch.equal(one, other) for one, other in zip(others, same, strict=True))
 
 

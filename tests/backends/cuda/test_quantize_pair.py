@@ -39,7 +39,7 @@ def test_a_pair_equals_the_reference(name: str, dtype: torch.dtype) -> None:
     own = spec(name)
     desc = QuantizeDesc(dtype, own, own)
     ours, judge = (backend(who).bind(desc, DEVICE) for who in ("cuda", "reference"))
-    pair = ours.beside(ours)
+    pair = ours.bind_pair(ours)
     for (one, other), kind in itertools.product(itertools.permutations(SHAPES, 2), KINDS):
         xs = (values(kind, one, dtype), values("normal", other, dtype))
         given, apart = slots(name), slots(name)
@@ -57,7 +57,7 @@ def test_a_pair_of_strided_tensors() -> None:
     desc = QuantizeDesc(torch.bfloat16, own, own)
     run = backend("cuda").bind(desc, DEVICE)
     x, w = (values("wide", (130, 264), torch.bfloat16) for _ in range(2))
-    made = run.beside(run)(x.t(), w[1:, 8:])
+    made = run.bind_pair(run)(x.t(), w[1:, 8:])
     for ours, theirs in zip(made, (run(x.t()), run(w[1:, 8:])), strict=True):
         assert differs(ours.rowwise, theirs.rowwise) is None
         assert differs(ours.columnwise, theirs.columnwise) is None
@@ -77,8 +77,8 @@ def test_a_pair_of_strided_tensors() -> None:
 def test_what_differs_is_no_pair(other: QuantizeDesc) -> None:
     own = QuantizeDesc(torch.bfloat16, spec("current"), spec("current"))
     one, two = (backend("cuda").bind(desc, DEVICE) for desc in (own, other))
-    assert one.beside(two) is None
-    assert two.beside(one) is None
+    assert one.bind_pair(two) is None
+    assert two.bind_pair(one) is None
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
@@ -88,9 +88,7 @@ def test_a_layer_has_the_bits_of_casts_apart(name: str, monkeypatch: pytest.Monk
         torch.manual_seed(0)
         layer = fp8core.Linear(256, 384, params_dtype=torch.bfloat16, device=DEVICE)
         if is_apart:
-            monkeypatch.setattr(
-                fp8core.tensors.weights.KeptWeight, "beside", lambda *arguments: None
-            )
+            monkeypatch.setattr(fp8core.tensors.weights.KeptWeight, "pair", lambda *arguments: None)
         x = torch.randn(64, 256, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
         made = []
         for microbatch in (True, False, None, None):

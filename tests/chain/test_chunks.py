@@ -16,27 +16,27 @@ from fp8core.backend_api import BackendSpec, Operand, Quantized, hookimpl
 from fp8core.dispatch import plugins, table
 from tests.conformance import broken
 
-ROWS = 272  # two parts of 128 rows and a short one
+ROWS = 272  # two chunks of 128 rows and a short one
 
 
-class Recording(broken.GivesParts):
-    """Takes down the rows of tensors asked for in parts, and of GEMMs into a given result."""
+class Recording(broken.GivesChunks):
+    """Takes down the rows of tensors asked for in chunks, and of GEMMs into a given result."""
 
-    def __init__(self, parted: list[int], gemms: list[int]) -> None:
-        self._parted = parted
+    def __init__(self, chunked: list[int], gemms: list[int]) -> None:
+        self._chunked = chunked
         self._gemms = gemms
 
     def bind(self, desc: Any, device: torch.device) -> Callable[..., Any]:
         run = super().bind(desc, device)
-        inner = getattr(run, "in_parts", None)
+        inner = getattr(run, "quantize_chunked", None)
         if inner is not None:
 
-            def in_parts(x: torch.Tensor, **given: Any) -> Quantized:
-                self._parted.append(len(x))
+            def quantize_chunked(x: torch.Tensor, **given: Any) -> Quantized:
+                self._chunked.append(len(x))
                 made: Quantized = inner(x, **given)
                 return made
 
-            run.in_parts = in_parts  # type: ignore[attr-defined]
+            run.quantize_chunked = quantize_chunked  # type: ignore[attr-defined]
         if desc.op != "gemm":
             return run
 
@@ -50,19 +50,19 @@ class Recording(broken.GivesParts):
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[int], list[int]]]:
-    """What the backend ``parts`` takes down."""
+    """What the backend ``chunks`` takes down."""
     asked: tuple[list[int], list[int]] = ([], [])
-    module, plugin = types.ModuleType("parts_made"), types.ModuleType("parts_plugin")
+    module, plugin = types.ModuleType("chunks_made"), types.ModuleType("chunks_plugin")
     module.Made = lambda: Recording(*asked)  # type: ignore[attr-defined]
 
     @hookimpl
     def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
-        register(BackendSpec("parts", ("cpu",), "parts_made:Made"))
+        register(BackendSpec("chunks", ("cpu",), "chunks_made:Made"))
 
     plugin.fp8core_register_backends = fp8core_register_backends  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(plugins, "_loaded", [])
-    plugins.register(plugin, "parts")
+    plugins.register(plugin, "chunks")
     yield asked
     table._resolve.cache_clear()
 
@@ -80,42 +80,42 @@ def step(layer: torch.nn.Module, name: str, backend: str, columns: int = 64) -> 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "rowwise"])
-def test_gradients_in_parts_have_the_same_bits(
+def test_gradients_in_chunks_have_the_same_bits(
     name: str, bias: bool, asked: tuple[list[int], list[int]]
 ) -> None:
     layer = Linear(64, 96, bias=bias)
     want = step(layer, name, "reference")
     layer.reset_delayed_state()
-    got = step(layer, name, "parts")
+    got = step(layer, name, "chunks")
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
     assert asked == ([ROWS], [128, 128, 16])
 
 
-def test_only_the_gradient_from_outside_comes_in_parts(
+def test_only_the_gradient_from_outside_comes_in_chunks(
     asked: tuple[list[int], list[int]],
 ) -> None:
-    step(LayerNormMLP(64, 96), "current", "parts")
+    step(LayerNormMLP(64, 96), "current", "chunks")
     assert asked == ([ROWS], [128, 128, 16])
 
 
 def test_parts_are_for_more_rows_than_the_input_has_columns(
     asked: tuple[list[int], list[int]],
 ) -> None:
-    step(Linear(ROWS, 96), "current", "parts", columns=ROWS)
+    step(Linear(ROWS, 96), "current", "chunks", columns=ROWS)
     assert asked == ([], [])
 
 
-def test_a_frozen_weight_or_input_needs_no_parts(asked: tuple[list[int], list[int]]) -> None:
+def test_a_frozen_weight_or_input_needs_no_chunks(asked: tuple[list[int], list[int]]) -> None:
     layer = Linear(64, 96)
     layer.weight.requires_grad_(False)
-    step(layer, "current", "parts")
+    step(layer, "current", "chunks")
     assert asked == ([], [])
 
 
 def test_a_monitor_sees_the_whole_gradient(asked: tuple[list[int], list[int]]) -> None:
     layer = fp8core.prepare(torch.nn.Sequential(Linear(64, 96)))
     with fp8core.monitor(layer) as watch:
-        step(layer, "current", "parts")
+        step(layer, "current", "chunks")
         watch.step()
         assert watch.row("0", "grad_output").amax > 0
     assert asked == ([], [])
