@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -27,143 +27,21 @@ from fp8core.testing.calls import (
     step_of,
 )
 from fp8core.testing.checks import law
-from fp8core.testing.compare import require, same_bits, same_form, within
-from fp8core.testing.subject import Subject, on_cpu, storage_step
+from fp8core.testing.compare import require, same_bits
+from fp8core.testing.judged import (
+    LARGE,
+    Judged,
+    both,
+    every,
+    group_sizes,
+    is_nearest,
+    same_codes,
+    same_operands,
+    same_scales,
+)
+from fp8core.testing.subject import Subject, on_cpu
 
-SHAPES = ((5, 7), (33, 70), (130, 200), (0, 5), (5, 0))
-LARGE = (260, 1030)  # more than one kernel's tile in both directions
-LONG = ((4100, 40), (40, 4100))
-VERY_LONG = ((66000, 16), (16, 66000))  # above 65535; in bfloat16 alone, which costs less
 SQUARE = 96
-MANY_GROUPS = (0, 2, 1, 33, 0, 1, 1) * 10
-
-
-class Judged(NamedTuple):
-    """One tensor quantized by the backend and by the judge, both on the CPU."""
-
-    ours: Quantized
-    theirs: Quantized
-    amaxes: tuple[torch.Tensor | None, torch.Tensor | None]
-
-
-def _both(subject: Subject, desc: QuantizeDesc, x: torch.Tensor, *sizes: int) -> Judged:
-    """Quantize ``x`` (on the CPU), in groups of ``sizes`` rows if there are any."""
-    keywords = [quantize_keywords(subject, desc, max(len(sizes), 1)) for _ in range(2)]
-    keywords[1] = on_cpu(keywords[1])
-    groups = (group_offsets(sizes),) if sizes else ()
-    ours = subject.run(desc, *subject.here((x, *groups)), **keywords[0])
-    theirs = subject.judging(desc)(x, *groups, **keywords[1])
-    amaxes = (keywords[0].get("amax_out"), keywords[1].get("amax_out"))
-    return Judged(on_cpu(ours), theirs, amaxes)
-
-
-def _group_sizes(subject: Subject, desc: QuantizeDesc) -> tuple[int, ...]:
-    step = storage_step(subject, desc.columnwise)
-    return tuple(-(-size // step) * step for size in (0, 130, 1, 0, 33))
-
-
-def _every(subject: Subject, desc: QuantizeDesc) -> Iterator[tuple[str, Judged]]:
-    """Yield every input of the kit, quantized by both, and its title; kept for the next law."""
-    last, judged = subject.kept.get("every", (None, []))
-    if last != desc:
-        judged = []
-        sizes: Sequence[int]
-        shapes: list[tuple[tuple[int, int], Sequence[int]]]
-        if desc.grouped:
-            sizes = _group_sizes(subject, desc)
-            shapes = [(quantize_size(subject, desc, sum(sizes), 70), sizes)]
-        else:
-            shapes = [(quantize_size(subject, desc, *shape), ()) for shape in (*SHAPES, LARGE)]
-        for shape, sizes in shapes:
-            is_one_enough = not all(shape) or shape[1] >= LARGE[1]
-            for kind in ("decades",) if is_one_enough else inputs.KINDS:
-                x = inputs.matrix(kind, *shape, desc.dtype)
-                judged.append((f"{kind} {list(shape)}", _both(subject, desc, x, *sizes)))
-        for shape, sizes in _long_shapes(subject, desc):
-            x = inputs.late(*shape, desc.dtype)
-            judged.append((f"late amax {list(shape)}", _both(subject, desc, x, *sizes)))
-        subject.kept["every"] = (desc, judged)
-    yield from judged
-
-
-def _long_shapes(
-    subject: Subject, desc: QuantizeDesc
-) -> Iterator[tuple[tuple[int, int], Sequence[int]]]:
-    """Yield shapes of many rows or columns, or of many groups with their sizes."""
-    if not desc.grouped:
-        very = VERY_LONG if desc.dtype == torch.bfloat16 else ()
-        for shape in (*LONG, *very):
-            yield quantize_size(subject, desc, *shape), ()
-        return
-    step = storage_step(subject, desc.columnwise)
-    for groups in (MANY_GROUPS, (3, LONG[0][0], 1)):
-        sizes = [-(-size // step) * step for size in groups]
-        yield quantize_size(subject, desc, sum(sizes), 40), sizes
-
-
-def _operands(
-    desc: QuantizeDesc, ours: Quantized, theirs: Quantized
-) -> Iterator[tuple[str, OperandSpec, Operand, Operand]]:
-    """Yield orientation, spec and both operands for every orientation in ``desc``."""
-    for name in Quantized._fields:
-        spec, one, other = (getattr(source, name) for source in (desc, ours, theirs))
-        _both_or_none(f"the {name} operand", one, spec)
-        if spec is not None:
-            yield name, spec, one, other
-
-
-def _both_or_none(name: str, ours: object, expected: object) -> None:
-    # The message names no value: formatting a tensor costs more than computing it.
-    require((ours is None) or (expected is not None), f"{name} is not asked for, but returned")
-    require((expected is None) or (ours is not None), f"{name} is missing")
-
-
-def _same_codes(subject: Subject, desc: QuantizeDesc, title: str, judged: Judged) -> float:
-    allowed = subject.numerics(desc).code_steps
-    worst = 0.0
-    for name, spec, ours, theirs in _operands(desc, judged.ours, judged.theirs):
-        where = f"{title}: {name} data"
-        same_form(where, ours.data, theirs.data)
-        if torch.equal(ours.data, theirs.data):
-            continue
-        elements = [subject.elements(spec, operand) for operand in (ours, theirs)]
-        if allowed == 0:
-            same_bits(where, *elements)
-            continue
-        values = sorted(set(filter(math.isfinite, formats.by_name(spec.format).values)))
-        same_bits(f"{where}: NaN", *(one.isnan() for one in elements))
-        grid = torch.tensor(values)
-        ranks = [torch.bucketize(one.contiguous(), grid).double() for one in elements]
-        bound = torch.full_like(ranks[1], allowed)
-        worst = max(worst, within(f"{where} in steps of the format", ranks[0], ranks[1], bound))
-    return worst
-
-
-def _same_scales(subject: Subject, desc: QuantizeDesc, title: str, judged: Judged) -> float:
-    allowed = subject.numerics(desc).scale_ulps
-    worst = 0.0
-    for name, _, ours, theirs in _operands(desc, judged.ours, judged.theirs):
-        for part in ("scale_inv", "global_scale_inv"):
-            one, other = getattr(ours, part), getattr(theirs, part)
-            where = f"{title}: {name} {part}"
-            _both_or_none(where, one, other)
-            if one is None:
-                continue
-            same_form(where, one, other)
-            if allowed == 0:
-                same_bits(where, one, other)
-                continue
-            bits = [
-                on.contiguous().view(torch.int32 if on.dtype == torch.float32 else torch.uint8)
-                for on in (one, other)
-            ]
-            bound = torch.full_like(bits[1], allowed, dtype=torch.float64)
-            worst = max(worst, within(f"{where} in ulps", bits[0], bits[1].double(), bound))
-    return worst
-
-
-def _is_nearest(desc: QuantizeDesc) -> bool:
-    return not any(spec is not None and spec.stochastic for spec in (desc.rowwise, desc.columnwise))
 
 
 def _is_plain(desc: QuantizeDesc) -> bool:
@@ -174,24 +52,22 @@ def _is_plain(desc: QuantizeDesc) -> bool:
     )
 
 
-@law(1, "quantize", applies=_is_nearest)
+@law(1, "quantize", applies=is_nearest)
 def quantize_codes_equal_the_reference(subject: Subject, desc: QuantizeDesc) -> float:
     """Every element has the reference's code."""
-    return max(_same_codes(subject, desc, title, judged) for title, judged in _every(subject, desc))
+    return max(same_codes(subject, desc, title, judged) for title, judged in every(subject, desc))
 
 
 @law(1, "quantize")
 def quantize_scales_equal_the_reference(subject: Subject, desc: QuantizeDesc) -> float:
     """Every block has the reference's scale, and the tensor its global scale."""
-    return max(
-        _same_scales(subject, desc, title, judged) for title, judged in _every(subject, desc)
-    )
+    return max(same_scales(subject, desc, title, judged) for title, judged in every(subject, desc))
 
 
 @law(1, "quantize", applies=lambda desc: desc.rowwise is not None and desc.rowwise.delayed)
 def quantize_records_the_amax(subject: Subject, desc: QuantizeDesc) -> None:
     """amax_out rises to the amax of x without its NaN, whatever the scale."""
-    for title, judged in _every(subject, desc):
+    for title, judged in every(subject, desc):
         ours, theirs = judged.amaxes
         assert ours is not None
         assert theirs is not None
@@ -247,7 +123,7 @@ def quantize_rounds_to_the_nearest_ties_to_even(subject: Subject, desc: Quantize
     """Midpoints go to the even code, and the numbers next to them to the nearer one."""
     edges = _edges(subject, desc, _midpoints(desc.dtype))
     return max(
-        _same_codes(subject, desc, f"midpoints of {format}", judged) for format, judged in edges
+        same_codes(subject, desc, f"midpoints of {format}", judged) for format, judged in edges
     )
 
 
@@ -261,7 +137,7 @@ def quantize_saturates_beyond_the_range(subject: Subject, desc: QuantizeDesc) ->
         return [*beyond, *(-x for x in beyond), math.inf, -math.inf, 1.0]
 
     edges = _edges(subject, desc, fill)
-    return max(_same_codes(subject, desc, f"beyond {format}", judged) for format, judged in edges)
+    return max(same_codes(subject, desc, f"beyond {format}", judged) for format, judged in edges)
 
 
 @law(1, "quantize", applies=_is_plain)
@@ -269,17 +145,17 @@ def quantize_keeps_nan_in_its_place(subject: Subject, desc: QuantizeDesc) -> flo
     """A NaN stays NaN, or the largest value in a format without NaN, and changes no neighbour."""
     edges = list(_edges(subject, desc, lambda spec: [math.nan, 1.0, -2.0, 0.0, -0.0]))
     for format, judged in edges:
-        _same_scales(subject, desc, f"NaN in {format}", judged)
-    return max(_same_codes(subject, desc, f"NaN in {format}", judged) for format, judged in edges)
+        same_scales(subject, desc, f"NaN in {format}", judged)
+    return max(same_codes(subject, desc, f"NaN in {format}", judged) for format, judged in edges)
 
 
-@law(1, "quantize", applies=lambda desc: desc.grouped and _is_nearest(desc))
+@law(1, "quantize", applies=lambda desc: desc.grouped and is_nearest(desc))
 def quantize_stops_blocks_at_group_boundaries(subject: Subject, desc: QuantizeDesc) -> None:
     """Each group has the bits of a call for it alone: no amax and no block spans two groups."""
-    sizes = _group_sizes(subject, desc)
+    sizes = group_sizes(subject, desc)
     rows, cols = quantize_size(subject, desc, sum(sizes), 70)
     x = inputs.matrix("decades", rows, cols, desc.dtype)
-    together = _both(subject, desc, x, *sizes).ours
+    together = both(subject, desc, x, *sizes).ours
     offsets = group_offsets(sizes).tolist()
     dense = QuantizeDesc(desc.dtype, desc.rowwise, desc.columnwise)
     keywords = quantize_keywords(subject, desc, len(sizes))
@@ -293,16 +169,7 @@ def quantize_stops_blocks_at_group_boundaries(subject: Subject, desc: QuantizeDe
         of_group = {name: value[group : group + 1].clone() for name, value in keywords.items()}
         alone = subject.quantizer(dense)(dense, subject.here(x[start:end]), **of_group)
         parts = Quantized(*(None if parts is None else parts[group] for parts in split))
-        _same_operands(desc, f"group {group}", parts, on_cpu(alone))
-
-
-def _same_operands(desc: QuantizeDesc, title: str, ours: Quantized, theirs: Quantized) -> None:
-    for name, _, one, other in _operands(desc, ours, theirs):
-        for part in Operand._fields:
-            mine, yours = getattr(one, part), getattr(other, part)
-            _both_or_none(f"{title}: {name} {part}", mine, yours)
-            if mine is not None:
-                same_bits(f"{title}: {name} {part}", mine, yours)
+        same_operands(desc, f"group {group}", parts, on_cpu(alone))
 
 
 def _has_both(desc: QuantizeDesc) -> bool:
@@ -312,7 +179,7 @@ def _has_both(desc: QuantizeDesc) -> bool:
 @law(3, "quantize", applies=_has_both)
 def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeDesc) -> None:
     """One call for both orientations gives the bits of a call for each."""
-    sizes = _group_sizes(subject, desc) if desc.grouped else ()
+    sizes = group_sizes(subject, desc) if desc.grouped else ()
     shape = quantize_size(subject, desc, sum(sizes) or 33, 70)
     for kind in ("decades", "holes", "nonfinite"):
         x = subject.here(inputs.matrix(kind, *shape, desc.dtype))
@@ -325,10 +192,10 @@ def quantize_both_orientations_equal_two_calls(subject: Subject, desc: QuantizeD
 
         rowwise, columnwise = desc.halves()
         halves = Quantized(run(rowwise).rowwise, run(columnwise).columnwise)
-        _same_operands(desc, kind, run(desc), halves)
+        same_operands(desc, kind, run(desc), halves)
 
 
-@law(3, "quantize", applies=lambda desc: _has_both(desc) and not desc.grouped and _is_nearest(desc))
+@law(3, "quantize", applies=lambda desc: _has_both(desc) and not desc.grouped and is_nearest(desc))
 def quantize_pair_equals_two_calls(subject: Subject, desc: QuantizeDesc) -> None:
     """Two tensors quantized in one call have the bits of a call for each."""
     run, bind_pair = subject.bound(desc), subject.offers(desc).bind_pair
@@ -345,12 +212,12 @@ def quantize_pair_equals_two_calls(subject: Subject, desc: QuantizeDesc) -> None
         alone = [run(x, **keywords) for x, keywords in zip(xs, apart, strict=True)]
         together = pair(*xs, **{name: (given[0][name], given[1][name]) for name in given[0]})
         for number, size in enumerate((one, other)):
-            _same_operands(desc, f"{list(size)} of a pair", together[number], alone[number])
+            same_operands(desc, f"{list(size)} of a pair", together[number], alone[number])
             for name, value in given[number].items():
                 same_bits(f"{name} of {list(size)} of a pair", value, apart[number][name])
 
 
-@law(3, "quantize", applies=lambda desc: _has_both(desc) and not desc.grouped and _is_nearest(desc))
+@law(3, "quantize", applies=lambda desc: _has_both(desc) and not desc.grouped and is_nearest(desc))
 def quantize_chunked_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> None:
     """The chunks are the rowwise operand's rows; after the last, the columnwise one is complete."""
     run, quantize_chunked = subject.bound(desc), subject.offers(desc).quantize_chunked
@@ -364,7 +231,7 @@ def quantize_chunked_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> N
         if not isinstance(rowwise, Operand | None):
             rowwise = _joined(desc.rowwise, rowwise, len(x))
         quantized = Quantized(rowwise, columnwise)
-        _same_operands(desc, f"{list(shape)}", quantized, run(subject.here(x), **given[1]))
+        same_operands(desc, f"{list(shape)}", quantized, run(subject.here(x), **given[1]))
         for name, value in given[0].items():
             same_bits(name, value, given[1][name])
 
@@ -390,11 +257,11 @@ def quantize_columnwise_is_the_operand_of_the_transpose(
     """Also for a square matrix, rowwise is the operand of x and columnwise that of x.T."""
     size = max(quantize_size(subject, desc, SQUARE, SQUARE))
     x = inputs.matrix("decades", size, size, desc.dtype)
-    both = _both(subject, desc, x).ours
+    ours = both(subject, desc, x).ours
     swapped = QuantizeDesc(desc.dtype, desc.columnwise, None)
     keywords = quantize_keywords(subject, swapped)
     transposed = subject.quantizer(swapped)(swapped, subject.here(x.t().contiguous()), **keywords)
     plain = QuantizeDesc(desc.dtype, desc.rowwise, None)
     straight = subject.quantizer(plain)(plain, subject.here(x), **quantize_keywords(subject, plain))
     expected = Quantized(straight.rowwise, transposed.rowwise)
-    _same_operands(desc, "square", both, on_cpu(expected))
+    same_operands(desc, "square", ours, on_cpu(expected))
