@@ -16,9 +16,12 @@ from fp8core.backend_api import (
     Numerics,
     OpDesc,
     OperandSpec,
+    QuantizeByAmaxDesc,
     Quantized,
     QuantizeDesc,
     ScaleUpdateDesc,
+    amax_extent,
+    has_amax,
 )
 from fp8core_backends.cuda import native, scaled_mm
 from fp8core_backends.cuda.device_groups import DeviceGroupedGemm
@@ -145,6 +148,26 @@ def _check_quantize(desc: QuantizeDesc) -> str | None:
     return next(filter(None, map(_check_spec, specs)), None)
 
 
+def _check_amax(desc: AmaxDesc) -> str | None:
+    quantize = desc.quantize
+    specs = [spec for spec in (quantize.rowwise, quantize.columnwise) if spec is not None]
+    problems = (
+        (type(quantize) is not QuantizeDesc, f"no amax of {type(quantize).__name__}"),
+        (quantize.dtype not in _FLOATS, f"no amax of {quantize.dtype}"),
+        (not has_amax(quantize), "scales follow from their blocks alone: there is no amax"),
+        (quantize.offsets_on_device, "amaxes of groups take the sizes of groups as a list alone"),
+        (
+            any(amax_extent(spec) == "row" for spec in specs),
+            "no kernels for amaxes of rows and columns without their cast",
+        ),
+        (
+            any(spec.transform is not None for spec in specs),
+            "no kernels for amaxes of transformed elements without their cast",
+        ),
+    )
+    return next((reason for wrong, reason in problems if wrong), None)
+
+
 def _check_gemm(desc: GemmDesc, device: torch.device, missing: str | None) -> str | None:
     if desc.out_dtype not in _FLOATS and (desc.low_precision or desc.out_dtype != torch.float64):
         return f"no result in {desc.out_dtype}"
@@ -209,7 +232,8 @@ def _check_update(desc: ScaleUpdateDesc) -> str | None:
 
 _CHECKS: dict[type, Callable[[Any], str | None]] = {
     QuantizeDesc: _check_quantize,
-    AmaxDesc: lambda desc: None if desc.dtype in _FLOATS else f"no amax of {desc.dtype}",
+    QuantizeByAmaxDesc: lambda desc: "the kernels find the amaxes of a cast themselves",
+    AmaxDesc: _check_amax,
     ScaleUpdateDesc: _check_update,
 }
 

@@ -24,9 +24,11 @@ from fp8core.backend_api import (
     NormDesc,
     OpDesc,
     OperandSpec,
+    QuantizeByAmaxDesc,
     QuantizeDesc,
     ScaleUpdateDesc,
     bind_method,
+    has_amax,
 )
 from fp8core_backends.reference.activation import NUM_PARAMS, activation, activation_backward
 from fp8core_backends.reference.gemm import gemm, grouped_gemm
@@ -106,6 +108,24 @@ def _check_quantize(desc: QuantizeDesc) -> str | None:
     return _check_float(desc.dtype) or next(filter(None, map(_check_spec, halves)), None)
 
 
+def _check_amax(desc: AmaxDesc) -> str | None:
+    quantize = desc.quantize
+    if type(quantize) is not QuantizeDesc:
+        return f"no amax of {type(quantize).__name__}"
+    return _check_quantize(quantize) or _check_has_amax(quantize)
+
+
+def _check_has_amax(desc: QuantizeDesc) -> str | None:
+    return None if has_amax(desc) else "scales follow from their blocks alone: there is no amax"
+
+
+def _check_quantize_by_amax(desc: QuantizeByAmaxDesc) -> str | None:
+    is_delayed = any(spec is not None and spec.delayed for spec in (desc.rowwise, desc.columnwise))
+    if is_delayed:
+        return "a delayed scale is given: it follows from no amax of the tensor"
+    return _check_quantize(desc) or _check_has_amax(desc)
+
+
 def _check_dequantize(desc: DequantizeDesc) -> str | None:
     return _check_float(desc.dtype) or _check_spec(desc.operand)
 
@@ -148,6 +168,7 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
     NormBackwardDesc: lambda desc: _check_norm(desc.norm),
     ActivationDesc: _check_activation,
     ActivationBackwardDesc: _check_activation,
-    AmaxDesc: lambda desc: _check_float(desc.dtype),
+    AmaxDesc: _check_amax,
+    QuantizeByAmaxDesc: _check_quantize_by_amax,
     ScaleUpdateDesc: _check_update,
 }

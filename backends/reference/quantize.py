@@ -14,12 +14,16 @@ from fp8core import formats
 from fp8core.backend_api import (
     GROUP_STEP,
     AmaxDesc,
+    Amaxes,
     DequantizeDesc,
     Operand,
     OperandSpec,
     Quantized,
     QuantizeDesc,
+    amax_extent,
     scale_inverses,
+    shares_amax,
+    split_amax,
 )
 from fp8core_backends.reference import blocks, rounding
 
@@ -27,11 +31,36 @@ __all__ = ["amax", "bounds_of", "dequantize", "dequantize_float32", "quantize"]
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
+_FROM_X = Amaxes(None, None)  # no amax is given
 
 
-def amax(desc: AmaxDesc, x: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude of ``x``, float32 ``[1]``; NaN is ignored, empty gives 0."""
-    return blocks.amax(x.reshape(1, -1), (0, 0)).reshape(1)
+def amax(
+    desc: AmaxDesc, x: torch.Tensor, group_offsets: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the amaxes that the scales of ``x [rows, cols]`` follow from; see the backend API."""
+    row, column = desc.quantize.rowwise, desc.quantize.columnwise
+    rows = x.shape[0]
+    groups = [x]
+    if group_offsets is not None:
+        bounds = bounds_of(group_offsets, rows)
+        groups = [x[start:end] for start, end in itertools.pairwise(bounds)]
+    parts: list[torch.Tensor] = []
+    if row is not None and amax_extent(row) is not None:
+        parts += [_amax_of(row, group, dim=1) for group in groups]
+        if amax_extent(row) == "row":
+            parts.append(x.new_zeros(rows - sum(map(len, groups)), dtype=torch.float32))
+    if column is not None and amax_extent(column) is not None and not shares_amax(desc.quantize):
+        parts += [_amax_of(column, group, dim=0) for group in groups]
+    return torch.cat(parts)
+
+
+def _amax_of(spec: OperandSpec, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the amaxes of one tensor in one orientation, whose GEMM contracts ``dim`` of it."""
+    block = (0, 0)
+    if amax_extent(spec) == "row":
+        block = (1, 0) if dim == 1 else (0, 1)
+    x = x if spec.transform is None else rounding.hadamard16(x, dim)
+    return blocks.amax(x, block).reshape(-1)
 
 
 def quantize(
@@ -40,6 +69,7 @@ def quantize(
     group_offsets: torch.Tensor | None = None,
     *,
     scale: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
     amax_out: torch.Tensor | None = None,
     rng: torch.Tensor | None = None,
     nonfinite_out: torch.Tensor | None = None,
@@ -47,9 +77,11 @@ def quantize(
     """Quantize ``x [rows, cols]`` in the orientations of ``desc``; see the backend API."""
     if group_offsets is None:
         _count_nonfinite(x, nonfinite_out)
-        return _quantize_tensor(desc, x, scale, amax_out, rng)
+        amaxes = _FROM_X if amax is None else split_amax(desc, amax, *x.shape)
+        return _quantize_tensor(desc, x, scale, amaxes, amax_out, rng)
     bounds = bounds_of(group_offsets, x.shape[0])
     _count_nonfinite(x[: bounds[-1]], nonfinite_out)
+    each = None if amax is None else _amaxes_of_groups(desc, amax, bounds, x.shape)
     parts = []
     for group, (start, end) in enumerate(itertools.pairwise(bounds)):
         one = slice(group, group + 1)
@@ -59,6 +91,7 @@ def quantize(
                 desc,
                 x[start:end],
                 None if scale is None else scale[one],
+                _FROM_X if each is None else each[group],
                 None if amax_out is None else amax_out[one],
                 own_rng,
             )
@@ -78,6 +111,26 @@ def quantize(
         for dim, (spec, operand) in enumerate(zip(specs, made, strict=True))
     )
     return Quantized(*filled)
+
+
+def _amaxes_of_groups(
+    desc: QuantizeDesc, amax: torch.Tensor, bounds: list[int], size: torch.Size
+) -> list[Amaxes]:
+    """Return each group's entries: its own one, or those of its rows and of its columns."""
+    rows, cols = size
+    rowwise, columnwise = split_amax(desc, amax, rows, cols, len(bounds) - 1)
+    each: list[Amaxes] = []
+    for group, (start, end) in enumerate(itertools.pairwise(bounds)):
+        one, all_columns = slice(group, group + 1), slice(group * cols, (group + 1) * cols)
+        own_rows = slice(start, end) if amax_extent(desc.rowwise) == "row" else one
+        own_columns = all_columns if amax_extent(desc.columnwise) == "row" else one
+        each.append(
+            Amaxes(
+                None if rowwise is None else rowwise[own_rows],
+                None if columnwise is None else columnwise[own_columns],
+            )
+        )
+    return each
 
 
 def _count_nonfinite(x: torch.Tensor, total: torch.Tensor | None) -> None:
@@ -139,6 +192,7 @@ def _quantize_tensor(
     desc: QuantizeDesc,
     x: torch.Tensor,
     scale: torch.Tensor | None,
+    amaxes: Amaxes,
     amax_out: torch.Tensor | None,
     rng: torch.Tensor | None,
 ) -> Quantized:
@@ -149,13 +203,13 @@ def _quantize_tensor(
     is_square = row is not None and row.block[0] == row.block[1]
     if row is not None and row == column and is_square and not depends_on_direction:
         # A square block holds the same elements both ways: one quantization, seen twice.
-        operand = _orient(row, x, scale, rng, turned=False)
+        operand = _orient(row, x, scale, amaxes.rowwise, rng, turned=False)
         if formats.by_name(row.format).bits == 8:
             return Quantized(operand, _turn(operand))
-        return Quantized(operand, _orient(row, x, scale, rng, turned=True))
+        return Quantized(operand, _orient(row, x, scale, amaxes.columnwise, rng, turned=True))
     return Quantized(
-        None if row is None else _orient(row, x, scale, rng, turned=False),
-        None if column is None else _orient(column, x, scale, rng, turned=True),
+        None if row is None else _orient(row, x, scale, amaxes.rowwise, rng, turned=False),
+        None if column is None else _orient(column, x, scale, amaxes.columnwise, rng, turned=True),
     )
 
 
@@ -172,6 +226,7 @@ def _orient(
     spec: OperandSpec,
     x: torch.Tensor,
     scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
     rng: torch.Tensor | None,
     *,
     turned: bool,
@@ -181,7 +236,7 @@ def _orient(
     block = (spec.block[1], spec.block[0]) if turned else spec.block
     if spec.transform is not None:
         x = rounding.hadamard16(x, dim)
-    multiplier, scale_inv, global_scale_inv = _scales(spec, x, block, scale)
+    multiplier, scale_inv, global_scale_inv = _scales(spec, x, block, scale, amax)
     scaled = blocks.multiply(x, multiplier, block)
     element = formats.by_name(spec.format)
     codes = (
@@ -193,18 +248,28 @@ def _orient(
 
 
 def _scales(
-    spec: OperandSpec, x: torch.Tensor, block: tuple[int, int], scale: torch.Tensor | None
+    spec: OperandSpec,
+    x: torch.Tensor,
+    block: tuple[int, int],
+    scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the multiplier of each block (float32), and what is stored to undo it."""
+    """Return the multiplier of each block (float32), and what is stored to undo it.
+
+    ``amax`` holds given amaxes of this orientation, None where they are those of ``x``.
+    """
     if spec.delayed:
         assert scale is not None
         multiplier = scale.reshape(1, 1)
         return multiplier, _reciprocal(multiplier), None
-    block_amax = blocks.amax(x, block)
+    if spec.scale_format == "e4m3":
+        return _two_level_scales(spec, blocks.amax(x, block), amax)
+    if amax is None:
+        block_amax = blocks.amax(x, block)
+    else:
+        block_amax = amax.reshape(-1, 1) if block[1] == 0 else amax.reshape(1, -1)
     if spec.scale_format == "e8m0":
         return *_e8m0_scales(spec, block_amax), None
-    if spec.scale_format == "e4m3":
-        return _two_level_scales(spec, x, block_amax)
     multiplier = _float32_scale(spec, block_amax, x.dtype)
     return multiplier, _reciprocal(multiplier), None
 
@@ -235,13 +300,16 @@ def _e8m0_scales(spec: OperandSpec, block_amax: torch.Tensor) -> tuple[torch.Ten
 
 
 def _two_level_scales(
-    spec: OperandSpec, x: torch.Tensor, block_amax: torch.Tensor
+    spec: OperandSpec, block_amax: torch.Tensor, amax: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """An e4m3 scale a block under one float32 scale. Source: docs/numerics.md 3.5."""
     e4m3 = formats.by_name("e4m3")
-    tensor_amax = (
-        block_amax.amax().reshape(1, 1) if block_amax.numel() else block_amax.new_zeros(1, 1)
-    )
+    if amax is not None:
+        tensor_amax = amax.reshape(1, 1)
+    elif block_amax.numel():
+        tensor_amax = block_amax.amax().reshape(1, 1)
+    else:
+        tensor_amax = block_amax.new_zeros(1, 1)
     encode = torch.full_like(tensor_amax, e4m3.max * spec.target) / tensor_amax
     encode = encode.clamp(max=FLOAT32_MAX)
     encode = torch.where((tensor_amax == 0) | torch.isinf(tensor_amax), 1.0, encode)

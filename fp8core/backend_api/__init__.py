@@ -22,8 +22,18 @@ autograd graph, process group or global state.
 
 from __future__ import annotations
 
+from fp8core.backend_api.amax import (
+    AmaxDesc,
+    Amaxes,
+    QuantizeByAmaxDesc,
+    amax_extent,
+    amax_sizes,
+    has_amax,
+    shares_amax,
+    split_amax,
+)
 from fp8core.backend_api.backend import Alignment, Backend, bind_method
-from fp8core.backend_api.delayed import AmaxDesc, ScaleUpdateDesc
+from fp8core.backend_api.delayed import ScaleUpdateDesc
 from fp8core.backend_api.descriptors import DequantizeDesc, GemmDesc, QuantizeDesc
 from fp8core.backend_api.fused import AddNormDesc, FusedDesc
 from fp8core.backend_api.grouped import GROUP_STEP, GroupedGemmDesc, split_groups
@@ -67,6 +77,7 @@ __all__ = [
     "AddNormDesc",
     "Alignment",
     "AmaxDesc",
+    "Amaxes",
     "Backend",
     "BackendSpec",
     "Chunks",
@@ -86,6 +97,7 @@ __all__ = [
     "OperandSpec",
     "PairCast",
     "PreparesUpdates",
+    "QuantizeByAmaxDesc",
     "QuantizeDesc",
     "Quantized",
     "QuantizedChunks",
@@ -94,10 +106,15 @@ __all__ = [
     "RecipeError",
     "ScaleUpdateDesc",
     "UnsupportedError",
+    "amax_extent",
+    "amax_sizes",
     "bind_method",
     "hadamard16",
+    "has_amax",
     "hookimpl",
     "scale_inverses",
+    "shares_amax",
+    "split_amax",
     "split_groups",
 ]
 

@@ -1,27 +1,11 @@
-"""What delayed scaling asks for: the amax of a tensor, and new scales from recorded amaxes."""
+"""What delayed scaling asks for besides casts: new scales from recorded amaxes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-from fp8core.backend_api.descriptor_text import dtype_text
-
-__all__ = ["AmaxDesc", "ScaleUpdateDesc"]
-
-
-@dataclass(frozen=True, slots=True)
-class AmaxDesc:
-    """``amax(x) -> float32 [1]``: the largest magnitude, NaN elements ignored, 0 for empty x."""
-
-    op: ClassVar[str] = "amax"
-    low_precision: ClassVar[bool] = False
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return f"AmaxDesc({dtype_text(self.dtype)})"
+__all__ = ["ScaleUpdateDesc"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ __all__ = ["DequantizeDesc", "GemmDesc", "QuantizeDesc"]
 
 @dataclass(frozen=True, slots=True)
 class QuantizeDesc:
-    """``quantize(x, group_offsets=None, *, scale=None, amax_out=None, rng=None, nonfinite_out=None)
-    -> Quantized``.
+    """``quantize(x, group_offsets=None, *, scale=None, amax=None, amax_out=None, rng=None,
+    nonfinite_out=None) -> Quantized``.
 
     ``x [rows, cols]`` has ``dtype``, any strides, and is on the device the op was bound for.
     ``group_offsets`` (int64 ``[groups + 1]`` on the CPU, 0 to rows) is given if and only if
@@ -24,10 +24,11 @@ class QuantizeDesc:
     ``offsets_on_device`` it is on ``x``'s device, and the host neither reads it nor waits for it.
     It may then end before the rows do; no value of it may lead out of a tensor. ``scale`` (float32,
     one entry, or one a group; a multiplier) and ``amax_out`` (likewise; ``max(amax_out, amax(x))``,
-    NaN elements ignored; None to record nothing) belong to delayed specs alone. ``rng`` (int64
-    ``[2]`` on the CPU: seed and offset; the same gives the same rounding) belongs to stochastic
-    specs alone. ``nonfinite_out`` (int64 ``[1]`` on ``x``'s device, or None) grows by the number of
-    NaN and inf in ``x``: each once, whichever orientations are made, none in rows of no group.
+    NaN elements ignored; None to record nothing) belong to delayed specs alone, ``amax`` to
+    :class:`QuantizeByAmaxDesc` alone. ``rng`` (int64 ``[2]`` on the CPU: seed and offset; the same
+    gives the same rounding) belongs to stochastic specs alone. ``nonfinite_out`` (int64 ``[1]`` on
+    ``x``'s device, or None) grows by the number of NaN and inf in ``x``: each once, whichever
+    orientations are made, none in rows of no group.
 
     A bound callable may offer more than its call: :mod:`fp8core.backend_api.optional`.
 

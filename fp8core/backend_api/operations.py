@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from fp8core.backend_api.delayed import AmaxDesc, ScaleUpdateDesc
+from fp8core.backend_api.amax import AmaxDesc, QuantizeByAmaxDesc
+from fp8core.backend_api.delayed import ScaleUpdateDesc
 from fp8core.backend_api.descriptors import DequantizeDesc, GemmDesc, QuantizeDesc
 from fp8core.backend_api.fused import AddNormDesc, FusedDesc
 from fp8core.backend_api.layers import (
@@ -18,6 +19,7 @@ __all__ = ["OPS", "OPTIONAL_OPS", "OpDesc"]
 
 OpDesc: TypeAlias = (
     QuantizeDesc
+    | QuantizeByAmaxDesc
     | DequantizeDesc
     | GemmDesc
     | AmaxDesc

@@ -18,6 +18,7 @@ import torch
 
 from fp8core import formats, recipe
 from fp8core.backend_api import (
+    TRANSFORMS,
     ActivationBackwardDesc,
     ActivationDesc,
     AmaxDesc,
@@ -31,6 +32,8 @@ from fp8core.backend_api import (
     OperandSpec,
     QuantizeDesc,
     ScaleUpdateDesc,
+    amax_extent,
+    split_amax,
 )
 from fp8core.commands.arguments import NO_RECIPE
 from fp8core.dispatch import plugins
@@ -295,11 +298,18 @@ def _activation(bench: Bench, need: Need) -> Iterator[Error]:
 def _amax_op(bench: Bench, need: Need) -> Iterator[Error]:
     desc = need.desc
     assert isinstance(desc, AmaxDesc)
-    x = cases.tensor("input", desc.dtype)
-    amax = bench.bind(desc)(x.to(bench.device))
-    expected = max(abs(value) for row in x.tolist() for value in row)
-    is_equal = amax.cpu().tolist() == [expected]
-    yield Error(EQUAL if is_equal else UNEQUAL, "the largest magnitude, bit for bit")
+    cast = desc.quantize
+    x = cases.tensor(need.step, cast.dtype)
+    amaxes = split_amax(cast, bench.bind(desc)(x.to(bench.device)).cpu(), *x.shape)
+    for turned, spec in enumerate((cast.rowwise, cast.columnwise)):
+        amax = amaxes[turned]
+        if spec is None or amax is None:
+            continue
+        values = x if spec.transform is None else TRANSFORMS[spec.transform](x, 1 - turned)
+        magnitude = values.t().abs() if turned else values.abs()
+        largest = magnitude.amax(1) if amax_extent(spec) == "row" else magnitude.amax().reshape(1)
+        is_equal = torch.equal(amax, largest.float())
+        yield Error(EQUAL if is_equal else UNEQUAL, "the largest magnitudes, bit for bit")
 
 
 def _scale_update(bench: Bench, need: Need) -> Iterator[Error]:

@@ -24,6 +24,7 @@ from fp8core.backend_api import (
     OpDesc,
     QuantizeDesc,
     ScaleUpdateDesc,
+    has_amax,
 )
 from fp8core.chain.activation import ActivationShape, activation_shape
 from fp8core.chain.bind import LinkShape, gemm_desc, handover
@@ -77,7 +78,7 @@ def op_needs(op: str, recipe: Recipe, dtype: torch.dtype) -> list[Need]:
         *_linear_needs([_linear(dtype)], 0, dense, dtype),
         *_grouped_needs(grouped, dtype),
         *_dequantizations(dense, dtype),
-        Need("", AmaxDesc(dtype)),
+        *_amax_needs(dense, dtype),
         *_update(dense),
         *_norm_and_activation_needs(dense, dtype),
         *_fused_needs(dense, dtype),
@@ -144,6 +145,15 @@ def _grouped_needs(plan: LinearPlan, dtype: torch.dtype) -> Iterator[Need]:
             yield Need(step, desc)
         elif desc.grouped:
             yield Need(f"{step} of groups", desc)
+
+
+def _amax_needs(plan: LinearPlan, dtype: torch.dtype) -> Iterator[Need]:
+    """Yield what is asked for where amaxes are recorded without a cast, or reduced before one."""
+    tensors = (("input", plan.input), ("weight", plan.weight), ("grad_output", plan.grad_output))
+    for name, tensor in tensors:
+        desc = QuantizeDesc(dtype, *tensor)
+        if has_amax(desc):
+            yield Need(name, AmaxDesc(desc))
 
 
 def _dequantizations(plan: LinearPlan, dtype: torch.dtype) -> Iterator[Need]:

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from fp8core.backend_api import AmaxDesc, Operand, QuantizeDesc
+from fp8core.backend_api import (
+    AmaxDesc,
+    Operand,
+    QuantizeByAmaxDesc,
+    QuantizeDesc,
+    UnsupportedError,
+    has_amax,
+)
 from fp8core.dispatch import table
 from fp8core.dispatch.select import Choice
 from fp8core.recipe.plan import TensorPlan
@@ -22,6 +29,7 @@ __all__ = [
     "Orientations",
     "Pair",
     "Quantizer",
+    "ReduceAmax",
     "Slot",
     "Unturned",
     "bind_quantizer",
@@ -50,6 +58,12 @@ class Slot(NamedTuple):
 
 Cast: TypeAlias = "Callable[[torch.Tensor], Orientations]"
 Pair: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], tuple[Orientations, Orientations]]"
+
+
+ReduceAmax: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
+"""Takes the amaxes of a part of a tensor, float32 ``[n]`` as :class:`AmaxDesc` lays them out, and
+returns those of the whole tensor: the maximum over all parts. A scale a row depends on one row
+alone, so of such entries it reduces those whose row or column of the whole the parts share."""
 
 
 class Quantizer(Protocol):
@@ -247,6 +261,69 @@ class LowPrecision(_Quantizer):
         return partial(run, **given) if given else run
 
 
+class ReducedLowPrecision(_Quantizer):
+    """Low precision for a part of a tensor: ``reduce_amax`` runs between amax and cast.
+
+    Operands are the part's share of the whole tensor's, bit for bit. It has none of a backend's
+    fusions, pairs and parts, which derive scales from the part, and takes no stored operand as its
+    result, as nobody knows which amaxes that one follows from.
+    """
+
+    __slots__ = ("_both", "_columnwise", "_rowwise", "choices")
+
+    def __init__(
+        self,
+        desc: QuantizeDesc,
+        device: torch.device,
+        nonfinite: torch.Tensor | None,
+        reduce_amax: ReduceAmax,
+    ) -> None:
+        def bind(desc: QuantizeDesc) -> tuple[Cast, tuple[Choice, ...]]:
+            if not has_amax(desc):  # this orientation's scales belong to blocks
+                plain = table.resolve(desc, device)
+                return _counting(plain.run, nonfinite), (plain.choice,)
+            amax = table.resolve(AmaxDesc(desc), device)
+            cast = table.resolve(QuantizeByAmaxDesc.of(desc), device)
+            run = _reducing(amax.run, reduce_amax, _counting(cast.run, nonfinite))
+            return run, (amax.choice, cast.choice)
+
+        rowwise, columnwise = desc.halves()
+        self._both, self.choices = bind(desc)
+        self._rowwise, _ = bind(rowwise)
+        self._columnwise, _ = bind(columnwise)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Quantize ``x`` by the reduced amaxes."""
+        run = self.cast_to(rowwise=rowwise, columnwise=columnwise)
+        return run(x, *groups) if rng is None else run(x, *groups, rng=rng)
+
+    def cast_to(self, *, rowwise: bool, columnwise: bool) -> Callable[..., Orientations]:
+        """Return the amax, the reduction and the cast of these orientations in one call."""
+        both_or_column = self._both if rowwise else self._columnwise
+        return both_or_column if columnwise else self._rowwise
+
+
+def _counting(run: Callable[..., Any], nonfinite: torch.Tensor | None) -> Callable[..., Any]:
+    return run if nonfinite is None else partial(run, nonfinite_out=nonfinite)
+
+
+def _reducing(
+    amax: Callable[..., torch.Tensor], reduce_amax: ReduceAmax, cast: Callable[..., Any]
+) -> Callable[..., Any]:
+    def run(x: torch.Tensor, *groups: torch.Tensor, **keywords: Any) -> Any:
+        return cast(x, *groups, amax=reduce_amax(amax(x, *groups)), **keywords)
+
+    return run
+
+
 class Propagating(_Quantizer):
     """Casts, and makes the scales of a tensor with NaN or inf NaN, and so all results of it.
 
@@ -319,15 +396,15 @@ class Mixed(_Quantizer):
 
 
 class Observer(_Quantizer):
-    """Records the amax of what passes, then hands it to another quantizer."""
+    """Records the amax that ``desc`` would record, then hands the tensor to another quantizer."""
 
     __slots__ = ("_amax", "_inner", "_recorded", "choices")
 
     def __init__(
-        self, inner: Quantizer, dtype: torch.dtype, device: torch.device, recorded: torch.Tensor
+        self, inner: Quantizer, desc: QuantizeDesc, device: torch.device, recorded: torch.Tensor
     ) -> None:
         self._inner = inner
-        self._amax = table.resolve(AmaxDesc(dtype), device).run
+        self._amax = table.resolve(AmaxDesc(desc), device).run
         self._recorded = recorded
         self.choices = inner.choices
 
@@ -341,9 +418,7 @@ class Observer(_Quantizer):
         rng: torch.Tensor | None = None,
     ) -> Orientations:
         """Record, then quantize."""
-        parts = [x] if not groups else torch.split(x, groups[0].diff().tolist())
-        amax = torch.cat([self._amax(part) for part in parts])
-        self._recorded.copy_(torch.maximum(self._recorded, amax))
+        self._recorded.copy_(torch.maximum(self._recorded, self._amax(x, *groups)))
         return self._inner(x, groups, rowwise=rowwise, columnwise=columnwise, rng=rng)
 
 
@@ -365,27 +440,42 @@ def bind_quantizer(
     slot: Slot | None = None,
     nonfinite: torch.Tensor | None = None,
     propagates: bool = False,
+    reduce_amax: ReduceAmax | None = None,
 ) -> Quantizer:
     """Return the quantizer of a tensor of ``dtype`` planned as ``plan``.
 
     With ``slot`` it takes its scale there and records its amax; while observing it only records.
     To ``nonfinite``, int64 ``[1]``, its casts add the number of their NaN and inf; ``propagates``
-    makes the scales of such a tensor NaN.
+    makes the scales of such a tensor NaN. ``reduce_amax`` reduces the amaxes that scales follow
+    from; nothing calls it where there are none: in high precision, for scales of blocks, and for
+    delayed scales, whose amaxes are reduced where they become scales.
 
     Raises:
-        UnsupportedError: no backend quantizes like that on the device.
+        UnsupportedError: no backend quantizes like that on the device; or ``propagates`` and
+            ``reduce_amax`` together.
     """
+    where = (grouped, offsets_on_device)
     if binding.is_observing:
         inner = HighPrecision(binding.activation_dtype)
         if slot is None or slot.amax is None:
             return inner
-        return Observer(inner, dtype, binding.device, slot.amax)
+        row, column = (spec if spec is not None and spec.delayed else None for spec in plan)
+        recorded = QuantizeDesc(dtype, row, column, *where)
+        return Observer(inner, recorded, binding.device, slot.amax)
     if plan.rowwise is None and plan.columnwise is None:
         return HighPrecision(binding.activation_dtype)
-    where = (grouped, offsets_on_device)
 
     def low_precision(specs: TensorPlan) -> Quantizer:
         desc = QuantizeDesc(dtype, *specs, *where)
+        is_delayed = any(spec is not None and spec.delayed for spec in specs)
+        if reduce_amax is not None and has_amax(desc) and not is_delayed:
+            if propagates:
+                raise UnsupportedError(
+                    f"{desc}: nonfinite='propagate' marks the tensor that holds the NaN or inf, "
+                    f"but with reduce_amax that is one part of several, whose scales have to be "
+                    f"equal. nonfinite='saturate' works with reduce_amax."
+                )
+            return ReducedLowPrecision(desc, binding.device, nonfinite, reduce_amax)
         if propagates:
             return Propagating(LowPrecision(desc, binding.device, slot, None), nonfinite)
         return LowPrecision(desc, binding.device, slot, nonfinite)

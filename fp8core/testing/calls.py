@@ -24,6 +24,7 @@ from fp8core.backend_api import (
     OpDesc,
     Operand,
     OperandSpec,
+    QuantizeByAmaxDesc,
     Quantized,
     QuantizeDesc,
     ScaleUpdateDesc,
@@ -36,6 +37,7 @@ __all__ = [
     "ORDINARY",
     "Case",
     "OpCall",
+    "amax_of",
     "arguments",
     "group_offsets",
     "offsets_for",
@@ -175,6 +177,22 @@ def _quantize(subject: Subject, desc: QuantizeDesc, case: Case) -> OpCall:
     x = inputs.matrix("holes", *shape, desc.dtype, case.seed)
     keywords = quantize_keywords(subject, desc, len(sizes), SEED + case.seed)
     return OpCall(desc, (subject.here(x), *offsets), keywords, frozenset({"amax_out"}))
+
+
+def amax_of(subject: Subject, desc: QuantizeDesc, *arguments: torch.Tensor) -> torch.Tensor:
+    """Return the amaxes of ``x`` and its groups, the judge's where the backend gives none."""
+    amax: torch.Tensor
+    if subject.refuses(AmaxDesc(desc)) is None:
+        amax = subject.run(AmaxDesc(desc), *arguments)
+    else:
+        amax = subject.here(subject.judged(AmaxDesc(desc), *arguments))
+    return amax
+
+
+def _quantize_by_amax(subject: Subject, desc: QuantizeByAmaxDesc, case: Case) -> OpCall:
+    call = _quantize(subject, desc.plain(), case)
+    amax = amax_of(subject, desc.plain(), *call.arguments)
+    return OpCall(desc, call.arguments, {"amax": amax, **call.keywords})
 
 
 def _dequantize(subject: Subject, desc: DequantizeDesc, case: Case) -> OpCall:
@@ -355,8 +373,7 @@ def _preactivation(desc: ActivationDesc | ActivationBackwardDesc, case: Case) ->
 
 
 def _amax(subject: Subject, desc: AmaxDesc, case: Case) -> OpCall:
-    x = inputs.matrix("decades", *(case.size or POINTWISE), desc.dtype, case.seed)
-    return OpCall(desc, (subject.here(x),), {})
+    return OpCall(desc, _quantize(subject, desc.quantize, case).arguments, {})
 
 
 def _fused(subject: Subject, desc: FusedDesc, case: Case) -> OpCall:
@@ -377,6 +394,7 @@ def _add_norm(subject: Subject, desc: AddNormDesc, case: Case) -> OpCall:
 
 _MAKERS: dict[type, Callable[[Subject, Any, Case], OpCall]] = {
     QuantizeDesc: _quantize,
+    QuantizeByAmaxDesc: _quantize_by_amax,
     DequantizeDesc: _dequantize,
     GemmDesc: _gemm,
     GroupedGemmDesc: _grouped_gemm,

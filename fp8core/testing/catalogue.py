@@ -22,8 +22,11 @@ from fp8core.backend_api import (
     NormBackwardDesc,
     NormDesc,
     OpDesc,
+    QuantizeByAmaxDesc,
     QuantizeDesc,
     ScaleUpdateDesc,
+    amax_extent,
+    has_amax,
 )
 from fp8core.chain.activation import activation_shape
 from fp8core.chain.bind import gemm_desc
@@ -65,10 +68,22 @@ def _recipes() -> dict[str, Recipe]:
 
 def catalogue() -> list[Entry]:
     """Return every descriptor once, under the name of the first who asks for it."""
-    labels: dict[OpDesc, str] = {}
-    for label, desc in _everything():
-        labels.setdefault(desc, label)
-    return [Entry(label, desc) for desc, label in labels.items()]
+    entries: dict[object, Entry] = {}
+    for entry in _everything():
+        entries.setdefault(_identity(entry.desc), entry)
+    return list(entries.values())
+
+
+def _identity(desc: OpDesc) -> object:
+    """Return the same value for descriptors of the same computation: an amax has no format."""
+    if not isinstance(desc, AmaxDesc):
+        return desc
+    cast = desc.quantize
+    extents = [
+        (amax_extent(spec), None if spec is None else spec.transform)
+        for spec in (cast.rowwise, cast.columnwise)
+    ]
+    return ("amax", cast.dtype, cast.grouped, cast.offsets_on_device, *extents)
 
 
 def _everything() -> Iterator[Entry]:
@@ -119,15 +134,28 @@ def _casts(
         label = f"{prefix}.{name}.{_word(dtype)}"
         desc = QuantizeDesc(dtype, *tensor, is_grouped and name != "weight")
         yield Entry(label, desc)
+        yield from _apart(label, desc)
         if desc.grouped:
-            yield Entry(f"{label}.device", dataclasses.replace(desc, offsets_on_device=True))
+            on_device = dataclasses.replace(desc, offsets_on_device=True)
+            yield Entry(f"{label}.device", on_device)
+            yield from _apart(f"{label}.device", on_device)
         for orientation, spec in zip(tensor._fields, tensor, strict=True):
             if spec is not None and not is_grouped:
                 yield Entry(f"{label}.{orientation}", DequantizeDesc(spec, dtype))
 
 
+def _apart(label: str, desc: QuantizeDesc) -> Iterator[Entry]:
+    """Yield the amax of a cast, and the cast by it."""
+    if not has_amax(desc):
+        return
+    yield Entry(f"{label}.amax", AmaxDesc(desc))
+    is_delayed = any(spec is not None and spec.delayed for spec in (desc.rowwise, desc.columnwise))
+    is_first = desc.dtype == DTYPES[0]  # groups are the same for the others
+    if not is_delayed and (is_first or not desc.grouped):
+        yield Entry(f"{label}.by_amax", QuantizeByAmaxDesc.of(desc))
+
+
 def _pointwise(dtype: torch.dtype) -> Iterator[Entry]:
-    yield Entry(_word(dtype), AmaxDesc(dtype))
     for out_dtype in dict.fromkeys((dtype, torch.float32)):
         words = f"{_word(dtype)}.{_word(out_dtype)}"
         for kind in ("layernorm", "rmsnorm"):

@@ -6,13 +6,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fp8core.backend_api import OPS, OPTIONAL_OPS, OpDesc
+from fp8core.backend_api import OPS, OPTIONAL_OPS, OpDesc, QuantizeByAmaxDesc
 from fp8core.testing.catalogue import Entry, catalogue
 from fp8core.testing.subject import Subject
 
-__all__ = ["EVERY_OP", "LAWS", "Check", "Law", "Support", "checks", "law", "supported"]
+__all__ = ["BY_AMAX", "EVERY_OP", "LAWS", "Check", "Law", "Support", "checks", "law", "supported"]
 
-EVERY_OP = (*OPS, *OPTIONAL_OPS)
+BY_AMAX = "quantize by amax"
+"""The name under which laws are about ``quantize`` of a QuantizeByAmaxDesc: it takes an argument
+more, so that laws about ``quantize`` cannot call it."""
+
+EVERY_OP = (*OPS, *OPTIONAL_OPS, BY_AMAX)
 BACKEND = "backend"
 
 Test = Callable[[Subject, OpDesc], float | None]
@@ -81,6 +85,11 @@ class Check(NamedTuple):
         return f"{self.law.full_name}/{self.label}"
 
 
+def op_of(desc: OpDesc) -> str:
+    """Return the name of the laws' operation that ``desc`` describes."""
+    return BY_AMAX if isinstance(desc, QuantizeByAmaxDesc) else desc.op
+
+
 class Support(NamedTuple):
     """How many of an operation's descriptors in the catalogue the backend supports.
 
@@ -97,7 +106,7 @@ def supported(subject: Subject) -> list[Support]:
     """Return the backend's support of every operation."""
     support = []
     for op in EVERY_OP:
-        entries = [entry for entry in catalogue() if entry.desc.op == op]
+        entries = [entry for entry in catalogue() if op_of(entry.desc) == op]
         reasons: dict[str, int] = {}
         for reason in (subject.refuses(entry.desc) for entry in entries):
             if reason is not None:
@@ -124,8 +133,8 @@ def checks(
             yield Check(each, BACKEND, BACKEND, _bound(each, subject))
     for label, desc in declared:
         for each in laws:
-            if desc.op in each.ops and each.applies(desc):
-                yield Check(each, desc.op, label, _bound(each, subject, desc))
+            if op_of(desc) in each.ops and each.applies(desc):
+                yield Check(each, op_of(desc), label, _bound(each, subject, desc))
 
 
 def _bound(each: Law, subject: Subject, *desc: OpDesc) -> Callable[[], float | None]:

@@ -68,12 +68,13 @@ def _quantize(text: str, operation: Operation) -> Call:
         group_offsets: torch.Tensor | None = None,
         *,
         scale: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
         amax_out: torch.Tensor | None = None,
         rng: torch.Tensor | None = None,
         nonfinite_out: torch.Tensor | None = None,
     ) -> Quantized:
         given = (x, group_offsets, scale, amax_out, rng)
-        flat = list(operators._quantize(text, *given, nonfinite_out))
+        flat = list(operators._quantize(text, *given, nonfinite_out, amax))
         _record(amax_out, nonfinite_out, flat)
         return _quantized(desc, operation.transposes, flat)
 
@@ -85,7 +86,7 @@ def _dequantize(text: str, operation: Operation) -> Call:
 
 
 def _amax(text: str, operation: Operation) -> Call:
-    return lambda x: operators._amax(text, x)
+    return lambda x, group_offsets=None: operators._amax(text, x, group_offsets)
 
 
 def _scale_update(text: str, operation: Operation) -> Call:

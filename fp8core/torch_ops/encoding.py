@@ -25,6 +25,7 @@ from fp8core.backend_api import (
     NormDesc,
     OpDesc,
     OperandSpec,
+    QuantizeByAmaxDesc,
     QuantizeDesc,
     ScaleUpdateDesc,
 )
@@ -46,6 +47,7 @@ _CLASSES = {
         NormBackwardDesc,
         NormDesc,
         OperandSpec,
+        QuantizeByAmaxDesc,
         QuantizeDesc,
         ScaleUpdateDesc,
     )
@@ -63,8 +65,8 @@ class Operation(NamedTuple):
 def encode(operation: Operation) -> str:
     """Return ``operation`` as text; :func:`decode` reads it.
 
-    >>> encode(Operation("reference", AmaxDesc(torch.bfloat16)))
-    '["reference",{"AmaxDesc":{"dtype":{"dtype":"bfloat16"}}},false]'
+    >>> encode(Operation("reference", ScaleUpdateDesc("max")))
+    '["reference",{"ScaleUpdateDesc":{"algorithm":"max"}},false]'
     """
     return json.dumps(_plain(tuple(operation)), separators=(",", ":"))
 
@@ -76,8 +78,8 @@ def decode(text: str) -> Operation:
     Raises:
         RecipeError: ``text`` is something else, or of a version that knew other descriptors.
 
-    >>> decode('["reference",{"AmaxDesc":{"dtype":{"dtype":"bfloat16"}}},false]').desc
-    AmaxDesc(dtype=torch.bfloat16)
+    >>> decode('["reference",{"ScaleUpdateDesc":{"algorithm":"max"}},false]').desc
+    ScaleUpdateDesc(algorithm='max')
     """
     try:
         backend, desc, transposes = _value(json.loads(text))

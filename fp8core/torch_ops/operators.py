@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fp8core import errors
-from fp8core.backend_api import OpDesc, Operand, Quantized
+from fp8core.backend_api import OpDesc, Operand, Quantized, amax_sizes
 from fp8core.torch_ops import shapes
 from fp8core.torch_ops.counted import run_counted
 from fp8core.torch_ops.encoding import decode
@@ -132,8 +132,8 @@ def flat(made: Quantized, is_one: bool) -> list[torch.Tensor | None]:
 # Records are results: torch cannot make an operator functional that both returns and writes.
 @define(
     "(str operation, Tensor x, Tensor? group_offsets, Tensor? scale, Tensor? amax, Tensor? rng, "
-    "Tensor? nonfinite=None) -> Tensor[]",
-    lambda text, x, group_offsets, scale, amax, rng, nonfinite=None: empty(
+    "Tensor? nonfinite=None, Tensor? by_amax=None) -> Tensor[]",
+    lambda text, x, group_offsets, scale, amax, rng, nonfinite=None, by_amax=None: empty(
         shapes.with_records(_quantized_shapes(text, x, group_offsets), amax, nonfinite), x.device
     ),
 )
@@ -145,11 +145,12 @@ def _quantize(
     amax: torch.Tensor | None,
     rng: torch.Tensor | None,
     nonfinite: torch.Tensor | None = None,
+    by_amax: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     _, desc, transposes = decode(text)
     arguments = (x,) if group_offsets is None else (x, group_offsets)
     new = None if amax is None else amax.clone()
-    keywords = given(scale=scale, amax_out=new, rng=rng)
+    keywords = given(scale=scale, amax=by_amax, amax_out=new, rng=rng)
     run = bound(text, x.device)
     made, count = run_counted(run, arguments, keywords, nonfinite, x.device)
     is_one = shapes.hands_both_as_one(desc, transposes)  # type: ignore[arg-type]  # the text says quantize
@@ -173,12 +174,20 @@ def _dequantize(text: str, operand: Tensors) -> torch.Tensor:
     return settle(made, _values_shape(text, operand))
 
 
+def _amax_shape(text: str, x: torch.Tensor, group_offsets: torch.Tensor | None) -> Shape:
+    desc: Any = decode(text).desc
+    rows, cols = x.shape
+    groups = 1 if group_offsets is None else _count(group_offsets)
+    return Shape((sum(amax_sizes(desc.quantize, rows, cols, groups)),), torch.float32)
+
+
 @define(
-    "(str operation, Tensor x) -> Tensor",
-    lambda text, x: torch.empty(1, dtype=torch.float32, device=x.device),
+    "(str operation, Tensor x, Tensor? group_offsets=None) -> Tensor",
+    lambda text, x, group_offsets=None: _amax_shape(text, x, group_offsets).empty(x.device),
 )
-def _amax(text: str, x: torch.Tensor) -> torch.Tensor:
-    return settle(bound(text, x.device)(x), Shape((1,), torch.float32))
+def _amax(text: str, x: torch.Tensor, group_offsets: torch.Tensor | None = None) -> torch.Tensor:
+    arguments = (x,) if group_offsets is None else (x, group_offsets)
+    return settle(bound(text, x.device)(*arguments), _amax_shape(text, x, group_offsets))
 
 
 @define(

@@ -24,6 +24,7 @@ from fp8core.backend_api import (
     NormDesc,
     OpDesc,
     OperandSpec,
+    QuantizeByAmaxDesc,
     QuantizeDesc,
     ScaleUpdateDesc,
 )
@@ -42,7 +43,8 @@ EXAMPLES: tuple[Any, ...] = (
     DequantizeDesc(SPEC),
     GemmDesc(SPEC, BYTES, BF16),
     GroupedGemmDesc(SPEC, BYTES, BF16),
-    AmaxDesc(BF16),
+    AmaxDesc(CAST),
+    QuantizeByAmaxDesc.of(CAST),
     ScaleUpdateDesc("max"),
     NORM,
     NormBackwardDesc(NORM),

@@ -15,7 +15,7 @@ from fp8core.testing.checks import checks
 from fp8core.testing.laws import LAWS
 from fp8core.testing.subject import Subject
 from fp8core_backends.reference.backend import ReferenceBackend
-from tests.conformance import broken, broken_calls, broken_operands, sound
+from tests.conformance import broken, broken_amax, broken_calls, broken_operands, sound
 
 CPU = torch.device("cpu")
 LABELS = {
@@ -40,7 +40,14 @@ LABELS = {
     "rowwise.dgrad.bfloat16.bfloat16",
     "geglu.float16.float16.backward",
     "sreglu.float16.float16",
-    "bfloat16",
+    "delayed.input.bfloat16.amax",
+    "delayed.grouped.input.bfloat16.device.amax",
+    "rowwise.input.bfloat16.amax",
+    "nvfp4.input.bfloat16.amax",
+    "current.input.bfloat16.by_amax",
+    "rowwise.grouped.input.bfloat16.by_amax",
+    "rowwise.input.float16.by_amax",
+    "nvfp4.input.bfloat16.by_amax",
 }
 
 
@@ -51,7 +58,7 @@ def entries() -> list[Entry]:
     return found
 
 
-MODULES = (broken, broken_calls, broken_operands)
+MODULES = (broken, broken_amax, broken_calls, broken_operands)
 CAUGHT_BY = {fault: name for module in MODULES for fault, name in module.CAUGHT_BY.items()}
 
 

@@ -31,7 +31,7 @@ def fp8core_register_recipes(register):
 
 @hookimpl
 def fp8core_select_backend(op, candidates):
-    return "reference" if op == "amax" and "reference" in candidates else None
+    return "reference" if op == "scale_update" and "reference" in candidates else None
 
 @hookimpl
 def fp8core_doctor(report):
@@ -58,12 +58,12 @@ at_import = [name for name in sys.modules if name.startswith(("toy_", "fp8core_b
 
 import torch
 from fp8core import recipe
-from fp8core.backend_api import AmaxDesc
+from fp8core.backend_api import ScaleUpdateDesc
 from fp8core.dispatch import plugins, policy, select
 from fp8core.doctor.findings import here
 from fp8core.doctor.report import examine
 report = examine(here)
-amax = select.choose(AmaxDesc(torch.float32), torch.device("cpu"), policy.current())
+update = select.choose(ScaleUpdateDesc("max"), torch.device("cpu"), policy.current())
 try:
     fp8core.use_backend("toy_broken")
 except fp8core.PluginError as error:
@@ -75,7 +75,7 @@ print(json.dumps({
     "selected": report.selected,
     "format": recipe.Float8CurrentScaling(fp8_format="toy8").fp8_format,
     "recipe": recipe.by_name("toy_rows").fp8_format,
-    "amax": [amax.backend, amax.because],
+    "update": [update.backend, update.because],
     "notes": report.notes,
 }))
 """
@@ -129,7 +129,7 @@ def test_recipe_of_an_installed_plugin_has_a_name(answer: dict[str, Any]) -> Non
 
 
 def test_policy_of_an_installed_plugin_chooses(answer: dict[str, Any]) -> None:
-    assert answer["amax"] == ["reference", "site policy"]
+    assert answer["update"] == ["reference", "site policy"]
 
 
 def test_lines_of_an_installed_plugin_are_in_the_doctors_report(answer: dict[str, Any]) -> None:

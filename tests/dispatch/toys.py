@@ -43,7 +43,7 @@ GEMM = GemmDesc(E4M3, E4M3, torch.bfloat16)
 GROUPED_GEMM = GroupedGemmDesc(E4M3, E4M3, torch.bfloat16)
 PLAIN_GEMM = GemmDesc(None, None, torch.bfloat16)
 QUANTIZE = QuantizeDesc(torch.bfloat16, E4M3, E4M3)
-AMAX = AmaxDesc(torch.bfloat16)
+AMAX = AmaxDesc(QUANTIZE)
 SCALE_UPDATE = ScaleUpdateDesc("max")
 
 TOY8 = formats.minifloat("toy8", 3, 4, specials="finite")

@@ -30,7 +30,8 @@ def states(name: str, device: torch.device = CPU) -> dict[tuple[str, str], str]:
 @pytest.mark.parametrize("name", recipe.names())
 @pytest.mark.parametrize("op", OPS)
 def test_reference_runs_every_recipe_on_the_cpu(name: str, op: str) -> None:
-    assert states("reference")[name, op] == "native"
+    is_of_blocks = op == "amax" and name in ("mxfp8", "block")  # whose scales need no other amax
+    assert states("reference")[name, op] == ("unused" if is_of_blocks else "native")
 
 
 def test_high_precision_has_no_use_for_casts() -> None:

@@ -123,8 +123,8 @@ def test_operation_that_raises_is_a_failure_with_the_descriptor() -> None:
     def spoil(desc: OpDesc, result: Any) -> Any:
         raise OSError("no kernel image")
 
-    found = spoiled(spoil, "amax")
-    assert found.failure == "AmaxDesc(bfloat16): OSError: no kernel image"
+    found = spoiled(spoil, "scale_update")
+    assert found.failure == "ScaleUpdateDesc(max): OSError: no kernel image"
 
 
 def test_operation_that_is_not_supported_is_not_tested() -> None:

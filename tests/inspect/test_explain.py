@@ -61,26 +61,30 @@ def test_explanation_of_an_operation_holds_its_descriptors_alone(op: str) -> Non
 
 @pytest.mark.parametrize(
     ("op", "expected"),
-    [("gemm", GEMMS), ("grouped_gemm", GEMMS), ("quantize", TENSORS + OF_GROUPS), ("amax", [""])],
+    [("gemm", GEMMS), ("grouped_gemm", GEMMS), ("quantize", TENSORS + OF_GROUPS), ("amax", [])],
 )
 def test_each_use_of_an_operation_has_a_line(op: str, expected: list[str]) -> None:
     assert steps(fp8core.explain(op, MX)) == expected
 
 
 def test_lines_print_what_runs_where_and_why() -> None:
-    assert str(fp8core.explain("amax", dtype=torch.float16)) == (
-        "AmaxDesc(float16) on cpu: reference (device and priority)\n"
-        "  kernel: fp8core_backends.reference.quantize.amax"
+    assert str(fp8core.explain("scale_update")) == (
+        "ScaleUpdateDesc(max) on cpu: reference (device and priority)\n"
+        "  kernel: fp8core_backends.reference.scaling.scale_update"
     )
+
+
+def test_amaxes_are_asked_for_where_scales_follow_from_them() -> None:
+    assert steps(fp8core.explain("amax", "rowwise")) == TENSORS
 
 
 def test_kernel_is_what_the_backend_calls_it() -> None:
     def bind(self: toys.ToyBackend, desc: OpDesc, device: torch.device) -> Callable[..., None]:
-        return toys.named_kernel("sm90_amax")
+        return toys.named_kernel("sm90_update")
 
     toys.register(toys.backend("toy", priority=1, bind=bind))
-    (line,) = fp8core.explain("amax").lines
-    assert line.kernel == "sm90_amax"
+    (line,) = fp8core.explain("scale_update").lines
+    assert line.kernel == "sm90_update"
 
 
 def test_backend_whose_bind_fails_runs_nothing() -> None:
@@ -88,10 +92,10 @@ def test_backend_whose_bind_fails_runs_nothing() -> None:
         raise OSError("no compiler")
 
     toys.register(toys.backend("toy", priority=1, bind=bind))
-    explanation = fp8core.explain("amax")
+    explanation = fp8core.explain("scale_update")
     assert explanation.refused
     assert (
-        "toy says that it runs AmaxDesc(bfloat16), but its bind() failed: OSError: no compiler"
+        "toy says that it runs ScaleUpdateDesc(max), but its bind() failed: OSError: no compiler"
         in (str(explanation))
     )
 
@@ -152,7 +156,7 @@ def test_substitution_is_shown() -> None:
 def test_device_is_the_selected_backends() -> None:
     toys.register(toys.backend("toy", device_types=("meta",)))
     with fp8core.use_backend("toy"):
-        (line,) = fp8core.explain("amax").lines
+        (line,) = fp8core.explain("scale_update").lines
     assert line.choice is not None
     assert line.choice.device == torch.device("meta")
 

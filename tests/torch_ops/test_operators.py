@@ -24,6 +24,7 @@ from fp8core.backend_api import (
     OpDesc,
     Operand,
     OperandSpec,
+    QuantizeByAmaxDesc,
     Quantized,
     QuantizeDesc,
     ScaleUpdateDesc,
@@ -39,6 +40,7 @@ OPS = torch.ops.fp8core
 CURRENT = OperandSpec("e4m3", (0, 0), 448.0)
 DELAYED = OperandSpec("e4m3", (0, 0), 448.0, delayed=True)
 BLOCK = OperandSpec("e4m3", (1, 128), 448.0, power_of_two=True)
+ROWWISE = OperandSpec("e4m3", (1, 0), 448.0)
 SQUARE = OperandSpec("e4m3", (128, 128), 448.0)
 MX = OperandSpec("e4m3", (1, 32), 448.0, "e8m0")
 FP4 = OperandSpec("e2m1", (1, 16), 6.0, "e4m3")
@@ -131,6 +133,23 @@ def quantize_case(
     )
 
 
+def amax_case(
+    rowwise: OperandSpec, columnwise: OperandSpec, offsets: list[int] | None = None
+) -> tuple[Any, ...]:
+    cast = QuantizeDesc(BF16, rowwise, columnwise, grouped=offsets is not None)
+    groups = None if offsets is None else torch.tensor(offsets)
+    return OPS.amax, text(AmaxDesc(cast)), rand(64, 48), groups
+
+
+def by_amax_case(
+    rowwise: OperandSpec, columnwise: OperandSpec, offsets: list[int] | None = None
+) -> tuple[Any, ...]:
+    operator, found, x, groups = amax_case(rowwise, columnwise, offsets)
+    desc = QuantizeByAmaxDesc(BF16, rowwise, columnwise, grouped=offsets is not None)
+    amax = operator(found, x, groups)
+    return OPS.quantize, text(desc), x, groups, None, None, None, None, amax
+
+
 def gemm_case(spec: OperandSpec | None, **more: Any) -> tuple[Any, ...]:
     a, b = quantized(spec, rand(8, 64)), quantized(spec, rand(16, 64))
     return text(GemmDesc(spec, spec, BF16, **more)), a, b
@@ -166,7 +185,13 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         text(DequantizeDesc(FP4, BF16)),
         quantized(FP4, rand(8, 32)),
     ),
-    "amax": lambda: (OPS.amax, text(AmaxDesc(BF16)), rand(4, 4)),
+    "quantize_by_amax": lambda: by_amax_case(ROWWISE, ROWWISE),
+    "quantize_by_amax_fp4": lambda: by_amax_case(FP4, HADAMARD),
+    "quantize_by_amax_grouped": lambda: by_amax_case(ROWWISE, CURRENT, [0, 10, 10, 64]),
+    "amax": lambda: amax_case(CURRENT, CURRENT),
+    "amax_rowwise": lambda: amax_case(ROWWISE, ROWWISE),
+    "amax_fp4": lambda: amax_case(FP4, HADAMARD),
+    "amax_grouped": lambda: amax_case(ROWWISE, ROWWISE, [0, 10, 10, 64]),
     "gemm": lambda: (OPS.gemm, *gemm_case(MX), rand(16)),
     "gemm_high_precision": lambda: (OPS.gemm, *gemm_case(None), None),
     "gemm_out": lambda: (OPS.gemm_out, *gemm_case(FP4, accumulate=True), None, rand(8, 16)),
@@ -224,7 +249,14 @@ def test_every_operation_has_an_operator() -> None:
 
 
 @pytest.mark.parametrize(
-    "desc", [QuantizeDesc(BF16, FP4, None, True), AddNormDesc(RMS), GemmDesc(MX, None, BF16, True)]
+    "desc",
+    [
+        QuantizeDesc(BF16, FP4, None, True),
+        QuantizeByAmaxDesc(BF16, FP4, None),
+        AmaxDesc(QuantizeDesc(BF16, ROWWISE, FP4)),
+        AddNormDesc(RMS),
+        GemmDesc(MX, None, BF16, True),
+    ],
 )
 def test_operation_is_read_back_equal(desc: OpDesc) -> None:
     operation = Operation("reference", desc, True)
@@ -239,7 +271,7 @@ def test_other_text_is_refused(text: str) -> None:
 
 def test_backend_that_is_not_installed_is_named() -> None:
     with pytest.raises(errors.RecipeError, match="a compiled graph asks for backend 'absent'"):
-        OPS.amax(text(AmaxDesc(BF16), "absent"), rand(2, 2))
+        OPS.activation(text(SWIGLU, "absent"), rand(2, 2))
 
 
 @pytest.mark.parametrize("sums", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fp8core.testing.checks import LAWS
 from fp8core.testing.laws import (  # noqa: F401  each defines its laws when it is imported
     alone,
+    amax,
     declaration,
     every_op,
     fused,

@@ -11,7 +11,6 @@ from fp8core.backend_api import (
     GATED,
     ActivationBackwardDesc,
     ActivationDesc,
-    AmaxDesc,
     DequantizeDesc,
     NormBackwardDesc,
     NormDesc,
@@ -34,20 +33,6 @@ def _cases(dtype: torch.dtype) -> Iterator[Case]:
     """Yield cases with few, with many and with equally many rows and columns."""
     for size in (*SIZES, *(VERY_LONG if dtype == torch.bfloat16 else ())):
         yield Case(size=size)
-
-
-@law(4, "amax")
-def amax_is_exact(subject: Subject, desc: AmaxDesc) -> None:
-    """The largest magnitude bit for bit: without NaN, with inf, and 0 for an empty tensor."""
-    for kind in inputs.KINDS:
-        for shape in ((0, 4), (1, 1), (33, 70)):
-            x = inputs.matrix(kind, *shape, desc.dtype)
-            amax = subject.run(desc, subject.here(x))
-            same_bits(f"amax of {kind} {list(shape)}", amax, subject.judged(desc, x))
-    for case in _cases(desc.dtype):
-        x = inputs.late(*case.size, desc.dtype)
-        amax = subject.run(desc, subject.here(x))
-        same_bits(f"amax at the end of {list(case.size)}", amax, subject.judged(desc, x))
 
 
 @law(4, "dequantize")

@@ -106,7 +106,8 @@ def parts() -> None:
 def amax_and_scale_update() -> None:
     """Reduce every input type, and update more states than one launch takes."""
     for dtype, shape in itertools.product(DTYPES, SHAPES):
-        backend("cuda").bind(AmaxDesc(dtype), DEVICE)(torch.randn(shape).to(dtype).to(DEVICE))
+        desc = AmaxDesc(QuantizeDesc(dtype, spec("current"), None))
+        backend("cuda").bind(desc, DEVICE)(torch.randn(shape).to(dtype).to(DEVICE))
     for algorithm in ("max", "most_recent"):
         sizes = [(1, 1), (2, 3), (1024, 3), (3000, 2), *[(16, 3)] * 70]
         histories = [torch.rand(size).to(DEVICE) for size in sizes]

@@ -17,6 +17,7 @@ from fp8core.backend_api import (
     GroupedGemmDesc,
     OpDesc,
     OperandSpec,
+    QuantizeByAmaxDesc,
     QuantizeDesc,
     ScaleUpdateDesc,
 )
@@ -171,7 +172,32 @@ REFUSED: dict[str, tuple[OpDesc, str]] = {
     "float64 cast": (QuantizeDesc(torch.float64, TENSOR, None), "from torch.float64"),
     "nothing": (QuantizeDesc(torch.bfloat16, None, None), "neither orientation"),
     "algorithm": (ScaleUpdateDesc("median"), "no algorithm 'median'"),
-    "amax": (AmaxDesc(torch.float64), "no amax of torch.float64"),
+    "amax": (
+        AmaxDesc(QuantizeDesc(torch.float64, TENSOR, None)),
+        "no amax of torch.float64",
+    ),
+    "amax of blocks": (
+        AmaxDesc(QuantizeDesc(torch.bfloat16, VECTOR, VECTOR)),
+        "scales follow from their blocks alone",
+    ),
+    "amax of rows": (
+        AmaxDesc(QuantizeDesc(torch.bfloat16, ROW, ROW)),
+        "no kernels for amaxes of rows and columns",
+    ),
+    "amax of transformed elements": (
+        AmaxDesc(
+            QuantizeDesc(torch.bfloat16, FP4, dataclasses.replace(FP4, transform="hadamard16"))
+        ),
+        "no kernels for amaxes of transformed elements",
+    ),
+    "amax of groups on the device": (
+        AmaxDesc(QuantizeDesc(torch.bfloat16, TENSOR, None, True, True)),
+        "amaxes of groups take the sizes of groups as a list",
+    ),
+    "cast by a given amax": (
+        QuantizeByAmaxDesc(torch.bfloat16, TENSOR, TENSOR),
+        "the kernels find the amaxes of a cast themselves",
+    ),
     "activation": (
         ActivationDesc("gelu", torch.bfloat16, torch.bfloat16),
         "activation is not written for CUDA yet",

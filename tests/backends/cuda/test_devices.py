@@ -58,7 +58,8 @@ def everything(device: torch.device) -> list[torch.Tensor]:
     torch.manual_seed(0)
     x = torch.randn(260, 528).bfloat16().to(device)
     other = torch.randn(144, 528).bfloat16().to(device)
-    made = [backend("cuda").bind(AmaxDesc(torch.bfloat16), device)(x)]
+    amax = AmaxDesc(QuantizeDesc(torch.bfloat16, spec("current"), None))
+    made = [backend("cuda").bind(amax, device)(x)]
     for a, b in (("delayed", "delayed"), ("rowwise", "rowwise"), ("vector", "square")):
         given = {"scale": torch.full((1,), 3.0, device=device)} if a == "delayed" else {}
         operands = []

@@ -102,7 +102,8 @@ def test_a_part_of_long_rows_equals_its_copy(name: str, x: torch.Tensor) -> None
 
 
 def test_an_amax_takes_all_elements(x: torch.Tensor) -> None:
-    run = backend("cuda").bind(AmaxDesc(torch.bfloat16), DEVICE)
+    desc = AmaxDesc(QuantizeDesc(torch.bfloat16, spec("current"), None))
+    run = backend("cuda").bind(desc, DEVICE)
     assert run(x).item() == LARGEST
 
 

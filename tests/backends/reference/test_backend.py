@@ -121,7 +121,7 @@ def test_unknown_descriptor_is_refused(desc: Any) -> None:
         lambda dtype: DequantizeDesc(TENSORWISE, dtype),
         lambda dtype: GemmDesc(TENSORWISE, None, dtype),
         lambda dtype: GroupedGemmDesc(None, TENSORWISE, dtype),
-        lambda dtype: AmaxDesc(dtype),
+        lambda dtype: AmaxDesc(QuantizeDesc(dtype, TENSORWISE, None)),
     ],
     ids=["quantize", "dequantize", "gemm", "grouped_gemm", "amax"],
 )
@@ -255,7 +255,8 @@ def test_meta_grouped_gemm_has_the_shape_of_the_products(spec: OperandSpec | Non
 
 
 def test_meta_amax_and_scale_update_run() -> None:
-    assert signature(run(AmaxDesc(BF16), torch.empty(3, 4, dtype=BF16, device=META))) == ((1,), F32)
+    x = torch.empty(3, 4, dtype=BF16, device=META)
+    assert signature(run(AmaxDesc(QuantizeDesc(BF16, TENSORWISE, None)), x)) == ((1,), F32)
     shapes = itertools.product((2, 5), (1, 3))
     histories = [torch.zeros(shape, device=META) for shape in shapes]
     scales = [torch.ones(history.shape[1], device=META) for history in histories]

@@ -1,0 +1,157 @@
+"""The seam between amax and cast: amaxes apart from the cast that uses them.
+
+Whoever holds a part of a tensor reduces its amaxes over all parts in between, and the cast then
+gives the part's share of the whole tensor's operands::
+
+    quantize(x) == quantize(x, amax=amax(x))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+
+from fp8core.backend_api.descriptor_text import text
+from fp8core.backend_api.descriptors import QuantizeDesc
+from fp8core.backend_api.operand_spec import OperandSpec
+from fp8core.errors import OperandError
+
+__all__ = [
+    "AmaxDesc",
+    "Amaxes",
+    "QuantizeByAmaxDesc",
+    "amax_extent",
+    "amax_sizes",
+    "has_amax",
+    "shares_amax",
+    "split_amax",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class AmaxDesc:
+    """``amax(x, group_offsets=None) -> float32 [n]``: the amaxes that scales of ``quantize`` follow
+    from.
+
+    ``x`` and ``group_offsets`` are those of ``quantize``, a plain :class:`QuantizeDesc`. Entries of
+    the rowwise orientation come first, then those of the columnwise one:
+
+    - one for the tensor, or one a group, where a float32 scale covers the tensor, delayed ones
+      included, and where such a scale stands above the blocks' (two levels);
+    - one a row of the operand where a scale covers a row. Rowwise these are the rows of ``x``;
+      columnwise its columns, ``cols`` entries for each group in turn;
+    - none where scales belong to blocks along k, which follow from each block alone. A descriptor
+      without any entry is unsupported.
+
+    Orientations that both cover the tensor, neither with a transform, share their entries. An
+    orientation with a transform has the amaxes of the transformed elements. :func:`split_amax`
+    gives the entries of each orientation.
+
+    An amax is the largest magnitude; NaN elements are ignored, inf is not. It is 0 where there are
+    no elements but NaN: in an empty tensor, an empty group, and a row that belongs to no group.
+    """
+
+    op: ClassVar[str] = "amax"
+    low_precision: ClassVar[bool] = False
+    quantize: QuantizeDesc
+
+    def __str__(self) -> str:
+        return text(self, str(self.quantize))
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeByAmaxDesc(QuantizeDesc):
+    """Quantization by given amaxes: the call of :class:`QuantizeDesc` with ``amax``.
+
+    ``amax`` (float32 ``[n]``, contiguous) is what :class:`AmaxDesc` gives for ``x``, or larger: the
+    result of a reduction over the parts of a larger tensor. The scales that an amax covers follow
+    from it alone, never from ``x``; elements beyond it saturate. Scales of blocks, among them the
+    inner ones of two levels, follow from ``x`` as ever. Delayed specs, whose scale is given, and
+    specs without any amax are unsupported, and nothing is fused with this cast.
+    """
+
+    @classmethod
+    def of(cls, desc: QuantizeDesc) -> QuantizeByAmaxDesc:
+        """Return ``desc`` by given amaxes."""
+        return cls(desc.dtype, desc.rowwise, desc.columnwise, desc.grouped, desc.offsets_on_device)
+
+    def plain(self) -> QuantizeDesc:
+        """Return the same quantization by amaxes of ``x``."""
+        return QuantizeDesc(
+            self.dtype, self.rowwise, self.columnwise, self.grouped, self.offsets_on_device
+        )
+
+
+class Amaxes(NamedTuple):
+    """The entries of an amax by orientation, one-dimensional views; None where there are none.
+
+    Both are the same view where the orientations share their entries.
+    """
+
+    rowwise: torch.Tensor | None
+    columnwise: torch.Tensor | None
+
+
+def amax_extent(spec: OperandSpec | None) -> Literal["tensor", "row"] | None:
+    """Return what an amax of ``spec`` covers, None where scales follow from their blocks alone.
+
+    >>> [amax_extent(OperandSpec("e4m3", block, 448.0)) for block in ((0, 0), (1, 0), (1, 128))]
+    ['tensor', 'row', None]
+    >>> amax_extent(OperandSpec("e2m1", (1, 16), 6.0, scale_format="e4m3"))
+    'tensor'
+    """
+    if spec is None:
+        return None
+    if spec.scale_format == "e4m3" or spec.block == (0, 0):
+        return "tensor"
+    return "row" if spec.block[1] == 0 else None
+
+
+def has_amax(desc: QuantizeDesc) -> bool:
+    """Say whether scales of ``desc`` follow from more than their blocks, so that it has amaxes."""
+    return amax_extent(desc.rowwise) is not None or amax_extent(desc.columnwise) is not None
+
+
+def shares_amax(desc: QuantizeDesc) -> bool:
+    """Say whether both orientations have the same amaxes, which are then given once."""
+    return all(
+        spec is not None and amax_extent(spec) == "tensor" and spec.transform is None
+        for spec in (desc.rowwise, desc.columnwise)
+    )
+
+
+def amax_sizes(desc: QuantizeDesc, rows: int, cols: int, groups: int = 1) -> tuple[int, int]:
+    """Return the number of entries of the rowwise and of the columnwise orientation.
+
+    Shared entries count as rowwise. ``groups`` is 1 for a dense tensor.
+
+    >>> rowwise = OperandSpec("e4m3", (1, 0), 448.0)
+    >>> amax_sizes(QuantizeDesc(torch.bfloat16, rowwise, rowwise), 8, 5)
+    (8, 5)
+    """
+    row = {"tensor": groups, "row": rows, None: 0}[amax_extent(desc.rowwise)]
+    if shares_amax(desc):
+        return row, 0
+    return row, {"tensor": groups, "row": cols * groups, None: 0}[amax_extent(desc.columnwise)]
+
+
+def split_amax(
+    desc: QuantizeDesc, amax: torch.Tensor, rows: int, cols: int, groups: int = 1
+) -> Amaxes:
+    """Return the entries of ``amax`` by orientation, as views; see :class:`AmaxDesc`.
+
+    Raises:
+        OperandError: ``amax`` is not float32 of as many entries as a tensor ``[rows, cols]`` has.
+    """
+    row, column = amax_sizes(desc, rows, cols, groups)
+    if amax.dtype != torch.float32 or amax.shape != (row + column,):
+        raise OperandError(
+            f"amax is {amax.dtype} {list(amax.shape)}, but {desc} of {rows} x {cols} in {groups} "
+            f"group(s) has float32 [{row + column}]: {row} rowwise, then {column}."
+        )
+    rowwise = None if amax_extent(desc.rowwise) is None else amax[:row]
+    if shares_amax(desc):
+        return Amaxes(rowwise, rowwise)
+    return Amaxes(rowwise, None if amax_extent(desc.columnwise) is None else amax[row:])
