@@ -50,7 +50,8 @@ nitpicky = True
 nitpick_ignore_regex = [
     (
         "py:.*",
-        r"(torch|collections|pluggy|typing|fp8core\.(tensors\.quantizer|monitoring\.record))\..*",
+        r"(torch|collections|pluggy|typing"
+        r"|fp8core\.(modules\.inputs|monitoring\.record|tensors\.quantizer))\..*",
     ),
     ("py:class", r"InitMethod|Filter|AmaxAlgorithm|ScalingAlgorithm|Rule"),
 ]
