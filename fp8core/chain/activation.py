@@ -12,8 +12,14 @@ from fp8core.backend_api import ACTIVATIONS, GATED
 from fp8core.chain.call import Call
 from fp8core.chain.fusion import Fusion
 from fp8core.chain.once import OnlyOnce
-from fp8core.chain.protocol import Backward, Forward, Saved, TensorProgram
-from fp8core.chain.request import QuantizeRequest
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Out,
+    Params,
+    Saved,
+    TensorProgram,
+)
 from fp8core.errors import OperandError, RecipeError, did_you_mean
 
 __all__ = ["GATED", "ActivationLink", "ActivationShape", "activation_shape"]
@@ -85,13 +91,7 @@ class ActivationProgram(TensorProgram[ActivationLink]):
         """Return the input."""
         return saved
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        params: Sequence[torch.Tensor],
-        call: Call,
-        out: QuantizeRequest | None = None,
-    ) -> Forward:
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute y.
 
         Raises:
@@ -112,12 +112,7 @@ class ActivationProgram(TensorProgram[ActivationLink]):
         return y, (x,) if self._needs_grad[0] else (), None
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        saved: Saved,
-        context: Any,
-        call: Call,
-        out: QuantizeRequest | None = None,
+        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Compute grad_x from the saved input."""
         if not self._needs_grad[0]:

@@ -21,8 +21,13 @@ from fp8core.chain.linear import LinearLink
 from fp8core.chain.norm import NormLink, NormProgram
 from fp8core.chain.once import OnlyOnce
 from fp8core.chain.pointwise import AddLink
-from fp8core.chain.protocol import Backward, Link, Program, Saved
-from fp8core.chain.request import QuantizeRequest
+from fp8core.chain.protocol import (
+    Backward,
+    Link,
+    Out,
+    Program,
+    Saved,
+)
 from fp8core.dispatch import policy, table
 from fp8core.errors import Fp8CoreError
 from fp8core.recipe.plan import HIGH_PRECISION
@@ -100,12 +105,7 @@ class _DifferentiableNormProgram(NormProgram):
     __slots__ = ()
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        saved: Saved,
-        context: Any,
-        call: Call,
-        out: QuantizeRequest | None = None,
+        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Compute the gradients from the saved input, and its statistics from that."""
         x, weight = saved[:2]

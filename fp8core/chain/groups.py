@@ -11,7 +11,15 @@ import torch
 
 from fp8core.backend_api import Operand
 from fp8core.chain.call import Call
-from fp8core.chain.protocol import Backward, Forward, Program, Wrapper
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Out,
+    Params,
+    Program,
+    SavedList,
+    Wrapper,
+)
 from fp8core.chain.request import QuantizeRequest
 from fp8core.tensors.quantizer import Orientations, Quantizer
 from fp8core.tensors.weights import Keeping, WeightQuantizer
@@ -99,24 +107,13 @@ class Grouped(Wrapper):
         """Return False: a tensor that is stored quantized has no groups."""
         return False
 
-    def forward(
-        self,
-        x: Any,
-        params: Sequence[Any],
-        call: Call,
-        out: QuantizeRequest | None = None,
-    ) -> Forward:
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute each group by its weight and bias."""
         weights, biases = params[: self._num_weights], params[self._num_weights :]
         return super().forward(x, (weights, biases), call, out)
 
     def backward(
-        self,
-        grad: Any,
-        saved: list[torch.Tensor | None],
-        context: Any,
-        call: Call,
-        out: QuantizeRequest | None = None,
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Return the gradients of the input, of each weight and of each bias."""
         grad = self._grad(grad, call)

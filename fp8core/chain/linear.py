@@ -30,7 +30,15 @@ from fp8core.chain.main_grad import Accumulating
 from fp8core.chain.once import OnlyOnce
 from fp8core.chain.padded import Padded, PaddedWeights
 from fp8core.chain.padding import LayerPadding
-from fp8core.chain.protocol import Backward, Forward, Program, Saved
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Out,
+    Params,
+    Program,
+    Saved,
+    SavedList,
+)
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.chain.stochastic import Stochastic
 from fp8core.chain.stored import is_stored_as
@@ -163,13 +171,7 @@ class LinearProgram:
             return (None, *saved[::3])
         return saved[::3]
 
-    def forward(
-        self,
-        x: Any,
-        params: Sequence[Any],
-        call: Call,
-        out: QuantizeRequest | None = None,
-    ) -> Forward:
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute y; save the input for wgrad and the weight for dgrad, each if it is needed."""
         weight, keeping = params[0], call.keeping
         pair = None if keeping is not None or isinstance(weight, QuantizedTensor) else self._pair
@@ -187,12 +189,7 @@ class LinearProgram:
         return y if out is None else out(y), saved, None
 
     def backward(
-        self,
-        grad: Any,
-        saved: list[torch.Tensor | None],
-        context: Callable[..., Any] | None,
-        call: Call,
-        out: QuantizeRequest | None = None,
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Compute grad_input by dgrad, grad_weight by wgrad, each only if it is needed.
 

@@ -14,8 +14,13 @@ from typing import Any
 import torch
 
 from fp8core.chain.call import Call
-from fp8core.chain.protocol import Forward, Program, Wrapper
-from fp8core.chain.request import QuantizeRequest
+from fp8core.chain.protocol import (
+    Forward,
+    Out,
+    Params,
+    Program,
+    Wrapper,
+)
 from fp8core.errors import OperandError
 
 __all__ = ["Accumulating", "accumulate"]
@@ -42,13 +47,7 @@ class Accumulating(Wrapper):
         """Return False."""
         return False
 
-    def forward(
-        self,
-        x: Any,
-        params: Sequence[Any],
-        call: Call,
-        out: QuantizeRequest | None = None,
-    ) -> Forward:
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute y; backward is told the weights, or the sequence of them if there are groups."""
         y, saved, _ = super().forward(x, params, call, out)
         return y, saved, partial(_add_to_main_grads, self._wgrad, params[0], self._needs_grad)

@@ -11,8 +11,15 @@ import torch
 from fp8core.chain.call import Call
 from fp8core.chain.fusion import Fusion
 from fp8core.chain.once import OnlyOnce
-from fp8core.chain.protocol import Backward, Forward, Saved, TensorProgram, Unadded
-from fp8core.chain.request import QuantizeRequest
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Out,
+    Params,
+    Saved,
+    TensorProgram,
+    Unadded,
+)
 
 __all__ = ["NormLink", "NormShape"]
 
@@ -64,13 +71,7 @@ class NormProgram(TensorProgram[NormLink]):
         """Return the input and the weight."""
         return saved[:2]
 
-    def forward(
-        self,
-        x: Any,
-        params: Sequence[torch.Tensor],
-        call: Call,
-        out: QuantizeRequest | None = None,
-    ) -> Forward:
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute y, of the sum where the link before left that to this one."""
         y: Any
         link = self._link
@@ -86,12 +87,7 @@ class NormProgram(TensorProgram[NormLink]):
         return y, (x, params[0], mean, rstd) if True in self._needs_grad else (), None
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        saved: Saved,
-        context: Any,
-        call: Call,
-        out: QuantizeRequest | None = None,
+        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Compute the three gradients; those of the parameters are summed in float32."""
         grad_x: Any

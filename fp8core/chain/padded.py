@@ -10,7 +10,16 @@ import torch
 
 from fp8core.chain.call import Call
 from fp8core.chain.padding import LayerPadding, PaddedCall
-from fp8core.chain.protocol import Backward, Forward, Program, Saved, Wrapper
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Out,
+    Params,
+    Program,
+    Saved,
+    SavedList,
+    Wrapper,
+)
 from fp8core.chain.request import QuantizeRequest
 from fp8core.tensors.quantizer import Orientations, Quantizer
 from fp8core.tensors.weights import Keeping, WeightQuantizer
@@ -79,13 +88,7 @@ class Padded(Wrapper):
         """As the inner program: padded copies, which have no history."""
         return self._inner.origins(saved)
 
-    def forward(
-        self,
-        x: Any,
-        params: Sequence[torch.Tensor],
-        call: Call,
-        out: QuantizeRequest | None = None,
-    ) -> Forward:
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Pad the biases; the weight's quantizer pads weights, the request the input."""
         padded, count = self._padded, self._num_weights
         given = (*params[:count], *map(padded.layer.pad_bias, params[count:]))
@@ -95,12 +98,7 @@ class Padded(Wrapper):
         return y if out is None else out(y), saved, context
 
     def backward(
-        self,
-        grad: Any,
-        saved: list[torch.Tensor | None],
-        context: Any,
-        call: Call,
-        out: QuantizeRequest | None = None,
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Cut the gradients of the input and of the weights; those of biases are not padded."""
         padded, layer, count = self._padded, self._padded.layer, self._num_weights

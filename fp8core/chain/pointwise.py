@@ -10,7 +10,15 @@ import torch
 
 from fp8core.chain.call import Call
 from fp8core.chain.once import OnlyOnce
-from fp8core.chain.protocol import Backward, Forward, Saved, TensorProgram, Unadded
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Out,
+    Params,
+    Saved,
+    TensorProgram,
+    Unadded,
+)
 from fp8core.chain.request import QuantizeRequest
 from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError
@@ -87,23 +95,12 @@ class OutputProgram(TensorProgram[OutputLink]):
 
     __slots__ = ()
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        params: Sequence[torch.Tensor],
-        call: Call,
-        out: QuantizeRequest | None = None,
-    ) -> Forward:
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Return ``x``."""
         return _hand(x, out), (), None
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        saved: Saved,
-        context: Any,
-        call: Call,
-        out: QuantizeRequest | None = None,
+        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Return ``grad``."""
         return (_hand(grad, out) if self._needs_grad[0] else None,)
@@ -128,23 +125,12 @@ class BiasProgram(TensorProgram[BiasLink]):
 
     __slots__ = ()
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        params: Sequence[torch.Tensor],
-        call: Call,
-        out: QuantizeRequest | None = None,
-    ) -> Forward:
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Add the bias."""
         return _hand((x + params[0]).to(x.dtype), out), (), None
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        saved: Saved,
-        context: Any,
-        call: Call,
-        out: QuantizeRequest | None = None,
+        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Pass the gradient on; sum it in float32 for the bias."""
         needs_input, needs_bias = self._needs_grad
@@ -173,23 +159,12 @@ class DropoutProgram(TensorProgram[DropoutLink]):
 
     __slots__ = ()
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        params: Sequence[torch.Tensor],
-        call: Call,
-        out: QuantizeRequest | None = None,
-    ) -> Forward:
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Drop."""
         return _hand(self._drop(x, call), out), (), None
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        saved: Saved,
-        context: Any,
-        call: Call,
-        out: QuantizeRequest | None = None,
+        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Drop the same elements of the gradient."""
         return (_hand(self._drop(grad, call), out) if self._needs_grad[0] else None,)
@@ -223,13 +198,7 @@ class AddProgram(TensorProgram[AddLink]):
 
     __slots__ = ()
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        params: Sequence[torch.Tensor],
-        call: Call,
-        out: QuantizeRequest | None = None,
-    ) -> Forward:
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Add, or hand both on.
 
         Raises:
@@ -247,12 +216,7 @@ class AddProgram(TensorProgram[AddLink]):
         return _hand((x + residual).to(x.dtype), out), (), shape
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        saved: Saved,
-        context: Any,
-        call: Call,
-        out: QuantizeRequest | None = None,
+        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Both inputs get the gradient."""
         needs_input, needs_residual = self._needs_grad
@@ -284,24 +248,13 @@ class QuantizeProgram(TensorProgram[QuantizeLink]):
 
     __slots__ = ()
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        params: Sequence[torch.Tensor],
-        call: Call,
-        out: QuantizeRequest | None = None,
-    ) -> Forward:
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Round the value, if the shape says so."""
         link = self._link
         return _hand(link.round_forward(x) if link.shape.forward else x, out), (), None
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        saved: Saved,
-        context: Any,
-        call: Call,
-        out: QuantizeRequest | None = None,
+        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Pass the gradient straight through, rounded if the shape says so."""
         if not self._needs_grad[0]:

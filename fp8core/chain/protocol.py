@@ -16,12 +16,21 @@ from fp8core.chain.once import OnlyOnce
 from fp8core.chain.request import Handover, QuantizeRequest
 
 __all__ = [
-    *("Backward", "Forward", "Link", "Program", "Saved", "TensorProgram", "Unadded", "Value"),
-    "Wrapper",
+    *("Backward", "Forward", "Link", "Out", "Params", "Program", "Saved", "SavedList"),
+    *("TensorProgram", "Unadded", "Value", "Wrapper"),
 ]
 
 Saved: TypeAlias = "Sequence[torch.Tensor | None]"
 """Plain tensors, so that checkpointing, offload hooks and compilers see them."""
+
+SavedList: TypeAlias = "list[torch.Tensor | None]"
+"""Saved tensors as backward is given them: it may empty the list to free memory early."""
+
+Params: TypeAlias = Sequence[Any]
+"""A link's parameters: tensors, or ``(weights, biases)`` where a wrapper sorts them by kind."""
+
+Out: TypeAlias = QuantizeRequest | None
+"""The request of the neighbour that is given the result; None hands over the tensor."""
 
 Forward: TypeAlias = "tuple[Any, Saved, object]"
 """The output, the tensors that backward needs, and any other value that it needs, or None."""
@@ -72,25 +81,14 @@ class Program(Protocol):
     def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
         """Return which of ``saved`` stand for the input and the parameters, in this order."""
 
-    def forward(
-        self,
-        x: Any,
-        params: Sequence[Any],
-        call: Call,
-        out: QuantizeRequest | None = None,
-    ) -> Forward:
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute from ``x [rows, k]``, a tensor or the result of ``input_request``.
 
         The output goes through ``out``, the request of the next program, if there is one.
         """
 
     def backward(
-        self,
-        grad: Any,
-        saved: list[torch.Tensor | None],
-        context: Any,
-        call: Call,
-        out: QuantizeRequest | None = None,
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Compute the gradients from ``grad [rows, n]``, a tensor or as it was requested.
 
@@ -187,23 +185,12 @@ class Wrapper:
         """As the inner program."""
         return self._inner.origins(saved)
 
-    def forward(
-        self,
-        x: Any,
-        params: Sequence[Any],
-        call: Call,
-        out: QuantizeRequest | None = None,
-    ) -> Forward:
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Run the inner program on the handover that results from ``x``."""
         return self._inner.forward(self._input(x), params, call, out)
 
     def backward(
-        self,
-        grad: Any,
-        saved: list[torch.Tensor | None],
-        context: Any,
-        call: Call,
-        out: QuantizeRequest | None = None,
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Run the inner program's backward on the handover that results from ``grad``."""
         return self._inner.backward(self._grad(grad, call), saved, context, call, out)

@@ -9,7 +9,16 @@ import torch
 
 from fp8core.chain.call import Call
 from fp8core.chain.padding import RowsChanged
-from fp8core.chain.protocol import Backward, Forward, Link, Program, Saved
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Link,
+    Out,
+    Params,
+    Program,
+    Saved,
+    SavedList,
+)
 from fp8core.chain.request import QuantizeRequest
 from fp8core.errors import OperandError
 
@@ -70,13 +79,7 @@ class Series:
         """Return nothing: saved tensors of inner links stand for no input of the chain."""
         return ()
 
-    def forward(
-        self,
-        x: Any,
-        params: Sequence[torch.Tensor],
-        call: Call,
-        out: QuantizeRequest | None = None,
-    ) -> Forward:
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Run ``x [rows, k]`` through the programs.
 
         Raises:
@@ -102,12 +105,7 @@ class Series:
         return value, saved, contexts
 
     def backward(
-        self,
-        grad: Any,
-        saved: list[torch.Tensor | None],
-        context: Sequence[tuple[int, Any]],
-        call: Call,
-        out: QuantizeRequest | None = None,
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Return the gradients of x and of the parameters, in order; empties ``saved``.
 

@@ -16,8 +16,14 @@ from fp8core.chain.call import DENSE, Call
 from fp8core.chain.linear import LinearLink
 from fp8core.chain.padding import LayerPadding
 from fp8core.chain.pointwise import OutputLink
-from fp8core.chain.protocol import Backward, Forward, Link, TensorProgram
-from fp8core.chain.request import QuantizeRequest
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Link,
+    Out,
+    Params,
+    TensorProgram,
+)
 from fp8core.modules.bind import bind
 
 ROWS = 24
@@ -44,23 +50,12 @@ class RepeatProgram(TensorProgram[Repeat]):
     def num_rows(self, rows: int) -> int:
         return rows * self._link.declared
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        params: Sequence[torch.Tensor],
-        call: Call,
-        out: QuantizeRequest | None = None,
-    ) -> Forward:
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         y: Any = x.repeat(self._link.times, 1)
         return (y if out is None else out(y)), (), len(x)
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        saved: Any,
-        context: Any,
-        call: Call,
-        out: QuantizeRequest | None = None,
+        self, grad: Any, saved: Any, context: Any, call: Call, out: Out = None
     ) -> Backward:
         made: Any = grad.reshape(self._link.times, context, grad.shape[1]).sum(0)
         made = made.repeat(self._link.backward_times, 1)
@@ -80,23 +75,12 @@ class FirstHalfProgram(TensorProgram[FirstHalf]):
     def num_rows(self, rows: int) -> int:
         return rows // 2
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        params: Sequence[torch.Tensor],
-        call: Call,
-        out: QuantizeRequest | None = None,
-    ) -> Forward:
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         y: Any = x[: len(x) // 2]
         return (y if out is None else out(y)), (), None
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        saved: Any,
-        context: Any,
-        call: Call,
-        out: QuantizeRequest | None = None,
+        self, grad: Any, saved: Any, context: Any, call: Call, out: Out = None
     ) -> Backward:
         made: Any = torch.cat([grad, torch.zeros_like(grad)])
         return (made if out is None else out(made),)
