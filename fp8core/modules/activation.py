@@ -36,7 +36,7 @@ class _Activation(Operation):
         self._shape = activation_shape(self.activation)
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return which activation."""
+        """Return the shape of the activation."""
         return (self._shape,)
 
 

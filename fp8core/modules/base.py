@@ -1,4 +1,4 @@
-"""The base of fp8core's layers: what a layer is made of, what it is called, and how it starts."""
+"""The base of fp8core's layers: the shapes of its chain, its parameters and its name."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class LowPrecisionModule(DelayedModule):
         return sum(shape.num_weights for shape in self.linear_shapes())
 
     def set_watch(self, watch: Watch | None) -> None:
-        """Have ``watch`` look at what the layer's linears compute; None ends it.
+        """Have ``watch`` observe the tensors that the layer's linears compute with; None ends it.
 
-        The layer runs the links that ``watch`` returns for its own, and afterwards the same objects
-        as before. Quantized weights and delayed scales stay as they are.
+        The layer then runs the links that ``watch`` puts in their stead, and afterwards the same
+        objects as before. Quantized weights and delayed scales stay as they are.
         """
         with bind_lock:
             self._bindings.set_watch(watch)

@@ -1,4 +1,4 @@
-"""From a layer and what is active now to the links that it runs: looked up, or bound."""
+"""Binding a layer: from its shapes and the active recipe to the links that it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The links that a layer has bound, by what they were bound for, and the state that they share."""
+"""The bound links of a layer, by recipe, device, dtype and policy, and the state they share."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _creation_order = itertools.count()
 class Bindings:
     """A layer's bound links by key, and the delayed states, weights and counters they use.
 
-    A copy of the layer starts with an empty one, as everything here refers to the layer's own
-    tensors. ``table`` and ``last`` hold the links bound for ``watch``, which is None in most
+    A copy of the layer starts with an empty one, as everything here refers to the tensors of one
+    layer. ``table`` and ``last`` hold the links bound for ``watch``, which is None in most
     layers. Those bound without a watch are set aside while there is one, and run again afterwards.
     """
 

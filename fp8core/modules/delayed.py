@@ -1,4 +1,4 @@
-"""A layer's delayed-scaling state as buffers: made on first use, moved, saved, loaded, checked."""
+"""A layer's delayed-scaling state as buffers: how it is created, moved, saved, loaded, checked."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ class DelayedModule(torch.nn.Module):
 
     _bindings: Bindings
     _state_is_from_checkpoint: bool
-    # What the state was made for before its first use, and the history's length; None if it waits.
+    # The description of the plan, and the history's length, for which fp8core.prepare creates the
+    # state; None in a layer whose state is created at its first use.
     _prepared: tuple[str, int] | None
-    # Whether the state was made here, and nothing has been recorded since.
+    # Whether the state was created here and has not recorded anything yet.
     _is_fresh: bool
 
     def __init__(self) -> None:
@@ -57,12 +58,15 @@ class DelayedModule(torch.nn.Module):
         return type(self).__name__
 
     def unbind(self) -> None:
-        """Forget what is bound; the next call binds anew."""
+        """Forget the bound links; the next call binds the layer again."""
         self._bindings = self._bindings.fresh()
 
     def reset_delayed_state(self) -> None:
-        """Forget the scales and amax histories: delayed scaling starts fresh, at its next use, or
-        at once in a layer whose state :func:`fp8core.prepare` made."""
+        """Forget the scales and amax histories, so that delayed scaling starts fresh.
+
+        New buffers are created at the next use, or at once in a layer that :func:`fp8core.prepare`
+        gave its state.
+        """
         prepared = self._prepared
         self.forget_delayed_state()
         if prepared is not None:
@@ -70,7 +74,7 @@ class DelayedModule(torch.nn.Module):
             self._create(*prepared)
 
     def forget_delayed_state(self) -> None:
-        """Forget the scales and amax histories, and that they were prepared."""
+        """Forget the scales and amax histories, and that :func:`fp8core.prepare` created them."""
         for name in BUFFERS:
             self._buffers.pop(name, None)
         self.unbind()
@@ -78,12 +82,12 @@ class DelayedModule(torch.nn.Module):
         self._prepared = None
 
     def kept_state(self) -> dict[str, Any]:
-        """Return what :meth:`put_back_state` puts back: the delayed state, and what is bound."""
-        own = vars(self)
-        return {name: own[name] for name in _KEPT} | {"_buffers": self._buffers.copy()}
+        """Return the delayed state and the bound links, for :meth:`put_back_state`."""
+        attributes = vars(self)
+        return {name: attributes[name] for name in _KEPT} | {"_buffers": self._buffers.copy()}
 
     def put_back_state(self, kept: dict[str, Any]) -> None:
-        """Have the layer's delayed state again as it was before a call that failed."""
+        """Restore the layer's state of before a call that failed."""
         if self._bindings is not kept["_bindings"]:
             logger.warning("%s: that failed; the delayed state stays as it was", self.label)
         self._buffers.clear()
@@ -113,12 +117,17 @@ class DelayedModule(torch.nn.Module):
             )
 
     def prepare_delayed_state(self, plan: Plan) -> None:
-        """Make the buffers that ``plan`` needs before their first use, and whenever the layer is
-        reset; those for another recipe are forgotten."""
+        """Create the buffers that ``plan`` needs now, and whenever the layer is reset.
+
+        Buffers for another recipe are forgotten.
+        """
         self._prepared = self._make_state(plan)
 
     def _make_state(self, plan: Plan, device: torch.device | None = None) -> tuple[str, int]:
-        """Make the buffers that ``plan`` needs, unless they are there; return what they are for."""
+        """Create the buffers that ``plan`` needs, unless the layer has them.
+
+        Returns the description of the plan and the length of its history.
+        """
         assert plan.delayed is not None
         stored, wanted = self._stored_meta(), (describe(plan), plan.delayed.history_len)
         if stored is not None and stored != wanted[0]:
@@ -132,8 +141,9 @@ class DelayedModule(torch.nn.Module):
     def delayed_states(
         self, recipe: Any, plan: Plan, *, records: bool, device: torch.device | None = None
     ) -> LayerStates:
-        """Return the layer's states under ``plan``, made fresh if there are none that fit: on
-        ``device``, or, if None, where the layer's parameters are.
+        """Return the layer's states under ``plan``; fresh ones if it has none that fit.
+
+        They are on ``device``, or, if that is None, on the device of the layer's parameters.
 
         Raises:
             RecipeError: see :meth:`check_delayed_state`.
@@ -158,7 +168,7 @@ class DelayedModule(torch.nn.Module):
 
     def _create(self, meta: str, history_len: int, device: torch.device | None = None) -> None:
         device, names = device or self._device_of_state(), self._names_of_slots()
-        # Made under inference_mode, they could never be updated by training.
+        # Training could not update buffers that were created under inference_mode.
         with torch.inference_mode(False):
             for way, slots in (("fwd", len(names.forward)), ("bwd", len(names.backward))):
                 scale = torch.ones(slots, dtype=torch.float32, device=device)
@@ -169,8 +179,11 @@ class DelayedModule(torch.nn.Module):
         self._is_fresh = True
 
     def _warn_if_fresh(self) -> None:
-        """Say that an evaluation runs at scales that no step has set. It reads the history: a
-        distributed checkpoint is loaded into the buffers themselves."""
+        """Log once that an evaluation runs at scales that no step has set.
+
+        Looks at the history itself, as a distributed checkpoint is loaded into the buffers without
+        a call of the layer.
+        """
         history = self._buffers["amax_history_fwd"]
         assert history is not None
         if history.is_meta or (history.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -212,11 +225,11 @@ class DelayedModule(torch.nn.Module):
         self.unbind()
         state = {name: self._buffers.pop(name) for name in BUFFERS if name in self._buffers}
         parameters: dict[str, torch.Tensor | None] = dict(self._parameters)
-        quantized = {n: own for n, own in parameters.items() if isinstance(own, QuantizedTensor)}
+        quantized = {n: p for n, p in parameters.items() if isinstance(p, QuantizedTensor)}
         self._parameters.update(dict.fromkeys(quantized))
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            weights = {name: _apply_quantized(own, fn) for name, own in quantized.items()}
+            weights = {name: _apply_quantized(weight, fn) for name, weight in quantized.items()}
             moved = {name: self._moved(old, fn) for name, old in state.items()}
         except BaseException:
             self._buffers.update(state)
@@ -258,16 +271,16 @@ class DelayedModule(torch.nn.Module):
             log_once(f"{self.label}: the checkpoint's _extra_state is another library's; not read")
         slots = self._names_of_slots()
         names = [name for name in BUFFERS if any(slots) and prefix + name in state_dict]
-        found = {name: state_dict.pop(prefix + name) for name in names}
+        state = {name: state_dict.pop(prefix + name) for name in names}
         errors = parameter_errors(
             self._parameters,
             state_dict,
             prefix,
             assigns=bool(local_metadata.get("assign_to_params_buffers", False)),
         )
-        if found:
-            errors += state_errors(found, slots, self._stored_meta())
-        if errors:  # nothing of a layer is loaded unless all of it fits
+        if state:
+            errors += state_errors(state, slots, self._stored_meta())
+        if errors:  # a layer is loaded whole or not at all
             error_msgs.extend(f"{self.label}: {error}" for error in errors)
             return
         kept = {name: self._buffers.pop(name) for name in BUFFERS if name in self._buffers}
@@ -284,7 +297,7 @@ class DelayedModule(torch.nn.Module):
         except BaseException:
             self._buffers.update(kept)
             raise
-        if not found:
+        if not state:
             if not has_weights(self._parameters, state_dict, prefix):
                 self._buffers.update(kept)
                 return
@@ -293,16 +306,16 @@ class DelayedModule(torch.nn.Module):
             self.reset_delayed_state()
             return
         self.unbind()
-        self._take_state(found)
+        self._take_state(state)
 
-    def _take_state(self, found: Mapping[str, torch.Tensor]) -> None:
-        """Make ``found``, which fits the layer, its delayed state."""
+    def _take_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Copy ``state``, a delayed state that fits the layer, into new buffers."""
         device = self._device_of_state()
         with torch.inference_mode(False):
             for name in BUFFERS[:-1]:
-                value = found[name].detach().clone(memory_format=torch.contiguous_format)
+                value = state[name].detach().clone(memory_format=torch.contiguous_format)
                 self.register_buffer(name, value.to(device))
-            meta = read_meta(found[META])
+            meta = read_meta(state[META])
             assert meta is not None
             self._register_meta(meta[0], device)
         self._state_is_from_checkpoint = True
@@ -313,11 +326,11 @@ class DelayedModule(torch.nn.Module):
         self.register_buffer(META, encoded.to(device))
 
     def _reads_extra_state(self) -> bool:
-        """Whether a subclass has an ``_extra_state`` of its own, which torch then hands to it."""
-        own = type(self)
+        """Whether a subclass reads ``_extra_state`` itself, by torch's methods for it."""
+        kind = type(self)
         return (
-            own.get_extra_state is not torch.nn.Module.get_extra_state
-            or own.set_extra_state is not torch.nn.Module.set_extra_state
+            kind.get_extra_state is not torch.nn.Module.get_extra_state
+            or kind.set_extra_state is not torch.nn.Module.set_extra_state
         )
 
     def count_gemms(self) -> int:
@@ -339,18 +352,18 @@ class DelayedModule(torch.nn.Module):
 
 
 def _apply_quantized(weight: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return ``weight``, moved as ``fn`` does; another dtype is another nominal one."""
+    """Return ``weight``, moved by ``fn``; a change of dtype changes its nominal dtype alone."""
     with torch.no_grad():
-        made = fn(weight)
-        if not isinstance(made, QuantizedTensor):
-            is_same = (made.dtype, made.device) == (weight.dtype, weight.device)
-            made = weight if is_same else weight.with_dtype(made.dtype).to(made.device)
-        if made is weight:
+        result = fn(weight)
+        if not isinstance(result, QuantizedTensor):
+            is_same = (result.dtype, result.device) == (weight.dtype, weight.device)
+            result = weight if is_same else weight.with_dtype(result.dtype).to(result.device)
+        if result is weight:
             return weight
         grad = None if weight.grad is None else fn(weight.grad)
         weight.grad = None
-        # As torch.nn.Module does it for subclasses: whoever has the parameter sees it move.
-        moved = torch.nn.Parameter(made, weight.requires_grad)
+        # As torch.nn.Module does for subclasses: every reference to the parameter sees it moved.
+        moved = torch.nn.Parameter(result, weight.requires_grad)
         torch.utils.swap_tensors(weight, moved)  # type: ignore[no-untyped-call]  # torch's
         weight.grad = grad
     return weight

@@ -1,4 +1,4 @@
-"""One line at a model's first step: what ran in low precision, as the bound layers know it."""
+"""One logged line at a model's first step: which layers ran in low precision, and on what."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["announce", "silence"]
 
 
 def announce(model: torch.nn.Module, *, is_wanted: bool) -> None:
-    """Have the model's next forward in eager log what ran; a forward hook that removes itself.
+    """Have the model's next forward in eager log how its layers ran, by a hook that removes itself.
 
-    ``is_wanted``: that nothing ran in low precision is a warning, unless an autocast switched it
-    off; so it stays for who wanted it before. After such a line the hook stays for the first
-    forward that does run in low precision. A graph of torch.compile says nothing and leaves the
-    hook where it is.
+    With ``is_wanted``, low precision is expected: the line is a warning if no layer ran in it and
+    no autocast switched it off. A later call without ``is_wanted`` does not change that. After such
+    a line the hook stays until the first forward that runs in low precision. In a graph of
+    torch.compile the hook logs nothing and stays.
     """
     is_wanted |= _warn in forward_hooks(model).values()
     silence(model)
@@ -33,7 +33,7 @@ def announce(model: torch.nn.Module, *, is_wanted: bool) -> None:
 
 
 def silence(model: torch.nn.Module) -> None:
-    """Take back :func:`announce`."""
+    """Undo :func:`announce`."""
     hooks = forward_hooks(model)
     for key, hook in list(hooks.items()):
         if hook in (_warn, _inform, _wait):
@@ -49,7 +49,7 @@ def _inform(model: torch.nn.Module, arguments: Any, output: Any) -> None:
 
 
 def _wait(model: torch.nn.Module, arguments: Any, output: Any) -> None:
-    """Say what ran once something ran in low precision; that nothing does was said before."""
+    """Log the line at the first forward in low precision, after one that said none ran in it."""
     if torch.compiler.is_compiling() or is_switched_off():
         return
     if _ran_with_recipe(model):
@@ -60,14 +60,14 @@ def _say(model: torch.nn.Module, level_if_idle: int) -> None:
     if torch.compiler.is_compiling():
         return
     silence(model)
-    found = _describe(model)
-    logger.log(logging.INFO if found.is_good else level_if_idle, "%s", found.line)
-    if not found.is_low and not _ran_with_recipe(model):
+    summary = _summarize(model)
+    logger.log(logging.INFO if summary.is_good else level_if_idle, "%s", summary.line)
+    if not summary.is_low and not _ran_with_recipe(model):
         model.register_forward_hook(_wait)
 
 
 def _ran_with_recipe(model: torch.nn.Module) -> bool:
-    """Say whether a layer's latest call had a recipe: the least that each forward can be asked."""
+    """Say whether a layer's latest call had a recipe: a question cheap enough for each forward."""
     for module in model.modules():
         if isinstance(module, LowPrecisionModule):
             last = module._bindings.last
@@ -100,8 +100,8 @@ class _Layer(NamedTuple):
         """Whether it has a recipe outside any autocast, and ran without one."""
         if self.layer is None or self.bound is None or self.bound.recipe is not None:
             return False
-        own = self.layer.outside_autocast
-        return own is not None and own.quantize is not None
+        outside = self.layer.outside_autocast
+        return outside is not None and outside.quantize is not None
 
     def substitutions(self) -> Iterator[str]:
         for link in self.bound.linears if self.bound is not None else ():
@@ -111,26 +111,26 @@ class _Layer(NamedTuple):
 
 
 def _layers(model: torch.nn.Module) -> list[_Layer]:
-    found = {}
+    layers = {}
     for node in module_nodes(model):
         flops = flops_of(node.module)
-        if flops and node.module not in found:
+        if flops and node.module not in layers:
             layer = node.module if isinstance(node.module, LowPrecisionModule) else None
             last = None if layer is None else layer._bindings.last
             name = node.path or type(node.module).__name__
-            found[node.module] = _Layer(name, flops, layer, None if last is None else last[1])
-    return list(found.values())
+            layers[node.module] = _Layer(name, flops, layer, None if last is None else last[1])
+    return list(layers.values())
 
 
-class _Found(NamedTuple):
-    """Whether low precision ran, whether where it was asked for, and the line that says what."""
+class _Summary(NamedTuple):
+    """How a model ran: whether in low precision, whether as asked for, and the line to log."""
 
     is_low: bool
     is_good: bool
     line: str
 
 
-def _describe(model: torch.nn.Module) -> _Found:
+def _summarize(model: torch.nn.Module) -> _Summary:
     layers = _layers(model)
     low = [layer for layer in layers if layer.is_low]
     total = sum(layer.flops for layer in layers)
@@ -148,13 +148,13 @@ def _describe(model: torch.nn.Module) -> _Found:
     substitutions = dict.fromkeys(text for layer in layers for text in layer.substitutions())
     parts += [f"substituted: {text}" for text in substitutions]
     if low or not high:
-        return _Found(bool(low), True, "; ".join(parts))
+        return _Summary(bool(low), True, "; ".join(parts))
     ran = [layer for layer in layers if layer.bound is not None]
     if is_switched_off() or any(layer.is_overridden for layer in ran):
         parts.append("fp8core.autocast(enabled=False) switched it off")
-        return _Found(False, True, "; ".join(parts))
+        return _Summary(False, True, "; ".join(parts))
     if any(layer.bound is not None and layer.bound.recipe is not None for layer in ran):
         parts.append("the active recipe leaves all of them in high precision")
     else:
         parts.append("no recipe is active: enter fp8core.autocast, or convert with a recipe")
-    return _Found(False, False, "; ".join(parts))
+    return _Summary(False, False, "; ".join(parts))

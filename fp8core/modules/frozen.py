@@ -1,4 +1,4 @@
-"""``frozen_weights``: a scope in which quantized weights are kept, as nobody writes to them."""
+"""``frozen_weights``: a scope without writes to weights, which are quantized once in it."""
 
 from __future__ import annotations
 
@@ -18,52 +18,55 @@ from fp8core.torch_ops.private import FSDP_FLATTENED
 __all__ = ["frozen_weights"]
 
 
-class _Seen(NamedTuple):
-    """A parameter as it was found: the tensor itself, the shapes of the plain tensors that hold its
-    values in this process, whether those are a part of it, and a fingerprint of each; None if one
-    has no memory of its own, or was freed."""
+class _Fingerprint(NamedTuple):
+    """A parameter at one time.
+
+    ``shapes`` are those of the plain tensors that hold its values in this process, ``is_part``
+    whether they are a shard of it, ``hashes`` a hash of each; None if one has no memory, on meta or
+    freed.
+    """
 
     parameter: torch.Tensor
     shapes: tuple[torch.Size, ...]
     is_part: bool
-    prints: list[torch.Tensor] | None
+    hashes: list[torch.Tensor] | None
 
 
-_Parameters: TypeAlias = "dict[str, _Seen]"
+_Parameters: TypeAlias = "dict[str, _Fingerprint]"
 """The parameters of the layers, by path."""
 
 
 class _Frozen(NamedTuple):
-    """What one entry of the scope found."""
+    """The layers' stores and parameters when the scope was entered."""
 
     stores: list[WeightStore]
     parameters: _Parameters
 
 
 class frozen_weights:
-    """Context manager that says: no weight of ``model`` changes inside. For evaluation, generation.
+    """Context manager for evaluation and generation, in which no weight of ``model`` changes.
 
     Each layer of fp8core in ``model``, converted ones included, quantizes its weight in the first
-    forward that needs it and keeps it until the scope ends, however the forwards are called.
-    Outside the scope, and without ``is_first_microbatch``, a weight is quantized in every forward.
+    forward that needs it, and all forwards until the scope ends use that. Outside the scope, and
+    without ``is_first_microbatch``, a weight is quantized in every forward.
 
-    What is kept takes the memory of the quantized weights. The scope counts for the model, whatever
-    thread runs it, and may be nested or entered again; an exception ends it too. A layer that is
-    moved inside (``.to``), or captured in a CUDA graph, quantizes its weight as if outside.
+    The quantized weights take memory. The scope holds for the model in every thread, and may be
+    nested or entered again; an exception ends it too. A layer that is moved inside (``.to``), or
+    captured in a CUDA graph, quantizes its weight in every forward.
 
-    A weight that a parametrization computes is kept as long as its parameters and buffers stay as
-    they are, and a call with other weights (``torch.func.functional_call``) computes with those.
-    Under delayed scaling a call that records amaxes quantizes the weight as if outside.
+    A weight that a parametrization computes is reused as long as its parameters and buffers do not
+    change; a call with other weights (``torch.func.functional_call``) computes with those. Under
+    delayed scaling a call that records amaxes quantizes the weight again.
 
-    At the end every parameter of the layers is compared with what it was at the beginning, by a
-    hash of the bits in each column: one pass over the weights each time, and one wait for the
-    device. Not compared is a parameter without memory of its own (on meta), and one that FSDP has
-    gathered or sharded meanwhile, but for its shard.
+    At the end every parameter of the layers is compared with its state at the beginning, by a hash
+    of the bits in each column: one pass over the weights each time, and one wait for the device.
+    Not compared are parameters on meta, and those that FSDP has gathered or sharded meanwhile,
+    except their shards.
 
     Raises:
         OperandError: ``model`` is no module or holds no layer of fp8core. At the end: a parameter
-            was written inside, so that forwards may have multiplied by the weight of before.
-            Inside, already at the forward, where torch counted the write.
+            was written inside, so that forwards may have multiplied by its earlier value. If torch
+            counted the write, already at the next forward.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -105,26 +108,27 @@ class frozen_weights:
 
 
 def _layers(model: torch.nn.Module) -> dict[str, LowPrecisionModule]:
-    return {path: own for path, own in model.named_modules() if isinstance(own, LowPrecisionModule)}
+    modules = model.named_modules()
+    return {path: layer for path, layer in modules if isinstance(layer, LowPrecisionModule)}
 
 
 @torch.no_grad()
 def _look(layers: dict[str, LowPrecisionModule]) -> _Parameters:
-    """Return the parameters of ``layers`` as they are now."""
-    found: _Parameters = {}
+    """Return the fingerprints of all parameters of ``layers``."""
+    parameters: _Parameters = {}
     for path, layer in layers.items():
-        for name, own in layer.named_parameters():
-            whole = f"{path}.{name}".lstrip(".")
-            if whole not in found:
-                found[whole] = _seen(own)
-    return found
+        for name, parameter in layer.named_parameters():
+            full_path = f"{path}.{name}".lstrip(".")
+            if full_path not in parameters:
+                parameters[full_path] = _fingerprint(parameter)
+    return parameters
 
 
-def _seen(parameter: torch.Tensor) -> _Seen:
+def _fingerprint(parameter: torch.Tensor) -> _Fingerprint:
     plain = _plain(parameter)
-    prints = [_print(part) for part in plain] if all(map(_has_memory, plain)) else None
+    hashes = [_hash(part) for part in plain] if all(map(_has_memory, plain)) else None
     shapes = tuple(part.shape for part in plain)
-    return _Seen(parameter, shapes, hasattr(parameter, "to_local"), prints)
+    return _Fingerprint(parameter, shapes, hasattr(parameter, "to_local"), hashes)
 
 
 def _plain(parameter: torch.Tensor) -> list[torch.Tensor]:
@@ -136,7 +140,7 @@ def _plain(parameter: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _has_memory(x: torch.Tensor) -> bool:
-    """Say whether ``x`` can be read; FSDP frees the memory of what it gathers."""
+    """Say whether ``x`` can be read; FSDP frees the memory of gathered parameters."""
     if type(x) not in PLAIN or x.layout is not torch.strided or x.is_meta:
         return False
     return not x.numel() or x.data_ptr() != 0
@@ -144,15 +148,15 @@ def _has_memory(x: torch.Tensor) -> bool:
 
 _BITS = {1: torch.uint8, 2: torch.int16}
 _CHUNK = 2**22
-"""Elements that are hashed at once; each takes 8 bytes meanwhile."""
+"""Elements that are hashed at once; each takes 8 bytes of memory meanwhile."""
 
 
-def _print(x: torch.Tensor) -> torch.Tensor:
-    """Return a hash of the bits in each column of ``x``, int64: the sum of the bits, each times an
-    odd number of its row, modulo 2**64.
+def _hash(x: torch.Tensor) -> torch.Tensor:
+    """Return a hash of the bits in each column of ``x``, int64: the sum of the elements' bits, each
+    times an odd number that belongs to the row, modulo 2**64.
 
-    A change of one element in a column always shows. More of them cancel if their sum, each times
-    the number of its row, is 0: where the changes know nothing of the numbers, one time in 2**32.
+    A change of one element in a column always changes the hash. Changes of several elements cancel
+    if their sum, each times the number of its row, is 0: by chance one time in 2**32.
     """
     if not x.numel():
         return torch.zeros(1, dtype=torch.int64, device=x.device)
@@ -168,7 +172,7 @@ def _print(x: torch.Tensor) -> torch.Tensor:
 
 
 def _odd_numbers(start: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return the odd int64 numbers of the rows from ``start`` on, the same on every device.
+    """Return the odd int64 numbers of ``count`` rows from ``start`` on, the same on every device.
 
     Source: splitmix64, G. L. Steele, D. Lea, C. H. Flood, OOPSLA 2014, fig. 16.
     """
@@ -179,27 +183,30 @@ def _odd_numbers(start: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def _differing(before: _Parameters, after: _Parameters) -> list[str]:
-    """Return the paths whose parameter is another or has other bits; waits for each device once."""
+    """Return the paths of parameters that were replaced or have other bits.
+
+    Waits for each device once.
+    """
     changed = sorted(before.keys() ^ after.keys())
     flags: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for path in before.keys() & after.keys():
         old, new = before[path], after[path]
         if _was_resharded(old, new):
-            new = _seen(old.parameter)  # FSDP keeps the shard beside what it gathers
+            new = _fingerprint(old.parameter)  # FSDP keeps the shard beside the gathered parameter
             if _was_resharded(old, new):
                 continue
         if old.shapes != new.shapes:
             changed.append(path)
-        for a, b in zip(old.prints or (), new.prints or (), strict=False):
+        for a, b in zip(old.hashes or (), new.hashes or (), strict=False):
             flags.setdefault(a.device, []).append((path, (a != b.to(a.device)).any()))
-    for found in flags.values():
-        bits = torch.stack([flag for _, flag in found]).tolist()
-        changed += [path for (path, _), bit in zip(found, bits, strict=True) if bit]
+    for on_device in flags.values():
+        bits = torch.stack([flag for _, flag in on_device]).tolist()
+        changed += [path for (path, _), bit in zip(on_device, bits, strict=True) if bit]
     return sorted(set(changed))
 
 
-def _was_resharded(old: _Seen, new: _Seen) -> bool:
-    """Say whether FSDP, of either kind, holds now another part of the parameter than then."""
+def _was_resharded(old: _Fingerprint, new: _Fingerprint) -> bool:
+    """Say whether FSDP, in version 1 or 2, holds another part of the parameter now."""
     if (old.is_part, old.shapes) == (new.is_part, new.shapes):
         return False
     is_of_fsdp1 = getattr(new.parameter, FSDP_FLATTENED, False)

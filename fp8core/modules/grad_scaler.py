@@ -1,8 +1,9 @@
 """``watch_grad_scaler``: torch's GradScaler skips a step whose casts met NaN or inf.
 
-torch's GradScaler has no public place to add to what it finds. Its ``unscale_``, and its ``step``
-where nobody unscaled before (also for optimizers that unscale by themselves, such as fused ones),
-get their found-inf tensors from one method, on the CPU and on CUDA: the one that is followed here.
+torch's GradScaler offers no public way to add to its search for inf. Its ``unscale_``, and its
+``step`` for gradients that are not unscaled yet (also with optimizers that unscale by themselves,
+such as fused ones), get their found-inf tensors from one private method, on the CPU and on CUDA.
+This module adds the result of the casts to the tensors that it returns.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ def watch_grad_scaler(
         fp8core.watch_grad_scaler(scaler, model)
 
     Call it once, before training; the loop stays as it is. Wherever the scaler looks for inf in an
-    optimizer's gradients, what the casts have counted is added to what it finds, on the device: no
-    gradient changes, and nobody waits. ``scaler.update()`` starts the next count, so gradients that
-    accumulate over several backward passes are one step, and all optimizers of a step see the same.
-    Calls that record no gradients are left out. A scaler that is not enabled skips nothing, and a
-    copy of the scaler, or one that was pickled, watches nothing until it is told to. Where
-    gradients are on the CPU and layers are not, the host waits for the number.
+    optimizer's gradients, the counters of the casts are added to its result, on the device: no
+    gradient changes, and the host does not wait. ``scaler.update()`` starts the next count, so
+    gradients that accumulate over several backward passes are one step, and all optimizers of a
+    step get the same answer. Calls that record no gradients do not count. A scaler that is not
+    enabled skips nothing. A copy of the scaler, or an unpickled one, watches no model until this
+    function is called for it. Where gradients are on the CPU and layers are not, the host waits.
 
-    With torch.distributed all ranks of ``group``, None: all of the default group, skip a step if
-    one has to, as they would on seeing the same gradients; each of them has to call it, and has to
-    step as often.
+    With torch.distributed all ranks of ``group`` (None: the default group) skip a step if one of
+    them has to, as they would with the same gradients. Each rank has to call this function, and to
+    step as often as the others.
 
     Raises:
         OperandError: ``scaler`` is no torch.amp.GradScaler, or ``model`` has no layer of fp8core.
-        UnsupportedError: this torch's GradScaler is made in another way.
+        UnsupportedError: the GradScaler of this torch lacks the private method.
     """
     layers_of(model, "watch_grad_scaler")
     if not isinstance(scaler, torch.amp.GradScaler):
@@ -65,7 +66,7 @@ def watch_grad_scaler(
 
 
 class GradScalerWatch:
-    """A model watched for a scaler; made by :func:`watch_grad_scaler`, ended by :meth:`remove`."""
+    """A model watched for a scaler, from :func:`watch_grad_scaler` until :meth:`remove`."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class GradScalerWatch:
             setattr(scaler, name, _Followed(scaler, name, after))
 
     def remove(self) -> None:
-        """Let the scaler look at gradients alone again."""
+        """Stop watching: the scaler looks at gradients alone again."""
         self._model = None
         self._before = {}
 
@@ -88,30 +89,30 @@ class GradScalerWatch:
         if self._model is not None:
             self._before = read_counts(layers_of(self._model, "watch_grad_scaler"))
 
-    def _merge(self, found: dict[torch.device, torch.Tensor]) -> None:
-        """Raise one of the tensors in ``found`` to 1.0 if casts have met NaN or inf.
+    def _merge(self, found_inf: dict[torch.device, torch.Tensor]) -> None:
+        """Raise one of the scaler's found-inf tensors to 1.0 if casts have met NaN or inf.
 
-        One is enough: the scaler adds them up. Without gradients there is none, which it refuses;
-        other ranks may have some, and wait.
+        One is enough, as the scaler adds them up. A rank without gradients has none, and the scaler
+        refuses its step, but it takes part in the reduction, for which the other ranks wait.
         """
         if self._model is None:
             return
         now = read_counts(layers_of(self._model, "watch_grad_scaler"))
-        device = next(iter(found), None) or device_of(self._model, now)
+        device = next(iter(found_inf), None) or device_of(self._model, now)
         with torch.no_grad():
             met = differ(now, self._before, device, in_training=True)
             has_ranks = dist.is_available() and dist.is_initialized()
             if has_ranks and dist.get_world_size(self._group) > 1:
                 dist.all_reduce(met, op=dist.ReduceOp.MAX, group=self._group)
-            if found:
-                own = found[device]
-                torch.maximum(own, met.reshape(own.shape), out=own)
+            if found_inf:
+                total = found_inf[device]
+                torch.maximum(total, met.reshape(total.shape), out=total)
 
 
 class _Followed:
-    """The method ``name`` of ``scaler``, with ``after`` called on what it returns.
+    """The method ``name`` of ``scaler``, with ``after`` called on its result.
 
-    Copied or pickled with the scaler it is the method alone, of the copy.
+    A copy or a pickle of the scaler gets its plain method instead.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One linear layer a group of rows, all groups in one call: the experts of a mixture."""
+"""A linear layer for each group of rows, all groups in one call: the experts of a mixture."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ _NOT_OFFERED = (
 
 
 class GroupedLinear(LowPrecisionModule):
-    """``num_gemms`` linear layers, each over its own rows of one input.
+    """``num_gemms`` linear layers, each over a group of the rows of one input.
 
-    Input ``[..., in_features]``, rows grouped in order; output ``[..., out_features]``. Parameters
-    ``weight0 [out_features, in_features], bias0 [out_features], weight1, bias1, ...``, in that
-    order. Each group is quantized as a tensor of its own. Arguments as in :class:`fp8core.Linear`;
-    what is not offered is refused alike.
+    Input ``[..., in_features]``, the groups' rows one after the other; output ``[...,
+    out_features]``. Parameters ``weight0 [out_features, in_features], bias0 [out_features],
+    weight1, bias1, ...``, in that order. Each group is quantized as a separate tensor. Arguments as
+    in :class:`fp8core.Linear`, which also refuses those that are not offered.
 
-    The sizes of the groups may be a tensor on the accelerator, which nothing waits for: a router's
-    counts go in as they are, and a CUDA graph takes the sizes that the tensor has at each replay.
+    The sizes of the groups may be a tensor on the accelerator. The host does not wait for it: a
+    router's counts go in as they are, and a CUDA graph reads the sizes at each replay.
     """
 
     kind = "grouped_linear"
@@ -102,10 +102,12 @@ class GroupedLinear(LowPrecisionModule):
         target = resolve_device(device)
         for i in range(num_gemms):
             role = LayerRole(self.kind, self.name)
-            made = make_weight((out_features, in_features), target, params_dtype, role)
-            self.register_parameter(f"weight{i}", made)
-            own = make_parameter(out_features, device=target, dtype=params_dtype) if bias else None
-            self.register_parameter(f"bias{i}", own)
+            weight = make_weight((out_features, in_features), target, params_dtype, role)
+            self.register_parameter(f"weight{i}", weight)
+            self.register_parameter(
+                f"bias{i}",
+                make_parameter(out_features, device=target, dtype=params_dtype) if bias else None,
+            )
         if target.type != "meta":
             self.reset_parameters()
 
@@ -117,7 +119,7 @@ class GroupedLinear(LowPrecisionModule):
             fill(bias, torch.nn.init.zeros_)
 
     def link_shapes(self) -> tuple[LinearShape]:
-        """Return sizes and dtypes."""
+        """Return the shape of the one grouped linear."""
         dtype = self._dtype()
         bias_dtype = dtype if self.use_bias and not self.return_bias else None
         sizes = self.in_features, self.out_features
@@ -134,20 +136,19 @@ class GroupedLinear(LowPrecisionModule):
     ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
         """Compute ``[..., out_features]``; group ``i`` has ``m_splits[i]`` rows, perhaps none.
 
-        ``m_splits`` is a list, or an integer tensor ``[num_gemms]``. One on the CPU is taken as a
-        list. One on the input's accelerator is never read by the host, so nobody can check its
-        values: a negative size counts as 0, what goes beyond the input's rows is cut off, and rows
-        that are left over belong to no group. Their output and ``grad_input`` are zeros. Not every
-        backend and recipe runs that; those that do not refuse it. While torch compiles ``m_splits``
-        must be a list, and other values make another graph. ``out`` and ``dgrad_out`` are not
-        offered.
+        ``m_splits`` is a list, or an integer tensor ``[num_gemms]``; one on the CPU counts as a
+        list. The host never reads a tensor on the input's accelerator, so its values are not
+        checked: a negative size counts as 0, groups end at the last row of the input, and rows
+        after the last group belong to none. Their output and ``grad_input`` are zeros. Some
+        backends and recipes refuse such a tensor. While torch compiles, ``m_splits`` must be a
+        list, and each list of values gets a graph. ``out`` and ``dgrad_out`` are not offered.
 
         Raises:
-            OperandError: ``m_splits`` has not one entry a group, is no integer tensor or on
+            OperandError: ``m_splits`` has not one entry for each group, is no integer tensor or on
                 another device; or, as a list, is negative or does not add up to the rows of the
                 input.
-            UnsupportedError: sizes on the device, which the backend does not take or a monitor
-                would have to read.
+            UnsupportedError: sizes on a device whose backend does not take them, or under a
+                monitor, which would have to read them.
         """
         if out is not None or dgrad_out is not None:
             refuse_arguments(GroupedLinear.forward, locals(), ("out", "dgrad_out"))
@@ -177,7 +178,7 @@ class GroupedLinear(LowPrecisionModule):
         return (output, biases) if self.return_bias else output
 
     def _device_offsets(self, sizes: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
-        """Return int64 ``[num_gemms + 1]``, from 0, never less, at most ``rows``."""
+        """Return the groups' bounds, int64 ``[num_gemms + 1]``, from 0 to at most ``rows``."""
         self._check_tensor(sizes)
         if sizes.device != device:
             raise OperandError(
@@ -222,14 +223,14 @@ class GroupedLinear(LowPrecisionModule):
 
 
 def _integers(sizes: Any) -> list[int] | None:
-    """Return ``sizes`` as integers, numpy's and tensors of one element too; None if one is none."""
+    """Return ``sizes`` as integers, also from numpy or one-element tensors; None if one is none."""
     try:
-        found = list(sizes)
-        return None if any(isinstance(size, bool) for size in found) else [*map(index, found)]
+        given = list(sizes)
+        return None if any(isinstance(size, bool) for size in given) else [*map(index, given)]
     except TypeError:
         return None
 
 
 def _stays_on_device(sizes: torch.Tensor) -> bool:
-    """Return whether reading ``sizes`` would wait for a device; meta has nothing to read."""
+    """Return whether the host would have to wait for a device to read ``sizes``, or cannot."""
     return sizes.device.type != "cpu"

@@ -15,9 +15,9 @@ __all__ = ["check_input", "check_kind"]
 def check_input(
     layer: LowPrecisionModule, input: torch.Tensor, weight: torch.Tensor | None, size: int | None
 ) -> torch.dtype:
-    """Return the activation dtype of ``input [..., size]``, or refuse it.
+    """Return the activation dtype of ``input [..., size]``, or refuse the input.
 
-    ``weight`` is a parameter to compare dtype and device with, ``size`` None takes any.
+    ``weight`` is a parameter to compare dtype and device with; ``size`` None allows any size.
 
     Raises:
         OperandError: no dense floating-point tensor, wrong last dimension, another device than
@@ -27,10 +27,10 @@ def check_input(
     if layout is not torch.strided or input.dtype not in DTYPES or input.is_nested:
         check_kind(layer.label, "input", input)
     if input.dim() == 0 or (size is not None and input.shape[-1] != size):
-        found = f"has k={input.shape[-1]}" if input.dim() else "has no dimension"
+        given = f"has k={input.shape[-1]}" if input.dim() else "has no dimension"
         held = "" if weight is None else f", but the weight is {list(weight.shape)}"
         raise OperandError(
-            f"fprop of {layer.label}: input {list(input.shape)} {found}{held}; "
+            f"fprop of {layer.label}: input {list(input.shape)} {given}{held}; "
             f"the layer takes [..., {size}]."
         )
     if weight is None:
@@ -51,8 +51,9 @@ def check_input(
 
 
 def check_kind(label: str, name: str, tensor: torch.Tensor) -> None:
-    """Refuse ``tensor``, the ``name`` of the layer ``label``, unless it is dense and of a dtype
-    that layers compute in.
+    """Refuse a tensor that is not dense or has a dtype in which layers do not compute.
+
+    ``name`` is what messages call it, ``label`` the layer.
 
     Raises:
         OperandError: it is no tensor, integer, complex, in 8 bits, sparse, nested, or in a layout

@@ -29,7 +29,7 @@ _NOT_OFFERED = (
 
 
 class LayerNormLinear(Linear):
-    """``Linear(norm(x))`` with the norm's result handed over in the form the linear wants.
+    """``Linear(norm(x))``; the norm's result is quantized for the linear in one step.
 
     Parameters ``layer_norm_weight``, ``layer_norm_bias`` (LayerNorm only) and those of
     :class:`fp8core.Linear`, whose arguments have the same meaning here.
@@ -108,7 +108,7 @@ class LayerNormLinear(Linear):
         super()._fill_parameters()
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the norm, then the linear; between them the norm's result may leave."""
+        """Return the norm and the linear, with an output of the norm's result between if wanted."""
         kind, eps = self._norm
         norm = NormShape(kind, self.in_features, eps, self.zero_centered_gamma, self._dtype())
         leaves = (OutputShape(),) if self.return_layernorm_output else ()
@@ -151,15 +151,15 @@ def register_norm(
     dtype: torch.dtype | None,
 ) -> None:
     """Give ``module`` the parameters ``layer_norm_weight``, and for a LayerNorm its bias."""
-    made = make_parameter(size, device=device, dtype=dtype)
-    module.register_parameter("layer_norm_weight", made)
+    gamma = make_parameter(size, device=device, dtype=dtype)
+    module.register_parameter("layer_norm_weight", gamma)
     if kind == "layernorm":
-        own = make_parameter(size, device=device, dtype=dtype)
-        module.register_parameter("layer_norm_bias", own)
+        beta = make_parameter(size, device=device, dtype=dtype)
+        module.register_parameter("layer_norm_bias", beta)
 
 
 def reset_norm(module: torch.nn.Module, zero_centered: bool) -> None:
-    """Make gamma 1 (0 if zero-centered) and beta 0."""
+    """Fill gamma with 1 (0 if zero-centered) and beta with 0."""
     first = torch.nn.init.zeros_ if zero_centered else torch.nn.init.ones_
     fill(module._parameters.get("layer_norm_weight"), first)
     fill(module._parameters.get("layer_norm_bias"), torch.nn.init.zeros_)
@@ -168,7 +168,7 @@ def reset_norm(module: torch.nn.Module, zero_centered: bool) -> None:
 def norm_params(module: torch.nn.Module) -> list[torch.Tensor]:
     """Return the norm's parameters, in order."""
     names = ("layer_norm_weight", "layer_norm_bias")
-    return [own for own in map(module._parameters.get, names) if own is not None]
+    return [param for param in map(module._parameters.get, names) if param is not None]
 
 
 def run_after_norm(
@@ -178,9 +178,9 @@ def run_after_norm(
     params: Sequence[torch.Tensor],
     is_first_microbatch: bool | None,
 ) -> list[Any]:
-    """Run the norm and what follows, whose parameters are ``params``.
+    """Run the norm and the links after it, whose parameters are ``params``.
 
-    Returns the output, and the norm's result where it leaves the chain behind the norm.
+    Returns the output, and the norm's result if the layer returns that too.
     """
     norm = norm_params(module)
     call = bound.call(is_first_microbatch)

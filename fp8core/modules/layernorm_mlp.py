@@ -67,7 +67,7 @@ class LayerNormMLP(LowPrecisionModule):
         activation_params: of ``clamped_swiglu``: ``limit``, ``alpha``, ``glu_linear_offset``.
         params_dtype, device, name: as in :class:`fp8core.Linear`.
         return_layernorm_output: also return the norm's result in the activation dtype.
-        seq_length, micro_batch_size: taken for compatibility; sizes are found at run time.
+        seq_length, micro_batch_size: accepted for compatibility; sizes are those of the input.
         zero_centered_gamma: the norm's factor is ``1 + layer_norm_weight``.
 
     The other arguments belong to features that are not offered: a value that asks for one raises
@@ -140,12 +140,12 @@ class LayerNormMLP(LowPrecisionModule):
         sizes = (inner, self.hidden_size), (self.hidden_size, self.ffn_hidden_size)
         for name, (rows, columns) in zip(("fc1", "fc2"), sizes, strict=True):
             weight = make_weight((rows, columns), device, dtype, LayerRole(self.kind, self.name))
-            own = make_parameter(rows, device=device, dtype=dtype) if self.use_bias else None
+            bias = make_parameter(rows, device=device, dtype=dtype) if self.use_bias else None
             self.register_parameter(f"{name}_weight", weight)
-            self.register_parameter(f"{name}_bias", own)
+            self.register_parameter(f"{name}_bias", bias)
 
     def _fill_parameters(self) -> None:
-        """Fill the weights, zero the biases, make the norm the identity."""
+        """Fill the weights, zero the biases, and start the norm as the identity."""
         reset_norm(self, self.zero_centered_gamma)
         for name, method in zip(("fc1", "fc2"), self._init_methods, strict=True):
             fill(self._parameters.get(f"{name}_weight"), method)
@@ -172,8 +172,8 @@ class LayerNormMLP(LowPrecisionModule):
 
     def _linear_params(self) -> list[torch.Tensor]:
         fc2_bias = None if self.return_bias else self.fc2_bias
-        own = (self.fc1_weight, self.fc1_bias, self.fc2_weight, fc2_bias)
-        return [parameter for parameter in own if parameter is not None]
+        parameters = (self.fc1_weight, self.fc1_bias, self.fc2_weight, fc2_bias)
+        return [parameter for parameter in parameters if parameter is not None]
 
     def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Compute ``[..., hidden_size]`` from ``[..., hidden_size]``.

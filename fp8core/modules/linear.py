@@ -53,8 +53,8 @@ class Linear(LowPrecisionModule):
     Input ``[..., in_features]`` and output ``[..., out_features]`` in bfloat16, float16 or float32;
     any number of rows, none included. ``weight [out_features, in_features]``, ``bias
     [out_features]``, or, with ``parameters_split``, one ``NAME_weight`` and ``NAME_bias`` for each
-    part of ``out_features``. Without a recipe it is torch's own linear, to any order of derivative
-    and under the transforms of ``torch.func``; in low precision those are refused.
+    part of ``out_features``. Without a recipe it computes as ``torch.nn.Linear``, to any order of
+    derivative and under the transforms of ``torch.func``, which low precision refuses.
 
     Args:
         in_features: size of each input row.
@@ -63,12 +63,12 @@ class Linear(LowPrecisionModule):
         bias: whether there is a bias, zero at first.
         return_bias: return ``(y, bias)`` with the bias not added.
         fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad``, a float32 tensor
-            of the weight's shape that must be there in backward; ``weight.grad`` stays None.
+            of the weight's shape that must exist in backward; ``weight.grad`` stays None.
         params_dtype: dtype of the parameters; torch's default dtype if None.
         parameters_split: names of equal parts, or a mapping of names to sizes along out_features;
             the parts are quantized as one tensor.
-        device: of the parameters; None takes the selected backend's. ``"meta"`` defers.
-        name: what messages and PerLayer patterns call the layer; see :func:`fp8core.prepare`.
+        device: of the parameters; None takes the selected backend's. ``"meta"`` allocates later.
+        name: the layer's name in messages and PerLayer patterns; see :func:`fp8core.prepare`.
 
     The other arguments belong to features that are not offered: a value that asks for one raises
     UnsupportedError.
@@ -130,13 +130,13 @@ class Linear(LowPrecisionModule):
     def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
         for prefix, rows in self._parts:
             size, role = (rows, self.in_features), LayerRole(self.kind, self.name)
-            made = make_weight(size, device, dtype, role)
+            weight = make_weight(size, device, dtype, role)
             if len(self._parts) > 1:
-                _refuse_quantized(made, [name for name, _ in self._parts])
-            self.register_parameter(f"{prefix}weight", made)
+                _refuse_quantized(weight, [name for name, _ in self._parts])
+            self.register_parameter(f"{prefix}weight", weight)
         for prefix, rows in self._parts:
-            own = make_parameter(rows, device=device, dtype=dtype) if self.use_bias else None
-            self.register_parameter(f"{prefix}bias", own)
+            bias = make_parameter(rows, device=device, dtype=dtype) if self.use_bias else None
+            self.register_parameter(f"{prefix}bias", bias)
 
     def _fill_parameters(self) -> None:
         """Fill the weights with ``init_method`` and the biases with 0."""
@@ -145,7 +145,7 @@ class Linear(LowPrecisionModule):
             fill(self._parameters.get(f"{prefix}bias"), torch.nn.init.zeros_)
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return sizes and dtypes."""
+        """Return the shape of the one linear."""
         first = self.parameter(f"{self._parts[0][0]}weight")
         assert first is not None
         bias_dtype = first.dtype if self.use_bias and not self.return_bias else None
@@ -161,9 +161,10 @@ class Linear(LowPrecisionModule):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Compute ``[..., out_features]`` from ``[..., in_features]``; see the class.
 
-        ``is_first_microbatch`` None quantizes the weight; True also keeps it, and False takes the
-        one that was kept, as long as torch counts no write to the weight. Without a recipe it
-        changes nothing. ``fp8_output`` and ``fp8_grad`` are not offered.
+        ``is_first_microbatch`` None quantizes the weight; True also stores the quantized weight,
+        and False computes with the stored one, which is refused after a write to the weight that
+        torch counted. Without a recipe it has no effect. ``fp8_output`` and ``fp8_grad`` are not
+        offered.
         """
         if fp8_output or fp8_grad:
             refuse_arguments(Linear.forward, locals(), ("fp8_output", "fp8_grad"))

@@ -1,4 +1,4 @@
-"""What a state_dict has to hold for a layer to load it: nothing of it is loaded unless all fits."""
+"""Checks of a state_dict before a layer loads it: a layer is loaded whole or not at all."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ __all__ = ["has_weights", "parameter_errors", "state_errors"]
 def has_weights(
     parameters: Mapping[str, torch.Tensor | None], state_dict: Mapping[str, Any], prefix: str
 ) -> bool:
-    """Say whether a weight is in ``state_dict``; without one it is of other layers, or of a bias,
-    and says nothing of the delayed state that fits the weights here."""
-    own = [value for name, value in parameters.items() if prefix + name in state_dict]
-    return any(value is not None and value.dim() > 1 for value in own)
+    """Say whether ``state_dict`` holds a weight of the layer.
+
+    Without one it is a checkpoint of other layers or of a bias, and the layer's delayed state still
+    fits its weights.
+    """
+    present = [value for name, value in parameters.items() if prefix + name in state_dict]
+    return any(value is not None and value.dim() > 1 for value in present)
 
 
 def parameter_errors(
@@ -32,7 +35,10 @@ def parameter_errors(
     *,
     assigns: bool,
 ) -> list[str]:
-    """Return what keeps ``parameters`` from being loaded; ``assigns``: they are replaced."""
+    """Return a line for each of ``parameters`` that cannot be loaded from ``state_dict``.
+
+    ``assigns``: loading replaces the parameters instead of copying into them.
+    """
     errors = []
     for name, parameter in parameters.items():
         if parameter is not None and prefix + name in state_dict:
@@ -51,21 +57,23 @@ def _parameter_error(parameter: torch.Tensor, value: Any, assigns: bool) -> str 
     return None
 
 
-def state_errors(found: Mapping[str, Any], slots: SlotNames, stored: str | None) -> list[str]:
-    """Return what keeps ``found``, a checkpoint's delayed state by name, from being loaded into a
-    layer with these ``slots``, whose own state is described by ``stored``, None if it has none."""
-    missing = [name for name in BUFFERS if name not in found]
+def state_errors(state: Mapping[str, Any], slots: SlotNames, stored: str | None) -> list[str]:
+    """Return why ``state``, a checkpoint's delayed state by name, cannot be loaded.
+
+    ``slots`` are those of the layer; ``stored`` describes the state that it has, None if none.
+    """
+    missing = [name for name in BUFFERS if name not in state]
     if missing:
         return [f"the checkpoint's delayed state lacks {', '.join(missing)}"]
-    kinds = [(name, _plain_error(value)) for name, value in found.items()]
+    kinds = [(name, _plain_error(value)) for name, value in state.items()]
     errors = [f"{name} {error}" for name, error in kinds if error is not None]
     if errors:
         return errors
-    meta = read_meta(found[META])
+    meta = read_meta(state[META])
     if meta is None:
         return [f"the checkpoint's {META} is not fp8core's"]
     text, length = meta
-    errors = list(_value_errors(found, length, slots))
+    errors = list(_value_errors(state, length, slots))
     if not errors and stored is not None and stored != text:
         return [f"the checkpoint's delayed state is for {text}, the layer's for {stored}"]
     return errors
@@ -85,12 +93,12 @@ def _plain_error(value: Any) -> str | None:
 
 
 def _value_errors(
-    found: Mapping[str, torch.Tensor], length: int, slots: SlotNames
+    state: Mapping[str, torch.Tensor], length: int, slots: SlotNames
 ) -> Iterator[str]:
     for way, num_slots in (("fwd", len(slots.forward)), ("bwd", len(slots.backward))):
         shapes = ((num_slots,), (length, num_slots))
         for name, shape in zip((f"scale_{way}", f"amax_history_{way}"), shapes, strict=True):
-            value = found[name]
+            value = state[name]
             if tuple(value.shape) != shape or value.dtype != torch.float32:
                 yield (
                     f"{name} is {value.dtype} {list(value.shape)} in the checkpoint, "
@@ -99,6 +107,6 @@ def _value_errors(
             elif len(shape) == 1:
                 if not bool((value.isfinite() & (value > 0)).all()):
                     yield f"{name} holds scales that are NaN, infinite, zero or negative"
-            # The first row is of a step that has not ended, which may have met an infinite value.
+            # The first row belongs to a step that has not ended and may have met an infinite value.
             elif not bool((value >= 0).all() & value[1:].isfinite().all()):
                 yield f"{name} holds amaxes that are NaN, infinite or negative"

@@ -52,16 +52,16 @@ class _Norm(LowPrecisionModule):
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         target = resolve_device(device)
-        made = make_parameter(self.hidden_size, device=target, dtype=params_dtype or dtype)
-        self.register_parameter("weight", made)
+        gamma = make_parameter(self.hidden_size, device=target, dtype=params_dtype or dtype)
+        self.register_parameter("weight", gamma)
         if self.norm_kind == "layernorm":
-            own = make_parameter(self.hidden_size, device=target, dtype=params_dtype or dtype)
-            self.register_parameter("bias", own)
+            beta = make_parameter(self.hidden_size, device=target, dtype=params_dtype or dtype)
+            self.register_parameter("bias", beta)
         if target.type != "meta":
             self.reset_parameters()
 
     def _fill_parameters(self) -> None:
-        """Make gamma 1 (0 if zero-centered) and beta 0."""
+        """Fill gamma with 1 (0 if zero-centered) and beta with 0."""
         first = torch.nn.init.zeros_ if self.zero_centered_gamma else torch.nn.init.ones_
         fill(self.weight, first)
         fill(self._parameters.get("bias"), torch.nn.init.zeros_)
@@ -104,8 +104,8 @@ class LayerNorm(_Norm):
         params_dtype: dtype of ``weight`` and ``bias``; ``dtype`` is another name for it.
         zero_centered_gamma: the factor is ``1 + weight``.
         device: of the parameters; None takes the selected backend's.
-        sm_margin: processors to leave free, not offered.
-        name: what messages call the layer.
+        sm_margin: multiprocessors to leave to other kernels, not offered.
+        name: the layer's name in messages.
     """
 
     norm_kind = "layernorm"

@@ -1,4 +1,4 @@
-"""One operation of a chain as a layer of its own: what those of :mod:`fp8core.ops` share."""
+"""A layer of one operation: the base of those in :mod:`fp8core.ops`."""
 
 from __future__ import annotations
 

@@ -46,9 +46,9 @@ def make_parameter(
 
 
 def fill(parameter: torch.Tensor | None, method: InitMethod) -> None:
-    """Fill ``parameter`` by ``method``; does nothing to one on the meta device, or to None.
+    """Fill ``parameter`` by ``method``; None, and one on the meta device, stay as they are.
 
-    ``method`` fills a quantized one in high precision; that is then quantized.
+    For a quantized parameter ``method`` fills a high-precision tensor, which is then quantized.
     """
     if parameter is None or parameter.is_meta:
         return
@@ -62,9 +62,9 @@ def fill(parameter: torch.Tensor | None, method: InitMethod) -> None:
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
-    """Return ``device``; if None, the default that torch was given, else the selected backend's.
+    """Return ``device``; if None, torch's default device if one was set, else the backend's.
 
-    torch is given one by ``with torch.device(...)`` or ``torch.set_default_device``.
+    ``with torch.device(...)`` and ``torch.set_default_device`` set one.
     """
     if device is not None:
         return torch.device(device)
@@ -75,31 +75,31 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
 
 
 def materialize(module: torch.nn.Module, device: torch.device) -> None:
-    """Put the own parameters of ``module`` that are on meta on ``device``, unfilled.
+    """Give memory on ``device`` to the meta parameters of ``module``, not to those of its children.
 
-    Each is a new Parameter with the attributes and ``requires_grad`` of the old one; a DTensor goes
-    to the device of its mesh. Names that shared one go on sharing. If ``device`` is meta, nothing
-    changes.
+    Each becomes a new, unfilled Parameter with the attributes and ``requires_grad`` of the old one;
+    a DTensor goes to the device of its mesh. Names that shared a parameter share the new one. If
+    ``device`` is meta, nothing changes.
     """
     if device.type == "meta":
         return
-    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for name, parameter in module._parameters.items():
         if parameter is None or not parameter.is_meta:
             continue
-        if parameter not in made:
-            made[parameter] = _real(parameter, device)
-        module._parameters[name] = made[parameter]
+        if parameter not in replaced:
+            replaced[parameter] = _with_memory(parameter, device)
+        module._parameters[name] = replaced[parameter]
 
 
-def _real(parameter: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
+def _with_memory(parameter: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
     mesh = getattr(parameter, "device_mesh", None)
     with torch.no_grad():
         value = torch.empty_like(parameter, device=device if mesh is None else mesh.device_type)
-    made = torch.nn.Parameter(value, parameter.requires_grad)
-    own = vars(made)
-    own.update({name: value for name, value in vars(parameter).items() if name not in own})
-    return made
+    new = torch.nn.Parameter(value, parameter.requires_grad)
+    attributes = vars(new)
+    attributes.update({n: value for n, value in vars(parameter).items() if n not in attributes})
+    return new
 
 
 def check_size(owner: str, name: str, value: int) -> int:

@@ -1,4 +1,4 @@
-"""``prepare``: a model of fp8core's layers, each with its path as its name and its state made."""
+"""``prepare``: gives the layers of a model their paths as names, and their delayed state."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ __all__ = ["prepare"]
 def prepare(model: torch.nn.Module, recipe: Recipe | str | None = None) -> torch.nn.Module:
     """Give every fp8core layer of ``model`` its path as its name, and return the model.
 
-    Messages then name the layer, and :class:`fp8core.recipe.PerLayer` can match it; a pattern of it
-    that matches no layer of the model is an error, here or when a layer first runs. The model's
-    first forward logs what ran in low precision.
+    Messages then name the layer, and :class:`fp8core.recipe.PerLayer` can match it; a pattern that
+    matches no layer of the model is an error, here or when a layer first runs. The model's first
+    forward logs which layers ran in low precision.
 
-    With a ``recipe``, each layer that it gives delayed scales has their buffers at once instead of
-    from its first use on. A fresh model then has every key that a checkpoint of a trained one has,
-    which torch.distributed.checkpoint needs: it loads what the model's ``state_dict`` names and
-    nothing else. Prepare after ``convert`` and before wrappers: DistributedDataParallel then leaves
-    these buffers to each rank. A model on the meta device gets its state with its memory.
+    With a ``recipe``, the buffers of delayed scales are created now instead of at a layer's first
+    use. A fresh model then has every key that a checkpoint of a trained one has, as
+    torch.distributed.checkpoint loads the keys of the model's ``state_dict`` alone. Prepare after
+    ``convert`` and before wrappers: DistributedDataParallel then does not broadcast these buffers.
+    A model on the meta device gets its state together with its memory.
 
     Args:
         model: any module.
-        recipe: the recipe that the model will be trained with, or its name; None makes no state.
+        recipe: the recipe for training the model, or its name; None creates no state.
 
     Raises:
         RecipeError: an unknown recipe, one with a pattern that matches no layer, or one that does
-            not fit the delayed state that a layer got from a checkpoint. Nothing but names is
-            changed then.
+            not fit the delayed state that a layer got from a checkpoint. The layers have their
+            names then, and no new state.
     """
     chosen = recipe_from(recipe, "prepare(recipe=...)")
     layers = {
@@ -56,12 +56,12 @@ def prepare(model: torch.nn.Module, recipe: Recipe | str | None = None) -> torch
         layer.peers = peers
     check_rules(chosen, peers)
     if chosen is not None:
-        _make_states(model, chosen)
+        _create_states(model, chosen)
     announce(model, is_wanted=False)
     return model
 
 
-def _make_states(model: torch.nn.Module, recipe: Recipe) -> None:
+def _create_states(model: torch.nn.Module, recipe: Recipe) -> None:
     plans: dict[LowPrecisionModule, Plan] = {}
     for layer in _stateful(model):
         dtype = next(layer.parameters()).dtype
@@ -75,18 +75,18 @@ def _make_states(model: torch.nn.Module, recipe: Recipe) -> None:
     for layer, plan in plans.items():
         layer.prepare_delayed_state(plan)
     if plans:
-        own = [
+        buffers = [
             name
             for path, module in model.named_modules()
             if module in plans
             for name in (f"{path}.{buffer}".lstrip(".") for buffer in BUFFERS)
         ]
-        ignored = [name for name in getattr(model, DDP_IGNORED, ()) if name not in own]
-        setattr(model, DDP_IGNORED, [*ignored, *own])
+        ignored = [name for name in getattr(model, DDP_IGNORED, ()) if name not in buffers]
+        setattr(model, DDP_IGNORED, [*ignored, *buffers])
 
 
 def _stateful(module: torch.nn.Module) -> Iterator[LowPrecisionModule]:
-    """Yield the layers with GEMMs; the operations of an ``ops.Sequential`` have theirs in it."""
+    """Yield the layers with GEMMs; an ``ops.Sequential`` has the state of all its operations."""
     if isinstance(module, LowPrecisionModule):
         if module.count_gemms():
             yield module

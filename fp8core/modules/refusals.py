@@ -1,7 +1,7 @@
 """Arguments of Transformer Engine whose features are not offered.
 
-A value that asks for nothing passes, so that a script written for Transformer Engine runs; any
-other is refused by name.
+A value that asks for no such feature passes, so that a script written for Transformer Engine runs;
+any other value is refused, with the name of the argument.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def refuse_arguments(
     *,
     owner: str | None = None,
 ) -> None:
-    """Raise UnsupportedError for the first of ``names`` whose value in ``given`` asks for what is
-    not offered.
+    """Raise UnsupportedError for the first of ``names`` whose value ``given`` asks for a feature.
 
-    The default that ``function`` declares asks for nothing, and so does None or False where that is
-    None or False. So do, as tensor parallelism over more than one rank is refused, a group of one
-    rank and what only counts where there are more: ``parallel_mode``, ``set_parallel_mode``,
-    ``return_layernorm_output_gathered``; and the names ``rng_tracker_name`` and ``ub_name``, as
-    what they name is refused. ``owner`` is what messages call the function, its own name if None.
+    These values ask for none: the default that ``function`` declares; None or False where the
+    default is None or False; a process group of one rank; options of tensor parallelism without
+    effect on one rank, as more ranks are refused (``parallel_mode``, ``set_parallel_mode``,
+    ``return_layernorm_output_gathered``); and the names ``rng_tracker_name`` and ``ub_name``, as
+    the features that they name are refused. ``owner`` is the function's name in messages, by
+    default its own.
     """
     parameters = inspect.signature(function).parameters
     owner = owner or function.__qualname__.removesuffix(".__init__")

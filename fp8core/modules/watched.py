@@ -1,4 +1,4 @@
-"""Which layers a monitor watches: who would make something else of one has to wait for its end."""
+"""The layers that a monitor watches: nothing may replace or convert them until it is closed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _lock = threading.Lock()
 
 
 def claim(layers: Mapping[str, torch.nn.Module]) -> None:
-    """Take ``layers``, by their paths, for one monitor.
+    """Reserve ``layers``, by their paths, for one monitor.
 
     Raises:
-        OperandError: one of them is another monitor's; then none is taken.
+        OperandError: another monitor has reserved one of them; then none is reserved.
     """
     with _lock:
         taken = [repr(path) for path, layer in layers.items() if layer in _watched]
@@ -34,17 +34,16 @@ def claim(layers: Mapping[str, torch.nn.Module]) -> None:
 
 
 def release(layers: Iterable[torch.nn.Module]) -> None:
-    """Give back what :func:`claim` took."""
+    """Undo :func:`claim`."""
     with _lock:
         _watched.difference_update(layers)
 
 
 def refuse_watched(asked: str, layers: Mapping[torch.nn.Module, str]) -> None:
-    """Refuse ``asked``, a call as the user wrote it, if a monitor watches one of ``layers``, which
-    have their names as values.
+    """Refuse the call ``asked`` if a monitor watches one of ``layers``, a mapping to their names.
 
     Raises:
-        OperandError: a monitor does.
+        OperandError: a monitor watches one.
     """
     taken = [repr(name) for layer, name in layers.items() if layer in _watched]
     if taken:
