@@ -18,6 +18,13 @@ are new tensors, which share no memory with an input and do not depend on what m
 A backend is described by a :class:`BackendSpec`, registered by a plug-in's
 ``fp8core_register_backends`` hook, and implements :class:`Backend`. It sees no module, recipe,
 autograd graph, process group or global state.
+
+The minimum is in four files: ``backend`` (what a backend class implements), ``descriptors``
+(quantize, dequantize and the product), ``operand_spec`` (how an operand is quantized) and
+``operands`` (the tensors that an operand consists of). A backend that denies everything else is
+complete. The other files have one subject each: ``amax``, ``delayed``, ``grouped``, ``layers``
+(norms and activations) and ``transforms`` for more operations and options; ``fused`` and
+``optional`` for speed; ``numerics`` for results that differ by design.
 """
 
 from __future__ import annotations

@@ -19,18 +19,21 @@ class QuantizeDesc:
     nonfinite_out=None) -> Quantized``.
 
     ``x [rows, cols]`` has ``dtype``, any strides, and is on the device the op was bound for.
-    ``group_offsets`` (int64 ``[groups + 1]`` on the CPU, 0 to rows) is given if and only if
-    ``grouped``: each group is then a tensor of its own, with its own amax and blocks. With
-    ``offsets_on_device`` it is on ``x``'s device, and the host neither reads it nor waits for it.
-    It may then end before the rows do; no value of it may lead out of a tensor. ``scale`` (float32,
-    one entry, or one a group; a multiplier) and ``amax_out`` (likewise; ``max(amax_out, amax(x))``,
-    NaN elements ignored; None to record nothing) belong to delayed specs alone, ``amax`` to
-    :class:`QuantizeByAmaxDesc` alone. ``rng`` (int64 ``[2]`` on the CPU: seed and offset; the same
-    gives the same rounding) belongs to stochastic specs alone. ``nonfinite_out`` (int64 ``[1]`` on
-    ``x``'s device, or None) grows by the number of NaN and inf in ``x``: each once, whichever
-    orientations are made, none in rows of no group.
+    ``nonfinite_out`` (int64 ``[1]`` on ``x``'s device, or None) grows by the number of NaN and inf
+    in ``x``, each counted once, also where both orientations are asked for.
 
-    A bound callable may offer more than its call: :mod:`fp8core.backend_api.optional`.
+    Every other argument is given for descriptors of one kind alone, so that a backend which denies
+    that kind does not take it:
+
+    - ``grouped``: ``group_offsets``. Each group is a tensor with its own amax and its own blocks,
+      and rows of no group are not counted; see :mod:`fp8core.backend_api.grouped`.
+    - delayed specs: ``scale`` (float32, one entry, or one a group; a multiplier) and ``amax_out``
+      (likewise; becomes ``max(amax_out, amax(x))``, NaN elements ignored; None records nothing).
+    - :class:`~fp8core.backend_api.QuantizeByAmaxDesc`: ``amax``.
+    - stochastic specs: ``rng`` (int64 ``[2]`` on the CPU: seed and offset; the same values give the
+      same rounding).
+
+    What a bound callable may offer for speed: :mod:`fp8core.backend_api.optional`.
 
     Raises nothing for values: NaN keeps its place, inf saturates, zero blocks get scale 1."""
 

@@ -1,4 +1,23 @@
-"""Groups: one tensor a group in one operand, and the product of all of them in one call."""
+"""Optional: groups, which are several tensors in one operand, multiplied in one call.
+
+``group_offsets`` is int64 ``[groups + 1]``: the rows at which each group of ``x [rows, cols]``
+begins, and the last one ends. An operand of groups is theirs concatenated, data and scales alike:
+along rows for a rowwise operand, along k for a columnwise one.
+
+Without ``offsets_on_device`` the offsets are on the CPU and lead from 0 to rows. With it they are
+on the device of ``x``; the host neither reads them nor waits for them, the last group may end
+before the rows do, and no value of theirs may lead out of a tensor. The sizes of an operand then
+follow from ``rows`` and the number of groups alone:
+
+- codes, rowwise: ``rows`` of them, group ``g`` from ``offsets[g]`` on;
+- codes, columnwise: ``step * (rows // step + groups)`` along the groups, of ``step = GROUP_STEP``;
+  each group begins at the sum of the sizes before it, each rounded up to ``step``;
+- scales of blocks of ``b > 1`` elements along the groups: ``rows // b + groups``; each group begins
+  at the sum of ``ceil(size / b)`` over the sizes before it;
+- one scale a group: ``groups``.
+
+Entries of no group are 0 in codes and 1 in scales.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +43,7 @@ read FP8 and FP4 from there, and it is a whole block of MX."""
 
 @dataclass(frozen=True, slots=True)
 class GroupedGemmDesc(GemmDesc):
-    """One GEMM a group in one call; ``group_offsets`` is int64 ``[groups + 1]`` on the CPU.
+    """One GEMM a group in one call.
 
     ``contract_groups`` False (fprop, dgrad): ``grouped_gemm(a, b, group_offsets, *, bias=None,
     out=None) -> d [m, n]``, ``a [m, k]`` grouped along its rows, ``b`` and ``bias`` a sequence with
@@ -34,8 +53,8 @@ class GroupedGemmDesc(GemmDesc):
     a sequence of ``d [m, n]``, one a group. An empty group gives zeros, or leaves an accumulated
     ``out`` as it is.
 
-    ``offsets_on_device``: as in :class:`QuantizeDesc`. Rows of ``d`` beyond the last group are
-    zeros, or stay in an accumulated ``out``. Nobody pads: along the groups the alignment must be 1.
+    ``offsets_on_device``: rows of ``d`` beyond the last group are zeros, or stay in an accumulated
+    ``out``. Nothing is padded: along the groups the alignment must be 1.
     """
 
     op: ClassVar[str] = "grouped_gemm"

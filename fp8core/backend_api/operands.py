@@ -18,12 +18,8 @@ class Operand(NamedTuple):
     Quantized, ``data`` is uint8: ``[rows, k]`` codes, or ``[rows, k / 2]`` for a 4-bit format,
     where element ``2 i`` is in the low half of byte ``i``. ``scale_inv`` is ``[ceil(rows / br),
     ceil(k / bk)]`` in float32, or uint8 codes of the scale format. ``global_scale_inv`` is
-    ``[1, 1]`` float32 for two-level scales, else None. In a grouped operand the groups' operands
-    are concatenated, data and scales alike, along rows for a rowwise operand and along k for a
-    columnwise one. With offsets on the device the host does not know how many scales they have: for
-    blocks of more than one element along the groups there is room for ``rows // block + groups``,
-    filled group by group as ever. Codes of a columnwise group begin at a multiple of ``step =
-    GROUP_STEP``, ``step * (rows // step + groups)`` in all. Unused codes are 0, scales 1.
+    ``[1, 1]`` float32 for two-level scales, else None. :mod:`fp8core.backend_api.grouped` says how
+    the operands of several groups are stored as one.
 
     In high precision (a descriptor's spec is None), ``data`` is the tensor itself, without scales.
     """

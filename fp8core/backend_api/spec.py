@@ -17,10 +17,12 @@ field with a default. The major rises with everything else.
 
 @dataclass(frozen=True, slots=True)
 class BackendSpec:
-    """A backend as its plug-in registers it: cheap, nothing heavy is imported yet.
+    """A backend as its plug-in registers it: nothing heavy is imported yet.
+
+    The first three fields are all that a first backend needs.
 
     Attributes:
-        name: what ``FP8CORE_BACKEND`` and ``use_backend`` call it.
+        name: the name for ``FP8CORE_BACKEND`` and ``use_backend``.
         device_types: torch device types it runs natively, the preferred one first.
         factory: ``"package.module:Class"``, imported and called once, on first use.
         probe: returns why the backend cannot be used on this machine, or None; cheap, touches no
@@ -31,9 +33,9 @@ class BackendSpec:
         environment: the ``FP8CORE_*`` names that only this backend reads.
         builder: ``"package.module:function"`` that ``fp8core build NAME`` calls, or empty: what the
             backend compiles ahead of time. Takes the architectures as strings, None for those of
-            this machine, and the keyword ``output``, a folder or None; returns the path made.
-        transposes: its columnwise operands are contiguous, not transposed views; compiled graphs
-            have to know strides beforehand.
+            this machine, and the keyword ``output``, a folder or None; returns the path written.
+        transposes: for compiled graphs alone, which have to know strides before anything is
+            computed: its columnwise operands are contiguous, not transposed views.
         api_version: the :data:`API_VERSION` it was written for.
     """
 
