@@ -1,4 +1,4 @@
-"""The methods of a tensor that convert its dtype, for one that is stored in low precision."""
+"""Conversions of a tensor stored in low precision to a dtype: each returns a plain tensor."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["Casts"]
 
 
 class Casts(torch.Tensor):
-    """A tensor that is plain after every conversion to a dtype, its own nominal one too.
+    """A tensor whose conversions to a dtype, also to its nominal one, return plain tensors.
 
-    torch's would return the tensor itself where the dtype is the nominal one, and a master copy
-    made like that would be a low-precision one.
+    torch's methods return the tensor itself if it has the dtype already. A master copy taken by
+    such a conversion would then be in low precision.
     """
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:  # torch's has no dtype
@@ -21,11 +21,11 @@ class Casts(torch.Tensor):
         raise NotImplementedError
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return ``dequantize().to(...)`` if a dtype is asked for, as another tensor's too.
+        """Return ``dequantize().to(...)`` if a dtype, or a tensor that has one, is given.
 
         A move to another device alone, or a copy, stays quantized.
         """
-        if any(isinstance(one, torch.dtype | torch.Tensor) for one in (*args, *kwargs.values())):
+        if any(isinstance(a, torch.dtype | torch.Tensor) for a in (*args, *kwargs.values())):
             return self.dequantize().to(*args, **kwargs)
         return super().to(*args, **kwargs)
 
@@ -38,11 +38,11 @@ class Casts(torch.Tensor):
         return self.dequantize().type_as(other)
 
     def float(self, memory_format: Any = None) -> torch.Tensor:
-        """Return the values as a plain float32 tensor, rounded to no dtype before."""
+        """Return the values as a plain float32 tensor, without rounding."""
         return self.dequantize(torch.float32)
 
     def double(self, memory_format: Any = None) -> torch.Tensor:
-        """Return the values as a plain float64 tensor, as :meth:`float` gives them."""
+        """Return the values of :meth:`float` as a plain float64 tensor."""
         return self.dequantize(torch.float64)
 
     def bfloat16(self, memory_format: Any = None) -> torch.Tensor:

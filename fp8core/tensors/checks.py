@@ -1,7 +1,7 @@
-"""Whether plain tensors are the matrix that a plan describes: a checkpoint is not trusted.
+"""Checks that plain tensors, as from a checkpoint, are a matrix that is stored as planned.
 
-Kernels read an operand by its address, so one that is smaller than its plan has to be refused
-before it becomes a tensor.
+Kernels read an operand by its address, so one that is smaller than its plan says has to be refused
+before it becomes a QuantizedTensor.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def matrix_size(parts: Sequence[Any], plan: TensorPlan) -> tuple[int, int]:
-    """Return the size ``(n, k)`` of the matrix whose ``parts``, named :data:`PARTS`, are stored as
-    ``plan`` says. Looks at sizes and dtypes alone, which asks no device.
+    """Return the size ``(n, k)`` of a matrix from its ``parts``, in the order of :data:`PARTS`.
+
+    Looks at sizes and dtypes alone, which does not wait for a device.
 
     Raises:
-        OperandError: one of them does not fit.
+        OperandError: a part does not fit ``plan``.
     """
     error = _part_error(parts, plan)
     if error is not None:
@@ -40,8 +41,10 @@ def matrix_size(parts: Sequence[Any], plan: TensorPlan) -> tuple[int, int]:
 
 
 def check_stored(parts: Sequence[Any], plan: TensorPlan, dtype: Any) -> None:
-    """Raise OperandError unless ``parts`` are what a QuantizedTensor of ``dtype`` is saved as:
-    plain tensors with memory for each element, and scales as casts write them."""
+    """Raise OperandError unless ``parts`` can be a saved QuantizedTensor of ``dtype``.
+
+    They have to be plain tensors with memory for each element, and scales as casts write them.
+    """
     error = _part_error(parts, plan) or next(_memory_errors(parts), None)
     error = error or next(_scale_errors(parts, plan), None)
     if error is None and dtype not in FLOATS:
@@ -51,15 +54,19 @@ def check_stored(parts: Sequence[Any], plan: TensorPlan, dtype: Any) -> None:
 
 
 def fault_of(parts: Sequence[Any], plan: TensorPlan) -> str | None:
-    """Say what keeps ``parts``, named :data:`PARTS`, from being a matrix stored as ``plan``, in
-    sizes, dtypes and scales; None if nothing does. Scales are read: a device is waited for."""
+    """Say why ``parts`` are no matrix stored as ``plan``; None if they are one.
+
+    Looks at sizes, dtypes and scales, and waits for the device to read the scales.
+    """
     error = _part_error(parts, plan) or next(_memory_errors(parts), None)
     return error or next(_scale_errors(parts, plan), None)
 
 
 def _lacks_memory(tensor: torch.Tensor) -> bool:
-    """Say whether an element of ``tensor``, a plain one with a device, is outside its storage, as
-    where that was freed: to read it may end the process."""
+    """Say whether the storage of a plain ``tensor`` is too small for its elements, or was freed.
+
+    Reading such a tensor may crash the process.
+    """
     if type(tensor) not in _PLAIN or tensor.is_meta or not tensor.numel():
         return False
     steps = ((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -68,7 +75,7 @@ def _lacks_memory(tensor: torch.Tensor) -> bool:
 
 
 def kind_fault(value: Any) -> str | None:
-    """Say why ``value`` is no tensor with an element for each of its places; None if it is one."""
+    """Say why ``value`` of a checkpoint is no dense tensor; None if it is one."""
     if not isinstance(value, torch.Tensor):
         return f"is {type(value).__name__} in the checkpoint, expected a tensor"
     if value.is_nested or value.layout is not torch.strided:
@@ -77,27 +84,29 @@ def kind_fault(value: Any) -> str | None:
     return None
 
 
-def misfit(value: Any, own: torch.Tensor, *, replaces: bool = False) -> str | None:
-    """Say why ``value`` of a checkpoint cannot be copied into ``own``, or replace it; None if it
-    can."""
+def misfit(value: Any, target: torch.Tensor, *, replaces: bool = False) -> str | None:
+    """Say why ``value`` of a checkpoint cannot be copied into ``target``; None if it can.
+
+    ``replaces``: it is put in the stead of ``target`` instead.
+    """
     kind = kind_fault(value)
     if kind is not None:
         return kind
-    if value.shape != own.shape:
-        return f"is {list(value.shape)} in the checkpoint, {list(own.shape)} here"
+    if value.shape != target.shape:
+        return f"is {list(value.shape)} in the checkpoint, {list(target.shape)} here"
     if not value.is_floating_point():
         return f"is {value.dtype} in the checkpoint, expected floating point"
-    if value.is_meta and not own.is_meta and not replaces:
+    if value.is_meta and not target.is_meta and not replaces:
         return "is on the meta device in the checkpoint, where it has no values"
     if _lacks_memory(value):
         return "has no memory for its elements in the checkpoint, as where its storage was freed"
-    if _is_sharded(value) != _is_sharded(own) and not replaces:
-        return f"is a {type(value).__name__} in the checkpoint, a {type(own).__name__} here"
+    if _is_sharded(value) != _is_sharded(target) and not replaces:
+        return f"is a {type(value).__name__} in the checkpoint, a {type(target).__name__} here"
     return None
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "device_mesh")  # a DTensor; to import its class takes a second
+    return hasattr(tensor, "device_mesh")  # a DTensor, whose class takes a second to import
 
 
 def _part_error(parts: Sequence[Any], plan: TensorPlan) -> str | None:
@@ -128,10 +137,10 @@ def _part_error(parts: Sequence[Any], plan: TensorPlan) -> str | None:
 def _operand_errors(
     names: Sequence[str], operand: Operand, spec: OperandSpec, size: tuple[int, int]
 ) -> Iterator[str]:
-    """Yield what is wrong with ``operand [rows, k]``, whose ``size`` that is."""
+    """Yield the faults of ``operand [rows, k]``, where ``size`` is ``(rows, k)``."""
     rows, k = size
     counts = tuple(
-        -(-own // block) if block else 1 for own, block in zip(size, spec.block, strict=True)
+        -(-length // block) if block else 1 for length, block in zip(size, spec.block, strict=True)
     )
     is_float, has_two_levels = spec.scale_format == "float32", spec.scale_format == "e4m3"
     wanted = (
@@ -154,9 +163,9 @@ def _operand_errors(
 
 
 def _memory_errors(parts: Sequence[torch.Tensor | None]) -> Iterator[str]:
-    """Yield which parts have no memory of their own for each element.
+    """Yield the parts that do not have memory for each of their elements.
 
-    Tensor subclasses have no address, but for the stand-ins of plain tensors while torch traces.
+    Tensor subclasses have no address; those that stand for plain tensors while torch traces pass.
     """
     for name, part in zip(PARTS, parts, strict=True):
         if part is None:
@@ -172,8 +181,11 @@ def _memory_errors(parts: Sequence[torch.Tensor | None]) -> Iterator[str]:
 
 
 def _scale_errors(parts: Sequence[torch.Tensor | None], plan: TensorPlan) -> Iterator[str]:
-    """Yield which parts hold what no cast writes: float32 scales that are not positive and finite,
-    bytes that stand for NaN or less than zero. Parts without values pass."""
+    """Yield the parts with scales that no cast writes.
+
+    These are float32 scales that are not positive and finite, and codes of NaN or negative values.
+    Parts without values, on meta or while torch traces, pass.
+    """
     for name, part in zip(PARTS, parts, strict=True):
         if part is None or name.endswith("_data") or part.is_meta or isinstance(part, FakeTensor):
             continue
@@ -191,15 +203,15 @@ def _scale_errors(parts: Sequence[torch.Tensor | None], plan: TensorPlan) -> Ite
 
 
 def plan_from(stored: Any) -> TensorPlan:
-    """Return the plan of which ``stored``, as a file has it, holds the fields.
+    """Return the plan whose fields ``stored`` holds, as a checkpoint has them.
 
     Raises:
-        OperandError: they are not those of a plan for parameters.
+        OperandError: ``stored`` holds something else, or a plan that is not for parameters.
     """
     try:
         row, column = (
-            None if own is None else OperandSpec(**{**own, "block": tuple(own["block"])})
-            for own in stored
+            None if fields is None else OperandSpec(**{**fields, "block": tuple(fields["block"])})
+            for fields in stored
         )
         plan = TensorPlan(row, column)
         is_plan = row is not None and all(_is_stored(spec) for spec in plan if spec is not None)
@@ -214,8 +226,11 @@ def plan_from(stored: Any) -> TensorPlan:
 
 
 def _is_stored(spec: OperandSpec) -> bool:
-    """Say whether a parameter's operand may be stored as ``spec``: sizes that a kernel's 32 bits
-    hold, elements of a known format, rounded to the nearest, not transformed."""
+    """Say whether a parameter's operand may be stored as ``spec``.
+
+    Its blocks have to fit into 32 bits, its format has to be known, and its elements are rounded to
+    the nearest value and not transformed.
+    """
     return (
         formats.by_name(spec.format).bits in (4, 8)
         and max(spec.block) < 2**31

@@ -1,11 +1,11 @@
-"""``QuantizedTensor``: a matrix in low precision that torch takes for a tensor of bfloat16.
+"""``QuantizedTensor``: a matrix stored in low precision that acts as a tensor of bfloat16.
 
-It holds the operands that a layer's GEMMs read, as flat plain tensors, and nothing else. What torch
-does to it is in three classes:
+It holds the operands that a layer's GEMMs read, as plain tensors, and nothing else. torch's
+operators treat it in three ways:
 
 * moving, copying, saving and padding act on the operands, bit for bit;
-* other operations see the values, decoded to the nominal dtype, and give plain tensors;
-* what is written to it is quantized again. Views are for reading: writing to one is refused.
+* other operators compute with the values, decoded to the nominal dtype, and return plain tensors;
+* a value that is written to it is quantized. Views are for reading: writing to one is refused.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ class QuantizedTensor(Casts):
     """A matrix ``[n, k]`` stored as the operands of a GEMM; its dtype is nominal.
 
     ``_rowwise_data``, ``_rowwise_scale_inv``, ``_rowwise_global_scale_inv`` and the same for
-    ``_columnwise_`` are plain tensors as :class:`fp8core.backend_api.Operand` has them, None where
-    there is none. The columnwise ones are None too where they are views of the rowwise ones: a
-    square block holds the same values both ways. Values are those of the rowwise operand; in
-    formats with blocks along k alone the columnwise one is another rounding of what was written.
+    ``_columnwise_`` are the plain tensors of an :class:`fp8core.backend_api.Operand`, None for
+    those that the format lacks. The columnwise ones are None too where they are views of the
+    rowwise ones: a square block holds the same values in both orientations. The values are those of
+    the rowwise operand; in formats with blocks along k alone the columnwise operand is another
+    rounding of the written value.
 
-    ``dtype`` is float32, bfloat16 or float16: what ``dequantize`` gives, what other operations
-    compute in, and the dtype of the gradient, which is a plain tensor. A gradient passes
-    ``dequantize`` unchanged. ``to(dtype)`` is ``dequantize().to(dtype)``, a move stays quantized.
-    Made by :class:`fp8core.quantized_model_init` or :meth:`quantize`.
+    ``dtype`` is float32, bfloat16 or float16: the dtype of ``dequantize``, of other operators'
+    arithmetic, and of the gradient, which is a plain tensor. A gradient passes ``dequantize``
+    unchanged. ``to(dtype)`` is ``dequantize().to(dtype)``; a move to a device stays quantized.
+    :class:`fp8core.quantized_model_init` and :meth:`quantize` create one.
     """
 
     plan: TensorPlan
@@ -73,10 +74,10 @@ class QuantizedTensor(Casts):
     def __new__(
         cls, rowwise: Operand, columnwise: Operand | None, plan: TensorPlan, dtype: torch.dtype
     ) -> QuantizedTensor:
-        """Wrap the operands; ``columnwise`` is None if it is a view of ``rowwise``, or not kept.
+        """Wrap the operands; ``columnwise`` is None if it is a view of ``rowwise``, or not planned.
 
         Raises:
-            OperandError: their sizes or dtypes are not those that ``plan`` has.
+            OperandError: their sizes or dtypes do not fit ``plan``.
         """
         parts = (*rowwise, *(columnwise or (None,) * 3))
         self: QuantizedTensor = make_wrapper(
@@ -91,9 +92,10 @@ class QuantizedTensor(Casts):
 
     @classmethod
     def quantize(cls, value: torch.Tensor, plan: TensorPlan) -> QuantizedTensor:
-        """Return ``value [n, k]`` stored as ``plan`` says, such as ``recipe.plan(role).weight``.
+        """Return ``value [n, k]`` stored by ``plan``, for example ``recipe.plan(role).weight``.
 
-        The nominal dtype is that of ``value``. Scales come from its amax, delayed ones too.
+        The nominal dtype is that of ``value``. Scales come from its amax, also where ``plan`` has
+        delayed scales.
 
         Raises:
             OperandError: ``value`` is no floating-point matrix.
@@ -118,13 +120,13 @@ class QuantizedTensor(Casts):
         return Orientations(rowwise, columnwise)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the plain tensors that hold it, for a collective or a count of bytes."""
+        """Return the plain tensors of its operands, for a collective or a count of bytes."""
         parts = (getattr(self, name) for name in PARTS)
         return [part for part in parts if part is not None]
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # torch's is read-only too, but for its stub
-        """Bytes that it holds, scales included."""
+        """The bytes of its operands, scales included."""
         return sum(part.nbytes for part in self.tensors())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -144,21 +146,19 @@ class QuantizedTensor(Casts):
 
     def with_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
         """Return the same operands under another nominal dtype."""
-        made = QuantizedTensor(*_stored(self), self.plan, dtype)
-        made._initial_value, made._keeps_initial_value = (
-            self._initial_value,
-            self._keeps_initial_value,
-        )
-        return made
+        renamed = QuantizedTensor(*_stored(self), self.plan, dtype)
+        renamed._initial_value = self._initial_value
+        renamed._keeps_initial_value = self._keeps_initial_value
+        return renamed
 
     def initialize(self, value: torch.Tensor) -> None:
-        """Write ``value``, and keep it on the CPU if the parameter was made to."""
+        """Write ``value``, and keep a copy on the CPU if quantized_model_init asked for that."""
         self.copy_(value)
         if self._keeps_initial_value:
             self._initial_value = value.detach().to("cpu", copy=True)
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
-        """Return the value before it was quantized, on the CPU; None if not kept, or cleared."""
+        """Return the initial value in high precision, on the CPU; None if not kept, or cleared."""
         return self._initial_value
 
     def clear_high_precision_init_val(self) -> None:
@@ -172,7 +172,7 @@ class QuantizedTensor(Casts):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        # torch would exchange the outer tensors and leave the operands as they were
+        # torch would exchange the outer tensors and not the operands
         if value.shape != self.shape:
             raise OperandError(f"data of {self} cannot become one of {list(value.shape)}.")
         with torch.no_grad():
@@ -214,18 +214,18 @@ def _rebuild(
     is_parameter: bool,
     requires_grad: bool,
 ) -> torch.Tensor:
-    """Make a tensor from what ``torch.save`` stored: plain tensors and plain values.
+    """Return the tensor that ``torch.save`` stored as plain tensors and plain values.
 
     Raises:
-        OperandError: they are not what a QuantizedTensor was saved as.
+        OperandError: they are not those of a saved QuantizedTensor.
     """
     plan = plan_from(specs)
     check_stored(parts, plan, dtype)
-    made = QuantizedTensor(*split(parts), plan, dtype)
-    check(plan, tuple(made.shape))
+    tensor = QuantizedTensor(*split(parts), plan, dtype)
+    check(plan, tuple(tensor.shape))
     if is_parameter is True:
-        return torch.nn.Parameter(made, requires_grad is True)
-    return made.requires_grad_(requires_grad is True)
+        return torch.nn.Parameter(tensor, requires_grad is True)
+    return tensor.requires_grad_(requires_grad is True)
 
 
 torch.serialization.add_safe_globals([_rebuild])
@@ -241,7 +241,7 @@ def _decode(tensor: QuantizedTensor, dtype: torch.dtype | None = None) -> torch.
 
 
 def _write(tensor: QuantizedTensor, value: torch.Tensor) -> None:
-    """Quantize ``value``, in the dtype it has, into the operands of ``tensor``."""
+    """Quantize ``value``, without a cast to the nominal dtype, into the operands of ``tensor``."""
     if value.shape != tensor.shape:
         value = value.expand(tensor.shape)
     value = value.detach().to(tensor.device)
@@ -251,38 +251,38 @@ def _write(tensor: QuantizedTensor, value: torch.Tensor) -> None:
 
 
 def _assign(tensor: QuantizedTensor, operands: Orientations) -> None:
-    for mine, made in zip(_stored(tensor), operands, strict=True):
-        for own, new in zip(mine or (), made or (), strict=False):
-            if own is not None:
-                own.copy_(new)
-                # Backward may have kept it, and torch counts no write within __torch_dispatch__.
-                if not own.is_inference():
-                    torch.autograd.graph.increment_version(own)
+    for target, source in zip(_stored(tensor), operands, strict=True):
+        for part, new in zip(target or (), source or (), strict=False):
+            if part is not None:
+                part.copy_(new)
+                # Backward may have saved it, and torch counts no write within __torch_dispatch__.
+                if not part.is_inference():
+                    torch.autograd.graph.increment_version(part)
 
 
 def _like(tensor: QuantizedTensor, device: torch.device) -> QuantizedTensor:
-    """Return one of zeros on ``device``, laid out as the backend there does it."""
+    """Return zeros stored as ``tensor`` is, on ``device``, in the layout of the backend there."""
     zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-    made = QuantizedTensor.quantize(zeros, tensor.plan)
-    made._keeps_initial_value = tensor._keeps_initial_value
-    return made
+    like = QuantizedTensor.quantize(zeros, tensor.plan)
+    like._keeps_initial_value = tensor._keeps_initial_value
+    return like
 
 
 # --- operations ---
 
 
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on the values; what it wrote is quantized again."""
+    """Run ``func`` on the values; a value that it writes is quantized again."""
     targets = []
     for target in written(func, args, kwargs):
         if isinstance(target, QuantizedTensor):
             targets.append(target)
         elif isinstance(target, (list, tuple)) and any(
-            isinstance(one, QuantizedTensor) for one in target
+            isinstance(item, QuantizedTensor) for item in target
         ):
             raise UnsupportedError(
                 f"{func} updates several parameters at once, and cannot write to "
-                f"{next(one for one in target if isinstance(one, QuantizedTensor))}: an optimizer "
+                f"{next(t for t in target if isinstance(t, QuantizedTensor))}: an optimizer "
                 f"with foreach=True or fused=True.\n  {_MASTERS}"
             )
     if "c10d" in func.namespace:
@@ -307,7 +307,7 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"step smaller than half a unit of that format is lost. {_MASTERS}"
             )
         _write(target, value)
-    out = pytree.tree_map_only(torch.Tensor, lambda one: owners.get(id(one), one), out)
+    out = pytree.tree_map_only(torch.Tensor, lambda value: owners.get(id(value), value), out)
     return out if targets else as_view(func, out)
 
 
@@ -325,7 +325,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
-    with torch.inference_mode(False):  # as torch's view of a tensor made outside it
+    with torch.inference_mode(False):  # as a view that torch creates outside of it
         return args[0].with_dtype(args[0].dtype)  # type: ignore[no-any-return]
 
 

@@ -1,7 +1,7 @@
-"""Delayed scaling's state: where it lives, when amaxes become scales, and over which ranks.
+"""The state of delayed scaling, and its updates, in which recorded amaxes become scales.
 
-Forward scales change when the outermost ``autocast`` exits, backward scales once per backward pass,
-whatever the order of the modules in it.
+Forward scales are updated when the outermost ``autocast`` exits, backward scales once for each
+backward pass, whatever the order of the modules in it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = [
 
 
 class DelayedState:
-    """Scale and amax history of one direction of one layer; a view of the layer's buffers.
+    """Scale and amax history of one direction of one layer, in the layer's buffers.
 
     ``scale [slots]`` and ``amax_history [length, slots]`` are float32 and updated in place; row 0
     of the history holds the amax since the last update, rows 1 to length - 1 older ones, the
-    oldest first. ``fp8_max [slots]`` is each slot's format maximum, ``nonfinite [1]`` int64 counts
-    the amaxes that were not recorded because they were inf. States are reduced in ``order``, which
-    has to be the same on all ranks.
+    oldest first. ``fp8_max [slots]`` is the largest value of each slot's format, ``nonfinite [1]``
+    int64 counts the amaxes that were not recorded because they were inf. States are reduced in the
+    sequence of ``order``, which has to be the same on all ranks.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DelayedState:
         self.recipe = recipe
         self.scale = scale
         self.amax_history = amax_history
-        # States with the same buffers have the same key, as long as one of them is there.
+        # States with the same buffers have the same key, as long as one of them is alive.
         self.key = id(amax_history)
         self.fp8_max = torch.tensor(maxima, dtype=torch.float32, device=scale.device)
         self.targets = self.fp8_max * 2.0**-plan.margin
@@ -76,18 +76,19 @@ class DelayedState:
             self.advance, self.prepare = resolved.run, resolved.offers.prepare
         self.group: torch.distributed.ProcessGroup | None = None
         self.order = order
-        # A backward pass that recorded here has failed. Its amaxes are discarded at once, by the
-        # engine's thread, whose stream need not be the one that a kernel still records on; so they
-        # are discarded again, in order, where the next pass begins to record.
+        # Whether a backward pass that recorded here has failed. Its amaxes are discarded at once,
+        # but on the stream of the engine's thread, and a kernel on another stream may still record.
+        # So they are discarded again where the next pass begins to record.
         self.is_abandoned = False
-        # The states that were last updated together, if this one was the first of them.
+        # The batch of states that was last updated together, if this state is its first member.
         self.batch: _Batch | None = None
 
 
 class _Batch:
-    """States that are updated together, step after step: sorted and handed to backends once.
+    """States that are updated together in every step, sorted and bound to backends once.
 
-    ``members`` are in the order of the touch, which is the same in every step of one program.
+    ``members`` are in the order in which layers recorded, which is the same in every step of a
+    program.
     """
 
     __slots__ = ("_advances", "_by_user", "_ordered", "_reports", "_scales", "members")
@@ -96,21 +97,21 @@ class _Batch:
         self.members = members
         self._ordered = sorted(members, key=_order_of)
         self._scales = [state.scale for state in self._ordered]
-        # To ask a device is to wait for it.
+        # On other devices a look at the amaxes would wait.
         self._reports = self._ordered[0].scale.device.type == "cpu"
         self._advances: list[Callable[[], None]] = []
         self._by_user: list[DelayedState] = []
-        for advance, own in _partition(self._ordered, _advance_of):
+        for advance, states in _partition(self._ordered, _advance_of):
             if advance is None:
-                self._by_user = own
+                self._by_user = states
             else:
-                prepare = own[0].prepare or partial(partial, advance)
+                prepare = states[0].prepare or partial(partial, advance)
                 self._advances.append(
                     prepare(
-                        [state.amax_history for state in own],
-                        [state.scale for state in own],
-                        [state.targets for state in own],
-                        [state.nonfinite for state in own],
+                        [state.amax_history for state in states],
+                        [state.scale for state in states],
+                        [state.targets for state in states],
+                        [state.nonfinite for state in states],
                     )
                 )
 
@@ -118,9 +119,9 @@ class _Batch:
         """Reduce the newest amaxes over each state's group, and turn them into scales."""
         for state in self.members:
             if state.group is not None:
-                for group, own in _partition(self._ordered, _group_of):
+                for group, states in _partition(self._ordered, _group_of):
                     if group is not None:
-                        _reduce(own, group)
+                        _reduce(states, group)
                 break
         if self._reports:
             _report_nonfinite(self._ordered)
@@ -130,15 +131,15 @@ class _Batch:
             advance()
         for state, advanced in zip(self._by_user, computed, strict=True):
             advanced.write_to(state)
-        # A kernel's writes are counted nowhere, and what was cast by a scale asks for them.
+        # torch does not count a kernel's writes, and stored weights depend on the scale's version.
         torch.autograd.graph.increment_version(self._scales)
 
 
 def update(states: Iterable[DelayedState]) -> None:
-    """Turn the newest amaxes of ``states`` into scales; reduce them over each state's group.
+    """Turn the newest amaxes of ``states`` into scales, reduced over each state's group.
 
-    Called twice a step, so that a lone layer feels it. States are buffers, which need no gradient:
-    nothing here has to be kept from autograd.
+    Called twice in each step, so its time counts for a single layer. It needs no
+    ``torch.no_grad()``, as states are buffers, which require no gradient.
     """
     members = tuple(states)
     if not members:
@@ -155,24 +156,24 @@ _advance_of = attrgetter("advance")
 
 
 class Recorded(NamedTuple):
-    """The amaxes that a state held at some point of a step, since the last update."""
+    """A copy of the amaxes that a state had recorded at some point of a step."""
 
     amax: torch.Tensor
     state: DelayedState
 
     @classmethod
     def of(cls, state: DelayedState) -> Recorded:
-        """Return what it holds now."""
+        """Return a copy of the amaxes that ``state`` has recorded since its last update."""
         return cls(state.amax_history[0].clone(), state)
 
     def put_back(self) -> None:
-        """Have the state hold that again: what recorded since did not finish."""
+        """Restore these amaxes, after a step that did not finish."""
         with torch.no_grad():
             self.state.amax_history[0].copy_(self.amax)
 
 
 def discard(states: Iterable[DelayedState]) -> None:
-    """Forget the amaxes since the last update."""
+    """Forget the amaxes that ``states`` recorded since their last update."""
     with torch.no_grad():
         for state in states:
             state.amax_history[0].zero_()
@@ -201,7 +202,8 @@ def _reduce(states: Sequence[DelayedState], group: torch.distributed.ProcessGrou
 
 
 def _report_nonfinite(states: Sequence[DelayedState]) -> None:
-    """Name the layers whose amaxes are not finite; on a device they are counted alone."""
+    """Log the layers whose amaxes are not finite; on other devices than the CPU a kernel counts
+    them."""
     for state in states:
         newest = state.amax_history[0].tolist()
         bad = [slot for slot, amax in enumerate(newest) if not math.isfinite(amax)]
@@ -213,7 +215,7 @@ def _report_nonfinite(states: Sequence[DelayedState]) -> None:
 
 
 class _Advanced(NamedTuple):
-    """What a state's tensors will hold after an update."""
+    """The values of a state's tensors after an update, before they are written."""
 
     scale: torch.Tensor
     amax_history: torch.Tensor
@@ -227,8 +229,10 @@ class _Advanced(NamedTuple):
 
 
 def _advanced_by_user(state: DelayedState) -> _Advanced:
-    """Advance one state with the user's own functions, under the same rules of what is recorded;
-    writes nothing."""
+    """Compute the update of a state with the user's functions, without writing it.
+
+    An amax is recorded under the same rules as in a backend's update.
+    """
     history, plan = state.amax_history, state.plan
     newest = history[0]
     recorded = torch.isfinite(newest) & (newest > 0)
@@ -253,8 +257,12 @@ _backward_lock = threading.Lock()
 
 
 class _Pass:
-    """The states that one backward pass records in, each with the amaxes that it held before, None
-    where no other pass had recorded there; and the scales of its forward."""
+    """A backward pass that runs.
+
+    ``states`` are those in which it records, each with the amaxes that another running pass had
+    recorded there before, None if there were none. ``scales`` are those of the forward, by state;
+    None for a state with two forwards.
+    """
 
     __slots__ = ("__weakref__", "scales", "states")
 
@@ -263,7 +271,7 @@ class _Pass:
         self.scales: dict[DelayedState, torch.Tensor | None] = {}
 
     def finish(self) -> None:
-        """Update what was recorded in; the engine calls it when the pass has succeeded."""
+        """Update the states; the engine calls this when the pass has succeeded."""
         try:
             update(self.states)
         except BaseException:
@@ -273,18 +281,18 @@ class _Pass:
             self.states.clear()
 
 
-# The engine's callback owns the pass, so one that raises is forgotten along with its graph task. A
-# WeakValueDictionary would do the same in three times the time.
+# The running passes by number. The engine's callback holds the only strong reference to a pass, so
+# a pass that raises is forgotten together with its graph task. A WeakValueDictionary is slower.
 _in_backward: dict[int, weakref.ReferenceType[_Pass]] = {}
 
 
 def _find_pass(task: int) -> _Pass | None:
-    found = _in_backward.get(task)
-    return None if found is None else found()
+    reference = _in_backward.get(task)
+    return None if reference is None else reference()
 
 
 def _join(task: int) -> _Pass:
-    """Return the pass of ``task``, the one that is running; the first to join begins it."""
+    """Return the running pass, of number ``task``; the first call in a pass registers it."""
     with _backward_lock:
         running = _find_pass(task)
         if running is None:
@@ -295,7 +303,7 @@ def _join(task: int) -> _Pass:
 
 
 def _forget(task: int, states: dict[DelayedState, torch.Tensor | None], _: object) -> None:
-    """Forget a pass, and what it recorded if it did not finish."""
+    """Forget a pass, and its amaxes if it did not finish."""
     _in_backward.pop(task, None)
     if not states:
         return
@@ -309,19 +317,19 @@ def _forget(task: int, states: dict[DelayedState, torch.Tensor | None], _: objec
 
 
 def _is_recorded_elsewhere(state: DelayedState, states: object) -> bool:
-    """Say whether a running pass records in ``state``, besides the one whose own are ``states``."""
-    running = [found() for found in list(_in_backward.values())]
+    """Say whether a running pass other than the one with ``states`` records in ``state``."""
+    passes = [reference() for reference in list(_in_backward.values())]
     return any(
-        one is not None and one.states is not states and state in one.states for one in running
+        other is not None and other.states is not states and state in other.states
+        for other in passes
     )
 
 
 def update_after_backward(state: DelayedState, backward_pass: int | None = None) -> None:
-    """Update ``state`` when the backward pass that is running ends; once, however often called.
+    """Have ``state`` updated once when the running backward pass ends.
 
-    To be called before something is recorded. ``backward_pass`` names an outer one that
-    :func:`join_backward` returned. A pass that raises updates nothing, and what it recorded is
-    forgotten.
+    To be called before the pass records in it. ``backward_pass`` is the number of an outer pass,
+    from :func:`join_backward`. A pass that raises updates nothing, and its amaxes are forgotten.
     """
     task = current_backward_pass() if backward_pass is None else backward_pass
     running = _find_pass(task) or _join(task)
@@ -336,9 +344,10 @@ def update_after_backward(state: DelayedState, backward_pass: int | None = None)
 
 
 def offer_scales(scales: Mapping[DelayedState, torch.Tensor]) -> None:
-    """Have recomputes in the backward pass that is running find the scales of their forward.
+    """Give the scales of a forward to the recomputes in the running backward pass.
 
-    Of two forwards nobody knows which one a recompute repeats: then there is none to be found.
+    After two forwards of the same layer in one pass, no scales are given: torch does not tell which
+    forward a recompute repeats.
     """
     task = current_backward_pass()
     running = _find_pass(task) or _join(task)
@@ -349,19 +358,19 @@ def offer_scales(scales: Mapping[DelayedState, torch.Tensor]) -> None:
 
 
 def offered_scale(state: DelayedState) -> torch.Tensor | None:
-    """Return what :func:`offer_scales` offered for ``state`` in this backward pass, if anything."""
+    """Return the scales that :func:`offer_scales` gave ``state`` in this backward pass, if any."""
     running = _find_pass(current_backward_pass())
     return None if running is None else running.scales.get(state)
 
 
 def is_of_two_forwards(state: DelayedState) -> bool:
-    """Say whether this backward pass was offered the scales of two forwards for ``state``."""
+    """Say whether this backward pass got the scales of two forwards for ``state``."""
     running = _find_pass(current_backward_pass())
     return running is not None and state in running.scales and running.scales[state] is None
 
 
 def join_backward() -> int:
-    """Return the backward pass that is running, for passes within it to update at its end."""
+    """Return the number of the running backward pass; passes within it can update at its end."""
     task = current_backward_pass()
     _join(task)
     return task

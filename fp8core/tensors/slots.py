@@ -1,4 +1,4 @@
-"""What the slots of a layer's delayed state are for: formats and maxima, and how it is stored."""
+"""The slots of a layer's delayed state: their formats and targets, and the buffers' metadata."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MAX_META = 4096
 
 
 def _slots(plan: Plan) -> list[TensorPlan | None]:
-    """Return how the tensor of each slot is quantized, forward slots first; None: it is not."""
+    """Return the plan of each slot's tensor, forward slots first; None for an unused slot."""
     tensors = plan.tensors
     return [tensors.get(name) for names in plan.slots for name in names]
 
 
 def describe(plan: Plan) -> str:
-    """Return what ``delayed_meta`` holds under ``plan``, as text."""
+    """Return the text that ``delayed_meta`` holds under ``plan``."""
     assert plan.delayed is not None
     names = [
         next((s.format for s in tensor if s is not None and s.delayed), None) if tensor else None
@@ -37,7 +37,10 @@ def describe(plan: Plan) -> str:
 
 
 def maxima(plan: Plan) -> tuple[list[float], list[float]]:
-    """Return the target of each forward and each backward slot, e4m3's for an unused one."""
+    """Return the value that the amax of each forward and each backward slot is scaled to.
+
+    For an unused slot it is the largest value of e4m3.
+    """
     targets = []
     for tensor in _slots(plan):
         spec = next((s for s in tensor or () if s is not None and s.delayed), None)
@@ -47,13 +50,15 @@ def maxima(plan: Plan) -> tuple[list[float], list[float]]:
 
 
 def meta_text(formats: Sequence[str | None], history_len: int) -> str:
-    """Return what ``delayed_meta`` holds, as text: the slots' formats and the history's length."""
+    """Return the text of ``delayed_meta``: JSON of the slots' formats and the history's length."""
     return json.dumps({"formats": list(formats), "history_len": history_len})
 
 
 def read_meta(stored: torch.Tensor) -> tuple[str, int] | None:
-    """Return the text that ``stored`` means, in the order of :func:`meta_text`, and the length of
-    the history; None if it is not fp8core's."""
+    """Return the text of ``stored``, as :func:`meta_text` writes it, and the history's length.
+
+    None if it is no metadata of fp8core.
+    """
     if stored.dtype != torch.uint8 or stored.dim() != 1 or stored.numel() > _MAX_META:
         return None
     try:

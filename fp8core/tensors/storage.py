@@ -37,10 +37,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def storage_plan(plan: TensorPlan) -> TensorPlan:
-    """Return how a tensor planned as ``plan`` is stored in a parameter.
+    """Return the plan by which a parameter stores a tensor that ``plan`` quantizes.
 
     A parameter's scale comes from the amax of the value written to it, so delayed and current
-    scaling store the same. Two plans fit the same parameter if this is equal for both.
+    scaling store the same operands. Two plans fit the same parameter if this is equal for both.
     """
 
     def stored(spec: OperandSpec | None) -> OperandSpec | None:
@@ -57,7 +57,7 @@ def per_byte(spec: OperandSpec) -> int:
 
 
 def split(parts: Sequence[torch.Tensor | None]) -> tuple[Operand, Operand | None]:
-    """Return the operands that ``parts``, named :data:`PARTS`, belong to."""
+    """Return the operands whose ``parts`` are given in the order of :data:`PARTS`."""
     rowwise, columnwise = Operand(*parts[:3]), parts[3:]  # type: ignore[arg-type]  # data is there
     return rowwise, None if columnwise[0] is None else Operand(*columnwise)  # type: ignore[arg-type]
 
@@ -68,7 +68,7 @@ def turn(operand: Operand) -> Operand:
 
 
 def make_operands(value: torch.Tensor, plan: TensorPlan) -> Orientations:
-    """Quantize ``value [n, k]`` as ``plan``, made by :func:`storage_plan`, says."""
+    """Quantize ``value [n, k]`` by ``plan``, a result of :func:`storage_plan`."""
     both = plan if plan.columnwise is not None else TensorPlan(plan.rowwise, plan.rowwise)
     is_traced = value.is_meta or is_captured(value)  # a graph's casts count by themselves
     count = None if is_traced else counter_of(value.device)
@@ -78,7 +78,7 @@ def make_operands(value: torch.Tensor, plan: TensorPlan) -> Orientations:
 
 
 def kept(operands: Orientations) -> tuple[Operand, Operand | None]:
-    """Return the operands without a columnwise one that is a view of the rowwise one."""
+    """Return the operands to store; no columnwise one where it is a view of the rowwise one."""
     rowwise, columnwise = operands
     if columnwise is None or rowwise.data.is_meta:
         return rowwise, columnwise
@@ -88,7 +88,7 @@ def kept(operands: Orientations) -> tuple[Operand, Operand | None]:
 
 
 def check(plan: TensorPlan, shape: tuple[int, ...]) -> None:
-    """Raise UnsupportedError unless a parameter of ``shape`` can be stored like that."""
+    """Raise UnsupportedError unless a parameter of ``shape`` can be stored by ``plan``."""
     asked = f"a parameter {list(shape)} stored as {plan.rowwise}"
     if plan.rowwise is None:
         raise UnsupportedError(f"{asked}: the recipe leaves its weight in high precision.")
@@ -104,15 +104,17 @@ def check(plan: TensorPlan, shape: tuple[int, ...]) -> None:
 
 
 def decode_operand(operand: Operand, spec: OperandSpec, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values ``[rows, k]`` of ``operand`` in ``dtype``, rounded once, from float32."""
+    """Return the values ``[rows, k]`` of ``operand`` in ``dtype``, rounded once from float32."""
     desc = DequantizeDesc(spec, dtype if dtype in FLOATS else torch.float32)
     values: torch.Tensor = table.resolve(desc, operand.data.device).run(operand)
     return values.to(dtype)
 
 
 def pad_operand(operand: Operand, spec: OperandSpec, rows: int, columns: int) -> Operand:
-    """Add zero codes; a block of nothing else gets the scale 1, or the byte 0, which no product
-    shows."""
+    """Return ``operand`` with ``rows`` and ``columns`` of zero codes added at its ends.
+
+    New blocks get a finite scale: 1 for float32 scales, code 0 for scales of a byte.
+    """
     packed = per_byte(spec)
     data = torch.nn.functional.pad(operand.data, (0, columns // packed, 0, rows))
     scale_inv = operand.scale_inv

@@ -1,4 +1,4 @@
-"""Views of a QuantizedTensor: made for reading, as a write to one would change nothing."""
+"""Views of a QuantizedTensor, which are for reading: a write to one would change a copy."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[
 
 
 def decomposed(func: Any) -> Callable[[Any, Sequence[Any], dict[str, Any]], Any] | None:
-    """Return what runs ``func`` as the operations that it is made of, if it is: torch does so
-    itself, but not in inference mode, where ``.to(device)`` would not be known for a move."""
+    """Return a function that runs ``func`` as the operators that it consists of; None if it is one.
+
+    torch decomposes a composite operator itself, but not in inference mode, where ``.to(device)``
+    would then not be recognized as a move.
+    """
     if torch.is_inference_mode_enabled() and func.has_kernel_for_dispatch_key(COMPOSITE):
         return lambda func, args, kwargs: func.decompose(*args, **kwargs)
     return None
 
 
 def as_view(func: Any, out: Any) -> Any:
-    """Return ``out``, as :class:`Values` if ``func`` is a view operation."""
+    """Return ``out``, wrapped in :class:`Values` if ``func`` is a view operator."""
     infos = [returned.alias_info for returned in schema_of(func).returns]
     if any(info is not None and not info.is_write for info in infos):
         return pytree.tree_map_only(torch.Tensor, Values, out)
@@ -37,7 +40,8 @@ def as_view(func: Any, out: Any) -> Any:
 
 
 class Values(torch.Tensor):
-    """A view of a QuantizedTensor's values: a write to it would not reach them, so it raises."""
+    """A view of a QuantizedTensor's values: writing to it raises, as the QuantizedTensor would not
+    change."""
 
     _plain: torch.Tensor
     __torch_function__: ClassVar[Any] = no_torch_function
@@ -45,7 +49,7 @@ class Values(torch.Tensor):
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> Values:
         """Wrap ``values``."""
-        with torch.inference_mode(False):  # as torch's view of a tensor made outside it
+        with torch.inference_mode(False):  # as a view that torch creates outside of it
             self: Values = make_wrapper(
                 cls,
                 values.shape,
