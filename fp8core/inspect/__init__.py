@@ -1,1 +1,1 @@
-"""What would run, and what a recipe asks a backend for."""
+"""Inspection without a run: ``explain``, and the descriptors that recipes and layers need."""

@@ -90,7 +90,7 @@ class WatchedLink(LinearLink):
 
 
 class _WatchedProgram(Wrapper):
-    """Around a linear program: what is cast for it is shown to the probe."""
+    """A linear's program whose requests show the values before their casts to the probe."""
 
     __slots__ = ("_call", "_probe")
 
@@ -138,7 +138,7 @@ class _SeenRequest(QuantizeRequest):
 
 
 def _seen(request: QuantizeRequest | None, probe: _Probe, call: Call) -> _SeenRequest:
-    assert request is not None  # a linear's
+    assert request is not None  # a linear has both requests
     values = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
     return _SeenRequest(**values, probe=probe, splits=call.splits)
 

@@ -180,7 +180,7 @@ def _quantize(subject: Subject, desc: QuantizeDesc, case: Case) -> OpCall:
 
 
 def amax_of(subject: Subject, desc: QuantizeDesc, *arguments: torch.Tensor) -> torch.Tensor:
-    """Return the amaxes of ``x`` and its groups, the judge's where the backend gives none."""
+    """Return the amaxes of ``x`` and its groups, of the judge if the backend does not take them."""
     amax: torch.Tensor
     if subject.refuses(AmaxDesc(desc)) is None:
         amax = subject.run(AmaxDesc(desc), *arguments)

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     options += [
         f"--rootdir={os.getcwd()}",
         "-q",
-        "-rN",  # the report has its own list of failures, by law
+        "-rN",  # the report lists the failures by law
         "--no-header",
         "--assert=plain",
         f"--fp8core-backend={args.backend}",

@@ -1,4 +1,4 @@
-"""One tensor quantized by the backend and by the judge: the kit's inputs, and the comparison."""
+"""Tensors quantized by the backend and by the judge: the kit's inputs, and the comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import Operand, OperandSpec, Quantized, QuantizeDesc
 from fp8core.testing import inputs
-from fp8core.testing.calls import group_offsets, quantize_keywords, quantize_size
+from fp8core.testing.calls import group_offsets, quantize_keywords, quantize_size, up
 from fp8core.testing.compare import require, same_bits, same_form, within
 from fp8core.testing.subject import Subject, on_cpu, storage_step
 
@@ -45,7 +45,7 @@ class Judged(NamedTuple):
 
 
 def both(subject: Subject, desc: QuantizeDesc, x: torch.Tensor, *sizes: int) -> Judged:
-    """Quantize ``x`` (on the CPU), in groups of ``sizes`` rows if there are any."""
+    """Quantize ``x``, which is on the CPU, with both; ``sizes`` are the rows of its groups."""
     keywords = [quantize_keywords(subject, desc, max(len(sizes), 1)) for _ in range(2)]
     keywords[1] = on_cpu(keywords[1])
     groups = (group_offsets(sizes),) if sizes else ()
@@ -56,9 +56,9 @@ def both(subject: Subject, desc: QuantizeDesc, x: torch.Tensor, *sizes: int) -> 
 
 
 def group_sizes(subject: Subject, desc: QuantizeDesc) -> tuple[int, ...]:
-    """Return sizes of groups: empty ones, one longer than a block, one step, one between."""
+    """Return sizes of groups: two empty ones, one longer than a block, a step, and one between."""
     step = storage_step(subject, desc.columnwise)
-    return tuple(-(-size // step) * step for size in (0, 130, 1, 0, 33))
+    return tuple(up(size, step) for size in (0, 130, 1, 0, 33))
 
 
 def every(subject: Subject, desc: QuantizeDesc) -> Iterator[tuple[str, Judged]]:
@@ -103,7 +103,7 @@ def _long_shapes(
         return
     step = storage_step(subject, desc.columnwise)
     for groups in (MANY_GROUPS, (3, LONG[0][0], 1)):
-        sizes = [-(-size // step) * step for size in groups]
+        sizes = [up(size, step) for size in groups]
         yield quantize_size(subject, desc, sum(sizes), 40), sizes
 
 
@@ -125,7 +125,10 @@ def _both_or_none(name: str, ours: object, expected: object) -> None:
 
 
 def same_codes(subject: Subject, desc: QuantizeDesc, title: str, judged: Judged) -> float:
-    """Require the judge's codes, within what the backend declares; return the share of it."""
+    """Require the judge's codes, or codes within the backend's declared error.
+
+    Returns the largest error as a share of the declared one.
+    """
     allowed = subject.numerics(desc).code_steps
     worst = 0.0
     for name, spec, ours, theirs in operands(desc, judged.ours, judged.theirs):
@@ -147,7 +150,10 @@ def same_codes(subject: Subject, desc: QuantizeDesc, title: str, judged: Judged)
 
 
 def same_scales(subject: Subject, desc: QuantizeDesc, title: str, judged: Judged) -> float:
-    """Require the judge's scales, within what the backend declares; return the share of it."""
+    """Require the judge's scales, or scales within the backend's declared error.
+
+    Returns the largest error as a share of the declared one.
+    """
     allowed = subject.numerics(desc).scale_ulps
     worst = 0.0
     for name, _, ours, theirs in operands(desc, judged.ours, judged.theirs):

@@ -77,7 +77,7 @@ class Subject:
         return run
 
     def offers(self, desc: OpDesc) -> Offers:
-        """Return what the callable of ``desc`` offers besides its call.
+        """Return the optional members that the callable of ``desc`` has.
 
         Raises:
             PluginError: it has an optional method that cannot be called as the contract says.

@@ -1,4 +1,4 @@
-"""Laws of the seam: amax is exact, and amax, then the cast by it, is quantize."""
+"""Laws of casts by given amaxes: amax is exact, and a cast by the amaxes of x equals quantize."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from fp8core.testing.calls import (
     offsets_for,
     quantize_keywords,
     quantize_size,
+    up,
 )
 from fp8core.testing.checks import BY_AMAX, law
 from fp8core.testing.compare import require, same_bits
@@ -42,7 +43,7 @@ from fp8core.testing.judged import (
 from fp8core.testing.subject import Subject, on_cpu, storage_step
 
 SIZE = 96
-SPLIT = 37  # or the next position at which a block begins
+SPLIT = 37  # the length of the first of two parts, before it is rounded up to whole blocks
 
 
 @law(4, "amax")
@@ -56,7 +57,7 @@ def amax_is_exact(subject: Subject, desc: AmaxDesc) -> None:
 
 @law(4, "amax", applies=lambda desc: desc.quantize.offsets_on_device)
 def amax_leaves_out_rows_of_no_group(subject: Subject, desc: AmaxDesc) -> None:
-    """Rows behind the last group are in no group's amax, and their own entry is 0."""
+    """Rows behind the last group change no group's amax, and their own amaxes are 0."""
     cast = desc.quantize
     step = storage_step(subject, cast.columnwise)
     sizes = group_sizes(subject, cast)
@@ -70,7 +71,7 @@ def amax_leaves_out_rows_of_no_group(subject: Subject, desc: AmaxDesc) -> None:
 
 @law(2, "amax")
 def amax_of_either_half_is_supported(subject: Subject, desc: AmaxDesc) -> None:
-    """Whoever gives the amaxes of both orientations gives those of either alone."""
+    """A backend that takes the amaxes of both orientations in one call also takes either alone."""
     for half in desc.quantize.halves():
         reason = subject.refuses(AmaxDesc(half)) if has_amax(half) else None
         require(reason is None, f"supports {desc}, but not {AmaxDesc(half)}: {reason}")
@@ -94,7 +95,7 @@ def amax_of_both_orientations_equals_two_calls(subject: Subject, desc: AmaxDesc)
 def quantize_by_amax_is_supported_besides_quantize(
     subject: Subject, desc: QuantizeByAmaxDesc
 ) -> None:
-    """Whoever quantizes by given amaxes does so in either orientation alone, and without them."""
+    """A backend that quantizes by given amaxes also does so in either orientation, and without."""
     halves = [QuantizeByAmaxDesc.of(half) for half in desc.halves() if has_amax(half)]
     for other in (desc.plain(), *halves):
         reason = subject.refuses(other)
@@ -122,11 +123,11 @@ def quantize_by_amax_takes_no_amax_from_x(subject: Subject, desc: QuantizeByAmax
     shape = quantize_size(subject, plain, sum(sizes) or 33, 70)
     x = inputs.matrix("decades", *shape, plain.dtype)
     groups = (group_offsets(sizes),) if sizes else ()
-    there = (offsets_for(subject, plain, sizes),) if sizes else ()
+    offsets = (offsets_for(subject, plain, sizes),) if sizes else ()
     for factor in (0.3, 5.0, 0.0, math.inf):
         amax = subject.judged(AmaxDesc(plain), x, *groups) * factor
         amax = amax.nan_to_num(0.0, posinf=math.inf)
-        ours = subject.run(desc, subject.here(x), *there, amax=subject.here(amax))
+        ours = subject.run(desc, subject.here(x), *offsets, amax=subject.here(amax))
         theirs = subject.judged(desc, x, *groups, amax=amax)
         judged = Judged(on_cpu(ours), theirs, (None, None))
         title = f"amax times {factor}"
@@ -153,24 +154,27 @@ def quantize_by_the_amaxes_of_the_whole_gives_its_part(
         for part, amax, start in zip(parts, amaxes, (0, at), strict=True):
             ours = on_cpu(subject.run(desc, part, amax=amax, **keywords))
             expected = _part_of(plain, whole, dim, start, start + part.shape[dim])
-            if not is_nearest(desc):  # where x begins decides how its elements are rounded
+            if not is_nearest(desc):  # an element's noise depends on its position in x
                 ours, expected = _without_codes(ours), _without_codes(expected)
             same_operands(desc, f"{kind}, from {start} on along dimension {dim}", ours, expected)
 
 
 def _split_position(subject: Subject, desc: QuantizeDesc, dim: int) -> int:
-    """Return where no block of either orientation reaches across, nor a byte of two codes."""
+    """Return a position along ``dim`` that splits no block, and no byte of two codes."""
     steps = [storage_step(subject, desc.columnwise if dim == 0 else desc.rowwise)]
     for turned, spec in enumerate((desc.rowwise, desc.columnwise)):
         steps.append((spec is not None and spec.block[dim ^ turned]) or 1)
     step = math.lcm(*steps)
-    return -(-SPLIT // step) * step
+    return up(SPLIT, step)
 
 
 def _reduce(
     desc: QuantizeDesc, parts: list[torch.Tensor], amaxes: list[torch.Tensor], dim: int
 ) -> None:
-    """Write the larger amax of two parts along ``dim`` into both, but for scales of other rows."""
+    """Write the larger amax of two parts along ``dim`` into both.
+
+    Amaxes of single rows stay as they are if the two parts have different rows.
+    """
     views = [split_amax(desc, amax, *x.shape) for amax, x in zip(amaxes, parts, strict=True)]
     for turned, spec in enumerate((desc.rowwise, desc.columnwise)):
         one, other = (view[turned] for view in views)
@@ -181,7 +185,7 @@ def _reduce(
 
 
 def _part_of(desc: QuantizeDesc, whole: Quantized, dim: int, start: int, end: int) -> Quantized:
-    """Return what the operands of a tensor hold for ``start`` to ``end`` along its ``dim``."""
+    """Return the operands' part from ``start`` to ``end`` along dimension ``dim`` of the tensor."""
 
     def part(spec: OperandSpec | None, operand: Operand | None, along: int) -> Operand | None:
         if spec is None or operand is None:
@@ -201,5 +205,5 @@ def _part_of(desc: QuantizeDesc, whole: Quantized, dim: int, start: int, end: in
 
 def _without_codes(quantized: Any) -> Quantized:
     return Quantized(
-        *(None if own is None else own._replace(data=own.data[:0]) for own in quantized)
+        *(None if one is None else one._replace(data=one.data[:0]) for one in quantized)
     )

@@ -20,6 +20,7 @@ from fp8core.testing.calls import (
 )
 from fp8core.testing.checks import law
 from fp8core.testing.compare import require
+from fp8core.testing.judged import group_sizes
 from fp8core.testing.laws.fused import FUSED, pair
 from fp8core.testing.subject import Subject, on_cpu, storage_step
 
@@ -77,7 +78,7 @@ def quantize_counts_nan_and_inf(subject: Subject, desc: QuantizeDesc) -> None:
 def quantize_counts_nan_and_inf_of_groups(subject: Subject, desc: QuantizeDesc) -> None:
     """nonfinite_out grows by the NaN and inf of all groups, without the rows behind the last."""
     step = storage_step(subject, desc.columnwise)
-    sizes = tuple(-(-size // step) * step for size in (0, 130, 1, 0, 33))
+    sizes = group_sizes(subject, desc)
     behind = 2 * step if desc.offsets_on_device else 0
     rows, cols = quantize_size(subject, desc, sum(sizes) + behind, 70)
     x = inputs.matrix("nonfinite", rows, cols, desc.dtype)

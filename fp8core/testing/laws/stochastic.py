@@ -9,9 +9,10 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import OperandSpec, Quantized, QuantizeDesc
 from fp8core.testing import inputs
-from fp8core.testing.calls import offsets_for, quantize_size
+from fp8core.testing.calls import offsets_for, quantize_size, up
 from fp8core.testing.checks import law
 from fp8core.testing.compare import require, same_bits, within
+from fp8core.testing.judged import is_nearest
 from fp8core.testing.subject import Subject, on_cpu, storage_step
 
 REPEATS, SEEDS = 256, 48
@@ -20,7 +21,7 @@ CHANCE = 1e-9
 
 
 def _is_stochastic(desc: QuantizeDesc) -> bool:
-    return any(spec is not None and spec.stochastic for spec in (desc.rowwise, desc.columnwise))
+    return not is_nearest(desc)
 
 
 def _is_dense(desc: QuantizeDesc) -> bool:
@@ -29,9 +30,7 @@ def _is_dense(desc: QuantizeDesc) -> bool:
 
 def _given(subject: Subject, desc: QuantizeDesc) -> tuple[torch.Tensor, ...]:
     """Return ``x`` of moderate values; if ``desc`` is grouped, ``x`` twice and the offsets."""
-    step = storage_step(subject, desc.columnwise)
-    rows = -(-64 // step) * step
-    x = inputs.moderate(*quantize_size(subject, desc, rows, 96), desc.dtype)
+    x = inputs.moderate(*quantize_size(subject, desc, 64, 96), desc.dtype)
     if not desc.grouped:
         return (subject.here(x),)
     return subject.here(torch.cat((x, x))), offsets_for(subject, desc, (len(x), len(x)))
@@ -106,7 +105,7 @@ def _compare_means(subject: Subject, spec: OperandSpec, half: QuantizeDesc, name
     The bound is twice that, as both means are drawn.
     """
     step = storage_step(subject, spec)
-    x = inputs.moderate(1, -(-96 // step) * step, half.dtype).expand(REPEATS, -1)
+    x = inputs.moderate(1, up(96, step), half.dtype).expand(REPEATS, -1)
     x = x if name == "rowwise" else x.t()
     grid = torch.tensor(sorted(set(filter(math.isfinite, formats.by_name(spec.format).values))))
     draws: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
