@@ -12,10 +12,8 @@ from functools import partial
 
 import torch
 
-from fp8core.chain.activation import ActivationShape
-from fp8core.chain.bind import LinkShape
-from fp8core.chain.linear import LinearShape
-from fp8core.chain.pointwise import AddShape, BiasShape, DropoutShape, OutputShape, QuantizeShape
+from fp8core.chain.pointwise import AddShape, BiasShape, DropoutShape, QuantizeShape
+from fp8core.chain.shape import LinkShape
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.activation import (
     GEGLU,
@@ -105,30 +103,26 @@ class Sequential(LowPrecisionModule):
 
     def _check_single_outputs(self) -> None:
         for operation in self._operations():
-            leaves = any(isinstance(shape, OutputShape) for shape in operation.link_shapes())
-            grouped = any(shape.groups for shape in operation.linear_shapes())
+            shapes = operation.link_shapes()
+            leaves = any(shape.leaves_chain for shape in shapes)
+            grouped = any(shape.groups for shape in shapes)
             if leaves or grouped or getattr(operation, "return_bias", False):
                 what = "takes m_splits" if grouped else "returns more than one tensor"
                 raise UnsupportedError(f"ops.Sequential: {operation.label} {what}.")
 
     def _check_sizes(self) -> None:
-        width: int | None = None
+        width = width_of(self.link_shapes())
+        if width is None:  # no operation has a size
+            return
         for index, operation in enumerate(self._operations()):
             for shape in operation.link_shapes():
-                takes = width_of((shape,))
-                is_gated = isinstance(shape, ActivationShape) and shape.is_gated
-                fits = width is None or (width % 2 == 0 if is_gated else takes in (None, width))
-                if not fits:
+                expected = shape.expected_columns(width)
+                if expected is not None:
                     raise OperandError(
-                        f"ops.Sequential: operation {index}, {operation.label}, takes "
-                        f"{'an even number of' if is_gated else takes} columns, but gets {width}."
+                        f"ops.Sequential: operation {index}, {operation.label}, takes {expected} "
+                        f"columns, but gets {width}."
                     )
-                if isinstance(shape, LinearShape):
-                    width = shape.out_features
-                elif is_gated:
-                    width = None if width is None else width // 2
-                else:
-                    width = width if takes is None else takes
+                width = shape.columns(width)
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the shapes of all operations."""
@@ -136,17 +130,8 @@ class Sequential(LowPrecisionModule):
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor) -> torch.Tensor:
         """Run ``input`` and what :class:`AddExtraInput` adds through the operations."""
-        extra = list(extra_inputs)
-        params: list[torch.Tensor] = []
-        for operation in self._operations():
-            if isinstance(operation, AddExtraInput) and not extra:
-                break
-            params += (
-                [extra.pop(0)]
-                if isinstance(operation, AddExtraInput)
-                else (operation.link_params())
-            )
-        wanted = sum(isinstance(own, AddExtraInput) for own in self._operations())
+        operations = self._operations()
+        wanted = sum([operation.takes_extra_input for operation in operations])
         if len(extra_inputs) != wanted:
             raise OperandError(
                 f"{self.label}: got {len(extra_inputs)} extra inputs for {wanted} AddExtraInput."
@@ -158,6 +143,10 @@ class Sequential(LowPrecisionModule):
                     f"{self.label}: extra input {index} is on {own.device}, the input on "
                     f"{input.device}. Move one of them; nothing is moved silently."
                 )
+        extra = iter(extra_inputs)
+        params: list[torch.Tensor] = []
+        for operation in operations:
+            params += [next(extra)] if operation.takes_extra_input else operation.link_params()
         first, width = next(self.parameters(), None), width_of(self.link_shapes())
         dtype = check_input(self, input, first, width)
         bound = bind(self, input.device, dtype)
@@ -276,6 +265,8 @@ class Dropout(Operation):
 
 class AddExtraInput(Operation):
     """The residual add: adds the next extra input of :class:`Sequential`."""
+
+    takes_extra_input = True
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the add's shape."""

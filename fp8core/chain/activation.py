@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 
-from fp8core.backend_api import ACTIVATIONS, GATED
+from fp8core.backend_api import ACTIVATIONS, GATED, ActivationBackwardDesc, ActivationDesc
 from fp8core.chain.call import Call
-from fp8core.chain.fusion import Fusion
-from fp8core.chain.once import OnlyOnce
-from fp8core.chain.protocol import (
-    Backward,
-    Forward,
-    Out,
-    Params,
-    Saved,
-    TensorProgram,
-)
+from fp8core.chain.fusion import Fusion, bind_fusion
+from fp8core.chain.link_defaults import LinkDefaults
+from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved, TensorProgram
+from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.errors import OperandError, RecipeError, did_you_mean
 
 __all__ = ["GATED", "ActivationLink", "ActivationShape", "activation_shape"]
@@ -27,21 +21,53 @@ __all__ = ["GATED", "ActivationLink", "ActivationShape", "activation_shape"]
 _PARAMS = {"clamped_swiglu": {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}}
 
 
-class ActivationShape(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ActivationShape(LinkShape):
     """Which activation, and its parameters in the order of :class:`ActivationDesc`."""
 
     name: str
     params: tuple[float, ...] = ()
 
     @property
-    def num_params(self) -> int:
-        """An activation has no parameters that are trained."""
-        return 0
-
-    @property
     def is_gated(self) -> bool:
         """Whether it takes twice as many columns as it gives."""
         return self.name in GATED
+
+    def columns(self, columns: int) -> int:
+        """Return half of ``columns`` for a gated one."""
+        return columns // 2 if self.is_gated else columns
+
+    def input_columns(self, columns: int | None) -> int | None:
+        """Return twice the ``columns`` for a gated one."""
+        return 2 * columns if self.is_gated and columns is not None else columns
+
+    def expected_columns(self, columns: int) -> str | None:
+        """Refuse two halves of an odd number of columns."""
+        return "an even number of" if self.is_gated and columns % 2 else None
+
+    def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return float32, in which it computes."""
+        return torch.float32
+
+    def grad_input_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return float32, but ``dtype`` for a gated one, whose gradient is rounded."""
+        return dtype if self.is_gated else torch.float32
+
+    def bind(self, context: BindContext) -> ActivationLink:
+        """Return the link."""
+        output, gradient = context.output_consumer, context.grad_input_consumer
+        out_dtype = context.dtype if output is None else output.dtype
+        grad_dtype = context.dtype if gradient is None else gradient.dtype
+        step, backward_step = self.name, f"{self.name} backward"
+        desc = ActivationDesc(self.name, context.dtype, out_dtype, self.params)
+        backward = ActivationBackwardDesc(self.name, context.dtype, grad_dtype, self.params)
+        return ActivationLink(
+            self,
+            context.resolve(step, desc).run,
+            context.resolve(backward_step, backward).run,
+            bind_fusion(step, desc, output, context),
+            bind_fusion(backward_step, backward, gradient, context),
+        )
 
 
 def activation_shape(name: str, params: dict[str, float] | None = None) -> ActivationShape:
@@ -65,7 +91,7 @@ def activation_shape(name: str, params: dict[str, float] | None = None) -> Activ
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ActivationLink:
+class ActivationLink(LinkDefaults):
     """``y [rows, n]`` from ``x [rows, n]``, or ``[rows, 2 n]`` for a gated one."""
 
     shape: ActivationShape
@@ -75,7 +101,11 @@ class ActivationLink:
     backward_fusion: Fusion | None
     num_params: int = 0
     needs_rng: bool = False
-    only_once: ClassVar[OnlyOnce | None] = None
+
+    def in_torch(self, bind: Callable[[Any], Any]) -> ActivationLink:
+        """Return the activation by torch's operators."""
+        link: ActivationLink = bind(self.shape)
+        return link
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> ActivationProgram:
         """Return the program, which is the same for any number of rows."""

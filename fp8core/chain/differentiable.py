@@ -14,24 +14,13 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from fp8core.chain.activation import ActivationLink
-from fp8core.chain.bind import LinkShape, Site, bind_chain
-from fp8core.chain.call import Call
-from fp8core.chain.linear import LinearLink
-from fp8core.chain.norm import NormLink, NormProgram
+from fp8core.chain.bind import bind_chain
 from fp8core.chain.once import OnlyOnce
-from fp8core.chain.pointwise import AddLink
-from fp8core.chain.protocol import (
-    Backward,
-    Link,
-    Out,
-    Program,
-    Saved,
-)
+from fp8core.chain.protocol import Link, Program, Saved
+from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.dispatch import policy, table
 from fp8core.errors import Fp8CoreError
 from fp8core.recipe.plan import HIGH_PRECISION
-from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Binding
 from fp8core.torch_ops.private import interpreter_stack
 
@@ -50,11 +39,7 @@ class Unfused(tuple[Link, ...]):
     def __new__(cls, links: Sequence[Link]) -> Unfused:
         """Split ``links``, each of which has None as ``only_once``."""
         self = super().__new__(cls, links)
-        ends = [
-            at + 1
-            for at, link in enumerate(links)
-            if not (isinstance(link, AddLink) and link.is_left_to_next)
-        ]
+        ends = [at + 1 for at, link in enumerate(links) if not link.is_left_to_next]
         starts = [0, *ends[:-1]]
         is_piece = len(ends) == 1
         self.pieces = (
@@ -75,64 +60,17 @@ def only_once(links: Sequence[Link]) -> OnlyOnce | None:
     return next((link.only_once for link in links if link.only_once is not None), None)
 
 
-def converted(
-    link: Link, params: Sequence[torch.Tensor], dtype: torch.dtype
-) -> Sequence[torch.Tensor]:
-    """Return the parameters of ``link``, its weights as plain tensors of ``dtype``.
-
-    torch converts them, so that the conversion is differentiated.
-    """
-    if not isinstance(link, LinearLink):
-        return params
-    plain = list(params)
-    for at, weight in enumerate(plain[: link.num_weights]):
-        value = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
-        plain[at] = value.to(dtype)
-    return plain
-
-
-class _DifferentiableNorm(NormLink):
-    """A norm whose statistics are differentiated, too."""
-
-    __slots__ = ()
-
-    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> NormProgram:
-        """Return the program, which computes the statistics again in backward."""
-        return _DifferentiableNormProgram(self, needs_grad)
-
-
-class _DifferentiableNormProgram(NormProgram):
-    __slots__ = ()
-
-    def backward(
-        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
-    ) -> Backward:
-        """Compute the gradients from the saved input, and its statistics from that."""
-        x, weight = saved[:2]
-        _, mean, rstd = self._link.run(x, weight)
-        return NormProgram.backward(self, grad, (x, weight, mean, rstd), context, call, out)
-
-
 def twins(links: Sequence[Link], like: torch.Tensor) -> tuple[Link, ...]:
     """Return ``links`` bound to torch's operators, for activations like ``like``."""
-    return tuple(_twin(link, like) for link in links)
-
-
-def _twin(link: Link, like: torch.Tensor) -> Link:
-    if isinstance(link, LinearLink | NormLink | ActivationLink):
-        return _bound(link.shape, like.device, like.dtype)
-    return AddLink(link.shape) if isinstance(link, AddLink) else link
+    bind = functools.partial(_bound, device=like.device, dtype=like.dtype)
+    return tuple(link.in_torch(bind) for link in links)
 
 
 @functools.lru_cache(maxsize=4096)
-def _bound(shape: LinkShape, device: torch.device, dtype: torch.dtype) -> Link:
+def _bound(shape: LinkShape, *, device: torch.device, dtype: torch.dtype) -> Link:
     with policy.activated(policy.Policy(backend="reference")), table.in_eager():
-        site = Site(HIGH_PRECISION, Binding(device, dtype), "torch's operators")
-        (link,) = bind_chain((shape,), site)
-    if isinstance(link, NormLink):
-        return _DifferentiableNorm(
-            link.shape, link.run, link.run_backward, None, None, None, num_params=link.num_params
-        )
+        context = BindContext(HIGH_PRECISION, Binding(device, dtype), "torch's operators")
+        (link,) = bind_chain((shape,), context)
     return link
 
 

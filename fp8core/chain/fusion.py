@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import torch
-
 from fp8core import formats
 from fp8core.backend_api import (
     ActivationBackwardDesc,
@@ -17,10 +15,12 @@ from fp8core.backend_api import (
     Operand,
     Quantized,
 )
+from fp8core.chain.protocol import Consumer
 from fp8core.chain.request import Handover, QuantizeRequest
-from fp8core.dispatch import settings, table
+from fp8core.chain.shape import BindContext
+from fp8core.dispatch import settings
 from fp8core.errors import UnsupportedError
-from fp8core.tensors.quantizer import LowPrecision, Orientations, Quantizer
+from fp8core.tensors.quantizer import LowPrecision, Orientations
 
 __all__ = ["Fusion", "Producer", "bind_fusion", "variants"]
 
@@ -58,9 +58,9 @@ class Fusion:
 def variants(fused: FusedDesc) -> dict[Variant, FusedDesc]:
     """Return the descriptors that a fusion needs, by ``(rowwise, columnwise, sums)``.
 
-    An input is always wanted rowwise, columnwise if the weight is trained, and never summed. A
-    gradient is wanted either way or both ways; with ``fused.sums`` it is summed if the bias is
-    trained, and not if it is frozen.
+    ``fused`` itself comes first. An input is always wanted rowwise, columnwise if the weight is
+    trained, and never summed. A gradient is wanted either way or both ways; with ``fused.sums`` it
+    is summed if the bias is trained, and not if it is frozen.
     """
     rowwise, columnwise = fused.quantize.halves()
     casts = {(True, True): fused.quantize, (True, False): rowwise}
@@ -69,32 +69,29 @@ def variants(fused: FusedDesc) -> dict[Variant, FusedDesc]:
     return {
         (*orientations, sums): FusedDesc(fused.producer, cast, sums)
         for orientations, cast in casts.items()
-        for sums in ((False, True) if fused.sums else (False,))
+        for sums in ((True, False) if fused.sums else (False,))
     }
 
 
 def bind_fusion(
-    producer: Producer,
-    consumer: Quantizer,
-    device: torch.device,
-    *,
-    has_sums: bool = False,
+    step: str, producer: Producer, consumer: Consumer | None, context: BindContext
 ) -> Fusion | None:
-    """Return the fusion of ``producer`` with ``consumer``, None where the backend has none.
+    """Return the fusion of ``producer``, which computes ``step``, with the cast of ``consumer``.
 
-    ``has_sums``: the consumer is the gradient's of a linear with a bias.
-
-    Only the backend that quantizes for ``consumer`` is asked: a fusion is no reason to change it.
+    None where nothing is cast, or the backend has none. Only the backend that quantizes for
+    ``consumer`` is asked: a fusion is no reason to change it.
     """
-    if not isinstance(consumer, LowPrecision):
+    quantizer = None if consumer is None else consumer.quantizer
+    if consumer is None or not isinstance(quantizer, LowPrecision):
         return None
     runs = {}
-    for key, desc in variants(FusedDesc(producer, consumer.desc, has_sums)).items():
-        resolved = table.resolve_optional(desc, device, consumer.choices[0].backend)
-        if resolved is None:
+    backend = quantizer.choices[0].backend
+    for key, desc in variants(FusedDesc(producer, quantizer.desc, consumer.has_sums)).items():
+        fused = context.resolve_optional(f"{step} with cast", desc, backend)
+        if fused is None:
             return None
-        runs[key] = consumer.with_slot(resolved.run)
-    both = consumer.desc.rowwise, consumer.desc.columnwise
+        runs[key] = quantizer.with_slot(fused.run)
+    both = quantizer.desc.rowwise, quantizer.desc.columnwise
     row_packing, column_packing = (
         1 if spec is None else _elements_a_byte(spec.format) for spec in both
     )

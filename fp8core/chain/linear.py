@@ -17,22 +17,26 @@ wgrad  grad_output, turned ``[n, m]`` input, turned ``[k, m]``   grad_weight ``[
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from fp8core.backend_api import Chunks, GemmDesc, Operand
+from fp8core.backend_api import Chunks, GemmDesc, GroupedGemmDesc, Operand
 from fp8core.chain.call import Call
 from fp8core.chain.groups import FlatWeights, Grouped, operands_of
+from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.main_grad import Accumulating
-from fp8core.chain.once import OnlyOnce
+from fp8core.chain.once import OnlyOnce, linear_only_once
 from fp8core.chain.padded import Padded, PaddedWeights
-from fp8core.chain.padding import LayerPadding
+from fp8core.chain.padding import LayerPadding, layer_padding
 from fp8core.chain.protocol import (
     Backward,
+    Consumer,
     Forward,
+    Link,
     Out,
     Params,
     Program,
@@ -40,13 +44,18 @@ from fp8core.chain.protocol import (
     SavedList,
 )
 from fp8core.chain.request import Handover, QuantizeRequest
+from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.chain.stochastic import Stochastic
 from fp8core.chain.stored import is_stored_as
 from fp8core.dispatch.select import Choice
+from fp8core.dispatch.table import Resolved
+from fp8core.recipe.plan import HIGH_PRECISION, GemmPlan, LinearPlan, TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import Cast, Quantizer
+from fp8core.tensors.quantizer import Cast, Quantizer, Slot, Unturned, bind_quantizer
 from fp8core.tensors.scaling import DelayedState, update_after_backward
-from fp8core.tensors.weights import WeightQuantizer
+from fp8core.tensors.states import LayerStates
+from fp8core.tensors.storage import storage_plan
+from fp8core.tensors.weights import How, KeptWeight, PerGroup, WeightQuantizer
 from fp8core.torch_ops import operators
 
 __all__ = ["LinearLink", "LinearProgram", "LinearShape", "turning"]
@@ -66,7 +75,8 @@ def turning(run: Callable[..., Any]) -> Callable[..., Any]:
     return turned
 
 
-class LinearShape(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LinearShape(LinkShape):
     """What a linear layer is, apart from its recipe; ``groups`` is 0 for a dense layer.
 
     ``accumulates``: weight gradients are added to ``weight.main_grad``. ``offsets_on_device``: the
@@ -90,6 +100,52 @@ class LinearShape(NamedTuple):
     def num_params(self) -> int:
         """The number of weights and biases."""
         return self.num_weights * (1 if self.bias_dtype is None else 2)
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """The columns that its matrix product takes and returns."""
+        return self.in_features, self.out_features
+
+    @property
+    def quantizes(self) -> bool:
+        """It quantizes its input and its gradient, unless the recipe leaves both as they are."""
+        return True
+
+    def columns(self, columns: int) -> int:
+        """Return the output features."""
+        return self.out_features
+
+    def input_columns(self, columns: int | None) -> int:
+        """Return the input features."""
+        return self.in_features
+
+    def expected_columns(self, columns: int) -> str | None:
+        """Return the input features unless they are ``columns``."""
+        return None if columns == self.in_features else str(self.in_features)
+
+    def with_offsets_on_device(self) -> LinearShape:
+        """Return the shape for calls whose group sizes the host never reads."""
+        return dataclasses.replace(self, offsets_on_device=True)
+
+    def gemm_desc(self, name: str, plan: LinearPlan, dtype: torch.dtype) -> GemmDesc:
+        """Return what ``name``, fprop, dgrad or wgrad, computes for activations of ``dtype``."""
+        gemm: GemmPlan = getattr(plan, name)
+        # In high precision the result is rounded to the activation dtype first, as torch.autocast
+        # does.
+        is_low = gemm.a is not None or gemm.b is not None
+        out_dtype = self.weight_dtype if name == "wgrad" and is_low else dtype
+        accumulates = name == "wgrad" and self.accumulates
+        if accumulates:
+            out_dtype = torch.float32
+        fields = (gemm.a, gemm.b, out_dtype, accumulates, gemm.fast_accumulation)
+        if not self.groups:
+            return GemmDesc(*fields)
+        return GroupedGemmDesc(*fields, name == "wgrad", self.offsets_on_device)
+
+    def bind(self, context: BindContext) -> Link:
+        """Return the link, or what a watch makes of it."""
+        link, plan = _bind(self, context), context.gemm_plan
+        return link if context.watch is None else context.watch(link, plan, context.binding)
 
 
 class LinearProgram:
@@ -223,7 +279,7 @@ class LinearProgram:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LinearLink:
+class LinearLink(LinkDefaults):
     """``y[m, n] = x[m, k] @ w[n, k].T + bias[n]``, or the same for each group of rows.
 
     Parameters come as ``(weight, bias)``, or ``(*weights, *biases)`` for a grouped link, without
@@ -246,13 +302,39 @@ class LinearLink:
     input_dtype: torch.dtype
     grad_dtype: torch.dtype
     index: int
-    choices: dict[str, Choice]
+    choices: dict[str, Choice] = field()  # which has no default, unlike in LinkDefaults
     num_weights: int
     num_params: int
     takes_chunks: bool = False
     only_once: OnlyOnce | None = None
     # Programs by padding, by chunks, and by whose gradients are needed.
     _programs: dict[tuple[bool, ...], LinearProgram] = field(default_factory=dict)
+
+    @property
+    def input_consumer(self) -> Consumer:
+        """How it quantizes its input."""
+        return Consumer(self.input, self.input_dtype)
+
+    @property
+    def grad_consumer(self) -> Consumer:
+        """How it quantizes the gradient of its output, summed for the bias."""
+        has_bias = self.shape.bias_dtype is not None
+        return Consumer(self.grad_output, self.grad_dtype, has_bias)
+
+    def in_torch(self, bind: Callable[[Any], Any]) -> LinearLink:
+        """Return the linear by torch's operators."""
+        link: LinearLink = bind(self.shape)
+        return link
+
+    def converted(
+        self, params: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> Sequence[torch.Tensor]:
+        """Return the parameters, the weights as plain tensors of ``dtype``."""
+        plain = list(params)
+        for at, weight in enumerate(params[: self.num_weights]):
+            value = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+            plain[at] = value.to(dtype)
+        return plain
 
     @property
     def grad_input_dtype(self) -> torch.dtype:
@@ -339,3 +421,130 @@ def _chunked(dgrad: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any
         return grad_input
 
     return run
+
+
+def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
+    plan, dtype = context.gemm_plan, context.dtype
+    gemms = {
+        name: context.resolve(name, shape.gemm_desc(name, plan, dtype))
+        for name in ("fprop", "dgrad", "wgrad")
+    }
+    only_once = linear_only_once(shape.accumulates, context.plan, context.binding, context.owner)
+    dgrad, wgrad = gemms["dgrad"].run, gemms["wgrad"].run
+    if only_once is None:
+        dgrad, wgrad = turning(dgrad), turning(wgrad)
+        # The chain converts weights outside of its node, whose gradients then have this dtype.
+        shape = dataclasses.replace(shape, weight_dtype=dtype)
+    input_dtype, grad_dtype = context.input_dtype(plan.input), context.grad_dtype(plan.grad_output)
+    states = context.states
+    if states is not None:
+        states = dataclasses.replace(states, first=context.first_gemm, count=shape.num_weights)
+    x, weight, dy = _bind_quantizers(
+        shape, context, states, (input_dtype, grad_dtype), is_unturned=only_once is None
+    )
+    choices = {name: resolved.choice for name, resolved in gemms.items()}
+    for name, quantizer in (("input", x), ("weight", weight), ("grad_output", dy)):
+        if quantizer.choices:
+            choices[name] = quantizer.choices[-1]
+    specs = plan.grad_output
+    return LinearLink(
+        shape=shape,
+        input=x,
+        weight=weight,
+        grad_output=dy,
+        fprop=_fprop(gemms["fprop"], shape, context),
+        dgrad=dgrad,
+        wgrad=wgrad,
+        padding=layer_padding(
+            [gemms[name].alignment for name in gemms],
+            shape.features,
+            context.owner,
+            offsets_on_device=shape.offsets_on_device,
+        ),
+        backward_state=states.backward if states is not None and _is_delayed(specs) else None,
+        needs_rng=any(spec is not None and spec.stochastic for spec in specs),
+        input_dtype=input_dtype,
+        grad_dtype=grad_dtype,
+        index=context.first_gemm,
+        choices=choices,
+        num_weights=shape.num_weights,
+        num_params=shape.num_params,
+        # Autograd keeps the last one's gradient until backward returns.
+        takes_chunks=context.after is None and dy.casts_chunks,
+        only_once=only_once,
+    )
+
+
+def _fprop(resolved: Resolved, shape: LinearShape, context: BindContext) -> Callable[..., Any]:
+    """Return fprop; in high precision the bias has the activation dtype, as in torch.autocast."""
+    run, dtype, plan = resolved.run, context.dtype, context.gemm_plan.fprop
+    if shape.bias_dtype in (None, dtype) or plan.a is not None or plan.b is not None:
+        return run
+
+    def fprop(a: Operand, b: Any, *groups: torch.Tensor, bias: Any) -> Any:
+        cast = [one.to(dtype) for one in bias] if shape.groups else bias.to(dtype)
+        return run(a, b, *groups, bias=cast)
+
+    return fprop
+
+
+def _bind_quantizers(
+    shape: LinearShape,
+    context: BindContext,
+    states: LayerStates | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    *,
+    is_unturned: bool,
+) -> tuple[Quantizer, KeptWeight | PerGroup, Quantizer]:
+    """Return the quantizers of input, weight and grad_output; ``dtypes`` are those of the first and
+    the last."""
+    plan, binding = context.plan, context.binding
+    is_grouped = bool(shape.groups)
+    count, propagates = context.nonfinite, plan.nonfinite == "propagate"
+    unturned = Unturned(binding.activation_dtype) if is_unturned else None
+
+    def slot_of(tensor: str, group: int | None = None) -> Slot | None:
+        if states is None or not _is_delayed(plan.tensors[tensor]):
+            return None
+        return states.slot(tensor) if group is None else states.slot_of_set(tensor, group)
+
+    def weight(group: int) -> KeptWeight:
+        slot = slot_of("weight", group)
+        quantizer = unturned or bind_quantizer(
+            plan.weight,
+            shape.weight_dtype,
+            binding,
+            purpose=context.purpose("weight"),
+            slot=slot,
+            nonfinite=count,
+            propagates=propagates,
+        )
+        key = (plan.weight, plan.nonfinite, shape.weight_dtype, binding.device, quantizer.choices)
+        stored = HIGH_PRECISION.weight if binding.is_observing else storage_plan(plan.weight)
+        how = How(key, stored, context.owner, slot)
+        return KeptWeight(quantizer, context.first_gemm + group, how)
+
+    def quantizer_of(tensor: str, dtype: torch.dtype, slot: Slot | None) -> Quantizer:
+        return bind_quantizer(
+            plan.tensors[tensor],
+            dtype,
+            binding,
+            purpose=context.purpose(tensor),
+            grouped=is_grouped,
+            offsets_on_device=shape.offsets_on_device,
+            slot=slot,
+            nonfinite=count,
+            propagates=propagates,
+        )
+
+    input_dtype, grad_dtype = dtypes
+    x = unturned or quantizer_of("input", input_dtype, slot_of("input"))
+    weights = PerGroup([weight(g) for g in range(shape.groups)]) if is_grouped else weight(0)
+    # Calibration sees the forward pass alone, as in Transformer Engine.
+    dy_slot = None if binding.is_observing else slot_of("grad_output")
+    dy = quantizer_of("grad_output", grad_dtype, dy_slot)
+    return x, weights, dy
+
+
+def _is_delayed(specs: TensorPlan) -> bool:
+    return any(spec is not None and spec.delayed for spec in specs)

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 
+from fp8core.backend_api import AddNormDesc, NormBackwardDesc, NormDesc
 from fp8core.chain.call import Call
-from fp8core.chain.fusion import Fusion
-from fp8core.chain.once import OnlyOnce
-from fp8core.chain.protocol import (
-    Backward,
-    Forward,
-    Out,
-    Params,
-    Saved,
-    TensorProgram,
-    Unadded,
-)
+from fp8core.chain.fusion import Fusion, bind_fusion
+from fp8core.chain.link_defaults import LinkDefaults
+from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved, TensorProgram, Unadded
+from fp8core.chain.shape import BindContext, LinkShape
 
 __all__ = ["NormLink", "NormShape"]
 
 
-class NormShape(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class NormShape(LinkShape):
     """What a norm is: ``kind`` ``"layernorm"`` or ``"rmsnorm"``, its width and its options."""
 
     kind: str
@@ -38,9 +33,51 @@ class NormShape(NamedTuple):
         """``(weight, bias)``, or ``(weight,)`` for an RMSNorm."""
         return 2 if self.kind == "layernorm" else 1
 
+    def columns(self, columns: int) -> int:
+        """Return the width."""
+        return self.size
+
+    def input_columns(self, columns: int | None) -> int:
+        """Return the width."""
+        return self.size
+
+    def expected_columns(self, columns: int) -> str | None:
+        """Return the width unless it is ``columns``."""
+        return None if columns == self.size else str(self.size)
+
+    def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return float32, in which it computes."""
+        return torch.float32
+
+    def bind(self, context: BindContext) -> NormLink:
+        """Return the link, which adds a residual where a backend does both in one go and no cast
+        is fused: a fused cast writes less."""
+        consumer = context.output_consumer
+        out_dtype = context.dtype if consumer is None else consumer.dtype
+        desc = NormDesc(self.kind, context.dtype, out_dtype, self.eps, self.zero_centered)
+        backward_desc = NormBackwardDesc(desc)
+        norm = context.resolve("norm", desc)
+        backward = context.resolve("norm backward", backward_desc)
+        fusion = bind_fusion("norm", desc, consumer, context)
+        gradient = context.grad_input_consumer
+        backward_fusion = bind_fusion("norm backward", backward_desc, gradient, context)
+        added = None
+        if fusion is None and context.before is not None and context.before.shape.leaves_sum:
+            backend = norm.choice.backend
+            added = context.resolve_optional("norm of a sum", AddNormDesc(desc), backend)
+        return NormLink(
+            self,
+            norm.run,
+            backward.run,
+            fusion,
+            backward_fusion,
+            None if added is None else added.run,
+            self.num_params,
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NormLink:
+class NormLink(LinkDefaults):
     """Normalizes each row of ``x [rows, n]``; its parameters are ``(weight, bias)``.
 
     ``run_added`` adds a residual first, where a backend does both in one go: then the link before
@@ -55,7 +92,18 @@ class NormLink:
     run_added: Callable[..., Any] | None
     num_params: int
     needs_rng: bool = False
-    only_once: ClassVar[OnlyOnce | None] = None
+
+    @property
+    def adds_residual(self) -> bool:
+        """Whether a backend adds and normalizes at once."""
+        return self.run_added is not None
+
+    def in_torch(self, bind: Callable[[Any], Any]) -> NormLink:
+        """Return a norm whose statistics belong to the graph, too."""
+        link: NormLink = bind(self.shape)
+        return _DifferentiableNorm(
+            link.shape, link.run, link.run_backward, None, None, None, link.num_params
+        )
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> NormProgram:
         """Return the program, which is the same for any number of rows."""
@@ -104,3 +152,25 @@ class NormProgram(TensorProgram[NormLink]):
         if not needs[0]:
             return (None, *grad_params)
         return (grad_x if out is None else out(grad_x), *grad_params)
+
+
+class _DifferentiableNorm(NormLink):
+    """A norm whose statistics are differentiated, too."""
+
+    __slots__ = ()
+
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> NormProgram:
+        """Return the program, which computes the statistics again in backward."""
+        return _DifferentiableNormProgram(self, needs_grad)
+
+
+class _DifferentiableNormProgram(NormProgram):
+    __slots__ = ()
+
+    def backward(
+        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Compute the gradients from the saved input, and its statistics from that."""
+        x, weight = saved[:2]
+        _, mean, rstd = self._link.run(x, weight)
+        return NormProgram.backward(self, grad, (x, weight, mean, rstd), context, call, out)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from fp8core.backend_api import Alignment
 from fp8core.chain.call import Call
-from fp8core.errors import OperandError
+from fp8core.errors import OperandError, UnsupportedError
 from fp8core.reporting import log_once
 from fp8core.tensors.quantizer import Groups
 
-__all__ = ["LayerPadding", "PaddedCall", "RowsChanged"]
+__all__ = ["LayerPadding", "PaddedCall", "RowsChanged", "layer_padding"]
 
 
 class RowsChanged(OperandError):
@@ -94,6 +96,35 @@ class LayerPadding:
         if self.tokens > 1:
             parts.append(rows)
         log_once(f"{first}: {', '.join(parts)}")
+
+
+def layer_padding(
+    alignments: Sequence[Alignment],
+    features: tuple[int, int],
+    owner: str,
+    *,
+    offsets_on_device: bool,
+) -> LayerPadding | None:
+    """Return what a linear of ``features`` (in, out) has to add, None if nothing ever.
+
+    ``alignments`` are those of fprop, dgrad and wgrad.
+
+    Raises:
+        UnsupportedError: rows would have to be padded by sizes that only the device knows.
+    """
+    fprop, dgrad, wgrad = alignments
+    # fprop is [tokens, out, in] as m, n, k; dgrad [tokens, in, out]; wgrad [out, in, tokens]
+    tokens = math.lcm(fprop.m, dgrad.m, wgrad.k)
+    in_features = math.lcm(fprop.k, dgrad.n, wgrad.n)
+    out_features = math.lcm(fprop.n, dgrad.k, wgrad.m)
+    if tokens == out_features == in_features == 1:
+        return None
+    if tokens > 1 and offsets_on_device:
+        raise UnsupportedError(
+            f"the rows of each group have to be a multiple of {tokens}, and sizes that only the "
+            f"device knows cannot be padded. Give m_splits as a list of integers."
+        )
+    return LayerPadding(owner, tokens, -features[0] % in_features, -features[1] % out_features)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

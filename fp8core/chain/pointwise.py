@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 
+from fp8core.backend_api import DequantizeDesc, OperandSpec
 from fp8core.chain.call import Call
-from fp8core.chain.once import OnlyOnce
-from fp8core.chain.protocol import (
-    Backward,
-    Forward,
-    Out,
-    Params,
-    Saved,
-    TensorProgram,
-    Unadded,
-)
+from fp8core.chain.link_defaults import LinkDefaults
+from fp8core.chain.once import OnlyOnce, in_low_precision
+from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved, TensorProgram, Unadded
 from fp8core.chain.request import QuantizeRequest
+from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError
+from fp8core.recipe.plan import TensorPlan
+from fp8core.tensors.quantizer import bind_quantizer
 from fp8core.torch_ops import fused, operators
 
 __all__ = [
@@ -38,39 +36,116 @@ __all__ = [
 ]
 
 
-class BiasShape(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class BiasShape(LinkShape):
     """A bias ``[size]``."""
 
     size: int
     dtype: torch.dtype
-    num_params: int = 1
+
+    @property
+    def num_params(self) -> int:
+        """The bias."""
+        return 1
+
+    def columns(self, columns: int) -> int:
+        """Return the size."""
+        return self.size
+
+    def input_columns(self, columns: int | None) -> int:
+        """Return the size."""
+        return self.size
+
+    def expected_columns(self, columns: int) -> str | None:
+        """Return the size unless it is ``columns``."""
+        return None if columns == self.size else str(self.size)
+
+    def bind(self, context: BindContext) -> BiasLink:
+        """Return the link."""
+        return BiasLink(self)
 
 
-class DropoutShape(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class DropoutShape(LinkShape):
     """Dropout with probability ``p``."""
 
     p: float
-    num_params: int = 0
+
+    def bind(self, context: BindContext) -> DropoutLink:
+        """Return the link, which draws other numbers than others of the chain."""
+        return DropoutLink(self, context.position, needs_rng=self.p > 0)
 
 
-class AddShape(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class AddShape(LinkShape):
     """Adds a second tensor, which comes as its parameter."""
 
-    num_params: int = 1
+    @property
+    def num_params(self) -> int:
+        """The second tensor."""
+        return 1
+
+    @property
+    def leaves_sum(self) -> bool:
+        """It hands over both tensors to a link that adds them."""
+        return True
+
+    def bind(self, context: BindContext) -> AddLink:
+        """Return the link, which adds unless the next one does."""
+        link = None if context.after is None else context.after.link
+        return AddLink(self, is_left_to_next=link is not None and link.adds_residual)
 
 
-class QuantizeShape(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class QuantizeShape(LinkShape):
     """Rounds to the recipe's input format and back, forward, backward or both."""
 
     forward: bool = True
     backward: bool = False
-    num_params: int = 0
+
+    def bind(self, context: BindContext) -> QuantizeLink:
+        """Return the link; both directions need a backend that casts and decodes."""
+        plan, is_observing = context.plan, context.binding.is_observing
+        specs = {"input": plan.input.rowwise, "grad_output": plan.grad_output.rowwise}
+        is_high = is_observing or not any(specs.values())
+        forward, backward = (
+            _rounding(step, None if is_observing else spec, context) for step, spec in specs.items()
+        )
+        only_once = None if is_high else in_low_precision(context.owner)
+        return QuantizeLink(self, forward, backward, only_once)
 
 
-class OutputShape(NamedTuple):
+def _rounding(
+    step: str, spec: OperandSpec | None, context: BindContext
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what rounds a tensor to ``spec`` and back, by its own scale and to the nearest."""
+    if spec is None:
+        return lambda x: x
+    spec = dataclasses.replace(spec, delayed=False, stochastic=False)
+    quantize = bind_quantizer(
+        TensorPlan(spec, None),
+        context.dtype,
+        context.binding,
+        purpose=context.purpose(step),
+        nonfinite=context.nonfinite,
+        propagates=context.plan.nonfinite == "propagate",
+    )
+    dequantize = context.resolve(step, DequantizeDesc(spec, context.dtype)).run
+    return lambda x: dequantize(quantize(x, columnwise=False).rowwise)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputShape(LinkShape):
     """The value leaves the chain here, in the activation dtype, and comes back in."""
 
-    num_params: int = 0
+    @property
+    def leaves_chain(self) -> bool:
+        """It does nothing else."""
+        return True
+
+    def bind(self, context: BindContext) -> OutputLink:
+        """Return the link."""
+        return OutputLink()
 
 
 def _hand(y: torch.Tensor, out: QuantizeRequest | None) -> Any:
@@ -78,12 +153,11 @@ def _hand(y: torch.Tensor, out: QuantizeRequest | None) -> Any:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OutputLink:
+class OutputLink(LinkDefaults):
     """Passes everything on; where a layer returns the value, it runs the two sides apart."""
 
     num_params: int = 0
     needs_rng: bool = False
-    only_once: ClassVar[OnlyOnce | None] = None
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> OutputProgram:
         """Return the program, which is the same for any number of rows."""
@@ -107,13 +181,12 @@ class OutputProgram(TensorProgram[OutputLink]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BiasLink:
+class BiasLink(LinkDefaults):
     """``y = x + bias``."""
 
     shape: BiasShape
     num_params: int = 1
     needs_rng: bool = False
-    only_once: ClassVar[OnlyOnce | None] = None
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> BiasProgram:
         """Return the program, which is the same for any number of rows."""
@@ -140,14 +213,13 @@ class BiasProgram(TensorProgram[BiasLink]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DropoutLink:
+class DropoutLink(LinkDefaults):
     """Zeroes elements with probability ``p``, scales the rest by ``1 / (1 - p)``."""
 
     shape: DropoutShape
     index: int
     needs_rng: bool
     num_params: int = 0
-    only_once: ClassVar[OnlyOnce | None] = None
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> DropoutProgram:
         """Return the program, which is the same for any number of rows."""
@@ -179,14 +251,17 @@ class DropoutProgram(TensorProgram[DropoutLink]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AddLink:
+class AddLink(LinkDefaults):
     """``y = x + residual``, rounded once to the dtype of ``x``; left to the next link if it can."""
 
     shape: AddShape
     is_left_to_next: bool = False
     num_params: int = 1
     needs_rng: bool = False
-    only_once: ClassVar[OnlyOnce | None] = None
+
+    def in_torch(self, bind: Callable[[Any], Any]) -> AddLink:
+        """Return a link that adds."""
+        return AddLink(self.shape)
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> AddProgram:
         """Return the program, which is the same for any number of rows."""
@@ -225,7 +300,7 @@ class AddProgram(TensorProgram[AddLink]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantizeLink:
+class QuantizeLink(LinkDefaults):
     """Rounds values to a low-precision format and back, as the next layer would see them.
 
     ``only_once``: rounding has no derivative other than the one that backward uses.
@@ -234,7 +309,7 @@ class QuantizeLink:
     shape: QuantizeShape
     round_forward: Callable[[torch.Tensor], torch.Tensor]
     round_backward: Callable[[torch.Tensor], torch.Tensor]
-    only_once: OnlyOnce | None
+    only_once: OnlyOnce | None = None
     num_params: int = 0
     needs_rng: bool = False
 

@@ -6,7 +6,7 @@ rows, for whose gradients are needed and for a call, it gives a program, which c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -14,9 +14,11 @@ import torch
 from fp8core.chain.call import Call
 from fp8core.chain.once import OnlyOnce
 from fp8core.chain.request import Handover, QuantizeRequest
+from fp8core.dispatch.select import Choice
+from fp8core.tensors.quantizer import Quantizer
 
 __all__ = [
-    *("Backward", "Forward", "Link", "Out", "Params", "Program", "Saved", "SavedList"),
+    *("Backward", "Consumer", "Forward", "Link", "Out", "Params", "Program", "Saved", "SavedList"),
     *("TensorProgram", "Unadded", "Value", "Wrapper"),
 ]
 
@@ -97,8 +99,20 @@ class Program(Protocol):
         """
 
 
+class Consumer(NamedTuple):
+    """How a link quantizes what its neighbour computes: given in ``dtype``, and, with ``has_sums``,
+    summed along its rows where a bias is trained."""
+
+    quantizer: Quantizer
+    dtype: torch.dtype
+    has_sums: bool = False
+
+
 class Link(Protocol):
-    """One link of a chain. Holds bound callables only; tensors and sizes come with the call."""
+    """One link of a chain. Holds bound callables only; tensors and sizes come with the call.
+
+    :class:`fp8core.chain.link_defaults.LinkDefaults` answers for a link without anything special.
+    """
 
     @property
     def num_params(self) -> int:
@@ -111,6 +125,35 @@ class Link(Protocol):
     @property
     def only_once(self) -> OnlyOnce | None:
         """Why torch's operators may not replace it; None in high precision, where they may."""
+
+    @property
+    def choices(self) -> Mapping[str, Choice]:
+        """Who computes its GEMMs and casts, by step; empty for a link without GEMMs."""
+
+    @property
+    def input_consumer(self) -> Consumer | None:
+        """How it quantizes its input; None if it takes the tensor as it is."""
+
+    @property
+    def grad_consumer(self) -> Consumer | None:
+        """How it quantizes the gradient of its output; None if it takes the tensor as it is."""
+
+    @property
+    def adds_residual(self) -> bool:
+        """Whether it also takes an :class:`Unadded`, and adds the two tensors itself."""
+
+    @property
+    def is_left_to_next(self) -> bool:
+        """Whether it may hand over an :class:`Unadded`, which the next link adds."""
+
+    def in_torch(self, bind: Callable[[Any], Any]) -> Link:
+        """Return the link made of torch's operators alone; ``bind(shape)`` makes one like that."""
+
+    def converted(
+        self, params: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> Sequence[torch.Tensor]:
+        """Return the parameters with weights as plain tensors of ``dtype``, converted by torch,
+        which differentiates that."""
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
         """Return the program that computes ``call`` for an input of ``rows`` rows.

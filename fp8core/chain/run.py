@@ -11,7 +11,6 @@ import torch
 from fp8core.chain.call import DENSE, Call
 from fp8core.chain.differentiable import (
     Unfused,
-    converted,
     is_detached,
     only_once,
     refusing,
@@ -199,7 +198,7 @@ def _run_in_pieces(
     first, dtype = 0, x.dtype
     for piece in links.pieces:
         end = first + sum(link.num_params for link in piece)
-        given = converted(piece[0], params[first:end], dtype)
+        given = piece[0].converted(params[first:end], dtype)
         if x.requires_grad or _any_requires_grad(given):
             x = _apply(piece, call, x, *given)
         else:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from fp8core.chain.activation import activation_shape
-from fp8core.chain.bind import LinkShape
+from fp8core.chain.shape import LinkShape
 from fp8core.modules.operation import Operation
 from fp8core.modules.refusals import refuse_arguments
 

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from fp8core.chain.bind import LinkShape, Watch
-from fp8core.chain.linear import LinearShape
+from fp8core.chain.shape import LinkShape, Watch
 from fp8core.context.autocast import Active
 from fp8core.modules.bindings import bind_lock
 from fp8core.modules.bound import label_of
@@ -30,6 +29,8 @@ class LowPrecisionModule(DelayedModule):
     kind: ClassVar[str]
     use_bias: bool
     fuse_wgrad_accumulation = False
+    # Whether its chain's parameter is an argument of the call; only in an ops.Sequential.
+    takes_extra_input: ClassVar[bool] = False
     # The recipe for calls outside any autocast; high precision if None.
     outside_autocast: Active | None = None
     # Kind and name of each layer of the prepared model, one a line; a single text, which
@@ -48,13 +49,13 @@ class LowPrecisionModule(DelayedModule):
         """Return the chain's parameters, in order."""
         return []
 
-    def linear_shapes(self) -> list[LinearShape]:
-        """Return the shapes of the chain's linears."""
-        return [shape for shape in self.link_shapes() if isinstance(shape, LinearShape)]
+    def linear_shapes(self) -> list[LinkShape]:
+        """Return the shapes of the chain's linears: the links that have weights."""
+        return [shape for shape in self.link_shapes() if shape.num_weights]
 
     def count_gemms(self) -> int:
         """Return how many forward GEMMs the layer has."""
-        return sum(shape.num_weights for shape in self.linear_shapes())
+        return sum(shape.num_weights for shape in self.link_shapes())
 
     def set_watch(self, watch: Watch | None) -> None:
         """Have ``watch`` observe the tensors that the layer's linears compute with; None ends it.
@@ -104,11 +105,13 @@ class LowPrecisionModule(DelayedModule):
     def _describe(self) -> list[str]:
         """Return the sizes and options that :meth:`extra_repr` shows."""
         shape = self.linear_shapes()[0]
+        assert shape.features is not None
+        in_features, out_features = shape.features
         words = [f"num_gemms={shape.groups}"] if shape.groups else []
         return [
             *words,
-            f"in_features={shape.in_features}",
-            f"out_features={shape.out_features}",
+            f"in_features={in_features}",
+            f"out_features={out_features}",
             f"bias={self.use_bias}",
         ]
 

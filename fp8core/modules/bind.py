@@ -7,9 +7,9 @@ import dataclasses
 import torch
 
 from fp8core.chain import run as chain
-from fp8core.chain.bind import LinkShape, Site, bind_chain
+from fp8core.chain.bind import bind_chain
 from fp8core.chain.differentiable import arranged
-from fp8core.chain.linear import LinearShape
+from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.context import recompute
 from fp8core.context.autocast import active, active_name
 from fp8core.context.scopes import touch
@@ -98,7 +98,7 @@ def _bind_captured(layer: LowPrecisionModule, device: torch.device, dtype: torch
     is_watched = layer._bindings.watch is not None
     return bind_captured(
         (layer.kind, type(layer).__name__, name, peers, is_compiled, is_watched),
-        tuple([(type(shape).__name__, *shape) for shape in layer.link_shapes()]),
+        tuple([shape.values() for shape in layer.link_shapes()]),
         asked,
         (backends.backend, backends.op_backends),
         (device, dtype),
@@ -109,10 +109,7 @@ def _shapes(layer: LowPrecisionModule, offsets_on_device: bool) -> tuple[LinkSha
     shapes = layer.link_shapes()
     if not offsets_on_device:
         return shapes
-    return tuple(
-        shape._replace(offsets_on_device=True) if isinstance(shape, LinearShape) else shape
-        for shape in shapes
-    )
+    return tuple(shape.with_offsets_on_device() for shape in shapes)
 
 
 def _bind(
@@ -143,8 +140,8 @@ def _bind(
         watch, count = layer._bindings.watch, None
         if plan != HIGH_PRECISION and not binding.is_observing:
             count = layer._bindings.nonfinite_of(binding.device, is_training=mode[2])
-        site = Site(plan, binding, layer.label, states, watch, count)
-        links = bind_chain(shapes, site)
+        context = BindContext(plan, binding, layer.label, states, watch, count)
+        links = bind_chain(shapes, context)
     except BaseException as error:
         layer.put_back_state(before)
         if not isinstance(error, Fp8CoreError):

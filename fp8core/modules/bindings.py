@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fp8core.chain.bind import Watch
+from fp8core.chain.shape import Watch
 from fp8core.tensors.states import LayerStates
 from fp8core.tensors.weights import WeightStore
 from fp8core.torch_ops.counted import new_counter

@@ -10,14 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fp8core.chain import run as chain
-from fp8core.chain.activation import ActivationShape
-from fp8core.chain.bind import SHAPES, LinkShape, Site, bind_chain
+from fp8core.chain.bind import bind_chain
 from fp8core.chain.call import DENSE, Call
 from fp8core.chain.differentiable import arranged
-from fp8core.chain.linear import LinearLink, LinearShape
-from fp8core.chain.norm import NormShape
-from fp8core.chain.pointwise import BiasShape, OutputShape
 from fp8core.chain.protocol import Link
+from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.context.autocast import named
 from fp8core.dispatch import table
 from fp8core.errors import (
@@ -79,9 +76,9 @@ class Bound(NamedTuple):
     needs_rng: bool
 
     @property
-    def linears(self) -> list[LinearLink]:
-        """The chain's linear links, in order."""
-        return [link for link in self.links if isinstance(link, LinearLink)]
+    def linears(self) -> list[Link]:
+        """The chain's links that have GEMMs, in order."""
+        return [link for link in self.links if link.choices]
 
     def call(self, first_microbatch: bool | None) -> Call:
         """Return what a dense call of the layer brings: a new seed if a link takes one."""
@@ -108,11 +105,11 @@ def new_seed() -> torch.Tensor | None:
 
 def label_of(type_name: str, name: str | None, shapes: Sequence[LinkShape]) -> str:
     """Return what messages call a layer: its name in the model, else its class and sizes."""
-    linears = [shape for shape in shapes if isinstance(shape, LinearShape)]
+    features = [shape.features for shape in shapes if shape.features is not None]
     sizes = type_name
-    if linears:
-        inputs = ", ".join(str(shape.in_features) for shape in linears)
-        sizes += f"({inputs}, {linears[-1].out_features})"
+    if features:
+        inputs = ", ".join(str(in_features) for in_features, _ in features)
+        sizes += f"({inputs}, {features[-1][1]})"
     return sizes if name is None else f"{name!r} ({sizes})"
 
 
@@ -157,7 +154,7 @@ _Item = TypeVar("_Item")
 
 def parts_of(shapes: Sequence[LinkShape], items: tuple[_Item, ...]) -> list[tuple[_Item, ...]]:
     """Split ``items``, one a shape, where a value leaves the chain."""
-    leaves = [at for at, shape in enumerate(shapes) if isinstance(shape, OutputShape)]
+    leaves = [at for at, shape in enumerate(shapes) if shape.leaves_chain]
     starts = [0, *(at + 1 for at in leaves)]
     return [items[a:b] for a, b in zip(starts, [*leaves, len(items)], strict=True)]
 
@@ -175,19 +172,19 @@ constant_in_graph(reads_names)
 
 def bind_captured(
     layer: tuple[str, str, str | None, str, bool, bool],
-    shape_fields: tuple[tuple[Any, ...], ...],
+    shape_values: tuple[tuple[Any, ...], ...],
     asked: str,
     backends: tuple[str | None, tuple[tuple[str, str], ...]],
     place: tuple[torch.device, torch.dtype],
 ) -> Bound:
     """Bind while torch compiles or exports: a graph is guarded by the values of the arguments.
 
-    They are plain values alone, what torch.compile can hand over, and what layers of one shape
-    have in common, so that they share a graph. A compiled graph raises what
+    They are classes and plain values alone, what torch.compile can hand over, and what layers of
+    one shape have in common, so that they share a graph. A compiled graph raises what
     binding raises when it runs: torch.compile would dress it as an error of its own.
     """
     kind, type_name, name, peers, is_compiled, is_watched = layer
-    shapes = tuple(SHAPES[shape](*fields) for shape, *fields in shape_fields)
+    shapes: tuple[LinkShape, ...] = tuple(shape(*values) for shape, *values in shape_values)
     request = named(asked)
     recipe = request.quantize if request.quantize is not None else request.observe
     binding = Binding(*place, request.observe is not None)
@@ -195,16 +192,16 @@ def bind_captured(
     try:
         check_rules(recipe, peers)
         plan = plan_of(LinearPlan, recipe, LayerRole(kind, name), binding.activation_dtype)
-        if plan.delayed is not None and any(isinstance(shape, LinearShape) for shape in shapes):
+        if plan.delayed is not None and any(shape.num_weights for shape in shapes):
             raise UnsupportedError(_NO_CAPTURE)
         if is_watched:
             raise UnsupportedError(_NO_WATCH)
-        if any(isinstance(shape, LinearShape) and shape.accumulates for shape in shapes):
+        if any(shape.accumulates for shape in shapes):
             raise UnsupportedError(_NO_MAIN_GRAD)
         if binding.device.type != "meta":
             counter_of(binding.device)  # outside of what torch records in a CUDA graph of its own
         with table.capturing():
-            links = bind_chain(shapes, Site(plan, binding, label))
+            links = bind_chain(shapes, BindContext(plan, binding, label))
     except Fp8CoreError as error:
         refused = type(error)(f"{label}: {error}")
         if not is_compiled:
@@ -226,10 +223,5 @@ constant_in_graph(bind_captured)
 def _columns(shapes: Sequence[LinkShape], columns: int) -> int:
     """Return how many columns ``shapes`` make of ``columns``."""
     for shape in shapes:
-        if isinstance(shape, LinearShape):
-            columns = shape.out_features
-        elif isinstance(shape, NormShape | BiasShape):
-            columns = shape.size
-        elif isinstance(shape, ActivationShape) and shape.is_gated:
-            columns //= 2
+        columns = shape.columns(columns)
     return columns

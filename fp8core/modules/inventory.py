@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -51,7 +52,7 @@ def flops_of(module: torch.nn.Module) -> int:
     GEMM; 0 for another module. A grouped layer counts one group, as a token goes through one.
     """
     if isinstance(module, LowPrecisionModule):
-        return sum(2 * s.in_features * s.out_features for s in module.linear_shapes())
+        return sum(2 * math.prod(s.features) for s in module.link_shapes() if s.features)
     if isinstance(module, torch.nn.Linear):
         return 2 * module.in_features * module.out_features
     if isinstance(module, torch.nn.MultiheadAttention):  # its output projection is a child

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from fp8core.chain.bind import LinkShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import OutputShape
+from fp8core.chain.shape import LinkShape
 from fp8core.errors import RecipeError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from fp8core.chain.activation import activation_shape
-from fp8core.chain.bind import LinkShape
 from fp8core.chain.linear import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import OutputShape
+from fp8core.chain.shape import LinkShape
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
 from fp8core.modules.inputs import check_input

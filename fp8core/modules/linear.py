@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fp8core.chain.bind import LinkShape
 from fp8core.chain.linear import LinearShape
+from fp8core.chain.shape import LinkShape
 from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind

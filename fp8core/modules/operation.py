@@ -6,11 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8core.chain.activation import ActivationShape
-from fp8core.chain.bind import LinkShape
-from fp8core.chain.linear import LinearShape
-from fp8core.chain.norm import NormShape
-from fp8core.chain.pointwise import BiasShape
+from fp8core.chain.shape import LinkShape
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
 from fp8core.modules.inputs import check_input
@@ -21,14 +17,10 @@ __all__ = ["Operation", "width_of"]
 
 def width_of(shapes: Sequence[LinkShape]) -> int | None:
     """Return the columns of the input, as the first link with a size tells; None if none does."""
-    halves = 1
-    for shape in shapes:
-        if isinstance(shape, LinearShape):
-            return halves * shape.in_features
-        if isinstance(shape, NormShape | BiasShape):
-            return halves * shape.size
-        halves *= 2 if isinstance(shape, ActivationShape) and shape.is_gated else 1
-    return None
+    width: int | None = None
+    for shape in reversed(shapes):
+        width = shape.input_columns(width)
+    return width
 
 
 class Operation(LowPrecisionModule):

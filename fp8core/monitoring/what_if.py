@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from fp8core.backend_api import OperandSpec
-from fp8core.chain.bind import Site, bind_chain
+from fp8core.chain.bind import bind_chain
 from fp8core.chain.call import Call
 from fp8core.chain.linear import LinearLink
 from fp8core.chain.padded import PaddedWeights
+from fp8core.chain.shape import BindContext
 from fp8core.errors import Fp8CoreError, OperandError, RecipeError, did_you_mean
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.monitoring.observe import LayerWatch
@@ -227,8 +228,8 @@ def _cast(
     role = LayerRole(layer.kind, layer.name or path)
     plan = _undelayed(plan_of(LinearPlan, recipe, role, binding.activation_dtype))
     watch = LayerWatch(recorder, path, len(layer.linear_shapes()))
-    site = Site(plan, binding, layer.label, None, watch)
-    links = bind_chain(layer.link_shapes(), site)
+    context = BindContext(plan, binding, layer.label, None, watch)
+    links = bind_chain(layer.link_shapes(), context)
     link = next(one for one in links if isinstance(one, LinearLink) and one.index == index)
     weight = link.weight if link.padding is None else PaddedWeights(link.weight, link.padding)
     # Gradients of input and weights need both orientations; that of a bias needs no operand.

@@ -11,14 +11,16 @@ import torch
 
 from fp8core.backend_api import (
     AmaxDesc,
+    OpDesc,
     Operand,
     QuantizeByAmaxDesc,
     QuantizeDesc,
     UnsupportedError,
     has_amax,
 )
-from fp8core.dispatch import table
+from fp8core.dispatch.resolver import DISPATCH, UNNAMED, Purpose, Resolver
 from fp8core.dispatch.select import Choice
+from fp8core.dispatch.table import Resolved
 from fp8core.recipe.plan import TensorPlan
 
 __all__ = [
@@ -56,6 +58,7 @@ class Slot(NamedTuple):
     amax: torch.Tensor | None
 
 
+Resolve: TypeAlias = Callable[[OpDesc], Resolved]
 Cast: TypeAlias = "Callable[[torch.Tensor], Orientations]"
 Pair: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], tuple[Orientations, Orientations]]"
 
@@ -188,21 +191,21 @@ class LowPrecision(_Quantizer):
     def __init__(
         self,
         desc: QuantizeDesc,
-        device: torch.device,
+        resolve: Resolve,
         slot: Slot | None,
         nonfinite: torch.Tensor | None,
     ) -> None:
         self.desc = desc
         self.slot = slot
         self.nonfinite = nonfinite
-        whole = table.resolve(desc, device)
+        whole = resolve(desc)
         self.choices: tuple[Choice, ...] = (whole.choice,)
         rowwise, columnwise = desc.halves()
         self._whole = whole
         self._both = self.with_slot(whole.run)
         self._chunked = self.with_slot(whole.offers.quantize_chunked or whole.run)
-        self._rowwise = self.with_slot(table.resolve(rowwise, device).run)
-        self._columnwise = self.with_slot(table.resolve(columnwise, device).run)
+        self._rowwise = self.with_slot(resolve(rowwise).run)
+        self._columnwise = self.with_slot(resolve(columnwise).run)
 
     @property
     def plan(self) -> TensorPlan | None:
@@ -274,16 +277,16 @@ class ReducedLowPrecision(_Quantizer):
     def __init__(
         self,
         desc: QuantizeDesc,
-        device: torch.device,
+        resolve: Resolve,
         nonfinite: torch.Tensor | None,
         reduce_amax: ReduceAmax,
     ) -> None:
         def bind(desc: QuantizeDesc) -> tuple[Cast, tuple[Choice, ...]]:
             if not has_amax(desc):  # this orientation's scales belong to blocks
-                plain = table.resolve(desc, device)
+                plain = resolve(desc)
                 return _counting(plain.run, nonfinite), (plain.choice,)
-            amax = table.resolve(AmaxDesc(desc), device)
-            cast = table.resolve(QuantizeByAmaxDesc.of(desc), device)
+            amax = resolve(AmaxDesc(desc))
+            cast = resolve(QuantizeByAmaxDesc.of(desc))
             run = _reducing(amax.run, reduce_amax, _counting(cast.run, nonfinite))
             return run, (amax.choice, cast.choice)
 
@@ -401,10 +404,10 @@ class Observer(_Quantizer):
     __slots__ = ("_amax", "_inner", "_recorded", "choices")
 
     def __init__(
-        self, inner: Quantizer, desc: QuantizeDesc, device: torch.device, recorded: torch.Tensor
+        self, inner: Quantizer, desc: QuantizeDesc, resolve: Resolve, recorded: torch.Tensor
     ) -> None:
         self._inner = inner
-        self._amax = table.resolve(AmaxDesc(desc), device).run
+        self._amax = resolve(AmaxDesc(desc)).run
         self._recorded = recorded
         self.choices = inner.choices
 
@@ -423,11 +426,12 @@ class Observer(_Quantizer):
 
 
 class Binding(NamedTuple):
-    """What quantizers of one layer have in common."""
+    """What quantizers of one layer have in common; ``resolver`` finds their operations."""
 
     device: torch.device
     activation_dtype: torch.dtype
     is_observing: bool = False
+    resolver: Resolver = DISPATCH
 
 
 def bind_quantizer(
@@ -435,6 +439,7 @@ def bind_quantizer(
     dtype: torch.dtype,
     binding: Binding,
     *,
+    purpose: Purpose = UNNAMED,
     grouped: bool = False,
     offsets_on_device: bool = False,
     slot: Slot | None = None,
@@ -455,13 +460,14 @@ def bind_quantizer(
             ``reduce_amax`` together.
     """
     where = (grouped, offsets_on_device)
+    resolve = partial(binding.resolver.resolve, device=binding.device, purpose=purpose)
     if binding.is_observing:
         inner = HighPrecision(binding.activation_dtype)
         if slot is None or slot.amax is None:
             return inner
         row, column = (spec if spec is not None and spec.delayed else None for spec in plan)
         recorded = QuantizeDesc(dtype, row, column, *where)
-        return Observer(inner, recorded, binding.device, slot.amax)
+        return Observer(inner, recorded, resolve, slot.amax)
     if plan.rowwise is None and plan.columnwise is None:
         return HighPrecision(binding.activation_dtype)
 
@@ -475,10 +481,10 @@ def bind_quantizer(
                     f"but with reduce_amax that is one part of several, whose scales have to be "
                     f"equal. nonfinite='saturate' works with reduce_amax."
                 )
-            return ReducedLowPrecision(desc, binding.device, nonfinite, reduce_amax)
+            return ReducedLowPrecision(desc, resolve, nonfinite, reduce_amax)
         if propagates:
-            return Propagating(LowPrecision(desc, binding.device, slot, None), nonfinite)
-        return LowPrecision(desc, binding.device, slot, nonfinite)
+            return Propagating(LowPrecision(desc, resolve, slot, None), nonfinite)
+        return LowPrecision(desc, resolve, slot, nonfinite)
 
     if plan.rowwise is None or plan.columnwise is None:
         rest = plan._replace(rowwise=plan.rowwise or plan.columnwise)

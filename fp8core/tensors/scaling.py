@@ -33,6 +33,7 @@ __all__ = [
     "offered_scale",
     "update",
     "update_after_backward",
+    "update_desc",
 ]
 
 
@@ -70,8 +71,8 @@ class DelayedState:
         # The backend's update, bound like every other operation; None for the user's own functions.
         self.advance: Callable[..., None] | None = None
         self.prepare: Callable[..., Callable[[], None]] | None = None
-        if isinstance(plan.amax_algorithm, str) and plan.scaling_algorithm is None:
-            desc = ScaleUpdateDesc(plan.amax_algorithm)
+        desc = update_desc(plan)
+        if desc is not None:
             resolved = table.resolve(desc, scale.device)
             self.advance, self.prepare = resolved.run, resolved.offers.prepare
         self.group: torch.distributed.ProcessGroup | None = None
@@ -82,6 +83,16 @@ class DelayedState:
         self.is_abandoned = False
         # The batch of states that was last updated together, if this state is its first member.
         self.batch: _Batch | None = None
+
+
+def update_desc(plan: DelayedPlan | None) -> ScaleUpdateDesc | None:
+    """Return the update of delayed scales, without a ``plan`` that of the defaults; None where the
+    user's own functions do it."""
+    if plan is None:
+        return ScaleUpdateDesc("max")
+    if isinstance(plan.amax_algorithm, str) and plan.scaling_algorithm is None:
+        return ScaleUpdateDesc(plan.amax_algorithm)
+    return None
 
 
 class _Batch:

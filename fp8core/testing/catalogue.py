@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,39 +11,43 @@ import torch
 from fp8core import recipe
 from fp8core.backend_api import (
     ACTIVATIONS,
-    OPTIONAL_OPS,
     ActivationBackwardDesc,
     ActivationDesc,
     AddNormDesc,
     AmaxDesc,
     DequantizeDesc,
     FusedDesc,
+    GemmDesc,
     GroupedGemmDesc,
     NormBackwardDesc,
     NormDesc,
     OpDesc,
     QuantizeByAmaxDesc,
     QuantizeDesc,
-    ScaleUpdateDesc,
     amax_extent,
     has_amax,
 )
 from fp8core.chain.activation import activation_shape
-from fp8core.chain.bind import gemm_desc
 from fp8core.chain.linear import LinearShape
-from fp8core.inspect.descriptors import op_needs
+from fp8core.chain.norm import NormShape
+from fp8core.chain.pointwise import AddShape
+from fp8core.chain.shape import LinkShape
+from fp8core.inspect.descriptors import NORMS
+from fp8core.inspect.record import record
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
+from fp8core.recipe.plan import LayerRole, LinearPlan
+from fp8core.tensors.scaling import update_desc
 
-__all__ = ["DTYPES", "Entry", "catalogue"]
+__all__ = ["DTYPES", "CatalogueEntry", "catalogue"]
 
-# One activation that is gated and one that is not stand for the others.
-_FUSED = ("layernorm", "rmsnorm", "gelu", "swiglu")
+# One activation that is gated and one that is not stand for the others in fusions.
+_FUSED_ACTIVATIONS = ("gelu", "swiglu")
+_GROUPS = 3
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Entry(NamedTuple):
+class CatalogueEntry(NamedTuple):
     """A descriptor, and a unique name made of who asks for it: ``mxfp8.fprop.bfloat16``."""
 
     label: str
@@ -54,6 +58,7 @@ def _recipes() -> dict[str, Recipe]:
     """Return every named recipe, the plug-ins' included, and the options that change a plan."""
     named = {name: recipe.by_name(name) for name in recipe.names()}
     return named | {
+        "delayed-most-recent": recipe.DelayedScaling(amax_compute_algo="most_recent"),
         "current-pow2": recipe.Float8CurrentScaling(use_power_2_scales=True),
         "rowwise-hybrid": recipe.Float8RowwiseScaling(fp8_format="hybrid"),
         "block-float32": recipe.Float8BlockScaling(use_f32_scales=True),
@@ -66,9 +71,9 @@ def _recipes() -> dict[str, Recipe]:
     }
 
 
-def catalogue() -> list[Entry]:
+def catalogue() -> list[CatalogueEntry]:
     """Return every descriptor once, under the name of the first who asks for it."""
-    entries: dict[object, Entry] = {}
+    entries: dict[object, CatalogueEntry] = {}
     for entry in _everything():
         entries.setdefault(_identity(entry.desc), entry)
     return list(entries.values())
@@ -86,113 +91,143 @@ def _identity(desc: OpDesc) -> object:
     return ("amax", cast.dtype, cast.grouped, cast.offsets_on_device, *extents)
 
 
-def _everything() -> Iterator[Entry]:
-    for dtype in DTYPES:
-        yield from _pointwise(dtype)
-        for name, chosen in _recipes().items():
-            for groups in (0, 3):
-                role = LayerRole("grouped_linear" if groups else "linear", name="layer")
-                prefix = f"{name}{'.grouped' if groups else ''}"
-                plan = plan_of(LinearPlan, chosen, role, dtype)
-                yield from _gemms(prefix, plan, dtype, groups)
-                yield from _casts(prefix, plan, dtype, is_grouped=bool(groups))
-                if not groups:
-                    yield from _fusions(prefix, chosen, dtype)
-        for groups in (0, 3):
-            yield from _gemms(f"plain{'.grouped' if groups else ''}", LinearPlan(), dtype, groups)
-    for algorithm in ("max", "most_recent"):
-        yield Entry(f"delayed.{algorithm}", ScaleUpdateDesc(algorithm))
+def _everything() -> Iterator[CatalogueEntry]:
+    """Yield what is asked for; casts last that are of another dtype than the activations, so that
+    they have the names that they have where the activations are of that dtype."""
+    entries = [(dtype, entry) for dtype in DTYPES for entry in _of_dtype(dtype)]
+    yield from (entry for dtype, entry in entries if _cast_dtype(entry.desc) in (None, dtype))
+    yield from (entry for _, entry in entries)
+
+
+def _cast_dtype(desc: OpDesc) -> torch.dtype | None:
+    """Return the dtype that a cast, or the amax of one, takes; None for other operations."""
+    cast = desc.quantize if isinstance(desc, AmaxDesc) else desc
+    return cast.dtype if isinstance(cast, QuantizeDesc | QuantizeByAmaxDesc) else None
+
+
+def _of_dtype(dtype: torch.dtype) -> Iterator[CatalogueEntry]:
+    """Yield what is asked for on activations of ``dtype``."""
+    for name, chosen in _recipes().items():
+        dense, grouped = (
+            plan_of(LinearPlan, chosen, LayerRole(kind, name="layer"), dtype)
+            for kind in ("linear", "grouped_linear")
+        )
+        yield from _linears(name, dense, dtype)
+        yield from _groups(f"{name}.grouped", grouped, dtype)
+        yield from _producers(name, dense, dtype)
+        update = update_desc(dense.delayed)
+        if update is not None:
+            yield CatalogueEntry(f"delayed.{update.algorithm}", update)
+    yield from _linears("plain", LinearPlan(), dtype)
+    yield from _groups("plain.grouped", LinearPlan(), dtype)
+
+
+def _linears(prefix: str, plan: LinearPlan, dtype: torch.dtype) -> Iterator[CatalogueEntry]:
+    """Yield what a dense linear asks for, and what decodes its casts."""
+    for shape in _weights_of(LinearShape(1, 1, dtype, None)):
+        yield from _entries(prefix, [shape], plan, dtype)
+    for (_, step), desc in record([LinearShape(1, 1, dtype, None)], plan, dtype):
+        if isinstance(desc, QuantizeDesc):
+            for orientation in ("rowwise", "columnwise"):
+                spec = getattr(desc, orientation)
+                if spec is not None:
+                    label = f"{prefix}.{step}.{_word(dtype)}.{orientation}"
+                    yield CatalogueEntry(label, DequantizeDesc(spec, dtype))
+
+
+def _groups(prefix: str, plan: LinearPlan, dtype: torch.dtype) -> Iterator[CatalogueEntry]:
+    """Yield what a grouped linear asks for."""
+    shape = LinearShape(1, 1, dtype, None, _GROUPS)
+    for own in _weights_of(shape):
+        yield from _entries(prefix, [own], plan, dtype)
+    for entry in _entries(prefix, [shape.with_offsets_on_device()], plan, dtype):
+        # The kernels of the products are the same for the other dtypes.
+        if dtype == DTYPES[0] or not isinstance(entry.desc, GemmDesc):
+            yield entry
+
+
+def _weights_of(shape: LinearShape) -> Iterator[LinearShape]:
+    """Yield ``shape`` with weights of its dtype and of float32, with and without main_grad."""
+    for weight_dtype in dict.fromkeys((shape.weight_dtype, torch.float32)):
+        for accumulates in (False, True):
+            yield dataclasses.replace(shape, weight_dtype=weight_dtype, accumulates=accumulates)
+
+
+def _producers(prefix: str, plan: LinearPlan, dtype: torch.dtype) -> Iterator[CatalogueEntry]:
+    """Yield what norms and activations ask for, alone and between linears."""
+    add, linear = AddShape(), LinearShape(1, 1, dtype, None)
+    with_bias = dataclasses.replace(linear, bias_dtype=dtype)
+    norms = [NormShape(kind, 1, 1e-5, False, dtype) for kind in NORMS]
+    zero_centered = [dataclasses.replace(norm, zero_centered=True) for norm in norms]
+    fused = (*norms, *map(activation_shape, _FUSED_ACTIVATIONS))
+    for shape in (*norms, *zero_centered, *map(activation_shape, ACTIVATIONS)):
+        chains: tuple[Sequence[LinkShape], ...] = (
+            (add, shape),
+            (add, shape, linear),
+            (linear, shape, linear),
+            (with_bias, shape, linear),
+        )
+        for chain in chains:
+            for entry in _entries(prefix, chain, plan, dtype):
+                if shape in fused or not isinstance(entry.desc, FusedDesc):
+                    yield entry
+
+
+def _amaxes(label: str, desc: QuantizeDesc) -> Iterator[CatalogueEntry]:
+    """Yield the amax of a cast, and the cast by it: a group reduces the amax in between."""
+    if not has_amax(desc):
+        return
+    yield CatalogueEntry(f"{label}.amax", AmaxDesc(desc))
+    is_delayed = any(spec is not None and spec.delayed for spec in (desc.rowwise, desc.columnwise))
+    is_first = desc.dtype == DTYPES[0]  # groups are the same for the others
+    if not is_delayed and (is_first or not desc.grouped):
+        yield CatalogueEntry(f"{label}.by_amax", QuantizeByAmaxDesc.of(desc))
+
+
+def _entries(
+    prefix: str, shapes: Sequence[LinkShape], plan: LinearPlan, dtype: torch.dtype
+) -> Iterator[CatalogueEntry]:
+    for (_, step), desc in record(shapes, plan, dtype):
+        words: tuple[str, ...]
+        match desc:
+            case GemmDesc():
+                words = (prefix, step, _word(dtype), *_words(desc))
+            case QuantizeDesc():
+                words = (prefix, step, *_words(desc))
+            case FusedDesc():
+                name, *_, last = _words(desc.producer)
+                way = "backward" if last == "backward" else ""
+                words = (prefix, name, way, "sums" if desc.sums else "", _word(dtype))
+            case _:  # the same under every recipe
+                words = _words(desc)
+        label = ".".join(filter(None, words))
+        yield CatalogueEntry(label, desc)
+        if isinstance(desc, QuantizeDesc):
+            yield from _amaxes(label, desc)
+
+
+def _words(desc: OpDesc) -> tuple[str, ...]:
+    """Return what a label says of ``desc`` besides the recipe and the step."""
+    match desc:
+        case NormDesc():
+            start = (desc.kind, "zero_centered" if desc.zero_centered else "")
+            return (*start, _word(desc.dtype), _word(desc.out_dtype))
+        case NormBackwardDesc():
+            return (*_words(desc.norm), "backward")
+        case AddNormDesc():
+            return (*_words(desc.norm), "add")
+        case ActivationDesc():
+            return (desc.name, _word(desc.dtype), _word(desc.out_dtype))
+        case ActivationBackwardDesc():
+            return (desc.name, _word(desc.dtype), _word(desc.out_dtype), "backward")
+        case QuantizeDesc():
+            return (_word(desc.dtype), "device" if desc.offsets_on_device else "")
+        case GemmDesc():
+            is_on_device = isinstance(desc, GroupedGemmDesc) and desc.offsets_on_device
+            accumulate = "accumulate" if desc.accumulate else ""
+            return (_word(desc.out_dtype), accumulate, "device" if is_on_device else "")
+    raise AssertionError(f"no link asks for {desc}")
 
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _gemms(prefix: str, plan: LinearPlan, dtype: torch.dtype, groups: int) -> Iterator[Entry]:
-    for weight_dtype in dict.fromkeys((dtype, torch.float32)):
-        shape = LinearShape(1, 1, weight_dtype, None, groups)
-        for name in ("fprop", "dgrad", "wgrad"):
-            desc = gemm_desc(name, plan, shape, dtype)
-            label = f"{prefix}.{name}.{_word(dtype)}.{_word(desc.out_dtype)}"
-            yield Entry(label, desc)
-            if name == "wgrad":
-                yield Entry(f"{label}.accumulate", dataclasses.replace(desc, accumulate=True))
-            is_first = weight_dtype == dtype == DTYPES[0]  # kernels are the same for the others
-            if is_first and isinstance(desc, GroupedGemmDesc):
-                yield Entry(f"{label}.device", dataclasses.replace(desc, offsets_on_device=True))
-
-
-def _tensors(plan: LinearPlan) -> dict[str, TensorPlan]:
-    tensors = {"input": plan.input, "weight": plan.weight, "grad_output": plan.grad_output}
-    return {name: tensor for name, tensor in tensors.items() if any(tensor)}
-
-
-def _casts(
-    prefix: str, plan: LinearPlan, dtype: torch.dtype, *, is_grouped: bool
-) -> Iterator[Entry]:
-    for name, tensor in _tensors(plan).items():
-        label = f"{prefix}.{name}.{_word(dtype)}"
-        desc = QuantizeDesc(dtype, *tensor, is_grouped and name != "weight")
-        yield Entry(label, desc)
-        yield from _apart(label, desc)
-        if desc.grouped:
-            on_device = dataclasses.replace(desc, offsets_on_device=True)
-            yield Entry(f"{label}.device", on_device)
-            yield from _apart(f"{label}.device", on_device)
-        for orientation, spec in zip(tensor._fields, tensor, strict=True):
-            if spec is not None and not is_grouped:
-                yield Entry(f"{label}.{orientation}", DequantizeDesc(spec, dtype))
-
-
-def _apart(label: str, desc: QuantizeDesc) -> Iterator[Entry]:
-    """Yield the amax of a cast, and the cast by it."""
-    if not has_amax(desc):
-        return
-    yield Entry(f"{label}.amax", AmaxDesc(desc))
-    is_delayed = any(spec is not None and spec.delayed for spec in (desc.rowwise, desc.columnwise))
-    is_first = desc.dtype == DTYPES[0]  # groups are the same for the others
-    if not is_delayed and (is_first or not desc.grouped):
-        yield Entry(f"{label}.by_amax", QuantizeByAmaxDesc.of(desc))
-
-
-def _pointwise(dtype: torch.dtype) -> Iterator[Entry]:
-    for out_dtype in dict.fromkeys((dtype, torch.float32)):
-        words = f"{_word(dtype)}.{_word(out_dtype)}"
-        for kind in ("layernorm", "rmsnorm"):
-            for zero_centered in (False, True):
-                norm = NormDesc(kind, dtype, out_dtype, 1e-5, zero_centered)
-                label = f"{kind}{'.zero_centered' if zero_centered else ''}.{words}"
-                yield Entry(label, norm)
-                yield Entry(f"{label}.backward", NormBackwardDesc(norm))
-                yield Entry(f"{label}.add", AddNormDesc(norm))
-        for name in ACTIVATIONS:
-            params = activation_shape(name).params
-            yield Entry(f"{name}.{words}", ActivationDesc(name, dtype, out_dtype, params))
-            backward = ActivationBackwardDesc(name, dtype, out_dtype, params)
-            yield Entry(f"{name}.{words}.backward", backward)
-
-
-def _fusions(prefix: str, chosen: Recipe, dtype: torch.dtype) -> Iterator[Entry]:
-    """Yield the fusions of a norm or an activation with the cast of what follows it."""
-    for op in OPTIONAL_OPS:
-        for _, desc in op_needs(op, chosen, dtype):
-            if not isinstance(desc, FusedDesc):
-                continue
-            word = _producer(desc)
-            if word.removesuffix(".backward") not in _FUSED:
-                continue
-            is_gradient = isinstance(desc.producer, NormBackwardDesc | ActivationBackwardDesc)
-            for sums in (False, True) if is_gradient else (False,):
-                label = f"{prefix}.{word}{'.sums' if sums else ''}.{_word(dtype)}"
-                yield Entry(label, dataclasses.replace(desc, sums=sums))
-
-
-def _producer(desc: FusedDesc) -> str:
-    """Return ``layernorm``, ``gelu``; with ``.backward`` where it is a gradient."""
-    made = desc.producer
-    if isinstance(made, NormDesc | NormBackwardDesc):
-        name = made.kind if isinstance(made, NormDesc) else made.norm.kind
-    else:
-        name = made.name
-    is_forward = isinstance(made, NormDesc | ActivationDesc)
-    return name if is_forward else f"{name}.backward"

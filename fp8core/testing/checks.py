@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fp8core.backend_api import OPS, OPTIONAL_OPS, OpDesc, QuantizeByAmaxDesc
-from fp8core.testing.catalogue import Entry, catalogue
+from fp8core.testing.catalogue import CatalogueEntry, catalogue
 from fp8core.testing.subject import Subject
 
 __all__ = ["BY_AMAX", "EVERY_OP", "LAWS", "Check", "Law", "Support", "checks", "law", "supported"]
@@ -116,7 +116,7 @@ def supported(subject: Subject) -> list[Support]:
 
 
 def checks(
-    subject: Subject, laws: Collection[Law], entries: Sequence[Entry] | None = None
+    subject: Subject, laws: Collection[Law], entries: Sequence[CatalogueEntry] | None = None
 ) -> Iterator[Check]:
     """Yield a check of each of ``laws`` for each supported descriptor that the law is about.
 

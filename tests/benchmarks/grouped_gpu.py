@@ -21,7 +21,6 @@ import torch
 
 from fp8core import GroupedLinear, autocast, recipe
 from fp8core.backend_api import GemmDesc, GroupedGemmDesc, QuantizeDesc
-from fp8core.chain.bind import gemm_desc
 from fp8core.chain.linear import LinearShape
 from fp8core.dispatch import plugins
 from fp8core.recipe.plan import LayerRole, TensorPlan
@@ -120,7 +119,7 @@ class Case:
         """Return products ``which``: fprop or wgrad."""
         size = self.features
         shape = LinearShape(size, size, torch.bfloat16, None, self.groups)
-        desc = gemm_desc(which, self.plan, shape, torch.bfloat16)
+        desc = shape.gemm_desc(which, self.plan, torch.bfloat16)
         assert isinstance(desc, GroupedGemmDesc)
         run = self.backend.bind(replace(desc, offsets_on_device=True), DEVICE)
         loop = self.backend.bind(desc, DEVICE)

@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 
-from fp8core.testing.catalogue import Entry, catalogue
+from fp8core.testing.catalogue import CatalogueEntry, catalogue
 from fp8core.testing.checks import checks
 from fp8core.testing.laws import LAWS
 from fp8core.testing.subject import Subject
@@ -52,7 +52,7 @@ LABELS = {
 
 
 @functools.cache
-def entries() -> list[Entry]:
+def entries() -> list[CatalogueEntry]:
     found = [entry for entry in catalogue() if entry.label in LABELS]
     assert {entry.label for entry in found} == LABELS
     return found

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8core.backend_api import OPS, GemmDesc, GroupedGemmDesc, OperandSpec, QuantizeDesc
-from fp8core.testing.catalogue import DTYPES, Entry, catalogue
+from fp8core.testing.catalogue import DTYPES, CatalogueEntry, catalogue
 from fp8core.testing.checks import Check, checks, supported
 from fp8core.testing.laws import LAWS
 from fp8core.testing.subject import find
@@ -30,7 +30,7 @@ NUM_CHECKS = 9500
 """A floor: a kit that checks less than it did has lost something."""
 
 
-def beyond_the_recipes() -> list[Entry]:
+def beyond_the_recipes() -> list[CatalogueEntry]:
     found = []
     for name, spec in SPECS.items():
         other = spec if spec.transform else SPECS["mxfp4"]
@@ -38,13 +38,13 @@ def beyond_the_recipes() -> list[Entry]:
         for dtype in DTYPES:
             for grouped in (False, True):
                 label = f"{name}.{dtype}{'.grouped' if grouped else ''}"
-                found.append(Entry(label, QuantizeDesc(dtype, spec, spec, grouped)))
-        found.append(Entry(f"{name}.mixed", QuantizeDesc(torch.float32, spec, nearest)))
-        found.append(Entry(f"{name}.rowwise", QuantizeDesc(torch.float32, spec, None)))
-        found.append(Entry(f"{name}.gemm", GemmDesc(spec, other, torch.float32)))
-        found.append(Entry(f"{name}.fprop", GroupedGemmDesc(other, spec, torch.bfloat16)))
+                found.append(CatalogueEntry(label, QuantizeDesc(dtype, spec, spec, grouped)))
+        found.append(CatalogueEntry(f"{name}.mixed", QuantizeDesc(torch.float32, spec, nearest)))
+        found.append(CatalogueEntry(f"{name}.rowwise", QuantizeDesc(torch.float32, spec, None)))
+        found.append(CatalogueEntry(f"{name}.gemm", GemmDesc(spec, other, torch.float32)))
+        found.append(CatalogueEntry(f"{name}.fprop", GroupedGemmDesc(other, spec, torch.bfloat16)))
         wgrad = GroupedGemmDesc(spec, other, torch.float32, True, contract_groups=True)
-        found.append(Entry(f"{name}.wgrad", wgrad))
+        found.append(CatalogueEntry(f"{name}.wgrad", wgrad))
     return found
 
 

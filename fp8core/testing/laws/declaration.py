@@ -21,7 +21,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
 )
 from fp8core.chain.fusion import variants
-from fp8core.testing.catalogue import Entry, catalogue
+from fp8core.testing.catalogue import CatalogueEntry, catalogue
 from fp8core.testing.checks import EVERY_OP, law
 from fp8core.testing.compare import Broken, require
 from fp8core.testing.subject import Subject
@@ -38,7 +38,7 @@ class _NoTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         raise Broken(f"a declaration called {func}")
 
 
-def _declared(subject: Subject) -> Iterator[Entry]:
+def _declared(subject: Subject) -> Iterator[CatalogueEntry]:
     return (entry for entry in catalogue() if subject.refuses(entry.desc) is None)
 
 

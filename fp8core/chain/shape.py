@@ -1,0 +1,199 @@
+"""What a link is before it is bound: a plain value that answers questions and binds itself.
+
+A new kind of link is one file, with its shape and its link. Whoever lays out a layer, checks sizes
+or binds a chain asks a shape for what it needs to know, and never which kind of shape it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from fp8core.backend_api import OpDesc
+from fp8core.chain.protocol import Consumer, Link
+from fp8core.dispatch.resolver import Purpose
+from fp8core.dispatch.table import Resolved
+from fp8core.recipe.plan import HIGH_PRECISION, LinearPlan, TensorPlan
+from fp8core.tensors.quantizer import Binding
+from fp8core.tensors.states import LayerStates
+
+__all__ = ["BindContext", "LinkShape", "Neighbour", "Watch"]
+
+
+class LinkShape:
+    """Base of the shapes, which are frozen dataclasses: each states what differs from a link that
+    has no parameters, keeps the columns, and computes in the dtype of the activations."""
+
+    __slots__ = ()
+
+    @property
+    def num_params(self) -> int:
+        """How many of the chain's parameters are this link's."""
+        return 0
+
+    @property
+    def num_weights(self) -> int:
+        """How many parameters are weights, each with a GEMM and delayed scales of its own."""
+        return 0
+
+    @property
+    def groups(self) -> int:
+        """Into how many groups each call splits its rows; 0 for a dense link."""
+        return 0
+
+    @property
+    def features(self) -> tuple[int, int] | None:
+        """The columns that its matrix product takes and returns; None for a link without one."""
+        return None
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether its link quantizes tensors: it is bound first, and its neighbours ask how."""
+        return False
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether weight gradients are added to ``weight.main_grad``."""
+        return False
+
+    @property
+    def leaves_chain(self) -> bool:
+        """Whether a layer returns the value at this link besides its output."""
+        return False
+
+    @property
+    def leaves_sum(self) -> bool:
+        """Whether its link can leave an addition to the next one."""
+        return False
+
+    def columns(self, columns: int) -> int:
+        """Return how many columns its output has if its input has ``columns``."""
+        return columns
+
+    def input_columns(self, columns: int | None) -> int | None:
+        """Return how many columns its input has if its output has ``columns``; None: any number."""
+        return columns
+
+    def expected_columns(self, columns: int) -> str | None:
+        """Return None if it takes an input of ``columns``, else how many it takes, in words."""
+        return None
+
+    def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which it can hand over its output before rounding to ``dtype``, that
+        of the activations."""
+        return dtype
+
+    def grad_input_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which it can hand back its gradient before rounding to ``dtype``."""
+        return dtype
+
+    def with_offsets_on_device(self) -> LinkShape:
+        """Return the shape for calls whose group sizes the host never reads."""
+        return self
+
+    def values(self) -> tuple[Any, ...]:
+        """Return the class and its arguments, which torch.compile can hand over as constants."""
+        return (type(self), *[getattr(self, name) for name in type(self).__match_args__])  # type: ignore[attr-defined]  # each is a dataclass
+
+    def bind(self, context: BindContext) -> Link:
+        """Return the link, bound to the operations of a backend.
+
+        Raises:
+            UnsupportedError: no backend runs one of them on the device.
+        """
+        raise NotImplementedError
+
+
+Watch: TypeAlias = Callable[[Any, LinearPlan, Binding], Link]
+"""``f(link, plan of its GEMMs, binding) -> link`` that computes the same and looks at it."""
+
+
+class Neighbour(NamedTuple):
+    """The shape next to a link, and its own link; None while that is not bound yet."""
+
+    shape: LinkShape
+    link: Link | None
+
+
+class BindContext(NamedTuple):
+    """What a chain is bound with, and what one of its shapes can see of the chain.
+
+    Attributes:
+        plan: how the recipe quantizes the tensors of the layer.
+        binding: device and dtype, and who finds the operations.
+        owner: what messages call the layer.
+        states: the delayed states of the chain, None without.
+        watch: makes another link of each one that has GEMMs, to be used instead.
+        nonfinite: int64 ``[1]``, to which every cast adds the number of its NaN and inf; None in a
+            graph, whose casts have a count of their own.
+        position: the index of the shape in the chain.
+        first_gemm: the number of GEMMs that the shapes before have in forward.
+        before, after: the neighbours, None at an end of the chain.
+    """
+
+    plan: LinearPlan
+    binding: Binding
+    owner: str
+    states: LayerStates | None = None
+    watch: Watch | None = None
+    nonfinite: torch.Tensor | None = None
+    position: int = 0
+    first_gemm: int = 0
+    before: Neighbour | None = None
+    after: Neighbour | None = None
+
+    @property
+    def gemm_plan(self) -> LinearPlan:
+        """How the GEMMs compute: while amaxes are only observed, in high precision."""
+        return HIGH_PRECISION if self.binding.is_observing else self.plan
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the activations."""
+        return self.binding.activation_dtype
+
+    @property
+    def output_consumer(self) -> Consumer | None:
+        """How the next link quantizes the output; None if it takes the tensor as it is."""
+        link = None if self.after is None else self.after.link
+        return None if link is None else link.input_consumer
+
+    @property
+    def grad_input_consumer(self) -> Consumer | None:
+        """How the link before quantizes the gradient of its output; None if it does not."""
+        link = None if self.before is None else self.before.link
+        return None if link is None else link.grad_consumer
+
+    def input_dtype(self, plan: TensorPlan) -> torch.dtype:
+        """Return the dtype in which the link before hands over a tensor quantized as ``plan``.
+
+        Source: docs/numerics.md, "Where values are rounded before the cast".
+        """
+        if _is_rounded_first(plan) or self.before is None:
+            return self.dtype
+        return self.before.shape.output_dtype(self.dtype)
+
+    def grad_dtype(self, plan: TensorPlan) -> torch.dtype:
+        """Return the dtype in which the next link hands back a gradient quantized as ``plan``."""
+        if _is_rounded_first(plan) or self.after is None:
+            return self.dtype
+        return self.after.shape.grad_input_dtype(self.dtype)
+
+    def purpose(self, step: str) -> Purpose:
+        """Return what an operation of the link is for."""
+        return Purpose(self.position, step)
+
+    def resolve(self, step: str, desc: OpDesc) -> Resolved:
+        """Return the operation for ``desc``, which ``step`` of the link needs."""
+        return self.binding.resolver.resolve(desc, self.binding.device, self.purpose(step))
+
+    def resolve_optional(self, step: str, desc: OpDesc, backend: str) -> Resolved | None:
+        """Return the operation for ``desc`` if ``backend`` offers it, else None."""
+        resolver, device = self.binding.resolver, self.binding.device
+        return resolver.resolve_optional(desc, device, backend, self.purpose(step))
+
+
+def _is_rounded_first(plan: TensorPlan) -> bool:
+    return all(spec is None or spec.cast_first for spec in plan)
