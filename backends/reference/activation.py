@@ -103,7 +103,7 @@ def activation_backward(
     if desc.name in _GATED:
         f = _GATED[desc.name]
         grad_a, grad_b = grad * b * f.slope(a), grad * f.value(a)
-    else:  # what was clamped has no slope
+    else:  # the slope of a clamped value is 0
         limit, alpha, offset = desc.params
         f = _CLAMPED[desc.name](alpha)
         low, gate = a.clamp(max=limit), b.clamp(-limit, limit)

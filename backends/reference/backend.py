@@ -1,6 +1,6 @@
 """The judge of the other backends: every operation in plain torch, on any device.
 
-``docs/numerics.md`` says what is computed; the vectors in ``tests/golden`` decide.
+``docs/numerics.md`` defines the results; the vectors in ``tests/golden`` decide.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ class ReferenceBackend:
     scale_update = staticmethod(scale_update)
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
-        """Say why ``desc`` cannot run, or None."""
+        """Return the reason why ``desc`` cannot run, or None."""
         check = _CHECKS.get(type(desc))
         if check is None:
             return f"unknown descriptor {desc}"
-        # Low precision it emulates where it is asked for by name; high precision comes unasked.
+        # Low precision runs here only if it is asked for by name; high precision runs unasked.
         is_unasked = isinstance(desc, GroupedGemmDesc) and not desc.low_precision
         if is_unasked and device.type != "cpu" and getattr(desc, "offsets_on_device", False):
             return "in high precision it would wait for the sizes of groups on the device"
         return check(desc)
 
     def alignment(self, desc: GemmDesc) -> Alignment:
-        """Take any size, but whole blocks of the formats whose storage has no partial ones."""
+        """Return 1 for m and n, and for k the size of whole blocks and bytes."""
         specs = [spec for spec in (desc.a, desc.b) if spec is not None]
         return Alignment(k=math.lcm(*map(_whole_block, specs)))
 
@@ -78,7 +78,8 @@ class ReferenceBackend:
 
 
 def _whole_block(spec: OperandSpec) -> int:
-    """Return what k must be a multiple of: MX and NVFP4 know no partial block, e2m1 packs pairs."""
+    """Return the number of which k must be a multiple: operands with byte scales have no partial
+    blocks, and e2m1 packs pairs."""
     per_byte = 8 // formats.by_name(spec.format).bits
     return per_byte if spec.scale_format == "float32" else math.lcm(per_byte, spec.block[1])
 

@@ -57,22 +57,22 @@ def grouped_gemm(
         b_parts: Sequence[Operand] = split_groups(desc.b, b, bounds, 1, step)
         outs: Sequence[torch.Tensor | None] = [None] * len(a_parts) if out is None else list(out)
         return [
-            gemm(desc, a_part, b_part, out=own)  # [m, k_g] x [n, k_g] -> [m, n]
-            for a_part, b_part, own in zip(a_parts, b_parts, outs, strict=True)
+            gemm(desc, a_part, b_part, out=out_part)  # [m, k_g] x [n, k_g] -> [m, n]
+            for a_part, b_part, out_part in zip(a_parts, b_parts, outs, strict=True)
         ]
     assert not isinstance(b, Operand)
     biases: Sequence[torch.Tensor | None] = [None] * len(a_parts) if bias is None else bias
     # [m_g, k] x [n, k] -> [m_g, n], stacked to [m, n]
     if out is None:
         products = [
-            gemm(desc, a_part, b_part, bias=own)
-            for a_part, b_part, own in zip(a_parts, b, biases, strict=True)
+            gemm(desc, a_part, b_part, bias=bias_part)
+            for a_part, b_part, bias_part in zip(a_parts, b, biases, strict=True)
         ]
         rest = products[0].new_zeros(rows - bounds[-1], products[0].shape[1])
         return torch.cat([*products, rest])
     assert isinstance(out, torch.Tensor)
-    for group, (a_part, b_part, own) in enumerate(zip(a_parts, b, biases, strict=True)):
-        gemm(desc, a_part, b_part, bias=own, out=out[bounds[group] : bounds[group + 1]])
+    for group, (a_part, b_part, bias_part) in enumerate(zip(a_parts, b, biases, strict=True)):
+        gemm(desc, a_part, b_part, bias=bias_part, out=out[bounds[group] : bounds[group + 1]])
     if not desc.accumulate:
         out[bounds[-1] :] = 0
     return out

@@ -1,7 +1,7 @@
 """Quantize, dequantize and amax: amax of a block -> scale -> elements, in float32 throughout.
 
-A columnwise operand is quantized in the layout of ``x`` with the block turned, and handed out as a
-transposed view: that costs no transposition, and strides are the maker's business.
+A columnwise operand is quantized in the layout of ``x`` with the block transposed, and returned as
+a transposed view, which costs no copy: a backend chooses the strides of its operands.
 """
 
 from __future__ import annotations
@@ -100,15 +100,15 @@ def quantize(
     if desc.offsets_on_device and desc.columnwise is not None:
         step = GROUP_STEP * formats.by_name(desc.columnwise.format).bits // 8
         columnwise = [_pad(part, step) for part in columnwise if part is not None]
-    made = Quantized(
+    quantized = Quantized(
         _concatenate([part.rowwise for part in parts], dim=0), _concatenate(columnwise, dim=1)
     )
     if not desc.offsets_on_device:
-        return made
+        return quantized
     specs, groups = (desc.rowwise, desc.columnwise), len(bounds) - 1
     filled = (
         None if operand is None or spec is None else _fill(spec, operand, x.shape[0], groups, dim)
-        for dim, (spec, operand) in enumerate(zip(specs, made, strict=True))
+        for dim, (spec, operand) in enumerate(zip(specs, quantized, strict=True))
     )
     return Quantized(*filled)
 
@@ -134,7 +134,7 @@ def _amaxes_of_groups(
 
 
 def _count_nonfinite(x: torch.Tensor, total: torch.Tensor | None) -> None:
-    """Add the number of NaN and inf in ``x`` to ``total``; nobody waits for the device."""
+    """Add the number of NaN and inf in ``x`` to ``total`` without waiting for the device."""
     if total is not None:
         total += x.numel() - torch.isfinite(x).sum()
 
@@ -203,17 +203,19 @@ def _quantize_tensor(
     is_square = row is not None and row.block[0] == row.block[1]
     if row is not None and row == column and is_square and not depends_on_direction:
         # A square block holds the same elements both ways: one quantization, seen twice.
-        operand = _orient(row, x, scale, amaxes.rowwise, rng, turned=False)
+        operand = _orient(row, x, scale, amaxes.rowwise, rng, transposed=False)
         if formats.by_name(row.format).bits == 8:
-            return Quantized(operand, _turn(operand))
-        return Quantized(operand, _orient(row, x, scale, amaxes.columnwise, rng, turned=True))
-    return Quantized(
-        None if row is None else _orient(row, x, scale, amaxes.rowwise, rng, turned=False),
-        None if column is None else _orient(column, x, scale, amaxes.columnwise, rng, turned=True),
-    )
+            return Quantized(operand, _transpose(operand))
+        return Quantized(operand, _orient(row, x, scale, amaxes.columnwise, rng, transposed=True))
+    rowwise = columnwise = None
+    if row is not None:
+        rowwise = _orient(row, x, scale, amaxes.rowwise, rng, transposed=False)
+    if column is not None:
+        columnwise = _orient(column, x, scale, amaxes.columnwise, rng, transposed=True)
+    return Quantized(rowwise, columnwise)
 
 
-def _turn(operand: Operand) -> Operand:
+def _transpose(operand: Operand) -> Operand:
     data, scale_inv, global_scale_inv = operand
     return Operand(
         data.t(),
@@ -229,11 +231,11 @@ def _orient(
     amax: torch.Tensor | None,
     rng: torch.Tensor | None,
     *,
-    turned: bool,
+    transposed: bool,
 ) -> Operand:
-    """Make the rowwise operand of ``x``, or, ``turned``, the columnwise one."""
-    dim = 0 if turned else 1  # the dimension of x that the GEMM contracts
-    block = (spec.block[1], spec.block[0]) if turned else spec.block
+    """Return the rowwise operand of ``x``, or, ``transposed``, the columnwise one."""
+    dim = 0 if transposed else 1  # the dimension of x that the GEMM contracts
+    block = (spec.block[1], spec.block[0]) if transposed else spec.block
     if spec.transform is not None:
         x = rounding.hadamard16(x, dim)
     multiplier, scale_inv, global_scale_inv = _scales(spec, x, block, scale, amax)
@@ -244,7 +246,7 @@ def _orient(
     )
     data = rounding.pack(codes, dim) if element.bits == 4 else codes
     operand = Operand(data, scale_inv, global_scale_inv)
-    return _turn(operand) if turned else operand
+    return _transpose(operand) if transposed else operand
 
 
 def _scales(
@@ -254,7 +256,7 @@ def _scales(
     scale: torch.Tensor | None,
     amax: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the multiplier of each block (float32), and what is stored to undo it.
+    """Return the multiplier of each block (float32), and the tensors that are stored to undo it.
 
     ``amax`` holds given amaxes of this orientation, None where they are those of ``x``.
     """

@@ -1,4 +1,4 @@
-"""What NVFP4 adds to a cast: packing and stochastic rounding; the transform is the contract's."""
+"""Packing and stochastic rounding of e2m1; the transform is defined by the contract."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def stochastic_e2m1(x: torch.Tensor, rng: torch.Tensor | None, dim: int) -> torc
     noise = _noise(x, rng, dim)
     magnitude = x.abs()
     # e2m1 is 0 0.5 1 1.5 2 | 3 4 | 6: the step is 0.5 below 2, 1 below 4, 2 above.
-    # That is half the power of two at or below the magnitude, if 1 at least; what saturates
-    # anyway is cut first, as inf has no such power: s eeeeeeee mmm...m -> s eeeeeeee 000...0.
+    # The step is half the largest power of two that the magnitude reaches, and half of 1 below 1.
+    # Values that saturate are clamped first, because inf has no such power:
+    # s eeeeeeee mmm...m -> s eeeeeeee 000...0.
     power = magnitude.clamp(1.0, 8.0).view(torch.int32).bitwise_and_(0x7F800000)
     step = power.view(torch.float32).mul_(0.5)
     position = magnitude / step

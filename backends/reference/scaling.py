@@ -29,17 +29,17 @@ def scale_update(
     by_length: dict[int, list[int]] = {}
     for index, history in enumerate(histories):
         by_length.setdefault(history.shape[0], []).append(index)
-    own: list[torch.Tensor] = []
+    current: list[torch.Tensor] = []
     updated: list[torch.Tensor] = []
     for members in by_length.values():
         of_length = [histories[i] for i in members], [scales[i] for i in members]
-        own += [*of_length[0], *of_length[1]]
+        current += [*of_length[0], *of_length[1]]
         target = torch.cat([targets[i] for i in members])
         updated += _updated(desc.algorithm == "max", *of_length, target)
     for count, more in zip(nonfinite, bad, strict=True):
         count += more
-    if own:  # in one call, after all that may run out of memory: an update takes place or does not
-        copy_all(own, updated)
+    if current:  # in one call, after every allocation: the update takes place as a whole or not
+        copy_all(current, updated)
 
 
 def _updated(
@@ -58,5 +58,5 @@ def _updated(
     # h[i] = h[i + 1], h[L - 1] = newest, then h[0] = 0: L - 1 values stay stored
     history = torch.where(recorded, window, history)
     history[0] = 0
-    sizes = [own.numel() for own in scales]
+    sizes = [one.numel() for one in scales]
     return [*torch.split(history, sizes, dim=1), *torch.split(scale, sizes)]

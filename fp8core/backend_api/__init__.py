@@ -6,14 +6,14 @@ accumulation::
     d[m, n] = a[m, k] @ b[n, k].T
 
 and every operand ``[rows, k]`` is quantized along the dimension that the product contracts. An
-operand is *rowwise* when it is made from ``x [rows, k]`` itself, *columnwise* when it is made from
-``x.T``: columnwise(x) has the shape of ``x.T``. Shape is the contract; strides belong to the
-backend that made the operand, and a product takes operands of any strides, as another backend may
-have made them.
+operand is *rowwise* if it is quantized from ``x [rows, k]`` itself, *columnwise* if from ``x.T``:
+columnwise(x) has the shape of ``x.T``. Shape is the contract; the backend that quantizes chooses
+the strides, and a product takes operands of any strides, because they may come from another
+backend.
 
-What every operation keeps to: inputs may have any strides and sizes, zero among them, are on the
-device that the operation was bound for, and are not written unless the descriptor says so. Results
-are new tensors, which share no memory with an input and do not depend on what memory held before.
+This holds for every operation: inputs may have any strides and sizes, also zero, are on the device
+that the operation was bound for, and are not written unless the descriptor says so. Results are new
+tensors, which share no memory with an input and do not depend on uninitialized memory.
 
 A backend is described by a :class:`BackendSpec`, registered by a plug-in's
 ``fp8core_register_backends`` hook, and implements :class:`Backend`. It sees no module, recipe,

@@ -1,4 +1,4 @@
-"""What a backend class implements."""
+"""The methods of a backend class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Alignment", "Backend", "bind_method"]
 
 
 class Alignment(NamedTuple):
-    """What ``m``, ``n`` and ``k`` of a GEMM must be multiples of, elements. 1 takes any size."""
+    """``m``, ``n`` and ``k`` of a GEMM must be multiples of these, elements. 1 takes any size."""
 
     m: int = 1
     n: int = 1
@@ -23,29 +23,28 @@ class Alignment(NamedTuple):
 
 
 class Backend(Protocol):
-    """What a backend class implements, besides one method an op (see the descriptors).
+    """The methods of every backend. It has one more for each operation, named ``desc.op``, which
+    takes the descriptor first: ``gemm(desc, a, b, *, bias, out)``.
 
-    The method named ``desc.op`` takes the descriptor first: ``gemm(desc, a, b, *, bias, out)``.
-
-    The conformance kit (``fp8core.testing``) tests what is promised here; a backend whose
-    results differ by design says so as :class:`DeclaresNumerics`.
+    The conformance kit (``fp8core.testing``) tests it. A backend whose results differ by design
+    declares that as :class:`~fp8core.backend_api.DeclaresNumerics`.
     """
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
-        """Say why ``desc`` cannot run on ``device``, or None if it can.
+        """Return the reason why ``desc`` cannot run on ``device``, or None if it can.
 
         Default deny: a descriptor that is not understood is unsupported. Touches no tensor and
         no device memory. Whoever supports a descriptor supports either half of it.
         """
 
     def alignment(self, desc: GemmDesc) -> Alignment:
-        """Say what the sizes of a supported GEMM must be multiples of."""
+        """Return the numbers of which the sizes of a supported GEMM must be multiples."""
 
     def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
-        """Return the callable that runs ``desc``; called once a descriptor, never in the hot path.
+        """Return the callable that runs ``desc``; called once for each descriptor.
 
-        :func:`bind_method` does for a backend that has nothing to prepare. The callable may offer
-        more than its call: :mod:`fp8core.backend_api.optional`.
+        :func:`bind_method` is enough for a backend that has nothing to prepare. For speed, the
+        callable may have more members: :mod:`fp8core.backend_api.optional`.
         """
 
 

@@ -1,4 +1,4 @@
-"""How descriptors print: what they always have, then what is not as by default."""
+"""How descriptors print: the fields without a default, then those that differ from theirs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import torch
 __all__ = ["dtype_text", "spec_text", "text"]
 
 _LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
-"""The targets that go without saying: nothing has to look for plug-ins to print."""
+"""The targets that are not printed. A table, so that printing does not load plug-ins."""
 
 
 def text(desc: Any, *words: str) -> str:
-    """Return ``Name(word, ..., flag, field=value)``, whose words say what has no default.
-
-    A dtype is among the words where there is one.
+    """Return ``Name(word, ..., flag, field=value)``; the words are the fields without a default,
+    and the dtype.
     """
     return f"{type(desc).__name__}({', '.join([*words, *_unusual(desc, 'dtype')])})"
 
@@ -35,8 +34,9 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 def _unusual(desc: Any, *told: str) -> list[str]:
-    """Return the fields that are not as by default, ``told`` ones aside: a flag by its name."""
-    others = [(own.name, getattr(desc, own.name), own.default) for own in fields(desc)]
+    """Return the fields that differ from their default, without the ``told`` ones; a flag as its
+    name."""
+    others = [(field.name, getattr(desc, field.name), field.default) for field in fields(desc)]
     return [
         name if value is True else f"{name}={value}"
         for name, value, default in others

@@ -71,9 +71,9 @@ class DequantizeDesc:
 class GemmDesc:
     """``gemm(a, b, *, bias=None, out=None) -> d [m, n]`` in ``out_dtype``.
 
-    ``a`` is an :class:`Operand` ``[m, k]`` made by spec ``a``, in high precision when that is None;
-    ``b`` ``[n, k]`` likewise. ``bias`` is ``[n]``, added in float32 before the one rounding to
-    ``out_dtype``. With ``out`` the result is written there, with ``accumulate`` added to it.
+    ``a`` is an :class:`Operand` ``[m, k]`` quantized by spec ``a``, in high precision if that is
+    None; ``b`` ``[n, k]`` likewise. ``bias`` is ``[n]``, added in float32 before the one rounding
+    to ``out_dtype``. With ``out`` the result is written there, with ``accumulate`` added to it.
     ``fast_accumulation`` allows the device's faster, less exact accumulator.
     """
 

@@ -36,9 +36,9 @@ from fp8core.backend_api.operands import Operand
 __all__ = ["GROUP_STEP", "GroupedGemmDesc", "split_groups"]
 
 GROUP_STEP = 32
-"""Elements that the groups of a columnwise operand begin at multiples of, where only the device
-knows the offsets: as nobody else can pad them, the cast does. Kernels that copy 16 bytes at a time
-read FP8 and FP4 from there, and it is a whole block of MX."""
+"""With ``offsets_on_device``, groups of a columnwise operand begin at multiples of this, elements:
+the cast pads them, because the host does not know their sizes. Kernels that copy 16 bytes at a time
+can read FP8 and FP4 there, and it is a whole block of MX."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,8 @@ def split_groups(
 
     ``bounds`` are the values of ``group_offsets``; ``dim`` is 0 for a rowwise operand, 1 for a
     columnwise one, whose groups follow one another along k. ``spec`` None: a tensor in high
-    precision. A group may be empty, and may end with a partial block. ``step`` is 1, or, where only
-    the device knows the offsets, ``GROUP_STEP``; what the operand then holds between groups and
-    beyond the last one is left out.
+    precision. A group may be empty, and may end with a partial block. ``step`` is 1, or
+    ``GROUP_STEP`` for an operand with ``offsets_on_device``, whose padding is left out.
     """
     sizes = [end - start for start, end in itertools.pairwise(bounds)]
     if spec is None:
@@ -91,6 +90,6 @@ def split_groups(
 
 
 def _split(x: torch.Tensor, sizes: list[int], dim: int) -> Sequence[torch.Tensor]:
-    """Return parts of these sizes along ``dim``, without what is beyond the last."""
+    """Return parts of these sizes along ``dim``, without the entries beyond the last part."""
     used = sum(sizes)
     return torch.split(x if used == x.shape[dim] else x.narrow(dim, 0, used), sizes, dim)

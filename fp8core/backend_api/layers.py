@@ -1,4 +1,4 @@
-"""Norms and activations: what a layer computes in high precision around its products."""
+"""Norms and activations, which layers compute in high precision around their products."""
 
 from __future__ import annotations
 

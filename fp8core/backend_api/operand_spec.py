@@ -47,8 +47,8 @@ class OperandSpec:
 
     Raises:
         RecipeError: a field has another value than these, or one that contradicts another field.
-            Backends are never asked about such a spec; what one of them cannot do with a legal
-            spec, its ``unsupported`` says.
+            Backends are never asked about such a spec; a legal one that a backend cannot run is
+            refused by its ``unsupported``.
 
     >>> OperandSpec("e4m3", (3, 0), 448.0)  # doctest: +ELLIPSIS
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Operands: the plain tensors that a quantized tensor is, and the values of their scales."""
+"""Operands: the plain tensors of a quantized tensor, and the values of their scales."""
 
 from __future__ import annotations
 

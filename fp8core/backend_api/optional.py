@@ -1,9 +1,9 @@
-"""Optional: what a bound callable may offer besides its call, for speed alone.
+"""Optional members of bound callables, for speed alone.
 
-A backend without any of it is complete. What :meth:`fp8core.backend_api.Backend.bind` returns may
-have the members of these protocols, for the descriptors that each names. They are looked for once,
-when the operation is bound, and a method that cannot be called as written here is an error then.
-None says that a member is not offered.
+A backend without them is complete. The callable that :meth:`fp8core.backend_api.Backend.bind`
+returns may have the members of these protocols, for the descriptors that each names. They are
+looked up once, when the operation is bound; a method that cannot be called as written here is an
+error then. A member that is None is not offered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Slots: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None]"
 
 
 class NamesKernel(Protocol):
-    """A callable of any descriptor that says what runs on the device.
+    """A callable of any descriptor that names the kernel that it runs.
 
     ``explain`` shows ``kernel``; without it, the qualified name of the callable.
     """

@@ -10,14 +10,14 @@ __all__ = ["API_VERSION", "BackendSpec"]
 API_VERSION = (3, 0)
 """(major, minor). A backend written for another major, or a newer minor, is not loaded.
 
-The minor rises with what an old backend can ignore: a new operation, a new optional method, a new
-field with a default. The major rises with everything else.
+The minor rises with a change that an old backend can ignore: a new operation, a new optional
+method, a new field with a default. The major rises with every other change.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class BackendSpec:
-    """A backend as its plug-in registers it: nothing heavy is imported yet.
+    """A backend as its plug-in registers it, before its code is imported.
 
     The first three fields are all that a first backend needs.
 
@@ -29,11 +29,11 @@ class BackendSpec:
             device.
         priority: the highest wins among backends of a device.
         portable: it also runs on any other device type, as an emulation that must be asked for.
-        preferred_recipe: what ``get_default_recipe()`` gives when this backend is selected.
+        preferred_recipe: the recipe of ``get_default_recipe()`` when this backend is selected.
         environment: the ``FP8CORE_*`` names that only this backend reads.
-        builder: ``"package.module:function"`` that ``fp8core build NAME`` calls, or empty: what the
-            backend compiles ahead of time. Takes the architectures as strings, None for those of
-            this machine, and the keyword ``output``, a folder or None; returns the path written.
+        builder: ``"package.module:function"`` that ``fp8core build NAME`` calls, or empty. It
+            compiles ahead of time, takes the architectures as strings, None for those of this
+            machine, and the keyword ``output``, a folder or None, and returns the path written.
         transposes: for compiled graphs alone, which have to know strides before anything is
             computed: its columnwise operands are contiguous, not transposed views.
         api_version: the :data:`API_VERSION` it was written for.

@@ -15,8 +15,8 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 @functools.lru_cache(maxsize=16)
 def _signs(device: torch.device) -> torch.Tensor:
-    """Return the signs over 16: no sum of 16 numbers of bfloat16 overflows then, and none is
-    rounded otherwise, as multiples of 2^-133 have 16 bits left down to float32's last."""
+    """Return the signs divided by 16, so that no sum of 16 bfloat16 numbers overflows. Dividing
+    changes no rounding: multiples of 2^-133 keep 16 bits down to the last of float32."""
     signs = [sign / 16 for sign in _SIGNS]
     return torch.tensor(signs, dtype=torch.float32, device="cpu").to(device)
 
@@ -25,12 +25,12 @@ def hadamard16(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Transform every 16 elements along ``dim`` by ``diag(signs) H / 4``; bf16 in and out.
 
     The matrix is orthogonal, so a GEMM over two operands transformed along k is unchanged but for
-    rounding. Sums are float32, of two at a time in a fixed order, so that every device makes the
+    rounding. Sums are float32, of two at a time in a fixed order, so that every device computes the
     same bits; inf is a result beyond bfloat16 alone. Source: docs/numerics.md, NVFP4BlockScaling.
     """
     rows, cols = x.shape
     values = x.to(torch.bfloat16).to(torch.float32)
-    # Signs made of a tensor subclass (fake while tracing) must not outlive its mode.
+    # A tensor subclass (fake while tracing) must not outlive its mode, so its signs are not cached.
     make = _signs if type(x) is torch.Tensor else _signs.__wrapped__
     shape = (rows // 16, 16, cols) if dim == 0 else (rows, cols // 16, 16)
     along = 1 if dim == 0 else 2
@@ -43,8 +43,8 @@ def hadamard16(x: torch.Tensor, dim: int) -> torch.Tensor:
                 second = first | half
                 one, other = parts[first], parts[second]
                 parts[first], parts[second] = one + other, one - other
-    turned = torch.stack(parts, along) * 4
-    return turned.reshape(rows, cols).to(torch.bfloat16)
+    transformed = torch.stack(parts, along) * 4
+    return transformed.reshape(rows, cols).to(torch.bfloat16)
 
 
 TRANSFORMS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {"hadamard16": hadamard16}

@@ -47,7 +47,7 @@ class Resolved:
         backend has one for these two.
 
         Raises:
-            PluginError: the backend failed at that, or returned something that is no such cast.
+            PluginError: the backend failed at that, or returned something else.
         """
         desc = self.choice.desc
         assert isinstance(desc, QuantizeDesc)
@@ -141,7 +141,7 @@ def _resolve(
 
 
 def forget() -> None:
-    """Bind every operation anew from here on; what layers have bound stays with them."""
+    """Forget every resolved operation; layers keep the callables that they have bound."""
     _resolve.cache_clear()
 
 
@@ -150,17 +150,18 @@ def _announce_declined(choice: select.Choice) -> None:
 
     Without that, a training run by a slower backend looks like any other.
     """
-    for own in select.declined(choice):
-        where = f"{choice.desc.op} on {choice.device}"
+    for refusal in select.declined(choice):
+        backend, reason = refusal.backend, refusal.reason
         log_once(
-            f"{where} runs on {choice.backend}, as {own.backend}, which comes before it, declines: "
-            f"{own.reason} [{choice.desc}]",
-            about=f"{own.backend} declines {choice.desc.op} on {choice.device.type}: {own.reason}",
+            f"{choice.desc.op} on {choice.device} runs on {choice.backend}, as {backend}, which "
+            f"comes before it, declines: {reason} [{choice.desc}]",
+            about=f"{backend} declines {choice.desc.op} on {choice.device.type}: {reason}",
         )
 
 
 def kernel_name(choice: select.Choice) -> str:
-    """Return what ``choice``'s backend runs for it: the callable's own ``kernel``, or its name.
+    """Return the name of the kernel of ``choice``: the ``kernel`` of its callable, else the name of
+    the callable.
 
     Binds the operation, as a layer does, and computes nothing.
     """
@@ -175,7 +176,7 @@ def kernel_name(choice: select.Choice) -> str:
 
 
 def _bind_named(backend: str, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
-    """Bind ``desc`` by the backend that a compiled or exported graph was made with."""
+    """Bind ``desc`` by the backend that was chosen when a graph was compiled or exported."""
     return _bind_for(plugins.load(), backend, desc, device)
 
 

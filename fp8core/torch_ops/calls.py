@@ -1,4 +1,4 @@
-"""Operators under the signatures of the backend API, for chains that are being captured."""
+"""Operators with the signatures of the backend API, for layers in captured graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _flat(operand: Operand) -> list[torch.Tensor]:
 
 
 def _take(spec: OperandSpec | None, flat: list[torch.Tensor]) -> Operand | None:
-    """Take the tensors of one operand off the front of ``flat``."""
+    """Remove the tensors of one operand from the front of ``flat``, and return the operand."""
     if spec is None:
         return None
     number = 3 if spec.scale_format == "e4m3" else 2
@@ -104,8 +104,8 @@ def _gemm(text: str, operation: Operation) -> Call:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if out is None:
-            made: torch.Tensor = operators._gemm(text, _flat(a), _flat(b), bias)
-            return made
+            result: torch.Tensor = operators._gemm(text, _flat(a), _flat(b), bias)
+            return result
         operators._gemm_out(text, _flat(a), _flat(b), bias, out)
         return out
 
@@ -128,8 +128,8 @@ def _grouped_gemm(text: str, operation: Operation) -> Call:
         flat_b = [tensor for operand in operands for tensor in _flat(operand)]
         arguments = (text, _flat(a), flat_b, group_offsets, list(bias or ()))
         if out is None:
-            made: list[torch.Tensor] = operators._grouped_gemm(*arguments)
-            return made if desc.contract_groups else made[0]
+            results: list[torch.Tensor] = operators._grouped_gemm(*arguments)
+            return results if desc.contract_groups else results[0]
         operators._grouped_gemm_out(
             *arguments, [out] if isinstance(out, torch.Tensor) else list(out)
         )
@@ -138,16 +138,16 @@ def _grouped_gemm(text: str, operation: Operation) -> Call:
     return run
 
 
-def _with_mean(desc: NormDesc, made: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-    """Put None where an RMSNorm has no mean: before the last tensor."""
-    return tuple(made) if desc.kind == "layernorm" else (*made[:-1], None, made[-1])
+def _with_mean(desc: NormDesc, results: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """Return the results with None for the mean of an RMSNorm, before the last one."""
+    return tuple(results) if desc.kind == "layernorm" else (*results[:-1], None, results[-1])
 
 
 def _with_grad_bias(
-    desc: NormBackwardDesc, made: list[torch.Tensor]
+    desc: NormBackwardDesc, results: list[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Append None where an RMSNorm has no bias."""
-    return tuple(made) if desc.norm.kind == "layernorm" else (*made, None)
+    """Return the results with None for the gradient of the bias, which an RMSNorm does not have."""
+    return tuple(results) if desc.norm.kind == "layernorm" else (*results, None)
 
 
 def _norm(text: str, operation: Operation) -> Call:

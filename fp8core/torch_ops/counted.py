@@ -1,9 +1,9 @@
-"""What casts of no layer count: their non-finite elements, in one number a device.
+"""How many non-finite elements casts outside any layer have met, by device.
 
 A captured graph is shared by all layers of a shape, and torch may move it, replay it or load it
-elsewhere, so it knows no layer. Its casts add to the number of their device instead, as a side
-effect that torch does not see: no result depends on it, and where torch drops a cast nothing is
-hidden. So do the casts that write a quantized parameter.
+elsewhere, so it has no layer to count for. Its casts add to the counter of their device instead, a
+side effect that torch does not see: no result depends on it, and a cast that torch drops casts
+nothing. The casts that write a quantized parameter count there too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _lock = threading.Lock()
 def new_counter(device: torch.device) -> torch.Tensor:
     """Return int64 zeros ``[2]`` on ``device``, real ones even while torch traces.
 
-    Entry 0 is for training: for calls that record gradients, and where nobody can tell. Entry 1 is
+    Entry 0 is for calls that record gradients, and for those of which that is unknown. Entry 1 is
     for the other calls.
     """
     with without_modes(), torch.inference_mode(False):
@@ -33,18 +33,18 @@ def new_counter(device: torch.device) -> torch.Tensor:
 
 
 def counter_of(device: torch.device) -> torch.Tensor:
-    """Return where such casts on ``device`` count, int64 ``[1]``; it only grows."""
-    found = _counters.get(device)
-    if found is None:
+    """Return the counter of casts on ``device`` outside any layer, int64 ``[1]``; it only grows."""
+    counter = _counters.get(device)
+    if counter is None:
         with _lock:
-            found = _counters.get(device)
-            if found is None:
-                found = _counters[device] = new_counter(device)
-    return found[:1]
+            counter = _counters.get(device)
+            if counter is None:
+                counter = _counters[device] = new_counter(device)
+    return counter[:1]
 
 
 def counters() -> dict[torch.device, torch.Tensor]:
-    """Return the counters of casts of no layer, int64 ``[2]``, by device."""
+    """Return the counters of casts outside any layer, int64 ``[2]``, by device."""
     return dict(_counters)
 
 
@@ -55,11 +55,11 @@ def run_counted(
     nonfinite: torch.Tensor | None,
     device: torch.device,
 ) -> tuple[Any, torch.Tensor | None]:
-    """Return what the cast ``run`` makes, and what ``nonfinite`` becomes, in a new tensor."""
+    """Return the result of the cast ``run``, and ``nonfinite`` plus its count as a new tensor."""
     total = counter_of(device)
     if nonfinite is None:
         return run(*arguments, **keywords, nonfinite_out=total), None
     new = nonfinite.clone()
-    made = run(*arguments, **keywords, nonfinite_out=new)
+    result = run(*arguments, **keywords, nonfinite_out=new)
     total += new - nonfinite
-    return made, new
+    return result, new

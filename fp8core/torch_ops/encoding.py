@@ -1,4 +1,4 @@
-"""A descriptor and its backend as a string, so that a graph says by itself what it computes.
+"""A descriptor and its backend as a string, which a graph holds as an argument of its operators.
 
 JSON and a list of known classes: nothing is evaluated, and another process reads the same value.
 """
@@ -55,7 +55,7 @@ _CLASSES = {
 
 
 class Operation(NamedTuple):
-    """Who computes what; ``transposes`` as in :class:`fp8core.backend_api.BackendSpec`."""
+    """A descriptor and the backend that runs it; ``transposes`` is that of the BackendSpec."""
 
     backend: str
     desc: OpDesc
@@ -73,7 +73,7 @@ def encode(operation: Operation) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def decode(text: str) -> Operation:
-    """Return what :func:`encode` wrote.
+    """Return the operation that :func:`encode` wrote as ``text``.
 
     Raises:
         RecipeError: ``text`` is something else, or of a version that knew other descriptors.

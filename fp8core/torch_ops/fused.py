@@ -32,12 +32,12 @@ from fp8core.torch_ops.private import (
     is_transform_active,
     without_interpreters,
 )
-from fp8core.torch_ops.shapes import Shape, is_captured
+from fp8core.torch_ops.shapes import ResultShape, is_captured
 
 __all__ = ["_add_norm", "_fused", "drop"]
 
 
-def _fused_shapes(text: str, arguments: Sequence[torch.Tensor | None]) -> list[Shape]:
+def _fused_shapes(text: str, arguments: Sequence[torch.Tensor | None]) -> list[ResultShape]:
     _, desc, transposes = decode(text)
     assert isinstance(desc, FusedDesc)
     is_backward = isinstance(desc.producer, NormBackwardDesc | ActivationBackwardDesc)
@@ -49,7 +49,7 @@ def _fused_shapes(text: str, arguments: Sequence[torch.Tensor | None]) -> list[S
         first, *rest = shapes.norm_backward_shapes(desc.producer.norm, x.shape)
     else:
         first, rest = shapes.activation_shape(desc.producer, x.shape), []
-    sums = [Shape((first.size[1],), torch.float32)] if desc.sums else []
+    sums = [ResultShape((first.size[1],), torch.float32)] if desc.sums else []
     return [*shapes.quantize_shapes(desc.quantize, first.size, 0, transposes), *rest, *sums]
 
 
@@ -75,17 +75,17 @@ def _fused(
     new = None if amax is None else amax.clone()
     keywords = given(scale=scale, amax_out=new, rng=rng)
     results, count = run_counted(bound(text, device), arguments, keywords, nonfinite, device)
-    made, *rest = results
-    quantized = flat(made, shapes.hands_both_as_one(desc.quantize, transposes))
+    first, *rest = results
+    quantized = flat(first, shapes.hands_both_as_one(desc.quantize, transposes))
     wanted = shapes.with_records(_fused_shapes(text, arguments), amax, nonfinite)
     return settle_all([*quantized, *rest, new, count], wanted)
 
 
-def _add_norm_shapes(text: str, x: torch.Tensor) -> list[Shape]:
+def _add_norm_shapes(text: str, x: torch.Tensor) -> list[ResultShape]:
     desc = decode(text).desc
     assert isinstance(desc, AddNormDesc)
     return [
-        Shape((x.shape[0], x.shape[1]), desc.norm.dtype),
+        ResultShape((x.shape[0], x.shape[1]), desc.norm.dtype),
         *shapes.norm_shapes(desc.norm, x.shape),
     ]
 
@@ -102,13 +102,13 @@ def _add_norm(
     bias: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     run = bound(text, x.device)
-    made = run(x, residual, weight, *(() if bias is None else (bias,)))
-    return settle_all(made, _add_norm_shapes(text, x))
+    results = run(x, residual, weight, *(() if bias is None else (bias,)))
+    return settle_all(results, _add_norm_shapes(text, x))
 
 
 @contextlib.contextmanager
 def _outside_transforms() -> Iterator[None]:
-    """Draw as if nothing were batched: all gradients of a batch have the mask of their forward."""
+    """Run the body outside torch's transforms, so that all gradients of a batch get one mask."""
     nesting = 1
     while exit_legacy_vmap() > 0:  # of is_grads_batched, an older vmap
         nesting += 1
@@ -121,7 +121,7 @@ def _outside_transforms() -> Iterator[None]:
 
 
 def _dropped(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.Tensor:
-    if x.is_meta:  # which has no generator, and nothing to draw for
+    if x.is_meta:  # meta has no generator, and no values
         return x * 1
     seed, offset = (int(value) for value in rng)
     generator = torch.Generator(device=x.device)
@@ -147,6 +147,6 @@ def drop(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.Tens
     ``rng`` int64 ``[2]`` is a seed and an offset; ``index`` tells apart the uses of one seed.
     """
     if is_captured(x):
-        made: torch.Tensor = _drop(x, rng, index, p)
-        return made
+        result: torch.Tensor = _drop(x, rng, index, p)
+        return result
     return _dropped(x, rng, index, p)

@@ -1,9 +1,9 @@
 """``torch.ops.fp8core``: every operation of the backend API as an operator of torch.
 
 The first argument of each is an :class:`~fp8core.torch_ops.encoding.Operation` as text, the rest
-are plain tensors, flat: an operand is ``[data, scale_inv, global_scale_inv]``, without those it
-lacks. Nothing of a result shares memory with another tensor, and everything that is written is
-declared, except the count of :mod:`fp8core.torch_ops.counted`.
+are plain tensors in flat lists: an operand is ``[data, scale_inv, global_scale_inv]``, without
+those that are None. No result shares memory with another tensor, and every write is declared,
+except the count of :mod:`fp8core.torch_ops.counted`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp8core.torch_ops import shapes
 from fp8core.torch_ops.counted import run_counted
 from fp8core.torch_ops.encoding import decode
 from fp8core.torch_ops.private import MARKED_CONSTANT, ORDERED
-from fp8core.torch_ops.shapes import Shape, is_captured, settle
+from fp8core.torch_ops.shapes import ResultShape, is_captured, settle
 
 __all__ = [
     "Tensors",
@@ -47,12 +47,12 @@ _binder: list[Binder] = []
 
 
 def set_binder(binder: Binder) -> None:
-    """Have ``binder(backend, desc, device)`` find what runs an operation."""
+    """Bind the operations of graphs with ``binder(backend, desc, device)``."""
     _binder[:] = [binder]
 
 
 def bound(text: str, device: torch.device) -> Callable[..., Any]:
-    """Return what runs the operation that ``text`` says, on ``device``."""
+    """Return the callable that runs the operation encoded in ``text`` on ``device``."""
     operation = decode(text)
     return _binder[0](operation.backend, operation.desc, device)
 
@@ -63,35 +63,38 @@ def define(
     """Register the decorated function as the operator of its name."""
 
     def register(run: Callable[..., Any]) -> Any:
-        made = torch.library.custom_op(
+        result = torch.library.custom_op(
             f"fp8core::{run.__name__.strip('_')}",
             run,
             mutates_args=_MUTATED.findall(schema),
             schema=schema,
             tags=tags,
         )
-        made.register_fake(fake)
-        return made
+        result.register_fake(fake)
+        return result
 
     return register
 
 
-def empty(made: Sequence[Shape], device: torch.device) -> list[torch.Tensor]:
-    """Return what a fake kernel returns for results of these shapes."""
-    return [shape.empty(device) for shape in made]
+def empty(results: Sequence[ResultShape], device: torch.device) -> list[torch.Tensor]:
+    """Return unfilled tensors of these shapes, the results of a fake kernel."""
+    return [shape.empty(device) for shape in results]
 
 
-def settle_all(made: Sequence[torch.Tensor | None], wanted: Sequence[Shape]) -> list[torch.Tensor]:
-    """Give every tensor its shape and a memory of its own: orientations may share a scale."""
+def settle_all(
+    results: Sequence[torch.Tensor | None], wanted: Sequence[ResultShape]
+) -> list[torch.Tensor]:
+    """Return the results that are not None in their shapes, none of them in the memory of another:
+    the scale that two orientations share is copied."""
     settled: list[torch.Tensor] = []
     taken: set[int] = set()
-    present = [tensor for tensor in made if tensor is not None]
+    present = [tensor for tensor in results if tensor is not None]
     for tensor, shape in zip(present, wanted, strict=True):
-        own = settle(tensor, shape)
-        if own.numel() and own.untyped_storage().data_ptr() in taken:
-            own = own.clone()
-        taken.add(own.untyped_storage().data_ptr())
-        settled.append(own)
+        result = settle(tensor, shape)
+        if result.numel() and result.untyped_storage().data_ptr() in taken:
+            result = result.clone()
+        taken.add(result.untyped_storage().data_ptr())
+        settled.append(result)
     return settled
 
 
@@ -103,8 +106,8 @@ def given(**keywords: Any) -> dict[str, Any]:
 def constant_in_graph(function: Callable[..., Any]) -> None:
     """Have torch.compile call ``function`` while it traces, and keep its result.
 
-    What torch.compiler.assume_constant_result does, without its import of torch.compile's whole
-    machinery, which takes longer than everything else that ``import fp8core`` does.
+    As torch.compiler.assume_constant_result, which imports all of torch.compile: that takes longer
+    than the rest of ``import fp8core``.
     """
     setattr(function, MARKED_CONSTANT, True)
 
@@ -118,15 +121,16 @@ def _count(group_offsets: torch.Tensor | None) -> int:
 
 def _quantized_shapes(
     text: str, x: torch.Tensor, group_offsets: torch.Tensor | None
-) -> list[Shape]:
+) -> list[ResultShape]:
     _, desc, transposes = decode(text)
     return shapes.quantize_shapes(desc, x.shape, _count(group_offsets), transposes)  # type: ignore[arg-type]  # the text says quantize
 
 
-def flat(made: Quantized, is_one: bool) -> list[torch.Tensor | None]:
-    """Return the tensors of both operands; ``is_one``: the columnwise one is a view."""
-    columnwise = () if is_one or made.columnwise is None else made.columnwise
-    return [*(made.rowwise or ()), *columnwise]
+def flat(quantized: Quantized, is_one: bool) -> list[torch.Tensor | None]:
+    """Return the tensors of both operands; ``is_one``: those of the rowwise one, whose view the
+    columnwise one is."""
+    columnwise = () if is_one or quantized.columnwise is None else quantized.columnwise
+    return [*(quantized.rowwise or ()), *columnwise]
 
 
 # Records are results: torch cannot make an operator functional that both returns and writes.
@@ -152,17 +156,17 @@ def _quantize(
     new = None if amax is None else amax.clone()
     keywords = given(scale=scale, amax=by_amax, amax_out=new, rng=rng)
     run = bound(text, x.device)
-    made, count = run_counted(run, arguments, keywords, nonfinite, x.device)
+    quantized, count = run_counted(run, arguments, keywords, nonfinite, x.device)
     is_one = shapes.hands_both_as_one(desc, transposes)  # type: ignore[arg-type]  # the text says quantize
     wanted = shapes.with_records(_quantized_shapes(text, x, group_offsets), amax, nonfinite)
-    return settle_all([*flat(made, is_one), new, count], wanted)
+    return settle_all([*flat(quantized, is_one), new, count], wanted)
 
 
-def _values_shape(text: str, operand: Tensors) -> Shape:
+def _values_shape(text: str, operand: Tensors) -> ResultShape:
     desc: Any = decode(text).desc
     rows, k = operand[0].shape
     packed = shapes.elements_per_byte(desc.operand)
-    return Shape((rows, k * packed), desc.dtype)
+    return ResultShape((rows, k * packed), desc.dtype)
 
 
 @define(
@@ -170,15 +174,15 @@ def _values_shape(text: str, operand: Tensors) -> Shape:
     lambda text, operand: _values_shape(text, operand).empty(operand[0].device),
 )
 def _dequantize(text: str, operand: Tensors) -> torch.Tensor:
-    made = bound(text, operand[0].device)(Operand(*operand))
-    return settle(made, _values_shape(text, operand))
+    result = bound(text, operand[0].device)(Operand(*operand))
+    return settle(result, _values_shape(text, operand))
 
 
-def _amax_shape(text: str, x: torch.Tensor, group_offsets: torch.Tensor | None) -> Shape:
+def _amax_shape(text: str, x: torch.Tensor, group_offsets: torch.Tensor | None) -> ResultShape:
     desc: Any = decode(text).desc
     rows, cols = x.shape
     groups = 1 if group_offsets is None else _count(group_offsets)
-    return Shape((sum(amax_sizes(desc.quantize, rows, cols, groups)),), torch.float32)
+    return ResultShape((sum(amax_sizes(desc.quantize, rows, cols, groups)),), torch.float32)
 
 
 @define(
@@ -204,9 +208,9 @@ def _scale_update(
 # GEMMs
 
 
-def _product_shape(text: str, a: torch.Tensor, b: torch.Tensor) -> Shape:
+def _product_shape(text: str, a: torch.Tensor, b: torch.Tensor) -> ResultShape:
     desc: Any = decode(text).desc
-    return Shape((a.shape[0], b.shape[0]), desc.out_dtype)
+    return ResultShape((a.shape[0], b.shape[0]), desc.out_dtype)
 
 
 @define(
@@ -214,8 +218,8 @@ def _product_shape(text: str, a: torch.Tensor, b: torch.Tensor) -> Shape:
     lambda text, a, b, bias: _product_shape(text, a[0], b[0]).empty(a[0].device),
 )
 def _gemm(text: str, a: Tensors, b: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
-    made = bound(text, a[0].device)(Operand(*a), Operand(*b), bias=bias)
-    return settle(made, _product_shape(text, a[0], b[0]))
+    result = bound(text, a[0].device)(Operand(*a), Operand(*b), bias=bias)
+    return settle(result, _product_shape(text, a[0], b[0]))
 
 
 @define(
@@ -231,7 +235,7 @@ def _gemm_out(
 def _grouped(
     text: str, a: Tensors, b: Tensors, group_offsets: torch.Tensor
 ) -> tuple[Operand, Operand | list[Operand]]:
-    """Put the operands together: ``b`` is one operand if k is grouped, else one a group."""
+    """Return the operands: ``b`` is one operand if k is grouped, else one a group."""
     desc: Any = decode(text).desc
     offsets = group_offsets.tolist()
     dim = 1 if desc.contract_groups else 0
@@ -242,7 +246,9 @@ def _grouped(
     return first, [Operand(*b[at : at + step]) for at in range(0, len(b), step)]
 
 
-def _grouped_shapes(text: str, a: Tensors, b: Tensors, group_offsets: torch.Tensor) -> list[Shape]:
+def _grouped_shapes(
+    text: str, a: Tensors, b: Tensors, group_offsets: torch.Tensor
+) -> list[ResultShape]:
     desc: Any = decode(text).desc
     shape = _product_shape(text, a[0], b[0])
     return [shape] * (_count(group_offsets) if desc.contract_groups else 1)
@@ -258,9 +264,9 @@ def _grouped_gemm(
     text: str, a: Tensors, b: Tensors, group_offsets: torch.Tensor, bias: Tensors
 ) -> list[torch.Tensor]:
     operands = _grouped(text, a, b, group_offsets)
-    made = bound(text, a[0].device)(*operands, group_offsets, **given(bias=list(bias) or None))
-    made = [made] if isinstance(made, torch.Tensor) else made
-    return settle_all(made, _grouped_shapes(text, a, b, group_offsets))
+    results = bound(text, a[0].device)(*operands, group_offsets, **given(bias=list(bias) or None))
+    results = [results] if isinstance(results, torch.Tensor) else results
+    return settle_all(results, _grouped_shapes(text, a, b, group_offsets))
 
 
 @define(
@@ -286,7 +292,7 @@ def _grouped_gemm_out(
 # Norms and activations
 
 
-def _norm_shapes(text: str, x: torch.Tensor) -> list[Shape]:
+def _norm_shapes(text: str, x: torch.Tensor) -> list[ResultShape]:
     return shapes.norm_shapes(decode(text).desc, x.shape)  # type: ignore[arg-type]  # the text says norm
 
 
@@ -297,11 +303,11 @@ def _norm_shapes(text: str, x: torch.Tensor) -> list[Shape]:
 def _norm(
     text: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    made = bound(text, x.device)(x, weight, *(() if bias is None else (bias,)))
-    return settle_all(made, _norm_shapes(text, x))
+    result = bound(text, x.device)(x, weight, *(() if bias is None else (bias,)))
+    return settle_all(result, _norm_shapes(text, x))
 
 
-def _norm_backward_shapes(text: str, x: torch.Tensor) -> list[Shape]:
+def _norm_backward_shapes(text: str, x: torch.Tensor) -> list[ResultShape]:
     desc: Any = decode(text).desc
     return shapes.norm_backward_shapes(desc.norm, x.shape)
 
@@ -319,11 +325,11 @@ def _norm_backward(
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
 ) -> list[torch.Tensor]:
-    made = bound(text, x.device)(grad_output, x, weight, mean, rstd)
-    return settle_all(made, _norm_backward_shapes(text, x))
+    result = bound(text, x.device)(grad_output, x, weight, mean, rstd)
+    return settle_all(result, _norm_backward_shapes(text, x))
 
 
-def _activation_shape(text: str, x: torch.Tensor) -> Shape:
+def _activation_shape(text: str, x: torch.Tensor) -> ResultShape:
     return shapes.activation_shape(decode(text).desc, x.shape)  # type: ignore[arg-type]  # the text says activation
 
 
@@ -343,7 +349,7 @@ def _activation_backward(text: str, grad_output: torch.Tensor, x: torch.Tensor) 
     return settle(bound(text, x.device)(grad_output, x), _activation_shape(text, x))
 
 
-# What a graph needs besides
+# Seeds, errors and sums in graphs
 
 
 @define(
@@ -355,8 +361,8 @@ def _draw_seed(place: int) -> torch.Tensor:
     return torch.randint(0, 2**62, (2,))
 
 
-# Draws happen where they are written, even if the backward graph alone uses the seed, or nobody:
-# torch would move or drop them, and every later draw of the program would differ.
+# Ordered, so that torch neither moves nor drops a draw whose seed only the backward graph uses, or
+# nothing does: every later draw of the program would differ.
 _draw_seed.register_effect(ORDERED)
 
 
@@ -372,7 +378,7 @@ def _sums_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-# An operator, as a compiler would add the rows in another order.
+# An operator, because a compiler would add the rows in another order.
 @define(
     "(Tensor x) -> Tensor",
     lambda x: x.new_empty(x.shape[1], dtype=_sums_dtype(x)),
@@ -384,8 +390,8 @@ def _column_sums(x: torch.Tensor) -> torch.Tensor:
 def column_sums(x: torch.Tensor) -> torch.Tensor:
     """Return the sum over the rows of ``x [rows, n]``, ``[n]`` float32 (float64 stays)."""
     if is_captured(x):
-        made: torch.Tensor = _column_sums(x)
-        return made
+        result: torch.Tensor = _column_sums(x)
+        return result
     return x.sum(0, dtype=_sums_dtype(x))
 
 
@@ -393,15 +399,15 @@ _places = count()
 
 
 def draw_seed() -> torch.Tensor:
-    """Draw as :func:`fp8core.modules.bound.new_seed` does, when the graph runs; int64 ``[2]``.
+    """Draw a seed and an offset, int64 ``[2]``, when the graph runs.
 
-    The place tells two draws of one graph apart: equal calls would be merged into one.
+    ``place`` differs in each draw of a graph: torch would merge equal calls into one.
     """
-    made: torch.Tensor = _draw_seed(next(_places))
-    return made
+    result: torch.Tensor = _draw_seed(next(_places))
+    return result
 
 
 def refuse(x: torch.Tensor, columns: int, error: errors.Fp8CoreError) -> torch.Tensor:
-    """Return ``[..., columns]`` from a graph that raises ``error`` when it runs."""
-    made: torch.Tensor = _refuse(x.detach(), columns, type(error).__name__, str(error))
-    return made
+    """Return a tensor ``[..., columns]`` of a graph that raises ``error`` when it runs."""
+    result: torch.Tensor = _refuse(x.detach(), columns, type(error).__name__, str(error))
+    return result

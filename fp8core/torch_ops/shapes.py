@@ -1,9 +1,9 @@
-"""What an operation returns, told from its descriptor and the shapes of its inputs alone.
+"""Sizes, dtypes and strides of results, from the descriptor and the shapes of the inputs alone.
 
-Fake kernels make empty tensors of these shapes; the operations see to it that the real ones have
-the same sizes and strides. Sizes may be symbolic, and none depends on a tensor's values: where the
+Fake kernels return empty tensors of these shapes; :func:`settle` gives the real results the same
+sizes and strides. Sizes may be symbolic, and none depends on the values of a tensor. Where the
 number of scale blocks does (groups that end in the middle of a block), it is an upper bound, and
-:func:`trim` takes the rest off again.
+:func:`trim` removes the rest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fp8core.backend_api import (
 from fp8core.errors import OperandError
 
 __all__ = [
-    "Shape",
+    "ResultShape",
     "activation_shape",
     "elements_per_byte",
     "hands_both_as_one",
@@ -40,41 +40,41 @@ __all__ = [
 ]
 
 
-class Shape(NamedTuple):
-    """Size and dtype of one tensor; ``is_turned``: a transposed view of a contiguous matrix."""
+class ResultShape(NamedTuple):
+    """Size and dtype of one result; ``is_transposed``: it is the transposed view of a contiguous
+    matrix."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
-    is_turned: bool = False
+    is_transposed: bool = False
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """Return an unfilled tensor."""
-        size = self.size[::-1] if self.is_turned else self.size
-        made = torch.empty(size, dtype=self.dtype, device=device)
-        return made.t() if self.is_turned else made
+        size = self.size[::-1] if self.is_transposed else self.size
+        result = torch.empty(size, dtype=self.dtype, device=device)
+        return result.t() if self.is_transposed else result
 
 
-def settle(made: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Return ``made`` with the strides of ``shape``, filled with zeros where it is smaller.
+def settle(result: torch.Tensor, shape: ResultShape) -> torch.Tensor:
+    """Return ``result`` with the strides of ``shape``, padded with zeros to its size.
 
     Raises:
         OperandError: a backend returned another dtype or a larger size.
     """
-    missing = [wanted - size for wanted, size in zip(shape.size, made.shape, strict=True)]
-    if made.dtype != shape.dtype or any(size < 0 for size in missing):
+    missing = [wanted - size for wanted, size in zip(shape.size, result.shape, strict=True)]
+    if result.dtype != shape.dtype or any(size < 0 for size in missing):
         raise OperandError(
-            f"a backend returned {made.dtype} {list(made.shape)}, expected {shape.dtype} "
+            f"a backend returned {result.dtype} {list(result.shape)}, expected {shape.dtype} "
             f"{list(shape.size)}."
         )
     if any(missing):
-        made = torch.nn.functional.pad(made, (0, missing[1], 0, missing[0]))
-    return made.t().contiguous().t() if shape.is_turned else made.contiguous()
+        result = torch.nn.functional.pad(result, (0, missing[1], 0, missing[0]))
+    return result.t().contiguous().t() if shape.is_transposed else result.contiguous()
 
 
 def hands_both_as_one(desc: QuantizeDesc, transposes: bool) -> bool:
-    """Return whether the columnwise operand is the rowwise one's transposed view.
-
-    A square block of bytes holds the same values both ways.
+    """Return whether the columnwise operand is the transposed view of the rowwise one: where blocks
+    are square, both hold the same codes.
     """
     spec = desc.rowwise
     is_square = spec is not None and spec == desc.columnwise and spec.block[0] == spec.block[1]
@@ -85,8 +85,8 @@ def hands_both_as_one(desc: QuantizeDesc, transposes: bool) -> bool:
 
 def quantize_shapes(
     desc: QuantizeDesc, size: Sequence[int], groups: int, transposes: bool
-) -> list[Shape]:
-    """Return the tensors of the rowwise operand of ``x [rows, cols]``, then the columnwise one's.
+) -> list[ResultShape]:
+    """Return the shapes of the rowwise operand of ``x [rows, cols]``, then of the columnwise one.
 
     ``groups`` is 0 for a dense tensor.
     """
@@ -95,15 +95,15 @@ def quantize_shapes(
     if desc.rowwise is not None:
         shapes += _operand(desc.rowwise, (rows, cols), groups, grouped_dim=0)
     if desc.columnwise is not None and not hands_both_as_one(desc, transposes):
-        turned = _operand(desc.columnwise, (cols, rows), groups, grouped_dim=1)
+        transposed = _operand(desc.columnwise, (cols, rows), groups, grouped_dim=1)
         is_view = not groups and not transposes
-        shapes += [shape._replace(is_turned=is_view) for shape in turned]
+        shapes += [shape._replace(is_transposed=is_view) for shape in transposed]
     return shapes
 
 
 def _operand(
     spec: OperandSpec, size: tuple[int, int], groups: int, grouped_dim: int
-) -> list[Shape]:
+) -> list[ResultShape]:
     blocks = [
         -(-extent // block) if block else 1 for extent, block in zip(size, spec.block, strict=True)
     ]
@@ -115,20 +115,22 @@ def _operand(
             blocks[grouped_dim] = extent // block + groups if block else groups
     scale_dtype = torch.float32 if spec.scale_format == "float32" else torch.uint8
     shapes = [
-        Shape((size[0], size[1] // elements_per_byte(spec)), torch.uint8),
-        Shape((blocks[0], blocks[1]), scale_dtype),
+        ResultShape((size[0], size[1] // elements_per_byte(spec)), torch.uint8),
+        ResultShape((blocks[0], blocks[1]), scale_dtype),
     ]
     if spec.scale_format == "e4m3":
-        shapes.append(Shape((one[0], one[1]), torch.float32))
+        shapes.append(ResultShape((one[0], one[1]), torch.float32))
     return shapes
 
 
 def with_records(
-    made: list[Shape], amax: torch.Tensor | None, nonfinite: torch.Tensor | None
-) -> list[Shape]:
-    """Append the shapes of the new amax and of the new count, where they are recorded."""
-    records = [Shape((own.shape[0],), own.dtype) for own in (amax, nonfinite) if own is not None]
-    return [*made, *records]
+    results: list[ResultShape], amax: torch.Tensor | None, nonfinite: torch.Tensor | None
+) -> list[ResultShape]:
+    """Append the shapes of the new amax and of the new count, if they are recorded."""
+    records = [
+        ResultShape((one.shape[0],), one.dtype) for one in (amax, nonfinite) if one is not None
+    ]
+    return [*results, *records]
 
 
 def elements_per_byte(spec: OperandSpec) -> int:
@@ -139,7 +141,7 @@ def elements_per_byte(spec: OperandSpec) -> int:
 def trim(
     spec: OperandSpec | None, parts: Sequence[torch.Tensor], offsets: Sequence[int], dim: int
 ) -> list[torch.Tensor]:
-    """Take off the scales that :func:`settle` added to an operand grouped along ``dim``."""
+    """Remove the scales that :func:`settle` added to an operand grouped along ``dim``."""
     if spec is None or not spec.block[dim]:
         return list(parts)
     block = spec.block[dim]
@@ -154,32 +156,34 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def norm_shapes(desc: NormDesc, size: Sequence[int]) -> list[Shape]:
-    """Return ``y``, the mean (LayerNorm alone) and the reciprocal deviation of ``x [rows, n]``."""
+def norm_shapes(desc: NormDesc, size: Sequence[int]) -> list[ResultShape]:
+    """Return the shapes of ``y``, the mean (LayerNorm alone) and ``rstd`` for ``x [rows, n]``."""
     rows, n = size
-    statistic = Shape((rows,), _wide(desc.dtype))
+    statistic = ResultShape((rows,), _wide(desc.dtype))
     count = 2 if desc.kind == "layernorm" else 1
-    return [Shape((rows, n), desc.out_dtype), *[statistic] * count]
+    return [ResultShape((rows, n), desc.out_dtype), *[statistic] * count]
 
 
-def norm_backward_shapes(desc: NormDesc, size: Sequence[int]) -> list[Shape]:
-    """Return ``grad_x``, ``grad_weight`` and, for LayerNorm alone, ``grad_bias``."""
+def norm_backward_shapes(desc: NormDesc, size: Sequence[int]) -> list[ResultShape]:
+    """Return the shapes of ``grad_x``, ``grad_weight`` and, for LayerNorm alone, ``grad_bias``."""
     rows, n = size
-    parameter = Shape((n,), _wide(desc.dtype))
+    parameter = ResultShape((n,), _wide(desc.dtype))
     count = 2 if desc.kind == "layernorm" else 1
-    return [Shape((rows, n), desc.dtype), *[parameter] * count]
+    return [ResultShape((rows, n), desc.dtype), *[parameter] * count]
 
 
-def activation_shape(desc: ActivationDesc | ActivationBackwardDesc, size: Sequence[int]) -> Shape:
-    """Return the result for ``x [rows, n]``; half as many columns from a gated activation."""
+def activation_shape(
+    desc: ActivationDesc | ActivationBackwardDesc, size: Sequence[int]
+) -> ResultShape:
+    """Return the shape of the result for ``x [rows, n]``; a gated activation halves the columns."""
     rows, columns = size
     if isinstance(desc, ActivationDesc) and desc.name in GATED:
         columns //= 2
-    return Shape((rows, columns), desc.out_dtype)
+    return ResultShape((rows, columns), desc.out_dtype)
 
 
 def is_captured(x: torch.Tensor) -> bool:
-    """Say whether ``x`` is a stand-in that torch traces with, fake or functional."""
+    """Say whether torch is capturing a graph, and ``x`` stands for a tensor of it."""
     return torch.compiler.is_compiling() or type(x) not in _REAL
 
 
