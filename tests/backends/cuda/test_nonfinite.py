@@ -263,6 +263,7 @@ def test_groups_propagate(on_device: bool) -> None:
     assert fp8core.found_inf(layer) == 1
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "rowwise"])
 def test_a_watched_scaler_skips_the_step(name: str, fused: bool) -> None:
