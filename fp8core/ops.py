@@ -34,7 +34,7 @@ from fp8core.modules.bind import bind
 from fp8core.modules.inputs import check_input, check_kind
 from fp8core.modules.linear import Linear as LinearLayer
 from fp8core.modules.norm import LayerNorm, RMSNorm
-from fp8core.modules.operation import Operation, width_of
+from fp8core.modules.operation import Operation
 from fp8core.modules.parameters import InitMethod, check_size, fill, make_parameter, resolve_device
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.run import run_links
@@ -71,8 +71,8 @@ class Sequential(LowPrecisionModule):
     for all its linears.
 
     Raises:
-        OperandError: an operation that is not one, sizes that do not fit each other, or the wrong
-            number of extra inputs.
+        OperandError: an argument that is no operation, sizes that do not fit each other, or another
+            number of extra inputs than of :class:`AddExtraInput`.
         UnsupportedError: a layer that returns more than one tensor, or takes groups.
     """
 
@@ -93,13 +93,14 @@ class Sequential(LowPrecisionModule):
         self._check_sizes()
 
     def _operations(self) -> list[LowPrecisionModule]:
-        found: list[LowPrecisionModule] = []
-        for own in self.children():
-            if isinstance(own, Sequential):
-                found += own._operations()
-            elif isinstance(own, LowPrecisionModule):
-                found.append(own)
-        return found
+        """Return the operations in order, those of a Sequential inside in its place."""
+        operations: list[LowPrecisionModule] = []
+        for child in self.children():
+            if isinstance(child, Sequential):
+                operations += child._operations()
+            elif isinstance(child, LowPrecisionModule):
+                operations.append(child)
+        return operations
 
     def _check_single_outputs(self) -> None:
         for operation in self._operations():
@@ -107,11 +108,11 @@ class Sequential(LowPrecisionModule):
             leaves = any(shape.leaves_chain for shape in shapes)
             grouped = any(shape.groups for shape in shapes)
             if leaves or grouped or getattr(operation, "return_bias", False):
-                what = "takes m_splits" if grouped else "returns more than one tensor"
-                raise UnsupportedError(f"ops.Sequential: {operation.label} {what}.")
+                reason = "takes m_splits" if grouped else "returns more than one tensor"
+                raise UnsupportedError(f"ops.Sequential: {operation.label} {reason}.")
 
     def _check_sizes(self) -> None:
-        width = width_of(self.link_shapes())
+        width = _width_of(self.link_shapes())
         if width is None:  # no operation has a size
             return
         for index, operation in enumerate(self._operations()):
@@ -126,7 +127,8 @@ class Sequential(LowPrecisionModule):
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the shapes of all operations."""
-        return tuple(shape for own in self._operations() for shape in own.link_shapes())
+        operations = self._operations()
+        return tuple(shape for operation in operations for shape in operation.link_shapes())
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor) -> torch.Tensor:
         """Run ``input`` and what :class:`AddExtraInput` adds through the operations."""
@@ -136,18 +138,18 @@ class Sequential(LowPrecisionModule):
             raise OperandError(
                 f"{self.label}: got {len(extra_inputs)} extra inputs for {wanted} AddExtraInput."
             )
-        for index, own in enumerate(extra_inputs):
-            check_kind(self.label, f"extra input {index}", own)
-            if own.device != input.device:
+        for index, residual in enumerate(extra_inputs):
+            check_kind(self.label, f"extra input {index}", residual)
+            if residual.device != input.device:
                 raise OperandError(
-                    f"{self.label}: extra input {index} is on {own.device}, the input on "
+                    f"{self.label}: extra input {index} is on {residual.device}, the input on "
                     f"{input.device}. Move one of them; nothing is moved silently."
                 )
         extra = iter(extra_inputs)
         params: list[torch.Tensor] = []
         for operation in operations:
             params += [next(extra)] if operation.takes_extra_input else operation.link_params()
-        first, width = next(self.parameters(), None), width_of(self.link_shapes())
+        first, width = next(self.parameters(), None), _width_of(self.link_shapes())
         dtype = check_input(self, input, first, width)
         bound = bind(self, input.device, dtype)
         input = input if input.dtype == dtype else input.to(dtype)
@@ -155,6 +157,14 @@ class Sequential(LowPrecisionModule):
 
     def _describe(self) -> list[str]:
         return []
+
+
+def _width_of(shapes: Sequence[LinkShape]) -> int | None:
+    """Return how many columns the input of ``shapes`` has; None if it may have any number."""
+    width: int | None = None
+    for shape in reversed(shapes):
+        width = shape.input_columns(width)
+    return width
 
 
 _uniform: InitMethod = partial(torch.nn.init.kaiming_uniform_, a=5**0.5)  # +-1 / sqrt(in_features)

@@ -63,9 +63,10 @@ _NO_MAIN_GRAD = (
 
 
 class Bound(NamedTuple):
-    """A layer made ready for one combination of recipe, device, dtype and policy.
+    """A layer bound for one combination of recipe, device, dtype and policy.
 
-    ``parts`` are the chains to run one after the other: the links, apart where a value leaves.
+    ``parts`` are the chains that run one after the other: ``links``, split where the layer returns
+    a value besides its output.
     """
 
     parts: tuple[chain.Links, ...]
