@@ -26,7 +26,7 @@ class QuantizeDesc:
     that kind does not take it:
 
     - ``grouped``: ``group_offsets``. Each group is a tensor with its own amax and its own blocks,
-      and rows of no group are not counted; see :mod:`fp8core.backend_api.grouped`.
+      and rows of no group are not counted; see ``fp8core.backend_api.grouped``.
     - delayed specs: ``scale`` (float32, one entry, or one a group; a multiplier) and ``amax_out``
       (likewise; becomes ``max(amax_out, amax(x))``, NaN elements ignored; None records nothing).
     - :class:`~fp8core.backend_api.QuantizeByAmaxDesc`: ``amax``.
