@@ -1,8 +1,9 @@
-"""The chain in public: operations to put together, run as one autograd node.
+"""Operations to combine into a chain, which runs as one autograd node.
 
-``ops.Sequential(ops.RMSNorm(512), ops.Linear(512, 2048), ops.SwiGLU(), ops.Linear(1024, 512))``
-is what the library's own layers are made of: neighbours hand their results over quantized, and a
-backend's fused operations are used where it has them. Any layer of the library can take part.
+``ops.Sequential(ops.RMSNorm(512), ops.Linear(512, 2048), ops.SwiGLU(), ops.Linear(1024, 512))`` is
+such a chain; the library's layers are chains too. An operation can quantize its result for the
+linear that follows it, by a fused operation if the backend has one. Any layer of the library can be
+an operation.
 """
 
 from __future__ import annotations
@@ -66,14 +67,14 @@ __all__ = [
 class Sequential(LowPrecisionModule):
     """Runs its operations as one chain.
 
-    Input ``[..., k]`` for the first operation; each :class:`AddExtraInput` takes one further
-    argument, in order. A Sequential inside runs as part of it. Delayed-scaling state is kept here,
-    for all its linears.
+    The input ``[..., k]`` goes into the first operation; each :class:`AddExtraInput` takes one
+    further argument of the call, in order. A Sequential inside another is part of its chain. The
+    outermost one holds the delayed-scaling state of all its linears.
 
     Raises:
-        OperandError: an argument that is no operation, sizes that do not fit each other, or another
-            number of extra inputs than of :class:`AddExtraInput`.
-        UnsupportedError: a layer that returns more than one tensor, or takes groups.
+        OperandError: an argument is no operation, the sizes of two operations do not fit, or a call
+            has the wrong number of extra inputs.
+        UnsupportedError: a layer returns more than one tensor, or takes groups.
     """
 
     kind = "sequential"
@@ -93,7 +94,7 @@ class Sequential(LowPrecisionModule):
         self._check_sizes()
 
     def _operations(self) -> list[LowPrecisionModule]:
-        """Return the operations in order, those of a Sequential inside in its place."""
+        """Return the operations in order; a nested Sequential stands for its operations."""
         operations: list[LowPrecisionModule] = []
         for child in self.children():
             if isinstance(child, Sequential):
@@ -131,7 +132,7 @@ class Sequential(LowPrecisionModule):
         return tuple(shape for operation in operations for shape in operation.link_shapes())
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor) -> torch.Tensor:
-        """Run ``input`` and what :class:`AddExtraInput` adds through the operations."""
+        """Run the operations on ``input``, with an extra input for each :class:`AddExtraInput`."""
         operations = self._operations()
         wanted = sum([operation.takes_extra_input for operation in operations])
         if len(extra_inputs) != wanted:
@@ -175,10 +176,10 @@ class Linear(LinearLayer):
     Engine's: weights start as those of ``torch.nn.Linear``, biases as zeros.
 
     Args:
-        in_features, out_features, bias, device: as there.
+        in_features, out_features, bias, device: as for ``fp8core.Linear``.
         dtype: of the parameters, torch's default if None; ``params_dtype`` is another name for it.
-        accumulate_into_main_grad: ``fuse_wgrad_accumulation`` there.
-        init_method, parameters_split, name: as there.
+        accumulate_into_main_grad: ``fuse_wgrad_accumulation`` of ``fp8core.Linear``.
+        init_method, parameters_split, name: as for ``fp8core.Linear``.
 
     The other arguments belong to tensor parallelism, which is not offered.
     """
@@ -222,7 +223,7 @@ _PARALLEL = (
 
 
 class Bias(Operation):
-    """``x + bias``, one value a column."""
+    """``x + bias``, with one value for each column."""
 
     bias: torch.nn.Parameter
 
@@ -269,7 +270,7 @@ class Dropout(Operation):
         self.p = p
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the dropout's shape: none in evaluation."""
+        """Return the dropout's shape, whose probability is 0 in evaluation."""
         return (DropoutShape(self.p if self.training else 0.0),)
 
 
@@ -287,15 +288,18 @@ class AddExtraInput(Operation):
         refuse_arguments(AddExtraInput.__init__, locals(), ("in_place",), owner="ops.AddExtraInput")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Refuse: by itself it has nothing to add."""
-        raise OperandError("ops.AddExtraInput takes part in an ops.Sequential, which adds to it.")
+        """Raise, as only a :class:`Sequential` has an extra input to add."""
+        raise OperandError(
+            "ops.AddExtraInput cannot be called alone: put it into an ops.Sequential, whose call "
+            "takes the extra input."
+        )
 
 
 class Quantize(Operation):
     """Rounds values, gradients or both to the recipe's format and back.
 
-    By the scale of the tensor itself and to the nearest, also where the recipe's GEMMs take delayed
-    scales or round stochastically.
+    Scales follow from the amaxes of the values, and rounding is to the nearest, also if the
+    GEMMs of the recipe take delayed scales or round stochastically.
     """
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
@@ -303,7 +307,7 @@ class Quantize(Operation):
         self._shape = QuantizeShape(forward, backward)
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return which directions are rounded."""
+        """Return the shape, which says whether values, gradients or both are rounded."""
         return (self._shape,)
 
 

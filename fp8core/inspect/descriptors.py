@@ -1,7 +1,7 @@
-"""What layers and recipes ask of a backend: descriptors by step, recorded while chains are bound.
+"""The descriptors that layers and recipes need, by step, recorded while chains are bound.
 
-The one source of ``explain``, of the matrix and self-test of ``fp8core doctor``, and of the support
-matrix in the documentation.
+``explain``, the matrix and self-test of ``fp8core doctor``, and the support matrix of the
+documentation all take them from here.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _GROUPS = 2
 
 
 class Need(NamedTuple):
-    """One operation that is asked for, and the step that asks: ``fprop``, ``weight``, ``gelu``."""
+    """An operation that a backend has to run, and its step: ``fprop``, ``weight``, ``gelu``."""
 
     step: str
     desc: OpDesc
 
 
 def layer_needs(layer: LowPrecisionModule, recipe: Recipe, dtype: torch.dtype) -> list[Need]:
-    """Return what ``layer`` asks for under ``recipe`` on activations of ``dtype``, in order.
+    """Return the operations of ``layer`` under ``recipe`` on activations of ``dtype``, in order.
 
-    Fused operations are among it, and the pairs that run where nobody offers them.
+    They include fused operations, and the pairs that run if no backend offers the fused one.
     """
     plan = plan_of(LinearPlan, recipe, LayerRole(layer.kind, layer.name), dtype)
     shapes = layer.link_shapes()
@@ -64,10 +64,11 @@ def layer_needs(layer: LowPrecisionModule, recipe: Recipe, dtype: torch.dtype) -
 
 
 def op_needs(op: str, recipe: Recipe, dtype: torch.dtype) -> list[Need]:
-    """Return every use of ``op`` that ``recipe`` can lead to on activations of ``dtype``.
+    """Return every use of ``op`` under ``recipe`` on activations of ``dtype``.
 
-    Dense and grouped linears, each norm and each activation; empty where the recipe has no use for
-    the operation. An optional operation has a need for each pair that it could replace.
+    It covers dense and grouped linears, each norm and each activation, and is empty if the recipe
+    has no use for the operation. An optional operation has a need for each pair that it can
+    replace.
     """
     dense = plan_of(LinearPlan, recipe, LayerRole("linear"), dtype)
     grouped = plan_of(LinearPlan, recipe, LayerRole("grouped_linear"), dtype)
@@ -84,8 +85,11 @@ def _linear(dtype: torch.dtype, groups: int = 0) -> LinearShape:
 
 
 def _linear_needs(dense: LinearPlan, grouped: LinearPlan, dtype: torch.dtype) -> Iterator[Need]:
-    """Yield what linears ask for, a grouped one where it differs; and of their dense casts the
-    amaxes, which calibration records and groups of ranks reduce, and what decodes them."""
+    """Yield the operations of a dense linear, and those of a grouped one that differ.
+
+    For each cast of the dense one, also its amax, which calibration records and groups of ranks
+    reduce, and its dequantization.
+    """
     requests = [(purpose.step, desc) for purpose, desc in record([_linear(dtype)], dense, dtype)]
     for step, desc in requests:
         yield Need(step, desc)
@@ -103,7 +107,8 @@ def _linear_needs(dense: LinearPlan, grouped: LinearPlan, dtype: torch.dtype) ->
 
 
 def _producer_needs(plan: LinearPlan, dtype: torch.dtype) -> Iterator[Need]:
-    """Yield what norms and activations ask for, alone and next to linears, and those linears."""
+    """Yield the operations of norms and activations, alone and next to linears, and of those
+    linears."""
     producers: dict[str, LinkShape] = {
         kind: NormShape(kind, 1, _EPS, False, dtype) for kind in NORMS
     }
@@ -117,6 +122,6 @@ def _producer_needs(plan: LinearPlan, dtype: torch.dtype) -> Iterator[Need]:
 
 
 def _update(plan: LinearPlan) -> list[Need]:
-    """Return the update of delayed scales; nothing where the user's own functions do it."""
+    """Return the update of delayed scales; empty if the user's functions update them."""
     desc = update_desc(plan.delayed)
     return [] if desc is None else [Need("", desc)]

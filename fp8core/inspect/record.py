@@ -1,4 +1,4 @@
-"""What binding a chain asks for, written down instead of bound: no backend takes part."""
+"""The requests of a chain for operations, recorded in a dry run of its binding without backends."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["Request", "record"]
 
 
 class Request(NamedTuple):
-    """A descriptor that was asked for, and what for."""
+    """A requested descriptor, and its purpose."""
 
     purpose: Purpose
     desc: OpDesc
 
 
 def record(shapes: Sequence[LinkShape], plan: LinearPlan, dtype: torch.dtype) -> list[Request]:
-    """Return what the links of ``shapes`` ask for under ``plan`` on activations of ``dtype``.
+    """Return the requests of the links of ``shapes`` under ``plan`` on activations of ``dtype``.
 
-    In the order of the chain, each once for each of its purposes. Optional operations are among
-    it, and those that run where nobody offers them; the halves of a cast are not, as every backend
-    that casts in both orientations does so in either one.
+    They are in the order of the chain, each once for each of its purposes. Optional operations are
+    among them, and the operations that run if no backend offers these. The halves of a cast are
+    not, as every backend that casts in both orientations also casts in either one.
     """
     recorder = _Recorder()
     binding = Binding(torch.device("meta"), dtype, resolver=recorder)
@@ -46,7 +46,7 @@ def _position(request: Request) -> int:
 
 
 class _Recorder:
-    """A resolver that offers every operation but the optional ones, and none that could run."""
+    """A resolver that records all requests and refuses the optional ones; no result can run."""
 
     __slots__ = ("halves", "requests")
 

@@ -1,4 +1,4 @@
-"""Every descriptor that the layers ask for: all recipes, with their variants, in every dtype."""
+"""Every descriptor that layers need: under all recipes and their variants, in every dtype."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class CatalogueEntry(NamedTuple):
-    """A descriptor, and a unique name made of who asks for it: ``mxfp8.fprop.bfloat16``."""
+    """A descriptor and its unique label of recipe, step and dtypes: ``mxfp8.fprop.bfloat16``."""
 
     label: str
     desc: OpDesc
@@ -72,7 +72,7 @@ def _recipes() -> dict[str, Recipe]:
 
 
 def catalogue() -> list[CatalogueEntry]:
-    """Return every descriptor once, under the name of the first who asks for it."""
+    """Return every descriptor once, with the label of its first use."""
     entries: dict[object, CatalogueEntry] = {}
     for entry in _everything():
         entries.setdefault(_identity(entry.desc), entry)
@@ -80,7 +80,10 @@ def catalogue() -> list[CatalogueEntry]:
 
 
 def _identity(desc: OpDesc) -> object:
-    """Return the same value for descriptors of the same computation: an amax has no format."""
+    """Return a value that is equal for descriptors of the same computation.
+
+    Amaxes of casts to different formats are the same computation.
+    """
     if not isinstance(desc, AmaxDesc):
         return desc
     cast = desc.quantize
@@ -92,8 +95,11 @@ def _identity(desc: OpDesc) -> object:
 
 
 def _everything() -> Iterator[CatalogueEntry]:
-    """Yield what is asked for; casts last that are of another dtype than the activations, so that
-    they have the names that they have where the activations are of that dtype."""
+    """Yield all entries, with repetitions.
+
+    Casts of another dtype than the activations come last, so that their labels are those that they
+    have for activations of that dtype.
+    """
     entries = [(dtype, entry) for dtype in DTYPES for entry in _of_dtype(dtype)]
     yield from (entry for dtype, entry in entries if _cast_dtype(entry.desc) in (None, dtype))
     yield from (entry for _, entry in entries)
@@ -106,7 +112,7 @@ def _cast_dtype(desc: OpDesc) -> torch.dtype | None:
 
 
 def _of_dtype(dtype: torch.dtype) -> Iterator[CatalogueEntry]:
-    """Yield what is asked for on activations of ``dtype``."""
+    """Yield the entries for activations of ``dtype``."""
     for name, chosen in _recipes().items():
         dense, grouped = (
             plan_of(LinearPlan, chosen, LayerRole(kind, name="layer"), dtype)
@@ -123,7 +129,7 @@ def _of_dtype(dtype: torch.dtype) -> Iterator[CatalogueEntry]:
 
 
 def _linears(prefix: str, plan: LinearPlan, dtype: torch.dtype) -> Iterator[CatalogueEntry]:
-    """Yield what a dense linear asks for, and what decodes its casts."""
+    """Yield the operations of a dense linear, and the dequantizations of its operands."""
     for shape in _weights_of(LinearShape(1, 1, dtype, None)):
         yield from _entries(prefix, [shape], plan, dtype)
     for (_, step), desc in record([LinearShape(1, 1, dtype, None)], plan, dtype):
@@ -136,10 +142,10 @@ def _linears(prefix: str, plan: LinearPlan, dtype: torch.dtype) -> Iterator[Cata
 
 
 def _groups(prefix: str, plan: LinearPlan, dtype: torch.dtype) -> Iterator[CatalogueEntry]:
-    """Yield what a grouped linear asks for."""
+    """Yield the operations of a grouped linear."""
     shape = LinearShape(1, 1, dtype, None, _GROUPS)
-    for own in _weights_of(shape):
-        yield from _entries(prefix, [own], plan, dtype)
+    for variant in _weights_of(shape):
+        yield from _entries(prefix, [variant], plan, dtype)
     for entry in _entries(prefix, [shape.with_offsets_on_device()], plan, dtype):
         # The kernels of the products are the same for the other dtypes.
         if dtype == DTYPES[0] or not isinstance(entry.desc, GemmDesc):
@@ -154,7 +160,7 @@ def _weights_of(shape: LinearShape) -> Iterator[LinearShape]:
 
 
 def _producers(prefix: str, plan: LinearPlan, dtype: torch.dtype) -> Iterator[CatalogueEntry]:
-    """Yield what norms and activations ask for, alone and between linears."""
+    """Yield the operations of norms and activations, alone and next to linears."""
     add, linear = AddShape(), LinearShape(1, 1, dtype, None)
     with_bias = dataclasses.replace(linear, bias_dtype=dtype)
     norms = [NormShape(kind, 1, 1e-5, False, dtype) for kind in NORMS]
@@ -174,7 +180,7 @@ def _producers(prefix: str, plan: LinearPlan, dtype: torch.dtype) -> Iterator[Ca
 
 
 def _amaxes(label: str, desc: QuantizeDesc) -> Iterator[CatalogueEntry]:
-    """Yield the amax of a cast, and the cast by it: a group reduces the amax in between."""
+    """Yield the amax of a cast, and the cast by given amaxes."""
     if not has_amax(desc):
         return
     yield CatalogueEntry(f"{label}.amax", AmaxDesc(desc))
@@ -207,7 +213,7 @@ def _entries(
 
 
 def _words(desc: OpDesc) -> tuple[str, ...]:
-    """Return what a label says of ``desc`` besides the recipe and the step."""
+    """Return the words of a label that follow recipe and step."""
     match desc:
         case NormDesc():
             start = (desc.kind, "zero_centered" if desc.zero_centered else "")
@@ -226,7 +232,7 @@ def _words(desc: OpDesc) -> tuple[str, ...]:
             is_on_device = isinstance(desc, GroupedGemmDesc) and desc.offsets_on_device
             accumulate = "accumulate" if desc.accumulate else ""
             return (_word(desc.out_dtype), accumulate, "device" if is_on_device else "")
-    raise AssertionError(f"no link asks for {desc}")
+    raise AssertionError(f"no link needs {desc}")
 
 
 def _word(dtype: torch.dtype) -> str:
