@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -19,7 +20,7 @@ from fp8core.chain.differentiable import (
 )
 from fp8core.chain.once import COMPUTED_AS_ONE, OnlyOnce
 from fp8core.chain.protocol import Link, Program, Saved
-from fp8core.chain.series import Series
+from fp8core.chain.series import Series, row_error
 from fp8core.chain.unwrap import (
     PLAIN,
     are_readable,
@@ -250,12 +251,36 @@ def _forward(
     if isinstance(value, QuantizedTensor) and program.input_request is not None:
         value = program.input_request(value)
     y, saved, context = program.forward(value, params, call)
+    leading: Sequence[int] = shape[:-1]
+    if y.shape[0] != rows:  # gathered, scattered
+        leading = _leading_of(y, shape, program.num_rows(rows), links)
     if len(shape) != 2:
-        leading = shape[:-1] if y.shape[0] == rows else (-1, *shape[1:-1])  # gathered, scattered
         y = y.reshape(*leading, y.shape[-1])
         if type(links) is Unfused and saved and saved[0] is value:
             saved = (x, *saved[1:])  # x has a history, the reshaped view has none
     return y, saved, context, program
+
+
+def _leading_of(
+    y: torch.Tensor, shape: torch.Size, due: int, links: Sequence[Link]
+) -> Sequence[int]:
+    """Return the leading dimensions of ``y``, which has other rows than the input ``[*shape]``.
+
+    Raises:
+        OperandError: it does not have the ``due`` rows, or they do not fill those dimensions.
+    """
+    num_rows, inner = y.shape[0], math.prod(shape[1:-1])
+    if num_rows != due:  # of a lone link; a series has looked at the rows of each
+        rows = math.prod(shape[:-1])
+        raise row_error(links, 0, "forward", rows=rows, due=due, returned=num_rows)
+    if not inner or num_rows % inner:
+        raise OperandError(
+            f"input {list(shape)}: the links {', '.join(type(link).__name__ for link in links)} "
+            f"returned {num_rows} rows, which are no multiple of {inner}, the product of the "
+            f"dimensions between the first and the last. Give the input as [rows, "
+            f"{shape[-1]}], or a first dimension that the links can divide."
+        )
+    return (num_rows // inner, *shape[1:-1])
 
 
 def _readable_grad(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
@@ -279,7 +304,11 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
     if isinstance(value, QuantizedTensor):
         value = ctx.program.request_grad(ctx.call)(value)
     grad_input, *grad_params = ctx.program.backward(value, saved, ctx.context, ctx.call)
-    if grad_input is not None and len(input_shape) != 2:
+    if grad_input is not None and grad_input.shape != input_shape:
+        # Of a lone link; a series has looked at the rows of each.
+        if grad_input.numel() != input_shape.numel():
+            rows, returned = math.prod(input_shape[:-1]), grad_input.shape[0]
+            raise row_error(ctx.links, 0, "backward", rows=rows, due=rows, returned=returned)
         grad_input = grad_input.reshape(input_shape)
     return None, None, grad_input, *grad_params
 

@@ -22,7 +22,7 @@ from fp8core.chain.protocol import (
 from fp8core.chain.request import QuantizeRequest
 from fp8core.errors import OperandError
 
-__all__ = ["Series"]
+__all__ = ["Series", "row_error"]
 
 
 class _Step(NamedTuple):
@@ -138,12 +138,20 @@ class Series:
                 raise self._row_error(at, "backward", step.rows, num_rows)
         return (value, *grad_params)
 
-    def _row_error(self, at: int, direction: str, rows: int, num_rows: int) -> OperandError:
-        """Return the error of a program whose result does not have the rows that it declares."""
-        step, count = self._steps[at], len(self._steps)
-        return OperandError(
-            f"link {at + 1} of {count}, {type(step.link).__name__}, returned {num_rows} rows in "
-            f"{direction}, where {rows} are due: its input has {step.rows} rows. A link that "
-            f"changes the number of rows, as gather and scatter do, says so by its program's "
-            f"num_rows."
-        )
+    def _row_error(self, at: int, direction: str, due: int, returned: int) -> OperandError:
+        links, rows = [step.link for step in self._steps], self._steps[at].rows
+        return row_error(links, at, direction, rows=rows, due=due, returned=returned)
+
+
+def row_error(
+    links: Sequence[Link], at: int, direction: str, *, rows: int, due: int, returned: int
+) -> OperandError:
+    """Return the error of ``links[at]``, whose result does not have the rows that are due.
+
+    ``rows`` are those of its input, ``direction`` is forward or backward.
+    """
+    return OperandError(
+        f"link {at + 1} of {len(links)}, {type(links[at]).__name__}, returned {returned} rows in "
+        f"{direction}, where {due} are due: its input has {rows} rows. A link that changes the "
+        f"number of rows, as gather and scatter do, says so by its program's num_rows."
+    )

@@ -247,3 +247,29 @@ def test_padding_of_groups_with_other_rows_is_refused() -> None:
     assert padded is not None
     with pytest.raises(OperandError, match=r"fc1: .*24 rows.*\[48, 64\]"):
         padded.pad_input(torch.ones(48, 64))
+
+
+@pytest.mark.parametrize("shape", [(ROWS, 64), (ROWS // 3, 3, 64)], ids=["rows", "leading"])
+def test_a_lone_link_that_returns_other_rows_than_it_says_is_refused(
+    shape: tuple[int, ...],
+) -> None:
+    message = r"link 1 of 1, Repeat, returned 48 rows in forward, where 24 are due"
+    with pytest.raises(OperandError, match=message):
+        chain.run((Repeat(declared=1),), torch.randn(shape), [])
+
+
+@pytest.mark.parametrize("shape", [(ROWS, 64), (ROWS // 3, 3, 64)], ids=["rows", "leading"])
+def test_a_lone_link_whose_gradient_has_other_rows_is_refused(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, requires_grad=True)
+    y = chain.run((Repeat(times=1, declared=1, backward_times=2),), x, [])
+    message = r"link 1 of 1, Repeat, returned 48 rows in backward, where 24 are due"
+    with pytest.raises(OperandError, match=message):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["scatter", "gather and scatter"])
+def test_rows_that_do_not_fill_the_leading_dimensions_are_refused(times: int) -> None:
+    links = (*(Repeat() for _ in range(times - 1)), *(FirstHalf() for _ in range(times)))
+    message = r"input \[3, 5, 64\].* returned 7 rows, which are no multiple of 5"
+    with pytest.raises(OperandError, match=message):
+        chain.run(links, torch.randn(3, 5, 64), [])
