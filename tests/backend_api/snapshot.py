@@ -75,12 +75,15 @@ def _name(name: str, value: Any) -> Iterator[str]:
     elif isinstance(value, types.UnionType) or typing.get_origin(value) is typing.Union:
         members = sorted(member.__name__ for member in typing.get_args(value))
         yield f"{name} = {' | '.join(members)}"
-    elif isinstance(value, frozenset):
-        yield f"{name} = frozenset({sorted(value)})"
-    elif isinstance(value, tuple):
-        yield f"{name} = {value}"
+    elif isinstance(value, frozenset | tuple):  # a line each, so that a new one is an added line
+        yield f"{name}: {type(value).__name__} of"
+        yield from (f"    {entry!r}" for entry in _in_order(value))
     else:
         yield f"{name}: {type(value).__name__}"
+
+
+def _in_order(value: tuple[Any, ...] | frozenset[Any]) -> list[Any]:
+    return list(value) if isinstance(value, tuple) else sorted(value)
 
 
 def _members(cls: type) -> Iterator[str]:
