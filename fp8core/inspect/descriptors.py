@@ -58,7 +58,7 @@ def layer_needs(layer: LowPrecisionModule, recipe: Recipe, dtype: torch.dtype) -
     for (position, step), desc in record(shapes, plan, dtype):
         is_one_of_many = kinds.count(kinds[position]) > 1
         needs.append(Need(f"{step}[{position}]" if is_one_of_many else step, desc))
-    if plan.delayed is not None and layer.count_gemms():
+    if plan.delayed is not None and layer.count_slot_sets():
         needs += _update(plan)
     return needs
 

@@ -53,8 +53,8 @@ class LowPrecisionModule(DelayedModule):
         """Return the shapes of the chain's linears: the links that have weights."""
         return [shape for shape in self.link_shapes() if shape.num_weights]
 
-    def count_gemms(self) -> int:
-        """Return how many forward GEMMs the layer has."""
+    def count_slot_sets(self) -> int:
+        """Return how many forward GEMMs the layer has, each with the slots of a plan."""
         return sum(shape.num_weights for shape in self.link_shapes())
 
     def set_watch(self, watch: Watch | None) -> None:

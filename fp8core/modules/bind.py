@@ -131,7 +131,7 @@ def _bind(
                 f"{layer.label}: calibrating records nothing, as {type(recipe).__name__} has no "
                 f"delayed scales"
             )
-        if plan.delayed is not None and layer.count_gemms():
+        if plan.delayed is not None and layer.count_slot_sets():
             _, records_forward, records_backward, _ = mode
             states = layer.delayed_states(recipe, plan, records=records_forward)
             states = dataclasses.replace(

@@ -32,6 +32,12 @@ class DelayedModule(torch.nn.Module):
     recipe)`` on. ``delayed_meta`` is JSON: each slot's format and the history's length, so that a
     checkpoint is not taken for another recipe's. All are plain tensors: a ``state_dict`` loads with
     ``weights_only=True``.
+
+    A layer that computes by a plan of its own kind, as attention does, names that kind as
+    ``plan_type`` and says how often it computes it (:meth:`count_slot_sets`). Its forward gets the
+    plan from :func:`fp8core.recipe.base.plan_of` and the states from :meth:`delayed_states`, hands
+    them to :func:`fp8core.context.scopes.touch`, which has them updated when ``autocast`` ends, and
+    binds a quantizer to the slot of each tensor: see ``tests/modules/test_own_plan.py``.
     """
 
     # The kind of plan by which the layer computes; it says which slots the state has.
@@ -157,7 +163,7 @@ class DelayedModule(torch.nn.Module):
             self._warn_if_fresh()
         key = (recipe, plan.delayed, policy.current())
         if key not in self._bindings.states:
-            forward, backward = (one * self.count_gemms() for one in maxima(plan))
+            forward, backward = (one * self.count_slot_sets() for one in maxima(plan))
             with torch.inference_mode(False):  # see _create
                 self._bindings.states[key] = LayerStates(
                     self._state("fwd", recipe, plan.delayed, forward),
@@ -333,17 +339,18 @@ class DelayedModule(torch.nn.Module):
             or kind.set_extra_state is not torch.nn.Module.set_extra_state
         )
 
-    def count_gemms(self) -> int:
-        """Return how many forward GEMMs the layer has, each with the slots of its plan.
+    def count_slot_sets(self) -> int:
+        """Return how many sets of the slots of :attr:`plan_type` the delayed state has, one after
+        the other: one for each time that the layer computes its plan, 0 for none.
 
-        A layer with a plan of another kind returns how many times it computes that plan.
+        A linear computes its plan once for each forward GEMM, attention once.
         """
         raise NotImplementedError
 
     def _names_of_slots(self) -> SlotNames:
-        """Return the names of all slots of the layer: those of its plan, once a GEMM."""
+        """Return the names of all slots of the layer: those of its plan, once a set."""
         forward, backward = self.plan_type.slots
-        return SlotNames(forward * self.count_gemms(), backward * self.count_gemms())
+        return SlotNames(forward * self.count_slot_sets(), backward * self.count_slot_sets())
 
     def _device_of_state(self) -> torch.device:
         """Return the device of the layer's parameters; torch's default one for a layer without."""

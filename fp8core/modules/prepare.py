@@ -88,7 +88,7 @@ def _create_states(model: torch.nn.Module, recipe: Recipe) -> None:
 def _stateful(module: torch.nn.Module) -> Iterator[LowPrecisionModule]:
     """Yield the layers with GEMMs; an ``ops.Sequential`` has the state of all its operations."""
     if isinstance(module, LowPrecisionModule):
-        if module.count_gemms():
+        if module.count_slot_sets():
             yield module
         return
     for child in module.children():

@@ -64,7 +64,7 @@ class Attention(DelayedModule):
     plan_type = AttentionPlan
     name: str | None = None
 
-    def count_gemms(self) -> int:
+    def count_slot_sets(self) -> int:
         return 1
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
