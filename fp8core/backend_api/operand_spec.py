@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from fp8core.backend_api.descriptor_text import spec_text
@@ -72,6 +72,12 @@ class OperandSpec:
         for name, expected in _illegal_fields(self):
             raise RecipeError(f"OperandSpec({name}={getattr(self, name)!r}): expected {expected}.")
 
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        """Take the fields of a copy or a pickle, and check them as the constructor does."""
+        for field, value in zip(fields(self), state, strict=True):
+            object.__setattr__(self, field.name, value)  # frozen
+        self.__post_init__()
+
     def __str__(self) -> str:
         return spec_text(self)
 
@@ -89,7 +95,7 @@ def _illegal_fields(spec: OperandSpec) -> Iterator[tuple[str, str]]:
         yield "block", "(0, 0), (1, 0), or two whole numbers from 1 on"
     if not _is_number(spec.target) or not _FLOAT32_MIN <= spec.target <= _FLOAT32_MAX:
         yield "target", "a positive number in the range of float32"
-    if spec.scale_format not in _SCALE_FORMATS:
+    if not isinstance(spec.scale_format, str) or spec.scale_format not in _SCALE_FORMATS:
         yield "scale_format", f"one of {_SCALE_FORMATS}"
     if not _is_number(spec.amax_epsilon) or not 0 <= spec.amax_epsilon <= _FLOAT32_MAX:
         yield "amax_epsilon", "0, or a positive number in the range of float32"

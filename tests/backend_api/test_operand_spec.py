@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fp8core.backend_api import OperandSpec
@@ -36,6 +39,12 @@ ILLEGAL: dict[str, tuple[OperandSpec, dict[str, Any], str, str]] = {
     "target beyond float32": (TENSORWISE, {"target": 1e39}, "target", "range of float32"),
     "target in words": (TENSORWISE, {"target": "448"}, "target", "number"),
     "unknown scale format": (MXFP8, {"scale_format": "e5m3"}, "scale_format", "'e8m0'"),
+    "scale format of many": (
+        TENSORWISE,
+        {"scale_format": np.array(["e8m0"] * 2)},
+        "scale_format",
+        "'e8m0'",
+    ),
     "element format as scale": (MXFP8, {"scale_format": "e5m2"}, "scale_format", "'e8m0'"),
     "negative epsilon": (TENSORWISE, {"amax_epsilon": -1e-3}, "amax_epsilon", "positive"),
     "NaN epsilon": (TENSORWISE, {"amax_epsilon": math.nan}, "amax_epsilon", "positive"),
@@ -96,3 +105,14 @@ def test_illegal_spec_of_a_stored_graph_is_an_error_that_says_so() -> None:
 )
 def test_legal_spec_is_equal_to_its_copy(legal: OperandSpec) -> None:
     assert replace(legal) == legal
+
+
+@pytest.mark.parametrize("spec", [TENSORWISE, DELAYED, BLOCKS, MXFP8, NVFP4, TRANSFORMED])
+def test_copies_and_pickles_are_equal(spec: OperandSpec) -> None:
+    assert pickle.loads(pickle.dumps(spec)) == copy.deepcopy(spec) == copy.copy(spec) == spec
+
+
+def test_an_illegal_spec_cannot_be_unpickled() -> None:
+    written = pickle.dumps(TENSORWISE)
+    with pytest.raises(RecipeError, match=r"format='e8m0'.*for scales"):
+        pickle.loads(written.replace(b"e4m3", b"e8m0"))
