@@ -124,14 +124,13 @@ def _check(offered: Any, method: _Method, who: str) -> None:
     """
     if not callable(offered):
         raise PluginError(_misfit(method, shown(offered), who))
-    signature = attempt(lambda: inspect.signature(offered))
+    signature = attempt(lambda: _readable_signature(offered))
     if isinstance(signature, Failure):
         return
     try:
         signature.bind(*method.positional, **dict.fromkeys(method.keywords))
     except TypeError:
-        found = f"{method.name}{_without_annotations(signature)}"
-        raise PluginError(_misfit(method, found, who)) from None
+        raise PluginError(_misfit(method, f"{method.name}{signature}", who)) from None
 
 
 def _misfit(method: _Method, found: str, who: str) -> str:
@@ -145,7 +144,29 @@ def _name_of(protocol: type) -> str:
     return f"fp8core.backend_api.{protocol.__name__}"
 
 
-def _without_annotations(signature: inspect.Signature) -> inspect.Signature:
+class _Default:
+    """The default of a parameter, whose own ``repr`` may raise or be long."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __repr__(self) -> str:
+        return shown(self._value)
+
+
+def _readable_signature(offered: Any) -> inspect.Signature:
+    """Return the signature of ``offered`` without annotations, for a message on one line.
+
+    Its class is Python's own: reading it runs none of the plug-in's code.
+    """
     empty = inspect.Parameter.empty
-    parameters = [one.replace(annotation=empty) for one in signature.parameters.values()]
-    return signature.replace(parameters=parameters, return_annotation=empty)
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                one.name, one.kind, default=empty if one.default is empty else _Default(one.default)
+            )
+            for one in inspect.signature(offered).parameters.values()
+        ]
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -125,6 +126,44 @@ def test_member_whose_reading_fails_is_an_error() -> None:
     toys.register(toys.backend("toy", bind=lambda *_: Run()))
     with pytest.raises(PluginError, match=r"member 'kernel', but reading it failed: LookupError"):
         table.resolve(toys.GEMM, CPU)
+
+
+class Silent:
+    def __repr__(self) -> str:
+        raise LookupError("no driver")
+
+
+class Refusing(inspect.Signature):
+    """A signature of the plug-in's own class, with code that fails."""
+
+    def bind(self, *args: Any, **kwargs: Any) -> Any:
+        raise LookupError("no driver")
+
+
+SILENT = Silent()
+
+
+def with_a_default(other: Any, stream: Any, queue: Any = SILENT) -> None: ...
+
+
+def with_a_signature(stream: Any) -> None: ...
+
+
+with_a_signature.__signature__ = Refusing()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("member", "found"),
+    [
+        (with_a_default, "bind_pair(other, stream, queue=an object of class Silent)"),
+        (with_a_signature, "bind_pair()"),
+    ],
+    ids=["repr of a default", "class of a signature"],
+)
+def test_misfit_is_named_without_the_plug_in_s_code(member: Any, found: str) -> None:
+    with pytest.raises(PluginError, match=r"QuantizesPairs") as raised:
+        resolve(toys.QUANTIZE, bind_pair=member)
+    assert f"\n  found    {found}" in str(raised.value)
 
 
 def test_callable_without_a_readable_signature_is_taken() -> None:
