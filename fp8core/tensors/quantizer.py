@@ -21,6 +21,7 @@ from fp8core.backend_api import (
 from fp8core.dispatch.resolver import DISPATCH, UNNAMED, Purpose, Resolver
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.table import Resolved
+from fp8core.errors import OperandError
 from fp8core.recipe.plan import TensorPlan
 
 __all__ = [
@@ -322,9 +323,28 @@ def _reducing(
     amax: Callable[..., torch.Tensor], reduce_amax: ReduceAmax, cast: Callable[..., Any]
 ) -> Callable[..., Any]:
     def run(x: torch.Tensor, *groups: torch.Tensor, **keywords: Any) -> Any:
-        return cast(x, *groups, amax=reduce_amax(amax(x, *groups)), **keywords)
+        amaxes = amax(x, *groups)
+        reduced = reduce_amax(amaxes)
+        _check_reduced(reduced, amaxes)
+        return cast(x, *groups, amax=reduced, **keywords)
 
     return run
+
+
+def _check_reduced(reduced: object, amaxes: torch.Tensor) -> None:
+    """Raise unless ``reduced`` can stand for ``amaxes``; by None the cast would use its own."""
+    if not isinstance(reduced, torch.Tensor):
+        raise OperandError(
+            f"reduce_amax returned {reduced!r}; expected a tensor float32 {list(amaxes.shape)}. A "
+            f"collective that writes in place, as torch.distributed.all_reduce, returns None: "
+            f"return its tensor."
+        )
+    expected = (amaxes.dtype, amaxes.shape, amaxes.device)
+    if (reduced.dtype, reduced.shape, reduced.device) != expected:
+        raise OperandError(
+            f"reduce_amax returned {reduced.dtype} {list(reduced.shape)} on {reduced.device}; "
+            f"expected what it was given: {amaxes.dtype} {list(amaxes.shape)} on {amaxes.device}."
+        )
 
 
 class Propagating(_Quantizer):

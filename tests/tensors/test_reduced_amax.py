@@ -18,7 +18,14 @@ import torch
 import torch.distributed as dist
 
 from fp8core import recipe
-from fp8core.backend_api import AmaxDesc, Operand, QuantizeDesc, UnsupportedError, split_amax
+from fp8core.backend_api import (
+    AmaxDesc,
+    Operand,
+    OperandError,
+    QuantizeDesc,
+    UnsupportedError,
+    split_amax,
+)
 from fp8core.dispatch import table
 from fp8core.recipe.plan import LayerRole, TensorPlan
 from fp8core.tensors import scaling
@@ -222,6 +229,26 @@ def test_without_a_reduction_the_cast_is_the_backends_own_call() -> None:
     plan = plan_of("current")
     own = table.resolve(QuantizeDesc(BF16, *plan), CPU).run
     assert bound(plan).cast_to(rowwise=True, columnwise=True) is own
+
+
+@pytest.mark.parametrize(
+    ("reduce", "found"),
+    [
+        (lambda amax: None, "returned None; expected a tensor float32"),
+        (lambda amax: amax.tolist(), r"returned \[.*\]; expected a tensor float32"),
+        (lambda amax: amax.double(), r"returned torch.float64 \[\d+\] on cpu; expected"),
+        (lambda amax: amax.sum(), r"returned torch.float32 \[\] on cpu; expected"),
+        (lambda amax: amax.to("meta"), r"on meta; expected what it was given"),
+    ],
+    ids=["nothing", "a list", "another dtype", "one for all", "another device"],
+)
+@pytest.mark.parametrize("name", REDUCED)
+def test_a_reduction_that_returns_no_amaxes_is_refused(
+    name: str, reduce: Reduce, found: str
+) -> None:
+    plan = plan_of(name)
+    with pytest.raises(OperandError, match=found):
+        bound(plan, reduce)(whole(), rng=rng_of(plan))
 
 
 def test_nan_that_propagates_is_refused_by_name() -> None:
