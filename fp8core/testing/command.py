@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if status == pytest.ExitCode.NO_TESTS_COLLECTED:
         print(
             f"fp8core conformance: -k {args.k!r} matches no check of {args.backend!r}. "
-            f"An id is law4_gemm_adds_the_bias/current.fprop.bfloat16.bfloat16; the words are "
+            f"An id is law4_gemm_adds_the_bias/current.fprop.bfloat16.bfloat16, or, of a fused "
+            f"operation, law6_fused_equals_its_unfused_pair/mxfp8.rmsnorm.bfloat16; the words are "
             f"parts of it, joined by `and`, `or` and `not`.",
             file=sys.stderr,
         )

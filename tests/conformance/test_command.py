@@ -72,6 +72,12 @@ def test_words_that_match_no_check_exit_with_2_and_no_table(
     assert "supports" not in out
 
 
+def test_words_do_not_match_the_name_of_the_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    toys.register(toys.backend("toy", refuse=takes_too_much))
+    assert conformance("toy", "-k", "toy") == 2
+    assert "-k 'toy' matches no check of 'toy'" in capsys.readouterr().err
+
+
 def test_failures_are_cut_and_summed_up_by_law(capsys: pytest.CaptureFixture[str]) -> None:
     spec = toys.backend("toy", refuse=only_gemm)
     toys.register(spec)
