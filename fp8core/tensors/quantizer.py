@@ -81,7 +81,8 @@ class Quantizer(Protocol):
 
     @property
     def plan(self) -> TensorPlan | None:
-        """How both orientations are quantized; None where one of them is not."""
+        """How a stored tensor has to be quantized to be taken as the result; None where none is
+        taken: for an orientation in high precision, reduced amaxes, and NaN that propagates."""
 
     def __call__(
         self,
@@ -115,7 +116,7 @@ class _Quantizer:
 
     @property
     def plan(self) -> TensorPlan | None:
-        """Not both orientations are quantized."""
+        """It takes no stored tensor as its result."""
         return None
 
     def cast_to(self: Quantizer, *, rowwise: bool, columnwise: bool) -> Cast:
