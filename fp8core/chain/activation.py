@@ -99,8 +99,6 @@ class ActivationLink(LinkDefaults):
     run_backward: Callable[..., Any]
     fusion: Fusion | None
     backward_fusion: Fusion | None
-    num_params: int = 0
-    needs_rng: bool = False
 
     def in_torch(self, bind: Callable[[Any], Any]) -> ActivationLink:
         """Return the activation by torch's operators."""

@@ -298,13 +298,14 @@ class LinearLink(LinkDefaults):
     wgrad: Callable[..., Any]
     padding: LayerPadding | None
     backward_state: DelayedState | None
-    needs_rng: bool
+    # field(): no default here, where LinkDefaults has one.
+    needs_rng: bool = field()
     input_dtype: torch.dtype
     grad_dtype: torch.dtype
     index: int
-    choices: dict[str, Choice] = field()  # which has no default, unlike in LinkDefaults
+    choices: dict[str, Choice] = field()
     num_weights: int
-    num_params: int
+    num_params: int = field()
     takes_chunks: bool = False
     only_once: OnlyOnce | None = None
     # Programs by padding, by chunks, and by whose gradients are needed.

@@ -15,9 +15,13 @@ __all__ = ["LinkDefaults"]
 
 
 class LinkDefaults:
-    """A link that quantizes nothing, and computes with torch's operators."""
+    """A link that quantizes nothing, has no parameters and draws no random numbers, and computes
+    with torch's operators."""
 
     __slots__ = ()
+
+    num_params: int = 0
+    needs_rng: bool = False
 
     @property
     def only_once(self) -> OnlyOnce | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -90,8 +90,7 @@ class NormLink(LinkDefaults):
     fusion: Fusion | None
     backward_fusion: Fusion | None
     run_added: Callable[..., Any] | None
-    num_params: int
-    needs_rng: bool = False
+    num_params: int = field()  # which has no default, unlike in LinkDefaults
 
     @property
     def adds_residual(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -156,9 +156,6 @@ def _hand(y: torch.Tensor, out: QuantizeRequest | None) -> Any:
 class OutputLink(LinkDefaults):
     """Passes everything on; where a layer returns the value, it runs the two sides apart."""
 
-    num_params: int = 0
-    needs_rng: bool = False
-
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> OutputProgram:
         """Return the program, which is the same for any number of rows."""
         return OutputProgram(self, needs_grad)
@@ -186,7 +183,6 @@ class BiasLink(LinkDefaults):
 
     shape: BiasShape
     num_params: int = 1
-    needs_rng: bool = False
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> BiasProgram:
         """Return the program, which is the same for any number of rows."""
@@ -218,8 +214,7 @@ class DropoutLink(LinkDefaults):
 
     shape: DropoutShape
     index: int
-    needs_rng: bool
-    num_params: int = 0
+    needs_rng: bool = field()  # which has no default, unlike in LinkDefaults
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> DropoutProgram:
         """Return the program, which is the same for any number of rows."""
@@ -257,7 +252,6 @@ class AddLink(LinkDefaults):
     shape: AddShape
     is_left_to_next: bool = False
     num_params: int = 1
-    needs_rng: bool = False
 
     def in_torch(self, bind: Callable[[Any], Any]) -> AddLink:
         """Return a link that adds."""
@@ -310,8 +304,6 @@ class QuantizeLink(LinkDefaults):
     round_forward: Callable[[torch.Tensor], torch.Tensor]
     round_backward: Callable[[torch.Tensor], torch.Tensor]
     only_once: OnlyOnce | None = None
-    num_params: int = 0
-    needs_rng: bool = False
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> QuantizeProgram:
         """Return the program, which is the same for any number of rows."""

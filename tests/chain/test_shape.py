@@ -44,8 +44,6 @@ class RepeatShape(LinkShape):
 class RepeatLink(LinkDefaults):
     shape: RepeatShape
     dtype: torch.dtype
-    num_params: int = 0
-    needs_rng: bool = False
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> RepeatProgram:
         return RepeatProgram(self, needs_grad)
