@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -73,10 +74,15 @@ def _recipes() -> dict[str, Recipe]:
 
 def catalogue() -> list[CatalogueEntry]:
     """Return every descriptor once, with the label of its first use."""
+    return list(_of_recipes(tuple(_recipes().items())))
+
+
+@functools.lru_cache(maxsize=4)  # each law asks for it, and plug-ins may bring recipes in between
+def _of_recipes(recipes: tuple[tuple[str, Recipe], ...]) -> tuple[CatalogueEntry, ...]:
     entries: dict[object, CatalogueEntry] = {}
-    for entry in _everything():
+    for entry in _everything(recipes):
         entries.setdefault(_identity(entry.desc), entry)
-    return list(entries.values())
+    return tuple(entries.values())
 
 
 def _identity(desc: OpDesc) -> object:
@@ -94,13 +100,13 @@ def _identity(desc: OpDesc) -> object:
     return ("amax", cast.dtype, cast.grouped, cast.offsets_on_device, *extents)
 
 
-def _everything() -> Iterator[CatalogueEntry]:
+def _everything(recipes: Sequence[tuple[str, Recipe]]) -> Iterator[CatalogueEntry]:
     """Yield all entries, with repetitions.
 
     Casts of another dtype than the activations come last, so that their labels are those that they
     have for activations of that dtype.
     """
-    entries = [(dtype, entry) for dtype in DTYPES for entry in _of_dtype(dtype)]
+    entries = [(dtype, entry) for dtype in DTYPES for entry in _of_dtype(dtype, recipes)]
     yield from (entry for dtype, entry in entries if _cast_dtype(entry.desc) in (None, dtype))
     yield from (entry for _, entry in entries)
 
@@ -111,9 +117,11 @@ def _cast_dtype(desc: OpDesc) -> torch.dtype | None:
     return cast.dtype if isinstance(cast, QuantizeDesc | QuantizeByAmaxDesc) else None
 
 
-def _of_dtype(dtype: torch.dtype) -> Iterator[CatalogueEntry]:
+def _of_dtype(
+    dtype: torch.dtype, recipes: Sequence[tuple[str, Recipe]]
+) -> Iterator[CatalogueEntry]:
     """Yield the entries for activations of ``dtype``."""
-    for name, chosen in _recipes().items():
+    for name, chosen in recipes:
         dense, grouped = (
             plan_of(LinearPlan, chosen, LayerRole(kind, name="layer"), dtype)
             for kind in ("linear", "grouped_linear")
