@@ -40,7 +40,7 @@ def test_passing_run_exits_with_0_and_says_what_is_supported(
     assert conformance("reference", "-k", "law7_something or law7_alignment") == 0
     out = capsys.readouterr().out
     assert "fp8core conformance: reference on cpu" in out
-    assert "gemm: supports 105 of 105 descriptors" in out
+    assert re.search(r"^gemm: supports ([1-9]\d*) of \1 descriptors$", out, re.MULTILINE)
     assert "law7_alignment_is_positive" in out
 
 
