@@ -182,13 +182,38 @@ class Unturned(HighPrecision):
         return Orientations(operand if rowwise else None, operand if columnwise else None)
 
 
-class LowPrecision(_Quantizer):
+class _Bound(_Quantizer):
+    """Low precision by three bound calls: for both orientations, and for either one."""
+
+    __slots__ = ("_both", "_columnwise", "_rowwise", "choices")
+
+    _both: Callable[..., Orientations]
+    _rowwise: Callable[..., Orientations]
+    _columnwise: Callable[..., Orientations]
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Quantize ``x``."""
+        run = self.cast_to(rowwise=rowwise, columnwise=columnwise)
+        return run(x, *groups) if rng is None else run(x, *groups, rng=rng)
+
+    def cast_to(self, *, rowwise: bool, columnwise: bool) -> Callable[..., Orientations]:
+        """Return the bound call of these orientations, with nothing in between."""
+        both_or_column = self._both if rowwise else self._columnwise
+        return both_or_column if columnwise else self._rowwise
+
+
+class LowPrecision(_Bound):
     """Low precision, in one call of the backend where both orientations are asked for."""
 
-    __slots__ = (
-        *("_both", "_columnwise", "_chunked", "_rowwise", "_whole"),
-        *("choices", "desc", "nonfinite", "slot"),
-    )
+    __slots__ = ("_chunked", "_whole", "desc", "nonfinite", "slot")
 
     def __init__(
         self,
@@ -228,24 +253,6 @@ class LowPrecision(_Quantizer):
             given["nonfinite_out"] = self.nonfinite
         return partial(run, **given) if given else run
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        groups: Groups = (),
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        rng: torch.Tensor | None = None,
-    ) -> Orientations:
-        """Quantize ``x``."""
-        run = self.cast_to(rowwise=rowwise, columnwise=columnwise)
-        return run(x, *groups) if rng is None else run(x, *groups, rng=rng)
-
-    def cast_to(self, *, rowwise: bool, columnwise: bool) -> Callable[..., Orientations]:
-        """Return the backend's own call, with nothing in between."""
-        both_or_column = self._both if rowwise else self._columnwise
-        return both_or_column if columnwise else self._rowwise
-
     def cast_chunked(self) -> Callable[..., Orientations]:
         """Return the backend's own call, in chunks where it offers them."""
         return self._chunked
@@ -266,7 +273,7 @@ class LowPrecision(_Quantizer):
         return partial(run, **given) if given else run
 
 
-class ReducedLowPrecision(_Quantizer):
+class ReducedLowPrecision(_Bound):
     """Low precision for a part of a tensor: ``reduce_amax`` runs between amax and cast.
 
     Operands are the part's share of the whole tensor's, bit for bit. It has none of a backend's
@@ -274,7 +281,7 @@ class ReducedLowPrecision(_Quantizer):
     result, as nobody knows which amaxes that one follows from.
     """
 
-    __slots__ = ("_both", "_columnwise", "_rowwise", "choices")
+    __slots__ = ()
 
     def __init__(
         self,
@@ -296,24 +303,6 @@ class ReducedLowPrecision(_Quantizer):
         self._both, self.choices = bind(desc)
         self._rowwise, _ = bind(rowwise)
         self._columnwise, _ = bind(columnwise)
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        groups: Groups = (),
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        rng: torch.Tensor | None = None,
-    ) -> Orientations:
-        """Quantize ``x`` by the reduced amaxes."""
-        run = self.cast_to(rowwise=rowwise, columnwise=columnwise)
-        return run(x, *groups) if rng is None else run(x, *groups, rng=rng)
-
-    def cast_to(self, *, rowwise: bool, columnwise: bool) -> Callable[..., Orientations]:
-        """Return the amax, the reduction and the cast of these orientations in one call."""
-        both_or_column = self._both if rowwise else self._columnwise
-        return both_or_column if columnwise else self._rowwise
 
 
 def _counting(run: Callable[..., Any], nonfinite: torch.Tensor | None) -> Callable[..., Any]:
