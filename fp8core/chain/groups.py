@@ -21,23 +21,19 @@ from fp8core.chain.protocol import (
     Wrapper,
 )
 from fp8core.chain.request import QuantizeRequest
-from fp8core.tensors.quantizer import Orientations, Quantizer
-from fp8core.tensors.weights import Keeping, WeightQuantizer
+from fp8core.tensors.quantizer import Orientations
+from fp8core.tensors.weights import Keeping, WeightWrapper
 
 __all__ = ["FlatWeights", "Grouped", "operands_of"]
 
 
-class FlatWeights:
+class FlatWeights(WeightWrapper):
     """The weights' quantizers, with the columnwise operands as one flat tuple, as they are saved.
 
     ``(data, scale_inv, global_scale_inv, data, ...)``; :func:`operands_of` is the inverse.
     """
 
-    __slots__ = ("_inner", "choices")
-
-    def __init__(self, inner: WeightQuantizer) -> None:
-        self._inner = inner
-        self.choices = inner.choices
+    __slots__ = ()
 
     def __call__(
         self,
@@ -53,9 +49,6 @@ class FlatWeights:
             weight, columnwise=columnwise, keeping=keeping, source=source
         )
         return Orientations(rowwise, tuple(itertools.chain(*columns)) if columnwise else None)
-
-    def pair(self, input: Quantizer) -> None:
-        """Return None: input and weights are cast in separate calls."""
 
 
 def operands_of(*flat: Any) -> list[Operand]:

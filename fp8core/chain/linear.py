@@ -12,7 +12,7 @@ wgrad  grad_output, turned ``[n, m]`` input, turned ``[k, m]``   grad_weight ``[
 ====== ============================ ============================ =====================
 
 :class:`LinearProgram` is all of it. What a call adds wraps it: :mod:`fp8core.chain.groups`,
-:mod:`fp8core.chain.padding`, :mod:`fp8core.chain.main_grad`, :mod:`fp8core.chain.stochastic`.
+:mod:`fp8core.chain.padded`, :mod:`fp8core.chain.main_grad`, :mod:`fp8core.chain.stochastic`.
 """
 
 from __future__ import annotations

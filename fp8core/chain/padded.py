@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,26 +15,24 @@ from fp8core.chain.protocol import (
     Out,
     Params,
     Program,
-    Saved,
     SavedList,
     Wrapper,
 )
 from fp8core.chain.request import QuantizeRequest
-from fp8core.tensors.quantizer import Orientations, Quantizer
-from fp8core.tensors.weights import Keeping, WeightQuantizer
+from fp8core.tensors.quantizer import Orientations
+from fp8core.tensors.weights import Keeping, WeightQuantizer, WeightWrapper
 
 __all__ = ["Padded", "PaddedWeights"]
 
 
-class PaddedWeights:
+class PaddedWeights(WeightWrapper):
     """A weight's quantizer, or one a group, that pads it first."""
 
-    __slots__ = ("_inner", "_padding", "choices")
+    __slots__ = ("_padding",)
 
     def __init__(self, inner: WeightQuantizer, padding: LayerPadding) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._padding = padding
-        self.choices = inner.choices
 
     def __call__(
         self,
@@ -51,9 +48,6 @@ class PaddedWeights:
         padded = pad(weight) if isinstance(weight, torch.Tensor) else [pad(one) for one in weight]
         return self._inner(padded, columnwise=columnwise, keeping=keeping, source=weight)
 
-    def pair(self, input: Quantizer) -> None:
-        """Return None: input and weight are cast in separate calls."""
-
 
 class Padded(Wrapper):
     """Around a linear program: pads its inputs as ``padded`` says, and cuts its results.
@@ -64,29 +58,17 @@ class Padded(Wrapper):
     __slots__ = ("_num_weights", "_padded")
 
     def __init__(self, inner: Program, padded: PaddedCall, call: Call, *, num_weights: int) -> None:
-        super().__init__(inner, self._pads(inner.input_request, padded, call))
+        super().__init__(inner, _padding(inner.input_request, padded, call))
         self._padded = padded
         self._num_weights = num_weights
 
-    def _pads(
-        self, request: QuantizeRequest | None, padded: PaddedCall, call: Call
-    ) -> QuantizeRequest:
-        assert request is not None
-        return dataclasses.replace(
-            request, cast=None, call=call, padded=padded, rows=padded.unpadded
-        )
-
     def request_grad(self, call: Call) -> QuantizeRequest:
         """Return the inner program's request, padded behind the sums."""
-        return self._pads(self._inner.request_grad(call), self._padded, call)
+        return _padding(self._inner.request_grad(call), self._padded, call)
 
     def takes_grad(self, grad_output: torch.Tensor) -> bool:
         """Return False: a tensor that is stored quantized is not padded."""
         return False
-
-    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
-        """As the inner program: padded copies, which have no history."""
-        return self._inner.origins(saved)
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Pad the biases; the weight's quantizer pads weights, the request the input."""
@@ -112,3 +94,9 @@ class Padded(Wrapper):
             return (grad_input, *grads)
         cut = [None if one is None else layer.cut_grad_weight(one) for one in grads[:count]]
         return (grad_input, *cut, *grads[count:])
+
+
+def _padding(request: QuantizeRequest | None, padded: PaddedCall, call: Call) -> QuantizeRequest:
+    """Return ``request`` of a linear program for tensors that are padded before their cast."""
+    assert request is not None
+    return dataclasses.replace(request, cast=None, call=call, padded=padded, rows=padded.unpadded)

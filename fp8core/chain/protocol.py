@@ -19,7 +19,7 @@ from fp8core.tensors.quantizer import Quantizer
 
 __all__ = [
     *("Backward", "Consumer", "Forward", "Link", "Out", "Params", "Program", "Saved", "SavedList"),
-    *("TensorProgram", "Unadded", "Value", "Wrapper"),
+    *("TensorProgram", "Unadded", "Wrapper"),
 ]
 
 Saved: TypeAlias = "Sequence[torch.Tensor | None]"
@@ -51,10 +51,6 @@ class Unadded(NamedTuple):
     def rows(self) -> int:
         """The rows of the sum."""
         return self.x.shape[0]
-
-
-Value: TypeAlias = "torch.Tensor | Handover | Unadded"
-"""The input of a program: a tensor, or the result of its request."""
 
 
 class Program(Protocol):

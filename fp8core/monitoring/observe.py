@@ -34,8 +34,8 @@ from fp8core.monitoring.record import CastKey, GemmKey, KeptTensors, Recorder
 from fp8core.monitoring.statistics import ObservedCast, Tally, measure
 from fp8core.recipe.plan import LinearPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import Binding, Groups, Orientations, Quantizer
-from fp8core.tensors.weights import Keeping, WeightQuantizer
+from fp8core.tensors.quantizer import Binding, Groups, Orientations
+from fp8core.tensors.weights import Keeping, WeightQuantizer, WeightWrapper
 
 __all__ = ["LayerWatch", "WatchedLink"]
 
@@ -149,15 +149,14 @@ def _is_repeat() -> bool:
     return recompute.is_in_backward() or (tape is not None and tape.is_repeating)
 
 
-class _SeenWeight:
+class _SeenWeight(WeightWrapper):
     """A weight's quantizer, which has the probe record each operand once in a step."""
 
-    __slots__ = ("_inner", "_probe", "choices")
+    __slots__ = ("_probe",)
 
     def __init__(self, inner: WeightQuantizer, probe: _Probe) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._probe = probe
-        self.choices = inner.choices
 
     def __call__(
         self,
@@ -180,9 +179,6 @@ class _SeenWeight:
             operands = zip(rowwise, turned, strict=True)
             self._probe.weights(weights, sources, list(itertools.starmap(Orientations, operands)))
         return orientations
-
-    def pair(self, input: Quantizer) -> None:
-        """Return None: input and weight are cast in two calls, each of which is recorded."""
 
 
 class _SeenGemm:

@@ -22,6 +22,7 @@ from fp8core.tensors.quantizer import Orientations, Pair, Quantizer, Slot
 
 __all__ = [
     *("How", "Keeping", "Kept", "KeptWeight", "PerGroup", "WeightQuantizer", "WeightStore"),
+    "WeightWrapper",
 ]
 
 
@@ -299,6 +300,19 @@ _WRITTEN = (
     "is_first_microbatch=True for the first microbatch after an optimizer's step, or None, which "
     "quantizes it in every call; in fp8core.frozen_weights no weight may change."
 )
+
+
+class WeightWrapper:
+    """Base of the weight quantizers around another one; they cast the weight in its own call."""
+
+    __slots__ = ("_inner", "choices")
+
+    def __init__(self, inner: WeightQuantizer) -> None:
+        self._inner = inner
+        self.choices = inner.choices
+
+    def pair(self, input: Quantizer) -> None:
+        """Return None: input and weight are cast in separate calls."""
 
 
 class PerGroup:
