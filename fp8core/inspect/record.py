@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -34,11 +35,18 @@ def record(shapes: Sequence[LinkShape], plan: LinearPlan, dtype: torch.dtype) ->
     among them, and the operations that run if no backend offers these. The halves of a cast are
     not, as every backend that casts in both orientations also casts in either one.
     """
+    return list(_recorded(tuple(shapes), plan, dtype))
+
+
+@functools.lru_cache(maxsize=256)  # each operation of a recipe is found among the same chains
+def _recorded(
+    shapes: tuple[LinkShape, ...], plan: LinearPlan, dtype: torch.dtype
+) -> tuple[Request, ...]:
     recorder = _Recorder()
     binding = Binding(torch.device("meta"), dtype, resolver=recorder)
     bind_chain(shapes, BindContext(plan, binding, "a record"))
     requests = [request for request in recorder.requests if request not in recorder.halves]
-    return sorted(dict.fromkeys(requests), key=_position)
+    return tuple(sorted(dict.fromkeys(requests), key=_position))
 
 
 def _position(request: Request) -> int:
