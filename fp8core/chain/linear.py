@@ -49,7 +49,7 @@ from fp8core.chain.stochastic import Stochastic
 from fp8core.chain.stored import is_stored_as
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.table import Resolved
-from fp8core.recipe.plan import HIGH_PRECISION, GemmPlan, LinearPlan, TensorPlan
+from fp8core.recipe.plan import HIGH_PRECISION, GemmPlan, LinearPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Cast, Quantizer, Slot, Unturned, bind_quantizer
 from fp8core.tensors.scaling import DelayedState, update_after_backward
@@ -462,7 +462,7 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
             context.owner,
             offsets_on_device=shape.offsets_on_device,
         ),
-        backward_state=states.backward if states is not None and _is_delayed(specs) else None,
+        backward_state=states.backward if states is not None and specs.is_delayed else None,
         needs_rng=any(spec is not None and spec.stochastic for spec in specs),
         input_dtype=input_dtype,
         grad_dtype=grad_dtype,
@@ -505,7 +505,7 @@ def _bind_quantizers(
     unturned = Unturned(binding.activation_dtype) if is_unturned else None
 
     def slot_of(tensor: str, group: int | None = None) -> Slot | None:
-        if states is None or not _is_delayed(plan.tensors[tensor]):
+        if states is None or not plan.tensors[tensor].is_delayed:
             return None
         return states.slot(tensor) if group is None else states.slot_of_set(tensor, group)
 
@@ -545,7 +545,3 @@ def _bind_quantizers(
     dy_slot = None if binding.is_observing else slot_of("grad_output")
     dy = quantizer_of("grad_output", grad_dtype, dy_slot)
     return x, weights, dy
-
-
-def _is_delayed(specs: TensorPlan) -> bool:
-    return any(spec is not None and spec.delayed for spec in specs)

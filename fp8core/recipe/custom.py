@@ -274,7 +274,7 @@ def _tensor_plan(tensor: str, asked: QuantizerRequest) -> TensorPlan:
             f"CustomRecipe: qfactory returned {asked!r} for {tensor}; expected an OperandSpec, "
             f"a TensorPlan or a DelayedScalingRequest."
         )
-    if any(spec is not None and spec.delayed for spec in plan):
+    if plan.is_delayed:
         raise RecipeError(
             f"CustomRecipe: qfactory returned a delayed OperandSpec for {tensor}; "
             f"return a DelayedScalingRequest, which also says how the scale is found."

@@ -62,6 +62,11 @@ class TensorPlan(NamedTuple):
     rowwise: OperandSpec | None
     columnwise: OperandSpec | None
 
+    @property
+    def is_delayed(self) -> bool:
+        """Whether a scale of it is delayed."""
+        return any(spec is not None and spec.delayed for spec in self)
+
 
 @dataclass(frozen=True, slots=True)
 class GemmPlan:

@@ -483,8 +483,7 @@ def bind_quantizer(
 
     def low_precision(specs: TensorPlan) -> Quantizer:
         desc = QuantizeDesc(dtype, *specs, *where)
-        is_delayed = any(spec is not None and spec.delayed for spec in specs)
-        if reduce_amax is not None and has_amax(desc) and not is_delayed:
+        if reduce_amax is not None and has_amax(desc) and not specs.is_delayed:
             if propagates:
                 raise UnsupportedError(
                     f"{desc}: nonfinite='propagate' marks the tensor that holds the NaN or inf, "
