@@ -20,16 +20,16 @@ from fp8core.backend_api import (
     Quantized,
     QuantizeDesc,
     ScaleUpdateDesc,
-    amax_extent,
     has_amax,
 )
 from fp8core_backends.cuda import native, scaled_mm
+from fp8core_backends.cuda.amax import bind_amax, bind_quantize_by_amax
 from fp8core_backends.cuda.device_groups import DeviceGroupedGemm
 from fp8core_backends.cuda.gemm import LowPrecisionGemm, high_precision_gemm
 from fp8core_backends.cuda.grouped import bind_grouped_gemm
 from fp8core_backends.cuda.layout import BLOCKS, TILED, scale_mode
 from fp8core_backends.cuda.microscaling import TiledGemm, bind_byte_scaled, spec_problem
-from fp8core_backends.cuda.quantize import bind_amax, bind_quantize
+from fp8core_backends.cuda.quantize import bind_quantize
 from fp8core_backends.cuda.scale_update import ScaleUpdate
 
 __all__ = ["CudaBackend"]
@@ -155,17 +155,27 @@ def _check_amax(desc: AmaxDesc) -> str | None:
         (type(quantize) is not QuantizeDesc, f"no amax of {type(quantize).__name__}"),
         (quantize.dtype not in _FLOATS, f"no amax of {quantize.dtype}"),
         (not has_amax(quantize), "scales follow from their blocks alone: there is no amax"),
-        (quantize.offsets_on_device, "amaxes of groups take the sizes of groups as a list alone"),
-        (
-            any(amax_extent(spec) == "row" for spec in specs),
-            "no kernels for amaxes of rows and columns without their cast",
-        ),
+        (quantize.offsets_on_device and not quantize.grouped, "offsets without groups"),
         (
             any(spec.transform is not None for spec in specs),
             "no kernels for amaxes of transformed elements without their cast",
         ),
     )
     return next((reason for wrong, reason in problems if wrong), None)
+
+
+def _check_quantize_by_amax(desc: QuantizeByAmaxDesc) -> str | None:
+    specs = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
+    problems = (
+        (any(spec.delayed for spec in specs), "a delayed scale is given: it follows from no amax"),
+        (not has_amax(desc), "scales follow from their blocks alone: there is no amax"),
+        (
+            any(spec.scale_format != "float32" for spec in specs),
+            "two levels of scales take no amax from outside",
+        ),
+    )
+    reason = next((reason for wrong, reason in problems if wrong), None)
+    return reason or _check_quantize(desc)
 
 
 def _check_gemm(desc: GemmDesc, device: torch.device, missing: str | None) -> str | None:
@@ -232,13 +242,14 @@ def _check_update(desc: ScaleUpdateDesc) -> str | None:
 
 _CHECKS: dict[type, Callable[[Any], str | None]] = {
     QuantizeDesc: _check_quantize,
-    QuantizeByAmaxDesc: lambda desc: "the kernels find the amaxes of a cast themselves",
+    QuantizeByAmaxDesc: _check_quantize_by_amax,
     AmaxDesc: _check_amax,
     ScaleUpdateDesc: _check_update,
 }
 
 _BINDERS: dict[type, Callable[..., Any]] = {
     QuantizeDesc: _bind_quantize,
+    QuantizeByAmaxDesc: bind_quantize_by_amax,
     AmaxDesc: bind_amax,
     ScaleUpdateDesc: ScaleUpdate,
 }

@@ -34,7 +34,7 @@ from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.quantize_compose import apart
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["DeviceGroupedGemm", "bind_device_quantize"]
+__all__ = ["DeviceGroupedGemm", "bind_device_quantize", "checked_offsets"]
 
 _GroupedOperand: TypeAlias = "tuple[list[int], int, list[int], int, int, int]"
 """The fields of the native GroupedOperand: addresses of codes, bytes between rows; addresses of
@@ -77,13 +77,14 @@ class _Quantize:
         group_offsets: torch.Tensor,
         *,
         scale: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
         amax_out: torch.Tensor | None = None,
         rng: torch.Tensor | None = None,
         nonfinite_out: torch.Tensor | None = None,
     ) -> Quantized:
-        """Quantize; see the backend API."""
+        """Quantize; see the backend API. ``amax`` is the workspace with given amaxes."""
         (rows, cols), device = x.shape, self._device
-        offsets, groups = _checked(group_offsets, device)
+        offsets, groups = checked_offsets(group_offsets, device)
         x, stride = adjacent_columns(x)
         operands: list[Operand | None] = [None, None]
         outputs = [(0, 0, 1), (0, 0, 1)]  # codes, scale_inv and its pitch
@@ -102,7 +103,7 @@ class _Quantize:
             operands[1] = Operand(codes, scales[1][0])
         if self._mode == "tensor":  # one scale a group for both orientations
             outputs[0] = (outputs[0][0], scales[0][0].data_ptr(), 1)
-        workspace = self._workspace(rows, cols, groups)
+        workspace = self._workspace(rows, cols, groups) if amax is None else amax
         addresses = (
             x.data_ptr(),
             rows,
@@ -115,7 +116,7 @@ class _Quantize:
             0 if nonfinite_out is None else nonfinite_out.data_ptr(),
             0 if workspace is None else workspace.data_ptr(),
             length,  # bytes between the rows of the columnwise codes
-            0,  # no amax is known beforehand
+            0 if amax is None else 1,  # whether the workspace holds amaxes
             offsets.data_ptr(),
             groups,
             0 if scale is None else scale.stride(0),
@@ -207,7 +208,7 @@ class DeviceGroupedGemm:
     ) -> torch.Tensor | list[torch.Tensor]:
         """Multiply; see the backend API."""
         desc = self._desc
-        offsets, groups = _checked(group_offsets, self._device)
+        offsets, groups = checked_offsets(group_offsets, self._device)
         seconds = [b] if isinstance(b, Operand) else list(b)
         (m, k), n = a.data.shape, seconds[0].data.shape[0]
         given = None if out is None else [out] if isinstance(out, torch.Tensor) else list(out)
@@ -312,7 +313,7 @@ class DeviceGroupedGemm:
         return [one.data_ptr() for one in readable], types[DTYPES[dtype]]
 
 
-def _checked(group_offsets: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int]:
+def checked_offsets(group_offsets: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int]:
     """Return offsets as the kernels read them, and the number of groups."""
     if group_offsets.device != device or group_offsets.dim() != 1 or not len(group_offsets) > 1:
         raise OperandError(

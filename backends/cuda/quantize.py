@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import (
-    AmaxDesc,
     Operand,
     OperandSpec,
     Quantized,
@@ -23,7 +22,7 @@ from fp8core_backends.cuda.quantize_compose import apart, in_groups
 from fp8core_backends.cuda.quantize_pair import Addresses, QuantizePair
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["bind_amax", "bind_quantize"]
+__all__ = ["bind_quantize"]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # Looked up in every call, so here by one name each.
@@ -81,12 +80,14 @@ class _Quantize:
         x: torch.Tensor,
         *,
         scale: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
         amax_out: torch.Tensor | None = None,
         nonfinite_out: torch.Tensor | None = None,
     ) -> Quantized:
         rows, cols = x.shape
-        if self._mode != "tensor" or not (rows and cols and x.is_contiguous()):
-            return self._quantize_any(x, scale, amax_out, nonfinite_out)
+        is_any = self._mode != "tensor" or amax is not None
+        if is_any or not (rows and cols and x.is_contiguous()):
+            return self._quantize_any(x, scale, amax, amax_out, nonfinite_out)
         quantized, addresses, _workspace = self.addresses(x, scale, amax_out, nonfinite_out)
         self.native_cast(addresses, raw_stream(self._index))
         return quantized
@@ -146,17 +147,20 @@ class _Quantize:
         self,
         x: torch.Tensor,
         scale: torch.Tensor | None,
+        amax: torch.Tensor | None,
         amax_out: torch.Tensor | None,
         nonfinite_out: torch.Tensor | None,
     ) -> Quantized:
-        """Quantize in any mode, from any strides."""
+        """Quantize in any mode, from any strides; ``amax`` is the workspace with given amaxes."""
         rows, cols = x.shape
         mode, empty = self._mode, self._empty
         if not (rows and cols):
             return self._quantize_empty(rows, cols, scale)
         x, stride = adjacent_columns(x)
+        workspace = amax
         size = rows + cols if mode == "row" else self._workspace_floats
-        workspace = empty((size,), (1,), _FLOAT32) if size else None
+        if amax is None and size:
+            workspace = empty((size,), (1,), _FLOAT32)
         shared = empty_scales(mode, rows, cols, empty) if mode == "tensor" else None
         operands: list[Operand | None] = []
         outputs: list[tuple[int, int, int]] = []  # codes, scale_inv and its pitch
@@ -169,7 +173,7 @@ class _Quantize:
             scale_inv, pitch = shared or empty_scales(mode, *shape, empty)
             operands.append(Operand(codes, scale_inv))
             outputs.append((codes.data_ptr(), scale_inv.data_ptr(), pitch))
-        addresses = (
+        addresses: tuple[int, ...] = (
             x.data_ptr(),
             rows,
             cols,
@@ -181,6 +185,8 @@ class _Quantize:
             0 if nonfinite_out is None else nonfinite_out.data_ptr(),
             0 if workspace is None else workspace.data_ptr(),
         )
+        if amax is not None:  # bytes between the rows of the columnwise codes; amaxes are there
+            addresses = (*addresses, rows, 1)
         self.native_cast(addresses, raw_stream(self._index))
         return Quantized(*operands)
 
@@ -230,27 +236,3 @@ def bind_quantize(
         ]
         dense = apart(*halves)
     return in_groups(dense) if desc.grouped else dense
-
-
-def bind_amax(desc: AmaxDesc, device: torch.device, native: Any) -> Callable[..., torch.Tensor]:
-    """Return the amax of a tensor, float32 ``[1]``, or of its groups, ``[groups]``."""
-    index = index_of(device)
-    native_amax = native.Amax(native.InputType.__members__[DTYPES[desc.quantize.dtype]], index)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(1, -1)
-        if flat.stride(1) != 1:
-            flat = flat.contiguous()
-        workspace = torch.empty(native.MAX_PARTIALS, dtype=torch.float32, device=x.device)
-        out = torch.empty(1, dtype=torch.float32, device=x.device)
-        size = flat.shape[1]
-        arguments = (flat.data_ptr(), 1, size, size, workspace.data_ptr(), out.data_ptr())
-        native_amax(arguments, raw_stream(index))
-        return out
-
-    def of_groups(x: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
-        return torch.cat([run(part) for part in torch.split(x, group_offsets.diff().tolist())])
-
-    made: Any = of_groups if desc.quantize.grouped else run
-    made.kernel = "fp8core::amax_partials"  # what explain shows
-    return made  # type: ignore[no-any-return]  # a function with an attribute

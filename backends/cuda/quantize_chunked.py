@@ -52,7 +52,8 @@ class QuantizeChunked:
         self._whole = whole
         self._amax: Any = None
         if mode == "tensor" and not desc.rowwise.delayed:
-            self._amax = native.Amax(native.InputType.__members__[DTYPES[desc.dtype]], self._index)
+            kind = native.InputType.__members__[DTYPES[desc.dtype]]
+            self._amax = native.Amax(native.Granularity.tensor, kind, self._index)
 
     def __call__(
         self,

@@ -10,7 +10,7 @@ import torch
 
 from fp8core.backend_api import Operand, Quantized
 
-__all__ = ["Cast", "apart", "in_groups"]
+__all__ = ["Cast", "apart", "in_groups", "join"]
 
 Cast: TypeAlias = "Callable[..., Quantized]"
 
@@ -54,14 +54,15 @@ def in_groups(dense: Cast) -> Cast:
                 keywords["rng"] = rng + torch.tensor((0, group), device="cpu")
             groups.append(dense(x[start:end], nonfinite_out=nonfinite_out, **keywords))
         return Quantized(
-            _join([group.rowwise for group in groups], 0),
-            _join([group.columnwise for group in groups], 1),
+            join([group.rowwise for group in groups], 0),
+            join([group.columnwise for group in groups], 1),
         )
 
     return run
 
 
-def _join(operands: Sequence[Operand | None], dim: int) -> Operand | None:
+def join(operands: Sequence[Operand | None], dim: int) -> Operand | None:
+    """Return the operand of all groups: along 0 for rowwise ones, along 1 for columnwise ones."""
     present = [operand for operand in operands if operand is not None]
     if not present:
         return None

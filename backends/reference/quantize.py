@@ -21,6 +21,7 @@ from fp8core.backend_api import (
     Quantized,
     QuantizeDesc,
     amax_extent,
+    amax_of_groups,
     scale_inverses,
     shares_amax,
     split_amax,
@@ -77,11 +78,10 @@ def quantize(
     """Quantize ``x [rows, cols]`` in the orientations of ``desc``; see the backend API."""
     if group_offsets is None:
         _count_nonfinite(x, nonfinite_out)
-        amaxes = _FROM_X if amax is None else split_amax(desc, amax, *x.shape)
-        return _quantize_tensor(desc, x, scale, amaxes, amax_out, rng)
+        return _quantize_tensor(desc, x, scale, amax, amax_out, rng)
     bounds = bounds_of(group_offsets, x.shape[0])
     _count_nonfinite(x[: bounds[-1]], nonfinite_out)
-    each = None if amax is None else _amaxes_of_groups(desc, amax, bounds, x.shape)
+    amaxes = None if amax is None else amax_of_groups(desc, amax, bounds, *x.shape)
     parts = []
     for group, (start, end) in enumerate(itertools.pairwise(bounds)):
         one = slice(group, group + 1)
@@ -91,7 +91,7 @@ def quantize(
                 desc,
                 x[start:end],
                 None if scale is None else scale[one],
-                _FROM_X if each is None else each[group],
+                None if amaxes is None else amaxes[group],
                 None if amax_out is None else amax_out[one],
                 own_rng,
             )
@@ -111,26 +111,6 @@ def quantize(
         for dim, (spec, operand) in enumerate(zip(specs, quantized, strict=True))
     )
     return Quantized(*filled)
-
-
-def _amaxes_of_groups(
-    desc: QuantizeDesc, amax: torch.Tensor, bounds: list[int], size: torch.Size
-) -> list[Amaxes]:
-    """Return each group's entries: its own one, or those of its rows and of its columns."""
-    rows, cols = size
-    rowwise, columnwise = split_amax(desc, amax, rows, cols, len(bounds) - 1)
-    each: list[Amaxes] = []
-    for group, (start, end) in enumerate(itertools.pairwise(bounds)):
-        one, all_columns = slice(group, group + 1), slice(group * cols, (group + 1) * cols)
-        own_rows = slice(start, end) if amax_extent(desc.rowwise) == "row" else one
-        own_columns = all_columns if amax_extent(desc.columnwise) == "row" else one
-        each.append(
-            Amaxes(
-                None if rowwise is None else rowwise[own_rows],
-                None if columnwise is None else columnwise[own_columns],
-            )
-        )
-    return each
 
 
 def _count_nonfinite(x: torch.Tensor, total: torch.Tensor | None) -> None:
@@ -192,10 +172,11 @@ def _quantize_tensor(
     desc: QuantizeDesc,
     x: torch.Tensor,
     scale: torch.Tensor | None,
-    amaxes: Amaxes,
+    amax: torch.Tensor | None,
     amax_out: torch.Tensor | None,
     rng: torch.Tensor | None,
 ) -> Quantized:
+    amaxes = _FROM_X if amax is None else split_amax(desc, amax, *x.shape)
     if amax_out is not None:
         torch.maximum(amax_out, blocks.amax(x, (0, 0)).reshape(1), out=amax_out)
     row, column = desc.rowwise, desc.columnwise

@@ -18,6 +18,12 @@ void check_columnwise(const QuantizeArguments& arguments) {
                 " bytes between the rows of columnwise codes; expected at least ", least);
 }
 
+void check_groups(const char* entry, const Matrix& x, const Groups& groups) {
+  FP8CORE_CHECK(groups.offsets == nullptr || (groups.count > 0 && x.rows < kMostRows), entry, ": ",
+                x.rows, " rows in ", groups.count, " groups; expected at least one group and less ",
+                "than ", kMostRows, " rows");
+}
+
 void check(const QuantizeDesc& desc, const QuantizeArguments& arguments) {
   const Matrix& x = arguments.x;
   const Groups& groups = arguments.groups;
@@ -31,17 +37,26 @@ void check(const QuantizeDesc& desc, const QuantizeArguments& arguments) {
   FP8CORE_CHECK(!takes_workspace || arguments.workspace != nullptr,
                 "quantize: this granularity takes a workspace");
   check_columnwise(arguments);
-  FP8CORE_CHECK(groups.offsets == nullptr || (groups.count > 0 && x.rows < kMostRows),
-                "quantize: ", x.rows, " rows in ", groups.count, " groups; expected at least one ",
-                "group and less than ", kMostRows, " rows");
+  check_groups("quantize", x, groups);
+  FP8CORE_CHECK(arguments.num_partials >= 0 && arguments.num_partials <= kMaxPartials,
+                "quantize: ", arguments.num_partials, " amaxes in the workspace; expected 0 to ",
+                kMaxPartials);
   for (const QuantizeOutput* out : {&arguments.rowwise, &arguments.columnwise})
     if (out->codes != nullptr && !is_empty(x))
       FP8CORE_CHECK_ADDRESS(out->scale_inv, "quantize: a scale_inv");
 }
 
-void check_amax(const AmaxArguments& arguments) {
+bool is_of_tensor(const AmaxDesc& desc, const AmaxArguments& arguments) {
+  return desc.granularity == Granularity::kTensor && arguments.groups.offsets == nullptr;
+}
+
+void check_amax(const AmaxDesc& desc, const AmaxArguments& arguments) {
   check(arguments.x);
-  if (!is_empty(arguments.x)) FP8CORE_CHECK_ADDRESS(arguments.workspace, "amax: the workspace");
+  FP8CORE_CHECK(desc.granularity == Granularity::kTensor || desc.granularity == Granularity::kRow,
+                "amax: expected the granularity of a tensor or of rows");
+  check_groups("amax", arguments.x, arguments.groups);
+  if (is_of_tensor(desc, arguments) && !is_empty(arguments.x))
+    FP8CORE_CHECK_ADDRESS(arguments.workspace, "amax: the workspace");
 }
 
 }  // namespace
@@ -75,12 +90,14 @@ void quantize_pair(const QuantizeDesc& desc, const QuantizeArguments& arguments,
 
 void amax(const AmaxDesc& desc, const AmaxArguments& arguments, StreamHandle stream) {
   FP8CORE_CHECK_ADDRESS(arguments.amax_out, "amax: the result");
-  check_amax(arguments);
+  check_amax(desc, arguments);
+  check_grid("amax", num_tiles(arguments.x, arguments.groups));
   launch_amax(desc, arguments, as_stream(stream));
 }
 
 int partial_amaxes(const AmaxDesc& desc, const AmaxArguments& arguments, StreamHandle stream) {
-  check_amax(arguments);
+  check_amax(desc, arguments);
+  FP8CORE_CHECK(is_of_tensor(desc, arguments), "amax: partials are those of a tensor alone");
   return launch_partial_amaxes(desc, arguments, as_stream(stream));
 }
 

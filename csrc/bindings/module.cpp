@@ -36,7 +36,7 @@ void register_quantize(py::module_& module) {
       .def("__call__", &quantize);
   module.def("quantize_pair", &quantize_pair);
   py::class_<AmaxDesc>(module, "Amax")
-      .def(py::init<InputType, int>())
+      .def(py::init<Granularity, InputType, int>())
       .def("__call__", &amax)
       .def("partials", &partial_amaxes);
 }

@@ -8,6 +8,8 @@ gives the part's share of the whole tensor's operands::
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -23,6 +25,7 @@ __all__ = [
     "Amaxes",
     "QuantizeByAmaxDesc",
     "amax_extent",
+    "amax_of_groups",
     "amax_sizes",
     "has_amax",
     "shares_amax",
@@ -155,3 +158,27 @@ def split_amax(
     if shares_amax(desc):
         return Amaxes(rowwise, rowwise)
     return Amaxes(rowwise, None if amax_extent(desc.columnwise) is None else amax[row:])
+
+
+def amax_of_groups(
+    desc: QuantizeDesc, amax: torch.Tensor, bounds: Sequence[int], rows: int, cols: int
+) -> list[torch.Tensor]:
+    """Return the amax of each group as that of a dense tensor; ``bounds`` are the group offsets.
+
+    Raises:
+        OperandError: as in :func:`split_amax`.
+    """
+    rowwise, columnwise = split_amax(desc, amax, rows, cols, len(bounds) - 1)
+    each: list[torch.Tensor] = []
+    for group, (start, end) in enumerate(itertools.pairwise(bounds)):
+        one, own_columns = slice(group, group + 1), slice(group * cols, (group + 1) * cols)
+        entries: list[torch.Tensor] = []
+        if rowwise is not None:
+            entries.append(
+                rowwise[slice(start, end) if amax_extent(desc.rowwise) == "row" else one]
+            )
+        if columnwise is not None and not shares_amax(desc):
+            is_of_columns = amax_extent(desc.columnwise) == "row"
+            entries.append(columnwise[own_columns if is_of_columns else one])
+        each.append(entries[0] if len(entries) == 1 else torch.cat(entries))
+    return each

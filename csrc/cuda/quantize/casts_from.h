@@ -25,6 +25,8 @@ struct CastsFrom {
   // Amaxes of x, which has elements; returns how many.
   static int partial_amaxes(const Matrix& x, float* partials, int num_multiprocessors,
                             cudaStream_t stream);
+  // Writes the amaxes of kRow, or of the groups of kTensor, to the workspace.
+  static void amaxes(Granularity granularity, const TileParams& params, cudaStream_t stream);
 };
 
 // Returns run(CastsFrom<type>{}).

@@ -46,6 +46,20 @@ int CastsFrom<kInput>::partial_amaxes(const Matrix& x, float* partials, int num_
 }
 
 template <InputType kInput>
+void CastsFrom<kInput>::amaxes(Granularity granularity, const TileParams& p, cudaStream_t stream) {
+  const Matrix& x = p.args.x;
+  const Groups& groups = p.args.groups;
+  const auto tiles = static_cast<unsigned>(num_tiles(x, groups));
+  const std::size_t bytes = num_amaxes(granularity, x, groups) * sizeof(float);
+  FP8CORE_CUDA(cudaMemsetAsync(p.args.workspace, 0, bytes, stream));
+  if (tiles == 0) return;
+  if (granularity == Granularity::kRow)
+    directed_amax<Element><<<tiles, kTileThreads, 0, stream>>>(p);
+  else
+    group_amax<Element><<<tiles, kTileThreads, 0, stream>>>(p);
+}
+
+template <InputType kInput>
 void CastsFrom<kInput>::quantize_pair(const QuantizeDesc& desc, TileParams p, TileParams other,
                                       int num_multiprocessors, cudaStream_t stream) {
   const auto first = static_cast<unsigned>(num_tiles(p.args.x, {}));
@@ -68,19 +82,13 @@ void CastsFrom<kInput>::quantize(const QuantizeDesc& desc, TileParams p, int num
                                  cudaStream_t stream) {
   const Matrix& x = p.args.x;
   const Groups& groups = p.args.groups;
-  const bool is_grouped = groups.offsets != nullptr;
   const auto tiles = static_cast<unsigned>(num_tiles(x, groups));
-  if (desc.granularity == Granularity::kTensor && is_grouped) {
-    FP8CORE_CUDA(cudaMemsetAsync(p.args.workspace, 0, groups.count * sizeof(float), stream));
-    group_amax<Element><<<tiles, kTileThreads, 0, stream>>>(p);
-  } else if (desc.granularity == Granularity::kTensor) {
-    if (p.args.num_partials == 0)
+  const bool is_of_tensor = desc.granularity == Granularity::kTensor;
+  if (p.args.num_partials == 0) {
+    if (is_of_tensor && groups.offsets == nullptr)
       p.args.num_partials = partial_amaxes(x, p.args.workspace, num_multiprocessors, stream);
-  }
-  if (desc.granularity == Granularity::kRow) {
-    const int64_t amaxes = x.rows + (is_grouped ? groups.count : 1) * x.cols;
-    FP8CORE_CUDA(cudaMemsetAsync(p.args.workspace, 0, amaxes * sizeof(float), stream));
-    directed_amax<Element><<<tiles, kTileThreads, 0, stream>>>(p);
+    else if (is_of_tensor || desc.granularity == Granularity::kRow)
+      amaxes(desc.granularity, p, stream);
   }
   if (desc.format == Format::kE4M3)
     launch_format<Element, Format::kE4M3>(desc, p, tiles, stream);

@@ -60,9 +60,19 @@ int launch_partial_amaxes(const AmaxDesc& desc, const AmaxArguments& arguments,
 }
 
 void launch_amax(const AmaxDesc& desc, const AmaxArguments& arguments, cudaStream_t stream) {
-  const int count = launch_partial_amaxes(desc, arguments, stream);
   const DeviceGuard guard(desc.device);
-  finish_amax<<<1, kAmaxThreads, 0, stream>>>(arguments.workspace, count, arguments.amax_out);
+  if (desc.granularity == Granularity::kTensor && arguments.groups.offsets == nullptr) {
+    const int count = launch_partial_amaxes(desc, arguments, stream);
+    finish_amax<<<1, kAmaxThreads, 0, stream>>>(arguments.workspace, count, arguments.amax_out);
+  } else {
+    TileParams params;
+    params.args.x = arguments.x;
+    params.args.groups = arguments.groups;
+    params.args.workspace = arguments.amax_out;
+    params.tile_columns = static_cast<int>(num_tile_columns(arguments.x));
+    params.vector_loads = reads_vectors(arguments.x, desc.input);
+    with_input(desc.input, [&](auto casts) { casts.amaxes(desc.granularity, params, stream); });
+  }
   FP8CORE_CUDA(cudaGetLastError());
 }
 

@@ -111,12 +111,15 @@ __global__ void __launch_bounds__(kTileThreads, kUniformBlocks)
 // it.
 __device__ inline void store_empty_groups(const TileParams& p, int64_t column) {
   const Groups& groups = p.args.groups;
-  const float inverse = __frcp_rn(scale_of(0.0f, p.rule));
+  const Matrix& m = p.args.x;
   int before = 0;
   for (int64_t group = 0; group < groups.count; ++group) {
-    const int end = clamp_offset(groups.offsets[group + 1], static_cast<int>(p.args.x.rows));
-    if (end <= before)
-      p.args.columnwise.scale_inv[group * p.args.columnwise.pitch + column] = inverse;
+    const int end = clamp_offset(groups.offsets[group + 1], static_cast<int>(m.rows));
+    if (end <= before) {  // its amaxes are 0, or those of a part of the group that is elsewhere
+      const float amax = p.args.workspace[m.rows + group * m.cols + column];
+      p.args.columnwise.scale_inv[group * p.args.columnwise.pitch + column] =
+          __frcp_rn(scale_of(amax, p.rule));
+    }
     before = max(before, end);
   }
 }

@@ -87,15 +87,15 @@ struct QuantizeArguments {
   float* amax_out = nullptr;  // kDelayed, or null: max(amax_out, amax(x)) is kept; NaN is ignored
   // Grows by the number of NaN and inf in x, those of rows of no group left out; or null.
   unsigned long long* nonfinite = nullptr;
-  // kTensor: kMaxPartials floats, or one a group; kRow: rows + cols floats, or
-  // rows + groups * cols.
+  // The amaxes of kTensor and kRow: kMaxPartials floats for a tensor, else as many as num_amaxes.
   float* workspace = nullptr;
 
   // Optional from here on.
   // Bytes between the rows of the columnwise codes; in groups also their number. 0: x.rows.
   std::int64_t column_pitch = 0;
-  // kTensor: how many amaxes the workspace holds already, of a tensor that x is a part of; 0: those
-  // of x are taken first.
+  // 0: the amaxes of x are taken first. Else the workspace holds amaxes already, of a tensor that x
+  // is a part of, and is only read: so many for a tensor (kTensor without groups), all for rows and
+  // groups.
   int num_partials = 0;
   Groups groups;
 
@@ -106,8 +106,16 @@ struct QuantizeArguments {
   }
 };
 
+// How many amaxes x has: kTensor one, or one a group; kRow one a row, then one a column, or one a
+// column of each group, group by group.
+inline std::int64_t num_amaxes(Granularity granularity, const Matrix& x, const Groups& groups) {
+  const std::int64_t count = groups.offsets == nullptr ? 1 : groups.count;
+  return granularity == Granularity::kRow ? x.rows + count * x.cols : count;
+}
+
 // Launches: kDelayed, kVec128 and kBlock128 one, kTensor two (in groups also a memset), kRow two
-// and a memset. An empty x launches nothing, but for the scales of groups that are all empty.
+// and a memset; one where amaxes are given. An empty x launches nothing, but for the scales of
+// groups that are all empty.
 void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, StreamHandle stream);
 
 // Two tensors in one launch, or three for kTensor: of the same granularity, kDelayed or kTensor, in
@@ -117,23 +125,28 @@ void quantize_pair(const QuantizeDesc& desc, const QuantizeArguments& arguments,
                    StreamHandle stream);
 
 struct AmaxDesc {
+  Granularity granularity;  // kTensor or kRow
   InputType input;
   int device;
 };
 
 struct AmaxArguments {
   Matrix x;
-  float* workspace = nullptr;  // kMaxPartials floats
-  float* amax_out = nullptr;   // optional: `amax` alone writes it
+  float* workspace = nullptr;  // kTensor without groups: kMaxPartials floats
 
-  static constexpr int kOptional = 1;
-  auto fields() { return std::tie(x, workspace, amax_out); }
+  // Optional from here on.
+  float* amax_out = nullptr;  // [num_amaxes]; `amax` alone writes it
+  Groups groups;
+
+  static constexpr int kOptional = 5;
+  auto fields() { return std::tie(x, workspace, amax_out, groups); }
 };
 
-// amax_out[0] = amax(x), in two launches.
+// Writes the amaxes of x to amax_out: in two launches for a tensor, in one and a memset for rows
+// and groups.
 void amax(const AmaxDesc& desc, const AmaxArguments& arguments, StreamHandle stream);
 
-// Writes amaxes whose largest is amax(x) to the workspace, and returns how many.
+// Writes amaxes whose largest is that of the tensor x to the workspace, and returns how many.
 int partial_amaxes(const AmaxDesc& desc, const AmaxArguments& arguments, StreamHandle stream);
 
 }  // namespace fp8core

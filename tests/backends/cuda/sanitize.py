@@ -30,6 +30,7 @@ from fp8core.backend_api import (
     AmaxDesc,
     GemmDesc,
     GroupedGemmDesc,
+    QuantizeByAmaxDesc,
     QuantizeDesc,
     ScaleUpdateDesc,
 )
@@ -104,10 +105,13 @@ def parts() -> None:
 
 
 def amax_and_scale_update() -> None:
-    """Reduce every input type, and update more states than one launch takes."""
+    """Reduce every input type, cast by it, and update more states than one launch takes."""
     for dtype, shape in itertools.product(DTYPES, SHAPES):
-        desc = AmaxDesc(QuantizeDesc(dtype, spec("current"), None))
-        backend("cuda").bind(desc, DEVICE)(torch.randn(shape).to(dtype).to(DEVICE))
+        x = torch.randn(shape).to(dtype).to(DEVICE)
+        for own in (spec("current"), spec("rowwise")):
+            desc = QuantizeDesc(dtype, own, own)
+            amax = backend("cuda").bind(AmaxDesc(desc), DEVICE)(x)
+            backend("cuda").bind(QuantizeByAmaxDesc.of(desc), DEVICE)(x, amax=amax)
     for algorithm in ("max", "most_recent"):
         sizes = [(1, 1), (2, 3), (1024, 3), (3000, 2), *[(16, 3)] * 70]
         histories = [torch.rand(size).to(DEVICE) for size in sizes]

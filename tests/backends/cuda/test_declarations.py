@@ -180,23 +180,23 @@ REFUSED: dict[str, tuple[OpDesc, str]] = {
         AmaxDesc(QuantizeDesc(torch.bfloat16, VECTOR, VECTOR)),
         "scales follow from their blocks alone",
     ),
-    "amax of rows": (
-        AmaxDesc(QuantizeDesc(torch.bfloat16, ROW, ROW)),
-        "no kernels for amaxes of rows and columns",
-    ),
     "amax of transformed elements": (
         AmaxDesc(
             QuantizeDesc(torch.bfloat16, FP4, dataclasses.replace(FP4, transform="hadamard16"))
         ),
         "no kernels for amaxes of transformed elements",
     ),
-    "amax of groups on the device": (
-        AmaxDesc(QuantizeDesc(torch.bfloat16, TENSOR, None, True, True)),
-        "amaxes of groups take the sizes of groups as a list",
+    "two levels by a given amax": (
+        QuantizeByAmaxDesc(torch.bfloat16, FP4, FP4),
+        "two levels of scales take no amax from outside",
     ),
-    "cast by a given amax": (
-        QuantizeByAmaxDesc(torch.bfloat16, TENSOR, TENSOR),
-        "the kernels find the amaxes of a cast themselves",
+    "blocks by a given amax": (
+        QuantizeByAmaxDesc(torch.bfloat16, VECTOR, VECTOR),
+        "scales follow from their blocks alone",
+    ),
+    "delayed by a given amax": (
+        QuantizeByAmaxDesc(torch.bfloat16, dataclasses.replace(TENSOR, delayed=True), None),
+        "a delayed scale is given",
     ),
     "activation": (
         ActivationDesc("gelu", torch.bfloat16, torch.bfloat16),
@@ -204,6 +204,15 @@ REFUSED: dict[str, tuple[OpDesc, str]] = {
     ),
     "dequantize": (DequantizeDesc(TENSOR), "dequantize is not written for CUDA yet"),
 }
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("spec", [TENSOR, ROW], ids=["tensor", "rows"])
+@pytest.mark.parametrize("groups", [(False, False), (True, False), (True, True)])
+def test_amax_and_cast_run_apart(spec: OperandSpec, groups: tuple[bool, bool]) -> None:
+    cast = QuantizeDesc(torch.bfloat16, spec, spec, *groups)
+    for desc in (AmaxDesc(cast), QuantizeByAmaxDesc.of(cast)):
+        assert CudaBackend().unsupported(desc, CUDA) is None
 
 
 @pytest.mark.usefixtures("hopper")

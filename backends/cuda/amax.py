@@ -1,0 +1,220 @@
+"""The seam between amax and cast: amaxes apart from their cast, and casts by given ones.
+
+Both are what a cast does anyway, in a call each: a kernel writes the amaxes to a workspace, in the
+layout of the contract, and the kernel of the cast reads them there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fp8core.backend_api import (
+    AmaxDesc,
+    Amaxes,
+    Operand,
+    QuantizeByAmaxDesc,
+    Quantized,
+    QuantizeDesc,
+    amax_extent,
+    amax_of_groups,
+    amax_sizes,
+    has_amax,
+    shares_amax,
+    split_amax,
+)
+from fp8core_backends.cuda.device_groups import checked_offsets
+from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
+from fp8core_backends.cuda.quantize import bind_quantize
+from fp8core_backends.cuda.quantize_compose import join
+from fp8core_backends.cuda.stream import index_of, raw_stream
+
+__all__ = ["bind_amax", "bind_quantize_by_amax"]
+
+
+class _Amax:
+    """One native call: the amax of the tensor, or of its rows and of its columns; or of groups."""
+
+    __slots__ = ("_index", "_is_of_rows", "_native_amax", "_num_partials")
+
+    def __init__(self, extent: str, dtype: torch.dtype, index: int, native: Any) -> None:
+        self._is_of_rows = extent == "row"
+        self._index = index
+        granularity = native.Granularity.__members__[extent]
+        kind = native.InputType.__members__[DTYPES[dtype]]
+        self._native_amax = native.Amax(granularity, kind, index)
+        self._num_partials = native.MAX_PARTIALS
+
+    def __call__(
+        self, x: torch.Tensor, group_offsets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the entries of the rowwise orientation and of the columnwise one."""
+        rows, cols = x.shape
+        x, stride = adjacent_columns(x)
+        offsets_address, groups = 0, 1
+        if group_offsets is not None:
+            offsets, groups = checked_offsets(group_offsets, x.device)
+            offsets_address = offsets.data_ptr()
+        size = rows + groups * cols if self._is_of_rows else groups
+        amax = torch.empty(max(size, 1), dtype=torch.float32, device=x.device)
+        workspace = torch.empty(self._num_partials, dtype=torch.float32, device=x.device)
+        arguments = (
+            x.data_ptr(),
+            rows,
+            cols,
+            stride,
+            workspace.data_ptr(),
+            amax.data_ptr(),
+            offsets_address,
+            groups,
+            0,  # the strides of scales and recorded amaxes, which there are none of
+            0,
+        )
+        self._native_amax(arguments, raw_stream(self._index))
+        return (amax[:rows], amax[rows:size]) if self._is_of_rows else (amax, amax)
+
+
+def bind_amax(desc: AmaxDesc, device: torch.device, native: Any) -> Callable[..., torch.Tensor]:
+    """Return the callable of ``desc``."""
+    cast, index = desc.quantize, index_of(device)
+    extents = [amax_extent(spec) for spec in (cast.rowwise, cast.columnwise)]
+    wanted = [extent for extent in extents if extent is not None]
+    calls = {extent: _Amax(extent, cast.dtype, index, native) for extent in wanted}
+    dense = dataclasses.replace(cast, grouped=False, offsets_on_device=False)
+
+    def run(x: torch.Tensor, *groups: torch.Tensor) -> torch.Tensor:
+        made = {extent: call(x, *groups) for extent, call in calls.items()}
+        parts = [
+            made[extent][turned] for turned, extent in enumerate(extents) if extent is not None
+        ]
+        if len(parts) == 1 or shares_amax(cast):
+            return parts[0]
+        return torch.cat(parts)
+
+    def of_groups(x: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
+        each: list[Amaxes] = []
+        for start, end in itertools.pairwise(group_offsets.tolist()):
+            each.append(split_amax(dense, run(x[start:end]), end - start, x.shape[1]))
+        parts = [own.rowwise for own in each if own.rowwise is not None]
+        if not shares_amax(cast):
+            parts += [own.columnwise for own in each if own.columnwise is not None]
+        return torch.cat(parts)
+
+    made: Any = of_groups if cast.grouped and not cast.offsets_on_device else run
+    made.kernel = "fp8core::directed_amax" if "row" in wanted else "fp8core::amax_partials"
+    return made  # type: ignore[no-any-return]  # a function with an attribute
+
+
+def bind_quantize_by_amax(
+    desc: QuantizeByAmaxDesc, device: torch.device, native: Any
+) -> Callable[..., Quantized]:
+    """Return the callable of ``desc``."""
+    cast = desc.plain()
+    if not cast.grouped or cast.offsets_on_device:
+        return _bind(cast, device, native)
+    dense = _bind(dataclasses.replace(cast, grouped=False), device, native)
+
+    def of_groups(
+        x: torch.Tensor,
+        group_offsets: torch.Tensor,
+        *,
+        amax: torch.Tensor,
+        nonfinite_out: torch.Tensor | None = None,
+    ) -> Quantized:
+        bounds = group_offsets.tolist()
+        amaxes = amax_of_groups(cast, amax, bounds, *x.shape)
+        groups = [
+            dense(x[start:end], amax=own, nonfinite_out=nonfinite_out)
+            for (start, end), own in zip(itertools.pairwise(bounds), amaxes, strict=True)
+        ]
+        return Quantized(
+            join([group.rowwise for group in groups], 0),
+            join([group.columnwise for group in groups], 1),
+        )
+
+    return of_groups
+
+
+def _bind(cast: QuantizeDesc, device: torch.device, native: Any) -> Callable[..., Quantized]:
+    """Return the cast by given amaxes of a tensor, or of groups whose offsets are on the device."""
+    if cast.rowwise is None or cast.columnwise is None or cast.rowwise == cast.columnwise:
+        return _ByAmax(cast, device, native)
+    rowwise, columnwise = (_ByAmax(half, device, native) for half in cast.halves())
+
+    def run(
+        x: torch.Tensor,
+        *groups: torch.Tensor,
+        amax: torch.Tensor,
+        nonfinite_out: torch.Tensor | None = None,
+    ) -> Quantized:
+        rows, cols = x.shape
+        parts = split_amax(cast, amax, rows, cols, len(groups[0]) - 1 if groups else 1)
+        # One of the two counts NaN and inf: they are the same elements.
+        row = rowwise(x, *groups, amax=parts.rowwise, nonfinite_out=nonfinite_out).rowwise
+        return Quantized(row, columnwise(x, *groups, amax=parts.columnwise).columnwise)
+
+    return run
+
+
+class _ByAmax:
+    """A cast by one spec, whose workspace holds the given amaxes; blocks of it need none."""
+
+    __slots__ = ("_cast", "_desc", "kernel")
+
+    def __init__(self, desc: QuantizeDesc, device: torch.device, native: Any) -> None:
+        self._desc = desc
+        self._cast = bind_quantize(desc, device, native)
+        self.kernel: str = self._cast.kernel  # type: ignore[attr-defined]  # of one spec it has one
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *groups: torch.Tensor,
+        amax: torch.Tensor | None,
+        nonfinite_out: torch.Tensor | None = None,
+    ) -> Quantized:
+        if amax is None or not has_amax(self._desc):
+            return self._cast(x, *groups, nonfinite_out=nonfinite_out)
+        rows, cols = x.shape
+        num_groups = len(groups[0]) - 1 if groups else 1
+        parts = split_amax(self._desc, amax, rows, cols, num_groups)
+        if not cols or not (rows or groups):
+            return self._quantize_empty(x, parts, groups, num_groups)
+        workspace = amax.contiguous()
+        if self._desc.rowwise is None and amax_extent(self._desc.columnwise) == "row":
+            # The kernel looks for the amaxes of columns behind those of rows.
+            workspace = torch.cat((workspace.new_zeros(rows), workspace))
+        return self._cast(x, *groups, amax=workspace, nonfinite_out=nonfinite_out)
+
+    def _quantize_empty(
+        self, x: torch.Tensor, parts: Amaxes, groups: tuple[torch.Tensor, ...], num_groups: int
+    ) -> Quantized:
+        """Return operands without elements: kernels take one zero at least, which is cut off."""
+        rows, cols = x.shape
+        least = (max(rows, 1), max(cols, 1))
+        sizes = amax_sizes(self._desc, *least, num_groups)
+        entries = [
+            torch.nn.functional.pad(part, (0, size - len(part)))
+            for part, size in zip(parts, sizes, strict=True)
+            if part is not None and size
+        ]
+        made = self(x.new_zeros(least), *groups, amax=torch.cat(entries))
+        row, column = self._desc.rowwise, self._desc.columnwise
+        rowwise = columnwise = None
+        if made.rowwise is not None:
+            data, scale_inv, _ = made.rowwise
+            assert scale_inv is not None
+            is_of_rows = amax_extent(row) == "row"
+            rowwise = Operand(data[:rows, :cols], scale_inv[:rows] if is_of_rows else scale_inv)
+        if made.columnwise is not None:
+            data, scale_inv, _ = made.columnwise
+            assert scale_inv is not None
+            # In groups codes along k are more than there are rows, and no row was added.
+            data = data[:cols] if groups else data[:cols, :rows]
+            is_of_rows = amax_extent(column) == "row"
+            columnwise = Operand(data, scale_inv[:cols] if is_of_rows else scale_inv)
+        return Quantized(rowwise, columnwise)
