@@ -184,7 +184,8 @@ class _ByAmax:
         parts = split_amax(self._desc, amax, rows, cols, num_groups)
         if not cols or not (rows or groups):
             return self._quantize_empty(x, parts, groups, num_groups)
-        workspace = amax.contiguous()
+        # Of no rows there are no amaxes; the kernel takes the address of a workspace all the same.
+        workspace = amax.contiguous() if len(amax) else amax.new_zeros(1)
         if self._desc.rowwise is None and amax_extent(self._desc.columnwise) == "row":
             # The kernel looks for the amaxes of columns behind those of rows.
             workspace = torch.cat((workspace.new_zeros(rows), workspace))

@@ -101,6 +101,8 @@ class _Quantize:
             codes = self._empty((cols, length), (length, 1), torch.uint8)
             outputs[1] = (codes.data_ptr(), scales[1][0].data_ptr(), scales[1][1])
             operands[1] = Operand(codes, scales[1][0])
+        if not cols:
+            return Quantized(*operands)  # without an element there is no address to write to
         if self._mode == "tensor":  # one scale a group for both orientations
             outputs[0] = (outputs[0][0], scales[0][0].data_ptr(), 1)
         workspace = self._workspace(rows, cols, groups) if amax is None else amax
