@@ -53,7 +53,7 @@ class QuantizeChunked:
         self._amax: Any = None
         if mode == "tensor" and not desc.rowwise.delayed:
             kind = native.InputType.__members__[DTYPES[desc.dtype]]
-            self._amax = native.Amax(native.Granularity.tensor, kind, self._index)
+            self._amax = native.Amax(native.Granularity.__members__["tensor"], kind, self._index)
 
     def __call__(
         self,
