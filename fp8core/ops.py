@@ -131,6 +131,10 @@ class Sequential(LowPrecisionModule):
         operations = self._operations()
         return tuple(shape for operation in operations for shape in operation.link_shapes())
 
+    def link_params(self) -> list[torch.Tensor]:
+        """Return the parameters of all operations; extra inputs come with the call."""
+        return [param for operation in self._operations() for param in operation.link_params()]
+
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor) -> torch.Tensor:
         """Run the operations on ``input``, with an extra input for each :class:`AddExtraInput`."""
         operations = self._operations()

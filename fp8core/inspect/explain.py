@@ -18,6 +18,7 @@ from fp8core.dispatch.select import Choice
 from fp8core.dispatch.settings import check_op
 from fp8core.errors import OperandError, PluginError, UnsupportedError
 from fp8core.inspect.descriptors import Need, layer_needs, op_needs
+from fp8core.inspect.held import Held, held_by
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.choice import recipe_from
@@ -70,9 +71,16 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The answer of :func:`explain`; ``str()`` prints it."""
+    """The answer of :func:`explain`; ``str()`` prints it.
+
+    Attributes:
+        lines: the operations, in the order of the layers.
+        held: by layer, what it holds from forward to backward; without those that cannot run, and
+            empty for an operation asked by name.
+    """
 
     lines: tuple[Line, ...]
+    held: tuple[tuple[str, Held], ...] = ()
 
     @property
     def refused(self) -> bool:
@@ -80,7 +88,7 @@ class Explanation:
         return any(line.choice is None and not line.is_optional for line in self.lines)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.lines))
+        return "\n".join([*map(str, self.lines), *(f"{name}: {held}" for name, held in self.held)])
 
 
 def explain(
@@ -112,15 +120,20 @@ def explain(
     if not isinstance(target, torch.nn.Module):
         raise OperandError(f"explain({target!r}): expected an operation's name or a model.")
     lines: list[Line] = []
+    held: list[tuple[str, Held]] = []
     for path, layer in target.named_modules():
         if isinstance(layer, LowPrecisionModule):
             parameter = next(layer.parameters(), torch.empty(0, dtype=_DTYPE, device="cpu"))
             where = torch.device(device) if device else parameter.device
-            needs = layer_needs(layer, _recipe_for(layer, asked), dtype or parameter.dtype)
-            lines += _lines(path or layer.label, _bound(needs, where), where)
+            chosen, values = _recipe_for(layer, asked), dtype or parameter.dtype
+            needs = layer_needs(layer, chosen, values)
+            own = list(_lines(path or layer.label, _bound(needs, where), where))
+            if not Explanation(tuple(own)).refused:
+                held.append((path or layer.label, held_by(layer, chosen, where, values)))
+            lines += own
     if not lines:
         raise OperandError(f"explain: {type(target).__name__} holds no fp8core layer.")
-    return Explanation(tuple(lines))
+    return Explanation(tuple(lines), tuple(held))
 
 
 def _recipe_for(layer: LowPrecisionModule, asked: Recipe | None) -> Recipe:

@@ -126,6 +126,10 @@ class GroupedLinear(LowPrecisionModule):
         more = self.num_gemms, self.fuse_wgrad_accumulation
         return (LinearShape(*sizes, dtype, bias_dtype, *more),)
 
+    def link_params(self) -> list[torch.Tensor]:
+        """Return the weights, then the biases unless the caller adds those."""
+        return self._all("weight") + ([] if self.return_bias else self._all("bias"))
+
     def forward(
         self,
         input: torch.Tensor,

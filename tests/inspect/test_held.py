@@ -1,0 +1,90 @@
+"""What ``explain`` says that a layer holds is what autograd saves when the layer runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import fp8core
+from fp8core import ops, recipe
+from fp8core.inspect.held import Held
+from tests.dispatch import toys
+
+BF16 = torch.bfloat16
+K, N, GROUPS, ROWS = 128, 384, 2, 1024
+RECIPES = ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4")
+
+LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "Linear": lambda: fp8core.Linear(K, N, params_dtype=BF16),
+    "LayerNormLinear": lambda: fp8core.LayerNormLinear(K, N, params_dtype=BF16),
+    "LayerNormLinear, two outputs": lambda: fp8core.LayerNormLinear(
+        K, N, params_dtype=BF16, return_layernorm_output=True
+    ),
+    "LayerNormMLP": lambda: fp8core.LayerNormMLP(K, N, params_dtype=BF16),
+    "LayerNormMLP, gated": lambda: fp8core.LayerNormMLP(
+        K, N, bias=False, normalization="RMSNorm", activation="swiglu", params_dtype=BF16
+    ),
+    "GroupedLinear": lambda: fp8core.GroupedLinear(GROUPS, K, N, params_dtype=BF16),
+    "Sequential": lambda: ops.Sequential(
+        ops.Linear(K, K, dtype=BF16), ops.AddExtraInput(), fp8core.RMSNorm(K, dtype=BF16)
+    ),
+}
+
+
+def saved_bytes(layer: torch.nn.Module, name: str, chosen: recipe.Recipe) -> int:
+    """Return the bytes of the storages that autograd saves, but for parameters."""
+    not_counted = {param.untyped_storage().data_ptr() for param in layer.parameters()}
+    counted: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in not_counted:
+            counted[storage.data_ptr()] = storage
+        return tensor
+
+    x = torch.randn(ROWS, K, dtype=BF16, requires_grad=True)
+    more: tuple[object, ...] = ()
+    if name == "GroupedLinear":
+        more = ([ROWS // GROUPS] * GROUPS,)
+    elif name == "Sequential":
+        more = (torch.randn(ROWS, K, dtype=BF16, requires_grad=True),)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, fp8core.autocast(recipe=chosen):
+        layer(x, *more)
+    return sum(storage.nbytes() for storage in counted.values())
+
+
+@pytest.mark.parametrize("recipe_name", RECIPES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_explain_says_what_autograd_saves(name: str, recipe_name: str) -> None:
+    layer, chosen = LAYERS[name](), recipe.by_name(recipe_name)
+    with toys.isolation():
+        ((_, held), *inner) = fp8core.explain(layer, chosen).held
+    assert inner == [] or name == "Sequential"
+    # A graph's results have room for the most blocks that groups of any sizes have.
+    room = 0.01 if name == "GroupedLinear" else 0.0
+    saved = saved_bytes(layer, name, chosen)
+    assert saved <= held.a_row * ROWS + held.fixed <= saved * (1 + room)
+
+
+def test_explain_prints_it() -> None:
+    layer = fp8core.Linear(K, N, params_dtype=BF16)
+    text = str(fp8core.explain(layer, recipe.Float8CurrentScaling()))
+    assert "Linear(128, 384): holds 128 bytes a row from forward to backward, and 0.0 MiB" in text
+
+
+def test_a_layer_that_cannot_run_has_no_such_line() -> None:
+    layer = fp8core.Linear(K, N, params_dtype=BF16)
+    with toys.isolation():
+        explanation = fp8core.explain(layer, recipe.MXFP8BlockScaling(), device="cuda:0")
+    assert explanation.refused
+    assert explanation.held == ()
+
+
+def test_units_are_bytes_and_mebibytes() -> None:
+    text = str(Held(1536.0, 3 * 2**20))
+    assert text == (
+        "holds 1,536 bytes a row from forward to backward, and 3.0 MiB of weights' copies"
+    )
