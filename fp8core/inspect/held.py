@@ -24,6 +24,7 @@ from fp8core.modules.bound import parts_of
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole, LinearPlan
+from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Binding
 
 __all__ = ["Held", "held_by"]
@@ -33,7 +34,8 @@ _ROWS = 8192  # a multiple of what any backend pads rows to, and of the rows und
 
 
 class Held(NamedTuple):
-    """Bytes that a layer holds from its forward to its backward, all gradients being asked for.
+    """Bytes that a layer holds from its forward to its backward, which computes the gradients of
+    its input and of the parameters that require one.
 
     Attributes:
         a_row: for each row of the input: activations, their codes and statistics. The input itself
@@ -123,18 +125,34 @@ def _params(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the parameters of a call with the input ``x``, and those that are the layer's own: the
     others are the extra inputs of residual adds."""
-    columns, params, own = x.shape[1], [], []
+    columns, params = x.shape[1], []
+    own: list[torch.Tensor] = []
     given = iter(layer.link_params())
     for shape in shapes:
         for _ in range(shape.num_params):
             if shape.leaves_sum:
-                params.append(x.new_empty(x.shape[0], columns))
+                params.append(x.new_empty(x.shape[0], columns).requires_grad_())
                 continue
-            param = next(given)
-            own.append(torch.empty(param.shape, dtype=param.dtype, device=_META))
-            params.append(own[-1])
+            param, is_trained = _on_meta(next(given))
+            params.append(param.requires_grad_(is_trained))
+            own += _parts(param)
         columns = shape.columns(columns)
-    return [param.requires_grad_() for param in params], own
+    return params, own
+
+
+def _on_meta(param: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Return a parameter without values like ``param``, and whether ``param`` is trained."""
+    if isinstance(param, QuantizedTensor):
+        return param.detach().to(_META), param.requires_grad
+    return torch.empty(param.shape, dtype=param.dtype, device=_META), param.requires_grad
+
+
+def _parts(param: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors that ``param`` consists of."""
+    if not isinstance(param, QuantizedTensor):
+        return [param]
+    operands = [operand for operand in param.operands if operand is not None]
+    return [tensor for operand in operands for tensor in operand if tensor is not None]
 
 
 def _call(shapes: tuple[LinkShape, ...], rows: int) -> Call:

@@ -69,6 +69,21 @@ def test_explain_says_what_autograd_saves(name: str, recipe_name: str) -> None:
     assert saved <= held.a_row * ROWS + held.fixed <= saved * (1 + room)
 
 
+def test_a_frozen_weight_needs_no_input_in_backward() -> None:
+    layer = fp8core.Linear(K, N, params_dtype=BF16)
+    layer.weight.requires_grad_(False)
+    ((_, held),) = fp8core.explain(layer, recipe.Float8CurrentScaling()).held
+    assert (held.a_row, held.fixed) == (0, K * N + 4)
+
+
+def test_a_weight_stored_quantized_has_no_copy() -> None:
+    chosen = recipe.Float8CurrentScaling()
+    with fp8core.quantized_model_init(recipe=chosen):
+        layer = fp8core.Linear(K, N, params_dtype=BF16)
+    ((_, held),) = fp8core.explain(layer, chosen).held
+    assert (held.a_row, held.fixed) == (K, 4)
+
+
 def test_explain_prints_it() -> None:
     layer = fp8core.Linear(K, N, params_dtype=BF16)
     text = str(fp8core.explain(layer, recipe.Float8CurrentScaling()))
