@@ -7,18 +7,34 @@ an order that changes from turn to turn give every contestant the same mix of pr
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tests.benchmarks.measuring.intervals import median_interval, ratios
+
+__all__ = [
+    "CUDA_CLOCK",
+    "FEWEST_TURNS",
+    "Calls",
+    "Clock",
+    "Event",
+    "Stop",
+    "calls_a_slice",
+    "eager_us",
+    "graph_us",
+    "host_us",
+    "orders",
+]
+
 SLICE_MS = 4.0
-HOST_SLICE_MS, MOST_HOST_CALLS, HOST_TURNS = 20.0, 20, 40
+HOST_SLICE_MS, MOST_HOST_CALLS = 20.0, 20
 TURNS_A_BATCH = 3
 """Turns between two waits for the device: fewer launches than its queue takes."""
-FEWEST_TURNS = 10
+FEWEST_TURNS, MOST_TURNS = 10, 400
 SEED = 0
 
 Calls = dict[str, Callable[[], object]]
@@ -37,25 +53,33 @@ class Clock(NamedTuple):
     now: Callable[[], float] = time.perf_counter
 
 
-CUDA = Clock(lambda: torch.cuda.Event(enable_timing=True), torch.cuda.synchronize)
+CUDA_CLOCK = Clock(lambda: torch.cuda.Event(enable_timing=True), torch.cuda.synchronize)
 
 
-class Summary(NamedTuple):
-    """Of the turns' times of a call, us."""
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """When turns end: after ``seconds``, or as soon as they are enough.
 
-    median: float
-    quartiles: tuple[float, float]
-    range: tuple[float, float]
-    turns: int
+    They are enough when the interval of each ratio of ``pairs`` is at most ``width`` of it wide.
+    That asks for the spread of the ratios alone, never for their value, so stopping favors nobody.
+    """
 
+    seconds: float
+    pairs: tuple[tuple[str, str], ...] = ()
+    width: float = 0.01
 
-def summarize(values: Sequence[float]) -> Summary:
-    """Return the summary of at least one value."""
-    low = high = values[0]
-    if len(values) > 1:
-        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    middle = statistics.median(values)
-    return Summary(middle, (low, high), (min(values), max(values)), len(values))
+    def is_reached(self, times: dict[str, list[float]], started: float, clock: Clock) -> bool:
+        """Whether no further turn is needed; ``started`` by the clock."""
+        turns = min(map(len, times.values()), default=MOST_TURNS)
+        if turns < FEWEST_TURNS:
+            return False
+        if turns >= MOST_TURNS or clock.now() - started >= self.seconds:
+            return True
+        pairs = [pair for pair in self.pairs if pair[0] in times and pair[1] in times]
+        return bool(pairs) and all(
+            median_interval(ratios(times[own], times[other])).relative_width <= self.width
+            for own, other in pairs
+        )
 
 
 def orders(names: Sequence[str], seed: int = SEED) -> Iterator[list[str]]:
@@ -67,40 +91,42 @@ def orders(names: Sequence[str], seed: int = SEED) -> Iterator[list[str]]:
         yield order
 
 
-def calls_a_slice(calls: Calls, clock: Clock = CUDA, slice_ms: float = SLICE_MS) -> dict[str, int]:
+def calls_a_slice(
+    calls: Calls, clock: Clock = CUDA_CLOCK, slice_ms: float = SLICE_MS
+) -> dict[str, int]:
     """Return how many calls of each fill a slice of device time: at least one."""
-    found = {}
+    counts = {}
     for name, call in calls.items():
         call()
         start, end = clock.event(), clock.event()
         start.record()
-        for _ in range(3):
+        for _ in range(2):
             call()
         end.record()
         clock.synchronize()
-        milliseconds = max(start.elapsed_time(end) / 3, 1e-3)
-        found[name] = max(1, round(slice_ms / milliseconds))
-    return found
+        milliseconds = max(start.elapsed_time(end) / 2, 1e-3)
+        counts[name] = max(1, round(slice_ms / milliseconds))
+    return counts
 
 
 def graph_us(
     calls: Calls,
-    seconds: float,
-    between: Callable[[], object] = lambda: None,
+    stop: Stop,
+    while_busy: Callable[[], object] = lambda: None,
     *,
-    clock: Clock = CUDA,
+    clock: Clock = CUDA_CLOCK,
 ) -> dict[str, list[float]]:
-    """Return each turn's device time of a replay of each contestant, us, for about ``seconds``.
+    """Return each turn's device time of a replay of each contestant, us.
 
     Events around the slices tell it; nothing waits for the device within a batch of turns. A batch
-    begins with an untimed replay, so that the host is ahead of the device. ``between`` runs after
-    each batch, when the device has nothing to do.
+    begins with an untimed replay, so that the host is ahead of the device. ``while_busy`` runs in
+    each batch when everything is enqueued.
     """
     counts = calls_a_slice(calls, clock)
     times: dict[str, list[float]] = {name: [] for name in calls}
     shuffled = orders(list(calls))
-    end_at = clock.now() + seconds
-    while _goes_on(times, end_at, clock):
+    started = clock.now()
+    while calls and not stop.is_reached(times, started, clock):
         batch = [next(shuffled) for _ in range(TURNS_A_BATCH)]
         calls[batch[-1][-1]]()
         slices = [
@@ -108,19 +134,19 @@ def graph_us(
             for order in batch
             for name in order
         ]
+        while_busy()
         _collect(slices, times, clock)
-        between()
     return times
 
 
 def eager_us(
     calls: Calls,
-    seconds: float,
-    between: Callable[[], object] = lambda: None,
+    stop: Stop,
+    while_busy: Callable[[], object] = lambda: None,
     *,
-    clock: Clock = CUDA,
+    clock: Clock = CUDA_CLOCK,
 ) -> dict[str, list[float]]:
-    """Return each turn's time of a step among others like it, us, for about ``seconds``.
+    """Return each turn's time of a step among others like it, us.
 
     Before a slice the host waits for the device and enqueues one untimed step: else a contestant
     whose host is slow would live on the lead that the one before it had left.
@@ -128,20 +154,49 @@ def eager_us(
     counts = calls_a_slice(calls, clock)
     times: dict[str, list[float]] = {name: [] for name in calls}
     shuffled = orders(list(calls))
-    end_at = clock.now() + seconds
-    while _goes_on(times, end_at, clock):
+    started = clock.now()
+    while calls and not stop.is_reached(times, started, clock):
         slices = []
         for name in next(shuffled):
             clock.synchronize()
             calls[name]()
             slices.append((name, counts[name], _run_slice(calls[name], counts[name], clock)))
+        while_busy()
         _collect(slices, times, clock)
-        between()
     return times
 
 
-def _goes_on(times: dict[str, list[float]], end_at: float, clock: Clock) -> bool:
-    return bool(times) and (clock.now() < end_at or min(map(len, times.values())) < FEWEST_TURNS)
+def host_us(
+    calls: Calls,
+    stop: Stop,
+    while_busy: Callable[[], object] = lambda: None,
+    *,
+    clock: Clock = CUDA_CLOCK,
+) -> dict[str, list[float]]:
+    """Return each turn's time to enqueue a step, us.
+
+    A slice has at most twenty steps and begins on an idle device: the queue of launches does not
+    fill up, so that the host never waits for the device. Untimed steps come first: what runs just
+    after another library finds the processor's caches cold, which no training loop does.
+    """
+    counts = calls_a_slice(calls, clock, HOST_SLICE_MS)
+    counts = {name: min(MOST_HOST_CALLS, max(2, count)) for name, count in counts.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    shuffled = orders(list(calls))
+    started = clock.now()
+    while calls and not stop.is_reached(times, started, clock):
+        for name in next(shuffled):
+            call, count = calls[name], counts[name]
+            for _ in range(count // 2):
+                call()
+            clock.synchronize()
+            start = clock.now()
+            for _ in range(count):
+                call()
+            times[name].append((clock.now() - start) / count * 1e6)
+        while_busy()
+        clock.synchronize()
+    return times
 
 
 def _run_slice(call: Callable[[], object], count: int, clock: Clock) -> tuple[Event, Event]:
@@ -161,31 +216,3 @@ def _collect(
     clock.synchronize()
     for name, count, (start, end) in slices:
         times[name].append(start.elapsed_time(end) / count * 1e3)
-
-
-def host_us(
-    calls: Calls, between: Callable[[], object] = lambda: None, *, clock: Clock = CUDA
-) -> dict[str, list[float]]:
-    """Return each turn's time to enqueue a step, us.
-
-    A slice has at most twenty steps and begins on an idle device: the queue of launches does not
-    fill up, so that the host never waits for the device. Untimed steps come first: what runs just
-    after another library finds the processor's caches cold, which no training loop does.
-    """
-    counts = calls_a_slice(calls, clock, HOST_SLICE_MS)
-    counts = {name: min(MOST_HOST_CALLS, max(2, count)) for name, count in counts.items()}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    shuffled = orders(list(calls))
-    for _ in range(HOST_TURNS):
-        for name in next(shuffled):
-            call, count = calls[name], counts[name]
-            for _ in range(count // 2):
-                call()
-            clock.synchronize()
-            start = clock.now()
-            for _ in range(count):
-                call()
-            times[name].append((clock.now() - start) / count * 1e6)
-        clock.synchronize()
-        between()
-    return times

@@ -1,0 +1,321 @@
+"""One process: a layer at a size, with every contestant of the recipes that are asked for.
+
+``python -m tests.benchmarks.layers_gpu.cell JSON`` is what the benchmark's command starts. It
+imports everything, waits for a line on its input, so that imports take no time of the device, and
+measures. An input that ends without a line ends the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.benchmarks.layers_gpu import limits, measures
+from tests.benchmarks.layers_gpu.cases import Case, Data, exact_results, make_data
+from tests.benchmarks.layers_gpu.contestants import (
+    COMPILED_BF16,
+    CONTESTANTS,
+    PEERS,
+    Contestant,
+    stepper,
+)
+from tests.benchmarks.measuring import records, turns
+from tests.benchmarks.measuring.device import CUDA, Chip, Device, versions, without_collections
+
+__all__ = ["DONE", "FIGURES", "KERNELS", "TURNS", "Job", "contestants_of", "run_cell"]
+
+TURNS = ("graph", "eager", "host")
+"""Measures that are taken in turns."""
+FIGURES, KERNELS = "figures", "kernels"
+DONE = "done"
+"""Of a record which says that a measure was taken, and for which recipes and libraries."""
+SHOWN_KERNELS = 25
+WARM_UP_STEPS = 3
+"""The first compiles, allocates and times algorithms; the second is the first with delayed scales
+that follow from the data; after the third the gradients' scales have settled as well."""
+_SAMPLES = {"torch": "torch bf16", "te": "te current", "fp8core": "fp8core current"}
+_MODULES = {"te": "transformer_engine.pytorch", "torchao": "torchao.float8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one process measures.
+
+    ``seconds`` is the most that each measure's turns take; ``deadline`` (Unix time) ends them
+    earlier, and no measure begins after it.
+    """
+
+    case: Case
+    recipes: tuple[str, ...]
+    measures: tuple[str, ...]
+    libraries: tuple[str, ...]
+    out: str
+    seconds: float = 15.0
+    width: float = 0.01
+    deadline: float = float("inf")
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """Return the job that ``json.dumps(asdict(job))`` wrote."""
+        fields = json.loads(text)
+        fields["case"] = Case(*fields["case"])
+        for name in ("recipes", "measures", "libraries"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
+
+    def to_json(self) -> str:
+        """Return the job as one line."""
+        return json.dumps(asdict(self))
+
+
+def contestants_of(recipes: Sequence[str], libraries: Sequence[str]) -> tuple[str, ...]:
+    """Return the contestants of ``recipes`` that are of ``libraries``, in the order of the table.
+
+    Each recipe brings fp8core's layer and its peers.
+    """
+    wanted = {f"fp8core {name}" for name in recipes}
+    wanted |= {peer for name in recipes for peer in PEERS[name]}
+    return tuple(name for name in CONTESTANTS if name in wanted and _library(name) in libraries)
+
+
+def _library(name: str) -> str:
+    return name.split()[0]
+
+
+@dataclass(slots=True)
+class Entrant:
+    """A contestant with all that its step and its graph read and write: held while they may run."""
+
+    contestant: Contestant
+    step: Callable[[], None]
+    replay: Callable[[], object] | None = None
+
+
+@dataclass(slots=True)
+class Cell:
+    """The state of one process: its job, device and entrants, and the file it writes."""
+
+    job: Job
+    device: Device
+    run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def write(self, measure: str, **values: Any) -> None:
+        """Add a record of this cell."""
+        layer, size = self.job.case
+        start = {"run": self.run, "layer": layer, "size": size, "measure": measure}
+        records.append(Path(self.job.out), f"{layer}-{size}", start | values)
+
+    def write_done(self, measure: str) -> None:
+        """Add the record that a measure was taken."""
+        job = self.job
+        self.write(DONE, done=measure, recipes=job.recipes, libraries=job.libraries)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Print and keep how long a phase takes."""
+        start = time.perf_counter()
+        yield
+        self.device.clock.synchronize()
+        self.seconds[phase] = round(time.perf_counter() - start, 2)
+        print(f"  {phase}: {self.seconds[phase]:.1f} s", flush=True)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.time() >= self.job.deadline
+
+
+def run_cell(job: Job, device: Device = CUDA) -> None:
+    """Measure what the job asks for; each measure is written as soon as it is taken."""
+    cell = Cell(job, device)
+    started = time.perf_counter()
+    names = contestants_of(job.recipes, job.libraries)
+    print(f"{' '.join(job.case)}: {', '.join(names)}", flush=True)
+    with cell.timed("data"):
+        data = make_data(job.case, device.torch_device)
+        kept = _kept_by_libraries(job, data, device)
+    exact = None
+    if FIGURES in job.measures:
+        with cell.timed("float32"):
+            exact = exact_results(job.case, data)
+    entrants = _enter(cell, names, data, exact)
+    if exact is not None:
+        cell.write_done(FIGURES)
+    del exact
+    chip = Chip()
+    with without_collections():
+        if "graph" in job.measures and not cell.is_late:
+            _measure_graphs(cell, entrants, data, chip)
+        for measure in ("eager", "host"):
+            if measure in job.measures and not cell.is_late:
+                steps: turns.Calls = {name: entrant.step for name, entrant in entrants.items()}
+                _take_turns(cell, measure, steps, chip)
+    if KERNELS in job.measures and not cell.is_late:
+        with cell.timed("profile"):
+            _profile(cell, entrants)
+    cell.seconds["all"] = round(time.perf_counter() - started, 1)
+    cell.write(
+        "run",
+        seconds=cell.seconds,
+        chip=chip.summary(),
+        versions=versions("transformer_engine", "torchao"),
+        kept_by_libraries_mib=kept,
+        recipes=job.recipes,
+    )
+    print(f"{' '.join(job.case)}: {cell.seconds['all']:.1f} s in all", flush=True)
+
+
+def _kept_by_libraries(job: Job, data: Data, device: Device) -> dict[str, float]:
+    """Run a throwaway step of each library; return what each keeps afterwards, MiB.
+
+    cuBLAS's and Transformer Engine's workspaces, say: else they would count for the contestant that
+    happens to run first. It also compiles kernels that all contestants of the library use.
+    """
+    kept = {}
+    for library, name in _SAMPLES.items():
+        if library not in job.libraries:
+            continue
+        gc.collect()
+        before = device.allocated()
+        try:
+            contestant = CONTESTANTS[name](job.case, data)
+        except ImportError:
+            continue
+        stepper(contestant, data)()
+        device.clock.synchronize()
+        del contestant
+        gc.collect()
+        kept[library] = (device.allocated() - before) / measures.MIB
+    return kept
+
+
+def _enter(
+    cell: Cell, names: Sequence[str], data: Data, exact: dict[str, torch.Tensor] | None
+) -> dict[str, Entrant]:
+    """Make and warm up every contestant, and measure and capture it."""
+    entrants = {}
+    for name in names:
+        gc.collect()
+        before = cell.device.allocated()
+        with cell.timed(name):
+            try:
+                contestant = CONTESTANTS[name](cell.job.case, data)
+            except ImportError as error:
+                print(f"  {name}: {error}", flush=True)
+                continue
+            entrant = Entrant(contestant, stepper(contestant, data))
+            for _ in range(WARM_UP_STEPS):
+                entrant.step()
+            if exact is not None:
+                _write_figures(cell, name, entrant, data, exact, before)
+            if "graph" in cell.job.measures:
+                entrant.replay = cell.device.capture(entrant.step)
+            for parameter in contestant.parameters.values():
+                parameter.grad = None
+        entrants[name] = entrant
+    return entrants
+
+
+def _write_figures(
+    cell: Cell,
+    name: str,
+    entrant: Entrant,
+    data: Data,
+    exact: dict[str, torch.Tensor],
+    before: int,
+) -> None:
+    device, contestant = cell.device, entrant.contestant
+    peak = measures.peak_mib(entrant.step, device, before)
+    held, errors = measures.held_and_errors(contestant, data, exact, device)
+    is_compiled = name == COMPILED_BF16 or name.startswith("torchao")
+    copies = None  # another number of rows would be compiled again
+    if not is_compiled:
+        copies = measures.weight_copies_mib(contestant, data, held, device)
+    elif name == COMPILED_BF16:
+        copies = 0.0  # it multiplies by the parameters themselves
+    cell.write(
+        FIGURES,
+        contestant=name,
+        peak_mib=peak,
+        held_mib=held,
+        weight_copies_mib=copies,
+        errors=errors,
+    )
+
+
+def _measure_graphs(cell: Cell, entrants: dict[str, Entrant], data: Data, chip: Chip) -> None:
+    """Take turns of graphs, among them the products alone and a copy."""
+    device = cell.device
+    replays: turns.Calls = {
+        name: entrant.replay for name, entrant in entrants.items() if entrant.replay is not None
+    }
+    with cell.timed("limits"):
+        steps = {limits.COPY: limits.copy_step(device)}
+        for recipe in cell.job.recipes:
+            step = limits.products_step(cell.job.case, recipe, data, device)
+            steps[limits.products_name(recipe)] = step
+        for name, step in steps.items():
+            replay = device.capture(step)
+            assert replay is not None
+            replays[name] = replay
+    _take_turns(cell, "graph", replays, chip)
+
+
+def _take_turns(cell: Cell, measure: str, calls: turns.Calls, chip: Chip) -> None:
+    take = {"graph": turns.graph_us, "eager": turns.eager_us, "host": turns.host_us}[measure]
+    left = cell.job.deadline - time.time()
+    pairs = tuple(
+        (f"fp8core {recipe}", peer) for recipe in cell.job.recipes for peer in PEERS[recipe][:1]
+    )
+    stop = turns.Stop(min(cell.job.seconds, left), pairs, cell.job.width)
+    with cell.timed(measure):
+        us = take(calls, stop, chip.sample, clock=cell.device.clock)
+    counts = {len(times) for times in us.values()}
+    print(f"  {measure}: {max(counts, default=0)} turns", flush=True)
+    rounded = {name: [round(time, 3) for time in times] for name, times in us.items()}
+    cell.write(measure, us=rounded)
+    cell.write_done(measure)
+
+
+def _profile(cell: Cell, entrants: dict[str, Entrant]) -> None:
+    for name, entrant in entrants.items():
+        kernels = measures.kernels_of(entrant.step, cell.device)
+        cell.write(KERNELS, contestant=name, kernels=kernels)
+        launches, us = sum(k.launches for k in kernels), sum(k.us for k in kernels)
+        print(f"  {name}: {launches:.0f} launches, {us:.0f} us of kernels", flush=True)
+        for kernel in kernels[:SHOWN_KERNELS]:
+            print(f"    {kernel.us:9.1f} us {kernel.launches:5.1f} x {kernel.name[:110]}")
+    cell.write_done(KERNELS)
+
+
+def main() -> None:
+    """Measure the job on the command line once the parent says so."""
+    job = Job.from_json(sys.argv[1])
+    for name in job.libraries:
+        _import(_MODULES.get(name))
+    if sys.stdin.readline():
+        run_cell(job)
+
+
+def _import(module: str | None) -> None:
+    try:
+        if module is not None:
+            importlib.import_module(module)
+    except ImportError as error:
+        print(f"  {module}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""What no layer can beat: its products alone, and a copy, which take turns with the layers.
+
+The limit of a step is the time of its products, each by the algorithm that fp8core's backend found
+to be the fastest, and the ideal bytes of everything else at the rate of the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fp8core.backend_api import GemmDesc, Operand, Quantized, QuantizeDesc
+from fp8core.chain.linear import LinearShape
+from fp8core.recipe.plan import TensorPlan
+from tests.benchmarks.layers_gpu.cases import HIGH, Case, Data, plan_of
+from tests.benchmarks.measuring.device import Device
+
+__all__ = ["COPY", "COPY_BYTES", "copy_step", "limit_us", "products_name", "products_step"]
+
+COPY = "copy"
+COPY_BYTES = 1 << 30
+"""Read and written by one copy: half of it is the tensor, several times what the L2 cache has."""
+GEMMS = ("fprop", "dgrad", "wgrad")
+
+
+def products_name(recipe_name: str) -> str:
+    """Return what the products of a recipe are called among the contestants."""
+    return f"products {recipe_name}"
+
+
+def copy_step(device: Device) -> Callable[[], object]:
+    """Return a copy that reads half of :data:`COPY_BYTES` and writes the other half."""
+    source = torch.randint(
+        0, 256, (COPY_BYTES // 2,), dtype=torch.uint8, device=device.torch_device
+    )
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def products_step(case: Case, recipe_name: str, data: Data, device: Device) -> Callable[[], object]:
+    """Return a call of all products of a step, on operands of random data."""
+    plan, backend = plan_of(recipe_name), device.backend()
+    calls: list[tuple[Callable[..., Any], Operand, Operand]] = []
+    weights = [value for value in data.parameters.values() if value.ndim == 2]
+    for (k, n), weight in zip(case.linears, weights, strict=True):
+        x = data.x if k == data.x.shape[1] else _like(data.x, k)
+        grad = data.grad if n == data.grad.shape[1] else _like(data.grad, n) * 0.01
+        tensors = {"input": x, "weight": weight, "grad_output": grad}
+        if recipe_name == HIGH:
+            quantized = {name: _in_high_precision(value) for name, value in tensors.items()}
+        else:
+            quantized = {
+                name: _quantize(value, plan.tensors[name], backend, device)
+                for name, value in tensors.items()
+            }
+        shape = LinearShape(k, n, torch.bfloat16, None)
+        for name, operands in zip(GEMMS, _operands(quantized), strict=True):
+            desc = shape.gemm_desc(name, plan, torch.bfloat16)
+            calls.append((_bind(backend, desc, device), *operands))
+    return lambda: [run(a, b) for run, a, b in calls]
+
+
+def _like(tensor: torch.Tensor, columns: int) -> torch.Tensor:
+    shape = (tensor.shape[0], columns)
+    return torch.randn(shape, device=tensor.device).to(tensor.dtype)
+
+
+def _bind(backend: Any, desc: GemmDesc, device: Device) -> Callable[..., Any]:
+    reason = backend.unsupported(desc, device.torch_device)
+    if reason is not None:
+        raise RuntimeError(f"{desc}: {reason}")
+    run: Callable[..., Any] = backend.bind(desc, device.torch_device)
+    return run
+
+
+def _in_high_precision(value: torch.Tensor) -> Quantized:
+    return Quantized(Operand(value), Operand(value.t()))
+
+
+def _quantize(value: torch.Tensor, plan: TensorPlan, backend: Any, device: Device) -> Quantized:
+    desc = QuantizeDesc(torch.bfloat16, *plan)
+    keywords = {}
+    if plan.is_delayed:
+        spec = plan.rowwise or plan.columnwise
+        assert spec is not None
+        scale = spec.target / value.abs().amax().float().reshape(1)
+        keywords = {"scale": scale, "amax_out": None}
+    quantized: Quantized = backend.bind(desc, device.torch_device)(value, **keywords)
+    return quantized
+
+
+def _operands(quantized: dict[str, Quantized]) -> Sequence[tuple[Operand, Operand]]:
+    """Return the operands of fprop, dgrad and wgrad."""
+    x, weight, grad = (quantized[name] for name in ("input", "weight", "grad_output"))
+    pairs = (
+        (x.rowwise, weight.rowwise),  # [m, k] x [n, k] -> [m, n]
+        (grad.rowwise, weight.columnwise),  # [m, n] x [k, n] -> [m, k]
+        (grad.columnwise, x.columnwise),  # [n, m] x [k, m] -> [n, k]
+    )
+    return [(a, b) for a, b in pairs if a is not None and b is not None]
+
+
+def limit_us(
+    products_us: Sequence[float], copy_us: Sequence[float], ideal_bytes: int
+) -> list[float]:
+    """Return the limit of each turn, us: its products, and the bytes at its copy's rate."""
+    return [
+        products + ideal_bytes * copy / COPY_BYTES
+        for products, copy in zip(products_us, copy_us, strict=True)
+    ]

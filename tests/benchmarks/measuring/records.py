@@ -1,0 +1,48 @@
+"""Results as lines of JSON, one a measurement, in any number of files of a folder.
+
+A line stands by itself: it says which run, case and measure it belongs to. Lines of several runs
+are read together; ratios are taken within a line alone, where both sides took turns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Record", "append", "read"]
+
+Record = dict[str, Any]
+SUFFIX = ".jsonl"
+
+
+def append(folder: Path, name: str, record: Mapping[str, Any]) -> None:
+    """Add a line to file ``name`` of ``folder``, which is there if the process dies later."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name}{SUFFIX}").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read(*folders: Path) -> list[Record]:
+    """Return all records of the folders' files, in the order of files' names and lines.
+
+    A last line without an end was cut off with its process and is left out.
+
+    Raises:
+        ValueError: another line is no JSON object.
+    """
+    return [record for folder in folders for record in _records(folder)]
+
+
+def _records(folder: Path) -> Iterator[Record]:
+    for file in sorted(folder.glob(f"*{SUFFIX}")):
+        *whole, _ = file.read_text().split("\n")
+        for number, line in enumerate(whole, 1):
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{file}:{number}: {error}") from None
+            if not isinstance(record, dict):
+                raise ValueError(f"{file}:{number}: expected a JSON object, got {line[:80]!r}")
+            yield record
