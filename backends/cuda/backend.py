@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import (
+    ActivationBackwardDesc,
+    ActivationDesc,
     Alignment,
     AmaxDesc,
     GemmDesc,
@@ -23,6 +25,7 @@ from fp8core.backend_api import (
     has_amax,
 )
 from fp8core_backends.cuda import native, scaled_mm
+from fp8core_backends.cuda.activation import Activation, ActivationBackward, activation_problem
 from fp8core_backends.cuda.amax import bind_amax, bind_quantize_by_amax
 from fp8core_backends.cuda.device_groups import DeviceGroupedGemm
 from fp8core_backends.cuda.gemm import LowPrecisionGemm, high_precision_gemm
@@ -241,6 +244,8 @@ def _check_update(desc: ScaleUpdateDesc) -> str | None:
 
 
 _CHECKS: dict[type, Callable[[Any], str | None]] = {
+    ActivationBackwardDesc: activation_problem,
+    ActivationDesc: activation_problem,
     QuantizeDesc: _check_quantize,
     QuantizeByAmaxDesc: _check_quantize_by_amax,
     AmaxDesc: _check_amax,
@@ -248,6 +253,8 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
 }
 
 _BINDERS: dict[type, Callable[..., Any]] = {
+    ActivationBackwardDesc: ActivationBackward,
+    ActivationDesc: Activation,
     QuantizeDesc: _bind_quantize,
     QuantizeByAmaxDesc: bind_quantize_by_amax,
     AmaxDesc: bind_amax,

@@ -48,17 +48,20 @@ MODULE = "fp8core_cuda"
 ARCHITECTURES: dict[tuple[int, int], str] = {(9, 0): "90a", (10, 0): "100a"}
 """Compute capabilities that the sources are written for, and how nvcc spells them."""
 
+_INPUTS = (
+    ("-DFP8CORE_INPUT=kBFloat16",),
+    ("-DFP8CORE_INPUT=kFloat16",),
+    ("-DFP8CORE_INPUT=kFloat32",),
+)
+
 _VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "cuda/activation/from_input.cu": _INPUTS,
     "cuda/gemm/sm90_grouped.cu": (
         ("-DFP8CORE_A=kE4M3", "-DFP8CORE_B=kE4M3"),
         ("-DFP8CORE_A=kE4M3", "-DFP8CORE_B=kE5M2"),
         ("-DFP8CORE_A=kE5M2", "-DFP8CORE_B=kE4M3"),
     ),
-    "cuda/quantize/from_input.cu": (
-        ("-DFP8CORE_INPUT=kBFloat16",),
-        ("-DFP8CORE_INPUT=kFloat16",),
-        ("-DFP8CORE_INPUT=kFloat32",),
-    ),
+    "cuda/quantize/from_input.cu": _INPUTS,
 }
 """Sources that are compiled several times, side by side, and with which macros each time."""
 

@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 
 #include "arguments.h"
+#include "fp8core/activation.h"
 #include "fp8core/gemm.h"
 #include "fp8core/grouped_gemm.h"
 #include "fp8core/microscaling.h"
@@ -39,6 +40,20 @@ void register_quantize(py::module_& module) {
       .def(py::init<Granularity, InputType, int>())
       .def("__call__", &amax)
       .def("partials", &partial_amaxes);
+}
+
+void register_activation(py::module_& module) {
+  py::enum_<ActivationFunction>(module, "ActivationFunction")
+      .value("swish", ActivationFunction::kSwish)
+      .value("gelu", ActivationFunction::kGelu)
+      .value("sigmoid", ActivationFunction::kSigmoid)
+      .value("relu", ActivationFunction::kRelu)
+      .value("squared_relu", ActivationFunction::kSquaredRelu)
+      .value("clamped_swish", ActivationFunction::kClampedSwish);
+  py::class_<ActivationDesc>(module, "Activation")
+      .def(py::init<ActivationFunction, bool, bool, float, float, float, InputType, InputType,
+                    int>())
+      .def("__call__", &activation);
 }
 
 void register_microscaling(py::module_& module) {
@@ -107,6 +122,7 @@ PYBIND11_MODULE(fp8core_cuda, module) {
   module.attr("SOURCE_HASH") = FP8CORE_SOURCE_HASH;
   module.attr("ARCHITECTURES") = FP8CORE_ARCHITECTURES;
   fp8core::register_quantize(module);
+  fp8core::register_activation(module);
   fp8core::register_microscaling(module);
   fp8core::register_scale_update(module);
   fp8core::register_gemm(module);

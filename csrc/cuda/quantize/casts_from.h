@@ -1,12 +1,7 @@
 // The launches of one input type, which from_input.cu compiles, and the choice among them.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <type_traits>
-
-#include "fp8core/quantize.h"
+#include "../element.h"
 
 namespace fp8core {
 
@@ -14,9 +9,7 @@ struct TileParams;
 
 template <InputType kInput>
 struct CastsFrom {
-  using Element =
-      std::conditional_t<kInput == InputType::kFloat32, float,
-                         std::conditional_t<kInput == InputType::kBFloat16, __nv_bfloat16, __half>>;
+  using Element = ElementOf<kInput>;
 
   static void quantize(const QuantizeDesc& desc, TileParams params, int num_multiprocessors,
                        cudaStream_t stream);
@@ -32,12 +25,7 @@ struct CastsFrom {
 // Returns run(CastsFrom<type>{}).
 template <typename Run>
 auto with_input(InputType type, const Run& run) {
-  switch (type) {
-    case InputType::kFloat32: return run(CastsFrom<InputType::kFloat32>{});
-    case InputType::kBFloat16: return run(CastsFrom<InputType::kBFloat16>{});
-    case InputType::kFloat16: return run(CastsFrom<InputType::kFloat16>{});
-  }
-  throw std::invalid_argument("unknown input type");
+  return with_type(type, [&](auto constant) { return run(CastsFrom<constant()>{}); });
 }
 
 }  // namespace fp8core

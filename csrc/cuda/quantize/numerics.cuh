@@ -41,6 +41,10 @@ struct Eight<float> {
     low = make_float4(v[0], v[1], v[2], v[3]);
     high = make_float4(v[4], v[5], v[6], v[7]);
   }
+  __device__ void store(float* to) const {
+    __stcs(reinterpret_cast<float4*>(to), low);
+    __stcs(reinterpret_cast<float4*>(to) + 1, high);
+  }
   __device__ float amax() const {
     float largest = 0.0f;
 #pragma unroll
@@ -77,6 +81,7 @@ struct EightHalves {
     }
     bits = make_uint4(words[0], words[1], words[2], words[3]);
   }
+  __device__ void store(T* to) const { __stcs(reinterpret_cast<uint4*>(to), bits); }
   __device__ float amax() const {
     // abs, then max, two elements an instruction; __hmax2 drops NaN as fmaxf does.
     Pair largest = __hmax2(__habs2(pair(0)), __habs2(pair(1)));
@@ -85,10 +90,34 @@ struct EightHalves {
   }
 };
 
+// Two floats, each rounded to the nearest, ties to even; beyond the largest value lies inf.
+__device__ inline uint32_t rounded_pair(float low, float high, __nv_bfloat16) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&both);
+}
+__device__ inline uint32_t rounded_pair(float low, float high, __half) {
+  const __half2 both = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&both);
+}
+
 template <>
 struct Eight<__nv_bfloat16> : EightHalves<__nv_bfloat16, __nv_bfloat162> {};
 template <>
 struct Eight<__half> : EightHalves<__half, __half2> {};
+
+// Eight floats, rounded once to T.
+template <typename T>
+__device__ Eight<T> rounded(const float (&v)[8]) {
+  Eight<T> x;
+  if constexpr (std::is_same_v<T, float>) {
+    x.low = make_float4(v[0], v[1], v[2], v[3]);
+    x.high = make_float4(v[4], v[5], v[6], v[7]);
+  } else {
+    x.bits = make_uint4(rounded_pair(v[0], v[1], T{}), rounded_pair(v[2], v[3], T{}),
+                        rounded_pair(v[4], v[5], T{}), rounded_pair(v[6], v[7], T{}));
+  }
+  return x;
+}
 
 // How many of the elements in a word of memory are NaN or inf: their exponents are all ones.
 template <typename T>

@@ -27,6 +27,10 @@ import torch
 
 from fp8core import recipe
 from fp8core.backend_api import (
+    ACTIVATIONS,
+    GATED,
+    ActivationBackwardDesc,
+    ActivationDesc,
     AmaxDesc,
     GemmDesc,
     GroupedGemmDesc,
@@ -121,6 +125,19 @@ def amax_and_scale_update() -> None:
         run(histories, scales, [one.clone() for one in scales], counts)
 
 
+def activations() -> None:
+    """Activate and differentiate, by vectors and one element at a time."""
+    for name, dtype in itertools.product(ACTIVATIONS, DTYPES):
+        params = (7.0, 1.702, 1.0) if name == "clamped_swiglu" else ()
+        for out_dtype, (rows, n) in itertools.product(DTYPES, SHAPES):
+            x = torch.randn(rows, 2 * n if name in GATED else n).to(dtype).to(DEVICE)
+            grad = torch.randn(rows, n).to(dtype).to(DEVICE)
+            forward = ActivationDesc(name, dtype, out_dtype, params)
+            backend("cuda").bind(forward, DEVICE)(x)
+            backward = ActivationBackwardDesc(name, dtype, out_dtype, params)
+            backend("cuda").bind(backward, DEVICE)(grad, x)
+
+
 def gemm() -> None:
     """Multiply every pair of granularities: plain, with a bias, into a sum; timed once."""
     for (left, right), (m, n, k) in itertools.product(PAIRS, ((20, 48, 144), (132, 144, 272))):
@@ -197,6 +214,7 @@ GROUPS = {
     "pairs": pairs,
     "parts": parts,
     "amax_and_scale_update": amax_and_scale_update,
+    "activations": activations,
     "microscaling": microscaling,
     "device_groups": device_groups,
     "gemm": gemm,

@@ -10,6 +10,8 @@ import torch
 
 from fp8core import recipe
 from fp8core.backend_api import (
+    ACTIVATIONS,
+    ActivationBackwardDesc,
     ActivationDesc,
     AmaxDesc,
     DequantizeDesc,
@@ -25,7 +27,7 @@ from fp8core.recipe.plan import LayerRole
 from fp8core_backends.cuda import native
 from fp8core_backends.cuda.backend import CudaBackend
 from fp8core_backends.cuda.gemm import LowPrecisionGemm
-from fp8core_backends.cuda.layout import scale_strides, scales
+from fp8core_backends.cuda.layout import DTYPES, scale_strides, scales
 
 CUDA = torch.device("cuda", 0)
 TENSOR = OperandSpec("e4m3", (0, 0), 448.0)
@@ -198,9 +200,17 @@ REFUSED: dict[str, tuple[OpDesc, str]] = {
         QuantizeByAmaxDesc(torch.bfloat16, dataclasses.replace(TENSOR, delayed=True), None),
         "a delayed scale is given",
     ),
-    "activation": (
-        ActivationDesc("gelu", torch.bfloat16, torch.bfloat16),
-        "activation is not written for CUDA yet",
+    "unknown activation": (
+        ActivationDesc("mish", torch.bfloat16, torch.bfloat16),
+        "no activation 'mish'",
+    ),
+    "activation without its parameters": (
+        ActivationDesc("clamped_swiglu", torch.bfloat16, torch.bfloat16),
+        "clamped_swiglu takes 3 parameters",
+    ),
+    "activation of float64": (
+        ActivationDesc("gelu", torch.float64, torch.float64),
+        "no activations from or to torch.float64",
     ),
     "dequantize": (DequantizeDesc(TENSOR), "dequantize is not written for CUDA yet"),
 }
@@ -213,6 +223,16 @@ def test_amax_and_cast_run_apart(spec: OperandSpec, groups: tuple[bool, bool]) -
     cast = QuantizeDesc(torch.bfloat16, spec, spec, *groups)
     for desc in (AmaxDesc(cast), QuantizeByAmaxDesc.of(cast)):
         assert CudaBackend().unsupported(desc, CUDA) is None
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_runs(name: str) -> None:
+    params = (7.0, 1.702, 1.0) if name == "clamped_swiglu" else ()
+    for dtype in DTYPES:
+        for desc_type in (ActivationDesc, ActivationBackwardDesc):
+            desc = desc_type(name, torch.bfloat16, dtype, params)
+            assert CudaBackend().unsupported(desc, CUDA) is None
 
 
 @pytest.mark.usefixtures("hopper")

@@ -1,0 +1,134 @@
+"""Activations and their derivatives by the native kernels: one launch, at the speed of memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.backend_api import GATED, ActivationBackwardDesc, ActivationDesc
+from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
+from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.stream import index_of, raw_stream
+
+__all__ = ["Activation", "ActivationBackward", "activation_problem", "native_activation"]
+
+
+class _Function(NamedTuple):
+    """The native name of ``f``, and the ``beta`` of ``x sigmoid(beta x)``."""
+
+    name: str
+    beta: float = 0.0
+
+
+_GELU, _SIGMOID = _Function("gelu"), _Function("sigmoid")
+_RELU, _SQUARED_RELU = _Function("relu"), _Function("squared_relu")
+_SILU, _QUICK_GELU = _Function("swish", 1.0), _Function("swish", 1.702)
+
+_FUNCTIONS = {
+    "gelu": _GELU,
+    "geglu": _GELU,
+    "glu": _SIGMOID,
+    "qgelu": _QUICK_GELU,
+    "qgeglu": _QUICK_GELU,
+    "relu": _RELU,
+    "reglu": _RELU,
+    "srelu": _SQUARED_RELU,
+    "sreglu": _SQUARED_RELU,
+    "silu": _SILU,
+    "swiglu": _SILU,
+}
+_CLAMPED = {"clamped_swiglu": "clamped_swish"}
+"""Those with params ``(limit, alpha, offset)``: alpha is the function's beta."""
+
+
+def activation_problem(desc: ActivationDesc | ActivationBackwardDesc) -> str | None:
+    """Say why there is no kernel for ``desc``, or None."""
+    if desc.name not in _FUNCTIONS and desc.name not in _CLAMPED:
+        return f"no activation {desc.name!r}"
+    count = 3 if desc.name in _CLAMPED else 0
+    if len(desc.params) != count:
+        return f"{desc.name} takes {count} parameters"
+    other = next((one for one in (desc.dtype, desc.out_dtype) if one not in DTYPES), None)
+    return None if other is None else f"no activations from or to {other}"
+
+
+def native_activation(
+    desc: ActivationDesc | ActivationBackwardDesc, index: int, native: Any
+) -> Any:
+    """Return the native activation of ``desc``: called with its arguments and a stream."""
+    if desc.name in _CLAMPED:
+        limit, alpha, offset = desc.params
+        function = _Function(_CLAMPED[desc.name], alpha)
+    else:
+        limit, offset, function = 0.0, 0.0, _FUNCTIONS[desc.name]
+    types = native.InputType.__members__
+    return native.Activation(
+        native.ActivationFunction.__members__[function.name],
+        desc.name in GATED,
+        isinstance(desc, ActivationBackwardDesc),
+        function.beta,
+        limit,
+        offset,
+        types[DTYPES[desc.dtype]],
+        types[DTYPES[desc.out_dtype]],
+        index,
+    )
+
+
+class Activation:
+    """``y [rows, n]`` from ``x [rows, n]``, or ``[rows, 2 n]`` for a gated one."""
+
+    __slots__ = ("_dtype", "_empty", "_index", "_native_activation", "_num_parts", "kernel")
+
+    def __init__(self, desc: ActivationDesc, device: torch.device, native: Any) -> None:
+        self.kernel = "fp8core::activation_vectors"
+        self._index = index_of(device)
+        self._native_activation = native_activation(desc, self._index, native)
+        self._empty = allocator(self._index)
+        self._dtype = desc.out_dtype
+        self._num_parts = 2 if desc.name in GATED else 1
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Activate ``x``."""
+        rows, cols = x.shape
+        n = cols // self._num_parts
+        y = self._empty((rows, n), (n or 1, 1), self._dtype)
+        x, stride = adjacent_columns(x)
+        self._native_activation(
+            (x.data_ptr(), rows, cols, stride, 0, 0, y.data_ptr()), raw_stream(self._index)
+        )
+        return y
+
+
+class ActivationBackward:
+    """``grad_x`` of the shape of ``x`` from ``grad_output [rows, n]``."""
+
+    __slots__ = ("_dtype", "_empty", "_index", "_native_activation", "kernel")
+
+    def __init__(self, desc: ActivationBackwardDesc, device: torch.device, native: Any) -> None:
+        self.kernel = "fp8core::activation_vectors"
+        self._index = index_of(device)
+        self._native_activation = native_activation(desc, self._index, native)
+        self._empty = allocator(self._index)
+        self._dtype = desc.out_dtype
+
+    def __call__(self, grad_output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Differentiate at ``x``."""
+        rows, cols = x.shape
+        grad_x = self._empty((rows, cols), (cols or 1, 1), self._dtype)
+        x, stride = adjacent_columns(x)
+        grad_output, grad_stride = adjacent_columns(grad_output)
+        self._native_activation(
+            (
+                x.data_ptr(),
+                rows,
+                cols,
+                stride,
+                grad_output.data_ptr(),
+                grad_stride,
+                grad_x.data_ptr(),
+            ),
+            raw_stream(self._index),
+        )
+        return grad_x
