@@ -151,7 +151,7 @@ def make_data(case: Case, device: torch.device) -> Data:
 def _parameter(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     values: torch.Tensor = torch.randn(shape, device=device)
     if len(shape) == 2:
-        return values * shape[1] ** -0.5
+        return values * float(shape[1] ** -0.5)
     return values * 0.1 + (1.0 if name.endswith("weight") else 0.0)
 
 

@@ -87,8 +87,10 @@ def torchao(name: str) -> Make:
         model, parameters = torch_model(case, data)
         convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(name))
         linears = [part for part in model if isinstance(part, torch.nn.Linear)]
-        names = [name for name in parameters if not name.startswith("layer_norm")]
-        parameters |= {name: part.weight for name, part in zip(names, linears, strict=True)}
+        names = [own for own in parameters if not own.startswith("layer_norm")]
+        for own, part in zip(names, linears, strict=True):
+            weight: Any = part.weight
+            parameters[own] = weight
         return Contestant(torch.compile(model, dynamic=False), parameters)
 
     return make

@@ -16,6 +16,7 @@ from tests.benchmarks.measuring.intervals import (
     median_interval,
     ratios,
 )
+from tests.benchmarks.measuring.markdown import head, line
 from tests.benchmarks.measuring.records import Record
 
 __all__ = ["Results", "bytes_table", "markdown", "write"]
@@ -181,14 +182,14 @@ def ratio_table(results: Results) -> str:
 
     The first peer is Transformer Engine; without a recipe torch.compile, and for rowwise torchao.
     """
-    lines = _head(("layer", "size", "recipe", *RATIO_COLUMNS))
+    lines = head(("layer", "size", "recipe", *RATIO_COLUMNS))
     found = list(rows(results))
     for row in found:
         values = [_text(value) for value in row[2:]]
-        lines.append(_line((*row.case, row.recipe, *values)))
+        lines.append(line((*row.case, row.recipe, *values)))
     if found:
         columns = zip(*(row[2:] for row in found), strict=True)
-        lines.append(_line(("geometric mean", "", "", *map(_mean, columns))))
+        lines.append(line(("geometric mean", "", "", *map(_mean, columns))))
     return "\n".join(lines)
 
 
@@ -218,7 +219,7 @@ def _median(value: Estimate | tuple[str, Estimate] | float) -> float:
 def figures_table(results: Results) -> str:
     """Return the figures of every contestant: medians of turns, memory, and the worst error."""
     columns = ("graph us", "eager us", "host us", "peak MiB", "held MiB", "weights' copies MiB")
-    lines = _head(("layer", "size", "contestant", *columns, "launches", "error"))
+    lines = head(("layer", "size", "contestant", *columns, "launches", "error"))
     for case in results.cases:
         for name in CONTESTANTS:
             times = [results.times(case, measure, name) for measure in ("graph", "eager", "host")]
@@ -229,7 +230,7 @@ def figures_table(results: Results) -> str:
             texts += _memory_texts(figures)
             texts.append(f"{sum(kernel[1] for kernel in kernels):.0f}" if kernels else "")
             texts.append("" if figures is None else f"{max(figures['errors'].values()):.4f}")
-            lines.append(_line((*case, name, *texts)))
+            lines.append(line((*case, name, *texts)))
     return "\n".join(lines)
 
 
@@ -242,7 +243,7 @@ def _memory_texts(figures: Record | None) -> list[str]:
 def limit_table(results: Results) -> str:
     """Return what the limits consist of, from medians, next to fp8core's time."""
     columns = ("products us", "TFLOP/s", "ideal MB", "copy TB/s", "limit us", "fp8core us")
-    lines = _head(("layer", "size", "recipe", *columns))
+    lines = head(("layer", "size", "recipe", *columns))
     for case in results.cases:
         copies = results.times(case, "graph", limits.COPY)
         for recipe in RECIPES:
@@ -259,33 +260,33 @@ def limit_table(results: Results) -> str:
                 *(f"{limits.COPY_BYTES / copy / 1e6:.2f}", f"{limit:.0f}"),
                 f"{statistics.median(own):.0f}" if own else "",
             )
-            lines.append(_line((*case, recipe, *values)))
+            lines.append(line((*case, recipe, *values)))
     return "\n".join(lines)
 
 
 def bytes_table(cases: Sequence[Case], recipes: Sequence[str]) -> str:
     """Return the ideal bytes of every memory-bound operation of a step."""
-    lines = _head(("layer", "size", "recipe", "operation", "MB", "us at 4.25 TB/s"))
+    lines = head(("layer", "size", "recipe", "operation", "MB", "us at 4.25 TB/s"))
     for case in cases:
         for recipe in recipes:
             operations = case.ideal_bytes(recipe)
             total = sum(one.bytes for one in operations)
             for name, size in (*operations, ("all", total)):
                 lines.append(
-                    _line((*case, recipe, name, f"{size / 1e6:.1f}", f"{size / 4.25e6:.1f}"))
+                    line((*case, recipe, name, f"{size / 1e6:.1f}", f"{size / 4.25e6:.1f}"))
                 )
     return "\n".join(lines)
 
 
 def cost_table(results: Results) -> str:
     """Return how many seconds of a machine each run took, by phase."""
-    lines = _head(("layer", "size", "recipes", "seconds", "of which"))
+    lines = head(("layer", "size", "recipes", "seconds", "of which"))
     for case in results.cases:
         for record in results.of(case, "run"):
             seconds = dict(record["seconds"])
             total = seconds.pop("all", sum(seconds.values()))
             phases = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
-            lines.append(_line((*case, " ".join(record["recipes"]), f"{total:.0f}", phases)))
+            lines.append(line((*case, " ".join(record["recipes"]), f"{total:.0f}", phases)))
     return "\n".join(lines)
 
 
@@ -332,11 +333,3 @@ def _bar(estimate: Estimate | None) -> tuple[float, float, float]:
 def _least(row: Row) -> float | None:
     """Return the limit over the first peer's time."""
     return None if row.peer_limit is None else 1 / row.peer_limit.median
-
-
-def _head(columns: Sequence[str]) -> list[str]:
-    return [_line(columns), "|---" * len(columns) + "|"]
-
-
-def _line(values: Iterable[str]) -> str:
-    return f"| {' | '.join(values)} |"
