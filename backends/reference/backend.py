@@ -17,6 +17,7 @@ from fp8core.backend_api import (
     ActivationDesc,
     Alignment,
     AmaxDesc,
+    ColumnSumsDesc,
     DequantizeDesc,
     GemmDesc,
     GroupedGemmDesc,
@@ -31,6 +32,7 @@ from fp8core.backend_api import (
     has_amax,
 )
 from fp8core_backends.reference.activation import NUM_PARAMS, activation, activation_backward
+from fp8core_backends.reference.column_sums import column_sums
 from fp8core_backends.reference.gemm import gemm, grouped_gemm
 from fp8core_backends.reference.norm import norm, norm_backward
 from fp8core_backends.reference.quantize import amax, dequantize, quantize
@@ -48,6 +50,7 @@ class ReferenceBackend:
     activation = staticmethod(activation)
     activation_backward = staticmethod(activation_backward)
     amax = staticmethod(amax)
+    column_sums = staticmethod(column_sums)
     norm = staticmethod(norm)
     norm_backward = staticmethod(norm_backward)
     quantize = staticmethod(quantize)
@@ -160,6 +163,11 @@ def _check_activation(desc: ActivationDesc | ActivationBackwardDesc) -> str | No
     return params or _check_float(desc.dtype, wide) or _check_float(desc.out_dtype, wide)
 
 
+def _check_column_sums(desc: ColumnSumsDesc) -> str | None:
+    is_known = desc.dtype in (*FLOATS, torch.float64)
+    return None if is_known else f"no column sums of {desc.dtype}"
+
+
 _CHECKS: dict[type, Callable[[Any], str | None]] = {
     QuantizeDesc: _check_quantize,
     DequantizeDesc: _check_dequantize,
@@ -170,6 +178,7 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
     ActivationDesc: _check_activation,
     ActivationBackwardDesc: _check_activation,
     AmaxDesc: _check_amax,
+    ColumnSumsDesc: _check_column_sums,
     QuantizeByAmaxDesc: _check_quantize_by_amax,
     ScaleUpdateDesc: _check_update,
 }

@@ -23,8 +23,8 @@ The minimum is in four files: ``backend`` (what a backend class implements), ``d
 (quantize, dequantize and the product), ``operand_spec`` (how an operand is quantized) and
 ``operands`` (the tensors that an operand consists of). A backend that denies everything else is
 complete. The other files have one subject each: ``amax``, ``delayed``, ``grouped``, ``layers``
-(norms and activations) and ``transforms`` for more operations and options; ``fused`` and
-``optional`` for speed; ``numerics`` for results that differ by design.
+(norms, activations, gradients of biases) and ``transforms`` for more operations and options;
+``fused`` and ``optional`` for speed; ``numerics`` for results that differ by design.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from fp8core.backend_api.layers import (
     GATED,
     ActivationBackwardDesc,
     ActivationDesc,
+    ColumnSumsDesc,
     NormBackwardDesc,
     NormDesc,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "Backend",
     "BackendSpec",
     "Chunks",
+    "ColumnSumsDesc",
     "DeclaresNumerics",
     "DequantizeDesc",
     "FormatSpec",

@@ -1,4 +1,5 @@
-"""Norms and activations, which layers compute in high precision around their products."""
+"""Norms, activations and the gradients of biases, which layers compute in high precision around
+their products."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ __all__ = [
     "GATED",
     "ActivationBackwardDesc",
     "ActivationDesc",
+    "ColumnSumsDesc",
     "NormBackwardDesc",
     "NormDesc",
 ]
@@ -90,6 +92,23 @@ class ActivationBackwardDesc:
 
     def __str__(self) -> str:
         return text(self, f"{self.name} {dtype_text(self.dtype)} -> {dtype_text(self.out_dtype)}")
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnSumsDesc:
+    """``column_sums(x) -> float32 [n]``: the sum over the rows of ``x [rows, n]``, which has
+    ``dtype``; float64 of float64. The gradient of a bias.
+
+    Added in float32 in any order, the same each time: within ``(rows + 4) * 2^-24 * sum(|x|)`` of
+    the exact sum. Zeros without rows; a NaN or inf is summed as it is.
+    """
+
+    op: ClassVar[str] = "column_sums"
+    low_precision: ClassVar[bool] = False
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return text(self, dtype_text(self.dtype))
 
 
 ACTIVATIONS: tuple[str, ...] = (

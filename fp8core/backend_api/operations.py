@@ -11,6 +11,7 @@ from fp8core.backend_api.fused import AddNormDesc, FusedDesc
 from fp8core.backend_api.layers import (
     ActivationBackwardDesc,
     ActivationDesc,
+    ColumnSumsDesc,
     NormBackwardDesc,
     NormDesc,
 )
@@ -28,6 +29,7 @@ OpDesc: TypeAlias = (
     | NormBackwardDesc
     | ActivationDesc
     | ActivationBackwardDesc
+    | ColumnSumsDesc
     | FusedDesc
     | AddNormDesc
 )
@@ -36,6 +38,7 @@ OPS: tuple[str, ...] = (
     "activation",
     "activation_backward",
     "amax",
+    "column_sums",
     "dequantize",
     "gemm",
     "grouped_gemm",

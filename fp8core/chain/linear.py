@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import Chunks, GemmDesc, GroupedGemmDesc, Operand
+from fp8core.backend_api import Chunks, ColumnSumsDesc, GemmDesc, GroupedGemmDesc, Operand
 from fp8core.chain.call import Call
 from fp8core.chain.groups import FlatWeights, Grouped, operands_of
 from fp8core.chain.link_defaults import LinkDefaults
@@ -56,7 +56,6 @@ from fp8core.tensors.scaling import DelayedState, update_after_backward
 from fp8core.tensors.states import LayerStates
 from fp8core.tensors.storage import storage_plan
 from fp8core.tensors.weights import How, KeptWeight, PerGroup, WeightQuantizer
-from fp8core.torch_ops import operators
 
 __all__ = ["LinearLink", "LinearProgram", "LinearShape", "turning"]
 
@@ -156,7 +155,8 @@ class LinearProgram:
     """
 
     __slots__ = (
-        *("_backward_state", "_bias_dtype", "_cast_grad", "_cast_input", "_dgrad", "_fprop"),
+        *("_backward_state", "_bias_dtype", "_cast_grad", "_cast_input", "_column_sums", "_dgrad"),
+        "_fprop",
         *("_grad_request", "_has_bias", "_needs_bias", "_needs_input", "_needs_weight", "_pair"),
         *("_restore", "_weight", "_wgrad", "input_request"),
     )
@@ -183,6 +183,7 @@ class LinearProgram:
         self._pair = weight.pair(link.input) if rowwise and columnwise else None
         self._cast_grad: Cast | None = None
         self._fprop, self._dgrad = link.fprop, link.dgrad
+        self._column_sums: Any = link.column_sums  # None only without a bias
         self._wgrad = _to_dtype(link.wgrad, link.grad_weight_dtype, shape.weight_dtype)
         if chunked and rowwise and columnwise:
             self._cast_grad = link.grad_output.cast_chunked()
@@ -198,6 +199,7 @@ class LinearProgram:
             rowwise,
             columnwise,
             has_sums=self._needs_bias,
+            column_sums=link.column_sums,
             is_gradient=True,
             cast=self._cast_grad,
         )
@@ -256,7 +258,7 @@ class LinearProgram:
             dy_row, dy_column = grad.take()
             sums = grad.sums
         else:
-            sums = (operators.column_sums(grad),) if self._needs_bias else ()
+            sums = (self._column_sums(grad),) if self._needs_bias else ()
             if self._cast_grad is not None:
                 if self._backward_state is not None:
                     update_after_backward(self._backward_state, call.backward_pass)
@@ -285,8 +287,9 @@ class LinearLink(LinkDefaults):
     Parameters come as ``(weight, bias)``, or ``(*weights, *biases)`` for a grouped link, without
     biases where ``shape.bias_dtype`` is None. ``input_dtype`` and ``grad_dtype`` are those of the
     tensors that the neighbours hand over. ``index`` tells the linears of one chain apart.
-    ``choices`` says, by GEMM and tensor, who computes. ``takes_chunks``: the gradient of the output
-    stays in memory during backward, so that it may be cast some rows at a time.
+    ``choices`` says, by GEMM and tensor, who computes. ``column_sums`` computes the gradient of the
+    bias, if there is one. ``takes_chunks``: the gradient of the output stays in memory during
+    backward, so that it may be cast some rows at a time.
     """
 
     shape: LinearShape
@@ -296,6 +299,7 @@ class LinearLink(LinkDefaults):
     fprop: Callable[..., Any]
     dgrad: Callable[..., Any]
     wgrad: Callable[..., Any]
+    column_sums: Callable[[torch.Tensor], torch.Tensor] | None
     padding: LayerPadding | None
     backward_state: DelayedState | None
     # field(): no default here, where LinkDefaults has one.
@@ -443,6 +447,9 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
     x, weight, dy = _bind_quantizers(
         shape, context, states, (input_dtype, grad_dtype), is_unturned=only_once is None
     )
+    sums = None
+    if shape.bias_dtype is not None:
+        sums = context.resolve("bias gradient", ColumnSumsDesc(grad_dtype)).run
     choices = {name: resolved.choice for name, resolved in gemms.items()}
     for name, quantizer in (("input", x), ("weight", weight), ("grad_output", dy)):
         if quantizer.choices:
@@ -456,6 +463,7 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
         fprop=_fprop(gemms["fprop"], shape, context),
         dgrad=dgrad,
         wgrad=wgrad,
+        column_sums=sums,
         padding=layer_padding(
             [gemms[name].alignment for name in gemms],
             shape.features,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import DequantizeDesc, OperandSpec
+from fp8core.backend_api import ColumnSumsDesc, DequantizeDesc, OperandSpec
 from fp8core.chain.call import Call
 from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.once import OnlyOnce, in_low_precision
@@ -20,7 +20,7 @@ from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantizer import bind_quantizer
-from fp8core.torch_ops import fused, operators
+from fp8core.torch_ops import fused
 
 __all__ = [
     "AddLink",
@@ -62,7 +62,8 @@ class BiasShape(LinkShape):
 
     def bind(self, context: BindContext) -> BiasLink:
         """Return the link."""
-        return BiasLink(self)
+        sums = context.resolve("bias gradient", ColumnSumsDesc(context.dtype))
+        return BiasLink(self, sums.run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +180,16 @@ class OutputProgram(TensorProgram[OutputLink]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BiasLink(LinkDefaults):
-    """``y = x + bias``."""
+    """``y = x + bias``; ``column_sums`` computes the gradient of the bias."""
 
     shape: BiasShape
+    column_sums: Callable[[torch.Tensor], torch.Tensor]
     num_params: int = 1
+
+    def in_torch(self, bind: Callable[[Any], Any]) -> BiasLink:
+        """Return the link whose sums torch differentiates."""
+        link: BiasLink = bind(self.shape)
+        return link
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> BiasProgram:
         """Return the program, which is the same for any number of rows."""
@@ -203,8 +210,8 @@ class BiasProgram(TensorProgram[BiasLink]):
     ) -> Backward:
         """Pass the gradient on; sum it in float32 for the bias."""
         needs_input, needs_bias = self._needs_grad
-        dtype = self._link.shape.dtype
-        grad_bias = operators.column_sums(grad).to(dtype) if needs_bias else None
+        link = self._link
+        grad_bias = link.column_sums(grad).to(link.shape.dtype) if needs_bias else None
         return _hand(grad, out) if needs_input else None, grad_bias
 
 

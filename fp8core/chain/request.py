@@ -6,7 +6,7 @@ result, or lets a fused operation of the backend make the same :class:`Handover`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,6 @@ from fp8core.chain.padding import PaddedCall, RowsChanged
 from fp8core.chain.stored import is_stored_as, take_operands
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Cast, Orientations, Quantizer
-from fp8core.torch_ops import operators
 
 __all__ = ["Handover", "QuantizeRequest"]
 
@@ -54,8 +53,9 @@ _TAKEN = Orientations(None, None)
 class QuantizeRequest:
     """How a program wants a tensor ``y [rows, cols]``; call it with ``y`` in ``dtype``.
 
-    ``cast`` returns the operands where there is nothing to pad or to group. If ``rows`` is given,
-    ``y`` must have that many.
+    ``cast`` returns the operands where there is nothing to pad or to group. ``column_sums``
+    computes the sums of ``y`` or of a group of its rows; only with ``has_sums`` it is called. If
+    ``rows`` is given, ``y`` must have that many.
     """
 
     quantizer: Quantizer
@@ -63,6 +63,7 @@ class QuantizeRequest:
     rowwise: bool = True
     columnwise: bool = True
     has_sums: bool = False
+    column_sums: Callable[[torch.Tensor], torch.Tensor] | None = None
     rng: torch.Tensor | None = None
     call: Call = DENSE
     padded: PaddedCall | None = None
@@ -108,8 +109,9 @@ class QuantizeRequest:
     def _sums(self, y: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.call.has_device_groups:
             return _sums_of_groups(y, self.call.groups[0])
+        assert self.column_sums is not None
         parts = torch.split(y, list(self.call.splits)) if self.call.groups else (y,)
-        return [operators.column_sums(part) for part in parts]
+        return [self.column_sums(part) for part in parts]
 
 
 def _sums_of_groups(y: torch.Tensor, group_offsets: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -23,6 +23,7 @@ from fp8core.backend_api import (
     ActivationDesc,
     AmaxDesc,
     BackendSpec,
+    ColumnSumsDesc,
     DequantizeDesc,
     GemmDesc,
     GroupedGemmDesc,
@@ -256,7 +257,7 @@ def _dequantize(bench: Bench, need: Need) -> Iterator[Error]:
         yield Error(share(dequantized, expected, bound), "x; bound one step of the format at amax")
 
 
-# --- norms, activations, amax, scale updates ---
+# --- norms, activations, sums, amax, scale updates ---
 
 
 def _float64(desc: Any) -> Any:
@@ -293,6 +294,16 @@ def _activation(bench: Bench, need: Need) -> Iterator[Error]:
     desc = need.desc
     assert isinstance(desc, ActivationDesc | ActivationBackwardDesc)
     yield from _in_float64(bench, desc, cases.pointwise_arguments(desc))
+
+
+def _column_sums(bench: Bench, need: Need) -> Iterator[Error]:
+    desc = need.desc
+    assert isinstance(desc, ColumnSumsDesc)
+    x = cases.tensor("grad_output", desc.dtype)
+    sums = bench.bind(desc)(x.to(bench.device))
+    wide = x.double()
+    bound = (len(x) + 4) * 2**-24 * wide.abs().sum(0)
+    yield Error(share(sums, wide.sum(0), bound), "float64; bound (rows + 4) 2^-24 sum |x|")
 
 
 def _amax_op(bench: Bench, need: Need) -> Iterator[Error]:
@@ -339,6 +350,7 @@ _RUNS: dict[str, Callable[[Bench, Need], Iterator[Error]]] = {
     "activation_quantize": fused.quantizing,
     "add_norm": fused.add_norm,
     "amax": _amax_op,
+    "column_sums": _column_sums,
     "dequantize": _dequantize,
     "gemm": _gemm,
     "grouped_gemm": _grouped_gemm,

@@ -6,6 +6,7 @@ documentation all take them from here.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from fp8core.backend_api import (
     ACTIVATIONS,
     AmaxDesc,
+    ColumnSumsDesc,
     DequantizeDesc,
     FusedDesc,
     OpDesc,
@@ -76,6 +78,7 @@ def op_needs(op: str, recipe: Recipe, dtype: torch.dtype) -> list[Need]:
         *_linear_needs(dense, grouped, dtype),
         *_update(dense),
         *_producer_needs(dense, dtype),
+        *_sum_needs(dense, dtype),
     ]
     return [need for need in dict.fromkeys(needs) if need.desc.op == op]
 
@@ -119,6 +122,18 @@ def _producer_needs(plan: LinearPlan, dtype: torch.dtype) -> Iterator[Need]:
             for (position, step), desc in record(shapes, plan, dtype):
                 is_named = position == 1 and not isinstance(desc, FusedDesc)
                 yield Need(name if is_named else step, desc)
+
+
+def _sum_needs(plan: LinearPlan, dtype: torch.dtype) -> Iterator[Need]:
+    """Yield the gradients of biases: of a linear alone, and of one behind which an activation hands
+    back its gradient as the cast wants it."""
+    biased = dataclasses.replace(_linear(dtype), bias_dtype=dtype)
+    chains: list[list[LinkShape]] = [[biased]]
+    chains += ([biased, activation_shape(name), biased] for name in ACTIVATIONS)
+    for shapes in chains:
+        for (_, step), desc in record(shapes, plan, dtype):
+            if isinstance(desc, ColumnSumsDesc):
+                yield Need(step, desc)
 
 
 def _update(plan: LinearPlan) -> list[Need]:

@@ -15,6 +15,7 @@ from fp8core.backend_api import (
     ActivationDesc,
     AddNormDesc,
     AmaxDesc,
+    ColumnSumsDesc,
     DequantizeDesc,
     FusedDesc,
     GemmDesc,
@@ -372,6 +373,11 @@ def _preactivation(desc: ActivationDesc | ActivationBackwardDesc, case: Case) ->
     return inputs.moderate(rows, wide, desc.dtype, _seed(1, case))
 
 
+def _column_sums(subject: Subject, desc: ColumnSumsDesc, case: Case) -> OpCall:
+    x = inputs.moderate(*(case.size or POINTWISE), desc.dtype, _seed(1, case))
+    return OpCall(desc, (subject.here(x),), {})
+
+
 def _amax(subject: Subject, desc: AmaxDesc, case: Case) -> OpCall:
     return OpCall(desc, _quantize(subject, desc.quantize, case).arguments, {})
 
@@ -399,6 +405,7 @@ _MAKERS: dict[type, Callable[[Subject, Any, Case], OpCall]] = {
     GemmDesc: _gemm,
     GroupedGemmDesc: _grouped_gemm,
     AmaxDesc: _amax,
+    ColumnSumsDesc: _column_sums,
     ScaleUpdateDesc: _scale_update,
     NormDesc: _norm,
     NormBackwardDesc: _norm_backward,

@@ -16,6 +16,7 @@ from fp8core.backend_api import (
     ActivationDesc,
     AddNormDesc,
     AmaxDesc,
+    ColumnSumsDesc,
     DequantizeDesc,
     FusedDesc,
     GemmDesc,
@@ -234,6 +235,8 @@ def _words(desc: OpDesc) -> tuple[str, ...]:
             return (desc.name, _word(desc.dtype), _word(desc.out_dtype))
         case ActivationBackwardDesc():
             return (desc.name, _word(desc.dtype), _word(desc.out_dtype), "backward")
+        case ColumnSumsDesc():
+            return ("column_sums", _word(desc.dtype))
         case QuantizeDesc():
             return (_word(desc.dtype), "device" if desc.offsets_on_device else "")
         case GemmDesc():

@@ -172,6 +172,10 @@ def _activation_backward(text: str, operation: Operation) -> Call:
     return lambda grad_output, x: operators._activation_backward(text, grad_output, x)
 
 
+def _column_sums(text: str, operation: Operation) -> Call:
+    return lambda x: operators._column_sums(text, x)
+
+
 def _fused(text: str, operation: Operation) -> Call:
     desc = operation.desc
     assert isinstance(desc, FusedDesc)
@@ -216,6 +220,7 @@ _CALLS: dict[str, Callable[[str, Operation], Call]] = {
     "norm_backward": _norm_backward,
     "activation": _activation,
     "activation_backward": _activation_backward,
+    "column_sums": _column_sums,
     "norm_quantize": _fused,
     "norm_backward_quantize": _fused,
     "activation_quantize": _fused,

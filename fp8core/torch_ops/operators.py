@@ -21,12 +21,11 @@ from fp8core.torch_ops import shapes
 from fp8core.torch_ops.counted import run_counted
 from fp8core.torch_ops.encoding import decode
 from fp8core.torch_ops.private import MARKED_CONSTANT, ORDERED
-from fp8core.torch_ops.shapes import ResultShape, is_captured, settle
+from fp8core.torch_ops.shapes import ResultShape, settle
 
 __all__ = [
     "Tensors",
     "bound",
-    "column_sums",
     "constant_in_graph",
     "define",
     "draw_seed",
@@ -289,7 +288,7 @@ def _grouped_gemm_out(
     run(*operands, group_offsets, out=target, **given(bias=list(bias) or None))
 
 
-# Norms and activations
+# Norms, activations and gradients of biases
 
 
 def _norm_shapes(text: str, x: torch.Tensor) -> list[ResultShape]:
@@ -349,7 +348,19 @@ def _activation_backward(text: str, grad_output: torch.Tensor, x: torch.Tensor) 
     return settle(bound(text, x.device)(grad_output, x), _activation_shape(text, x))
 
 
-# Seeds, errors and sums in graphs
+def _column_sums_shape(text: str, x: torch.Tensor) -> ResultShape:
+    return shapes.column_sums_shape(decode(text).desc, x.shape)  # type: ignore[arg-type]  # the text says column_sums
+
+
+@define(
+    "(str operation, Tensor x) -> Tensor",
+    lambda text, x: _column_sums_shape(text, x).empty(x.device),
+)
+def _column_sums(text: str, x: torch.Tensor) -> torch.Tensor:
+    return settle(bound(text, x.device)(x), _column_sums_shape(text, x))
+
+
+# Seeds and errors in graphs
 
 
 @define(
@@ -372,27 +383,6 @@ _draw_seed.register_effect(ORDERED)
 )
 def _refuse(x: torch.Tensor, columns: int, kind: str, message: str) -> torch.Tensor:
     raise getattr(errors, kind)(message)
-
-
-def _sums_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-# An operator, because a compiler would add the rows in another order.
-@define(
-    "(Tensor x) -> Tensor",
-    lambda x: x.new_empty(x.shape[1], dtype=_sums_dtype(x)),
-)
-def _column_sums(x: torch.Tensor) -> torch.Tensor:
-    return x.sum(0, dtype=_sums_dtype(x))
-
-
-def column_sums(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the rows of ``x [rows, n]``, ``[n]`` float32 (float64 stays)."""
-    if is_captured(x):
-        result: torch.Tensor = _column_sums(x)
-        return result
-    return x.sum(0, dtype=_sums_dtype(x))
 
 
 _places = count()

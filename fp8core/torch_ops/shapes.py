@@ -19,6 +19,7 @@ from fp8core.backend_api import (
     GATED,
     ActivationBackwardDesc,
     ActivationDesc,
+    ColumnSumsDesc,
     NormDesc,
     OperandSpec,
     QuantizeDesc,
@@ -28,6 +29,7 @@ from fp8core.errors import OperandError
 __all__ = [
     "ResultShape",
     "activation_shape",
+    "column_sums_shape",
     "elements_per_byte",
     "hands_both_as_one",
     "is_captured",
@@ -180,6 +182,12 @@ def activation_shape(
     if isinstance(desc, ActivationDesc) and desc.name in GATED:
         columns //= 2
     return ResultShape((rows, columns), desc.out_dtype)
+
+
+def column_sums_shape(desc: ColumnSumsDesc, size: Sequence[int]) -> ResultShape:
+    """Return the shape of the sums over the rows of ``x [rows, n]``."""
+    _, n = size
+    return ResultShape((n,), _wide(desc.dtype))
 
 
 def is_captured(x: torch.Tensor) -> bool:

@@ -74,8 +74,9 @@ def _name(name: str, value: Any) -> Iterator[str]:
         yield f"def {name}{_signature(value)}"
     elif isinstance(value, types.UnionType) or typing.get_origin(value) is typing.Union:
         members = sorted(member.__name__ for member in typing.get_args(value))
-        yield f"{name} = {' | '.join(members)}"
-    elif isinstance(value, frozenset | tuple):  # a line each, so that a new one is an added line
+        yield f"{name}: union of"  # a line each, so that a new one is an added line
+        yield from (f"    {member}" for member in members)
+    elif isinstance(value, frozenset | tuple):
         yield f"{name}: {type(value).__name__} of"
         yield from (f"    {entry!r}" for entry in _in_order(value))
     else:

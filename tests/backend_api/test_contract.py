@@ -23,6 +23,7 @@ def test_backend_api_equals_its_snapshot() -> None:
         ("", "    extra: int = 0", "minor"),
         ("    'gelu'\n", "    'gelu'\n    'mish'\n", "minor"),
         ("    'gelu'\n", "", "major"),
+        ("    AmaxDesc\n", "    AmaxDesc\n    LaterDesc\n", "minor"),
         ("    portable: bool = False\n", "", "major"),
         ("    priority: int = 0", "    priority: float = 0", "major"),
         ("    gemm: (a, b,", "    gemm: (b, a,", "major"),

@@ -16,6 +16,7 @@ from fp8core.backend_api import (
     ActivationDesc,
     AddNormDesc,
     AmaxDesc,
+    ColumnSumsDesc,
     DequantizeDesc,
     FusedDesc,
     GemmDesc,
@@ -50,6 +51,7 @@ EXAMPLES: tuple[Any, ...] = (
     NormBackwardDesc(NORM),
     ActivationDesc("clamped_swiglu", BF16, BF16, (7.0, 1.702, 1.0)),
     ActivationBackwardDesc("clamped_swiglu", BF16, BF16, (7.0, 1.702, 1.0)),
+    ColumnSumsDesc(BF16),
     FusedDesc(NORM, CAST),
     AddNormDesc(NORM),
 )

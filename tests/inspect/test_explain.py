@@ -17,6 +17,7 @@ from tests.dispatch import toys
 
 MX = recipe.MXFP8BlockScaling()
 GEMMS = ["fprop", "dgrad", "wgrad"]
+BIAS = "bias gradient"
 TENSORS = ["input", "weight", "grad_output"]
 OF_GROUPS = ["input of groups", "grad_output of groups"]
 
@@ -203,10 +204,10 @@ def model() -> torch.nn.Sequential:
     )
 
 
-def test_model_has_a_line_for_each_gemm_and_cast_of_each_layer() -> None:
+def test_model_has_a_line_for_each_operation_of_each_layer() -> None:
     lines = fp8core.explain(model(), MX).lines
     assert [(line.layer, line.step) for line in lines] == [
-        (layer, step) for layer in ("0", "2") for step in GEMMS + TENSORS
+        (layer, step) for layer in ("0", "2") for step in (*GEMMS, *TENSORS, BIAS)
     ]
 
 
@@ -215,8 +216,8 @@ def test_delayed_scaling_of_a_model_has_a_line_for_its_update() -> None:
     assert sum(line.choice.desc.op == "scale_update" for line in lines if line.choice) == 2
 
 
-def test_model_in_high_precision_has_its_gemms_alone() -> None:
-    assert steps(fp8core.explain(model(), recipe.PerLayer({}))) == GEMMS * 2
+def test_model_in_high_precision_has_no_casts() -> None:
+    assert steps(fp8core.explain(model(), recipe.PerLayer({}))) == [*GEMMS, BIAS] * 2
 
 
 def test_layer_alone_is_called_by_its_label() -> None:
@@ -253,7 +254,7 @@ def test_cast_that_is_substituted_in_a_model_is_shown() -> None:
     toys.register(toys.backend("toy", refuse=refuse))
     with fp8core.use_backend("toy"):
         explanation = fp8core.explain(fp8core.Linear(32, 32), MX)
-    assert backends(explanation) == ["toy"] * 3 + ["reference"] * 3
+    assert backends(explanation) == ["toy"] * 3 + ["reference"] * 3 + ["toy"]
 
 
 @pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4", "delayed"])

@@ -15,6 +15,7 @@ from fp8core.backend_api import (
     AddNormDesc,
     AmaxDesc,
     BackendSpec,
+    ColumnSumsDesc,
     DequantizeDesc,
     FusedDesc,
     GemmDesc,
@@ -229,7 +230,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         rand(4, 4),
         rand(4, 8),
     ),
-    "column_sums": lambda: (OPS.column_sums, rand(8, 4)),
+    "column_sums": lambda: (OPS.column_sums, text(ColumnSumsDesc(BF16)), rand(8, 4)),
     "drop": lambda: (OPS.drop, rand(8, 4), torch.tensor([3, 4]), 1, 0.5),
     "draw_seed": lambda: (OPS.draw_seed, 0),
 }

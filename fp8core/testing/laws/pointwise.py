@@ -11,6 +11,7 @@ from fp8core.backend_api import (
     GATED,
     ActivationBackwardDesc,
     ActivationDesc,
+    ColumnSumsDesc,
     DequantizeDesc,
     NormBackwardDesc,
     NormDesc,
@@ -156,6 +157,36 @@ def _norm_backward_within(subject: Subject, desc: NormBackwardDesc, call: OpCall
             same_form(name, result, torch.empty(want.shape, dtype=dtype))
             worst = max(worst, within(name, result, want, c * of + ulp(want, dtype)))
     return worst
+
+
+@law(4, "column_sums")
+def column_sums_are_within_the_bound(subject: Subject, desc: ColumnSumsDesc) -> float:
+    """Added in float32 whatever the dtype, of any number of rows and columns, none included."""
+    empty = [Case(size=size) for size in ((0, 9), (9, 0), (0, 0))]
+    worst = 0.0
+    for case in (*_cases(desc.dtype), *empty):
+        call = arguments(subject, desc, case)
+        (x,) = (one.double() for one in on_cpu(call.arguments))
+        sums = call.run(subject)
+        same_form("sums", sums, torch.empty(x.shape[1], dtype=torch.float32))
+        bound = (len(x) + 4) * ROUND * x.abs().sum(0)
+        worst = max(worst, within(f"sums of {list(x.shape)}", sums, x.sum(0), bound))
+    return worst
+
+
+@law(4, "column_sums")
+def column_sums_pass_on_nan_and_inf(subject: Subject, desc: ColumnSumsDesc) -> None:
+    """A NaN or inf is summed as it is, in its column alone; the largest values do not overflow."""
+    largest = torch.finfo(torch.float16).max
+    for rows in (2, 700):
+        x = torch.ones(rows, 70, dtype=desc.dtype)
+        x[0, 1], x[-1, 2], x[0, 9] = torch.nan, torch.inf, -torch.inf
+        x[0, 64], x[-1, 64] = torch.inf, -torch.inf
+        x[:, 69] = largest
+        expected = x.double().sum(0)
+        bound = (rows + 4) * ROUND * x.double().abs().sum(0).nan_to_num(0.0, 0.0)
+        sums = subject.run(desc, subject.here(x))
+        within(f"sums of {rows} rows", sums, expected, bound)
 
 
 def _parts(desc: ActivationDesc | ActivationBackwardDesc, x: torch.Tensor) -> torch.Tensor:
