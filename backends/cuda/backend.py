@@ -13,6 +13,8 @@ from fp8core.backend_api import (
     ActivationDesc,
     Alignment,
     AmaxDesc,
+    ColumnSumsDesc,
+    DequantizeDesc,
     GemmDesc,
     GroupedGemmDesc,
     Numerics,
@@ -27,6 +29,8 @@ from fp8core.backend_api import (
 from fp8core_backends.cuda import native, scaled_mm
 from fp8core_backends.cuda.activation import Activation, ActivationBackward, activation_problem
 from fp8core_backends.cuda.amax import bind_amax, bind_quantize_by_amax
+from fp8core_backends.cuda.column_sums import ColumnSums
+from fp8core_backends.cuda.dequantize import Dequantize
 from fp8core_backends.cuda.device_groups import DeviceGroupedGemm
 from fp8core_backends.cuda.gemm import LowPrecisionGemm, high_precision_gemm
 from fp8core_backends.cuda.grouped import bind_grouped_gemm
@@ -151,6 +155,16 @@ def _check_quantize(desc: QuantizeDesc) -> str | None:
     return next(filter(None, map(_check_spec, specs)), None)
 
 
+def _check_dequantize(desc: DequantizeDesc) -> str | None:
+    if desc.dtype not in _FLOATS:
+        return f"no low precision to {desc.dtype}"
+    return _check_spec(desc.operand)
+
+
+def _check_column_sums(desc: ColumnSumsDesc) -> str | None:
+    return None if desc.dtype in _FLOATS else f"no column sums of {desc.dtype}"
+
+
 def _check_amax(desc: AmaxDesc) -> str | None:
     quantize = desc.quantize
     specs = [spec for spec in (quantize.rowwise, quantize.columnwise) if spec is not None]
@@ -248,6 +262,8 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
     ActivationDesc: activation_problem,
     QuantizeDesc: _check_quantize,
     QuantizeByAmaxDesc: _check_quantize_by_amax,
+    DequantizeDesc: _check_dequantize,
+    ColumnSumsDesc: _check_column_sums,
     AmaxDesc: _check_amax,
     ScaleUpdateDesc: _check_update,
 }
@@ -257,6 +273,8 @@ _BINDERS: dict[type, Callable[..., Any]] = {
     ActivationDesc: Activation,
     QuantizeDesc: _bind_quantize,
     QuantizeByAmaxDesc: bind_quantize_by_amax,
+    DequantizeDesc: Dequantize,
+    ColumnSumsDesc: ColumnSums,
     AmaxDesc: bind_amax,
     ScaleUpdateDesc: ScaleUpdate,
 }

@@ -7,6 +7,8 @@
 
 #include "arguments.h"
 #include "fp8core/activation.h"
+#include "fp8core/column_sums.h"
+#include "fp8core/dequantize.h"
 #include "fp8core/gemm.h"
 #include "fp8core/grouped_gemm.h"
 #include "fp8core/microscaling.h"
@@ -73,6 +75,23 @@ void register_scale_update(py::module_& module) {
       .def("__call__", &scale_update);
 }
 
+void register_dequantize(py::module_& module) {
+  py::enum_<ScaleFormat>(module, "ScaleFormat")
+      .value("float32", ScaleFormat::kFloat32)
+      .value("e8m0", ScaleFormat::kE8M0)
+      .value("e4m3", ScaleFormat::kE4M3);
+  py::class_<DequantizeDesc>(module, "Dequantize")
+      .def(py::init<ElementType, ElementType, ScaleFormat, int, int, int>())
+      .def("__call__", &dequantize);
+}
+
+void register_column_sums(py::module_& module) {
+  py::class_<ColumnSumsDesc>(module, "ColumnSums")
+      .def(py::init<InputType, int>())
+      .def("workspace_floats", &ColumnSumsDesc::workspace_floats)
+      .def("__call__", &column_sums);
+}
+
 void register_gemm(py::module_& module) {
   py::enum_<ElementType>(module, "ElementType")
       .value("e4m3", ElementType::kE4M3)
@@ -126,5 +145,7 @@ PYBIND11_MODULE(fp8core_cuda, module) {
   fp8core::register_microscaling(module);
   fp8core::register_scale_update(module);
   fp8core::register_gemm(module);
+  fp8core::register_dequantize(module);
+  fp8core::register_column_sums(module);
   fp8core::register_grouped_gemm(module);
 }

@@ -32,8 +32,11 @@ from fp8core.backend_api import (
     ActivationBackwardDesc,
     ActivationDesc,
     AmaxDesc,
+    ColumnSumsDesc,
+    DequantizeDesc,
     GemmDesc,
     GroupedGemmDesc,
+    OperandSpec,
     QuantizeByAmaxDesc,
     QuantizeDesc,
     ScaleUpdateDesc,
@@ -138,6 +141,25 @@ def activations() -> None:
             backend("cuda").bind(backward, DEVICE)(grad, x)
 
 
+def dequantize_and_column_sums() -> None:
+    """Decode both orientations of every cast, and add up rows, in vectors and one by one."""
+    specs = [spec(name, element) for name in RECIPES for element in ("e4m3", "e5m2")]
+    specs += [OperandSpec("e4m3", block, 448.0, "e8m0") for block in ((1, 32), (32, 32))]
+    specs += [OperandSpec("e2m1", block, 6.0, "e4m3") for block in ((1, 16), (16, 16))]
+    for own in specs:
+        given = {"scale": torch.ones(1).to(DEVICE)} if own.delayed else {}
+        cast = backend("cuda").bind(QuantizeDesc(torch.float32, own, own), DEVICE)
+        for shape in SHAPES if own.scale_format == "float32" else BYTE_SCALED_SHAPES:
+            operands = cast(torch.randn(shape).to(DEVICE), **given)
+            for operand, dtype in itertools.product(operands, DTYPES):
+                backend("cuda").bind(DequantizeDesc(own, dtype), DEVICE)(operand)
+    for dtype in DTYPES:
+        whole = torch.randn(130, 272).to(dtype).to(DEVICE)
+        inputs = [torch.randn(shape).to(dtype).to(DEVICE) for shape in (*SHAPES, (700, 264))]
+        for x in (*inputs, whole[:, 8:264], whole[1:, 1:], whole.t()):
+            backend("cuda").bind(ColumnSumsDesc(dtype), DEVICE)(x)
+
+
 def gemm() -> None:
     """Multiply every pair of granularities: plain, with a bias, into a sum; timed once."""
     for (left, right), (m, n, k) in itertools.product(PAIRS, ((20, 48, 144), (132, 144, 272))):
@@ -215,6 +237,7 @@ GROUPS = {
     "parts": parts,
     "amax_and_scale_update": amax_and_scale_update,
     "activations": activations,
+    "dequantize_and_column_sums": dequantize_and_column_sums,
     "microscaling": microscaling,
     "device_groups": device_groups,
     "gemm": gemm,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import ClassVar
 
 import pytest
@@ -14,6 +15,7 @@ from fp8core.backend_api import (
     ActivationBackwardDesc,
     ActivationDesc,
     AmaxDesc,
+    ColumnSumsDesc,
     DequantizeDesc,
     GemmDesc,
     GroupedGemmDesc,
@@ -24,6 +26,7 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
 )
 from fp8core.recipe.plan import LayerRole
+from fp8core.testing.catalogue import catalogue
 from fp8core_backends.cuda import native
 from fp8core_backends.cuda.backend import CudaBackend
 from fp8core_backends.cuda.gemm import LowPrecisionGemm
@@ -212,7 +215,18 @@ REFUSED: dict[str, tuple[OpDesc, str]] = {
         ActivationDesc("gelu", torch.float64, torch.float64),
         "no activations from or to torch.float64",
     ),
-    "dequantize": (DequantizeDesc(TENSOR), "dequantize is not written for CUDA yet"),
+    "dequantize to float64": (
+        DequantizeDesc(TENSOR, torch.float64),
+        "no low precision to torch.float64",
+    ),
+    "dequantize of other blocks": (
+        DequantizeDesc(dataclasses.replace(TENSOR, block=(1, 64))),
+        "no kernels for blocks of (1, 64)",
+    ),
+    "column sums of float64": (
+        ColumnSumsDesc(torch.float64),
+        "no column sums of torch.float64",
+    ),
 }
 
 
@@ -233,6 +247,22 @@ def test_every_activation_runs(name: str) -> None:
         for desc_type in (ActivationDesc, ActivationBackwardDesc):
             desc = desc_type(name, torch.bfloat16, dtype, params)
             assert CudaBackend().unsupported(desc, CUDA) is None
+
+
+@pytest.mark.usefixtures("hopper")
+def test_every_operand_that_it_casts_to_can_be_dequantized() -> None:
+    casts = [one.desc for one in catalogue() if type(one.desc) is QuantizeDesc]
+    casts = [desc for desc in casts if CudaBackend().unsupported(desc, CUDA) is None]
+    specs = {spec for desc in casts for spec in (desc.rowwise, desc.columnwise) if spec is not None}
+    assert {spec.scale_format for spec in specs} == {"float32", "e8m0", "e4m3"}
+    for spec, dtype in itertools.product(specs, DTYPES):
+        assert CudaBackend().unsupported(DequantizeDesc(spec, dtype), CUDA) is None, spec
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_column_sums_run(dtype: torch.dtype) -> None:
+    assert CudaBackend().unsupported(ColumnSumsDesc(dtype), CUDA) is None
 
 
 @pytest.mark.usefixtures("hopper")

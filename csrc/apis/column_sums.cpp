@@ -1,0 +1,25 @@
+// Column sums: the arguments are checked, then launched.
+#include "fp8core/column_sums.h"
+
+#include "../cuda/sums/column_sums.h"
+#include "check_cast.h"
+
+namespace fp8core {
+
+std::int64_t ColumnSumsDesc::workspace_floats(std::int64_t rows, std::int64_t cols) const {
+  const std::int64_t parts = num_row_parts(rows, cols);
+  return parts == 1 ? 0 : parts * cols;
+}
+
+void column_sums(const ColumnSumsDesc& desc, const ColumnSumsArguments& arguments,
+                 StreamHandle stream) {
+  const Matrix& x = arguments.x;
+  check(x);
+  if (is_empty(x)) return;
+  FP8CORE_CHECK_ADDRESS(arguments.sums, "column_sums: the result");
+  if (desc.workspace_floats(x.rows, x.cols) > 0)
+    FP8CORE_CHECK_ADDRESS(arguments.workspace, "column_sums: the workspace");
+  launch_column_sums(desc, arguments, as_stream(stream));
+}
+
+}  // namespace fp8core

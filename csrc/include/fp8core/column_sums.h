@@ -1,0 +1,32 @@
+// The sums over the rows of x [rows, cols], float32: the gradient of a bias.
+#pragma once
+
+#include <algorithm>
+
+#include "fp8core/quantize.h"
+
+namespace fp8core {
+
+struct ColumnSumsDesc {
+  InputType input;
+  int device;
+
+  // Floats of the workspace for x [rows, cols]: 0 where one launch does it.
+  std::int64_t workspace_floats(std::int64_t rows, std::int64_t cols) const;
+};
+
+struct ColumnSumsArguments {
+  Matrix x;
+  float* sums = nullptr;       // [cols]
+  float* workspace = nullptr;  // workspace_floats, null for none
+
+  static constexpr int kOptional = 0;
+  auto fields() { return std::tie(x, sums, workspace); }
+};
+
+// Adds in an order that follows from the size of x alone: not from addresses, strides or the
+// device. Two launches where there is a workspace, else one; none if x has no elements.
+void column_sums(const ColumnSumsDesc& desc, const ColumnSumsArguments& arguments,
+                 StreamHandle stream);
+
+}  // namespace fp8core

@@ -1,0 +1,152 @@
+"""Column sums: against float64, and the same bits however the tensor lies in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fp8core
+from fp8core.backend_api import ColumnSumsDesc, OperandError
+from fp8core_backends.cuda import column_sums
+from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, EMPTY, SHAPES, backend
+
+on_device = pytest.mark.needs_accelerator("cuda")
+# One part and several, whole and ragged ones; one tile of columns and several; a long sum.
+MORE = ((257, 256), (320, 264), (4097, 520), (8192, 4096), (70_000, 24), (24, 70_000), (100_000, 1))
+# Vectors at aligned addresses; else elements, in the same order.
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "columns of a wider tensor": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
+    "at an odd address": lambda x: torch.cat((x[:, :1], x), 1)[:, 1:],
+    "transposed": lambda x: x.t().contiguous().t(),
+    "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
+    "every other column": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+}
+
+
+def sums(x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = backend("cuda").bind(ColumnSumsDesc(x.dtype), DEVICE)(x)
+    return made
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *MORE, *EMPTY], ids=str)
+def test_sums_are_within_the_bound(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, device=DEVICE).to(dtype)
+    made, wide = sums(x), x.double()
+    assert (made.dtype, made.shape, made.device) == (torch.float32, shape[1:], DEVICE)
+    bound = (shape[0] + 4) * 2.0**-24 * wide.abs().sum(0)
+    assert bool(((made.double() - wide.sum(0)).abs() <= bound).all())
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (64, 512), (300, 264), (4100, 136)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bits_do_not_depend_on_the_layout(
+    layout: str, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x = torch.randn(shape, device=DEVICE).to(dtype)
+    laid = LAYOUTS[layout](x)
+    assert torch.equal(laid, x)
+    assert torch.equal(sums(laid), sums(x))
+
+
+@on_device
+def test_every_run_gives_the_same_bits() -> None:
+    x = torch.randn(8192, 3072, device=DEVICE).bfloat16()
+    first = sums(x)
+    assert all(torch.equal(sums(x), first) for _ in range(20))
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [3, 700])
+def test_nan_and_inf_stay_in_their_columns(rows: int, dtype: torch.dtype) -> None:
+    for cols in (264, 261):  # read as vectors, and one by one
+        x = torch.ones(rows, cols, device=DEVICE, dtype=dtype)
+        x[0, 1], x[-1, 2], x[0, 9] = torch.nan, torch.inf, -torch.inf
+        x[0, 260], x[-1, 260] = torch.inf, -torch.inf
+        torch.testing.assert_close(sums(x), x.float().sum(0), rtol=0, atol=0, equal_nan=True)
+
+
+@on_device
+def test_sums_of_float16_do_not_overflow() -> None:
+    x = torch.full((600, 264), 65504.0, device=DEVICE, dtype=torch.float16)
+    torch.testing.assert_close(sums(x), x.double().sum(0).float())
+
+
+@on_device
+@pytest.mark.parametrize("name", [None, "delayed", "current"])
+def test_bias_of_a_layer_is_trained_by_them(name: str | None) -> None:
+    layer = fp8core.Linear(64, 96, params_dtype=torch.bfloat16, device=DEVICE)
+    x = torch.randn(48, 64, device=DEVICE, dtype=torch.bfloat16)
+    grad = torch.randn(48, 96, device=DEVICE, dtype=torch.bfloat16)
+    chosen = None if name is None else fp8core.recipe.by_name(name)
+    with fp8core.autocast(enabled=name is not None, recipe=chosen):
+        layer(x).backward(grad)
+    assert torch.equal(layer.bias.grad, sums(grad).bfloat16())
+    (line,) = [one for one in fp8core.explain(layer).lines if one.step == "bias gradient"]
+    assert line.choice is not None
+    assert (line.choice.backend, line.kernel) == ("cuda", "fp8core::sum_parts")
+
+
+class Native:
+    """Stands for the library; takes down its arguments. It wants a workspace from 300 rows on."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, ...]] = []
+        names = ("bfloat16", "float16", "float32")
+        self.InputType = type("InputType", (), {"__members__": {one: one for one in names}})
+
+    def ColumnSums(self, input_type: str, index: int) -> Native:
+        return self
+
+    def workspace_floats(self, rows: int, cols: int) -> int:
+        return 5 * cols if rows >= 300 else 0
+
+    def __call__(self, arguments: tuple[int, ...], stream: int) -> None:
+        self.calls.append(arguments)
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> Native:
+    monkeypatch.setattr(column_sums, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(
+        column_sums,
+        "allocator",
+        lambda index: lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
+    )
+    return Native()
+
+
+def bound(native: Native) -> Any:
+    desc = ColumnSumsDesc(torch.bfloat16)
+    return column_sums.ColumnSums(desc, torch.device("cuda", 0), native)
+
+
+def test_rows_of_a_wider_tensor_are_read_where_they_are(native: Native) -> None:
+    x = torch.zeros(20, 64, dtype=torch.bfloat16)[:, 8:48]
+    made = bound(native)(x)
+    assert native.calls == [(x.data_ptr(), 20, 40, 64, made.data_ptr(), 0)]
+
+
+def test_workspace_is_given_where_the_library_wants_one(native: Native) -> None:
+    bound(native)(torch.zeros(300, 8, dtype=torch.bfloat16))
+    assert native.calls[0][-1] != 0
+
+
+@pytest.mark.parametrize("shape", EMPTY)
+def test_sums_over_no_rows_are_zeros(native: Native, shape: tuple[int, int]) -> None:
+    made = bound(native)(torch.zeros(shape, dtype=torch.bfloat16))
+    assert torch.equal(made, torch.zeros(shape[1]))
+    assert native.calls == []
+
+
+def test_tensor_of_another_dtype_reaches_no_kernel(native: Native) -> None:
+    with pytest.raises(OperandError, match=r"torch\.float32; bound for torch\.bfloat16"):
+        bound(native)(torch.zeros(4, 8))
+    assert native.calls == []

@@ -1,0 +1,211 @@
+"""Values of codes: against the reference backend on the same device, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core import formats
+from fp8core.backend_api import DequantizeDesc, Operand, OperandError, OperandSpec, QuantizeDesc
+from fp8core.testing.compare import same_bits
+from fp8core_backends.cuda import dequantize
+from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, EMPTY, SHAPES, backend, spec
+
+RECIPES = ("delayed", "current", "rowwise", "vector", "square")
+MX = OperandSpec("e4m3", (1, 32), 448.0, scale_format="e8m0")
+FP4 = OperandSpec("e2m1", (1, 16), 6.0, scale_format="e4m3")
+BYTE_SCALED = {
+    "mx": MX,
+    "mx e5m2": dataclasses.replace(MX, format="e5m2", target=57344.0),
+    "mx square": dataclasses.replace(MX, block=(32, 32)),
+    "fp4": FP4,
+    "fp4 square": dataclasses.replace(FP4, block=(16, 16)),
+    "fp4 transformed": dataclasses.replace(FP4, transform="hadamard16"),
+}
+# Two codes a byte, whole transforms; whole vectors, and none; a partial block.
+BYTE_SCALED_SHAPES = ((16, 2), (48, 34), (128, 128), (272, 160), (16, 4096))
+on_device = pytest.mark.needs_accelerator("cuda")
+
+
+def check(own: OperandSpec, operand: Operand, dtype: torch.dtype) -> None:
+    desc = DequantizeDesc(own, dtype)
+    ours, theirs = (backend(name).bind(desc, DEVICE)(operand) for name in ("cuda", "reference"))
+    name = f"{desc} of {list(operand.data.shape)}, {operand.data.stride()}"
+    same_bits(name, ours, theirs)
+
+
+def quantized(own: OperandSpec, shape: tuple[int, int]) -> list[Operand]:
+    """Return both orientations of a random matrix; delayed scales are of no power of two."""
+    x = torch.randn(shape, device=DEVICE) * torch.rand(shape[0], 1, device=DEVICE).exp2()
+    given = {"scale": torch.full((1,), 3.7, device=DEVICE)} if own.delayed else {}
+    turned = own if own.transform is None else dataclasses.replace(own, transform=None)
+    made = backend("cuda").bind(QuantizeDesc(torch.float32, turned, own), DEVICE)(x, **given)
+    return [made.rowwise, made.columnwise]
+
+
+def random_operand(own: OperandSpec, rows: int, k: int) -> Operand:
+    """Return all codes in turn, under scales of every kind: also 0, inf, NaN and subnormal ones."""
+    packed = 8 // formats.by_name(own.format).bits
+    data = torch.arange(rows * k // packed, device=DEVICE).to(torch.uint8).reshape(rows, -1)
+    counts = [
+        -(-size // step) if step else 1 for size, step in zip((rows, k), own.block, strict=True)
+    ]
+    whole = None
+    if own.scale_format == "float32":
+        scales = torch.randn(counts, device=DEVICE).mul_(40).exp2_()
+        specials = torch.tensor((0.0, torch.inf, torch.nan, 1e-45, 3e38, 1e-39), device=DEVICE)
+        scales.view(-1)[: len(specials)] = specials[: scales.numel()]
+    else:
+        scales = torch.arange(counts[0] * counts[1], device=DEVICE).to(torch.uint8).reshape(counts)
+    if own.scale_format == "e4m3":
+        whole = torch.full((1, 1), 0.37, device=DEVICE)
+    return Operand(data, scales, whole)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_values_of_casts_equal_the_reference(name: str, element: str, dtype: torch.dtype) -> None:
+    own = spec(name, element)
+    for shape in (*SHAPES, *EMPTY):
+        for operand in quantized(own, shape):
+            check(own, operand, dtype)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BYTE_SCALED)
+def test_values_of_casts_with_byte_scales_equal_the_reference(
+    name: str, dtype: torch.dtype
+) -> None:
+    own = BYTE_SCALED[name]
+    for shape in BYTE_SCALED_SHAPES:
+        for operand in quantized(own, shape):
+            check(own, operand, dtype)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("own", [*map(spec, RECIPES), *BYTE_SCALED.values()], ids=str)
+def test_every_code_under_every_scale_equals_the_reference(
+    own: OperandSpec, dtype: torch.dtype
+) -> None:
+    for rows, k in ((256, 256), (300, 322), (1, 4096), (4096, 2)):
+        check(own, random_operand(own, rows, k), dtype)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "columns of a wider tensor": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
+    "at an odd address": lambda x: torch.cat((x[:, :1], x), 1)[:, 1:],
+    "transposed": lambda x: x.t().contiguous().t(),
+    "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
+    "every other column": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "one row again and again": lambda x: x[:1].expand_as(x),
+}
+
+
+@on_device
+@pytest.mark.parametrize("part", ["codes", "scales", "both"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("own", [spec("current"), spec("vector"), spec("square"), MX, FP4], ids=str)
+def test_operands_of_any_strides_are_read_right(own: OperandSpec, layout: str, part: str) -> None:
+    lay = LAYOUTS[layout]
+    for rows, k in ((256, 256), (130, 162)):
+        data, scales, whole = random_operand(own, rows, k)
+        laid = Operand(
+            data if part == "scales" else lay(data),
+            scales if part == "codes" else lay(scales),
+            whole,
+        )
+        for dtype in (torch.bfloat16, torch.float32):
+            check(own, laid, dtype)
+
+
+class Recorder:
+    """Stands for the native library; takes down what it is bound with and called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.bound: tuple[Any, ...] = ()
+        names = ("e4m3", "e5m2", "e2m1", "bfloat16", "float16", "float32")
+        self.ElementType = type("ElementType", (), {"__members__": {one: one for one in names}})
+        names = ("float32", "e8m0", "e4m3")
+        self.ScaleFormat = type("ScaleFormat", (), {"__members__": {one: one for one in names}})
+
+    def Dequantize(self, *bound: Any) -> Callable[..., None]:
+        self.bound = bound
+        return lambda arguments, stream: self.calls.append(arguments)
+
+
+@pytest.fixture
+def bind(monkeypatch: pytest.MonkeyPatch) -> Callable[[OperandSpec], tuple[Recorder, Any]]:
+    """Bind on the CPU, for a library that takes down its arguments."""
+    monkeypatch.setattr(dequantize, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(
+        dequantize,
+        "allocator",
+        lambda index: lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
+    )
+
+    def bound(own: OperandSpec) -> tuple[Recorder, Any]:
+        native = Recorder()
+        desc = DequantizeDesc(own, torch.bfloat16)
+        return native, dequantize.Dequantize(desc, torch.device("cuda", 0), native)
+
+    return bound
+
+
+def test_library_is_bound_with_formats_and_blocks(bind: Any) -> None:
+    assert bind(FP4)[0].bound == ("e2m1", "bfloat16", "e4m3", 1, 16, 0)
+    assert bind(spec("rowwise", "e5m2"))[0].bound == ("e5m2", "bfloat16", "float32", 1, 0, 0)
+
+
+def test_codes_and_scales_are_read_where_they_are(bind: Any) -> None:
+    native, run = bind(spec("vector"))
+    data = torch.zeros(6, 300, dtype=torch.uint8)[:, 4:264]
+    scales = torch.ones(3, 8).t()[:6]
+    x = run(Operand(data, scales))
+    sizes = (6, 260, 300, scales.data_ptr(), 1, 8, 0)
+    assert native.calls == [(data.data_ptr(), *sizes, x.data_ptr())]
+    assert (x.shape, x.dtype, x.is_contiguous()) == ((6, 260), torch.bfloat16, True)
+
+
+@pytest.mark.parametrize("shape", [*EMPTY, (0, 0)])
+def test_operand_without_elements_calls_nothing(bind: Any, shape: tuple[int, int]) -> None:
+    native, run = bind(spec("current"))
+    x = run(Operand(torch.zeros(shape, dtype=torch.uint8), torch.ones(1, 1)))
+    assert (x.shape, native.calls) == (shape, [])
+
+
+WRONG: dict[str, tuple[OperandSpec, tuple[Any, ...]]] = {
+    "too few scales": (spec("vector"), (torch.ones(6, 2), None)),
+    "scales of another orientation": (spec("vector"), (torch.ones(3, 6), None)),
+    "no scales": (spec("current"), (None, None)),
+    "scales of another dtype": (spec("current"), (torch.ones(1, 1).double(), None)),
+    "bytes for float32": (MX, (torch.ones(6, 9), None)),
+    "a second scale": (spec("current"), (torch.ones(1, 1), torch.ones(1, 1))),
+    "no second scale": (FP4, (torch.zeros(6, 33, dtype=torch.uint8), None)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_scales_that_do_not_go_with_the_codes_are_refused(bind: Any, wrong: str) -> None:
+    own, scales = WRONG[wrong]
+    native, run = bind(own)
+    data = torch.zeros(6, 264, dtype=torch.uint8)
+    with pytest.raises(OperandError, match=r"expected uint8 codes, .* scale_inv \["):
+        run(Operand(data, *scales))
+    assert native.calls == []
+
+
+@on_device
+def test_more_than_a_grid_of_rows() -> None:
+    for (rows, k), dtype in itertools.product(((70_000, 24), (24, 70_000)), DTYPES):
+        own = spec("vector")
+        check(own, random_operand(own, rows, k), dtype)
