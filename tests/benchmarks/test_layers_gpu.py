@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tests.benchmarks.layers_gpu import __main__ as command
-from tests.benchmarks.layers_gpu import cases, cell, contestants, limits, report
+from tests.benchmarks.layers_gpu import bars, cases, cell, contestants, limits, report
 from tests.benchmarks.layers_gpu.cases import Case
-from tests.benchmarks.layers_gpu.report import Results
+from tests.benchmarks.layers_gpu.results import Results, rows
 from tests.benchmarks.measuring import records, turns
 from tests.benchmarks.measuring.device import HOST
 
@@ -120,7 +120,7 @@ def test_a_row_compares_memory_and_errors_with_the_bars_peers() -> None:
         "torch.compile bf16", peak_mib=125.0, held_mib=75.0, weight_copies_mib=0.0
     )
     te = figures_record("te delayed", peak_mib=200.0)
-    (row,) = (row for row in report.rows(Results([own, compiled, te])) if row.recipe == "delayed")
+    (row,) = (row for row in rows(Results([own, compiled, te])) if row.recipe == "delayed")
     assert row.peak_first == 0.5
     assert row.peak_compiled == 0.8
     assert row.held_compiled == 0.8  # 80 - 20 of 75
@@ -142,6 +142,35 @@ def test_a_missed_bar_is_bold_and_noise_is_not() -> None:
     assert "| **1.020 (1.010-1.030)** |" in delayed
     assert "| 1.020 (0.990-1.030) |" in block
     assert "1.020" in mean
+
+
+def test_bars_name_the_cell_that_is_farthest_off() -> None:
+    ones = [1.0] * TURNS
+    noisy = [0.99, 1.03, 1.02] * 4
+    results = Results(
+        [
+            turn_record("graph", te_delayed=ones, fp8core_delayed=[1.04] * TURNS),
+            turn_record("graph", te_block=ones, fp8core_block=noisy),
+            turn_record("graph", Case("mlp_gelu", "70B"), te_block=2.0, fp8core_block=1.0),
+            turn_record("graph", Case("linear", "8B"), te_block=1.0, fp8core_block=9.0),
+            turn_record("eager", te_delayed=4.0, torchao_tensorwise=2.0, fp8core_delayed=1.8),
+            turn_record("host", Case("linear", "tiny"), te_delayed=4.0, fp8core_delayed=1.0),
+        ]
+    )
+    lines = bars.bars_table(list(rows(results))).splitlines()[2:]
+    assert len(lines) == len(bars.BARS)
+    mean = (1.04 * 1.02 * 0.5) ** (1 / 3)
+    kept = "2 of 3 (24 not run)"  # the linear is no cell of this bar
+    first = ("GPU time / Transformer Engine", "1.00", kept, "mlp_swiglu 8B delayed", "1.040")
+    assert lines[0] == f"| {' | '.join(first)} | {mean:.3f} |"
+    assert lines[1].endswith("| not run (27) |  |  |  |")
+    assert lines[2].split(" | ")[2:5] == ["1 of 1 (26 not run)", "mlp_swiglu 8B delayed", "0.900"]
+    assert lines[3].split(" | ")[2] == "missed (26 not run)"
+    (host,) = (text for text in lines if "linear tiny" in text)
+    assert (
+        host
+        == "| host / Transformer Engine | 0.30 | 1 of 1 | linear tiny delayed | 0.250 | 0.250 |"
+    )
 
 
 def test_tables_have_as_many_columns_in_each_line() -> None:

@@ -151,7 +151,23 @@ def test_tables_name_the_best_peer_and_what_is_refused() -> None:
     assert "| **1.500 (1.500-1.500) liger** |" in text
     assert "| rmsnorm | 8x32 in L2 |  |  | 5.0 0.20 (0.20-0.20) |  |" in text
     assert "| rmsnorm | quack | no / kernel | 8x32 |" in text
-    assert len(report.markdown([]).split("\n\n")) == 3
+    assert len(report.markdown([]).split("\n\n")) == 4
+
+
+def test_bars_are_of_shapes_beyond_the_cache() -> None:
+    ours = {"copy": [1.0] * 9, "fp8core_bf16": [1.25] * 9, "fp8core_block": [1.0] * 9}
+    found = [
+        record("rmsnorm", "64x32", **ours, liger=[1.0] * 9, quack=[2.0] * 9),
+        record("gelu", "64x32", **ours, liger=[1.25] * 9),
+        record("gelu", "8x32", **ours, liger=[0.1] * 9),
+    ]
+    lines = report.bars_table(list(report.rows(found))).splitlines()[2:]
+    assert lines[0] == (
+        "| bf16: time / best peer | 1.00 | 1 of 2 | rmsnorm 64x32 | 1.250 | 1.118 |"
+    )
+    assert lines[2].startswith("| goal: bf16: rate / copy | 0.90 | 0 of 2 |")
+    assert lines[3].split(" | ")[1:3] == ["0.80", "2 of 2"]
+    assert "not run" in report.bars_table([]).splitlines()[2]
 
 
 @pytest.fixture

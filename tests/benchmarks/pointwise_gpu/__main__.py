@@ -99,7 +99,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--library", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing later")
-    parser.add_argument("--turn-seconds", type=float, default=1.5, help="most of an operation")
+    parser.add_argument("--turn-seconds", type=float, default=0.6, help="most of an operation")
     parser.add_argument("--bytes", action="store_true", help="print the ideal bytes")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="DIR")
     return parser.parse_args(arguments)

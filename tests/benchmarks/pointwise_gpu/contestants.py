@@ -151,7 +151,8 @@ def _compiled(operation: Operation, sets: list[Inputs]) -> Entrant:
             return (result, *_parameter_gradients(*wide))
         return result
 
-    run: Callable[..., Any] = torch.compile(compute, dynamic=False)
+    torch.compiler.reset()  # it stops compiling a function that has met many shapes
+    run: Callable[..., Any] = torch.compile(compute, dynamic=False, fullgraph=True)
     return Kernel(run, result=_plain_result(operation)).enter(sets)
 
 

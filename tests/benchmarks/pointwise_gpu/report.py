@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tests.benchmarks.layers_gpu.cases import HIGH, RECIPES
-from tests.benchmarks.measuring.intervals import Estimate, median_interval, ratios
+from tests.benchmarks.measuring.intervals import Estimate, geometric_mean, median_interval, ratios
 from tests.benchmarks.measuring.markdown import head, line
 from tests.benchmarks.measuring.records import Record
 from tests.benchmarks.pointwise_gpu.contestants import PEERS
@@ -80,6 +80,41 @@ def _row(record: Record) -> Row:
     )
 
 
+def bars_table(found: Sequence[Row]) -> str:
+    """Return what the shapes beyond the cache are held against, and the worst of them."""
+    large = [row for row in found if not row.is_resident]
+    peers = {_key(row): row.best[1] for row in large if row.best is not None}
+    plain = {_key(row): row.share[OURS] for row in large if OURS in row.share}
+    casts = {
+        f"{_key(row)} {recipe}": row.share[f"fp8core {recipe}"]
+        for row in large
+        for recipe in CAST_RECIPES
+        if f"fp8core {recipe}" in row.share
+    }
+    lines = head(("bar", "limit", "kept", "worst", "its value", "geometric mean"))
+    for name, values, limit, is_most in (
+        ("bf16: time / best peer", peers, 1.0, True),
+        ("goal: bf16: time / best peer", peers, 0.95, True),
+        ("goal: bf16: rate / copy", plain, 0.9, False),
+        ("with a cast: rate / copy", casts, 0.8, False),
+        ("goal: with a cast: rate / copy", casts, 0.85, False),
+    ):
+        if not values:
+            lines.append(line((name, f"{limit:.2f}", "not run", "", "", "")))
+            continue
+        kept = sum(one.low <= limit if is_most else one.high >= limit for one in values.values())
+        sign = 1 if is_most else -1
+        worst = max(values, key=lambda key, of=values, by=sign: by * of[key].median)
+        mean = geometric_mean([one.median for one in values.values()])
+        texts = (f"{kept} of {len(values)}", worst, f"{values[worst].median:.3f}", f"{mean:.3f}")
+        lines.append(line((name, f"{limit:.2f}", *texts)))
+    return "\n".join(lines)
+
+
+def _key(row: Row) -> str:
+    return f"{row.operation} {row.shape}"
+
+
 def plain_table(found: Sequence[Row]) -> str:
     """Return operations in bfloat16 against the peers; an interval above 1 is bold."""
     columns = ("fp8core us", "GB/s", "of copy", *(f"{peer} us" for peer in PEERS))
@@ -141,4 +176,6 @@ def _best(row: Row) -> str:
 def markdown(records: Sequence[Record]) -> str:
     """Return all tables."""
     found = list(rows(records))
-    return "\n\n".join(table(found) for table in (plain_table, cast_table, refused_table))
+    return "\n\n".join(
+        table(found) for table in (bars_table, plain_table, cast_table, refused_table)
+    )

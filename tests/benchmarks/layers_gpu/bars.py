@@ -1,0 +1,115 @@
+"""What the results are held against: a bar and a goal for each figure, and the worst cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from tests.benchmarks.layers_gpu.cases import HIGH
+from tests.benchmarks.layers_gpu.contestants import COMPILED_BF16
+from tests.benchmarks.layers_gpu.results import Row, as_number
+from tests.benchmarks.measuring.intervals import Estimate, geometric_mean
+from tests.benchmarks.measuring.markdown import head, line
+
+__all__ = ["BARS", "Bar", "bars_table"]
+
+Value = Estimate | float | None
+LARGE = ("1.3B", "8B", "70B")
+WITH_NORM = ("norm_linear", "mlp_swiglu", "mlp_gelu")
+MLPS = ("mlp_swiglu", "mlp_gelu")
+RECIPES = ("delayed", "current", "block")
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """The most that ``value`` may be in each of the cells.
+
+    An estimate is within a limit if its interval is not above it.
+    """
+
+    name: str
+    layers: Sequence[str]
+    sizes: Sequence[str]
+    recipes: Sequence[str]
+    value: Callable[[Row], Value]
+    limit: float
+    is_mean: bool = False
+    """Whether the limit is of the geometric mean of the cells."""
+
+    def values(self, rows: Iterable[Row]) -> dict[str, Value]:
+        """Return the cells that were measured, by name."""
+        return {
+            f"{row.case.layer_name} {row.case.size_name} {row.recipe}": self.value(row)
+            for row in rows
+            if row.case.layer_name in self.layers
+            and row.case.size_name in self.sizes
+            and row.recipe in self.recipes
+            and self.value(row) is not None
+        }
+
+    @property
+    def count(self) -> int:
+        """The number of cells, measured or not."""
+        return len(self.layers) * len(self.sizes) * len(self.recipes)
+
+
+def _second(pair: tuple[str, Estimate] | None) -> Estimate | None:
+    return None if pair is None else pair[1]
+
+
+def _over_compiled(row: Row) -> Estimate | None:
+    """Return the eager time over torch.compile's in bfloat16."""
+    return row.eager_peers.get(COMPILED_BF16)
+
+
+_LOW, _HIGH = (WITH_NORM, LARGE, RECIPES), (WITH_NORM, LARGE, (HIGH,))
+_MEMORY = (MLPS, LARGE, RECIPES)
+_TINY_MLP, _TINY_LINEAR = (
+    (MLPS[:1], ("tiny",), ("delayed",)),
+    (("linear",), ("tiny",), ("delayed",)),
+)
+
+BARS = (
+    Bar("GPU time / Transformer Engine", *_LOW, lambda row: row.graph_first, 1.0),
+    Bar("goal: GPU time / limit", *_LOW, lambda row: row.graph_limit, 1.05),
+    Bar("eager time / best FP8 peer", *_LOW, lambda row: _second(row.eager_best), 1.0),
+    Bar("goal: the same, mean", *_LOW, lambda row: _second(row.eager_best), 0.85, is_mean=True),
+    Bar("bf16: GPU time / torch.compile", *_HIGH, lambda row: row.graph_first, 1.0),
+    Bar("bf16: eager time / torch.compile", *_HIGH, _over_compiled, 1.0),
+    Bar("goal: bf16: GPU time / torch.compile", *_HIGH, lambda row: row.graph_first, 0.95),
+    Bar("peak memory / Transformer Engine", *_MEMORY, lambda row: row.peak_first, 0.75),
+    Bar("goal: peak memory / torch.compile bf16", *_MEMORY, lambda row: row.peak_compiled, 1.0),
+    Bar("held / torch.compile bf16", *_MEMORY, lambda row: row.held_compiled, 0.85),
+    Bar("goal: held / torch.compile bf16", *_MEMORY, lambda row: row.held_compiled, 0.70),
+    Bar("host / Transformer Engine", *_TINY_MLP, lambda row: row.host_first, 0.45),
+    Bar("goal: host / torch bf16", *_TINY_MLP, lambda row: row.host_torch, 1.0),
+    Bar("host / Transformer Engine", *_TINY_LINEAR, lambda row: row.host_first, 0.30),
+    Bar("goal: host / torch bf16", *_TINY_LINEAR, lambda row: row.host_torch, 1.3),
+    Bar("error / Transformer Engine", *_LOW, lambda row: row.error_first, 1.01),
+)
+
+
+def bars_table(rows: Sequence[Row]) -> str:
+    """Return a line for each bar: how many cells keep it, and the cell that is farthest off."""
+    lines = head(("bar", "at most", "cells kept", "worst cell", "its value", "geometric mean"))
+    for bar in BARS:
+        values = bar.values(rows)
+        if not values:
+            lines.append(line((bar.name, f"{bar.limit:.2f}", f"not run ({bar.count})", "", "", "")))
+            continue
+        numbers = {name: as_number(value) for name, value in values.items() if value is not None}
+        kept = sum(value is not None and _least(value) <= bar.limit for value in values.values())
+        mean = geometric_mean(list(numbers.values()))
+        worst = max(numbers, key=lambda name: numbers[name])
+        cells = f"{kept} of {len(values)}"
+        if bar.is_mean:
+            cells = "kept" if mean <= bar.limit else "missed"
+        if len(values) < bar.count:
+            cells += f" ({bar.count - len(values)} not run)"
+        texts = (f"{numbers[worst]:.3f}", f"{mean:.3f}")
+        lines.append(line((bar.name, f"{bar.limit:.2f}", cells, worst, *texts)))
+    return "\n".join(lines)
+
+
+def _least(value: Estimate | float) -> float:
+    return value.low if isinstance(value, Estimate) else value
