@@ -22,6 +22,7 @@ from fp8core.backend_api import (
 from fp8core.testing.calls import OpCall
 from fp8core.testing.laws.fused import add_pair, pair
 from fp8core_backends.reference.backend import ReferenceBackend
+from fp8core_backends.reference.column_sums import column_sums
 from fp8core_backends.reference.gemm import gemm
 from fp8core_backends.reference.norm import norm_backward
 from fp8core_backends.reference.quantize import quantize
@@ -288,6 +289,20 @@ class ReadsUninitialisedMemory(Sound):
         return grad_x, total + grad_weight, grad_bias
 
 
+class RoundsSums(Sound):
+    """Rounds the gradient of a bias to the dtype of the activations."""
+
+    def column_sums(self, desc: Any, x: torch.Tensor) -> Any:
+        return column_sums(desc, x).to(torch.bfloat16).float()
+
+
+class LosesNanInSums(Sound):
+    """Leaves out what is not finite, so that a step that should be skipped is taken."""
+
+    def column_sums(self, desc: Any, x: torch.Tensor) -> Any:
+        return column_sums(desc, x.nan_to_num(0.0, 0.0, 0.0))
+
+
 class ClaimsEverything(Sound):
     """Supports whatever it is asked about, so what it has never heard of, too."""
 
@@ -339,6 +354,8 @@ CAUGHT_BY: dict[type[Sound], str] = {
     CountsTheFirstOfAPair: "law3_quantize_pair_counts_for_each",
     DropsAccumulation: "law4_gemm_accumulates_into_out",
     ReadsUninitialisedMemory: "law7_no_result_depends_on_uninitialised_memory",
+    RoundsSums: "law4_column_sums_are_within_the_bound",
+    LosesNanInSums: "law4_column_sums_pass_on_nan_and_inf",
     ClaimsEverything: "law7_unknown_descriptors_are_denied",
     RefusesWhenRun: "law7_what_is_declared_runs",
     FusedRoundsTwice: "law6_fused_equals_its_unfused_pair",

@@ -39,6 +39,7 @@ LABELS = {
     "rmsnorm.float16.float16.backward",
     "rowwise.dgrad.bfloat16.bfloat16",
     "geglu.float16.float16.backward",
+    "column_sums.bfloat16",
     "sreglu.float16.float16",
     "delayed.input.bfloat16.amax",
     "delayed.grouped.input.bfloat16.device.amax",

@@ -1,0 +1,91 @@
+"""The gradient of a bias: an operation, which a backend that denies it leaves to the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import fp8core
+from fp8core import ops, recipe
+from fp8core.backend_api import OPTIONAL_OPS, OpDesc
+from tests.dispatch import toys
+
+BF16 = torch.bfloat16
+LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
+    "linear": (lambda: fp8core.Linear(32, 32, params_dtype=BF16), 1),
+    "linear without bias": (lambda: fp8core.Linear(32, 32, bias=False, params_dtype=BF16), 0),
+    "norm and linear": (lambda: fp8core.LayerNormLinear(32, 32, params_dtype=BF16), 1),
+    "norm and two linears": (lambda: fp8core.LayerNormMLP(32, 32, params_dtype=BF16), 2),
+    "bias alone": (lambda: ops.Sequential(ops.Bias(32, dtype=BF16)), 1),
+}
+RECIPES = {"none": None, "delayed": recipe.DelayedScaling(), "mxfp8": recipe.MXFP8BlockScaling()}
+
+
+@pytest.fixture(autouse=True)
+def isolated() -> Iterator[None]:
+    with toys.isolation():
+        yield
+
+
+def train(layer: torch.nn.Module, chosen: recipe.Recipe | None = None) -> list[torch.Tensor]:
+    """Return the gradients of the parameters."""
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).to(BF16)
+    with fp8core.autocast(enabled=chosen is not None, recipe=chosen):
+        y = layer(x)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(BF16))
+    return [one.grad for one in layer.parameters() if one.grad is not None]
+
+
+def without_fusions(desc: OpDesc) -> str | None:
+    return f"fuses no {desc.op}" if desc.op in OPTIONAL_OPS else None
+
+
+def made(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return LAYERS[name][0]()
+
+
+@pytest.mark.parametrize("chosen", RECIPES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_each_trained_bias_is_one_call_of_the_backend(name: str, chosen: str) -> None:
+    calls: list[str] = []
+    toys.register(toys.backend("toy", refuse=without_fusions, calls=calls))
+    with fp8core.use_backend("toy"):
+        train(made(name), RECIPES[chosen])
+    assert calls.count("column_sums") == LAYERS[name][1]
+
+
+def test_frozen_bias_is_not_summed() -> None:
+    calls: list[str] = []
+    toys.register(toys.backend("toy", refuse=without_fusions, calls=calls))
+    layer = fp8core.Linear(32, 32, params_dtype=BF16)
+    layer.bias.requires_grad_(False)
+    with fp8core.use_backend("toy"):
+        train(layer)
+    assert "column_sums" not in calls
+
+
+def test_each_group_is_summed_alone() -> None:
+    calls: list[str] = []
+    toys.register(toys.backend("toy", refuse=without_fusions, calls=calls))
+    layer = fp8core.GroupedLinear(3, 32, 32, params_dtype=BF16)
+    x = torch.randn(64, 32).to(BF16)
+    with fp8core.use_backend("toy"):
+        layer(x, [30, 0, 34]).sum().backward()
+    assert calls.count("column_sums") == 3
+    assert [layer.get_parameter(f"bias{at}").grad[0].item() for at in range(3)] == [30, 0, 34]
+
+
+@pytest.mark.parametrize("chosen", RECIPES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_backend_of_an_older_contract_leaves_it_to_the_reference(name: str, chosen: str) -> None:
+    def refuse(desc: OpDesc) -> str | None:
+        return f"knows no {desc.op}" if desc.op in ("column_sums", *OPTIONAL_OPS) else None
+
+    expected = train(made(name), RECIPES[chosen])
+    toys.register(toys.backend("toy", refuse=refuse, api_version=(3, 0), priority=50))
+    grads = train(made(name), RECIPES[chosen])
+    assert all(map(torch.equal, grads, expected))
+    assert len(grads) == len(expected)
