@@ -38,6 +38,8 @@ __all__ = ["DONE", "FIGURES", "KERNELS", "TURNS", "Job", "contestants_of", "run_
 TURNS = ("graph", "eager", "host")
 """Measures that are taken in turns."""
 FIGURES, KERNELS = "figures", "kernels"
+FILE = "layers"
+"""The name of the one file that all processes add to, one after the other."""
 DONE = "done"
 """Of a record which says that a measure was taken, and for which recipes and libraries."""
 SHOWN_KERNELS = 25
@@ -115,7 +117,7 @@ class Cell:
         """Add a record of this cell."""
         layer, size = self.job.case
         start = {"run": self.run, "layer": layer, "size": size, "measure": measure}
-        records.append(Path(self.job.out), f"{layer}-{size}", start | values)
+        records.append(Path(self.job.out), FILE, start | values)
 
     def write_done(self, measure: str) -> None:
         """Add the record that a measure was taken."""

@@ -103,13 +103,14 @@ def theirs(name: str) -> Make:
         import transformer_engine.pytorch as te
         from transformer_engine.common import recipe as te_recipe
 
+        if name == HIGH:
+            return _of_library(te, case, data, contextlib.nullcontext)
         chosen = {
-            HIGH: lambda: None,
             "delayed": te_recipe.DelayedScaling,
             "current": te_recipe.Float8CurrentScaling,
             "block": te_recipe.Float8BlockScaling,
         }[name]()
-        return _of_library(te, case, data, lambda: te.autocast(bool(chosen), recipe=chosen))
+        return _of_library(te, case, data, lambda: te.autocast(enabled=True, recipe=chosen))
 
     return make
 
@@ -118,10 +119,11 @@ def ours(name: str) -> Make:
     """Return the maker of fp8core's layer under recipe ``name``."""
 
     def make(case: Case, data: Data) -> Contestant:
-        chosen = None if name == HIGH else recipe.by_name(name)
-        is_low = chosen is not None
+        if name == HIGH:
+            return _of_library(fp8core, case, data, contextlib.nullcontext)
+        chosen = recipe.by_name(name)
         return _of_library(
-            fp8core, case, data, lambda: fp8core.autocast(enabled=is_low, recipe=chosen)
+            fp8core, case, data, lambda: fp8core.autocast(enabled=True, recipe=chosen)
         )
 
     return make
