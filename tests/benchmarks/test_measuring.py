@@ -271,7 +271,10 @@ def test_bytes_of_scales_are_counted() -> None:
 
 @pytest.mark.parametrize(
     ("name", "both", "row", "column"),
-    [("delayed", 1, 1, 1), ("current", 2, 2, 2), ("rowwise", 2, 1, 2), ("block", 1, 1, 1)],
+    [
+        *(("delayed", 1, 1, 1), ("current", 2, 2, 2), ("rowwise", 2, 1, 2), ("block", 1, 1, 1)),
+        *(("mxfp8", 1, 1, 1), ("nvfp4", 2, 2, 2)),
+    ],
 )
 def test_only_a_scale_beyond_a_tile_is_read_for_twice(
     name: str, both: int, row: int, column: int

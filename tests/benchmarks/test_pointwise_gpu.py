@@ -82,6 +82,16 @@ def test_descriptors_are_those_that_layers_ask_for(name: str) -> None:
             assert desc.producer.op == operation.step
 
 
+def test_a_cast_in_one_orientation_writes_one() -> None:
+    row, column = (OPERATIONS[f"cast_{which}"] for which in ("rowwise", "columnwise"))
+    shape = Shape(8192, 4096)
+    assert row.plan("block").columnwise is None
+    assert column.plan("block").rowwise is None
+    assert row.ideal_bytes(shape, "delayed") == 3 * 8192 * 4096 + 4
+    assert row.ideal_bytes(shape, "rowwise") == 3 * 8192 * 4096 + 4 * 8192
+    assert column.ideal_bytes(shape, "rowwise") == 5 * 8192 * 4096 + 4 * 4096
+
+
 def test_bytes_follow_the_result() -> None:
     shape = Shape(8192, 4096)
     elements = 8192 * 4096
@@ -183,6 +193,7 @@ def test_a_trial_run_on_the_cpu(
     monkeypatch.setattr(command, "RESIDENT_BYTES", 1 << 14)
     monkeypatch.setattr(command, "ROTATED_BYTES", 1 << 16)
     options = ["--shape", "128x64", "256x128", "--library", "fp8core", "liger"]
+    options += ["--recipe", "bf16", *RECIPES, "nvfp4"]
     options += ["--out", str(tmp_path)]
     command.main(options, HOST)
     text = capsys.readouterr().out
@@ -194,11 +205,13 @@ def test_a_trial_run_on_the_cpu(
         assert row.is_resident == (shape == "128x64")
         operation = OPERATIONS[name]
         assert "liger" in row.refused or operation.has_recipe
-        for recipe in RECIPES:
+        for recipe in (*RECIPES, "nvfp4"):
             known = row.us.keys() | row.refused.keys()
             assert (f"fp8core {recipe}" in known) == (operation.desc(recipe) is not None)
     assert found["rmsnorm", "256x128"].us.keys() >= {"fp8core bf16", "copy"}
-    assert found["cast", "256x128"].us.keys() == {"copy", *(f"fp8core {one}" for one in RECIPES)}
+    for name in ("cast", "cast_rowwise", "cast_columnwise", "cast_weight", "cast_gradient"):
+        names = {"copy", *(f"fp8core {one}" for one in (*RECIPES, "nvfp4"))}
+        assert found[name, "256x128"].us.keys() == names, found[name, "256x128"].refused
     assert "FusedDesc" in str(found["rmsnorm", "128x64"].refused) or found[
         "rmsnorm", "128x64"
     ].us.keys() >= {"fp8core delayed"}
@@ -225,7 +238,7 @@ def test_a_wrong_result_is_called_wrong(
 
     monkeypatch.setattr(command, "enter", enter)
     found = command.measure(
-        OPERATIONS["gelu"], Shape(32, 32), ("fp8core", "torch.compile"), 1.0, HOST
+        OPERATIONS["gelu"], Shape(32, 32), ("fp8core bf16", "torch.compile"), 1.0, HOST
     )
     assert "fp8core bf16 IS WRONG: its error is" in capsys.readouterr().out
     assert found["refused"] == {"torch.compile": "RuntimeError: a peer's own"}

@@ -31,6 +31,9 @@ __all__ = [
 ACTIVATION_BYTES, STATISTIC_BYTES, SCALE_BYTES = 2, 4, 4
 """Of a bfloat16 element, a float32 statistic, a float32 scale."""
 
+TWO_LEVELS = "e4m3"
+"""The format of scales that are themselves scaled, by one factor of the whole tensor."""
+
 HIGH_PRECISION_RESULT = TensorPlan(None, None)
 """Of a result that is written in bfloat16."""
 
@@ -64,11 +67,16 @@ def result_bytes(plan: TensorPlan, rows: int, columns: int) -> int:
 
 def passes(plan: TensorPlan) -> int:
     """Return how often the inputs are read: twice if a scale is of the whole tensor or of whole
-    columns, as their amax comes first."""
-    row, column = plan
-    if row is not None and not row.delayed and row.block == (0, 0):
-        return 2
-    return 2 if column is not None and not column.delayed and 0 in column.block else 1
+    columns, as their amax comes first. Two levels of scales have one of the whole tensor."""
+    row, column = (_free_extents(spec) for spec in plan)
+    return 2 if row == 2 or column > 0 else 1
+
+
+def _free_extents(spec: OperandSpec | None) -> int:
+    """Return along how many of its dimensions a scale covers all of the operand."""
+    if spec is None or spec.delayed:
+        return 0
+    return 2 if spec.scale_format == TWO_LEVELS else spec.block.count(0)
 
 
 def cast(rows: int, columns: int, plan: TensorPlan) -> int:

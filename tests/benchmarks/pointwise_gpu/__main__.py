@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.pointwise_gpu --out results --seconds 300
     python -m tests.benchmarks.pointwise_gpu --operation swiglu rmsnorm --library fp8core
+    python -m tests.benchmarks.pointwise_gpu --operation cast cast_rowwise --recipe mxfp8 nvfp4
     python -m tests.benchmarks.pointwise_gpu --bytes           # needs no GPU
     python -m tests.benchmarks.pointwise_gpu --merge results
 
@@ -54,8 +55,8 @@ SHAPES = ("32768x2048", "8192x4096", "8192x5120", "8192x8192", "4096x16384", "10
 RESIDENT_BYTES, ROTATED_BYTES = 16 << 20, 256 << 20
 CALLS = 4
 """At least this many in a graph."""
-MOST_ERROR = {"dequantize": 0.08}
-"""Relative Frobenius error of a result that is right, where it is not 0.01: FP8 has 3 or 4 bits."""
+MOST_ERROR = {"dequantize": 0.12}
+"""Relative Frobenius error of a right result, where it is not 0.01: e2m1 keeps two bits."""
 
 
 def main(arguments: Sequence[str] | None = None, device: Device = CUDA) -> None:
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None, device: Device = CUDA) -> None:
     args = _parse(arguments)
     operations = [OPERATIONS[name] for name in args.operation]
     if args.bytes:
-        print(_bytes_table(operations, args.shape))
+        print(_bytes_table(operations, args.shape, args.recipe))
         return
     if args.merge:
         print(report.markdown(records.read(*args.merge)))
@@ -73,7 +74,9 @@ def main(arguments: Sequence[str] | None = None, device: Device = CUDA) -> None:
     known = {
         (one["operation"], one["shape"])
         for one in records.read(args.out)
-        if one["measure"] == "pointwise" and set(args.library) <= set(one["libraries"])
+        if one["measure"] == "pointwise"
+        and set(args.library) <= set(one["libraries"])
+        and set(args.recipe) <= set(one["recipes"])
     }
     wanted = list(itertools.product(args.shape, operations))
     for shape, operation in wanted:
@@ -82,7 +85,9 @@ def main(arguments: Sequence[str] | None = None, device: Device = CUDA) -> None:
         if time.time() >= deadline:
             print("the time is up", flush=True)
             break
-        record = measure(operation, shape, tuple(args.library), args.turn_seconds, device)
+        names = names_of(operation, args.recipe, args.library)
+        record = measure(operation, shape, names, args.turn_seconds, device)
+        record |= {"recipes": args.recipe, "libraries": args.library}
         records.append(args.out, "pointwise", {"run": run, **record})
     print(report.markdown(records.read(args.out)))
 
@@ -96,6 +101,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--operation", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
     shapes = [_shape(text) for text in SHAPES]
     parser.add_argument("--shape", nargs="+", type=_shape, default=shapes, metavar="ROWSxCOLUMNS")
+    parser.add_argument("--recipe", nargs="+", choices=report.ALL_RECIPES, default=list(RECIPES))
     parser.add_argument("--library", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing later")
@@ -111,7 +117,7 @@ def _shape(text: str) -> Shape:
 
 
 def measure(
-    operation: Operation, shape: Shape, libraries: tuple[str, ...], seconds: float, device: Device
+    operation: Operation, shape: Shape, names: Sequence[str], seconds: float, device: Device
 ) -> records.Record:
     """Return the record of an operation at a shape: the time of a call in each turn, us."""
     began = time.perf_counter()
@@ -124,7 +130,7 @@ def measure(
     refused: dict[str, str] = {}
     errors: dict[str, float] = {}
     count = max(CALLS, len(sets))
-    for name in names_of(operation, libraries):
+    for name in names:
         try:
             entrant = enter(name, operation, sets, device)
             error = _error(entrant, exact)
@@ -157,7 +163,7 @@ def measure(
         print(f"  {name} IS WRONG: its error is {value:.3g}", flush=True)
     return {
         **{"measure": "pointwise", "operation": operation.name, "shape": str(shape)},
-        **{"is_resident": _is_resident(shape), "libraries": libraries, "bytes": ideal},
+        **{"is_resident": _is_resident(shape), "bytes": ideal},
         "us": {name: [round(value / count, 3) for value in times] for name, times in us.items()},
         **{"refused": refused, "errors": errors, "seconds": round(took, 2)},
         **{"chip": chip.summary(), "versions": versions("liger-kernel", "quack-kernels")},
@@ -206,10 +212,12 @@ def _most_error(operation: Operation) -> float:
     return MOST_ERROR.get(operation.step, 0.01)
 
 
-def _bytes_table(operations: Sequence[Operation], shapes: Sequence[Shape]) -> str:
+def _bytes_table(
+    operations: Sequence[Operation], shapes: Sequence[Shape], recipes: Sequence[str]
+) -> str:
     lines = head(("operation", "shape", "result", "MB", "bytes an element"))
     for shape, operation in itertools.product(shapes, operations):
-        for recipe in RECIPES:
+        for recipe in recipes:
             if operation.desc(recipe) is not None:
                 size = operation.ideal_bytes(shape, recipe)
                 each = size / shape.rows / shape.columns

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.backend_api import Operand, QuantizeDesc
-from tests.benchmarks.layers_gpu.cases import HIGH, RECIPES
+from tests.benchmarks.layers_gpu.cases import HIGH
 from tests.benchmarks.measuring.device import Device
 from tests.benchmarks.pointwise_gpu.operations import (
     EPS,
@@ -52,11 +52,11 @@ class Kernel(NamedTuple):
         return Entrant([partial(self.run, *self.arrange(*own)) for own in sets], self.result)
 
 
-def names_of(operation: Operation, libraries: tuple[str, ...]) -> list[str]:
-    """Return the contestants of an operation: fp8core's for every recipe that it has a form for."""
+def names_of(operation: Operation, recipes: Sequence[str], libraries: Sequence[str]) -> list[str]:
+    """Return the contestants of an operation: fp8core's for each recipe that it has a form for."""
     names = []
     if "fp8core" in libraries:
-        names += [f"fp8core {name}" for name in RECIPES if operation.desc(name) is not None]
+        names += [f"fp8core {name}" for name in recipes if operation.desc(name) is not None]
     if not operation.has_recipe:
         names += [peer for peer in PEERS if peer in libraries]
     return names
@@ -86,7 +86,8 @@ def _ours(operation: Operation, recipe: str, sets: list[Inputs], device: Device)
     run = backend.bind(desc, where)
     keywords = {} if recipe == HIGH else _cast_keywords(operation, recipe, sets[0], where)
     if operation.step == "dequantize":
-        cast = backend.bind(QuantizeDesc(torch.bfloat16, *operation.plan(recipe)), where)
+        rowwise = operation.plan(recipe)._replace(columnwise=None)
+        cast = backend.bind(QuantizeDesc(torch.bfloat16, *rowwise), where)
         arguments: list[tuple[Any, ...]] = [(cast(*own, **keywords).rowwise,) for own in sets]
         assert all(isinstance(own[0], Operand) for own in arguments)
         keywords = {}
@@ -116,6 +117,8 @@ def _cast_keywords(
         amax = 0.05 if operation.step.endswith("backward") else 5.0  # of the normal inputs' results
         keywords["scale"] = torch.full((1,), spec.target / amax, device=where)
         keywords["amax_out"] = torch.zeros(1, device=where)
+    if any(spec is not None and spec.stochastic for spec in plan):
+        keywords["rng"] = torch.tensor([7, 9])
     return keywords
 
 

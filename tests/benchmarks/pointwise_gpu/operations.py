@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from fp8core import backend_api
 from fp8core.backend_api import (
     GATED,
     ActivationBackwardDesc,
     ActivationDesc,
     AddNormDesc,
+    ColumnSumsDesc,
     DequantizeDesc,
     FusedDesc,
     NormBackwardDesc,
@@ -55,11 +55,17 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation by name: ``kind`` is a norm, an activation, or empty for what has no kinds."""
+    """An operation by name: ``kind`` is a norm, an activation, or empty for what has no kinds.
+
+    ``tensor`` is the tensor of a linear that a cast quantizes, in both orientations or in one.
+    """
 
     name: str
     step: str
     kind: str = ""
+    tensor: str = "input"
+    rowwise: bool = True
+    columnwise: bool = True
 
     @property
     def has_recipe(self) -> bool:
@@ -87,7 +93,7 @@ class Operation:
     def _plain(self) -> OpDesc:
         norm = NormDesc(self.kind, BF16, BF16, EPS)
         if self.step == "column_sums":
-            return backend_api.ColumnSumsDesc(BF16)
+            return ColumnSumsDesc(BF16)
         plain: dict[str, OpDesc] = {
             "norm": norm,
             "add_norm": AddNormDesc(norm),
@@ -116,9 +122,11 @@ class Operation:
         return None
 
     def plan(self, recipe: str) -> TensorPlan:
-        """Return how the result is quantized: a gradient as such, all else as an input."""
-        tensors = plan_of(recipe).tensors
-        return tensors["grad_output" if self.step.endswith("backward") else "input"]
+        """Return how the result is quantized."""
+        rowwise, columnwise = plan_of(recipe).tensors[self.tensor]
+        return TensorPlan(
+            rowwise if self.rowwise else None, columnwise if self.columnwise else None
+        )
 
     def ideal_bytes(self, shape: Shape, recipe: str) -> int:
         """Return the fewest bytes of the operation with a result of ``shape``."""
@@ -163,13 +171,17 @@ def _operations() -> Iterable[Operation]:
     for kind in NORMS:
         yield Operation(kind, "norm", kind)
         yield Operation(f"{kind}_residual", "add_norm", kind)
-        yield Operation(f"{kind}_backward", "norm_backward", kind)
+        yield Operation(f"{kind}_backward", "norm_backward", kind, "grad_output")
     for kind in ACTIVATIONS:
         yield Operation(kind, "activation", kind)
-        yield Operation(f"{kind}_backward", "activation_backward", kind)
-    for step in ("cast", "dequantize", "column_sums"):
-        if step != "column_sums" or hasattr(backend_api, "ColumnSumsDesc"):
-            yield Operation(step, step)
+        yield Operation(f"{kind}_backward", "activation_backward", kind, "grad_output")
+    yield Operation("cast", "cast")
+    yield Operation("cast_rowwise", "cast", columnwise=False)
+    yield Operation("cast_columnwise", "cast", rowwise=False)
+    yield Operation("cast_weight", "cast", tensor="weight")
+    yield Operation("cast_gradient", "cast", tensor="grad_output")
+    yield Operation("dequantize", "dequantize")
+    yield Operation("column_sums", "column_sums")
 
 
 OPERATIONS = {operation.name: operation for operation in _operations()}

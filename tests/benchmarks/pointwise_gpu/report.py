@@ -13,11 +13,13 @@ from tests.benchmarks.measuring.records import Record
 from tests.benchmarks.pointwise_gpu.contestants import PEERS
 from tests.benchmarks.pointwise_gpu.operations import OPERATIONS
 
-__all__ = ["COPY", "Row", "markdown", "rows"]
+__all__ = ["ALL_RECIPES", "COPY", "Row", "markdown", "rows"]
 
 COPY = "copy"
 OURS = f"fp8core {HIGH}"
-CAST_RECIPES = tuple(name for name in RECIPES if name != HIGH)
+ALL_RECIPES = (*RECIPES, "mxfp8", "nvfp4")
+"""Those of the layers, and those whose products this chip has not."""
+CAST_RECIPES = tuple(name for name in ALL_RECIPES if name != HIGH)
 
 
 class Row(NamedTuple):
@@ -103,10 +105,10 @@ def bars_table(found: Sequence[Row]) -> str:
             lines.append(line((name, f"{limit:.2f}", "not run", "", "", "")))
             continue
         kept = sum(one.low <= limit if is_most else one.high >= limit for one in values.values())
-        sign = 1 if is_most else -1
-        worst = max(values, key=lambda key, of=values, by=sign: by * of[key].median)
-        mean = geometric_mean([one.median for one in values.values()])
-        texts = (f"{kept} of {len(values)}", worst, f"{values[worst].median:.3f}", f"{mean:.3f}")
+        medians = {key: one.median for key, one in values.items()}
+        worst = (max if is_most else min)(medians, key=medians.__getitem__)
+        mean = geometric_mean(list(medians.values()))
+        texts = (f"{kept} of {len(values)}", worst, f"{medians[worst]:.3f}", f"{mean:.3f}")
         lines.append(line((name, f"{limit:.2f}", *texts)))
     return "\n".join(lines)
 
