@@ -362,7 +362,8 @@ def test_the_exact_results_are_those_of_float64() -> None:
 def trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes and numbers of turns with which a run on the CPU takes a second."""
     monkeypatch.setitem(cases.SIZES, "tiny", cases.Size(64, 64, 128))
-    monkeypatch.setattr(turns, "MOST_TURNS", 10)
+    monkeypatch.setattr(turns, "FEWEST_TURNS", 3)
+    monkeypatch.setattr(turns, "MOST_TURNS", 3)
     monkeypatch.setattr(turns, "SLICE_MS", 0.01)
     monkeypatch.setattr(turns, "HOST_SLICE_MS", 0.01)
     monkeypatch.setattr(turns, "MOST_HOST_CALLS", 2)
@@ -387,7 +388,7 @@ def test_a_trial_run_on_the_cpu_writes_all_measures(
     for measure in ("eager", "host"):
         (record,) = results.of(case, measure)
         assert list(record["us"]) == names
-        assert {len(times) for times in record["us"].values()} == {10}
+        assert {len(times) for times in record["us"].values()} == {3}
     (graphs,) = results.of(case, "graph")
     products = [limits.products_name(name) for name in recipes]
     assert list(graphs["us"]) == [*names, limits.COPY, *products]
