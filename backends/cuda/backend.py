@@ -11,12 +11,15 @@ import torch
 from fp8core.backend_api import (
     ActivationBackwardDesc,
     ActivationDesc,
+    AddNormDesc,
     Alignment,
     AmaxDesc,
     ColumnSumsDesc,
     DequantizeDesc,
     GemmDesc,
     GroupedGemmDesc,
+    NormBackwardDesc,
+    NormDesc,
     Numerics,
     OpDesc,
     OperandSpec,
@@ -36,6 +39,7 @@ from fp8core_backends.cuda.gemm import LowPrecisionGemm, high_precision_gemm
 from fp8core_backends.cuda.grouped import bind_grouped_gemm
 from fp8core_backends.cuda.layout import BLOCKS, TILED, scale_mode
 from fp8core_backends.cuda.microscaling import TiledGemm, bind_byte_scaled, spec_problem
+from fp8core_backends.cuda.norm import AddNorm, Norm, NormBackward, norm_problem
 from fp8core_backends.cuda.quantize import bind_quantize
 from fp8core_backends.cuda.scale_update import ScaleUpdate
 
@@ -266,6 +270,9 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
     ColumnSumsDesc: _check_column_sums,
     AmaxDesc: _check_amax,
     ScaleUpdateDesc: _check_update,
+    NormDesc: norm_problem,
+    NormBackwardDesc: lambda desc: norm_problem(desc.norm),
+    AddNormDesc: lambda desc: norm_problem(desc.norm),
 }
 
 _BINDERS: dict[type, Callable[..., Any]] = {
@@ -277,4 +284,7 @@ _BINDERS: dict[type, Callable[..., Any]] = {
     ColumnSumsDesc: ColumnSums,
     AmaxDesc: bind_amax,
     ScaleUpdateDesc: ScaleUpdate,
+    NormDesc: Norm,
+    NormBackwardDesc: NormBackward,
+    AddNormDesc: AddNorm,
 }

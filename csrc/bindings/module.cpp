@@ -12,6 +12,7 @@
 #include "fp8core/gemm.h"
 #include "fp8core/grouped_gemm.h"
 #include "fp8core/microscaling.h"
+#include "fp8core/norm.h"
 #include "fp8core/quantize.h"
 #include "fp8core/scale_update.h"
 
@@ -92,6 +93,17 @@ void register_column_sums(py::module_& module) {
       .def("__call__", &column_sums);
 }
 
+void register_norm(py::module_& module) {
+  py::enum_<NormKind>(module, "NormKind")
+      .value("layernorm", NormKind::kLayerNorm)
+      .value("rmsnorm", NormKind::kRmsNorm);
+  py::class_<NormDesc>(module, "Norm")
+      .def(py::init<NormKind, bool, float, InputType, InputType, int>())
+      .def("__call__", &norm)
+      .def("backward", &norm_backward)
+      .def("backward_partials", &norm_backward_partials);
+}
+
 void register_gemm(py::module_& module) {
   py::enum_<ElementType>(module, "ElementType")
       .value("e4m3", ElementType::kE4M3)
@@ -144,6 +156,7 @@ PYBIND11_MODULE(fp8core_cuda, module) {
   fp8core::register_activation(module);
   fp8core::register_microscaling(module);
   fp8core::register_scale_update(module);
+  fp8core::register_norm(module);
   fp8core::register_gemm(module);
   fp8core::register_dequantize(module);
   fp8core::register_column_sums(module);

@@ -31,11 +31,14 @@ from fp8core.backend_api import (
     GATED,
     ActivationBackwardDesc,
     ActivationDesc,
+    AddNormDesc,
     AmaxDesc,
     ColumnSumsDesc,
     DequantizeDesc,
     GemmDesc,
     GroupedGemmDesc,
+    NormBackwardDesc,
+    NormDesc,
     OperandSpec,
     QuantizeByAmaxDesc,
     QuantizeDesc,
@@ -231,6 +234,22 @@ def device_groups() -> None:
             backend("cuda").bind(summed, DEVICE)(rows.columnwise, turned.columnwise, ends)
 
 
+def norms() -> None:
+    """Normalize rows held by few and by many threads, and rows read again; backward, too."""
+    for kind, dtype in itertools.product(("layernorm", "rmsnorm"), DTYPES):
+        desc = NormDesc(kind, dtype, dtype, 1e-5)
+        for rows, n in ((1, 1), (5, 70), (40, 264), (9, 2304), (3, 8200), (2, 16384), (2, 33000)):
+            whole = torch.randn(rows, n + 1).to(dtype).to(DEVICE)
+            for x in (whole[:, :n].contiguous(), whole[:, 1:]):
+                given = [torch.randn(n).to(dtype).to(DEVICE) for _ in range(2)]
+                given = given[: 2 if kind == "layernorm" else 1]
+                _, *statistics = backend("cuda").bind(desc, DEVICE)(x, *given)
+                backend("cuda").bind(AddNormDesc(desc), DEVICE)(x, x, *given)
+                backward = backend("cuda").bind(NormBackwardDesc(desc), DEVICE)
+                backward(x, x, given[0], *statistics)
+                backward(x, x, given[0], *statistics, residual_grad=x)
+
+
 GROUPS = {
     "quantize": quantize,
     "pairs": pairs,
@@ -240,6 +259,7 @@ GROUPS = {
     "dequantize_and_column_sums": dequantize_and_column_sums,
     "microscaling": microscaling,
     "device_groups": device_groups,
+    "norms": norms,
     "gemm": gemm,
 }
 

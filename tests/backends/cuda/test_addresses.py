@@ -37,6 +37,16 @@ def gemm(a=at[1], a_scale=at[3], b=at[2], b_scale=at[4], d=at[5], workspace=at[6
         64, 64, 64, one, one, types.bfloat16, False, types.bfloat16, False, False, 16
     )
     E.Gemm(desc, 0, 0, 1).run(0, (a, a_scale, b, b_scale, 0, d, workspace, 0), 0)
+
+def norm(*, x=at[0], weight=at[3], y=at[1], rstd=at[4], mean=at[5], residual=()):
+    run = E.Norm(E.NormKind.layernorm, False, 1e-5, kind, kind, 0)
+    given = (weight, E.InputType.float32, 0, E.InputType.float32)
+    run((x, 64, 64, 64, *given, y, mean, rstd, *residual), 0)
+
+def norm_backward(*, grad=at[0], x=at[0], rstd=at[4], grad_x=at[1], workspace=at[6]):
+    run = E.Norm(E.NormKind.rmsnorm, False, 1e-5, kind, kind, 0)
+    weight = (at[3], E.InputType.float32)
+    run.backward((grad, 64, 64, 64, x, 64, *weight, 0, rstd, grad_x, at[5], 0, workspace), 0)
 """
 
 CASES = {
@@ -49,6 +59,18 @@ CASES = {
     "gemm b": "gemm(b=0)",
     "gemm scale": "gemm(a_scale=0)",
     "gemm d": "gemm(d=0)",
+    "norm of x": "norm(x=0)",
+    "norm by a weight": "norm(weight=0)",
+    "norm to y": "norm(y=0)",
+    "norm to rstd": "norm(rstd=0)",
+    "layernorm to a mean": "norm(mean=0)",
+    "norm of a sum with nothing": "norm(residual=(0, 64, at[1]))",
+    "norm of a sum to nothing": "norm(residual=(at[0], 64, 0))",
+    "norm backward of a gradient": "norm_backward(grad=0)",
+    "norm backward of x": "norm_backward(x=0)",
+    "norm backward by rstd": "norm_backward(rstd=0)",
+    "norm backward to grad_x": "norm_backward(grad_x=0)",
+    "norm backward without workspace": "norm_backward(workspace=0)",
     "scale update": "E.ScaleUpdate([(0, at[3], at[4], 0, 4, 3)], True, 0)(0)",
     "MXFP8": (
         "E.QuantizeMxfp8(E.Format.e4m3, kind, False, 448.0, 0)("

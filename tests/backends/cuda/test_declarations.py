@@ -14,11 +14,14 @@ from fp8core.backend_api import (
     ACTIVATIONS,
     ActivationBackwardDesc,
     ActivationDesc,
+    AddNormDesc,
     AmaxDesc,
     ColumnSumsDesc,
     DequantizeDesc,
     GemmDesc,
     GroupedGemmDesc,
+    NormBackwardDesc,
+    NormDesc,
     OpDesc,
     OperandSpec,
     QuantizeByAmaxDesc,
@@ -227,6 +230,14 @@ REFUSED: dict[str, tuple[OpDesc, str]] = {
         ColumnSumsDesc(torch.float64),
         "no column sums of torch.float64",
     ),
+    "norm of another kind": (
+        NormDesc("batchnorm", torch.bfloat16, torch.bfloat16, 1e-5),
+        "no kernels for a norm of kind 'batchnorm'",
+    ),
+    "float64 norm": (
+        NormBackwardDesc(NormDesc("rmsnorm", torch.float64, torch.float64, 1e-5)),
+        "no norm from torch.float64 to torch.float64",
+    ),
 }
 
 
@@ -246,6 +257,16 @@ def test_every_activation_runs(name: str) -> None:
     for dtype in DTYPES:
         for desc_type in (ActivationDesc, ActivationBackwardDesc):
             desc = desc_type(name, torch.bfloat16, dtype, params)
+            assert CudaBackend().unsupported(desc, CUDA) is None
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norms_run_between_any_dtypes(kind: str, zero_centered: bool) -> None:
+    for dtype, out_dtype in itertools.product(DTYPES, repeat=2):
+        norm = NormDesc(kind, dtype, out_dtype, 1e-5, zero_centered)
+        for desc in (norm, AddNormDesc(norm), NormBackwardDesc(norm)):
             assert CudaBackend().unsupported(desc, CUDA) is None
 
 

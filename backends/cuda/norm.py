@@ -1,0 +1,270 @@
+"""LayerNorm and RMSNorm by the native kernels: alone, of a sum with a residual, and backward."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from fp8core.backend_api import AddNormDesc, NormBackwardDesc, NormDesc
+from fp8core.errors import OperandError
+from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
+from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.stream import index_of, raw_stream
+
+__all__ = ["AddNorm", "Norm", "NormBackward", "norm_problem"]
+
+_FLOAT32 = torch.float32
+
+
+def norm_problem(desc: NormDesc) -> str | None:
+    """Say why the kernels cannot compute ``desc``, or None."""
+    if desc.kind not in ("layernorm", "rmsnorm"):
+        return f"no kernels for a norm of kind {desc.kind!r}"
+    if desc.dtype not in DTYPES or desc.out_dtype not in DTYPES:
+        return f"no norm from {desc.dtype} to {desc.out_dtype}"
+    return None
+
+
+class _Parameters:
+    """Brings parameters and statistics into the layout that the kernels read."""
+
+    __slots__ = ("_types",)
+
+    def __init__(self, native: Any) -> None:
+        names = native.InputType.__members__
+        self._types = {dtype: names[name] for dtype, name in DTYPES.items()}
+
+    def parameter(self, name: str, of: torch.Tensor, cols: int) -> tuple[torch.Tensor, Any]:
+        """Return a parameter ``[cols]``, contiguous, and the native library's name of its type."""
+        if of.shape != (cols,):
+            raise OperandError(f"norm of rows of {cols}: the {name} is {list(of.shape)}.")
+        kind = self._types.get(of.dtype)
+        if kind is None:
+            return of.float().contiguous(), self._types[_FLOAT32]
+        return of if of.is_contiguous() else of.contiguous(), kind
+
+    def statistic(self, name: str, of: torch.Tensor | None, rows: int) -> torch.Tensor:
+        """Return a statistic ``[rows]``, contiguous in float32."""
+        if of is None or of.shape != (rows,):
+            shape = None if of is None else list(of.shape)
+            raise OperandError(f"norm_backward of {rows} rows: the {name} is {shape}.")
+        return of.float().contiguous()  # which return a tensor that is so already as it is
+
+
+class Norm:
+    """The callable of a NormDesc: one call of the native library."""
+
+    __slots__ = ("_empty", "_has_mean", "_index", "_native_norm", "_out_dtype", "_own", "kernel")
+
+    def __init__(self, desc: NormDesc, device: torch.device, native: Any) -> None:
+        self._index = index_of(device)
+        self._empty = allocator(self._index)
+        self._has_mean = desc.kind == "layernorm"
+        self._out_dtype = desc.out_dtype
+        self._own = _Parameters(native)
+        self._native_norm = _native_norm(desc, desc.dtype, desc.out_dtype, self._index, native)
+        self.kernel = "fp8core::norm_rows"
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Return ``(y, mean or None, rstd)``; see the backend API."""
+        return self._run(*adjacent_columns(x), weight, bias)
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        stride: int,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *residual: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Normalize ``x``; its sum with a residual, given by the addresses of both and a stride."""
+        (rows, cols), empty = x.shape, self._empty
+        weight, weight_type = self._own.parameter("weight", weight, cols)
+        bias_address, bias_type = 0, weight_type
+        if bias is not None:
+            if not self._has_mean:
+                raise OperandError("rmsnorm: a bias was given; a layernorm has one, this has none.")
+            bias, bias_type = self._own.parameter("bias", bias, cols)
+            bias_address = bias.data_ptr()
+        y = empty((rows, cols), (cols, 1), self._out_dtype)
+        rstd = empty((rows,), (1,), _FLOAT32)
+        mean, mean_address = None, 0
+        if self._has_mean:
+            mean = empty((rows,), (1,), _FLOAT32)
+            mean_address = mean.data_ptr()
+        addresses = (
+            x.data_ptr(),
+            rows,
+            cols,
+            stride,
+            weight.data_ptr(),
+            weight_type,
+            bias_address,
+            bias_type,
+            y.data_ptr(),
+            mean_address,
+            rstd.data_ptr(),
+            *residual,
+        )
+        self._native_norm(addresses, raw_stream(self._index))
+        if not cols:  # the mean of nothing
+            for statistic in (rstd,) if mean is None else (mean, rstd):
+                statistic.fill_(torch.nan)
+        return y, mean, rstd
+
+
+class AddNorm(Norm):
+    """The callable of an AddNormDesc: one call of the native library."""
+
+    __slots__ = ("_dtype",)
+
+    def __init__(self, desc: AddNormDesc, device: torch.device, native: Any) -> None:
+        super().__init__(desc.norm, device, native)
+        self._dtype = desc.norm.dtype
+
+    def __call__(  # type: ignore[override]  # it takes one tensor more
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Return ``(sum, y, mean or None, rstd)``; see the backend API."""
+        if residual.shape != x.shape or residual.dtype != x.dtype:
+            raise OperandError(
+                f"add_norm: x is {x.dtype} {list(x.shape)}, the residual {residual.dtype} "
+                f"{list(residual.shape)}; they have one shape and dtype."
+            )
+        x, stride = adjacent_columns(x)
+        residual, residual_stride = adjacent_columns(residual)
+        total = self._empty(tuple(x.shape), (x.shape[1], 1), self._dtype)
+        added = (residual.data_ptr(), residual_stride, total.data_ptr())
+        return (total, *self._run(x, stride, weight, bias, *added))
+
+
+class NormBackward:
+    """The callable of a NormBackwardDesc: one call of the native library.
+
+    ``dtype`` is that of x and of the gradient, None for the norm's; others become float32.
+    """
+
+    __slots__ = (
+        "_desc",
+        "_device",
+        "_dtype",
+        "_empty",
+        "_has_mean",
+        "_index",
+        "_library",
+        "_native_backward",
+        "_num_partials",
+        "_own",
+        "kernel",
+    )
+
+    def __init__(
+        self,
+        desc: NormBackwardDesc,
+        device: torch.device,
+        native: Any,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._desc, self._device, self._library = desc, device, native
+        self._dtype = desc.norm.dtype if dtype is None else dtype
+        self._index = index_of(device)
+        self._empty = allocator(self._index)
+        self._has_mean = desc.norm.kind == "layernorm"
+        self._own = _Parameters(native)
+        norm = _native_norm(desc.norm, self._dtype, desc.norm.dtype, self._index, native)
+        self._native_backward = norm.backward
+        self._num_partials = functools.lru_cache(maxsize=256)(norm.backward_partials)
+        self.kernel = "fp8core::norm_backward_rows"
+
+    def __call__(
+        self,
+        grad_output: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        mean: torch.Tensor | None,
+        rstd: torch.Tensor,
+        *,
+        residual_grad: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return ``(grad_x, grad_weight, grad_bias or None)``; see the backend API.
+
+        ``residual_grad`` is added to ``grad_x``, after it is rounded, and the sum is rounded again.
+        """
+        if grad_output.dtype != self._dtype or x.dtype != self._dtype:
+            in_float32 = NormBackward(self._desc, self._device, self._library, _FLOAT32)
+            wide = (grad_output.float(), x.float())
+            return in_float32(*wide, weight, mean, rstd, residual_grad=residual_grad)
+        (rows, cols), empty = grad_output.shape, self._empty
+        if x.shape != grad_output.shape:
+            raise OperandError(
+                f"norm_backward: x is {list(x.shape)}, the gradient {list(grad_output.shape)}; "
+                "they have one shape."
+            )
+        grad_output, stride = adjacent_columns(grad_output)
+        x, x_stride = adjacent_columns(x)
+        weight, weight_type = self._own.parameter("weight", weight, cols)
+        rstd = self._own.statistic("rstd", rstd, rows)
+        grad_x = empty((rows, cols), (cols, 1), self._desc.norm.dtype)
+        grad_weight = empty((cols,), (1,), _FLOAT32)
+        grad_bias, mean_address, grad_bias_address, parameters = None, 0, 0, 1
+        if self._has_mean:
+            mean = self._own.statistic("mean", mean, rows)
+            grad_bias = empty((cols,), (1,), _FLOAT32)
+            mean_address, grad_bias_address = mean.data_ptr(), grad_bias.data_ptr()
+            parameters = 2
+        if not (rows and cols):
+            grad_weight.zero_()
+            if grad_bias is not None:
+                grad_bias.zero_()
+            return grad_x, grad_weight, grad_bias
+        size = self._num_partials(rows, cols) * parameters * cols
+        workspace = empty((size,), (1,), _FLOAT32)
+        addresses: tuple[Any, ...] = (
+            grad_output.data_ptr(),
+            rows,
+            cols,
+            stride,
+            x.data_ptr(),
+            x_stride,
+            weight.data_ptr(),
+            weight_type,
+            mean_address,
+            rstd.data_ptr(),
+            grad_x.data_ptr(),
+            grad_weight.data_ptr(),
+            grad_bias_address,
+            workspace.data_ptr(),
+        )
+        if residual_grad is not None:
+            if residual_grad.shape != grad_x.shape or residual_grad.dtype != grad_x.dtype:
+                raise OperandError(
+                    f"norm_backward: grad_x is {grad_x.dtype} {list(grad_x.shape)}, the residual's "
+                    f"gradient {residual_grad.dtype} {list(residual_grad.shape)}; they are added."
+                )
+            residual_grad, residual_stride = adjacent_columns(residual_grad)
+            addresses = (*addresses, residual_grad.data_ptr(), residual_stride)
+        self._native_backward(addresses, raw_stream(self._index))
+        return grad_x, grad_weight, grad_bias
+
+
+def _native_norm(
+    desc: NormDesc, dtype: torch.dtype, out_dtype: torch.dtype, index: int, native: Any
+) -> Any:
+    """Return the native norm that reads ``dtype`` and writes ``out_dtype``."""
+    types = native.InputType.__members__
+    return native.Norm(
+        native.NormKind.__members__[desc.kind],
+        desc.zero_centered,
+        desc.eps,
+        types[DTYPES[dtype]],
+        types[DTYPES[out_dtype]],
+        index,
+    )
