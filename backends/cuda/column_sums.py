@@ -25,7 +25,7 @@ class ColumnSums:
         self._empty = allocator(self._index)
         input_type = native.InputType.__members__[DTYPES[desc.dtype]]
         self._native_sums = native.ColumnSums(input_type, self._index)
-        self.kernel = "fp8core::sum_parts"
+        self.kernel = "fp8core::sum_tiles"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sums over the rows of ``x [rows, n]``, float32 ``[n]``.

@@ -7,8 +7,8 @@
 namespace fp8core {
 
 std::int64_t ColumnSumsDesc::workspace_floats(std::int64_t rows, std::int64_t cols) const {
-  const std::int64_t parts = num_row_parts(rows, cols);
-  return parts == 1 ? 0 : parts * cols;
+  const std::int64_t tiles = num_row_tiles(rows);
+  return tiles <= kFewTiles ? 0 : tiles * cols;
 }
 
 void column_sums(const ColumnSumsDesc& desc, const ColumnSumsArguments& arguments,

@@ -1,5 +1,5 @@
-// Column sums without atomics: a block of threads adds a part of the rows of 256 columns, a second
-// kernel adds the parts, each in a fixed order.
+// Column sums without atomics: a block of threads adds 128 rows of 256 columns, a second kernel
+// adds the rows of tiles, each in a fixed order.
 #include "column_sums.h"
 
 #include "../element.h"
@@ -9,12 +9,15 @@
 namespace fp8core {
 namespace {
 
-constexpr int kThreads = 32 * kSumRowLanes;
+constexpr int kColumns = 256;  // of a tile; kTile rows
+constexpr int kWarps = 8;      // each adds 16 rows of a tile
+constexpr int kThreads = 32 * kWarps;
 
 struct Params {
   Matrix x;
-  int rows_per_part = 0;
-  float* sums = nullptr;  // [parts, cols]
+  unsigned column_tiles = 0;
+  int tiles_per_block = 1;  // one below the other
+  float* sums = nullptr;    // [rows of blocks, cols]
 };
 
 // Eight columns of a row, read by a thread of a warp that reads 256. As vectors they are adjacent,
@@ -49,46 +52,64 @@ struct Columns<T, false> {
   }
 };
 
-// Thread (warp, lane) adds rows warp, warp + 8, ... of the part, of eight columns, one row after
-// the other; then the eight warps are added. So the order is the same for both ways to read.
+// The sums of a thread's eight columns over 16 rows, of which the first `rows` are in the tensor:
+// eight rows one after the other, and the next eight; added to `pairs`, which are zero.
+template <typename Piece, typename T>
+__device__ void add_rows(const T* from, int64_t stride, int rows, int lane, int left,
+                         float (&pairs)[8]) {
+#pragma unroll 1  // or there are too few registers
+  for (int half = 0; half < 2; ++half) {
+    float sums[8] = {};
+#pragma unroll
+    for (int first = 0; first < 8; first += Piece::kLoads) {
+      Piece x[Piece::kLoads];
+#pragma unroll
+      for (int i = 0; i < Piece::kLoads; ++i) {
+        if (half * 8 + first + i < rows)
+          x[i].load(from, lane, left);
+        else
+          x[i].clear();
+        from += stride;
+      }
+#pragma unroll
+      for (int i = 0; i < Piece::kLoads; ++i) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sums[j] = __fadd_rn(sums[j], x[i][j]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) pairs[j] = __fadd_rn(pairs[j], sums[j]);
+  }
+}
+
+// kVectors: rows are read as vectors. The order of the additions is the same for both.
 template <typename T, bool kVectors>
 __global__ void __launch_bounds__(kThreads, kVectors ? 4 : 3)
-    sum_parts(const __grid_constant__ Params p) {
+    sum_tiles(const __grid_constant__ Params p) {
   using Piece = Columns<T, kVectors>;
-  __shared__ alignas(16) float shared[kSumRowLanes][kSumColumns];
+  __shared__ alignas(16) float shared[kWarps][kColumns];
   const Matrix& m = p.x;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t first_column = static_cast<int64_t>(blockIdx.x) * kSumColumns;
-  const int left = static_cast<int>(min(m.cols - first_column, int64_t{kSumColumns}));
-  const int64_t first_row = static_cast<int64_t>(blockIdx.y) * p.rows_per_part;
-  const int rows = static_cast<int>(min(m.rows - first_row, int64_t{p.rows_per_part}));
-  const int64_t step = kSumRowLanes * m.stride;
-  const T* from = static_cast<const T*>(m.data) + (first_row + warp) * m.stride + first_column;
-  float totals[8] = {};
-  for (int row = warp; row < rows; row += Piece::kLoads * kSumRowLanes) {
-    Piece x[Piece::kLoads];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = threadIdx.x;
+  const int64_t block_row = blockIdx.x / p.column_tiles;
+  const int64_t column = static_cast<int64_t>(blockIdx.x % p.column_tiles) * kColumns;
+  const int left = static_cast<int>(min(m.cols - column, int64_t{kColumns}));
+  float total = 0.0f;
+  for (int tile = 0; tile < p.tiles_per_block; ++tile) {
+    const int64_t row = (block_row * p.tiles_per_block + tile) * kTile + warp * 16;
+    const int rows = static_cast<int>(max(int64_t{0}, min(m.rows - row, int64_t{16})));
+    float pairs[8] = {};
+    add_rows<Piece>(static_cast<const T*>(m.data) + row * m.stride + column, m.stride, rows, lane,
+                    left, pairs);
+    if (tile > 0) __syncthreads();  // the tile before has been read
 #pragma unroll
-    for (int i = 0; i < Piece::kLoads; ++i) {
-      if (row + i * kSumRowLanes < rows)
-        x[i].load(from, lane, left);
-      else
-        x[i].clear();
-      from += step;
-    }
+    for (int i = 0; i < 8; ++i) shared[warp][Piece::position(lane, i)] = pairs[i];
+    __syncthreads();
+    float sum = shared[0][own];
 #pragma unroll
-    for (int i = 0; i < Piece::kLoads; ++i) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) totals[j] += x[i][j];
-    }
+    for (int i = 1; i < kWarps; ++i) sum = __fadd_rn(sum, shared[i][own]);
+    total = tile == 0 ? sum : __fadd_rn(total, sum);
   }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) shared[warp][Piece::position(lane, i)] = totals[i];
-  __syncthreads();
-  if (static_cast<int>(threadIdx.x) >= left) return;
-  float total = shared[0][threadIdx.x];
-#pragma unroll
-  for (int i = 1; i < kSumRowLanes; ++i) total += shared[i][threadIdx.x];
-  p.sums[blockIdx.y * m.cols + first_column + threadIdx.x] = total;
+  if (own < left) p.sums[block_row * m.cols + column + own] = total;
 }
 
 constexpr int kPartLanes = 32;
@@ -115,11 +136,11 @@ __global__ void __launch_bounds__(32 * kPartLanes)
 }
 
 template <typename T>
-void launch(const Params& p, dim3 grid, bool reads_vectors, cudaStream_t stream) {
+void launch(const Params& p, unsigned blocks, bool reads_vectors, cudaStream_t stream) {
   if (reads_vectors)
-    sum_parts<T, /*kVectors=*/true><<<grid, kThreads, 0, stream>>>(p);
+    sum_tiles<T, /*kVectors=*/true><<<blocks, kThreads, 0, stream>>>(p);
   else
-    sum_parts<T, /*kVectors=*/false><<<grid, kThreads, 0, stream>>>(p);
+    sum_tiles<T, /*kVectors=*/false><<<blocks, kThreads, 0, stream>>>(p);
   FP8CORE_CUDA(cudaGetLastError());
 }
 
@@ -129,22 +150,27 @@ void launch_column_sums(const ColumnSumsDesc& desc, const ColumnSumsArguments& a
                         cudaStream_t stream) {
   const DeviceGuard guard(desc.device);
   const Matrix& x = arguments.x;
-  const int64_t parts = num_row_parts(x.rows, x.cols);
-  const int64_t tiles = (x.cols + kSumColumns - 1) / kSumColumns;
-  FP8CORE_CHECK(tiles < (int64_t{1} << 28), "column_sums: ", x.cols,
-                " columns, more than a grid takes");
+  const int64_t tiles = num_row_tiles(x.rows), column_tiles = (x.cols + kColumns - 1) / kColumns;
+  const bool is_one_launch = tiles <= kFewTiles;
+  const int64_t blocks = is_one_launch ? column_tiles : tiles * column_tiles;
+  FP8CORE_CHECK(blocks < (int64_t{1} << 31), "column_sums: ", x.rows, " x ", x.cols,
+                " elements, more than a grid takes");
   Params p;
   p.x = x;
-  p.rows_per_part = static_cast<int>((x.rows + parts - 1) / parts);
-  p.sums = parts == 1 ? arguments.sums : arguments.workspace;
-  const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(parts));
+  p.column_tiles = static_cast<unsigned>(column_tiles);
+  p.tiles_per_block = is_one_launch ? static_cast<int>(tiles) : 1;
+  p.sums = is_one_launch ? arguments.sums : arguments.workspace;
   with_type(desc.input, [&](auto type) {
-    launch<ElementOf<type()>>(p, grid, reads_vectors(x, desc.input), stream);
+    launch<ElementOf<type()>>(p, static_cast<unsigned>(blocks), reads_vectors(x, desc.input),
+                              stream);
   });
-  if (parts == 1) return;
-  const auto blocks = static_cast<unsigned>((x.cols + 31) / 32);
-  add_parts<<<blocks, 32 * kPartLanes, 0, stream>>>(arguments.workspace, static_cast<int>(parts),
-                                                    x.cols, arguments.sums);
+  if (!is_one_launch) launch_add_parts(p.sums, tiles, x.cols, arguments.sums, stream);
+}
+
+void launch_add_parts(const float* parts, std::int64_t count, std::int64_t cols, float* sums,
+                      cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>((cols + 31) / 32);
+  add_parts<<<blocks, 32 * kPartLanes, 0, stream>>>(parts, static_cast<int>(count), cols, sums);
   FP8CORE_CUDA(cudaGetLastError());
 }
 

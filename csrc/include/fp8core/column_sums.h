@@ -1,8 +1,6 @@
 // The sums over the rows of x [rows, cols], float32: the gradient of a bias.
 #pragma once
 
-#include <algorithm>
-
 #include "fp8core/quantize.h"
 
 namespace fp8core {
@@ -24,7 +22,7 @@ struct ColumnSumsArguments {
   auto fields() { return std::tie(x, sums, workspace); }
 };
 
-// Adds in an order that follows from the size of x alone: not from addresses, strides or the
+// Adds in an order that follows from the number of rows alone: not from addresses, strides or the
 // device. Two launches where there is a workspace, else one; none if x has no elements.
 void column_sums(const ColumnSumsDesc& desc, const ColumnSumsArguments& arguments,
                  StreamHandle stream);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from fp8core_backends.cuda import column_sums
 from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, EMPTY, SHAPES, backend
 
 on_device = pytest.mark.needs_accelerator("cuda")
-# One part and several, whole and ragged ones; one tile of columns and several; a long sum.
+# One launch and two, whole and ragged tiles; one tile of columns and several; a long sum.
 MORE = ((257, 256), (320, 264), (4097, 520), (8192, 4096), (70_000, 24), (24, 70_000), (100_000, 1))
 # Vectors at aligned addresses; else elements, in the same order.
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -55,6 +56,26 @@ def test_bits_do_not_depend_on_the_layout(
     assert torch.equal(sums(laid), sums(x))
 
 
+def in_order(x: torch.Tensor) -> torch.Tensor:
+    """Return the sums in the order that csrc/cuda/sums/column_sums.h gives, in float32."""
+    rows, cols = x.shape
+    x = torch.nn.functional.pad(x.float(), (0, 0, 0, -rows % 4096))  # 32 tiles of 128 rows
+    eighths = reduce(torch.add, x.view(-1, 8, 2, 8, cols).unbind(3))  # [tiles, warps, halves, cols]
+    tiles = reduce(torch.add, eighths.sum(2).unbind(1))
+    lanes = reduce(torch.add, tiles.view(-1, 32, cols))
+    for half in (16, 8, 4, 2, 1):
+        lanes = lanes[:half] + lanes[half:]
+    return lanes[0]
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (128, 64), (200, 264), (257, 261), (9000, 264)], ids=str)
+def test_rows_are_added_in_one_order(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = torch.randn(shape).to(dtype)
+    assert torch.equal(sums(x.to(DEVICE)).cpu(), in_order(x))
+
+
 @on_device
 def test_every_run_gives_the_same_bits() -> None:
     x = torch.randn(8192, 3072, device=DEVICE).bfloat16()
@@ -91,7 +112,7 @@ def test_bias_of_a_layer_is_trained_by_them(name: str | None) -> None:
     assert torch.equal(layer.bias.grad, sums(grad).bfloat16())
     (line,) = [one for one in fp8core.explain(layer).lines if one.step == "bias gradient"]
     assert line.choice is not None
-    assert (line.choice.backend, line.kernel) == ("cuda", "fp8core::sum_parts")
+    assert (line.choice.backend, line.kernel) == ("cuda", "fp8core::sum_tiles")
 
 
 class Native:
