@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.benchmarks.layers_gpu import __main__ as command
-from tests.benchmarks.layers_gpu import bars, cases, cell, contestants, limits, report
+from tests.benchmarks.layers_gpu import bars, cases, cell, contestants, data, limits, report
 from tests.benchmarks.layers_gpu.cases import Case
 from tests.benchmarks.layers_gpu.results import Results, rows
 from tests.benchmarks.measuring import records, turns
@@ -66,7 +66,7 @@ def test_runs_merge_by_their_ratios() -> None:
 
 
 def test_the_limit_is_the_products_and_the_bytes_at_the_copy_s_rate() -> None:
-    total = sum(one.bytes for one in CASE.ideal_bytes("delayed"))
+    total = sum(one.bytes for one in data.step_bytes(CASE, "delayed"))
     copy_us = 250.0
     wanted = 6000.0 + copy_us * total / 2**30
     results = Results(
@@ -82,7 +82,7 @@ def test_the_limit_is_the_products_and_the_bytes_at_the_copy_s_rate() -> None:
 
 def test_ideal_bytes_of_the_step_of_the_issue() -> None:
     """LayerNormMLP at 8B, delayed: about 0.73 ms at 4.25 TB/s besides weights' casts."""
-    found = dict(CASE.ideal_bytes("delayed"))
+    found = dict(data.step_bytes(CASE, "delayed"))
     tokens, hidden, ffn = CASE.size
     assert list(found) == [
         *("rmsnorm + cast", "weight1 cast", "weight2 cast", "swiglu + cast"),
@@ -97,10 +97,10 @@ def test_ideal_bytes_of_the_step_of_the_issue() -> None:
 
 
 def test_a_layer_without_a_recipe_casts_nothing() -> None:
-    assert CASE.ideal_bytes("bf16")
-    assert not [one for one in CASE.ideal_bytes("bf16") if "cast" in one.op]
-    assert Case("linear", "8B").ideal_bytes("bf16") == []
-    names = [one.op for one in Case("linear", "8B").ideal_bytes("block")]
+    assert data.step_bytes(CASE, "bf16")
+    assert not [one for one in data.step_bytes(CASE, "bf16") if "cast" in one.op]
+    assert data.step_bytes(Case("linear", "8B"), "bf16") == []
+    names = [one.op for one in data.step_bytes(Case("linear", "8B"), "block")]
     assert names == ["input cast", "weight cast", "grad_output cast"]
 
 
@@ -245,11 +245,11 @@ class Starts:
     """Keeps the jobs that were started, and writes what their processes would."""
 
     def __init__(self, codes: Sequence[int] = ()) -> None:
-        self.jobs: list[cell.Job] = []
+        self.jobs: list[cases.Job] = []
         self.processes: list[FakeProcess] = []
         self._codes = list(codes)
 
-    def __call__(self, job: cell.Job) -> Any:
+    def __call__(self, job: cases.Job) -> Any:
         self.jobs.append(job)
         self.processes.append(FakeProcess(self._codes.pop(0) if self._codes else 0))
         for measure in job.measures:
@@ -315,7 +315,7 @@ def test_a_process_that_fails_does_not_stop_the_others(
 
 
 def test_a_process_whose_input_ends_measures_nothing(tmp_path: Path) -> None:
-    job = cell.Job(Case("linear", "tiny"), ("bf16",), ("graph",), ("fp8core",), str(tmp_path))
+    job = cases.Job(Case("linear", "tiny"), ("bf16",), ("graph",), ("fp8core",), str(tmp_path))
     process = command._start(job)
     process.communicate("")
     assert process.returncode == 0
@@ -323,8 +323,8 @@ def test_a_process_whose_input_ends_measures_nothing(tmp_path: Path) -> None:
 
 
 def test_a_job_survives_the_command_line() -> None:
-    job = cell.Job(CASE, ("bf16", "block"), ("graph",), ("te", "torch"), "out", deadline=12.5)
-    assert cell.Job.from_json(job.to_json()) == job
+    job = cases.Job(CASE, ("bf16", "block"), ("graph",), ("te", "torch"), "out", deadline=12.5)
+    assert cases.Job.from_json(job.to_json()) == job
 
 
 def test_contestants_are_those_of_recipes_and_libraries() -> None:
@@ -343,13 +343,13 @@ def test_the_exact_results_are_those_of_float64() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(cases.SIZES, "tiny", size)
             case = Case(layer, "tiny")
-            data = cases.make_data(case, torch.device("cpu"))
-            exact = cases.exact_results(case, data)
-            model, parameters = contestants.torch_model(case, data)
+            given = data.make_data(case, torch.device("cpu"))
+            exact = data.exact_results(case, given)
+            model, parameters = contestants.torch_model(case, given)
             model.double()
-            x = data.x.double().requires_grad_()
+            x = given.x.double().requires_grad_()
             y = model(x)
-            y.backward(data.grad.double())
+            y.backward(given.grad.double())
         # double() replaced the data of the parameters, not the parameters
         got = {"y": y.detach(), "x": x.grad} | {key: p.grad for key, p in parameters.items()}
         assert got.keys() == exact.keys()
@@ -378,7 +378,7 @@ def test_a_trial_run_on_the_cpu_writes_all_measures(
     case = Case(layer, "tiny")
     recipes = ("bf16", "delayed", "block")
     libraries = ("torch", "fp8core", "te")
-    job = cell.Job(
+    job = cases.Job(
         case, recipes, ("figures", "graph", "eager", "host"), libraries, str(tmp_path), 5.0
     )
     cell.run_cell(job, HOST)
@@ -414,19 +414,30 @@ def test_a_trial_run_on_the_cpu_writes_all_measures(
 @pytest.mark.usefixtures("trial")
 def test_the_products_are_those_of_the_layer() -> None:
     case = Case("mlp_swiglu", "tiny")
-    data = cases.make_data(case, torch.device("cpu"))
+    given = data.make_data(case, torch.device("cpu"))
     shapes = [
         *((64, 256), (64, 64), (256, 64)),  # fc1: tokens x 2 ffn, tokens x hidden, weight
         *((64, 64), (64, 128), (64, 128)),  # fc2
     ]
     for name in cases.RECIPES:
-        results = limits.products_step(case, name, data, HOST)()
+        results = limits.products_step(case, name, given, HOST)()
         assert isinstance(results, list)
         assert [tuple(result.shape) for result in results] == shapes
-        wanted = data.parameters["fc1_weight"].float()
+        wanted = given.parameters["fc1_weight"].float()
         first = results[0].float()
-        exact = data.x.float() @ wanted.t()
+        exact = given.x.float() @ wanted.t()
         assert ((first - exact).norm() / exact.norm()).item() < 0.06
+
+
+def test_the_command_imports_no_torch_to_measure(tmp_path: Path) -> None:
+    """Its processes do, all at once but for the first."""
+    code = (
+        "import sys; from unittest.mock import MagicMock;"
+        "from tests.benchmarks.layers_gpu.__main__ import main;"
+        f"main(['--seconds', '-1', '--out', {str(tmp_path)!r}], lambda job: MagicMock());"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_processes_are_python_modules() -> None:

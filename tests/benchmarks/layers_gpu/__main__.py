@@ -42,9 +42,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.benchmarks.layers_gpu import report
-from tests.benchmarks.layers_gpu.cases import LAYERS, RECIPES, SIZES, Case
-from tests.benchmarks.layers_gpu.cell import DONE, FIGURES, KERNELS, TURNS, Job
+from tests.benchmarks.layers_gpu.cases import (
+    DONE,
+    FIGURES,
+    KERNELS,
+    LAYERS,
+    RECIPES,
+    SIZES,
+    TURNS,
+    Case,
+    Job,
+)
 from tests.benchmarks.measuring import records
 
 LIBRARIES = ("torch", "torch.compile", "torchao", "te", "fp8core")
@@ -55,11 +63,13 @@ Start = Callable[[Job], "subprocess.Popen[str]"]
 def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> int:
     """Measure, or print and draw what was measured; return the number of processes that failed."""
     args = _parse(arguments)
-    if args.bytes:
-        print(report.bytes_table(_cases(args), args.recipe))
-        return 0
-    if args.merge:
-        report.write(records.read(*args.merge), args.plot)
+    if args.bytes or args.merge:
+        from tests.benchmarks.layers_gpu import report  # which imports torch; see cases.py
+
+        if args.bytes:
+            print(report.bytes_table(_cases(args), args.recipe))
+        else:
+            report.write(records.read(*args.merge), args.plot)
         return 0
     began = time.time()
     deadline = began + args.seconds

@@ -1,31 +1,29 @@
-"""What is measured: the layers, their sizes, and the same data for every contestant."""
+"""What is measured: layers, sizes, recipes, and the job of one process.
+
+Imports no torch, which takes seconds: the command itself does without, its processes import it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-import torch
-
-from fp8core import recipe
-from fp8core.backend_api import GATED
-from fp8core.recipe.plan import HIGH_PRECISION, LayerRole, LinearPlan
-from tests.benchmarks.measuring import ideal_bytes
-
 __all__ = [
+    "DONE",
     "EPS",
+    "FIGURES",
+    "FILE",
     "HIGH",
+    "KERNELS",
     "LAYERS",
     "RECIPES",
     "SIZES",
+    "TURNS",
     "Case",
-    "Data",
+    "Job",
     "Layer",
     "Size",
-    "exact_results",
-    "make_data",
-    "plan_of",
 ]
 
 EPS = 1e-5
@@ -52,16 +50,20 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer without biases: a norm or None, one linear or two with an activation between."""
+    """A layer without biases: a norm or None, one linear or two with an activation between.
+
+    A gated activation takes twice as many features as it returns.
+    """
 
     title: str
     norm: str | None = None
     activation: str | None = None
+    is_gated: bool = False
 
     def linears(self, size: Size) -> tuple[tuple[int, int], ...]:
         """Return ``(in_features, out_features)`` of each linear."""
         if self.activation is not None:
-            inner = size.ffn * (2 if self.activation in GATED else 1)
+            inner = size.ffn * (2 if self.is_gated else 1)
             return (size.hidden, inner), (size.ffn, size.hidden)
         return ((size.hidden, size.ffn if self.norm is None else 3 * size.hidden),)
 
@@ -69,7 +71,7 @@ class Layer:
 LAYERS = {
     "linear": Layer("Linear"),
     "norm_linear": Layer("LayerNormLinear (RMSNorm)", "rmsnorm"),
-    "mlp_swiglu": Layer("LayerNormMLP (RMSNorm, SwiGLU)", "rmsnorm", "swiglu"),
+    "mlp_swiglu": Layer("LayerNormMLP (RMSNorm, SwiGLU)", "rmsnorm", "swiglu", True),
     "mlp_gelu": Layer("LayerNormMLP (LayerNorm, GELU)", "layernorm", "gelu"),
 }
 
@@ -106,93 +108,42 @@ class Case(NamedTuple):
         shapes |= {name: (n, k) for name, (k, n) in zip(names, self.linears, strict=True)}
         return shapes
 
-    def ideal_bytes(self, recipe_name: str) -> list[ideal_bytes.OpBytes]:
-        """Return the memory-bound operations of a step and their fewest bytes."""
-        return list(
-            ideal_bytes.layer(
-                self.size.tokens,
-                self.linears,
-                norm_kind=self.layer.norm,
-                activation_name=self.layer.activation,
-                plan=dict(plan_of(recipe_name).tensors),
-            )
-        )
+
+TURNS = ("graph", "eager", "host")
+"""Measures that are taken in turns."""
+FIGURES, KERNELS = "figures", "kernels"
+FILE = "layers"
+"""The name of the one file that all processes add to, one after the other."""
+DONE = "done"
+"""Of a record which says that a measure was taken, and for which recipes and libraries."""
 
 
-def plan_of(recipe_name: str) -> LinearPlan:
-    """Return how a recipe quantizes a linear's tensors; without a recipe, not at all."""
-    if recipe_name == HIGH:
-        return HIGH_PRECISION
-    plan = recipe.by_name(recipe_name).plan(LayerRole("linear"), torch.bfloat16)
-    assert isinstance(plan, LinearPlan)
-    return plan
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one process measures.
 
+    ``seconds`` is the most that each measure's turns take; ``deadline`` (Unix time) ends them
+    earlier, and no measure begins after it.
+    """
 
-class Data(NamedTuple):
-    """What every contestant gets: parameters by name, the input, the gradient of the output."""
+    case: Case
+    recipes: tuple[str, ...]
+    measures: tuple[str, ...]
+    libraries: tuple[str, ...]
+    out: str
+    seconds: float = 15.0
+    width: float = 0.01
+    deadline: float = float("inf")
 
-    parameters: dict[str, torch.Tensor]
-    x: torch.Tensor
-    grad: torch.Tensor
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """Return the job that ``json.dumps(asdict(job))`` wrote."""
+        fields = json.loads(text)
+        fields["case"] = Case(*fields["case"])
+        for name in ("recipes", "measures", "libraries"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
 
-
-def make_data(case: Case, device: torch.device) -> Data:
-    """Return normal data from the seed 0: weights of variance 1 / k, gradients times 0.01."""
-    torch.manual_seed(0)
-    parameters = {
-        name: _parameter(name, shape, device).bfloat16()
-        for name, shape in case.parameter_shapes().items()
-    }
-    tokens, (k, _), (_, n) = case.size.tokens, case.linears[0], case.linears[-1]
-    x = torch.randn(tokens, k, device=device).bfloat16()
-    return Data(parameters, x, (torch.randn(tokens, n, device=device) * 1e-2).bfloat16())
-
-
-def _parameter(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    values: torch.Tensor = torch.randn(shape, device=device)
-    if len(shape) == 2:
-        return values * float(shape[1] ** -0.5)
-    return values * 0.1 + (1.0 if name.endswith("weight") else 0.0)
-
-
-_NORMS: dict[str, Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]] = {
-    "rmsnorm": lambda x, own: torch.nn.functional.rms_norm(
-        x, x.shape[-1:], own["layer_norm_weight"], EPS
-    ),
-    "layernorm": lambda x, own: torch.nn.functional.layer_norm(
-        x, x.shape[-1:], own["layer_norm_weight"], own["layer_norm_bias"], EPS
-    ),
-}
-
-
-def _swiglu(x: torch.Tensor) -> torch.Tensor:
-    activated, factor = x.chunk(2, dim=-1)
-    return torch.nn.functional.silu(activated) * factor
-
-
-ACTIVATION_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "swiglu": _swiglu,
-    "gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-}
-
-
-def exact_results(case: Case, data: Data) -> dict[str, torch.Tensor]:
-    """Return the output and all gradients in float32: ``y``, ``x``, and the parameters by name."""
-    own = {name: value.float().requires_grad_() for name, value in data.parameters.items()}
-    x = data.x.float().requires_grad_()
-    y = x
-    if case.layer.norm is not None:
-        y = _NORMS[case.layer.norm](y, own)
-    first, *rest = (value for name, value in own.items() if not name.startswith("layer_norm"))
-    y = torch.nn.functional.linear(y, first)  # [tokens, k] x [n, k] -> [tokens, n]
-    for weight in rest:
-        assert case.layer.activation is not None
-        y = ACTIVATION_FUNCTIONS[case.layer.activation](y)
-        y = torch.nn.functional.linear(y, weight)  # [tokens, ffn] x [hidden, ffn]
-    y.backward(data.grad.float())
-    gradients = {"x": x, **own}
-    results = {"y": y.detach()}
-    for name, tensor in gradients.items():
-        assert tensor.grad is not None
-        results[name] = tensor.grad
-    return results
+    def to_json(self) -> str:
+        """Return the job as one line."""
+        return json.dumps(asdict(self))

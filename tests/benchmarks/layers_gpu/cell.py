@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import gc
 import importlib
-import json
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.benchmarks.layers_gpu import limits, measures
-from tests.benchmarks.layers_gpu.cases import Case, Data, exact_results, make_data
+from tests.benchmarks.layers_gpu.cases import DONE, FIGURES, FILE, KERNELS, Job
 from tests.benchmarks.layers_gpu.contestants import (
     COMPILED_BF16,
     CONTESTANTS,
@@ -30,55 +29,18 @@ from tests.benchmarks.layers_gpu.contestants import (
     Contestant,
     stepper,
 )
+from tests.benchmarks.layers_gpu.data import Data, exact_results, make_data
 from tests.benchmarks.measuring import records, turns
 from tests.benchmarks.measuring.device import CUDA, Chip, Device, versions, without_collections
 
-__all__ = ["DONE", "FIGURES", "KERNELS", "TURNS", "Job", "contestants_of", "run_cell"]
+__all__ = ["contestants_of", "run_cell"]
 
-TURNS = ("graph", "eager", "host")
-"""Measures that are taken in turns."""
-FIGURES, KERNELS = "figures", "kernels"
-FILE = "layers"
-"""The name of the one file that all processes add to, one after the other."""
-DONE = "done"
-"""Of a record which says that a measure was taken, and for which recipes and libraries."""
 SHOWN_KERNELS = 25
 WARM_UP_STEPS = 3
 """The first compiles, allocates and times algorithms; the second is the first with delayed scales
 that follow from the data; after the third the gradients' scales have settled as well."""
 _SAMPLES = {"torch": "torch bf16", "te": "te current", "fp8core": "fp8core current"}
 _MODULES = {"te": "transformer_engine.pytorch", "torchao": "torchao.float8"}
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What one process measures.
-
-    ``seconds`` is the most that each measure's turns take; ``deadline`` (Unix time) ends them
-    earlier, and no measure begins after it.
-    """
-
-    case: Case
-    recipes: tuple[str, ...]
-    measures: tuple[str, ...]
-    libraries: tuple[str, ...]
-    out: str
-    seconds: float = 15.0
-    width: float = 0.01
-    deadline: float = float("inf")
-
-    @classmethod
-    def from_json(cls, text: str) -> Job:
-        """Return the job that ``json.dumps(asdict(job))`` wrote."""
-        fields = json.loads(text)
-        fields["case"] = Case(*fields["case"])
-        for name in ("recipes", "measures", "libraries"):
-            fields[name] = tuple(fields[name])
-        return cls(**fields)
-
-    def to_json(self) -> str:
-        """Return the job as one line."""
-        return json.dumps(asdict(self))
 
 
 def contestants_of(recipes: Sequence[str], libraries: Sequence[str]) -> tuple[str, ...]:

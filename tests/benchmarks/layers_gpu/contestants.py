@@ -10,7 +10,8 @@ import torch
 
 import fp8core
 from fp8core import recipe
-from tests.benchmarks.layers_gpu.cases import ACTIVATION_FUNCTIONS, EPS, HIGH, RECIPES, Case, Data
+from tests.benchmarks.layers_gpu.cases import EPS, HIGH, RECIPES, Case
+from tests.benchmarks.layers_gpu.data import ACTIVATION_FUNCTIONS, Data
 
 __all__ = [
     "COMPILED_BF16",

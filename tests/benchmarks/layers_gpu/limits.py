@@ -14,7 +14,8 @@ import torch
 from fp8core.backend_api import GemmDesc, Operand, Quantized, QuantizeDesc
 from fp8core.chain.linear import LinearShape
 from fp8core.recipe.plan import TensorPlan
-from tests.benchmarks.layers_gpu.cases import HIGH, Case, Data, plan_of
+from tests.benchmarks.layers_gpu.cases import HIGH, Case
+from tests.benchmarks.layers_gpu.data import Data, plan_of
 from tests.benchmarks.measuring.device import Device
 
 __all__ = ["COPY", "COPY_BYTES", "copy_step", "limit_us", "products_name", "products_step"]

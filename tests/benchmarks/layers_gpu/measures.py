@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.benchmarks.layers_gpu.cases import Data
 from tests.benchmarks.layers_gpu.contestants import Contestant
+from tests.benchmarks.layers_gpu.data import Data
 from tests.benchmarks.measuring.device import Device
 
 __all__ = ["Held", "Kernel", "held_and_errors", "kernels_of", "peak_mib", "weight_copies_mib"]

@@ -10,6 +10,7 @@ from tests.benchmarks.layers_gpu import limits, plot
 from tests.benchmarks.layers_gpu.bars import bars_table
 from tests.benchmarks.layers_gpu.cases import HIGH, LAYERS, RECIPES, Case
 from tests.benchmarks.layers_gpu.contestants import CONTESTANTS
+from tests.benchmarks.layers_gpu.data import step_bytes
 from tests.benchmarks.layers_gpu.results import Results, Row, as_number, rows
 from tests.benchmarks.measuring.intervals import Estimate, geometric_mean
 from tests.benchmarks.measuring.markdown import head, line
@@ -103,7 +104,7 @@ def limit_table(results: Results) -> str:
             if not products or not copies:
                 continue
             own = results.times(case, "graph", f"fp8core {recipe}")
-            total = sum(one.bytes for one in case.ideal_bytes(recipe))
+            total = sum(one.bytes for one in step_bytes(case, recipe))
             us, copy = statistics.median(products), statistics.median(copies)
             (limit,) = limits.limit_us([us], [copy], total)
             flops = 6 * case.size.tokens * sum(k * n for k, n in case.linears)
@@ -121,7 +122,7 @@ def bytes_table(cases: Sequence[Case], recipes: Sequence[str]) -> str:
     lines = head(("layer", "size", "recipe", "operation", "MB", "us at 4.25 TB/s"))
     for case in cases:
         for recipe in recipes:
-            operations = case.ideal_bytes(recipe)
+            operations = step_bytes(case, recipe)
             total = sum(one.bytes for one in operations)
             for name, size in (*operations, ("all", total)):
                 lines.append(

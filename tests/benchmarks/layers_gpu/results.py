@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from tests.benchmarks.layers_gpu import limits
 from tests.benchmarks.layers_gpu.cases import LAYERS, RECIPES, SIZES, Case
 from tests.benchmarks.layers_gpu.contestants import COMPILED_BF16, PEERS
+from tests.benchmarks.layers_gpu.data import step_bytes
 from tests.benchmarks.measuring.intervals import Estimate, median_interval, ratios
 from tests.benchmarks.measuring.records import Record
 
@@ -57,7 +58,7 @@ class Results:
 
     def over_limit(self, case: Case, recipe: str, contestant: str) -> Estimate | None:
         """Return the graph time of a contestant over the limit of its recipe."""
-        total = sum(one.bytes for one in case.ideal_bytes(recipe))
+        total = sum(one.bytes for one in step_bytes(case, recipe))
 
         def limit(us: dict[str, list[float]]) -> list[float] | None:
             products, copy = us.get(limits.products_name(recipe)), us.get(limits.COPY)

@@ -31,7 +31,8 @@ from fp8core.chain.norm import NormShape
 from fp8core.chain.shape import LinkShape
 from fp8core.inspect.record import record
 from fp8core.recipe.plan import TensorPlan
-from tests.benchmarks.layers_gpu.cases import HIGH, plan_of
+from tests.benchmarks.layers_gpu.cases import HIGH
+from tests.benchmarks.layers_gpu.data import plan_of
 from tests.benchmarks.measuring import ideal_bytes
 
 __all__ = ["EPS", "OPERATIONS", "Inputs", "Operation", "Shape", "exact_results"]
