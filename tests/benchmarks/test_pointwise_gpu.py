@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,16 @@ def test_a_wrong_result_is_called_wrong(
     )
     assert "fp8core bf16 IS WRONG: its error is" in capsys.readouterr().out
     assert found["refused"] == {"torch.compile": "RuntimeError: a peer's own"}
+
+
+def test_a_contestant_that_breaks_the_device_ends_the_process() -> None:
+    def synchronize() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    broken = replace(HOST, clock=HOST.clock._replace(synchronize=synchronize))
+    with pytest.raises(SystemExit, match="gelu 8x8: liger broke the device: CUDA error"):
+        command._check_device(broken, "liger", OPERATIONS["gelu"], Shape(8, 8))
+    command._check_device(HOST, "liger", OPERATIONS["gelu"], Shape(8, 8))
 
 
 def test_the_peers_know_their_kernels() -> None:

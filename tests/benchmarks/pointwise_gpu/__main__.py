@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -134,12 +135,14 @@ def measure(
         try:
             entrant = enter(name, operation, sets, device)
             error = _error(entrant, exact)
+            device.clock.synchronize()  # an error of a kernel belongs to its contestant
             replays[name] = _captured(entrant.calls, count, device)
         except Unavailable as unavailable:
             refused[name] = str(unavailable)
             continue
         except Exception as failure:  # noqa: BLE001 a peer raises what it likes; its row says so
             refused[name] = f"{type(failure).__name__}: {str(failure).splitlines()[0][:200]}"
+            _check_device(device, name, operation, shape)
             continue
         recipe = name.partition(" ")[2]
         ideal[name] = operation.ideal_bytes(shape, recipe or RECIPES[0])
@@ -197,6 +200,14 @@ def _captured(
     if replay is None:
         raise Unavailable("cannot be captured in a graph")
     return replay
+
+
+def _check_device(device: Device, name: str, operation: Operation, shape: Shape) -> None:
+    """End the process if a contestant left the device in an error: nothing would run on it."""
+    try:
+        device.clock.synchronize()
+    except RuntimeError as error:
+        sys.exit(f"{operation.name} {shape}: {name} broke the device: {error}")
 
 
 def _error(entrant: Entrant, exact: torch.Tensor) -> float | None:
