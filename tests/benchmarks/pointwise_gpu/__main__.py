@@ -127,6 +127,7 @@ def measure(
     sets = _sets(operation, shape, device)
     exact = exact_results(operation, sets[0])
     replays: turns.Calls = {}
+    entrants = []  # with the tensors that their graphs read: a graph holds addresses alone
     ideal: dict[str, int] = {}
     refused: dict[str, str] = {}
     errors: dict[str, float] = {}
@@ -134,6 +135,7 @@ def measure(
     for name in names:
         try:
             entrant = enter(name, operation, sets, device)
+            entrants.append(entrant)
             error = _error(entrant, exact)
             device.clock.synchronize()  # an error of a kernel belongs to its contestant
             replays[name] = _captured(entrant.calls, count, device)
