@@ -65,7 +65,9 @@ from fp8core.backend_api.optional import (
     PairCast,
     PreparesUpdates,
     QuantizedChunks,
+    QuantizesAndSums,
     QuantizesChunked,
+    QuantizesChunkedAndSums,
     QuantizesPairs,
 )
 from fp8core.backend_api.spec import API_VERSION, BackendSpec
@@ -111,7 +113,9 @@ __all__ = [
     "QuantizeDesc",
     "Quantized",
     "QuantizedChunks",
+    "QuantizesAndSums",
     "QuantizesChunked",
+    "QuantizesChunkedAndSums",
     "QuantizesPairs",
     "RecipeError",
     "ScaleUpdateDesc",

@@ -21,7 +21,9 @@ __all__ = [
     "PairCast",
     "PreparesUpdates",
     "QuantizedChunks",
+    "QuantizesAndSums",
     "QuantizesChunked",
+    "QuantizesChunkedAndSums",
     "QuantizesPairs",
 ]
 
@@ -74,6 +76,40 @@ class QuantizesChunked(Protocol):
         ``scale`` and ``amax_out`` are given for delayed specs alone. The amax and the count are
         complete when all chunks are read.
         """
+
+
+class QuantizesAndSums(Protocol):
+    """A callable of a dense QuantizeDesc that can add up the columns of the tensor while it casts
+    it: a gradient, and the gradient of a bias, in one reading."""
+
+    def quantize_and_sum(
+        self,
+        x: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        amax_out: torch.Tensor | None = None,
+        nonfinite_out: torch.Tensor | None = None,
+    ) -> tuple[Quantized, torch.Tensor]:
+        """Quantize ``x`` as the call does; return its column sums as well, of which
+        :class:`~fp8core.backend_api.ColumnSumsDesc` says what they are.
+
+        ``scale`` and ``amax_out`` are given for delayed specs alone.
+        """
+
+
+class QuantizesChunkedAndSums(Protocol):
+    """A callable as :class:`QuantizesChunked` and :class:`QuantizesAndSums` in one."""
+
+    def quantize_chunked_and_sum(
+        self,
+        x: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        amax_out: torch.Tensor | None = None,
+        nonfinite_out: torch.Tensor | None = None,
+    ) -> tuple[Quantized | QuantizedChunks, torch.Tensor]:
+        """Quantize ``x`` as ``quantize_chunked`` does; return its column sums as well, which are
+        complete when all chunks are read."""
 
 
 class PairCast(Protocol):

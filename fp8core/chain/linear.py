@@ -51,13 +51,24 @@ from fp8core.dispatch.select import Choice
 from fp8core.dispatch.table import Resolved
 from fp8core.recipe.plan import HIGH_PRECISION, GemmPlan, LinearPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import Cast, Quantizer, Slot, Unturned, bind_quantizer
+from fp8core.tensors.quantizer import (
+    Cast,
+    CastAndSum,
+    Orientations,
+    Quantizer,
+    Slot,
+    Unturned,
+    bind_quantizer,
+)
 from fp8core.tensors.scaling import DelayedState, update_after_backward
 from fp8core.tensors.states import LayerStates
 from fp8core.tensors.storage import storage_plan
 from fp8core.tensors.weights import How, KeptWeight, PerGroup, WeightQuantizer
 
 __all__ = ["LinearLink", "LinearProgram", "LinearShape", "turning"]
+
+
+_NO_OPERANDS = Orientations(None, None)
 
 
 def turning(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,8 +166,8 @@ class LinearProgram:
     """
 
     __slots__ = (
-        *("_backward_state", "_bias_dtype", "_cast_grad", "_cast_input", "_column_sums", "_dgrad"),
-        "_fprop",
+        *("_backward_state", "_bias_dtype", "_cast_and_sum", "_cast_grad", "_cast_input"),
+        *("_dgrad", "_fprop"),
         *("_grad_request", "_has_bias", "_needs_bias", "_needs_input", "_needs_weight", "_pair"),
         *("_restore", "_weight", "_wgrad", "input_request"),
     )
@@ -181,15 +192,14 @@ class LinearProgram:
         self._restore: Callable[..., Any] = operands_of if shape.groups else Operand
         self._cast_input = link.input.cast_to(rowwise=True, columnwise=columnwise)
         self._pair = weight.pair(link.input) if rowwise and columnwise else None
-        self._cast_grad: Cast | None = None
         self._fprop, self._dgrad = link.fprop, link.dgrad
-        self._column_sums: Any = link.column_sums  # None only without a bias
         self._wgrad = _to_dtype(link.wgrad, link.grad_weight_dtype, shape.weight_dtype)
         if chunked and rowwise and columnwise:
-            self._cast_grad = link.grad_output.cast_chunked()
             self._dgrad = _chunked(link.dgrad, link.grad_input_dtype)
-        elif rowwise or columnwise:
-            self._cast_grad = link.grad_output.cast_to(rowwise=rowwise, columnwise=columnwise)
+        self._cast_grad = _cast_grad(link, rowwise, columnwise, chunked)
+        self._cast_and_sum: CastAndSum | None = None
+        if self._needs_bias:
+            self._cast_and_sum = _cast_and_sum(link, rowwise, columnwise, chunked)
         self.input_request = QuantizeRequest(
             link.input, link.input_dtype, columnwise=columnwise, cast=self._cast_input
         )
@@ -202,6 +212,7 @@ class LinearProgram:
             column_sums=link.column_sums,
             is_gradient=True,
             cast=self._cast_grad,
+            cast_and_sum=self._cast_and_sum,
         )
 
     def request_grad(self, call: Call) -> QuantizeRequest:
@@ -258,10 +269,13 @@ class LinearProgram:
             dy_row, dy_column = grad.take()
             sums = grad.sums
         else:
-            sums = (self._column_sums(grad),) if self._needs_bias else ()
-            if self._cast_grad is not None:
-                if self._backward_state is not None:
-                    update_after_backward(self._backward_state, call.backward_pass)
+            sums = ()
+            if self._cast_grad is not None and self._backward_state is not None:
+                update_after_backward(self._backward_state, call.backward_pass)
+            if self._cast_and_sum is not None:
+                (dy_row, dy_column), total = self._cast_and_sum(grad)
+                sums = (total,)
+            elif self._cast_grad is not None:
                 dy_row, dy_column = self._cast_grad(grad)
         if self._needs_input:
             at = 3 if self._needs_weight else 0
@@ -410,6 +424,26 @@ def _to_dtype(
         return [grad.to(dtype) for grad in grads] if groups else grads.to(dtype)
 
     return run
+
+
+def _cast_grad(link: LinearLink, rowwise: bool, columnwise: bool, chunked: bool) -> Cast | None:
+    """Return the cast of the gradient in these orientations, None for neither."""
+    if not (rowwise or columnwise):
+        return None
+    if chunked and rowwise and columnwise:
+        return link.grad_output.cast_chunked()
+    return link.grad_output.cast_to(rowwise=rowwise, columnwise=columnwise)
+
+
+def _cast_and_sum(link: LinearLink, rowwise: bool, columnwise: bool, chunked: bool) -> CastAndSum:
+    """Return that cast and the gradient of the bias in one call."""
+    sums = link.column_sums
+    assert sums is not None  # there is a bias
+    if not (rowwise or columnwise):
+        return lambda grad: (_NO_OPERANDS, sums(grad))
+    if chunked and rowwise and columnwise:
+        return link.grad_output.cast_chunked_and_sum(sums)
+    return link.grad_output.cast_and_sum(sums, rowwise=rowwise, columnwise=columnwise)
 
 
 def _chunked(dgrad: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:

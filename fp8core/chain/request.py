@@ -15,7 +15,7 @@ from fp8core.chain.call import DENSE, Call
 from fp8core.chain.padding import PaddedCall, RowsChanged
 from fp8core.chain.stored import is_stored_as, take_operands
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import Cast, Orientations, Quantizer
+from fp8core.tensors.quantizer import Cast, CastAndSum, Orientations, Quantizer
 
 __all__ = ["Handover", "QuantizeRequest"]
 
@@ -53,9 +53,9 @@ _TAKEN = Orientations(None, None)
 class QuantizeRequest:
     """How a program wants a tensor ``y [rows, cols]``; call it with ``y`` in ``dtype``.
 
-    ``cast`` returns the operands where there is nothing to pad or to group. ``column_sums``
-    computes the sums of ``y`` or of a group of its rows; only with ``has_sums`` it is called. If
-    ``rows`` is given, ``y`` must have that many.
+    ``cast`` returns the operands where there is nothing to pad or to group, ``cast_and_sum`` the
+    sums as well. ``column_sums`` computes those of ``y`` or of a group of its rows; only with
+    ``has_sums`` either is called. If ``rows`` is given, ``y`` must have that many.
     """
 
     quantizer: Quantizer
@@ -69,6 +69,7 @@ class QuantizeRequest:
     padded: PaddedCall | None = None
     is_gradient: bool = False
     cast: Cast | None = None
+    cast_and_sum: CastAndSum | None = None
     rows: int | None = None
 
     @property
@@ -92,6 +93,9 @@ class QuantizeRequest:
         if isinstance(y, QuantizedTensor) and self.takes(y):
             sums = self._sums(y.dequantize()) if self.has_sums else ()
             return Handover(take_operands(y, self.rowwise, self.columnwise), rows, sums)
+        if self.cast is not None and self.cast_and_sum is not None and self.has_sums:
+            operands, total = self.cast_and_sum(y)
+            return Handover(operands, rows, (total,))
         sums = self._sums(y) if self.has_sums else ()
         if self.cast is not None:
             return Handover(self.cast(y), rows, sums)

@@ -6,13 +6,17 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from fp8core.backend_api import OpDesc, Quantized, QuantizeDesc, ScaleUpdateDesc
 from fp8core.backend_api.optional import (
     NamesKernel,
     PairCast,
     PreparesUpdates,
     QuantizedChunks,
+    QuantizesAndSums,
     QuantizesChunked,
+    QuantizesChunkedAndSums,
     QuantizesPairs,
 )
 from fp8core.dispatch.isolation import Failure, attempt, shown
@@ -26,6 +30,10 @@ class Offers(NamedTuple):
     has, None for each that it does not have."""
 
     quantize_chunked: Callable[..., Quantized | QuantizedChunks] | None = None
+    quantize_and_sum: Callable[..., tuple[Quantized, torch.Tensor]] | None = None
+    quantize_chunked_and_sum: (
+        Callable[..., tuple[Quantized | QuantizedChunks, torch.Tensor]] | None
+    ) = None
     bind_pair: Callable[[Callable[..., Quantized]], PairCast | None] | None = None
     prepare: Callable[..., Callable[[], None]] | None = None
     kernel: str | None = None
@@ -90,24 +98,25 @@ def _methods(desc: OpDesc) -> Sequence[_Method]:
     if isinstance(desc, ScaleUpdateDesc):
         parameters = ("histories", "scales", "targets", "nonfinite")
         return (_Method("prepare", PreparesUpdates, parameters),)
-    is_dense_pair = (
-        type(desc) is QuantizeDesc  # by given amaxes nothing but the call is defined
-        and desc.rowwise is not None
-        and desc.columnwise is not None
-        and not desc.grouped
-    )
-    if not is_dense_pair:
+    # By given amaxes nothing but the call is defined.
+    if type(desc) is not QuantizeDesc or desc.grouped:
         return ()
+    keywords = _keywords(desc)
+    summing = _Method("quantize_and_sum", QuantizesAndSums, ("x",), keywords)
+    if desc.rowwise is None or desc.columnwise is None:
+        return (summing,)
     return (
-        _Method("quantize_chunked", QuantizesChunked, ("x",), _keywords(desc)),
+        summing,
+        _Method("quantize_chunked", QuantizesChunked, ("x",), keywords),
+        _Method("quantize_chunked_and_sum", QuantizesChunkedAndSums, ("x",), keywords),
         _Method("bind_pair", QuantizesPairs, ("other",)),
     )
 
 
-def _keywords(desc: Any) -> Sequence[str]:
-    """Return the keywords that a cast in parts or in pairs is given under ``desc``."""
-    slot = ("scale", "amax_out") if desc.rowwise.delayed else ()
-    return (*slot, "nonfinite_out")
+def _keywords(desc: QuantizeDesc) -> Sequence[str]:
+    """Return the keywords that a cast is given in any other way than by its call."""
+    is_delayed = any(spec is not None and spec.delayed for spec in (desc.rowwise, desc.columnwise))
+    return (*(("scale", "amax_out") if is_delayed else ()), "nonfinite_out")
 
 
 def _member(run: Callable[..., Any], name: str, who: str) -> Any:

@@ -61,7 +61,9 @@ class Slot(NamedTuple):
 
 Resolve: TypeAlias = Callable[[OpDesc], Resolved]
 Cast: TypeAlias = "Callable[[torch.Tensor], Orientations]"
+CastAndSum: TypeAlias = "Callable[[torch.Tensor], tuple[Orientations, torch.Tensor]]"
 Pair: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], tuple[Orientations, Orientations]]"
+ColumnSums: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 
 
 ReduceAmax: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
@@ -102,6 +104,13 @@ class Quantizer(Protocol):
         """Return that call for both orientations, where ``rowwise`` is read once: it may be
         :class:`fp8core.backend_api.Chunks`."""
 
+    def cast_and_sum(self, sums: ColumnSums, *, rowwise: bool, columnwise: bool) -> CastAndSum:
+        """Return the call of :meth:`cast_to` that returns the column sums of the tensor as well:
+        by ``sums`` where the backend does not offer both at once."""
+
+    def cast_chunked_and_sum(self, sums: ColumnSums) -> CastAndSum:
+        """Return the call of :meth:`cast_chunked` with column sums, complete with the chunks."""
+
     def pair_with(self, other: Quantizer) -> Pair | None:
         """Return the call for both orientations of this tensor and ``other``'s, if there is one."""
 
@@ -127,9 +136,27 @@ class _Quantizer:
         """Return the call for both orientations."""
         return self.cast_to(rowwise=True, columnwise=True)
 
+    def cast_and_sum(
+        self: Quantizer, sums: ColumnSums, *, rowwise: bool, columnwise: bool
+    ) -> CastAndSum:
+        """Return two calls in one."""
+        return _one_by_one(self.cast_to(rowwise=rowwise, columnwise=columnwise), sums)
+
+    def cast_chunked_and_sum(self: Quantizer, sums: ColumnSums) -> CastAndSum:
+        """Return two calls in one."""
+        return _one_by_one(self.cast_chunked(), sums)
+
     def pair_with(self, other: Quantizer) -> Pair | None:
         """There is none."""
         return None
+
+
+def _one_by_one(cast: Cast, sums: ColumnSums) -> CastAndSum:
+    def run(x: torch.Tensor) -> tuple[Orientations, torch.Tensor]:
+        total = sums(x)
+        return cast(x), total
+
+    return run
 
 
 _E8M0_NAN = 0xFF
@@ -213,7 +240,7 @@ class _Bound(_Quantizer):
 class LowPrecision(_Bound):
     """Low precision, in one call of the backend where both orientations are asked for."""
 
-    __slots__ = ("_chunked", "_whole", "desc", "nonfinite", "slot")
+    __slots__ = ("_chunked", "_summing", "_whole", "desc", "nonfinite", "slot")
 
     def __init__(
         self,
@@ -231,8 +258,15 @@ class LowPrecision(_Bound):
         self._whole = whole
         self._both = self.with_slot(whole.run)
         self._chunked = self.with_slot(whole.offers.quantize_chunked or whole.run)
-        self._rowwise = self.with_slot(resolve(rowwise).run)
-        self._columnwise = self.with_slot(resolve(columnwise).run)
+        row, column = resolve(rowwise), resolve(columnwise)
+        self._rowwise = self.with_slot(row.run)
+        self._columnwise = self.with_slot(column.run)
+        # By orientations, rowwise and columnwise; None where the backend offers no sums.
+        self._summing = {
+            (True, True): whole.offers.quantize_and_sum,
+            (True, False): row.offers.quantize_and_sum,
+            (False, True): column.offers.quantize_and_sum,
+        }
 
     @property
     def plan(self) -> TensorPlan | None:
@@ -256,6 +290,22 @@ class LowPrecision(_Bound):
     def cast_chunked(self) -> Callable[..., Orientations]:
         """Return the backend's own call, in chunks where it offers them."""
         return self._chunked
+
+    def cast_and_sum(self, sums: ColumnSums, *, rowwise: bool, columnwise: bool) -> CastAndSum:
+        """Return the backend's own call for both, if it has one."""
+        run = self._summing[rowwise, columnwise]
+        if run is None:
+            return super().cast_and_sum(sums, rowwise=rowwise, columnwise=columnwise)
+        return self.with_slot(run)
+
+    def cast_chunked_and_sum(self, sums: ColumnSums) -> CastAndSum:
+        """Return the backend's own call for both, if it has one."""
+        run = self._whole.offers.quantize_chunked_and_sum
+        if run is not None:
+            return self.with_slot(run)
+        if self.casts_chunks:
+            return super().cast_chunked_and_sum(sums)
+        return self.cast_and_sum(sums, rowwise=True, columnwise=True)
 
     def pair_with(self, other: Quantizer) -> Pair | None:
         """Return the backend's own call for two tensors, if it has one for these."""

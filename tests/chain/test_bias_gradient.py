@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import fp8core
 from fp8core import ops, recipe
-from fp8core.backend_api import OPTIONAL_OPS, OpDesc
+from fp8core.backend_api import OPTIONAL_OPS, OpDesc, QuantizeDesc
+from fp8core_backends.reference.backend import ReferenceBackend
 from tests.dispatch import toys
+from tests.dispatch.toys import Bind
 
 BF16 = torch.bfloat16
 LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
@@ -89,3 +92,55 @@ def test_backend_of_an_older_contract_leaves_it_to_the_reference(name: str, chos
     grads = train(made(name), RECIPES[chosen])
     assert all(map(torch.equal, grads, expected))
     assert len(grads) == len(expected)
+
+
+def summing(calls: list[str]) -> Bind:
+    """Return the binding of a backend whose casts offer column sums, and which takes them down."""
+
+    def bind(backend: toys.ToyBackend, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
+        run = ReferenceBackend().bind(desc, device)
+
+        def counted(*given: Any, **named: Any) -> Any:
+            calls.append(desc.op)
+            return run(*given, **named)
+
+        def quantize_and_sum(x: torch.Tensor, **named: Any) -> Any:
+            calls.append("quantize_and_sum")
+            return run(x, **named), x.sum(0, dtype=torch.float32)
+
+        if type(desc) is QuantizeDesc and not desc.grouped:
+            counted.quantize_and_sum = quantize_and_sum  # type: ignore[attr-defined]
+        return counted
+
+    return bind
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "fused"),
+    [("linear", "delayed", 1), ("linear", "none", 0), ("norm and two linears", "mxfp8", 2)],
+)
+def test_sums_come_with_the_cast_where_the_backend_offers_them(
+    name: str, chosen: str, fused: int
+) -> None:
+    calls: list[str] = []
+    expected = train(made(name), RECIPES[chosen])
+    toys.register(toys.backend("toy", refuse=without_fusions, bind=summing(calls)))
+    with fp8core.use_backend("toy"):
+        grads = train(made(name), RECIPES[chosen])
+    assert all(map(torch.equal, grads, expected))
+    assert calls.count("quantize_and_sum") == fused
+    assert calls.count("column_sums") == LAYERS[name][1] - fused
+
+
+@pytest.mark.parametrize("frozen", ["input", "weight", "both"])
+def test_sums_come_with_the_cast_of_either_orientation(frozen: str) -> None:
+    calls: list[str] = []
+    toys.register(toys.backend("toy", refuse=without_fusions, bind=summing(calls)))
+    layer = made("linear")
+    layer.get_parameter("weight").requires_grad_(frozen == "input")
+    x = torch.randn(64, 32).to(BF16).requires_grad_(frozen == "weight")
+    with fp8core.use_backend("toy"), fp8core.autocast(recipe=RECIPES["mxfp8"]):
+        layer(x).sum().backward()
+    assert torch.equal(layer.get_parameter("bias").grad, torch.full((32,), 64.0, dtype=BF16))
+    is_cast = frozen != "both"
+    assert (calls.count("quantize_and_sum"), calls.count("column_sums")) == (is_cast, not is_cast)

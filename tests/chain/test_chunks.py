@@ -12,7 +12,7 @@ import torch
 
 import fp8core
 from fp8core import LayerNormMLP, Linear, recipe, use_backend
-from fp8core.backend_api import BackendSpec, Operand, Quantized, hookimpl
+from fp8core.backend_api import BackendSpec, Operand, hookimpl
 from fp8core.dispatch import plugins, table
 from tests.conformance import broken
 
@@ -28,15 +28,9 @@ class Recording(broken.GivesChunks):
 
     def bind(self, desc: Any, device: torch.device) -> Callable[..., Any]:
         run = super().bind(desc, device)
-        inner = getattr(run, "quantize_chunked", None)
-        if inner is not None:
-
-            def quantize_chunked(x: torch.Tensor, **given: Any) -> Quantized:
-                self._chunked.append(len(x))
-                made: Quantized = inner(x, **given)
-                return made
-
-            run.quantize_chunked = quantize_chunked  # type: ignore[attr-defined]
+        for name in ("quantize_chunked", "quantize_chunked_and_sum"):
+            if hasattr(run, name):
+                setattr(run, name, self._recorded(getattr(run, name)))
         if desc.op != "gemm":
             return run
 
@@ -46,6 +40,13 @@ class Recording(broken.GivesChunks):
             return run(a, b, **given)
 
         return gemm
+
+    def _recorded(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def quantize_chunked(x: torch.Tensor, **given: Any) -> Any:
+            self._chunked.append(len(x))
+            return inner(x, **given)
+
+        return quantize_chunked
 
 
 @pytest.fixture

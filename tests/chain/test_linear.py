@@ -58,6 +58,9 @@ class Counter:
         counted.choices = ()  # type: ignore[attr-defined]
         counted.plan = None  # type: ignore[attr-defined]
         counted.cast_chunked = lambda: counted  # type: ignore[attr-defined]
+        counted.cast_and_sum = lambda sums, **ways: (  # type: ignore[attr-defined]
+            lambda x: (counted(x, **ways), sums(x))
+        )
         return counted
 
 

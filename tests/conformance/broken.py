@@ -77,6 +77,9 @@ class GivesChunks(Sound):
     chunks = Chunked
     second = 1  # of a pair: whose slots the second takes
 
+    def sums(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum(0, dtype=torch.float32)
+
     def bind(self, desc: OpDesc, device: torch.device) -> Run:
         run = super().bind(desc, device)
         if type(desc) is not QuantizeDesc or None in (desc.rowwise, desc.columnwise):
@@ -98,9 +101,24 @@ class GivesChunks(Sound):
 
             return pair
 
+        def quantize_and_sum(x: torch.Tensor, **given: Any) -> tuple[Quantized, torch.Tensor]:
+            return run(x, **given), self.sums(x)
+
+        def quantize_chunked_and_sum(x: torch.Tensor, **given: Any) -> tuple[Any, torch.Tensor]:
+            return quantize_chunked(x, **given), self.sums(x)
+
         whole.quantize_chunked = quantize_chunked  # type: ignore[attr-defined]
+        whole.quantize_and_sum = quantize_and_sum  # type: ignore[attr-defined]
+        whole.quantize_chunked_and_sum = quantize_chunked_and_sum  # type: ignore[attr-defined]
         whole.bind_pair = bind_pair  # type: ignore[attr-defined]
         return whole
+
+
+class SumsWithoutTheLastRow(GivesChunks):
+    """Its sums beside a cast stop before the last row, which is no whole tile."""
+
+    def sums(self, x: torch.Tensor) -> torch.Tensor:
+        return super().sums(x[:-1])
 
 
 class TakesTheOthersSlots(GivesChunks):
@@ -339,6 +357,7 @@ CAUGHT_BY: dict[type[Sound], str] = {
     WrongScale: "law1_quantize_scales_equal_the_reference",
     DroppedBias: "law4_gemm_adds_the_bias",
     TakesTheOthersSlots: "law3_quantize_pair_equals_two_calls",
+    SumsWithoutTheLastRow: "law3_quantize_and_sum_equals_the_call_and_sums",
     LeavesOutTheLastChunk: "law3_quantize_chunked_equals_the_whole",
     PairsNeedAStream: "law7_optional_methods_can_be_called",
     SwappedOrientation: "law3_quantize_columnwise_is_the_operand_of_the_transpose",

@@ -27,7 +27,7 @@ from fp8core.testing.calls import (
     step_of,
 )
 from fp8core.testing.checks import law
-from fp8core.testing.compare import require, same_bits
+from fp8core.testing.compare import require, same_bits, same_form, within
 from fp8core.testing.judged import (
     LARGE,
     Judged,
@@ -234,6 +234,37 @@ def quantize_chunked_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> N
         same_operands(desc, f"{list(shape)}", quantized, run(subject.here(x), **given[1]))
         for name, value in given[0].items():
             same_bits(name, value, given[1][name])
+
+
+@law(3, "quantize", applies=lambda desc: not desc.grouped and is_nearest(desc))
+def quantize_and_sum_equals_the_call_and_sums(subject: Subject, desc: QuantizeDesc) -> float:
+    """The operands and the count of the call, and column sums of x within the bound of float32."""
+    offers, worst = subject.offers(desc), 0.0
+    for method in (offers.quantize_and_sum, offers.quantize_chunked_and_sum):
+        if method is not None:
+            for kind, shape in itertools.product(("decades", "nonfinite"), ((5, 7), (0, 5), LARGE)):
+                x = inputs.matrix(kind, *quantize_size(subject, desc, *shape), desc.dtype)
+                worst = max(worst, _sums_within(subject, desc, method, f"{kind} {list(shape)}", x))
+    return worst
+
+
+def _sums_within(
+    subject: Subject, desc: QuantizeDesc, method: Callable[..., Any], title: str, x: torch.Tensor
+) -> float:
+    given = [quantize_keywords(subject, desc) for _ in range(2)]
+    counts = [torch.zeros(1, dtype=torch.int64, device=subject.device) for _ in range(2)]
+    (row, column), sums = method(subject.here(x), **given[0], nonfinite_out=counts[0])
+    if desc.rowwise is not None and not isinstance(row, Operand | None):
+        row = _joined(desc.rowwise, row, len(x))
+    alone = subject.run(desc, subject.here(x), **given[1], nonfinite_out=counts[1])
+    same_operands(desc, title, Quantized(row, column), alone)
+    for name, value in given[0].items():
+        same_bits(f"{name} of {title}", value, given[1][name])
+    same_bits(f"count of NaN and inf of {title}", *counts)
+    wide = x.double()
+    bound = (len(x) + 4) * 2.0**-24 * wide.abs().sum(0).nan_to_num(0.0, 0.0)
+    same_form(f"sums of {title}", sums, torch.empty(x.shape[1], dtype=torch.float32))
+    return within(f"sums of {title}", sums, wide.sum(0), bound)
 
 
 def _joined(spec: OperandSpec, chunks: Chunks, rows: int) -> Operand:
