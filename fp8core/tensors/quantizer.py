@@ -387,49 +387,46 @@ def _check_reduced(reduced: object, amaxes: torch.Tensor) -> None:
         )
 
 
-class Propagating(_Quantizer):
+class Propagating(_Bound):
     """Casts, and makes the scales of a tensor with NaN or inf NaN, and so all results of it.
 
     It counts for itself, and then adds to the count ``nonfinite`` that others read: three small
     kernels more in each cast, and none of a backend's fusions, pairs and chunks.
     """
 
-    __slots__ = ("_inner", "_nonfinite", "choices")
+    __slots__ = ()
 
     def __init__(self, inner: LowPrecision, nonfinite: torch.Tensor | None) -> None:
-        self._inner = inner
-        self._nonfinite = nonfinite
         self.choices = inner.choices
+        self._both = _propagating(inner.cast_to(rowwise=True, columnwise=True), nonfinite)
+        self._rowwise = _propagating(inner.cast_to(rowwise=True, columnwise=False), nonfinite)
+        self._columnwise = _propagating(inner.cast_to(rowwise=False, columnwise=True), nonfinite)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        groups: Groups = (),
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        rng: torch.Tensor | None = None,
-    ) -> Orientations:
-        """Quantize ``x``, and mark what was made if it is not finite."""
+
+def _propagating(
+    run: Callable[..., Orientations], nonfinite: torch.Tensor | None
+) -> Callable[..., Orientations]:
+    """Return the cast ``run`` with scales of NaN for a tensor that is not finite."""
+
+    def cast(x: torch.Tensor, *groups: torch.Tensor, **keywords: Any) -> Orientations:
         count = torch.zeros(1, dtype=torch.int64, device=x.device)
-        run = partial(
-            self._inner.cast_to(rowwise=rowwise, columnwise=columnwise), nonfinite_out=count
-        )
-        made = run(x, *groups) if rng is None else run(x, *groups, rng=rng)
-        if self._nonfinite is not None:
-            self._nonfinite.add_(count)
-        met = count > 0
-        for operand in made:
+        operands = run(x, *groups, **keywords, nonfinite_out=count)
+        if nonfinite is not None:
+            nonfinite.add_(count)
+        is_nonfinite = count > 0
+        for operand in operands:
             if operand is not None:
-                _mark(operand, met)
-        return made
+                _mark(operand, is_nonfinite)
+        return operands
+
+    return cast
 
 
-def _mark(operand: Operand, met: torch.Tensor) -> None:
-    """Fill the outer scales of ``operand`` with NaN where ``met``, bool ``[1]``, says so."""
+def _mark(operand: Operand, is_nonfinite: torch.Tensor) -> None:
+    """Fill the outer scales of ``operand`` with NaN if ``is_nonfinite``, bool ``[1]``."""
     scales = operand.scale_inv if operand.global_scale_inv is None else operand.global_scale_inv
     assert scales is not None
-    scales.masked_fill_(met, math.nan if scales.is_floating_point() else _E8M0_NAN)
+    scales.masked_fill_(is_nonfinite, math.nan if scales.is_floating_point() else _E8M0_NAN)
 
 
 class Mixed(_Quantizer):
