@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -121,6 +122,47 @@ def test_inductor_equals_eager(name: str, recipe_name: str) -> None:
         with te.autocast(recipe=RECIPES[recipe_name]):
             assert_same(call, fast, layer, rand(40, 64))
     assert graphs() == 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("name", "recipe_name"),
+    [
+        ("Linear", "current"),
+        ("GroupedLinear", "block"),
+        ("LayerNormMLP", "nvfp4"),
+        ("LayerNormLinear", "mxfp8"),
+    ],
+)
+def test_requantized_weights_equal_eager(name: str, recipe_name: str, backend: str) -> None:
+    layer, asked = LAYERS[name](), RECIPES[recipe_name]
+    assert asked is not None
+    call = caller(name, layer)
+    fast = compiled(call, backend)
+    with te.autocast(recipe=dataclasses.replace(asked, requantize_weights=True)):
+        for _ in range(2):
+            assert_same(call, fast, layer, rand(40, 64))
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ["Linear", "GroupedLinear", "LayerNormMLP"])
+def test_a_graph_saves_requantized_weights_instead_of_codes(name: str, backend: str) -> None:
+    """Those that need no padding: torch holds the codes of what the graph computes."""
+    layer, saved = LAYERS[name](), []
+    fast = compiled(caller(name, layer), backend)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with (
+        te.autocast(recipe=recipe.Float8CurrentScaling(requantize_weights=True)),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
+        fast(rand(40, 64).requires_grad_())
+    weights = [own for own in layer.parameters() if own.dim() == 2]
+    assert all(any(own is one for one in saved) for own in weights)
 
 
 def test_recipe_and_policy_are_honoured_when_they_change() -> None:
@@ -294,6 +336,14 @@ def test_export_around_autocast_and_with_dynamic_rows() -> None:
     with torch.no_grad(), te.autocast(recipe=CURRENT):
         program = torch.export.export(model, (rand(32, 64),), dynamic_shapes=rows)
         want = model(x := rand(48, 64))
+    assert torch.equal(program.module()(x), want)
+
+
+def test_export_with_requantized_weights_equals_eager() -> None:
+    model, x = te.Linear(64, 64), torch.randn(4, 64)
+    chosen = recipe.Float8CurrentScaling(requantize_weights=True)
+    with te.autocast(recipe=chosen), torch.no_grad():
+        want, program = model(x), torch.export.export(model, (x,))
     assert torch.equal(program.module()(x), want)
 
 

@@ -12,7 +12,8 @@ wgrad  grad_output, turned ``[n, m]`` input, turned ``[k, m]``   grad_weight ``[
 ====== ============================ ============================ =====================
 
 :class:`LinearProgram` is all of it. What a call adds wraps it: :mod:`fp8core.chain.groups`,
-:mod:`fp8core.chain.padded`, :mod:`fp8core.chain.main_grad`, :mod:`fp8core.chain.stochastic`.
+:mod:`fp8core.chain.padded`, :mod:`fp8core.chain.main_grad`, :mod:`fp8core.chain.stochastic`; and
+:mod:`fp8core.chain.requantized`, if the recipe has backward quantize weights again.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from fp8core.chain.protocol import (
     Saved,
     SavedList,
 )
+from fp8core.chain.requantized import Requantizing
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.chain.stochastic import Stochastic
@@ -58,8 +60,10 @@ from fp8core.tensors.quantizer import (
     Quantizer,
     Slot,
     Unturned,
+    bind_columnwise,
     bind_quantizer,
 )
+from fp8core.tensors.requantized import RequantizedWeight
 from fp8core.tensors.scaling import DelayedState, update_after_backward
 from fp8core.tensors.states import LayerStates
 from fp8core.tensors.storage import storage_plan
@@ -327,7 +331,7 @@ class LinearLink(LinkDefaults):
     takes_chunks: bool = False
     only_once: OnlyOnce | None = None
     # Programs by padding, by chunks, and by whose gradients are needed.
-    _programs: dict[tuple[bool, ...], LinearProgram] = field(default_factory=dict)
+    _programs: dict[tuple[bool, ...], Program] = field(default_factory=dict)
 
     @property
     def input_consumer(self) -> Consumer:
@@ -376,8 +380,7 @@ class LinearLink(LinkDefaults):
         padded = None if self.padding is None else self.padding.for_call(rows, call)
         chunked = self.takes_chunks and not call.groups and rows > self.shape.in_features
         key = (padded is not None, chunked, *needs_grad)
-        linear = self._programs.get(key) or self._new_program(key, needs_grad)
-        program: Program = linear
+        program = self._programs.get(key) or self._new_program(key, needs_grad)
         count = self.num_weights
         if self.shape.accumulates:
             program = Accumulating(program, self.wgrad, needs_grad[1 : 1 + count])
@@ -392,7 +395,7 @@ class LinearLink(LinkDefaults):
             program = Stochastic(program, call.rng, self.index)
         return program
 
-    def _new_program(self, key: tuple[bool, ...], needs_grad: Sequence[bool]) -> LinearProgram:
+    def _new_program(self, key: tuple[bool, ...], needs_grad: Sequence[bool]) -> Program:
         is_padded, chunked, *_ = key
         weight = self.weight
         if is_padded and self.padding is not None:
@@ -402,9 +405,19 @@ class LinearLink(LinkDefaults):
             end = 1 + self.num_weights
             # One program for all groups; the sums for biases come with the handover.
             needs_grad = (needs_grad[0], True in needs_grad[1:end])
-        return self._programs.setdefault(
-            key, LinearProgram(self, needs_grad, weight, chunked=chunked)
-        )
+        program: Program = LinearProgram(self, needs_grad, weight, chunked=chunked)
+        if weight.requantizes and needs_grad[0]:
+            assert self.only_once is not None  # in low precision
+            program = Requantizing(
+                program,
+                weight,
+                3 if needs_grad[1] else 0,
+                shape=(self.shape.out_features, self.shape.in_features),
+                dtype=self.shape.weight_dtype,
+                device=self.choices["weight"].device,
+                owner=self.only_once.owner,
+            )
+        return self._programs.setdefault(key, program)
 
 
 def _out_dtype(choice: Choice) -> torch.dtype:
@@ -544,6 +557,9 @@ def _bind_quantizers(
     plan, binding = context.plan, context.binding
     is_grouped = bool(shape.groups)
     count, propagates = context.nonfinite, plan.nonfinite == "propagate"
+    requantized = None  # by which spec backward quantizes weights again
+    if plan.requantize_weights and not binding.is_observing:
+        requantized = plan.weight.columnwise
     unturned = Unturned(binding.activation_dtype) if is_unturned else None
 
     def slot_of(tensor: str, group: int | None = None) -> Slot | None:
@@ -564,8 +580,17 @@ def _bind_quantizers(
         )
         key = (plan.weight, plan.nonfinite, shape.weight_dtype, binding.device, quantizer.choices)
         stored = HIGH_PRECISION.weight if binding.is_observing else storage_plan(plan.weight)
-        how = How(key, stored, context.owner, slot)
-        return KeptWeight(quantizer, context.first_gemm + group, how)
+        index, how = context.first_gemm + group, How(key, stored, context.owner, slot)
+        if requantized is None:
+            return KeptWeight(quantizer, index, how)
+        columnwise = bind_columnwise(
+            requantized,
+            shape.weight_dtype,
+            binding,
+            purpose=context.purpose("weight"),
+            propagates=propagates,
+        )
+        return RequantizedWeight(quantizer, index, how, plan.weight, columnwise)
 
     def quantizer_of(tensor: str, dtype: torch.dtype, slot: Slot | None) -> Quantizer:
         return bind_quantizer(

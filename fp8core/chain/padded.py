@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fp8core.chain.protocol import (
 )
 from fp8core.chain.request import QuantizeRequest
 from fp8core.tensors.quantizer import Orientations
+from fp8core.tensors.requantized import is_unquantized
 from fp8core.tensors.weights import Keeping, WeightQuantizer, WeightWrapper
 
 __all__ = ["Padded", "PaddedWeights"]
@@ -47,6 +49,14 @@ class PaddedWeights(WeightWrapper):
         pad = self._padding.pad_weight
         padded = pad(weight) if isinstance(weight, torch.Tensor) else [pad(one) for one in weight]
         return self._inner(padded, columnwise=columnwise, keeping=keeping, source=weight)
+
+    def requantize(self, saved: Sequence[torch.Tensor | None]) -> SavedList:
+        """Pad the weights of ``saved``, three tensors each, and quantize them again."""
+        padded = list(saved)
+        for at, weight in enumerate(saved):
+            if at % 3 == 0 and weight is not None and is_unquantized(weight):
+                padded[at] = self._padding.pad_weight(weight)
+        return self._inner.requantize(padded)
 
 
 class Padded(Wrapper):

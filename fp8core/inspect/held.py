@@ -133,18 +133,22 @@ def _params(
             if shape.leaves_sum:
                 params.append(x.new_empty(x.shape[0], columns).requires_grad_())
                 continue
-            param, is_trained = _on_meta(next(given))
-            params.append(param.requires_grad_(is_trained))
+            param = _on_meta(next(given))
+            params.append(param)
             own += _parts(param)
         columns = shape.columns(columns)
     return params, own
 
 
-def _on_meta(param: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Return a parameter without values like ``param``, and whether ``param`` is trained."""
+def _on_meta(param: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without values like ``param``, a parameter of its own if ``param`` is one."""
+    is_trained = param.requires_grad
     if isinstance(param, QuantizedTensor):
-        return param.detach().to(_META), param.requires_grad
-    return torch.empty(param.shape, dtype=param.dtype, device=_META), param.requires_grad
+        return param.detach().to(_META).requires_grad_(is_trained)
+    value = torch.empty(param.shape, dtype=param.dtype, device=_META)
+    if isinstance(param, torch.nn.Parameter):
+        return torch.nn.Parameter(value, is_trained)
+    return value.requires_grad_(is_trained)
 
 
 def _parts(param: torch.Tensor) -> list[torch.Tensor]:

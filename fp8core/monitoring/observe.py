@@ -35,6 +35,7 @@ from fp8core.monitoring.statistics import ObservedCast, Tally, measure
 from fp8core.recipe.plan import LinearPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Binding, Groups, Orientations
+from fp8core.tensors.requantized import Unquantized, is_unquantized
 from fp8core.tensors.weights import Keeping, WeightQuantizer, WeightWrapper
 
 __all__ = ["LayerWatch", "WatchedLink"]
@@ -176,9 +177,20 @@ class _SeenWeight(WeightWrapper):
             weights, sources, rowwise, turned = weight, source, *orientations
             if isinstance(weight, torch.Tensor):
                 weights, sources, rowwise, turned = [weight], [sources], [rowwise], [turned]
+            turned = [None if isinstance(one, Unquantized) else one for one in turned]
             operands = zip(rowwise, turned, strict=True)
             self._probe.weights(weights, sources, list(itertools.starmap(Orientations, operands)))
         return orientations
+
+    def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return ``saved`` with operands in the places of weights, and record these."""
+        flat = self._inner.requantize(saved)
+        if self._probe.recorder.is_on:
+            for at in range(0, len(flat), 3):
+                weight = saved[at]
+                if weight is not None and is_unquantized(weight):
+                    self._probe.requantized(weight, Operand(*flat[at : at + 3]))  # type: ignore[arg-type]  # data is there
+        return flat
 
 
 class _SeenGemm:
@@ -203,8 +215,7 @@ class _Probe:
 
     __slots__ = (
         *("_backends", "_binding", "_decoders", "_gemms", "_index", "_name", "_path", "_plan"),
-        "_unturned",
-        "recorder",
+        *("_unturned", "_weight_shape", "recorder"),
     )
 
     def __init__(
@@ -220,6 +231,7 @@ class _Probe:
         self._name = name
         self._index = link.index
         self._binding = binding
+        self._weight_shape = torch.Size((link.shape.out_features, link.shape.in_features))
         self._plan = plan.tensors
         # In high precision the GEMM transposes these operands, after the probe has seen them.
         self._unturned = ("input", "weight") if link.only_once is None else ()
@@ -271,14 +283,14 @@ class _Probe:
             )
             if row is None and column is None:
                 continue
-            is_stored = isinstance(source, QuantizedTensor)
-            real = None
-            if weight.shape != source.shape:
-                missing = [a - b for a, b in zip(weight.shape, source.shape, strict=True)]
-                whole = torch.ones(source.shape, dtype=torch.bool, device=source.device)
-                real = torch.nn.functional.pad(whole, (0, missing[1], 0, missing[0]))
-            value = None if is_stored else weight
+            value = None if isinstance(source, QuantizedTensor) else weight
+            real = _unpadded(weight, source.shape)
             self.cast("weight", value, Orientations(row, column), real, (), is_repeat=is_repeat)
+
+    def requantized(self, weight: torch.Tensor, operand: Operand) -> None:
+        """Record the columnwise ``operand`` of ``weight`` that backward computed."""
+        real = _unpadded(weight, self._weight_shape)
+        self.cast("weight", weight, Orientations(None, operand), real, (), is_repeat=False)
 
     def cast(
         self,
@@ -341,3 +353,13 @@ class _Probe:
             cast = ObservedCast(before, decoded, spec, factors, mask, is_compared=x is not None)
             tally.add(measure(cast))
         return tally
+
+
+def _unpadded(weight: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+    """Return which elements of ``weight`` are no padding of one of ``shape``; None if it has none,
+    bool like ``weight`` otherwise."""
+    if weight.shape == shape:
+        return None
+    rows, columns = (a - b for a, b in zip(weight.shape, shape, strict=True))
+    whole = torch.ones(shape, dtype=torch.bool, device=weight.device)
+    return torch.nn.functional.pad(whole, (0, columns, 0, rows))

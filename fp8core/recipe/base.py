@@ -146,13 +146,19 @@ def linear_plan(
     x, w, dy = (tensors(name) for name in ("input", "weight", "grad_output"))
     fprop = _gemm_plan(x.rowwise, w.rowwise, accumulators[0])
     if recipe.backward_override is not None:
-        return LinearPlan(fprop, delayed=delayed, nonfinite=recipe.nonfinite)
+        return LinearPlan(
+            fprop,
+            delayed=delayed,
+            nonfinite=recipe.nonfinite,
+            requantize_weights=recipe.requantize_weights,
+        )
     return LinearPlan(
         fprop,
         _gemm_plan(dy.rowwise, w.columnwise, accumulators[1]),
         _gemm_plan(dy.columnwise, x.columnwise, accumulators[2]),
         delayed,
         recipe.nonfinite,
+        recipe.requantize_weights,
     )
 
 
@@ -224,7 +230,8 @@ def check_format(recipe: Any, refuse: tuple[str, ...] = (), field: str = "fp8_fo
 def check_common(recipe: Any, overrides: tuple[str | None, ...] = (None, "high_precision")) -> None:
     """Raise if a field that recipes share is invalid or asks for what is not offered.
 
-    These are attention, ``backward_override``, ``nonfinite`` and the accumulators.
+    These are attention, ``backward_override``, ``nonfinite``, ``requantize_weights`` and the
+    accumulators.
     """
     owner = type(recipe).__name__
     for name in ("fp8_dpa", "fp8_mha"):
@@ -236,6 +243,10 @@ def check_common(recipe: Any, overrides: tuple[str | None, ...] = (None, "high_p
         )
     if recipe.nonfinite not in NONFINITE:
         raise RecipeError(f"{owner}(nonfinite={recipe.nonfinite!r}): expected one of {NONFINITE}.")
+    if not isinstance(recipe.requantize_weights, bool):
+        raise RecipeError(
+            f"{owner}(requantize_weights={recipe.requantize_weights!r}): expected True or False."
+        )
     for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
         params = getattr(recipe, name, SPLIT)
         if not isinstance(params, MMParams):

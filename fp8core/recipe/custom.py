@@ -179,6 +179,7 @@ class CustomRecipe(Recipe):
             scaling fields of :class:`DelayedScaling`; with them the recipe computes as that one.
             With a factory, which chooses the formats, ``fp8_format`` may be HYBRID, without effect.
         nonfinite: as in the named recipes, for all three tensors.
+        requantize_weights: as in the named recipes.
         quantization_alignment: accepted for compatibility; layers pad to multiples of the blocks.
 
     Raises:
@@ -198,6 +199,7 @@ class CustomRecipe(Recipe):
     amax_compute_algo: AmaxAlgorithm | None = None
     scaling_factor_compute_algo: ScalingAlgorithm | None = None
     nonfinite: str = "saturate"
+    requantize_weights: bool = False
 
     def __post_init__(self) -> None:
         """Check that exactly one way was taken."""

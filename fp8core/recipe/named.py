@@ -1,7 +1,8 @@
 """The recipes that have a name: each a frozen value with Transformer Engine's field names.
 
-All take ``nonfinite``, a field of fp8core alone: how a cast treats a tensor with NaN or inf, see
-:class:`fp8core.plan.LinearPlan`.
+All take two fields of fp8core alone, see :class:`fp8core.plan.LinearPlan`: ``nonfinite``, how a
+cast treats a tensor with NaN or inf, and ``requantize_weights``, whether backward quantizes weights
+again instead of holding their codes since forward.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class DelayedScaling(Recipe):
     backward_override: str | None = None
     _: KW_ONLY
     nonfinite: str = "saturate"
+    requantize_weights: bool = False
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -107,6 +109,7 @@ class Float8CurrentScaling(Recipe):
     backward_override: str | None = None
     _: KW_ONLY
     nonfinite: str = "saturate"
+    requantize_weights: bool = False
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -137,6 +140,7 @@ class Float8RowwiseScaling(Recipe):
     backward_override: str | None = None
     _: KW_ONLY
     nonfinite: str = "saturate"
+    requantize_weights: bool = False
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -167,6 +171,7 @@ class MXFP8BlockScaling(Recipe):
     enable_2d_quantization: bool = False
     _: KW_ONLY
     nonfinite: str = "saturate"
+    requantize_weights: bool = False
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -215,6 +220,7 @@ class Float8BlockScaling(Recipe):
     backward_override: str | None = None
     _: KW_ONLY
     nonfinite: str = "saturate"
+    requantize_weights: bool = False
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -285,6 +291,7 @@ class NVFP4BlockScaling(Recipe):
     backward_override: str | None = None
     _: KW_ONLY
     nonfinite: str = "saturate"
+    requantize_weights: bool = False
 
     def __post_init__(self) -> None:
         """Check the fields."""

@@ -137,7 +137,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class LinearPlan(Plan):
-    """The three GEMMs of a linear layer; ``delayed`` if any operand is scaled by delayed scales."""
+    """The three GEMMs of a linear layer; ``delayed`` if any operand is scaled by delayed scales.
+
+    ``requantize_weights``: backward quantizes the weight columnwise, instead of holding codes since
+    forward. It has no effect on a weight that dgrad takes in high precision.
+    """
 
     # Transformer Engine's slots of one GEMM; those of its two results are never used.
     slots: ClassVar[SlotNames] = SlotNames(
@@ -149,6 +153,7 @@ class LinearPlan(Plan):
     wgrad: GemmPlan = GemmPlan()
     delayed: DelayedPlan | None = None
     nonfinite: str = "saturate"
+    requantize_weights: bool = False
 
     @property
     def tensors(self) -> Mapping[str, TensorPlan]:

@@ -13,6 +13,7 @@ from fp8core.backend_api import (
     AmaxDesc,
     OpDesc,
     Operand,
+    OperandSpec,
     QuantizeByAmaxDesc,
     QuantizeDesc,
     UnsupportedError,
@@ -35,6 +36,7 @@ __all__ = [
     "ReduceAmax",
     "Slot",
     "Unturned",
+    "bind_columnwise",
     "bind_quantizer",
 ]
 
@@ -549,3 +551,25 @@ def bind_quantizer(
         high = HighPrecision(binding.activation_dtype)
         return Mixed(high, low) if plan.rowwise is None else Mixed(low, high)
     return low_precision(plan)
+
+
+def bind_columnwise(
+    spec: OperandSpec,
+    dtype: torch.dtype,
+    binding: Binding,
+    *,
+    purpose: Purpose = UNNAMED,
+    propagates: bool = False,
+) -> Callable[..., Orientations]:
+    """Return the columnwise cast of a tensor of ``dtype`` that another cast counts and records.
+
+    Called as ``cast(x)``, or as ``cast(x, scale=scale)`` for a delayed ``spec``, it records no amax
+    and counts no NaN or inf; in a captured graph, where each cast counts for its device, it counts
+    too. ``propagates`` is as in :func:`bind_quantizer`.
+
+    Raises:
+        UnsupportedError: no backend quantizes like that on the device.
+    """
+    desc = QuantizeDesc(dtype, None, spec)
+    run = binding.resolver.resolve(desc, device=binding.device, purpose=purpose).run
+    return _propagating(run, None) if propagates else run

@@ -78,9 +78,17 @@ class Keeping(NamedTuple):
 
 
 class WeightQuantizer(Protocol):
-    """Returns the operands of a weight, or of one weight a group: quantized now, or kept."""
+    """Returns the operands of a weight, or of one weight a group: quantized now, or kept.
+
+    With ``requantizes``, the columnwise operand may be missing until :meth:`requantize` is called
+    in backward: the weight is in its place, see :mod:`fp8core.tensors.requantized`.
+    """
 
     choices: tuple[Choice, ...]
+
+    @property
+    def requantizes(self) -> bool:
+        """Whether backward has to call :meth:`requantize`."""
 
     def __call__(
         self,
@@ -101,6 +109,9 @@ class WeightQuantizer(Protocol):
 
         It is for plain weights that are not kept.
         """
+
+    def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return ``saved``, three tensors a weight, with operands in the places of weights."""
 
 
 class How(NamedTuple):
@@ -170,6 +181,8 @@ class KeptWeight:
     """
 
     __slots__ = ("_both", "_how", "_index", "_quantizer", "_rowwise", "choices")
+
+    requantizes = False
 
     def __init__(self, quantizer: Quantizer, index: int, how: How) -> None:
         self._quantizer = quantizer
@@ -260,6 +273,10 @@ class KeptWeight:
         """Return the backend's call that casts an input and the weight both ways, if it has one."""
         return input.pair_with(self._quantizer)
 
+    def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return ``saved``, which is an operand."""
+        return list(saved)
+
     def _operands_of(self, weight: QuantizedTensor, columnwise: bool) -> Orientations:
         row, column = self._how.stored
         if row is None and column is None:
@@ -305,24 +322,30 @@ _WRITTEN = (
 class WeightWrapper:
     """Base of the weight quantizers around another one; they cast the weight in its own call."""
 
-    __slots__ = ("_inner", "choices")
+    __slots__ = ("_inner", "choices", "requantizes")
 
     def __init__(self, inner: WeightQuantizer) -> None:
         self._inner = inner
         self.choices = inner.choices
+        self.requantizes = inner.requantizes
 
     def pair(self, input: Quantizer) -> None:
         """Return None: input and weight are cast in separate calls."""
+
+    def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return ``saved`` as the inner quantizer does."""
+        return self._inner.requantize(saved)
 
 
 class PerGroup:
     """One quantizer a group, for the weights of a grouped layer: operands come as tuples."""
 
-    __slots__ = ("_quantizers", "choices")
+    __slots__ = ("_quantizers", "choices", "requantizes")
 
     def __init__(self, quantizers: Sequence[KeptWeight]) -> None:
         self._quantizers = tuple(quantizers)
         self.choices = self._quantizers[0].choices
+        self.requantizes = self._quantizers[0].requantizes
 
     def __call__(
         self,
@@ -344,3 +367,10 @@ class PerGroup:
 
     def pair(self, input: Quantizer) -> None:
         """Return None: the input and each group's weight are cast in calls of their own."""
+
+    def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return ``saved``, three tensors a group, with operands in the places of weights."""
+        operands: list[torch.Tensor | None] = []
+        for group, quantizer in enumerate(self._quantizers):
+            operands += quantizer.requantize(saved[3 * group : 3 * group + 3])
+        return operands

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -68,10 +69,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[int], list[int
     table._resolve.cache_clear()
 
 
-def step(layer: torch.nn.Module, name: str, backend: str, columns: int = 64) -> list[torch.Tensor]:
+def step(
+    layer: torch.nn.Module, name: str, backend: str, columns: int = 64, *, requantizes: bool = False
+) -> list[torch.Tensor]:
     torch.manual_seed(0)
     x = torch.randn(ROWS, columns, requires_grad=True)
-    with use_backend(backend), fp8core.autocast(recipe=recipe.by_name(name)):
+    chosen: Any = recipe.by_name(name)
+    chosen = dataclasses.replace(chosen, requantize_weights=requantizes)
+    with use_backend(backend), fp8core.autocast(recipe=chosen):
         y = layer(x)
     y.backward(torch.randn_like(y))
     found = [x.grad, *(own.grad for own in layer.parameters())]
@@ -79,15 +84,16 @@ def step(layer: torch.nn.Module, name: str, backend: str, columns: int = 64) -> 
     return [one.clone() for one in found if one is not None]
 
 
+@pytest.mark.parametrize("requantizes", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "rowwise"])
 def test_gradients_in_chunks_have_the_same_bits(
-    name: str, bias: bool, asked: tuple[list[int], list[int]]
+    name: str, bias: bool, requantizes: bool, asked: tuple[list[int], list[int]]
 ) -> None:
     layer = Linear(64, 96, bias=bias)
     want = step(layer, name, "reference")
     layer.reset_delayed_state()
-    got = step(layer, name, "chunks")
+    got = step(layer, name, "chunks", requantizes=requantizes)
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
     assert asked == ([ROWS], [128, 128, 16])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -56,16 +57,23 @@ def saved_bytes(layer: torch.nn.Module, name: str, chosen: recipe.Recipe) -> int
     return sum(storage.nbytes() for storage in counted.values())
 
 
+@pytest.mark.parametrize("requantizes", [False, True])
 @pytest.mark.parametrize("recipe_name", RECIPES)
 @pytest.mark.parametrize("name", LAYERS)
-def test_explain_says_what_autograd_saves(name: str, recipe_name: str) -> None:
-    layer, chosen = LAYERS[name](), recipe.by_name(recipe_name)
+def test_explain_says_what_autograd_saves(name: str, recipe_name: str, requantizes: bool) -> None:
+    layer = LAYERS[name]()
+    chosen = dataclasses.replace(recipe.by_name(recipe_name), requantize_weights=requantizes)
     with toys.isolation():
         ((_, held), *inner) = fp8core.explain(layer, chosen).held
     assert inner == [] or name == "Sequential"
     # A graph's results have room for the most blocks that groups of any sizes have.
     room = 0.01 if name == "GroupedLinear" else 0.0
     saved = saved_bytes(layer, name, chosen)
+    if requantizes:
+        assert held.fixed < K * K // 2  # scales of inputs; the least weight's codes take that
+        if recipe_name == "delayed":
+            # The delayed scale of each weight; explain knows of no delayed state.
+            saved -= 4 * sum(one.dim() == 2 for one in layer.parameters())
     assert saved <= held.a_row * ROWS + held.fixed <= saved * (1 + room)
 
 
@@ -76,8 +84,17 @@ def test_a_frozen_weight_needs_no_input_in_backward() -> None:
     assert (held.a_row, held.fixed) == (0, K * N + 4)
 
 
-def test_a_weight_stored_quantized_has_no_copy() -> None:
-    chosen = recipe.Float8CurrentScaling()
+def test_a_weight_that_forward_computes_is_held_as_codes_in_any_case() -> None:
+    layer = fp8core.Linear(K, N, params_dtype=BF16, parameters_split=("query", "key"))
+    for requantizes in (False, True):
+        chosen = recipe.Float8CurrentScaling(requantize_weights=requantizes)
+        ((_, held),) = fp8core.explain(layer, chosen).held
+        assert held.fixed == K * N + 4 + 4  # with the scale of the input
+
+
+@pytest.mark.parametrize("requantizes", [False, True])
+def test_a_weight_stored_quantized_has_no_copy(requantizes: bool) -> None:
+    chosen = recipe.Float8CurrentScaling(requantize_weights=requantizes)
     with fp8core.quantized_model_init(recipe=chosen):
         layer = fp8core.Linear(K, N, params_dtype=BF16)
     ((_, held),) = fp8core.explain(layer, chosen).held

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +67,30 @@ def test_checkpointed_training_is_the_same(use_reentrant: bool, name: str) -> No
     with te.monitor(model) as watch:
         got = models.train(model, chosen, after=watch.step, run=run)
     assert models.same(got, want)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("name", recipe.names())
+@pytest.mark.parametrize("layer", ["linear", "grouped", "gated_mlp"])
+def test_weights_quantized_again_have_the_same_rows(
+    layer: str, name: str, checkpoints: bool
+) -> None:
+    """Backward casts them columnwise, where they are recorded; rows and features are padded."""
+
+    def run(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = te.checkpoint(models.call, layer, x)
+        return made
+
+    found, rows = [], []
+    for requantizes in (False, True):
+        chosen = dataclasses.replace(recipe.by_name(name), requantize_weights=requantizes)
+        model = models.make(layer)
+        with te.monitor(model) as watch:
+            call = run if checkpoints else models.call
+            found.append(models.train(model, chosen, after=watch.step, run=call))
+        rows.append(sorted(map(repr, watch.rows)))
+    assert models.same(*found)
+    assert rows[1] == rows[0]
 
 
 def test_parameters_in_low_precision_are_the_same() -> None:

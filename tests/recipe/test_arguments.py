@@ -181,3 +181,23 @@ def test_autocast_refuses_what_is_no_recipe(recipe: Any) -> None:
 def test_base_class_has_no_plan() -> None:
     with pytest.raises(NotImplementedError):
         Recipe().plan(LayerRole(), torch.float32)
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+@pytest.mark.parametrize("kind", NAMED)
+def test_requantize_weights_is_true_or_false(kind: type[Recipe], value: object) -> None:
+    with pytest.raises(RecipeError, match=rf"requantize_weights={value!r}.*expected True or False"):
+        kind(requantize_weights=value)
+
+
+def test_custom_recipes_take_requantize_weights() -> None:
+    with pytest.raises(RecipeError, match="requantize_weights='no'"):
+        CustomRecipe(margin=1, requantize_weights="no")
+    for given in (True, False):
+        for chosen in (
+            CustomRecipe(margin=1, requantize_weights=given),
+            CustomRecipe(lambda role: DelayedScalingRequest(), requantize_weights=given),
+            *(kind(requantize_weights=given) for kind in NAMED),
+        ):
+            plan = chosen.plan(LayerRole(), torch.bfloat16)
+            assert plan.requantize_weights is given

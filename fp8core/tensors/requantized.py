@@ -1,0 +1,127 @@
+"""Weights whose columnwise codes are not held from forward to backward, which quantizes them again.
+
+The codes of a weight are a byte for each of its elements, held from forward to backward by every
+layer of a model. Here forward quantizes the weight rowwise, for its own product, and gives the
+weight itself to autograd, which counts the writes to it. The scale of delayed scaling is updated
+between forward and backward, so forward's is saved as well; all other scales follow from the
+weight. Both casts together compute what one cast in both orientations does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fp8core.recipe.plan import TensorPlan
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.quantizer import Orientations, Quantizer
+from fp8core.tensors.weights import How, Keeping, KeptWeight
+from fp8core.torch_ops.shapes import is_captured
+
+__all__ = ["RequantizedWeight", "Unquantized", "is_unquantized"]
+
+
+class Unquantized(NamedTuple):
+    """A weight in the place of its columnwise operand, which has three tensors too.
+
+    ``scale`` is the delayed scale that the operand has to have; None for other recipes.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor | None
+    unused: None = None
+
+
+def is_unquantized(data: torch.Tensor) -> bool:
+    """Say whether ``data`` is the first tensor of an :class:`Unquantized`, not of an operand, whose
+    codes are uint8."""
+    return data.dtype != torch.uint8
+
+
+class RequantizedWeight(KeptWeight):
+    """Quantizes a weight columnwise in backward, where that saves memory.
+
+    It does not for a weight that is kept, or stored quantized, whose codes are in memory anyway;
+    nor for one that is no parameter, as each forward computes it from several: the layer alone
+    would hold it, and it is larger than its codes.
+    """
+
+    __slots__ = ("_casts_both", "_columnwise", "_is_delayed")
+
+    requantizes = True
+
+    def __init__(
+        self,
+        quantizer: Quantizer,
+        index: int,
+        how: How,
+        plan: TensorPlan,
+        columnwise: Callable[..., Orientations],
+    ) -> None:
+        super().__init__(quantizer, index, how)
+        row, column = plan
+        assert column is not None
+        # Forward's cast is the one that counts NaN and inf and records the amax.
+        self._casts_both = row is None or (column.delayed and not row.delayed)
+        self._is_delayed = column.delayed
+        self._columnwise = columnwise
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        *,
+        columnwise: bool,
+        keeping: Keeping | None = None,
+        source: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Return the operands of ``weight``, the columnwise one as :class:`Unquantized`.
+
+        Raises:
+            OperandError, UnsupportedError: as :class:`~fp8core.tensors.weights.KeptWeight`.
+        """
+        given = weight if source is None else source
+        if not columnwise or self._is_kept(keeping) or not _is_held_anyway(given):
+            return super().__call__(weight, columnwise=columnwise, keeping=keeping, source=source)
+        operands = super().__call__(
+            weight, columnwise=self._casts_both, keeping=keeping, source=source
+        )
+        slot = self._how.slot
+        scale = slot.scale.clone() if slot is not None and self._is_delayed else None
+        return Orientations(operands.rowwise, Unquantized(given, scale))
+
+    def _is_kept(self, keeping: Keeping | None) -> bool:
+        """Say whether the weight's operands are kept beyond the call, for which codes are held.
+
+        In the scope of frozen weights they are not under delayed scaling: a call that trains
+        quantizes the weight to record its amax, and its recompute has to save what it saved.
+        """
+        return keeping is not None and (keeping.first is not None or self._how.slot is None)
+
+    def pair(self, input: Quantizer) -> None:
+        """Return None: the weight is cast in one orientation, the input in both."""
+
+    def requantize(self, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return the columnwise operand of ``saved``, an :class:`Unquantized` or an operand.
+
+        It records no amax and counts no NaN or inf, as forward did both.
+        """
+        weight, scale, _ = saved
+        if weight is None or not is_unquantized(weight):
+            return list(saved)
+        given = {} if scale is None else {"scale": scale}
+        return list(self._columnwise(weight, **given).columnwise)
+
+
+def _is_held_anyway(weight: torch.Tensor) -> bool:
+    """Say whether ``weight`` costs nothing to save: a parameter, or a view of one.
+
+    Of a graph that torch captures, its partitioner decides what is saved.
+    """
+    if isinstance(weight, QuantizedTensor):
+        return False
+    if is_captured(weight):
+        return True
+    origin = weight if weight._base is None else weight._base
+    return isinstance(origin, torch.nn.Parameter) and not weight.is_inference()
