@@ -18,4 +18,43 @@ inline void check_grid(const char* entry, std::int64_t tiles) {
                 " tiles of 128 x 128, more than a grid takes");
 }
 
+constexpr std::int64_t kMostRows = std::int64_t{1} << 30;  // of groups: they are counted in ints
+
+inline void check_columnwise(const QuantizeArguments& arguments) {
+  const Groups& groups = arguments.groups;
+  const std::int64_t rows = arguments.x.rows, pitch = pitch_of_columns(arguments);
+  const std::int64_t least =
+      groups.offsets == nullptr ? rows : (rows / kGroupStep + groups.count) * kGroupStep;
+  FP8CORE_CHECK(arguments.columnwise.codes == nullptr || pitch >= least, "quantize: ", pitch,
+                " bytes between the rows of columnwise codes; expected at least ", least);
+}
+
+inline void check_groups(const char* entry, const Matrix& x, const Groups& groups) {
+  FP8CORE_CHECK(groups.offsets == nullptr || (groups.count > 0 && x.rows < kMostRows), entry, ": ",
+                x.rows, " rows in ", groups.count, " groups; expected at least one group and less ",
+                "than ", kMostRows, " rows");
+}
+
+// All but the address of x.
+inline void check_results(const QuantizeDesc& desc, const QuantizeArguments& arguments) {
+  const Matrix& x = arguments.x;
+  const Groups& groups = arguments.groups;
+  FP8CORE_CHECK(arguments.rowwise.codes != nullptr || arguments.columnwise.codes != nullptr,
+                "quantize: neither orientation is asked for");
+  FP8CORE_CHECK(desc.granularity != Granularity::kDelayed || arguments.scale != nullptr,
+                "quantize: delayed scaling takes a scale");
+  const bool takes_workspace =
+      desc.granularity == Granularity::kTensor || desc.granularity == Granularity::kRow;
+  FP8CORE_CHECK(!takes_workspace || arguments.workspace != nullptr,
+                "quantize: this granularity takes a workspace");
+  check_columnwise(arguments);
+  check_groups("quantize", x, groups);
+  FP8CORE_CHECK(arguments.num_partials >= 0 && arguments.num_partials <= kMaxPartials,
+                "quantize: ", arguments.num_partials, " amaxes in the workspace; expected 0 to ",
+                kMaxPartials);
+  for (const QuantizeOutput* out : {&arguments.rowwise, &arguments.columnwise})
+    if (out->codes != nullptr && !is_empty(x))
+      FP8CORE_CHECK_ADDRESS(out->scale_inv, "quantize: a scale_inv");
+}
+
 }  // namespace fp8core

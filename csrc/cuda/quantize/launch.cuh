@@ -1,4 +1,4 @@
-// From a descriptor to a kernel, for one input type.
+// From a descriptor to a kernel: for any source, and for matrices of one input type.
 #pragma once
 
 #include <algorithm>
@@ -9,26 +9,48 @@
 
 namespace fp8core {
 
-template <typename T, Format F>
-void launch_format(const QuantizeDesc& desc, const TileParams& p, unsigned tiles,
-                   cudaStream_t stream) {
-  switch (desc.granularity) {
+template <typename Source, typename Encoding, Granularity G>
+void launch_granularity(const CastParams<Source>& p, unsigned tiles, cudaStream_t stream) {
+  if constexpr (!Source::takes(G))
+    throw std::invalid_argument("quantize: no kernel casts the results of this operation so");
+  else if constexpr (G == Granularity::kVec128 || G == Granularity::kRow)
+    directed_tile<Source, Encoding, G><<<tiles, kTileThreads, 0, stream>>>(p);
+  else
+    uniform_tile<Source, Encoding, G><<<tiles, kTileThreads, 0, stream>>>(p);
+}
+
+template <typename Source, typename Encoding>
+void launch_encoding(Granularity granularity, const CastParams<Source>& p, unsigned tiles,
+                     cudaStream_t stream) {
+  switch (granularity) {
     case Granularity::kDelayed:
-      uniform_tile<T, F, Granularity::kDelayed><<<tiles, kTileThreads, 0, stream>>>(p);
-      break;
+      return launch_granularity<Source, Encoding, Granularity::kDelayed>(p, tiles, stream);
     case Granularity::kTensor:
-      uniform_tile<T, F, Granularity::kTensor><<<tiles, kTileThreads, 0, stream>>>(p);
-      break;
+      return launch_granularity<Source, Encoding, Granularity::kTensor>(p, tiles, stream);
     case Granularity::kBlock128:
-      uniform_tile<T, F, Granularity::kBlock128><<<tiles, kTileThreads, 0, stream>>>(p);
-      break;
+      return launch_granularity<Source, Encoding, Granularity::kBlock128>(p, tiles, stream);
     case Granularity::kVec128:
-      directed_tile<T, F, Granularity::kVec128><<<tiles, kTileThreads, 0, stream>>>(p);
-      break;
+      return launch_granularity<Source, Encoding, Granularity::kVec128>(p, tiles, stream);
     case Granularity::kRow:
-      directed_tile<T, F, Granularity::kRow><<<tiles, kTileThreads, 0, stream>>>(p);
-      break;
+      return launch_granularity<Source, Encoding, Granularity::kRow>(p, tiles, stream);
   }
+}
+
+// Casts the elements of a source, whose amaxes are in the workspace where the scales need them.
+template <typename Source>
+void launch_cast(const QuantizeDesc& desc, const CastParams<Source>& p, unsigned tiles,
+                 cudaStream_t stream) {
+  const bool is_e4m3 = desc.format == Format::kE4M3;
+  if constexpr (Source::kFormats == Formats::kShared) {
+    launch_encoding<Source, EitherEncoder>(desc.granularity, p, tiles, stream);
+  } else if (is_e4m3) {
+    launch_encoding<Source, Encoder<Format::kE4M3>>(desc.granularity, p, tiles, stream);
+  } else if constexpr (Source::kFormats == Formats::kEach) {
+    launch_encoding<Source, Encoder<Format::kE5M2>>(desc.granularity, p, tiles, stream);
+  } else {
+    throw std::invalid_argument("quantize: the results of this operation are cast to e4m3 alone");
+  }
+  FP8CORE_CUDA(cudaGetLastError());
 }
 
 template <InputType kInput>
@@ -54,7 +76,7 @@ void CastsFrom<kInput>::amaxes(Granularity granularity, const TileParams& p, cud
   FP8CORE_CUDA(cudaMemsetAsync(p.args.workspace, 0, bytes, stream));
   if (tiles == 0) return;
   if (granularity == Granularity::kRow)
-    directed_amax<Element><<<tiles, kTileThreads, 0, stream>>>(p);
+    directed_amax<MatrixSource<Element>><<<tiles, kTileThreads, 0, stream>>>({p, {}});
   else
     group_amax<Element><<<tiles, kTileThreads, 0, stream>>>(p);
 }
@@ -65,13 +87,13 @@ void CastsFrom<kInput>::quantize_pair(const QuantizeDesc& desc, TileParams p, Ti
   const auto first = static_cast<unsigned>(num_tiles(p.args.x, {}));
   const unsigned tiles = first + static_cast<unsigned>(num_tiles(other.args.x, {}));
   if (desc.granularity == Granularity::kDelayed) {
-    uniform_tile_pair<Element, Format::kE4M3, Granularity::kDelayed>
+    uniform_tile_pair<Element, Encoder<Format::kE4M3>, Granularity::kDelayed>
         <<<tiles, kTileThreads, 0, stream>>>(p, other, first);
   } else {
     for (TileParams* one : {&p, &other})
       one->args.num_partials =
           partial_amaxes(one->args.x, one->args.workspace, num_multiprocessors, stream);
-    uniform_tile_pair<Element, Format::kE4M3, Granularity::kTensor>
+    uniform_tile_pair<Element, Encoder<Format::kE4M3>, Granularity::kTensor>
         <<<tiles, kTileThreads, 0, stream>>>(p, other, first);
   }
   FP8CORE_CUDA(cudaGetLastError());
@@ -90,11 +112,7 @@ void CastsFrom<kInput>::quantize(const QuantizeDesc& desc, TileParams p, int num
     else if (is_of_tensor || desc.granularity == Granularity::kRow)
       amaxes(desc.granularity, p, stream);
   }
-  if (desc.format == Format::kE4M3)
-    launch_format<Element, Format::kE4M3>(desc, p, tiles, stream);
-  else
-    launch_format<Element, Format::kE5M2>(desc, p, tiles, stream);
-  FP8CORE_CUDA(cudaGetLastError());
+  launch_cast<MatrixSource<Element>>(desc, {p, {}}, tiles, stream);
 }
 
 }  // namespace fp8core

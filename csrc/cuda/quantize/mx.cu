@@ -30,6 +30,7 @@ void launch_mxfp8(const Mxfp8Desc& desc, const Mxfp8Arguments& arguments, cudaSt
   tile.args.columnwise.codes = arguments.columnwise.codes;
   tile.args.column_pitch = x.rows;
   tile.args.nonfinite = arguments.nonfinite;
+  tile.part_columns = x.cols;
   tile.tile_columns = static_cast<int>(num_tile_columns(x));
   tile.vector_loads = reads_vectors(x, desc.input);
   tile.vector_rows = x.cols % 8 == 0 && is_aligned(arguments.rowwise.codes, 8);

@@ -10,7 +10,7 @@
 #pragma once
 
 #include "fp8core/microscaling.h"
-#include "tile_parts.cuh"
+#include "source.cuh"
 
 namespace fp8core {
 
@@ -69,7 +69,7 @@ __device__ inline float multiplier_at(uint2 codes, int i) {
 }
 
 template <typename T, Format F>
-__global__ void __launch_bounds__(kTileThreads) mx_tile(const MxParams m) {
+__global__ void __launch_bounds__(kTileThreads) mx_tile(const __grid_constant__ MxParams m) {
   __shared__ alignas(16) uint2 parked[kTile * 16];
   const TileParams& p = m.tile;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kTileThreads) mx_tile(const MxParams m) {
   const Matrix& x_matrix = p.args.x;
   const TileSpan at = span_of_tile(p, blockIdx.x);
   Eight<T> x[8];
-  load_tile(x, p, at, ty, tx);
+  MatrixSource<T>({}, p, at, ty, tx).load(x, 0);
   count_tile(x, p);
   const int64_t row = at.row + ty * 8, column = at.column + tx * 8;
   const bool is_inside = row < x_matrix.rows && column < x_matrix.cols;

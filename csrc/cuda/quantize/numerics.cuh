@@ -153,6 +153,15 @@ struct Largest {
     }
   }
   __device__ bool is_finite() const { return nonfinite_in<T>(bits) == 0; }
+  // If it is finite.
+  __device__ float amax() const {
+    if constexpr (std::is_same_v<T, float>) {
+      return __uint_as_float(bits);
+    } else {
+      const Pair both = *reinterpret_cast<const Pair*>(&bits);
+      return fmaxf(static_cast<float>(both.x), static_cast<float>(both.y));
+    }
+  }
 };
 
 // Adds how many of a thread's elements, in kWords words, are NaN or inf to `total`, if that is not

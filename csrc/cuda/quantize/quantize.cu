@@ -1,6 +1,7 @@
 // Launches of the casts with float32 scales, and of amaxes.
 #include "casts_from.h"
 #include "tile.cuh"
+#include "tile_params.h"
 #include "vectors.h"
 
 namespace fp8core {
@@ -11,22 +12,6 @@ __global__ void __launch_bounds__(kAmaxThreads)
   __shared__ float shared[kAmaxThreads / 32];
   const float largest = reduce_partials<kAmaxThreads>(partials, count, shared);
   if (threadIdx.x == 0) *amax_out = largest;
-}
-
-TileParams tile_params(const QuantizeDesc& desc, const QuantizeArguments& arguments) {
-  const Matrix& x = arguments.x;
-  TileParams params;
-  params.args = arguments;
-  params.args.column_pitch = pitch_of_columns(arguments);
-  params.rule = desc.rule;
-  params.tile_columns = static_cast<int>(num_tile_columns(x));
-  params.scale_tiles = num_tile_rows(x, arguments.groups);
-  if (arguments.groups.offsets != nullptr) --params.scale_tiles;  // the tail has no scales
-  params.vector_loads = reads_vectors(x, desc.input);
-  params.vector_rows = x.cols % 8 == 0 && is_aligned(arguments.rowwise.codes, 8);
-  params.vector_columns =
-      params.args.column_pitch % 16 == 0 && is_aligned(arguments.columnwise.codes, 16);
-  return params;
 }
 
 }  // namespace
@@ -69,6 +54,7 @@ void launch_amax(const AmaxDesc& desc, const AmaxArguments& arguments, cudaStrea
     params.args.x = arguments.x;
     params.args.groups = arguments.groups;
     params.args.workspace = arguments.amax_out;
+    params.part_columns = arguments.x.cols;
     params.tile_columns = static_cast<int>(num_tile_columns(arguments.x));
     params.vector_loads = reads_vectors(arguments.x, desc.input);
     with_input(desc.input, [&](auto casts) { casts.amaxes(desc.granularity, params, stream); });

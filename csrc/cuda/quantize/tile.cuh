@@ -2,7 +2,7 @@
 // read. tile_parts.cuh has the steps that they share.
 #pragma once
 
-#include "tile_parts.cuh"
+#include "source.cuh"
 
 namespace fp8core {
 
@@ -18,7 +18,7 @@ __device__ void store_group_scales(const TileParams& p) {
 }
 
 // One scale for the whole tile: a tensor's, or a 128 x 128 block's.
-template <typename T, Format F, Granularity G>
+template <typename T, Granularity G>
 __device__ float tile_scale(const Eight<T> (&x)[8], const TileParams& p, const TileSpan& at,
                             float* shared) {
   const bool is_grouped = p.args.groups.offsets != nullptr;
@@ -64,19 +64,21 @@ __device__ unsigned tile_of_block() {
   return G == Granularity::kTensor ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
 }
 
-template <typename T, Format F, Granularity G>
-__device__ void cast_uniform_tile(const TileParams& p, unsigned tile) {
+// A matrix, whose tile a thread loads at once and holds.
+template <typename T, typename Encoding, Granularity G>
+__device__ void cast_matrix_tile(const TileParams& p, unsigned tile) {
   __shared__ alignas(16) uint2 parked[kTile * 16];
   __shared__ float shared[kTileThreads / 32];
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   const TileSpan at = span_of_tile(p, tile);
   Eight<T> x[8];
-  load_tile(x, p, at, ty, tx);
+  MatrixSource<T>({}, p, at, ty, tx).load(x, 0);
   count_tile(x, p);
-  const float scale = tile_scale<T, F, G>(x, p, at, shared);
+  const float scale = tile_scale<T, G>(x, p, at, shared);
+  const Encoding encoding(p);
   uint2 codes[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) codes[i] = encode_row<F>(x[i], scale);
+  for (int i = 0; i < 8; ++i) codes[i] = encoding.row(x[i], scale);
   if (p.args.rowwise.codes != nullptr) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) store_row(p, at, ty * 8 + i, tx, codes[i]);
@@ -87,24 +89,91 @@ __device__ void cast_uniform_tile(const TileParams& p, unsigned tile) {
   store_columns(p, at, parked);
 }
 
-// Four blocks a multiprocessor, 64 registers a thread: 1 to 5 % faster than three; with five,
-// registers spill, and a cast takes a third longer.
-constexpr int kUniformBlocks = 4;
+// The scale of a whole tensor that is not in groups.
+template <Granularity G>
+__device__ float tensor_scale(const TileParams& p, const TileSpan& at, float* shared) {
+  float scale;
+  if constexpr (G == Granularity::kDelayed)
+    scale = *p.args.scale;
+  else
+    scale = scale_of(reduce_partials<kTileThreads>(p.args.workspace, p.args.num_partials, shared),
+                     p.rule);
+  if (at.row == 0 && at.column == 0 && threadIdx.x == 0)
+    *p.args.rowwise.scale_inv = __frcp_rn(scale);
+  return scale;
+}
 
-template <typename T, Format F, Granularity G>
-__global__ void __launch_bounds__(kTileThreads, kUniformBlocks)
-    uniform_tile(const __grid_constant__ TileParams p) {
-  cast_uniform_tile<T, F, G>(p, tile_of_block<G>());
+// The results of a computation, which is not in groups. A thread encodes a row as soon as it has
+// computed it, and holds codes alone.
+template <typename Source, typename Encoding, Granularity G>
+__device__ void cast_computed_tile(const TileParams& p, const typename Source::Inputs& inputs,
+                                   unsigned tile) {
+  constexpr int kParts = Source::kParts;
+  __shared__ alignas(16) uint2 parked[kTile * 16];
+  __shared__ alignas(16) float parked_sums[Source::kSums ? kTileThreads / 32 : 1][kTile];
+  __shared__ float shared[kTileThreads / 32];
+  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+  const TileSpan at = span_of_tile(p, tile);
+  const Source source(inputs, p, at, ty, tx);
+  const Encoding encoding(p);
+  Batch<Source> first;
+  source.load(first.rows, 0);
+  const float scale = tensor_scale<G>(p, at, shared);
+  Seen<typename Source::Value> seen;
+  uint2 codes[kParts][8];
+  float sums[kParts][8] = {};
+  take_rows(source, first, [&](int i, int part, const auto& x) {
+    seen.take(x);
+    codes[part][i] = encoding.row(x, scale);
+    if constexpr (Source::kSums) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sums[part][j] = __fadd_rn(sums[part][j], x[j]);
+    }
+  });
+  const bool is_recorded = G == Granularity::kDelayed && p.args.amax_out != nullptr;
+  if (is_recorded || p.args.nonfinite != nullptr) {
+    const float amax = warp_max(record_elements<Source>(seen, p, inputs, tile));
+    if (is_recorded && threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = amax;
+  }
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const TileSpan here = part_of(at, p, part);
+    if (part > 0) __syncthreads();  // the shared memory of the part before is free
+    if (p.args.rowwise.codes != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) store_row(p, here, ty * 8 + i, tx, codes[part][i]);
+    }
+    if (p.args.columnwise.codes != nullptr) park_columns(codes[part], parked, ty, tx);
+    if constexpr (Source::kSums) park_sums(sums[part], parked_sums, tx);
+    __syncthreads();
+    if (part == 0 && is_recorded && threadIdx.x == 0) {
+      float amax = shared[0];
+#pragma unroll
+      for (int warp = 1; warp < kTileThreads / 32; ++warp) amax = fmaxf(amax, shared[warp]);
+      atomic_amax(p.args.amax_out, amax);
+    }
+    if constexpr (Source::kSums) store_sums(p, here, inputs.tile_sums, parked_sums);
+    if (p.args.columnwise.codes != nullptr) store_columns(p, here, parked);
+  }
+}
+
+template <typename Source, typename Encoding, Granularity G>
+__global__ void __launch_bounds__(kTileThreads, Source::kBlocks)
+    uniform_tile(const __grid_constant__ CastParams<Source> p) {
+  if constexpr (is_matrix<Source>)
+    cast_matrix_tile<typename Source::Value, Encoding, G>(p.tile, tile_of_block<G>());
+  else
+    cast_computed_tile<Source, Encoding, G>(p.tile, p.inputs, tile_of_block<G>());
 }
 
 // Two tensors: the tiles of the first, then those of the other.
-template <typename T, Format F, Granularity G>
-__global__ void __launch_bounds__(kTileThreads, kUniformBlocks)
+template <typename T, typename Encoding, Granularity G>
+__global__ void __launch_bounds__(kTileThreads, MatrixSource<T>::kBlocks)
     uniform_tile_pair(const __grid_constant__ TileParams p,
                       const __grid_constant__ TileParams other, unsigned tiles) {
   const unsigned tile = tile_of_block<G>();
   const bool is_first = tile < tiles;
-  cast_uniform_tile<T, F, G>(is_first ? p : other, is_first ? tile : tile - tiles);
+  cast_matrix_tile<T, Encoding, G>(is_first ? p : other, is_first ? tile : tile - tiles);
 }
 
 // Writes the columnwise scales of empty groups, which have no tile. The first row of tiles calls
@@ -124,102 +193,180 @@ __device__ inline void store_empty_groups(const TileParams& p, int64_t column) {
   }
 }
 
-// Casts with a scale for each row of an operand (kRow: for the whole row, from the amaxes in the
-// workspace; kVec128: for the row's 128 elements in the tile). A row of the columnwise operand is a
-// column of x, so the two orientations have different codes.
-template <typename T, Format F, Granularity G>
-__global__ void __launch_bounds__(kTileThreads) directed_tile(const TileParams p) {
-  __shared__ alignas(16) uint2 parked[kTile * 16];
-  __shared__ alignas(16) float maxima[kTileThreads / 32][kTile];
-  __shared__ float scales[kTile];
-  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-  const Matrix& m = p.args.x;
-  const TileSpan at = span_of_tile(p, blockIdx.x);
-  Eight<T> x[8];
-  load_tile(x, p, at, ty, tx);
-  count_tile(x, p);
-  if (p.args.rowwise.codes != nullptr) {
-    const QuantizeOutput& out = p.args.rowwise;
-    const int64_t held = at.row + ty * 8 + tx / 2;  // the row whose scale this thread computes
-    float amax;
-    if constexpr (G == Granularity::kVec128)
-      amax = row_amax(x, tx);
-    else
-      amax = held < at.load_end ? p.args.workspace[held] : 0.0f;
-    const float scale = at.is_tail ? 1.0f : scale_of(amax, p.rule);
-    if (tx % 2 == 0 && held < at.row_end) {
-      if (G == Granularity::kVec128)
-        out.scale_inv[at.tile_column * out.pitch + held] = __frcp_rn(scale);
-      else if (at.tile_column == 0)
-        out.scale_inv[held] = __frcp_rn(scale);
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float row_scale = __shfl_sync(0xFFFFFFFFu, scale, 2 * i, 16);
-      store_row(p, at, ty * 8 + i, tx, encode_row<F>(x[i], row_scale));
-    }
+// A row's scale in this tile and, if this is its first tile, in memory: that of row 8 ty + tx / 2.
+template <typename T, Granularity G>
+__device__ float row_scale(const Eight<T> (&x)[8], const TileParams& p, const TileSpan& at, int ty,
+                           int tx) {
+  const QuantizeOutput& out = p.args.rowwise;
+  const int64_t row = at.row + ty * 8 + tx / 2;
+  float amax;
+  if constexpr (G == Granularity::kVec128)
+    amax = row_amax(x, tx);
+  else
+    amax = row < at.load_end ? p.args.workspace[row] : 0.0f;
+  const float scale = at.is_tail ? 1.0f : scale_of(amax, p.rule);
+  if (tx % 2 == 0 && row < at.row_end) {
+    if (G == Granularity::kVec128)
+      out.scale_inv[at.tile_column * out.pitch + row] = __frcp_rn(scale);
+    else if (at.tile_column == 0)
+      out.scale_inv[row] = __frcp_rn(scale);
   }
-  if (p.args.columnwise.codes == nullptr) return;
+  return scale;
+}
+
+// The scales of the tile's columns, to shared memory and, if this is their first tile, to memory.
+// A barrier follows.
+template <typename T, Granularity G>
+__device__ void column_scales(const Eight<T> (&x)[8], const TileParams& p, const TileSpan& at,
+                              float (*maxima)[kTile], float* scales, int tx) {
   float amax = 0.0f;
   const int64_t column = at.column + threadIdx.x;  // the column of one of the first 128 threads
   if constexpr (G == Granularity::kVec128)
     amax = column_amax(x, maxima, tx);
-  else if (threadIdx.x < kTile && column < m.cols && !at.is_tail)
-    amax = p.args.workspace[m.rows + at.group * m.cols + column];
-  if (threadIdx.x < kTile) {
-    const QuantizeOutput& out = p.args.columnwise;
-    const float scale = at.is_tail ? 1.0f : scale_of(amax, p.rule);
-    scales[threadIdx.x] = scale;
-    if (column < m.cols) {
-      if (G == Granularity::kVec128) {
-        if (at.tile_row < p.scale_tiles)
-          out.scale_inv[at.tile_row * out.pitch + column] = __frcp_rn(scale);
-      } else {
-        if (at.is_first && !at.is_tail)
-          out.scale_inv[at.group * out.pitch + column] = __frcp_rn(scale);
-        if (at.tile_row == 0 && p.args.groups.offsets != nullptr) store_empty_groups(p, column);
+  else if (threadIdx.x < kTile && column < at.column_end && !at.is_tail)
+    amax = p.args.workspace[p.args.x.rows + at.group * p.args.x.cols + column];
+  if (threadIdx.x >= kTile) return;
+  const QuantizeOutput& out = p.args.columnwise;
+  const float scale = at.is_tail ? 1.0f : scale_of(amax, p.rule);
+  scales[threadIdx.x] = scale;
+  if (column >= at.column_end) return;
+  if (G == Granularity::kVec128) {
+    if (at.tile_row < p.scale_tiles)
+      out.scale_inv[at.tile_row * out.pitch + column] = __frcp_rn(scale);
+  } else {
+    if (at.is_first && !at.is_tail) out.scale_inv[at.group * out.pitch + column] = __frcp_rn(scale);
+    if (at.tile_row == 0 && p.args.groups.offsets != nullptr) store_empty_groups(p, column);
+  }
+}
+
+// Casts with a scale for each row of an operand (kRow: for the whole row, from the amaxes in the
+// workspace; kVec128: for the row's 128 elements in the tile). A row of the columnwise operand is a
+// column of x, so the two orientations have different codes.
+template <typename Source, typename Encoding, Granularity G>
+__global__ void __launch_bounds__(kTileThreads, Source::kDirectedBlocks)
+    directed_tile(const __grid_constant__ CastParams<Source> params) {
+  using T = typename Source::Value;
+  __shared__ alignas(16) uint2 parked[kTile * 16];
+  __shared__ alignas(16) float maxima[kTileThreads / 32][kTile];
+  __shared__ float scales[kTile];
+  // A thread's rows of a second part, for which it has no registers.
+  constexpr int kBehind = 4;
+  __shared__ Eight<T> waiting[Source::kParts > 1 ? 8 - kBehind : 1][kTileThreads];
+  const TileParams& p = params.tile;
+  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+  const TileSpan at = span_of_tile(p, blockIdx.x);
+  const Encoding encoding(p);
+  Eight<T> x[8], behind[kBehind];
+  take_all_rows(Source(params.inputs, p, at, ty, tx), [&](int i, int part, const Eight<T>& eight) {
+    if (part == 0)
+      x[i] = eight;
+    else if (i < kBehind)
+      behind[i] = eight;
+    else
+      waiting[i - kBehind][threadIdx.x] = eight;
+  });
+#pragma unroll
+  for (int part = 0; part < Source::kParts; ++part) {
+    const TileSpan here = part_of(at, p, part);
+    if (part > 0) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        x[i] = i < kBehind ? behind[i] : waiting[i - kBehind][threadIdx.x];
+    }
+    count_tile(x, p);
+    if (part > 0) __syncthreads();  // the shared memory of the part before is free
+    if (params.inputs.tile_sums != nullptr) {
+      float sums[8] = {};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const auto row = unpacked<Source>(x[i]);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sums[j] = __fadd_rn(sums[j], row[j]);
+      }
+      park_sums(sums, maxima, tx);
+      __syncthreads();
+      store_sums(p, here, params.inputs.tile_sums, maxima);
+      __syncthreads();
+    }
+    if (p.args.rowwise.codes != nullptr) {
+      const float scale = row_scale<T, G>(x, p, here, ty, tx);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float scale_of_row = __shfl_sync(0xFFFFFFFFu, scale, 2 * i, 16);
+        store_row(p, here, ty * 8 + i, tx, encoding.row(unpacked<Source>(x[i]), scale_of_row));
       }
     }
+    if (p.args.columnwise.codes == nullptr) continue;
+    column_scales<T, G>(x, p, here, maxima, scales, tx);
+    __syncthreads();
+    float scale[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) scale[j] = scales[tx * 8 + j];
+    uint2 codes[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) codes[i] = encoding.row(unpacked<Source>(x[i]), scale);
+    park_columns(codes, parked, ty, tx);
+    __syncthreads();
+    store_columns(p, here, parked);
   }
-  __syncthreads();
-  float scale[8];
-#pragma unroll
-  for (int j = 0; j < 8; ++j) scale[j] = scales[tx * 8 + j];
-  uint2 codes[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) codes[i] = encode_row<F>(x[i], scale);
-  park_columns(codes, parked, ty, tx);
-  __syncthreads();
-  store_columns(p, at, parked);
 }
 
 // Amaxes of whole rows, and of columns over all rows or over those of each group. The workspace
 // [rows + cols], or [rows + groups * cols], is zero before.
-template <typename T>
-__global__ void __launch_bounds__(kTileThreads) directed_amax(const TileParams p) {
+template <typename Source>
+__global__ void __launch_bounds__(kTileThreads, Source::kDirectedBlocks)
+    directed_amax(const __grid_constant__ CastParams<Source> params) {
+  using T = typename Source::Value;
   __shared__ alignas(16) float maxima[kTileThreads / 32][kTile];
-  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+  const TileParams& p = params.tile;
   const Matrix& m = p.args.x;
+  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   const TileSpan at = span_of_tile(p, blockIdx.x);
-  Eight<T> x[8];
-  load_tile(x, p, at, ty, tx);
-  const int64_t held = at.row + ty * 8 + tx / 2;
-  const float row = row_amax(x, tx);
-  if (tx % 2 == 0 && held < at.load_end) atomic_amax(p.args.workspace + held, row);
-  const float amax = column_amax(x, maxima, tx);
-  const int64_t column = at.column + threadIdx.x;
-  if (threadIdx.x < kTile && column < m.cols && !at.is_tail)
-    atomic_amax(p.args.workspace + m.rows + at.group * m.cols + column, amax);
+  Eight<T> x[Source::kParts][8];
+  take_all_rows<Reading::kAgain>(
+      Source(params.inputs, p, at, ty, tx),
+      [&](int i, int part, const Eight<T>& eight) { x[part][i] = eight; });
+#pragma unroll
+  for (int part = 0; part < Source::kParts; ++part) {
+    const TileSpan here = part_of(at, p, part);
+    const int64_t row = at.row + ty * 8 + tx / 2;
+    const float largest = row_amax(x[part], tx);
+    if (tx % 2 == 0 && row < at.load_end) atomic_amax(p.args.workspace + row, largest);
+    if (part > 0) __syncthreads();  // the maxima of the part before have been read
+    const float amax = column_amax(x[part], maxima, tx);
+    const int64_t column = here.column + threadIdx.x;
+    if (threadIdx.x < kTile && column < here.column_end && !at.is_tail)
+      atomic_amax(p.args.workspace + m.rows + at.group * m.cols + column, amax);
+  }
+}
+
+// Amaxes of shares of a tensor, one of each block of threads, as amax_partials writes them.
+template <typename Source>
+__global__ void __launch_bounds__(kTileThreads, Source::kDirectedBlocks)
+    tile_partials(const __grid_constant__ CastParams<Source> params, unsigned tiles) {
+  __shared__ float shared[kTileThreads / 32];
+  const TileParams& p = params.tile;
+  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+  float largest = 0.0f;
+  for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const Source source(params.inputs, p, span_of_tile(p, tile), ty, tx);
+    Batch<Source> first;
+    source.template load<Reading::kAgain>(first.rows, 0);
+    take_rows<Reading::kAgain>(
+        source, first, [&](int, int, const auto& x) { largest = fmaxf(largest, x.amax()); });
+  }
+  largest = block_max<kTileThreads>(largest, shared);
+  if (threadIdx.x == 0) p.args.workspace[blockIdx.x] = largest;
 }
 
 // Amaxes of whole groups. The workspace [groups] is zero before.
 template <typename T>
-__global__ void __launch_bounds__(kTileThreads) group_amax(const TileParams p) {
+__global__ void __launch_bounds__(kTileThreads) group_amax(const __grid_constant__ TileParams p) {
   __shared__ float shared[kTileThreads / 32];
   const TileSpan at = span_of_tile(p, blockIdx.x);
   if (at.is_tail) return;
   Eight<T> x[8];
-  load_tile(x, p, at, threadIdx.x / 16, threadIdx.x % 16);
+  MatrixSource<T>({}, p, at, threadIdx.x / 16, threadIdx.x % 16).load(x, 0);
   float largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) largest = fmaxf(largest, x[i].amax());

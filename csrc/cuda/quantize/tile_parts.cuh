@@ -1,5 +1,5 @@
-// The steps of a cast. A block of 256 threads reads a tile of 128 x 128 elements once, and writes
-// its codes and their transpose.
+// The steps of a cast. A block of 256 threads takes a tile of 128 x 128 elements from a source
+// (source.cuh), and writes its codes and their transpose.
 //
 // Thread (ty, tx), 16 x 16, holds 8 rows x 8 columns: rows 8 ty .. 8 ty + 7, columns 8 tx .. 8 tx
 // + 7. A row of the tile is read as 16 x 16 bytes (2 bytes an element) and written as 16 x 8 bytes.
@@ -16,22 +16,15 @@
 
 #include "../groups.cuh"
 #include "amax.cuh"
-#include "casts.h"
+#include "tile_params.h"
 
 namespace fp8core {
 
 constexpr int kTileThreads = 256;
 
-struct TileParams {
-  QuantizeArguments args;
-  ScaleRule rule;
-  int tile_columns = 0;     // tiles from one end of a row to the other
-  int64_t scale_tiles = 0;  // rows of tiles that have scales
-  bool vector_loads = false, vector_rows = false, vector_columns = false;
-};
-
 struct TileSpan {
   int64_t row, column;  // of the tile's first element
+  int64_t column_end;   // of the part's columns
   int64_t tile_row, tile_column;
   int64_t row_end, load_end;  // of the group's rows; load_end is 0 in the tail, which is not read
   int64_t code, code_end;     // row and row_end, counted in the columnwise codes
@@ -45,6 +38,7 @@ __device__ inline TileSpan span_of_tile(const TileParams& p, unsigned tile) {
   at.tile_row = tile / p.tile_columns;
   at.tile_column = tile % p.tile_columns;
   at.column = at.tile_column * kTile;
+  at.column_end = p.part_columns;
   const Groups& groups = p.args.groups;
   if (groups.offsets == nullptr) {
     at.row = at.tile_row * kTile;
@@ -72,31 +66,15 @@ __device__ inline TileSpan span_of_tile(const TileParams& p, unsigned tile) {
   return at;
 }
 
-template <typename T>
-__device__ void load_tile(Eight<T> (&x)[8], const TileParams& p, const TileSpan& at, int ty,
-                          int tx) {
-  const Matrix& m = p.args.x;
-  const int64_t row = at.row + ty * 8, column = at.column + tx * 8;
-  const T* from = static_cast<const T*>(m.data) + row * m.stride + column;
-  if (p.vector_loads && column + 8 <= m.cols) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (row + i < at.load_end)
-        x[i].load(from + i * m.stride);
-      else
-        x[i].gather(from, 0);
-    }
-    return;
-  }
-  const int count = static_cast<int>(max(int64_t{0}, min(int64_t{8}, m.cols - column)));
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const bool inside = row + i < at.load_end && count > 0;
-    x[i].gather(inside ? from + i * m.stride : from, inside ? count : 0);
-  }
+// The same tile of another part of the result, whose columns lie behind those of the parts before.
+__device__ inline TileSpan part_of(TileSpan at, const TileParams& p, int part) {
+  at.column += part * p.part_columns;
+  at.column_end += part * p.part_columns;
+  at.tile_column += part * p.tile_columns;
+  return at;
 }
 
-// Counts the NaN and inf that the threads loaded; rows of no group are not loaded.
+// Counts the NaN and inf that the threads hold; rows of no group are not loaded.
 template <typename T>
 __device__ void count_tile(const Eight<T> (&x)[8], const TileParams& p) {
   constexpr int kEach = Eight<T>::kWords;
@@ -109,14 +87,14 @@ __device__ inline void store_row(const TileParams& p, const TileSpan& at, int ro
                                  uint2 codes) {
   const Matrix& m = p.args.x;
   const int64_t row = at.row + row_in_tile, column = at.column + tx * 8;
-  if (row >= at.row_end || column >= m.cols) return;
+  if (row >= at.row_end || column >= at.column_end) return;
   uint8_t* to = p.args.rowwise.codes + row * m.cols + column;
-  if (p.vector_rows && column + 8 <= m.cols) {
+  if (p.vector_rows && column + 8 <= at.column_end) {
     __stcs(reinterpret_cast<uint2*>(to), codes);
     return;
   }
   const auto* bytes = reinterpret_cast<const uint8_t*>(&codes);
-  for (int i = 0; i < 8 && column + i < m.cols; ++i) to[i] = bytes[i];
+  for (int i = 0; i < 8 && column + i < at.column_end; ++i) to[i] = bytes[i];
 }
 
 // Words of four rows, four bytes each, become words of four columns.
@@ -156,7 +134,6 @@ __device__ inline void park_columns(const uint2 (&codes)[8], uint2* shared, int 
 }
 
 __device__ inline void store_columns(const TileParams& p, const TileSpan& at, const uint2* shared) {
-  const Matrix& m = p.args.x;
 #pragma unroll
   for (int pass = 0; pass < 4; ++pass) {
     const int index = pass * kTileThreads + threadIdx.x;
@@ -165,7 +142,7 @@ __device__ inline void store_columns(const TileParams& p, const TileSpan& at, co
         &shared[column_in_tile * 16 + (turn(2 * chunk) ^ (swizzle & ~1))]);
     const uint4 codes = swizzle % 2 == 0 ? pair : make_uint4(pair.z, pair.w, pair.x, pair.y);
     const int64_t column = at.column + column_in_tile, row = at.code + chunk * 16;
-    if (column >= m.cols || row >= at.code_end) continue;
+    if (column >= at.column_end || row >= at.code_end) continue;
     uint8_t* to = p.args.columnwise.codes + column * p.args.column_pitch + row;
     if (p.vector_columns && row + 16 <= at.code_end) {
       __stcs(reinterpret_cast<uint4*>(to), codes);
@@ -187,6 +164,27 @@ __device__ uint2 encode_row(const Eight<T>& x, const float (&scale)[8]) {
   return make_uint2(encode4<F>(x[0] * scale[0], x[1] * scale[1], x[2] * scale[2], x[3] * scale[3]),
                     encode4<F>(x[4] * scale[4], x[5] * scale[5], x[6] * scale[6], x[7] * scale[7]));
 }
+
+// Codes of the format that a kernel is compiled for.
+template <Format F>
+struct Encoder {
+  __device__ explicit Encoder(const TileParams&) {}
+  template <typename Elements, typename Scale>
+  __device__ uint2 row(const Elements& x, const Scale& scale) const {
+    return encode_row<F>(x, scale);
+  }
+};
+
+// Codes of either format, which are told apart for each row of eight elements.
+struct EitherEncoder {
+  bool is_e4m3;
+
+  __device__ explicit EitherEncoder(const TileParams& p) : is_e4m3(p.format == Format::kE4M3) {}
+  template <typename Elements, typename Scale>
+  __device__ uint2 row(const Elements& x, const Scale& scale) const {
+    return is_e4m3 ? encode_row<Format::kE4M3>(x, scale) : encode_row<Format::kE5M2>(x, scale);
+  }
+};
 
 // Amaxes of the thread's eight columns over its eight rows.
 template <typename T>

@@ -1,0 +1,222 @@
+// Where a cast's elements come from. A source reads its inputs and gives each thread of a tile the
+// 8 x 8 elements that the cast sees, row by row:
+//
+//     Value      their type
+//     kParts     the parts of the result, side by side, of which a tile of inputs gives a tile each
+//     kRows      rows whose inputs a thread loads at once: 1, 2, 4 or 8
+//     kSums      whether kernels that know the scale before add up the result's columns
+//     tile_sums  of the inputs: where those sums of each tile go, or null
+//     kBlocks, kDirectedBlocks    blocks of threads a multiprocessor: of uniform_tile, and of the
+//                kernels that hold all elements
+//     takes      which granularities are compiled
+//     kFormats   and which formats
+//     Inputs     its part of a kernel's parameters
+//     Row        the inputs of eight elements of a row, in registers
+//     load       loads rows of the thread's eight, from `first` on; zeros beyond the tensor's end
+//     values     eight elements of each part, from a row's inputs
+#pragma once
+
+#include "tile_parts.cuh"
+
+namespace fp8core {
+
+template <typename Source>
+struct CastParams {
+  TileParams tile;
+  typename Source::Inputs inputs;
+};
+
+// The formats that a source is cast to: each with kernels of its own, by the same kernels, or one.
+enum class Formats { kEach, kShared, kE4M3 };
+
+// Whether a row that is read again soon is kept in the caches.
+enum class Reading { kOnce, kAgain };
+
+// How many of eight rows or columns, of which `first` is the first, lie before `end`.
+__device__ inline int inside(int64_t first, int64_t end) {
+  return static_cast<int>(max(int64_t{0}, min(int64_t{8}, end - first)));
+}
+
+// A matrix in memory.
+template <typename T>
+struct MatrixSource {
+  using Value = T;
+  using Row = Eight<T>;
+  struct Inputs {
+    static constexpr float* tile_sums = nullptr;
+  };
+  static constexpr int kParts = 1, kRows = 8;
+  static constexpr bool kSums = false;
+  // 64 registers a thread: 1 to 5 % faster than three blocks; with five, registers spill, and a
+  // cast takes a third longer.
+  static constexpr int kBlocks = 4, kDirectedBlocks = sizeof(T) == 4 ? 2 : 4;
+  static constexpr bool takes(Granularity) { return true; }
+  static constexpr Formats kFormats = Formats::kEach;
+
+  const T* from;
+  const TileParams& p;
+  int rows, columns;  // of the thread's eight, those that are in the tensor
+
+  __device__ MatrixSource(const Inputs&, const TileParams& p, const TileSpan& at, int ty, int tx)
+      : p(p),
+        rows(inside(at.row + ty * 8, at.load_end)),
+        columns(inside(at.column + tx * 8, p.args.x.cols)) {
+    from = static_cast<const T*>(p.args.x.data) + (at.row + ty * 8) * p.args.x.stride + at.column +
+           tx * 8;
+  }
+
+  template <Reading kReading = Reading::kOnce, int kCount>
+  __device__ void load(Row (&x)[kCount], int first) const {
+    const int64_t stride = p.args.x.stride;
+    if (p.vector_loads && columns == 8) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (first + i < rows)
+          x[i].load(from + (first + i) * stride);
+        else
+          x[i].gather(from, 0);
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const bool is_inside = first + i < rows && columns > 0;
+      x[i].gather(is_inside ? from + (first + i) * stride : from, is_inside ? columns : 0);
+    }
+  }
+  __device__ void values(const Row& row_of_x, Eight<T> (&x)[1]) const { x[0] = row_of_x; }
+};
+
+template <typename Source>
+constexpr bool is_matrix = false;
+template <typename T>
+inline constexpr bool is_matrix<MatrixSource<T>> = true;
+
+// The inputs of the rows that a thread loads at once.
+template <typename Source>
+struct Batch {
+  typename Source::Row rows[Source::kRows];
+};
+
+// Calls take(row, part, elements) for each of the thread's eight rows, and loads a batch of them
+// while it takes the one before. `next` is the first.
+template <Reading kReading = Reading::kOnce, typename Source, typename Take>
+__device__ void take_rows(const Source& source, Batch<Source> next, const Take& take) {
+  constexpr int kRows = Source::kRows;
+#pragma unroll
+  for (int first = 0; first < 8; first += kRows) {
+    const Batch<Source> batch = next;
+    if (first + kRows < 8) source.template load<kReading>(next.rows, first + kRows);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      Eight<typename Source::Value> x[Source::kParts];
+      source.values(batch.rows[i], x);
+#pragma unroll
+      for (int part = 0; part < Source::kParts; ++part) take(first + i, part, x[part]);
+    }
+  }
+}
+
+// take_rows, with the first batch.
+template <Reading kReading = Reading::kOnce, typename Source, typename Take>
+__device__ void take_all_rows(const Source& source, const Take& take) {
+  Batch<Source> first;
+  source.template load<kReading>(first.rows, 0);
+  take_rows<kReading>(source, first, take);
+}
+
+// Held elements as the cast reads them. Computed ones are unpacked by integer operations, and
+// before that made unknown to the compiler: it would hold each in a register of its own, or as a
+// float from one use to the next, where two share a register.
+template <typename Source>
+__device__ auto unpacked(const Eight<typename Source::Value>& x) {
+  using T = typename Source::Value;
+  if constexpr (is_matrix<Source>) {
+    return x;
+  } else {
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t both = x.word(j);
+      asm volatile("" : "+r"(both));
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        v[2 * j] = __uint_as_float(both << 16);
+        v[2 * j + 1] = __uint_as_float(both & 0xFFFF0000u);
+      } else {
+        v[2 * j] = __half2float(__ushort_as_half(static_cast<uint16_t>(both)));
+        v[2 * j + 1] = __half2float(__ushort_as_half(static_cast<uint16_t>(both >> 16)));
+      }
+    }
+    return rounded<float>(v);
+  }
+}
+
+// The largest magnitude of the elements that a thread sees, NaN or inf if one of them is.
+template <typename T>
+struct Seen {
+  Largest<T> largest;
+
+  __device__ void take(const Eight<T>& x) {
+#pragma unroll
+    for (int i = 0; i < Eight<T>::kWords; ++i) largest.take(x.word(i));
+  }
+};
+
+// What a thread has to record of its elements: the largest magnitude, and their NaN and inf in
+// `nonfinite`, if that is not null. All threads of a warp call it. Where one of them saw a NaN or
+// inf, all read their elements once more; the amax is that of the others and inf.
+template <typename Source>
+__device__ float record_elements(const Seen<typename Source::Value>& seen, const TileParams& p,
+                                 const typename Source::Inputs& inputs, unsigned tile) {
+  using T = typename Source::Value;
+  if (__all_sync(0xFFFFFFFFu, seen.largest.is_finite())) return seen.largest.amax();
+  unsigned thread = threadIdx.x;
+  // Computed anew: the compiler would hold addresses for what hardly ever happens.
+  asm volatile("" : "+r"(tile), "+r"(thread));
+  const Source source(inputs, p, span_of_tile(p, tile), thread / 16, thread % 16);
+  float amax = 0.0f;
+  int count = 0;
+#pragma unroll 1
+  for (int i = 0; i < 8; ++i) {
+    typename Source::Row row[1];
+    Eight<T> x[Source::kParts];
+    source.load(row, i);
+    source.values(row[0], x);
+#pragma unroll
+    for (int part = 0; part < Source::kParts; ++part) {
+      amax = fmaxf(amax, x[part].amax());
+#pragma unroll
+      for (int j = 0; j < Eight<T>::kWords; ++j) count += nonfinite_in<T>(x[part].word(j));
+    }
+  }
+  count = __reduce_add_sync(0xFFFFFFFFu, count);
+  if (p.args.nonfinite != nullptr && threadIdx.x % 32 == 0)
+    atomicAdd(p.args.nonfinite, static_cast<unsigned long long>(count));
+  return amax;
+}
+
+// Puts the sums of a warp's 16 rows of each column into shared memory: [warp][column].
+__device__ inline void park_sums(const float (&sums)[8], float (*shared)[kTile], int tx) {
+  float both[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+    both[j] = __fadd_rn(sums[j], __shfl_xor_sync(0xFFFFFFFFu, sums[j], 16));
+  if (threadIdx.x % 32 >= 16) return;
+  auto* to = reinterpret_cast<float4*>(&shared[threadIdx.x / 32][tx * 8]);
+  to[0] = make_float4(both[0], both[1], both[2], both[3]);
+  to[1] = make_float4(both[4], both[5], both[6], both[7]);
+}
+
+// After a barrier: writes the sums of the tile's columns, in the same order in every run.
+__device__ inline void store_sums(const TileParams& p, const TileSpan& at, float* tile_sums,
+                                  const float (*shared)[kTile]) {
+  const int64_t column = at.column + threadIdx.x;
+  if (threadIdx.x >= kTile || column >= at.column_end) return;
+  float sum = shared[0][threadIdx.x];
+#pragma unroll
+  for (int warp = 1; warp < kTileThreads / 32; ++warp)
+    sum = __fadd_rn(sum, shared[warp][threadIdx.x]);
+  tile_sums[at.tile_row * p.args.x.cols + column] = sum;
+}
+
+}  // namespace fp8core
