@@ -22,14 +22,14 @@ from fp8core_backends.cuda.quantize_compose import apart, in_groups
 from fp8core_backends.cuda.quantize_pair import Addresses, QuantizePair
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["bind_quantize"]
+__all__ = ["Quantize", "bind_quantize"]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # Looked up in every call, so here by one name each.
 _UINT8, _FLOAT32, _ONE = torch.uint8, torch.float32, (1, 1)
 
 
-class _Quantize:
+class Quantize:
     """One call of the native library: one spec, in the orientations that have it."""
 
     __slots__ = (
@@ -84,6 +84,7 @@ class _Quantize:
         amax_out: torch.Tensor | None = None,
         nonfinite_out: torch.Tensor | None = None,
     ) -> Quantized:
+        """Quantize ``x``."""
         rows, cols = x.shape
         is_any = self._mode != "tensor" or amax is not None
         if is_any or not (rows and cols and x.is_contiguous()):
@@ -100,7 +101,39 @@ class _Quantize:
         nonfinite_out: torch.Tensor | None,
     ) -> tuple[Quantized, Addresses, torch.Tensor | None]:
         """Allocate the result of a tensorwise cast of a contiguous ``x``; see PairableCast."""
-        (rows, cols), empty = x.shape, self._empty
+        rows, cols = x.shape
+        quantized, results, workspace = self._tensor_results(
+            rows, cols, scale, amax_out, nonfinite_out
+        )
+        return quantized, (x.data_ptr(), rows, cols, cols, *results), workspace
+
+    def results(
+        self,
+        rows: int,
+        cols: int,
+        scale: torch.Tensor | None,
+        amax_out: torch.Tensor | None,
+        nonfinite_out: torch.Tensor | None,
+    ) -> tuple[Quantized, Addresses, torch.Tensor | None]:
+        """Allocate the result of casting a tensor ``[rows, cols]`` that has elements.
+
+        Returns the result, the arguments of the native cast that follow those of the tensor, and
+        the workspace, which the caller holds until the cast is enqueued.
+        """
+        if self._mode == "tensor":
+            return self._tensor_results(rows, cols, scale, amax_out, nonfinite_out)
+        return self._results_of_any(rows, cols, scale, None, amax_out, nonfinite_out)
+
+    def _tensor_results(
+        self,
+        rows: int,
+        cols: int,
+        scale: torch.Tensor | None,
+        amax_out: torch.Tensor | None,
+        nonfinite_out: torch.Tensor | None,
+    ) -> tuple[Quantized, Addresses, torch.Tensor | None]:
+        """Return what :meth:`results` returns, of a cast with one scale for the tensor."""
+        empty = self._empty
         scale_inv = empty(_ONE, _ONE, _FLOAT32)  # both orientations share it
         scale_inv_address = scale_inv.data_ptr()
         row = column = workspace = None
@@ -117,10 +150,6 @@ class _Quantize:
             workspace = empty((self._workspace_floats,), (1,), _FLOAT32)
             workspace_address = workspace.data_ptr()
         addresses = (
-            x.data_ptr(),
-            rows,
-            cols,
-            cols,  # elements between rows
             row_codes,
             scale_inv_address,
             1,  # pitch of the scales
@@ -137,7 +166,7 @@ class _Quantize:
     def bind_pair(self, other: object) -> QuantizePair | None:
         """Return the cast of this one's tensor and of ``other``'s in one launch, None if they
         cannot share one; see QuantizeDesc."""
-        if not isinstance(other, _Quantize):
+        if not isinstance(other, Quantize):
             return None
         if self._pairs_with is None or self._pairs_with != other._pairs_with:
             return None
@@ -153,11 +182,27 @@ class _Quantize:
     ) -> Quantized:
         """Quantize in any mode, from any strides; ``amax`` is the workspace with given amaxes."""
         rows, cols = x.shape
-        mode, empty = self._mode, self._empty
         if not (rows and cols):
             return self._quantize_empty(rows, cols, scale)
         x, stride = adjacent_columns(x)
-        workspace = amax
+        quantized, results, _workspace = self._results_of_any(
+            rows, cols, scale, amax, amax_out, nonfinite_out
+        )
+        addresses = (x.data_ptr(), rows, cols, stride, *results)
+        self.native_cast(addresses, raw_stream(self._index))
+        return quantized
+
+    def _results_of_any(
+        self,
+        rows: int,
+        cols: int,
+        scale: torch.Tensor | None,
+        amax: torch.Tensor | None,
+        amax_out: torch.Tensor | None,
+        nonfinite_out: torch.Tensor | None,
+    ) -> tuple[Quantized, Addresses, torch.Tensor | None]:
+        """Return what :meth:`results` returns, in any mode."""
+        mode, empty, workspace = self._mode, self._empty, amax
         size = rows + cols if mode == "row" else self._workspace_floats
         if amax is None and size:
             workspace = empty((size,), (1,), _FLOAT32)
@@ -174,10 +219,6 @@ class _Quantize:
             operands.append(Operand(codes, scale_inv))
             outputs.append((codes.data_ptr(), scale_inv.data_ptr(), pitch))
         addresses: tuple[int, ...] = (
-            x.data_ptr(),
-            rows,
-            cols,
-            stride,
             *outputs[0],
             *outputs[1],
             0 if scale is None else scale.data_ptr(),
@@ -187,8 +228,7 @@ class _Quantize:
         )
         if amax is not None:  # bytes between the rows of the columnwise codes; amaxes are there
             addresses = (*addresses, rows, 1)
-        self.native_cast(addresses, raw_stream(self._index))
-        return Quantized(*operands)
+        return Quantized(*operands), addresses, workspace
 
     def _quantize_empty(self, rows: int, cols: int, scale: torch.Tensor | None) -> Quantized:
         """Return operands without elements; their scales are 1, or the delayed one."""
@@ -228,10 +268,10 @@ def bind_quantize(
     if row is None or column is None or row == column:
         spec = row or column
         assert spec is not None
-        dense: Callable[..., Quantized] = _Quantize(desc, spec, device, native)
+        dense: Callable[..., Quantized] = Quantize(desc, spec, device, native)
     else:
         halves = [
-            _Quantize(half, spec, device, native)
+            Quantize(half, spec, device, native)
             for half, spec in zip(desc.halves(), (row, column), strict=True)
         ]
         dense = apart(*halves)
