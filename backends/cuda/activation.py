@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.backend_api import GATED, ActivationBackwardDesc, ActivationDesc
+from fp8core.backend_api import GATED, ActivationBackwardDesc, ActivationDesc, OperandError
 from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.stream import index_of, raw_stream
@@ -79,21 +79,28 @@ def native_activation(
 class Activation:
     """``y [rows, n]`` from ``x [rows, n]``, or ``[rows, 2 n]`` for a gated one."""
 
-    __slots__ = ("_dtype", "_empty", "_index", "_native_activation", "_num_parts", "kernel")
+    __slots__ = ("_dtypes", "_empty", "_index", "_native_activation", "_num_parts", "kernel")
 
     def __init__(self, desc: ActivationDesc, device: torch.device, native: Any) -> None:
         self.kernel = "fp8core::activation_vectors"
         self._index = index_of(device)
         self._native_activation = native_activation(desc, self._index, native)
         self._empty = allocator(self._index)
-        self._dtype = desc.out_dtype
+        self._dtypes = (desc.dtype, desc.out_dtype)
         self._num_parts = 2 if desc.name in GATED else 1
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Activate ``x``."""
+        """Activate ``x``.
+
+        Raises:
+            OperandError: ``x`` has another dtype than was bound.
+        """
         rows, cols = x.shape
+        dtype, out_dtype = self._dtypes
+        if x.dtype != dtype:
+            raise OperandError(f"activation of {x.dtype}; bound for {dtype}.")
         n = cols // self._num_parts
-        y = self._empty((rows, n), (n or 1, 1), self._dtype)
+        y = self._empty((rows, n), (n or 1, 1), out_dtype)
         x, stride = adjacent_columns(x)
         self._native_activation(
             (x.data_ptr(), rows, cols, stride, 0, 0, y.data_ptr()), raw_stream(self._index)
@@ -104,19 +111,28 @@ class Activation:
 class ActivationBackward:
     """``grad_x`` of the shape of ``x`` from ``grad_output [rows, n]``."""
 
-    __slots__ = ("_dtype", "_empty", "_index", "_native_activation", "kernel")
+    __slots__ = ("_dtypes", "_empty", "_index", "_native_activation", "kernel")
 
     def __init__(self, desc: ActivationBackwardDesc, device: torch.device, native: Any) -> None:
         self.kernel = "fp8core::activation_vectors"
         self._index = index_of(device)
         self._native_activation = native_activation(desc, self._index, native)
         self._empty = allocator(self._index)
-        self._dtype = desc.out_dtype
+        self._dtypes = (desc.dtype, desc.out_dtype)
 
     def __call__(self, grad_output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Differentiate at ``x``."""
+        """Differentiate at ``x``.
+
+        Raises:
+            OperandError: ``grad_output`` or ``x`` has another dtype than was bound.
+        """
         rows, cols = x.shape
-        grad_x = self._empty((rows, cols), (cols or 1, 1), self._dtype)
+        dtype, out_dtype = self._dtypes
+        if not x.dtype == grad_output.dtype == dtype:
+            raise OperandError(
+                f"activation_backward of {grad_output.dtype} and {x.dtype}; bound for {dtype}."
+            )
+        grad_x = self._empty((rows, cols), (cols or 1, 1), out_dtype)
         x, stride = adjacent_columns(x)
         grad_output, grad_stride = adjacent_columns(grad_output)
         self._native_activation(

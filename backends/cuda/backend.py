@@ -16,6 +16,7 @@ from fp8core.backend_api import (
     AmaxDesc,
     ColumnSumsDesc,
     DequantizeDesc,
+    FusedDesc,
     GemmDesc,
     GroupedGemmDesc,
     NormBackwardDesc,
@@ -35,6 +36,7 @@ from fp8core_backends.cuda.amax import bind_amax, bind_quantize_by_amax
 from fp8core_backends.cuda.column_sums import ColumnSums
 from fp8core_backends.cuda.dequantize import Dequantize
 from fp8core_backends.cuda.device_groups import DeviceGroupedGemm
+from fp8core_backends.cuda.fused import bind_fused, fused_problem
 from fp8core_backends.cuda.gemm import LowPrecisionGemm, high_precision_gemm
 from fp8core_backends.cuda.grouped import bind_grouped_gemm
 from fp8core_backends.cuda.layout import BLOCKS, TILED, scale_mode
@@ -256,6 +258,10 @@ def _check_device_groups(
     return None
 
 
+def _check_fused(desc: FusedDesc) -> str | None:
+    return _check_quantize(desc.quantize) or fused_problem(desc)
+
+
 def _check_update(desc: ScaleUpdateDesc) -> str | None:
     known = ("max", "most_recent")
     return None if desc.algorithm in known else f"no algorithm {desc.algorithm!r}"
@@ -273,6 +279,7 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
     NormDesc: norm_problem,
     NormBackwardDesc: lambda desc: norm_problem(desc.norm),
     AddNormDesc: lambda desc: norm_problem(desc.norm),
+    FusedDesc: _check_fused,
 }
 
 _BINDERS: dict[type, Callable[..., Any]] = {
@@ -287,4 +294,5 @@ _BINDERS: dict[type, Callable[..., Any]] = {
     NormDesc: Norm,
     NormBackwardDesc: NormBackward,
     AddNormDesc: AddNorm,
+    FusedDesc: bind_fused,
 }

@@ -55,6 +55,12 @@ _INPUTS = (
 )
 
 _VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "cuda/activation/fused.cu": tuple(
+        (f"-DFP8CORE_INPUT={data}", f"-DFP8CORE_FAMILY={family}", f"-DFP8CORE_BACKWARD={backward}")
+        for backward in ("true", "false")
+        for family in ("kGelu", "kSwish", "kOther")
+        for data in ("kBFloat16", "kFloat16")
+    ),
     "cuda/activation/from_input.cu": _INPUTS,
     "cuda/gemm/sm90_grouped.cu": (
         ("-DFP8CORE_A=kE4M3", "-DFP8CORE_B=kE4M3"),

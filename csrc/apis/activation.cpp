@@ -23,6 +23,36 @@ void check(const ActivationDesc& desc, const ActivationInputs& inputs) {
   FP8CORE_CHECK_ADDRESS(inputs.grad, "grad [", x.rows, ", ", n, "]");
 }
 
+void check(const QuantizeActivationDesc& desc, const QuantizeActivationArguments& arguments) {
+  const ActivationDesc& function = desc.activation;
+  const Matrix &x = arguments.inputs.x, &result = arguments.cast.x;
+  const std::int64_t n = columns_of(function, x), cols = function.is_backward ? x.cols : n;
+  const bool has_two_parts = function.is_gated && function.is_backward;
+  check(function, arguments.inputs);
+  check_results(desc.cast, arguments.cast);
+  FP8CORE_CHECK(result.rows == x.rows && result.cols == cols, "quantize_activation: a result of ",
+                result.rows, " x ", result.cols, "; expected ", x.rows, " x ", cols);
+  FP8CORE_CHECK(
+      function.input != InputType::kFloat32 &&
+          (function.output == function.input ||
+           (function.output == InputType::kFloat32 && !has_two_parts)),
+      "quantize_activation reads bfloat16 and float16, and rounds to the same or, but for "
+      "the gradient of a gated activation, not at all");
+  FP8CORE_CHECK(arguments.cast.groups.offsets == nullptr && arguments.cast.num_partials == 0,
+                "quantize_activation takes neither groups nor amaxes");
+  FP8CORE_CHECK(reads_vectors(function, arguments.inputs),
+                "quantize_activation: rows of x and grad that do not begin at multiples of 16 "
+                "bytes, or halves that are no multiple of 8 columns");
+  const bool has_blocks =
+      desc.cast.granularity == Granularity::kVec128 && arguments.cast.rowwise.codes != nullptr;
+  FP8CORE_CHECK(!has_two_parts || !has_blocks || n % kTile == 0, "quantize_activation: halves of ",
+                n, " columns; rows in blocks of ", kTile, " take a multiple of that");
+  FP8CORE_CHECK(arguments.sums == nullptr || function.is_backward,
+                "quantize_activation: sums are those of a gradient");
+  if (arguments.sums != nullptr)
+    FP8CORE_CHECK_ADDRESS(arguments.tile_sums, "quantize_activation: tile_sums");
+}
+
 }  // namespace
 
 void activation(const ActivationDesc& desc, const ActivationArguments& arguments,
@@ -31,6 +61,18 @@ void activation(const ActivationDesc& desc, const ActivationArguments& arguments
   if (is_empty(arguments.inputs.x)) return;
   FP8CORE_CHECK_ADDRESS(arguments.out, "activation: the result");
   launch_activation(desc, arguments, as_stream(stream));
+}
+
+std::int64_t QuantizeActivationDesc::tile_sums_floats(std::int64_t rows, std::int64_t cols) const {
+  return (rows + kTile - 1) / kTile * cols;
+}
+
+void quantize_activation(const QuantizeActivationDesc& desc,
+                         const QuantizeActivationArguments& arguments, StreamHandle stream) {
+  check(desc, arguments);
+  if (is_empty(arguments.inputs.x)) return;
+  check_grid("quantize_activation", num_tiles(arguments.cast.x, {}));
+  launch_quantize_activation(desc, arguments, as_stream(stream));
 }
 
 }  // namespace fp8core

@@ -57,6 +57,10 @@ void register_activation(py::module_& module) {
       .def(py::init<ActivationFunction, bool, bool, float, float, float, InputType, InputType,
                     int>())
       .def("__call__", &activation);
+  py::class_<QuantizeActivationDesc>(module, "QuantizeActivation")
+      .def(py::init<ActivationDesc, QuantizeDesc>())
+      .def("tile_sums_floats", &QuantizeActivationDesc::tile_sums_floats)
+      .def("__call__", &quantize_activation);
 }
 
 void register_microscaling(py::module_& module) {

@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "../element.h"
-#include "../quantize/vectors.h"
 #include "activations.h"
 #include "activations_from.h"
 #include "pointwise.cuh"
@@ -13,14 +12,6 @@ namespace {
 constexpr std::int64_t kMostUnits = std::int64_t{1} << 30;  // of a launch
 
 std::int64_t size_of(InputType type) { return type == InputType::kFloat32 ? 4 : 2; }
-
-bool takes_vectors(const ActivationDesc& desc, const ActivationArguments& arguments) {
-  const Matrix& x = arguments.inputs.x;
-  const std::int64_t n = columns_of(desc, x);
-  const Matrix grad = {arguments.inputs.grad, x.rows, n, arguments.inputs.grad_stride};
-  return n % 8 == 0 && reads_vectors(x, desc.input) && is_aligned(arguments.out, 16) &&
-         (!desc.is_backward || reads_vectors(grad, desc.input));
-}
 
 }  // namespace
 
@@ -34,7 +25,7 @@ void launch_activation(const ActivationDesc& desc, const ActivationArguments& ar
                        cudaStream_t stream) {
   const DeviceGuard guard(desc.device);
   const Matrix& x = arguments.inputs.x;
-  const bool is_of_vectors = takes_vectors(desc, arguments);
+  const bool is_of_vectors = reads_vectors(desc, arguments.inputs) && is_aligned(arguments.out, 16);
   PointwiseParams p;
   p.function = function_params(desc);
   p.n = columns_of(desc, x);

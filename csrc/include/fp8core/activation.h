@@ -50,4 +50,36 @@ struct ActivationArguments {
 void activation(const ActivationDesc& desc, const ActivationArguments& arguments,
                 StreamHandle stream);
 
+// An activation, or its derivative, and the cast of its result in one pass. The result is rounded
+// to the activation's output type before the cast, which is that of x, or float32: not at all.
+struct QuantizeActivationDesc {
+  ActivationDesc activation;
+  QuantizeDesc cast;
+
+  // Floats of tile_sums for a result [rows, cols].
+  std::int64_t tile_sums_floats(std::int64_t rows, std::int64_t cols) const;
+};
+
+struct QuantizeActivationArguments {
+  ActivationInputs inputs;
+  float* sums = nullptr;       // [columns], of the result before the cast; or null
+  float* tile_sums = nullptr;  // tile_sums_floats, for sums
+  // Its x has no data, but the size of the result. No groups, no amaxes that are given.
+  QuantizeArguments cast;
+
+  static constexpr int kOptional = QuantizeArguments::kOptional;
+  auto fields() { return std::tie(inputs, sums, tile_sums, cast); }
+};
+
+// Bit for bit `activation` and `quantize`. Reads bfloat16 and float16, as vectors: rows of x and
+// grad begin at multiples of 16 bytes, and n is a multiple of 8; of 128 where rows of the
+// gradient of a gated activation are cast in blocks (kVec128). kDelayed without rounding or for the
+// gradient of a gated activation; kTensor, kRow and kVec128 after rounding. Forward gives e4m3
+// alone.
+//
+// Launches: as many as the cast, which reads x twice where its scales need amaxes first; and one
+// for sums, which are added in a fixed order. An empty x launches nothing.
+void quantize_activation(const QuantizeActivationDesc& desc,
+                         const QuantizeActivationArguments& arguments, StreamHandle stream);
+
 }  // namespace fp8core

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ from fp8core.testing.calls import (
 from fp8core.testing.checks import law
 from fp8core.testing.compare import require
 from fp8core.testing.judged import group_sizes
-from fp8core.testing.laws.fused import FUSED, pair
+from fp8core.testing.laws.fused import CASES, FUSED, pair
 from fp8core.testing.subject import Subject, on_cpu, storage_step
 
 SHAPES = ((5, 7), (130, 200), (260, 1030), (0, 5), (5, 0))
@@ -136,8 +137,8 @@ def quantize_chunked_counts_the_whole(subject: Subject, desc: QuantizeDesc) -> N
 @law(6, *FUSED)
 def fused_counts_what_its_pair_counts(subject: Subject, desc: FusedDesc) -> None:
     """nonfinite_out grows by the NaN and inf of the producer's result, which the cast reads."""
-    for value in (math.inf, math.nan):
-        call = arguments(subject, desc)
+    for value, case in itertools.product((math.inf, math.nan), CASES):
+        call = arguments(subject, desc, case)
         _with(call.arguments[0], value, (1, 3))
         counted, expected = (_counted(subject, call.again(), run) for run in (_fused, _paired))
         require(counted == expected, f"counted {counted} of {value}, the pair counts {expected}")

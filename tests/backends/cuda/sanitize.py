@@ -35,6 +35,7 @@ from fp8core.backend_api import (
     AmaxDesc,
     ColumnSumsDesc,
     DequantizeDesc,
+    FusedDesc,
     GemmDesc,
     GroupedGemmDesc,
     NormBackwardDesc,
@@ -163,6 +164,35 @@ def dequantize_and_column_sums() -> None:
             backend("cuda").bind(ColumnSumsDesc(dtype), DEVICE)(x)
 
 
+def fused_activations() -> None:
+    """Activate, or differentiate, and cast: whole and partial tiles, both orientations and one."""
+    for name, own, dtype in itertools.product(
+        ("swiglu", "gelu", "clamped_swiglu", "srelu"),
+        map(spec, ("delayed", "current", "rowwise", "vector")),
+        (torch.bfloat16, torch.float16),
+    ):
+        params = (7.0, 1.702, 1.0) if name == "clamped_swiglu" else ()
+        given = {"nonfinite_out": torch.zeros(1, dtype=torch.int64).to(DEVICE)}
+        if own.delayed:
+            given |= {"scale": torch.ones(1).to(DEVICE), "amax_out": torch.zeros(1).to(DEVICE)}
+        for backward, (rows, n) in itertools.product(
+            (False, True), ((9, 72), (130, 264), (256, 128))
+        ):
+            is_float = own.delayed and not (backward and name in GATED)
+            out_dtype = torch.float32 if is_float else dtype
+            producer = (ActivationBackwardDesc if backward else ActivationDesc)(
+                name, dtype, out_dtype, params
+            )
+            both = QuantizeDesc(out_dtype, own, own)
+            x = torch.randn(rows, 2 * n if name in GATED else n).to(dtype).to(DEVICE)
+            grad = torch.randn(rows, n).to(dtype).to(DEVICE)
+            grad[-1, -1] = torch.inf
+            tensors = (grad, x) if backward else (x,)
+            for cast, sums in itertools.product((both, *both.halves()), {False, backward}):
+                run = backend("cuda").bind(FusedDesc(producer, cast, sums), DEVICE)
+                run(*tensors, **given)
+
+
 def gemm() -> None:
     """Multiply every pair of granularities: plain, with a bias, into a sum; timed once."""
     for (left, right), (m, n, k) in itertools.product(PAIRS, ((20, 48, 144), (132, 144, 272))):
@@ -256,6 +286,7 @@ GROUPS = {
     "parts": parts,
     "amax_and_scale_update": amax_and_scale_update,
     "activations": activations,
+    "fused_activations": fused_activations,
     "dequantize_and_column_sums": dequantize_and_column_sums,
     "microscaling": microscaling,
     "device_groups": device_groups,

@@ -18,6 +18,7 @@ from fp8core.backend_api import (
     AmaxDesc,
     ColumnSumsDesc,
     DequantizeDesc,
+    FusedDesc,
     GemmDesc,
     GroupedGemmDesc,
     NormBackwardDesc,
@@ -284,6 +285,47 @@ def test_every_operand_that_it_casts_to_can_be_dequantized() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_column_sums_run(dtype: torch.dtype) -> None:
     assert CudaBackend().unsupported(ColumnSumsDesc(dtype), CUDA) is None
+
+
+def fused_activations(name: str, *dtypes: torch.dtype) -> list[FusedDesc]:
+    """Return the fusions of activations that layers ask for under a recipe."""
+    return [
+        entry.desc
+        for entry in catalogue()
+        if entry.label.startswith(f"{name}.")
+        and isinstance(entry.desc, FusedDesc)
+        and isinstance(entry.desc.producer, ActivationDesc | ActivationBackwardDesc)
+        and entry.desc.producer.dtype in dtypes
+    ]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block"])
+def test_activations_are_fused_with_the_casts_of_hopper_s_recipes(name: str) -> None:
+    asked = fused_activations(name, torch.bfloat16, torch.float16)
+    assert {(desc.producer.op, desc.producer.name, desc.sums) for desc in asked} >= {
+        ("activation", "swiglu", False),
+        ("activation_backward", "swiglu", False),
+        ("activation_backward", "gelu", True),
+    }
+    for desc in asked:
+        assert CudaBackend().unsupported(desc, CUDA) is None, str(desc)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_other_fusions_are_refused_by_name() -> None:
+    for desc in fused_activations("current", torch.float32):
+        assert "no fusion from torch.float32" in (CudaBackend().unsupported(desc, CUDA) or "")
+    for desc in fused_activations("mxfp8", torch.bfloat16):
+        assert "no fusion with e8m0 scales" in (CudaBackend().unsupported(desc, CUDA) or "")
+    cast = QuantizeDesc(torch.float32, TENSOR, TENSOR)
+    producer = ActivationDesc("gelu", torch.bfloat16, torch.float32)
+    said = CudaBackend().unsupported(FusedDesc(producer, cast), CUDA)
+    assert said == "a fusion rounds before the cast unless the scale is delayed"
+    said = CudaBackend().unsupported(
+        FusedDesc(producer, dataclasses.replace(cast, grouped=True)), CUDA
+    )
+    assert "no fusion with casts of groups" in (said or "")
 
 
 @pytest.mark.usefixtures("hopper")

@@ -1,0 +1,57 @@
+"""A producer and the cast of its result in one pass, where there is a kernel for both.
+
+A kernel has its bounds: what it does not take in a call (sizes, addresses), the same callable
+computes in two steps, which give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.backend_api import (
+    ActivationBackwardDesc,
+    ActivationDesc,
+    FusedDesc,
+    OperandSpec,
+    QuantizeDesc,
+)
+from fp8core_backends.cuda.fused_activation import bind_fused_activation, fused_activation_problem
+
+__all__ = ["bind_fused", "fused_problem"]
+
+
+class _Producer(NamedTuple):
+    """Why a fusion with a producer has no kernel, or None; and the callable of one that has."""
+
+    problem: Callable[[Any, OperandSpec], str | None]
+    bind: Callable[[Any, torch.device, Any], Callable[..., Any]]
+
+
+_ACTIVATION = _Producer(fused_activation_problem, bind_fused_activation)
+_PRODUCERS: dict[type, _Producer] = {
+    ActivationDesc: _ACTIVATION,
+    ActivationBackwardDesc: _ACTIVATION,
+}
+
+
+def fused_problem(desc: FusedDesc) -> str | None:
+    """Say why there is no kernel for ``desc``, or None; its cast alone is known to run."""
+    producer = _PRODUCERS.get(type(desc.producer))
+    cast = desc.quantize
+    if producer is None:
+        return f"{desc.op} is not written for CUDA yet"
+    if type(cast) is not QuantizeDesc or cast.grouped:
+        return f"no fusion with casts of groups or by given amaxes, only with {QuantizeDesc.op}"
+    spec = cast.rowwise or cast.columnwise
+    assert spec is not None
+    if cast.rowwise is not None and cast.columnwise not in (None, cast.rowwise):
+        return "no fusion with casts whose orientations differ"
+    return producer.problem(desc, spec)
+
+
+def bind_fused(desc: FusedDesc, device: torch.device, native: Any) -> Callable[..., Any]:
+    """Return the callable of ``desc``."""
+    return _PRODUCERS[type(desc.producer)].bind(desc, device, native)

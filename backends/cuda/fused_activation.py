@@ -1,0 +1,218 @@
+"""Activations and their derivatives with the cast of their result: one pass over the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fp8core.backend_api import (
+    GATED,
+    ActivationBackwardDesc,
+    ActivationDesc,
+    ColumnSumsDesc,
+    FusedDesc,
+    OperandSpec,
+    Quantized,
+)
+from fp8core_backends.cuda.activation import (
+    Activation,
+    ActivationBackward,
+    activation_problem,
+    native_activation,
+)
+from fp8core_backends.cuda.column_sums import ColumnSums
+from fp8core_backends.cuda.layout import adjacent_columns, scale_mode
+from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.quantize import Quantize
+from fp8core_backends.cuda.stream import index_of, raw_stream
+
+__all__ = ["bind_fused_activation", "fused_activation_problem"]
+
+_MODES = ("tensor", "row", "vec128")
+_HALVES = (torch.bfloat16, torch.float16)
+_VECTOR = 8  # elements that a kernel reads at once: 16 bytes
+_BLOCK = 128
+
+
+def fused_activation_problem(desc: FusedDesc, spec: OperandSpec) -> str | None:
+    """Say why no kernel computes ``desc`` and casts by ``spec``, or None."""
+    producer = desc.producer
+    assert isinstance(producer, ActivationDesc | ActivationBackwardDesc)
+    is_backward = isinstance(producer, ActivationBackwardDesc)
+    rounds = producer.out_dtype == producer.dtype
+    has_two_parts = is_backward and producer.name in GATED
+    problems = (
+        (producer.dtype not in _HALVES, f"no fusion from {producer.dtype}"),
+        (
+            producer.out_dtype != desc.quantize.dtype,
+            f"the cast takes {desc.quantize.dtype}, the activation gives {producer.out_dtype}",
+        ),
+        (
+            not rounds and (producer.out_dtype != torch.float32 or has_two_parts),
+            f"no fusion of {producer.name} from {producer.dtype} by way of {producer.out_dtype}",
+        ),
+        (
+            scale_mode(spec) not in _MODES,
+            f"no fusion with {spec.scale_format} scales of blocks of {spec.block}",
+        ),
+        (
+            spec.delayed == rounds and not (spec.delayed and has_two_parts),
+            "a fusion rounds before the cast unless the scale is delayed",
+        ),
+        (not is_backward and spec.format != "e4m3", f"no fusion to {spec.format} in forward"),
+        (not is_backward and desc.sums, "no column sums in forward"),
+    )
+    reason = next((reason for wrong, reason in problems if wrong), None)
+    return reason or activation_problem(producer)
+
+
+class _Fused:
+    """What both directions share: the cast, and the native call."""
+
+    __slots__ = ("_cast", "_dtype", "_index", "_native_fused", "_step", "kernel")
+
+    def __init__(self, desc: FusedDesc, device: torch.device, native: Any) -> None:
+        spec = desc.quantize.rowwise or desc.quantize.columnwise
+        assert spec is not None
+        assert isinstance(desc.producer, ActivationDesc | ActivationBackwardDesc)
+        self._dtype = desc.producer.dtype
+        self._index = index_of(device)
+        self._cast = Quantize(desc.quantize, spec, device, native)
+        self._native_fused = native.QuantizeActivation(
+            native_activation(desc.producer, self._index, native), self._cast.native_cast
+        )
+        self.kernel = self._cast.kernel
+        is_in_blocks = desc.quantize.rowwise is not None and scale_mode(spec) == "vec128"
+        has_two_parts = (
+            isinstance(desc.producer, ActivationBackwardDesc) and desc.producer.name in GATED
+        )
+        # The number of columns, of a half if there are two, is a multiple of this.
+        self._step = _BLOCK if is_in_blocks and has_two_parts else _VECTOR
+
+
+class FusedActivation(_Fused):
+    """``(quantized y,)`` from ``x``; see FusedDesc."""
+
+    __slots__ = ("_activation", "_num_parts")
+
+    def __init__(self, desc: FusedDesc, device: torch.device, native: Any) -> None:
+        super().__init__(desc, device, native)
+        assert isinstance(desc.producer, ActivationDesc)
+        self._activation = Activation(desc.producer, device, native)
+        self._num_parts = 2 if desc.producer.name in GATED else 1
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        amax_out: torch.Tensor | None = None,
+        nonfinite_out: torch.Tensor | None = None,
+    ) -> tuple[Quantized]:
+        """Activate ``x`` and quantize the result.
+
+        Raises:
+            OperandError: ``x`` has another dtype than was bound.
+        """
+        rows, cols = x.shape
+        n = cols // self._num_parts
+        x, stride = adjacent_columns(x)
+        address = x.data_ptr()
+        is_whole = rows and n and not n % self._step and x.dtype == self._dtype
+        if not is_whole or stride % _VECTOR or address % 16:
+            y = self._activation(x)
+            return (self._cast(y, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out),)
+        quantized, results, _workspace = self._cast.results(rows, n, scale, amax_out, nonfinite_out)
+        self._native_fused(
+            (
+                *(address, rows, cols, stride),
+                *(0, 0),  # no gradient
+                *(0, 0),  # no sums
+                *(0, rows, n, n),  # the result, which has no memory
+                *results,
+            ),
+            raw_stream(self._index),
+        )
+        return (quantized,)
+
+
+class FusedActivationBackward(_Fused):
+    """``(quantized grad_x,)`` from ``grad_output`` and ``x``, and column sums if asked for."""
+
+    __slots__ = ("_backward", "_column_sums", "_empty", "_has_sums", "_num_parts")
+
+    def __init__(self, desc: FusedDesc, device: torch.device, native: Any) -> None:
+        super().__init__(desc, device, native)
+        assert isinstance(desc.producer, ActivationBackwardDesc)
+        self._backward = ActivationBackward(desc.producer, device, native)
+        self._column_sums = ColumnSums(ColumnSumsDesc(desc.quantize.dtype), device, native)
+        self._empty = allocator(self._index)
+        self._has_sums = desc.sums
+        self._num_parts = 2 if desc.producer.name in GATED else 1
+
+    def __call__(
+        self,
+        grad_output: torch.Tensor,
+        x: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        amax_out: torch.Tensor | None = None,
+        nonfinite_out: torch.Tensor | None = None,
+    ) -> tuple[Quantized] | tuple[Quantized, torch.Tensor]:
+        """Differentiate at ``x``, and quantize the result.
+
+        Raises:
+            OperandError: ``grad_output`` or ``x`` has another dtype than was bound.
+        """
+        rows, cols = x.shape
+        n = cols // self._num_parts
+        x, stride = adjacent_columns(x)
+        grad_output, grad_stride = adjacent_columns(grad_output)
+        address, grad_address = x.data_ptr(), grad_output.data_ptr()
+        is_whole = rows and n and not n % self._step
+        is_whole = is_whole and x.dtype == grad_output.dtype == self._dtype
+        if not is_whole or (stride | grad_stride) % _VECTOR or (address | grad_address) % 16:
+            return self._in_two_steps(grad_output, x, scale, amax_out, nonfinite_out)
+        quantized, results, _workspace = self._cast.results(
+            rows, cols, scale, amax_out, nonfinite_out
+        )
+        sums = tile_sums = None
+        sums_address = tile_sums_address = 0
+        if self._has_sums:
+            sums = self._empty((cols,), (1,), torch.float32)
+            size = self._native_fused.tile_sums_floats(rows, cols)
+            tile_sums = self._empty((size,), (1,), torch.float32)  # held until it is enqueued
+            sums_address, tile_sums_address = sums.data_ptr(), tile_sums.data_ptr()
+        self._native_fused(
+            (
+                *(address, rows, cols, stride),
+                *(grad_address, grad_stride),
+                *(sums_address, tile_sums_address),
+                *(0, rows, cols, cols),  # the result, which has no memory
+                *results,
+            ),
+            raw_stream(self._index),
+        )
+        return (quantized,) if sums is None else (quantized, sums)
+
+    def _in_two_steps(
+        self,
+        grad_output: torch.Tensor,
+        x: torch.Tensor,
+        scale: torch.Tensor | None,
+        amax_out: torch.Tensor | None,
+        nonfinite_out: torch.Tensor | None,
+    ) -> tuple[Quantized] | tuple[Quantized, torch.Tensor]:
+        grad_x = self._backward(grad_output, x)
+        quantized = self._cast(grad_x, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out)
+        return (quantized, self._column_sums(grad_x)) if self._has_sums else (quantized,)
+
+
+def bind_fused_activation(
+    desc: FusedDesc, device: torch.device, native: Any
+) -> Callable[..., tuple[Any, ...]]:
+    """Return the callable of ``desc``."""
+    is_forward = isinstance(desc.producer, ActivationDesc)
+    return (FusedActivation if is_forward else FusedActivationBackward)(desc, device, native)

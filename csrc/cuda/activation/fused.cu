@@ -1,0 +1,86 @@
+// Activations with casts. backends/cuda/build.py compiles this file once for each type of input,
+// family of functions and direction, side by side.
+#include <algorithm>
+
+#include "../element.h"
+#include "../quantize/launch.cuh"
+#include "fused_from.h"
+#include "sources.cuh"
+
+#ifndef FP8CORE_INPUT
+#error "compile with -DFP8CORE_INPUT=kBFloat16 or kFloat16"
+#endif
+#ifndef FP8CORE_FAMILY
+#error "compile with -DFP8CORE_FAMILY=kSwish, kGelu or kOther"
+#endif
+#ifndef FP8CORE_BACKWARD
+#error "compile with -DFP8CORE_BACKWARD=true or false"
+#endif
+
+namespace fp8core {
+namespace {
+
+// Writes the amaxes that the scales follow from, where they do not follow from their tiles.
+template <typename Source>
+void launch_amaxes(const QuantizeDesc& desc, CastParams<Source>& p, unsigned tiles,
+                   cudaStream_t stream) {
+  QuantizeArguments& args = p.tile.args;
+  if (desc.granularity == Granularity::kTensor) {
+    const int most =
+        std::min(kMaxPartials, Source::kDirectedBlocks * num_multiprocessors(desc.device));
+    args.num_partials = static_cast<int>(std::min<unsigned>(tiles, most));
+    tile_partials<Source><<<args.num_partials, kTileThreads, 0, stream>>>(p, tiles);
+  } else if (desc.granularity == Granularity::kRow) {
+    const std::size_t bytes = num_amaxes(desc.granularity, args.x, {}) * sizeof(float);
+    FP8CORE_CUDA(cudaMemsetAsync(args.workspace, 0, bytes, stream));
+    directed_amax<Source><<<tiles, kTileThreads, 0, stream>>>(p);
+  }
+}
+
+template <typename T, typename V, Family kFamily, bool kGated, bool kBackward>
+void launch_sources(const QuantizeDesc& desc, TileParams tile, const ActivationSourceInputs& inputs,
+                    cudaStream_t stream) {
+  const auto tiles = static_cast<unsigned>(num_tile_rows(tile.args.x, {}) * tile.tile_columns);
+  using Source =
+      std::conditional_t<kBackward, ActivationBackwardSource<T, V, kFamily, kGated, false>,
+                         ActivationSource<T, V, kFamily, kGated>>;
+  CastParams<Source> p = {tile, inputs};
+  if constexpr (!std::is_same_v<V, float>) launch_amaxes(desc, p, tiles, stream);
+  if constexpr (kBackward) {
+    using Summed = ActivationBackwardSource<T, V, kFamily, kGated, true>;
+    if (inputs.tile_sums != nullptr && Summed::takes(desc.granularity)) {
+      launch_cast<Summed>(desc, {p.tile, inputs}, tiles, stream);
+      return;
+    }
+  }
+  launch_cast<Source>(desc, p, tiles, stream);
+}
+
+template <typename T, Family kFamily, bool kGated, bool kBackward>
+void launch_rounding(const QuantizeActivationDesc& desc, const TileParams& tile,
+                     const ActivationSourceInputs& inputs, cudaStream_t stream) {
+  if constexpr (!(kGated && kBackward)) {  // which is rounded under every recipe
+    if (desc.activation.output == InputType::kFloat32)
+      return launch_sources<T, float, kFamily, kGated, kBackward>(desc.cast, tile, inputs, stream);
+  }
+  launch_sources<T, T, kFamily, kGated, kBackward>(desc.cast, tile, inputs, stream);
+}
+
+}  // namespace
+
+template <InputType kInput, Family kFamily, bool kBackward>
+void FusedActivations<kInput, kFamily, kBackward>::launch(const QuantizeActivationDesc& desc,
+                                                          const TileParams& tile,
+                                                          const ActivationSourceInputs& inputs,
+                                                          cudaStream_t stream) {
+  using T = ElementOf<kInput>;
+  if (desc.activation.is_gated)
+    launch_rounding<T, kFamily, true, kBackward>(desc, tile, inputs, stream);
+  else
+    launch_rounding<T, kFamily, false, kBackward>(desc, tile, inputs, stream);
+}
+
+template struct FusedActivations<InputType::FP8CORE_INPUT, Family::FP8CORE_FAMILY,
+                                 FP8CORE_BACKWARD>;
+
+}  // namespace fp8core

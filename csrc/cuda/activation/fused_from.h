@@ -1,0 +1,18 @@
+// The launches of activations with casts that one compilation of fused.cu has.
+#pragma once
+
+#include "../quantize/tile_params.h"
+#include "functions.cuh"
+
+namespace fp8core {
+
+struct ActivationSourceInputs;
+
+// Of one type of input, one family of functions and one direction.
+template <InputType kInput, Family kFamily, bool kBackward>
+struct FusedActivations {
+  static void launch(const QuantizeActivationDesc& desc, const TileParams& tile,
+                     const ActivationSourceInputs& inputs, cudaStream_t stream);
+};
+
+}  // namespace fp8core

@@ -1,0 +1,224 @@
+"""Activations fused with casts: bit for bit the activation alone, then the reference's cast."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core.backend_api import (
+    ACTIVATIONS,
+    GATED,
+    ActivationBackwardDesc,
+    ActivationDesc,
+    ColumnSumsDesc,
+    FusedDesc,
+    QuantizeDesc,
+)
+from tests.backends.cuda.cuda_cases import DEVICE, EMPTY, backend, differs, same_bits, spec
+
+pytestmark = pytest.mark.needs_accelerator("cuda")
+
+PARAMS = {"clamped_swiglu": (7.0, 1.702, 1.0)}
+RECIPES = ("delayed", "current", "rowwise", "vector")
+# Columns in whole vectors: a row, a vector, whole tiles and partial ones, one and several.
+WHOLE = (
+    *((1, 8), (1, 128), (128, 8), (3, 16), (16, 48), (127, 136), (128, 128), (130, 264)),
+    *((256, 512), (8, 4096), (1000, 1000), (33, 2048), (384, 640), (4096, 24), (257, 1032)),
+)
+# Columns in no whole vectors, which two kernels compute.
+RAGGED = ((9, 70), (1, 1), (128, 130), (5, 4100))
+
+
+def fused(
+    name: str,
+    own: Any,
+    dtype: torch.dtype,
+    backward: bool,
+    sums: bool = False,
+) -> FusedDesc:
+    """Return the descriptor that the chain asks for under a recipe's spec ``own``."""
+    is_float = own.delayed and not (backward and name in GATED)
+    out_dtype = torch.float32 if is_float else dtype
+    producer = (ActivationBackwardDesc if backward else ActivationDesc)(
+        name, dtype, out_dtype, PARAMS.get(name, ())
+    )
+    return FusedDesc(producer, QuantizeDesc(out_dtype, own, own), sums)
+
+
+def drawn(name: str, rows: int, n: int, dtype: torch.dtype, backward: bool) -> list[torch.Tensor]:
+    """Return the arguments of a fused operation, rows of different sizes and zeros among them."""
+    x = torch.randn(rows, 2 * n if name in GATED else n, device=DEVICE)
+    grad = torch.randn(rows, n, device=DEVICE)
+    grad *= torch.linspace(-12, 2, rows, device=DEVICE).exp2()[:, None]
+    for one in (x, grad):
+        one[::7] = 0.0
+        one[:, 3::5] = -0.0
+    return [grad.to(dtype), x.to(dtype)] if backward else [x.to(dtype)]
+
+
+def given(own: Any, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the keywords of a cast; ``amax_out`` holds an amax that some results exceed."""
+    if not own.delayed:
+        return more
+    scale = torch.full((1,), 3.7, device=DEVICE)
+    return {"scale": scale, "amax_out": torch.full((1,), 0.25, device=DEVICE), **more}
+
+
+def check(desc: FusedDesc, tensors: list[torch.Tensor]) -> None:
+    own = desc.quantize.rowwise or desc.quantize.columnwise
+    ours, theirs = (given(own, nonfinite_out=torch.full((1,), 7, device=DEVICE)) for _ in range(2))
+    before = [one.clone() for one in tensors]
+    quantized, *sums = backend("cuda").bind(desc, DEVICE)(*tensors, **ours)
+    value = backend("cuda").bind(desc.producer, DEVICE)(*tensors)
+    expected = backend("reference").bind(desc.quantize, DEVICE)(value, **theirs)
+    text = f"{desc} of {[list(one.shape) for one in tensors]}"
+    assert differs(quantized.rowwise, expected.rowwise) is None, f"rowwise {text}"
+    assert differs(quantized.columnwise, expected.columnwise) is None, f"columnwise {text}"
+    for name, one in ours.items():
+        assert same_bits(one, theirs[name]), f"{name} {one} for {theirs[name]}: {text}"
+    assert len(sums) == desc.sums
+    if desc.sums:
+        apart = backend("cuda").bind(ColumnSumsDesc(value.dtype), DEVICE)(value)
+        assert same_bits(sums[0], apart), f"column sums {text}"
+    for one, other in zip(tensors, before, strict=True):
+        assert same_bits(one, other), "an input was written"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_forward_equals_the_pair(recipe: str, name: str, dtype: torch.dtype) -> None:
+    desc = fused(name, spec(recipe), dtype, backward=False)
+    for rows, n in (*WHOLE, *RAGGED, *EMPTY):
+        check(desc, drawn(name, rows, n, dtype, backward=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sums", [False, True], ids=["", "sums"])
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_backward_equals_the_pair(recipe: str, name: str, sums: bool, dtype: torch.dtype) -> None:
+    desc = fused(name, spec(recipe, "e5m2"), dtype, backward=True, sums=sums)
+    for rows, n in (*WHOLE, *RAGGED, *EMPTY):
+        check(desc, drawn(name, rows, n, dtype, backward=True))
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_equals_the_pair(name: str, backward: bool) -> None:
+    for recipe, dtype in itertools.product(RECIPES, (torch.bfloat16, torch.float16)):
+        for element in ("e4m3", "e5m2") if backward else ("e4m3",):
+            desc = fused(name, spec(recipe, element), dtype, backward, sums=backward)
+            for shape in ((130, 264), (256, 256)):
+                check(desc, drawn(name, *shape, dtype, backward))
+
+
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["", "power of two"])
+@pytest.mark.parametrize("name", ["silu", "geglu"])
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "vector"])
+def test_one_orientation_equals_its_half(recipe: str, name: str, power_of_two: bool) -> None:
+    own = spec(recipe, power_of_two=power_of_two)
+    for backward in (False, True):
+        whole = fused(name, own, torch.bfloat16, backward)
+        for cast, sums in itertools.product(whole.quantize.halves(), {False, backward}):
+            desc = FusedDesc(whole.producer, cast, sums)
+            for shape in ((130, 264), (256, 384), (33, 72)):
+                check(desc, drawn(name, *shape, torch.bfloat16, backward))
+
+
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_delayed_halves_record_the_amax(name: str) -> None:
+    for backward in (False, True):
+        whole = fused(name, spec("delayed"), torch.bfloat16, backward)
+        for cast in whole.quantize.halves():
+            desc = FusedDesc(whole.producer, cast, False)
+            check(desc, drawn(name, 130, 264, torch.bfloat16, backward))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_nan_and_inf_are_counted_and_recorded_as_by_the_pair(name: str, recipe: str) -> None:
+    for backward, value in itertools.product((False, True), (torch.inf, -torch.inf, torch.nan)):
+        desc = fused(name, spec(recipe), torch.bfloat16, backward)
+        for positions in (((0, 0),), ((-1, -1),), ((129, 5), (7, 100), (64, 263))):
+            tensors = drawn(name, 130, 264, torch.bfloat16, backward)
+            for row, column in positions:
+                tensors[0][row, column] = value
+            check(desc, tensors)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_float16_overflows_as_the_pair_does(recipe: str) -> None:
+    desc = fused("srelu", spec(recipe), torch.float16, backward=False)
+    x = torch.randn(130, 264, device=DEVICE)
+    x[5, 7], x[100, 200] = 300.0, 1000.0
+    check(desc, [x.half()])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_strides_and_odd_addresses_change_nothing(name: str, recipe: str) -> None:
+    n = 256
+    cols = 2 * n if name in GATED else n
+    whole = torch.randn(300, 2 * cols + 48, device=DEVICE).bfloat16()
+    views = (whole[:130, 16 : 16 + cols], whole[1:131, 1 : 1 + cols], whole[:260:2, :cols])
+    for backward, x in itertools.product((False, True), views):
+        desc = fused(name, spec(recipe), torch.bfloat16, backward, sums=backward)
+        if not backward:
+            check(desc, [x])
+            continue
+        row = torch.randn(1, n, device=DEVICE).bfloat16()
+        for grad in (whole[:130, 8 : 8 + n], whole[:130, 3 : 3 + n], row.expand(130, n)):
+            check(desc, [grad, x])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_large_tensors_equal_the_pair(name: str, recipe: str) -> None:
+    for backward in (False, True):
+        desc = fused(name, spec(recipe), torch.bfloat16, backward, sums=backward)
+        for rows, n in ((4096, 4096), (8200, 1408), (129, 28672)):
+            check(desc, drawn(name, rows, n, torch.bfloat16, backward))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_whole_vectors_take_one_kernel(recipe: str) -> None:
+    """The two steps are not taken where one is possible."""
+    for name, backward in itertools.product(("gelu", "swiglu"), (False, True)):
+        run = backend("cuda").bind(fused(name, spec(recipe), torch.bfloat16, backward), DEVICE)
+        step = "_backward" if backward else "_activation"
+        setattr(run, step, None)
+        tensors = drawn(name, 256, 256, torch.bfloat16, backward)
+        run(*tensors, **given(spec(recipe)))
+        with pytest.raises(TypeError):
+            run(*drawn(name, 256, 130, torch.bfloat16, backward), **given(spec(recipe)))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_byte_of_the_result_is_written(recipe: str) -> None:
+    for name, backward in itertools.product(("gelu", "swiglu"), (False, True)):
+        desc = fused(name, spec(recipe), torch.bfloat16, backward, sums=backward)
+        tensors = drawn(name, 257, 1032, torch.bfloat16, backward)
+        results = []
+        for poison in (0x00, 0xFF):
+            torch.cuda.empty_cache()
+            torch.full((64 << 20,), poison, dtype=torch.uint8, device=DEVICE)  # freed, then reused
+            results.append(backend("cuda").bind(desc, DEVICE)(*tensors, **given(spec(recipe))))
+        (one, *sums), (other, *more) = results
+        assert differs(one.rowwise, other.rowwise) is None
+        assert differs(one.columnwise, other.columnwise) is None
+        assert all(map(same_bits, sums, more))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_side_stream_gives_the_same(recipe: str) -> None:
+    desc = fused("swiglu", spec(recipe), torch.bfloat16, backward=True, sums=True)
+    tensors = drawn("swiglu", 2048, 2048, torch.bfloat16, backward=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        check(desc, tensors)
+    torch.cuda.current_stream().wait_stream(stream)
