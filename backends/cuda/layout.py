@@ -22,6 +22,7 @@ __all__ = [
     "empty_scales",
     "k_contiguous",
     "round_up",
+    "row_stride",
     "scale_mode",
     "scale_strides",
     "scales",
@@ -106,15 +107,20 @@ def scales(mode: str, scale_inv: torch.Tensor) -> torch.Tensor:
     return copy.as_strided((rows, blocks), wanted).copy_(scale_inv)
 
 
+def row_stride(x: torch.Tensor) -> int | None:
+    """Return how many elements there are from one row of ``x [rows, cols]`` to the next, None if
+    its columns are not adjacent or its rows not apart."""
+    cols = x.shape[1]
+    if x.is_contiguous():
+        return cols  # the stride of a single row is anything
+    return x.stride(0) if x.stride(1) == 1 and x.stride(0) >= cols else None
+
+
 def adjacent_columns(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return ``x [rows, cols]`` as the casts read it, columns adjacent and rows apart, and how many
     elements there are from one row to the next."""
-    cols = x.shape[1]
-    if x.is_contiguous():
-        return x, cols  # the stride of a single row is anything
-    if x.stride(1) == 1 and x.stride(0) >= cols:
-        return x, x.stride(0)
-    return x.contiguous(), cols
+    stride = row_stride(x)
+    return (x.contiguous(), x.shape[1]) if stride is None else (x, stride)
 
 
 def k_contiguous(data: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,12 @@ from fp8core.backend_api import (
     Quantized,
     QuantizeDesc,
 )
+from fp8core_backends.cuda import quantize_and_sum
 from fp8core_backends.cuda.device_groups import bind_device_quantize
 from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, empty_scales, scale_mode
 from fp8core_backends.cuda.memory import allocator
-from fp8core_backends.cuda.quantize_chunked import QuantizeChunked
+from fp8core_backends.cuda.quantize_and_sum import QuantizeAndSum
+from fp8core_backends.cuda.quantize_chunked import QuantizeChunked, QuantizeChunkedAndSum
 from fp8core_backends.cuda.quantize_compose import apart, in_groups
 from fp8core_backends.cuda.quantize_pair import Addresses, QuantizePair
 from fp8core_backends.cuda.stream import index_of, raw_stream
@@ -43,7 +45,9 @@ class Quantize:
         "_workspace_floats",
         "kernel",
         "native_cast",
+        "quantize_and_sum",
         "quantize_chunked",
+        "quantize_chunked_and_sum",
     )
 
     def __init__(
@@ -74,6 +78,12 @@ class Quantize:
         self._pairs_with = (spec.delayed, desc.dtype, self._index) if is_pairable else None
         if is_both and mode in ("tensor", "vec128"):
             self.quantize_chunked = QuantizeChunked(desc, device, native, self.native_cast, self)
+        if desc.dtype in quantize_and_sum.DTYPES and mode in quantize_and_sum.MODES:
+            self.quantize_and_sum = QuantizeAndSum(self, self._index)
+            if hasattr(self, "quantize_chunked"):
+                self.quantize_chunked_and_sum = QuantizeChunkedAndSum(
+                    self.quantize_chunked, self.quantize_and_sum, self._empty
+                )
 
     def __call__(
         self,

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.backend_api import Operand, Quantized, QuantizedChunks, QuantizeDesc
-from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, empty_scales, scale_mode
-from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.layout import DTYPES, empty_scales, row_stride, scale_mode
+from fp8core_backends.cuda.memory import Empty, allocator
+from fp8core_backends.cuda.quantize_and_sum import QuantizeAndSum
 from fp8core_backends.cuda.quantize_compose import Cast
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["QuantizeChunked"]
+__all__ = ["QuantizeChunked", "QuantizeChunkedAndSum"]
 
 CHUNK_ROWS = 5120
 """Rows of a chunk, a multiple of 128: a product of as many fills the chip."""
@@ -22,7 +23,8 @@ LEAST_SAVED = 2**24
 
 
 class _Source(NamedTuple):
-    """A tensor, the slots of its cast, and the columnwise operand that the cast fills."""
+    """A tensor, the slots of its cast, the columnwise operand that the cast fills, and the column
+    sums if they are asked for."""
 
     x: torch.Tensor
     stride: int
@@ -31,6 +33,7 @@ class _Source(NamedTuple):
     scale: torch.Tensor | None
     amax_out: torch.Tensor | None
     nonfinite_out: torch.Tensor | None
+    sums: torch.Tensor | None = None
 
 
 class QuantizeChunked:
@@ -64,18 +67,28 @@ class QuantizeChunked:
         nonfinite_out: torch.Tensor | None = None,
     ) -> Quantized | QuantizedChunks:
         """Return the chunks, and the columnwise operand that is whole once all were taken."""
-        rows, cols = x.shape
-        if (rows - CHUNK_ROWS) * cols < LEAST_SAVED:
+        chunks = self.chunks(x, scale, amax_out, nonfinite_out)
+        if chunks is None:
             return self._whole(x, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out)
-        readable, stride = adjacent_columns(x)
-        if readable is not x:  # a copy, which should not outlive the cast
-            return self._whole(
-                readable, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out
-            )
+        return chunks
+
+    def chunks(
+        self,
+        x: torch.Tensor,
+        scale: torch.Tensor | None,
+        amax_out: torch.Tensor | None,
+        nonfinite_out: torch.Tensor | None,
+        sums: torch.Tensor | None = None,
+    ) -> QuantizedChunks | None:
+        """Return the chunks, which fill ``sums``; None if ``x`` is not worth them, or has to be
+        copied: a copy should not outlive the cast."""
+        (rows, cols), stride = x.shape, row_stride(x)
+        if (rows - CHUNK_ROWS) * cols < LEAST_SAVED or stride is None:
+            return None
         codes = self._empty((cols, rows), (rows, 1), torch.uint8)
         scale_inv, pitch = empty_scales(self._mode, cols, rows, self._empty)
         columnwise = Operand(codes, scale_inv)
-        source = _Source(x, stride, columnwise, pitch, scale, amax_out, nonfinite_out)
+        source = _Source(x, stride, columnwise, pitch, scale, amax_out, nonfinite_out, sums)
         return QuantizedChunks(_Chunks(self, source), columnwise)
 
     def chunks_of(self, source: _Source) -> Iterator[tuple[int, int, Operand]]:
@@ -90,6 +103,10 @@ class QuantizeChunked:
             partials = self._empty((self._native.MAX_PARTIALS,), (1,), torch.float32)
             arguments = (x.data_ptr(), rows, cols, source.stride, partials.data_ptr())
             num_partials = self._amax.partials(arguments, stream)
+        tile_sums = None
+        if source.sums is not None:
+            size = self._native_cast.tile_sums_floats(rows, cols)
+            tile_sums = self._empty((size,), (1,), torch.float32)
         for start in range(0, rows, CHUNK_ROWS):
             end = min(start + CHUNK_ROWS, rows)
             row_scale, row_pitch = scale_inv, 1
@@ -97,28 +114,59 @@ class QuantizeChunked:
             if self._mode != "tensor":
                 row_scale, row_pitch = empty_scales(self._mode, end - start, cols, self._empty)
                 column_scale_address += start // 128 * source.column_pitch * scale_inv.itemsize
-            self._native_cast(
-                (
-                    x.data_ptr() + start * source.stride * x.itemsize,
-                    end - start,
-                    cols,
-                    source.stride,
-                    row_codes.data_ptr(),
-                    row_scale.data_ptr(),
-                    row_pitch,
-                    codes.data_ptr() + start,
-                    column_scale_address,
-                    source.column_pitch,
-                    0 if source.scale is None else source.scale.data_ptr(),
-                    0 if source.amax_out is None else source.amax_out.data_ptr(),
-                    0 if source.nonfinite_out is None else source.nonfinite_out.data_ptr(),
-                    0 if partials is None else partials.data_ptr(),
-                    rows,  # bytes between the rows of the columnwise codes
-                    num_partials,
-                ),
-                stream,
+            addresses = (
+                x.data_ptr() + start * source.stride * x.itemsize,
+                end - start,
+                cols,
+                source.stride,
+                row_codes.data_ptr(),
+                row_scale.data_ptr(),
+                row_pitch,
+                codes.data_ptr() + start,
+                column_scale_address,
+                source.column_pitch,
+                0 if source.scale is None else source.scale.data_ptr(),
+                0 if source.amax_out is None else source.amax_out.data_ptr(),
+                0 if source.nonfinite_out is None else source.nonfinite_out.data_ptr(),
+                0 if partials is None else partials.data_ptr(),
+                rows,  # bytes between the rows of the columnwise codes
+                num_partials,
             )
+            if tile_sums is None or source.sums is None:
+                self._native_cast(addresses, stream)
+            else:
+                part = tile_sums.data_ptr() + start // 128 * cols * tile_sums.itemsize
+                self._native_cast.and_sum((0, part, *addresses), stream)  # sums of tiles alone
+                if end == rows:
+                    added = (tile_sums.data_ptr(), rows, cols, source.sums.data_ptr())
+                    self._native.add_tile_sums(added, self._index, stream)
             yield start, end, Operand(row_codes[: end - start], row_scale)
+
+
+class QuantizeChunkedAndSum:
+    """The same with column sums; see QuantizesChunkedAndSums."""
+
+    __slots__ = ("_chunked", "_empty", "_whole")
+
+    def __init__(self, chunked: QuantizeChunked, whole: QuantizeAndSum, empty: Empty) -> None:
+        self._chunked = chunked
+        self._whole = whole
+        self._empty = empty
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        amax_out: torch.Tensor | None = None,
+        nonfinite_out: torch.Tensor | None = None,
+    ) -> tuple[Quantized | QuantizedChunks, torch.Tensor]:
+        """Return the chunks, and the sums that are complete once all were taken."""
+        sums = self._empty((x.shape[1],), (1,), torch.float32)
+        chunks = self._chunked.chunks(x, scale, amax_out, nonfinite_out, sums)
+        if chunks is None:
+            return self._whole(x, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out)
+        return chunks, sums
 
 
 class _Chunks:

@@ -64,7 +64,7 @@ void activation(const ActivationDesc& desc, const ActivationArguments& arguments
 }
 
 std::int64_t QuantizeActivationDesc::tile_sums_floats(std::int64_t rows, std::int64_t cols) const {
-  return (rows + kTile - 1) / kTile * cols;
+  return cast.tile_sums_floats(rows, cols);
 }
 
 void quantize_activation(const QuantizeActivationDesc& desc,

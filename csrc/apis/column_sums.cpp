@@ -22,4 +22,14 @@ void column_sums(const ColumnSumsDesc& desc, const ColumnSumsArguments& argument
   launch_column_sums(desc, arguments, as_stream(stream));
 }
 
+void add_tile_sums(const AddTileSumsArguments& arguments, int device, StreamHandle stream) {
+  FP8CORE_CHECK(arguments.rows > 0 && arguments.cols > 0, "add_tile_sums: those of ",
+                arguments.rows, " x ", arguments.cols, " elements");
+  FP8CORE_CHECK_ADDRESS(arguments.tile_sums, "add_tile_sums: tile_sums");
+  FP8CORE_CHECK_ADDRESS(arguments.sums, "add_tile_sums: the result");
+  const DeviceGuard guard(device);
+  launch_add_parts(arguments.tile_sums, num_row_tiles(arguments.rows), arguments.cols,
+                   arguments.sums, as_stream(stream));
+}
+
 }  // namespace fp8core

@@ -35,6 +35,24 @@ void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, Stre
   launch_quantize(desc, arguments, as_stream(stream));
 }
 
+std::int64_t QuantizeDesc::tile_sums_floats(std::int64_t rows, std::int64_t cols) const {
+  return (rows + kTile - 1) / kTile * cols;
+}
+
+void quantize_and_sum(const QuantizeDesc& desc, const QuantizeAndSumArguments& arguments,
+                      StreamHandle stream) {
+  const QuantizeArguments& cast = arguments.cast;
+  check(desc, cast);
+  if (is_empty(cast.x)) return;
+  FP8CORE_CHECK(desc.input != InputType::kFloat32 && desc.granularity != Granularity::kBlock128 &&
+                    cast.groups.offsets == nullptr,
+                "quantize_and_sum takes bfloat16 and float16, not in groups, and no blocks of 128 ",
+                "x 128");
+  FP8CORE_CHECK_ADDRESS(arguments.tile_sums, "quantize_and_sum: tile_sums");
+  check_grid("quantize_and_sum", num_tiles(cast.x, {}));
+  launch_quantize_and_sum(desc, arguments, as_stream(stream));
+}
+
 void quantize_pair(const QuantizeDesc& desc, const QuantizeArguments& arguments,
                    const QuantizeDesc& other_desc, const QuantizeArguments& other,
                    StreamHandle stream) {

@@ -37,6 +37,8 @@ void register_quantize(py::module_& module) {
   py::class_<ScaleRule>(module, "ScaleRule").def(py::init<float, float, float, bool>());
   py::class_<QuantizeDesc>(module, "Quantize")
       .def(py::init<Granularity, Format, InputType, ScaleRule, int>())
+      .def("tile_sums_floats", &QuantizeDesc::tile_sums_floats)
+      .def("and_sum", &quantize_and_sum)
       .def("__call__", &quantize);
   module.def("quantize_pair", &quantize_pair);
   py::class_<AmaxDesc>(module, "Amax")
@@ -95,6 +97,7 @@ void register_column_sums(py::module_& module) {
       .def(py::init<InputType, int>())
       .def("workspace_floats", &ColumnSumsDesc::workspace_floats)
       .def("__call__", &column_sums);
+  module.def("add_tile_sums", &add_tile_sums);
 }
 
 void register_norm(py::module_& module) {

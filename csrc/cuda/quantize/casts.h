@@ -27,6 +27,8 @@ inline std::int64_t pitch_of_columns(const QuantizeArguments& arguments) {
 
 void launch_quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments,
                      cudaStream_t stream);
+void launch_quantize_and_sum(const QuantizeDesc& desc, const QuantizeAndSumArguments& arguments,
+                             cudaStream_t stream);
 void launch_quantize_pair(const QuantizeDesc& desc, const QuantizeArguments& arguments,
                           const QuantizeDesc& other_desc, const QuantizeArguments& other,
                           cudaStream_t stream);

@@ -11,8 +11,9 @@ template <InputType kInput>
 struct CastsFrom {
   using Element = ElementOf<kInput>;
 
-  static void quantize(const QuantizeDesc& desc, TileParams params, int num_multiprocessors,
-                       cudaStream_t stream);
+  // tile_sums: null, or where the sums of the columns of each tile go, of 16-bit inputs alone.
+  static void quantize(const QuantizeDesc& desc, TileParams params, float* tile_sums,
+                       int num_multiprocessors, cudaStream_t stream);
   static void quantize_pair(const QuantizeDesc& desc, TileParams params, TileParams other,
                             int num_multiprocessors, cudaStream_t stream);
   // Amaxes of x, which has elements; returns how many.

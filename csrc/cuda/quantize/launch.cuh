@@ -100,8 +100,8 @@ void CastsFrom<kInput>::quantize_pair(const QuantizeDesc& desc, TileParams p, Ti
 }
 
 template <InputType kInput>
-void CastsFrom<kInput>::quantize(const QuantizeDesc& desc, TileParams p, int num_multiprocessors,
-                                 cudaStream_t stream) {
+void CastsFrom<kInput>::quantize(const QuantizeDesc& desc, TileParams p, float* tile_sums,
+                                 int num_multiprocessors, cudaStream_t stream) {
   const Matrix& x = p.args.x;
   const Groups& groups = p.args.groups;
   const auto tiles = static_cast<unsigned>(num_tiles(x, groups));
@@ -111,6 +111,10 @@ void CastsFrom<kInput>::quantize(const QuantizeDesc& desc, TileParams p, int num
       p.args.num_partials = partial_amaxes(x, p.args.workspace, num_multiprocessors, stream);
     else if (is_of_tensor || desc.granularity == Granularity::kRow)
       amaxes(desc.granularity, p, stream);
+  }
+  if constexpr (kInput != InputType::kFloat32) {
+    if (tile_sums != nullptr)
+      return launch_cast<SummedMatrixSource<Element>>(desc, {p, {tile_sums}}, tiles, stream);
   }
   launch_cast<MatrixSource<Element>>(desc, {p, {}}, tiles, stream);
 }

@@ -1,4 +1,5 @@
 // Launches of the casts with float32 scales, and of amaxes.
+#include "../sums/column_sums.h"
 #include "casts_from.h"
 #include "tile.cuh"
 #include "tile_params.h"
@@ -20,8 +21,22 @@ void launch_quantize(const QuantizeDesc& desc, const QuantizeArguments& argument
                      cudaStream_t stream) {
   const DeviceGuard guard(desc.device);
   with_input(desc.input, [&](auto casts) {
-    casts.quantize(desc, tile_params(desc, arguments), num_multiprocessors(desc.device), stream);
+    casts.quantize(desc, tile_params(desc, arguments), /*tile_sums=*/nullptr,
+                   num_multiprocessors(desc.device), stream);
   });
+}
+
+void launch_quantize_and_sum(const QuantizeDesc& desc, const QuantizeAndSumArguments& arguments,
+                             cudaStream_t stream) {
+  const DeviceGuard guard(desc.device);
+  const QuantizeArguments& cast = arguments.cast;
+  with_input(desc.input, [&](auto casts) {
+    casts.quantize(desc, tile_params(desc, cast), arguments.tile_sums,
+                   num_multiprocessors(desc.device), stream);
+  });
+  if (arguments.sums != nullptr)
+    launch_add_parts(arguments.tile_sums, num_tile_rows(cast.x, {}), cast.x.cols, arguments.sums,
+                     stream);
 }
 
 void launch_quantize_pair(const QuantizeDesc& desc, const QuantizeArguments& arguments,

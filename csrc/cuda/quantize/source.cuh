@@ -87,10 +87,30 @@ struct MatrixSource {
   __device__ void values(const Row& row_of_x, Eight<T> (&x)[1]) const { x[0] = row_of_x; }
 };
 
+// A matrix whose columns are added up: the gradient of a layer with a bias.
+template <typename T>
+struct SummedMatrixSource : MatrixSource<T> {
+  struct Inputs {
+    float* tile_sums;  // [rows of tiles, columns]
+  };
+  static constexpr bool kSums = true;
+  static constexpr int kDirectedBlocks = 3;  // with four, registers spill
+  static constexpr bool takes(Granularity granularity) {
+    return granularity != Granularity::kBlock128;
+  }
+  static constexpr Formats kFormats = Formats::kShared;
+
+  __device__ SummedMatrixSource(const Inputs&, const TileParams& p, const TileSpan& at, int ty,
+                                int tx)
+      : MatrixSource<T>({}, p, at, ty, tx) {}
+};
+
 template <typename Source>
 constexpr bool is_matrix = false;
 template <typename T>
 inline constexpr bool is_matrix<MatrixSource<T>> = true;
+template <typename T>
+inline constexpr bool is_matrix<SummedMatrixSource<T>> = true;
 
 // The inputs of the rows that a thread loads at once.
 template <typename Source>
@@ -125,13 +145,13 @@ __device__ void take_all_rows(const Source& source, const Take& take) {
   take_rows<kReading>(source, first, take);
 }
 
-// Held elements as the cast reads them. Computed ones are unpacked by integer operations, and
-// before that made unknown to the compiler: it would hold each in a register of its own, or as a
-// float from one use to the next, where two share a register.
+// Held elements as the cast reads them. Computed ones, and those that are added up as well, are
+// unpacked by integer operations, and before that made unknown to the compiler: it would hold each
+// in a register of its own, or as a float from one use to the next, where two share a register.
 template <typename Source>
 __device__ auto unpacked(const Eight<typename Source::Value>& x) {
   using T = typename Source::Value;
-  if constexpr (is_matrix<Source>) {
+  if constexpr (is_matrix<Source> && !Source::kSums) {
     return x;
   } else {
     float v[8];
@@ -193,6 +213,19 @@ __device__ float record_elements(const Seen<typename Source::Value>& seen, const
   if (p.args.nonfinite != nullptr && threadIdx.x % 32 == 0)
     atomicAdd(p.args.nonfinite, static_cast<unsigned long long>(count));
   return amax;
+}
+
+// The sums of the thread's eight rows of each of its columns.
+template <typename Source>
+__device__ void add_rows(const Eight<typename Source::Value> (&x)[8], float (&sums)[8]) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) sums[j] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const auto row = unpacked<Source>(x[i]);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sums[j] = __fadd_rn(sums[j], row[j]);
+  }
 }
 
 // Puts the sums of a warp's 16 rows of each column into shared memory: [warp][column].

@@ -65,15 +65,23 @@ __device__ unsigned tile_of_block() {
 }
 
 // A matrix, whose tile a thread loads at once and holds.
-template <typename T, typename Encoding, Granularity G>
-__device__ void cast_matrix_tile(const TileParams& p, unsigned tile) {
+template <typename Source, typename Encoding, Granularity G>
+__device__ void cast_matrix_tile(const TileParams& p, const typename Source::Inputs& inputs,
+                                 unsigned tile) {
+  using T = typename Source::Value;
   __shared__ alignas(16) uint2 parked[kTile * 16];
+  __shared__ alignas(16) float parked_sums[Source::kSums ? kTileThreads / 32 : 1][kTile];
   __shared__ float shared[kTileThreads / 32];
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   const TileSpan at = span_of_tile(p, tile);
   Eight<T> x[8];
-  MatrixSource<T>({}, p, at, ty, tx).load(x, 0);
+  Source(inputs, p, at, ty, tx).load(x, 0);
   count_tile(x, p);
+  if constexpr (Source::kSums) {
+    float sums[8];
+    add_rows<Source>(x, sums);
+    park_sums(sums, parked_sums, tx);
+  }
   const float scale = tile_scale<T, G>(x, p, at, shared);
   const Encoding encoding(p);
   uint2 codes[8];
@@ -83,10 +91,12 @@ __device__ void cast_matrix_tile(const TileParams& p, unsigned tile) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) store_row(p, at, ty * 8 + i, tx, codes[i]);
   }
-  if (p.args.columnwise.codes == nullptr) return;
-  park_columns(codes, parked, ty, tx);
+  const bool has_columns = p.args.columnwise.codes != nullptr;
+  if (!has_columns && !Source::kSums) return;
+  if (has_columns) park_columns(codes, parked, ty, tx);
   __syncthreads();
-  store_columns(p, at, parked);
+  if constexpr (Source::kSums) store_sums(p, at, inputs.tile_sums, parked_sums);
+  if (has_columns) store_columns(p, at, parked);
 }
 
 // The scale of a whole tensor that is not in groups.
@@ -161,7 +171,7 @@ template <typename Source, typename Encoding, Granularity G>
 __global__ void __launch_bounds__(kTileThreads, Source::kBlocks)
     uniform_tile(const __grid_constant__ CastParams<Source> p) {
   if constexpr (is_matrix<Source>)
-    cast_matrix_tile<typename Source::Value, Encoding, G>(p.tile, tile_of_block<G>());
+    cast_matrix_tile<Source, Encoding, G>(p.tile, p.inputs, tile_of_block<G>());
   else
     cast_computed_tile<Source, Encoding, G>(p.tile, p.inputs, tile_of_block<G>());
 }
@@ -173,7 +183,8 @@ __global__ void __launch_bounds__(kTileThreads, MatrixSource<T>::kBlocks)
                       const __grid_constant__ TileParams other, unsigned tiles) {
   const unsigned tile = tile_of_block<G>();
   const bool is_first = tile < tiles;
-  cast_matrix_tile<T, Encoding, G>(is_first ? p : other, is_first ? tile : tile - tiles);
+  cast_matrix_tile<MatrixSource<T>, Encoding, G>(is_first ? p : other, {},
+                                                 is_first ? tile : tile - tiles);
 }
 
 // Writes the columnwise scales of empty groups, which have no tile. The first row of tiles calls
@@ -276,13 +287,8 @@ __global__ void __launch_bounds__(kTileThreads, Source::kDirectedBlocks)
     count_tile(x, p);
     if (part > 0) __syncthreads();  // the shared memory of the part before is free
     if (params.inputs.tile_sums != nullptr) {
-      float sums[8] = {};
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const auto row = unpacked<Source>(x[i]);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) sums[j] = __fadd_rn(sums[j], row[j]);
-      }
+      float sums[8];
+      add_rows<Source>(x, sums);
       park_sums(sums, maxima, tx);
       __syncthreads();
       store_sums(p, here, params.inputs.tile_sums, maxima);

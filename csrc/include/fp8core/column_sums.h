@@ -27,4 +27,16 @@ struct ColumnSumsArguments {
 void column_sums(const ColumnSumsDesc& desc, const ColumnSumsArguments& arguments,
                  StreamHandle stream);
 
+// The tile_sums of a tensor whose parts were cast one after the other (quantize_and_sum).
+struct AddTileSumsArguments {
+  const float* tile_sums = nullptr;
+  std::int64_t rows = 0, cols = 0;  // of the tensor
+  float* sums = nullptr;            // [cols]
+
+  static constexpr int kOptional = 0;
+  auto fields() { return std::tie(tile_sums, rows, cols, sums); }
+};
+
+void add_tile_sums(const AddTileSumsArguments& arguments, int device, StreamHandle stream);
+
 }  // namespace fp8core

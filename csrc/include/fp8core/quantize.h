@@ -53,6 +53,9 @@ struct QuantizeDesc {
   InputType input;
   ScaleRule rule;
   int device;
+
+  // Floats of the tile_sums of x [rows, cols]: a row of them for each 128 rows of x.
+  std::int64_t tile_sums_floats(std::int64_t rows, std::int64_t cols) const;
 };
 
 // Null codes: that orientation is not wanted. scale_inv: see ScaleMode in gemm.h for the layouts;
@@ -117,6 +120,20 @@ inline std::int64_t num_amaxes(Granularity granularity, const Matrix& x, const G
 // and a memset; one where amaxes are given. An empty x launches nothing, but for the scales of
 // groups that are all empty.
 void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, StreamHandle stream);
+
+// A cast, and the column sums of x as column_sums.h has them: in float32, in one order.
+struct QuantizeAndSumArguments {
+  float* sums = nullptr;       // [cols]; null: the tile_sums of x alone, a part of a tensor
+  float* tile_sums = nullptr;  // tile_sums_floats
+  QuantizeArguments cast;      // from kBFloat16 or kFloat16, not in groups
+
+  static constexpr int kOptional = QuantizeArguments::kOptional;
+  auto fields() { return std::tie(sums, tile_sums, cast); }
+};
+
+// Launches: those of quantize, and one for sums. Casts by any granularity but kBlock128.
+void quantize_and_sum(const QuantizeDesc& desc, const QuantizeAndSumArguments& arguments,
+                      StreamHandle stream);
 
 // Two tensors in one launch, or three for kTensor: of the same granularity, kDelayed or kTensor, in
 // e4m3, from the same input type. Neither is in groups.

@@ -86,6 +86,10 @@ def quantize() -> None:
         infinite = torch.full((130, 264), torch.inf).to(dtype).to(DEVICE)
         for desc, x in itertools.product((both, *both.halves()), (inputs[2], infinite)):
             backend("cuda").bind(desc, DEVICE)(x, **given, nonfinite_out=count)
+        for desc, x in itertools.product((both, *both.halves()), inputs):
+            and_sum = getattr(backend("cuda").bind(desc, DEVICE), "quantize_and_sum", None)
+            if and_sum is not None:
+                and_sum(x, **given)
 
 
 def pairs() -> None:
