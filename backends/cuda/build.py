@@ -68,6 +68,8 @@ _VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("-DFP8CORE_A=kE5M2", "-DFP8CORE_B=kE4M3"),
     ),
     "cuda/norm/from_input.cu": _INPUTS,
+    "cuda/norm/panels.cu": _INPUTS[:2],
+    "cuda/norm/two_passes.cu": _INPUTS[:2],
     "cuda/quantize/from_input.cu": _INPUTS,
 }
 """Sources that are compiled several times, side by side, and with which macros each time."""

@@ -15,10 +15,12 @@ from fp8core.backend_api import (
     ActivationBackwardDesc,
     ActivationDesc,
     FusedDesc,
+    NormDesc,
     OperandSpec,
     QuantizeDesc,
 )
 from fp8core_backends.cuda.fused_activation import bind_fused_activation, fused_activation_problem
+from fp8core_backends.cuda.fused_norm import bind_fused_norm, fused_norm_problem
 
 __all__ = ["bind_fused", "fused_problem"]
 
@@ -34,6 +36,7 @@ _ACTIVATION = _Producer(fused_activation_problem, bind_fused_activation)
 _PRODUCERS: dict[type, _Producer] = {
     ActivationDesc: _ACTIVATION,
     ActivationBackwardDesc: _ACTIVATION,
+    NormDesc: _Producer(fused_norm_problem, bind_fused_norm),
 }
 
 

@@ -13,7 +13,7 @@ from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["AddNorm", "Norm", "NormBackward", "norm_problem"]
+__all__ = ["AddNorm", "Norm", "NormBackward", "NormOperands", "native_norm", "norm_problem"]
 
 _FLOAT32 = torch.float32
 
@@ -27,14 +27,16 @@ def norm_problem(desc: NormDesc) -> str | None:
     return None
 
 
-class _Parameters:
-    """Brings parameters and statistics into the layout that the kernels read."""
+class NormOperands:
+    """Brings parameters and statistics into the layout that the kernels read and write."""
 
-    __slots__ = ("_types",)
+    __slots__ = ("_empty", "_has_mean", "_types")
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self, kind: str, index: int, native: Any) -> None:
         names = native.InputType.__members__
         self._types = {dtype: names[name] for dtype, name in DTYPES.items()}
+        self._has_mean = kind == "layernorm"
+        self._empty = allocator(index)
 
     def parameter(self, name: str, of: torch.Tensor, cols: int) -> tuple[torch.Tensor, Any]:
         """Return a parameter ``[cols]``, contiguous, and the native library's name of its type."""
@@ -44,6 +46,29 @@ class _Parameters:
         if kind is None:
             return of.float().contiguous(), self._types[_FLOAT32]
         return of if of.is_contiguous() else of.contiguous(), kind
+
+    def parameters(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, cols: int
+    ) -> tuple[tuple[Any, ...], tuple[torch.Tensor | None, ...]]:
+        """Return addresses and types of weight and bias, and the tensors that they belong to, which
+        the caller holds until the kernel is enqueued."""
+        weight, weight_type = self.parameter("weight", weight, cols)
+        if bias is None:
+            return (weight.data_ptr(), weight_type, 0, weight_type), (weight,)
+        if not self._has_mean:
+            raise OperandError("rmsnorm: a bias was given; a layernorm has one, this has none.")
+        bias, bias_type = self.parameter("bias", bias, cols)
+        return (weight.data_ptr(), weight_type, bias.data_ptr(), bias_type), (weight, bias)
+
+    def empty_statistics(
+        self, rows: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor, tuple[int, int]]:
+        """Allocate the mean of a LayerNorm, and rstd; return both and their addresses."""
+        rstd = self._empty((rows,), (1,), _FLOAT32)
+        if not self._has_mean:
+            return None, rstd, (0, rstd.data_ptr())
+        mean = self._empty((rows,), (1,), _FLOAT32)
+        return mean, rstd, (mean.data_ptr(), rstd.data_ptr())
 
     def statistic(self, name: str, of: torch.Tensor | None, rows: int) -> torch.Tensor:
         """Return a statistic ``[rows]``, contiguous in float32."""
@@ -56,21 +81,25 @@ class _Parameters:
 class Norm:
     """The callable of a NormDesc: one call of the native library."""
 
-    __slots__ = ("_empty", "_has_mean", "_index", "_native_norm", "_out_dtype", "_own", "kernel")
+    __slots__ = ("_dtype", "_empty", "_index", "_native_norm", "_operands", "_out_dtype", "kernel")
 
     def __init__(self, desc: NormDesc, device: torch.device, native: Any) -> None:
         self._index = index_of(device)
         self._empty = allocator(self._index)
-        self._has_mean = desc.kind == "layernorm"
-        self._out_dtype = desc.out_dtype
-        self._own = _Parameters(native)
-        self._native_norm = _native_norm(desc, desc.dtype, desc.out_dtype, self._index, native)
+        self._dtype, self._out_dtype = desc.dtype, desc.out_dtype
+        self._operands = NormOperands(desc.kind, self._index, native)
+        self._native_norm = native_norm(desc, desc.dtype, desc.out_dtype, self._index, native)
         self.kernel = "fp8core::norm_rows"
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Return ``(y, mean or None, rstd)``; see the backend API."""
+        """Return ``(y, mean or None, rstd)``; see the backend API.
+
+        Raises:
+            OperandError: ``x`` has another dtype than was bound, a parameter does not fit it, or an
+                RMSNorm is given a bias.
+        """
         return self._run(*adjacent_columns(x), weight, bias)
 
     def _run(
@@ -82,32 +111,17 @@ class Norm:
         *residual: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Normalize ``x``; its sum with a residual, given by the addresses of both and a stride."""
-        (rows, cols), empty = x.shape, self._empty
-        weight, weight_type = self._own.parameter("weight", weight, cols)
-        bias_address, bias_type = 0, weight_type
-        if bias is not None:
-            if not self._has_mean:
-                raise OperandError("rmsnorm: a bias was given; a layernorm has one, this has none.")
-            bias, bias_type = self._own.parameter("bias", bias, cols)
-            bias_address = bias.data_ptr()
-        y = empty((rows, cols), (cols, 1), self._out_dtype)
-        rstd = empty((rows,), (1,), _FLOAT32)
-        mean, mean_address = None, 0
-        if self._has_mean:
-            mean = empty((rows,), (1,), _FLOAT32)
-            mean_address = mean.data_ptr()
+        if x.dtype != self._dtype:
+            raise OperandError(f"norm: x is {x.dtype}, this one was bound for {self._dtype}.")
+        rows, cols = x.shape
+        parameters, _held = self._operands.parameters(weight, bias, cols)
+        y = self._empty((rows, cols), (cols, 1), self._out_dtype)
+        mean, rstd, statistics = self._operands.empty_statistics(rows)
         addresses = (
-            x.data_ptr(),
-            rows,
-            cols,
-            stride,
-            weight.data_ptr(),
-            weight_type,
-            bias_address,
-            bias_type,
+            *(x.data_ptr(), rows, cols, stride),
+            *parameters,
             y.data_ptr(),
-            mean_address,
-            rstd.data_ptr(),
+            *statistics,
             *residual,
         )
         self._native_norm(addresses, raw_stream(self._index))
@@ -120,11 +134,10 @@ class Norm:
 class AddNorm(Norm):
     """The callable of an AddNormDesc: one call of the native library."""
 
-    __slots__ = ("_dtype",)
+    __slots__ = ()
 
     def __init__(self, desc: AddNormDesc, device: torch.device, native: Any) -> None:
         super().__init__(desc.norm, device, native)
-        self._dtype = desc.norm.dtype
 
     def __call__(  # type: ignore[override]  # it takes one tensor more
         self,
@@ -162,7 +175,7 @@ class NormBackward:
         "_library",
         "_native_backward",
         "_num_partials",
-        "_own",
+        "_operands",
         "kernel",
     )
 
@@ -178,8 +191,8 @@ class NormBackward:
         self._index = index_of(device)
         self._empty = allocator(self._index)
         self._has_mean = desc.norm.kind == "layernorm"
-        self._own = _Parameters(native)
-        norm = _native_norm(desc.norm, self._dtype, desc.norm.dtype, self._index, native)
+        self._operands = NormOperands(desc.norm.kind, self._index, native)
+        norm = native_norm(desc.norm, self._dtype, desc.norm.dtype, self._index, native)
         self._native_backward = norm.backward
         self._num_partials = functools.lru_cache(maxsize=256)(norm.backward_partials)
         self.kernel = "fp8core::norm_backward_rows"
@@ -210,13 +223,13 @@ class NormBackward:
             )
         grad_output, stride = adjacent_columns(grad_output)
         x, x_stride = adjacent_columns(x)
-        weight, weight_type = self._own.parameter("weight", weight, cols)
-        rstd = self._own.statistic("rstd", rstd, rows)
+        weight, weight_type = self._operands.parameter("weight", weight, cols)
+        rstd = self._operands.statistic("rstd", rstd, rows)
         grad_x = empty((rows, cols), (cols, 1), self._desc.norm.dtype)
         grad_weight = empty((cols,), (1,), _FLOAT32)
         grad_bias, mean_address, grad_bias_address, parameters = None, 0, 0, 1
         if self._has_mean:
-            mean = self._own.statistic("mean", mean, rows)
+            mean = self._operands.statistic("mean", mean, rows)
             grad_bias = empty((cols,), (1,), _FLOAT32)
             mean_address, grad_bias_address = mean.data_ptr(), grad_bias.data_ptr()
             parameters = 2
@@ -255,7 +268,7 @@ class NormBackward:
         return grad_x, grad_weight, grad_bias
 
 
-def _native_norm(
+def native_norm(
     desc: NormDesc, dtype: torch.dtype, out_dtype: torch.dtype, index: int, native: Any
 ) -> Any:
     """Return the native norm that reads ``dtype`` and writes ``out_dtype``."""

@@ -101,6 +101,7 @@ void register_column_sums(py::module_& module) {
 }
 
 void register_norm(py::module_& module) {
+  module.attr("MOST_TWICE_PASSED") = kMostTwicePassed;
   py::enum_<NormKind>(module, "NormKind")
       .value("layernorm", NormKind::kLayerNorm)
       .value("rmsnorm", NormKind::kRmsNorm);
@@ -109,6 +110,10 @@ void register_norm(py::module_& module) {
       .def("__call__", &norm)
       .def("backward", &norm_backward)
       .def("backward_partials", &norm_backward_partials);
+  py::class_<QuantizeNormDesc>(module, "QuantizeNorm")
+      .def(py::init<NormDesc, QuantizeDesc, int, int>(), py::arg("norm"), py::arg("cast"),
+           py::arg("panel_rows") = 0, py::arg("cluster") = 0)
+      .def("__call__", &quantize_norm);
 }
 
 void register_gemm(py::module_& module) {

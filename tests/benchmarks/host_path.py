@@ -73,22 +73,16 @@ class Gemm:
         return 0
 
 
-class Kind(Names, Cast):
-    """An enumeration, or a descriptor whose call computes nothing and whose sizes are 0."""
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        return lambda *arguments: 0
-
-
 class Library:
-    """What ``native.load`` returns: of any name it has an enumeration or a descriptor."""
+    """What ``native.load`` returns: a call of any name makes a function that does nothing."""
 
     MAX_PARTIALS = 1024
-    Gemm = Gemm
+    ElementType = ScaleMode = Granularity = Format = InputType = Names
+    Gemm, Quantize = Gemm, Cast
     quantize_pair = staticmethod(nothing)
 
-    def __getattr__(self, name: str) -> type[Kind]:
-        return Kind
+    def __getattr__(self, name: str) -> Callable[..., Callable[..., None]]:
+        return lambda *arguments: nothing
 
 
 class HostBackend(backend.CudaBackend):

@@ -10,4 +10,7 @@ int count_backward_partials(const NormDesc& desc, std::int64_t rows, std::int64_
 void launch_norm_backward(const NormDesc& desc, const NormBackwardArguments& arguments,
                           cudaStream_t stream);
 
+void launch_quantize_norm(const QuantizeNormDesc& desc, const QuantizeNormArguments& arguments,
+                          cudaStream_t stream);
+
 }  // namespace fp8core

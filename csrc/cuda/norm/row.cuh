@@ -57,17 +57,19 @@ __device__ void clear(Eight<T>& x) {
   x.gather(nullptr, 0);
 }
 
-// A held row: zero behind its end.
-template <typename T, int kVectors>
+// A held row: zero behind its end. `kAgain`: it is read again soon, and stays in the caches.
+template <bool kAgain = false, typename T, int kVectors>
 __device__ void load_row(Eight<T> (&x)[kVectors], const void* data, int64_t offset,
                          const Team& team) {
   const T* row = static_cast<const T*>(data) + offset;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    if (team.has(i))
-      x[i].load(row + team.column(i));
-    else
+    if (!team.has(i))
       clear(x[i]);
+    else if constexpr (kAgain)
+      x[i].load_kept(row + team.column(i));
+    else
+      x[i].load(row + team.column(i));
   }
 }
 

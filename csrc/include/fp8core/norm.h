@@ -78,4 +78,36 @@ int norm_backward_partials(const NormDesc& desc, std::int64_t rows, std::int64_t
 void norm_backward(const NormDesc& desc, const NormBackwardArguments& arguments,
                    StreamHandle stream);
 
+// A norm and the cast of its result, which is rounded to the norm's output type in between: to x's
+// type, or float32, which is not at all.
+struct QuantizeNormDesc {
+  NormDesc norm;
+  QuantizeDesc cast;
+  // How many rows a cluster takes, and of how many blocks it is; 0 follows from the number of
+  // columns. All give the same bits.
+  int panel_rows = 0, cluster = 0;
+};
+
+struct QuantizeNormArguments {
+  Parameters weight, bias;
+  float* mean = nullptr;   // [rows], LayerNorm alone
+  float* rstd = nullptr;   // [rows]
+  QuantizeArguments cast;  // no groups, no amaxes that are given
+
+  static constexpr int kOptional = QuantizeArguments::kOptional;
+  auto fields() { return std::tie(weight, bias, mean, rstd, cast); }
+};
+
+// Bit for bit `norm` and `quantize`. Reads bfloat16 and float16, as vectors: rows of x and the
+// parameters begin at multiples of 16 bytes, and rows are a multiple of 8 columns. kDelayed with or
+// without rounding; kTensor, kRow and kVec128 after rounding.
+//
+// Launches: one for kDelayed and kVec128, which reads x once; two for kTensor, three for kRow, and
+// two for rows so long that no cluster of blocks holds a panel of them: these read x twice, and
+// rows of at most kMostTwicePassed columns. An empty x launches nothing.
+constexpr std::int64_t kMostTwicePassed = 16384;
+
+void quantize_norm(const QuantizeNormDesc& desc, const QuantizeNormArguments& arguments,
+                   StreamHandle stream);
+
 }  // namespace fp8core

@@ -47,6 +47,7 @@ from fp8core.backend_api import (
 )
 from fp8core.recipe.plan import LayerRole
 from fp8core_backends.cuda import native, quantize_chunked
+from fp8core_backends.cuda.fused_norm import FusedNorm
 from fp8core_backends.cuda.microscaling import TiledGemm
 from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, spec
 
@@ -284,6 +285,36 @@ def norms() -> None:
                 backward(x, x, given[0], *statistics, residual_grad=x)
 
 
+def fused_norms() -> None:
+    """Normalize and cast: panels of every height, in clusters of one block and of several; in two
+    passes; and by the pair."""
+    for kind, name, dtype in itertools.product(("layernorm", "rmsnorm"), RECIPES[:4], DTYPES[:2]):
+        own, given = spec(name), {}
+        if own.delayed:
+            given = {"scale": torch.ones(1).to(DEVICE), "amax_out": torch.zeros(1).to(DEVICE)}
+        out_dtype = torch.float32 if own.delayed else dtype
+        norm = NormDesc(kind, dtype, out_dtype, 1e-5)
+        whole = QuantizeDesc(out_dtype, own, own)
+        count = torch.zeros(1, dtype=torch.int64).to(DEVICE)
+        calls = [
+            (FusedNorm(FusedDesc(norm, cast), DEVICE, native.load()), size)
+            for cast in (whole, *whole.halves())
+            for size in ((1, 8), (33, 264), (130, 1160), (70, 4096), (5, 70))
+        ]
+        if own.delayed:
+            calls += [
+                (FusedNorm(FusedDesc(norm, whole), DEVICE, native.load(), panel), (100, 520))
+                for panel in ((32, 1), (32, 3), (64, 2))
+            ]
+        for run, (rows, n) in calls:
+            parameters = [torch.randn(n).to(dtype).to(DEVICE) for _ in range(2)]
+            parameters = parameters[: 2 if kind == "layernorm" else 1]
+            x = torch.randn(rows, n).to(dtype).to(DEVICE)
+            run(x, *parameters, **given, nonfinite_out=count)
+            x[rows // 2, n // 2] = torch.inf
+            run(x, *parameters, **given, nonfinite_out=count)
+
+
 GROUPS = {
     "quantize": quantize,
     "pairs": pairs,
@@ -295,6 +326,7 @@ GROUPS = {
     "microscaling": microscaling,
     "device_groups": device_groups,
     "norms": norms,
+    "fused_norms": fused_norms,
     "gemm": gemm,
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
     ScaleUpdateDesc,
 )
+from fp8core.chain.fusion import variants
 from fp8core.recipe.plan import LayerRole
 from fp8core.testing.catalogue import catalogue
 from fp8core_backends.cuda import native
@@ -287,16 +288,21 @@ def test_column_sums_run(dtype: torch.dtype) -> None:
     assert CudaBackend().unsupported(ColumnSumsDesc(dtype), CUDA) is None
 
 
-def fused_activations(name: str, *dtypes: torch.dtype) -> list[FusedDesc]:
-    """Return the fusions of activations that layers ask for under a recipe."""
+def fusions(name: str, producers: Any, *dtypes: torch.dtype) -> list[FusedDesc]:
+    """Return the fusions with such producers that layers ask for under a recipe."""
     return [
         entry.desc
         for entry in catalogue()
         if entry.label.startswith(f"{name}.")
         and isinstance(entry.desc, FusedDesc)
-        and isinstance(entry.desc.producer, ActivationDesc | ActivationBackwardDesc)
+        and isinstance(entry.desc.producer, producers)
         and entry.desc.producer.dtype in dtypes
     ]
+
+
+def fused_activations(name: str, *dtypes: torch.dtype) -> list[FusedDesc]:
+    """Return the fusions of activations that layers ask for under a recipe."""
+    return fusions(name, ActivationDesc | ActivationBackwardDesc, *dtypes)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -310,6 +316,39 @@ def test_activations_are_fused_with_the_casts_of_hopper_s_recipes(name: str) -> 
     }
     for desc in asked:
         assert CudaBackend().unsupported(desc, CUDA) is None, str(desc)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block"])
+def test_norms_are_fused_with_the_casts_of_hopper_s_recipes(name: str) -> None:
+    asked = fusions(name, NormDesc, torch.bfloat16, torch.float16)
+    assert {desc.producer.kind for desc in asked} == {"layernorm", "rmsnorm"}
+    for desc in asked:
+        for fused in variants(desc).values():
+            assert CudaBackend().unsupported(fused, CUDA) is None, str(fused)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_other_fusions_of_norms_are_refused_by_name() -> None:
+    for desc in fusions("current", NormDesc, torch.float32):
+        assert "no fusion from torch.float32" in (CudaBackend().unsupported(desc, CUDA) or "")
+    for desc in fusions("mxfp8", NormDesc, torch.bfloat16):
+        assert "no fusion with e8m0 scales" in (CudaBackend().unsupported(desc, CUDA) or "")
+    norm = NormDesc("rmsnorm", torch.bfloat16, torch.bfloat16, 1e-5)
+    float32 = dataclasses.replace(norm, out_dtype=torch.float32)
+    cast = QuantizeDesc(torch.bfloat16, TENSOR, TENSOR)
+    wide = dataclasses.replace(cast, dtype=torch.float32)
+    for desc, reason in (
+        (FusedDesc(float32, cast), "the cast takes torch.bfloat16, the norm gives torch.float32"),
+        (FusedDesc(float32, wide), "a fusion rounds before the cast unless the scale is delayed"),
+        (FusedDesc(norm, QuantizeDesc(torch.bfloat16, SQUARE, None)), "blocks of (128, 128)"),
+        (FusedDesc(norm, cast, sums=True), "no column sums of a norm"),
+        (
+            FusedDesc(NormBackwardDesc(norm), cast),
+            "norm_backward_quantize is not written for CUDA yet",
+        ),
+    ):
+        assert reason in (CudaBackend().unsupported(desc, CUDA) or "")
 
 
 @pytest.mark.usefixtures("hopper")

@@ -1,0 +1,236 @@
+"""Norms fused with casts: bit for bit the norm alone, then the reference's cast."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core.backend_api import FusedDesc, NormDesc, OperandSpec, QuantizeDesc
+from fp8core.errors import OperandError
+from fp8core_backends.cuda import native
+from fp8core_backends.cuda.fused_norm import FusedNorm
+from tests.backends.cuda.cuda_cases import DEVICE, EMPTY, backend, differs, same_bits, spec
+
+pytestmark = pytest.mark.needs_accelerator("cuda")
+RECIPES = ("delayed", "current", "rowwise", "vector")
+KINDS = ("rmsnorm", "layernorm")
+HALVES = (torch.bfloat16, torch.float16)
+# Columns in whole vectors: one; cut and whole chunks, tiles and panels; clusters of every size.
+WHOLE = (
+    *((1, 8), (1, 128), (33, 264), (64, 256), (70, 520), (127, 136), (128, 128), (130, 1000)),
+    *((129, 768), (257, 1024), (300, 2048), (144, 2304), (272, 4096), (100, 5120), (160, 6144)),
+    *((96, 8192), (140, 12288), (40, 13824), (130, 16384), (1040, 264)),
+)
+# Columns in no whole vectors, or more than two passes take.
+APART = ((9, 70), (1, 1), (5, 4100), (5, 20000))
+
+
+def fused(
+    kind: str, own: OperandSpec, dtype: torch.dtype, rounds: bool = False, **changed: object
+) -> FusedDesc:
+    """Return the descriptor that the chain asks for under a recipe's spec ``own``; ``rounds``: to
+    ``dtype`` under a delayed scale, too."""
+    out_dtype = torch.float32 if own.delayed and not rounds else dtype
+    norm = dataclasses.replace(NormDesc(kind, dtype, out_dtype, 1e-5), **changed)
+    return FusedDesc(norm, QuantizeDesc(out_dtype, own, own))
+
+
+def drawn(desc: FusedDesc, rows: int, n: int) -> list[torch.Tensor]:
+    """Return x, whose rows are of different sizes and means, a weight and a bias."""
+    norm = desc.producer
+    size = torch.linspace(-6, 6, rows, device=DEVICE).exp2()[:, None]
+    x = (torch.randn(rows, n, device=DEVICE) + 0.5) * size
+    x[::7] = 0.0
+    weight, bias = torch.randn(2, n, device=DEVICE)
+    weight[3::5] = 0.0
+    given = [x, weight, bias][: 3 if norm.kind == "layernorm" else 2]
+    return [one.to(norm.dtype).contiguous() for one in given]
+
+
+def keywords(own: OperandSpec) -> dict[str, torch.Tensor]:
+    """Return those of a cast; ``amax_out`` holds an amax that some results exceed."""
+    count = {"nonfinite_out": torch.full((1,), 7, device=DEVICE)}
+    if not own.delayed:
+        return count
+    scale = torch.full((1,), 3.7, device=DEVICE)
+    return {"scale": scale, "amax_out": torch.full((1,), 0.25, device=DEVICE), **count}
+
+
+def same_statistics(ours: Any, theirs: Any) -> bool:
+    pairs = zip(ours, theirs, strict=True)
+    return all(one is other if one is None else same_bits(one, other) for one, other in pairs)
+
+
+def check(desc: FusedDesc, tensors: list[torch.Tensor], run: Any = None) -> None:
+    """Compare ``run``, by default the backend's callable, with the norm and the cast apart."""
+    run = backend("cuda").bind(desc, DEVICE) if run is None else run
+    own = desc.quantize.rowwise or desc.quantize.columnwise
+    ours, theirs = keywords(own), keywords(own)
+    before = [one.clone() for one in tensors]
+    quantized, *statistics = run(*tensors, **ours)
+    y, *expected_statistics = backend("cuda").bind(desc.producer, DEVICE)(*tensors)
+    expected = backend("reference").bind(desc.quantize, DEVICE)(y, **theirs)
+    text = f"{desc} of {list(tensors[0].shape)}"
+    assert same_statistics(statistics, expected_statistics), f"statistics {text}"
+    assert differs(quantized.rowwise, expected.rowwise) is None, f"rowwise {text}"
+    assert differs(quantized.columnwise, expected.columnwise) is None, f"columnwise {text}"
+    for name, one in ours.items():
+        assert same_bits(one, theirs[name]), f"{name} {text}"
+    assert all(map(same_bits, tensors, before)), f"an input was written {text}"
+
+
+def orientations(desc: FusedDesc) -> list[FusedDesc]:
+    casts = (desc.quantize, *desc.quantize.halves())
+    return [dataclasses.replace(desc, quantize=cast) for cast in casts]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_results_equal_the_pair(kind: str, name: str, dtype: torch.dtype) -> None:
+    for element in ("e4m3", "e5m2"):
+        desc = fused(kind, spec(name, element), dtype)
+        for rows, n in (*WHOLE, *APART):
+            check(desc, drawn(desc, rows, n))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_one_orientation_equals_its_half_of_both(kind: str, name: str) -> None:
+    for desc in orientations(fused(kind, spec(name), torch.bfloat16))[1:]:
+        for rows, n in ((1, 8), (70, 520), (257, 1024), (272, 4096), (130, 16384)):
+            check(desc, drawn(desc, rows, n))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_delayed_cast_may_round_before(kind: str, dtype: torch.dtype) -> None:
+    desc = fused(kind, spec("delayed"), dtype, rounds=True)
+    for rows, n in WHOLE:
+        check(desc, drawn(desc, rows, n))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_zero_centered_weight_of_any_dtype(kind: str, name: str) -> None:
+    desc = fused(kind, spec(name), torch.bfloat16, zero_centered=True)
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        x, *parameters = drawn(desc, 130, 520)
+        check(desc, [x, *(one.to(dtype) for one in parameters)])
+
+
+@pytest.mark.parametrize("name", ["current", "rowwise", "vector"])
+def test_power_of_two_scales_equal_the_pair(name: str) -> None:
+    desc = fused("rmsnorm", spec(name, power_of_two=True), torch.bfloat16)
+    for rows, n in WHOLE:
+        check(desc, drawn(desc, rows, n))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "rows"), [("delayed", 32), ("delayed", 64), ("vector", 128)])
+def test_any_division_into_panels_and_slices_gives_the_same(
+    kind: str, name: str, rows: int
+) -> None:
+    desc, library = fused(kind, spec(name), torch.bfloat16), native.load()
+    for shape in ((100, 1160), (257, 2048), (64, 4096)):
+        tensors, ran = drawn(desc, *shape), 0
+        for cluster in range(1, 17):
+            run = FusedNorm(desc, DEVICE, library, (rows, cluster))
+            try:
+                check(desc, tensors, run)
+                ran += 1
+            except ValueError as error:
+                if "the device holds no cluster" not in str(error):
+                    raise  # so few blocks have no memory for it
+        assert ran > 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_nan_and_inf_are_counted_and_keep_their_places(kind: str, name: str) -> None:
+    for dtype, (rows, n) in itertools.product(HALVES, ((70, 520), (257, 1024), (130, 4096))):
+        desc = fused(kind, spec(name), dtype)
+        x, *parameters = drawn(desc, rows, n)
+        for at, value in ((3, torch.nan), (rows // 2, torch.inf), (rows - 1, -torch.inf)):
+            x[at, n // 2] = value
+        check(desc, [x, *parameters])
+        parameters[0][n // 3] = torch.inf
+        check(desc, [x, *parameters])
+        parameters[0][-1] = torch.nan
+        check(desc, [x, *parameters])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_strides_and_addresses_change_no_bit(kind: str, name: str) -> None:
+    desc = fused(kind, spec(name), torch.bfloat16)
+    for rows, n in ((70, 520), (130, 2048)):
+        x, *parameters = drawn(desc, rows, n)
+        spaced = torch.zeros(rows, n + 24, dtype=x.dtype, device=DEVICE)
+        spaced[:, 8 : n + 8] = x
+        shifted = torch.zeros(rows, n + 3, dtype=x.dtype, device=DEVICE)
+        shifted[:, 1 : n + 1] = x
+        views = (spaced[:, 8 : n + 8], shifted[:, 1 : n + 1], x.t().contiguous().t(), x[:1])
+        for view in views:
+            check(desc, [view, *parameters])
+        odd = [torch.cat((one[:1], one))[1:] for one in parameters]
+        check(desc, [x, *odd])
+        check(desc, [x, *(one.repeat_interleave(2)[::2] for one in parameters)])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_large_tensors_equal_the_pair(name: str) -> None:
+    desc = fused("rmsnorm", spec(name), torch.bfloat16)
+    for rows, n in ((8192, 4096), (4096, 8192), (4100, 5120), (66000, 64)):
+        check(desc, drawn(desc, rows, n))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_empty_tensors_equal_the_pair(kind: str, name: str) -> None:
+    for desc in orientations(fused(kind, spec(name), torch.bfloat16)):
+        for rows, n in EMPTY:
+            check(desc, drawn(desc, rows, n))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_byte_of_the_result_is_written(name: str) -> None:
+    desc = fused("layernorm", spec(name), torch.bfloat16)
+    for rows, n in ((257, 1040), (130, 8192)):
+        tensors, outcomes = drawn(desc, rows, n), []
+        for poison in (0x00, 0xFF):
+            torch.cuda.empty_cache()
+            torch.full((64 << 20,), poison, dtype=torch.uint8, device=DEVICE)  # freed, then reused
+            given = keywords(desc.quantize.rowwise)
+            outcomes.append(backend("cuda").bind(desc, DEVICE)(*tensors, **given))
+        (one, *statistics), (other, *others) = outcomes
+        assert differs(one.rowwise, other.rowwise) is None
+        assert differs(one.columnwise, other.columnwise) is None
+        assert same_statistics(statistics, others)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_side_stream_gives_the_same(name: str) -> None:
+    desc = fused("rmsnorm", spec(name), torch.bfloat16)
+    tensors = drawn(desc, 2048, 2048)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        check(desc, tensors)
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    desc = fused("rmsnorm", spec("delayed"), torch.bfloat16)
+    x, weight = drawn(desc, 4, 64)
+    run, given = backend("cuda").bind(desc, DEVICE), keywords(spec("delayed"))
+    with pytest.raises(OperandError, match="this one was bound for"):
+        run(x.float(), weight, **given)
+    with pytest.raises(OperandError, match=r"rows of 64: the weight is \[32\]"):
+        run(x, weight[:32], **given)
+    with pytest.raises(OperandError, match="rmsnorm: a bias was given"):
+        run(x, weight, weight, **given)
