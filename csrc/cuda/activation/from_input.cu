@@ -14,13 +14,11 @@ namespace {
 template <typename In, typename Out, bool kGated, bool kBackward>
 void launch_kernel(const ActivationDesc& desc, const PointwiseParams& p, bool is_of_vectors,
                    cudaStream_t stream) {
+  const unsigned blocks = (p.units + kPointwiseThreads - 1) / kPointwiseThreads;
   if (!is_of_vectors) {
-    const unsigned blocks = (p.units + kPointwiseThreads - 1) / kPointwiseThreads;
     activation_elements<In, Out, kGated, kBackward><<<blocks, kPointwiseThreads, 0, stream>>>(p);
     return;
   }
-  constexpr unsigned kUnits = kPointwiseThreads * vectors_of_thread<In, kGated, kBackward>;
-  const unsigned blocks = (p.units + kUnits - 1) / kUnits;
   switch (family_of(desc.function)) {
     case Family::kSwish:
       activation_vectors<In, Out, Family::kSwish, kGated, kBackward>

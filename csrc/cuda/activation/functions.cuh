@@ -66,10 +66,10 @@ struct Swish {
   __device__ float value(float x) const {
     return __fmul_rn(x, sigmoid_of_exponent(__fmul_rn(x, rate)));
   }
-  __device__ Curve curve(float x) const {  // s + beta x s (1 - s)
-    const float s = sigmoid_of_exponent(__fmul_rn(x, rate));
-    const float scaled = __fmul_rn(__fmul_rn(beta, x), s);
-    return {__fmul_rn(x, s), __fmaf_rn(scaled, __fadd_rn(1.0f, -s), s)};
+  // s + beta x s (1 - s), beta last: beta x may overflow, and inf * 0 is NaN.
+  __device__ Curve curve(float x) const {
+    const float s = sigmoid_of_exponent(__fmul_rn(x, rate)), y = __fmul_rn(x, s);
+    return {y, __fmaf_rn(beta, __fmul_rn(y, __fadd_rn(1.0f, -s)), s)};
   }
 };
 

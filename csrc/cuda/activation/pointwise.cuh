@@ -33,10 +33,10 @@ struct Vectors {
     const std::uint32_t row = p.per_row.quotient(unit);
     const std::int64_t column = std::int64_t{8} * p.per_row.remainder(unit, row);
     const In* x = static_cast<const In*>(p.x) + row * p.x_stride + column;
-    a.load(x);
-    if constexpr (kGated) b.load(x + p.n);
+    a.load_in_order(x);
+    if constexpr (kGated) b.load_in_order(x + p.n);
     if constexpr (kBackward)
-      grad.load(static_cast<const In*>(p.grad) + row * p.grad_stride + column);
+      grad.load_in_order(static_cast<const In*>(p.grad) + row * p.grad_stride + column);
     to = row * p.out_stride + column;
   }
   static __device__ void floats(const Eight<In>& from, float (&v)[8]) {
@@ -68,25 +68,15 @@ struct Vectors {
   }
 };
 
-// Vectors that a thread has in flight: 64 bytes of input, or a little more.
-template <typename In, bool kGated, bool kBackward,
-          int kBytes = 8 * sizeof(In) * (1 + kGated + kBackward)>
-constexpr int vectors_of_thread = kBytes <= 16   ? 4
-                                  : kBytes <= 48 ? 2
-                                                 : 1;
-
+// A vector a thread: with two or four of them the kernels take up to a fifth longer.
 template <typename In, typename Out, Family kFamily, bool kGated, bool kBackward>
 __global__ void __launch_bounds__(kPointwiseThreads)
     activation_vectors(const __grid_constant__ PointwiseParams p) {
-  constexpr int kEach = vectors_of_thread<In, kGated, kBackward>;
-  const std::uint32_t first = blockIdx.x * (kEach * kPointwiseThreads) + threadIdx.x;
-  Vectors<In, Out, kFamily, kGated, kBackward> vectors[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i)
-    if (first + i * kPointwiseThreads < p.units) vectors[i].load(p, first + i * kPointwiseThreads);
-#pragma unroll
-  for (int i = 0; i < kEach; ++i)
-    if (first + i * kPointwiseThreads < p.units) vectors[i].store(p);
+  const std::uint32_t unit = blockIdx.x * kPointwiseThreads + threadIdx.x;
+  if (unit >= p.units) return;
+  Vectors<In, Out, kFamily, kGated, kBackward> vectors;
+  vectors.load(p, unit);
+  vectors.store(p);
 }
 
 template <typename In, typename Out, bool kGated, bool kBackward>

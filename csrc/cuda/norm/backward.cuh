@@ -177,8 +177,7 @@ __device__ void store_partial_sums(const RowSums<kVectors, kLayerNorm>& sums, co
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       sums.read(of_team, k, i);
-      store_values(shared, InputType::kFloat32, team.index * width + team.column(i), of_team, 8,
-                   true);
+      park_eight(shared + team.index * width + team.column(i), of_team);
     }
     __syncthreads();
     for (int column = threadIdx.x; column < team.cols; column += blockDim.x) {
@@ -309,7 +308,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
        at += static_cast<int64_t>(gridDim.x) * team.count) {
     const RowStatistics row = load_statistics<kLayerNorm>(p, at);
     const auto gradients_at = [&](int column) {
-      const int count = max(0, min(8, team.cols - column));
+      const int count = team.cols - column;
       return load_gradients<T, kLayerNorm>(p, row, at, column, count);
     };
     RunningSums gz, g;
@@ -325,8 +324,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
     const float mean_gz = __fmul_rn(gz.total(), p.inverse_count);
     const float mean_g = __fmul_rn(g.total(), p.inverse_count);
     for (int column = first; column < team.cols; column += step)
-      store_grad_x(gradients_at(column), row, mean_gz, mean_g, p, at, column,
-                   min(8, team.cols - column));
+      store_grad_x(gradients_at(column), row, mean_gz, mean_g, p, at, column, team.cols - column);
   }
 }
 
@@ -340,7 +338,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
   const Matrix& m = p.args.grad;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int start = blockIdx.x * kChunk, column = start + lane * 8;
-  const int cols = static_cast<int>(m.cols), count = max(0, min(8, cols - column));
+  const int cols = static_cast<int>(m.cols), count = cols - column;
   RowSums<1, kLayerNorm> sums(nullptr);
   for (int64_t at = static_cast<int64_t>(blockIdx.y) * kWarps + warp; at < m.rows;
        at += static_cast<int64_t>(gridDim.y) * kWarps) {
@@ -353,7 +351,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
     float of_warp[8];
     sums.read(of_warp, k, 0);
     __syncthreads();
-    store_values(shared[warp], InputType::kFloat32, lane * 8, of_warp, 8, true);
+    park_eight(shared[warp] + lane * 8, of_warp);
     __syncthreads();
     float* partial = partial_of<kLayerNorm>(p, k, blockIdx.y, gridDim.y);
     for (int i = threadIdx.x; i < kChunk && start + i < cols; i += kBackwardThreads) {

@@ -114,10 +114,10 @@ __global__ void __launch_bounds__(kNormThreads)
        at += static_cast<int64_t>(gridDim.x) * team.count) {
     const int64_t row_start = at * m.cols;
     bool is_summed = false;
-    // Calls `work` with eight elements and how many of them are in the row. The first time it adds
-    // the residual; then the sum is read, by the threads that wrote it.
+    // Calls `work` with eight elements and how many columns are left. The first time it adds the
+    // residual; then the sum is read, by the threads that wrote it.
     const auto for_eight = [&](int column, const auto& work) {
-      const int count = max(0, min(8, team.cols - column));
+      const int count = team.cols - column;
       Eight<T> x;
       if (kAdd && is_summed) {
         load_eight(x, static_cast<const T*>(p.args.sum) + row_start + column, count, p.vectors);

@@ -43,10 +43,14 @@ struct Team {
   }
 };
 
-// Eight elements of which `count` are in memory, the others 0.
+// Of eight elements, kernels are told how many columns are left from the first of them on: `count`
+// may be more than 8, or negative where all of them lie behind the row. It is not clamped: ptxas of
+// CUDA 13.0 takes a negative number for 8 where a number clamped to 0 and 8 is compared with 8.
+
+// The elements that are in memory, the others 0.
 template <typename T>
 __device__ void load_eight(Eight<T>& x, const T* from, int count, bool vectors) {
-  if (vectors && count == 8)
+  if (vectors && count >= 8)
     x.load(from);
   else
     x.gather(from, count);
@@ -69,7 +73,7 @@ __device__ void load_row(Eight<T> (&x)[kVectors], const void* data, int64_t offs
     else if constexpr (kAgain)
       x[i].load_kept(row + team.column(i));
     else
-      x[i].load(row + team.column(i));
+      x[i].load_in_order(row + team.column(i));
   }
 }
 
@@ -100,7 +104,7 @@ __device__ T element_of(const Eight<T>& x, int i) {
 
 template <typename T>
 __device__ void store_eight(T* to, const Eight<T>& x, int count, bool vectors) {
-  if (vectors && count == 8) {
+  if (vectors && count >= 8) {
     x.store(to);
     return;
   }
@@ -113,6 +117,13 @@ template <typename T>
 __device__ void round_and_store(void* data, int64_t at, const float (&values)[8], int count,
                                 bool vectors) {
   store_eight(static_cast<T*>(data) + at, rounded<T>(values), count, vectors);
+}
+
+// Eight values to shared memory; `to` is aligned to 16 bytes. The stores above go to global memory
+// alone.
+__device__ inline void park_eight(float* to, const float (&values)[8]) {
+  reinterpret_cast<float4*>(to)[0] = make_float4(values[0], values[1], values[2], values[3]);
+  reinterpret_cast<float4*>(to)[1] = make_float4(values[4], values[5], values[6], values[7]);
 }
 
 // Rounds eight values to `type` and stores those that are in the row.
@@ -131,7 +142,7 @@ __device__ void read_values(float (&values)[8], const void* data, int64_t at, in
                             bool vectors) {
   Eight<T> x;
   const T* from = static_cast<const T*>(data) + at;
-  if (vectors && count == 8)
+  if (vectors && count >= 8)
     x.load_kept(from);
   else
     x.gather(from, count);
@@ -139,7 +150,7 @@ __device__ void read_values(float (&values)[8], const void* data, int64_t at, in
   for (int i = 0; i < 8; ++i) values[i] = x[i];
 }
 
-// Eight values of `type` from `at` on, of which `count` are in memory, the others 0.
+// Eight values of `type` from `at` on, those that are in memory, the others 0.
 __device__ inline void read_values(float (&values)[8], const void* data, InputType type, int64_t at,
                                    int count, bool vectors) {
   if (type == InputType::kBFloat16)
@@ -199,7 +210,7 @@ __device__ float row_sum(const float (&lane_sums)[kVectors], float* chunks, cons
   return running.total();
 }
 
-// The share of eight elements, of which `count` are in the row, in the sum of squares.
+// The share of eight elements in the sum of squares.
 template <bool kLayerNorm, typename T>
 __device__ float squares_of_eight(const Eight<T>& x, float mean, int count) {
   const auto deviation = [&](int j) {

@@ -68,7 +68,7 @@ struct MatrixSource {
   template <Reading kReading = Reading::kOnce, int kCount>
   __device__ void load(Row (&x)[kCount], int first) const {
     const int64_t stride = p.args.x.stride;
-    if (p.vector_loads && columns == 8) {
+    if (p.vector_loads && columns > 0) {  // then it is 8
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         if (first + i < rows)

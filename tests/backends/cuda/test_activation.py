@@ -170,7 +170,8 @@ def test_slopes_far_out_are_exactly_0_and_1(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gelu", "swiglu", "clamped_swiglu"])
 def test_nan_and_inf_of_the_gradient_reach_the_result(name: str) -> None:
-    x = drawn(20, columns(name, 24), torch.float16, 10)
+    # Far out a slope is 0 in float64 and tiny in float32, and inf times the two differs.
+    x = drawn(20, columns(name, 24), torch.float16, 10).clamp(-3, 3)
     grad = drawn(20, 24, torch.float16, 11)
     for at, value in enumerate((math.nan, math.inf, -math.inf)):
         grad[at] = value
