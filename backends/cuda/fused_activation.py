@@ -25,15 +25,16 @@ from fp8core_backends.cuda.activation import (
 from fp8core_backends.cuda.column_sums import ColumnSums
 from fp8core_backends.cuda.layout import adjacent_columns, scale_mode
 from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.microscaling import ByteScaled
 from fp8core_backends.cuda.quantize import Quantize
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 __all__ = ["bind_fused_activation", "fused_activation_problem"]
 
-_MODES = ("tensor", "row", "vec128")
+# The kernels' casts, and of how many columns blocks are along a row.
+_MODES = {"tensor": 1, "row": 1, "vec128": 128, "mx32": 32}
 _HALVES = (torch.bfloat16, torch.float16)
 _VECTOR = 8  # elements that a kernel reads at once: 16 bytes
-_BLOCK = 128
 
 
 def fused_activation_problem(desc: FusedDesc, spec: OperandSpec) -> str | None:
@@ -79,17 +80,34 @@ class _Fused:
         assert isinstance(desc.producer, ActivationDesc | ActivationBackwardDesc)
         self._dtype = desc.producer.dtype
         self._index = index_of(device)
-        self._cast = Quantize(desc.quantize, spec, device, native)
-        self._native_fused = native.QuantizeActivation(
-            native_activation(desc.producer, self._index, native), self._cast.native_cast
-        )
+        activation = native_activation(desc.producer, self._index, native)
+        mode = scale_mode(spec)
+        assert mode is not None
+        self._cast: Quantize | ByteScaled
+        if mode == "mx32":
+            self._cast = ByteScaled(desc.quantize, device, native)
+            self._native_fused = native.QuantizeActivationMxfp8(activation, self._cast.native_cast)
+        else:
+            self._cast = Quantize(desc.quantize, spec, device, native)
+            self._native_fused = native.QuantizeActivation(activation, self._cast.native_cast)
         self.kernel = self._cast.kernel
-        is_in_blocks = desc.quantize.rowwise is not None and scale_mode(spec) == "vec128"
         has_two_parts = (
             isinstance(desc.producer, ActivationBackwardDesc) and desc.producer.name in GATED
         )
-        # The number of columns, of a half if there are two, is a multiple of this.
-        self._step = _BLOCK if is_in_blocks and has_two_parts else _VECTOR
+        # The number of columns is a multiple of this; two halves are cast in whole blocks each.
+        self._step = max(_VECTOR, _MODES[mode]) if has_two_parts else _VECTOR
+
+    def _quantize(
+        self,
+        x: torch.Tensor,
+        scale: torch.Tensor | None,
+        amax_out: torch.Tensor | None,
+        nonfinite_out: torch.Tensor | None,
+    ) -> Quantized:
+        """Cast what was computed in a step of its own."""
+        if isinstance(self._cast, ByteScaled):
+            return self._cast(x, nonfinite_out=nonfinite_out)
+        return self._cast(x, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out)
 
 
 class FusedActivation(_Fused):
@@ -123,7 +141,7 @@ class FusedActivation(_Fused):
         is_whole = rows and n and not n % self._step and x.dtype == self._dtype
         if not is_whole or stride % _VECTOR or address % 16:
             y = self._activation(x)
-            return (self._cast(y, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out),)
+            return (self._quantize(y, scale, amax_out, nonfinite_out),)
         quantized, results, _workspace = self._cast.results(rows, n, scale, amax_out, nonfinite_out)
         self._native_fused(
             (
@@ -206,7 +224,7 @@ class FusedActivationBackward(_Fused):
         nonfinite_out: torch.Tensor | None,
     ) -> tuple[Quantized] | tuple[Quantized, torch.Tensor]:
         grad_x = self._backward(grad_output, x)
-        quantized = self._cast(grad_x, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out)
+        quantized = self._quantize(grad_x, scale, amax_out, nonfinite_out)
         return (quantized, self._column_sums(grad_x)) if self._has_sums else (quantized,)
 
 

@@ -20,7 +20,7 @@ from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, round_up, sca
 from fp8core_backends.cuda.quantize_compose import apart, in_groups
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["TiledGemm", "bind_byte_scaled", "spec_problem"]
+__all__ = ["ByteScaled", "TiledGemm", "bind_byte_scaled", "spec_problem"]
 
 _FORMATS = {"mx32": ("e4m3", "e5m2"), "nv16": ("e2m1",)}
 _PITCH = 16
@@ -52,10 +52,10 @@ class _Output(NamedTuple):
     global_scale_inv: int = 0
 
 
-class _ByteScaled:
+class ByteScaled:
     """One call of the native library: both orientations, or one."""
 
-    __slots__ = ("_desc", "_device", "_index", "_is_fp4", "_native_cast", "_partials", "kernel")
+    __slots__ = ("_desc", "_device", "_index", "_is_fp4", "_partials", "kernel", "native_cast")
 
     def __init__(self, desc: QuantizeDesc, device: torch.device, native: Any) -> None:
         spec = desc.rowwise or desc.columnwise
@@ -68,7 +68,7 @@ class _ByteScaled:
         input_type = native.InputType.__members__[DTYPES[desc.dtype]]
         is_square = spec.block[0] != 1
         if not self._is_fp4:
-            self._native_cast = native.QuantizeMxfp8(
+            self.native_cast = native.QuantizeMxfp8(
                 native.Format.__members__[spec.format],
                 input_type,
                 is_square,
@@ -78,7 +78,7 @@ class _ByteScaled:
             self.kernel = "fp8core::mx_tile"
             return
         row, column = desc.rowwise, desc.columnwise
-        self._native_cast = native.QuantizeNvfp4(
+        self.native_cast = native.QuantizeNvfp4(
             input_type,
             is_square,
             spec.target,
@@ -108,7 +108,7 @@ class _ByteScaled:
         nonfinite = 0 if nonfinite_out is None else nonfinite_out.data_ptr()
         addresses = (x.data_ptr(), rows, cols, stride, *row[1:4], *column[1:4])
         if not self._is_fp4:
-            self._native_cast((*addresses, nonfinite), stream)
+            self.native_cast((*addresses, nonfinite), stream)
             return Quantized(row.operand, column.operand)
         seed, offset = (0, 0) if rng is None else rng.tolist()
         workspace = torch.empty(self._partials, dtype=torch.float32, device=self._device)
@@ -121,8 +121,26 @@ class _ByteScaled:
             seed,
             offset,
         )
-        self._native_cast(arguments, stream)
+        self.native_cast(arguments, stream)
         return Quantized(row.operand, column.operand)
+
+    def results(
+        self,
+        rows: int,
+        cols: int,
+        scale: torch.Tensor | None,
+        amax_out: torch.Tensor | None,
+        nonfinite_out: torch.Tensor | None,
+    ) -> tuple[Quantized, tuple[int, ...], None]:
+        """Allocate the result of casting a tensor ``[rows, cols]`` to MXFP8.
+
+        As ``Quantize.results``: with the arguments of the native cast that follow the tensor's, and
+        no workspace; ``scale`` and ``amax_out`` are None.
+        """
+        row = self._allocate(self._desc.rowwise, rows, cols)
+        column = self._allocate(self._desc.columnwise, cols, rows)
+        nonfinite = 0 if nonfinite_out is None else nonfinite_out.data_ptr()
+        return Quantized(row.operand, column.operand), (*row[1:4], *column[1:4], nonfinite), None
 
     def _check(self, rows: int, cols: int) -> None:
         """Refuse sizes that codes two a byte, or the transform of 16 rows, do not divide."""
@@ -160,9 +178,9 @@ def bind_byte_scaled(
     """Return the callable of ``desc``: one native call, or one an orientation if blocks differ."""
     row, column = desc.rowwise, desc.columnwise
     if row is None or column is None or _native_spec(row) == _native_spec(column):
-        dense: Callable[..., Quantized] = _ByteScaled(desc, device, native)
+        dense: Callable[..., Quantized] = ByteScaled(desc, device, native)
     else:
-        dense = apart(*(_ByteScaled(half, device, native) for half in desc.halves()))
+        dense = apart(*(ByteScaled(half, device, native) for half in desc.halves()))
     return in_groups(dense) if desc.grouped else dense
 
 

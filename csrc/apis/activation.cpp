@@ -23,7 +23,20 @@ void check(const ActivationDesc& desc, const ActivationInputs& inputs) {
   FP8CORE_CHECK_ADDRESS(inputs.grad, "grad [", x.rows, ", ", n, "]");
 }
 
-void check(const QuantizeActivationDesc& desc, const QuantizeActivationArguments& arguments) {
+// Columns that a part of the result is a multiple of, where scales of blocks cover its rows.
+std::int64_t columns_step(const QuantizeDesc& desc, const QuantizeArguments& arguments) {
+  const bool has_blocks =
+      desc.granularity == Granularity::kVec128 && arguments.rowwise.codes != nullptr;
+  return has_blocks ? kTile : 1;
+}
+
+std::int64_t columns_step(const Mxfp8Desc& desc, const Mxfp8Arguments& arguments) {
+  return desc.is_square || arguments.rowwise.codes != nullptr ? kMxBlock : 1;
+}
+
+template <typename CastDesc, typename CastArguments>
+void check_cast(const CastActivationDesc<CastDesc>& desc,
+                const CastActivationArguments<CastArguments>& arguments) {
   const ActivationDesc& function = desc.activation;
   const Matrix &x = arguments.inputs.x, &result = arguments.cast.x;
   const std::int64_t n = columns_of(function, x), cols = function.is_backward ? x.cols : n;
@@ -32,25 +45,26 @@ void check(const QuantizeActivationDesc& desc, const QuantizeActivationArguments
   check_results(desc.cast, arguments.cast);
   FP8CORE_CHECK(result.rows == x.rows && result.cols == cols, "quantize_activation: a result of ",
                 result.rows, " x ", result.cols, "; expected ", x.rows, " x ", cols);
-  FP8CORE_CHECK(
-      function.input != InputType::kFloat32 &&
-          (function.output == function.input ||
-           (function.output == InputType::kFloat32 && !has_two_parts)),
-      "quantize_activation reads bfloat16 and float16, and rounds to the same or, but for "
-      "the gradient of a gated activation, not at all");
-  FP8CORE_CHECK(arguments.cast.groups.offsets == nullptr && arguments.cast.num_partials == 0,
-                "quantize_activation takes neither groups nor amaxes");
+  FP8CORE_CHECK(function.input != InputType::kFloat32,
+                "quantize_activation reads bfloat16 and float16, not float32");
   FP8CORE_CHECK(reads_vectors(function, arguments.inputs),
                 "quantize_activation: rows of x and grad that do not begin at multiples of 16 "
                 "bytes, or halves that are no multiple of 8 columns");
-  const bool has_blocks =
-      desc.cast.granularity == Granularity::kVec128 && arguments.cast.rowwise.codes != nullptr;
-  FP8CORE_CHECK(!has_two_parts || !has_blocks || n % kTile == 0, "quantize_activation: halves of ",
-                n, " columns; rows in blocks of ", kTile, " take a multiple of that");
+  const std::int64_t step = columns_step(desc.cast, arguments.cast);
+  FP8CORE_CHECK(!has_two_parts || n % step == 0, "quantize_activation: halves of ", n,
+                " columns; rows in blocks of ", step, " take a multiple of that");
   FP8CORE_CHECK(arguments.sums == nullptr || function.is_backward,
                 "quantize_activation: sums are those of a gradient");
   if (arguments.sums != nullptr)
     FP8CORE_CHECK_ADDRESS(arguments.tile_sums, "quantize_activation: tile_sums");
+}
+
+template <typename CastDesc, typename CastArguments>
+void launch_checked(const CastActivationDesc<CastDesc>& desc,
+                    const CastActivationArguments<CastArguments>& arguments, StreamHandle stream) {
+  if (is_empty(arguments.inputs.x)) return;
+  check_grid("quantize_activation", num_tiles(arguments.cast.x, {}));
+  launch_quantize_activation(desc, arguments, as_stream(stream));
 }
 
 }  // namespace
@@ -63,16 +77,29 @@ void activation(const ActivationDesc& desc, const ActivationArguments& arguments
   launch_activation(desc, arguments, as_stream(stream));
 }
 
-std::int64_t QuantizeActivationDesc::tile_sums_floats(std::int64_t rows, std::int64_t cols) const {
-  return cast.tile_sums_floats(rows, cols);
-}
-
 void quantize_activation(const QuantizeActivationDesc& desc,
                          const QuantizeActivationArguments& arguments, StreamHandle stream) {
-  check(desc, arguments);
-  if (is_empty(arguments.inputs.x)) return;
-  check_grid("quantize_activation", num_tiles(arguments.cast.x, {}));
-  launch_quantize_activation(desc, arguments, as_stream(stream));
+  const ActivationDesc& function = desc.activation;
+  FP8CORE_CHECK(arguments.cast.groups.offsets == nullptr && arguments.cast.num_partials == 0,
+                "quantize_activation takes neither groups nor amaxes");
+  const bool has_two_parts = function.is_gated && function.is_backward;
+  FP8CORE_CHECK(function.output == function.input ||
+                    (function.output == InputType::kFloat32 && !has_two_parts),
+                "quantize_activation rounds to the type of x or, but for the gradient of a gated "
+                "activation, not at all");
+  check_cast(desc, arguments);
+  launch_checked(desc, arguments, stream);
+}
+
+void quantize_activation_mxfp8(const QuantizeActivationMxfp8Desc& desc,
+                               const QuantizeActivationMxfp8Arguments& arguments,
+                               StreamHandle stream) {
+  FP8CORE_CHECK(desc.activation.is_backward || desc.cast.format == Format::kE4M3,
+                "quantize_activation: an activation is cast to e4m3 alone");
+  FP8CORE_CHECK(desc.activation.output == desc.activation.input,
+                "quantize_activation rounds to the type of x before blocks are cast");
+  check_cast(desc, arguments);
+  launch_checked(desc, arguments, stream);
 }
 
 }  // namespace fp8core

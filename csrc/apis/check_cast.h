@@ -57,4 +57,20 @@ inline void check_results(const QuantizeDesc& desc, const QuantizeArguments& arg
       FP8CORE_CHECK_ADDRESS(out->scale_inv, "quantize: a scale_inv");
 }
 
+// `rows` of the operand, `block_rows` under one scale.
+inline void check(const ByteScaled& out, std::int64_t rows, int block_rows) {
+  if (out.codes == nullptr) return;
+  const std::int64_t least = ((rows + block_rows - 1) / block_rows + 15) / 16 * 16;
+  FP8CORE_CHECK(out.scales != nullptr && reinterpret_cast<std::uintptr_t>(out.scales) % 16 == 0 &&
+                    out.pitch >= least && out.pitch % 16 == 0,
+                "scales of ", rows, " rows have a pitch of ", out.pitch,
+                " bytes; expected a multiple of 16 from ", least, " on, at such an address");
+}
+
+inline void check_results(const Mxfp8Desc& desc, const Mxfp8Arguments& arguments) {
+  const int block_rows = desc.is_square ? kMxBlock : 1;
+  check(arguments.rowwise, arguments.x.rows, block_rows);
+  check(arguments.columnwise, arguments.x.cols, block_rows);
+}
+
 }  // namespace fp8core

@@ -8,16 +8,6 @@
 namespace fp8core {
 namespace {
 
-// `rows` of the operand, `block_rows` under one scale.
-void check(const ByteScaled& out, std::int64_t rows, int block_rows) {
-  if (out.codes == nullptr) return;
-  const std::int64_t least = ((rows + block_rows - 1) / block_rows + 15) / 16 * 16;
-  FP8CORE_CHECK(out.scales != nullptr && reinterpret_cast<std::uintptr_t>(out.scales) % 16 == 0 &&
-                    out.pitch >= least && out.pitch % 16 == 0,
-                "scales of ", rows, " rows have a pitch of ", out.pitch,
-                " bytes; expected a multiple of 16 from ", least, " on, at such an address");
-}
-
 void check(const char* name, const ScaleTiles& from) {
   FP8CORE_CHECK(from.rows > 0 && from.blocks > 0 && from.rows_per_scale > 0, "scales of ", name,
                 " cover ", from.rows, " rows x ", from.blocks, " blocks");
@@ -34,9 +24,7 @@ void quantize_mxfp8(const Mxfp8Desc& desc, const Mxfp8Arguments& arguments, Stre
   const Matrix& x = arguments.x;
   check(x);
   if (is_empty(x)) return;
-  const int block_rows = desc.is_square ? kMxBlock : 1;
-  check(arguments.rowwise, x.rows, block_rows);
-  check(arguments.columnwise, x.cols, block_rows);
+  check_results(desc, arguments);
   check_grid("quantize", num_tiles(x, {}));
   launch_mxfp8(desc, arguments, as_stream(stream));
 }

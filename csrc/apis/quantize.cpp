@@ -35,8 +35,12 @@ void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, Stre
   launch_quantize(desc, arguments, as_stream(stream));
 }
 
-std::int64_t QuantizeDesc::tile_sums_floats(std::int64_t rows, std::int64_t cols) const {
+std::int64_t tile_sums_floats(std::int64_t rows, std::int64_t cols) {
   return (rows + kTile - 1) / kTile * cols;
+}
+
+std::int64_t QuantizeDesc::tile_sums_floats(std::int64_t rows, std::int64_t cols) const {
+  return fp8core::tile_sums_floats(rows, cols);
 }
 
 void quantize_and_sum(const QuantizeDesc& desc, const QuantizeAndSumArguments& arguments,

@@ -63,6 +63,10 @@ void register_activation(py::module_& module) {
       .def(py::init<ActivationDesc, QuantizeDesc>())
       .def("tile_sums_floats", &QuantizeActivationDesc::tile_sums_floats)
       .def("__call__", &quantize_activation);
+  py::class_<QuantizeActivationMxfp8Desc>(module, "QuantizeActivationMxfp8")
+      .def(py::init<ActivationDesc, Mxfp8Desc>())
+      .def("tile_sums_floats", &QuantizeActivationMxfp8Desc::tile_sums_floats)
+      .def("__call__", &quantize_activation_mxfp8);
 }
 
 void register_microscaling(py::module_& module) {

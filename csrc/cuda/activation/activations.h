@@ -25,5 +25,8 @@ void launch_activation(const ActivationDesc& desc, const ActivationArguments& ar
 
 void launch_quantize_activation(const QuantizeActivationDesc& desc,
                                 const QuantizeActivationArguments& arguments, cudaStream_t stream);
+void launch_quantize_activation(const QuantizeActivationMxfp8Desc& desc,
+                                const QuantizeActivationMxfp8Arguments& arguments,
+                                cudaStream_t stream);
 
 }  // namespace fp8core

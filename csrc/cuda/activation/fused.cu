@@ -4,6 +4,7 @@
 
 #include "../element.h"
 #include "../quantize/launch.cuh"
+#include "../quantize/mx.cuh"
 #include "fused_from.h"
 #include "sources.cuh"
 
@@ -37,13 +38,20 @@ void launch_amaxes(const QuantizeDesc& desc, CastParams<Source>& p, unsigned til
   }
 }
 
+inline unsigned num_tiles(const TileParams& tile) {
+  return static_cast<unsigned>(num_tile_rows(tile.args.x, {}) * tile.tile_columns);
+}
+
+template <typename T, typename V, Family kFamily, bool kGated, bool kBackward>
+using SourceOf =
+    std::conditional_t<kBackward, ActivationBackwardSource<T, V, kFamily, kGated, false>,
+                       ActivationSource<T, V, kFamily, kGated>>;
+
 template <typename T, typename V, Family kFamily, bool kGated, bool kBackward>
 void launch_sources(const QuantizeDesc& desc, TileParams tile, const ActivationSourceInputs& inputs,
                     cudaStream_t stream) {
-  const auto tiles = static_cast<unsigned>(num_tile_rows(tile.args.x, {}) * tile.tile_columns);
-  using Source =
-      std::conditional_t<kBackward, ActivationBackwardSource<T, V, kFamily, kGated, false>,
-                         ActivationSource<T, V, kFamily, kGated>>;
+  const unsigned tiles = num_tiles(tile);
+  using Source = SourceOf<T, V, kFamily, kGated, kBackward>;
   CastParams<Source> p = {tile, inputs};
   if constexpr (!std::is_same_v<V, float>) launch_amaxes(desc, p, tiles, stream);
   if constexpr (kBackward) {
@@ -66,6 +74,16 @@ void launch_rounding(const QuantizeActivationDesc& desc, const TileParams& tile,
   launch_sources<T, T, kFamily, kGated, kBackward>(desc.cast, tile, inputs, stream);
 }
 
+template <typename T, Family kFamily, bool kGated, bool kBackward>
+void launch_mx(const TileParams& tile, const MxParams& scales, const ActivationSourceInputs& inputs,
+               cudaStream_t stream) {
+  using Source = SourceOf<T, T, kFamily, kGated, kBackward>;
+  using Encoding = std::conditional_t<Source::kFormats == Formats::kShared, EitherEncoder,
+                                      Encoder<Format::kE4M3>>;
+  mx_tile<Source, Encoding><<<num_tiles(tile), kTileThreads, 0, stream>>>({tile, inputs}, scales);
+  FP8CORE_CUDA(cudaGetLastError());
+}
+
 }  // namespace
 
 template <InputType kInput, Family kFamily, bool kBackward>
@@ -78,6 +96,17 @@ void FusedActivations<kInput, kFamily, kBackward>::launch(const QuantizeActivati
     launch_rounding<T, kFamily, true, kBackward>(desc, tile, inputs, stream);
   else
     launch_rounding<T, kFamily, false, kBackward>(desc, tile, inputs, stream);
+}
+
+template <InputType kInput, Family kFamily, bool kBackward>
+void FusedActivations<kInput, kFamily, kBackward>::launch_mxfp8(
+    const ActivationDesc& desc, const TileParams& tile, const MxParams& scales,
+    const ActivationSourceInputs& inputs, cudaStream_t stream) {
+  using T = ElementOf<kInput>;
+  if (desc.is_gated)
+    launch_mx<T, kFamily, true, kBackward>(tile, scales, inputs, stream);
+  else
+    launch_mx<T, kFamily, false, kBackward>(tile, scales, inputs, stream);
 }
 
 template struct FusedActivations<InputType::FP8CORE_INPUT, Family::FP8CORE_FAMILY,

@@ -1,7 +1,7 @@
 // The launches of activations with casts that one compilation of fused.cu has.
 #pragma once
 
-#include "../quantize/tile_params.h"
+#include "../quantize/mx_params.h"
 #include "functions.cuh"
 
 namespace fp8core {
@@ -13,6 +13,9 @@ template <InputType kInput, Family kFamily, bool kBackward>
 struct FusedActivations {
   static void launch(const QuantizeActivationDesc& desc, const TileParams& tile,
                      const ActivationSourceInputs& inputs, cudaStream_t stream);
+  static void launch_mxfp8(const ActivationDesc& desc, const TileParams& tile,
+                           const MxParams& scales, const ActivationSourceInputs& inputs,
+                           cudaStream_t stream);
 };
 
 }  // namespace fp8core

@@ -8,50 +8,81 @@
 namespace fp8core {
 namespace {
 
-template <InputType kInput, Family kFamily>
-void launch_direction(const QuantizeActivationDesc& desc, const TileParams& tile,
-                      const ActivationSourceInputs& inputs, cudaStream_t stream) {
-  if (desc.activation.is_backward)
-    FusedActivations<kInput, kFamily, true>::launch(desc, tile, inputs, stream);
+template <InputType kInput, Family kFamily, typename Run>
+void with_direction(const ActivationDesc& desc, const Run& run) {
+  if (desc.is_backward)
+    run(FusedActivations<kInput, kFamily, true>{});
   else
-    FusedActivations<kInput, kFamily, false>::launch(desc, tile, inputs, stream);
+    run(FusedActivations<kInput, kFamily, false>{});
 }
 
-template <InputType kInput>
-void launch_family(const QuantizeActivationDesc& desc, const TileParams& tile,
-                   const ActivationSourceInputs& inputs, cudaStream_t stream) {
-  switch (family_of(desc.activation.function)) {
-    case Family::kSwish:
-      return launch_direction<kInput, Family::kSwish>(desc, tile, inputs, stream);
-    case Family::kGelu: return launch_direction<kInput, Family::kGelu>(desc, tile, inputs, stream);
-    default: return launch_direction<kInput, Family::kOther>(desc, tile, inputs, stream);
-  }
+// Calls run(FusedActivations<...>{}) of what `desc` computes.
+template <typename Run>
+void with_fused(const ActivationDesc& desc, const Run& run) {
+  with_type(desc.input, [&](auto type) {
+    if constexpr (type() != InputType::kFloat32) {
+      switch (family_of(desc.function)) {
+        case Family::kSwish: return with_direction<type(), Family::kSwish>(desc, run);
+        case Family::kGelu: return with_direction<type(), Family::kGelu>(desc, run);
+        default: return with_direction<type(), Family::kOther>(desc, run);
+      }
+    }
+  });
+}
+
+template <typename CastArguments>
+ActivationSourceInputs source_inputs(const ActivationDesc& desc,
+                                     const CastActivationArguments<CastArguments>& arguments) {
+  const ActivationInputs& given = arguments.inputs;
+  ActivationSourceInputs inputs;
+  inputs.function = function_params(desc);
+  inputs.x = given.x.data;
+  inputs.stride = given.x.stride;
+  inputs.grad = given.grad;
+  inputs.grad_stride = given.grad_stride;
+  inputs.tile_sums = arguments.sums == nullptr ? nullptr : arguments.tile_sums;
+  return inputs;
+}
+
+template <typename CastDesc, typename CastArguments>
+TileParams tile_params_of(const CastActivationDesc<CastDesc>& desc,
+                          const CastActivationArguments<CastArguments>& arguments) {
+  TileParams tile = tile_params(desc.cast, arguments.cast);
+  tile.part_columns = columns_of(desc.activation, arguments.inputs.x);
+  tile.tile_columns = static_cast<int>((tile.part_columns + kTile - 1) / kTile);
+  return tile;
+}
+
+template <typename CastArguments>
+void add_tile_sums(const CastActivationArguments<CastArguments>& arguments, cudaStream_t stream) {
+  const Matrix& result = arguments.cast.x;
+  if (arguments.sums != nullptr)
+    launch_add_parts(arguments.tile_sums, num_tile_rows(result, {}), result.cols, arguments.sums,
+                     stream);
 }
 
 }  // namespace
 
 void launch_quantize_activation(const QuantizeActivationDesc& desc,
                                 const QuantizeActivationArguments& arguments, cudaStream_t stream) {
-  const ActivationDesc& function = desc.activation;
-  const ActivationInputs& given = arguments.inputs;
-  const Matrix& result = arguments.cast.x;
-  const DeviceGuard guard(function.device);
-  TileParams tile = tile_params(desc.cast, arguments.cast);
-  tile.part_columns = columns_of(function, given.x);
-  tile.tile_columns = static_cast<int>((tile.part_columns + kTile - 1) / kTile);
-  ActivationSourceInputs inputs;
-  inputs.function = function_params(function);
-  inputs.x = given.x.data;
-  inputs.stride = given.x.stride;
-  inputs.grad = given.grad;
-  inputs.grad_stride = given.grad_stride;
-  inputs.tile_sums = arguments.sums == nullptr ? nullptr : arguments.tile_sums;
-  with_type(function.input, [&](auto type) {
-    if constexpr (type() != InputType::kFloat32) launch_family<type()>(desc, tile, inputs, stream);
+  const DeviceGuard guard(desc.activation.device);
+  const TileParams tile = tile_params_of(desc, arguments);
+  const ActivationSourceInputs inputs = source_inputs(desc.activation, arguments);
+  with_fused(desc.activation, [&](auto fused) { fused.launch(desc, tile, inputs, stream); });
+  add_tile_sums(arguments, stream);
+}
+
+void launch_quantize_activation(const QuantizeActivationMxfp8Desc& desc,
+                                const QuantizeActivationMxfp8Arguments& arguments,
+                                cudaStream_t stream) {
+  const DeviceGuard guard(desc.activation.device);
+  const TileParams tile = tile_params_of(desc, arguments);
+  const ActivationSourceInputs inputs = source_inputs(desc.activation, arguments);
+  const MxParams scales = mx_params(desc.cast, arguments.cast);
+  with_fused(desc.activation, [&](auto fused) {
+    fused.launch_mxfp8(desc.activation, tile, scales, inputs, stream);
   });
-  if (arguments.sums != nullptr)
-    launch_add_parts(arguments.tile_sums, num_tile_rows(result, {}), result.cols, arguments.sums,
-                     stream);
+  add_tile_sums(arguments, stream);
 }
 
 }  // namespace fp8core

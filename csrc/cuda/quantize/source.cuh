@@ -145,6 +145,38 @@ __device__ void take_all_rows(const Source& source, const Take& take) {
   take_rows<kReading>(source, first, take);
 }
 
+// The elements that a thread holds: those of one part, and then of the other. A thread has no
+// registers for all of two parts: some rows of the second wait in shared memory.
+template <typename Source>
+struct Held {
+  using T = typename Source::Value;
+  static constexpr int kBehind = 4, kWaiting = Source::kParts > 1 ? 8 - kBehind : 1;
+  using Waiting = Eight<T>[kWaiting][kTileThreads];
+
+  Eight<T> x[8];
+
+  __device__ Held(const Source& source, Waiting& waiting) : waiting_(waiting) {
+    take_all_rows(source, [&](int i, int part, const Eight<T>& eight) {
+      if (part == 0)
+        x[i] = eight;
+      else if (i < kBehind)
+        behind_[i] = eight;
+      else
+        waiting_[i - kBehind][threadIdx.x] = eight;
+    });
+  }
+  // The second part takes the place of the first.
+  __device__ void next() {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      x[i] = i < kBehind ? behind_[i] : waiting_[i - kBehind][threadIdx.x];
+  }
+
+ private:
+  Eight<T> behind_[kBehind];
+  Waiting& waiting_;
+};
+
 // Held elements as the cast reads them. Computed ones, and those that are added up as well, are
 // unpacked by integer operations, and before that made unknown to the compiler: it would hold each
 // in a register of its own, or as a float from one use to the next, where two share a register.
@@ -228,14 +260,15 @@ __device__ void add_rows(const Eight<typename Source::Value> (&x)[8], float (&su
   }
 }
 
-// Puts the sums of a warp's 16 rows of each column into shared memory: [warp][column].
-__device__ inline void park_sums(const float (&sums)[8], float (*shared)[kTile], int tx) {
+// Puts the sums of 16 rows of each column into shared memory: [ty / 2][column]. The lanes of an
+// even row group and the next are 16 apart.
+__device__ inline void park_sums(const float (&sums)[8], float (*shared)[kTile], int ty, int tx) {
   float both[8];
 #pragma unroll
   for (int j = 0; j < 8; ++j)
     both[j] = __fadd_rn(sums[j], __shfl_xor_sync(0xFFFFFFFFu, sums[j], 16));
-  if (threadIdx.x % 32 >= 16) return;
-  auto* to = reinterpret_cast<float4*>(&shared[threadIdx.x / 32][tx * 8]);
+  if (ty % 2 == 1) return;
+  auto* to = reinterpret_cast<float4*>(&shared[ty / 2][tx * 8]);
   to[0] = make_float4(both[0], both[1], both[2], both[3]);
   to[1] = make_float4(both[4], both[5], both[6], both[7]);
 }
@@ -247,8 +280,7 @@ __device__ inline void store_sums(const TileParams& p, const TileSpan& at, float
   if (threadIdx.x >= kTile || column >= at.column_end) return;
   float sum = shared[0][threadIdx.x];
 #pragma unroll
-  for (int warp = 1; warp < kTileThreads / 32; ++warp)
-    sum = __fadd_rn(sum, shared[warp][threadIdx.x]);
+  for (int pair = 1; pair < kTile / 16; ++pair) sum = __fadd_rn(sum, shared[pair][threadIdx.x]);
   tile_sums[at.tile_row * p.args.x.cols + column] = sum;
 }
 

@@ -80,7 +80,7 @@ __device__ void cast_matrix_tile(const TileParams& p, const typename Source::Inp
   if constexpr (Source::kSums) {
     float sums[8];
     add_rows<Source>(x, sums);
-    park_sums(sums, parked_sums, tx);
+    park_sums(sums, parked_sums, ty, tx);
   }
   const float scale = tile_scale<T, G>(x, p, at, shared);
   const Encoding encoding(p);
@@ -154,7 +154,7 @@ __device__ void cast_computed_tile(const TileParams& p, const typename Source::I
       for (int i = 0; i < 8; ++i) store_row(p, here, ty * 8 + i, tx, codes[part][i]);
     }
     if (p.args.columnwise.codes != nullptr) park_columns(codes[part], parked, ty, tx);
-    if constexpr (Source::kSums) park_sums(sums[part], parked_sums, tx);
+    if constexpr (Source::kSums) park_sums(sums[part], parked_sums, ty, tx);
     __syncthreads();
     if (part == 0 && is_recorded && threadIdx.x == 0) {
       float amax = shared[0];
@@ -260,36 +260,23 @@ __global__ void __launch_bounds__(kTileThreads, Source::kDirectedBlocks)
   __shared__ alignas(16) uint2 parked[kTile * 16];
   __shared__ alignas(16) float maxima[kTileThreads / 32][kTile];
   __shared__ float scales[kTile];
-  // A thread's rows of a second part, for which it has no registers.
-  constexpr int kBehind = 4;
-  __shared__ Eight<T> waiting[Source::kParts > 1 ? 8 - kBehind : 1][kTileThreads];
+  __shared__ typename Held<Source>::Waiting waiting;
   const TileParams& p = params.tile;
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   const TileSpan at = span_of_tile(p, blockIdx.x);
   const Encoding encoding(p);
-  Eight<T> x[8], behind[kBehind];
-  take_all_rows(Source(params.inputs, p, at, ty, tx), [&](int i, int part, const Eight<T>& eight) {
-    if (part == 0)
-      x[i] = eight;
-    else if (i < kBehind)
-      behind[i] = eight;
-    else
-      waiting[i - kBehind][threadIdx.x] = eight;
-  });
+  Held<Source> held(Source(params.inputs, p, at, ty, tx), waiting);
+  Eight<T>(&x)[8] = held.x;
 #pragma unroll
   for (int part = 0; part < Source::kParts; ++part) {
     const TileSpan here = part_of(at, p, part);
-    if (part > 0) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        x[i] = i < kBehind ? behind[i] : waiting[i - kBehind][threadIdx.x];
-    }
+    if (part > 0) held.next();
     count_tile(x, p);
     if (part > 0) __syncthreads();  // the shared memory of the part before is free
     if (params.inputs.tile_sums != nullptr) {
       float sums[8];
       add_rows<Source>(x, sums);
-      park_sums(sums, maxima, tx);
+      park_sums(sums, maxima, ty, tx);
       __syncthreads();
       store_sums(p, here, params.inputs.tile_sums, maxima);
       __syncthreads();

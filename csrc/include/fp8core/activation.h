@@ -1,7 +1,7 @@
 // Activations and their derivatives: float32 arithmetic, rounded once to the result's type.
 #pragma once
 
-#include "fp8core/quantize.h"
+#include "fp8core/microscaling.h"
 
 namespace fp8core {
 
@@ -52,34 +52,45 @@ void activation(const ActivationDesc& desc, const ActivationArguments& arguments
 
 // An activation, or its derivative, and the cast of its result in one pass. The result is rounded
 // to the activation's output type before the cast, which is that of x, or float32: not at all.
-struct QuantizeActivationDesc {
+template <typename CastDesc>
+struct CastActivationDesc {
   ActivationDesc activation;
-  QuantizeDesc cast;
+  CastDesc cast;
 
-  // Floats of tile_sums for a result [rows, cols].
-  std::int64_t tile_sums_floats(std::int64_t rows, std::int64_t cols) const;
+  // Of the result.
+  std::int64_t tile_sums_floats(std::int64_t rows, std::int64_t cols) const {
+    return fp8core::tile_sums_floats(rows, cols);
+  }
 };
+using QuantizeActivationDesc = CastActivationDesc<QuantizeDesc>;
+using QuantizeActivationMxfp8Desc = CastActivationDesc<Mxfp8Desc>;
 
-struct QuantizeActivationArguments {
+// The x of `cast` has no data, but the size of the result. No groups, no amaxes that are given.
+template <typename CastArguments>
+struct CastActivationArguments {
   ActivationInputs inputs;
   float* sums = nullptr;       // [columns], of the result before the cast; or null
   float* tile_sums = nullptr;  // tile_sums_floats, for sums
-  // Its x has no data, but the size of the result. No groups, no amaxes that are given.
-  QuantizeArguments cast;
+  CastArguments cast;
 
-  static constexpr int kOptional = QuantizeArguments::kOptional;
+  static constexpr int kOptional = CastArguments::kOptional;
   auto fields() { return std::tie(inputs, sums, tile_sums, cast); }
 };
+using QuantizeActivationArguments = CastActivationArguments<QuantizeArguments>;
+using QuantizeActivationMxfp8Arguments = CastActivationArguments<Mxfp8Arguments>;
 
 // Bit for bit `activation` and `quantize`. Reads bfloat16 and float16, as vectors: rows of x and
-// grad begin at multiples of 16 bytes, and n is a multiple of 8; of 128 where rows of the
-// gradient of a gated activation are cast in blocks (kVec128). kDelayed without rounding or for the
-// gradient of a gated activation; kTensor, kRow and kVec128 after rounding. Forward gives e4m3
-// alone.
+// grad begin at multiples of 16 bytes, and n is a multiple of 8; of a block where the gradient of a
+// gated activation is cast in rows of blocks (128 for kVec128, 32 for MXFP8). kDelayed without
+// rounding or for the gradient of a gated activation; kTensor, kRow, kVec128 and MXFP8 after
+// rounding. Forward gives e4m3 alone.
 //
 // Launches: as many as the cast, which reads x twice where its scales need amaxes first; and one
 // for sums, which are added in a fixed order. An empty x launches nothing.
 void quantize_activation(const QuantizeActivationDesc& desc,
                          const QuantizeActivationArguments& arguments, StreamHandle stream);
+void quantize_activation_mxfp8(const QuantizeActivationMxfp8Desc& desc,
+                               const QuantizeActivationMxfp8Arguments& arguments,
+                               StreamHandle stream);
 
 }  // namespace fp8core

@@ -54,7 +54,7 @@ struct QuantizeDesc {
   ScaleRule rule;
   int device;
 
-  // Floats of the tile_sums of x [rows, cols]: a row of them for each 128 rows of x.
+  // As the function of this name.
   std::int64_t tile_sums_floats(std::int64_t rows, std::int64_t cols) const;
 };
 
@@ -120,6 +120,9 @@ inline std::int64_t num_amaxes(Granularity granularity, const Matrix& x, const G
 // and a memset; one where amaxes are given. An empty x launches nothing, but for the scales of
 // groups that are all empty.
 void quantize(const QuantizeDesc& desc, const QuantizeArguments& arguments, StreamHandle stream);
+
+// Floats of the tile_sums of a tensor [rows, cols]: a row of them for each 128 rows.
+std::int64_t tile_sums_floats(std::int64_t rows, std::int64_t cols);
 
 // A cast, and the column sums of x as column_sums.h has them: in float32, in one order.
 struct QuantizeAndSumArguments {

@@ -64,6 +64,7 @@ SHAPES = ((1, 1), (3, 5), (127, 129), (130, 264), (256, 256))
 # Packed codes come in twos, the transform takes sixteen rows at once.
 BYTE_SCALED_SHAPES = ((16, 2), (48, 34), (128, 128), (272, 130))
 RECIPES = ("delayed", "current", "rowwise", "vector", "square")
+MX = OperandSpec("e4m3", (1, 32), 448.0, scale_format="e8m0")
 PAIRS = (
     *(("current", "current"), ("rowwise", "rowwise"), ("vector", "square")),
     *(("square", "vector"), ("vector", "vector")),
@@ -173,7 +174,7 @@ def fused_activations() -> None:
     """Activate, or differentiate, and cast: whole and partial tiles, both orientations and one."""
     for name, own, dtype in itertools.product(
         ("swiglu", "gelu", "clamped_swiglu", "srelu"),
-        map(spec, ("delayed", "current", "rowwise", "vector")),
+        (*map(spec, ("delayed", "current", "rowwise", "vector")), MX),
         (torch.bfloat16, torch.float16),
     ):
         params = (7.0, 1.702, 1.0) if name == "clamped_swiglu" else ()

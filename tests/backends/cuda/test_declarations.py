@@ -306,8 +306,8 @@ def fused_activations(name: str, *dtypes: torch.dtype) -> list[FusedDesc]:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block"])
-def test_activations_are_fused_with_the_casts_of_hopper_s_recipes(name: str) -> None:
+@pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block", "mxfp8"])
+def test_activations_are_fused_with_the_casts_of_recipes(name: str) -> None:
     asked = fused_activations(name, torch.bfloat16, torch.float16)
     assert {(desc.producer.op, desc.producer.name, desc.sums) for desc in asked} >= {
         ("activation", "swiglu", False),
@@ -355,8 +355,9 @@ def test_other_fusions_of_norms_are_refused_by_name() -> None:
 def test_other_fusions_are_refused_by_name() -> None:
     for desc in fused_activations("current", torch.float32):
         assert "no fusion from torch.float32" in (CudaBackend().unsupported(desc, CUDA) or "")
-    for desc in fused_activations("mxfp8", torch.bfloat16):
-        assert "no fusion with e8m0 scales" in (CudaBackend().unsupported(desc, CUDA) or "")
+    for desc in fused_activations("nvfp4", torch.bfloat16):
+        said = CudaBackend().unsupported(desc, CUDA) or ""
+        assert "no fusion with e4m3 scales" in said or "orientations differ" in said
     cast = QuantizeDesc(torch.float32, TENSOR, TENSOR)
     producer = ActivationDesc("gelu", torch.bfloat16, torch.float32)
     said = CudaBackend().unsupported(FusedDesc(producer, cast), CUDA)

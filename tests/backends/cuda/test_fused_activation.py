@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8core import formats
 from fp8core.backend_api import (
     ACTIVATIONS,
     GATED,
@@ -15,14 +16,16 @@ from fp8core.backend_api import (
     ActivationDesc,
     ColumnSumsDesc,
     FusedDesc,
+    OperandSpec,
     QuantizeDesc,
 )
-from tests.backends.cuda.cuda_cases import DEVICE, EMPTY, backend, differs, same_bits, spec
+from tests.backends.cuda import cuda_cases
+from tests.backends.cuda.cuda_cases import DEVICE, EMPTY, backend, differs, same_bits
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
 
 PARAMS = {"clamped_swiglu": (7.0, 1.702, 1.0)}
-RECIPES = ("delayed", "current", "rowwise", "vector")
+RECIPES = ("delayed", "current", "rowwise", "vector", "mx", "mx square")
 # Columns in whole vectors: a row, a vector, whole tiles and partial ones, one and several.
 WHOLE = (
     *((1, 8), (1, 128), (128, 8), (3, 16), (16, 48), (127, 136), (128, 128), (130, 264)),
@@ -30,6 +33,14 @@ WHOLE = (
 )
 # Columns in no whole vectors, which two kernels compute.
 RAGGED = ((9, 70), (1, 1), (128, 130), (5, 4100))
+
+
+def spec(name: str, element: str = "e4m3", power_of_two: bool = False) -> OperandSpec:
+    """Return the operand spec of a recipe's tensors, those of MXFP8 among them."""
+    if not name.startswith("mx"):
+        return cuda_cases.spec(name, element, power_of_two)
+    block = (32, 32) if name == "mx square" else (1, 32)
+    return OperandSpec(element, block, formats.by_name(element).max, scale_format="e8m0")
 
 
 def fused(
