@@ -51,6 +51,9 @@ struct Panels {
   // Whether the device holds a cluster of the plan.
   static bool is_possible(const PanelPlan& plan, int chunks, int device) {
     const int shared = bytes(plan.slice, chunks);
+    int most = 0;
+    FP8CORE_CUDA(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    if (shared > most) return false;
     allow_shared<kKernel>(shared, device);
     allow_cluster<kKernel>(plan.cluster, device);
     cudaLaunchAttribute attribute;
