@@ -72,7 +72,7 @@ def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
     if ours.is_floating_point():
-        bits = {4: torch.int32, 2: torch.int16}[ours.itemsize]
+        bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[ours.itemsize]
         ours, theirs = ours.contiguous().view(bits), theirs.contiguous().view(bits)
     return torch.equal(ours, theirs)
 
