@@ -73,16 +73,22 @@ class Gemm:
         return 0
 
 
-class Library:
-    """What ``native.load`` returns: a call of any name makes a function that does nothing."""
+class Kind(Names, Cast):
+    """An enumeration, or a descriptor whose call computes nothing and whose sizes are 0."""
 
-    MAX_PARTIALS = 1024
-    ElementType = ScaleMode = Granularity = Format = InputType = Names
-    Gemm, Quantize = Gemm, Cast
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *arguments: 0
+
+
+class Library:
+    """What ``native.load`` returns: of any name it has an enumeration or a descriptor."""
+
+    MAX_PARTIALS, MOST_TWICE_PASSED = 1024, 1 << 16
+    Gemm = Gemm
     quantize_pair = staticmethod(nothing)
 
-    def __getattr__(self, name: str) -> Callable[..., Callable[..., None]]:
-        return lambda *arguments: nothing
+    def __getattr__(self, name: str) -> type[Kind]:
+        return Kind
 
 
 class HostBackend(backend.CudaBackend):
