@@ -156,8 +156,8 @@ class GroupedLinear(LowPrecisionModule):
         """
         if out is not None or dgrad_out is not None:
             refuse_arguments(GroupedLinear.forward, locals(), ("out", "dgrad_out"))
-        weights, biases = self._all("weight"), self._all("bias")
-        dtype = check_input(self, input, weights[0], self.in_features)
+        params = self.link_params()
+        dtype = check_input(self, input, params[0], self.in_features)
         rows = input.numel() // self.in_features
         if isinstance(m_splits, torch.Tensor) and torch.compiler.is_compiling():
             raise OperandError(
@@ -176,10 +176,9 @@ class GroupedLinear(LowPrecisionModule):
         if input.dtype != dtype:
             input = input.to(dtype)
         rng = new_seed() if bound.needs_rng else None
-        params = weights if self.return_bias else weights + biases
         call = Call((offsets,), splits, rng, is_first_microbatch)
         output = run_links(self, bound, bound.parts[0], input, params, call)
-        return (output, biases) if self.return_bias else output
+        return (output, self._all("bias")) if self.return_bias else output
 
     def _device_offsets(self, sizes: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
         """Return the groups' bounds, int64 ``[num_gemms + 1]``, from 0 to at most ``rows``."""
