@@ -14,7 +14,7 @@
 namespace fp8core {
 
 // 16 bytes that are read once, and that nobody writes. The L2 cache fetches what lies beside them,
-// too: kernels that read whole rows take 4 % less time than by __ldcs.
+// too, for kernels that read whole rows.
 __device__ inline uint4 load_16_bytes_of_row(const void* from) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
