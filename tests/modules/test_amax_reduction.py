@@ -1,12 +1,7 @@
-"""Amax reduction over a process group: two gloo processes, which run this file as a program."""
+"""Amax reduction over a process group: two gloo processes."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from fp8core import Linear, autocast, recipe
+from tests.ranks import run_ranks
 
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
-TIMEOUT_S = 240
 AMAX = (2.0, 7.0)  # of each rank's input; that of its grad_output is half of it
 
 
@@ -53,14 +48,12 @@ def two_groups(rank: int, world: Any) -> dict[str, Any]:
     }
 
 
-def main(rank: int, rendezvous: str) -> None:
-    """Run every scenario as ``rank`` of two and print its results as JSON."""
-    torch.set_num_threads(1)
+def work(rank: int) -> dict[str, Any]:
+    """Run every scenario as ``rank`` of two."""
     torch.manual_seed(0)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
     group, value = dist.new_group([0, 1]), AMAX[rank]
     infinite = float("inf") if rank else 2.0
-    found = {
+    return {
         "group": step([Linear(8, 8)], value, group),
         "no group": step([Linear(8, 8)], value, None),
         "not reducing": step([Linear(8, 8)], value, group, reduce_amax=False),
@@ -70,8 +63,6 @@ def main(rank: int, rendezvous: str) -> None:
         "reversed": reversed_order(rank, group),
         "two groups": two_groups(rank, group),
     }
-    print(json.dumps(found))
-    dist.destroy_process_group()
 
 
 def newest(history: torch.Tensor) -> torch.Tensor:
@@ -81,27 +72,7 @@ def newest(history: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found."""
-    meeting = Path(tmp_path_factory.mktemp("gloo"), "rendezvous").as_uri()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), meeting],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        )
-        for rank in range(2)
-    ]
-    found = []
-    try:
-        for process in processes:
-            out, errors = process.communicate(timeout=TIMEOUT_S)
-            assert process.returncode == 0, errors
-            found.append(json.loads(out.splitlines()[-1]))
-    finally:
-        for process in processes:
-            process.kill()
-    return found
+    return run_ranks(work, tmp_path_factory.mktemp("gloo"))
 
 
 def input_scales(ranks: list[dict[str, Any]], scenario: str) -> list[float]:
@@ -146,7 +117,3 @@ def test_each_autocast_reduces_over_its_own_group(ranks: list[dict[str, Any]]) -
     alone = [rank["two groups"]["alone"]["forward"][0][0] for rank in ranks]
     assert together == [E4M3_MAX / max(AMAX)] * 2
     assert alone == [E4M3_MAX / amax for amax in AMAX]
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from fp8core import Linear, OperandError, autocast, frozen_weights, recipe
+from tests.ranks import run_ranks
 
 KINDS = ["fully_shard", "fully_shard, gathered", "original parameters", "flat parameters"]
 
@@ -44,9 +43,7 @@ def sharded(own: nn.Module, kind: str) -> Any:
     return FullyShardedDataParallel(own, device_id=torch.device("cpu"), use_orig_params=whole)
 
 
-def work(rank: int, kind: str, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def work(rank: int, kind: str) -> None:
     own, whole = sharded(model(), kind), model()
     x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (own, whole)]
@@ -73,9 +70,8 @@ def work(rank: int, kind: str, store: str) -> None:
         with autocast(recipe=recipe.by_name("current")):
             y = flagged(x, first)
         y.square().mean().backward()
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks(kind: str, tmp_path: Path) -> None:
-    mp.spawn(work, args=(kind, str(tmp_path / "store")), nprocs=2)  # type: ignore[no-untyped-call]  # torch's
+    run_ranks(work, tmp_path, kind)

@@ -1,24 +1,18 @@
-"""Rows over all ranks: two gloo processes, which run this file as a program."""
+"""Rows over all ranks: two gloo processes."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fp8core as te
 from fp8core import recipe
 from fp8core.monitoring import Row
+from tests.ranks import run_ranks
 
-TIMEOUT_S = 240
 ROWS = 24
 
 
@@ -42,42 +36,20 @@ def batch() -> list[torch.Tensor]:
     return list(x.split(ROWS))
 
 
-def main(rank: int, rendezvous: str) -> None:
-    """Run as ``rank`` of two and print its results as JSON."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+def work(rank: int) -> dict[str, Any]:
+    """Run as ``rank`` of two."""
     rows = rows_of([batch()[rank]], is_distributed=True)
     try:
         rows_of([batch()[rank]], is_distributed=True, layers=1 + rank)
         refused = ""
     except te.OperandError as error:
         refused = str(error)
-    print(json.dumps({"rows": [dataclasses.asdict(row) for row in rows], "refused": refused}))
-    dist.destroy_process_group()
+    return {"rows": [dataclasses.asdict(row) for row in rows], "refused": refused}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    rendezvous = (tmp_path_factory.mktemp("gloo") / "store").as_uri()
-    command = [sys.executable, "-W", "ignore", __file__]
-    root = Path(__file__).resolve().parents[2]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), rendezvous],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=root,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0]
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
+    return run_ranks(work, tmp_path_factory.mktemp("gloo"))
 
 
 def test_rows_over_ranks_are_those_of_one_process(ranks: list[dict[str, Any]]) -> None:
@@ -106,7 +78,3 @@ def test_ranks_that_ran_other_layers_are_refused_together(ranks: list[dict[str, 
 def test_without_a_process_group_it_is_refused() -> None:
     with pytest.raises(te.OperandError, match="init_process_group"):
         rows_of(batch(), is_distributed=True)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import fp8core
 from fp8core import recipe
 from fp8core.recipe import Recipe
+from tests.ranks import run_ranks
 
 RECIPES: dict[str, Recipe] = {
     "current": recipe.Float8CurrentScaling(),
@@ -20,38 +20,6 @@ RECIPES: dict[str, Recipe] = {
     "mxfp8": recipe.MXFP8BlockScaling(),
     "nvfp4": recipe.NVFP4BlockScaling(),
 }
-
-TWO_RANKS = """
-import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-import fp8core
-from fp8core import recipe
-
-rank, folder = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-
-def make(seed):
-    torch.manual_seed(seed)
-    with fp8core.quantized_model_init(recipe=recipe.MXFP8BlockScaling()):
-        return fp8core.LayerNormMLP(64, 96, params_dtype=torch.bfloat16)
-
-saved, loaded = make(0), make(1 + rank)
-dcp.save(saved.state_dict(), checkpoint_id=f"{folder}/checkpoint")
-state = loaded.state_dict()
-dcp.load(state, checkpoint_id=f"{folder}/checkpoint")
-loaded.load_state_dict(state)
-for name in ("fc1_weight", "fc2_weight"):
-    pairs = zip(getattr(saved, name).tensors(), getattr(loaded, name).tensors(), strict=True)
-    assert all(torch.equal(*pair) for pair in pairs), name
-try:
-    dist.broadcast(loaded.fc1_weight.detach(), 0)
-except fp8core.UnsupportedError as error:
-    assert ".tensors()" in str(error)
-else:
-    raise AssertionError("a collective on a QuantizedTensor was not refused")
-for part in make(rank).fc1_weight.tensors():
-    dist.broadcast(part, 0)
-dist.destroy_process_group()
-"""
 
 
 def make(used: Recipe | None, seed: int) -> fp8core.LayerNormMLP:
@@ -96,21 +64,25 @@ def test_a_high_precision_checkpoint_is_quantized() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_distributed_checkpoint_of_one_process_is_bit_exact(name: str, tmp_path: Path) -> None:
     saved, loaded = make(RECIPES[name], 0), make(RECIPES[name], 1)
-    torch.distributed.checkpoint.save(saved.state_dict(), checkpoint_id=tmp_path)
+    dcp.save(saved.state_dict(), checkpoint_id=tmp_path)
     state = loaded.state_dict()
-    torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path)
+    dcp.load(state, checkpoint_id=tmp_path)
     loaded.load_state_dict(state)
     assert equal(saved, loaded)
 
 
+def checkpoint_of_a_rank(rank: int, folder: str) -> None:
+    saved, loaded = make(RECIPES["mxfp8"], 0), make(RECIPES["mxfp8"], 1 + rank)
+    dcp.save(saved.state_dict(), checkpoint_id=folder)
+    state = loaded.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    loaded.load_state_dict(state)
+    assert equal(saved, loaded)
+    with pytest.raises(fp8core.UnsupportedError, match=r"\.tensors\(\)"):
+        dist.broadcast(loaded.fc1_weight.detach(), 0)
+    for part in loaded.fc1_weight.tensors():
+        dist.broadcast(part, 0)
+
+
 def test_distributed_checkpoint_of_two_processes_is_bit_exact(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO_RANKS, str(rank), str(tmp_path)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    run_ranks(checkpoint_of_a_rank, tmp_path, str(tmp_path / "checkpoint"))

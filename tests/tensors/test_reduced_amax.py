@@ -1,16 +1,11 @@
 """Quantizers of a part of a tensor: ``reduce_amax`` between amax and cast.
 
-The group is the other half in the same process, or two gloo processes, which run this file as a
-program.
+The group is the other half in the same process, or two gloo processes.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,11 +26,11 @@ from fp8core.recipe.plan import LayerRole, TensorPlan
 from fp8core.tensors import scaling
 from fp8core.tensors.quantizer import Binding, Quantizer, Slot, bind_quantizer
 from fp8core.tensors.scaling import DelayedState
+from tests.ranks import run_ranks
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 BINDING = Binding(CPU, BF16)
 ROWS, COLS = 64, 96
-TIMEOUT_S = 240
 REDUCED = ("current", "rowwise", "nvfp4")
 TENSORS = ("input", "weight", "grad_output")
 
@@ -311,38 +306,18 @@ def delayed_steps_of_rank(rank: int, group: Any) -> dict[str, Any]:
     return {"recorded": recorded, "scale": scale, "operands": made}
 
 
-def main(rank: int, rendezvous: str, folder: str) -> None:
-    """Quantize half of a tensor as ``rank`` of two, and save what came of it."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+def work(rank: int) -> dict[str, Any]:
+    """Quantize half of a tensor as ``rank`` of two."""
     group = dist.new_group([0, 1])
     made: dict[str, Any] = {name: step_of_rank(rank, group, name) for name in REDUCED}
     made["delayed"] = delayed_steps_of_rank(rank, group)
-    torch.save(made, Path(folder, f"{rank}.pt"))
-    dist.destroy_process_group()
+    return made
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes made."""
-    folder = tmp_path_factory.mktemp("gloo")
-    meeting = Path(folder, "rendezvous").as_uri()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), meeting, str(folder)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=TIMEOUT_S)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], errors
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return run_ranks(work, tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.mark.parametrize("name", REDUCED)
@@ -382,7 +357,3 @@ def test_ranks_cast_by_equal_delayed_scales(ranks: list[dict[str, Any]]) -> None
         assert torch.equal(rowwise[0], expected.rowwise.data[rows])
         assert torch.equal(columnwise[0], expected.columnwise.data[:, rows])
         assert torch.equal(rowwise[1], expected.rowwise.scale_inv)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

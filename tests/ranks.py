@@ -1,0 +1,86 @@
+"""Functions run by the ranks of a gloo group, a process each.
+
+A test hands over a function of its module; each process imports that module and runs it:
+
+    def work(rank: int, kind: str) -> dict[str, Any]: ...
+
+    def test_ranks(tmp_path: Path) -> None:
+        first, second = run_ranks(work, tmp_path, "flat")
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_S = 240
+
+
+def run_ranks(
+    work: Callable[..., Any], folder: Path, *arguments: str, world_size: int = 2
+) -> list[Any]:
+    """Run ``work(rank, *arguments)`` in ``world_size`` processes with a gloo group; their returns.
+
+    ``work`` is a function at the top of an importable module. It returns tensors, numbers, strings,
+    lists and dicts of them, which travel through files in ``folder``. A rank that fails fails the
+    test with what it wrote to its standard error.
+    """
+    command = [sys.executable, "-m", "tests.ranks", work.__module__, work.__qualname__]
+    processes = [
+        subprocess.Popen(
+            [*command, str(folder), str(rank), str(world_size), *arguments],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+        for rank in range(world_size)
+    ]
+    errors = []
+    try:
+        for process in processes:
+            errors.append(process.communicate(timeout=TIMEOUT_S)[1])
+    finally:
+        for process in processes:
+            process.kill()
+    statuses = [process.returncode for process in processes]
+    assert statuses == [0] * world_size, "\n".join(errors)
+    return [torch.load(result_of(folder, rank), weights_only=True) for rank in range(world_size)]
+
+
+def result_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.pt"
+
+
+def main(
+    module: str, function: str, folder: str, rank: str, world_size: str, *arguments: str
+) -> None:
+    """Run as one rank and leave what the function returns in ``folder``."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=Path(folder, "rendezvous").as_uri(),
+        rank=int(rank),
+        world_size=int(world_size),
+    )
+    returned = getattr(importlib.import_module(module), function)(int(rank), *arguments)
+    torch.save(returned, result_of(Path(folder), int(rank)))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    # Without Python's teardown: models and meshes keep their groups, and a thread of gloo that
+    # then releases a collective's Python state, once the interpreter is on its way out, aborts
+    # the process ("terminate called without an active exception", seen with torch 2.13).
+    sys.stderr.flush()
+    os._exit(0)
