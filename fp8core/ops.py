@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from fp8core.chain.pointwise import AddShape, BiasShape, DropoutShape, QuantizeShape
-from fp8core.chain.shape import LinkShape
+from fp8core.chain.shape import LinkShape, input_columns_of
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.activation import (
     GEGLU,
@@ -113,7 +113,7 @@ class Sequential(LowPrecisionModule):
                 raise UnsupportedError(f"ops.Sequential: {operation.label} {reason}.")
 
     def _check_sizes(self) -> None:
-        width = _width_of(self.link_shapes())
+        width = input_columns_of(self.link_shapes())
         if width is None:  # no operation has a size
             return
         for index, operation in enumerate(self._operations()):
@@ -154,7 +154,7 @@ class Sequential(LowPrecisionModule):
         params: list[torch.Tensor] = []
         for operation in operations:
             params += [next(extra)] if operation.takes_extra_input else operation.link_params()
-        first, width = next(self.parameters(), None), _width_of(self.link_shapes())
+        first, width = next(self.parameters(), None), input_columns_of(self.link_shapes())
         dtype = check_input(self, input, first, width)
         bound = bind(self, input.device, dtype)
         input = input if input.dtype == dtype else input.to(dtype)
@@ -162,14 +162,6 @@ class Sequential(LowPrecisionModule):
 
     def _describe(self) -> list[str]:
         return []
-
-
-def _width_of(shapes: Sequence[LinkShape]) -> int | None:
-    """Return how many columns the input of ``shapes`` has; None if it may have any number."""
-    width: int | None = None
-    for shape in reversed(shapes):
-        width = shape.input_columns(width)
-    return width
 
 
 _uniform: InitMethod = partial(torch.nn.init.kaiming_uniform_, a=5**0.5)  # +-1 / sqrt(in_features)

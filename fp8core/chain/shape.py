@@ -8,7 +8,7 @@ needs to know, and never which kind of shape it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,7 +21,7 @@ from fp8core.recipe.plan import HIGH_PRECISION, LinearPlan, TensorPlan
 from fp8core.tensors.quantizer import Binding
 from fp8core.tensors.states import LayerStates
 
-__all__ = ["BindContext", "LinkShape", "Neighbour", "Watch"]
+__all__ = ["BindContext", "LinkShape", "Neighbour", "Watch", "input_columns_of"]
 
 
 class LinkShape:
@@ -106,6 +106,15 @@ class LinkShape:
             UnsupportedError: no backend runs one of them on the device.
         """
         raise NotImplementedError
+
+
+def input_columns_of(shapes: Sequence[LinkShape]) -> int | None:
+    """Return how many columns the input of a chain of ``shapes`` has; None if it may have any
+    number."""
+    columns: int | None = None
+    for shape in reversed(shapes):
+        columns = shape.input_columns(columns)
+    return columns
 
 
 Watch: TypeAlias = Callable[[Any, LinearPlan, Binding], Link]

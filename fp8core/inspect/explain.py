@@ -75,8 +75,8 @@ class Explanation:
 
     Attributes:
         lines: the operations, in the order of the layers.
-        held: by layer, what it holds from forward to backward; without those that cannot run, and
-            empty for an operation asked by name.
+        held: by layer, what it holds from forward to backward; without layers that cannot run and
+            operations that take any number of columns, and empty for an operation asked by name.
     """
 
     lines: tuple[Line, ...]
@@ -129,7 +129,8 @@ def explain(
             needs = layer_needs(layer, chosen, values)
             own = list(_lines(path or layer.label, _bound(needs, where), where))
             if not Explanation(tuple(own)).refused:
-                held.append((path or layer.label, held_by(layer, chosen, where, values)))
+                holds = held_by(layer, chosen, where, values)
+                held += [] if holds is None else [(path or layer.label, holds)]
             lines += own
     if not lines:
         raise OperandError(f"explain: {type(target).__name__} holds no fp8core layer.")

@@ -6,6 +6,7 @@ autograd saves is counted. Nothing here knows what a link saves.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from fp8core.chain import run as chain
 from fp8core.chain.bind import bind_chain
 from fp8core.chain.call import Call
 from fp8core.chain.protocol import Link
-from fp8core.chain.shape import BindContext, LinkShape
+from fp8core.chain.shape import BindContext, LinkShape, input_columns_of
 from fp8core.dispatch import table
 from fp8core.dispatch.resolver import Purpose
 from fp8core.dispatch.table import Resolved
@@ -26,6 +27,7 @@ from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole, LinearPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Binding
+from fp8core.tensors.requantized import is_of_parameter
 
 __all__ = ["Held", "held_by"]
 
@@ -40,7 +42,8 @@ class Held(NamedTuple):
     Attributes:
         a_row: for each row of the input: activations, their codes and statistics. The input itself
             is among them where backward reads it.
-        fixed: whatever the number of rows: the copies of the weights. Parameters are not counted.
+        fixed: whatever the number of rows: the copies of the weights, and weights that forward
+            computes from parameters. Parameters are not counted.
 
     Of grouped layers, scales of blocks count as for the groups that have the most of them.
     """
@@ -57,18 +60,26 @@ class Held(NamedTuple):
 
 def held_by(
     layer: LowPrecisionModule, recipe: Recipe, device: torch.device, dtype: torch.dtype
-) -> Held:
-    """Return what ``layer`` holds on ``device`` under ``recipe``, on activations of ``dtype``.
+) -> Held | None:
+    """Return what ``layer`` holds on ``device`` under ``recipe``, on activations of ``dtype``; None
+    if it takes any number of columns, on which that depends.
 
     Raises:
         UnsupportedError: no backend runs one of the layer's operations on the device.
     """
     shapes = layer.link_shapes()
+    columns = input_columns_of(shapes)
+    if columns is None:
+        return None
     plan = plan_of(LinearPlan, recipe, LayerRole(layer.kind, layer.name), dtype)
     binding = Binding(_META, dtype, resolver=_ShapesOf(device))
     with table.capturing():
         links = bind_chain(shapes, BindContext(plan, binding, layer.label))
-    few, many = (_bytes(layer, shapes, links, rows, dtype) for rows in (_ROWS, 2 * _ROWS))
+    with torch.inference_mode(False), torch.enable_grad():
+        few, many = (
+            _bytes(layer, shapes, links, torch.empty(rows, columns, dtype=dtype, device=_META))
+            for rows in (_ROWS, 2 * _ROWS)
+        )
     return Held((many - few) / _ROWS, 2 * few - many)
 
 
@@ -94,13 +105,11 @@ def _bytes(
     layer: LowPrecisionModule,
     shapes: tuple[LinkShape, ...],
     links: tuple[Link, ...],
-    rows: int,
-    dtype: torch.dtype,
+    x: torch.Tensor,
 ) -> int:
-    """Return the bytes of the storages that autograd saves in one forward of ``rows`` rows."""
-    columns = next((n for n in (shape.input_columns(None) for shape in shapes) if n), 1)
-    x = torch.empty(rows, columns, dtype=dtype, device=_META, requires_grad=True)
-    params, own = _params(layer, shapes, x)
+    """Return the bytes of the storages that autograd saves in one forward of ``x [rows, k]``."""
+    rows = x.shape[0]
+    params, own = _params(layer, shapes, x.requires_grad_())
     # By identity: torch has one object for each storage as long as somebody holds it.
     counted = {id(param.untyped_storage()): param.untyped_storage() for param in own}
     num_own = len(counted)
@@ -111,7 +120,7 @@ def _bytes(
         return tensor
 
     call = _call(shapes, rows)
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         first = 0
         for part in parts_of(shapes, links):
             end = first + sum(link.num_params for link in part)
@@ -123,8 +132,8 @@ def _bytes(
 def _params(
     layer: LowPrecisionModule, shapes: tuple[LinkShape, ...], x: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the parameters of a call with the input ``x``, and those that are the layer's own: the
-    others are the extra inputs of residual adds."""
+    """Return the parameters of a call with the input ``x``, and the plain tensors of the layer's
+    own: the others are weights that forward computes, and the extra inputs of residual adds."""
     columns, params = x.shape[1], []
     own: list[torch.Tensor] = []
     given = iter(layer.link_params())
@@ -133,37 +142,34 @@ def _params(
             if shape.leaves_sum:
                 params.append(x.new_empty(x.shape[0], columns).requires_grad_())
                 continue
-            param = _on_meta(next(given))
+            real = next(given)
+            param = _on_meta(real)
             params.append(param)
-            own += _parts(param)
+            if isinstance(param, QuantizedTensor):
+                own += param.tensors()
+            elif is_of_parameter(real):
+                own.append(param)
         columns = shape.columns(columns)
     return params, own
 
 
 def _on_meta(param: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without values like ``param``, a parameter of its own if ``param`` is one."""
+    """Return a tensor without values like ``param``: a parameter if it is one, or a view of one."""
     is_trained = param.requires_grad
     if isinstance(param, QuantizedTensor):
         return param.detach().to(_META).requires_grad_(is_trained)
     value = torch.empty(param.shape, dtype=param.dtype, device=_META)
-    if isinstance(param, torch.nn.Parameter):
-        return torch.nn.Parameter(value, is_trained)
-    return value.requires_grad_(is_trained)
-
-
-def _parts(param: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors that ``param`` consists of."""
-    if not isinstance(param, QuantizedTensor):
-        return [param]
-    operands = [operand for operand in param.operands if operand is not None]
-    return [tensor for operand in operands for tensor in operand if tensor is not None]
+    if not is_of_parameter(param):
+        return value.requires_grad_(is_trained)
+    like = torch.nn.Parameter(value, is_trained)
+    return like if isinstance(param, torch.nn.Parameter) else like.view(param.shape)
 
 
 def _call(shapes: tuple[LinkShape, ...], rows: int) -> Call:
-    """Return a call of ``rows`` rows, in equal groups if the layer splits them."""
+    """Return a call of ``rows`` rows, in groups of nearly equal sizes if the layer splits them."""
     groups = max(shape.groups for shape in shapes)
     if not groups:
         return Call(rng=torch.empty(2, dtype=torch.int64, device=_META))
-    size = rows // groups
-    offsets = torch.arange(0, (groups + 1) * size, size, device="cpu")
-    return Call((offsets,), (*(size,) * (groups - 1), rows - size * (groups - 1)))
+    size, longer = divmod(rows, groups)
+    splits = (*(size + 1,) * longer, *(size,) * (groups - longer))
+    return Call((torch.tensor((0, *itertools.accumulate(splits)), device="cpu"),), splits)

@@ -20,7 +20,7 @@ from fp8core.tensors.quantizer import Orientations, Quantizer
 from fp8core.tensors.weights import How, Keeping, KeptWeight
 from fp8core.torch_ops.shapes import is_captured
 
-__all__ = ["RequantizedWeight", "Unquantized", "is_unquantized"]
+__all__ = ["RequantizedWeight", "Unquantized", "is_of_parameter", "is_unquantized"]
 
 
 class Unquantized(NamedTuple):
@@ -115,13 +115,17 @@ class RequantizedWeight(KeptWeight):
 
 
 def _is_held_anyway(weight: torch.Tensor) -> bool:
-    """Say whether ``weight`` costs nothing to save: a parameter, or a view of one.
+    """Say whether ``weight`` costs nothing to save.
 
     Of a graph that torch captures, its partitioner decides what is saved.
     """
     if isinstance(weight, QuantizedTensor):
         return False
-    if is_captured(weight):
-        return True
+    return is_captured(weight) or is_of_parameter(weight)
+
+
+def is_of_parameter(weight: torch.Tensor) -> bool:
+    """Say whether the memory of the plain tensor ``weight`` is that of a parameter which autograd
+    can save: it is one, or a view of one."""
     origin = weight if weight._base is None else weight._base
     return isinstance(origin, torch.nn.Parameter) and not weight.is_inference()
