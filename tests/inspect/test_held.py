@@ -85,7 +85,10 @@ def test_explain_says_what_autograd_saves(name: str, recipe_name: str, requantiz
 def test_operations_of_any_width_are_not_counted_alone(chosen: recipe.Recipe) -> None:
     """How much they hold depends on the width that the operations around them give them."""
     chain = ops.Sequential(ops.Linear(K, N, dtype=BF16), ops.SwiGLU(), ops.GELU(), ops.Dropout(0.1))
-    assert [name for name, _ in fp8core.explain(chain, chosen).held] == ["Sequential(128, 384)", "0"]
+    assert [name for name, _ in fp8core.explain(chain, chosen).held] == [
+        "Sequential(128, 384)",
+        "0",
+    ]
     assert fp8core.explain(ops.SwiGLU(), chosen).held == ()
 
 
@@ -100,9 +103,7 @@ def test_views_of_a_parameter_are_held_as_the_layer_holds_them(
     del layer._parameters["weight"]
     layer.register_parameter("flat", flat)
     layer.weight = flat.view(N, K)
-    chosen = recipe.Float8CurrentScaling(
-        requantize_weights=requantizes, backward_override=override
-    )
+    chosen = recipe.Float8CurrentScaling(requantize_weights=requantizes, backward_override=override)
     ((_, held),) = fp8core.explain(layer, chosen).held
     assert held.a_row * ROWS + held.fixed == saved_bytes(layer, "Linear", chosen)
 
