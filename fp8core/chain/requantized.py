@@ -55,19 +55,20 @@ class Requantizing(Wrapper):
             OperandError: a weight is not what it was in forward, or its memory is freed.
         """
         grad, at = self._grad(grad, call), self._num_before
-        for first in saved[at::3]:
+        for index in range(at, len(saved), 3):
+            first = saved[index]
             if first is not None and is_unquantized(first):
-                self._check(first)
+                saved[index] = self._readable(first)
         saved[at:] = self._weight.requantize(saved[at:])
         return self._inner.backward(grad, saved, context, call, out)
 
-    def _check(self, weight: torch.Tensor) -> None:
-        """Raise if ``weight``, whose data may be replaced without a write, does not fit or cannot
-        be read."""
+    def _readable(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return ``weight``, whose data may have been replaced without a write, as a kernel reads
+        it; raise if it does not fit or cannot be read."""
         if (weight.shape, weight.dtype) != (self._shape, self._dtype):
             raise OperandError(
                 f"{self._owner}: in backward the weight is {list(weight.shape)} {weight.dtype}, "
                 f"forward had {list(self._shape)} {self._dtype}. Convert or shard it after "
                 f"backward."
             )
-        made_readable(weight, self._device, f"{self._owner}: in backward the weight")
+        return made_readable(weight, self._device, f"{self._owner}: in backward the weight")

@@ -621,6 +621,28 @@ def test_other_data_than_in_forward_is_refused_by_name(what: str) -> None:
         y.sum().backward()
 
 
+def test_a_negation_that_data_got_since_forward_is_carried_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel reads the memory, in which the sign is missing."""
+    want = step(layer(), CURRENT)
+    own, x, given = layer(), values(), []
+    y = forward(own, x, CURRENT)
+    weight = own.weight.detach().clone()
+    own.weight.data = torch.complex(torch.zeros_like(weight), -weight).conj().imag
+    assert own.weight.is_neg()
+    requantize = RequantizedWeight.requantize
+
+    def seen(self: Any, saved: Any) -> Any:
+        given.append(saved[0].is_neg())
+        return requantize(self, saved)
+
+    monkeypatch.setattr(RequantizedWeight, "requantize", seen)
+    y.square().sum().backward()
+    assert given == [False]
+    assert_same([y.detach(), x.grad, own.weight.grad], want[:3])  # type: ignore[list-item]
+
+
 @pytest.fixture
 def group_of_one(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
