@@ -242,6 +242,24 @@ def test_quantize_rounds_once(name: str) -> None:
         assert torch.equal(layer(once), once)
 
 
+@pytest.mark.parametrize("name", [name for name in RECIPES if name is not None])
+@pytest.mark.parametrize("columns", [1, 17, 33])
+def test_quantize_takes_any_number_of_columns(name: str, columns: int) -> None:
+    """Two codes of NVFP4 share a byte."""
+    layer, x = ops.Quantize(backward=True), torch.randn(32, columns)
+
+    def both_ways(given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = given.clone().requires_grad_()
+        with chosen(name):
+            y = layer(leaf)
+        y.backward(given)
+        return y, leaf.grad
+
+    padded = both_ways(torch.nn.functional.pad(x, (0, 1)))
+    for result, wide in zip(both_ways(x), padded, strict=True):
+        assert torch.equal(result, wide[:, :columns])
+
+
 def test_quantize_passes_the_gradient_straight_through() -> None:
     x = torch.randn(32, 32, requires_grad=True)
     with chosen("current"):

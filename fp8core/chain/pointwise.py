@@ -20,6 +20,7 @@ from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantizer import bind_quantizer
+from fp8core.tensors.storage import per_byte
 from fp8core.torch_ops import fused
 
 __all__ = [
@@ -132,7 +133,28 @@ def _rounding(
         propagates=context.plan.nonfinite == "propagate",
     )
     dequantize = context.resolve(step, DequantizeDesc(spec, context.dtype)).run
-    return lambda x: dequantize(quantize(x, columnwise=False).rowwise)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = dequantize(quantize(x, columnwise=False).rowwise)
+        return values
+
+    packed = per_byte(spec)
+    return rounded if packed == 1 else _of_whole_bytes(rounded, packed)
+
+
+def _of_whole_bytes(
+    rounded: Callable[[torch.Tensor], torch.Tensor], packed: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return ``rounded``, which takes a multiple of ``packed`` columns, for any number of them."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        columns = x.shape[1]
+        missing = -columns % packed
+        if not missing:
+            return rounded(x)
+        return rounded(torch.nn.functional.pad(x, (0, missing)))[:, :columns].contiguous()
+
+    return run
 
 
 @dataclass(frozen=True, slots=True)
