@@ -225,11 +225,11 @@ def _requantized(bench: Bench, desc: QuantizeDesc, x: torch.Tensor) -> Iterator[
 
 
 def _step(spec: OperandSpec) -> float:
-    """Return the widest gap between neighbours of the format, as a share of the target.
+    """Return the widest gap between neighbours of the format up to the target, as a share of it.
 
     Twice that for scales that are powers of two, as rounding may halve them.
     """
-    values = sorted(v for v in formats.by_name(spec.format).values if math.isfinite(v) and v >= 0)
+    values = sorted(v for v in formats.by_name(spec.format).values if 0 <= v <= spec.target)
     gap = max(high - low for low, high in itertools.pairwise(values) if high > low)
     is_coarse = spec.power_of_two or spec.scale_format == "e8m0"
     return gap / spec.target * (2 if is_coarse else 1)

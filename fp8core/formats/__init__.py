@@ -60,6 +60,9 @@ class FormatSpec:
         encoder: replaces the module's rules: called with x as a detached float32 tensor and the
             rounding's name, returns uint8 codes of its shape. May call another spec's ``encode``.
         roundings: the names that ``encoder`` understands.
+        targets: the values that recipes scale the amax of a tensor to, of an input or weight and of
+            a gradient; None for the largest value in both. A format that is finest well below its
+            largest value has others.
 
     Raises:
         RecipeError: a field breaks one of these rules.
@@ -74,6 +77,7 @@ class FormatSpec:
         default=None, compare=False, kw_only=True
     )
     roundings: tuple[str, ...] = field(default=("nearest",), compare=False, kw_only=True)
+    targets: tuple[float, float] | None = field(default=None, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         finite = [v for v in self.values if math.isfinite(v)]
@@ -86,6 +90,8 @@ class FormatSpec:
             wrong = f"ties={self.ties!r}; expected 'even' or 'away'"
         elif self.encoder is None and self.roundings != ("nearest",):
             wrong = f"roundings={self.roundings}; without an encoder there is only 'nearest'"
+        elif not _are_targets(self.targets, max(finite)):
+            wrong = f"targets={self.targets}; expected two numbers above 0, up to {max(finite)}"
         else:
             return
         raise RecipeError(f"format {self.name!r} has {wrong}")
@@ -98,6 +104,16 @@ class FormatSpec:
         (448.0, 57344.0, 6.0)
         """
         return max(filter(math.isfinite, self.values))
+
+    @property
+    def target_fwd(self) -> float:
+        """The value that recipes scale the amax of an input or a weight to."""
+        return self.max if self.targets is None else self.targets[0]
+
+    @property
+    def target_bwd(self) -> float:
+        """The value that recipes scale the amax of a gradient to."""
+        return self.max if self.targets is None else self.targets[1]
 
     def encode(self, x: torch.Tensor, *, rounding: str = "nearest") -> torch.Tensor:
         """Codes of the values nearest to x, by the rules at the top of this module.
@@ -153,6 +169,12 @@ class FormatSpec:
         table = build(self.values, codes.device)
         # index_select is 10 times faster than table[codes] on CPU
         return table.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
+
+
+def _are_targets(targets: tuple[float, float] | None, largest: float) -> bool:
+    if targets is None:
+        return True
+    return len(targets) == 2 and all(0.0 < target <= largest for target in targets)
 
 
 def minifloat(
@@ -237,7 +259,8 @@ def _check_torch_dtype(spec: FormatSpec) -> None:
 
 def _definition(spec: FormatSpec) -> tuple[object, ...]:
     packed = struct.pack(f"<{len(spec.values)}d", *spec.values)  # as bytes NaN equals itself
-    return (packed, spec.ties, spec.torch_dtype, spec.encoder, spec.roundings)
+    behaviour = (spec.ties, spec.torch_dtype, spec.encoder, spec.roundings, spec.targets)
+    return (packed, *behaviour)
 
 
 def set_discovery(callback: Callable[[], object]) -> None:

@@ -206,8 +206,9 @@ def element(
 ) -> tuple[str, tuple[int, int], float]:
     """Return format name, block and target for ``tensor``: OperandSpec's first three fields."""
     pair = Format(fp8_format)
-    spec = pair.backward if tensor == "grad_output" else pair.forward
-    return spec.name, block, spec.max
+    if tensor == "grad_output":
+        return pair.backward.name, block, pair.backward.target_bwd
+    return pair.forward.name, block, pair.forward.target_fwd
 
 
 def check_format(recipe: Any, refuse: tuple[str, ...] = (), field: str = "fp8_format") -> None:

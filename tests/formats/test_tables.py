@@ -120,6 +120,9 @@ def test_a_spec_survives_pickle() -> None:
         ({"values": (1e300,) * 16}, "not exact in float32"),
         ({"ties": "odd"}, "ties='odd'"),
         ({"roundings": ("nearest", "up")}, "without an encoder"),
+        ({"targets": (1.0,)}, "targets"),
+        ({"targets": (0.0, 1.0)}, "two numbers above 0, up to 1.0"),
+        ({"targets": (1.0, 1.5)}, "two numbers above 0, up to 1.0"),
     ],
 )
 def test_a_contradictory_spec_is_refused(changes: dict[str, object], complaint: str) -> None:
