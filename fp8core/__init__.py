@@ -36,6 +36,11 @@ from fp8core.modules.layernorm_mlp import LayerNormMLP
 from fp8core.modules.linear import Linear
 from fp8core.modules.norm import LayerNorm, RMSNorm
 from fp8core.modules.prepare import prepare
+from fp8core.modules.rotary import (
+    RotaryPositionEmbedding,
+    apply_fused_qkv_rotary_pos_emb,
+    apply_rotary_pos_emb,
+)
 from fp8core.monitoring import monitor
 from fp8core.parameter import (
     Float8BlockwiseQTensor,
@@ -70,8 +75,11 @@ __all__ = [
     "QuantizedTensor",
     "RMSNorm",
     "RecipeError",
+    "RotaryPositionEmbedding",
     "UnsupportedError",
     "__version__",
+    "apply_fused_qkv_rotary_pos_emb",
+    "apply_rotary_pos_emb",
     "autocast",
     "checkpoint",
     "clear_found_inf",

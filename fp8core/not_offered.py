@@ -18,7 +18,6 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "DotProductAttention",
         "InferenceParams",
         "MultiheadAttention",
-        "RotaryPositionEmbedding",
         "TransformerLayer",
     ),
     _ASK: (

@@ -34,6 +34,9 @@ FILES = {
         *("get_default_recipe", "DelayedScalingRequest"),
     ),
     "pytorch/distributed.py": ("checkpoint",),
+    "pytorch/attention/rope.py": (
+        *("RotaryPositionEmbedding", "apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb"),
+    ),
     "pytorch/graph.py": ("make_graphed_callables",),
     "pytorch/ops/linear.py": ("Linear",),
     "pytorch/ops/basic/bias.py": ("Bias",),

@@ -69,6 +69,8 @@ LONG_SIGNATURES = {
     "fp8core.modules.grouped_linear.GroupedLinear.__init__": "Transformer Engine's argument order",
     "fp8core.modules.layernorm_linear.LayerNormLinear.__init__": "Transformer Engine's order",
     "fp8core.modules.layernorm_mlp.LayerNormMLP.__init__": "Transformer Engine's order",
+    "fp8core.modules.rotary.apply_rotary_pos_emb": "Transformer Engine's order",
+    "fp8core.modules.rotary.apply_fused_qkv_rotary_pos_emb": "Transformer Engine's order",
     "fp8core.modules.delayed.DelayedModule._load_from_state_dict": "overrides torch's",
     "fp8core.torch_ops.operators._quantize": "a torch operator takes no tensor by keyword",
 }

@@ -13,6 +13,7 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api import (
+    ROTARY_LAYOUTS,
     ActivationBackwardDesc,
     ActivationDesc,
     Alignment,
@@ -27,6 +28,7 @@ from fp8core.backend_api import (
     OperandSpec,
     QuantizeByAmaxDesc,
     QuantizeDesc,
+    RotaryDesc,
     ScaleUpdateDesc,
     bind_method,
     has_amax,
@@ -36,6 +38,7 @@ from fp8core_backends.reference.column_sums import column_sums
 from fp8core_backends.reference.gemm import gemm, grouped_gemm
 from fp8core_backends.reference.norm import norm, norm_backward
 from fp8core_backends.reference.quantize import amax, dequantize, quantize
+from fp8core_backends.reference.rotary import rotary
 from fp8core_backends.reference.scaling import scale_update
 
 __all__ = ["ReferenceBackend"]
@@ -57,6 +60,7 @@ class ReferenceBackend:
     dequantize = staticmethod(dequantize)
     gemm = staticmethod(gemm)
     grouped_gemm = staticmethod(grouped_gemm)
+    rotary = staticmethod(rotary)
     scale_update = staticmethod(scale_update)
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
@@ -168,6 +172,12 @@ def _check_column_sums(desc: ColumnSumsDesc) -> str | None:
     return None if is_known else f"no column sums of {desc.dtype}"
 
 
+def _check_rotary(desc: RotaryDesc) -> str | None:
+    if desc.dtype not in (*FLOATS, torch.float64):
+        return f"no rotary embedding of {desc.dtype}"
+    return None if desc.layout in ROTARY_LAYOUTS else f"no layout {desc.layout!r}"
+
+
 _CHECKS: dict[type, Callable[[Any], str | None]] = {
     QuantizeDesc: _check_quantize,
     DequantizeDesc: _check_dequantize,
@@ -180,5 +190,6 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
     AmaxDesc: _check_amax,
     ColumnSumsDesc: _check_column_sums,
     QuantizeByAmaxDesc: _check_quantize_by_amax,
+    RotaryDesc: _check_rotary,
     ScaleUpdateDesc: _check_update,
 }

@@ -23,8 +23,8 @@ The minimum is in four files: ``backend`` (what a backend class implements), ``d
 (quantize, dequantize and the product), ``operand_spec`` (how an operand is quantized) and
 ``operands`` (the tensors that an operand consists of). A backend that denies everything else is
 complete. The other files have one subject each: ``amax``, ``delayed``, ``grouped``, ``layers``
-(norms, activations, gradients of biases) and ``transforms`` for more operations and options;
-``fused`` and ``optional`` for speed; ``numerics`` for results that differ by design.
+(norms, activations, gradients of biases), ``rotary`` and ``transforms`` for more operations and
+options; ``fused`` and ``optional`` for speed; ``numerics`` for results that differ by design.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ from fp8core.backend_api.optional import (
     QuantizesChunkedAndSums,
     QuantizesPairs,
 )
+from fp8core.backend_api.rotary import ROTARY_LAYOUTS, RotaryDesc
 from fp8core.backend_api.spec import API_VERSION, BackendSpec
 from fp8core.backend_api.transforms import TRANSFORMS, hadamard16
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
@@ -82,6 +83,7 @@ __all__ = [
     "GROUP_STEP",
     "OPS",
     "OPTIONAL_OPS",
+    "ROTARY_LAYOUTS",
     "TRANSFORMS",
     "ActivationBackwardDesc",
     "ActivationDesc",
@@ -118,6 +120,7 @@ __all__ = [
     "QuantizesChunkedAndSums",
     "QuantizesPairs",
     "RecipeError",
+    "RotaryDesc",
     "ScaleUpdateDesc",
     "UnsupportedError",
     "amax_extent",

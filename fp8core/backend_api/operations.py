@@ -15,6 +15,7 @@ from fp8core.backend_api.layers import (
     NormBackwardDesc,
     NormDesc,
 )
+from fp8core.backend_api.rotary import RotaryDesc
 
 __all__ = ["OPS", "OPTIONAL_OPS", "OpDesc"]
 
@@ -30,6 +31,7 @@ OpDesc: TypeAlias = (
     | ActivationDesc
     | ActivationBackwardDesc
     | ColumnSumsDesc
+    | RotaryDesc
     | FusedDesc
     | AddNormDesc
 )
@@ -45,6 +47,7 @@ OPS: tuple[str, ...] = (
     "norm",
     "norm_backward",
     "quantize",
+    "rotary",
     "scale_update",
 )
 """Names of the operations every backend's devices need, as ``FP8CORE_OP_BACKEND`` spells them."""

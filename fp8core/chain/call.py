@@ -21,7 +21,8 @@ class Call(NamedTuple):
     the offsets are there as well. ``rng`` int64 ``[2]`` is the seed and offset of dropout and
     stochastic rounding. ``first_microbatch`` is the caller's argument, ``keeping`` what follows
     from it for weights; None quantizes them. ``backward_pass`` is set in a recompute: the pass that
-    it is part of, at whose end backward scales are updated.
+    it is part of, at whose end backward scales are updated. ``tensors`` and ``sizes`` are what the
+    link of the chain that takes them says; nothing in them is differentiated.
     """
 
     groups: Groups = ()
@@ -30,6 +31,8 @@ class Call(NamedTuple):
     first_microbatch: bool | None = None
     keeping: Keeping | None = None
     backward_pass: int | None = None
+    tensors: Sequence[torch.Tensor | None] = ()
+    sizes: Sequence[int] = ()
 
     @property
     def has_device_groups(self) -> bool:

@@ -108,14 +108,15 @@ def _run_captured(
     number: int,
     x: torch.Tensor,
     params: list[torch.Tensor],
-    groups: list[torch.Tensor],
-    splits: list[int],
+    brought: tuple[list[torch.Tensor], list[int], list[torch.Tensor | None], list[int]],
 ) -> torch.Tensor:
     links = _captured[number]
     if isinstance(links, Refusal):
         return operators.refuse(x, links.columns(x.shape[-1]), links.error)
     rng = operators.draw_seed() if any(link.needs_rng for link in links) else None
-    return run(links, x, params, Call(tuple(groups), tuple(splits), rng))
+    groups, splits, tensors, sizes = brought
+    call = Call(tuple(groups), tuple(splits), rng, tensors=tuple(tensors), sizes=tuple(sizes))
+    return run(links, x, params, call)
 
 
 def run(
@@ -127,7 +128,8 @@ def run(
     switched off around the backends, whose arithmetic its casts would change.
     """
     if isinstance(links, int):
-        return _run_captured(links, x, list(params), list(call.groups), list(call.splits))
+        brought = (list(call.groups), list(call.splits), list(call.tensors), list(call.sizes))
+        return _run_captured(links, x, list(params), brought)
     if type(x) not in PLAIN or not PLAIN.issuperset(map(type, params)):
         if type(links) is Unfused and any(map(has_no_plain_form, (x, *params))):
             with torch.autocast(x.device.type, enabled=False):

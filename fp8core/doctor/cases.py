@@ -26,6 +26,7 @@ from fp8core.backend_api import (
     OperandSpec,
     Quantized,
     QuantizeDesc,
+    RotaryDesc,
 )
 
 __all__ = [
@@ -36,6 +37,8 @@ __all__ = [
     "operand_to",
     "pointwise_arguments",
     "quantize_keywords",
+    "rotary_arguments",
+    "rotary_positions",
     "tensor",
 ]
 
@@ -64,6 +67,22 @@ def tensor(name: str, dtype: torch.dtype) -> torch.Tensor:
 
 def _plain(*size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rotary_arguments(desc: RotaryDesc) -> list[torch.Tensor]:
+    """Return x, two sequences with four heads of 32, and the angles of 24 elements, on the CPU."""
+    sizes = {"sbhd": (TOKENS // 2, 2), "bshd": (2, TOKENS // 2), "thd": (TOKENS,)}[desc.layout]
+    x = _plain(*sizes, 4, 32, dtype=desc.dtype, seed=5)
+    factors = torch.logspace(0, -4, 12).repeat(2)
+    return [x, (torch.arange(TOKENS)[:, None] * factors)[:, None, None, :]]
+
+
+def rotary_positions(desc: RotaryDesc) -> dict[str, torch.Tensor]:
+    """Return the keywords of ``rotary``, on the CPU."""
+    keywords = {"start_positions": torch.tensor([0, 7], dtype=torch.int32)}
+    if desc.layout == "thd":
+        keywords["cu_seqlens"] = torch.tensor(OFFSETS, dtype=torch.int32)
+    return keywords
 
 
 def norm_arguments(desc: NormDesc | NormBackwardDesc, judge: Backend) -> list[Any]:

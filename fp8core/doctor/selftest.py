@@ -32,6 +32,7 @@ from fp8core.backend_api import (
     Operand,
     OperandSpec,
     QuantizeDesc,
+    RotaryDesc,
     ScaleUpdateDesc,
     amax_extent,
     split_amax,
@@ -296,6 +297,19 @@ def _activation(bench: Bench, need: Need) -> Iterator[Error]:
     yield from _in_float64(bench, desc, cases.pointwise_arguments(desc))
 
 
+def _rotary(bench: Bench, need: Need) -> Iterator[Error]:
+    desc = need.desc
+    assert isinstance(desc, RotaryDesc)
+    keywords = cases.rotary_positions(desc)
+    moved = {name: one.to(bench.device) for name, one in keywords.items()}
+    x, freqs = cases.rotary_arguments(desc)
+    y = bench.bind(desc)(x.to(bench.device), freqs.to(bench.device), **moved)
+    wide = replace(desc, dtype=torch.float64)
+    wanted = bench.judge.bind(wide, cases.CPU)(x.double(), freqs, **keywords)
+    bound = torch.finfo(desc.dtype).eps * wanted.abs() + 2**-19 * x.abs().amax()
+    yield Error(share(y, wanted, bound), "float64; bound 1 ulp + 2^-19 amax")
+
+
 def _column_sums(bench: Bench, need: Need) -> Iterator[Error]:
     desc = need.desc
     assert isinstance(desc, ColumnSumsDesc)
@@ -359,5 +373,6 @@ _RUNS: dict[str, Callable[[Bench, Need], Iterator[Error]]] = {
     "norm_backward_quantize": fused.quantizing,
     "norm_quantize": fused.quantizing,
     "quantize": _quantize,
+    "rotary": _rotary,
     "scale_update": _scale_update,
 }

@@ -14,6 +14,7 @@ import torch
 
 from fp8core.backend_api import (
     ACTIVATIONS,
+    ROTARY_LAYOUTS,
     AmaxDesc,
     ColumnSumsDesc,
     DequantizeDesc,
@@ -26,12 +27,13 @@ from fp8core.chain.activation import activation_shape
 from fp8core.chain.linear import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import AddShape
+from fp8core.chain.rotary import RotaryShape
 from fp8core.chain.shape import LinkShape
 from fp8core.inspect.record import record
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.plan import LayerRole, LinearPlan
+from fp8core.recipe.plan import HIGH_PRECISION, LayerRole, LinearPlan
 from fp8core.tensors.scaling import update_desc
 
 __all__ = ["NORMS", "Need", "layer_needs", "op_needs"]
@@ -68,9 +70,9 @@ def layer_needs(layer: LowPrecisionModule, recipe: Recipe, dtype: torch.dtype) -
 def op_needs(op: str, recipe: Recipe, dtype: torch.dtype) -> list[Need]:
     """Return every use of ``op`` under ``recipe`` on activations of ``dtype``.
 
-    It covers dense and grouped linears, each norm and each activation, and is empty if the recipe
-    has no use for the operation. An optional operation has a need for each pair that it can
-    replace.
+    It covers dense and grouped linears, each norm and each activation, and rotary embedding; it is
+    empty if the recipe has no use for the operation. An optional operation has a need for each pair
+    that it can replace.
     """
     dense = plan_of(LinearPlan, recipe, LayerRole("linear"), dtype)
     grouped = plan_of(LinearPlan, recipe, LayerRole("grouped_linear"), dtype)
@@ -79,6 +81,7 @@ def op_needs(op: str, recipe: Recipe, dtype: torch.dtype) -> list[Need]:
         *_update(dense),
         *_producer_needs(dense, dtype),
         *_sum_needs(dense, dtype),
+        *_rotary_needs(dtype),
     ]
     return [need for need in dict.fromkeys(needs) if need.desc.op == op]
 
@@ -134,6 +137,13 @@ def _sum_needs(plan: LinearPlan, dtype: torch.dtype) -> Iterator[Need]:
         for (_, step), desc in record(shapes, plan, dtype):
             if isinstance(desc, ColumnSumsDesc):
                 yield Need(step, desc)
+
+
+def _rotary_needs(dtype: torch.dtype) -> Iterator[Need]:
+    """Yield the rotation of queries and keys in each layout, and its gradient."""
+    for layout in ROTARY_LAYOUTS:
+        for (_, step), desc in record([RotaryShape(layout)], HIGH_PRECISION, dtype):
+            yield Need(f"{layout} {step}", desc)
 
 
 def _update(plan: LinearPlan) -> list[Need]:

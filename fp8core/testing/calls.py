@@ -28,6 +28,7 @@ from fp8core.backend_api import (
     QuantizeByAmaxDesc,
     Quantized,
     QuantizeDesc,
+    RotaryDesc,
     ScaleUpdateDesc,
 )
 from fp8core.testing import inputs
@@ -45,6 +46,8 @@ __all__ = [
     "operand",
     "quantize_keywords",
     "quantize_size",
+    "rotary_angles",
+    "rotary_input",
     "step_of",
 ]
 
@@ -378,6 +381,36 @@ def _column_sums(subject: Subject, desc: ColumnSumsDesc, case: Case) -> OpCall:
     return OpCall(desc, (subject.here(x),), {})
 
 
+def _rotary(subject: Subject, desc: RotaryDesc, case: Case) -> OpCall:
+    sizes = (8, 8, 8, 8) if case.size else (5, 3, 2, 10)
+    x = rotary_input(desc, sizes, _seed(1, case))
+    batch, size = sizes[1], sizes[3]
+    keywords = {"start_positions": torch.arange(2, 2 + batch, dtype=torch.int32)}
+    if desc.layout == "thd":
+        bounds = torch.linspace(1, len(x) - 2, batch + 1).round()
+        keywords["cu_seqlens"] = bounds.to(torch.int32)
+    freqs = rotary_angles(sizes[0] * batch + 2 + batch, size - 2)
+    return OpCall(desc, tuple(subject.here((x, freqs))), subject.here(keywords))
+
+
+def rotary_input(desc: RotaryDesc, sizes: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Return x of ``sizes`` (sequence, batch, heads, head size) in the layout of ``desc``, on the
+    CPU: in thd the sequences one after the other."""
+    length, batch, heads, size = sizes
+    x = inputs.moderate(length * batch, heads * size, desc.dtype, seed)
+    if desc.layout == "thd":
+        return x.reshape(-1, heads, size)
+    x = x.reshape(length, batch, heads, size)
+    return x if desc.layout == "sbhd" else x.transpose(0, 1).contiguous()
+
+
+def rotary_angles(positions: int, size: int) -> torch.Tensor:
+    """Return angles ``[positions, 1, 1, size]`` that are all different, from thousandths of a turn
+    to many turns; also those of one pair differ."""
+    factors = 10000.0 ** (-torch.arange(size, dtype=torch.float32) / size)
+    return (torch.arange(positions)[:, None] * factors)[:, None, None, :]
+
+
 def _amax(subject: Subject, desc: AmaxDesc, case: Case) -> OpCall:
     return OpCall(desc, _quantize(subject, desc.quantize, case).arguments, {})
 
@@ -406,6 +439,7 @@ _MAKERS: dict[type, Callable[[Subject, Any, Case], OpCall]] = {
     GroupedGemmDesc: _grouped_gemm,
     AmaxDesc: _amax,
     ColumnSumsDesc: _column_sums,
+    RotaryDesc: _rotary,
     ScaleUpdateDesc: _scale_update,
     NormDesc: _norm,
     NormBackwardDesc: _norm_backward,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from fp8core import recipe
 from fp8core.backend_api import (
     ACTIVATIONS,
+    ROTARY_LAYOUTS,
     ActivationBackwardDesc,
     ActivationDesc,
     AddNormDesc,
@@ -26,6 +28,7 @@ from fp8core.backend_api import (
     OpDesc,
     QuantizeByAmaxDesc,
     QuantizeDesc,
+    RotaryDesc,
     amax_extent,
     has_amax,
 )
@@ -33,6 +36,7 @@ from fp8core.chain.activation import activation_shape
 from fp8core.chain.linear import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import AddShape
+from fp8core.chain.rotary import RotaryShape
 from fp8core.chain.shape import LinkShape
 from fp8core.inspect.descriptors import NORMS
 from fp8core.inspect.record import record
@@ -133,6 +137,8 @@ def _of_dtype(
         update = update_desc(dense.delayed)
         if update is not None:
             yield CatalogueEntry(f"delayed.{update.algorithm}", update)
+    for layout, interleaved in itertools.product(ROTARY_LAYOUTS, (False, True)):
+        yield from _entries("plain", [RotaryShape(layout, interleaved)], LinearPlan(), dtype)
     yield from _linears("plain", LinearPlan(), dtype)
     yield from _groups("plain.grouped", LinearPlan(), dtype)
 
@@ -237,6 +243,9 @@ def _words(desc: OpDesc) -> tuple[str, ...]:
             return (desc.name, _word(desc.dtype), _word(desc.out_dtype), "backward")
         case ColumnSumsDesc():
             return ("column_sums", _word(desc.dtype))
+        case RotaryDesc():
+            options = ("interleaved" if desc.interleaved else "", desc.layout, _word(desc.dtype))
+            return ("rotary", *options, "backward" if desc.inverse else "")
         case QuantizeDesc():
             return (_word(desc.dtype), "device" if desc.offsets_on_device else "")
         case GemmDesc():

@@ -139,12 +139,11 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
-    """Return the values of a vector or matrix, column after column, with a gap behind each."""
-    if x.ndim == 1:
-        return strided(x[:, None])[:, 0]
-    rows, cols = x.shape
-    buffer = torch.full((cols, 2 * rows + 1), 77, dtype=x.dtype, device=x.device)
-    view = buffer[:, 1 : 2 * rows : 2].t() if rows else buffer[:, :0].t()
+    """Return the values of a tensor, its first dimension innermost, with a gap behind each."""
+    backwards = range(x.ndim - 1, -1, -1)
+    *outer, last = x.permute(*backwards).shape
+    buffer = torch.full((*outer, 2 * last + 1), 77, dtype=x.dtype, device=x.device)
+    view = (buffer[..., 1 : 2 * last : 2] if last else buffer[..., :0]).permute(*backwards)
     view.copy_(x)
     return view
 
@@ -159,11 +158,12 @@ def spaced(x: torch.Tensor) -> torch.Tensor:
 
 
 def transposed(x: torch.Tensor) -> torch.Tensor:
-    """Return the values of ``x``, stored column after column."""
-    return x.t().contiguous().t()
+    """Return the values of ``x``, its first dimension innermost in memory."""
+    backwards = range(x.ndim - 1, -1, -1)
+    return x.permute(*backwards).contiguous().permute(*backwards)
 
 
 def expanded(x: torch.Tensor) -> torch.Tensor:
-    """Return a matrix whose rows are all the middle row of ``x``, at stride 0, as the gradient of a
+    """Return a tensor whose rows are all the middle row of ``x``, at stride 0, as the gradient of a
     sum is."""
     return x[len(x) // 2 :][:1].expand(*x.shape)

@@ -176,6 +176,12 @@ def _column_sums(text: str, operation: Operation) -> Call:
     return lambda x: operators._column_sums(text, x)
 
 
+def _rotary(text: str, operation: Operation) -> Call:
+    return lambda x, freqs, *, start_positions=None, cu_seqlens=None: operators._rotary(
+        text, x, freqs, start_positions, cu_seqlens
+    )
+
+
 def _fused(text: str, operation: Operation) -> Call:
     desc = operation.desc
     assert isinstance(desc, FusedDesc)
@@ -221,6 +227,7 @@ _CALLS: dict[str, Callable[[str, Operation], Call]] = {
     "activation": _activation,
     "activation_backward": _activation_backward,
     "column_sums": _column_sums,
+    "rotary": _rotary,
     "norm_quantize": _fused,
     "norm_backward_quantize": _fused,
     "activation_quantize": _fused,

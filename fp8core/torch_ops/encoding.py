@@ -28,6 +28,7 @@ from fp8core.backend_api import (
     OperandSpec,
     QuantizeByAmaxDesc,
     QuantizeDesc,
+    RotaryDesc,
     ScaleUpdateDesc,
 )
 from fp8core.errors import RecipeError
@@ -51,6 +52,7 @@ _CLASSES = {
         OperandSpec,
         QuantizeByAmaxDesc,
         QuantizeDesc,
+        RotaryDesc,
         ScaleUpdateDesc,
     )
 }

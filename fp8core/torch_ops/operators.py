@@ -360,6 +360,26 @@ def _column_sums(text: str, x: torch.Tensor) -> torch.Tensor:
     return settle(bound(text, x.device)(x), _column_sums_shape(text, x))
 
 
+@define(
+    "(str operation, Tensor x, Tensor freqs, Tensor? start_positions, Tensor? cu_seqlens) "
+    "-> Tensor",
+    lambda text, x, freqs, start_positions, cu_seqlens: _rotary_shape(x).empty(x.device),
+)
+def _rotary(
+    text: str,
+    x: torch.Tensor,
+    freqs: torch.Tensor,
+    start_positions: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> torch.Tensor:
+    keywords = given(start_positions=start_positions, cu_seqlens=cu_seqlens)
+    return settle(bound(text, x.device)(x, freqs, **keywords), _rotary_shape(x))
+
+
+def _rotary_shape(x: torch.Tensor) -> ResultShape:
+    return ResultShape(tuple(x.shape), x.dtype)
+
+
 # Seeds and errors in graphs
 
 

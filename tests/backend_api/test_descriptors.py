@@ -27,6 +27,7 @@ from fp8core.backend_api import (
     OperandSpec,
     QuantizeByAmaxDesc,
     QuantizeDesc,
+    RotaryDesc,
     ScaleUpdateDesc,
 )
 from fp8core.errors import RecipeError
@@ -52,6 +53,7 @@ EXAMPLES: tuple[Any, ...] = (
     ActivationDesc("clamped_swiglu", BF16, BF16, (7.0, 1.702, 1.0)),
     ActivationBackwardDesc("clamped_swiglu", BF16, BF16, (7.0, 1.702, 1.0)),
     ColumnSumsDesc(BF16),
+    RotaryDesc(BF16, "sbhd"),
     FusedDesc(NORM, CAST),
     AddNormDesc(NORM),
 )
@@ -63,6 +65,7 @@ OTHERS: dict[str, Any] = {
     "amax_epsilon": 1e-6,
     "transform": "hadamard16",
     "algorithm": "most_recent",
+    "layout": "thd",
     "kind": "layernorm",
     "eps": 1.1e-5,
     "name": "swiglu",

@@ -15,7 +15,14 @@ from fp8core.testing.checks import checks
 from fp8core.testing.laws import LAWS
 from fp8core.testing.subject import Subject
 from fp8core_backends.reference.backend import ReferenceBackend
-from tests.conformance import broken, broken_amax, broken_calls, broken_operands, sound
+from tests.conformance import (
+    broken,
+    broken_amax,
+    broken_calls,
+    broken_operands,
+    broken_rotary,
+    sound,
+)
 
 CPU = torch.device("cpu")
 LABELS = {
@@ -40,6 +47,8 @@ LABELS = {
     "rowwise.dgrad.bfloat16.bfloat16",
     "geglu.float16.float16.backward",
     "column_sums.bfloat16",
+    "rotary.sbhd.bfloat16",
+    "rotary.thd.bfloat16",
     "sreglu.float16.float16",
     "delayed.input.bfloat16.amax",
     "delayed.grouped.input.bfloat16.device.amax",
@@ -59,7 +68,7 @@ def entries() -> list[CatalogueEntry]:
     return found
 
 
-MODULES = (broken, broken_amax, broken_calls, broken_operands)
+MODULES = (broken, broken_amax, broken_calls, broken_operands, broken_rotary)
 CAUGHT_BY = {fault: name for module in MODULES for fault, name in module.CAUGHT_BY.items()}
 
 

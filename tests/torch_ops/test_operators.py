@@ -28,6 +28,7 @@ from fp8core.backend_api import (
     QuantizeByAmaxDesc,
     Quantized,
     QuantizeDesc,
+    RotaryDesc,
     ScaleUpdateDesc,
     bind_method,
 )
@@ -53,6 +54,7 @@ SWIGLU = ActivationDesc("swiglu", BF16, BF16)
 BACKWARD = ActivationBackwardDesc("swiglu", BF16, BF16)
 NORM_BACKWARD = NormBackwardDesc(NORM)
 RMS_BACKWARD = NormBackwardDesc(RMS)
+ROTARY = RotaryDesc(BF16, "sbhd")
 
 
 class Fusing:
@@ -231,6 +233,22 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         rand(4, 8),
     ),
     "column_sums": lambda: (OPS.column_sums, text(ColumnSumsDesc(BF16)), rand(8, 4)),
+    "rotary": lambda: (
+        OPS.rotary,
+        text(ROTARY),
+        rand(4, 2, 3, 8),
+        torch.rand(5, 1, 1, 6),
+        None,
+        None,
+    ),
+    "rotary_of_sequences": lambda: (
+        OPS.rotary,
+        text(RotaryDesc(BF16, "thd", inverse=True)),
+        rand(4, 3, 8),
+        torch.rand(9, 1, 1, 6),
+        torch.tensor([2, 3], dtype=torch.int32),
+        torch.tensor([0, 1, 4], dtype=torch.int32),
+    ),
     "drop": lambda: (OPS.drop, rand(8, 4), torch.tensor([3, 4]), 1, 0.5),
     "draw_seed": lambda: (OPS.draw_seed, 0),
 }

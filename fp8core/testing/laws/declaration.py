@@ -114,6 +114,7 @@ def _unknown(desc: OpDesc) -> Iterator[tuple[str, OpDesc]]:
         "name": "no_such_activation",
         "kind": "no_such_norm",
         "algorithm": "no_such_algorithm",
+        "layout": "no_such_layout",
     }
     for field in dataclasses.fields(desc):
         value = getattr(desc, field.name)

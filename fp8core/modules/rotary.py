@@ -1,0 +1,417 @@
+"""Rotary position embedding: the angles of positions, and the rotation of queries and keys."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fp8core.backend_api import ROTARY_LAYOUTS
+from fp8core.chain.call import Call
+from fp8core.chain.rotary import RotaryShape
+from fp8core.chain.unwrap import made_readable, unwrap
+from fp8core.errors import OperandError, UnsupportedError, did_you_mean
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.bind import bind
+from fp8core.modules.inputs import check_input, check_kind
+from fp8core.modules.parameters import resolve_device
+from fp8core.modules.refusals import refuse_arguments
+from fp8core.modules.run import run_links
+from fp8core.torch_ops.private import is_transform_active
+from fp8core.torch_ops.shapes import is_captured
+
+__all__ = [
+    "Rotary",
+    "RotaryPositionEmbedding",
+    "apply_fused_qkv_rotary_pos_emb",
+    "apply_rotary_pos_emb",
+]
+
+
+class RotaryPositionEmbedding(torch.nn.Module):
+    """Makes the angles by which :func:`apply_rotary_pos_emb` rotates queries and keys.
+
+    Position ``p`` rotates pair ``i`` of the r rotated elements by
+    ``p * rotary_base ** (-2 * i / r)``. The factors are the buffer ``inv_freq``, which stays
+    float32 when the module is converted to another dtype.
+
+    Source: Su et al., RoFormer, section 3.2.2 (arXiv 2104.09864); position interpolation: Chen et
+    al. (arXiv 2306.15595).
+
+    Args:
+        dim: the size of a head.
+        rotary_percent: the share of ``dim`` that is rotated.
+        seq_len_interpolation_factor: positions are divided by it; needs
+            ``pretrained_max_position_embeddings``.
+        pretrained_max_position_embeddings: the length that the model was trained for. Sequences
+            that are longer than it times the factor are squeezed into this length.
+        rotary_base: the base of the powers.
+        interleaved: pairs are neighbours, ``(0, 1), (2, 3)``, else halves apart.
+        device: of the factors; None takes the selected backend's.
+
+    Raises:
+        OperandError: a number of rotated elements that is odd or below 2, or a size or factor that
+            is not positive.
+    """
+
+    inv_freq: torch.Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: float | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        size = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
+        if size < 2 or size % 2:
+            raise OperandError(
+                f"RotaryPositionEmbedding(dim={dim!r}, rotary_percent={rotary_percent!r}) rotates "
+                f"{size} elements of a head; expected an even number of at least 2, as they are "
+                f"rotated in pairs."
+            )
+        for name, value in (
+            ("rotary_base", rotary_base),
+            ("seq_len_interpolation_factor", seq_len_interpolation_factor),
+            ("pretrained_max_position_embeddings", pretrained_max_position_embeddings),
+        ):
+            if value is not None and not value > 0:
+                raise OperandError(
+                    f"RotaryPositionEmbedding({name}={value!r}): expected a positive number."
+                )
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.rotary_base = rotary_base
+        self.interleaved = interleaved
+        even = torch.arange(0, size, 2, dtype=torch.float32, device=resolve_device(device))
+        self.register_buffer("inv_freq", 1.0 / (rotary_base ** (even / size)))
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """Return the angles of the positions ``offset`` to ``offset + max_seq_len - 1``.
+
+        float32 ``[max_seq_len, 1, 1, r]``, with r the number of rotated elements. An ``offset`` is
+        a position, before interpolation.
+        """
+        factors = self.inv_freq
+        positions = torch.arange(max_seq_len, device=factors.device, dtype=factors.dtype) + offset
+        factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
+        if factor is not None and trained is not None:
+            is_longer = max_seq_len > trained * factor
+            positions = positions * (1 / (max_seq_len / trained) if is_longer else 1 / factor)
+        angles = positions[:, None] * factors
+        if self.interleaved:
+            angles = angles.repeat_interleave(2, dim=-1)
+        else:
+            angles = torch.cat((angles, angles), dim=-1)
+        return angles[:, None, None, :]
+
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> RotaryPositionEmbedding:
+        """Move the factors, without a change of their dtype: the last bits of a factor are whole
+        turns at large positions."""
+        before = self.inv_freq
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        if self.inv_freq.dtype != before.dtype:
+            self.inv_freq = before.to(self.inv_freq.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Return the number of rotated elements, the base and how they are paired."""
+        size = 2 * self.inv_freq.shape[0]
+        return f"{size}, rotary_base={self.rotary_base}, interleaved={self.interleaved}"
+
+
+class Rotary(LowPrecisionModule):
+    """Rotates the heads of a tensor by the angles of their positions, as one operation of a
+    backend; a layer that does so holds one, so that ``fp8core.explain`` lists it.
+
+    Args:
+        tensor_format: the order of the dimensions: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
+        interleaved: as in :class:`RotaryPositionEmbedding`.
+        name: the layer's name in messages.
+    """
+
+    kind = "rotary"
+
+    def __init__(
+        self, tensor_format: str = "sbhd", interleaved: bool = False, name: str | None = None
+    ) -> None:
+        super().__init__(name)
+        self.tensor_format = _known_format("Rotary", tensor_format)
+        self.interleaved = interleaved
+
+    def link_shapes(self) -> tuple[RotaryShape]:
+        """Return the shape of the rotation."""
+        return (RotaryShape(self.tensor_format, self.interleaved),)
+
+    def forward(
+        self,
+        t: torch.Tensor,
+        freqs: torch.Tensor,
+        start_positions: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return ``t``, rotated; the arguments are those of :func:`apply_rotary_pos_emb`."""
+        dtype = check_input(self, t, None, None)
+        layout, label = self.tensor_format, self.label
+        if t.dim() != len(layout) or 0 in t.shape[-2:]:
+            raise OperandError(
+                f"{label}: t is {list(t.shape)}; expected {', '.join(layout)}, none of h and d 0."
+            )
+        _check_freqs(label, t, freqs)
+        spans = _spans_of(label, layout, t, start_positions, cu_seqlens)
+        spans.check(label, layout, t, freqs.shape[0])
+        freqs = freqs if freqs.dtype == torch.float32 else freqs.float()
+        bound = bind(self, t.device, dtype)
+        call = Call(tensors=spans, sizes=t.shape)
+        y = run_links(self, bound, bound.parts[0], t.flatten(-2), [freqs], call)
+        return y.view(t.shape)
+
+
+def apply_rotary_pos_emb(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> torch.Tensor:
+    """Return queries or keys rotated by the angles of their positions, in the dtype of ``t``.
+
+    Computed in float32 (float64 from float64) and rounded once; differentiable with respect to
+    ``t``.
+
+    Args:
+        t: ``[s, b, h, d]``, ``[b, s, h, d]`` or ``[t, h, d]``, as ``tensor_format`` says; any
+            strides.
+        freqs: angles of positions 0 and up, ``[positions, 1, 1, r]``, as
+            :class:`RotaryPositionEmbedding` makes them; the first r of the d elements of a head are
+            rotated, r even.
+        tensor_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
+        start_positions: integers ``[b]`` on the device of ``t``: the position of the first token of
+            each sequence; None stands for 0.
+        interleaved: as in :class:`RotaryPositionEmbedding`.
+        fused: has no effect, as a backend always computes it as one operation.
+        cu_seqlens: integers ``[b + 1]`` on the device of ``t``, for ``"thd"`` alone: where
+            sequences begin and end among the tokens; tokens of no sequence become zeros.
+        cp_size, cp_rank: of context parallelism, which is not offered.
+
+    On an accelerator the values of ``start_positions`` and ``cu_seqlens`` are not read by the host:
+    a token at a position that ``freqs`` lacks gets NaN there, and an error on the CPU.
+
+    Raises:
+        OperandError: shapes, dtypes or devices that do not fit, or a position that ``freqs`` lacks.
+        UnsupportedError: ``cp_size`` above 1, or angles that require a gradient.
+    """
+    if cp_size != 1 or cp_rank:
+        refuse_arguments(apply_rotary_pos_emb, locals(), ("cp_size", "cp_rank"))
+    layer = _rotary(_known_format("apply_rotary_pos_emb", tensor_format), bool(interleaved))
+    y: torch.Tensor = layer(t, freqs, start_positions, cu_seqlens)
+    return y
+
+
+def apply_fused_qkv_rotary_pos_emb(
+    qkv: torch.Tensor,
+    q_freqs: torch.Tensor,
+    k_freqs: torch.Tensor,
+    qkv_split_arg_list: Sequence[int],
+    tensor_format: str = "sbhd",
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return query, key and value of a packed projection, the first two rotated.
+
+    Args:
+        qkv: ``[s, b, g, n]`` or ``[b, s, g, n]``; for each of the g groups of heads, the queries of
+            its heads, its key and its value, one after the other.
+        q_freqs, k_freqs: angles for the queries and for the keys, as ``freqs`` of
+            :func:`apply_rotary_pos_emb`.
+        qkv_split_arg_list: three integers: how many of the n elements are queries, key and value.
+            The first is a multiple of the second, which is the size of a head.
+        tensor_format: ``"sbhd"`` or ``"bshd"``.
+        start_positions, interleaved, cp_size, cp_rank: as of :func:`apply_rotary_pos_emb`.
+        cu_seqlens: not offered.
+
+    Returns the query ``[s, b, h, d]``, with ``h = g * queries / d`` heads, the key ``[s, b, g, d]``
+    and the value ``[s, b, g, d_v]``, a view of ``qkv``; batch first in ``"bshd"``.
+
+    Raises:
+        OperandError: sizes that do not fit.
+        UnsupportedError: ``"thd"``, or an argument that is not offered.
+    """
+    owner = "apply_fused_qkv_rotary_pos_emb"
+    if cp_size != 1 or cp_rank or cu_seqlens is not None:
+        names = ("cu_seqlens", "cp_size", "cp_rank")
+        refuse_arguments(apply_fused_qkv_rotary_pos_emb, locals(), names)
+    if _known_format(owner, tensor_format) == "thd":
+        raise UnsupportedError(
+            f"{owner}(tensor_format='thd') is not offered; split the tensor and call "
+            f"apply_rotary_pos_emb for query and key."
+        )
+    check_kind(owner, "qkv", qkv)
+    sizes = list(qkv_split_arg_list)
+    is_split = len(sizes) == 3 and min(sizes) > 0 and sizes[0] % sizes[1] == 0
+    if qkv.dim() != 4 or not is_split or sum(sizes) != qkv.shape[-1]:
+        raise OperandError(
+            f"{owner}: qkv {list(qkv.shape)} with qkv_split_arg_list={sizes}; expected four "
+            f"dimensions, and sizes of queries, key and value that add up to the last one, the "
+            f"first a multiple of the second."
+        )
+    query, key, value = torch.split(qkv, sizes, dim=-1)
+    query = query.reshape(*qkv.shape[:2], -1, sizes[1])
+    layer = _rotary(tensor_format, bool(interleaved))
+    return layer(query, q_freqs, start_positions), layer(key, k_freqs, start_positions), value
+
+
+def _rotary(tensor_format: str, interleaved: bool) -> Rotary:
+    """Return the layer that keeps what the function has bound for such tensors."""
+    return _LAYERS[tensor_format, interleaved]
+
+
+def _known_format(owner: str, tensor_format: str) -> str:
+    if tensor_format in ROTARY_LAYOUTS:
+        return tensor_format
+    raise OperandError(
+        f"{owner}(tensor_format={tensor_format!r}): expected one of {', '.join(ROTARY_LAYOUTS)}."
+        f"{did_you_mean(str(tensor_format), ROTARY_LAYOUTS)}"
+    )
+
+
+def _check_freqs(label: str, t: torch.Tensor, freqs: torch.Tensor) -> None:
+    check_kind(label, "freqs", freqs)
+    if freqs.requires_grad:
+        raise UnsupportedError(
+            f"{label}: freqs requires a gradient, which is not offered; pass freqs.detach()."
+        )
+    if freqs.device != t.device:
+        raise OperandError(
+            f"{label}: freqs is on {freqs.device}, t on {t.device}. Move one of them; nothing is "
+            f"moved silently."
+        )
+    if freqs.dim() != 4 or tuple(freqs.shape[1:3]) != (1, 1):
+        raise OperandError(
+            f"{label}: freqs is {list(freqs.shape)}; expected [positions, 1, 1, r], as "
+            f"RotaryPositionEmbedding makes it."
+        )
+    size = freqs.shape[3]
+    if size % 2 or not 0 < size <= t.shape[-1]:
+        raise OperandError(
+            f"{label}: freqs {list(freqs.shape)} rotates {size} of the {t.shape[-1]} elements of a "
+            f"head; expected an even number of them, as they are rotated in pairs."
+        )
+
+
+class _Spans(NamedTuple):
+    """The first positions of the sequences, int32 ``[b]``, and where these lie among the tokens,
+    int32 ``[b + 1]``; None where the call does not say."""
+
+    starts: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+
+    def check(self, label: str, layout: str, t: torch.Tensor, positions: int) -> None:
+        """Refuse a token at a position that is not below ``positions``, and sequences that do not
+        lie among the tokens, where the host knows the values without waiting for a device."""
+        is_dense = self.cu_seqlens is None
+        if is_dense:
+            _check_end(label, t.shape[layout.index("s")], positions)
+        if is_dense and self.starts is None:
+            return
+        if t.device.type == "cpu" and not (is_captured(t) or is_transform_active()):
+            self._check_values(label, layout, t, positions)
+
+    def _check_values(self, label: str, layout: str, t: torch.Tensor, positions: int) -> None:
+        if self.cu_seqlens is None:
+            lengths = [t.shape[layout.index("s")]] * t.shape[layout.index("b")]
+        else:
+            bounds = self.cu_seqlens.tolist()
+            lengths = [after - before for before, after in itertools.pairwise(bounds)]
+            if bounds[0] < 0 or bounds[-1] > t.shape[0] or min(lengths, default=0) < 0:
+                raise OperandError(
+                    f"{label}: cu_seqlens {bounds} of {t.shape[0]} tokens; expected bounds that "
+                    f"rise from 0 to at most the number of tokens."
+                )
+        starts = [0] * len(lengths) if self.starts is None else self.starts.tolist()
+        if min(starts, default=0) < 0:
+            raise OperandError(
+                f"{label}: start_positions {starts} has one below 0; expected the number of tokens "
+                f"before each sequence."
+            )
+        _check_end(label, max(map(operator.add, lengths, starts), default=0), positions)
+
+
+def _check_end(label: str, end: int, positions: int) -> None:
+    if end > positions:
+        raise OperandError(
+            f"{label}: a sequence reaches position {end - 1}, but freqs has the angles of "
+            f"{positions} positions; ask RotaryPositionEmbedding for at least {end}."
+        )
+
+
+def _spans_of(
+    label: str,
+    layout: str,
+    t: torch.Tensor,
+    starts: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> _Spans:
+    """Return the sequences of a call, their numbers as int32.
+
+    Raises:
+        OperandError: numbers of another kind or on another device, or not one for each sequence.
+    """
+    if (layout == "thd") != (cu_seqlens is not None):
+        given = "None" if cu_seqlens is None else "given"
+        raise OperandError(
+            f"{label}: cu_seqlens is {given} for tensor_format={layout!r}; it says where the "
+            f"sequences of 'thd' begin and end, and is for that format alone."
+        )
+    if cu_seqlens is None:
+        batch = t.shape[layout.index("b")]
+    else:
+        cu_seqlens = _integers(label, "cu_seqlens", cu_seqlens, t)
+        batch = cu_seqlens.shape[0] - 1
+        if batch < 0:
+            raise OperandError(f"{label}: cu_seqlens is empty; expected [0] for no sequence.")
+    if starts is not None:
+        starts = _integers(label, "start_positions", starts, t)
+        if starts.shape[0] != batch:
+            raise OperandError(
+                f"{label}: start_positions has {starts.shape[0]} entries; expected one for each of "
+                f"the {batch} sequences."
+            )
+    return _Spans(starts, cu_seqlens)
+
+
+def _integers(label: str, name: str, given: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """Return a vector of integers as int32."""
+    if not isinstance(given, torch.Tensor):
+        raise OperandError(f"{label}: {name} is {type(given).__name__}; expected a torch.Tensor.")
+    if not torch.compiler.is_compiling():
+        given = made_readable(unwrap(given, name), t.device, f"{label}: {name}")
+    if given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):
+        raise OperandError(
+            f"{label}: {name} is {given.dtype} {list(given.shape)}; expected a vector of int32."
+        )
+    return given.to(torch.int32)
+
+
+_LAYERS = {
+    (layout, interleaved): Rotary(layout, interleaved, "apply_rotary_pos_emb")
+    for layout in ROTARY_LAYOUTS
+    for interleaved in (False, True)
+}

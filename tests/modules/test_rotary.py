@@ -1,0 +1,406 @@
+"""Rotary embedding as users call it: against Hugging Face and formulas, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama as llama
+
+import fp8core
+from fp8core import (
+    OperandError,
+    RotaryPositionEmbedding,
+    UnsupportedError,
+    apply_fused_qkv_rotary_pos_emb,
+    apply_rotary_pos_emb,
+    autocast,
+    recipe,
+)
+from fp8core.modules.rotary import Rotary
+
+BF16 = torch.bfloat16
+F64 = torch.float64
+LAYOUTS = ("sbhd", "bshd", "thd")
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def packed(layout: str, dtype: torch.dtype = F64) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A tensor of two sequences of five tokens in ``layout``, and the keywords that it needs."""
+    x = torch.randn(5, 2, 3, 8, generator=torch.Generator().manual_seed(4), dtype=F64).to(dtype)
+    if layout == "sbhd":
+        return x, {}
+    x = x.transpose(0, 1).contiguous()
+    if layout == "bshd":
+        return x, {}
+    return x.flatten(0, 1), {"cu_seqlens": ints(0, 5, 10)}
+
+
+# The angles
+
+
+def test_angles_are_position_times_power_of_the_base() -> None:
+    freqs = RotaryPositionEmbedding(6, rotary_base=100.0)(4)
+    assert freqs.shape == (4, 1, 1, 6)
+    assert freqs.dtype == torch.float32
+    want = [[p * 100.0 ** (-2 * i / 6) for i in (0, 1, 2, 0, 1, 2)] for p in range(4)]
+    torch.testing.assert_close(freqs[:, 0, 0], torch.tensor(want), rtol=1e-6, atol=0)
+
+
+def test_interleaved_angles_are_those_of_neighbours() -> None:
+    halves, pairs = (RotaryPositionEmbedding(6, interleaved=flag)(4) for flag in (False, True))
+    assert torch.equal(pairs[..., 0::2], halves[..., :3])
+    assert torch.equal(pairs[..., 1::2], halves[..., :3])
+
+
+def test_rotary_percent_leaves_elements_out() -> None:
+    assert RotaryPositionEmbedding(16, 0.5)(3).shape == (3, 1, 1, 8)
+    assert torch.equal(RotaryPositionEmbedding(16, 0.5)(3), RotaryPositionEmbedding(8)(3))
+
+
+def test_offset_shifts_the_positions() -> None:
+    embedding = RotaryPositionEmbedding(8)
+    assert torch.equal(embedding(4, offset=3), embedding(7)[3:])
+
+
+def test_interpolation_divides_the_positions_by_the_factor() -> None:
+    plain = RotaryPositionEmbedding(8)
+    squeezed = RotaryPositionEmbedding(
+        8, seq_len_interpolation_factor=4, pretrained_max_position_embeddings=8
+    )
+    assert torch.equal(squeezed(32)[::4], plain(8))
+
+
+def test_a_longer_sequence_is_squeezed_into_the_trained_length() -> None:
+    squeezed = RotaryPositionEmbedding(
+        8, seq_len_interpolation_factor=4, pretrained_max_position_embeddings=8
+    )
+    torch.testing.assert_close(squeezed(64)[::8], RotaryPositionEmbedding(8)(8))
+
+
+def test_hugging_face_makes_the_same_angles() -> None:
+    config = llama.LlamaConfig(hidden_size=32, num_attention_heads=2)
+    cos, sin = llama.LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(50)[None])
+    freqs = RotaryPositionEmbedding(16)(50).reshape(1, 50, 16)
+    torch.testing.assert_close(freqs.cos(), cos, rtol=0, atol=2e-6)
+    torch.testing.assert_close(freqs.sin(), sin, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F64], ids=str)
+def test_factors_stay_float32_in_a_converted_model(dtype: torch.dtype) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), RotaryPositionEmbedding(8))
+    before = model[1](9)
+    model.to(dtype)
+    assert model[0].weight.dtype == dtype
+    assert torch.equal(model[1](9), before)
+
+
+def test_factors_move_to_another_device() -> None:
+    assert RotaryPositionEmbedding(8).to("meta")(4).device.type == "meta"
+
+
+def test_factors_are_in_the_state_dict_by_their_name_of_transformer_engine() -> None:
+    assert list(RotaryPositionEmbedding(8).state_dict()) == ["inv_freq"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"dim": 7}, "rotates 7 elements"),
+        ({"dim": 0}, "rotates 0 elements"),
+        ({"dim": 10, "rotary_percent": 0.3}, "rotates 3 elements"),
+        ({"dim": 8, "rotary_base": 0.0}, "rotary_base=0.0"),
+        ({"dim": 8, "seq_len_interpolation_factor": -1}, "seq_len_interpolation_factor=-1"),
+    ],
+)
+def test_angles_that_make_no_sense_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(OperandError, match=text):
+        RotaryPositionEmbedding(**options)
+
+
+# The rotation
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_output_and_gradient_are_those_of_complex_numbers(layout: str, interleaved: bool) -> None:
+    x, given = packed(layout)
+    freqs = RotaryPositionEmbedding(6, interleaved=interleaved)(9)
+    own = x.clone().requires_grad_()
+    given |= {"start_positions": ints(1, 4), "interleaved": interleaved}
+    y = apply_rotary_pos_emb(own, freqs, layout, **given)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    first = {"sbhd": 0, "bshd": 1, "thd": 0}[layout]
+    batch = {"sbhd": 1, "bshd": 0}.get(layout, 0)
+    split = x.unflatten(0, (2, 5)) if layout == "thd" else x.movedim(batch, 0)
+    angle = freqs[..., ::2] if interleaved else freqs[..., :3]
+
+    def turned(part: torch.Tensor, start: int, sign: int) -> torch.Tensor:
+        """``part [5, h, d]`` of the sequence that starts at ``start``."""
+        head = part[..., :6].unflatten(-1, (3, 2) if interleaved else (2, 3))
+        head = head if interleaved else head.transpose(-1, -2)
+        phase = sign * angle[start : start + 5].double().reshape(5, 1, 3)
+        z = torch.view_as_complex(head.contiguous()) * torch.polar(torch.ones_like(phase), phase)
+        back = torch.view_as_real(z)
+        back = back if interleaved else back.transpose(-1, -2)
+        return torch.cat((back.flatten(-2), part[..., 6:]), -1)
+
+    grads = grad.unflatten(0, (2, 5)) if layout == "thd" else grad.movedim(batch, 0)
+    results = y.unflatten(0, (2, 5)) if layout == "thd" else y.movedim(batch, 0)
+    assert own.grad is not None
+    back = own.grad.unflatten(0, (2, 5)) if layout == "thd" else own.grad.movedim(batch, 0)
+    assert x.shape[first] in (5, 10)
+    for at, start in enumerate((1, 4)):
+        torch.testing.assert_close(results[at], turned(split[at], start, 1), rtol=0, atol=1e-14)
+        torch.testing.assert_close(back[at], turned(grads[at], start, -1), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_hugging_face_rotates_the_same(dtype: torch.dtype) -> None:
+    x, _ = packed("bshd", dtype)
+    freqs = RotaryPositionEmbedding(8)(5)
+    cos, sin = (f(freqs).reshape(1, 5, 8).to(dtype) for f in (torch.cos, torch.sin))
+    want, _ = llama.apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)
+    y = apply_rotary_pos_emb(x, freqs, "bshd")
+    # they round cosine, sine, both products and the sum
+    bound = 3 * torch.finfo(dtype).eps * x.abs().amax() if dtype == BF16 else 0
+    torch.testing.assert_close(y, want, rtol=0, atol=float(bound))
+
+
+def test_a_slice_of_a_packed_projection_is_rotated_without_a_copy_of_it() -> None:
+    qkv = torch.randn(5, 2, 9, 8)
+    freqs = RotaryPositionEmbedding(8)(5)
+    query = qkv[:, :, 3:6]
+    assert torch.equal(
+        apply_rotary_pos_emb(query, freqs), apply_rotary_pos_emb(query.contiguous(), freqs)
+    )
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_packed_query_key_value_are_split_and_rotated(layout: str) -> None:
+    qkv = torch.randn(5, 2, 3, 4 * 8 + 8 + 6, dtype=F64, requires_grad=True)
+    if layout == "bshd":
+        qkv = qkv.detach().transpose(0, 1).contiguous().requires_grad_()
+    q_freqs, k_freqs = RotaryPositionEmbedding(8)(5), RotaryPositionEmbedding(8, 0.5)(7)
+    query, key, value = apply_fused_qkv_rotary_pos_emb(
+        qkv, q_freqs, k_freqs, [32, 8, 6], layout, interleaved=True
+    )
+    parts = qkv.split([32, 8, 6], dim=-1)
+    heads = parts[0].reshape(*qkv.shape[:2], 12, 8)
+    assert torch.equal(query, apply_rotary_pos_emb(heads, q_freqs, layout, interleaved=True))
+    assert torch.equal(key, apply_rotary_pos_emb(parts[1], k_freqs, layout, interleaved=True))
+    assert torch.equal(value, parts[2])
+    (query.sum() + key.sum() + value.sum()).backward()
+    assert qkv.grad is not None
+    assert qkv.grad.shape == qkv.shape
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_first_and_second_derivatives(interleaved: bool) -> None:
+    x = torch.randn(3, 2, 1, 6, dtype=F64, requires_grad=True)
+    freqs = RotaryPositionEmbedding(4, interleaved=interleaved)(9)
+    starts = ints(2, 5)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return apply_rotary_pos_emb(x, freqs, start_positions=starts, interleaved=interleaved)
+
+    assert torch.autograd.gradcheck(run, x)
+    assert torch.autograd.gradgradcheck(run, x)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own, in jvp
+def test_vmap_and_jvp() -> None:
+    freqs = RotaryPositionEmbedding(8)(5)
+    x = torch.randn(4, 5, 2, 3, 8, dtype=F64)
+    each = torch.stack([apply_rotary_pos_emb(one, freqs) for one in x])
+    torch.testing.assert_close(torch.func.vmap(lambda x: apply_rotary_pos_emb(x, freqs))(x), each)
+    _, tangent = torch.func.jvp(lambda x: apply_rotary_pos_emb(x, freqs), (x[0],), (x[1],))
+    torch.testing.assert_close(tangent, each[1])  # it is linear
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_compiled_graph_gives_the_same_bits(layout: str) -> None:
+    x, given = packed(layout, BF16)
+    freqs = RotaryPositionEmbedding(8)(9)
+    given["start_positions"] = ints(1, 4)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return apply_rotary_pos_emb(x, freqs, layout, **given)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    results = []
+    for one in (run, compiled):
+        own = x.clone().requires_grad_()
+        y = one(own)
+        y.backward(torch.ones_like(y))
+        results.append((y, own.grad))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_checkpoint_recomputes_it() -> None:
+    x, _ = packed("sbhd")
+    freqs = RotaryPositionEmbedding(8)(5)
+    grads = []
+    for run in (lambda x: x, lambda x: fp8core.checkpoint(apply_rotary_pos_emb, x, freqs)):
+        own = x.clone().requires_grad_()
+        y = run(own)
+        y = apply_rotary_pos_emb(own, freqs) if y is own else y
+        y.sin().sum().backward()
+        grads.append(own.grad)
+    assert torch.equal(*grads)
+
+
+def test_a_recipe_changes_nothing() -> None:
+    x, _ = packed("sbhd", BF16)
+    freqs = RotaryPositionEmbedding(8)(5)
+    plain = apply_rotary_pos_emb(x, freqs)
+    for chosen in (recipe.DelayedScaling(), recipe.Float8CurrentScaling()):
+        with autocast(recipe=chosen):
+            assert torch.equal(apply_rotary_pos_emb(x, freqs), plain)
+
+
+def test_fused_makes_no_difference() -> None:
+    x, _ = packed("sbhd", BF16)
+    freqs = RotaryPositionEmbedding(8)(5)
+    assert torch.equal(
+        apply_rotary_pos_emb(x, freqs, fused=True), apply_rotary_pos_emb(x, freqs, fused=False)
+    )
+
+
+def test_tokens_of_no_sequence_are_zeros_without_a_gradient() -> None:
+    x = torch.full((8, 1, 4), torch.nan).index_fill_(0, torch.arange(2, 5), 1.0)
+    own = x.requires_grad_()
+    y = apply_rotary_pos_emb(own, RotaryPositionEmbedding(4)(3), "thd", cu_seqlens=ints(2, 5))
+    assert torch.equal(y[[0, 1, 5, 6, 7]], torch.zeros(5, 1, 4))
+    y.sum().backward()
+    assert own.grad is not None
+    assert torch.equal(own.grad[[0, 1, 5, 6, 7]], torch.zeros(5, 1, 4))
+    assert bool(own.grad[2:5].ne(0).any())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_token_gives_no_output(layout: str) -> None:
+    sizes = (0, 2, 4) if layout == "thd" else (0, 3, 2, 4)
+    given = {"cu_seqlens": ints(0)} if layout == "thd" else {}
+    y = apply_rotary_pos_emb(
+        torch.empty(sizes, requires_grad=True), RotaryPositionEmbedding(4)(3), layout, **given
+    )
+    assert y.shape == sizes
+    y.sum().backward()
+
+
+def test_integers_of_64_bits_are_taken() -> None:
+    x, given = packed("thd")
+    freqs = RotaryPositionEmbedding(8)(5)
+    wide = {name: one.long() for name, one in given.items()}
+    assert torch.equal(
+        apply_rotary_pos_emb(x, freqs, "thd", **wide),
+        apply_rotary_pos_emb(x, freqs, "thd", **given),
+    )
+
+
+def test_a_backward_after_a_write_to_the_positions_is_refused() -> None:
+    x, starts = torch.randn(2, 2, 1, 4, requires_grad=True), ints(0, 1)
+    y = apply_rotary_pos_emb(x, RotaryPositionEmbedding(4)(5), start_positions=starts)
+    starts += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_explain_lists_the_operation_of_a_layer_and_by_name() -> None:
+    text = str(fp8core.explain(Rotary("bshd"), "current"))
+    assert "RotaryDesc(bfloat16, bshd)" in text
+    assert "RotaryDesc(bfloat16, bshd, inverse)" in text
+    assert "RotaryDesc(bfloat16, thd, inverse)" in str(fp8core.explain("rotary", "mxfp8"))
+
+
+def test_a_layer_can_be_copied() -> None:
+    x, _ = packed("sbhd")
+    freqs = RotaryPositionEmbedding(8)(5)
+    layer = Rotary()
+    assert torch.equal(layer(x, freqs), copy.deepcopy(layer)(x, freqs))
+
+
+# What is refused
+
+GOOD = RotaryPositionEmbedding(8)(16)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"tensor_format": "bhsd"}, "tensor_format='bhsd'.*sbhd, bshd, thd"),
+        ({"t": torch.zeros(5, 3, 8)}, r"t is \[5, 3, 8\]; expected s, b, h, d"),
+        ({"t": torch.zeros(5, 2, 0, 8)}, r"t is \[5, 2, 0, 8\]"),
+        ({"t": torch.zeros(5, 2, 3, 8, dtype=torch.int32)}, "int32"),
+        ({"freqs": GOOD[..., :5]}, "rotates 5 of the 8 elements"),
+        ({"freqs": RotaryPositionEmbedding(10)(16)}, "rotates 10 of the 8 elements"),
+        ({"freqs": GOOD[:, 0]}, r"freqs is \[16, 1, 8\]; expected \[positions, 1, 1, r\]"),
+        ({"freqs": GOOD.expand(16, 2, 1, 8)}, r"freqs is \[16, 2, 1, 8\]"),
+        ({"freqs": GOOD.to("meta")}, "freqs is on meta, t on cpu"),
+        ({"freqs": GOOD[:4]}, "reaches position 4, but freqs has the angles of 4 positions"),
+        ({"freqs": None}, "freqs is NoneType"),
+        ({"start_positions": ints(0, 12)}, "reaches position 16.*at least 17"),
+        ({"start_positions": ints(0, -1)}, "one below 0"),
+        ({"start_positions": ints(0)}, "has 1 entries; expected one for each of the 2 sequences"),
+        ({"start_positions": torch.zeros(2)}, "expected a vector of int32"),
+        ({"start_positions": ints(0, 1).to("meta")}, "on meta"),
+        ({"start_positions": [0, 1]}, "start_positions is list"),
+        ({"cu_seqlens": ints(0, 5)}, "for that format alone"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(given: dict[str, Any], text: str) -> None:
+    arguments = {"t": torch.zeros(5, 2, 3, 8), "freqs": GOOD, **given}
+    with pytest.raises(OperandError, match=text):
+        apply_rotary_pos_emb(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"cu_seqlens": None}, "cu_seqlens is None for tensor_format='thd'"),
+        ({"cu_seqlens": ints()}, "cu_seqlens is empty"),
+        ({"cu_seqlens": ints(0, 4, 3)}, r"cu_seqlens \[0, 4, 3\] of 10 tokens"),
+        ({"cu_seqlens": ints(-1, 4)}, r"cu_seqlens \[-1, 4\]"),
+        ({"cu_seqlens": ints(0, 11)}, r"cu_seqlens \[0, 11\] of 10 tokens"),
+        ({"freqs": GOOD[:4]}, "reaches position 4"),
+        ({"start_positions": ints(1, 2, 3)}, "expected one for each of the 2 sequences"),
+    ],
+)
+def test_sequences_that_do_not_fit_are_named(given: dict[str, Any], text: str) -> None:
+    arguments = {"freqs": GOOD, "cu_seqlens": ints(0, 5, 10), **given}
+    with pytest.raises(OperandError, match=text):
+        apply_rotary_pos_emb(torch.zeros(10, 3, 8), tensor_format="thd", **arguments)
+
+
+@pytest.mark.parametrize("given", [{"cp_size": 2}, {"cp_rank": 1}])
+def test_context_parallelism_is_refused_by_name(given: dict[str, int]) -> None:
+    name = next(iter(given))
+    x = torch.zeros(5, 2, 3, 8)
+    with pytest.raises(UnsupportedError, match=rf"apply_rotary_pos_emb\({name}="):
+        apply_rotary_pos_emb(x, GOOD, **given)
+    with pytest.raises(UnsupportedError, match=rf"apply_fused_qkv_rotary_pos_emb\({name}="):
+        apply_fused_qkv_rotary_pos_emb(x, GOOD, GOOD, [4, 2, 2], **given)
+
+
+def test_a_gradient_of_the_angles_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"freqs\.detach"):
+        apply_rotary_pos_emb(torch.zeros(5, 2, 3, 8), GOOD.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("sizes", [[4, 4], [4, 4, 1], [6, 4, 2], [8, 0, 0]])
+def test_a_split_that_does_not_fit_is_named(sizes: list[int]) -> None:
+    with pytest.raises(OperandError, match="qkv_split_arg_list"):
+        apply_fused_qkv_rotary_pos_emb(torch.zeros(5, 2, 3, 8), GOOD, GOOD, sizes)
+
+
+def test_packed_projections_of_packed_sequences_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="tensor_format='thd'"):
+        apply_fused_qkv_rotary_pos_emb(torch.zeros(5, 2, 3, 8), GOOD, GOOD, [4, 2, 2], "thd")
