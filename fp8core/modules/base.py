@@ -67,7 +67,8 @@ class LowPrecisionModule(DelayedModule):
             self._bindings.set_watch(watch)
 
     def parameter(self, name: str) -> torch.Tensor | None:
-        """Return the parameter ``name``, or the tensor that a parametrization computes for it."""
+        """Return the parameter ``name``, or the tensor in its stead: one that a parametrization
+        computes, or a view of a flat parameter."""
         try:
             return self._parameters[name]
         except KeyError:
@@ -116,4 +117,7 @@ class LowPrecisionModule(DelayedModule):
         ]
 
     def _dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
+        """Return the dtype of the parameters; of tensors in their stead if the layer has none."""
+        for parameter in self.parameters():
+            return parameter.dtype
+        return self.link_params()[0].dtype

@@ -116,7 +116,7 @@ class LayerNormLinear(Linear):
 
     def link_params(self) -> list[torch.Tensor]:
         """Return the norm's parameters, then the linear's."""
-        return [*norm_params(self), *super().link_params()]
+        return [*norm_params(self, self._norm[0]), *super().link_params()]
 
     def forward(
         self,
@@ -137,7 +137,8 @@ class LayerNormLinear(Linear):
         bound = bind(self, input.device, dtype)
         if input.dtype != dtype:
             input = input.to(dtype)
-        outputs = run_after_norm(self, bound, input, params, is_first_microbatch)
+        norm = norm_params(self, self._norm[0])
+        outputs = run_after_norm(self, bound, input, norm, params, is_first_microbatch)
         if self.return_bias:
             outputs.insert(1, bias)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -165,24 +166,24 @@ def reset_norm(module: torch.nn.Module, zero_centered: bool) -> None:
     fill(module._parameters.get("layer_norm_bias"), torch.nn.init.zeros_)
 
 
-def norm_params(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the norm's parameters, in order."""
-    names = ("layer_norm_weight", "layer_norm_bias")
-    return [param for param in map(module._parameters.get, names) if param is not None]
+def norm_params(module: LowPrecisionModule, kind: str) -> list[torch.Tensor]:
+    """Return the parameters of the norm of ``kind``, in order."""
+    names = ("layer_norm_weight", *(("layer_norm_bias",) if kind == "layernorm" else ()))
+    return [param for param in map(module.parameter, names) if param is not None]
 
 
 def run_after_norm(
     module: LowPrecisionModule,
     bound: Bound,
     input: torch.Tensor,
+    norm: Sequence[torch.Tensor],
     params: Sequence[torch.Tensor],
     is_first_microbatch: bool | None,
 ) -> list[Any]:
-    """Run the norm and the links after it, whose parameters are ``params``.
+    """Run the norm, whose parameters are ``norm``, and the links after it, whose are ``params``.
 
     Returns the output, and the norm's result if the layer returns that too.
     """
-    norm = norm_params(module)
     call = bound.call(is_first_microbatch)
     if len(bound.parts) == 1:
         return [run_links(module, bound, bound.parts[0], input, [*norm, *params], call)]

@@ -168,7 +168,7 @@ class LayerNormMLP(LowPrecisionModule):
 
     def link_params(self) -> list[torch.Tensor]:
         """Return the norm's parameters, then those of fc1 and fc2."""
-        return [*norm_params(self), *self._linear_params()]
+        return [*norm_params(self, self._norm[0]), *self._linear_params()]
 
     def _linear_params(self) -> list[torch.Tensor]:
         fc2_bias = None if self.return_bias else self.fc2_bias
@@ -185,7 +185,8 @@ class LayerNormMLP(LowPrecisionModule):
         bound = bind(self, input.device, dtype)
         if input.dtype != dtype:
             input = input.to(dtype)
-        outputs = run_after_norm(self, bound, input, self._linear_params(), is_first_microbatch)
+        norm, linears = norm_params(self, self._norm[0]), self._linear_params()
+        outputs = run_after_norm(self, bound, input, norm, linears, is_first_microbatch)
         if self.return_bias:
             outputs.insert(1, self.fc2_bias)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)

@@ -73,7 +73,8 @@ class _Norm(LowPrecisionModule):
 
     def link_params(self) -> list[torch.Tensor]:
         """Return gamma, then beta if there is one."""
-        return list(self.parameters())
+        names = ("weight", "bias") if self.norm_kind == "layernorm" else ("weight",)
+        return [param for param in map(self.parameter, names) if param is not None]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize the last dimension of ``input [..., n]``, in float32; the dtype stays.
