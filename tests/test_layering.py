@@ -71,6 +71,9 @@ LONG_SIGNATURES = {
     "fp8core.modules.layernorm_mlp.LayerNormMLP.__init__": "Transformer Engine's order",
     "fp8core.modules.rotary.apply_rotary_pos_emb": "Transformer Engine's order",
     "fp8core.modules.rotary.apply_fused_qkv_rotary_pos_emb": "Transformer Engine's order",
+    "fp8core.modules.attention.DotProductAttention.__init__": "Transformer Engine's order",
+    "fp8core.modules.attention.DotProductAttention.forward": "Transformer Engine's order",
+    "fp8core_backends.reference.attention.attention_backward": "what the operation takes",
     "fp8core.modules.delayed.DelayedModule._load_from_state_dict": "overrides torch's",
     "fp8core.torch_ops.operators._quantize": "a torch operator takes no tensor by keyword",
 }

@@ -18,6 +18,8 @@ from fp8core.backend_api import (
     ActivationDesc,
     Alignment,
     AmaxDesc,
+    AttentionBackwardDesc,
+    AttentionDesc,
     ColumnSumsDesc,
     DequantizeDesc,
     GemmDesc,
@@ -34,6 +36,8 @@ from fp8core.backend_api import (
     has_amax,
 )
 from fp8core_backends.reference.activation import NUM_PARAMS, activation, activation_backward
+from fp8core_backends.reference.attention import attention, attention_backward
+from fp8core_backends.reference.attention_sequences import contradiction
 from fp8core_backends.reference.column_sums import column_sums
 from fp8core_backends.reference.gemm import gemm, grouped_gemm
 from fp8core_backends.reference.norm import norm, norm_backward
@@ -53,6 +57,8 @@ class ReferenceBackend:
     activation = staticmethod(activation)
     activation_backward = staticmethod(activation_backward)
     amax = staticmethod(amax)
+    attention = staticmethod(attention)
+    attention_backward = staticmethod(attention_backward)
     column_sums = staticmethod(column_sums)
     norm = staticmethod(norm)
     norm_backward = staticmethod(norm_backward)
@@ -167,6 +173,10 @@ def _check_activation(desc: ActivationDesc | ActivationBackwardDesc) -> str | No
     return params or _check_float(desc.dtype, wide) or _check_float(desc.out_dtype, wide)
 
 
+def _check_attention(desc: AttentionDesc) -> str | None:
+    return _check_float(desc.dtype, torch.float64) or contradiction(desc)
+
+
 def _check_column_sums(desc: ColumnSumsDesc) -> str | None:
     is_known = desc.dtype in (*FLOATS, torch.float64)
     return None if is_known else f"no column sums of {desc.dtype}"
@@ -188,6 +198,8 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
     ActivationDesc: _check_activation,
     ActivationBackwardDesc: _check_activation,
     AmaxDesc: _check_amax,
+    AttentionDesc: _check_attention,
+    AttentionBackwardDesc: lambda desc: _check_attention(desc.attention),
     ColumnSumsDesc: _check_column_sums,
     QuantizeByAmaxDesc: _check_quantize_by_amax,
     RotaryDesc: _check_rotary,

@@ -22,9 +22,10 @@ autograd graph, process group or global state.
 The minimum is in four files: ``backend`` (what a backend class implements), ``descriptors``
 (quantize, dequantize and the product), ``operand_spec`` (how an operand is quantized) and
 ``operands`` (the tensors that an operand consists of). A backend that denies everything else is
-complete. The other files have one subject each: ``amax``, ``delayed``, ``grouped``, ``layers``
-(norms, activations, gradients of biases), ``rotary`` and ``transforms`` for more operations and
-options; ``fused`` and ``optional`` for speed; ``numerics`` for results that differ by design.
+complete. The other files have one subject each: ``amax``, ``attention``, ``delayed``, ``grouped``,
+``layers`` (norms, activations, gradients of biases), ``rotary`` and ``transforms`` for more
+operations and options; ``fused`` and ``optional`` for speed; ``numerics`` for results that differ
+by design.
 """
 
 from __future__ import annotations
@@ -39,6 +40,13 @@ from fp8core.backend_api.amax import (
     has_amax,
     shares_amax,
     split_amax,
+)
+from fp8core.backend_api.attention import (
+    ATTENTION_BIASES,
+    ATTENTION_LAYOUTS,
+    ATTENTION_SOFTMAXES,
+    AttentionBackwardDesc,
+    AttentionDesc,
 )
 from fp8core.backend_api.backend import Alignment, Backend, bind_method
 from fp8core.backend_api.delayed import ScaleUpdateDesc
@@ -79,6 +87,9 @@ from fp8core.formats import FormatSpec
 __all__ = [
     "ACTIVATIONS",
     "API_VERSION",
+    "ATTENTION_BIASES",
+    "ATTENTION_LAYOUTS",
+    "ATTENTION_SOFTMAXES",
     "GATED",
     "GROUP_STEP",
     "OPS",
@@ -91,6 +102,8 @@ __all__ = [
     "Alignment",
     "AmaxDesc",
     "Amaxes",
+    "AttentionBackwardDesc",
+    "AttentionDesc",
     "Backend",
     "BackendSpec",
     "Chunks",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from fp8core.backend_api.amax import AmaxDesc, QuantizeByAmaxDesc
+from fp8core.backend_api.attention import AttentionBackwardDesc, AttentionDesc
 from fp8core.backend_api.delayed import ScaleUpdateDesc
 from fp8core.backend_api.descriptors import DequantizeDesc, GemmDesc, QuantizeDesc
 from fp8core.backend_api.fused import AddNormDesc, FusedDesc
@@ -32,6 +33,8 @@ OpDesc: TypeAlias = (
     | ActivationBackwardDesc
     | ColumnSumsDesc
     | RotaryDesc
+    | AttentionDesc
+    | AttentionBackwardDesc
     | FusedDesc
     | AddNormDesc
 )
@@ -40,6 +43,8 @@ OPS: tuple[str, ...] = (
     "activation",
     "activation_backward",
     "amax",
+    "attention",
+    "attention_backward",
     "column_sums",
     "dequantize",
     "gemm",

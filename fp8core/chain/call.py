@@ -22,7 +22,8 @@ class Call(NamedTuple):
     stochastic rounding. ``first_microbatch`` is the caller's argument, ``keeping`` what follows
     from it for weights; None quantizes them. ``backward_pass`` is set in a recompute: the pass that
     it is part of, at whose end backward scales are updated. ``tensors`` and ``sizes`` are what the
-    link of the chain that takes them says; nothing in them is differentiated.
+    link of the chain that takes them says, as :class:`fp8core.chain.attention.AttentionTensors`
+    does; nothing in them is differentiated.
     """
 
     groups: Groups = ()

@@ -15,7 +15,7 @@ from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.once import OnlyOnce, in_low_precision
 from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved, TensorProgram, Unadded
 from fp8core.chain.request import QuantizeRequest
-from fp8core.chain.shape import BindContext, LinkShape
+from fp8core.chain.shape import BindContext, CallInputs, LinkShape
 from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError
 from fp8core.recipe.plan import TensorPlan
@@ -86,6 +86,10 @@ class AddShape(LinkShape):
     def num_params(self) -> int:
         """The second tensor."""
         return 1
+
+    def example(self, x: torch.Tensor) -> CallInputs:
+        """Return the second tensor, which has the shape of ``x``."""
+        return CallInputs((x.new_empty(x.shape).requires_grad_(),))
 
     @property
     def leaves_sum(self) -> bool:

@@ -21,7 +21,18 @@ from fp8core.recipe.plan import HIGH_PRECISION, LinearPlan, TensorPlan
 from fp8core.tensors.quantizer import Binding
 from fp8core.tensors.states import LayerStates
 
-__all__ = ["BindContext", "LinkShape", "Neighbour", "Watch", "input_columns_of"]
+__all__ = [
+    *("BindContext", "CallInputs", "LinkShape", "Neighbour", "Watch", "input_columns_of"),
+]
+
+
+class CallInputs(NamedTuple):
+    """What a call brings for a link besides the chain's input: the first of the link's parameters,
+    where the others are the layer's, and ``Call.tensors`` and ``Call.sizes``."""
+
+    params: Sequence[torch.Tensor] = ()
+    tensors: Sequence[torch.Tensor | None] = ()
+    sizes: Sequence[int] = ()
 
 
 class LinkShape:
@@ -90,6 +101,11 @@ class LinkShape:
     def grad_input_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which it can hand back its gradient before rounding to ``dtype``."""
         return dtype
+
+    def example(self, x: torch.Tensor) -> CallInputs:
+        """Return what a call with the input ``x [rows, columns]`` brings besides it: tensors of
+        the right shapes like ``x``, without values."""
+        return CallInputs()
 
     def with_offsets_on_device(self) -> LinkShape:
         """Return the shape for calls whose group sizes the host never reads."""

@@ -24,6 +24,7 @@ from fp8core.backend_api import (
     has_amax,
 )
 from fp8core.chain.activation import activation_shape
+from fp8core.chain.attention import AttentionShape
 from fp8core.chain.linear import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import AddShape
@@ -41,6 +42,8 @@ __all__ = ["NORMS", "Need", "layer_needs", "op_needs"]
 NORMS = ("layernorm", "rmsnorm")
 _EPS = 1e-5
 _GROUPS = 2
+_HEADS = 32
+_HEAD_DIM = 128
 
 
 class Need(NamedTuple):
@@ -70,9 +73,9 @@ def layer_needs(layer: LowPrecisionModule, recipe: Recipe, dtype: torch.dtype) -
 def op_needs(op: str, recipe: Recipe, dtype: torch.dtype) -> list[Need]:
     """Return every use of ``op`` under ``recipe`` on activations of ``dtype``.
 
-    It covers dense and grouped linears, each norm and each activation, and rotary embedding; it is
-    empty if the recipe has no use for the operation. An optional operation has a need for each pair
-    that it can replace.
+    It covers dense and grouped linears, norms, activations, causal attention and rotary embedding;
+    it is empty if the recipe has no use for the operation. An optional operation has a need for
+    each pair that it can replace.
     """
     dense = plan_of(LinearPlan, recipe, LayerRole("linear"), dtype)
     grouped = plan_of(LinearPlan, recipe, LayerRole("grouped_linear"), dtype)
@@ -82,6 +85,7 @@ def op_needs(op: str, recipe: Recipe, dtype: torch.dtype) -> list[Need]:
         *_producer_needs(dense, dtype),
         *_sum_needs(dense, dtype),
         *_rotary_needs(dtype),
+        *_attention_needs(recipe, dtype),
     ]
     return [need for need in dict.fromkeys(needs) if need.desc.op == op]
 
@@ -144,6 +148,16 @@ def _rotary_needs(dtype: torch.dtype) -> Iterator[Need]:
     for layout in ROTARY_LAYOUTS:
         for (_, step), desc in record([RotaryShape(layout)], HIGH_PRECISION, dtype):
             yield Need(f"{layout} {step}", desc)
+
+
+def _attention_needs(recipe: Recipe, dtype: torch.dtype) -> Iterator[Need]:
+    """Yield the operations of causal attention, of as many heads of queries as of keys, and of
+    fewer of keys."""
+    plan = plan_of(LinearPlan, recipe, LayerRole("attention"), dtype)
+    for groups, words in ((_HEADS, ""), (_HEADS // 4, " of groups")):
+        shape = AttentionShape("sbhd", _HEADS, groups, *(_HEAD_DIM,) * 2, _HEAD_DIM**-0.5, (-1, 0))
+        for (_, step), desc in record([shape], plan, dtype):
+            yield Need(step + words, desc)
 
 
 def _update(plan: LinearPlan) -> list[Need]:

@@ -119,7 +119,7 @@ def _bytes(
         counted[id(storage)] = storage
         return tensor
 
-    call = _call(shapes, rows)
+    call = _call(shapes, x)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         first = 0
         for part in parts_of(shapes, links):
@@ -133,15 +133,16 @@ def _params(
     layer: LowPrecisionModule, shapes: tuple[LinkShape, ...], x: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the parameters of a call with the input ``x``, and the plain tensors of the layer's
-    own: the others are weights that forward computes, and the extra inputs of residual adds."""
-    columns, params = x.shape[1], []
+    own: the others are weights that forward computes, and what comes with the call, as the extra
+    inputs of residual adds."""
+    rows, columns = x.shape
+    params: list[torch.Tensor] = []
     own: list[torch.Tensor] = []
     given = iter(layer.link_params())
     for shape in shapes:
-        for _ in range(shape.num_params):
-            if shape.leaves_sum:
-                params.append(x.new_empty(x.shape[0], columns).requires_grad_())
-                continue
+        brought = shape.example(x.new_empty(rows, columns)).params
+        params += brought
+        for _ in range(shape.num_params - len(brought)):
             real = next(given)
             param = _on_meta(real)
             params.append(param)
@@ -165,11 +166,18 @@ def _on_meta(param: torch.Tensor) -> torch.Tensor:
     return like if isinstance(param, torch.nn.Parameter) else like.view(param.shape)
 
 
-def _call(shapes: tuple[LinkShape, ...], rows: int) -> Call:
-    """Return a call of ``rows`` rows, in groups of nearly equal sizes if the layer splits them."""
+def _call(shapes: tuple[LinkShape, ...], x: torch.Tensor) -> Call:
+    """Return a call with the input ``x``, in groups of nearly equal sizes if the layer splits its
+    rows."""
     groups = max(shape.groups for shape in shapes)
     if not groups:
-        return Call(rng=torch.empty(2, dtype=torch.int64, device=_META))
-    size, longer = divmod(rows, groups)
+        rng = torch.empty(2, dtype=torch.int64, device=_META)
+        brought = [shape.example(x) for shape in shapes]
+        return Call(
+            rng=rng,
+            tensors=[tensor for one in brought for tensor in one.tensors],
+            sizes=[size for one in brought for size in one.sizes],
+        )
+    size, longer = divmod(x.shape[0], groups)
     splits = (*(size + 1,) * longer, *(size,) * (groups - longer))
     return Call((torch.tensor((0, *itertools.accumulate(splits)), device="cpu"),), splits)

@@ -45,17 +45,18 @@ def bind(
     dtype: torch.dtype,
     *,
     offsets_on_device: bool = False,
+    shapes: tuple[LinkShape, ...] | None = None,
 ) -> Bound:
     """Return the links of ``layer`` for activations of ``dtype`` under the active recipe.
 
     ``offsets_on_device``: as in :class:`~fp8core.chain.linear.LinearShape`, for a grouped layer in
-    eager.
+    eager. ``shapes``: the chain of a call whose arguments decide about it; None: the layer's own.
 
     Raises:
         UnsupportedError: a recompute that cannot equal its forward.
     """
     if torch.compiler.is_compiling():
-        return _bind_captured(layer, device, dtype)
+        return _bind_captured(layer, device, dtype, shapes)
     asked, tape = active(layer.outside_autocast), recompute.current()
     recipe = asked.quantize if asked.quantize is not None else asked.observe
     is_observing = asked.observe is not None
@@ -69,7 +70,7 @@ def bind(
     else:
         records = not tape.is_repeating and (is_observing or tape.is_grad_enabled)
     mode = (is_observing, records, is_grad_enabled, layer.training)
-    key = (recipe, device, dtype, policy.current(), mode, offsets_on_device)
+    key = (recipe, device, dtype, policy.current(), mode, offsets_on_device, shapes)
     last = layer._bindings.last
     if last is not None and last[0] == key:
         bound: Bound = last[1]
@@ -77,7 +78,8 @@ def bind(
         with bind_lock:
             known: Bound | None = layer._bindings.table.get(key)
             binding = Binding(device, dtype, is_observing)
-            bound = known or _bind(layer, recipe, mode, binding, _shapes(layer, offsets_on_device))
+            chosen = shapes or _shapes(layer, offsets_on_device)
+            bound = known or _bind(layer, recipe, mode, binding, chosen)
             layer._bindings.table[key] = bound
             layer._bindings.last = (key, bound)
     if bound.states is not None and repeats:
@@ -89,7 +91,12 @@ def bind(
     return bound
 
 
-def _bind_captured(layer: LowPrecisionModule, device: torch.device, dtype: torch.dtype) -> Bound:
+def _bind_captured(
+    layer: LowPrecisionModule,
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: tuple[LinkShape, ...] | None,
+) -> Bound:
     # torch.compile reads this code. A layer's name is asked for only where it matters: graphs are
     # guarded by what they read.
     asked, backends = active_name(layer.outside_autocast), policy.current()
@@ -98,7 +105,7 @@ def _bind_captured(layer: LowPrecisionModule, device: torch.device, dtype: torch
     is_watched = layer._bindings.watch is not None
     return bind_captured(
         (layer.kind, type(layer).__name__, name, peers, is_compiled, is_watched),
-        tuple([shape.values() for shape in layer.link_shapes()]),
+        tuple([shape.values() for shape in shapes or layer.link_shapes()]),
         asked,
         (backends.backend, backends.op_backends),
         (device, dtype),

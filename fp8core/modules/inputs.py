@@ -50,7 +50,7 @@ def check_input(
     return input.dtype
 
 
-def check_kind(label: str, name: str, tensor: torch.Tensor) -> None:
+def check_kind(label: object, name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor that is not dense or has a dtype in which layers do not compute.
 
     ``name`` is what messages call it, ``label`` the layer.

@@ -15,6 +15,8 @@ from fp8core.backend_api import (
     ActivationDesc,
     AddNormDesc,
     AmaxDesc,
+    AttentionBackwardDesc,
+    AttentionDesc,
     ColumnSumsDesc,
     DequantizeDesc,
     FusedDesc,
@@ -32,6 +34,7 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
 )
 from fp8core.testing import inputs
+from fp8core.testing.attention_calls import attention_call, grad_of
 from fp8core.testing.subject import Subject, on_cpu, storage_step
 from fp8core.torch_ops.private import pytree
 
@@ -411,6 +414,30 @@ def rotary_angles(positions: int, size: int) -> torch.Tensor:
     return (torch.arange(positions)[:, None] * factors)[:, None, None, :]
 
 
+def _attention(subject: Subject, desc: AttentionDesc, case: Case) -> OpCall:
+    arguments, keywords = attention_call(desc, case.seed, case.size)
+    return OpCall(desc, subject.here(arguments), _here_but_rng(subject, keywords))
+
+
+def _attention_backward(subject: Subject, desc: AttentionBackwardDesc, case: Case) -> OpCall:
+    """Return a call whose result and statistics of forward are the backend's, if it computes
+    them: another cannot drop what it drops."""
+    forward = _attention(subject, desc.attention, case)
+    if subject.refuses(desc.attention) is None:
+        out, stats, _ = forward.run(subject)
+    else:
+        given, named = forward.arguments, forward.keywords
+        out, stats, _ = subject.here(subject.judged(desc.attention, *given, **named))
+    grad = subject.here(grad_of(desc.attention, out.shape, case.seed))
+    return OpCall(desc, (grad, *forward.arguments, out, stats), forward.keywords)
+
+
+def _here_but_rng(subject: Subject, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return copies on the device; a seed stays on the CPU."""
+    moved: dict[str, Any] = subject.here(keywords)
+    return moved | {name: one for name, one in keywords.items() if name == "rng"}
+
+
 def _amax(subject: Subject, desc: AmaxDesc, case: Case) -> OpCall:
     return OpCall(desc, _quantize(subject, desc.quantize, case).arguments, {})
 
@@ -447,6 +474,8 @@ _MAKERS: dict[type, Callable[[Subject, Any, Case], OpCall]] = {
     ActivationBackwardDesc: _activation_backward,
     FusedDesc: _fused,
     AddNormDesc: _add_norm,
+    AttentionDesc: _attention,
+    AttentionBackwardDesc: _attention_backward,
 }
 
 

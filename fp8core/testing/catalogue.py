@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,7 @@ from fp8core.backend_api import (
     ActivationDesc,
     AddNormDesc,
     AmaxDesc,
+    AttentionBackwardDesc,
     ColumnSumsDesc,
     DequantizeDesc,
     FusedDesc,
@@ -33,6 +34,7 @@ from fp8core.backend_api import (
     has_amax,
 )
 from fp8core.chain.activation import activation_shape
+from fp8core.chain.attention import AttentionShape
 from fp8core.chain.linear import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import AddShape
@@ -141,6 +143,7 @@ def _of_dtype(
         yield from _entries("plain", [RotaryShape(layout, interleaved)], LinearPlan(), dtype)
     yield from _linears("plain", LinearPlan(), dtype)
     yield from _groups("plain.grouped", LinearPlan(), dtype)
+    yield from _attentions(dtype)
 
 
 def _linears(prefix: str, plan: LinearPlan, dtype: torch.dtype) -> Iterator[CatalogueEntry]:
@@ -192,6 +195,55 @@ def _producers(prefix: str, plan: LinearPlan, dtype: torch.dtype) -> Iterator[Ca
             for entry in _entries(prefix, chain, plan, dtype):
                 if shape in fused or not isinstance(entry.desc, FusedDesc):
                     yield entry
+
+
+_ATTENTION = AttentionShape("sbhd", 4, 2, 64, 64, 0.125)
+_PADDED: dict[str, Any] = {"padding": True}
+_CAUSAL: dict[str, Any] = {"window": (-1, 0)}
+_AT_THE_END: dict[str, Any] = {**_CAUSAL, "bottom_right": True}
+_ATTENTIONS: dict[str, dict[str, Any]] = {
+    "causal": _CAUSAL,
+    "padding": _PADDED,
+    "no_mask": {},
+    "causal.bottom_right": _AT_THE_END,
+    "window": {"window": (7, 3)},
+    "window.bottom_right": {"window": (7, 3), "bottom_right": True},
+    "padding.causal": {**_PADDED, **_CAUSAL},
+    "padding.causal.bottom_right": {**_PADDED, **_AT_THE_END},
+    "arbitrary": {"arbitrary": True},
+    "pre_scale": {"bias": "pre_scale"},
+    "post_scale.causal": {"bias": "post_scale", **_CAUSAL},
+    "alibi.causal": {"bias": "alibi", **_CAUSAL},
+    "softcap.causal": {"softcap": 2.0, **_CAUSAL},
+    "off_by_one.causal": {"softmax": "off-by-one", **_CAUSAL},
+    "learnable.causal": {"softmax": "learnable", **_CAUSAL},
+    "dropout.causal": {"dropout": 0.25, **_CAUSAL},
+    "max_logit.causal": {"max_logit": True, **_CAUSAL},
+    "bshd.causal": {"layout": "bshd", **_CAUSAL},
+    "thd.causal": {"layout": "thd", **_PADDED, **_CAUSAL},
+    "thd.window.bottom_right": {
+        "layout": "thd",
+        **_PADDED,
+        "window": (7, 3),
+        "bottom_right": True,
+    },
+    "one_group.causal": {"gqa_groups": 1, **_CAUSAL},
+    "all_groups.128.causal": {"gqa_groups": 4, "head_dim": 128, "head_dim_v": 128, **_CAUSAL},
+    "two_sizes.causal": {"head_dim": 128, **_CAUSAL},
+}
+"""What differs from :data:`_ATTENTION`; in the dtypes after the first, two stand for all."""
+
+
+def _attentions(dtype: torch.dtype) -> Iterator[CatalogueEntry]:
+    """Yield each mask, layout, bias and softmax of attention, forward and backward."""
+    variants = list(_ATTENTIONS.items())
+    for name, options in variants if dtype == DTYPES[0] else variants[:2]:
+        shape = dataclasses.replace(_ATTENTION, **options)
+        for _, desc in record([shape], LinearPlan(), dtype):
+            way = "backward" if isinstance(desc, AttentionBackwardDesc) else ""
+            bias = "bias" if isinstance(desc, AttentionBackwardDesc) and desc.bias_grad else ""
+            words = ("attention", name, _word(dtype), way, bias)
+            yield CatalogueEntry(".".join(filter(None, words)), desc)
 
 
 def _amaxes(label: str, desc: QuantizeDesc) -> Iterator[CatalogueEntry]:

@@ -18,6 +18,7 @@ __all__ = [
     "late",
     "matrix",
     "moderate",
+    "normal",
     "shifted",
     "spaced",
     "strided",
@@ -107,6 +108,13 @@ def moderate(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.T
     """Return ``x [rows, cols]`` within +-8 whose rows differ by up to a factor 100."""
     spread = 10.0 ** (2 * _uniform(rows, 1, seed + 1) - 1)
     return (_normal(rows, cols, seed) * spread).clamp(-8, 8).to(dtype)
+
+
+@functools.lru_cache(maxsize=512)
+def normal(size: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Return a tensor of ``size``, normally distributed with standard deviation 1."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, generator=generator).to(dtype)
 
 
 @functools.lru_cache(maxsize=64)

@@ -19,6 +19,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
 )
 from fp8core.torch_ops import fused, operators, shapes
+from fp8core.torch_ops.attention import attention_backward_call, attention_call
 from fp8core.torch_ops.encoding import Operation, encode
 
 __all__ = ["call_of"]
@@ -228,6 +229,8 @@ _CALLS: dict[str, Callable[[str, Operation], Call]] = {
     "activation_backward": _activation_backward,
     "column_sums": _column_sums,
     "rotary": _rotary,
+    "attention": attention_call,
+    "attention_backward": attention_backward_call,
     "norm_quantize": _fused,
     "norm_backward_quantize": _fused,
     "activation_quantize": _fused,

@@ -16,6 +16,8 @@ from fp8core.backend_api import (
     ActivationDesc,
     AddNormDesc,
     AmaxDesc,
+    AttentionBackwardDesc,
+    AttentionDesc,
     ColumnSumsDesc,
     DequantizeDesc,
     FusedDesc,
@@ -38,6 +40,7 @@ SPEC = OperandSpec("e4m3", (0, 0), 448.0)
 BYTES = OperandSpec("e4m3", (1, 16), 448.0, scale_format="e4m3")
 NORM = NormDesc("rmsnorm", BF16, BF16, 1e-5)
 CAST = QuantizeDesc(BF16, SPEC, BYTES)
+ATTENTION = AttentionDesc(BF16, "sbhd", 8, 2, 64, 128, 0.125)
 EXAMPLES: tuple[Any, ...] = (
     SPEC,
     BYTES,
@@ -56,6 +59,8 @@ EXAMPLES: tuple[Any, ...] = (
     RotaryDesc(BF16, "sbhd"),
     FusedDesc(NORM, CAST),
     AddNormDesc(NORM),
+    ATTENTION,
+    AttentionBackwardDesc(ATTENTION),
 )
 OTHERS: dict[str, Any] = {
     "format": "e5m2",
@@ -70,6 +75,17 @@ OTHERS: dict[str, Any] = {
     "eps": 1.1e-5,
     "name": "swiglu",
     "params": (7.0, 1.702, 0.5),
+    "layout": "thd",
+    "heads": 16,
+    "groups": 8,
+    "head_dim": 32,
+    "head_dim_v": 64,
+    "scale": 0.125001,
+    "window": (-1, 0),
+    "bias": "alibi",
+    "softcap": 50.0,
+    "softmax": "learnable",
+    "dropout": 0.1,
     "producer": ActivationDesc("gelu", BF16, BF16),
 }
 

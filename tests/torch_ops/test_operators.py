@@ -14,6 +14,8 @@ from fp8core.backend_api import (
     ActivationDesc,
     AddNormDesc,
     AmaxDesc,
+    AttentionBackwardDesc,
+    AttentionDesc,
     BackendSpec,
     ColumnSumsDesc,
     DequantizeDesc,
@@ -33,6 +35,8 @@ from fp8core.backend_api import (
     bind_method,
 )
 from fp8core.dispatch import plugins, table
+from fp8core.testing import calls, subject
+from fp8core.torch_ops.attention import flat_call
 from fp8core.torch_ops.calls import call_of
 from fp8core.torch_ops.encoding import Operation, decode, encode
 
@@ -172,6 +176,18 @@ def grouped_case(contract: bool, **more: Any) -> tuple[Any, ...]:
     return text(desc), flat[0], flat[1] if contract else weights, offsets
 
 
+ATTENTION = AttentionDesc(
+    BF16, "bshd", 4, 2, 8, 16, 0.3, bias="post_scale", softmax="learnable", max_logit=True
+)
+ATTENTION_BACKWARD = AttentionBackwardDesc(ATTENTION, bias_grad=True)
+PACKED_ATTENTION = AttentionDesc(BF16, "thd", 4, 2, 8, 16, 0.3, (3, 2), padding=True)
+
+
+def attention_case(desc: AttentionDesc | AttentionBackwardDesc) -> tuple[Any, ...]:
+    call = calls.arguments(subject.find("reference"), desc)
+    return text(desc), *flat_call(*call.arguments, **call.keywords)
+
+
 CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "quantize_current": lambda: quantize_case(CURRENT, CURRENT),
     "quantize_block": lambda: quantize_case(BLOCK, BLOCK),
@@ -248,6 +264,13 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         torch.rand(9, 1, 1, 6),
         torch.tensor([2, 3], dtype=torch.int32),
         torch.tensor([0, 1, 4], dtype=torch.int32),
+    ),
+    "attention": lambda: (OPS.attention, *attention_case(ATTENTION)),
+    "attention_thd": lambda: (OPS.attention, *attention_case(PACKED_ATTENTION)),
+    "attention_backward": lambda: (OPS.attention_backward, *attention_case(ATTENTION_BACKWARD)),
+    "attention_backward_thd": lambda: (
+        OPS.attention_backward,
+        *attention_case(AttentionBackwardDesc(PACKED_ATTENTION)),
     ),
     "drop": lambda: (OPS.drop, rand(8, 4), torch.tensor([3, 4]), 1, 0.5),
     "draw_seed": lambda: (OPS.draw_seed, 0),

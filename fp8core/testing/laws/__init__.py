@@ -6,6 +6,7 @@ from fp8core.testing.checks import LAWS
 from fp8core.testing.laws import (  # noqa: F401  each defines its laws when it is imported
     alone,
     amax,
+    attention,
     declaration,
     every_op,
     fused,

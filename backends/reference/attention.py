@@ -1,0 +1,252 @@
+"""Attention and its gradients, written out in float32 (float64 for float64).
+
+Inside, every layout is ``[b, heads, length, d]``: ``attention_sequences`` converts, and says which
+keys a query may see. All weights of a call are in memory at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc
+from fp8core_backends.reference.attention_sequences import (
+    Sequences,
+    distance,
+    excluded,
+    sequences_of,
+)
+
+__all__ = ["attention", "attention_backward"]
+
+
+class _Logits(NamedTuple):
+    """``values [b, heads, s_q, s_kv]``, -inf where a mask excludes the key; ``capped`` are those
+    that the cap returned, None without one."""
+
+    values: torch.Tensor
+    capped: torch.Tensor | None
+
+
+class _Softmax(NamedTuple):
+    """``weights [b, heads, s_q, s_kv]`` and ``stats [b, heads, s_q]``."""
+
+    weights: torch.Tensor
+    stats: torch.Tensor
+
+
+def attention(
+    desc: AttentionDesc,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    softmax_offset: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    rng: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return ``(out, stats, max_logit or None)``; see the backend API."""
+    sequences = sequences_of(
+        desc,
+        (q, k),
+        (cu_seqlens_q, cu_seqlens_kv),
+        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        (max_seqlen_q, max_seqlen_kv),
+    )
+    queries, keys, values = _operands(desc, sequences, q, k, v)
+    given = {"bias": bias, "alibi_slopes": alibi_slopes, "mask": mask}
+    logits = _logits(desc, sequences, queries, keys, **given).values
+    softmax = _softmax(logits, _sink(desc, softmax_offset, logits))
+    stats = sequences.without_padding(softmax.stats)
+    weights = _drop(desc, softmax.weights, rng)
+    out = sequences.queries.in_layout((weights @ values).to(desc.dtype), desc.layout)
+    max_logit = _largest(logits) if desc.max_logit else None
+    return out, sequences.statistics(stats), max_logit
+
+
+def attention_backward(
+    desc: AttentionBackwardDesc,
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    stats: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    softmax_offset: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    rng: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return ``(grad_q, grad_k, grad_v, grad_bias or None, grad_softmax_offset or None)``; see the
+    backend API.
+
+    With weights ``p``, values ``v`` and ``g = grad_out @ v^T`` through the dropout, the gradient of
+    a logit is ``p * (g - sum over the row of p * g)``.
+    """
+    forward = desc.attention
+    sequences = sequences_of(
+        forward,
+        (q, k),
+        (cu_seqlens_q, cu_seqlens_kv),
+        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        (max_seqlen_q, max_seqlen_kv),
+    )
+    queries, keys, values = _operands(forward, sequences, q, k, v)
+    grad = sequences.queries.dense(grad_out, forward.layout).to(values.dtype)
+    given = {"bias": bias, "alibi_slopes": alibi_slopes, "mask": mask}
+    logits = _logits(forward, sequences, queries, keys, **given)
+    log_sums = sequences.dense_statistics(stats)
+    weights = torch.exp(logits.values - _finite(log_sums)[..., None])
+    grad_values = _drop(forward, weights, rng).mT @ grad
+    grad_weights = _drop(forward, grad @ values.mT, rng)
+    row_sums = (weights * grad_weights).sum(-1)
+    grad_logits = weights * (grad_weights - row_sums[..., None])
+    grad_scaled, grad_products = _grad_products(forward, grad_logits, logits.capped)
+
+    def shared(x: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of a group of keys or values: the sum over its heads."""
+        size = (len(x), forward.groups, forward.heads // forward.groups, *x.shape[2:])
+        groups = x.reshape(size).sum(2).to(forward.dtype)
+        return sequences.keys.in_layout(groups, forward.layout)
+
+    grad_q = sequences.queries.in_layout((grad_products @ keys).to(forward.dtype), forward.layout)
+    grad_bias = None
+    if desc.bias_grad:
+        assert bias is not None
+        of_bias = grad_logits if forward.bias == "post_scale" else grad_scaled * forward.scale
+        grad_bias = of_bias.sum_to_size(bias.shape).to(bias.dtype)
+    grad_offset = None
+    if forward.softmax == "learnable":
+        assert softmax_offset is not None
+        sink = torch.exp(softmax_offset.to(log_sums.dtype)[:, None] - log_sums)
+        of_sink = -sink * row_sums
+        grad_offset = of_sink.masked_fill(log_sums == -torch.inf, 0).sum((0, 2))
+    return grad_q, shared(grad_products.mT @ queries), shared(grad_values), grad_bias, grad_offset
+
+
+def _operands(
+    desc: AttentionDesc,
+    sequences: Sequences,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k and v in the dtype of the arithmetic, ``[b, heads, length, d]``: each head has
+    the keys and values of its group."""
+    wide = torch.float64 if desc.dtype == torch.float64 else torch.float32
+    queries = sequences.queries.dense(q, desc.layout).to(wide)
+    keys, values = (
+        sequences.keys.dense(x, desc.layout)
+        .to(wide)
+        .repeat_interleave(desc.heads // desc.groups, 1)
+        for x in (k, v)
+    )
+    return queries, keys, values
+
+
+def _logits(
+    desc: AttentionDesc,
+    sequences: Sequences,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    mask: torch.Tensor | None,
+) -> _Logits:
+    logits = queries @ keys.mT
+    if desc.bias == "pre_scale":
+        assert bias is not None
+        logits = logits + bias.to(logits.dtype)
+    logits = logits * desc.scale
+    capped = None
+    if desc.softcap:
+        logits = capped = desc.softcap * torch.tanh(logits / desc.softcap)
+    if desc.bias == "post_scale":
+        assert bias is not None
+        logits = logits + bias.to(logits.dtype)
+    if desc.bias == "alibi":
+        assert alibi_slopes is not None
+        slopes = alibi_slopes.to(logits.dtype).view(-1, desc.heads, 1, 1)
+        logits = logits - slopes * distance(desc, sequences).abs()
+    masked = excluded(desc, sequences, mask)
+    return _Logits(logits if masked is None else logits.masked_fill(masked, -torch.inf), capped)
+
+
+def _grad_products(
+    desc: AttentionDesc, grad_logits: torch.Tensor, capped: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of the scaled products and of the products of queries and keys."""
+    grad_scaled = grad_logits
+    if capped is not None:
+        grad_scaled = grad_logits * (1 - (capped / desc.softcap).square())
+    return grad_scaled, grad_scaled * desc.scale
+
+
+def _sink(
+    desc: AttentionDesc, softmax_offset: torch.Tensor | None, logits: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the logit that only adds to the sum, ``[heads, 1]``; None in a vanilla softmax."""
+    if desc.softmax == "learnable":
+        assert softmax_offset is not None
+        return softmax_offset.to(logits.dtype)[:, None]
+    return logits.new_zeros(desc.heads, 1) if desc.softmax == "off-by-one" else None
+
+
+def _softmax(logits: torch.Tensor, sink: torch.Tensor | None) -> _Softmax:
+    """Return the softmax of each row; zeros, and -inf as statistics, for a row of -inf alone."""
+    shape = logits.shape[:-1]
+    largest = logits.amax(-1) if logits.shape[-1] else logits.new_full(shape, -torch.inf)
+    if sink is not None:
+        largest = torch.maximum(largest, sink)
+    shift = _finite(largest.detach())
+    exponentials = torch.exp(logits - shift[..., None])
+    total = exponentials.sum(-1)
+    if sink is not None:
+        total = total + torch.exp(sink - shift)
+    is_empty = total == 0
+    divisor = total.masked_fill(is_empty, 1)  # a gradient of log(0) would be NaN
+    stats = (shift + torch.log(divisor)).masked_fill(is_empty, -torch.inf)
+    return _Softmax(exponentials / divisor[..., None], stats)
+
+
+def _finite(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` with 0 for -inf, so that -inf less it stays -inf."""
+    return x.masked_fill(x == -torch.inf, 0)
+
+
+def _drop(desc: AttentionDesc, x: torch.Tensor, rng: torch.Tensor | None) -> torch.Tensor:
+    """Zero the elements that the seed and the offset choose and scale the others."""
+    if not desc.dropout:
+        return x
+    assert rng is not None
+    if x.is_meta:  # meta has no generator, and no values
+        return x * 1
+    seed, offset = (int(value) for value in rng)
+    generator = torch.Generator(device=x.device)
+    generator.manual_seed((seed * 0x9E3779B97F4A7C15 + offset) & (2**63 - 1))
+    noise = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32)
+    return x * ((noise >= desc.dropout).to(x.dtype) / (1 - desc.dropout))
+
+
+def _largest(logits: torch.Tensor) -> torch.Tensor:
+    """Return the largest logit of each head, -inf where there is none."""
+    by_head = logits.detach().transpose(0, 1).flatten(1)
+    return by_head.amax(1) if by_head.shape[1] else by_head.new_full(by_head.shape[:1], -torch.inf)

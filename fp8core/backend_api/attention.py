@@ -1,0 +1,126 @@
+"""Attention, the softmax of scaled products of queries and keys, times values; its gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from fp8core.backend_api.descriptor_text import dtype_text, text
+
+__all__ = [
+    "ATTENTION_BIASES",
+    "ATTENTION_LAYOUTS",
+    "ATTENTION_SOFTMAXES",
+    "AttentionBackwardDesc",
+    "AttentionDesc",
+]
+
+ATTENTION_LAYOUTS = ("sbhd", "bshd", "thd")
+"""Dimensions: s sequence, b batch, h heads, d head size; t the tokens of all sequences."""
+
+ATTENTION_BIASES = (None, "pre_scale", "post_scale", "alibi")
+ATTENTION_SOFTMAXES = ("vanilla", "off-by-one", "learnable")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionDesc:
+    """``attention(q, k, v, *, bias=None, alibi_slopes=None, mask=None, softmax_offset=None,
+    cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
+    max_seqlen_q=None, max_seqlen_kv=None, rng=None) -> (out, stats, max_logit)``.
+
+    Computed in float32 from ``dtype`` (float64 from float64), for query i and key j of a sequence::
+
+        logits[i, j] = scale * (q[i] . k[j])
+        out[i] = sum over j of dropped(softmax(logits[i]))[j] * v[j]
+
+    ``q [s, b, heads, head_dim]``, ``k [.., groups, head_dim]``, ``v [.., groups, head_dim_v]`` in
+    ``layout`` (``"sbhd"``; batch first in ``"bshd"``; ``[t, h, d]`` in ``"thd"``); ``heads`` is a
+    multiple of ``groups``, and ``heads / groups`` neighbouring heads read one group. ``out`` has
+    the layout of ``q``, contiguous, with ``head_dim_v`` columns. ``stats [b, heads, s]``
+    (``[t, heads]`` in thd) is float32 (float64 from float64): the logarithm of the sum that divides
+    the exponentials. ``max_logit [heads]`` likewise: the largest logit that no mask excludes, -inf
+    if there is none; None unless the descriptor asks for it.
+
+    A query that may look at no key, and one behind the end of its sequence, has zeros in ``out``
+    and -inf in ``stats``; its gradient is zero, and it adds nothing to other gradients. With a sink
+    (``softmax`` other than vanilla) the statistics of such a query hold the sink alone where the
+    query is within its sequence. Values behind the end of a sequence have no effect, NaN included.
+
+    Every keyword is given for the descriptors that need it alone.
+
+    Attributes:
+        window: query i sees the keys from ``i + shift - left`` to ``i + shift + right``, of
+            ``(left, right)``; -1 is no limit. A causal mask is ``right = 0``.
+        bottom_right: ``shift`` is the number of keys less the number of queries of the sequence;
+            0 if False.
+        padding: sequences have lengths: ``cu_seqlens_q`` and ``cu_seqlens_kv``, int32 ``[b + 1]``
+            on the device, whose differences are the lengths. True in thd, where they are also
+            where sequences begin, unless ``cu_seqlens_q_padded`` and ``cu_seqlens_kv_padded`` say
+            that; there no sequence is longer than ``max_seqlen_q`` and ``max_seqlen_kv``, integers.
+        arbitrary: ``mask``, bool, of a shape that broadcasts to ``[b, heads, s_q, s_kv]``: True
+            excludes a key.
+        bias: ``"post_scale"``: ``bias``, of four dimensions that broadcast to
+            ``[b, heads, s_q, s_kv]``, is added to the logits; ``"pre_scale"``: before the scale
+            multiplies them; ``"alibi"``: ``-slope * |i + shift - j|`` is added, ``alibi_slopes``
+            float32 ``[heads]`` or ``[b, heads]``.
+        softcap: c: the scaled logits become ``c * tanh(logits / c)``, before a post-scale bias and
+            ALiBi are added; 0.0 leaves them.
+        softmax: ``"off-by-one"`` adds 1 to the sum of exponentials, ``"learnable"``
+            ``exp(softmax_offset[head])``, of any float dtype.
+        dropout: the probability with which a weight becomes zero, the others being multiplied by
+            ``1 / (1 - dropout)``; ``rng`` is int64 ``[2]`` on the CPU, seed and offset: the same
+            values drop the same weights, in backward too.
+        max_logit: whether ``max_logit`` is returned.
+    """
+
+    op: ClassVar[str] = "attention"
+    low_precision: ClassVar[bool] = False
+    dtype: torch.dtype
+    layout: str
+    heads: int
+    groups: int
+    head_dim: int
+    head_dim_v: int
+    scale: float
+    window: tuple[int, int] = (-1, -1)
+    bottom_right: bool = False
+    padding: bool = False
+    arbitrary: bool = False
+    bias: str | None = None
+    softcap: float = 0.0
+    softmax: str = "vanilla"
+    dropout: float = 0.0
+    max_logit: bool = False
+
+    def __str__(self) -> str:
+        heads, sizes = f"{self.heads} heads", f"d={self.head_dim}"
+        if self.groups != self.heads:
+            heads += f" in {self.groups} groups"
+        if self.head_dim_v != self.head_dim:
+            sizes += f", dv={self.head_dim_v}"
+        scale = f"scale={self.scale:.9g}"
+        return text(self, dtype_text(self.dtype), self.layout, heads, sizes, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBackwardDesc:
+    """``attention_backward(grad_out, q, k, v, out, stats, *, bias=None, alibi_slopes=None,
+    mask=None, softmax_offset=None, cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
+    cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, rng=None) -> (grad_q, grad_k,
+    grad_v, grad_bias, grad_softmax_offset)``.
+
+    ``out`` and ``stats`` are forward's, the keywords those of forward. The first three gradients
+    are in ``attention.dtype``, contiguous in the layout; ``grad_bias`` has shape and dtype of
+    ``bias``, summed in float32, None unless ``bias_grad`` asks for it; ``grad_softmax_offset``
+    float32 ``[heads]`` (float64 from float64), None unless the offset is learned.
+    """
+
+    op: ClassVar[str] = "attention_backward"
+    low_precision: ClassVar[bool] = False
+    attention: AttentionDesc
+    bias_grad: bool = False
+
+    def __str__(self) -> str:
+        return text(self, str(self.attention))

@@ -1,0 +1,341 @@
+"""Law 4 for attention: each mask, layout, bias and softmax against sequences computed one by one.
+
+The expected values are computed here in float64 with torch's triangles and autograd, and share
+nothing with the judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc
+from fp8core.testing import inputs
+from fp8core.testing.calls import Case, OpCall, arguments
+from fp8core.testing.checks import law
+from fp8core.testing.compare import require, same_bits, same_form, ulp, within
+from fp8core.testing.subject import Subject, on_cpu
+
+ROUND = 2.0**-24  # largest relative error of one float32 rounding
+FUNCTION = 2.0**-20  # error of a float32 exponential
+F64 = torch.float64
+SIZES = ((21, 37), (37, 21), (64, 64), (1, 70), (130, 5))
+EMPTY = ((0, 7), (7, 0), (0, 0), (7, 9, 0))
+
+
+class _Side(NamedTuple):
+    """Where one side's sequences are: ``starts`` and ``lengths``; ``starts`` only in thd."""
+
+    layout: str
+    starts: list[int]
+    lengths: list[int]
+
+    def part(self, x: torch.Tensor, at: int) -> torch.Tensor:
+        """Return sequence ``at`` of ``x``, a view ``[length, heads, d]``."""
+        length = self.lengths[at]
+        if self.layout == "thd":
+            return x[self.starts[at] : self.starts[at] + length]
+        return x[:length, at] if self.layout == "sbhd" else x[at, :length]
+
+    def statistics(self, stats: torch.Tensor, at: int) -> torch.Tensor:
+        """Return the statistics of sequence ``at``, a view ``[heads, length]``."""
+        length = self.lengths[at]
+        if self.layout == "thd":
+            return stats[self.starts[at] : self.starts[at] + length].t()
+        return stats[at, :, :length]
+
+
+def _sides(call: OpCall, desc: AttentionDesc, x: torch.Tensor, y: torch.Tensor) -> list[_Side]:
+    """Return the side of the queries ``x`` and that of the keys ``y``."""
+    sides = []
+    for name, one in (("q", x), ("kv", y)):
+        if not desc.padding:
+            length, batch = one.shape[:2] if desc.layout == "sbhd" else one.shape[:2][::-1]
+            sides.append(_Side(desc.layout, [], [length] * batch))
+            continue
+        offsets = on_cpu(call.keywords[f"cu_seqlens_{name}"])
+        starts = on_cpu(call.keywords.get(f"cu_seqlens_{name}_padded", offsets))
+        sides.append(_Side(desc.layout, starts.tolist(), offsets.diff().tolist()))
+    return sides
+
+
+class _Sequence(NamedTuple):
+    """One sequence in float64: its inputs as leaves, and ``logits`` with ``weights``,
+    ``[heads, s_q, s_kv]``; ``log_sums [heads, s_q]``, ``out [s_q, heads, d]``."""
+
+    leaves: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    logits: torch.Tensor
+    weights: torch.Tensor
+    log_sums: torch.Tensor
+    out: torch.Tensor
+    error: torch.Tensor
+
+
+def _seen(desc: AttentionDesc, num_q: int, num_kv: int) -> torch.Tensor:
+    """Return bool ``[s_q, s_kv]``: the keys that the window leaves, as an intersection of a lower
+    and an upper triangle."""
+    shift = num_kv - num_q if desc.bottom_right else 0
+    seen = torch.ones(num_q, num_kv, dtype=torch.bool)
+    left, right = desc.window
+    if right >= 0:
+        seen = seen.tril(shift + right)
+    return seen.triu(shift - left) if left >= 0 else seen
+
+
+def _sequence(
+    desc: AttentionDesc, at: int, parts: tuple[torch.Tensor, ...], keywords: dict[str, Any]
+) -> _Sequence:
+    """Compute sequence ``at`` from its queries, keys and values ``[length, heads, d]``."""
+    q, k, v = (part.double().detach().requires_grad_() for part in parts)
+    repeats = desc.heads // desc.groups
+    keys, values = (torch.repeat_interleave(x, repeats, 1) for x in (k, v))
+    num_q, num_kv = len(q), len(k)
+    products = torch.einsum("ihd,jhd->hij", q, keys)
+    sizes = torch.einsum("ihd,jhd->hij", q.detach().abs(), keys.detach().abs())
+    bias = keywords.get("bias")
+    if bias is not None:
+        bias = bias.expand(-1, desc.heads, -1, -1)[min(at, len(bias) - 1), :, :num_q, :num_kv]
+        sizes = sizes + bias.detach().abs() * (1 if desc.bias == "pre_scale" else 1 / desc.scale)
+        products = products + bias if desc.bias == "pre_scale" else products
+    logits = desc.scale * products
+    if desc.softcap:
+        logits = desc.softcap * torch.tanh(logits / desc.softcap)
+    if bias is not None and desc.bias == "post_scale":
+        logits = logits + bias
+    if desc.bias == "alibi":
+        shift = num_kv - num_q if desc.bottom_right else 0
+        far = (torch.arange(num_q)[:, None] + shift - torch.arange(num_kv)).abs().double()
+        logits = logits - keywords["alibi_slopes"].double()[:, None, None] * far
+    seen = _seen(desc, num_q, num_kv)
+    if desc.arbitrary:
+        seen = seen & ~keywords["mask"][at, :, :num_q, :num_kv]
+    logits = logits.masked_fill(~seen, -torch.inf)
+    sink = _sink(desc, keywords)
+    every = logits if sink is None else torch.cat((logits, sink.expand(-1, num_q, 1)), -1)
+    is_open = (every > -torch.inf).any(-1, keepdim=True)
+    weights = every.masked_fill(~is_open, 0).softmax(-1).masked_fill(~is_open, 0)[..., :num_kv]
+    out = torch.einsum("hij,jhd->ihd", weights, values)
+    error = (desc.head_dim + 16) * ROUND * desc.scale * sizes + FUNCTION
+    return _Sequence((q, k, v), logits, weights, every.logsumexp(-1), out, error)
+
+
+def _sink(desc: AttentionDesc, keywords: dict[str, Any]) -> torch.Tensor | None:
+    if desc.softmax == "vanilla":
+        return None
+    if desc.softmax == "off-by-one":
+        return torch.zeros(desc.heads, 1, 1, dtype=F64)
+    offset: torch.Tensor = keywords["softmax_offset"]
+    return offset[:, None, None]
+
+
+def _cases() -> Iterator[Case]:
+    for size in (*SIZES, *EMPTY):
+        yield Case(size=size)
+
+
+def _without_dropout(desc: AttentionDesc | AttentionBackwardDesc) -> bool:
+    return not (desc if isinstance(desc, AttentionDesc) else desc.attention).dropout
+
+
+@law(4, "attention", applies=_without_dropout)
+def attention_is_within_the_bound(subject: Subject, desc: AttentionDesc) -> float:
+    """Weights, result, statistics and largest logit of float64; zeros and -inf where nothing is
+    seen, also without queries, keys or sequences."""
+    return max(_attention_within(subject, arguments(subject, desc, case)) for case in _cases())
+
+
+def _attention_within(subject: Subject, call: OpCall) -> float:
+    desc: Any = call.desc
+    out, stats, max_logit = on_cpu(call.run(subject))
+    q, k, v = on_cpu(call.arguments)
+    keywords = _wide(on_cpu(call.keywords))
+    queries, keys = _sides(call, desc, q, k)
+    expected, bound = (torch.zeros(*q.shape[:-1], desc.head_dim_v, dtype=F64) for _ in range(2))
+    logs, allowed = (
+        torch.full(stats.shape, -torch.inf, dtype=F64),
+        torch.zeros(stats.shape).double(),
+    )
+    largest, error = torch.full((desc.heads,), -torch.inf, dtype=F64), 0.0
+    eps = torch.finfo(desc.dtype).eps
+    for at in range(len(queries.lengths)):
+        parts = queries.part(q, at), keys.part(k, at), keys.part(v, at)
+        one = _sequence(desc, at, parts, keywords)
+        weights, values = one.weights.detach(), parts[2].double().abs()
+        values = values.repeat_interleave(desc.heads // desc.groups, 1)
+        off = one.error + (weights * one.error).sum(-1, keepdim=True) + 2 * eps
+        queries.part(expected, at).copy_(one.out.detach())
+        queries.part(bound, at).copy_(torch.einsum("hij,jhd->ihd", 2 * off * weights, values))
+        queries.statistics(logs, at).copy_(one.log_sums.detach())
+        if one.error.numel():
+            worst = one.error.amax(-1) + 16 * ROUND * (1 + one.log_sums.detach().abs())
+            queries.statistics(allowed, at).copy_(worst.nan_to_num(0.0, 0.0))
+            largest = torch.maximum(largest, one.logits.detach().amax((1, 2)))
+            error = max(error, float(one.error.max()))
+    same_form("out", out, torch.empty(expected.shape, dtype=desc.dtype))
+    shares = [within("out", out, expected, bound + ulp(expected, desc.dtype))]
+    shares.append(within("stats", stats, logs, allowed + 16 * ROUND))
+    if desc.max_logit:
+        spread = torch.full_like(largest, error) + 4 * ROUND * largest.abs().nan_to_num(
+            0.0, 0.0, 0.0
+        )
+        shares.append(within("max_logit", max_logit, largest, spread))
+    require((max_logit is not None) == desc.max_logit, "max_logit is returned if it is asked for")
+    return max(shares)
+
+
+def _wide(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords with the differentiable ones as float64 leaves."""
+    trained = {"bias", "softmax_offset"}
+    return {
+        name: one.double().requires_grad_() if name in trained else one
+        for name, one in keywords.items()
+    }
+
+
+@law(4, "attention_backward", applies=_without_dropout)
+def attention_backward_is_within_the_bound(subject: Subject, desc: AttentionBackwardDesc) -> float:
+    """The gradients of float64; zeros where nothing is seen, also of tensors without elements."""
+    return max(_backward_within(subject, arguments(subject, desc, case)) for case in _cases())
+
+
+def _backward_within(subject: Subject, call: OpCall) -> float:
+    backward: Any = call.desc
+    desc = backward.attention
+    results = on_cpu(call.run(subject))
+    grad, q, k, v, *_ = on_cpu(call.arguments)
+    keywords = _wide(on_cpu(call.keywords))
+    queries, keys = _sides(call, desc, q, k)
+    expected, bound = ([torch.zeros(x.shape, dtype=F64) for x in (q, k, v)] for _ in range(2))
+    bias_bound = offset_bound = 0.0
+    for at in range(len(queries.lengths)):
+        parts = queries.part(q, at), keys.part(k, at), keys.part(v, at)
+        one = _sequence(desc, at, parts, keywords)
+        part = queries.part(grad, at).double()
+        torch.autograd.backward(one.out, part)
+        limits = _limits(desc, one, part)
+        for number, (side, leaf) in enumerate(zip((queries, keys, keys), one.leaves, strict=True)):
+            side.part(expected[number], at).copy_(_grad(leaf))
+            side.part(bound[number], at).copy_(limits[number])
+        bias_bound += float(limits[3].sum(0).max()) if limits[3].numel() else 0.0
+        offset_bound += float(limits[3].sum((1, 2)).max()) if limits[3].numel() else 0.0
+    shares = []
+    for name, result, want, limit in zip(
+        ("grad_q", "grad_k", "grad_v"), results, expected, bound, strict=False
+    ):
+        same_form(name, result, torch.empty(want.shape, dtype=desc.dtype))
+        shares.append(within(name, result, want, limit + ulp(want, desc.dtype)))
+    of_bias, of_offset = results[3:]
+    require((of_bias is not None) == backward.bias_grad, "grad_bias is returned if it is asked for")
+    if of_bias is not None:
+        want = _grad(keywords["bias"])
+        limit = torch.full_like(want, bias_bound) + ulp(want, of_bias.dtype)
+        shares.append(within("grad_bias", of_bias, want, limit))
+    if desc.softmax == "learnable":
+        want = _grad(keywords["softmax_offset"])
+        same_form("grad_softmax_offset", of_offset, torch.empty(desc.heads))
+        limit = torch.full_like(want, offset_bound + ROUND)
+        shares.append(within("grad_softmax_offset", of_offset, want, limit))
+    return max(shares)
+
+
+def _grad(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _limits(desc: AttentionDesc, one: _Sequence, grad: torch.Tensor) -> list[torch.Tensor]:
+    """Return the errors that the gradients of one sequence may have, and those of its logits.
+
+    Weights and gradients of logits may be rounded to the dtype before they are multiplied.
+    """
+    repeats, eps = desc.heads // desc.groups, torch.finfo(desc.dtype).eps
+    q, k, v = (leaf.detach().abs() for leaf in one.leaves)
+    keys, values = (x.repeat_interleave(repeats, 1) for x in (k, v))
+    weights = one.weights.detach()
+    off = 2 * (one.error + (weights * one.error).sum(-1, keepdim=True)) + 4 * eps
+    flow = torch.einsum("ihd,jhd->hij", grad.abs(), values)
+    mean = (weights * flow).sum(-1, keepdim=True)
+    of_logits = 4 * weights * (off * (flow + mean) + (weights * off * flow).sum(-1, keepdim=True))
+    scaled = desc.scale * of_logits * (4 if desc.softcap else 1)
+    of_v = torch.einsum("hij,ihd->jhd", off * weights, grad.abs())
+    of_k = torch.einsum("hij,ihd->jhd", scaled, q)
+    of_q = torch.einsum("hij,jhd->ihd", scaled, keys)
+
+    def shared(x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(len(x), desc.groups, repeats, x.shape[-1]).sum(2)
+
+    return [of_q, shared(of_k), shared(of_v), of_logits]
+
+
+@law(4, "attention", applies=lambda desc: desc.dropout > 0)
+def attention_drops_as_often_as_asked(subject: Subject, desc: AttentionDesc) -> None:
+    """Each weight is dropped or scaled, at the rate of the descriptor; the seed decides which."""
+    size = min(desc.head_dim_v, 64)
+    call = _identity_call(subject, desc, size)
+    dropped = on_cpu(call.run(subject)[0]).double()
+    (q, k, _), keywords = on_cpu(call.arguments), _wide(on_cpu(call.keywords))
+    eps, kept, total = torch.finfo(desc.dtype).eps, 0, 0
+    queries, keys = _sides(call, desc, q, k)
+    for at in range(len(queries.lengths)):
+        parts = queries.part(q, at), keys.part(k, at), keys.part(k, at)
+        weights = _sequence(desc, at, parts, keywords).weights.detach().transpose(0, 1)
+        got = queries.part(dropped, at)[..., : weights.shape[-1]]
+        scaled = weights / (1 - desc.dropout)
+        is_kept = (got - scaled).abs() <= (8 * eps + 2.0**-12) * scaled
+        require(bool((is_kept | (got == 0)).all()), "a weight is neither dropped nor scaled")
+        is_large = weights > 2.0**-10
+        kept += int((is_kept & is_large).sum())
+        total += int(is_large.sum())
+    spread = 6 * (total * desc.dropout * (1 - desc.dropout)) ** 0.5
+    rate = total * (1 - desc.dropout)
+    require(
+        abs(kept - rate) <= spread, f"{kept} of {total} weights are kept, expected about {rate}"
+    )
+    again = call.again()
+    same_bits("with the same seed", on_cpu(again.run(subject)[0]).double(), dropped)
+    for change in ((1, 0), (0, 1)):
+        other = call._replace(
+            keywords=call.keywords | {"rng": call.keywords["rng"] + torch.tensor(change)}
+        )
+        other_out = on_cpu(other.run(subject)[0]).double()
+        require(not torch.equal(other_out, dropped), f"rng {change} further drops the same weights")
+
+
+def _identity_call(subject: Subject, desc: AttentionDesc, size: int) -> OpCall:
+    """Return a call whose values are the identity matrix, so that the result is the weights."""
+    call = arguments(subject, desc, Case(size=(size, size)))
+    q, k, v = call.arguments
+    values = torch.zeros(v.shape, dtype=v.dtype)
+    sides = _sides(call, desc, q, k)
+    for at, length in enumerate(sides[1].lengths):
+        eye = torch.eye(length, desc.head_dim_v, dtype=v.dtype)
+        sides[1].part(values, at).copy_(eye[:, None].expand(-1, desc.groups, -1))
+    return call._replace(arguments=(q, k, subject.here(values)))
+
+
+@law(4, "attention_backward", applies=lambda desc: desc.attention.dropout > 0)
+def attention_backward_drops_what_forward_dropped(
+    subject: Subject, desc: AttentionBackwardDesc
+) -> float:
+    """The gradient of the values is that of the weights that forward kept."""
+    forward = desc.attention
+    if subject.refuses(forward) is not None:
+        return 0.0
+    size = min(forward.head_dim_v, 64)
+    call = _identity_call(subject, forward, size)
+    out, stats, _ = call.run(subject)
+    grad = inputs.normal(tuple(out.shape), forward.dtype, 7)
+    given = (subject.here(grad), *call.arguments, out, stats)
+    grad_v = on_cpu(subject.run(desc, *given, **call.keywords)[2])
+    (q, k, v), weights = on_cpu(call.arguments), on_cpu(out).double()
+    queries, keys = _sides(call, forward, q, k)
+    expected, bound = (torch.zeros(v.shape, dtype=F64) for _ in range(2))
+    repeats, eps = forward.heads // forward.groups, torch.finfo(forward.dtype).eps
+    for at, length in enumerate(keys.lengths):
+        kept = queries.part(weights, at)[..., :length]
+        part = queries.part(grad, at).double()
+        for target, one in ((expected, part), (bound, part.abs() * (4 * eps + 2.0**-10))):
+            sums = torch.einsum("ihj,ihd->jhd", kept, one)
+            keys.part(target, at).copy_(sums.reshape(length, forward.groups, repeats, -1).sum(2))
+    return within("grad_v", grad_v, expected, bound + ulp(expected, forward.dtype))
