@@ -27,6 +27,7 @@ from fp8core.errors import (
     did_you_mean,
 )
 from fp8core.inspect.explain import explain
+from fp8core.modules.attention import DotProductAttention
 from fp8core.modules.found_inf import clear_found_inf, found_inf
 from fp8core.modules.frozen import frozen_weights
 from fp8core.modules.grad_scaler import watch_grad_scaler
@@ -58,6 +59,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConversionReport",
+    "DotProductAttention",
     "Float8BlockwiseQTensor",
     "Float8Tensor",
     "Fp8CoreError",

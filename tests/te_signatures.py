@@ -29,6 +29,7 @@ FILES = {
     "pytorch/module/grouped_linear.py": ("GroupedLinear",),
     "pytorch/module/layernorm.py": ("LayerNorm",),
     "pytorch/module/rmsnorm.py": ("RMSNorm",),
+    "pytorch/attention/dot_product_attention/dot_product_attention.py": ("DotProductAttention",),
     "pytorch/quantization.py": (
         *("autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init"),
         *("get_default_recipe", "DelayedScalingRequest"),

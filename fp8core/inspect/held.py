@@ -108,7 +108,6 @@ def _bytes(
     x: torch.Tensor,
 ) -> int:
     """Return the bytes of the storages that autograd saves in one forward of ``x [rows, k]``."""
-    rows = x.shape[0]
     params, own = _params(layer, shapes, x.requires_grad_())
     # By identity: torch has one object for each storage as long as somebody holds it.
     counted = {id(param.untyped_storage()): param.untyped_storage() for param in own}

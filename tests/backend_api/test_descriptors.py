@@ -75,7 +75,6 @@ OTHERS: dict[str, Any] = {
     "eps": 1.1e-5,
     "name": "swiglu",
     "params": (7.0, 1.702, 0.5),
-    "layout": "thd",
     "heads": 16,
     "groups": 8,
     "head_dim": 32,

@@ -1,0 +1,495 @@
+"""DotProductAttention, with Transformer Engine's arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.chain.attention import AttentionShape, AttentionTensors
+from fp8core.chain.shape import LinkShape
+from fp8core.context.checkpoint import checkpoint
+from fp8core.errors import OperandError, UnsupportedError
+from fp8core.modules.attention_inputs import (
+    Heads,
+    Lengths,
+    PaddingMask,
+    Qkv,
+    check_bias,
+    check_layout,
+    check_mask,
+    check_pad_between,
+    checked_qkv,
+    lengths_of,
+    unpacked,
+)
+from fp8core.modules.attention_masks import MASK_TYPES, Mask, mask_of, mask_type_of
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.bind import bind
+from fp8core.modules.parameters import check_size, fill, resolve_device
+from fp8core.modules.refusals import refuse_arguments
+from fp8core.modules.run import run_links
+from fp8core.reporting import log_once
+from fp8core.torch_ops.operators import constant_in_graph
+
+__all__ = ["DotProductAttention"]
+
+_PARALLEL = ("sequence_parallel", "tp_size", "get_rng_state_tracker", "tp_group")
+_CONTEXT = ("cp_group", "cp_global_ranks", "cp_stream")
+_SOFTMAXES = ("vanilla", "off-by-one", "learnable")
+_BIASES = {"no_bias": None, "pre_scale_bias": "pre_scale", "post_scale_bias": "post_scale"}
+_BIAS_TYPES = (*_BIASES, "alibi")
+
+
+class DotProductAttention(LowPrecisionModule):
+    """``softmax(mask(scale * q k^T + bias)) v`` of every head, with dropout of the weights.
+
+    Args:
+        num_attention_heads: heads of the queries.
+        kv_channels: the size of a head; or two, of keys and of values.
+        num_gqa_groups: heads of keys and values, which divide those of the queries; as many if
+            None. 1 is multi-query attention.
+        attention_dropout: the probability with which a weight is dropped in training.
+        qkv_format: ``"sbhd"``, ``"bshd"``, or ``"thd"``, the tokens of all sequences after each
+            other, with ``cu_seqlens``.
+        attn_mask_type: ``"no_mask"``, ``"padding"``, ``"causal"``, ``"padding_causal"``,
+            ``"causal_bottom_right"``, ``"padding_causal_bottom_right"`` or ``"arbitrary"``. A
+            causal mask has its diagonal at the top left corner, or at the bottom right one, where
+            the last query sees all keys.
+        window_size: ``(left, right)``: how many keys before and behind its own position a query
+            sees; -1 is no limit.
+        bottom_right_diagonal: where the diagonal of a window and of ALiBi lies, for mask types that
+            do not say; at the bottom right corner if None.
+        softcap: c: the scaled products become ``c * tanh(products / c)``; 0.0 leaves them.
+        layer_number: the layer's number in its model, which an ``inference_params`` needs.
+        attention_type: ``"self"`` or ``"cross"``: whether a padding mask is one for queries and
+            keys, or a tuple of two.
+        softmax_scale: ``1 / sqrt(size of a key's head)`` if None.
+        softmax_type: ``"vanilla"``; ``"off-by-one"`` adds 1 to the sum that divides the
+            exponentials; ``"learnable"`` adds ``exp(softmax_offset[head])``, a parameter.
+        return_max_logit: whether calls also return the largest logit of each head, float32.
+        name: the layer's name in messages.
+        device: of ``softmax_offset``; None takes the selected backend's.
+
+    The other arguments belong to tensor and context parallelism, which are not offered.
+    """
+
+    kind = "attention"
+    softmax_offset: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[..., Any] | None = None,
+        tp_group: object | None = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: object | None = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: object | None = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool | None = False,
+        name: str | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(name)
+        refuse_arguments(DotProductAttention.__init__, locals(), (*_PARALLEL, *_CONTEXT))
+        owner = type(self).__name__
+        self.heads = _heads(owner, num_attention_heads, num_gqa_groups, kv_channels)
+        self.attention_dropout = _probability(owner, attention_dropout)
+        self.qkv_format = check_layout(owner, qkv_format)
+        self.attn_mask_type = mask_type_of(owner, attn_mask_type)
+        self.window_size = window_size
+        self.bottom_right_diagonal = bottom_right_diagonal
+        mask_of(owner, self.attn_mask_type, window_size, bottom_right_diagonal, has_alibi=False)
+        self.softcap = _cap(owner, softcap)
+        self.layer_number = 1 if layer_number is None else layer_number
+        self.attention_type = _one_of(owner, "attention_type", attention_type, ("self", "cross"))
+        scale = softmax_scale
+        self.softmax_scale = 1 / math.sqrt(self.heads.head_dim) if scale is None else float(scale)
+        self.softmax_type = _one_of(owner, "softmax_type", softmax_type, _SOFTMAXES)
+        self.return_max_logit = bool(return_max_logit)
+        if softmax_type == "learnable":
+            offset = torch.empty(self.heads.heads, device=resolve_device(device))
+            self.softmax_offset = torch.nn.Parameter(offset.float())
+        else:
+            self.register_parameter("softmax_offset", None)
+        self._fill_parameters()
+
+    def _fill_parameters(self) -> None:
+        fill(self.softmax_offset, torch.nn.init.zeros_)
+
+    def set_context_parallel_group(
+        self,
+        cp_group: object | None,
+        cp_global_ranks: list[int] | None,
+        cp_stream: object | None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Refuse a group of more than one rank: context parallelism is not offered."""
+        refuse_arguments(DotProductAttention.set_context_parallel_group, locals(), ("cp_group",))
+
+    def forward(
+        self,
+        query_layer: torch.Tensor | None = None,
+        key_layer: torch.Tensor | None = None,
+        value_layer: torch.Tensor | None = None,
+        attention_mask: PaddingMask = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: object | None = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool | None = False,
+        bf16_backward: bool | None = False,
+        num_splits: int | None = 1,
+        score_mod: Callable[..., Any] | None = None,
+        score_mod_bprop: Callable[..., Any] | None = None,
+        score_mod_tensors: Mapping[str, torch.Tensor] | None = None,
+        score_mod_bprop_tensors: Mapping[str, torch.Tensor] | None = None,
+        qkv_layer: torch.Tensor | None = None,
+        kv_layer: torch.Tensor | None = None,
+        qkv_interleave_dim: int = -3,
+        thd_attention_policies: list[dict[str, Any]] | None = None,
+        thd_attention_policy_dispatch: str = "auto",
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return ``[s, b, heads * size of a value's head]`` in the layout of the queries, ``[t,
+        heads * size]`` in thd; with ``return_max_logit`` also the largest logit of each head.
+
+        Arguments that the constructor has too override it for this call.
+
+        Args:
+            query_layer: ``[s_q, b, heads, size]``, ``[b, s_q, heads, size]`` or
+                ``[t, heads, size]``, as ``qkv_format`` says; ``key_layer`` and ``value_layer``
+                likewise, with ``num_gqa_groups`` heads. Any strides.
+            attention_mask: for padding, bool ``[b, 1, 1, s]`` that is True behind the end of each
+                sequence, or a tuple of two, of queries and of keys; for ``"arbitrary"``, bool
+                that broadcasts to ``[b, heads, s_q, s_kv]``, True where a key is excluded. Other
+                mask types ignore it, which is logged once.
+            cu_seqlens_q, cu_seqlens_kv: int32 ``[b + 1]``: the lengths of the sequences, added up.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: in thd, where sequences begin if there is
+                padding between them.
+            max_seqlen_q, max_seqlen_kv: in thd, lengths that no sequence exceeds. Without them the
+                host reads cu_seqlens, or, in a captured graph, takes the number of tokens.
+            checkpoint_core_attention: attention is computed again in backward, instead of holding
+                its result and statistics.
+            core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"``, ``"post_scale_bias"`` or
+                ``"alibi"``; ``core_attention_bias`` broadcasts to ``[b, heads, s_q, s_kv]``.
+            alibi_slopes: ``[heads]`` or ``[b, heads]``; those of the ALiBi paper if None.
+            fast_zero_fill, bf16_backward: change nothing here; gradients are computed in the dtype
+                of the activations.
+            pad_between_seqs: whether thd has padding between sequences; it follows from the padded
+                cu_seqlens.
+            qkv_layer: queries, keys and values in one tensor; ``kv_layer``: keys and values.
+                ``qkv_interleave_dim`` is the dimension of 3 or 2: -3 or -2.
+
+        Raises:
+            OperandError: tensors that do not fit each other or the arguments; names the argument.
+            UnsupportedError: ``inference_params``, ``fp8_output``, ``score_mod`` and its arguments,
+                ``thd_attention_policies``, or a ``num_splits`` other than 1.
+        """
+        owner = _Owner(self)
+        _refuse(
+            owner,
+            inference_params=inference_params,
+            fp8_output=fp8_output or None,
+            num_splits=None if num_splits == 1 else num_splits,
+            score_mod=score_mod,
+            score_mod_bprop=score_mod_bprop,
+            score_mod_tensors=score_mod_tensors,
+            score_mod_bprop_tensors=score_mod_bprop_tensors,
+            thd_attention_policies=thd_attention_policies,
+        )
+        layout = check_layout(owner, qkv_format or self.qkv_format)
+        given = (query_layer, key_layer, value_layer)
+        qkv = unpacked(owner, given, qkv_layer, kv_layer, qkv_interleave_dim)
+        qkv = checked_qkv(owner, self.heads, layout, qkv)
+        bias_type = _bias_of(owner, core_attention_bias_type, core_attention_bias, alibi_slopes)
+        mask = self._mask(layout, attn_mask_type, window_size, bottom_right_diagonal, bias_type)
+        lengths = Lengths(
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            cu_seqlens_q_padded,
+            cu_seqlens_kv_padded,
+            max_seqlen_q,
+            max_seqlen_kv,
+        )
+        lengths = self._lengths(layout, mask, qkv, attention_mask, lengths)
+        check_pad_between(owner, pad_between_seqs, lengths)
+        bias, heads = core_attention_bias, self.heads.heads
+        if bias is not None:
+            bias = check_bias(owner, qkv, layout, heads, lengths, bias)
+        tensors = AttentionTensors(
+            _slopes(owner, heads, qkv.q, alibi_slopes) if bias_type == "alibi" else None,
+            check_mask(owner, qkv, layout, heads, attention_mask) if mask.arbitrary else None,
+            *lengths.offsets.values(),
+        )
+        cap = self.softcap if softcap is None else _cap(owner, softcap)
+        shape = self._shape(layout, mask, bias_type, cap)
+        attend = _Attend(self, shape, tensors, lengths).run
+        if not checkpoint_core_attention:
+            return attend(*qkv, bias)
+        again: torch.Tensor = checkpoint(attend, *qkv, bias, use_reentrant=False)
+        return again
+
+    def link_params(self) -> list[torch.Tensor]:
+        """Return the learned offset of the softmax, if there is one."""
+        return [] if self.softmax_offset is None else [self.softmax_offset]
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return the shape of a call whose arguments leave everything to the constructor; in thd
+        with a mask type without padding, which each call overrides, of a call with padding."""
+        layout = self.qkv_format
+        is_overridden = layout == "thd" and not MASK_TYPES[self.attn_mask_type].padding
+        mask = self._mask(layout, "padding" if is_overridden else None, None, None, None)
+        return (self._shape(self.qkv_format, mask, None, self.softcap),)
+
+    def _mask(
+        self,
+        layout: str,
+        mask_type: str | None,
+        window_size: tuple[int, int] | None,
+        bottom_right: bool | None,
+        bias_type: str | None,
+    ) -> Mask:
+        """Return the mask of a call; None stands for what the constructor was given."""
+        owner = _Owner(self)
+        name = self.attn_mask_type if mask_type is None else mask_type_of(owner, mask_type)
+        mask = mask_of(
+            owner,
+            name,
+            self.window_size if window_size is None else window_size,
+            self.bottom_right_diagonal if bottom_right is None else bottom_right,
+            has_alibi=bias_type == "alibi",
+        )
+        if layout == "thd" and not mask.padding:
+            expected = ", ".join(name for name, kind in MASK_TYPES.items() if kind.padding)
+            raise OperandError(
+                f"{owner}: attn_mask_type={name!r} with qkv_format='thd', whose sequences have "
+                f"lengths; expected one of {expected}."
+            )
+        return mask
+
+    def _lengths(
+        self, layout: str, mask: Mask, qkv: Qkv, padding_mask: PaddingMask, given: Lengths
+    ) -> Lengths:
+        """Return the lengths of a call; without padding, none."""
+        owner = _Owner(self)
+        if not mask.padding:
+            if padding_mask is not None and not mask.arbitrary:
+                _log_ignored()
+            if any(one is not None for one in given[:4]):
+                raise OperandError(
+                    f"{owner}: cu_seqlens without padding; expected a mask type with padding, "
+                    f"'padding' or 'padding_causal'."
+                )
+            return Lengths()
+        is_pair = isinstance(padding_mask, tuple | list)
+        if padding_mask is not None and not is_pair and self.attention_type == "cross":
+            raise OperandError(
+                f"{owner}: attention_mask is one tensor in cross attention; expected a tuple of "
+                f"that of the queries and that of the keys."
+            )
+        return lengths_of(owner, layout, qkv, padding_mask, given)
+
+    def _shape(self, layout: str, mask: Mask, bias_type: str | None, cap: float) -> AttentionShape:
+        return AttentionShape(
+            layout,
+            *self.heads,
+            self.softmax_scale,
+            *mask,
+            bias_type,
+            cap,
+            self.softmax_type,
+            self.attention_dropout if self.training else 0.0,
+            self.return_max_logit,
+        )
+
+    @property
+    def label(self) -> str:
+        """The layer in messages, by its name in the model, else by its class and sizes."""
+        sizes = f"{type(self).__name__}({self.heads.heads}, {self._head_sizes()})"
+        return sizes if self.name is None else f"{self.name!r} ({sizes})"
+
+    def _head_sizes(self) -> str:
+        _, _, head_dim, head_dim_v = self.heads
+        return str(head_dim) if head_dim == head_dim_v else f"({head_dim}, {head_dim_v})"
+
+    def _describe(self) -> list[str]:
+        heads, sizes = self.heads, self._head_sizes()
+        words = [f"num_attention_heads={heads.heads}", f"kv_channels={sizes}"]
+        if heads.groups != heads.heads:
+            words.append(f"num_gqa_groups={heads.groups}")
+        return [*words, f"attn_mask_type={self.attn_mask_type!r}"]
+
+
+class _Owner(NamedTuple):
+    """What messages call a layer. Its name is read by a message alone: a captured graph is guarded
+    by what its call reads, and layers of one shape share a graph."""
+
+    layer: DotProductAttention
+
+    def __str__(self) -> str:
+        return self.layer.label
+
+
+class _Attend(NamedTuple):
+    """A call of ``layer`` ready to be computed, and computed again by a checkpoint."""
+
+    layer: DotProductAttention
+    shape: AttentionShape
+    tensors: AttentionTensors
+    lengths: Lengths
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return the result, with the largest logits if the layer returns them."""
+        layer, shape, lengths = self.layer, self.shape, self.lengths
+        bound = bind(layer, q.device, q.dtype, shapes=(shape,))
+        tensors, max_logit = self.tensors, None
+        if shape.max_logit:
+            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+            max_logit = torch.empty(shape.heads, dtype=wide, device=q.device)
+            tensors = tensors._replace(max_logit_out=max_logit)
+        sizes: tuple[int, ...] = tuple(q.shape[:2])
+        if shape.layout == "thd":
+            assert lengths.max_seqlen_q is not None
+            assert lengths.max_seqlen_kv is not None
+            sizes = lengths.max_seqlen_q, lengths.max_seqlen_kv
+        params = [one for one in (k, v, bias, layer.softmax_offset) if one is not None]
+        call = bound.call(None)._replace(tensors=tensors, sizes=sizes)
+        out = run_links(layer, bound, bound.parts[0], q.flatten(-2), params, call)
+        return out if max_logit is None else (out, max_logit)
+
+
+def _log_ignored() -> None:
+    log_once(
+        "DotProductAttention ignores attention_mask where the mask type has no padding and is not "
+        "'arbitrary'."
+    )
+
+
+constant_in_graph(_log_ignored)
+
+
+def _refuse(owner: object, **arguments: object) -> None:
+    """Raise for the first argument that is not None: these are not offered."""
+    for name, value in arguments.items():
+        if value is not None:
+            shown = repr(value) if isinstance(value, bool | int) else type(value).__name__
+            raise UnsupportedError(f"{owner}: {name}={shown} is not offered; leave it out.")
+
+
+def _heads(owner: str, heads: int, groups: int | None, channels: int | tuple[int, int]) -> Heads:
+    pair = channels if isinstance(channels, tuple | list) else (channels, channels)
+    if len(pair) != 2:
+        raise OperandError(
+            f"{owner}(kv_channels={channels!r}): expected a size, or those of a key's and a "
+            f"value's head."
+        )
+    sizes = [check_size(owner, "kv_channels", size) for size in pair]
+    heads = check_size(owner, "num_attention_heads", heads)
+    groups = heads if groups is None else check_size(owner, "num_gqa_groups", groups)
+    if heads % groups:
+        divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        raise OperandError(
+            f"{owner}(num_attention_heads={heads}, num_gqa_groups={groups}): the heads are no "
+            f"multiple of the groups; expected one of {', '.join(divisors)} groups."
+        )
+    return Heads(heads, groups, *sizes)
+
+
+def _probability(owner: object, dropout: float) -> float:
+    if not 0 <= dropout < 1:
+        raise OperandError(f"{owner}(attention_dropout={dropout!r}): expected 0 <= p < 1.")
+    return float(dropout)
+
+
+def _cap(owner: object, softcap: float) -> float:
+    if not 0 <= softcap < math.inf:
+        raise OperandError(f"{owner}: softcap={softcap!r}; expected a finite number, 0 for none.")
+    return float(softcap)
+
+
+def _one_of(owner: object, name: str, value: str, known: Sequence[str]) -> str:
+    if value not in known:
+        raise OperandError(
+            f"{owner}({name}={value!r}): expected one of {', '.join(map(repr, known))}."
+        )
+    return value
+
+
+def _bias_of(
+    owner: object, name: str, bias: torch.Tensor | None, slopes: torch.Tensor | None
+) -> str | None:
+    """Return the descriptor's word for a type of bias, and check that its tensors are given."""
+    if name not in _BIAS_TYPES:
+        known = ", ".join(map(repr, _BIAS_TYPES))
+        raise OperandError(f"{owner}: core_attention_bias_type={name!r}; expected one of {known}.")
+    if slopes is not None and name != "alibi":
+        raise OperandError(
+            f"{owner}: alibi_slopes with core_attention_bias_type={name!r}; expected 'alibi'."
+        )
+    kind = _BIASES.get(name)
+    if (bias is None) != (kind is None):
+        given = "None" if bias is None else "given"
+        raise OperandError(
+            f"{owner}: core_attention_bias is {given} with core_attention_bias_type={name!r}; "
+            f"'pre_scale_bias' and 'post_scale_bias' take one, the other types none."
+        )
+    return "alibi" if name == "alibi" else kind
+
+
+def _slopes(owner: object, heads: int, q: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+    """Return the slopes of ALiBi, float32 ``[heads]`` or ``[b, heads]``."""
+    if given is None:
+        return torch.tensor(_alibi_slopes(heads), dtype=torch.float32, device=q.device)
+    if given.dim() not in (1, 2) or given.shape[-1] != heads or given.device != q.device:
+        raise OperandError(
+            f"{owner}: alibi_slopes {list(given.shape)} on {given.device}; expected [{heads}] or "
+            f"[batch, {heads}] on {q.device}."
+        )
+    return given.detach().to(torch.float32)
+
+
+def _alibi_slopes(heads: int) -> list[float]:
+    """Return the slopes of the ALiBi paper: powers of ``2^(-8 / n)`` for n heads, n a power of two;
+    further heads take every other power of ``2^(-4 / n)``.
+
+    Source: Press et al., "Train Short, Test Long", section 3, and its code for other numbers.
+
+    >>> _alibi_slopes(3)
+    [0.0625, 0.00390625, 0.25]
+    """
+    whole = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * at / whole) for at in range(1, whole + 1)]
+    return slopes + [2 ** (-4 * at / whole) for at in range(1, 2 * (heads - whole) + 1, 2)]

@@ -1,0 +1,377 @@
+"""What a call of attention is given: layouts, packed tensors, lengths and masks, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fp8core.backend_api import ATTENTION_LAYOUTS
+from fp8core.chain.run import is_under_torch_autocast
+from fp8core.errors import OperandError
+from fp8core.modules.inputs import check_kind
+
+__all__ = [
+    "Heads",
+    "Lengths",
+    "PaddingMask",
+    "Qkv",
+    "check_bias",
+    "check_layout",
+    "check_mask",
+    "check_pad_between",
+    "checked_qkv",
+    "lengths_of",
+    "unpacked",
+]
+
+PaddingMask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+
+
+class Heads(NamedTuple):
+    """The numbers and sizes of heads that a layer takes."""
+
+    heads: int
+    groups: int
+    head_dim: int
+    head_dim_v: int
+
+
+class Qkv(NamedTuple):
+    """Queries, keys and values in one layout."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class Lengths(NamedTuple):
+    """Where the sequences of a call are, as :class:`~fp8core.backend_api.AttentionDesc` has it."""
+
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_kv: torch.Tensor | None = None
+    cu_seqlens_q_padded: torch.Tensor | None = None
+    cu_seqlens_kv_padded: torch.Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+
+    @property
+    def offsets(self) -> dict[str, torch.Tensor | None]:
+        """The four cu_seqlens by name."""
+        return {
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "cu_seqlens_kv": self.cu_seqlens_kv,
+            "cu_seqlens_q_padded": self.cu_seqlens_q_padded,
+            "cu_seqlens_kv_padded": self.cu_seqlens_kv_padded,
+        }
+
+
+def check_layout(owner: object, layout: str) -> str:
+    """Return ``layout``.
+
+    Raises:
+        OperandError: there is no such layout.
+    """
+    if layout not in ATTENTION_LAYOUTS:
+        known = ", ".join(map(repr, ATTENTION_LAYOUTS))
+        raise OperandError(f"{owner}: qkv_format={layout!r}; expected one of {known}.")
+    return layout
+
+
+def unpacked(
+    owner: object,
+    tensors: Sequence[torch.Tensor | None],
+    qkv: torch.Tensor | None,
+    kv: torch.Tensor | None,
+    dim: int,
+) -> Qkv:
+    """Return queries, keys and values; those packed in one tensor as views of it.
+
+    ``tensors`` are the separate ones. ``qkv`` has 3, and ``kv`` 2, in dimension ``dim``: -3 before
+    the heads or -2 behind them.
+
+    Raises:
+        OperandError: tensors are missing, given twice or not packed so.
+    """
+    if qkv is not None and (kv is not None or any(one is not None for one in tensors)):
+        raise OperandError(
+            f"{owner}: qkv_layer holds queries, keys and values; give no other tensor with it."
+        )
+    if kv is not None and any(one is not None for one in tensors[1:]):
+        raise OperandError(
+            f"{owner}: kv_layer holds keys and values; give key_layer and value_layer, or kv_layer."
+        )
+    packed, name, count = (qkv, "qkv_layer", 3) if qkv is not None else (kv, "kv_layer", 2)
+    if packed is not None:
+        if dim not in (-3, -2):
+            raise OperandError(f"{owner}: qkv_interleave_dim={dim}; expected -3 or -2.")
+        if packed.dim() < 4 or packed.shape[dim] != count:
+            raise OperandError(
+                f"{owner}: {name} {list(packed.shape)} with qkv_interleave_dim={dim}; expected "
+                f"{count} in that dimension, as in [s, b, {count}, h, d] for -3 or "
+                f"[s, b, h, {count}, d] for -2."
+            )
+        parts = packed.unbind(dim)
+        tensors = (*tensors[: 3 - count], *parts)
+    names = ("query_layer", "key_layer", "value_layer")
+    missing = [name for name, one in zip(names, tensors, strict=True) if one is None]
+    if missing:
+        raise OperandError(f"{owner}: {missing[0]} is None; give it, or qkv_layer or kv_layer.")
+    q, k, v = tensors
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    return Qkv(q, k, v)
+
+
+def checked_qkv(owner: object, heads: Heads, layout: str, given: Qkv) -> Qkv:
+    """Return the tensors in the dtype of the activations, their sizes checked.
+
+    Raises:
+        OperandError: one is no dense floating-point tensor, or has another device, dtype, or size.
+    """
+    q, k, v = given
+    num_dims = 3 if layout == "thd" else 4
+    sizes = {
+        "query_layer": (heads.heads, heads.head_dim),
+        "key_layer": (heads.groups, heads.head_dim),
+        "value_layer": (heads.groups, heads.head_dim_v),
+    }
+    for (name, size), one in zip(sizes.items(), given, strict=True):
+        check_kind(owner, name, one)
+        if one.dim() != num_dims or tuple(one.shape[-2:]) != size:
+            dims = "t" if layout == "thd" else ", ".join(layout[:2])
+            raise OperandError(
+                f"{owner}: {name} {list(one.shape)}; expected [{dims}, {size[0]}, {size[1]}] for "
+                f"qkv_format={layout!r}."
+            )
+        if one.device != q.device or one.dtype != q.dtype:
+            raise OperandError(
+                f"{owner}: {name} is {one.dtype} on {one.device}, query_layer {q.dtype} on "
+                f"{q.device}; expected one dtype on one device."
+            )
+    if k.shape[:-2] != v.shape[:-2]:
+        raise OperandError(
+            f"{owner}: key_layer {list(k.shape)} and value_layer {list(v.shape)} differ before "
+            f"their heads; expected as many values as keys."
+        )
+    if layout != "thd":
+        at = layout.index("b")
+        if q.shape[at] != k.shape[at]:
+            raise OperandError(
+                f"{owner}: query_layer {list(q.shape)} has batch {q.shape[at]}, key_layer "
+                f"{list(k.shape)} {k.shape[at]}, in qkv_format={layout!r}."
+            )
+    if is_under_torch_autocast(q):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        return Qkv(q.to(dtype), k.to(dtype), v.to(dtype))
+    return given
+
+
+def lengths_of(owner: object, layout: str, qkv: Qkv, mask: PaddingMask, given: Lengths) -> Lengths:
+    """Return the lengths of the sequences of a call with padding, from cu_seqlens or the mask.
+
+    Where torch captures a graph, the longest sequence of thd is as long as all of them together
+    unless it is given: a graph does not read lengths.
+
+    Raises:
+        OperandError: there are none, or they do not fit.
+    """
+    q, k, _ = qkv
+    if layout == "thd" or given.cu_seqlens_q is not None or given.cu_seqlens_kv is not None:
+        lengths = given
+    else:
+        lengths = _from_mask(owner, layout, qkv, mask)
+    for name, cu_seqlens in lengths.offsets.items():
+        if name.endswith("padded") and cu_seqlens is None:
+            continue
+        _check_cu_seqlens(owner, name, cu_seqlens, q.device)
+    cu_q, cu_kv = lengths.cu_seqlens_q, lengths.cu_seqlens_kv
+    assert cu_q is not None
+    assert cu_kv is not None
+    sizes = {one.shape[0] for one in lengths.offsets.values() if one is not None}
+    if len(sizes) > 1:
+        raise OperandError(
+            f"{owner}: cu_seqlens of {sorted(sizes)} entries; expected one number of sequences, "
+            f"batch + 1 entries each."
+        )
+    for name, cu_seqlens in lengths.offsets.items():
+        x = k if name.startswith("cu_seqlens_kv") else q
+        limit = x.shape[0 if layout == "thd" else layout.index("s")]
+        _check_offsets(owner, name, cu_seqlens, limit, is_each=layout != "thd")
+    if layout != "thd":
+        batch = q.shape[layout.index("b")]
+        if cu_q.shape[0] != batch + 1:
+            raise OperandError(
+                f"{owner}: cu_seqlens_q has {cu_q.shape[0]} entries for a batch of {batch}; "
+                f"expected {batch + 1}."
+            )
+        return lengths._replace(
+            cu_seqlens_q_padded=None,
+            cu_seqlens_kv_padded=None,
+            max_seqlen_q=None,
+            max_seqlen_kv=None,
+        )
+    return lengths._replace(
+        max_seqlen_q=_longest(owner, "max_seqlen_q", lengths.max_seqlen_q, cu_q, q),
+        max_seqlen_kv=_longest(owner, "max_seqlen_kv", lengths.max_seqlen_kv, cu_kv, k),
+    )
+
+
+def _check_cu_seqlens(owner: object, name: str, cu_seqlens: object, device: torch.device) -> None:
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise OperandError(
+            f"{owner}: {name} is {type(cu_seqlens).__name__}; padding and qkv_format='thd' need "
+            f"cu_seqlens_q and cu_seqlens_kv, int32 [batch + 1]."
+        )
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or not cu_seqlens.shape[0]:
+        raise OperandError(
+            f"{owner}: {name} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; expected int32 "
+            f"[batch + 1]."
+        )
+    if cu_seqlens.device != device:
+        raise OperandError(
+            f"{owner}: {name} is on {cu_seqlens.device}, the queries on {device}; move it there."
+        )
+
+
+def _longest(
+    owner: object, name: str, given: int | None, cu_seqlens: torch.Tensor, x: torch.Tensor
+) -> int:
+    """Return the length of the longest sequence, or the length ``given``, which is no shorter."""
+    is_unread = torch.compiler.is_compiling() or cu_seqlens.is_meta or cu_seqlens.shape[0] == 1
+    if is_unread or (given is not None and not _is_readable(cu_seqlens)):
+        return x.shape[0] if given is None else given
+    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    if given is not None and given < longest:
+        raise OperandError(f"{owner}: {name}={given}, but a sequence has {longest} tokens.")
+    return longest if given is None else given
+
+
+def _is_readable(x: torch.Tensor) -> bool:
+    """Return whether the host reads values of ``x`` without waiting for a device."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _check_offsets(
+    owner: object, name: str, cu_seqlens: torch.Tensor | None, limit: int, *, is_each: bool
+) -> None:
+    """Refuse offsets that fall or exceed ``limit``, with ``is_each`` each of their differences;
+    where the host can read them."""
+    if cu_seqlens is None or not _is_readable(cu_seqlens):
+        return
+    lengths = cu_seqlens.diff()
+    last = lengths.max() if is_each and len(lengths) else cu_seqlens[-1]
+    if int(cu_seqlens[0]) < 0 or bool((lengths < 0).any()) or int(last) > limit:
+        shown = cu_seqlens.tolist() if len(cu_seqlens) <= 9 else f"{len(cu_seqlens)} offsets"
+        of = "sequences of at most" if is_each else "offsets of at most"
+        raise OperandError(f"{owner}: {name} is {shown}; expected {of} {limit} tokens, ascending.")
+
+
+def _from_mask(owner: object, layout: str, qkv: Qkv, mask: PaddingMask) -> Lengths:
+    """Return the lengths that padding masks ``[b, 1, 1, s]`` have, True behind each sequence."""
+    if mask is None:
+        raise OperandError(
+            f"{owner}: a padding mask type needs attention_mask, bool [b, 1, 1, s] that is True "
+            f"behind the end of a sequence (a tuple of two where keys have other lengths), or "
+            f"cu_seqlens_q and cu_seqlens_kv."
+        )
+    pair = (mask, mask) if isinstance(mask, torch.Tensor) else mask
+    if len(pair) != 2:
+        raise OperandError(
+            f"{owner}: attention_mask of {len(pair)} tensors; expected that of the queries and "
+            f"that of the keys."
+        )
+    cu_seqlens = []
+    for x, one in zip(qkv, pair, strict=False):
+        batch, length = x.shape[layout.index("b")], x.shape[layout.index("s")]
+        if one.dtype != torch.bool or tuple(one.shape) != (batch, 1, 1, length):
+            raise OperandError(
+                f"{owner}: attention_mask {one.dtype} {list(one.shape)}; expected bool "
+                f"[{batch}, 1, 1, {length}], True behind the end of a sequence."
+            )
+        _check_is_at_the_end(owner, one)
+        lengths = one.logical_not().flatten(1).sum(1, dtype=torch.int32)
+        cu_seqlens.append(torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)))
+    return Lengths(cu_seqlens[0], cu_seqlens[1])
+
+
+def _check_is_at_the_end(owner: object, mask: torch.Tensor) -> None:
+    """Refuse padding before or inside a sequence, where the host can read the mask."""
+    if _is_readable(mask) and bool((mask[..., :-1] & ~mask[..., 1:]).any()):
+        raise OperandError(
+            f"{owner}: attention_mask excludes tokens before others that it keeps. Padding is "
+            f"behind the end of a sequence; for another mask, use attn_mask_type='arbitrary'."
+        )
+
+
+def check_pad_between(owner: object, asked: bool | None, lengths: Lengths) -> None:
+    """Refuse an answer to whether there is padding between sequences that lengths contradict."""
+    has_padded = lengths.cu_seqlens_q_padded is not None or lengths.cu_seqlens_kv_padded is not None
+    is_same = all(one is other for one, other in zip(lengths[:2], lengths[2:4], strict=True))
+    if asked is True and not has_padded:
+        raise OperandError(
+            f"{owner}: pad_between_seqs=True needs cu_seqlens_q_padded and cu_seqlens_kv_padded, "
+            f"where sequences begin, in qkv_format='thd'."
+        )
+    if asked is False and has_padded and not is_same:
+        raise OperandError(
+            f"{owner}: pad_between_seqs=False, but cu_seqlens_q_padded or cu_seqlens_kv_padded say "
+            f"where sequences begin; leave one of them out."
+        )
+
+
+def check_mask(owner: object, qkv: Qkv, layout: str, heads: int, mask: object) -> torch.Tensor:
+    """Return an arbitrary mask as four dimensions that broadcast to ``[b, heads, s_q, s_kv]``.
+
+    Raises:
+        OperandError: it is no such mask.
+    """
+    full = _full_size(qkv, layout, heads)
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+        given = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise OperandError(
+            f"{owner}: attention_mask is {given}; attn_mask_type='arbitrary' needs a bool tensor "
+            f"that broadcasts to {full}, True where a key is excluded."
+        )
+    return _broadcasting(owner, "attention_mask", mask, full, qkv.q.device)
+
+
+def check_bias(
+    owner: object, qkv: Qkv, layout: str, heads: int, lengths: Lengths, bias: torch.Tensor
+) -> torch.Tensor:
+    """Return a bias as four dimensions that broadcast to ``[b, heads, s_q, s_kv]``.
+
+    Raises:
+        OperandError: it is no such bias.
+    """
+    check_kind(owner, "core_attention_bias", bias)
+    if layout == "thd":
+        assert lengths.cu_seqlens_q is not None
+        assert lengths.max_seqlen_q is not None
+        assert lengths.max_seqlen_kv is not None
+        batch = lengths.cu_seqlens_q.shape[0] - 1
+        full = [batch, heads, lengths.max_seqlen_q, lengths.max_seqlen_kv]
+    else:
+        full = _full_size(qkv, layout, heads)
+    return _broadcasting(owner, "core_attention_bias", bias, full, qkv.q.device)
+
+
+def _full_size(qkv: Qkv, layout: str, heads: int) -> list[int]:
+    batch, sequence = layout.index("b"), layout.index("s")
+    return [qkv.q.shape[batch], heads, qkv.q.shape[sequence], qkv.k.shape[sequence]]
+
+
+def _broadcasting(
+    owner: object, name: str, x: torch.Tensor, full: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    if x.device != device:
+        raise OperandError(f"{owner}: {name} is on {x.device}, the queries on {device}.")
+    sizes = [1] * (4 - x.dim()) + list(x.shape)
+    if x.dim() > 4 or any(one not in (1, of) for one, of in zip(sizes, full, strict=True)):
+        raise OperandError(
+            f"{owner}: {name} {list(x.shape)}; expected a shape that broadcasts to {list(full)}, "
+            f"[batch, heads, queries, keys]."
+        )
+    return x.reshape(sizes)
