@@ -50,6 +50,10 @@ class _Scope(NamedTuple):
     groups: dict[DelayedState, tuple[DelayedState, torch.distributed.ProcessGroup | None]]
 
 
+# Without the Python function of a NamedTuple: each autocast creates one.
+_new_scope: Callable[..., _Scope] = tuple.__new__
+
+
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.scopes: list[_Scope] = []
@@ -66,7 +70,8 @@ def _always() -> bool:
 def open_scope() -> None:
     """Open the scope of an autocast."""
     thread = _thread
-    thread.scopes.append(_Scope(None, not thread.num_autocasts, _always, {}, {}, {}))
+    ends_step = not thread.num_autocasts
+    thread.scopes.append(_new_scope(_Scope, (None, ends_step, _always, {}, {}, {})))
     thread.num_autocasts += 1
 
 
@@ -163,9 +168,10 @@ def _close(scope: _Scope, *, failed: bool) -> None:
     The scales of its states are updated, or its states are handed on to the scope around it, or, if
     it ``failed``, the amaxes of before are restored.
     """
-    touched, before, groups = scope.touched, scope.before, scope.groups
+    touched = scope.touched
     if not touched:
         return
+    before, groups = scope.before, scope.groups
     if not scope.ends_step and not failed:
         around = _thread.scopes[-1]
         for forward, before_it in groups.items():

@@ -15,6 +15,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
 from operator import itemgetter
 from types import FrameType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -25,8 +26,9 @@ from torch.autograd.function import BackwardCFunction
 from fp8core.torch_ops.private import (
     CHECKPOINT_FRAME,
     CHECKPOINT_HOOK,
+    COMPILE_CONTEXT,
     NO_BACKWARD_PASS,
-    compile_context,
+    compile_variables,
     current_backward_pass,
     current_node,
     next_node_number,
@@ -49,6 +51,9 @@ class _Entered(NamedTuple):
     in_backward: bool
     outer: _Entered | None
 
+
+# Without the Python function of a NamedTuple: each autocast creates one.
+_new_entered: Callable[..., _Entered] = tuple.__new__
 
 # One change of a thread's innermost open autocast: the number of the first node after it, the
 # autocast, and whether the change happened in backward. A tuple and no class, as each autocast
@@ -170,7 +175,7 @@ def is_traced() -> bool:
     if that calls no operator, such as an autocast entered around a graph break; attributes of the
     thread that the function sets would then be lost.
     """
-    return compile_context() is not None or torch.compiler.is_compiling()
+    return compile_variables().get(COMPILE_CONTEXT) is not None or torch.compiler.is_compiling()
 
 
 def enter(name: str) -> None:
@@ -180,7 +185,8 @@ def enter(name: str) -> None:
         history = _thread.history = _History(_thread)
     in_backward, hooks = current_backward_pass() != NO_BACKWARD_PASS, saved_tensor_hooks(True)
     region = _region(hooks) if hooks else None
-    history.note(_Entered(name, region, in_backward, history.entered), in_backward)
+    entered = _new_entered(_Entered, (name, region, in_backward, history.entered))
+    history.note(entered, in_backward)
 
 
 def leave(depth: int = 0) -> None:

@@ -21,7 +21,12 @@ from fp8core.backend_api import ScaleUpdateDesc
 from fp8core.dispatch import table
 from fp8core.recipe.plan import DelayedPlan
 from fp8core.reporting import log_once
-from fp8core.torch_ops.private import copy_all, current_backward_pass, queue_callback
+from fp8core.torch_ops.private import (
+    copy_all,
+    count_writes,
+    current_backward_pass,
+    queue_callback,
+)
 
 __all__ = [
     "DelayedState",
@@ -137,13 +142,13 @@ class _Batch:
         if self._reports:
             _report_nonfinite(self._ordered)
         # The user's functions may raise: nothing is written before the last of them has returned.
-        computed = [_advanced_by_user(state) for state in self._by_user]
+        computed = [_advanced_by_user(state) for state in self._by_user] if self._by_user else ()
         for advance in self._advances:
             advance()
         for state, advanced in zip(self._by_user, computed, strict=True):
             advanced.write_to(state)
         # torch does not count a kernel's writes, and stored weights depend on the scale's version.
-        torch.autograd.graph.increment_version(self._scales)
+        count_writes(self._scales)
 
 
 def update(states: Iterable[DelayedState]) -> None:
@@ -343,8 +348,9 @@ def update_after_backward(state: DelayedState, backward_pass: int | None = None)
     from :func:`join_backward`. A pass that raises updates nothing, and its amaxes are forgotten.
     """
     task = current_backward_pass() if backward_pass is None else backward_pass
-    running = _find_pass(task) or _join(task)
-    states = running.states
+    reference = _in_backward.get(task)
+    running = None if reference is None else reference()
+    states = (_join(task) if running is None else running).states
     if state not in states:
         is_shared = len(_in_backward) > 1 and _is_recorded_elsewhere(state, states)
         states[state] = state.amax_history[0].clone() if is_shared else None

@@ -29,6 +29,7 @@ __all__ = [
     "CHECKPOINT_FRAME",
     "CHECKPOINT_HOOK",
     "COMPILED_MODULE",
+    "COMPILE_CONTEXT",
     "COMPOSITE",
     "DDP_IGNORED",
     "FSDP_FLATTENED",
@@ -45,8 +46,9 @@ __all__ = [
     "TensorMeta",
     "TorchDispatchMode",
     "always_called_hooks",
-    "compile_context",
+    "compile_variables",
     "copy_all",
+    "count_writes",
     "current_backward_pass",
     "current_node",
     "enter_legacy_vmap",
@@ -75,6 +77,7 @@ __all__ = [
     "queue_callback",
     "saved_tensor_hooks",
     "schema_of",
+    "tensor_guards",
     "wait_for_collective",
     "without_interpreters",
     "without_modes",
@@ -89,8 +92,8 @@ try:
         temporarily_clear_interpreter_stack as without_interpreters,
     )
 
-    # try_get() tells a capture by torch.compile from other calls.
-    from torch._guards import CompileContext
+    # A thread's variables of torch.compile, where a capture leaves its context.
+    from torch._guards import _TLS as _compile_variables
 
     # ORDERED keeps torch.compile from dropping, doubling or reordering calls of an operator.
     from torch._library.effects import EffectType
@@ -111,7 +114,11 @@ try:
     from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
     ORDERED: Final = EffectType.ORDERED
-    compile_context: Callable[[], Any] = CompileContext.try_get
+    # All of them in a dictionary; to ask for one that is not set costs an exception in torch's C.
+    compile_variables: Callable[[], dict[str, Any]] = partial(
+        getattr, _compile_variables, "__dict__"
+    )
+    COMPILE_CONTEXT: Final = "compile_context"
     # The active function modes, a DeviceContext among them where a default device is set.
     function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 
@@ -162,6 +169,10 @@ try:
     # What an operator writes and aliases, and the key under which torch composes it of others.
     schema_of: Callable[[Any], Any] = attrgetter("_schema")
     COMPOSITE: Final = torch._C.DispatchKey.CompositeImplicitAutograd
+
+    # Counts a write to each tensor of a list, for writes that torch does not see. The function of
+    # torch.autograd.graph looks at the list first.
+    count_writes: Callable[[list[torch.Tensor]], None] = torch._C._increment_version
 
     # Copies a list of tensors into another in one call.
     copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
@@ -242,6 +253,10 @@ is_any_autocast_enabled: Callable[[], bool] = getattr(
 Without it the answer is always True, and callers ask ``torch.is_autocast_enabled(device_type)``,
 which costs as much as an allocation.
 """
+
+tensor_guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+"""The class whose objects compare several tensors with earlier ones in one call; torch.compile
+guards its graphs by them. Without it every call of a layer looks at its tensors one by one."""
 
 foreach_types: list[type] = getattr(optimizer, "_foreach_supported_types", [])
 """The exact types of parameters that optimizers take all at once; without it, one by one."""
