@@ -20,7 +20,7 @@ from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.chain.shape import BindContext
 from fp8core.dispatch import settings
 from fp8core.errors import UnsupportedError
-from fp8core.tensors.quantizer import LowPrecision, Orientations
+from fp8core.tensors.quantizer import LowPrecision
 
 __all__ = ["Fusion", "Producer", "bind_fusion", "variants"]
 
@@ -52,7 +52,7 @@ class Fusion:
         rows = arguments[0].shape[0]
         if self._is_checked:
             _check_orientations(quantized, out, rows, self._packing)
-        return [Handover(Orientations(*quantized), rows, sums), *rest]
+        return [Handover(quantized, rows, sums), *rest]
 
 
 def variants(fused: FusedDesc) -> dict[Variant, FusedDesc]:

@@ -19,14 +19,17 @@ from fp8core.chain.protocol import (
     Saved,
     SavedList,
 )
-from fp8core.chain.request import QuantizeRequest
+from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.errors import OperandError
 
 __all__ = ["Series", "row_error"]
 
 
 class _Step(NamedTuple):
-    """One program; its parameters are ``params[first:end]``, it is given ``rows`` rows."""
+    """One program; its parameters are ``params[first:end]``, it is given ``rows`` rows.
+
+    ``request`` is how the next program wants its output, and ``rows_out`` how many rows that has.
+    """
 
     link: Link
     program: Program
@@ -34,29 +37,44 @@ class _Step(NamedTuple):
     end: int
     rows: int
     needs_input_grad: bool
+    request: QuantizeRequest | None
+    rows_out: int
 
 
 class Series:
     """The programs of ``links`` for an input of ``rows`` rows; arguments as of ``Link.program``."""
 
-    __slots__ = ("_rows_out", "_steps", "frees_early")
+    __slots__ = ("_backwards", "_forwards", "_rows_out", "_steps", "frees_early")
 
     def __init__(
         self, links: Sequence[Link], rows: int, needs_grad: Sequence[bool], call: Call
     ) -> None:
-        steps = []
+        steps: list[_Step] = []
         needs_input, first, frees_early = needs_grad[0], 0, True
         for link in links:
             end = first + link.num_params
             needs = (needs_input, *needs_grad[1 + first : 1 + end])
             program = link.program(rows, needs, call)
-            steps.append(_Step(link, program, first, end, rows, needs_input))
-            rows, first = program.num_rows(rows), end
+            if steps:
+                steps[-1] = steps[-1]._replace(request=program.input_request)
+            rows_out = program.num_rows(rows)
+            steps.append(_Step(link, program, first, end, rows, needs_input, None, rows_out))
+            rows, first = rows_out, end
             needs_input = True in needs
             frees_early = frees_early and program.frees_early
         self._steps = steps
         self._rows_out = rows
         self.frees_early = frees_early
+        last = len(steps) - 1
+        # What each call goes through, as plain tuples: the same series runs in every step.
+        self._forwards = [
+            (at, at == last, one.program.forward, one.first, one.end, one.request, one.rows_out)
+            for at, one in enumerate(steps)
+        ]
+        self._backwards = [
+            (at, one.program.backward, one.end - one.first, one.rows, steps[at - 1].program)
+            for at, one in reversed([*enumerate(steps)])
+        ]
 
     @property
     def input_request(self) -> QuantizeRequest | None:
@@ -85,19 +103,17 @@ class Series:
         Raises:
             OperandError: a program returned another number of rows than it had said.
         """
-        value, steps, last = x, self._steps, len(self._steps) - 1
+        value = x
         saved: list[torch.Tensor | None] = []
         contexts = []
-        for at, step in enumerate(steps):
-            request = out if at == last else steps[at + 1].program.input_request
-            rows = self._rows_out if at == last else steps[at + 1].rows
+        for at, is_last, forward, first, end, request, rows in self._forwards:
             try:
-                value, kept, context = step.program.forward(
-                    value, params[step.first : step.end], call, request
+                value, kept, context = forward(
+                    value, params[first:end], call, out if is_last else request
                 )
             except RowsChanged as error:
                 raise self._row_error(at, "forward", error.rows, error.num_rows) from None
-            num_rows = value.shape[0] if isinstance(value, torch.Tensor) else value.rows
+            num_rows = value.rows if type(value) is Handover else _rows_of(value)
             if num_rows != rows:
                 raise self._row_error(at, "forward", rows, num_rows)
             saved.extend(kept)
@@ -112,35 +128,40 @@ class Series:
         Raises:
             OperandError: a program returned a gradient of other rows than its input had.
         """
-        value, steps = grad, self._steps
+        value = grad
         grad_params: Sequence[torch.Tensor | None] = ()
-        for at in range(len(steps) - 1, -1, -1):
-            step = steps[at]
+        for at, backward, num_params, rows, before in self._backwards:
             num_saved, step_context = context[at]
-            kept = saved[len(saved) - num_saved :]
-            del saved[len(saved) - num_saved :]
+            left = len(saved) - num_saved
+            kept = saved[left:]
+            del saved[left:]
             if value is None:  # nothing before it needs a gradient
-                grad_params = (*(None,) * (step.end - step.first), *grad_params)
+                grad_params = (*(None,) * num_params, *grad_params)
                 continue
             request = out
             if at:
-                before = steps[at - 1].program
-                request = before.request_grad(call) if step.needs_input_grad else None
+                needs_input_grad = self._steps[at].needs_input_grad
+                request = before.request_grad(call) if needs_input_grad else None
             try:
-                value, *grads = step.program.backward(value, kept, step_context, call, request)
+                value, *grads = backward(value, kept, step_context, call, request)
             except RowsChanged as error:
                 raise self._row_error(at, "backward", error.rows, error.num_rows) from None
             grad_params = (*grads, *grad_params)
             if value is None:
                 continue
-            num_rows = value.shape[0] if isinstance(value, torch.Tensor) else value.rows
-            if num_rows != step.rows:
-                raise self._row_error(at, "backward", step.rows, num_rows)
+            num_rows = value.rows if type(value) is Handover else _rows_of(value)
+            if num_rows != rows:
+                raise self._row_error(at, "backward", rows, num_rows)
         return (value, *grad_params)
 
     def _row_error(self, at: int, direction: str, due: int, returned: int) -> OperandError:
         links, rows = [step.link for step in self._steps], self._steps[at].rows
         return row_error(links, at, direction, rows=rows, due=due, returned=returned)
+
+
+def _rows_of(value: Any) -> int:
+    rows: int = value.shape[0] if isinstance(value, torch.Tensor) else value.rows
+    return rows
 
 
 def row_error(
