@@ -31,14 +31,13 @@ from fp8core.modules.activation import (
     SwiGLU,
 )
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bind import bind
-from fp8core.modules.inputs import check_input, check_kind
+from fp8core.modules.inputs import check_kind
 from fp8core.modules.linear import Linear as LinearLayer
 from fp8core.modules.norm import LayerNorm, RMSNorm
 from fp8core.modules.operation import Operation
 from fp8core.modules.parameters import InitMethod, check_size, fill, make_parameter, resolve_device
 from fp8core.modules.refusals import refuse_arguments
-from fp8core.modules.run import run_links
+from fp8core.modules.run import run_layer
 
 __all__ = [
     "GEGLU",
@@ -155,10 +154,7 @@ class Sequential(LowPrecisionModule):
         for operation in operations:
             params += [next(extra)] if operation.takes_extra_input else operation.link_params()
         first, width = next(self.parameters(), None), input_columns_of(self.link_shapes())
-        dtype = check_input(self, input, first, width)
-        bound = bind(self, input.device, dtype)
-        input = input if input.dtype == dtype else input.to(dtype)
-        return run_links(self, bound, bound.parts[0], input, params, bound.call(None))
+        return run_layer(self, input, params, like=first, columns=width)[0]
 
     def _describe(self) -> list[str]:
         return []

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from fp8core.chain.arranged import Arranged
 from fp8core.chain.bind import bind_chain
 from fp8core.chain.once import OnlyOnce
 from fp8core.chain.protocol import Link, Program, Saved
@@ -27,7 +28,7 @@ from fp8core.torch_ops.private import interpreter_stack
 __all__ = ["Unfused", "arranged", "is_detached", "only_once", "transform_of", "twins"]
 
 
-class Unfused(tuple[Link, ...]):
+class Unfused(Arranged):
     """Links in high precision, which hand each other plain tensors and need no common node.
 
     Each of ``pieces`` gets an autograd node, which saves the tensors themselves as torch's nodes
@@ -36,9 +37,9 @@ class Unfused(tuple[Link, ...]):
 
     pieces: tuple[Unfused, ...]
 
-    def __new__(cls, links: Sequence[Link]) -> Unfused:
+    def __init__(self, links: Sequence[Link]) -> None:
         """Split ``links``, each of which has None as ``only_once``."""
-        self = super().__new__(cls, links)
+        super().__init__(links)
         ends = [at + 1 for at, link in enumerate(links) if not link.is_left_to_next]
         starts = [0, *ends[:-1]]
         is_piece = len(ends) == 1
@@ -47,12 +48,11 @@ class Unfused(tuple[Link, ...]):
             if is_piece
             else tuple(Unfused(links[a:b]) for a, b in zip(starts, ends, strict=True))
         )
-        return self
 
 
-def arranged(links: tuple[Link, ...]) -> tuple[Link, ...]:
+def arranged(links: tuple[Link, ...]) -> Arranged:
     """Return ``links``, as :class:`Unfused` if torch's operators may replace each of them."""
-    return links if only_once(links) else Unfused(links)
+    return Arranged(links) if only_once(links) else Unfused(links)
 
 
 def only_once(links: Sequence[Link]) -> OnlyOnce | None:
@@ -60,10 +60,10 @@ def only_once(links: Sequence[Link]) -> OnlyOnce | None:
     return next((link.only_once for link in links if link.only_once is not None), None)
 
 
-def twins(links: Sequence[Link], like: torch.Tensor) -> tuple[Link, ...]:
+def twins(links: Sequence[Link], like: torch.Tensor) -> Arranged:
     """Return ``links`` bound to torch's operators, for activations like ``like``."""
     bind = functools.partial(_bound, device=like.device, dtype=like.dtype)
-    return tuple(link.in_torch(bind) for link in links)
+    return Arranged([link.in_torch(bind) for link in links])
 
 
 @functools.lru_cache(maxsize=4096)

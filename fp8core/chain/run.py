@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from fp8core.chain.arranged import Arranged
 from fp8core.chain.call import DENSE, Call
 from fp8core.chain.differentiable import (
     Unfused,
@@ -20,7 +22,7 @@ from fp8core.chain.differentiable import (
 )
 from fp8core.chain.once import COMPUTED_AS_ONE, OnlyOnce
 from fp8core.chain.protocol import Link, Program, Saved
-from fp8core.chain.series import Series, row_error
+from fp8core.chain.series import row_error
 from fp8core.chain.unwrap import (
     PLAIN,
     are_readable,
@@ -32,6 +34,7 @@ from fp8core.chain.unwrap import (
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops import operators
+from fp8core.torch_ops.likeness import Likeness, likeness_to
 from fp8core.torch_ops.private import (
     forward_mode_level,
     is_any_autocast_enabled,
@@ -39,7 +42,10 @@ from fp8core.torch_ops.private import (
     is_transform_active,
 )
 
-__all__ = ["Links", "Refusal", "capture", "is_under_torch_autocast", "refuse_transform", "run"]
+__all__ = [
+    *("Links", "Prepared", "Refusal", "capture", "is_under_torch_autocast", "prepared"),
+    *("refuse_transform", "run"),
+]
 
 Links: TypeAlias = "tuple[Link, ...] | int"
 """The links of a chain, or, while torch compiles or exports, their number from :func:`capture`."""
@@ -58,7 +64,7 @@ class Refusal(NamedTuple):
 class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, links: tuple[Link, ...], call: Call, x: torch.Tensor, *params: torch.Tensor
+        ctx: Any, links: Arranged, call: Call, x: torch.Tensor, *params: torch.Tensor
     ) -> torch.Tensor:
         y, saved, context, program = _forward(links, call, x, params, ctx.needs_input_grad[2:])
         ctx.save_for_backward(*saved)
@@ -75,10 +81,19 @@ class _Chain(torch.autograd.Function):
             return _backward_again(ctx, grad_output)
         if torch.compiler.is_compiling():  # compiled autograd reads this, and knows no batches
             return _backward(ctx, grad_output)
-        if is_legacy_batched(grad_output) or is_transform_active():
+        if is_transform_active():
             return _backward_again(ctx, grad_output)
-        if type(grad_output) is torch.Tensor and not are_readable(grad_output):
-            grad_output = _readable_grad(ctx, grad_output)
+        links = ctx.links
+        like = links.like_grad
+        if like is not None and like(grad_output) and grad_output.data_ptr():
+            return _gradients(ctx, grad_output, frees_early=True)
+        if is_legacy_batched(grad_output):
+            return _backward_again(ctx, grad_output)
+        if type(grad_output) is torch.Tensor:
+            if not are_readable(grad_output):
+                grad_output = _readable_grad(ctx, grad_output)
+            elif not is_under_torch_autocast(grad_output):
+                links.like_grad = likeness_to(grad_output)
         return _backward(ctx, grad_output)
 
 
@@ -130,35 +145,90 @@ def run(
     if isinstance(links, int):
         brought = (list(call.groups), list(call.splits), list(call.tensors), list(call.sizes))
         return _run_captured(links, x, list(params), brought)
+    chain = links if isinstance(links, Arranged) else Arranged(links)
+    if _is_direct(chain, x, params):
+        return _run_direct(chain, x, params, call)
     if type(x) not in PLAIN or not PLAIN.issuperset(map(type, params)):
-        if type(links) is Unfused and any(map(has_no_plain_form, (x, *params))):
+        if type(chain) is Unfused and any(map(has_no_plain_form, (x, *params))):
             with torch.autocast(x.device.type, enabled=False):
-                return _run_in_torch(links, x, params, call, f"a {type(x).__name__}")
-        x, params = _unwrap(links, x, params, call)
+                return _run_in_torch(chain, x, params, call, f"a {type(x).__name__}")
+        x, params = _unwrap(chain, x, params, call)
         x, params = _readable(x, params)
     elif not are_readable(x, params):
-        if type(links) is Unfused and not all(map(is_strided, (x, *params))):
+        if type(chain) is Unfused and not all(map(is_strided, (x, *params))):
             with torch.autocast(x.device.type, enabled=False):
-                return _run_in_torch(links, x, params, call, "a sparse tensor")
+                return _run_in_torch(chain, x, params, call, "a sparse tensor")
         x, params = _readable(x, params)
     if is_under_torch_autocast(x):
         with torch.autocast(x.device.type, enabled=False):
-            return run(links, x, params, call)
+            return run(chain, x, params, call)
     if is_transform_active() or forward_mode_level() >= 0:
         transform = transform_of((x, *params))
         if transform is not None:
-            return _run_in_torch(links, x, params, call, transform)
-    if not (torch.is_grad_enabled() and (x.requires_grad or _any_requires_grad(params))):
-        return _forward(links, call, x, params, (False,) * (1 + len(params)))[0]
-    if type(links) is Unfused and (
-        len(links) > 1 or (params and (params[0].dtype != x.dtype or type(params[0]) not in PLAIN))
-    ):
-        return _run_in_pieces(links, x, params, call)
-    return _apply(links, call, x, *params)
+            return _run_in_torch(chain, x, params, call, transform)
+    if type(chain) is Unfused and _needs_node(x, params) and not _is_one_piece(chain, x, params):
+        return _run_in_pieces(chain, x, params, call)
+    return _run_direct(chain, x, params, call)
+
+
+class Prepared(NamedTuple):
+    """What :func:`run` does for the tensors of a dense call, ``run(x, *params)``.
+
+    It is right for others if they have memory and ``is_like(x, *params)``, outside of forward-mode
+    differentiation and where gradients are enabled, or not, as before.
+    """
+
+    is_like: Likeness
+    run: Callable[..., torch.Tensor]
+
+
+def prepared(links: Links, x: torch.Tensor, params: Sequence[torch.Tensor]) -> Prepared | None:
+    """Return what :func:`run` does for these tensors if it computes from them as they are."""
+    if not isinstance(links, Arranged) or not _is_direct(links, x, params):
+        return None
+    is_like = likeness_to(x, params)
+    if is_like is None:
+        return None
+    if _needs_node(x, params):
+        return Prepared(is_like, partial(_apply, links, DENSE))
+    needs_grad = (False,) * (1 + len(params))
+    return Prepared(is_like, lambda x, *params: _forward(links, DENSE, x, params, needs_grad)[0])
+
+
+def _is_direct(links: Arranged, x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
+    """Say whether :func:`run` computes from the tensors as they are, with at most one node."""
+    return (
+        type(x) in PLAIN
+        and PLAIN.issuperset(map(type, params))
+        and are_readable(x, params)
+        and not is_under_torch_autocast(x)
+        and not is_transform_active()
+        and forward_mode_level() < 0
+        and (type(links) is not Unfused or _is_one_piece(links, x, params))
+    )
+
+
+def _run_direct(
+    links: Arranged, x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
+) -> torch.Tensor:
+    if _needs_node(x, params):
+        return _apply(links, call, x, *params)
+    return _forward(links, call, x, params, (False,) * (1 + len(params)))[0]
+
+
+def _needs_node(x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or _any_requires_grad(params))
+
+
+def _is_one_piece(links: Unfused, x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
+    """Say whether ``links`` in high precision need one node, and no weight is converted first."""
+    if len(links) > 1:
+        return False
+    return not params or (params[0].dtype == x.dtype and type(params[0]) in PLAIN)
 
 
 def _unwrap(
-    links: tuple[Link, ...], x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
+    links: Arranged, x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
     """Return plain tensors, except quantized ones whose operands can be used as they are.
 
@@ -222,7 +292,7 @@ def refuse_transform(links: tuple[Link, ...]) -> None:
 
 
 def _run_in_torch(
-    links: tuple[Link, ...],
+    links: Arranged,
     x: torch.Tensor,
     params: Sequence[torch.Tensor],
     call: Call,
@@ -236,20 +306,16 @@ def _run_in_torch(
 
 
 def _forward(
-    links: tuple[Link, ...],
+    links: Arranged,
     call: Call,
     x: torch.Tensor,
     params: Sequence[torch.Tensor],
-    needs_grad: Sequence[bool],
+    needs_grad: tuple[bool, ...],
 ) -> tuple[torch.Tensor, Saved, Any, Program]:
     shape = x.shape
     value: Any = x if len(shape) == 2 else x.reshape(-1, shape[-1])
     rows = value.shape[0]
-    program: Program = (
-        links[0].program(rows, needs_grad, call)
-        if len(links) == 1
-        else Series(links, rows, needs_grad, call)
-    )
+    program = links.program(rows, needs_grad, call)
     if isinstance(value, QuantizedTensor) and program.input_request is not None:
         value = program.input_request(value)
     y, saved, context = program.forward(value, params, call)
@@ -298,14 +364,26 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
     if type(grad_output) is not torch.Tensor and not ctx.program.takes_grad(grad_output):
         grad_output = unwrap(grad_output, "grad_output")
         grad_output = made_readable(grad_output, grad_output.device, "grad_output")
-    shape, input_shape = grad_output.shape, ctx.input_shape
-    value = grad_output if len(shape) == 2 else grad_output.reshape(-1, shape[-1])
+    return _gradients(ctx, grad_output, frees_early=not torch.compiler.is_compiling())
+
+
+def _gradients(
+    ctx: Any, grad_output: torch.Tensor, *, frees_early: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients from a ``grad_output`` that can be read.
+
+    ``frees_early``: saved tensors may be freed as they are read.
+    """
+    program, call, input_shape = ctx.program, ctx.call, ctx.input_shape
+    value: Any = grad_output  # it has as many dimensions as the input
+    if len(input_shape) != 2:
+        value = grad_output.reshape(-1, grad_output.shape[-1])
     saved = _saved(ctx)
-    if ctx.program.frees_early and not torch.compiler.is_compiling():
+    if frees_early and program.frees_early:
         ctx.maybe_clear_saved_tensors()  # of a graph that is not retained: each is freed once read
     if isinstance(value, QuantizedTensor):
-        value = ctx.program.request_grad(ctx.call)(value)
-    grad_input, *grad_params = ctx.program.backward(value, saved, ctx.context, ctx.call)
+        value = program.request_grad(call)(value)
+    grad_input, *grad_params = program.backward(value, saved, ctx.context, call)
     if grad_input is not None and grad_input.shape != input_shape:
         # Of a lone link; a series has looked at the rows of each.
         if grad_input.numel() != input_shape.numel():

@@ -61,7 +61,7 @@ _compared_by_address: list[Recipe] = []
 def _name(asked: Active) -> str:
     with _names_lock:
         name = _names.setdefault(asked, f"autocast {len(_names)}")
-        _asked[name] = asked
+        _asked.setdefault(name, asked)  # the same object each time, which callers compare
     return name
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from fp8core.chain.shape import Watch
+from fp8core.context.autocast import Active
+from fp8core.dispatch.policy import Policy
+from fp8core.tensors.scaling import DelayedState
 from fp8core.tensors.states import LayerStates
 from fp8core.tensors.weights import WeightStore
 from fp8core.torch_ops.counted import new_counter
+from fp8core.torch_ops.likeness import Likeness
 
-__all__ = ["Bindings", "bind_lock"]
+__all__ = ["Bindings", "Repeat", "bind_lock"]
 
 bind_lock = threading.RLock()
 """Held while a layer is bound: two threads that use it for the first time must not each create its
@@ -22,29 +27,62 @@ delayed state."""
 _creation_order = itertools.count()
 
 
+class Repeat(NamedTuple):
+    """The last dense call of a layer, and how it ran.
+
+    Attributes:
+        is_like: whether the input and the parameters of another call are like its own.
+        run: computes the output from the input and the parameters.
+        num_params: how many parameters there were.
+        asked: the active request, and the backends that the program named.
+        mode: whether gradients were enabled, and whether the layer was training.
+        states: the forward and the backward state in which it recorded, None if in none.
+    """
+
+    is_like: Likeness
+    run: Callable[..., torch.Tensor]
+    num_params: int
+    asked: tuple[Active, Policy]
+    mode: tuple[bool, bool]
+    states: tuple[DelayedState, DelayedState] | None
+
+
 class Bindings:
     """A layer's bound links by key, and the delayed states, weights and counters they use.
 
     A copy of the layer starts with an empty one, as everything here refers to the tensors of one
     layer. ``table`` and ``last`` hold the links bound for ``watch``, which is None in most
     layers. Those bound without a watch are set aside while there is one, and run again afterwards.
+    ``repeat`` is the last call if it ran the links of ``last`` and may be repeated.
     """
 
     __slots__ = (
-        *("_unwatched", "last", "nonfinite", "order", "states", "table", "watch", "weights"),
+        *("_last", "_unwatched", "nonfinite", "order", "repeat", "states", "table", "watch"),
+        "weights",
     )
 
     def __init__(self, order: int | None = None, watch: Watch | None = None) -> None:
         # Ranks create their layers in the same order, whatever order they first run them in.
         self.order = next(_creation_order) if order is None else order
         self.table: dict[tuple[object, ...], Any] = {}
-        self.last: tuple[tuple[object, ...], Any] | None = None
+        self._last: tuple[tuple[object, ...], Any] | None = None
+        self.repeat: Repeat | None = None
         self.states: dict[object, LayerStates] = {}
         self.weights = WeightStore()
         self.watch = watch
         self._unwatched: tuple[Any, Any] = ({}, None)
         # How many non-finite elements the layer's casts have met, by device; see nonfinite_of.
         self.nonfinite: dict[torch.device, torch.Tensor] = {}
+
+    @property
+    def last(self) -> tuple[tuple[object, ...], Any] | None:
+        """The key and the links of the last call."""
+        return self._last
+
+    @last.setter
+    def last(self, last: tuple[tuple[object, ...], Any] | None) -> None:
+        self._last = last
+        self.repeat = None
 
     def fresh(self) -> Bindings:
         """Return one without links, under the same watch and with the same counters."""

@@ -12,15 +12,12 @@ from fp8core.chain.pointwise import OutputShape
 from fp8core.chain.shape import LinkShape
 from fp8core.errors import RecipeError
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bind import bind
-from fp8core.modules.bound import Bound
-from fp8core.modules.inputs import check_input
 from fp8core.modules.linear import NOT_OFFERED, Linear
 from fp8core.modules.parameters import InitMethod, check_normalization, fill, make_parameter
 from fp8core.modules.refusals import refuse_arguments
-from fp8core.modules.run import run_links
+from fp8core.modules.run import run_layer
 
-__all__ = ["LayerNormLinear", "norm_params", "register_norm", "reset_norm", "run_after_norm"]
+__all__ = ["LayerNormLinear", "norm_params", "register_norm", "reset_norm"]
 
 _NOT_OFFERED = (
     *(name for name in NOT_OFFERED if name != "save_original_input"),
@@ -133,12 +130,16 @@ class LayerNormLinear(Linear):
         if fp8_output or fp8_grad:
             refuse_arguments(LayerNormLinear.forward, locals(), ("fp8_output", "fp8_grad"))
         weight, params, bias = self._linear_params()
-        dtype = check_input(self, input, weight, self.in_features)
-        bound = bind(self, input.device, dtype)
-        if input.dtype != dtype:
-            input = input.to(dtype)
         norm = norm_params(self, self._norm[0])
-        outputs = run_after_norm(self, bound, input, norm, params, is_first_microbatch)
+        outputs: list[Any] = run_layer(
+            self,
+            input,
+            (*norm, *params),
+            is_first_microbatch,
+            like=weight,
+            columns=self.in_features,
+            num_inner=len(norm),
+        )
         if self.return_bias:
             outputs.insert(1, bias)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -170,22 +171,3 @@ def norm_params(module: LowPrecisionModule, kind: str) -> list[torch.Tensor]:
     """Return the parameters of the norm of ``kind``, in order."""
     names = ("layer_norm_weight", *(("layer_norm_bias",) if kind == "layernorm" else ()))
     return [param for param in map(module.parameter, names) if param is not None]
-
-
-def run_after_norm(
-    module: LowPrecisionModule,
-    bound: Bound,
-    input: torch.Tensor,
-    norm: Sequence[torch.Tensor],
-    params: Sequence[torch.Tensor],
-    is_first_microbatch: bool | None,
-) -> list[Any]:
-    """Run the norm, whose parameters are ``norm``, and the links after it, whose are ``params``.
-
-    Returns the output, and the norm's result if the layer returns that too.
-    """
-    call = bound.call(is_first_microbatch)
-    if len(bound.parts) == 1:
-        return [run_links(module, bound, bound.parts[0], input, [*norm, *params], call)]
-    normalized = run_links(module, bound, bound.parts[0], input, norm, call)
-    return [run_links(module, bound, bound.parts[1], normalized, params, call), normalized]

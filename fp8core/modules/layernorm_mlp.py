@@ -12,9 +12,7 @@ from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import OutputShape
 from fp8core.chain.shape import LinkShape
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bind import bind
-from fp8core.modules.inputs import check_input
-from fp8core.modules.layernorm_linear import norm_params, register_norm, reset_norm, run_after_norm
+from fp8core.modules.layernorm_linear import norm_params, register_norm, reset_norm
 from fp8core.modules.parameters import (
     InitMethod,
     check_normalization,
@@ -25,6 +23,7 @@ from fp8core.modules.parameters import (
     resolve_device,
 )
 from fp8core.modules.refusals import refuse_arguments
+from fp8core.modules.run import run_layer
 from fp8core.parameter.init import make_weight
 from fp8core.recipe.plan import LayerRole
 
@@ -171,8 +170,11 @@ class LayerNormMLP(LowPrecisionModule):
         return [*norm_params(self, self._norm[0]), *self._linear_params()]
 
     def _linear_params(self) -> list[torch.Tensor]:
-        fc2_bias = None if self.return_bias else self.fc2_bias
-        parameters = (self.fc1_weight, self.fc1_bias, self.fc2_weight, fc2_bias)
+        fc1_bias, fc2_bias = self.parameter("fc1_bias"), self.parameter("fc2_bias")
+        parameters = (
+            *(self.parameter("fc1_weight"), fc1_bias, self.parameter("fc2_weight")),
+            None if self.return_bias else fc2_bias,
+        )
         return [parameter for parameter in parameters if parameter is not None]
 
     def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
@@ -181,12 +183,16 @@ class LayerNormMLP(LowPrecisionModule):
         Returns the output, followed by ``fc2_bias`` with ``return_bias`` and by the norm's result
         with ``return_layernorm_output``. ``is_first_microbatch`` as in :class:`fp8core.Linear`.
         """
-        dtype = check_input(self, input, self.fc1_weight, self.hidden_size)
-        bound = bind(self, input.device, dtype)
-        if input.dtype != dtype:
-            input = input.to(dtype)
         norm, linears = norm_params(self, self._norm[0]), self._linear_params()
-        outputs = run_after_norm(self, bound, input, norm, linears, is_first_microbatch)
+        outputs: list[Any] = run_layer(
+            self,
+            input,
+            (*norm, *linears),
+            is_first_microbatch,
+            like=linears[0],
+            columns=self.hidden_size,
+            num_inner=len(norm),
+        )
         if self.return_bias:
             outputs.insert(1, self.fc2_bias)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)

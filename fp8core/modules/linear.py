@@ -10,8 +10,6 @@ from fp8core.chain.linear import LinearShape
 from fp8core.chain.shape import LinkShape
 from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bind import bind
-from fp8core.modules.inputs import check_input
 from fp8core.modules.parameters import (
     InitMethod,
     check_size,
@@ -21,7 +19,7 @@ from fp8core.modules.parameters import (
     resolve_device,
 )
 from fp8core.modules.refusals import refuse_arguments
-from fp8core.modules.run import run_links
+from fp8core.modules.run import run_layer
 from fp8core.parameter.init import make_weight
 from fp8core.recipe.plan import LayerRole
 from fp8core.tensors.quantized_tensor import QuantizedTensor
@@ -169,13 +167,9 @@ class Linear(LowPrecisionModule):
         if fp8_output or fp8_grad:
             refuse_arguments(Linear.forward, locals(), ("fp8_output", "fp8_grad"))
         weight, params, bias = self._linear_params()
-        dtype = check_input(self, input, weight, self.in_features)
-        bound = bind(self, input.device, dtype)
-        if input.dtype != dtype:
-            input = input.to(dtype)
-        output = run_links(
-            self, bound, bound.parts[0], input, params, bound.call(is_first_microbatch)
-        )
+        output = run_layer(
+            self, input, params, is_first_microbatch, like=weight, columns=self.in_features
+        )[0]
         return (output, bias) if self.return_bias else output
 
     def link_params(self) -> list[torch.Tensor]:

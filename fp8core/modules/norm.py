@@ -10,10 +10,8 @@ import torch
 from fp8core.chain.norm import NormShape
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bind import bind
-from fp8core.modules.inputs import check_input
 from fp8core.modules.parameters import check_size, fill, make_parameter, resolve_device
-from fp8core.modules.run import run_links
+from fp8core.modules.run import run_layer
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
@@ -82,10 +80,8 @@ class _Norm(LowPrecisionModule):
         Raises:
             OperandError: an input that does not fit.
         """
-        dtype = check_input(self, input, self.weight, self.hidden_size)
-        bound = bind(self, input.device, dtype)
-        input = input if input.dtype == dtype else input.to(dtype)
-        return run_links(self, bound, bound.parts[0], input, self.link_params(), bound.call(None))
+        params = self.link_params()
+        return run_layer(self, input, params, like=self.weight, columns=self.hidden_size)[0]
 
     def _describe(self) -> list[str]:
         return [

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.bind import bind
-from fp8core.modules.inputs import check_input
-from fp8core.modules.run import run_links
+from fp8core.modules.run import run_layer
 
 __all__ = ["Operation"]
 
@@ -22,10 +20,7 @@ class Operation(LowPrecisionModule):
         params = self.link_params()
         like = params[0] if params else None
         (shape,) = self.link_shapes()
-        dtype = check_input(self, input, like, shape.input_columns(None))
-        bound = bind(self, input.device, dtype)
-        input = input if input.dtype == dtype else input.to(dtype)
-        return run_links(self, bound, bound.parts[0], input, params, bound.call(None))
+        return run_layer(self, input, params, like=like, columns=shape.input_columns(None))[0]
 
     def _describe(self) -> list[str]:
         return []

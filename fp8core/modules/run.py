@@ -1,4 +1,4 @@
-"""How a layer runs its links: as they are, or as a checkpoint's forward ran them."""
+"""How a layer runs its links: as in the call before, or anew, or as a checkpoint's forward did."""
 
 from __future__ import annotations
 
@@ -8,15 +8,118 @@ from functools import partial
 import torch
 
 from fp8core.chain import run as chain
-from fp8core.chain.call import Call
+from fp8core.chain.call import DENSE, Call
 from fp8core.context import recompute
+from fp8core.context.autocast import active
+from fp8core.context.scopes import touch
 from fp8core.dispatch import policy
 from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.bind import bind
+from fp8core.modules.bindings import Repeat
 from fp8core.modules.bound import Bound
+from fp8core.modules.inputs import check_input
 from fp8core.tensors.scaling import offered_scale
 from fp8core.tensors.slots import BUFFERS
+from fp8core.torch_ops.private import (
+    NO_BACKWARD_PASS,
+    current_backward_pass,
+    forward_mode_level,
+    is_transform_active,
+)
 
-__all__ = ["run_links"]
+__all__ = ["run_layer", "run_links"]
+
+
+def run_layer(
+    layer: LowPrecisionModule,
+    input: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    first_microbatch: bool | None = None,
+    *,
+    like: torch.Tensor | None,
+    columns: int | None,
+    num_inner: int = 0,
+) -> list[torch.Tensor]:
+    """Run ``layer`` with ``params`` on ``input [..., columns]``.
+
+    Returns the output, and a value that leaves the chain within, if one does: ``num_inner`` of the
+    parameters belong to the links before it. The input is compared with the parameter ``like``, see
+    :func:`~fp8core.modules.inputs.check_input`.
+    """
+    may_repeat = first_microbatch is None and not torch.compiler.is_compiling()
+    if may_repeat:
+        output = _run_again(layer, input, params)
+        if output is not None:
+            return [output]
+    dtype = check_input(layer, input, like, columns)
+    bound = bind(layer, input.device, dtype)
+    converted = input if input.dtype == dtype else input.to(dtype)
+    call, parts = bound.call(first_microbatch), bound.parts
+    if len(parts) == 2:
+        inner = run_links(layer, bound, parts[0], converted, params[:num_inner], call)
+        return [run_links(layer, bound, parts[1], inner, params[num_inner:], call), inner]
+    output = run_links(layer, bound, parts[0], converted, params, call)
+    if may_repeat and call is DENSE and converted is input:
+        _remember(layer, bound, input, params)
+    return [output]
+
+
+def _remember(
+    layer: LowPrecisionModule, bound: Bound, input: torch.Tensor, params: Sequence[torch.Tensor]
+) -> None:
+    """Keep what the call that has just run does, for calls like it, unless it repeats another."""
+    if recompute.current() is not None or recompute.is_in_backward():
+        return
+    prepared = chain.prepared(bound.parts[0], input, params)
+    if prepared is None:
+        return
+    asked, is_grad_enabled = active(layer.outside_autocast), torch.is_grad_enabled()
+    states = None
+    if bound.states is not None and (asked.observe is not None or is_grad_enabled):
+        states = bound.states.forward, bound.states.backward
+    layer._bindings.repeat = Repeat(
+        prepared.is_like,
+        prepared.run,
+        len(params),
+        (asked, policy.current()),
+        (is_grad_enabled, layer.training),
+        states,
+    )
+
+
+def _run_again(
+    layer: LowPrecisionModule, input: torch.Tensor, params: Sequence[torch.Tensor]
+) -> torch.Tensor | None:
+    """Run the layer as in the call that it remembers, or return None if this one is another.
+
+    Whatever a call depends on is compared: here, or in ``is_like`` at once.
+    """
+    bindings = layer._bindings
+    if bindings.repeat is None:
+        return None
+    is_like, run, num_params, (asked, backends), (has_grad, is_training), states = bindings.repeat
+    policy_now = policy.current()
+    if (
+        active(layer.outside_autocast) is not asked
+        or (policy_now is not backends and policy_now != backends)
+        or recompute.current() is not None
+        or current_backward_pass() != NO_BACKWARD_PASS
+        or torch.is_grad_enabled() is not has_grad
+        or layer.training is not is_training
+        or bindings.weights.scope is not None
+        or is_transform_active()
+        or forward_mode_level() >= 0
+        or len(params) != num_params
+        or not is_like(input, *params)
+        or not input.data_ptr()
+    ):
+        return None
+    for param in params:
+        if not param.data_ptr():
+            return None
+    if states is not None:
+        touch(*states, asked.group)
+    return run(input, *params)
 
 
 def run_links(

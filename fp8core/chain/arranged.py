@@ -1,0 +1,46 @@
+"""The links of a chain, and the programs that they have given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fp8core.chain.call import DENSE, Call
+from fp8core.chain.protocol import Link, Program
+from fp8core.chain.series import Series
+from fp8core.torch_ops.likeness import Likeness
+
+__all__ = ["Arranged"]
+
+_MOST_PROGRAMS = 64
+
+
+class Arranged(tuple[Link, ...]):
+    """Links that run one after the other.
+
+    ``like_grad`` says whether the gradient of the output is like one that needed no conversion.
+    """
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self.like_grad: Likeness | None = None
+        self._programs: dict[tuple[int, Sequence[bool]], Program] = {}
+
+    def program(self, rows: int, needs_grad: tuple[bool, ...], call: Call) -> Program:
+        """Return the program of all links; arguments as of ``Link.program``.
+
+        That of a call that brings nothing besides its tensors is the same each time.
+        """
+        if call is not DENSE or type(rows) is not int:  # a symbol, while torch traces
+            return self._new_program(rows, needs_grad, call)
+        key = rows, needs_grad
+        program = self._programs.get(key)
+        if program is None:
+            program = self._new_program(rows, needs_grad, call)
+            if len(self._programs) >= _MOST_PROGRAMS:  # ragged sizes without end
+                self._programs.clear()
+            self._programs[key] = program
+        return program
+
+    def _new_program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
+        if len(self) == 1:
+            return self[0].program(rows, needs_grad, call)
+        return Series(self, rows, needs_grad, call)
