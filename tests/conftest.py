@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+
+from fp8core.doctor import process
+from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_ACCELERATOR = "needs an accelerator"
@@ -96,11 +101,30 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Small GEMMs on a busy machine: waiting for a second core costs 20 times the work."""
+    """Small GEMMs on a busy machine: waiting for a second core costs 20 times the work.
+
+    In the processes of the tests, too.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forks() -> Iterator[None]:
+    """End the process that forks for the tests, which the first of them starts."""
+    yield
+    forked.close()
+
+
+@pytest.fixture
+def forking_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of ``fp8core doctor`` are forks, which saves seconds a process."""
+    forking = types.SimpleNamespace(Popen=forked.start, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(process, "subprocess", forking)
 
 
 @pytest.fixture(scope="session")

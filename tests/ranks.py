@@ -10,6 +10,7 @@ A test hands over a function of its module; each process imports that module and
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import subprocess
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 240
@@ -32,29 +35,36 @@ def run_ranks(
 
     ``work`` is a function at the top of an importable module. It returns tensors, numbers, strings,
     lists and dicts of them, which travel through files in ``folder``. A rank that fails fails the
-    test with what it wrote to its standard error.
+    test with what all ranks wrote.
     """
     command = [sys.executable, "-m", "tests.ranks", work.__module__, work.__qualname__]
-    processes = [
-        subprocess.Popen(
-            [*command, str(folder), str(rank), str(world_size), *arguments],
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        )
-        for rank in range(world_size)
-    ]
-    errors = []
-    try:
-        for process in processes:
-            errors.append(process.communicate(timeout=TIMEOUT_S)[1])
-    finally:
-        for process in processes:
-            process.kill()
-    statuses = [process.returncode for process in processes]
-    assert statuses == [0] * world_size, "\n".join(errors)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    with contextlib.ExitStack() as stack:
+        processes, outputs = [], [folder / f"rank{rank}.txt" for rank in range(world_size)]
+        for rank, output in enumerate(outputs):
+            stream = stack.enter_context(output.open("w"))
+            process = forked.start(
+                [*command, str(folder), str(rank), str(world_size), *arguments],
+                cwd=ROOT,
+                env=environment,
+                stdout=stream,
+                stderr=stream,
+            )
+            stack.callback(process.kill)
+            processes.append(process)
+        statuses = [ending(process) for process in processes]
+    said = "\n".join(output.read_text("utf-8", errors="replace") for output in outputs)
+    assert statuses == [0] * world_size, said
     return [torch.load(result_of(folder, rank), weights_only=True) for rank in range(world_size)]
+
+
+def ending(process: forked.Child) -> int:
+    """The status of a process, which is killed if it does not end in time."""
+    try:
+        return process.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def result_of(folder: Path, rank: int) -> Path:

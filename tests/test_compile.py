@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch._dynamo.utils import counters
 
 import fp8core as te
 from fp8core import backend_api, recipe
+from tests import forked
 from tests.chain import fused_toy
 
 # Raised inside torch.compile and torch.export themselves.
@@ -327,7 +327,8 @@ def test_exported_program_equals_eager(asked: recipe.Recipe, tmp_path: Path) -> 
     if asked is CURRENT:  # another process: nothing but the file
         torch.save((x, want), tmp_path / "x.pt")
         command = [sys.executable, "-c", RUN, str(path), str(tmp_path / "x.pt")]
-        subprocess.run(command, check=True, timeout=100)
+        ran = forked.run(command, timeout=300)
+        assert ran.returncode == 0, ran.stderr
 
 
 def test_export_around_autocast_and_with_dynamic_rows() -> None:

@@ -120,6 +120,7 @@ def test_7_the_backend_cannot_run_it_and_another_does() -> None:
         assert own._bindings.last[1].linears[0].choices["fprop"].backend == "reference"
 
 
+@pytest.mark.usefixtures("forking_doctor")
 def test_8_a_plug_in_fails_to_load_and_the_native_path_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

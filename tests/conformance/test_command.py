@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -259,10 +259,12 @@ def test_strict_mode_refuses_a_method_without_support(
     assert "norm" in found["not_passed"][0]["message"]
 
 
+@dataclass(frozen=True, slots=True)
 class Unheard(Recipe):
-    """Rounds e4m3 stochastically, which the reference does not."""
+    """Rounds e4m3 stochastically, which the reference does not.
 
-    __slots__ = ()
+    Instances are equal, as those of other recipes: the kit computes its catalogue once.
+    """
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
         spec = replace(toys.E4M3, stochastic=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
+
 LOADED = """
 import sys
 import pytest
@@ -27,25 +29,25 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: text for name, text in os.environ.items() if not name.startswith("FP8CORE_")}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=clean | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def clean() -> dict[str, str]:
+    return {name: text for name, text in os.environ.items() if not name.startswith("FP8CORE_")}
 
 
 def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    return forked.run(command, cwd=folder, env=clean())
 
 
 def test_plugin_imports_neither_torch_nor_fp8core_until_its_option_is_used(project: Path) -> None:
     (project / "own" / "test_own.py").unlink()
-    done = run(project, "-c", LOADED)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED],
+        cwd=project,
+        env=clean(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout.splitlines()[-1] == "0 ['fp8core_pytest']", done.stdout + done.stderr
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 import fp8core
 from fp8core.backend_api import OpDesc
 from fp8core.dispatch import table
+from tests import forked
 from tests.dispatch import toys
 
 
@@ -121,9 +121,8 @@ def test_a_program_that_configures_no_logging_shows_it(
     (tmp_path / "toy_declining.py").write_text(PLUGIN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("FP8CORE_PLUGINS", "toy_declining")
-    ran = subprocess.run(
-        [sys.executable, "-c", TRAINING], capture_output=True, text=True, check=True, timeout=300
-    )
+    ran = forked.run([sys.executable, "-c", TRAINING], timeout=300)
+    assert ran.returncode == 0, ran.stderr
     lines = [line for line in ran.stderr.splitlines() if "declines" in line]
     assert len(lines) == 1
     assert "runs on reference, as toy_fast, which comes before it" in lines[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from fp8core.backend_api import OpDesc, hookimpl
 from fp8core.dispatch import plugins, policy, select, table
 from fp8core.doctor import consult
 from fp8core.errors import PluginError, RecipeError, UnsupportedError
+from tests import forked
 from tests.dispatch import toys
 
 
@@ -117,9 +117,7 @@ def test_ctrl_c_in_a_process_of_its_own(interrupted: Path) -> None:
         "rows = [[row.name, row.reason] for row in plugins.load().rows]\n"
         "print(json.dumps([said, rows, list(fp8core.formats.names())]))"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
-    )
+    ran = forked.run([sys.executable, "-c", code], timeout=120)
     assert ran.returncode == 0, ran.stderr
     said, rows, names = json.loads(ran.stdout)
     assert said == "interrupted"

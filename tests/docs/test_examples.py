@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.docs.pages import DOCS
 
 
@@ -17,9 +17,7 @@ def printed(example: str, *arguments: str, folder: Path) -> str:
     """What an example prints, run as its page says."""
     command = [sys.executable, str(DOCS / "examples" / example), *arguments]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # inputs are on the CPU
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    done = forked.run(command, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

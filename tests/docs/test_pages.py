@@ -6,7 +6,6 @@ import importlib
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from fp8core import recipe
 from fp8core.dispatch import plugins
 from fp8core.dispatch.settings import VARIABLES
 from fp8core.not_offered import NOT_OFFERED
+from tests import forked
 from tests.docs import pages
 from tests.docs.pages import DOCS, PAGES, README, ROOT
 
@@ -35,9 +35,7 @@ def run(code: str, folder: Path, filename: str) -> None:
     (folder / filename).write_text(code, encoding="utf-8")
     command = [sys.executable, "-W", "error", str(folder / filename)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # inputs are on the CPU
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    done = forked.run(command, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
 
 
@@ -46,7 +44,7 @@ def test_readme_has_python_examples() -> None:
 
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_readme_example_runs_in_a_fresh_interpreter(code: str, tmp_path: Path) -> None:
+def test_readme_example_runs_in_a_process_of_its_own(code: str, tmp_path: Path) -> None:
     run(code, tmp_path, "readme.py")
 
 

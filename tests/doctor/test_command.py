@@ -29,8 +29,14 @@ def isolated() -> Iterator[None]:
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """``command("doctor", ...)`` returns the exit status, what was printed, and the errors."""
+def command(whole_command: Command, forking_doctor: None) -> Command:
+    """The same, whose processes are forks."""
+    return whole_command
+
+
+@pytest.fixture
+def whole_command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """``whole_command("doctor", ...)`` returns exit status, output and errors."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         status = importlib.import_module("fp8core.__main__").main(arguments)
@@ -63,11 +69,11 @@ def test_a_plugin_that_does_not_exist_is_bad_usage(
 
 
 def test_command_prints_every_part_of_the_report(
-    command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+    whole_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FP8CORE_PLUGINS", "json")
     monkeypatch.setenv("FP8CORE_STRCT", "1")
-    status, out, _ = command("doctor")
+    status, out, _ = whole_command("doctor")
     assert status == 0
     for part in (
         f"torch {torch.__version__}",
@@ -254,10 +260,10 @@ def test_backend_that_ends_the_process_when_imported_cannot_be_used(
 
 
 def test_plugin_that_crashes_when_loaded_is_a_row_with_the_signal(
-    command: Command, wild: Callable[..., None]
+    whole_command: Command, wild: Callable[..., None]
 ) -> None:
     wild("crash", when="load")
-    status, out, _ = command("doctor")
+    status, out, _ = whole_command("doctor")
     assert status == 0
     assert "toy_wild     FAIL: while it was loaded: killed by SIGSEGV: about to crash" in out
     assert " * reference    ok" in out

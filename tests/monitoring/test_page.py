@@ -5,22 +5,20 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 from fp8core.monitoring import Row
+from tests import forked
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "monitoring.md").read_text(encoding="utf-8")
 
 
-def test_example_runs_in_a_fresh_interpreter(tmp_path: Path) -> None:
+def test_example_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     command = [sys.executable, "-W", "error", "-c", code]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # inputs are on the CPU
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    done = forked.run(command, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert "step 2" in done.stdout
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from fp8core import UnsupportedError
 from fp8core.errors import RecipeError
 from fp8core_backends.cuda import build, native, settings
+from tests import forked
 
 FAKE_NVCC = """#!/bin/sh
 echo "$@" >> "{log}"
@@ -102,9 +103,16 @@ def test_processes_that_build_at_once_make_one_file(compiler: Path) -> None:
         "build.find_toolchain = lambda: found; print(build.build(('90a',)))"
     )
     command = [sys.executable, "-c", code, str(compiler)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate()[0] for process in running]
-    assert said[0] == said[1]
+    outputs = [compiler / "said first", compiler / "said second"]
+    with (
+        outputs[0].open("w") as first,
+        outputs[1].open("w") as second,
+        open(os.devnull, "w") as errors,
+    ):
+        running = [forked.start(command, stdout=out, stderr=errors) for out in (first, second)]
+        assert [process.wait(120) for process in running] == [0, 0]
+    said = [output.read_text() for output in outputs]
+    assert said[0] == said[1] != ""
     links = [line for line in (compiler / "log").read_text().splitlines() if "-shared" in line]
     assert len(links) == 1
 

@@ -1,0 +1,204 @@
+"""Processes of Python that start with fp8core imported: forks of one that has imported it.
+
+Importing torch and fp8core takes seconds of processor time, a fork milliseconds. A fork has what
+``import fp8core`` gives a new interpreter, imported with warnings as errors: no plug-in, no test.
+Tests of what an interpreter does while it starts or imports use ``subprocess``.
+
+    done = forked.run([sys.executable, "-c", "import fp8core; print(fp8core.__version__)"])
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import types
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+POLL_S = 0.01
+ERROR = ("error", None, Warning, None, 0)
+"""The filter of ``-W error``."""
+
+Job = dict[str, Any]
+
+
+class Child:
+    """A forked process, with the methods of ``subprocess.Popen`` that tests use."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = _answer({"poll": self.pid})
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = None if timeout is None else time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(POLL_S)
+        return status
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def start(
+    command: Sequence[str],
+    *,
+    stdout: IO[Any],
+    stderr: IO[Any],
+    cwd: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stdin: int = subprocess.DEVNULL,
+    start_new_session: bool = False,
+) -> Child:
+    """Start what ``subprocess.Popen`` would start for these arguments.
+
+    ``command`` is ``[sys.executable, "-W", "error", "-c", code, *arguments]``, where the warnings
+    may be left out and ``-m module`` or a path may stand for the code. The streams are named files.
+    """
+    assert command[0] == sys.executable, command
+    assert stdin == subprocess.DEVNULL
+    is_strict = list(command[1:3]) == ["-W", "error"]
+    job = {
+        "command": list(command[3 if is_strict else 1 :]),
+        "is_strict": is_strict,
+        "cwd": str(cwd or Path.cwd()),
+        "env": dict(os.environ if env is None else env),
+        "streams": [os.devnull, stdout.name, stderr.name],
+        "is_leader": start_new_session,
+    }
+    return Child(_answer(job))
+
+
+def run(
+    command: Sequence[str],
+    *,
+    cwd: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run what ``subprocess.run`` would with ``capture_output=True, text=True, check=False``."""
+    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
+        child = start(command, cwd=cwd, env=env, stdout=out, stderr=err)
+        try:
+            status = child.wait(timeout)
+        finally:
+            child.kill()
+        texts = [Path(stream.name).read_text("utf-8", errors="replace") for stream in (out, err)]
+    return subprocess.CompletedProcess(command, status, *texts)
+
+
+def close() -> None:
+    """End the process that forks, if there is one; its forks go on."""
+    if _server.cache_info().currsize:
+        with _server() as process:
+            assert process.stdin is not None
+            process.stdin.close()
+        _server.cache_clear()
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "tests.forked"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _answer(request: Job) -> Any:
+    process = _server()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(request) + "\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    assert line, "the process that forks has ended; its error is above"
+    return json.loads(line)
+
+
+# --- in the process that forks ---
+
+
+def serve() -> Job | None:
+    """Fork as asked, until the input ends; return the job in a fork, None in this process."""
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # what an import prints is no answer
+        while line := sys.stdin.readline():
+            request = json.loads(line)
+            if "poll" in request:
+                pid, status = os.waitpid(request["poll"], os.WNOHANG)
+                answer = os.waitstatus_to_exitcode(status) if pid else None
+            else:
+                answer = os.fork()
+                if not answer:
+                    return request
+            answers.write(f"{json.dumps(answer)}\n")
+            answers.flush()
+    return None
+
+
+def become(job: Job) -> None:
+    """Run the job's program as the main module of this process."""
+    if job["is_leader"]:
+        os.setsid()
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["env"])
+    for number, name in enumerate(job["streams"]):
+        opened = os.open(name, os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY)
+        os.dup2(opened, number)
+        os.close(opened)
+    if not job["is_strict"]:
+        kept = [one for one in warnings.filters if one != ERROR]
+        warnings.resetwarnings()
+        warnings.filters.extend(kept)
+    first, *rest = job["command"]
+    if first in ("-c", "-m"):
+        program, *rest = rest
+    paths = filter(None, job["env"].get("PYTHONPATH", "").split(os.pathsep))
+    folder = {"-c": "", "-m": job["cwd"]}.get(first, str(Path(first).parent))
+    sys.path[:1] = [folder, *paths]
+    importlib.invalidate_caches()
+    sys.argv = [first if first == "-c" else program if first == "-m" else first, *rest]
+    if first == "-m":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        return
+    text = program if first == "-c" else Path(first).read_text("utf-8")
+    module = types.ModuleType("__main__")
+    module.__dict__["__file__"] = first
+    sys.modules["__main__"] = module
+    exec(compile(text, "<string>" if first == "-c" else first, "exec"), vars(module))
+
+
+if __name__ == "__main__":
+    import torch
+
+    import fp8core  # noqa: F401  what the forks share
+
+    torch.set_num_threads(1)
+    gc.freeze()
+    asked = serve()
+    if asked is not None:
+        become(asked)
