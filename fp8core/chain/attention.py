@@ -254,7 +254,7 @@ class AttentionProgram(TensorProgram[AttentionLink]):
         max_logit_out = AttentionTensors(*call.tensors).max_logit_out
         if max_logit_out is not None:
             max_logit_out.copy_(max_logit)
-        rows = y.reshape(x.shape[0], -1)
+        rows = y.reshape(x.shape[0], shape.heads * shape.head_dim_v)
         saved = (x, *params, rows, stats) if True in self._needs_grad else ()
         return rows if out is None else out(rows), saved, None
 
@@ -320,5 +320,5 @@ class _DifferentiableAttentionProgram(AttentionProgram):
         assert x is not None
         q = self._in_layout(x, link.shape.head_dim, call)
         y, stats, _ = link.run(q, *params[:2], **link.keywords(params, call))
-        again = (x, *params, y.reshape(x.shape[0], -1), stats)
+        again = (x, *params, y.reshape(x.shape[0], y.shape[-2] * y.shape[-1]), stats)
         return AttentionProgram.backward(self, grad, again, context, call, out)

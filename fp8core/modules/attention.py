@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fp8core.chain.attention import AttentionShape, AttentionTensors
 from fp8core.chain.shape import LinkShape
@@ -136,9 +137,9 @@ class DotProductAttention(LowPrecisionModule):
 
     def set_context_parallel_group(
         self,
-        cp_group: object | None,
-        cp_global_ranks: list[int] | None,
-        cp_stream: object | None,
+        cp_group: object | None = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: object | None = None,
         cp_comm_type: str = "p2p",
     ) -> None:
         """Refuse a group of more than one rank: context parallelism is not offered."""
@@ -257,7 +258,16 @@ class DotProductAttention(LowPrecisionModule):
         attend = _Attend(self, shape, tensors, lengths).run
         if not checkpoint_core_attention:
             return attend(*qkv, bias)
-        again: torch.Tensor = checkpoint(attend, *qkv, bias, use_reentrant=False)
+        repeat = checkpoint
+        if torch.compiler.is_compiling():  # the recipe, which fp8core's own repeats, is a constant
+            repeat = torch_checkpoint
+            if shape.dropout:
+                raise UnsupportedError(
+                    f"{owner}: checkpoint_core_attention with dropout is not offered under "
+                    f"torch.compile and torch.export: a graph draws a seed once. Leave it out: a "
+                    f"compiler chooses itself what it computes again."
+                )
+        again: torch.Tensor = repeat(attend, *qkv, bias, use_reentrant=False)
         return again
 
     def link_params(self) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from fp8core_backends.reference.backend import ReferenceBackend
 from tests.conformance import (
     broken,
     broken_amax,
+    broken_attention,
     broken_calls,
     broken_operands,
     broken_rotary,
@@ -47,6 +48,19 @@ LABELS = {
     "rowwise.dgrad.bfloat16.bfloat16",
     "geglu.float16.float16.backward",
     "column_sums.bfloat16",
+    "attention.window.bottom_right.bfloat16",
+    "attention.padding.causal.bottom_right.bfloat16",
+    "attention.arbitrary.bfloat16",
+    "attention.post_scale.causal.bfloat16",
+    "attention.post_scale.causal.bfloat16.backward.bias",
+    "attention.softcap.causal.bfloat16",
+    "attention.off_by_one.causal.bfloat16",
+    "attention.learnable.causal.bfloat16",
+    "attention.dropout.causal.bfloat16",
+    "attention.dropout.causal.bfloat16.backward",
+    "attention.max_logit.causal.bfloat16",
+    "attention.thd.causal.bfloat16",
+    "attention.causal.float16.backward",
     "rotary.sbhd.bfloat16",
     "rotary.thd.bfloat16",
     "sreglu.float16.float16",
@@ -68,7 +82,7 @@ def entries() -> list[CatalogueEntry]:
     return found
 
 
-MODULES = (broken, broken_amax, broken_calls, broken_operands, broken_rotary)
+MODULES = (*(broken, broken_amax, broken_attention, broken_calls, broken_operands, broken_rotary),)
 CAUGHT_BY = {fault: name for module in MODULES for fault, name in module.CAUGHT_BY.items()}
 
 
