@@ -56,6 +56,7 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import (
     Cast,
     CastAndSum,
+    HighPrecision,
     Orientations,
     Quantizer,
     Slot,
@@ -173,7 +174,7 @@ class LinearProgram:
         *("_backward_state", "_bias_dtype", "_cast_and_sum", "_cast_grad", "_cast_input"),
         *("_dgrad", "_fprop"),
         *("_grad_request", "_has_bias", "_needs_bias", "_needs_input", "_needs_weight", "_pair"),
-        *("_restore", "_weight", "_wgrad", "input_request"),
+        *("_restore", "_weight", "_weight_dtype", "_wgrad", "input_request"),
     )
 
     frees_early = True
@@ -193,6 +194,7 @@ class LinearProgram:
         self._bias_dtype = shape.bias_dtype
         self._backward_state = link.backward_state
         self._weight = weight
+        self._weight_dtype = shape.weight_dtype
         self._restore: Callable[..., Any] = operands_of if shape.groups else Operand
         self._cast_input = link.input.cast_to(rowwise=True, columnwise=columnwise)
         self._pair = weight.pair(link.input) if rowwise and columnwise else None
@@ -247,7 +249,13 @@ class LinearProgram:
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Compute y; save the input for wgrad and the weight for dgrad, each if it is needed."""
         weight, keeping = params[0], call.keeping
-        pair = None if keeping is not None or isinstance(weight, QuantizedTensor) else self._pair
+        pair = self._pair
+        if pair is not None and (
+            keeping is not None
+            or isinstance(weight, QuantizedTensor)
+            or weight.dtype is not self._weight_dtype
+        ):
+            pair = None  # the weight's quantizer knows kept and stored ones, and refuses a dtype
         if pair is not None and not isinstance(x, Handover):
             (x_row, x_column), (w_row, w_column) = pair(x, weight)
         else:
@@ -580,7 +588,9 @@ def _bind_quantizers(
         )
         key = (plan.weight, plan.nonfinite, shape.weight_dtype, binding.device, quantizer.choices)
         stored = HIGH_PRECISION.weight if binding.is_observing else storage_plan(plan.weight)
-        index, how = context.first_gemm + group, How(key, stored, context.owner, slot)
+        index = context.first_gemm + group
+        dtype = None if isinstance(quantizer, HighPrecision) else shape.weight_dtype
+        how = How(key, dtype, stored, context.owner, slot)
         if requantized is None:
             return KeptWeight(quantizer, index, how)
         columnwise = bind_columnwise(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch.nn.utils import parametrize
 
 from fp8core.chain.shape import LinkShape, Watch
 from fp8core.context.autocast import Active
@@ -75,6 +76,23 @@ class LowPrecisionModule(DelayedModule):
             computed: torch.Tensor | None = getattr(self, name)
             return computed
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of the parameter ``name``, or of the tensor in its stead.
+
+        A parametrization is not computed for that, as it may draw random numbers or write to its
+        buffers. torch refuses one that changes the dtype, unless it is registered as unsafe.
+        """
+        parameter = self._parameters.get(name)
+        if parameter is not None:
+            return parameter.dtype
+        if parametrize.is_parametrized(self, name):
+            parametrized: Any = self.parametrizations[name]  # type: ignore[index]  # torch's ModuleDict
+            for original in parametrized.parameters(recurse=False):
+                dtype: torch.dtype = original.dtype
+                return dtype
+        computed: torch.Tensor = getattr(self, name)
+        return computed.dtype
+
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Fill the parameters with their first values, and forget the delayed state.
 
@@ -115,9 +133,3 @@ class LowPrecisionModule(DelayedModule):
             f"out_features={out_features}",
             f"bias={self.use_bias}",
         ]
-
-    def _dtype(self) -> torch.dtype:
-        """Return the dtype of the parameters; of tensors in their stead if the layer has none."""
-        for parameter in self.parameters():
-            return parameter.dtype
-        return self.link_params()[0].dtype

@@ -120,8 +120,8 @@ class GroupedLinear(LowPrecisionModule):
 
     def link_shapes(self) -> tuple[LinearShape]:
         """Return the shape of the one grouped linear."""
-        dtype = self._dtype()
-        bias_dtype = dtype if self.use_bias and not self.return_bias else None
+        dtype = self.dtype_of("weight0")
+        bias_dtype = self.dtype_of("bias0") if self.use_bias and not self.return_bias else None
         sizes = self.in_features, self.out_features
         more = self.num_gemms, self.fuse_wgrad_accumulation
         return (LinearShape(*sizes, dtype, bias_dtype, *more),)

@@ -107,7 +107,8 @@ class LayerNormLinear(Linear):
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the norm and the linear, with an output of the norm's result between if wanted."""
         kind, eps = self._norm
-        norm = NormShape(kind, self.in_features, eps, self.zero_centered_gamma, self._dtype())
+        dtype = self.dtype_of("layer_norm_weight")
+        norm = NormShape(kind, self.in_features, eps, self.zero_centered_gamma, dtype)
         leaves = (OutputShape(),) if self.return_layernorm_output else ()
         return (norm, *leaves, *super().link_shapes())
 

@@ -153,17 +153,22 @@ class LayerNormMLP(LowPrecisionModule):
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the norm, fc1, the activation and fc2."""
         kind, eps = self._norm
-        dtype, hidden, ffn = self._dtype(), self.hidden_size, self.ffn_hidden_size
+        hidden, ffn = self.hidden_size, self.ffn_hidden_size
         inner = ffn * (2 if self._activation.is_gated else 1)
         leaves = (OutputShape(),) if self.return_layernorm_output else ()
-        bias, accumulates = dtype if self.use_bias else None, self.fuse_wgrad_accumulation
+        norm_dtype = self.dtype_of("layer_norm_weight")
         return (
-            NormShape(kind, hidden, eps, self.zero_centered_gamma, dtype),
+            NormShape(kind, hidden, eps, self.zero_centered_gamma, norm_dtype),
             *leaves,
-            LinearShape(hidden, inner, dtype, bias, 0, accumulates),
+            self._linear_shape("fc1", (hidden, inner), self.use_bias),
             self._activation,
-            LinearShape(ffn, hidden, dtype, None if self.return_bias else bias, 0, accumulates),
+            self._linear_shape("fc2", (ffn, hidden), self.use_bias and not self.return_bias),
         )
+
+    def _linear_shape(self, name: str, features: tuple[int, int], has_bias: bool) -> LinearShape:
+        dtype = self.dtype_of(f"{name}_weight")
+        bias_dtype = self.dtype_of(f"{name}_bias") if has_bias else None
+        return LinearShape(*features, dtype, bias_dtype, 0, self.fuse_wgrad_accumulation)
 
     def link_params(self) -> list[torch.Tensor]:
         """Return the norm's parameters, then those of fc1 and fc2."""

@@ -144,11 +144,11 @@ class Linear(LowPrecisionModule):
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the shape of the one linear."""
-        first = self.parameter(f"{self._parts[0][0]}weight")
-        assert first is not None
-        bias_dtype = first.dtype if self.use_bias and not self.return_bias else None
+        first, has_bias = self._parts[0][0], self.use_bias and not self.return_bias
+        dtype = self.dtype_of(f"{first}weight")
+        bias_dtype = self.dtype_of(f"{first}bias") if has_bias else None
         sizes = self.in_features, self.out_features
-        return (LinearShape(*sizes, first.dtype, bias_dtype, 0, self.fuse_wgrad_accumulation),)
+        return (LinearShape(*sizes, dtype, bias_dtype, 0, self.fuse_wgrad_accumulation),)
 
     def forward(
         self,

@@ -67,7 +67,7 @@ class _Norm(LowPrecisionModule):
     def link_shapes(self) -> tuple[NormShape]:
         """Return the norm's shape."""
         sizes = self.norm_kind, self.hidden_size, self.eps, self.zero_centered_gamma
-        return (NormShape(*sizes, self._dtype()),)
+        return (NormShape(*sizes, self.dtype_of("weight")),)
 
     def link_params(self) -> list[torch.Tensor]:
         """Return gamma, then beta if there is one."""

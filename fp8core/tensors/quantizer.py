@@ -29,6 +29,7 @@ __all__ = [
     "Binding",
     "Cast",
     "Groups",
+    "HighPrecision",
     "LowPrecision",
     "Orientations",
     "Pair",

@@ -117,12 +117,14 @@ class WeightQuantizer(Protocol):
 class How(NamedTuple):
     """How a weight is quantized, by value.
 
-    ``key`` tells kept weights apart. ``stored`` is how a QuantizedTensor has to be stored to be
-    used; a plan in high precision takes any. ``owner`` names the layer in messages. ``slot`` holds
-    the delayed scale, None for other recipes.
+    ``key`` tells kept weights apart. ``dtype`` is the one that its cast takes, None where nothing
+    is cast. ``stored`` is how a QuantizedTensor has to be stored to be used; a plan in high
+    precision takes any. ``owner`` names the layer in messages. ``slot`` holds the delayed scale,
+    None for other recipes.
     """
 
     key: tuple[object, ...]
+    dtype: torch.dtype | None
     stored: TensorPlan
     owner: str
     slot: Slot | None
@@ -180,7 +182,7 @@ class KeptWeight:
     allocated then belongs.
     """
 
-    __slots__ = ("_both", "_how", "_index", "_quantizer", "_rowwise", "choices")
+    __slots__ = ("_both", "_dtype", "_how", "_index", "_quantizer", "_rowwise", "choices")
 
     requantizes = False
 
@@ -190,6 +192,7 @@ class KeptWeight:
         self._rowwise = quantizer.cast_to(rowwise=True, columnwise=False)
         self._index = index
         self._how = how
+        self._dtype = how.dtype
         self.choices = quantizer.choices
 
     def __call__(
@@ -203,14 +206,20 @@ class KeptWeight:
         """Return the operands of ``weight [n, k]``, which was padded from ``source``, if given.
 
         Raises:
-            OperandError: with ``is_first_microbatch=False``: no operands of this weight are kept,
-                torch has counted a write to it since, or it is another tensor. In the scope of
-                frozen weights: torch has counted a write. A QuantizedTensor is stored for another
-                recipe.
+            OperandError: the weight has another dtype than was bound. With
+                ``is_first_microbatch=False``: no operands of this weight are kept, torch has
+                counted a write to it since, or it is another tensor. In the scope of frozen
+                weights: torch has counted a write. A QuantizedTensor is stored for another recipe.
             UnsupportedError: ``is_first_microbatch`` is False while a CUDA graph is captured.
         """
         if isinstance(weight, QuantizedTensor):
             return self._operands_of(weight, columnwise)
+        if weight.dtype is not self._dtype and self._dtype is not None:
+            raise OperandError(
+                f"{self._how.owner}: a weight is {weight.dtype}, but the layer is bound to cast it "
+                f"from {self._dtype}. Convert the layer by its to(), which binds it again; all "
+                f"weights of one layer's groups or parts have one dtype."
+            )
         if keeping is None or not self.choices:
             return (self._both if columnwise else self._rowwise)(weight)
         return self._kept(keeping, weight, weight if source is None else source, columnwise)
