@@ -32,6 +32,8 @@ from fp8core.modules.found_inf import clear_found_inf, found_inf
 from fp8core.modules.frozen import frozen_weights
 from fp8core.modules.grad_scaler import watch_grad_scaler
 from fp8core.modules.grouped_linear import GroupedLinear
+from fp8core.modules.inference import InferenceParams
+from fp8core.modules.kv_cache import KVCacheManager
 from fp8core.modules.layernorm_linear import LayerNormLinear
 from fp8core.modules.layernorm_mlp import LayerNormMLP
 from fp8core.modules.linear import Linear
@@ -64,6 +66,8 @@ __all__ = [
     "Float8Tensor",
     "Fp8CoreError",
     "GroupedLinear",
+    "InferenceParams",
+    "KVCacheManager",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

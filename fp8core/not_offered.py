@@ -15,7 +15,6 @@ _OFFLOAD = "use torch.autograd.graph.save_on_cpu, or fp8core.checkpoint to save 
 _OVERLAP = "tensor and sequence parallelism are not offered"
 _GROUPS: Mapping[str, tuple[str, ...]] = {
     _ATTENTION: (
-        "InferenceParams",
         "MultiheadAttention",
         "TransformerLayer",
     ),

@@ -35,6 +35,7 @@ FILES = {
         *("get_default_recipe", "DelayedScalingRequest"),
     ),
     "pytorch/distributed.py": ("checkpoint",),
+    "pytorch/attention/inference.py": ("InferenceParams",),
     "pytorch/attention/rope.py": (
         *("RotaryPositionEmbedding", "apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb"),
     ),

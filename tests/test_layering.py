@@ -69,6 +69,7 @@ LONG_SIGNATURES = {
     "fp8core.modules.grouped_linear.GroupedLinear.__init__": "Transformer Engine's argument order",
     "fp8core.modules.layernorm_linear.LayerNormLinear.__init__": "Transformer Engine's order",
     "fp8core.modules.layernorm_mlp.LayerNormMLP.__init__": "Transformer Engine's order",
+    "fp8core.modules.inference.InferenceParams.__init__": "Transformer Engine's order",
     "fp8core.modules.rotary.apply_rotary_pos_emb": "Transformer Engine's order",
     "fp8core.modules.rotary.apply_fused_qkv_rotary_pos_emb": "Transformer Engine's order",
     "fp8core.modules.attention.DotProductAttention.__init__": "Transformer Engine's order",

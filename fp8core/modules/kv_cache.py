@@ -1,0 +1,354 @@
+"""Where a KV cache keeps the keys and values of each layer: rows of a tensor, or pages of it.
+
+A manager knows the sequences of the current step and their lengths, and holds two tensors a layer.
+Each token has a slot in them, a position in the first two dimensions taken as one. Slots are chosen
+once a step, in :meth:`KVCacheManager.pre_step`, which touches no layer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from fp8core.errors import OperandError
+from fp8core.modules.parameters import resolve_device
+
+__all__ = ["KVCacheManager", "NonPagedKVCacheManager", "PagedKVCacheManager", "Sequences"]
+
+Sequences: TypeAlias = "OrderedDict[Hashable, int]"
+"""A number of tokens for each sequence of the batch, by the sequence's id, in the batch's order."""
+
+
+class KVCacheManager:
+    """Base of the managers, and of a ``custom_cache_manager``, whose class
+    :class:`fp8core.InferenceParams` calls with the arguments of :class:`NonPagedKVCacheManager` or,
+    for a paged cache, of :class:`PagedKVCacheManager`, but for ``device``.
+
+    Attributes:
+        cache: by layer number, the keys and the values: ``[batch, tokens, heads, head size]``, or
+            ``[pages, page size, heads, head size]``.
+        sequences: the lengths of the sequences, those of the current step's tokens included.
+        device: of the tensors; :class:`fp8core.InferenceParams` sets it before memory is allocated.
+    """
+
+    device: torch.device | None = None
+
+    def __init__(self) -> None:
+        self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.sequences: Sequences = OrderedDict()
+
+    def reset(self) -> None:
+        """Forget every sequence; the memory stays."""
+        self.sequences = OrderedDict()
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Allocate ``cache[layer_number]``."""
+        raise NotImplementedError
+
+    def pre_step(self, step_dict: Sequences) -> Sequences:
+        """Begin a step that brings so many tokens of each sequence; return ``sequences``.
+
+        Sequences without an entry are finished. Raises without a change if a token has no place.
+        """
+        raise NotImplementedError
+
+    def step(
+        self,
+        layer_number: int,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        cu_new_seqlens: torch.Tensor,
+        cu_cached_seqlens: torch.Tensor,
+        qkv_format: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the step's keys and values of a layer; return the layer's keys and values.
+
+        Those of a cache without pages are ``[b, tokens, heads, head size]`` in the batch's order,
+        each sequence from the first token on; a paged cache returns its pages, and says in
+        ``page_table [b, pages]`` which of them belong to each sequence.
+        """
+        raise NotImplementedError
+
+
+class _Tokens(NamedTuple):
+    """The new tokens of a step: of each its slot, the sequence's place in the batch and the place
+    in the sequence's new tokens; int64 ``[t]`` on the device of the cache."""
+
+    slot: torch.Tensor
+    batch: torch.Tensor
+    offset: torch.Tensor
+
+    def of(self, new: torch.Tensor, qkv_format: str) -> torch.Tensor:
+        """Return the tokens ``[t, heads, head size]`` of keys or values in ``qkv_format``."""
+        if qkv_format == "thd":
+            return new[: len(self.slot)]
+        if qkv_format == "sbhd":
+            new = new.transpose(0, 1)
+        if len(self.slot) == new.shape[0] * new.shape[1]:
+            return new.flatten(0, 1)
+        return new[self.batch, self.offset]
+
+
+class _OwnManager(KVCacheManager):
+    """What the managers of this module have in common."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dims: tuple[int, int],
+        dtype: torch.dtype,
+        limits: tuple[int, int],
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim_k, self.head_dim_v = head_dims
+        self.dtype = dtype
+        self.max_batch_size, self.max_seqlen = limits
+        self.device = None if device is None else torch.device(device)
+        # By layer, the sequences whose tokens it holds and how many, in the order of its last step.
+        self._stored: dict[int, Mapping[Hashable, int]] = {}
+        self._before: Mapping[Hashable, int] = {}
+        self._tokens: _Tokens | None = None
+
+    def reset(self) -> None:
+        """Forget every sequence; the memory stays."""
+        super().reset()
+        self._stored = {}
+        self._before = {}
+        self._tokens = None
+
+    def pre_step(self, step_dict: Sequences) -> Sequences:
+        """Begin a step that brings so many tokens of each sequence; return their lengths.
+
+        The batch has the order of ``step_dict``. Sequences without an entry are finished.
+
+        Raises:
+            OperandError: the cache is full, or a number of tokens makes no sense. Nothing changed.
+        """
+        steps = OrderedDict(step_dict)
+        before = OrderedDict((name, self.sequences.get(name, 0)) for name in steps)
+        after = OrderedDict((name, before[name] + count) for name, count in steps.items())
+        self._check(steps, before)
+        tokens = self._laid_out(steps, before, after)
+        self.sequences, self._before, self._tokens = after, before, tokens
+        return after
+
+    def step(
+        self,
+        layer_number: int,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        cu_new_seqlens: torch.Tensor,
+        cu_cached_seqlens: torch.Tensor,
+        qkv_format: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the step's keys and values of a layer; return the layer's keys and values."""
+        tokens, stored = self._tokens, self._stored.get(layer_number, {})
+        if tokens is None:
+            raise OperandError("KV cache: step() without a pre_step() that says what it brings.")
+        for name, length in self._before.items():
+            if stored.get(name, 0) < length:
+                raise OperandError(
+                    f"KV cache: layer {layer_number} holds {stored.get(name, 0)} of the {length} "
+                    f"earlier tokens of sequence {name!r}; every layer takes part in every step."
+                )
+        if layer_number not in self.cache:
+            self.allocate_memory(layer_number)
+        with torch.no_grad():
+            self._arrange(layer_number, stored)
+            for cache, new in zip(self.cache[layer_number], (new_k, new_v), strict=True):
+                cache.flatten(0, 1).index_copy_(0, tokens.slot, tokens.of(new, qkv_format))
+        self._stored[layer_number] = self.sequences.copy()
+        return self._held(layer_number)
+
+    def _allocated(self, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return zeros for keys and for values, ``[*sizes, heads, head size]``.
+
+        Ordinary tensors also where inference_mode is on, so that they can be written outside of it.
+        """
+        with torch.inference_mode(False):
+            keys, values = (
+                torch.zeros(*sizes, self.num_heads, size, dtype=self.dtype, device=self._on())
+                for size in (self.head_dim_k, self.head_dim_v)
+            )
+        return keys, values
+
+    def _on(self) -> torch.device:
+        return resolve_device(self.device)
+
+    def _check(self, steps: Sequences, before: Sequences) -> None:
+        """Refuse a batch or a sequence that is too large."""
+        if len(steps) > self.max_batch_size:
+            raise OperandError(
+                f"KV cache is full: a step of {len(steps)} sequences, and max_batch_size is "
+                f"{self.max_batch_size}."
+            )
+        for name, count in steps.items():
+            if before[name] + count > self.max_seqlen:
+                raise OperandError(
+                    f"KV cache is full: sequence {name!r} has {before[name]} tokens and gets "
+                    f"{count} more, and max_sequence_length is {self.max_seqlen}."
+                )
+
+    def _laid_out(self, steps: Sequences, before: Sequences, after: Sequences) -> _Tokens:
+        """Choose the slots of the new tokens; the last thing before the step counts as begun."""
+        raise NotImplementedError
+
+    def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
+        """Bring what a layer has stored to its slots of this step."""
+
+    def _held(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of a layer."""
+        return self.cache[layer_number]
+
+
+def _places(steps: Sequences, before: Sequences) -> tuple[torch.Tensor, ...]:
+    """Return of each new token the sequence's place in the batch, the place in the sequence's new
+    tokens and the position in the sequence, int64 ``[t]`` on the CPU."""
+    counts = torch.tensor([*steps.values()], dtype=torch.int64, device="cpu")
+    starts = torch.tensor([*before.values()], dtype=torch.int64, device="cpu")
+    batch = torch.arange(len(steps), device="cpu").repeat_interleave(counts)
+    offset = torch.arange(len(batch), device="cpu") - (counts.cumsum(0) - counts)[batch]
+    return batch, offset, starts[batch] + offset
+
+
+class NonPagedKVCacheManager(_OwnManager):
+    """Keeps each sequence in a row of ``[max_batch_size, max_seqlen]`` tokens.
+
+    Rows are in the order of the batch; where that order changes, as after a sequence has ended, a
+    layer moves its rows in its next step.
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_seqlen: int,
+        num_heads: int,
+        head_dim_k: int,
+        dtype: torch.dtype,
+        head_dim_v: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        head_dims = (head_dim_k, head_dim_k if head_dim_v is None else head_dim_v)
+        super().__init__(num_heads, head_dims, dtype, (max_batch_size, max_seqlen), device)
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Allocate the layer's keys and values, ``[max_batch_size, max_seqlen, heads, size]``."""
+        self.cache[layer_number] = self._allocated(self.max_batch_size, self.max_seqlen)
+
+    def _laid_out(self, steps: Sequences, before: Sequences, after: Sequences) -> _Tokens:
+        batch, offset, position = _places(steps, before)
+        slot = batch * self.max_seqlen + position
+        return _Tokens(*torch.stack((slot, batch, offset)).to(self._on()).unbind(0))
+
+    def _arrange(self, layer_number: int, stored: Mapping[Hashable, int]) -> None:
+        rows = {name: row for row, name in enumerate(stored)}
+        held = ((at, name) for at, name in enumerate(self._before) if self._before[name])
+        moves = [(rows[name], at) for at, name in held if rows[name] != at]
+        if not moves:
+            return
+        length = max(self._before.values())
+        source, target = torch.tensor(moves, device=self._on()).unbind(1)
+        for cache in self.cache[layer_number]:
+            cache[target, :length] = cache[source, :length]
+
+    def _held(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.cache[layer_number]
+        return keys[: len(self.sequences)], values[: len(self.sequences)]
+
+
+class PagedKVCacheManager(_OwnManager):
+    """Keeps each sequence in pages of ``page_size`` tokens, out of ``total_num_pages`` for all.
+
+    Attributes:
+        page_table: int32 ``[max_batch_size, max_seqlen / page_size]``: the pages of each sequence
+            of the batch, then 0.
+    """
+
+    def __init__(
+        self,
+        total_num_pages: int,
+        page_size: int,
+        num_heads: int,
+        head_dim_k: int,
+        dtype: torch.dtype,
+        *,
+        max_batch_size: int,
+        max_seqlen: int,
+        head_dim_v: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        head_dims = (head_dim_k, head_dim_k if head_dim_v is None else head_dim_v)
+        super().__init__(num_heads, head_dims, dtype, (max_batch_size, max_seqlen), device)
+        self.total_num_pages = total_num_pages
+        self.page_size = page_size
+        self.max_pages_per_seq = max_seqlen // page_size
+        self._pages: dict[Hashable, list[int]] = {}
+        self._table: torch.Tensor | None = None
+
+    @property
+    def page_table(self) -> torch.Tensor:
+        """The pages of each sequence of the batch; the same tensor in every step."""
+        if self._table is None:
+            sizes = (self.max_batch_size, self.max_pages_per_seq)
+            with torch.inference_mode(False):
+                self._table = torch.zeros(sizes, dtype=torch.int32, device=self._on())
+        return self._table
+
+    def reset(self) -> None:
+        """Forget every sequence, and free its pages; the memory stays."""
+        super().reset()
+        self._pages = {}
+        self.page_table.zero_()
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Allocate the layer's keys and values, ``[total_num_pages, page_size, heads, size]``."""
+        self.cache[layer_number] = self._allocated(self.total_num_pages, self.page_size)
+
+    def _laid_out(self, steps: Sequences, before: Sequences, after: Sequences) -> _Tokens:
+        pages = self._with_new_pages(after)
+        rows = [[*own, *[0] * (self.max_pages_per_seq - len(own))] for own in pages.values()]
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        table = table.reshape(len(rows), self.max_pages_per_seq)
+        batch, offset, position = _places(steps, before)
+        slot = table[batch, position // self.page_size] * self.page_size
+        slot += position % self.page_size
+        tokens = _Tokens(*torch.stack((slot, batch, offset)).to(self._on()).unbind(0))
+        self.page_table[: len(rows)].copy_(table)
+        self._pages = pages
+        return tokens
+
+    def _with_new_pages(self, after: Sequences) -> dict[Hashable, list[int]]:
+        """Return the pages of each sequence, once it has its tokens of this step."""
+        kept = {name: self._pages.get(name, []) for name in after}
+        used = {*itertools.chain(*kept.values())}
+        free = [page for page in range(self.total_num_pages) if page not in used]
+        missing = {
+            name: -(-length // self.page_size) - len(kept[name]) for name, length in after.items()
+        }
+        if sum(missing.values()) > len(free):
+            raise OperandError(
+                f"KV cache is full: the step needs {sum(missing.values())} more pages of "
+                f"{self.page_size} tokens, and {len(free)} of {self.total_num_pages} are free. End "
+                f"a sequence, by a step without it, or give InferenceParams more total_num_pages."
+            )
+        taken = iter(free)
+        return {name: [*kept[name], *itertools.islice(taken, missing[name])] for name in after}
+
+
+def gathered(
+    cache: Sequence[torch.Tensor], page_table: torch.Tensor, pages: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values ``[b, pages * page size, heads, head size]`` of paged ones.
+
+    ``page_table [b, any]``; the first ``pages`` of each sequence are taken.
+    """
+    table = page_table[:, :pages].long()
+    keys, values = (part[table].flatten(1, 2) for part in cache)
+    return keys, values
