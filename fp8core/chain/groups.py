@@ -51,7 +51,7 @@ class FlatWeights(WeightWrapper):
         return Orientations(rowwise, tuple(itertools.chain(*columns)) if columnwise else None)
 
 
-def operands_of(*flat: Any) -> list[Operand]:
+def operands_of(flat: Sequence[Any]) -> list[Operand]:
     """Return the operands whose tensors are ``flat``, three for each."""
     return [Operand(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
 

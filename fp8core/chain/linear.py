@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +75,9 @@ __all__ = ["LinearLink", "LinearProgram", "LinearShape", "turning"]
 
 
 _NO_OPERANDS = Orientations(None, None)
+
+# Returns the operand of three tensors without the Python function of a NamedTuple.
+_operand: Callable[[SavedList], Operand] = partial(tuple.__new__, Operand)
 
 
 def turning(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,7 +199,7 @@ class LinearProgram:
         self._backward_state = link.backward_state
         self._weight = weight
         self._weight_dtype = shape.weight_dtype
-        self._restore: Callable[..., Any] = operands_of if shape.groups else Operand
+        self._restore: Callable[[SavedList], Any] = operands_of if shape.groups else _operand
         self._cast_input = link.input.cast_to(rowwise=True, columnwise=columnwise)
         self._pair = weight.pair(link.input) if rowwise and columnwise else None
         self._fprop, self._dgrad = link.fprop, link.dgrad
@@ -291,7 +295,7 @@ class LinearProgram:
                 dy_row, dy_column = self._cast_grad(grad)
         if self._needs_input:
             at = 3 if self._needs_weight else 0
-            weight: Any = self._restore(*saved[at:])
+            weight: Any = self._restore(saved[at:])
             grad_input = self._dgrad(dy_row, weight, *call.groups)  # [m, n] x [k, n] -> [m, k]
             del weight, saved[at:]  # freed before grad_weight is allocated
             dy_row = None
@@ -299,7 +303,7 @@ class LinearProgram:
                 grad_input = out(grad_input)
         if self._needs_weight:
             wgrad = self._wgrad if context is None else context
-            x_column = Operand(*saved)  # type: ignore[arg-type]  # data is saved
+            x_column = _operand(saved)
             grad_weight = wgrad(dy_column, x_column, *call.groups)  # [n, m] x [k, m] -> [n, k]
         if not self._has_bias:
             return grad_input, grad_weight

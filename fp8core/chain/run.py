@@ -66,13 +66,12 @@ class _Chain(torch.autograd.Function):
     def forward(
         ctx: Any, links: Arranged, call: Call, x: torch.Tensor, *params: torch.Tensor
     ) -> torch.Tensor:
-        y, saved, context, program = _forward(links, call, x, params, ctx.needs_input_grad[2:])
-        ctx.save_for_backward(*saved)
         ctx.links = links
-        ctx.program = program
-        ctx.context = context
         ctx.call = call
-        ctx.input_shape = x.shape
+        ctx.input_shape = shape = x.shape
+        needs_grad = ctx.needs_input_grad[2:]
+        y, saved, ctx.context, ctx.program = _forward(links, call, x, shape, params, needs_grad)
+        ctx.save_for_backward(*saved)
         return y
 
     @staticmethod
@@ -192,7 +191,11 @@ def prepared(links: Links, x: torch.Tensor, params: Sequence[torch.Tensor]) -> P
     if _needs_node(x, params):
         return Prepared(is_like, partial(_apply, links, DENSE))
     needs_grad = (False,) * (1 + len(params))
-    return Prepared(is_like, lambda x, *params: _forward(links, DENSE, x, params, needs_grad)[0])
+
+    def run(x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        return _forward(links, DENSE, x, x.shape, params, needs_grad)[0]
+
+    return Prepared(is_like, run)
 
 
 def _is_direct(links: Arranged, x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
@@ -213,7 +216,7 @@ def _run_direct(
 ) -> torch.Tensor:
     if _needs_node(x, params):
         return _apply(links, call, x, *params)
-    return _forward(links, call, x, params, (False,) * (1 + len(params)))[0]
+    return _forward(links, call, x, x.shape, params, (False,) * (1 + len(params)))[0]
 
 
 def _needs_node(x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
@@ -275,7 +278,7 @@ def _run_in_pieces(
         if x.requires_grad or _any_requires_grad(given):
             x = _apply(piece, call, x, *given)
         else:
-            x = _forward(piece, call, x, given, (False,) * (1 + len(given)))[0]
+            x = _forward(piece, call, x, x.shape, given, (False,) * (1 + len(given)))[0]
         first = end
     return x
 
@@ -302,27 +305,36 @@ def _run_in_torch(
     refused = only_once(links)
     if refused is not None:
         raise refused.error(transform)
-    return _forward(twins(links, x), call, x, params, (False,) * (1 + len(params)))[0]
+    needs_grad = (False,) * (1 + len(params))
+    return _forward(twins(links, x), call, x, x.shape, params, needs_grad)[0]
 
 
 def _forward(
     links: Arranged,
     call: Call,
     x: torch.Tensor,
+    shape: torch.Size,
     params: Sequence[torch.Tensor],
     needs_grad: tuple[bool, ...],
 ) -> tuple[torch.Tensor, Saved, Any, Program]:
-    shape = x.shape
-    value: Any = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-    rows = value.shape[0]
+    """Return the output, what backward needs, and the program that computed it, of ``x [*shape]``.
+
+    ``needs_grad`` says whose gradient backward has to return: the input's, then the parameters'.
+    """
+    is_rows = len(shape) == 2
+    value: Any = x if is_rows else x.reshape(-1, shape[-1])
+    rows = shape[0] if is_rows else value.shape[0]
     program = links.program(rows, needs_grad, call)
     if isinstance(value, QuantizedTensor) and program.input_request is not None:
         value = program.input_request(value)
     y, saved, context = program.forward(value, params, call)
+    has_rows = y.shape[0] == rows
+    if is_rows and has_rows:
+        return y, saved, context, program
     leading: Sequence[int] = shape[:-1]
-    if y.shape[0] != rows:  # gathered, scattered
+    if not has_rows:  # gathered, scattered
         leading = _leading_of(y, shape, program.num_rows(rows), links)
-    if len(shape) != 2:
+    if not is_rows:
         y = y.reshape(*leading, y.shape[-1])
         if type(links) is Unfused and saved and saved[0] is value:
             saved = (x, *saved[1:])  # x has a history, the reshaped view has none
@@ -410,6 +422,8 @@ def _saved(ctx: Any) -> list[torch.Tensor | None]:
         written = only_once(ctx.links) if "modified" in message else None
         if written is None and "second time" not in message:
             raise
+    if saved is not None and type(ctx.links) is not Unfused:
+        return saved
     if written is not None:
         raise OperandError(
             f"{written.owner}: what backward needs was written in place since forward, a weight or "
@@ -424,7 +438,7 @@ def _saved(ctx: Any) -> list[torch.Tensor | None]:
             f"also if that one failed, as out of memory. Run forward again, or give the first "
             f"backward retain_graph=True, which keeps it and takes more memory."
         )
-    shape, x = ctx.input_shape, saved[0] if saved and type(ctx.links) is Unfused else None
+    shape, x = ctx.input_shape, saved[0] if saved else None
     if x is not None and len(shape) != 2 and x.shape == shape:
         saved[0] = x.reshape(-1, shape[-1])
     return saved

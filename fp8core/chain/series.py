@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,15 +66,17 @@ class Series:
         self._steps = steps
         self._rows_out = rows
         self.frees_early = frees_early
-        last = len(steps) - 1
         # What each call goes through, as plain tuples: the same series runs in every step.
         self._forwards = [
-            (at, at == last, one.program.forward, one.first, one.end, one.request, one.rows_out)
-            for at, one in enumerate(steps)
+            (one.program.forward, one.first, one.end, one.request, one.rows_out) for one in steps
+        ]
+        requests: list[Callable[[Call], QuantizeRequest | None] | None] = [
+            before.program.request_grad if one.needs_input_grad else None
+            for before, one in itertools.pairwise(steps)
         ]
         self._backwards = [
-            (at, one.program.backward, one.end - one.first, one.rows, steps[at - 1].program)
-            for at, one in reversed([*enumerate(steps)])
+            (one.program.backward, one.end - one.first, one.rows, request_grad)
+            for one, request_grad in zip(steps, (None, *requests), strict=True)
         ]
 
     @property
@@ -103,20 +106,20 @@ class Series:
         Raises:
             OperandError: a program returned another number of rows than it had said.
         """
-        value = x
+        value, last = x, len(self._forwards) - 1
         saved: list[torch.Tensor | None] = []
         contexts = []
-        for at, is_last, forward, first, end, request, rows in self._forwards:
+        for at, (forward, first, end, request, rows) in enumerate(self._forwards):
             try:
                 value, kept, context = forward(
-                    value, params[first:end], call, out if is_last else request
+                    value, params[first:end], call, out if at == last else request
                 )
             except RowsChanged as error:
                 raise self._row_error(at, "forward", error.rows, error.num_rows) from None
             num_rows = value.rows if type(value) is Handover else _rows_of(value)
             if num_rows != rows:
                 raise self._row_error(at, "forward", rows, num_rows)
-            saved.extend(kept)
+            saved += kept
             contexts.append((len(kept), context))
         return value, saved, contexts
 
@@ -128,9 +131,10 @@ class Series:
         Raises:
             OperandError: a program returned a gradient of other rows than its input had.
         """
-        value = grad
+        value, at = grad, len(self._backwards)
         grad_params: Sequence[torch.Tensor | None] = ()
-        for at, backward, num_params, rows, before in self._backwards:
+        for backward, num_params, rows, request_grad in reversed(self._backwards):
+            at -= 1
             num_saved, step_context = context[at]
             left = len(saved) - num_saved
             kept = saved[left:]
@@ -138,10 +142,7 @@ class Series:
             if value is None:  # nothing before it needs a gradient
                 grad_params = (*(None,) * num_params, *grad_params)
                 continue
-            request = out
-            if at:
-                needs_input_grad = self._steps[at].needs_input_grad
-                request = before.request_grad(call) if needs_input_grad else None
+            request = out if not at else None if request_grad is None else request_grad(call)
             try:
                 value, *grads = backward(value, kept, step_context, call, request)
             except RowsChanged as error:

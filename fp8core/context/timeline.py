@@ -93,8 +93,8 @@ class _History:
         if not (in_backward or self.is_listed):
             _list(self)
         if events:
-            last = events[-1]
-            if last[_NUMBER] == number and last[_IN_BACKWARD] is in_backward:
+            last, _, was_in_backward = events[-1]
+            if last == number and was_in_backward is in_backward:
                 events.pop()  # no node was created since
         events.append((number, entered, in_backward))
 
