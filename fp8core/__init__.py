@@ -37,6 +37,7 @@ from fp8core.modules.kv_cache import KVCacheManager
 from fp8core.modules.layernorm_linear import LayerNormLinear
 from fp8core.modules.layernorm_mlp import LayerNormMLP
 from fp8core.modules.linear import Linear
+from fp8core.modules.multihead_attention import MultiheadAttention
 from fp8core.modules.norm import LayerNorm, RMSNorm
 from fp8core.modules.prepare import prepare
 from fp8core.modules.rotary import (
@@ -44,6 +45,7 @@ from fp8core.modules.rotary import (
     apply_fused_qkv_rotary_pos_emb,
     apply_rotary_pos_emb,
 )
+from fp8core.modules.transformer_layer import TransformerLayer
 from fp8core.monitoring import monitor
 from fp8core.parameter import (
     Float8BlockwiseQTensor,
@@ -74,6 +76,7 @@ __all__ = [
     "Linear",
     "MXFP8Tensor",
     "MasterWeights",
+    "MultiheadAttention",
     "NVFP4Tensor",
     "NonFiniteError",
     "OperandError",
@@ -82,6 +85,7 @@ __all__ = [
     "RMSNorm",
     "RecipeError",
     "RotaryPositionEmbedding",
+    "TransformerLayer",
     "UnsupportedError",
     "__version__",
     "apply_fused_qkv_rotary_pos_emb",

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 __all__ = ["NOT_OFFERED", "refusal"]
 
-_ATTENTION = "use torch's attention between fp8core's layers"
 _ASK = 'use fp8core.explain("gemm", recipe).refused, or `fp8core doctor` for the whole machine'
 _BACKENDS = "backends quantize, recipes say how (fp8core.recipe); there are no quantizer objects"
 _PADDING = "it is not needed, layers pad sizes that blocks do not divide"
@@ -14,10 +13,6 @@ _ROUTING = "permute tokens with torch, and give fp8core.GroupedLinear the rows o
 _OFFLOAD = "use torch.autograd.graph.save_on_cpu, or fp8core.checkpoint to save less"
 _OVERLAP = "tensor and sequence parallelism are not offered"
 _GROUPS: Mapping[str, tuple[str, ...]] = {
-    _ATTENTION: (
-        "MultiheadAttention",
-        "TransformerLayer",
-    ),
     _ASK: (
         "is_bf16_available",
         "is_fp8_available",

@@ -30,6 +30,8 @@ FILES = {
     "pytorch/module/layernorm.py": ("LayerNorm",),
     "pytorch/module/rmsnorm.py": ("RMSNorm",),
     "pytorch/attention/dot_product_attention/dot_product_attention.py": ("DotProductAttention",),
+    "pytorch/attention/multi_head_attention.py": ("MultiheadAttention",),
+    "pytorch/transformer.py": ("TransformerLayer",),
     "pytorch/quantization.py": (
         *("autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init"),
         *("get_default_recipe", "DelayedScalingRequest"),

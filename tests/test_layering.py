@@ -75,6 +75,10 @@ LONG_SIGNATURES = {
     "fp8core.modules.attention.DotProductAttention.__init__": "Transformer Engine's order",
     "fp8core.modules.attention.DotProductAttention.forward": "Transformer Engine's order",
     "fp8core_backends.reference.attention.attention_backward": "what the operation takes",
+    "fp8core.modules.multihead_attention.MultiheadAttention.__init__": "Transformer Engine's order",
+    "fp8core.modules.multihead_attention.MultiheadAttention.forward": "Transformer Engine's order",
+    "fp8core.modules.transformer_layer.TransformerLayer.__init__": "Transformer Engine's order",
+    "fp8core.modules.transformer_layer.TransformerLayer.forward": "Transformer Engine's order",
     "fp8core.modules.delayed.DelayedModule._load_from_state_dict": "overrides torch's",
     "fp8core.torch_ops.operators._quantize": "a torch operator takes no tensor by keyword",
 }

@@ -45,6 +45,7 @@ _DEVICE = {"device": ("'cuda'", None)}
 _RESET = {"defer_init": ("None", False)}
 OTHER_DEFAULTS: dict[str, dict[str, tuple[str | None, object]]] = {
     **dict.fromkeys(("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"), _DEVICE),
+    **dict.fromkeys(("MultiheadAttention", "TransformerLayer"), _DEVICE),
     **dict.fromkeys(("LayerNorm.reset_parameters", "RMSNorm.reset_parameters"), _RESET),
     "make_graphed_callables": {"enabled": ("None", True)},
     "CustomRecipe": {"qfactory": (None, None), "fp8_format": ("Format.HYBRID", None)},

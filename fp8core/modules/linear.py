@@ -197,7 +197,8 @@ def _refuse_quantized(weight: torch.Tensor, names: Sequence[str]) -> None:
     if isinstance(weight, QuantizedTensor):
         raise UnsupportedError(
             f"Linear(parameters_split={list(names)}) under quantized_model_init is not offered: "
-            f"the parts would have to share their scales. Leave it out, or make this layer inside "
+            f"the parts would have to share their scales. Leave it out (fuse_qkv_params=True in "
+            f"MultiheadAttention and TransformerLayer), or make this layer inside "
             f"quantized_model_init(enabled=False)."
         )
 

@@ -1,0 +1,411 @@
+"""Attention between projections: query, key and value, attention itself, output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
+from fp8core.modules.attention import DotProductAttention
+from fp8core.modules.head_split import (
+    HeadSizes,
+    as_heads,
+    head_dim_of,
+    split_key_value,
+    split_query_key_value,
+)
+from fp8core.modules.layernorm_linear import LayerNormLinear
+from fp8core.modules.linear import Linear
+from fp8core.modules.parameters import InitMethod
+from fp8core.modules.qk_norm import make_qk_norms
+from fp8core.modules.refusals import refuse_arguments
+from fp8core.modules.rotary import apply_rotary_pos_emb
+
+__all__ = ["ATTENTION_TYPES", "MultiheadAttention", "check_main_grad"]
+
+ATTENTION_TYPES = ("self", "cross")
+_NOT_OFFERED = (
+    "tp_group",
+    "tp_size",
+    "get_rng_state_tracker",
+    "sequence_parallel",
+    "set_parallel_mode",
+    "ub_overlap_ag",
+    "ub_overlap_rs",
+    "ub_overlap_rs_dgrad",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+)
+
+
+class MultiheadAttention(torch.nn.Module):
+    """Projects to heads, lets them attend, and projects back to ``hidden_size``.
+
+    Children: ``layernorm_qkv`` (a :class:`fp8core.LayerNormLinear`) or, without
+    ``input_layernorm``, ``qkv`` (a :class:`fp8core.Linear`); in cross attention ``layernorm_query``
+    or ``query_layer``, and ``key_value`` for the encoder's output; ``q_norm`` and ``k_norm`` if
+    asked for; ``core_attention`` (a :class:`fp8core.DotProductAttention`); ``proj``. Query, key and
+    value have a weight each (``query_weight``, ``key_weight``, ``value_weight``, and biases
+    likewise), which are quantized as one tensor; ``fuse_qkv_params`` stores one ``weight``.
+
+    Args:
+        hidden_size: size of each input and output row.
+        num_attention_heads: query heads.
+        kv_channels: columns of one head; ``hidden_size / num_attention_heads`` if None.
+        attention_dropout, attn_mask_type, window_size, bottom_right_diagonal, softcap,
+            softmax_type, layer_number, qkv_format: as in :class:`fp8core.DotProductAttention`.
+        layernorm_epsilon: added to the variance of the norm of the input.
+        init_method, output_layer_init_method: fill the weights of the first projections and of
+            ``proj``; the default is normal with standard deviation 0.023.
+        num_gqa_groups: key and value heads, each read by an equal number of query heads; None is
+            one for each query head.
+        fuse_wgrad_accumulation: as in :class:`fp8core.Linear`; needs ``fuse_qkv_params``.
+        return_bias: return ``proj``'s bias instead of adding it.
+        return_layernorm_output: also return the normalized input.
+        input_layernorm: normalize the input before it is projected.
+        attention_type: ``"self"``, or ``"cross"``: keys and values come from ``encoder_output``.
+        fuse_qkv_params: one weight for query, key and value, or for key and value.
+        qkv_weight_interleaved: with ``fuse_qkv_params``, the rows of that weight are ordered by
+            group: its query heads, its key head, its value head.
+        rotary_pos_interleaved: rotary embeddings pair neighbouring columns, not the two halves.
+        zero_centered_gamma, bias, normalization, params_dtype, device, name: as in
+            :class:`fp8core.LayerNormLinear`.
+        qk_norm_type: None, ``"RMSNorm"``, ``"LayerNorm"`` or ``"L2Normalization"`` of each head of
+            queries and keys, with ``qk_norm_eps``; after the rotary embedding unless
+            ``qk_norm_before_rope``.
+        seq_length, micro_batch_size: accepted for compatibility; sizes are those of the input.
+
+    The other arguments belong to features that are not offered: a value that asks for one raises
+    UnsupportedError.
+
+    Raises:
+        OperandError: sizes that do not divide.
+        RecipeError: an unknown name of a normalization, mask, layout or attention type.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
+        tp_group: object | None = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: object | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        softmax_type: str = "vanilla",
+    ) -> None:
+        super().__init__()
+        refuse_arguments(MultiheadAttention.__init__, locals(), _NOT_OFFERED)
+        if attention_type not in ATTENTION_TYPES:
+            raise RecipeError(
+                f"MultiheadAttention(attention_type={attention_type!r}): types are "
+                f"{', '.join(ATTENTION_TYPES)}.{did_you_mean(str(attention_type), ATTENTION_TYPES)}"
+            )
+        check_main_grad("MultiheadAttention", fuse_wgrad_accumulation, fuse_qkv_params)
+        self.name = name
+        self.attention_type = attention_type
+        self.layer_number = 1 if layer_number is None else layer_number
+        self.return_bias = return_bias
+        self.input_layernorm = input_layernorm
+        self.return_layernorm_output = input_layernorm and return_layernorm_output
+        self.rotary_pos_interleaved = rotary_pos_interleaved
+        self.qk_norm_before_rope = qk_norm_before_rope
+        self.qkv_format = qkv_format
+        head_dim = head_dim_of("MultiheadAttention", hidden_size, num_attention_heads, kv_channels)
+        core_attention = DotProductAttention(
+            num_attention_heads,
+            head_dim,
+            num_gqa_groups=num_gqa_groups,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            softcap=softcap,
+            layer_number=self.layer_number,
+            attention_type=attention_type,
+            softmax_type=softmax_type,
+            name=self._name_of("core_attention"),
+            device=device,
+        )
+        self._sizes = HeadSizes(
+            num_attention_heads,
+            num_attention_heads if num_gqa_groups is None else num_gqa_groups,
+            head_dim,
+            is_interleaved=fuse_qkv_params and qkv_weight_interleaved,
+        )
+        linear_arguments: dict[str, Any] = {
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "bias": bias,
+            "params_dtype": params_dtype,
+            "device": device,
+        }
+        norm_arguments = {
+            "eps": layernorm_epsilon,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": self.return_layernorm_output,
+        }
+        self._add_projections(
+            hidden_size,
+            not fuse_qkv_params,
+            {**linear_arguments, "init_method": init_method},
+            norm_arguments if input_layernorm else None,
+        )
+        self.q_norm, self.k_norm = make_qk_norms(
+            qk_norm_type,
+            head_dim,
+            qk_norm_eps,
+            device=device,
+            dtype=params_dtype,
+            name=name,
+        )
+        self.core_attention = core_attention
+        self.proj = Linear(
+            self._sizes.query_size,
+            hidden_size,
+            init_method=output_layer_init_method,
+            return_bias=return_bias,
+            name=self._name_of("proj"),
+            **linear_arguments,
+        )
+
+    def _add_projections(
+        self,
+        hidden_size: int,
+        is_split: bool,
+        linear: dict[str, Any],
+        norm: dict[str, Any] | None,
+    ) -> None:
+        """Add the projections to query, key and value; the one of the layer's input with a norm
+        unless ``norm`` is None. ``is_split``: each of the three has a weight of its own."""
+        query, key = self._sizes.query_size, self._sizes.key_size
+        parts = {"query": query, "key": key, "value": key}
+        if self.attention_type == "self":
+            name, split, rows = "qkv", parts if is_split else None, query + 2 * key
+        else:
+            name, split, rows = "query", {"query": query} if is_split else None, query
+        if norm is not None:
+            name = f"layernorm_{name}"
+            first: torch.nn.Module = LayerNormLinear(
+                hidden_size,
+                rows,
+                parameters_split=split,
+                name=self._name_of(name),
+                **linear,
+                **norm,
+            )
+        else:
+            if self.attention_type == "cross":  # Transformer Engine never splits this one
+                name, split = "query_layer", None
+            first = Linear(
+                hidden_size, rows, parameters_split=split, name=self._name_of(name), **linear
+            )
+        self._projection = name
+        self.add_module(name, first)
+        if self.attention_type == "cross":
+            self.key_value = Linear(
+                hidden_size,
+                2 * key,
+                parameters_split={"key": key, "value": key} if is_split else None,
+                name=self._name_of("key_value"),
+                **linear,
+            )
+
+    def _name_of(self, child: str) -> str | None:
+        return None if self.name is None else f"{self.name}.{child}"
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        encoder_output: torch.Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: Any = None,
+        rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+        thd_attention_policies: object | None = None,
+        thd_attention_policy_dispatch: str = "auto",
+        softcap: float | None = None,
+    ) -> Any:
+        """Attend; ``hidden_states`` and the output are ``[s, b, hidden_size]`` in sbhd,
+        ``[b, s, hidden_size]`` in bshd, ``[t, hidden_size]`` in thd.
+
+        Returns the output, followed by ``proj``'s bias with ``return_bias`` and by the normalized
+        input with ``return_layernorm_output``. ``encoder_output`` has the same layout, and a
+        sequence length of its own. ``rotary_pos_emb`` are the angles of
+        :class:`fp8core.RotaryPositionEmbedding`, or a pair of them for queries and for keys; with
+        ``inference_params`` positions start behind those in the cache. ``is_first_microbatch`` as
+        in :class:`fp8core.Linear`; the other arguments are those of
+        :class:`fp8core.DotProductAttention`, whose constructor's values None stands for.
+
+        Raises:
+            OperandError: tensors that do not fit, or an encoder output that is missing or unused.
+        """
+        self._check_encoder_output(encoder_output)
+        query, key, value, normalized = self._project(
+            hidden_states, encoder_output, is_first_microbatch
+        )
+        if self.qk_norm_before_rope:
+            query, key = self._normalize(query, key)
+        if rotary_pos_emb is not None:
+            cu_seqlens = (cu_seqlens_q, cu_seqlens_kv)
+            if pad_between_seqs:
+                cu_seqlens = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
+            query, key = self._rotate(query, key, rotary_pos_emb, cu_seqlens, inference_params)
+        if not self.qk_norm_before_rope:
+            query, key = self._normalize(query, key)
+        context = self.core_attention(
+            query,
+            key,
+            value,
+            attention_mask,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            cu_seqlens_q_padded=cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_kv,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            softcap=softcap,
+            checkpoint_core_attention=checkpoint_core_attention,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            fast_zero_fill=fast_zero_fill,
+            inference_params=inference_params,
+            pad_between_seqs=pad_between_seqs,
+            thd_attention_policies=thd_attention_policies,
+            thd_attention_policy_dispatch=thd_attention_policy_dispatch,
+        )
+        outputs = self.proj(context, is_first_microbatch)
+        if not self.return_layernorm_output:
+            return outputs
+        return (*outputs, normalized) if self.return_bias else (outputs, normalized)
+
+    def _check_encoder_output(self, encoder_output: torch.Tensor | None) -> None:
+        if (encoder_output is None) == (self.attention_type == "self"):
+            return
+        if encoder_output is None:
+            raise OperandError(
+                "MultiheadAttention(attention_type='cross'): encoder_output is None; expected the "
+                "tensor that keys and values are projected from."
+            )
+        raise OperandError(
+            "MultiheadAttention(attention_type='self') takes keys and values from hidden_states; "
+            "encoder_output needs attention_type='cross' (TransformerLayer: layer_type='decoder')."
+        )
+
+    def _project(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_output: torch.Tensor | None,
+        is_first_microbatch: bool | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return query, key and value, each ``[..., heads, head_dim]``, and the normalized input,
+        None unless the layer returns it."""
+        rows: Any = getattr(self, self._projection)(hidden_states, is_first_microbatch)
+        normalized = None
+        if self.return_layernorm_output:
+            rows, normalized = rows
+        if self.attention_type == "self":
+            return *split_query_key_value(rows, self._sizes), normalized
+        query = as_heads(rows, self._sizes.head_dim)
+        pairs = self.key_value(encoder_output, is_first_microbatch)
+        return query, *split_key_value(pairs, self._sizes), normalized
+
+    def _normalize(
+        self, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return query, key
+        return self.q_norm(query), self.k_norm(key)
+
+    def _rotate(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        angles: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
+        inference_params: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        pair = angles if isinstance(angles, tuple) else (angles, angles)
+        start = None if inference_params is None else inference_params.get_seqlens_pre_step()
+        rotated = [
+            apply_rotary_pos_emb(
+                heads,
+                own,
+                self.qkv_format,
+                start_positions=start,
+                interleaved=self.rotary_pos_interleaved,
+                cu_seqlens=lengths,
+            )
+            for heads, own, lengths in zip((query, key), pair, cu_seqlens, strict=True)
+        ]
+        return rotated[0], rotated[1]
+
+
+def check_main_grad(owner: str, fuse_wgrad_accumulation: bool, fuse_qkv_params: bool) -> None:
+    """Refuse accumulation into ``main_grad`` where query, key and value have a weight each.
+
+    Raises:
+        UnsupportedError: the first is asked for, and the second is not.
+    """
+    if fuse_wgrad_accumulation and not fuse_qkv_params:
+        raise UnsupportedError(
+            f"{owner}(fuse_wgrad_accumulation=True) needs fuse_qkv_params=True: the gradient of "
+            f"query, key and value is computed as one tensor, which goes to one main_grad."
+        )

@@ -1,0 +1,71 @@
+"""The branches of a residual block: dropout, dropped paths, and the sum with the residual."""
+
+from __future__ import annotations
+
+import torch
+
+from fp8core.errors import OperandError
+
+__all__ = ["DropPath", "check_rate"]
+
+_BATCH_DIM = {"sbhd": 1, "bshd": 0}
+
+
+def check_rate(owner: str, name: str, value: float) -> float:
+    """Return ``value`` if it is a probability below 1.
+
+    Raises:
+        OperandError: it is not.
+    """
+    if not 0 <= value < 1:
+        raise OperandError(f"{owner}({name}={value!r}): expected 0 <= {name} < 1.")
+    return value
+
+
+class DropPath(torch.nn.Module):
+    """Stochastic depth: in training a sample's branch is zero with probability ``rate``, and is
+    multiplied by ``1 / (1 - rate)`` otherwise. torch's generator decides.
+
+    Args:
+        rate: the probability.
+        layout: ``"sbhd"``, ``"bshd"`` or ``"thd"``: which dimension holds the samples.
+
+    Source: Huang et al. 2016, Deep Networks with Stochastic Depth, sec. 3.
+    """
+
+    def __init__(self, rate: float, layout: str) -> None:
+        super().__init__()
+        self.rate = check_rate("DropPath", "rate", rate)
+        self.layout = layout
+
+    def forward(self, branch: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+        """Drop samples of ``branch``: ``[s, b, n]``, ``[b, s, n]`` or, in thd, ``[t, n]``, where
+        ``cu_seqlens [b + 1]`` says which tokens are a sample's.
+
+        Raises:
+            OperandError: thd without ``cu_seqlens``.
+        """
+        if not self.rate or not self.training:
+            return branch
+        return torch.where(self._is_kept(branch, cu_seqlens), branch / (1 - self.rate), 0)
+
+    def _is_kept(self, branch: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        if self.layout in _BATCH_DIM:
+            dim = _BATCH_DIM[self.layout]
+            sizes = [1] * branch.dim()
+            sizes[dim] = branch.shape[dim]
+            return torch.rand(sizes, device=branch.device) >= self.rate
+        if cu_seqlens is None:
+            raise OperandError(
+                f"DropPath(layout={self.layout!r}) drops whole sequences; cu_seqlens_q says where "
+                f"they begin, and it is None."
+            )
+        num_samples = cu_seqlens.numel() - 1
+        is_kept = torch.rand(num_samples, device=branch.device) >= self.rate
+        tokens = torch.arange(branch.shape[0], device=branch.device)
+        sample = torch.bucketize(tokens, cu_seqlens.to(branch.device)[1:], right=True)
+        return is_kept[sample.clamp(max=num_samples - 1)].unsqueeze(-1)
+
+    def extra_repr(self) -> str:
+        """Return the rate."""
+        return f"rate={self.rate}"

@@ -1,0 +1,386 @@
+"""A Transformer layer: attention, feed-forward block, norms and residuals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp8core.chain.run import is_under_torch_autocast
+from fp8core.errors import OperandError, RecipeError, did_you_mean
+from fp8core.modules.layernorm_mlp import LayerNormMLP
+from fp8core.modules.multihead_attention import MultiheadAttention, check_main_grad
+from fp8core.modules.norm import LayerNorm, RMSNorm
+from fp8core.modules.parameters import InitMethod
+from fp8core.modules.refusals import refuse_arguments
+from fp8core.modules.residual import DropPath, check_rate
+
+__all__ = ["LAYER_TYPES", "TransformerLayer"]
+
+LAYER_TYPES = ("encoder", "decoder")
+_NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+# The other ub_ arguments refine ub_tp_comm_overlap, and have no effect without it.
+_NOT_OFFERED = (
+    "tp_group",
+    "tp_size",
+    "get_rng_state_tracker",
+    "sequence_parallel",
+    "set_parallel_mode",
+    "ub_tp_comm_overlap",
+)
+
+
+class TransformerLayer(torch.nn.Module):
+    """Attention and a feed-forward block, each added to its input.
+
+    ``self_attention`` (a :class:`fp8core.MultiheadAttention`), for a decoder ``inter_attention``,
+    ``layernorm_mlp`` (a :class:`fp8core.LayerNormMLP`), and ``layernorm`` with
+    ``output_layernorm``: parameter names and shapes are Transformer Engine's. Only the linear
+    layers, and attention if the recipe says so, take the precision of the active ``autocast``.
+
+    Args:
+        hidden_size: size of each input and output row.
+        ffn_hidden_size: size between the linears of the feed-forward block.
+        num_attention_heads, num_gqa_groups, kv_channels, layer_number: as in
+            :class:`fp8core.MultiheadAttention`.
+        layernorm_epsilon: added to the variance of each norm.
+        hidden_dropout: probability of dropout on the output of attention and feed-forward block.
+        attention_dropout: probability of dropout on the attention weights.
+        init_method, output_layer_init_method: fill the weights that read the residual stream, and
+            those that write to it; the default is normal with standard deviation 0.023.
+        self_attn_mask_type, window_size, bottom_right_diagonal, softcap, softmax_type: of self
+            attention; see :class:`fp8core.DotProductAttention`.
+        enc_dec_attn_mask_type, enc_dec_bottom_right_diagonal, enc_dec_window_size: of a decoder's
+            cross attention.
+        apply_residual_connection_post_layernorm: the residual is a block's normalized input.
+        output_layernorm: normalize the layer's output instead of self attention's input (post-LN).
+        parallel_attention_mlp: attention and feed-forward block read the same input, and their sum
+            is added to it once.
+        layer_type: ``"encoder"``, or ``"decoder"``, which also attends to an encoder's output.
+        drop_path_rate: probability with which a sample skips a block in training.
+        fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, qk_norm_type, qk_norm_eps,
+            qk_norm_before_rope: as in :class:`fp8core.MultiheadAttention`.
+        bias: whether the linear layers have one.
+        activation, activation_params: as in :class:`fp8core.LayerNormMLP`.
+        normalization, zero_centered_gamma: of each norm, as in :class:`fp8core.LayerNormLinear`.
+        attn_input_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
+        params_dtype, device, name, fuse_wgrad_accumulation: as in :class:`fp8core.Linear`;
+            accumulation needs ``fuse_qkv_params``.
+        seq_length, micro_batch_size: accepted for compatibility; sizes are those of the input.
+
+    Dropout and dropped paths follow torch's generators: a seed repeats them, and so does
+    :func:`fp8core.checkpoint`. The other arguments belong to features that are not offered: a value
+    that asks for one raises UnsupportedError.
+
+    Raises:
+        OperandError: sizes that do not divide, or options that exclude each other.
+        RecipeError: an unknown name of a layer type, normalization, activation, mask or layout.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        layer_number: int | None = None,
+        kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
+        enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_bottom_right_diagonal: bool | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        tp_group: object | None = None,
+        tp_size: int = 1,
+        params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker: object | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        sequence_parallel: bool = False,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
+        layer_type: str = "encoder",
+        drop_path_rate: float = 0.0,
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        rotary_pos_interleaved: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        ub_tp_comm_overlap: bool = False,
+        ub_overlap_ag: bool = True,
+        ub_overlap_rs: bool = True,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = True,
+        ub_bulk_wgrad: bool = True,
+        bias: bool = True,
+        activation: str = "gelu",
+        activation_params: dict[str, float] | None = None,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        attn_input_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
+    ) -> None:
+        super().__init__()
+        refuse_arguments(TransformerLayer.__init__, locals(), _NOT_OFFERED)
+        _check_layer_type(layer_type)
+        if parallel_attention_mlp:
+            _check_parallel(
+                layer_type == "decoder", apply_residual_connection_post_layernorm, output_layernorm
+            )
+        check_main_grad("TransformerLayer", fuse_wgrad_accumulation, fuse_qkv_params)
+        self.name = name
+        self.layer_number = layer_number
+        self.layer_type = layer_type
+        self.output_layernorm = output_layernorm
+        self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
+        self.parallel_attention_mlp = parallel_attention_mlp
+        self.hidden_dropout = check_rate("TransformerLayer", "hidden_dropout", hidden_dropout)
+        common: dict[str, Any] = {
+            "bias": bias,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": apply_residual_connection_post_layernorm,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
+            "params_dtype": params_dtype,
+            "device": device,
+        }
+        attention: dict[str, Any] = {
+            "kv_channels": kv_channels,
+            "num_gqa_groups": num_gqa_groups,
+            "attention_dropout": attention_dropout,
+            "layernorm_epsilon": layernorm_epsilon,
+            "layer_number": layer_number,
+            "softcap": softcap,
+            "softmax_type": softmax_type,
+            "qkv_format": attn_input_format,
+            "fuse_qkv_params": fuse_qkv_params,
+            "qkv_weight_interleaved": qkv_weight_interleaved,
+            "rotary_pos_interleaved": rotary_pos_interleaved,
+            "qk_norm_type": qk_norm_type,
+            "qk_norm_eps": qk_norm_eps,
+            "qk_norm_before_rope": qk_norm_before_rope,
+            **common,
+        }
+        self.self_attention = MultiheadAttention(
+            hidden_size,
+            num_attention_heads,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            input_layernorm=not output_layernorm,
+            name=self._name_of("self_attention"),
+            **attention,
+        )
+        if layer_type == "decoder":
+            self.inter_attention = MultiheadAttention(
+                hidden_size,
+                num_attention_heads,
+                attn_mask_type=enc_dec_attn_mask_type,
+                window_size=enc_dec_window_size,
+                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+                input_layernorm=True,
+                attention_type="cross",
+                name=self._name_of("inter_attention"),
+                **attention,
+            )
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size,
+            ffn_hidden_size,
+            eps=layernorm_epsilon,
+            activation=activation,
+            activation_params=activation_params,
+            name=self._name_of("layernorm_mlp"),
+            **common,
+        )
+        self.drop_path = DropPath(drop_path_rate, attn_input_format) if drop_path_rate else None
+        if output_layernorm:
+            self.layernorm = _NORMS[normalization](
+                hidden_size,
+                layernorm_epsilon,
+                params_dtype=params_dtype,
+                zero_centered_gamma=zero_centered_gamma,
+                device=device,
+                name=self._name_of("layernorm"),
+            )
+
+    def _name_of(self, child: str) -> str | None:
+        return None if self.name is None else f"{self.name}.{child}"
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        self_attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        encoder_output: torch.Tensor | None = None,
+        enc_dec_attn_mask: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        enc_dec_attn_mask_type: str | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        enc_dec_bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: Any = None,
+        rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+        thd_attention_policies: object | None = None,
+        thd_attention_policy_dispatch: str = "auto",
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Compute the layer; input and output are ``[s, b, hidden_size]`` in sbhd, ``[b, s,
+        hidden_size]`` in bshd, ``[t, hidden_size]`` in thd.
+
+        ``attention_mask`` and the arguments after it, up to ``bottom_right_diagonal``, are self
+        attention's; those that begin with ``enc_dec_`` are cross attention's, which takes keys and
+        values from ``encoder_output``. In self attention keys have the lengths of queries, so that
+        the lengths of keys (``cu_seqlens_kv``, ``cu_seqlens_kv_padded``, ``max_seqlen_kv``) are
+        cross attention's. The other arguments are those of :meth:`MultiheadAttention.forward`.
+
+        Raises:
+            OperandError: tensors that do not fit, or an encoder output that is missing or unused.
+        """
+        self._check_encoder_arguments(encoder_output, enc_dec_attn_mask)
+        if is_under_torch_autocast(hidden_states):
+            hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
+        # What self attention and cross attention share.
+        arguments: dict[str, Any] = {
+            "softcap": softcap,
+            "is_first_microbatch": is_first_microbatch,
+            "checkpoint_core_attention": checkpoint_core_attention,
+            "inference_params": inference_params,
+            "rotary_pos_emb": rotary_pos_emb,
+            "core_attention_bias_type": core_attention_bias_type,
+            "core_attention_bias": core_attention_bias,
+            "alibi_slopes": alibi_slopes,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_q_padded": cu_seqlens_q_padded,
+            "max_seqlen_q": max_seqlen_q,
+            "fast_zero_fill": fast_zero_fill,
+            "pad_between_seqs": pad_between_seqs,
+        }
+        attended = self.self_attention(
+            hidden_states,
+            attention_mask=attention_mask,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            thd_attention_policies=thd_attention_policies,
+            thd_attention_policy_dispatch=thd_attention_policy_dispatch,
+            cu_seqlens_kv=cu_seqlens_q,
+            cu_seqlens_kv_padded=cu_seqlens_q_padded,
+            max_seqlen_kv=max_seqlen_q,
+            **arguments,
+        )
+        samples = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
+        if self.parallel_attention_mlp:
+            both = attended + self.layernorm_mlp(hidden_states, is_first_microbatch)
+            return self._added(both, hidden_states, samples)
+        hidden_states = self._added(attended, hidden_states, samples)
+        if self.layer_type == "decoder":
+            attended = self.inter_attention(
+                hidden_states,
+                attention_mask=enc_dec_attn_mask,
+                encoder_output=encoder_output,
+                attn_mask_type=enc_dec_attn_mask_type,
+                window_size=enc_dec_window_size,
+                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+                cu_seqlens_kv=cu_seqlens_kv,
+                cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+                max_seqlen_kv=max_seqlen_kv,
+                **arguments,
+            )
+            hidden_states = self._added(attended, hidden_states, samples)
+        transformed = self.layernorm_mlp(hidden_states, is_first_microbatch)
+        output = self._added(transformed, hidden_states, samples)
+        return self.layernorm(output) if self.output_layernorm else output
+
+    def _added(
+        self,
+        branch: Any,
+        residual: torch.Tensor,
+        samples: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the residual plus the branch, a tensor, after dropout and dropped paths; a branch
+        that comes with its normalized input, as a tuple, has that for a residual."""
+        if isinstance(branch, tuple):
+            branch, residual = branch
+        if self.hidden_dropout and self.training:
+            branch = torch.nn.functional.dropout(branch, self.hidden_dropout)
+        if self.drop_path is not None:
+            branch = self.drop_path(branch, samples)
+        total: torch.Tensor = residual + branch
+        return total
+
+    def _check_encoder_arguments(
+        self, encoder_output: torch.Tensor | None, enc_dec_attn_mask: object
+    ) -> None:
+        for argument, value in (
+            ("encoder_output", encoder_output),
+            ("enc_dec_attn_mask", enc_dec_attn_mask),
+        ):
+            if self.layer_type == "encoder" and value is not None:
+                raise OperandError(
+                    f"TransformerLayer(layer_type='encoder'): {argument} is given, but there is no "
+                    f"cross attention to use it. Construct the layer with layer_type='decoder'."
+                )
+        if self.layer_type == "decoder" and encoder_output is None:
+            raise OperandError(
+                "TransformerLayer(layer_type='decoder'): encoder_output is None; expected the "
+                "encoder's output, in the layout of hidden_states."
+            )
+
+    def extra_repr(self) -> str:
+        """Return the options that the children do not show."""
+        words = [f"layer_type={self.layer_type}", f"hidden_dropout={self.hidden_dropout}"]
+        flags = (
+            *("output_layernorm", "apply_residual_connection_post_layernorm"),
+            "parallel_attention_mlp",
+        )
+        return ", ".join([*words, *(f"{flag}=True" for flag in flags if getattr(self, flag))])
+
+
+def _check_layer_type(layer_type: str) -> None:
+    if layer_type not in LAYER_TYPES:
+        raise RecipeError(
+            f"TransformerLayer(layer_type={layer_type!r}): types are {', '.join(LAYER_TYPES)}."
+            f"{did_you_mean(str(layer_type), LAYER_TYPES)}"
+        )
+
+
+def _check_parallel(is_decoder: bool, normalizes_residual: bool, has_output_norm: bool) -> None:
+    """Refuse what has no meaning where attention and feed-forward block read the same input."""
+    for is_asked, argument in (
+        (is_decoder, "layer_type='decoder'"),
+        (normalizes_residual, "apply_residual_connection_post_layernorm=True"),
+        (has_output_norm, "output_layernorm=True"),
+    ):
+        if is_asked:
+            raise OperandError(
+                f"TransformerLayer(parallel_attention_mlp=True, {argument}): the two exclude each "
+                f"other; leave one out."
+            )
