@@ -13,6 +13,7 @@ from fp8core.chain.attention import AttentionShape, AttentionTensors
 from fp8core.chain.shape import LinkShape
 from fp8core.context.checkpoint import checkpoint
 from fp8core.errors import OperandError, UnsupportedError
+from fp8core.modules.attention_cache import mask_type_with_cache, with_cache
 from fp8core.modules.attention_inputs import (
     Heads,
     Lengths,
@@ -29,6 +30,7 @@ from fp8core.modules.attention_inputs import (
 from fp8core.modules.attention_masks import MASK_TYPES, Mask, mask_of, mask_type_of
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
+from fp8core.modules.inference import InferenceParams
 from fp8core.modules.parameters import check_size, fill, resolve_device
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.run import run_links
@@ -167,7 +169,7 @@ class DotProductAttention(LowPrecisionModule):
         core_attention_bias: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
         fast_zero_fill: bool = True,
-        inference_params: object | None = None,
+        inference_params: InferenceParams | None = None,
         pad_between_seqs: bool | None = None,
         fp8_output: bool | None = False,
         bf16_backward: bool | None = False,
@@ -207,6 +209,10 @@ class DotProductAttention(LowPrecisionModule):
             alibi_slopes: ``[heads]`` or ``[b, heads]``; those of the ALiBi paper if None.
             fast_zero_fill, bf16_backward: change nothing here; gradients are computed in the dtype
                 of the activations.
+            inference_params: the cache of keys and values: those of this call are stored, under
+                the layer's number, and the queries see them behind the earlier ones. It says how
+                long sequences are, so that cu_seqlens and a padding mask are not read, and causal
+                mask types have their diagonal where the last query of a sequence sees all keys.
             pad_between_seqs: whether thd has padding between sequences; it follows from the padded
                 cu_seqlens.
             qkv_layer: queries, keys and values in one tensor; ``kv_layer``: keys and values.
@@ -214,13 +220,13 @@ class DotProductAttention(LowPrecisionModule):
 
         Raises:
             OperandError: tensors that do not fit each other or the arguments; names the argument.
-            UnsupportedError: ``inference_params``, ``fp8_output``, ``score_mod`` and its arguments,
-                ``thd_attention_policies``, or a ``num_splits`` other than 1.
+            UnsupportedError: ``fp8_output``, ``score_mod`` and its arguments,
+                ``thd_attention_policies``, a ``num_splits`` other than 1, or an arbitrary mask with
+                ``inference_params``.
         """
         owner = _Owner(self)
         _refuse(
             owner,
-            inference_params=inference_params,
             fp8_output=fp8_output or None,
             num_splits=None if num_splits == 1 else num_splits,
             score_mod=score_mod,
@@ -233,6 +239,10 @@ class DotProductAttention(LowPrecisionModule):
         given = (query_layer, key_layer, value_layer)
         qkv = unpacked(owner, given, qkv_layer, kv_layer, qkv_interleave_dim)
         qkv = checked_qkv(owner, self.heads, layout, qkv)
+        if inference_params is not None:
+            attn_mask_type = mask_type_of(owner, attn_mask_type or self.attn_mask_type)
+            attn_mask_type = mask_type_with_cache(owner, attn_mask_type)
+            bottom_right_diagonal = True
         bias_type = _bias_of(owner, core_attention_bias_type, core_attention_bias, alibi_slopes)
         mask = self._mask(layout, attn_mask_type, window_size, bottom_right_diagonal, bias_type)
         lengths = Lengths(
@@ -243,6 +253,9 @@ class DotProductAttention(LowPrecisionModule):
             max_seqlen_q,
             max_seqlen_kv,
         )
+        if inference_params is not None:
+            attention_mask = None
+            qkv, lengths = with_cache(owner, inference_params, self.layer_number, layout, qkv)
         lengths = self._lengths(layout, mask, qkv, attention_mask, lengths)
         check_pad_between(owner, pad_between_seqs, lengths)
         bias, heads = core_attention_bias, self.heads.heads

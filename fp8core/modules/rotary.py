@@ -172,7 +172,8 @@ class Rotary(LowPrecisionModule):
         spans.check(label, layout, t, freqs.shape[0])
         freqs = freqs if freqs.dtype == torch.float32 else freqs.float()
         bound = bind(self, t.device, dtype)
-        call = Call(tensors=spans, sizes=t.shape)
+        tensors = (spans.starts, spans.cu_seqlens if layout == "thd" else None)
+        call = Call(tensors=tensors, sizes=t.shape)
         y = run_links(self, bound, bound.parts[0], t.flatten(-2), [freqs], call)
         return y.view(t.shape)
 
@@ -204,8 +205,9 @@ def apply_rotary_pos_emb(
             each sequence; None stands for 0.
         interleaved: as in :class:`RotaryPositionEmbedding`.
         fused: has no effect, as a backend always computes it as one operation.
-        cu_seqlens: integers ``[b + 1]`` on the device of ``t``, for ``"thd"`` alone: where
-            sequences begin and end among the tokens; tokens of no sequence become zeros.
+        cu_seqlens: integers ``[b + 1]`` on the device of ``t``, for ``"thd"``: where sequences
+            begin and end among the tokens; tokens of no sequence become zeros. In the other formats
+            their differences are lengths: tokens behind them need no angle, and get NaN without.
         cp_size, cp_rank: of context parallelism, which is not offered.
 
     On an accelerator the values of ``start_positions`` and ``cu_seqlens`` are not read by the host:
@@ -317,8 +319,8 @@ def _check_freqs(label: str, t: torch.Tensor, freqs: torch.Tensor) -> None:
 
 
 class _Spans(NamedTuple):
-    """The first positions of the sequences, int32 ``[b]``, and where these lie among the tokens,
-    int32 ``[b + 1]``; None where the call does not say."""
+    """The first positions of the sequences, int32 ``[b]``, and where these lie among the tokens, or
+    sums of their lengths, int32 ``[b + 1]``; None where the call does not say."""
 
     starts: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
@@ -326,11 +328,10 @@ class _Spans(NamedTuple):
     def check(self, label: str, layout: str, t: torch.Tensor, positions: int) -> None:
         """Refuse a token at a position that is not below ``positions``, and sequences that do not
         lie among the tokens, where the host knows the values without waiting for a device."""
-        is_dense = self.cu_seqlens is None
-        if is_dense:
+        if self.cu_seqlens is None:
             _check_end(label, t.shape[layout.index("s")], positions)
-        if is_dense and self.starts is None:
-            return
+            if self.starts is None:
+                return
         if t.device.type == "cpu" and not (is_captured(t) or is_transform_active()):
             self._check_values(label, layout, t, positions)
 
@@ -340,10 +341,13 @@ class _Spans(NamedTuple):
         else:
             bounds = self.cu_seqlens.tolist()
             lengths = [after - before for before, after in itertools.pairwise(bounds)]
-            if bounds[0] < 0 or bounds[-1] > t.shape[0] or min(lengths, default=0) < 0:
+            is_thd = layout == "thd"
+            last = bounds[-1] if is_thd else max(lengths, default=0)
+            limit = t.shape[0 if is_thd else layout.index("s")]
+            if bounds[0] < 0 or last > limit or min(lengths, default=0) < 0:
+                what = "bounds that rise from 0 to at most that" if is_thd else "no longer sequence"
                 raise OperandError(
-                    f"{label}: cu_seqlens {bounds} of {t.shape[0]} tokens; expected bounds that "
-                    f"rise from 0 to at most the number of tokens."
+                    f"{label}: cu_seqlens {bounds} of {limit} tokens; expected {what}."
                 )
         starts = [0] * len(lengths) if self.starts is None else self.starts.tolist()
         if min(starts, default=0) < 0:
@@ -374,19 +378,20 @@ def _spans_of(
     Raises:
         OperandError: numbers of another kind or on another device, or not one for each sequence.
     """
-    if (layout == "thd") != (cu_seqlens is not None):
-        given = "None" if cu_seqlens is None else "given"
+    if cu_seqlens is None and layout == "thd":
         raise OperandError(
-            f"{label}: cu_seqlens is {given} for tensor_format={layout!r}; it says where the "
-            f"sequences of 'thd' begin and end, and is for that format alone."
+            f"{label}: cu_seqlens is None for tensor_format='thd'; expected int32 [b + 1], where "
+            f"its sequences begin and end."
         )
-    if cu_seqlens is None:
-        batch = t.shape[layout.index("b")]
-    else:
+    batch = 0 if layout == "thd" else t.shape[layout.index("b")]
+    if cu_seqlens is not None:
         cu_seqlens = _integers(label, "cu_seqlens", cu_seqlens, t)
-        batch = cu_seqlens.shape[0] - 1
-        if batch < 0:
-            raise OperandError(f"{label}: cu_seqlens is empty; expected [0] for no sequence.")
+        batch = cu_seqlens.shape[0] - 1 if layout == "thd" else batch
+        if cu_seqlens.shape[0] != batch + 1 or batch < 0:
+            raise OperandError(
+                f"{label}: cu_seqlens has {cu_seqlens.shape[0]} entries; expected one more than "
+                f"there are sequences."
+            )
     if starts is not None:
         starts = _integers(label, "start_positions", starts, t)
         if starts.shape[0] != batch:

@@ -285,6 +285,18 @@ def test_tokens_of_no_sequence_are_zeros_without_a_gradient() -> None:
     assert bool(own.grad[2:5].ne(0).any())
 
 
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_padding_of_a_dense_batch_needs_no_angles(layout: str) -> None:
+    x, _ = packed(layout)
+    freqs, starts = RotaryPositionEmbedding(8)(6), ints(1, 4)
+    y = apply_rotary_pos_emb(x, freqs, layout, starts, cu_seqlens=ints(0, 5, 7))
+    want = apply_rotary_pos_emb(x, RotaryPositionEmbedding(8)(9), layout, starts)
+    y, want = (one if layout == "bshd" else one.transpose(0, 1) for one in (y, want))
+    assert torch.equal(y[0], want[0])
+    assert torch.equal(y[1, :2], want[1, :2])
+    assert bool(y[1, 2:].isnan().all())
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_token_gives_no_output(layout: str) -> None:
     sizes = (0, 2, 4) if layout == "thd" else (0, 3, 2, 4)
@@ -353,7 +365,8 @@ GOOD = RotaryPositionEmbedding(8)(16)
         ({"start_positions": torch.zeros(2)}, "expected a vector of int32"),
         ({"start_positions": ints(0, 1).to("meta")}, "on meta"),
         ({"start_positions": [0, 1]}, "start_positions is list"),
-        ({"cu_seqlens": ints(0, 5)}, "for that format alone"),
+        ({"cu_seqlens": ints(0, 5)}, "cu_seqlens has 2 entries"),
+        ({"cu_seqlens": ints(0, 5, 11)}, r"cu_seqlens \[0, 5, 11\] of 5 tokens"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(given: dict[str, Any], text: str) -> None:
@@ -366,7 +379,7 @@ def test_arguments_that_do_not_fit_are_named(given: dict[str, Any], text: str) -
     ("given", "text"),
     [
         ({"cu_seqlens": None}, "cu_seqlens is None for tensor_format='thd'"),
-        ({"cu_seqlens": ints()}, "cu_seqlens is empty"),
+        ({"cu_seqlens": ints()}, "cu_seqlens has 0 entries"),
         ({"cu_seqlens": ints(0, 4, 3)}, r"cu_seqlens \[0, 4, 3\] of 10 tokens"),
         ({"cu_seqlens": ints(-1, 4)}, r"cu_seqlens \[-1, 4\]"),
         ({"cu_seqlens": ints(0, 11)}, r"cu_seqlens \[0, 11\] of 10 tokens"),

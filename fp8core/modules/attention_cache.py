@@ -1,0 +1,60 @@
+"""Attention with the keys and values of earlier tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from fp8core.errors import OperandError, UnsupportedError
+from fp8core.modules.attention_inputs import Lengths, Qkv
+from fp8core.modules.attention_masks import MASK_TYPES
+from fp8core.modules.inference import InferenceParams
+
+__all__ = ["mask_type_with_cache", "with_cache"]
+
+
+def mask_type_with_cache(owner: object, name: str) -> str:
+    """Return the mask type that new tokens behind those of a cache have.
+
+    Sequences have lengths, and the last query of each sees all of its keys, so that a model keeps
+    the mask type that it was trained with.
+
+    Raises:
+        UnsupportedError: an arbitrary mask, which does not say which keys are in the cache.
+    """
+    kind = MASK_TYPES[name]
+    if kind.arbitrary:
+        raise UnsupportedError(
+            f"{owner}: attn_mask_type='arbitrary' with inference_params is not offered; use a "
+            f"causal mask type or 'padding'."
+        )
+    return "padding_causal_bottom_right" if kind.causal else "padding"
+
+
+def with_cache(
+    owner: object, cache: object, layer_number: int, layout: str, new: Qkv
+) -> tuple[Qkv, Lengths]:
+    """Store the keys and values of new tokens; return the queries with all keys and values, and
+    where the sequences are among them.
+
+    Raises:
+        OperandError: tensors that do not fit the step of the cache; nothing is stored.
+    """
+    if not isinstance(cache, InferenceParams):
+        raise OperandError(
+            f"{owner}: inference_params is {type(cache).__name__}; expected "
+            f"fp8core.InferenceParams."
+        )
+    held = cache.step(layer_number, new.k, new.v, layout)
+    keys, values, longest = held.k_cache, held.v_cache, held.max_seqlen_kv
+    lengths = Lengths(held.cu_seqlens_q, held.cu_seqlens_kv)
+    if layout == "thd":
+        size = keys.shape[1]
+        starts = torch.arange(cache.batch_size + 1, dtype=torch.int32, device=keys.device) * size
+        lengths = lengths._replace(
+            cu_seqlens_kv_padded=starts, max_seqlen_q=cache.max_seqlen_q, max_seqlen_kv=longest
+        )
+        return Qkv(new.q, keys.flatten(0, 1), values.flatten(0, 1)), lengths
+    keys, values = keys[:, :longest], values[:, :longest]
+    if layout == "sbhd":
+        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+    return Qkv(new.q, keys, values), lengths
