@@ -204,6 +204,8 @@ class Float8BlockScaling(Recipe):
         use_f32_scales: keep float32 scales as computed; False rounds them down to powers of two.
         x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1 for 1 x 128, 2 for
             128 x 128.
+        x_wgrad_block_scaling_dim: likewise, for the input where the gradient of the weight is
+            computed from it; None for the same as ``x_block_scaling_dim``.
     """
 
     reads_names: ClassVar[bool] = False
@@ -221,6 +223,7 @@ class Float8BlockScaling(Recipe):
     _: KW_ONLY
     nonfinite: str = "saturate"
     requantize_weights: bool = False
+    x_wgrad_block_scaling_dim: int | None = None
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -239,8 +242,10 @@ class Float8BlockScaling(Recipe):
                 )
 
     def _dims(self) -> dict[str, int]:
+        x, x_wgrad = self.x_block_scaling_dim, self.x_wgrad_block_scaling_dim
         return {
-            "x": self.x_block_scaling_dim,
+            "x": x,
+            "x_wgrad": x if x_wgrad is None else x_wgrad,
             "w": self.w_block_scaling_dim,
             "grad": self.grad_block_scaling_dim,
         }
@@ -249,13 +254,15 @@ class Float8BlockScaling(Recipe):
         """Return blocks of 128 along the contraction with float32 scales."""
         dims = self._dims()
 
+        def operand(tensor: str, dim: int) -> OperandSpec:
+            block = (128, 128) if dim == 2 else (1, 128)
+            first = element(self.fp8_format, tensor, block)
+            return OperandSpec(*first, power_of_two=not self.use_f32_scales)
+
         def tensor(name: str) -> TensorPlan:
             dim = dims[{"input": "x", "weight": "w", "grad_output": "grad"}[name]]
-            block = (128, 128) if dim == 2 else (1, 128)
-            spec = OperandSpec(
-                *element(self.fp8_format, name, block), power_of_two=not self.use_f32_scales
-            )
-            return TensorPlan(spec, spec)
+            columnwise = dims["x_wgrad"] if name == "input" else dim
+            return TensorPlan(operand(name, dim), operand(name, columnwise))
 
         return linear_plan(self, tensor, _gemms(self))
 

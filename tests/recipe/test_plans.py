@@ -141,6 +141,16 @@ TABLE = {
         SQUARE,
         SPLITS,
     ),
+    "block square for wgrad": Row(
+        Float8BlockScaling(x_wgrad_block_scaling_dim=2), f"{LINE} / {SQUARE}", SQUARE, LINE, SPLITS
+    ),
+    "block line for wgrad": Row(
+        Float8BlockScaling(x_block_scaling_dim=2, x_wgrad_block_scaling_dim=1),
+        f"{SQUARE} / {LINE}",
+        SQUARE,
+        LINE,
+        SPLITS,
+    ),
     "nvfp4": Row(NVFP4BlockScaling(), NV_RHT, NV_SQUARE, f"{NV_SR} / {NV_SR} hadamard16", SPLITS),
     "nvfp4 no transform": Row(NVFP4BlockScaling(disable_rht=True), NV, NV_SQUARE, NV_SR, SPLITS),
     "nvfp4 nearest": Row(

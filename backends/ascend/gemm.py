@@ -1,0 +1,134 @@
+"""Products of quantized operands: ``d[m, n] = a[m, k] @ b[n, k].T``.
+
+torch_npu takes ``x1 [m, k]`` and ``x2 [k, n]``, each contiguous or transposed, with the scales laid
+out the same way: ``x1`` is ``a`` and ``x2`` a transposed view of ``b``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fp8core.backend_api import GemmDesc, GroupedGemmDesc, Operand, OperandSpec, split_groups
+from fp8core_backends.ascend import ops
+from fp8core_backends.ascend.kinds import Kind, groups_of, kind_of
+
+__all__ = ["gemm", "grouped_gemm"]
+
+
+class _Matrix(NamedTuple):
+    """An operand ``[rows, k]`` as torch_npu takes it: codes, and scales in their layout."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+
+def _matrix(spec: OperandSpec, operand: Operand) -> _Matrix:
+    codes, scale_inv = operand.data, operand.scale_inv
+    assert scale_inv is not None
+    is_transposed = not codes.is_contiguous() and codes.t().is_contiguous()
+    if not is_transposed:
+        codes = codes.contiguous()
+    kind = kind_of(spec)
+    if kind in (Kind.TENSOR, Kind.ROW):
+        return _Matrix(codes, scale_inv.reshape(-1))
+    if kind is Kind.MX:  # k is a multiple of 64: whole pairs
+        pairs = _dense(scale_inv).view(codes.shape[0], -1, 2)
+        if is_transposed:
+            pairs = _dense(pairs.transpose(0, 1)).transpose(0, 1)
+        return _Matrix(codes, pairs)
+    scale = _dense(scale_inv.t()).t() if is_transposed else _dense(scale_inv)
+    return _Matrix(codes, scale)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` with the strides of a new tensor: torch_npu reads the layout from them, also
+    those of dimensions of size 1, which ``contiguous()`` leaves as they are."""
+    strides = [1]
+    for size in reversed(x.shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return x if x.stride() == tuple(strides) else x.clone(memory_format=torch.contiguous_format)
+
+
+def gemm(
+    desc: GemmDesc,
+    a: Operand,
+    b: Operand,
+    *,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return ``a @ b.T + bias``; see the backend API."""
+    assert desc.a is not None
+    assert desc.b is not None
+    m, n, k = a.data.shape[0], b.data.shape[0], a.data.shape[1]
+    if 0 in (m, n, k):  # which torch_npu does not take
+        product = torch.zeros(m, n, dtype=torch.float32, device=a.data.device)
+        return _store(desc, product if bias is None else product + bias, out)
+    first, second = _matrix(desc.a, a), _matrix(desc.b, b)
+    x2 = second.codes.t()
+    groups = groups_of(desc.a, desc.b)
+    is_vector = groups is None
+    scales = (first.scale, second.scale if is_vector else second.scale.transpose(0, 1))
+    pair = (desc.a.format, desc.b.format)
+    if _adds_in_place(desc, out) and bias is None:
+        assert out is not None
+        ops.add_quant_matmul_(out, first.codes, x2, scales, pair, groups=groups)
+        return out
+    wide = bias if bias is None else bias.to(torch.float32)
+    adds_later = groups in (ops.BLOCK_GROUPS, ops.SQUARE_GROUPS) and bias is not None
+    dtype = torch.float32 if out is not None or adds_later else desc.out_dtype
+    given = None if adds_later else wide
+    # x1 [m, k] times x2 [k, n] -> [m, n]
+    product = ops.quant_matmul(first.codes, x2, scales, pair, dtype, groups=groups, bias=given)
+    return _store(desc, product + wide if adds_later and wide is not None else product, out)
+
+
+def _adds_in_place(desc: GemmDesc, out: torch.Tensor | None) -> bool:
+    """Whether torch_npu adds this product to ``out`` itself."""
+    assert desc.a is not None
+    assert desc.b is not None
+    if out is None or not desc.accumulate or out.dtype != torch.float32 or not out.is_contiguous():
+        return False
+    kinds = {kind_of(desc.a), kind_of(desc.b)}
+    return kinds == {Kind.MX} or (kinds == {Kind.TENSOR} and desc.a.format == "hif8")
+
+
+def _store(desc: GemmDesc, product: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    if out is None:
+        return product.to(desc.out_dtype)
+    return out.copy_(product + out if desc.accumulate else product)
+
+
+def grouped_gemm(
+    desc: GroupedGemmDesc,
+    a: Operand,
+    b: Operand | Sequence[Operand],
+    group_offsets: torch.Tensor,
+    *,
+    bias: Sequence[torch.Tensor] | None = None,
+    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+) -> torch.Tensor | list[torch.Tensor]:
+    """Return one product a group; see the backend API. One call of torch_npu for each group."""
+    bounds = group_offsets.tolist()  # on the CPU
+    if desc.contract_groups:
+        assert isinstance(b, Operand)
+        a_parts, b_parts = (split_groups(s, x, bounds, 1) for s, x in ((desc.a, a), (desc.b, b)))
+        outs: Sequence[torch.Tensor | None] = [None] * len(a_parts) if out is None else list(out)
+        return [
+            gemm(desc, one, other, out=to)  # [m, k_g] x [n, k_g] -> [m, n]
+            for one, other, to in zip(a_parts, b_parts, outs, strict=True)
+        ]
+    assert not isinstance(b, Operand)
+    parts = split_groups(desc.a, a, bounds, 0)
+    biases: Sequence[torch.Tensor | None] = [None] * len(parts) if bias is None else bias
+    # [m_g, k] x [n, k] -> [m_g, n], stacked to [m, n]
+    if out is None:
+        steps = zip(parts, b, biases, strict=True)
+        return torch.cat([gemm(desc, one, other, bias=add) for one, other, add in steps])
+    assert isinstance(out, torch.Tensor)
+    for group, (one, other, add) in enumerate(zip(parts, b, biases, strict=True)):
+        gemm(desc, one, other, bias=add, out=out[bounds[group] : bounds[group + 1]])
+    return out

@@ -1,0 +1,436 @@
+"""torch_npu's operators, as this backend calls them: the one module that touches torch_npu.
+
+Every argument is given, as torch_npu's defaults are often not the ones for FP8: without
+``output_dtype`` a product is int8, without ``dst_type`` an MX cast is FP4. What the documents of
+Ascend 950's operators demand and torch_npu does not check is checked here, before the call.
+
+Codes are uint8 outside of this module. torch_npu holds E4M3 and E5M2 in torch's dtypes and HiFloat8
+in bytes, which its dtype argument tells apart.
+
+Source: torch_npu 2.13.0's schemas; the ``aclnn`` documents of CANN's operator repositories.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, Literal
+
+import torch
+
+from fp8core.errors import OperandError, UnsupportedError
+
+__all__ = [
+    "BLOCK_GROUPS",
+    "HIF8_TARGETS",
+    "MX_GROUPS",
+    "QUANTIZABLE",
+    "RESULTS",
+    "SCALABLE",
+    "SQUARE_GROUPS",
+    "BlockRows",
+    "Groups",
+    "QuantMode",
+    "add_quant_matmul_",
+    "block_quant",
+    "decode",
+    "device_name",
+    "dynamic_quant",
+    "gelu",
+    "gelu_backward",
+    "load",
+    "mx_quant",
+    "mx_quant_both",
+    "quant_matmul",
+    "quant_max",
+    "rms_norm",
+    "rms_norm_backward",
+    "swiglu",
+    "swiglu_backward",
+]
+
+QuantMode = Literal["pertensor", "pertoken", "perchannel"]
+BlockRows = Literal[1, 128]
+
+QUANTIZABLE = (torch.bfloat16, torch.float16)
+"""The dtypes that the casts take that derive their scales."""
+SCALABLE = (torch.bfloat16, torch.float16, torch.float32)
+"""The dtypes that the cast by a given scale takes."""
+RESULTS = (torch.bfloat16, torch.float16, torch.float32)
+"""The dtypes that a product of quantized operands may have."""
+
+_FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+HIF8_TARGETS: tuple[float, ...] = (15.0, 56.0, 224.0, 32768.0)
+"""What an amax may be scaled to in HiFloat8."""
+_BLOCK = 128
+Groups = tuple[int, int, int]
+MX_GROUPS: Groups = (1, 1, 32)
+"""How many rows of x1, columns of x2 and terms share a scale, in MX."""
+BLOCK_GROUPS: Groups = (1, _BLOCK, _BLOCK)
+"""1 x 128 blocks times 128 x 128 blocks."""
+SQUARE_GROUPS: Groups = (_BLOCK, _BLOCK, _BLOCK)
+"""128 x 128 blocks on both sides."""
+_MX_ROUND_UP = 1  # scale_alg: the exponent of amax / max is rounded up, so that nothing saturates
+
+
+def load() -> Any:
+    """Return the module torch_npu.
+
+    Raises:
+        UnsupportedError: it cannot be imported, mostly because CANN's libraries are not in reach.
+    """
+    try:
+        return importlib.import_module("torch_npu")
+    except Exception as error:  # torch_npu raises Exception itself where CANN is missing
+        raise UnsupportedError(
+            f"torch_npu cannot be imported: {error}. Install CANN, and run `source set_env.sh` of "
+            f"its folder before Python starts."
+        ) from error
+
+
+@functools.cache
+def device_name(index: int) -> str:
+    """Return the name of the SoC, such as ``Ascend950PR_9599``; asked once a process."""
+    name: str = load().npu.get_device_name(index)
+    return name
+
+
+def _require(holds: bool, operator: str, text: str) -> None:
+    if not holds:
+        raise OperandError(f"torch_npu.{operator}: {text}")
+
+
+def _check_input(
+    operator: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = QUANTIZABLE
+) -> None:
+    _require(x.dim() == 2, operator, f"x {list(x.shape)} has {x.dim()} dimensions, expected 2")
+    _require(x.dtype in dtypes, operator, f"x is {x.dtype}, expected one of {dtypes}")
+    _require(x.numel() > 0, operator, f"x {list(x.shape)} is empty")
+    _require(x.is_contiguous(), operator, f"x has the strides {x.stride()}, expected contiguous")
+
+
+def _dtype(operator: str, format: str, *, allowed: tuple[str, ...]) -> Any:
+    _require(format in allowed, operator, f"format {format!r}, expected one of {allowed}")
+    return load().hifloat8 if format == "hif8" else _FLOAT8[format]
+
+
+def _codes(codes: torch.Tensor) -> torch.Tensor:
+    return codes.view(torch.uint8)
+
+
+# --- casts ---
+
+
+def dynamic_quant(
+    x: torch.Tensor, format: str, target: float, mode: QuantMode
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes of ``x [rows, cols]`` and its scales ``amax / target``, float32: one
+    (``[1]``), one a row (``[rows]``) or one a column (``[cols]``).
+
+    ``target`` is the largest value of E4M3 or E5M2, or one of HiFloat8's 15, 56, 224 and 32768.
+    """
+    operator = "npu_dynamic_quant"
+    _check_input(operator, x)
+    _require(mode in ("pertensor", "pertoken", "perchannel"), operator, f"quant_mode {mode!r}")
+    dtype = _dtype(operator, format, allowed=("e4m3", "e5m2", "hif8"))
+    codes, scale = load().npu_dynamic_quant(
+        x,
+        smooth_scales=None,
+        group_index=None,
+        dst_type=dtype,
+        quant_mode=mode,
+        dst_type_max=_target(operator, format, target),
+    )
+    return _codes(codes), scale
+
+
+def _target(operator: str, format: str, target: float) -> float:
+    """Return ``dst_type_max``: 0 where the format's largest value is meant."""
+    if format == "hif8":
+        expected = f"target {target} of hif8, expected one of {HIF8_TARGETS}"
+        _require(target in HIF8_TARGETS, operator, expected)
+        return target
+    largest = torch.finfo(_FLOAT8[format]).max
+    _require(target == largest, operator, f"target {target} of {format}, expected {largest}")
+    return 0.0
+
+
+def quant_max(
+    x: torch.Tensor, scale: torch.Tensor, format: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes of ``x * scale``, and the amax of ``x``, ``[1]`` in its dtype.
+
+    ``scale`` is float32 ``[1]``.
+    """
+    operator = "npu_quant_max"
+    _check_input(operator, x, SCALABLE)
+    _check_scale(operator, "scale", scale, (1,))
+    codes, amax = load().npu_quant_max(
+        x,
+        scale,
+        round_mode="round" if format == "hif8" else "rint",
+        dst_dtype=_dtype(operator, format, allowed=("e4m3", "e5m2", "hif8")),
+        group_list=None,
+    )
+    return _codes(codes), amax
+
+
+def block_quant(x: torch.Tensor, format: str, rows: BlockRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes of ``x [m, k]`` and its scales ``amax / max``, float32 ``[ceil(m / rows),
+    ceil(k / 128)]``, of blocks of ``rows`` by 128."""
+    operator = "npu_dynamic_block_quant"
+    _check_input(operator, x)
+    _require(rows in (1, _BLOCK), operator, f"blocks of {rows} rows, expected 1 or {_BLOCK}")
+    codes, scale = load().npu_dynamic_block_quant(
+        x,
+        min_scale=0.0,
+        round_mode="rint",
+        dst_type=_dtype(operator, format, allowed=("e4m3", "e5m2")),
+        row_block_size=rows,
+        col_block_size=_BLOCK,
+        dst_type_max=0.0,
+    )
+    return _codes(codes), scale
+
+
+def mx_quant(x: torch.Tensor, format: str, axis: Literal[-1, -2]) -> tuple[Any, Any]:
+    """Return the codes of ``x [m, k]`` in blocks of 32 along ``axis``, and its exponents.
+
+    Exponents are uint8 in pairs: ``[m, ceil(k / 64), 2]`` along -1, ``[ceil(m / 64), k, 2]`` along
+    -2; where the number of blocks is odd, the last pair ends with 0.
+    """
+    operator = "npu_dynamic_mx_quant"
+    _check_input(operator, x)
+    codes, scale = load().npu_dynamic_mx_quant(
+        x,
+        axis=axis,
+        round_mode="rint",
+        dst_type=_dtype(operator, format, allowed=("e4m3", "e5m2")),
+        block_size=32,
+        scale_alg=_MX_ROUND_UP,
+        dst_type_max=0.0,
+        max_low_bound=0.0,
+    )
+    return _codes(codes), scale
+
+
+def mx_quant_both(x: torch.Tensor, format: str) -> tuple[torch.Tensor, ...]:
+    """Return codes and exponents of :func:`mx_quant` along -1, then along -2, in one reading."""
+    operator = "npu_dynamic_mx_quant_with_dual_axis"
+    _check_input(operator, x)
+    row, row_scale, column, column_scale = load().npu_dynamic_mx_quant_with_dual_axis(
+        x,
+        round_mode="rint",
+        dst_type=_dtype(operator, format, allowed=("e4m3", "e5m2")),
+        scale_alg=_MX_ROUND_UP,
+        dst_type_max=0.0,
+    )
+    return _codes(row), row_scale, _codes(column), column_scale
+
+
+def decode(codes: torch.Tensor, format: str) -> torch.Tensor:
+    """Return the values of uint8 codes in float32."""
+    if format != "hif8":
+        return codes.view(_FLOAT8[format]).to(torch.float32)
+    npu = load()
+    values: torch.Tensor = npu.npu_dtype_cast(
+        codes.contiguous(), torch.float32, input_dtype=npu.hifloat8
+    )
+    return values
+
+
+# --- products ---
+
+
+def _check_scale(operator: str, name: str, scale: torch.Tensor, shape: tuple[int, ...]) -> None:
+    is_right = scale.dtype == torch.float32 and tuple(scale.shape) == shape
+    found = f"{name} is {scale.dtype} {list(scale.shape)}, expected float32 {list(shape)}"
+    _require(is_right, operator, found)
+
+
+def _check_scales(
+    operator: str,
+    sizes: tuple[int, int, int],
+    scales: tuple[torch.Tensor, torch.Tensor],
+    groups: Groups | None,
+) -> None:
+    """Check the scales of ``[m, k]`` times ``[k, n]``."""
+    m, n, k = sizes
+    first, second = scales
+    if groups == MX_GROUPS:
+        shapes = ((m, -(-k // 64), 2), (-(-k // 64), n, 2))
+        for scale, shape in zip(scales, shapes, strict=True):
+            is_right = scale.dtype == torch.uint8 and tuple(scale.shape) == shape
+            found = f"exponents {scale.dtype} {list(scale.shape)}, expected uint8 {list(shape)}"
+            _require(is_right, operator, found)
+    elif groups is not None:
+        blocks = -(-k // _BLOCK)
+        _check_scale(operator, "the scale of x1", first, (-(-m // groups[0]), blocks))
+        _check_scale(operator, "the scale of x2", second, (blocks, -(-n // _BLOCK)))
+    else:
+        _check_scale(operator, "the scale of x1", first, (1,) if first.numel() == 1 else (m,))
+        _check_scale(operator, "the scale of x2", second, (1,) if second.numel() == 1 else (n,))
+
+
+def _check_product(
+    operator: str, x1: torch.Tensor, x2: torch.Tensor, formats: tuple[str, str]
+) -> None:
+    is_product = x1.dim() == x2.dim() == 2 and x1.shape[1] == x2.shape[0]
+    _require(is_product, operator, f"{list(x1.shape)} times {list(x2.shape)}")
+    _require(x1.numel() > 0 and x2.numel() > 0, operator, "an operand is empty")
+    codes = x1.dtype == x2.dtype == torch.uint8
+    _require(codes, operator, f"codes are {x1.dtype} and {x2.dtype}, expected uint8")
+    mixed = ("hif8" in formats) and formats != ("hif8", "hif8")
+    _require(not mixed, operator, f"{formats[0]} times {formats[1]}: hif8 goes with hif8 alone")
+
+
+def _operands(
+    x1: torch.Tensor, x2: torch.Tensor, formats: tuple[str, str]
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Return both operands in the dtypes that torch_npu takes, and HiFloat8's dtype or None."""
+    if formats == ("hif8", "hif8"):
+        return x1, x2, load().hifloat8
+    return x1.view(_FLOAT8[formats[0]]), x2.view(_FLOAT8[formats[1]]), None
+
+
+def quant_matmul(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    formats: tuple[str, str],
+    dtype: torch.dtype,
+    *,
+    groups: Groups | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return ``x1 [m, k]`` times ``x2 [k, n]``, ``[m, n]`` in ``dtype``.
+
+    The scales of x1 and of x2 are, without ``groups``, float32 ``[1]`` or ``[m]``, and ``[1]`` or
+    ``[n]``; with ``groups`` of ``(g, 128, 128)`` float32 ``[ceil(m / g), ceil(k / 128)]`` and
+    ``[ceil(k / 128), ceil(n / 128)]``; with ``MX_GROUPS`` exponents ``[m, ceil(k / 64), 2]`` and
+    ``[ceil(k / 64), n, 2]``, whose strides follow those of the codes. ``bias [n]`` is float32, and
+    does not go with blocks of 128.
+    """
+    operator = "npu_quant_matmul"
+    _check_product(operator, x1, x2, formats)
+    _require(dtype in RESULTS, operator, f"output_dtype {dtype}, expected one of {RESULTS}")
+    sizes = (x1.shape[0], x2.shape[1], x1.shape[1])
+    _check_scales(operator, sizes, scales, groups)
+    if bias is not None:
+        _check_scale(operator, "bias", bias, (x2.shape[1],))
+        has_blocks = groups not in (None, MX_GROUPS)
+        _require(not has_blocks, operator, "a bias does not go with blocks of 128")
+    npu = load()
+    first, second, hif8 = _operands(x1, x2, formats)
+    exponents = npu.float8_e8m0fnu if groups == MX_GROUPS else None
+    product: torch.Tensor = npu.npu_quant_matmul(
+        first,
+        second,
+        scales[1],
+        offset=None,
+        pertoken_scale=scales[0],
+        bias=bias,
+        output_dtype=dtype,
+        x1_dtype=hif8,
+        x2_dtype=hif8,
+        pertoken_scale_dtype=exponents,
+        scale_dtype=exponents,
+        group_sizes=None if groups is None else list(groups),
+        y_scale=None,
+    )
+    return product
+
+
+def add_quant_matmul_(
+    out: torch.Tensor,
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    formats: tuple[str, str],
+    *,
+    groups: Groups | None = None,
+) -> None:
+    """Add ``x1 [m, k]`` times ``x2 [k, n]`` to the float32 ``out [m, n]``, in float32.
+
+    For MX operands and for HiFloat8 with one scale a tensor.
+    """
+    operator = "npu_add_quant_matmul_"
+    _check_product(operator, x1, x2, formats)
+    _check_scale(operator, "out", out, (x1.shape[0], x2.shape[1]))
+    _require(out.is_contiguous(), operator, f"out has the strides {out.stride()}")
+    sizes = (x1.shape[0], x2.shape[1], x1.shape[1])
+    _check_scales(operator, sizes, scales, groups)
+    npu = load()
+    first, second, hif8 = _operands(x1, x2, formats)
+    is_mx = groups == MX_GROUPS
+    is_one = scales[0].numel() == scales[1].numel() == 1
+    _require(is_mx or (hif8 is not None and is_one), operator, "takes MX or tensorwise hif8")
+    exponents = npu.float8_e8m0fnu if is_mx else None
+    npu.npu_add_quant_matmul_(
+        out,
+        first,
+        second,
+        scales[1],
+        x1_scale=scales[0],
+        group_sizes=list(MX_GROUPS) if is_mx else [0, 0, 0],
+        x1_dtype=hif8,
+        x2_dtype=hif8,
+        x1_scale_dtype=exponents,
+        x2_scale_dtype=exponents,
+    )
+
+
+# --- norms and activations ---
+
+
+def _check_rows(operator: str, *tensors: torch.Tensor) -> None:
+    for x in tensors:
+        _require(x.numel() > 0, operator, f"a tensor {list(x.shape)} is empty")
+        _require(x.is_contiguous(), operator, f"strides {x.stride()}, expected contiguous")
+        _require(x.dtype == tensors[0].dtype, operator, f"{x.dtype} next to {tensors[0].dtype}")
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``x * rstd * weight`` and float32 ``rstd [rows, 1]``; x and weight have one dtype."""
+    _check_rows("npu_rms_norm", x, weight)
+    y, rstd = load().npu_rms_norm(x, weight, epsilon=eps)
+    return y, rstd
+
+
+def rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of ``x``, and that of the weight in float32."""
+    _check_rows("npu_rms_norm_backward", x, grad, weight)
+    grad_x, grad_weight = load().npu_rms_norm_backward(grad, x, weight, rstd)
+    return grad_x, grad_weight
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """Return ``silu(a) * b`` of the halves of ``x [rows, 2 n]``."""
+    _check_rows("npu_swiglu", x)
+    y: torch.Tensor = load().npu_swiglu(x, dim=-1)
+    return y
+
+
+def swiglu_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of ``x``."""
+    _check_rows("npu_swiglu_backward", x, grad)
+    grad_x: torch.Tensor = load().npu_swiglu_backward(grad, x, dim=-1)
+    return grad_x
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return GELU in its tanh form."""
+    _check_rows("npu_gelu", x)
+    y: torch.Tensor = load().npu_gelu(x, approximate="tanh")
+    return y
+
+
+def gelu_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of ``x``."""
+    _check_rows("npu_gelu_backward", x, grad)
+    grad_x: torch.Tensor = load().npu_gelu_backward(grad, x, approximate="tanh")
+    return grad_x

@@ -1,0 +1,177 @@
+"""What Ascend does not do is refused by name before anything reaches CANN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import fp8core as te
+from fp8core import recipe
+from fp8core.backend_api import OperandSpec
+from fp8core.errors import OperandError, UnsupportedError
+from fp8core_backends.ascend import ops
+from tests.backends.ascend.softcann.device import Call
+
+BF16 = torch.bfloat16
+
+
+def linear(chosen: recipe.Recipe, dtype: torch.dtype = BF16) -> None:
+    layer = te.Linear(128, 128, params_dtype=dtype, device="npu")
+    with te.autocast(recipe=chosen):
+        layer(torch.ones(128, 128, dtype=dtype, device="npu"))
+
+
+def mixed(role: recipe.QuantizerRole) -> OperandSpec:
+    if role.tensor_type == "weight":
+        return OperandSpec("e4m3", (0, 0), 448.0)
+    return OperandSpec("hif8", (0, 0), 15.0)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "reason"),
+    [
+        (recipe.NVFP4BlockScaling(), "it has no NVFP4"),
+        (recipe.Float8BlockScaling(), r"use Float8BlockScaling\(use_f32_scales=True\)"),
+        (
+            recipe.Float8BlockScaling(use_f32_scales=True),
+            r"use Float8BlockScaling\(x_wgrad_block_scaling_dim=2\)",
+        ),
+        (recipe.Float8CurrentScaling(use_power_2_scales=True), "not rounded to powers of two"),
+        (recipe.MXFP8BlockScaling(enable_2d_quantization=True), "leave enable_2d_quantization"),
+        (recipe.MXFP8BlockScaling(fp8_format="hif8"), "HiFloat8 has one scale a tensor"),
+        (recipe.Float8RowwiseScaling(fp8_format="hif8"), "HiFloat8 has one scale a tensor"),
+        (recipe.CustomRecipe(qfactory=mixed), "HiFloat8 goes with HiFloat8 alone"),
+    ],
+    ids=["nvfp4", "block-pow2", "block-wgrad", "pow2", "mx-square", "mx-hif8", "row-hif8", "mixed"],
+)
+def test_recipe_is_refused_with_what_would_work(
+    chosen: recipe.Recipe, reason: str, calls: list[Call]
+) -> None:
+    with pytest.raises(UnsupportedError, match=reason):
+        linear(chosen)
+    assert not [call for call in calls if "Quant" in call.name]
+
+
+def test_older_soc_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "device_name", lambda index: "Ascend910B3")
+    with pytest.raises(UnsupportedError, match=r"Ascend910B3 has no FP8 product.*'reference'"):
+        linear(recipe.Float8CurrentScaling(fp8_format="e5m2"))  # a recipe that nobody resolved yet
+
+
+def ones(*sizes: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.ones(sizes, dtype=dtype, device="npu")
+
+
+def codes(*sizes: int) -> torch.Tensor:
+    return torch.zeros(sizes, dtype=torch.uint8, device="npu")
+
+
+ONE = (1,)
+FLOAT = torch.float32
+
+
+def matmul(
+    *,
+    x1: tuple[int, int] = (64, 128),
+    x2: tuple[int, int] = (128, 32),
+    scale1: tuple[int, ...] = ONE,
+    scale2: tuple[int, ...] = ONE,
+    scale_dtype: torch.dtype = FLOAT,
+    formats: tuple[str, str] = ("e4m3", "e4m3"),
+    dtype: torch.dtype = BF16,
+    groups: ops.Groups | None = None,
+    bias: torch.Tensor | None = None,
+) -> None:
+    scales = (ones(*scale1, dtype=scale_dtype), ones(*scale2, dtype=scale_dtype))
+    ops.quant_matmul(codes(*x1), codes(*x2), scales, formats, dtype, groups=groups, bias=bias)
+
+
+VIOLATIONS: dict[str, tuple[Callable[[], object], str]] = {
+    "float32 input": (
+        lambda: ops.dynamic_quant(ones(4, 8, dtype=FLOAT), "e4m3", 448.0, "pertensor"),
+        "x is torch.float32",
+    ),
+    "three dimensions": (
+        lambda: ops.dynamic_quant(ones(2, 4, 8), "e4m3", 448.0, "pertensor"),
+        "has 3 dimensions",
+    ),
+    "empty input": (lambda: ops.mx_quant(ones(0, 64), "e4m3", -1), "is empty"),
+    "transposed input": (lambda: ops.block_quant(ones(8, 4).t(), "e4m3", 1), "strides"),
+    "unknown mode": (
+        lambda: ops.dynamic_quant(ones(4, 8), "e4m3", 448.0, "perblock"),  # type: ignore[arg-type]
+        "quant_mode 'perblock'",
+    ),
+    "target of e4m3": (
+        lambda: ops.dynamic_quant(ones(4, 8), "e4m3", 240.0, "pertensor"),
+        "target 240.0 of e4m3, expected 448",
+    ),
+    "target of hif8": (
+        lambda: ops.dynamic_quant(ones(4, 8), "hif8", 16.0, "pertensor"),
+        "target 16.0 of hif8",
+    ),
+    "mx in hif8": (lambda: ops.mx_quant(ones(4, 64), "hif8", -1), "format 'hif8'"),
+    "mx in fp4": (lambda: ops.mx_quant_both(ones(4, 64), "e2m1"), "format 'e2m1'"),
+    "blocks of 64 rows": (
+        lambda: ops.block_quant(ones(64, 128), "e4m3", 64),  # type: ignore[arg-type]
+        "blocks of 64 rows",
+    ),
+    "scale in bfloat16": (
+        lambda: ops.quant_max(ones(4, 8), ones(1), "e4m3"),
+        "scale is torch.bfloat16",
+    ),
+    "hif8 times e4m3": (lambda: matmul(formats=("hif8", "e4m3")), "hif8 goes with hif8 alone"),
+    "int8 result": (lambda: matmul(dtype=torch.int8), "output_dtype torch.int8"),
+    "k mismatch": (lambda: matmul(x2=(64, 32)), r"\[64, 128\] times \[64, 32\]"),
+    "empty operand": (lambda: matmul(x1=(0, 128)), "an operand is empty"),
+    "float16 scale": (lambda: matmul(scale_dtype=torch.float16), "scale of x1 is torch.float16"),
+    "scale of wrong length": (lambda: matmul(scale1=(63,)), r"\[63\], expected float32 \[64\]"),
+    "bfloat16 bias": (lambda: matmul(bias=ones(32)), "bias is torch.bfloat16"),
+    "bias with blocks": (
+        lambda: matmul(
+            scale1=(64, 1), scale2=(1, 1), groups=ops.BLOCK_GROUPS, bias=ones(32, dtype=FLOAT)
+        ),
+        "a bias does not go with blocks",
+    ),
+    "block scales the other way round": (
+        lambda: matmul(
+            x1=(64, 256), x2=(256, 32), scale1=(64, 2), scale2=(1, 2), groups=ops.BLOCK_GROUPS
+        ),
+        "scale of x2",
+    ),
+    "mx scales as float32": (
+        lambda: matmul(scale1=(64, 2, 2), scale2=(2, 32, 2), groups=ops.MX_GROUPS),
+        "exponents torch.float32",
+    ),
+    "adding e4m3 in place": (
+        lambda: ops.add_quant_matmul_(
+            ones(64, 32, dtype=FLOAT),
+            codes(64, 128),
+            codes(128, 32),
+            (ones(1, dtype=FLOAT), ones(1, dtype=FLOAT)),
+            ("e4m3", "e4m3"),
+        ),
+        "takes MX or tensorwise hif8",
+    ),
+    "adding to bfloat16": (
+        lambda: ops.add_quant_matmul_(
+            ones(64, 32),
+            codes(64, 128),
+            codes(128, 32),
+            (ones(1, dtype=FLOAT), ones(1, dtype=FLOAT)),
+            ("hif8", "hif8"),
+        ),
+        "out is torch.bfloat16",
+    ),
+    "empty swiglu": (lambda: ops.swiglu(ones(0, 8)), "is empty"),
+    "strided swiglu": (lambda: ops.swiglu(ones(8, 4).t()), "strides"),
+}
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_violated_constraint_is_an_error_before_the_call(name: str, calls: list[Call]) -> None:
+    violate, complaint = VIOLATIONS[name]
+    with pytest.raises(OperandError, match=complaint):
+        violate()
+    assert not [call for call in calls if "Quant" in call.name or "Swi" in call.name]

@@ -1,0 +1,406 @@
+"""What each operator computes, by its document in CANN's operator repositories, in float32.
+
+Arguments are those of ``aclnnXGetWorkspaceSize``, in its order. The last ones are the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import en_dtypes
+import numpy as np
+import torch
+
+from tests.backends.ascend.softcann.device import Described, formula
+
+LARGEST = {35: 57344.0, 36: 448.0, 34: 32768.0}  # by CANN's dtype
+T = Described
+Optional = Described | None
+
+
+# --- values ---
+
+
+def decode(x: T) -> torch.Tensor:
+    """The values of a tensor in float32; float64 stays."""
+    if x.dtype == "hifloat8":
+        return torch.from_numpy(x.values.contiguous().numpy().view(en_dtypes.hifloat8).astype("f4"))
+    if x.dtype == "float8_e8m0":
+        return torch.exp2(x.values.float() - 127)
+    return x.values if x.values.dtype == torch.float64 else x.values.float()
+
+
+def store(to: T, values: torch.Tensor) -> None:
+    """Write values in the dtype of ``to``: 8-bit floats saturate."""
+    if to.dtype == "hifloat8":
+        bounded = values.float().clamp(-32768.0, 32768.0).contiguous().numpy()
+        with np.errstate(all="ignore"):
+            codes = bounded.astype(en_dtypes.hifloat8).view(np.uint8)
+        values = torch.from_numpy(codes)
+    elif to.dtype in ("float8_e4m3fn", "float8_e5m2"):
+        largest = torch.finfo(to.values.dtype).max
+        values = values.float().clamp(-largest, largest)
+    to.values.copy_(values.reshape(to.shape).to(to.values.dtype))
+
+
+def amax(x: torch.Tensor, dim: Any = None) -> torch.Tensor:
+    magnitudes = torch.where(x.isnan(), 0.0, x.abs())
+    return magnitudes.amax() if dim is None else magnitudes.amax(dim)
+
+
+def divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x / scale, and 0 where both are 0."""
+    return torch.where(scale == 0, torch.zeros_like(x), x / scale)
+
+
+# --- casts ---
+
+
+def scale_and_divide(x: T, dtype: int, mode: str, y: T, scale: T, *, largest: float = 0.0) -> None:
+    """scale = amax * (1 / largest), y = x / scale."""
+    values = decode(x)
+    dims = {"pertensor": None, "pertoken": -1, "perchannel": -2}
+    dim = dims[mode]
+    largest = largest if dtype == 34 and largest else LARGEST[dtype]
+    factor = amax(values, dim) * (torch.tensor(1.0) / torch.tensor(largest))
+    scale.values.copy_(factor.reshape(scale.shape))
+    store(y, divide(values, (factor if dim is None else factor.unsqueeze(dim)).expand_as(values)))
+
+
+@formula("aclnnDynamicQuantV4")
+def dynamic_quant_v4(*arguments: Any) -> None:
+    x, _smooth, _groups, dtype, _symmetric, mode, largest, y, scale, _offset = arguments
+    scale_and_divide(x, dtype, mode, y, scale, largest=largest)
+
+
+@formula("aclnnDynamicQuantV3")
+def dynamic_quant_v3(*arguments: Any) -> None:
+    x, _smooth, _groups, dtype, _symmetric, mode, y, scale, _offset = arguments
+    scale_and_divide(x, dtype, mode, y, scale)
+
+
+@formula("aclnnDynamicQuantV2")
+def dynamic_quant_v2(*arguments: Any) -> None:
+    x, _smooth, _groups, dtype, y, scale, _offset = arguments
+    scale_and_divide(x, dtype, "pertoken", y, scale)
+
+
+@formula("aclnnQuantMax")
+def quant_max(x: T, scale: T, rounding: str, dtype: int, y: T, largest: T) -> None:
+    """y = x * scale, and the amax of x."""
+    values = decode(x)
+    store(y, values * scale.values)
+    store(largest, amax(values))
+
+
+@formula("aclnnDynamicBlockQuantV2")
+def dynamic_block_quant(*arguments: Any) -> None:
+    """scale = amax / largest of each block, y = x / scale."""
+    x, _least, _rounding, dtype, rows, cols, largest, y, scale = arguments
+    values = decode(x)
+    m, k = values.shape
+    padded = torch.nn.functional.pad(values, (0, -k % cols, 0, -m % rows))
+    blocks = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // cols, cols)
+    factors = amax(blocks, (1, 3)) / (largest or LARGEST[dtype])
+    scale.values.copy_(factors)
+    store(y, divide(values, spread(factors, (rows, cols), values.shape)))
+
+
+def spread(factors: torch.Tensor, block: tuple[int, int], shape: Any) -> torch.Tensor:
+    rows = factors.repeat_interleave(block[0], 0)[: shape[0]]
+    return rows.repeat_interleave(block[1], 1)[:, : shape[1]]
+
+
+def mx_quant(x: T, axis: int, dtype: int, algorithm: int, y: T, scale: T) -> None:
+    """Blocks of 32 along ``axis``; algorithm 1 rounds the exponent of amax / largest up."""
+    assert algorithm == 1, "only the rule of rounding up is used"
+    values = decode(x).movedim(axis, -1)
+    size = values.shape[-1]
+    blocks = torch.nn.functional.pad(values, (0, -size % 32)).unflatten(-1, (-1, 32))
+    mantissa, exponent = torch.frexp(amax(blocks, -1) / LARGEST[dtype])  # mantissa in [1/2, 1)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
+    exponent = torch.where(mantissa == 0, -127, exponent)
+    scaled = (blocks * torch.exp2(-exponent.float())[..., None]).flatten(-2)[..., :size]
+    store(y, scaled.movedim(-1, axis))
+    codes = torch.nn.functional.pad(exponent + 127, (0, exponent.shape[-1] % 2))
+    pairs = codes.unflatten(-1, (-1, 2))  # [..., ceil(size / 64), 2]
+    scale.values.copy_((pairs if axis == -1 else pairs.movedim(-2, -3)).to(torch.uint8))
+
+
+@formula("aclnnDynamicMxQuantV3")
+def dynamic_mx_quant(*arguments: Any) -> None:
+    x, axis, _rounding, dtype, _block, algorithm, _largest, _low, y, scale = arguments
+    mx_quant(x, axis if axis < 0 else axis - x.values.dim(), dtype, algorithm, y, scale)
+
+
+@formula("aclnnDynamicMxQuantWithDualAxisV2")
+def dynamic_mx_quant_with_dual_axis(*arguments: Any) -> None:
+    x, _rounding, dtype, algorithm, _largest, row, row_scale, column, column_scale = arguments
+    mx_quant(x, -1, dtype, algorithm, row, row_scale)
+    mx_quant(x, -2, dtype, algorithm, column, column_scale)
+
+
+# --- products ---
+
+
+def product(x1: T, x2: T, scale1: Optional, scale2: T, groups: int) -> torch.Tensor:
+    """x1 [m, k] times x2 [k, n], each times its scales."""
+    a, b = decode(x1), decode(x2)
+    if scale2.dtype == "float8_e8m0":
+        assert scale1 is not None
+        rows = decode(scale1).flatten(-2)  # [m, k / 32]
+        cols = decode(scale2).movedim(-1, -2).flatten(0, 1)  # [k / 32, n]
+        return (a * spread(rows, (1, 32), a.shape)) @ (b * spread(cols, (32, 1), b.shape))
+    if scale2.values.dim() == 2 and groups:
+        assert scale1 is not None
+        m, n, k = (groups >> 32) & 0xFFFF, (groups >> 16) & 0xFFFF, groups & 0xFFFF
+        scaled = a * spread(scale1.values, (m, k), a.shape)
+        return scaled @ (b * spread(scale2.values, (k, n), b.shape))
+    result = (a @ b) * scale2.values
+    if scale1 is None:
+        return result
+    return result * (scale1.values if scale1.values.numel() == 1 else scale1.values[:, None])
+
+
+@formula("aclnnQuantMatmulV5")
+def quant_matmul(*arguments: Any) -> None:
+    x1, x2, scale1, scale2, *_, bias, _transposed1, _transposed2, groups, out = arguments
+    result = product(x1, x2, scale1, scale2, groups)
+    store(out, result if bias is None else result + decode(bias))
+
+
+@formula("aclnnQuantBatchMatmulInplaceAdd")
+def quant_matmul_inplace_add(*arguments: Any) -> None:
+    x1, x2, scale1, scale2, to, _transposed1, _transposed2, groups = arguments
+    to.values.add_(product(x1, x2, scale1, scale2, groups))
+
+
+# --- norms and activations ---
+
+
+@formula("aclnnRmsNorm")
+def rms_norm(x: T, gamma: T, eps: float, y: T, rstd: T) -> None:
+    values = decode(x)
+    factor = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    store(rstd, factor)
+    store(y, values * factor * decode(gamma))
+
+
+@formula("aclnnRmsNormGrad")
+def rms_norm_grad(grad: T, x: T, rstd: T, gamma: T, grad_x: T, grad_gamma: T) -> None:
+    g, factor = decode(grad), rstd.values.reshape(*x.shape[:-1], 1)
+    normed = decode(x) * factor
+    store(grad_gamma, (g * normed).reshape(-1, x.shape[-1]).sum(0))
+    g = g * decode(gamma)
+    store(grad_x, factor * (g - normed * (g * normed).mean(-1, keepdim=True)))
+
+
+@formula("aclnnSwiGlu")
+def swiglu(x: T, dim: int, y: T) -> None:
+    a, b = decode(x).chunk(2, dim)
+    store(y, a * torch.sigmoid(a) * b)
+
+
+@formula("aclnnSwiGluGrad")
+def swiglu_grad(grad: T, x: T, dim: int, grad_x: T) -> None:
+    a, b = decode(x).chunk(2, dim)
+    g, s = decode(grad), torch.sigmoid(a)
+    store(grad_x, torch.cat([g * b * (s + a * s * (1 - s)), g * a * s], dim))
+
+
+def _gelu_form(approximate: Any) -> str:
+    return "tanh" if approximate in (1, "tanh") else "none"
+
+
+@formula("aclnnGeluV2")
+def gelu(x: T, approximate: int, y: T) -> None:
+    store(y, torch.nn.functional.gelu(decode(x), approximate=_gelu_form(approximate)))
+
+
+@formula("aclnnGeluBackwardV2")
+def gelu_backward(grad: T, x: T, approximate: str, grad_x: T) -> None:
+    form = _gelu_form(approximate)
+    store(grad_x, torch.ops.aten.gelu_backward(decode(grad), decode(x), approximate=form))
+
+
+# --- torch's own operators ---
+
+
+def _plain(x: T) -> torch.Tensor:
+    return decode(x) if x.dtype in ("hifloat8", "float8_e8m0") else x.values
+
+
+def _elementwise(name: str, compute: Callable[..., torch.Tensor]) -> None:
+    """Register ``name`` as ``compute`` of its inputs; the result comes last."""
+
+    @formula(name)
+    def run(*arguments: Any) -> None:
+        *inputs, out = arguments
+        given = [_plain(one) if isinstance(one, Described) else one for one in inputs]
+        store(out, compute(*given))
+
+
+for _name, _compute in {
+    "Abs": torch.abs,
+    "BitwiseAndTensor": torch.bitwise_and,
+    "BitwiseOrTensor": torch.bitwise_or,
+    "Max": torch.max,
+    "NeTensor": torch.ne,
+    "NeScalar": lambda x, s: x != s,
+    "BitwiseNot": torch.bitwise_not,
+    "BitwiseAndScalar": lambda x, s: x & s,
+    "Clamp": lambda x, low, high: x.clamp(low, high),
+    "ClampMin": lambda x, low: x.clamp(low),
+    "Div": torch.div,
+    "Divs": lambda x, s: x / s,
+    "EqScalar": lambda x, s: x == s,
+    "EqTensor": torch.eq,
+    "Exp2": torch.exp2,
+    "GtScalar": lambda x, s: x > s,
+    "IsFinite": torch.isfinite,
+    "LogicalAnd": torch.logical_and,
+    "LogicalNot": torch.logical_not,
+    "LogicalOr": torch.logical_or,
+    "Maximum": torch.maximum,
+    "Mul": torch.mul,
+    "Muls": lambda x, s: x * s,
+    "Neg": torch.neg,
+    "PowTensorScalar": lambda x, s: x**s,
+    "Reciprocal": torch.reciprocal,
+    "Rsqrt": torch.rsqrt,
+    "SWhere": lambda condition, x, y: torch.where(condition, x, y),
+    "Sigmoid": torch.sigmoid,
+    "Add": lambda x, y, alpha: x + alpha * y,
+    "Sub": lambda x, y, alpha: x - alpha * y,
+    "Adds": lambda x, s, alpha: x + alpha * s,
+    "Subs": lambda x, s, alpha: x - alpha * s,
+    "Rsubs": lambda x, s, alpha: s - alpha * x,
+    "ConstantPadNd": lambda x, sizes, value: torch.nn.functional.pad(x, sizes, value=value),
+}.items():
+    _elementwise(f"aclnn{_name}", _compute)
+
+
+@formula("aclnnCast")
+def cast(x: T, dtype: int, y: T) -> None:
+    store(y, _plain(x))
+
+
+@formula("aclnnInplaceCopy")
+def inplace_copy(to: T, x: T) -> None:
+    if to.values.dtype.itemsize == 1 and to.values.dtype == x.values.dtype:
+        to.values.view(torch.uint8).copy_(x.values.view(torch.uint8))
+    else:
+        store(to, _plain(x))
+
+
+@formula("aclnnCat")
+def cat(parts: list[T], dim: int, out: T) -> None:
+    out.values.copy_(torch.cat([part.values for part in parts if part.values.numel()], dim))
+
+
+@formula("aclnnMatmul", "aclnnMm")
+def matmul(a: T, b: T, out: T, cube_math: int) -> None:
+    store(out, decode(a) @ decode(b))
+
+
+@formula("aclnnAddmm")
+def addmm(*arguments: Any) -> None:
+    x, a, b, beta, alpha, out, _cube_math = arguments
+    store(out, beta * decode(x) + alpha * (decode(a) @ decode(b)))
+
+
+@formula("aclnnInplaceAdd")
+def inplace_add(to: T, x: T, alpha: Any) -> None:
+    to.values.add_(x.values, alpha=alpha)
+
+
+@formula("aclnnInplaceAdds")
+def inplace_adds(to: T, x: Any, alpha: Any) -> None:
+    to.values.add_(x, alpha=alpha)
+
+
+@formula("aclnnInplaceMul")
+def inplace_mul(to: T, x: T) -> None:
+    to.values.mul_(x.values)
+
+
+@formula("aclnnInplaceMuls")
+def inplace_muls(to: T, x: Any) -> None:
+    to.values.mul_(x)
+
+
+@formula("aclnnInplaceDiv")
+def inplace_div(to: T, x: T) -> None:
+    to.values.div_(x.values)
+
+
+@formula("aclnnInplaceFillScalar")
+def inplace_fill(to: T, value: Any) -> None:
+    to.values.fill_(value)
+
+
+@formula("aclnnInplaceZero")
+def inplace_zero(to: T) -> None:
+    to.values.zero_()
+
+
+@formula("aclnnInplaceNormal")
+def inplace_normal(to: T, mean: float, deviation: float, seed: int, offset: int) -> None:
+    generator = torch.Generator().manual_seed(seed + offset)
+    to.values.copy_(torch.randn(to.shape, generator=generator) * deviation + mean)
+
+
+@formula("aclnnInplaceOne")
+def inplace_one(to: T) -> None:
+    to.values.fill_(1)
+
+
+@formula("aclnnAmax")
+def reduce_amax(x: T, dims: list[int], keep: int, out: T) -> None:
+    store(out, x.values.amax(dims, keepdim=bool(keep)))
+
+
+@formula("aclnnAminmax")
+def aminmax(x: T, dims: list[int], keep: int, low: T, high: T) -> None:
+    store(low, x.values.amin(dims, keepdim=bool(keep)))
+    store(high, x.values.amax(dims, keepdim=bool(keep)))
+
+
+@formula("aclnnForeachCopy")
+def foreach_copy(sources: list[T], to: list[T]) -> None:
+    for source, one in zip(sources, to, strict=True):
+        store(one, _plain(source))
+
+
+@formula("aclnnIndexSelect")
+def index_select(x: T, dim: int, index: T, out: T) -> None:
+    store(out, x.values.index_select(dim, index.values))
+
+
+@formula("aclnnIndexPutImpl")
+def index_put(to: T, indices: list[T], values: T, accumulates: int, is_unsafe: int) -> None:
+    assert not accumulates
+    to.values[tuple(index.values for index in indices)] = values.values
+
+
+@formula("aclnnAll")
+def reduce_all(x: T, dims: list[int], keep: int, out: T) -> None:
+    store(out, x.values.all() if not dims else x.values.all(dims[0]))
+
+
+@formula("aclnnReduceSum")
+def reduce_sum(x: T, dims: list[int], keep: int, dtype: int, out: T) -> None:
+    wide = _plain(x).to(out.values.dtype)
+    wide = wide.float() if wide.is_floating_point() and wide.dtype != torch.float64 else wide
+    store(out, wide.sum(dims, keepdim=bool(keep)) if dims else wide.sum())
+
+
+@formula("aclnnMean", "aclnnMeanV2")
+def mean(x: T, dims: list[int], keep: int, dtype: int, out: T) -> None:
+    store(out, decode(x).mean(dims or None, keepdim=bool(keep)))
+
+
+@formula("aclnnRepeatInterleaveIntWithDim")
+def repeat_interleave(x: T, count: int, dim: int, size: int, out: T) -> None:
+    store(out, x.values.repeat_interleave(count, dim))

@@ -1,0 +1,110 @@
+"""The operators of the software CANN: the kinds of their arguments, in order.
+
+Source: the ``aclnn*GetWorkspaceSize`` prototypes in the documents of CANN's operator repositories,
+checked by running torch_npu 2.13.0, which calls them.
+"""
+
+from __future__ import annotations
+
+__all__ = ["C_TYPES", "SIGNATURES"]
+
+C_TYPES = {
+    "t": "Tensor *",
+    "L": "TensorList *",
+    "A": "IntArray *",
+    "B": "BoolArray *",
+    "S": "Scalar *",
+    "i": "int32_t ",
+    "I": "int64_t ",
+    "b": "uint8_t ",
+    "s": "const char *",
+    "f": "float ",
+    "d": "double ",
+}
+"""The C type of each letter of a signature."""
+
+SIGNATURES = {
+    # Casts to FP8, HiFloat8 and MX.
+    "aclnnDynamicQuantV2": "tttittt",
+    "aclnnDynamicQuantV3": "tttibsttt",
+    "aclnnDynamicQuantV4": "tttibsfttt",
+    "aclnnQuantMax": "ttsItt",
+    "aclnnDynamicMxQuantV3": "tIsiIIddtt",
+    "aclnnDynamicMxQuantWithDualAxisV2": "tsiIdtttt",
+    "aclnnDynamicBlockQuantV2": "tdsiIIdtt",
+    # Products of quantized operands.
+    "aclnnQuantMatmulV5": "tttttttttbbIt",
+    "aclnnQuantBatchMatmulInplaceAdd": "tttttbbI",
+    # Norms and activations.
+    "aclnnRmsNorm": "ttdtt",
+    "aclnnRmsNormGrad": "tttttt",
+    "aclnnSwiGlu": "tIt",
+    "aclnnSwiGluGrad": "ttIt",
+    "aclnnGeluV2": "tIt",
+    "aclnnGeluBackwardV2": "ttst",
+    # What torch's own operators call.
+    "aclnnAbs": "tt",
+    "aclnnAdd": "ttSt",
+    "aclnnAddmm": "tttSStb",
+    "aclnnAdds": "tSSt",
+    "aclnnAll": "tAbt",
+    "aclnnAmax": "tAbt",
+    "aclnnAminmax": "tAbtt",
+    "aclnnBitwiseNot": "tt",
+    "aclnnBitwiseAndScalar": "tSt",
+    "aclnnBitwiseAndTensor": "ttt",
+    "aclnnBitwiseOrTensor": "ttt",
+    "aclnnMax": "tt",
+    "aclnnInplaceMaskedFillScalar": "ttS",
+    "aclnnLayerNorm": "tAttdttt",
+    "aclnnNeTensor": "ttt",
+    "aclnnNeScalar": "tSt",
+    "aclnnCast": "tit",
+    "aclnnCat": "LIt",
+    "aclnnClamp": "tSSt",
+    "aclnnClampMin": "tSt",
+    "aclnnConstantPadNd": "tASt",
+    "aclnnDiv": "ttt",
+    "aclnnDivs": "tSt",
+    "aclnnEqScalar": "tSt",
+    "aclnnEqTensor": "ttt",
+    "aclnnExp2": "tt",
+    "aclnnForeachCopy": "LL",
+    "aclnnIndexPutImpl": "tLtbb",
+    "aclnnGtScalar": "tSt",
+    "aclnnIndexSelect": "tItt",
+    "aclnnInplaceAdd": "ttS",
+    "aclnnInplaceAdds": "tSS",
+    "aclnnInplaceCopy": "tt",
+    "aclnnInplaceDiv": "tt",
+    "aclnnInplaceFillScalar": "tS",
+    "aclnnInplaceMul": "tt",
+    "aclnnInplaceMuls": "tS",
+    "aclnnInplaceNormal": "tffII",
+    "aclnnInplaceOne": "t",
+    "aclnnInplaceZero": "t",
+    "aclnnIsFinite": "tt",
+    "aclnnLogicalAnd": "ttt",
+    "aclnnLogicalNot": "tt",
+    "aclnnLogicalOr": "ttt",
+    "aclnnMatmul": "tttb",
+    "aclnnMaximum": "ttt",
+    "aclnnMean": "tAbit",
+    "aclnnMeanV2": "tAbit",
+    "aclnnMm": "tttb",
+    "aclnnMul": "ttt",
+    "aclnnMuls": "tSt",
+    "aclnnNeg": "tt",
+    "aclnnPowTensorScalar": "tSt",
+    "aclnnReciprocal": "tt",
+    "aclnnReduceSum": "tAbit",
+    "aclnnRepeatInterleaveIntWithDim": "tIIIt",
+    "aclnnRsqrt": "tt",
+    "aclnnRsubs": "tSSt",
+    "aclnnSWhere": "tttt",
+    "aclnnSigmoid": "tt",
+    "aclnnSub": "ttSt",
+    "aclnnSubs": "tSSt",
+}
+"""``t`` tensor, ``L`` list of tensors, ``A`` ints, ``B`` bools, ``S`` scalar, ``i`` 32-bit and
+``I`` 64-bit integer, ``b`` bool, ``s`` text, ``f`` float, ``d`` double."""
