@@ -15,6 +15,7 @@ from fp8core.modules.head_split import (
     split_key_value,
     split_query_key_value,
 )
+from fp8core.modules.inference import InferenceParams
 from fp8core.modules.layernorm_linear import LayerNormLinear
 from fp8core.modules.linear import Linear
 from fp8core.modules.parameters import InitMethod
@@ -262,7 +263,7 @@ class MultiheadAttention(torch.nn.Module):
         bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
-        inference_params: Any = None,
+        inference_params: InferenceParams | None = None,
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
@@ -285,9 +286,11 @@ class MultiheadAttention(torch.nn.Module):
         Returns the output, followed by ``proj``'s bias with ``return_bias`` and by the normalized
         input with ``return_layernorm_output``. ``encoder_output`` has the same layout, and a
         sequence length of its own. ``rotary_pos_emb`` are the angles of
-        :class:`fp8core.RotaryPositionEmbedding`, or a pair of them for queries and for keys; with
-        ``inference_params`` positions start behind those in the cache. ``is_first_microbatch`` as
-        in :class:`fp8core.Linear`; the other arguments are those of
+        :class:`fp8core.RotaryPositionEmbedding`, or a pair of them for queries and for keys.
+        ``inference_params`` holds the keys and values of earlier tokens, behind which the positions
+        of ``hidden_states`` start; those of cross attention are computed from the whole
+        ``encoder_output`` in each call, and not kept. ``is_first_microbatch`` as in
+        :class:`fp8core.Linear`; the other arguments are those of
         :class:`fp8core.DotProductAttention`, whose constructor's values None stands for.
 
         Raises:
@@ -326,7 +329,7 @@ class MultiheadAttention(torch.nn.Module):
             core_attention_bias=core_attention_bias,
             alibi_slopes=alibi_slopes,
             fast_zero_fill=fast_zero_fill,
-            inference_params=inference_params,
+            inference_params=inference_params if self.attention_type == "self" else None,
             pad_between_seqs=pad_between_seqs,
             thd_attention_policies=thd_attention_policies,
             thd_attention_policy_dispatch=thd_attention_policy_dispatch,
@@ -380,22 +383,31 @@ class MultiheadAttention(torch.nn.Module):
         key: torch.Tensor,
         angles: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
-        inference_params: Any,
+        cache: InferenceParams | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        pair = angles if isinstance(angles, tuple) else (angles, angles)
-        start = None if inference_params is None else inference_params.get_seqlens_pre_step()
-        rotated = [
+        """Return query and key rotated; those of a step start behind the tokens of the cache, the
+        keys of cross attention at 0."""
+        of_query, of_key = angles if isinstance(angles, tuple) else (angles, angles)
+        starts: list[torch.Tensor | None] = [None, None]
+        ends = list(cu_seqlens)
+        if cache is not None:
+            taken = 2 if self.attention_type == "self" else 1
+            starts[:taken] = [cache.get_seqlens_pre_step()] * taken
+            ends[:taken] = [cache.cu_seqlens_q[: cache.batch_size + 1]] * taken
+        query, key = (
             apply_rotary_pos_emb(
                 heads,
                 own,
                 self.qkv_format,
                 start_positions=start,
                 interleaved=self.rotary_pos_interleaved,
-                cu_seqlens=lengths,
+                cu_seqlens=end,
             )
-            for heads, own, lengths in zip((query, key), pair, cu_seqlens, strict=True)
-        ]
-        return rotated[0], rotated[1]
+            for heads, own, start, end in zip(
+                (query, key), (of_query, of_key), starts, ends, strict=True
+            )
+        )
+        return query, key
 
 
 def check_main_grad(owner: str, fuse_wgrad_accumulation: bool, fuse_qkv_params: bool) -> None:

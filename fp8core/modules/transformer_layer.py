@@ -8,6 +8,7 @@ import torch
 
 from fp8core.chain.run import is_under_torch_autocast
 from fp8core.errors import OperandError, RecipeError, did_you_mean
+from fp8core.modules.inference import InferenceParams
 from fp8core.modules.layernorm_mlp import LayerNormMLP
 from fp8core.modules.multihead_attention import MultiheadAttention, check_main_grad
 from fp8core.modules.norm import LayerNorm, RMSNorm
@@ -235,7 +236,7 @@ class TransformerLayer(torch.nn.Module):
         enc_dec_bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
-        inference_params: Any = None,
+        inference_params: InferenceParams | None = None,
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn import functional
 
 import fp8core
 from fp8core import (
+    InferenceParams,
     MultiheadAttention,
     OperandError,
     RecipeError,
@@ -258,6 +260,74 @@ def test_rotary_halves_or_neighbours() -> None:
             own = getattr(permuted.self_attention.layernorm_qkv, name)
             own.copy_(own[order].clone())
     torch.testing.assert_close(permuted(x, rotary_pos_emb=angles), halves)
+
+
+# ---- generation ----
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("option", ["pre_ln", "groups", "RMSNorm_after_rope", "decoder"])
+def test_steps_with_a_cache_equal_the_full_forward(option: str, layout: str) -> None:
+    layer = made(**OPTIONS[option], attn_input_format=layout).eval()
+    call: dict[str, Any] = {"rotary_pos_emb": RotaryPositionEmbedding(H // HEADS)(S + 2)}
+    x, batch_dim = states(), 1
+    if option == "decoder":
+        call["encoder_output"] = states(S + 2, B, H, seed=3)
+    if layout == "bshd":
+        x, batch_dim = x.transpose(0, 1), 0
+        if "encoder_output" in call:
+            call["encoder_output"] = call["encoder_output"].transpose(0, 1)
+    cache = InferenceParams(B, S, OPTIONS[option].get("num_gqa_groups", HEADS), H // HEADS, F64)
+    steps = []
+    with torch.no_grad():
+        for new in x.split([3, 1, 2], dim=1 - batch_dim):
+            cache.pre_step(OrderedDict((row, new.shape[1 - batch_dim]) for row in range(B)))
+            steps.append(layer(new, inference_params=cache, **call))
+        full = layer(x, **call)
+    torch.testing.assert_close(torch.cat(steps, dim=1 - batch_dim), full, rtol=1e-11, atol=1e-11)
+
+
+def test_prompts_of_different_lengths_share_a_batch() -> None:
+    layer = made(attn_input_format="bshd").eval()
+    angles = RotaryPositionEmbedding(H // HEADS)(S)
+    x, lengths = states(B, S, H), [5, 3, 1]
+    cache = InferenceParams(B, S, HEADS, H // HEADS, F64)
+    with torch.no_grad():
+        cache.pre_step(OrderedDict(enumerate(lengths)))
+        first = layer(x, inference_params=cache, rotary_pos_emb=angles)
+        cache.pre_step(OrderedDict((row, 1) for row in range(B)))
+        new = torch.stack([x[row, length] for row, length in enumerate(lengths)])[:, None]
+        second = layer(new, inference_params=cache, rotary_pos_emb=angles)
+        full = layer(x, rotary_pos_emb=angles)
+    for row, length in enumerate(lengths):
+        torch.testing.assert_close(first[row, :length], full[row, :length])
+        torch.testing.assert_close(second[row, 0], full[row, length])
+
+
+# ---- sequences of different lengths ----
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
+def test_shorter_sequences_do_not_see_their_padding(layout: str) -> None:
+    layer = made(attn_input_format=layout, self_attn_mask_type="padding_causal")
+    angles = RotaryPositionEmbedding(H // HEADS)(S)
+    x, lengths = states(B, S, H), [S, 2, 4]
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    alone = made()
+    want = [
+        alone(x[row, :length, None], rotary_pos_emb=angles)[:, 0]
+        for row, length in enumerate(lengths)
+    ]
+    if layout == "thd":
+        tokens = torch.cat([x[row, :length] for row, length in enumerate(lengths)])
+        got = layer(tokens, rotary_pos_emb=angles, cu_seqlens_q=ends, max_seqlen_q=S)
+        torch.testing.assert_close(got, torch.cat(want))
+        return
+    given = x.transpose(0, 1) if layout == "sbhd" else x
+    got = layer(given, rotary_pos_emb=angles, cu_seqlens_q=ends)
+    got = got.transpose(0, 1) if layout == "sbhd" else got
+    for row, length in enumerate(lengths):
+        torch.testing.assert_close(got[row, :length], want[row])
 
 
 # ---- parameters ----
