@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -40,6 +41,13 @@ def test_llama_is_converted_and_learns(name: str, tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)$", out, flags=re.MULTILINE)]
     assert losses[0] > 5.0  # ln 256 = 5.5: random weights
     assert losses[-1] < 0.75 * losses[0]
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "delayed"])
+def test_decoder_generates_tokens(name: str, tmp_path: Path) -> None:
+    rows = json.loads(printed("decoder.py", "--recipe", name, folder=tmp_path))
+    assert [len(row) for row in rows] == [16, 16]
+    assert all(0 <= token < 256 for row in rows for token in row)
 
 
 @pytest.mark.parametrize("example", sorted((DOCS / "examples").glob("*.py")), ids=lambda p: p.stem)
