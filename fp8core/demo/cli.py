@@ -16,7 +16,14 @@ import fp8core as te
 from fp8core.demo import report
 from fp8core.demo.data import Corpus, load_stdlib, load_text
 from fp8core.demo.model import ByteGPT
-from fp8core.demo.train import BASELINE, RunResult, TrainSettings, train_run, try_one_step
+from fp8core.demo.train import (
+    BASELINE,
+    RunResult,
+    TrainSettings,
+    prompt_of,
+    train_run,
+    try_one_step,
+)
 from fp8core.dispatch import policy, select
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.recipe import Recipe, by_name, names
@@ -67,6 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="text to train on (default: the source files of Python's standard library)",
     )
+    add(
+        "--sample",
+        type=_at_least_one,
+        default=settings.sample_bytes,
+        metavar="BYTES",
+        help="draw text of this length from each trained model (default: none)",
+    )
     add("--backend", metavar="NAME", help="backend to run on (default: the best usable one)")
     add(
         "--out",
@@ -85,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         Fp8CoreError: see :func:`demo`.
     """
     request = Request(args.recipe, args.text, args.backend, args.out, args.json)
-    return demo(request, TrainSettings(steps=args.steps))
+    return demo(request, TrainSettings(steps=args.steps, sample_bytes=args.sample))
 
 
 def demo(request: Request, settings: TrainSettings) -> int:
@@ -121,6 +135,8 @@ def demo(request: Request, settings: TrainSettings) -> int:
         console.print(*heading, sep="\n", soft_wrap=True)
         runs = _train_all(console, recipes, corpus, settings, device)
     report.print_table(console, runs, skipped)
+    if settings.sample_bytes:
+        report.print_samples(console, runs, bytes(prompt_of(corpus, settings).tolist()))
     if device.type == "cpu":
         console.print("A CPU emulates the recipes: its tokens/s say nothing about FP8 hardware.")
     try:

@@ -1,8 +1,7 @@
-"""The network that the demo trains: a byte-level GPT whose blocks are the library's layers.
+"""The network that the demo trains: a byte-level GPT of the library's Transformer layers.
 
-The four matrix products of a block are in LayerNormLinear (``qkv``), Linear (``proj``) and
-LayerNormMLP (``mlp``), so the active recipe decides their precision. Embeddings, attention itself,
-the last norm and the output head stay in torch and are never quantized, as is usual in practice.
+The four matrix products of a layer take the precision of the active recipe. Embeddings, attention
+itself, the last norm and the output head are never quantized, as is usual in practice.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch.nn import functional
 
 import fp8core as te
 
-__all__ = ["ByteGPT", "ModelConfig", "rotate"]
+__all__ = ["ByteGPT", "ModelConfig"]
 
 NUM_BYTE_VALUES = 256
 ROTARY_BASE = 1000.0
@@ -38,54 +37,6 @@ class ModelConfig:
     embedded_bytes: int = 3
 
 
-def rotate(heads: Tensor) -> Tensor:
-    """Rotary position code: turn each pair of features by an angle proportional to the position.
-
-    ``heads [..., context, head_size]``, any float dtype, even ``head_size``; the result has the
-    same shape and dtype.
-    Feature i is paired with i + head_size / 2, and the pair at position p turns by
-    ``p * base^(-2i / head_size)``.
-
-    Source: Su et al. 2021 (RoFormer), sec. 3.2.2, with a base that suits a short context.
-    """
-    context, size = heads.shape[-2:]
-    exponents = torch.arange(0, size, 2, device=heads.device) / size
-    positions = torch.arange(context, device=heads.device)
-    angles = positions[:, None] * ROTARY_BASE**-exponents  # [context, size / 2]
-    cos, sin = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-class Block(nn.Module):
-    """One pre-norm transformer block: causal attention, then a GELU MLP of width 4 * d_model."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        width = config.d_model
-        self.num_heads = config.num_heads
-        self.qkv = te.LayerNormLinear(width, 3 * width)
-        self.proj = te.Linear(width, width)
-        self.mlp = te.LayerNormMLP(width, 4 * width)
-
-    def attend(self, input: Tensor) -> Tensor:
-        """Mix each position with those before it; ``[batch, context, d_model]`` in and out."""
-        batch, context, width = input.shape
-        heads = self.qkv(input).view(batch, context, 3, self.num_heads, width // self.num_heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, context, size]
-        mixed = functional.scaled_dot_product_attention(
-            rotate(query), rotate(key), value, is_causal=True
-        )
-        output: Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, context, width))
-        return output
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map ``input [batch, context, d_model]`` to an output of the same shape."""
-        input = input + self.attend(input)
-        output: Tensor = input + self.mlp(input)
-        return output
-
-
 class ByteGPT(nn.Module):
     """A GPT over bytes with an unquantized output head; its weights follow from ``seed`` alone.
 
@@ -100,7 +51,22 @@ class ByteGPT(nn.Module):
         self.embeddings = nn.ModuleList(
             nn.Embedding(NUM_BYTE_VALUES, config.d_model) for _ in range(config.embedded_bytes)
         )
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            te.TransformerLayer(
+                config.d_model,
+                4 * config.d_model,
+                config.num_heads,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                layer_number=number,
+                fuse_qkv_params=True,
+                attn_input_format="bshd",
+            )
+            for number in range(1, config.num_layers + 1)
+        )
+        self.rotary = te.RotaryPositionEmbedding(
+            config.d_model // config.num_heads, rotary_base=ROTARY_BASE
+        )
         self.norm = nn.LayerNorm(config.d_model)
         self.head = nn.Linear(config.d_model, NUM_BYTE_VALUES, bias=False)
         te.prepare(self)
@@ -113,7 +79,7 @@ class ByteGPT(nn.Module):
         matrix = 1 / math.sqrt(config.d_model)
         residual = matrix / math.sqrt(2 * config.num_layers)
         for name, parameter in self.named_parameters():
-            if "norm" in name:
+            if "layer_norm_" in name or name.startswith("norm."):
                 continue
             if name.endswith("bias") or name == "head.weight":
                 parameter.zero_()
@@ -122,19 +88,23 @@ class ByteGPT(nn.Module):
             deviation = 1.0 if name.startswith("embeddings") else deviation
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, cache: te.InferenceParams | None = None) -> Tensor:
         """Score the next byte after each position.
 
         ``tokens [batch, context]`` int64, each 0..255. Returns logits ``[batch, context, 256]`` in
-        the dtype of torch.autocast. Positions before the first count as byte 0.
+        the dtype of torch.autocast. Positions before the first count as byte 0. With a ``cache``,
+        whose step is begun, only the positions that it does not hold yet are computed and returned.
         """
         context = tokens.shape[1]
         stream = self.embeddings[0](tokens)
         for distance, embedding in enumerate(self.embeddings[1:], start=1):
             earlier = functional.pad(tokens, (distance, 0))[:, :context]
             stream = stream + embedding(earlier)
+        if cache is not None:
+            stream = stream[:, int(cache.get_seqlens_pre_step()[0]) :]
+        angles = self.rotary(context)
         for block in self.blocks:
-            stream = block(stream)
+            stream = block(stream, rotary_pos_emb=angles, inference_params=cache)
         logits: Tensor = self.head(self.norm(stream))
         return logits
 

@@ -26,6 +26,7 @@ __all__ = [
     "Facts",
     "draw_curves",
     "heading",
+    "print_samples",
     "print_table",
     "progress",
     "require_packages",
@@ -150,6 +151,19 @@ def print_table(console: Console, runs: Sequence[RunResult], skipped: Mapping[st
         console.print(f"{name} was not run: {reason}", soft_wrap=True)
 
 
+def print_samples(console: Console, runs: Sequence[RunResult], prompt: bytes) -> None:
+    """Print the text that each trained model drew after ``prompt``."""
+    for run in runs:
+        if run.sample:
+            heading = f"{run.recipe} continues {_text(prompt)!r}:"
+            console.print(heading, _text(run.sample), "", sep="\n", soft_wrap=True)
+
+
+def _text(drawn: bytes) -> str:
+    """Return bytes as text, with escapes for those that are none."""
+    return drawn.decode("utf-8", errors="backslashreplace")
+
+
 def results(
     runs: Sequence[RunResult], skipped: Mapping[str, str], facts: Facts
 ) -> dict[str, object]:
@@ -170,6 +184,7 @@ def results(
                 "held_bytes": run.held_bytes,
                 "diverged": run.diverged,
                 "losses": [_finite(loss) for loss in run.losses],
+                "sample": _text(run.sample),
             }
             for run in runs
         ],

@@ -17,9 +17,10 @@ from torch.nn import functional
 import fp8core as te
 from fp8core.demo.data import Corpus, heldout_windows, training_batches
 from fp8core.demo.model import ByteGPT, ModelConfig
+from fp8core.demo.sample import continue_text
 from fp8core.recipe import Recipe
 
-__all__ = ["BASELINE", "RunResult", "TrainSettings", "train_run", "try_one_step"]
+__all__ = ["BASELINE", "RunResult", "TrainSettings", "prompt_of", "train_run", "try_one_step"]
 
 BASELINE = "bf16"
 """Name of the run without a recipe, with which the others are compared."""
@@ -32,7 +33,8 @@ class TrainSettings:
     ``learning_rate`` is the highest rate of the blocks; embeddings and head, which have no
     quantized GEMM, learn ``outer_factor`` times as fast. With one rate for all, or a short warmup,
     runs that differ by rounding alone end further apart. ``threads`` is 1, as threads of so small
-    a model wait for each other on a busy machine.
+    a model wait for each other on a busy machine. ``sample_bytes`` are drawn from each trained
+    model.
     """
 
     steps: int = 150
@@ -45,6 +47,7 @@ class TrainSettings:
     num_heldout_windows: int = 512
     threads: int = 1
     seed: int = 0
+    sample_bytes: int = 0
     model: ModelConfig = field(default_factory=ModelConfig)
 
 
@@ -56,7 +59,8 @@ class RunResult:
     nats per byte; ``tokens_per_s`` is the speed of the median training step. ``steps`` counts the
     steps that ran: all, unless a loss was not finite; the run has ``diverged`` then, and its
     held-out loss is not finite either. ``held_bytes`` is the memory of the tensors that a step
-    keeps from forward to backward, without the parameters.
+    keeps from forward to backward, without the parameters. ``sample`` continues the first half
+    context of the held-out text; it is empty if none was asked for, and after a divergence.
     """
 
     recipe: str
@@ -65,6 +69,7 @@ class RunResult:
     steps: int
     losses: tuple[float, ...]
     held_bytes: int
+    sample: bytes = b""
 
     @property
     def diverged(self) -> bool:
@@ -131,15 +136,19 @@ def train_run(
         on_step(loss)
         if not math.isfinite(loss):
             break
-    finite = math.isfinite(losses[-1])
+    heldout_loss, text = math.nan, b""
+    if math.isfinite(losses[-1]):
+        heldout_loss = _heldout_loss(model, recipe, corpus, settings, device)
+        text = _sample(model, recipe, corpus, settings, device)
     tokens = settings.batch_size * settings.model.context
     return RunResult(
         recipe=name,
-        heldout_loss=_heldout_loss(model, recipe, corpus, settings, device) if finite else math.nan,
+        heldout_loss=heldout_loss,
         tokens_per_s=tokens / statistics.median(seconds),
         steps=len(losses),
         losses=tuple(losses),
         held_bytes=held,
+        sample=text,
     )
 
 
@@ -259,3 +268,28 @@ def _heldout_loss(
             loss = _loss(model, input.to(device), target.to(device))
         total += loss.item() * len(input)
     return total / len(inputs)
+
+
+def prompt_of(corpus: Corpus, settings: TrainSettings) -> Tensor:
+    """Return the beginning that samples continue: ``[context / 2]`` uint8, of the held-out text."""
+    return corpus.heldout[: settings.model.context // 2]
+
+
+def _sample(
+    model: ByteGPT,
+    recipe: Recipe | None,
+    corpus: Corpus,
+    settings: TrainSettings,
+    device: torch.device,
+) -> bytes:
+    """Return what the trained model draws after the prompt, in the precision of the run."""
+    if not settings.sample_bytes:
+        return b""
+    with _precision(recipe, device):
+        return continue_text(
+            model,
+            settings.model,
+            prompt_of(corpus, settings),
+            settings.sample_bytes,
+            seed=settings.seed,
+        )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fp8core import OperandError, UnsupportedError, recipe
+from fp8core import InferenceParams, OperandError, UnsupportedError, recipe
 from fp8core.__main__ import main
 from fp8core.demo import data, report
 from fp8core.demo.model import ByteGPT, ModelConfig
+from fp8core.demo.sample import continue_text
 from fp8core.demo.train import RunResult, TrainSettings, train_run
 
 TINY = ModelConfig(d_model=32, num_layers=1, num_heads=2, context=16)
@@ -129,6 +132,60 @@ def test_wrong_name_is_one_message_and_a_status(
     errors = capsys.readouterr().err
     assert reason in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("name", ["bf16", "current", "delayed"])
+def test_a_trained_model_draws_text(name: str, text: Path) -> None:
+    settings = replace(SETTINGS, sample_bytes=3 * TINY.context)
+    corpus = data.load_text(text, TINY.context)
+    chosen = None if name == "bf16" else recipe.by_name(name)
+    drawn = [
+        train_run(name, chosen, corpus, settings, CPU, on_step=lambda loss: None).sample
+        for _ in range(2)
+    ]
+    assert len(drawn[0]) == 3 * TINY.context
+    assert drawn[0] == drawn[1]
+
+
+def test_a_cached_step_scores_as_the_whole_text_does() -> None:
+    torch.manual_seed(0)
+    model = ByteGPT(TINY, seed=0, device=CPU).double()
+    torch.nn.init.normal_(model.head.weight)
+    tokens = torch.randint(256, (1, TINY.context))
+    cache = InferenceParams(1, TINY.context, TINY.num_heads, 16, torch.float64)
+    steps = []
+    with torch.no_grad():
+        for length in (5, 6, 7, TINY.context):
+            cache.pre_step(OrderedDict({0: length - sum(part.shape[1] for part in steps)}))
+            steps.append(model(tokens[:, :length], cache))
+        torch.testing.assert_close(torch.cat(steps, dim=1), model(tokens))
+
+
+def test_a_memorized_text_is_continued() -> None:
+    torch.manual_seed(0)
+    model = ByteGPT(TINY, seed=0, device=CPU)
+    line = torch.tensor(list(b"abcdefgh" * 20), dtype=torch.uint8)
+    windows = line.long().unfold(0, TINY.context + 1, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        logits = model(windows[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    drawn = continue_text(model, TINY, line[:8], 40, seed=0)
+    assert drawn == b"abcdefgh" * 5
+
+
+def test_samples_are_printed_and_stored(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo(text, tmp_path, "--recipe", "current", "--sample", "7") == 0
+    output = capsys.readouterr().out
+    assert "bf16 continues" in output
+    assert "current continues" in output
+    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert all(run["sample"] for run in runs)
 
 
 def test_no_steps_is_bad_usage(text: Path, tmp_path: Path) -> None:
