@@ -12,7 +12,15 @@ from fp8core.backend_api import ACTIVATIONS, GATED, ActivationBackwardDesc, Acti
 from fp8core.chain.call import Call
 from fp8core.chain.fusion import Fusion, bind_fusion
 from fp8core.chain.link_defaults import LinkDefaults
-from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved, TensorProgram
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Out,
+    Params,
+    Saved,
+    SavedList,
+    TensorProgram,
+)
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.errors import OperandError, RecipeError, did_you_mean
 
@@ -140,7 +148,7 @@ class ActivationProgram(TensorProgram[ActivationLink]):
         return y, (x,) if self._needs_grad[0] else (), None
 
     def backward(
-        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Compute grad_x from the saved input."""
         if not self._needs_grad[0]:
@@ -149,4 +157,5 @@ class ActivationProgram(TensorProgram[ActivationLink]):
         if out is not None and link.backward_fusion is not None and out.is_plain:
             return (link.backward_fusion(out, grad, saved[0])[0],)
         grad_x = link.run_backward(grad, saved[0])
+        saved.clear()  # freed before the gradient is cast, if the graph is not retained
         return (grad_x if out is None else out(grad_x),)

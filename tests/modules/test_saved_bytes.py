@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
-from fp8core import LayerNormMLP, autocast, recipe
+from fp8core import LayerNormMLP, autocast, recipe, use_backend
+from fp8core.backend_api import OPTIONAL_OPS, OpDesc
+from fp8core_backends.reference.backend import ReferenceBackend
+from tests.dispatch import toys
 
 ROWS, HIDDEN, FFN = 128, 128, 256
 FP8 = [name for name in recipe.names() if name != "nvfp4"]
@@ -81,3 +88,38 @@ def test_frozen_layers_save_nothing(name: str | None) -> None:
     ):
         layer(torch.zeros(32, HIDDEN))
     assert saved == []
+
+
+@pytest.mark.parametrize("retains", [False, True])
+def test_the_activation_s_input_is_freed_before_its_gradient_is_cast(retains: bool) -> None:
+    """It is as large as the gradient, of which the cast makes two tensors of codes."""
+    held: list[weakref.ref[torch.Tensor]] = []
+    steps: list[tuple[str, bool]] = []
+
+    def bind(backend: toys.ToyBackend, desc: OpDesc, device: torch.device) -> Callable[..., Any]:
+        run = ReferenceBackend().bind(desc, device)
+
+        def watched(*given: Any, **named: Any) -> Any:
+            steps.extend((desc.op, one() is not None) for one in held)
+            return run(*given, **named)
+
+        return watched
+
+    def without_fusions(desc: OpDesc) -> str | None:
+        return f"fuses no {desc.op}" if desc.op in OPTIONAL_OPS else None
+
+    with toys.isolation():
+        toys.register(toys.backend("toy", bind=bind, refuse=without_fusions))
+        layer = LayerNormMLP(HIDDEN, FFN, bias=False, params_dtype=torch.bfloat16)
+        x = torch.randn(ROWS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+        with use_backend("toy"), autocast(recipe=recipe.Float8CurrentScaling()):
+            y = layer(x)
+        assert y.grad_fn is not None
+        saved = [one for one in y.grad_fn.saved_tensors if one is not None]  # type: ignore[attr-defined]
+        (own,) = (one for one in saved if one.shape == (ROWS, FFN) and one.dtype == x.dtype)
+        held.append(weakref.ref(own))
+        del own, saved
+        y.sum().backward(retain_graph=retains)
+    at = [name for name, _ in steps].index("activation_backward")
+    assert steps[at] == ("activation_backward", True)
+    assert steps[at + 1] == ("quantize", retains)
