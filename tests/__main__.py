@@ -1,6 +1,7 @@
 """Every check that a change must pass: ``python -m tests [--fast] [pytest arguments]``.
 
 Stops at the first check that fails, with its exit status. ``--fast`` skips the packaging tests.
+``--numprocesses 0`` runs the tests one after the other, for a debugger or their output.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ PACKAGES = {
     "fp8core_backends": ROOT / "backends",
     "fp8core_pytest": ROOT / "fp8core_pytest",
 }
+# Files are spread over a few cores, each whole on one: its tests share what they prepare.
+PARALLEL = ("--numprocesses", "logical", "--maxprocesses", "4", "--dist", "loadfile")
 
 
 def run(*command: str, cwd: Path = ROOT) -> None:
@@ -61,7 +64,7 @@ def main(arguments: list[str]) -> None:
     run("ruff", "check", ".")
     check_native_format()
     type_check()
-    run("pytest", *(["-m", "not packaging"] if fast else []), *rest)
+    run("pytest", *PARALLEL, *(["-m", "not packaging"] if fast else []), *rest)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import subprocess
 import types
@@ -59,6 +60,12 @@ def pytest_sessionstart() -> None:
             f"{', '.join(stale)}; install again: `python -m pip install -e .`",
             returncode=pytest.ExitCode.USAGE_ERROR,
         )
+
+
+def pytest_collection_finish() -> None:
+    """Spare Python's collector the thousands of tests, which it would visit again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def missing_hardware(item: pytest.Item) -> str | None:

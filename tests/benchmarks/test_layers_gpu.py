@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import subprocess
@@ -362,6 +363,7 @@ def test_the_exact_results_are_those_of_float64() -> None:
 def trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes and numbers of turns with which a run on the CPU takes a second."""
     monkeypatch.setitem(cases.SIZES, "tiny", cases.Size(64, 64, 128))
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)  # other tests are not visited each time
     monkeypatch.setattr(turns, "FEWEST_TURNS", 3)
     monkeypatch.setattr(turns, "MOST_TURNS", 3)
     monkeypatch.setattr(turns, "SLICE_MS", 0.01)

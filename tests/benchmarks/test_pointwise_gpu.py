@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,7 @@ def test_bars_are_of_shapes_beyond_the_cache() -> None:
 
 @pytest.fixture
 def trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)  # other tests are not visited each time
     monkeypatch.setattr(turns, "FEWEST_TURNS", 3)
     monkeypatch.setattr(turns, "MOST_TURNS", 3)
     monkeypatch.setattr(turns, "SLICE_MS", 0.01)

@@ -104,7 +104,7 @@ def test_another_thread_has_its_own_policy() -> None:
 
 def test_one_object_can_be_active_in_two_threads() -> None:
     one = fp8core.use_backend("one")
-    both_inside = threading.Barrier(2, timeout=10)
+    both_inside = threading.Barrier(2, timeout=60)
     seen: list[Policy] = []
 
     def work() -> None:

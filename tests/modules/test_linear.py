@@ -59,7 +59,7 @@ def forward(layer: Linear, x: torch.Tensor, name: str) -> torch.Tensor:
         return layer(x)
 
 
-@pytest.mark.parametrize("argument", REFUSED, ids=str)
+@pytest.mark.parametrize("argument", REFUSED, ids=lambda argument: "".join(argument))
 def test_an_argument_that_is_not_offered_is_refused_by_name(argument: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=rf"Linear\({next(iter(argument))}=.*not offered"):
         Linear(8, 8, **argument)

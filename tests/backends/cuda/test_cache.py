@@ -263,16 +263,24 @@ def test_a_library_that_is_there_needs_no_lock(
 
 
 def test_a_build_that_waits_for_another_says_so(
-    built: Path, capsys: pytest.CaptureFixture[str]
+    built: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built.unlink()
-    code = (
-        "import filelock, sys, time\n"
-        "with filelock.FileLock(sys.argv[1]):\n    print('held', flush=True)\n    time.sleep(1)"
+    code = (  # holds the lock until its input ends, or a minute if nobody ends it
+        "import filelock, signal, sys\n"
+        "with filelock.FileLock(sys.argv[1]):\n"
+        "    print('held', flush=True)\n    signal.alarm(60)\n    sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(built.parent / "lock")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True) as holder:
+        say = cache.say
+
+        def said(text: str) -> None:
+            say(text)
+            holder.stdin.close()
+
+        monkeypatch.setattr(cache, "say", said)
         assert holder.stdout.readline() == "held\n"
         build.build(("90a",))
     assert "another process builds" in capsys.readouterr().err
