@@ -53,7 +53,10 @@ nitpick_ignore_regex = [
         r"(torch|collections|pluggy|typing"
         r"|fp8core\.(modules\.inputs|monitoring\.record|tensors\.quantizer))\..*",
     ),
-    ("py:class", r"InitMethod|Filter|AmaxAlgorithm|ScalingAlgorithm|Rule"),
+    (
+        "py:class",
+        r"InitMethod|Filter|AmaxAlgorithm|ScalingAlgorithm|Rule|CachedKeys|(Non)?PagedKVCacheManager",
+    ),
 ]
 
 

@@ -54,8 +54,8 @@ class MultiheadAttention(torch.nn.Module):
         hidden_size: size of each input and output row.
         num_attention_heads: query heads.
         kv_channels: columns of one head; ``hidden_size / num_attention_heads`` if None.
-        attention_dropout, attn_mask_type, window_size, bottom_right_diagonal, softcap,
-            softmax_type, layer_number, qkv_format: as in :class:`fp8core.DotProductAttention`.
+        attention_dropout, layer_number, qkv_format: as in :class:`fp8core.DotProductAttention`.
+        attn_mask_type, window_size, bottom_right_diagonal, softcap, softmax_type: likewise.
         layernorm_epsilon: added to the variance of the norm of the input.
         init_method, output_layer_init_method: fill the weights of the first projections and of
             ``proj``; the default is normal with standard deviation 0.023.

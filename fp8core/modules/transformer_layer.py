@@ -59,8 +59,9 @@ class TransformerLayer(torch.nn.Module):
             is added to it once.
         layer_type: ``"encoder"``, or ``"decoder"``, which also attends to an encoder's output.
         drop_path_rate: probability with which a sample skips a block in training.
-        fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, qk_norm_type, qk_norm_eps,
-            qk_norm_before_rope: as in :class:`fp8core.MultiheadAttention`.
+        fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved: as in
+            :class:`fp8core.MultiheadAttention`.
+        qk_norm_type, qk_norm_eps, qk_norm_before_rope: likewise.
         bias: whether the linear layers have one.
         activation, activation_params: as in :class:`fp8core.LayerNormMLP`.
         normalization, zero_centered_gamma: of each norm, as in :class:`fp8core.LayerNormLinear`.
