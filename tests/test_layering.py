@@ -74,6 +74,7 @@ LONG_SIGNATURES = {
     "fp8core.modules.rotary.apply_fused_qkv_rotary_pos_emb": "Transformer Engine's order",
     "fp8core.modules.attention.DotProductAttention.__init__": "Transformer Engine's order",
     "fp8core.modules.attention.DotProductAttention.forward": "Transformer Engine's order",
+    "fp8core_backends.ascend.attention.attention_backward": "what the operation takes",
     "fp8core_backends.reference.attention.attention_backward": "what the operation takes",
     "fp8core.modules.multihead_attention.MultiheadAttention.__init__": "Transformer Engine's order",
     "fp8core.modules.multihead_attention.MultiheadAttention.forward": "Transformer Engine's order",

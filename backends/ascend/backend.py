@@ -11,6 +11,8 @@ from fp8core.backend_api import (
     ActivationBackwardDesc,
     ActivationDesc,
     Alignment,
+    AttentionBackwardDesc,
+    AttentionDesc,
     DequantizeDesc,
     GemmDesc,
     GroupedGemmDesc,
@@ -20,9 +22,11 @@ from fp8core.backend_api import (
     OpDesc,
     OperandSpec,
     QuantizeDesc,
+    RotaryDesc,
     bind_method,
 )
 from fp8core_backends.ascend import ops
+from fp8core_backends.ascend.attention import attention, attention_backward, refused_attention
 from fp8core_backends.ascend.gemm import gemm, grouped_gemm
 from fp8core_backends.ascend.kinds import Kind, kind_of, refusal, refused_product
 from fp8core_backends.ascend.layers import (
@@ -33,6 +37,7 @@ from fp8core_backends.ascend.layers import (
     norm_backward,
 )
 from fp8core_backends.ascend.quantize import dequantize, quantize
+from fp8core_backends.ascend.rotary import refused_rotary, rotary
 
 __all__ = ["AscendBackend"]
 
@@ -41,16 +46,20 @@ _SOURCE = "CANN's ops-nn: scale = amax * (1 / max) and x / scale, each rounded t
 
 
 class AscendBackend:
-    """FP8, HiFloat8 and MX on Ascend 950; RMSNorm, GELU and SwiGLU on every Ascend."""
+    """FP8, HiFloat8 and MX on Ascend 950; attention, rotary embedding, RMSNorm, GELU and SwiGLU
+    on every Ascend."""
 
     activation = staticmethod(activation)
     activation_backward = staticmethod(activation_backward)
+    attention = staticmethod(attention)
+    attention_backward = staticmethod(attention_backward)
     dequantize = staticmethod(dequantize)
     gemm = staticmethod(gemm)
     grouped_gemm = staticmethod(grouped_gemm)
     norm = staticmethod(norm)
     norm_backward = staticmethod(norm_backward)
     quantize = staticmethod(quantize)
+    rotary = staticmethod(rotary)
 
     def __init__(self) -> None:
         """Import torch_npu.
@@ -155,4 +164,9 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
     NormBackwardDesc: lambda desc: _check_norm(desc.norm),
     ActivationDesc: _check_activation,
     ActivationBackwardDesc: _check_activation,
+    RotaryDesc: refused_rotary,
+    AttentionDesc: refused_attention,
+    AttentionBackwardDesc: lambda desc: (
+        "no gradient of a bias" if desc.bias_grad else refused_attention(desc.attention)
+    ),
 }

@@ -14,20 +14,26 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from fp8core.errors import OperandError, UnsupportedError
 
 __all__ = [
+    "BAND",
     "BLOCK_GROUPS",
+    "CAUSAL_BOTTOM_RIGHT",
+    "CAUSAL_TOP_LEFT",
+    "FULL_MASK",
     "HIF8_TARGETS",
     "MX_GROUPS",
+    "NO_MASK",
     "QUANTIZABLE",
     "RESULTS",
     "SCALABLE",
     "SQUARE_GROUPS",
+    "AttentionMask",
     "BlockRows",
     "Groups",
     "QuantMode",
@@ -36,6 +42,8 @@ __all__ = [
     "decode",
     "device_name",
     "dynamic_quant",
+    "fusion_attention",
+    "fusion_attention_grad",
     "gelu",
     "gelu_backward",
     "load",
@@ -45,6 +53,8 @@ __all__ = [
     "quant_max",
     "rms_norm",
     "rms_norm_backward",
+    "rotary_mul",
+    "rotary_mul_backward",
     "swiglu",
     "swiglu_backward",
 ]
@@ -433,4 +443,159 @@ def gelu_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return the gradient of ``x``."""
     _check_rows("npu_gelu_backward", x, grad)
     grad_x: torch.Tensor = load().npu_gelu_backward(grad, x, approximate="tanh")
+    return grad_x
+
+
+# --- attention ---
+
+NO_MASK, FULL_MASK, CAUSAL_TOP_LEFT, CAUSAL_BOTTOM_RIGHT, BAND = 0, 1, 2, 3, 4
+"""What ``sparse_mode`` says of a mask: none; bool ``[b, heads, s_q, s_kv]``, True excludes; for the
+others bool ``[2048, 2048]``, True above the diagonal. A band counts from the lower right corner."""
+
+
+class AttentionMask(Protocol):
+    """Which keys a query looks at: the mode, its mask, and how many keys ``before`` and ``after``
+    the query's own are in a band."""
+
+    @property
+    def mode(self) -> int:
+        """One of the modes above."""
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """The mask of the mode."""
+
+    @property
+    def before(self) -> int:
+        """Keys before the query's own."""
+
+    @property
+    def after(self) -> int:
+        """Keys after the query's own."""
+
+
+def _check_attention(
+    operator: str, tensors: tuple[torch.Tensor, ...], layout: str, mask: AttentionMask
+) -> None:
+    _check_rows(operator, *tensors)
+    dims = {"SBH": 3, "BSND": 4}
+    _require(layout in dims, operator, f"layout {layout!r}, expected one of {[*dims]}")
+    for x in tensors:
+        shape = f"{list(x.shape)} in {layout}"
+        _require(x.dim() == dims[layout], operator, shape)
+        _require(x.dtype in QUANTIZABLE, operator, f"{x.dtype}, expected bfloat16 or float16")
+    if mask.mode == NO_MASK:
+        _require(mask.mask is None, operator, "a mask, but sparse_mode 0")
+        return
+    is_bool = mask.mask is not None and mask.mask.dtype == torch.bool
+    _require(is_bool, operator, "sparse_mode without a bool mask")
+    if mask.mode != FULL_MASK and mask.mask is not None:
+        compressed = f"a mask {list(mask.mask.shape)}, expected [2048, 2048]"
+        _require(tuple(mask.mask.shape) == (2048, 2048), operator, compressed)
+
+
+def fusion_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    heads: int,
+    layout: str,
+    scale: float,
+    mask: AttentionMask,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the output, and the maximum and the sum of each query's exponentials, float32
+    ``[b, heads, s, 8]`` of equal entries. ``layout`` is ``SBH`` or ``BSND``."""
+    _check_attention("npu_fusion_attention", (q, k, v), layout, mask)
+    result = load().npu_fusion_attention(
+        q,
+        k,
+        v,
+        heads,
+        layout,
+        pse=None,
+        padding_mask=None,
+        atten_mask=mask.mask,
+        scale=scale,
+        keep_prob=1.0,
+        pre_tockens=mask.before,
+        next_tockens=mask.after,
+        inner_precise=0,
+        prefix=None,
+        actual_seq_qlen=None,
+        actual_seq_kvlen=None,
+        sparse_mode=mask.mode,
+        gen_mask_parallel=True,
+        sync=False,
+    )
+    out, largest, total = result[:3]
+    return out, largest, total
+
+
+def fusion_attention_grad(
+    grad: torch.Tensor,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    softmax: tuple[torch.Tensor, torch.Tensor],
+    *,
+    heads: int,
+    layout: str,
+    scale: float,
+    mask: AttentionMask,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v; ``softmax`` are the maximum and the sum of forward."""
+    operator = "npu_fusion_attention_grad"
+    _check_attention(operator, (*qkv, grad, out), layout, mask)
+    for statistic in softmax:
+        shape = tuple(statistic.shape)
+        _check_scale(operator, "a statistic of the softmax", statistic, (*shape[:-1], 8))
+    result = load().npu_fusion_attention_grad(
+        *qkv,
+        grad,
+        heads,
+        layout,
+        pse=None,
+        padding_mask=None,
+        atten_mask=mask.mask,
+        softmax_max=softmax[0],
+        softmax_sum=softmax[1],
+        softmax_in=None,
+        attention_in=out,
+        scale_value=scale,
+        keep_prob=1.0,
+        pre_tockens=mask.before,
+        next_tockens=mask.after,
+        inner_precise=0,
+        seed=0,
+        offset=0,
+        numels=0,
+        prefix=None,
+        actual_seq_qlen=None,
+        actual_seq_kvlen=None,
+        sparse_mode=mask.mode,
+        gen_mask_parallel=True,
+        sync=False,
+    )
+    grad_q, grad_k, grad_v = result[:3]
+    return grad_q, grad_k, grad_v
+
+
+def rotary_mul(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool
+) -> torch.Tensor:
+    """Return ``x * cos + turned(x) * sin``; ``cos`` and ``sin`` have 1 where ``x`` has heads."""
+    _check_rows("npu_rotary_mul", x, cos, sin)
+    y: torch.Tensor = load().npu_rotary_mul(
+        x, cos, sin, rotary_mode="interleave" if interleaved else "half", rotate=None
+    )
+    return y
+
+
+def rotary_mul_backward(
+    grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool
+) -> torch.Tensor:
+    """Return the transposed map of :func:`rotary_mul`."""
+    _check_rows("npu_rotary_mul_backward", grad, cos, sin)
+    mode = "interleave" if interleaved else "half"
+    grad_x: torch.Tensor = load().npu_rotary_mul_backward(grad, grad, cos, sin, rotary_mode=mode)[0]
     return grad_x

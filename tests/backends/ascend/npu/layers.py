@@ -27,16 +27,29 @@ RECIPES: Mapping[str, recipe.Recipe | None] = {
 }
 SPLITS = [64, 0, 96]
 
-LAYERS: Mapping[str, Callable[[], torch.nn.Module]] = {
-    "linear": lambda: te.Linear(FEATURES, 416, params_dtype=torch.bfloat16, device="cpu"),
-    "layernorm_linear": lambda: te.LayerNormLinear(
-        FEATURES, 416, normalization="RMSNorm", params_dtype=torch.bfloat16, device="cpu"
+LAYERS: Mapping[str, Callable[[str], torch.nn.Module]] = {
+    "linear": lambda device: te.Linear(FEATURES, 416, params_dtype=torch.bfloat16, device=device),
+    "layernorm_linear": lambda device: te.LayerNormLinear(
+        FEATURES, 416, normalization="RMSNorm", params_dtype=torch.bfloat16, device=device
     ),
-    "layernorm_mlp": lambda: te.LayerNormMLP(
-        FEATURES, 256, activation="swiglu", params_dtype=torch.bfloat16, device="cpu"
+    "layernorm_mlp": lambda device: te.LayerNormMLP(
+        FEATURES, 256, activation="swiglu", params_dtype=torch.bfloat16, device=device
     ),
-    "grouped_linear": lambda: te.GroupedLinear(
-        3, FEATURES, 416, params_dtype=torch.bfloat16, device="cpu"
+    "transformer_layer": lambda device: te.TransformerLayer(
+        FEATURES,
+        512,
+        4,
+        num_gqa_groups=2,
+        normalization="RMSNorm",
+        activation="swiglu",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias=False,
+        params_dtype=torch.bfloat16,
+        device=device,
+    ),
+    "grouped_linear": lambda device: te.GroupedLinear(
+        3, FEATURES, 416, params_dtype=torch.bfloat16, device=device
     ),
 }
 
@@ -50,8 +63,10 @@ class Run(NamedTuple):
 def run(layer: str, chosen: recipe.Recipe | None, device: str, steps: int = 2) -> Run:
     """Run forward and backward ``steps`` times, and return the results of the last."""
     torch.manual_seed(0)
-    module = LAYERS[layer]().to(device)
+    module = LAYERS[layer]("cpu").to(device)
     x = torch.randn(ROWS, FEATURES).bfloat16()
+    if layer == "transformer_layer":
+        x = x.reshape(ROWS // 4, 4, FEATURES)  # [s, b, h]
     arguments = (SPLITS,) if layer == "grouped_linear" else ()
     for _ in range(steps):  # delayed scales are 1 in the first
         module.zero_grad()

@@ -12,7 +12,7 @@ import torch
 
 __all__ = ["CALLS", "Call", "Described", "formula", "install"]
 
-MAX_DIMS, MAX_ARGUMENTS = 12, 40  # as in operators.c
+MAX_DIMS, MAX_ARGUMENTS = 12, 48  # as in operators.c
 FAILED = 561103
 
 

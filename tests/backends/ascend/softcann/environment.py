@@ -6,6 +6,7 @@ torch loads torch_npu into every process that finds it, and without CANN that en
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -30,6 +31,9 @@ class Unavailable(Exception):
 
 def why_not() -> str | None:
     """Return why this interpreter cannot run torch_npu, or None."""
+    missing = [tool for tool in ("gcc", "nm") if shutil.which(tool) is None]
+    if missing:
+        return f"no {' and no '.join(missing)} to compile stand-ins with"
     version = torch.__version__.split("+")[0]
     if version != TORCH:
         return f"torch_npu {VERSION} needs torch {TORCH}, this is {version}"

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MAX_DIMS = 12, MAX_ARGUMENTS = 40, NO_CALLBACK = 561103 };
+enum { MAX_DIMS = 12, MAX_ARGUMENTS = 48, NO_CALLBACK = 561103 };
 
 typedef struct {
     int64_t num_dims, dims[MAX_DIMS], strides[MAX_DIMS], offset, dtype, format;
