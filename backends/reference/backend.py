@@ -13,7 +13,7 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api import (
-    ROTARY_LAYOUTS,
+    ATTENTION_LAYOUTS,
     ActivationBackwardDesc,
     ActivationDesc,
     Alignment,
@@ -185,7 +185,7 @@ def _check_column_sums(desc: ColumnSumsDesc) -> str | None:
 def _check_rotary(desc: RotaryDesc) -> str | None:
     if desc.dtype not in (*FLOATS, torch.float64):
         return f"no rotary embedding of {desc.dtype}"
-    return None if desc.layout in ROTARY_LAYOUTS else f"no layout {desc.layout!r}"
+    return None if desc.layout in ATTENTION_LAYOUTS else f"no layout {desc.layout!r}"
 
 
 _CHECKS: dict[type, Callable[[Any], str | None]] = {

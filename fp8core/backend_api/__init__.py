@@ -78,7 +78,7 @@ from fp8core.backend_api.optional import (
     QuantizesChunkedAndSums,
     QuantizesPairs,
 )
-from fp8core.backend_api.rotary import ROTARY_LAYOUTS, RotaryDesc
+from fp8core.backend_api.rotary import RotaryDesc
 from fp8core.backend_api.spec import API_VERSION, BackendSpec
 from fp8core.backend_api.transforms import TRANSFORMS, hadamard16
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
@@ -94,7 +94,6 @@ __all__ = [
     "GROUP_STEP",
     "OPS",
     "OPTIONAL_OPS",
-    "ROTARY_LAYOUTS",
     "TRANSFORMS",
     "ActivationBackwardDesc",
     "ActivationDesc",

@@ -9,20 +9,17 @@ import torch
 
 from fp8core.backend_api.descriptor_text import dtype_text, text
 
-__all__ = ["ROTARY_LAYOUTS", "RotaryDesc"]
-
-ROTARY_LAYOUTS = ("sbhd", "bshd", "thd")
-"""Dimensions: s sequence, b batch, h heads, d head size; t the tokens of all sequences."""
+__all__ = ["RotaryDesc"]
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryDesc:
     """``rotary(x, freqs, *, start_positions=None, cu_seqlens=None) -> y``.
 
-    ``x [s, b, h, d]`` in ``layout`` (``"sbhd"``; batch first in ``"bshd"``; ``[t, h, d]`` in
-    ``"thd"``) and ``dtype``; ``y`` likewise, contiguous. ``freqs`` is float32 ``[positions, 1, 1,
-    r]``, angles in radians, r even and at most d. Computed in float32 (float64 from float64),
-    rounded once. The elements ``i`` and ``j`` of a pair, at position ``p``, become::
+    ``x [s, b, h, d]`` in ``dtype`` and a ``layout`` of attention (``"sbhd"``; batch first in
+    ``"bshd"``; ``[t, h, d]`` in ``"thd"``); ``y`` likewise, contiguous. ``freqs`` is float32
+    ``[positions, 1, 1, r]``, angles in radians, r even and at most d. Computed in float32 (float64
+    from float64), rounded once. The elements ``i`` and ``j`` of a pair, at position ``p``, become::
 
         y[i] = x[i] * cos(freqs[p, i]) - x[j] * sin(freqs[p, i])
         y[j] = x[j] * cos(freqs[p, j]) + x[i] * sin(freqs[p, j])

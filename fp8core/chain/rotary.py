@@ -21,7 +21,7 @@ __all__ = ["RotaryLink", "RotaryShape"]
 @dataclass(frozen=True, slots=True)
 class RotaryShape(LinkShape):
     """Rotates heads. The rows are tokens in the order of ``layout``, one of
-    :data:`fp8core.backend_api.ROTARY_LAYOUTS`; ``interleaved`` is as in :class:`RotaryDesc`."""
+    :data:`fp8core.backend_api.ATTENTION_LAYOUTS`; ``interleaved`` is as in :class:`RotaryDesc`."""
 
     layout: str
     interleaved: bool = False

@@ -14,7 +14,7 @@ import torch
 
 from fp8core.backend_api import (
     ACTIVATIONS,
-    ROTARY_LAYOUTS,
+    ATTENTION_LAYOUTS,
     AmaxDesc,
     ColumnSumsDesc,
     DequantizeDesc,
@@ -145,7 +145,7 @@ def _sum_needs(plan: LinearPlan, dtype: torch.dtype) -> Iterator[Need]:
 
 def _rotary_needs(dtype: torch.dtype) -> Iterator[Need]:
     """Yield the rotation of queries and keys in each layout, and its gradient."""
-    for layout in ROTARY_LAYOUTS:
+    for layout in ATTENTION_LAYOUTS:
         for (_, step), desc in record([RotaryShape(layout)], HIGH_PRECISION, dtype):
             yield Need(f"{layout} {step}", desc)
 

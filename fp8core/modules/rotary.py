@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8core.backend_api import ROTARY_LAYOUTS
+from fp8core.backend_api import ATTENTION_LAYOUTS
 from fp8core.chain.call import Call
 from fp8core.chain.rotary import RotaryShape
 from fp8core.chain.unwrap import made_readable, unwrap
@@ -286,11 +286,11 @@ def _rotary(tensor_format: str, interleaved: bool) -> Rotary:
 
 
 def _known_format(owner: str, tensor_format: str) -> str:
-    if tensor_format in ROTARY_LAYOUTS:
+    if tensor_format in ATTENTION_LAYOUTS:
         return tensor_format
     raise OperandError(
-        f"{owner}(tensor_format={tensor_format!r}): expected one of {', '.join(ROTARY_LAYOUTS)}."
-        f"{did_you_mean(str(tensor_format), ROTARY_LAYOUTS)}"
+        f"{owner}(tensor_format={tensor_format!r}): expected one of {', '.join(ATTENTION_LAYOUTS)}."
+        f"{did_you_mean(str(tensor_format), ATTENTION_LAYOUTS)}"
     )
 
 
@@ -417,6 +417,6 @@ def _integers(label: str, name: str, given: torch.Tensor, t: torch.Tensor) -> to
 
 _LAYERS = {
     (layout, interleaved): Rotary(layout, interleaved, "apply_rotary_pos_emb")
-    for layout in ROTARY_LAYOUTS
+    for layout in ATTENTION_LAYOUTS
     for interleaved in (False, True)
 }

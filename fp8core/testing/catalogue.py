@@ -13,7 +13,7 @@ import torch
 from fp8core import recipe
 from fp8core.backend_api import (
     ACTIVATIONS,
-    ROTARY_LAYOUTS,
+    ATTENTION_LAYOUTS,
     ActivationBackwardDesc,
     ActivationDesc,
     AddNormDesc,
@@ -139,7 +139,7 @@ def _of_dtype(
         update = update_desc(dense.delayed)
         if update is not None:
             yield CatalogueEntry(f"delayed.{update.algorithm}", update)
-    for layout, interleaved in itertools.product(ROTARY_LAYOUTS, (False, True)):
+    for layout, interleaved in itertools.product(ATTENTION_LAYOUTS, (False, True)):
         yield from _entries("plain", [RotaryShape(layout, interleaved)], LinearPlan(), dtype)
     yield from _linears("plain", LinearPlan(), dtype)
     yield from _groups("plain.grouped", LinearPlan(), dtype)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama as llama
 
-from fp8core.backend_api import ROTARY_LAYOUTS, RotaryDesc
+from fp8core.backend_api import ATTENTION_LAYOUTS, RotaryDesc
 from fp8core_backends.reference.backend import ReferenceBackend
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def test_layouts_are_the_same_numbers_in_another_order() -> None:
     x, freqs = torch.randn(5, 2, 3, 8), table(angles(9, 4), interleaved=False)
     starts = torch.tensor([0, 4], dtype=torch.int32)
     cu_seqlens = torch.tensor([0, 5, 10], dtype=torch.int32)
-    sbhd, bshd, thd = (RotaryDesc(torch.float32, layout) for layout in ROTARY_LAYOUTS)
+    sbhd, bshd, thd = (RotaryDesc(torch.float32, layout) for layout in ATTENTION_LAYOUTS)
     y = rotary(sbhd, x, freqs, start_positions=starts)
     batch_first = x.transpose(0, 1)
     assert torch.equal(rotary(bshd, batch_first, freqs, start_positions=starts), y.transpose(0, 1))
