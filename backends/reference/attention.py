@@ -10,13 +10,21 @@ from typing import NamedTuple
 
 import torch
 
-from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc
+from fp8core.backend_api import (
+    AttentionBackwardDesc,
+    AttentionDesc,
+    DequantizeDesc,
+    Operand,
+    OperandSpec,
+    QuantizeDesc,
+)
 from fp8core_backends.reference.attention_sequences import (
     Sequences,
     distance,
     excluded,
     sequences_of,
 )
+from fp8core_backends.reference.quantize import dequantize, quantize
 
 __all__ = ["attention", "attention_backward"]
 
@@ -53,8 +61,11 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
     rng: torch.Tensor | None = None,
+    s_scale: torch.Tensor | None = None,
+    s_amax_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return ``(out, stats, max_logit or None)``; see the backend API."""
+    q, k, v = (_values(desc.qkv, x) for x in (q, k, v))
     sequences = sequences_of(
         desc,
         (q, k),
@@ -68,6 +79,8 @@ def attention(
     softmax = _softmax(logits, _sink(desc, softmax_offset, logits))
     stats = sequences.without_padding(softmax.stats)
     weights = _drop(desc, softmax.weights, rng)
+    if desc.s is not None:
+        weights = _rounded(desc.s, weights, s_scale, s_amax_out)
     out = sequences.queries.in_layout((weights @ values).to(desc.dtype), desc.layout)
     max_logit = _largest(logits) if desc.max_logit else None
     return out, sequences.statistics(stats), max_logit
@@ -93,6 +106,9 @@ def attention_backward(
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
     rng: torch.Tensor | None = None,
+    s_scale: torch.Tensor | None = None,
+    dp_scale: torch.Tensor | None = None,
+    dp_amax_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return ``(grad_q, grad_k, grad_v, grad_bias or None, grad_softmax_offset or None)``; see the
     backend API.
@@ -101,6 +117,8 @@ def attention_backward(
     a logit is ``p * (g - sum over the row of p * g)``.
     """
     forward = desc.attention
+    q, k, v = (_values(forward.qkv, x) for x in (q, k, v))
+    grad_out = _values(desc.grad_output, grad_out)
     sequences = sequences_of(
         forward,
         (q, k),
@@ -114,10 +132,15 @@ def attention_backward(
     logits = _logits(forward, sequences, queries, keys, **given)
     log_sums = sequences.dense_statistics(stats)
     weights = torch.exp(logits.values - _finite(log_sums)[..., None])
-    grad_values = _drop(forward, weights, rng).mT @ grad
+    kept = _drop(forward, weights, rng)
+    if forward.s is not None:
+        kept = _rounded(forward.s, kept, s_scale, None)
+    grad_values = kept.mT @ grad
     grad_weights = _drop(forward, grad @ values.mT, rng)
     row_sums = (weights * grad_weights).sum(-1)
     grad_logits = weights * (grad_weights - row_sums[..., None])
+    if desc.dp is not None:
+        grad_logits = _rounded(desc.dp, grad_logits, dp_scale, dp_amax_out)
     grad_scaled, grad_products = _grad_products(forward, grad_logits, logits.capped)
 
     def shared(x: torch.Tensor) -> torch.Tensor:
@@ -139,6 +162,30 @@ def attention_backward(
         of_sink = -sink * row_sums
         grad_offset = of_sink.masked_fill(log_sums == -torch.inf, 0).sum((0, 2))
     return grad_q, shared(grad_products.mT @ queries), shared(grad_values), grad_bias, grad_offset
+
+
+def _values(spec: OperandSpec | None, x: torch.Tensor | Operand) -> torch.Tensor:
+    """Return the values of a tensor that may be quantized, in its shape."""
+    if isinstance(x, torch.Tensor):
+        return x
+    assert spec is not None
+    flat = x._replace(data=x.data.flatten(0, -2))
+    return dequantize(DequantizeDesc(spec), flat).view(x.data.shape)
+
+
+def _rounded(
+    spec: OperandSpec,
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    amax_out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return ``x`` quantized, recording its amax, and dequantized."""
+    desc = QuantizeDesc(torch.float32, spec, None)
+    flat = x.flatten(0, -2)
+    given = {"scale": scale, "amax_out": amax_out} if spec.delayed else {}
+    operand = quantize(desc, flat, **given).rowwise
+    assert operand is not None
+    return dequantize(DequantizeDesc(spec), operand).view(x.shape)
 
 
 def _operands(

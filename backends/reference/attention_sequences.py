@@ -199,6 +199,12 @@ def contradiction(desc: AttentionDesc) -> str | None:
         return "dropout is at least 0 and below 1, softcap at least 0"
     if desc.layout == "thd" and not desc.padding:
         return "thd without padding: its sequences have lengths"
+    if (desc.qkv is None) != (desc.s is None):
+        return "q, k and v are quantized, and the weights are not, or the other way round"
+    if any(spec is not None and spec.block != (0, 0) for spec in (desc.qkv, desc.s)):
+        return "q, k, v and the weights have one scale each"
+    if desc.s is not None and not desc.s.delayed:
+        return "the scale of the weights is handed in: its spec is delayed"
     if desc.arbitrary and (desc.padding or desc.window != (-1, -1)):
         return "an arbitrary mask excludes padding and window: it says all of them itself"
     return None

@@ -174,7 +174,17 @@ def _check_activation(desc: ActivationDesc | ActivationBackwardDesc) -> str | No
 
 
 def _check_attention(desc: AttentionDesc) -> str | None:
-    return _check_float(desc.dtype, torch.float64) or contradiction(desc)
+    wide = () if desc.low_precision else (torch.float64,)
+    specs = map(_check_spec, (desc.qkv, desc.s))
+    return _check_float(desc.dtype, *wide) or contradiction(desc) or next(filter(None, specs), None)
+
+
+def _check_attention_backward(desc: AttentionBackwardDesc) -> str | None:
+    quantized = [spec is not None for spec in (desc.attention.qkv, desc.grad_output, desc.dp)]
+    if len(set(quantized)) > 1:
+        return "either all of q, k, v, the gradient and those of the logits are quantized, or none"
+    specs = map(_check_spec, (desc.grad_output, desc.dp))
+    return _check_attention(desc.attention) or next(filter(None, specs), None)
 
 
 def _check_column_sums(desc: ColumnSumsDesc) -> str | None:
@@ -199,7 +209,7 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
     ActivationBackwardDesc: _check_activation,
     AmaxDesc: _check_amax,
     AttentionDesc: _check_attention,
-    AttentionBackwardDesc: lambda desc: _check_attention(desc.attention),
+    AttentionBackwardDesc: _check_attention_backward,
     ColumnSumsDesc: _check_column_sums,
     QuantizeByAmaxDesc: _check_quantize_by_amax,
     RotaryDesc: _check_rotary,

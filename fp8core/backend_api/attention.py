@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from fp8core.backend_api.descriptor_text import dtype_text, text
+from fp8core.backend_api.operand_spec import OperandSpec
 
 __all__ = [
     "ATTENTION_BIASES",
@@ -28,7 +29,8 @@ ATTENTION_SOFTMAXES = ("vanilla", "off-by-one", "learnable")
 class AttentionDesc:
     """``attention(q, k, v, *, bias=None, alibi_slopes=None, mask=None, softmax_offset=None,
     cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
-    max_seqlen_q=None, max_seqlen_kv=None, rng=None) -> (out, stats, max_logit)``.
+    max_seqlen_q=None, max_seqlen_kv=None, rng=None, s_scale=None, s_amax_out=None) -> (out, stats,
+    max_logit)``.
 
     Computed in float32 from ``dtype`` (float64 from float64), for query i and key j of a sequence::
 
@@ -47,6 +49,12 @@ class AttentionDesc:
     and -inf in ``stats``; its gradient is zero, and it adds nothing to other gradients. With a sink
     (``softmax`` other than vanilla) the statistics of such a query hold the sink alone where the
     query is within its sequence. Values behind the end of a sequence have no effect, NaN included.
+
+    In low precision, with a spec ``qkv``, q, k and v are an :class:`~fp8core.backend_api.Operand`
+    each: ``data`` in the layout, and a scale for the whole tensor. The weights, after dropout, are
+    quantized by the spec ``s`` before they are multiplied with the values: by ``s_scale``, float32
+    ``[1]``, a multiplier. ``s_amax_out``, float32 ``[1]``, becomes the maximum of itself and of the
+    weights' amax; None records nothing. The sum that divides the exponentials is of unrounded ones.
 
     Every keyword is given for the descriptors that need it alone.
 
@@ -73,10 +81,11 @@ class AttentionDesc:
             ``1 / (1 - dropout)``; ``rng`` is int64 ``[2]`` on the CPU, seed and offset: the same
             values drop the same weights, in backward too.
         max_logit: whether ``max_logit`` is returned.
+        qkv, s: how queries, keys and values are quantized, and how the weights are; tensorwise, and
+            ``s`` delayed. None in high precision.
     """
 
     op: ClassVar[str] = "attention"
-    low_precision: ClassVar[bool] = False
     dtype: torch.dtype
     layout: str
     heads: int
@@ -93,6 +102,13 @@ class AttentionDesc:
     softmax: str = "vanilla"
     dropout: float = 0.0
     max_logit: bool = False
+    qkv: OperandSpec | None = None
+    s: OperandSpec | None = None
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether queries, keys and values are quantized."""
+        return self.qkv is not None
 
     def __str__(self) -> str:
         heads, sizes = f"{self.heads} heads", f"d={self.head_dim}"
@@ -108,19 +124,30 @@ class AttentionDesc:
 class AttentionBackwardDesc:
     """``attention_backward(grad_out, q, k, v, out, stats, *, bias=None, alibi_slopes=None,
     mask=None, softmax_offset=None, cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
-    cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, rng=None) -> (grad_q, grad_k,
-    grad_v, grad_bias, grad_softmax_offset)``.
+    cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, rng=None, s_scale=None,
+    dp_scale=None, dp_amax_out=None) -> (grad_q, grad_k, grad_v, grad_bias, grad_softmax_offset)``.
 
     ``out`` and ``stats`` are forward's, the keywords those of forward. The first three gradients
     are in ``attention.dtype``, contiguous in the layout; ``grad_bias`` has shape and dtype of
     ``bias``, summed in float32, None unless ``bias_grad`` asks for it; ``grad_softmax_offset``
     float32 ``[heads]`` (float64 from float64), None unless the offset is learned.
+
+    In low precision q, k, v and ``grad_out`` are operands, as in forward, and the weights are
+    rounded by ``s_scale``, that of forward. The gradients of the logits are quantized by the spec
+    ``dp`` before they are multiplied with queries and keys: by ``dp_scale``, recording
+    ``dp_amax_out``, if it is delayed; else by a scale that follows from their amax.
     """
 
     op: ClassVar[str] = "attention_backward"
-    low_precision: ClassVar[bool] = False
     attention: AttentionDesc
     bias_grad: bool = False
+    grad_output: OperandSpec | None = None
+    dp: OperandSpec | None = None
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether the tensors that it multiplies are quantized."""
+        return self.attention.low_precision
 
     def __str__(self) -> str:
         return text(self, str(self.attention))

@@ -5,18 +5,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc
+from fp8core.backend_api import (
+    AttentionBackwardDesc,
+    AttentionDesc,
+    DequantizeDesc,
+    Operand,
+    OperandSpec,
+)
 from fp8core.chain.call import Call
 from fp8core.chain.link_defaults import LinkDefaults
-from fp8core.chain.once import OnlyOnce
+from fp8core.chain.once import OnlyOnce, in_low_precision
 from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved, TensorProgram
 from fp8core.chain.shape import BindContext, CallInputs, LinkShape
 from fp8core.dispatch.table import Resolved
 from fp8core.errors import UnsupportedError
+from fp8core.recipe.plan import AttentionPlan, Plan
+from fp8core.tensors.quantizer import Quantizer, Slot, bind_quantizer
+from fp8core.tensors.scaling import DelayedState, update_after_backward
 
 __all__ = ["AttentionLink", "AttentionShape", "AttentionTensors"]
 
@@ -47,11 +56,13 @@ class AttentionTensors(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class AttentionShape(LinkShape):
     """What attention computes; the fields are those of :class:`~fp8core.backend_api.AttentionDesc`,
-    whose groups are ``gqa_groups`` here: the rows of a call have no groups.
+    whose groups are ``gqa_groups`` here: the rows of a call have no groups. With ``bf16_backward``
+    backward quantizes nothing, whatever the recipe says.
 
     Its parameters are ``(k, v)``, then the bias and the learned offset of the softmax, if any.
     """
 
+    plan_type: ClassVar[type[Plan]] = AttentionPlan
     layout: str
     heads: int
     gqa_groups: int
@@ -67,6 +78,7 @@ class AttentionShape(LinkShape):
     softmax: str = "vanilla"
     dropout: float = 0.0
     max_logit: bool = False
+    bf16_backward: bool = False
 
     @property
     def has_bias(self) -> bool:
@@ -99,6 +111,7 @@ class AttentionShape(LinkShape):
     def desc(self, dtype: torch.dtype) -> AttentionDesc:
         """Return the descriptor for activations of ``dtype``."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del values["bf16_backward"]
         return AttentionDesc(dtype, groups=values.pop("gqa_groups"), **values)
 
     def example(self, x: torch.Tensor) -> CallInputs:
@@ -123,25 +136,109 @@ class AttentionShape(LinkShape):
         return CallInputs(params, tensors, (rows, rows) if self.layout == "thd" else tokens)
 
     def bind(self, context: BindContext) -> AttentionLink:
-        """Return the link."""
+        """Return the link; while amaxes are only observed it computes in high precision."""
         desc = self.desc(context.dtype)
-        forward, backward = _bound_pair(context, desc, AttentionBackwardDesc(desc))
-        bias_backward = backward
-        if self.has_bias:
-            with_bias = AttentionBackwardDesc(desc, bias_grad=True)
-            bias_backward = _backward_of(context, with_bias, forward)
-        return AttentionLink(
-            self,
-            forward.run,
-            backward.run,
-            bias_backward.run,
-            self.num_params,
-            needs_rng=self.dropout > 0,
-            only_once=_only_once(self, context.owner),
-        )
+        plan = context.attention
+        if plan is None or plan.is_high_precision:
+            return _bound(self, context, desc, AttentionBackwardDesc(desc))
+        if not context.binding.is_observing:
+            return _bound_low_precision(self, context, plan)
+        link = _bound(self, context, desc, AttentionBackwardDesc(desc))
+        return dataclasses.replace(link, run=_observed(link.run, _casts(context, plan, "qkv")))
 
 
 _STEP, _BACKWARD_STEP = "attention", "attention backward"
+
+
+def _bound(
+    shape: AttentionShape,
+    context: BindContext,
+    desc: AttentionDesc,
+    backward_desc: AttentionBackwardDesc,
+) -> AttentionLink:
+    """Return the link that runs these operations."""
+    forward, backward = _bound_pair(context, desc, backward_desc)
+    bias_backward = backward
+    if shape.has_bias:
+        with_bias = dataclasses.replace(backward_desc, bias_grad=True)
+        bias_backward = _backward_of(context, with_bias, forward)
+    return AttentionLink(
+        shape,
+        forward.run,
+        backward.run,
+        bias_backward.run,
+        shape.num_params,
+        needs_rng=shape.dropout > 0,
+        only_once=_only_once(shape, context.owner),
+    )
+
+
+def _bound_low_precision(
+    shape: AttentionShape, context: BindContext, plan: AttentionPlan
+) -> LowPrecisionAttentionLink:
+    """Return the link that quantizes as ``plan`` says."""
+    high = shape.desc(context.dtype)
+    assert plan.qkv is not None
+    assert plan.s is not None
+    weights = OperandSpec(plan.s.format, plan.s.block, plan.s.target, delayed=True)
+    desc = dataclasses.replace(high, qkv=plan.qkv, s=weights)
+    is_quantized = plan.grad_output is not None and not shape.bf16_backward
+    backward_desc = (
+        AttentionBackwardDesc(desc, grad_output=plan.grad_output, dp=plan.dp)
+        if is_quantized
+        else AttentionBackwardDesc(high)
+    )
+    states = context.states
+    link = _bound(shape, context, desc, backward_desc)
+    s_slot = states.slot("s") if plan.s.delayed and states is not None else None
+    dp_slot, gradient_state = None, None
+    if is_quantized and plan.delayed is not None and states is not None:
+        dp_slot, gradient_state = states.slot("dp"), states.backward
+    return LowPrecisionAttentionLink(
+        shape,
+        link.run,
+        link.run_backward,
+        link.run_bias_backward,
+        link.num_params,
+        link.needs_rng,
+        only_once=in_low_precision(context.owner),
+        casts=_casts(context, plan, ("q", "k", "v", *(("grad_output",) if is_quantized else ()))),
+        dequantize=context.resolve("dequantize", DequantizeDesc(plan.qkv, context.dtype)).run,
+        s_slot=s_slot,
+        s_scale=plan.s.target * (1 - shape.dropout),
+        dp_slot=dp_slot,
+        gradient_state=gradient_state,
+    )
+
+
+def _casts(
+    context: BindContext, plan: AttentionPlan, names: Sequence[str]
+) -> Mapping[str, Quantizer]:
+    """Return the quantizers of the tensors called ``names``."""
+    states = context.states
+    return {
+        name: bind_quantizer(
+            plan.tensors[name],
+            context.dtype,
+            context.binding,
+            purpose=context.purpose(name),
+            slot=states.slot(name) if states is not None and plan.delayed is not None else None,
+            nonfinite=context.nonfinite,
+            propagates=plan.nonfinite == "propagate",
+        )
+        for name in names
+    }
+
+
+def _observed(run: Callable[..., Any], casts: Mapping[str, Quantizer]) -> Callable[..., Any]:
+    """Return ``run`` of queries, keys and values whose amaxes are recorded before."""
+
+    def observe(*qkv: torch.Tensor, **keywords: Any) -> Any:
+        for quantizer, x in zip(casts.values(), qkv, strict=True):
+            quantizer(x.flatten(0, -2), columnwise=False)
+        return run(*qkv, **keywords)
+
+    return observe
 
 
 def _bound_pair(
@@ -262,33 +359,43 @@ class AttentionProgram(TensorProgram[AttentionLink]):
         self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Compute the gradients of the queries and of the parameters."""
-        link, shape, needs = self._link, self._link.shape, self._needs_grad
+        link, shape = self._link, self._link.shape
         x, *params, rows, stats = saved
         assert x is not None
         assert rows is not None
-        keywords = link.keywords(params, call)
-        needs_bias = shape.has_bias and needs[3]
-        run = link.run_bias_backward if needs_bias else link.run_backward
-        grad_q, grad_k, grad_v, grad_bias, grad_offset = run(
+        results = self._run_backward(
             self._in_layout(grad, shape.head_dim_v, call),
             self._in_layout(x, shape.head_dim, call),
             *params[:2],
             self._in_layout(rows, shape.head_dim_v, call),
             stats,
-            **keywords,
+            **link.keywords(params, call),
         )
+        return self._gradients(results, params, x.shape, out)
+
+    def _run_backward(self, *given: Any, **keywords: Any) -> Any:
+        """Run backward, with the gradient of the bias if it is needed."""
+        link = self._link
+        needs_bias = link.shape.has_bias and self._needs_grad[3]
+        return (link.run_bias_backward if needs_bias else link.run_backward)(*given, **keywords)
+
+    def _gradients(
+        self, results: Any, params: Params, size: torch.Size, out: Out = None
+    ) -> Backward:
+        """Return the gradient of the rows of queries, of ``size``, and of ``params``."""
+        shape, needs = self._link.shape, self._needs_grad
+        grad_q, grad_k, grad_v, grad_bias, grad_offset = results
         grads = [grad_k, grad_v]
         if shape.has_bias:
             grads.append(grad_bias)
         if shape.has_offset:
-            assert params[-1] is not None
             grads.append(grad_offset.to(params[-1].dtype))
         grad_params = [
             one if needed else None for one, needed in zip(grads, needs[1:], strict=True)
         ]
         if not needs[0]:
             return (None, *grad_params)
-        grad_x = grad_q.reshape(x.shape)
+        grad_x = grad_q.reshape(size)
         return (grad_x if out is None else out(grad_x), *grad_params)
 
     def _in_layout(self, rows: torch.Tensor, head_dim: int, call: Call) -> torch.Tensor:
@@ -322,3 +429,108 @@ class _DifferentiableAttentionProgram(AttentionProgram):
         y, stats, _ = link.run(q, *params[:2], **link.keywords(params, call))
         again = (x, *params, y.reshape(x.shape[0], y.shape[-2] * y.shape[-1]), stats)
         return AttentionProgram.backward(self, grad, again, context, call, out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowPrecisionAttentionLink(AttentionLink):
+    """Quantizes queries, keys and values, which backward reads as codes.
+
+    ``casts`` are by the names of the plan's tensors; with ``"grad_output"`` among them backward
+    computes in low precision, else in high precision from the dequantized tensors. ``s_slot`` and
+    ``dp_slot`` hold the delayed scales of the weights and of the gradients of logits; without them
+    the scale of the weights is ``s_scale``, and that of the gradients follows from them.
+    ``gradient_state`` is None without delayed scales in
+    backward.
+    """
+
+    casts: Mapping[str, Quantizer]
+    dequantize: Callable[..., torch.Tensor]
+    s_slot: Slot | None
+    s_scale: float
+    dp_slot: Slot | None
+    gradient_state: DelayedState | None
+
+    def in_torch(self, bind: Callable[[Any], Any]) -> AttentionLink:
+        """Rounding has no derivative, so torch's operators never take its place."""
+        raise AssertionError("only_once says why not")
+
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> AttentionProgram:
+        """Return the program; the sizes of the batch come with the call."""
+        return LowPrecisionAttentionProgram(self, needs_grad)
+
+
+class LowPrecisionAttentionProgram(AttentionProgram):
+    """Attends to quantized tensors; saves their codes and scales."""
+
+    __slots__ = ()
+
+    _link: LowPrecisionAttentionLink
+
+    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
+        """Return nothing: codes are saved."""
+        return ()
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Quantize, and compute the rows of the result from the codes."""
+        link = self._link
+        q = self._in_layout(x, link.shape.head_dim, call)
+        operands = [
+            _quantized(link.casts[name], one)
+            for name, one in zip("qkv", (q, *params[:2]), strict=True)
+        ]
+        slot, keywords = link.s_slot, dict(link.keywords(params, call))
+        if slot is None:
+            scale = x.new_full((1,), link.s_scale, dtype=torch.float32)
+        else:
+            scale = slot.scale.clone()  # of this forward, also after the autocast has ended
+            keywords["s_amax_out"] = slot.amax
+        y, stats, max_logit = link.run(*operands, **keywords, s_scale=scale)
+        max_logit_out = AttentionTensors(*call.tensors).max_logit_out
+        if max_logit_out is not None:
+            max_logit_out.copy_(max_logit)
+        rows = y.reshape(x.shape[0], link.shape.columns(0))
+        saved: Saved = ()
+        if True in self._needs_grad:
+            codes = [part for operand in operands for part in operand[:2]]
+            saved = (*codes, *params[2:], rows, stats, scale)
+        return rows if out is None else out(rows), saved, x.shape
+
+    def backward(
+        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Compute the gradients from the codes."""
+        *codes, rows, stats, scale = saved
+        operands, more = [Operand(*codes[at : at + 2]) for at in (0, 2, 4)], codes[6:]  # type: ignore[arg-type]  # present
+        link, shape = self._link, self._link.shape
+        cast = link.casts.get("grad_output")
+        if cast is None:
+            values = [_dequantized(link.dequantize, operand) for operand in operands]
+            plain = (values[0].reshape(context), *values[1:], *more, rows, stats)
+            return AttentionProgram.backward(self, grad, plain, None, call, out)
+        if link.gradient_state is not None:
+            update_after_backward(link.gradient_state, call.backward_pass)
+        assert rows is not None
+        params = (*operands[1:], *more)
+        keywords: dict[str, Any] = {**link.keywords(params, call), "s_scale": scale}
+        if link.dp_slot is not None:
+            keywords |= {"dp_scale": link.dp_slot.scale, "dp_amax_out": link.dp_slot.amax}
+        results = self._run_backward(
+            _quantized(cast, self._in_layout(grad, shape.head_dim_v, call)),
+            *operands,
+            self._in_layout(rows, shape.head_dim_v, call),
+            stats,
+            **keywords,
+        )
+        return self._gradients(results, params, context, out)
+
+
+def _quantized(quantizer: Quantizer, x: torch.Tensor) -> Operand:
+    """Return ``x [..., heads, d]`` quantized, with its codes in its shape."""
+    operand: Operand = quantizer(x.flatten(0, -2), columnwise=False).rowwise
+    return operand._replace(data=operand.data.reshape(x.shape))
+
+
+def _dequantized(run: Callable[..., torch.Tensor], operand: Operand) -> torch.Tensor:
+    """Return the values of an operand whose codes have any shape."""
+    shape = operand.data.shape
+    return run(operand._replace(data=operand.data.flatten(0, -2))).view(shape)

@@ -9,7 +9,7 @@ needs to know, and never which kind of shape it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 
@@ -17,7 +17,7 @@ from fp8core.backend_api import OpDesc
 from fp8core.chain.protocol import Consumer, Link
 from fp8core.dispatch.resolver import Purpose
 from fp8core.dispatch.table import Resolved
-from fp8core.recipe.plan import HIGH_PRECISION, LinearPlan, TensorPlan
+from fp8core.recipe.plan import HIGH_PRECISION, AttentionPlan, LinearPlan, Plan, TensorPlan
 from fp8core.tensors.quantizer import Binding
 from fp8core.tensors.states import LayerStates
 
@@ -40,6 +40,8 @@ class LinkShape:
     has no parameters, keeps the columns, and computes in the dtype of the activations."""
 
     __slots__ = ()
+    # The kind of plan by which its link computes.
+    plan_type: ClassVar[type[Plan]] = LinearPlan
 
     @property
     def num_params(self) -> int:
@@ -158,6 +160,7 @@ class BindContext(NamedTuple):
         position: the index of the shape in the chain.
         first_gemm: the number of GEMMs that the shapes before have in forward.
         before, after: the neighbours, None at an end of the chain.
+        attention: how the recipe quantizes the tensors of attention, None in other layers.
     """
 
     plan: LinearPlan
@@ -170,6 +173,16 @@ class BindContext(NamedTuple):
     first_gemm: int = 0
     before: Neighbour | None = None
     after: Neighbour | None = None
+    attention: AttentionPlan | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, binding: Binding, owner: str, *more: Any) -> BindContext:
+        """Return the context of a layer that computes by ``plan``, of whatever kind; ``more`` are
+        the fields that follow."""
+        if isinstance(plan, LinearPlan):
+            return cls(plan, binding, owner, *more)
+        context = cls(HIGH_PRECISION, binding, owner, *more)
+        return context._replace(attention=plan) if isinstance(plan, AttentionPlan) else context
 
     @property
     def gemm_plan(self) -> LinearPlan:

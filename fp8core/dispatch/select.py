@@ -24,6 +24,7 @@ __all__ = [
     "choose",
     "declined",
     "default_device",
+    "is_product",
     "selected_spec",
     "site_pick",
     "verdict",
@@ -83,7 +84,7 @@ def choose(
 
     Raises:
         UnsupportedError: no backend can run it; or only a substitute can, and it is a low-precision
-            GEMM or the mode is strict.
+            product or the mode is strict.
         RecipeError, PluginError: the backend that was asked for is unknown or broken.
     """
     wanted = settings.read()
@@ -99,10 +100,10 @@ def choose(
         substitution = f"{asked_by} asks for {asked}, but {by_name[asked].reason}"
     native = [v.backend for v in verdicts if v.reason is None and not v.emulated]
     emulating = [v.backend for v in verdicts if v.reason is None and v.emulated]
-    is_low_precision_gemm = desc.low_precision and "gemm" in desc.op
-    if native and not (substitution and is_low_precision_gemm):
+    is_low_precision_product = is_product(desc)
+    if native and not (substitution and is_low_precision_product):
         backend, because = _site_or_first(registry, desc, device, native)
-    elif emulating and not is_low_precision_gemm:
+    elif emulating and not is_low_precision_product:
         backend, because = emulating[0], "nothing native; emulates it"
         substitution = substitution or f"no native backend for {device}"
     else:
@@ -113,6 +114,11 @@ def choose(
             f"FP8CORE_STRICT=1: {desc} on {device} would run on {backend}: {substitution}."
         )
     return Choice(desc, device, backend, because, substitution, verdicts)
+
+
+def is_product(desc: OpDesc) -> bool:
+    """Say whether ``desc`` multiplies quantized tensors: a GEMM, or attention."""
+    return desc.low_precision and ("gemm" in desc.op or "attention" in desc.op)
 
 
 def declined(choice: Choice) -> list[Verdict]:

@@ -129,7 +129,7 @@ def _resolve(
     choice = select.choose(desc, device, asked, backend)
     if choice.substitution:
         log_once(f"{desc.op} on {device} runs on {choice.backend}: {choice.substitution} [{desc}]")
-    if desc.low_precision and "gemm" in desc.op:
+    if select.is_product(desc):
         _announce_declined(choice)
     spec = registry.backends[choice.backend]
     alignment = registry.alignment(spec, desc) if isinstance(desc, GemmDesc) else Alignment()

@@ -17,6 +17,7 @@ from fp8core.backend_api import (
     GATED,
     ActivationBackwardDesc,
     ActivationDesc,
+    AttentionDesc,
     Backend,
     DequantizeDesc,
     NormBackwardDesc,
@@ -33,6 +34,7 @@ __all__ = [
     "CPU",
     "OFFSETS",
     "Bench",
+    "attention_arguments",
     "norm_arguments",
     "operand_to",
     "pointwise_arguments",
@@ -83,6 +85,17 @@ def rotary_positions(desc: RotaryDesc) -> dict[str, torch.Tensor]:
     if desc.layout == "thd":
         keywords["cu_seqlens"] = torch.tensor(OFFSETS, dtype=torch.int32)
     return keywords
+
+
+def attention_arguments(desc: AttentionDesc) -> list[torch.Tensor]:
+    """Return q, k and v of one sequence, and a gradient of the result, on the CPU."""
+    sizes = (
+        (desc.heads, desc.head_dim),
+        (desc.groups, desc.head_dim),
+        (desc.groups, desc.head_dim_v),
+        (desc.heads, desc.head_dim_v),
+    )
+    return [_plain(64, 1, *size, dtype=desc.dtype, seed=5 + at) for at, size in enumerate(sizes)]
 
 
 def norm_arguments(desc: NormDesc | NormBackwardDesc, judge: Backend) -> list[Any]:

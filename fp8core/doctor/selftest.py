@@ -22,6 +22,8 @@ from fp8core.backend_api import (
     ActivationBackwardDesc,
     ActivationDesc,
     AmaxDesc,
+    AttentionBackwardDesc,
+    AttentionDesc,
     BackendSpec,
     ColumnSumsDesc,
     DequantizeDesc,
@@ -310,6 +312,27 @@ def _rotary(bench: Bench, need: Need) -> Iterator[Error]:
     yield Error(share(y, wanted, bound), "float64; bound 1 ulp + 2^-19 amax")
 
 
+def _attention(bench: Bench, need: Need) -> Iterator[Error]:
+    """Compare the result, or the gradients, with the judge's in float64."""
+    forward = need.desc.attention if isinstance(need.desc, AttentionBackwardDesc) else need.desc
+    assert isinstance(forward, AttentionDesc)
+    *given, grad = cases.attention_arguments(forward)
+    moved, wide = [x.to(bench.device) for x in given], [x.double() for x in given]
+    judge = replace(forward, dtype=torch.float64)
+    expected = out, stats, _ = bench.judge.bind(judge, cases.CPU)(*wide)
+    if isinstance(need.desc, AttentionBackwardDesc):
+        saved = [one.to(bench.device) for one in (out.to(forward.dtype), stats.float())]
+        results = bench.bind(need.desc)(grad.to(bench.device), *moved, *saved)
+        backward = bench.judge.bind(AttentionBackwardDesc(judge), cases.CPU)
+        expected = backward(grad.double(), *wide, out, stats)
+    else:
+        results = bench.bind(forward)(*moved)
+    for result, wanted in zip(results, expected, strict=True):
+        if wanted is not None:
+            bound = 16 * torch.finfo(forward.dtype).eps * wanted.abs().amax().expand_as(wanted)
+            yield Error(share(result, wanted, bound), "float64; bound 16 ulp of the amax")
+
+
 def _column_sums(bench: Bench, need: Need) -> Iterator[Error]:
     desc = need.desc
     assert isinstance(desc, ColumnSumsDesc)
@@ -364,6 +387,8 @@ _RUNS: dict[str, Callable[[Bench, Need], Iterator[Error]]] = {
     "activation_quantize": fused.quantizing,
     "add_norm": fused.add_norm,
     "amax": _amax_op,
+    "attention": _attention,
+    "attention_backward": _attention,
     "column_sums": _column_sums,
     "dequantize": _dequantize,
     "gemm": _gemm,

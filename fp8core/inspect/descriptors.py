@@ -34,7 +34,7 @@ from fp8core.inspect.record import record
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.plan import HIGH_PRECISION, LayerRole, LinearPlan
+from fp8core.recipe.plan import HIGH_PRECISION, AttentionPlan, LayerRole, LinearPlan, Plan
 from fp8core.tensors.scaling import update_desc
 
 __all__ = ["NORMS", "Need", "layer_needs", "op_needs"]
@@ -58,7 +58,7 @@ def layer_needs(layer: LowPrecisionModule, recipe: Recipe, dtype: torch.dtype) -
 
     They include fused operations, and the pairs that run if no backend offers the fused one.
     """
-    plan = plan_of(LinearPlan, recipe, LayerRole(layer.kind, layer.name), dtype)
+    plan = plan_of(layer.plan_type, recipe, LayerRole(layer.kind, layer.name), dtype)
     shapes = layer.link_shapes()
     kinds = [type(shape) for shape in shapes]
     needs: list[Need] = []
@@ -153,14 +153,14 @@ def _rotary_needs(dtype: torch.dtype) -> Iterator[Need]:
 def _attention_needs(recipe: Recipe, dtype: torch.dtype) -> Iterator[Need]:
     """Yield the operations of causal attention, of as many heads of queries as of keys, and of
     fewer of keys."""
-    plan = plan_of(LinearPlan, recipe, LayerRole("attention"), dtype)
+    plan = plan_of(AttentionPlan, recipe, LayerRole("attention"), dtype)
     for groups, words in ((_HEADS, ""), (_HEADS // 4, " of groups")):
         shape = AttentionShape("sbhd", _HEADS, groups, *(_HEAD_DIM,) * 2, _HEAD_DIM**-0.5, (-1, 0))
         for (_, step), desc in record([shape], plan, dtype):
             yield Need(step + words, desc)
 
 
-def _update(plan: LinearPlan) -> list[Need]:
+def _update(plan: Plan) -> list[Need]:
     """Return the update of delayed scales; empty if the user's functions update them."""
     desc = update_desc(plan.delayed)
     return [] if desc is None else [Need("", desc)]

@@ -24,7 +24,7 @@ from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bound import parts_of
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.plan import LayerRole, LinearPlan
+from fp8core.recipe.plan import LayerRole
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Binding
 from fp8core.tensors.requantized import is_of_parameter
@@ -71,10 +71,10 @@ def held_by(
     columns = input_columns_of(shapes)
     if columns is None:
         return None
-    plan = plan_of(LinearPlan, recipe, LayerRole(layer.kind, layer.name), dtype)
+    plan = plan_of(layer.plan_type, recipe, LayerRole(layer.kind, layer.name), dtype)
     binding = Binding(_META, dtype, resolver=_ShapesOf(device))
     with table.capturing():
-        links = bind_chain(shapes, BindContext(plan, binding, layer.label))
+        links = bind_chain(shapes, BindContext.of(plan, binding, layer.label))
     with torch.inference_mode(False), torch.enable_grad():
         few, many = (
             _bytes(layer, shapes, links, torch.empty(rows, columns, dtype=dtype, device=_META))

@@ -15,7 +15,7 @@ from fp8core.dispatch.optional import Offers
 from fp8core.dispatch.resolver import Purpose
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.table import Resolved
-from fp8core.recipe.plan import LinearPlan
+from fp8core.recipe.plan import Plan
 from fp8core.tensors.quantizer import Binding
 
 __all__ = ["Request", "record"]
@@ -28,7 +28,7 @@ class Request(NamedTuple):
     desc: OpDesc
 
 
-def record(shapes: Sequence[LinkShape], plan: LinearPlan, dtype: torch.dtype) -> list[Request]:
+def record(shapes: Sequence[LinkShape], plan: Plan, dtype: torch.dtype) -> list[Request]:
     """Return the requests of the links of ``shapes`` under ``plan`` on activations of ``dtype``.
 
     They are in the order of the chain, each once for each of its purposes. Optional operations are
@@ -39,12 +39,10 @@ def record(shapes: Sequence[LinkShape], plan: LinearPlan, dtype: torch.dtype) ->
 
 
 @functools.lru_cache(maxsize=256)  # each operation of a recipe is found among the same chains
-def _recorded(
-    shapes: tuple[LinkShape, ...], plan: LinearPlan, dtype: torch.dtype
-) -> tuple[Request, ...]:
+def _recorded(shapes: tuple[LinkShape, ...], plan: Plan, dtype: torch.dtype) -> tuple[Request, ...]:
     recorder = _Recorder()
     binding = Binding(torch.device("meta"), dtype, resolver=recorder)
-    bind_chain(shapes, BindContext(plan, binding, "a record"))
+    bind_chain(shapes, BindContext.of(plan, binding, "a record"))
     requests = [request for request in recorder.requests if request not in recorder.halves]
     return tuple(sorted(dict.fromkeys(requests), key=_position))
 

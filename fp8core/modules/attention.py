@@ -34,6 +34,7 @@ from fp8core.modules.inference import InferenceParams
 from fp8core.modules.parameters import check_size, fill, resolve_device
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.run import run_links
+from fp8core.recipe.plan import AttentionPlan
 from fp8core.reporting import log_once
 from fp8core.torch_ops.operators import constant_in_graph
 
@@ -80,6 +81,7 @@ class DotProductAttention(LowPrecisionModule):
     """
 
     kind = "attention"
+    plan_type = AttentionPlan
     softmax_offset: torch.nn.Parameter | None
 
     def __init__(
@@ -207,8 +209,9 @@ class DotProductAttention(LowPrecisionModule):
             core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"``, ``"post_scale_bias"`` or
                 ``"alibi"``; ``core_attention_bias`` broadcasts to ``[b, heads, s_q, s_kv]``.
             alibi_slopes: ``[heads]`` or ``[b, heads]``; those of the ALiBi paper if None.
-            fast_zero_fill, bf16_backward: change nothing here; gradients are computed in the dtype
-                of the activations.
+            fast_zero_fill: changes nothing here.
+            bf16_backward: gradients are computed in high precision, from dequantized tensors, also
+                under a recipe with ``fp8_dpa_backward="fp8"``.
             inference_params: the cache of keys and values: those of this call are stored, under
                 the layer's number, and the queries see them behind the earlier ones. It says how
                 long sequences are, so that cu_seqlens and a padding mask are not read, and causal
@@ -267,7 +270,7 @@ class DotProductAttention(LowPrecisionModule):
             *lengths.offsets.values(),
         )
         cap = self.softcap if softcap is None else _cap(owner, softcap)
-        shape = self._shape(layout, mask, bias_type, cap)
+        shape = self._shape(layout, mask, bias_type, cap, bf16_backward=bool(bf16_backward))
         attend = _Attend(self, shape, tensors, lengths).run
         if not checkpoint_core_attention:
             return attend(*qkv, bias)
@@ -282,6 +285,10 @@ class DotProductAttention(LowPrecisionModule):
                 )
         again: torch.Tensor = repeat(attend, *qkv, bias, use_reentrant=False)
         return again
+
+    def count_slot_sets(self) -> int:
+        """Return 1: a call computes its plan once."""
+        return 1
 
     def link_params(self) -> list[torch.Tensor]:
         """Return the learned offset of the softmax, if there is one."""
@@ -343,7 +350,15 @@ class DotProductAttention(LowPrecisionModule):
             )
         return lengths_of(owner, layout, qkv, padding_mask, given)
 
-    def _shape(self, layout: str, mask: Mask, bias_type: str | None, cap: float) -> AttentionShape:
+    def _shape(
+        self,
+        layout: str,
+        mask: Mask,
+        bias_type: str | None,
+        cap: float,
+        *,
+        bf16_backward: bool = False,
+    ) -> AttentionShape:
         return AttentionShape(
             layout,
             *self.heads,
@@ -354,6 +369,7 @@ class DotProductAttention(LowPrecisionModule):
             self.softmax_type,
             self.attention_dropout if self.training else 0.0,
             self.return_max_logit,
+            bf16_backward,
         )
 
     @property

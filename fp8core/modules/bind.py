@@ -27,7 +27,7 @@ from fp8core.modules.bound import (
 from fp8core.modules.recomputed import check_scales, is_recompute
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.plan import HIGH_PRECISION, LayerRole, LinearPlan
+from fp8core.recipe.plan import LayerRole
 from fp8core.reporting import log_once
 from fp8core.tensors.quantizer import Binding
 from fp8core.torch_ops.private import (
@@ -131,7 +131,7 @@ def _bind(
     before = layer.kept_state()
     try:
         role = LayerRole(layer.kind, layer.name)
-        plan = plan_of(LinearPlan, recipe, role, binding.activation_dtype)
+        plan = plan_of(layer.plan_type, recipe, role, binding.activation_dtype)
         states = None
         if binding.is_observing and plan.delayed is None:
             log_once(
@@ -140,14 +140,16 @@ def _bind(
             )
         if plan.delayed is not None and layer.count_slot_sets():
             _, records_forward, records_backward, _ = mode
-            states = layer.delayed_states(recipe, plan, records=records_forward)
+            states = layer.delayed_states(
+                recipe, plan, records=records_forward, device=binding.device
+            )
             states = dataclasses.replace(
                 states, records_forward=records_forward, records_backward=records_backward
             )
         watch, count = layer._bindings.watch, None
-        if plan != HIGH_PRECISION and not binding.is_observing:
+        if not plan.is_high_precision and not binding.is_observing:
             count = layer._bindings.nonfinite_of(binding.device, is_training=mode[2])
-        context = BindContext(plan, binding, layer.label, states, watch, count)
+        context = BindContext.of(plan, binding, layer.label, states, watch, count)
         links = bind_chain(shapes, context)
     except BaseException as error:
         layer.put_back_state(before)

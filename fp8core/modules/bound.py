@@ -26,7 +26,7 @@ from fp8core.errors import (
 )
 from fp8core.recipe import PerLayer, Recipe
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.plan import HIGH_PRECISION, LayerRole, LinearPlan
+from fp8core.recipe.plan import HIGH_PRECISION, LayerRole, LinearPlan, Plan
 from fp8core.reporting import log_once, some
 from fp8core.tensors.quantizer import Binding
 from fp8core.tensors.states import LayerStates
@@ -71,7 +71,7 @@ class Bound(NamedTuple):
 
     parts: tuple[chain.Links, ...]
     links: tuple[Link, ...]
-    plan: LinearPlan
+    plan: Plan
     states: LayerStates | None
     recipe: Recipe | None
     needs_rng: bool
@@ -192,8 +192,11 @@ def bind_captured(
     label = label_of(type_name, name, shapes)
     try:
         check_rules(recipe, peers)
-        plan = plan_of(LinearPlan, recipe, LayerRole(kind, name), binding.activation_dtype)
-        if plan.delayed is not None and any(shape.num_weights for shape in shapes):
+        plan = plan_of(shapes[0].plan_type, recipe, LayerRole(kind, name), binding.activation_dtype)
+        is_linear = isinstance(plan, LinearPlan)
+        if plan.delayed is not None and (
+            not is_linear or any(shape.num_weights for shape in shapes)
+        ):
             raise UnsupportedError(_NO_CAPTURE)
         if is_watched:
             raise UnsupportedError(_NO_WATCH)
@@ -202,7 +205,7 @@ def bind_captured(
         if binding.device.type != "meta":
             counter_of(binding.device)  # outside of what torch records in a CUDA graph of its own
         with table.capturing():
-            links = bind_chain(shapes, BindContext(plan, binding, label))
+            links = bind_chain(shapes, BindContext.of(plan, binding, label))
     except Fp8CoreError as error:
         refused = type(error)(f"{label}: {error}")
         if not is_compiled:

@@ -13,7 +13,9 @@ from fp8core import formats
 from fp8core.backend_api import OperandSpec
 from fp8core.errors import RecipeError, UnsupportedError, did_you_mean
 from fp8core.recipe.plan import (
+    ATTENTION_BACKWARDS,
     NONFINITE,
+    AttentionPlan,
     DelayedPlan,
     GemmPlan,
     LayerRole,
@@ -122,7 +124,8 @@ def plan_of(kind: type[_Kind], recipe: Recipe | None, role: LayerRole, dtype: to
     plan = kind() if recipe is None else recipe.plan(role, dtype)
     if isinstance(plan, kind):
         return plan
-    if isinstance(plan, Plan) and plan.is_high_precision:
+    is_left_out = kind.is_left_out and isinstance(plan, LinearPlan)
+    if is_left_out or (isinstance(plan, Plan) and plan.is_high_precision):
         return kind()
     raise RecipeError(
         f"{type(recipe).__name__}.plan(LayerRole({role.kind!r})) returned {type(plan).__name__}; "
@@ -182,6 +185,33 @@ def delayed_linear_plan(recipe: Any, fp8_format: str, delayed: DelayedPlan) -> L
     return linear_plan(recipe, tensor, (FAST, SPLIT, SPLIT), delayed=delayed)
 
 
+def attention_plan(
+    recipe: Any, delayed: DelayedPlan | None = None, **options: Any
+) -> AttentionPlan:
+    """Return the plan of attention for ``recipe``, whose tensors have one scale each: delayed ones
+    with ``delayed``, else by ``options``, fields of OperandSpec, from the tensors themselves."""
+
+    def spec(tensor: str) -> OperandSpec:
+        first = element(recipe.fp8_format, tensor, (0, 0))
+        return OperandSpec(*first, delayed=delayed is not None, **options)
+
+    forward, gradient = spec("input"), None
+    if recipe.fp8_dpa_backward == "fp8":
+        gradient = spec("grad_output")
+    return AttentionPlan(forward, forward, gradient, gradient, delayed, recipe.nonfinite)
+
+
+def check_attention(recipe: Any) -> None:
+    """Raise RecipeError unless ``fp8_dpa_backward`` is known and has something to decide."""
+    owner, value = type(recipe).__name__, recipe.fp8_dpa_backward
+    if value not in ATTENTION_BACKWARDS:
+        raise RecipeError(
+            f"{owner}(fp8_dpa_backward={value!r}): expected one of {ATTENTION_BACKWARDS}."
+        )
+    if value != "dequantized" and not (recipe.fp8_dpa or recipe.fp8_mha):
+        raise RecipeError(f"{owner}(fp8_dpa_backward={value!r}) needs fp8_dpa=True.")
+
+
 def check_delayed(recipe: str, plan: DelayedPlan) -> None:
     """Raise RecipeError unless the fields of delayed scaling in ``plan`` are valid."""
     length, margin, algorithm = plan.history_len, plan.margin, plan.amax_algorithm
@@ -236,8 +266,11 @@ def check_common(recipe: Any, overrides: tuple[str | None, ...] = (None, "high_p
     """
     owner = type(recipe).__name__
     for name in ("fp8_dpa", "fp8_mha"):
-        if getattr(recipe, name):
-            raise UnsupportedError(f"{owner}({name}=True): low-precision attention is not offered.")
+        if getattr(recipe, name) and not hasattr(recipe, "fp8_dpa_backward"):
+            raise UnsupportedError(
+                f"{owner}({name}=True) is not offered: attention has one scale a tensor. "
+                f"Use DelayedScaling or Float8CurrentScaling, for attention alone by PerLayer."
+            )
     if recipe.backward_override not in overrides:
         raise RecipeError(
             f"{owner}(backward_override={recipe.backward_override!r}): expected one of {overrides}."

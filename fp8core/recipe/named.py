@@ -21,6 +21,8 @@ from fp8core.recipe.base import (
     Format,
     MMParams,
     Recipe,
+    attention_plan,
+    check_attention,
     check_common,
     check_delayed,
     check_format,
@@ -33,6 +35,7 @@ from fp8core.recipe.plan import (
     DelayedPlan,
     LayerRole,
     LinearPlan,
+    Plan,
     ScalingAlgorithm,
     TensorPlan,
 )
@@ -58,6 +61,10 @@ class DelayedScaling(Recipe):
         amax_compute_algo: ``"max"`` of the window, ``"most_recent"``, or a function of the history.
         scaling_factor_compute_algo: a function instead of ``max * 2^-margin / amax``, or None.
         reduce_amax: take the maximum over ``autocast``'s amax_reduction_group, where one is given.
+        fp8_dpa: attention quantizes q, k, v and the weights; fp8_mha the same, as the layer that
+            reads a tensor quantizes it.
+        fp8_dpa_backward: ``"dequantized"``: gradients of attention in high precision, from the
+            dequantized q, k and v; ``"fp8"``: also the gradients are quantized.
     """
 
     reads_names: ClassVar[bool] = False
@@ -73,11 +80,13 @@ class DelayedScaling(Recipe):
     _: KW_ONLY
     nonfinite: str = "saturate"
     requantize_weights: bool = False
+    fp8_dpa_backward: str = "dequantized"
 
     def __post_init__(self) -> None:
         """Check the fields."""
         check_format(self, refuse=("e5m2",))
         check_common(self, (None,))
+        check_attention(self)
         check_delayed(type(self).__name__, self._delayed())
 
     def _delayed(self) -> DelayedPlan:
@@ -89,14 +98,20 @@ class DelayedScaling(Recipe):
             self.reduce_amax,
         )
 
-    def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
+    def plan(self, role: LayerRole, dtype: torch.dtype) -> Plan:
         """Return tensorwise delayed scaling; a fused norm or activation casts from float32."""
+        if role.kind == "attention" and (self.fp8_dpa or self.fp8_mha):
+            return attention_plan(self, self._delayed())
         return delayed_linear_plan(self, self.fp8_format, self._delayed())
 
 
 @dataclass(frozen=True, slots=True)
 class Float8CurrentScaling(Recipe):
-    """One scale a tensor, ``max / amax`` of the tensor itself: no state, two passes over it."""
+    """One scale a tensor, ``max / amax`` of the tensor itself: no state, two passes over it.
+
+    ``fp8_dpa``, ``fp8_mha`` and ``fp8_dpa_backward`` are as in :class:`DelayedScaling`; the weights
+    of attention have a constant scale.
+    """
 
     reads_names: ClassVar[bool] = False
     use_power_2_scales: bool = False
@@ -110,14 +125,18 @@ class Float8CurrentScaling(Recipe):
     _: KW_ONLY
     nonfinite: str = "saturate"
     requantize_weights: bool = False
+    fp8_dpa_backward: str = "dequantized"
 
     def __post_init__(self) -> None:
         """Check the fields."""
         check_format(self)
         check_common(self)
+        check_attention(self)
 
-    def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
+    def plan(self, role: LayerRole, dtype: torch.dtype) -> Plan:
         """Return tensorwise current scaling."""
+        if role.kind == "attention" and (self.fp8_dpa or self.fp8_mha):
+            return attention_plan(self, power_of_two=self.use_power_2_scales)
         return _current_plan(self, (0, 0))
 
 

@@ -24,9 +24,11 @@ import torch
 from fp8core.backend_api import OperandSpec
 
 __all__ = [
+    "ATTENTION_BACKWARDS",
     "HIGH_PRECISION",
     "NONFINITE",
     "AmaxAlgorithm",
+    "AttentionPlan",
     "DelayedPlan",
     "GemmPlan",
     "LayerRole",
@@ -108,6 +110,8 @@ class Plan:
 
     __slots__ = ()
     slots: ClassVar[SlotNames] = SlotNames((), ())
+    # Whether a recipe that returns a LinearPlan for such a layer leaves it in high precision.
+    is_left_out: ClassVar[bool] = False
 
     @property
     def tensors(self) -> Mapping[str, TensorPlan]:
@@ -175,6 +179,44 @@ class LinearPlan(Plan):
         """How the gradient of the output is quantized."""
         return TensorPlan(self.dgrad.a, self.wgrad.a)
 
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan(Plan):
+    """What attention quantizes: queries, keys and values by the spec ``qkv``, each with a scale of
+    its own for the tensor, and ``s``, the weights after the softmax and dropout.
+
+    ``s`` has a delayed scale, or else a constant one: weights are at most ``1 / (1 - dropout)``.
+    ``grad_output``, the gradient of the result, and ``dp``, that of the logits, are None where
+    backward computes in high precision from the dequantized q, k and v. The result ``o`` is not
+    quantized: who reads it does that.
+    """
+
+    slots: ClassVar[SlotNames] = SlotNames(
+        forward=("q", "k", "v", "s", "o"), backward=("grad_output", "dp")
+    )
+    is_left_out: ClassVar[bool] = True
+
+    qkv: OperandSpec | None = None
+    s: OperandSpec | None = None
+    grad_output: OperandSpec | None = None
+    dp: OperandSpec | None = None
+    delayed: DelayedPlan | None = None
+    nonfinite: str = "saturate"
+
+    @property
+    def tensors(self) -> Mapping[str, TensorPlan]:
+        """How each tensor is quantized, by name; there is one orientation."""
+        specs = {
+            **dict.fromkeys("qkv", self.qkv),
+            "s": self.s,
+            "grad_output": self.grad_output,
+            "dp": self.dp,
+        }
+        return {name: TensorPlan(spec, None) for name, spec in specs.items()}
+
+
+ATTENTION_BACKWARDS = ("dequantized", "fp8")
+"""How the backward of low-precision attention computes: see :class:`AttentionPlan`."""
 
 NONFINITE = ("saturate", "propagate")
 """What ``Plan.nonfinite`` may be."""

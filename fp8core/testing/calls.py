@@ -416,7 +416,12 @@ def rotary_angles(positions: int, size: int) -> torch.Tensor:
 
 def _attention(subject: Subject, desc: AttentionDesc, case: Case) -> OpCall:
     arguments, keywords = attention_call(desc, case.seed, case.size)
-    return OpCall(desc, subject.here(arguments), _here_but_rng(subject, keywords))
+    inputs = tuple(_in_heads(subject, desc.qkv, x, SEED + case.seed) for x in arguments)
+    named = _here_but_rng(subject, keywords)
+    if desc.s is not None:
+        named["s_scale"] = torch.full((1,), 400.0 - 10 * case.seed, device=subject.device)
+        named["s_amax_out"] = torch.full((1,), 0.5, device=subject.device)
+    return OpCall(desc, inputs, named, frozenset({"s_amax_out"}))
 
 
 def _attention_backward(subject: Subject, desc: AttentionBackwardDesc, case: Case) -> OpCall:
@@ -428,8 +433,24 @@ def _attention_backward(subject: Subject, desc: AttentionBackwardDesc, case: Cas
     else:
         given, named = forward.arguments, forward.keywords
         out, stats, _ = subject.here(subject.judged(desc.attention, *given, **named))
-    grad = subject.here(grad_of(desc.attention, out.shape, case.seed))
-    return OpCall(desc, (grad, *forward.arguments, out, stats), forward.keywords)
+    size = out.shape
+    grad = grad_of(desc.attention, size, case.seed)
+    gradient = _in_heads(subject, desc.grad_output, grad, SEED + case.seed)
+    named = {name: one for name, one in forward.keywords.items() if name != "s_amax_out"}
+    if desc.dp is not None and desc.dp.delayed:
+        named["dp_scale"] = torch.full((1,), 300.0 - 10 * case.seed, device=subject.device)
+        named["dp_amax_out"] = torch.full((1,), 0.5, device=subject.device)
+    given = (gradient, *forward.arguments, out, stats)
+    return OpCall(desc, given, named, frozenset({"dp_amax_out"}))
+
+
+def _in_heads(subject: Subject, spec: OperandSpec | None, x: torch.Tensor, seed: int) -> Any:
+    """Return ``x [.., heads, d]`` on the device, quantized by ``spec`` if there is one."""
+    here: torch.Tensor = subject.here(x)
+    if spec is None:
+        return here
+    quantized = operand(subject, spec, here.flatten(0, -2), seed=seed)
+    return quantized._replace(data=quantized.data.reshape(x.shape))
 
 
 def _here_but_rng(subject: Subject, keywords: dict[str, Any]) -> dict[str, Any]:

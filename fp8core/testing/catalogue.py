@@ -19,6 +19,7 @@ from fp8core.backend_api import (
     AddNormDesc,
     AmaxDesc,
     AttentionBackwardDesc,
+    AttentionDesc,
     ColumnSumsDesc,
     DequantizeDesc,
     FusedDesc,
@@ -44,7 +45,7 @@ from fp8core.inspect.descriptors import NORMS
 from fp8core.inspect.record import record
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.plan import LayerRole, LinearPlan
+from fp8core.recipe.plan import AttentionPlan, LayerRole, LinearPlan
 from fp8core.tensors.scaling import update_desc
 
 __all__ = ["DTYPES", "CatalogueEntry", "catalogue"]
@@ -136,6 +137,7 @@ def _of_dtype(
         yield from _linears(name, dense, dtype)
         yield from _groups(f"{name}.grouped", grouped, dtype)
         yield from _producers(name, dense, dtype)
+        yield from _quantized_attentions(name, chosen, dtype)
         update = update_desc(dense.delayed)
         if update is not None:
             yield CatalogueEntry(f"delayed.{update.algorithm}", update)
@@ -232,6 +234,26 @@ _ATTENTIONS: dict[str, dict[str, Any]] = {
     "two_sizes.causal": {"head_dim": 128, **_CAUSAL},
 }
 """What differs from :data:`_ATTENTION`; in the dtypes after the first, two stand for all."""
+
+
+_QUANTIZED_ATTENTIONS = ("causal", "padding", "bshd.causal", "thd.causal", "dropout.causal")
+
+
+def _quantized_attentions(
+    name: str, chosen: Recipe, dtype: torch.dtype
+) -> Iterator[CatalogueEntry]:
+    """Yield attention that quantizes, for recipes that do; in the first dtype."""
+    if not hasattr(chosen, "fp8_dpa_backward") or dtype != DTYPES[0]:
+        return
+    asked = dataclasses.replace(chosen, fp8_dpa=True, fp8_dpa_backward="fp8")  # type: ignore[type-var]  # each recipe is a dataclass
+    plan = plan_of(AttentionPlan, asked, LayerRole("attention", name="layer"), dtype)
+    for variant in _QUANTIZED_ATTENTIONS:
+        shape = dataclasses.replace(_ATTENTION, **_ATTENTIONS[variant])
+        for _, desc in record([shape], plan, dtype):
+            if isinstance(desc, AttentionDesc | AttentionBackwardDesc):
+                way = "backward" if isinstance(desc, AttentionBackwardDesc) else ""
+                words = (name, "attention", variant, _word(dtype), way)
+                yield CatalogueEntry(".".join(filter(None, words)), desc)
 
 
 def _attentions(dtype: torch.dtype) -> Iterator[CatalogueEntry]:

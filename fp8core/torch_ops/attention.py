@@ -7,39 +7,84 @@ None stands for a keyword that the call does not have. ``sizes`` are ``max_seqle
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc
+from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc, Operand, OperandSpec
 from fp8core.torch_ops.encoding import Operation, decode
 from fp8core.torch_ops.operators import bound, define, empty, settle_all
-from fp8core.torch_ops.shapes import ResultShape
+from fp8core.torch_ops.shapes import ResultShape, with_records
 
 __all__ = ["attention_backward_call", "attention_call", "flat_call"]
 
 _KEYWORDS = (
     *("bias", "alibi_slopes", "mask", "softmax_offset", "cu_seqlens_q", "cu_seqlens_kv"),
-    *("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "rng"),
+    *("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "rng", "s_scale", "dp_scale"),
 )
+_RECORDS = ("s_amax_out", "dp_amax_out")
 _SIZES = ("max_seqlen_q", "max_seqlen_kv")
 
 Tensors = Sequence[torch.Tensor | None]
 
 
-def _keywords(tensors: Tensors, sizes: Sequence[int]) -> dict[str, Any]:
-    """Return the keywords of a call from the tensors that follow its arguments."""
-    named: dict[str, Any] = dict(zip(_KEYWORDS, tensors, strict=True))
-    given = {name: tensor for name, tensor in named.items() if tensor is not None}
-    return given | dict(zip(_SIZES, sizes, strict=False))
-
-
 def flat_call(
-    *inputs: torch.Tensor, **keywords: Any
+    *inputs: torch.Tensor | Operand | None, **keywords: Any
 ) -> tuple[list[torch.Tensor | None], list[int]]:
-    """Return the tensors and the sizes of a call, as the operators take them."""
-    tensors = [*inputs, *(keywords.get(name) for name in _KEYWORDS)]
+    """Return the tensors and the sizes of a call, as the operators take them.
+
+    The tensors are the inputs, the codes of those that are quantized; the keywords; the record of
+    an amax, or None; and the scales of the quantized inputs, in order.
+    """
+    tensors = [one.data if isinstance(one, Operand) else one for one in inputs]
+    tensors += [keywords.get(name) for name in _KEYWORDS]
+    tensors.append(_record_of(keywords))
+    tensors += [one.scale_inv for one in inputs if isinstance(one, Operand)]
     return tensors, [keywords[name] for name in _SIZES if name in keywords]
+
+
+def _record_of(keywords: dict[str, Any]) -> torch.Tensor | None:
+    return next((keywords[name] for name in _RECORDS if keywords.get(name) is not None), None)
+
+
+class _Given(NamedTuple):
+    """The arguments of a call as the backend takes them; ``record``, the amax that it writes, is a
+    copy, which becomes a result: an operator cannot both return and write."""
+
+    inputs: list[Any]
+    keywords: dict[str, Any]
+    record: torch.Tensor | None
+
+
+def _given(
+    tensors: Tensors, sizes: Sequence[int], specs: Sequence[OperandSpec | None], record: str
+) -> _Given:
+    """Return the arguments of a call; ``specs`` are those of its inputs, ``record`` the name of
+    the keyword of an amax."""
+    count = len(specs)
+    inputs: list[Any] = list(tensors[:count])
+    end = count + len(_KEYWORDS)
+    scales = iter(tensors[end + 1 :])
+    for at, spec in enumerate(specs):
+        if spec is not None:
+            inputs[at] = Operand(inputs[at], next(scales))
+    named = zip(_KEYWORDS, tensors[count:end], strict=True)
+    keywords: dict[str, Any] = {name: one for name, one in named if one is not None}
+    keywords |= dict(zip(_SIZES, sizes, strict=False))
+    amax = tensors[end]
+    new = None if amax is None else amax.clone()
+    if new is not None:
+        keywords[record] = new
+    return _Given(inputs, keywords, new)
+
+
+def _recorded(results: list[torch.Tensor], keywords: dict[str, Any]) -> list[torch.Tensor]:
+    """Return ``results`` without the amax that is the last of them, which is written."""
+    amax = _record_of(keywords)
+    if amax is None:
+        return results
+    amax.copy_(results[-1])
+    return results[:-1]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -61,7 +106,9 @@ def _shapes(text: str, tensors: Tensors) -> list[ResultShape]:
         ResultShape((*q.shape[:-1], desc.head_dim_v), desc.dtype),
         ResultShape(statistics, wide),
     ]
-    return [*results, ResultShape((desc.heads,), wide)] if desc.max_logit else results
+    if desc.max_logit:
+        results.append(ResultShape((desc.heads,), wide))
+    return with_records(results, tensors[3 + len(_KEYWORDS)], None)
 
 
 def _device(tensors: Tensors) -> torch.device:
@@ -74,9 +121,10 @@ def _device(tensors: Tensors) -> torch.device:
     lambda text, tensors, sizes: empty(_shapes(text, tensors), _device(tensors)),
 )
 def _attention(text: str, tensors: Tensors, sizes: Sequence[int]) -> list[torch.Tensor]:
-    run = bound(text, _device(tensors))
-    results = run(*tensors[:3], **_keywords(tensors[3:], sizes))
-    return settle_all(results, _shapes(text, tensors))
+    desc: Any = decode(text).desc
+    given = _given(tensors, sizes, (desc.qkv,) * 3, "s_amax_out")
+    results = bound(text, _device(tensors))(*given.inputs, **given.keywords)
+    return settle_all([*results, given.record], _shapes(text, tensors))
 
 
 def _backward_shapes(text: str, tensors: Tensors) -> list[ResultShape]:
@@ -89,7 +137,7 @@ def _backward_shapes(text: str, tensors: Tensors) -> list[ResultShape]:
         results.append(ResultShape(tuple(bias.shape), bias.dtype))
     if desc.attention.softmax == "learnable":
         results.append(ResultShape((desc.attention.heads,), _wide(desc.attention.dtype)))
-    return results
+    return with_records(results, tensors[6 + len(_KEYWORDS)], None)
 
 
 @define(
@@ -97,9 +145,11 @@ def _backward_shapes(text: str, tensors: Tensors) -> list[ResultShape]:
     lambda text, tensors, sizes: empty(_backward_shapes(text, tensors), _device(tensors)),
 )
 def _attention_backward(text: str, tensors: Tensors, sizes: Sequence[int]) -> list[torch.Tensor]:
-    run = bound(text, _device(tensors))
-    results = run(*tensors[:6], **_keywords(tensors[6:], sizes))
-    return settle_all(results, _backward_shapes(text, tensors))
+    desc: Any = decode(text).desc
+    specs = (desc.grad_output, *(desc.attention.qkv,) * 3, None, None)
+    given = _given(tensors, sizes, specs, "dp_amax_out")
+    results = bound(text, _device(tensors))(*given.inputs, **given.keywords)
+    return settle_all([*results, given.record], _backward_shapes(text, tensors))
 
 
 def attention_call(text: str, operation: Operation) -> Callable[..., Any]:
@@ -107,8 +157,8 @@ def attention_call(text: str, operation: Operation) -> Callable[..., Any]:
     desc = operation.desc
     assert isinstance(desc, AttentionDesc)
 
-    def run(*inputs: torch.Tensor, **keywords: Any) -> tuple[torch.Tensor | None, ...]:
-        results = _attention(text, *flat_call(*inputs, **keywords))
+    def run(*inputs: torch.Tensor | Operand, **keywords: Any) -> tuple[torch.Tensor | None, ...]:
+        results = _recorded(list(_attention(text, *flat_call(*inputs, **keywords))), keywords)
         return tuple(results) if desc.max_logit else (*results, None)
 
     return run
@@ -119,8 +169,9 @@ def attention_backward_call(text: str, operation: Operation) -> Callable[..., An
     desc = operation.desc
     assert isinstance(desc, AttentionBackwardDesc)
 
-    def run(*inputs: torch.Tensor, **keywords: Any) -> tuple[torch.Tensor | None, ...]:
-        grads = list(_attention_backward(text, *flat_call(*inputs, **keywords)))
+    def run(*inputs: torch.Tensor | Operand, **keywords: Any) -> tuple[torch.Tensor | None, ...]:
+        results = list(_attention_backward(text, *flat_call(*inputs, **keywords)))
+        grads = _recorded(results, keywords)
         offset = grads.pop() if desc.attention.softmax == "learnable" else None
         bias = grads.pop() if desc.bias_grad else None
         return (*grads, bias, offset)

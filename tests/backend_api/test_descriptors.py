@@ -85,6 +85,10 @@ OTHERS: dict[str, Any] = {
     "softcap": 50.0,
     "softmax": "learnable",
     "dropout": 0.1,
+    "qkv": SPEC,
+    "s": SPEC,
+    "grad_output": SPEC,
+    "dp": SPEC,
     "producer": ActivationDesc("gelu", BF16, BF16),
 }
 

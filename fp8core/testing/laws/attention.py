@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc
+from fp8core import formats
+from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc, Operand, OperandSpec
 from fp8core.testing import inputs
 from fp8core.testing.calls import Case, OpCall, arguments
 from fp8core.testing.checks import law
@@ -45,6 +46,23 @@ class _Side(NamedTuple):
         if self.layout == "thd":
             return stats[self.starts[at] : self.starts[at] + length].t()
         return stats[at, :, :length]
+
+
+def _values(subject: Subject, spec: OperandSpec | None, x: torch.Tensor | Operand) -> torch.Tensor:
+    """Return the values of an argument on the CPU; in float64 if it is quantized."""
+    if isinstance(x, torch.Tensor):
+        plain: torch.Tensor = on_cpu(x)
+        return plain
+    flat = x._replace(data=x.data.flatten(0, -2))
+    return subject.values(spec, flat).reshape(x.data.shape)
+
+
+def _rounding(spec: OperandSpec | None) -> float:
+    """Return twice the largest relative error of a normal value that ``spec`` rounds: the spacing
+    of the format above 1. The other half is for values that are subnormal in it."""
+    if spec is None:
+        return 0.0
+    return min(value for value in formats.by_name(spec.format).values if value > 1) - 1
 
 
 def _sides(call: OpCall, desc: AttentionDesc, x: torch.Tensor, y: torch.Tensor) -> list[_Side]:
@@ -139,17 +157,25 @@ def _without_dropout(desc: AttentionDesc | AttentionBackwardDesc) -> bool:
     return not (desc if isinstance(desc, AttentionDesc) else desc.attention).dropout
 
 
+def _with_dropout(desc: AttentionDesc | AttentionBackwardDesc) -> bool:
+    """Whether weights are dropped, and seen unrounded."""
+    forward = desc if isinstance(desc, AttentionDesc) else desc.attention
+    return forward.dropout > 0 and not forward.low_precision
+
+
 @law(4, "attention", applies=_without_dropout)
 def attention_is_within_the_bound(subject: Subject, desc: AttentionDesc) -> float:
-    """Weights, result, statistics and largest logit of float64; zeros and -inf where nothing is
-    seen, also without queries, keys or sequences."""
+    """Result, statistics and largest logit of float64, zeros and -inf where nothing is seen.
+
+    Also without queries, keys or sequences.
+    """
     return max(_attention_within(subject, arguments(subject, desc, case)) for case in _cases())
 
 
 def _attention_within(subject: Subject, call: OpCall) -> float:
     desc: Any = call.desc
     out, stats, max_logit = on_cpu(call.run(subject))
-    q, k, v = on_cpu(call.arguments)
+    q, k, v = (_values(subject, desc.qkv, x) for x in call.arguments)
     keywords = _wide(on_cpu(call.keywords))
     queries, keys = _sides(call, desc, q, k)
     expected, bound = (torch.zeros(*q.shape[:-1], desc.head_dim_v, dtype=F64) for _ in range(2))
@@ -158,7 +184,7 @@ def _attention_within(subject: Subject, call: OpCall) -> float:
         torch.zeros(stats.shape).double(),
     )
     largest, error = torch.full((desc.heads,), -torch.inf, dtype=F64), 0.0
-    eps = torch.finfo(desc.dtype).eps
+    eps = torch.finfo(desc.dtype).eps + _rounding(desc.s)
     for at in range(len(queries.lengths)):
         parts = queries.part(q, at), keys.part(k, at), keys.part(v, at)
         one = _sequence(desc, at, parts, keywords)
@@ -204,7 +230,10 @@ def _backward_within(subject: Subject, call: OpCall) -> float:
     backward: Any = call.desc
     desc = backward.attention
     results = on_cpu(call.run(subject))
-    grad, q, k, v, *_ = on_cpu(call.arguments)
+    specs = (backward.grad_output, *(desc.qkv,) * 3)
+    grad, q, k, v = (
+        _values(subject, spec, x) for spec, x in zip(specs, call.arguments, strict=False)
+    )
     keywords = _wide(on_cpu(call.keywords))
     queries, keys = _sides(call, desc, q, k)
     expected, bound = ([torch.zeros(x.shape, dtype=F64) for x in (q, k, v)] for _ in range(2))
@@ -214,7 +243,7 @@ def _backward_within(subject: Subject, call: OpCall) -> float:
         one = _sequence(desc, at, parts, keywords)
         part = queries.part(grad, at).double()
         torch.autograd.backward(one.out, part)
-        limits = _limits(desc, one, part)
+        limits = _limits(backward, one, part)
         for number, (side, leaf) in enumerate(zip((queries, keys, keys), one.leaves, strict=True)):
             side.part(expected[number], at).copy_(_grad(leaf))
             side.part(bound[number], at).copy_(limits[number])
@@ -244,11 +273,14 @@ def _grad(leaf: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def _limits(desc: AttentionDesc, one: _Sequence, grad: torch.Tensor) -> list[torch.Tensor]:
+def _limits(
+    backward: AttentionBackwardDesc, one: _Sequence, grad: torch.Tensor
+) -> list[torch.Tensor]:
     """Return the errors that the gradients of one sequence may have, and those of its logits.
 
     Weights and gradients of logits may be rounded to the dtype before they are multiplied.
     """
+    desc = backward.attention
     repeats, eps = desc.heads // desc.groups, torch.finfo(desc.dtype).eps
     q, k, v = (leaf.detach().abs() for leaf in one.leaves)
     keys, values = (x.repeat_interleave(repeats, 1) for x in (k, v))
@@ -257,8 +289,10 @@ def _limits(desc: AttentionDesc, one: _Sequence, grad: torch.Tensor) -> list[tor
     flow = torch.einsum("ihd,jhd->hij", grad.abs(), values)
     mean = (weights * flow).sum(-1, keepdim=True)
     of_logits = 4 * weights * (off * (flow + mean) + (weights * off * flow).sum(-1, keepdim=True))
+    of_logits = of_logits + _rounding(backward.dp) * weights * (flow + mean)
     scaled = desc.scale * of_logits * (4 if desc.softcap else 1)
-    of_v = torch.einsum("hij,ihd->jhd", off * weights, grad.abs())
+    rounded = off + _rounding(desc.s)
+    of_v = torch.einsum("hij,ihd->jhd", rounded * weights, grad.abs())
     of_k = torch.einsum("hij,ihd->jhd", scaled, q)
     of_q = torch.einsum("hij,jhd->ihd", scaled, keys)
 
@@ -268,7 +302,7 @@ def _limits(desc: AttentionDesc, one: _Sequence, grad: torch.Tensor) -> list[tor
     return [of_q, shared(of_k), shared(of_v), of_logits]
 
 
-@law(4, "attention", applies=lambda desc: desc.dropout > 0)
+@law(4, "attention", applies=_with_dropout)
 def attention_drops_as_often_as_asked(subject: Subject, desc: AttentionDesc) -> None:
     """Each weight is dropped or scaled, at the rate of the descriptor; the seed decides which."""
     size = min(desc.head_dim_v, 64)
@@ -314,7 +348,7 @@ def _identity_call(subject: Subject, desc: AttentionDesc, size: int) -> OpCall:
     return call._replace(arguments=(q, k, subject.here(values)))
 
 
-@law(4, "attention_backward", applies=lambda desc: desc.attention.dropout > 0)
+@law(4, "attention_backward", applies=_with_dropout)
 def attention_backward_drops_what_forward_dropped(
     subject: Subject, desc: AttentionBackwardDesc
 ) -> float:

@@ -15,7 +15,8 @@ from fp8core.context.autocast import autocast
 from fp8core.dispatch import plugins, policy, table
 from fp8core.errors import UnsupportedError
 from fp8core.modules.linear import Linear
-from fp8core.recipe.plan import LayerRole
+from fp8core.recipe.base import plan_of
+from fp8core.recipe.plan import LayerRole, LinearPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.testing.checks import law
 from fp8core.testing.compare import require
@@ -62,7 +63,8 @@ def _run_layer(name: str, device: torch.device) -> None:
     """
     chosen = recipe.by_name(name)
     layer = Linear(SIZE, SIZE, params_dtype=torch.bfloat16, device=device)
-    plan = recipe.Float8CurrentScaling().plan(LayerRole("linear"), torch.bfloat16)
+    current = recipe.Float8CurrentScaling()
+    plan = plan_of(LinearPlan, current, LayerRole("linear"), torch.bfloat16)
     values = torch.ones(SIZE, SIZE, dtype=torch.bfloat16, device=device)
     try:
         stored = QuantizedTensor.quantize(values, plan.input)
