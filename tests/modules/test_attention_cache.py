@@ -315,13 +315,18 @@ class Model(torch.nn.Module):
         return logits
 
 
+def lengths_of(words: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The arguments of attention for one sequence."""
+    ends = torch.tensor([0, len(words)], dtype=torch.int32)
+    return {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+
+
 def logits_of_whole(model: Model, words: torch.Tensor) -> torch.Tensor:
     """The logits ``[s, 50]`` of a whole sequence."""
-    ends = torch.tensor([0, len(words)], dtype=torch.int32)
     batch = words if model.layout == "thd" else words[None]
     batch = batch if model.layout != "sbhd" else batch.t()
     with torch.no_grad():
-        y = model(batch, cu_seqlens_q=ends, cu_seqlens_kv=ends)
+        y = model(batch, **lengths_of(words))
     return y.reshape(len(words), -1)
 
 
@@ -376,6 +381,40 @@ def test_bfloat16_logits_are_within_two_steps_of_the_largest(schedule: str, layo
         top = want.topk(2).values.double()
         is_clear = (top[:, 0] - top[:, 1]) > 4 * ulp[:, 0]
         assert torch.equal(got.argmax(-1)[is_clear], want.argmax(-1)[is_clear])
+
+
+def decibels(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The ratio of signal to noise of each row."""
+    noise = (x - like).double().square().sum(-1).clamp(min=1e-30)
+    return 10 * torch.log10(like.double().square().sum(-1) / noise)
+
+
+def logits_under(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits of steps and of the whole under a recipe, and of the whole in bfloat16."""
+    schedule = SCHEDULES["prompt, then one by one"]
+    model, words = Model("bshd", BF16), random_words(schedule)
+    plain = [logits_of_whole(model.eval(), one) for one in words]
+    with autocast(recipe=recipe.by_name(name)):
+        model.train()(words[0][None], **lengths_of(words[0])).sum().backward()
+    with autocast(recipe=recipe.by_name(name)):
+        steps = logits_in_steps(model.eval(), words, schedule, "rows")
+        whole = [logits_of_whole(model, one) for one in words]
+    return torch.cat(steps), torch.cat(whole), torch.cat(plain)
+
+
+@pytest.mark.parametrize("name", ["delayed", "rowwise", "block", "mxfp8"])
+def test_scales_that_no_other_token_enters_leave_the_logits(name: str) -> None:
+    steps, whole, _ = logits_under(name)
+    assert float(decibels(steps, whole).min()) > 100
+
+
+@pytest.mark.parametrize("name", ["current", "nvfp4"])
+def test_scales_of_a_tensor_change_logits_by_no_more_than_the_recipe(name: str) -> None:
+    steps, whole, plain = logits_under(name)
+    # both are rounded, each by its own scales: half the signal to noise ratio of either
+    floor = float(decibels(whole, plain).median()) - 3
+    assert float(decibels(steps, whole).median()) > floor
+    assert float(decibels(steps, plain).median()) > floor
 
 
 def test_generated_words_are_those_without_a_cache() -> None:
