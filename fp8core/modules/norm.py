@@ -8,10 +8,13 @@ from typing import ClassVar
 import torch
 
 from fp8core.chain.norm import NormShape
+from fp8core.chain.pointwise import AddShape
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.bind import bind
+from fp8core.modules.inputs import check_input, check_kind
 from fp8core.modules.parameters import check_size, fill, make_parameter, resolve_device
-from fp8core.modules.run import run_layer
+from fp8core.modules.run import run_layer, run_links
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
@@ -74,14 +77,33 @@ class _Norm(LowPrecisionModule):
         names = ("weight", "bias") if self.norm_kind == "layernorm" else ("weight",)
         return [param for param in map(self.parameter, names) if param is not None]
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Normalize the last dimension of ``input [..., n]``, in float32; the dtype stays.
 
+        With a ``residual`` of the same shape and dtype their sum is normalized, rounded first; the
+        backend adds and normalizes in one operation if it has one.
+
         Raises:
-            OperandError: an input that does not fit.
+            OperandError: an input or a residual that does not fit.
         """
         params = self.link_params()
+        if residual is not None:
+            return self._normalize_sum(input, residual, params)
         return run_layer(self, input, params, like=self.weight, columns=self.hidden_size)[0]
+
+    def _normalize_sum(
+        self, input: torch.Tensor, residual: torch.Tensor, params: list[torch.Tensor]
+    ) -> torch.Tensor:
+        check_kind(self.label, "residual", residual)
+        if residual.shape != input.shape or residual.device != input.device:
+            raise OperandError(
+                f"{self.label}: residual {list(residual.shape)} on {residual.device}, input "
+                f"{list(input.shape)} on {input.device}; expected the same shape and device."
+            )
+        dtype = check_input(self, input, self.weight, self.hidden_size)
+        bound = bind(self, input.device, dtype, shapes=(AddShape(), *self.link_shapes()))
+        call = bound.call(None)
+        return run_links(self, bound, bound.parts[0], input.to(dtype), [residual, *params], call)
 
     def _describe(self) -> list[str]:
         return [

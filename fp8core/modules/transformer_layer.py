@@ -301,8 +301,10 @@ class TransformerLayer(torch.nn.Module):
         samples = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
         if self.parallel_attention_mlp:
             both = attended + self.layernorm_mlp(hidden_states, is_first_microbatch)
-            return self._added(both, hidden_states, samples)
-        hidden_states = self._added(attended, hidden_states, samples)
+            branch, residual = self._dropped(both, hidden_states, samples)
+            return residual + branch
+        branch, residual = self._dropped(attended, hidden_states, samples)
+        hidden_states = residual + branch
         if self.layer_type == "decoder":
             attended = self.inter_attention(
                 hidden_states,
@@ -316,27 +318,27 @@ class TransformerLayer(torch.nn.Module):
                 max_seqlen_kv=max_seqlen_kv,
                 **arguments,
             )
-            hidden_states = self._added(attended, hidden_states, samples)
+            branch, residual = self._dropped(attended, hidden_states, samples)
+            hidden_states = residual + branch
         transformed = self.layernorm_mlp(hidden_states, is_first_microbatch)
-        output = self._added(transformed, hidden_states, samples)
-        return self.layernorm(output) if self.output_layernorm else output
+        branch, residual = self._dropped(transformed, hidden_states, samples)
+        if not self.output_layernorm:
+            return residual + branch
+        normalized: torch.Tensor = self.layernorm(branch, residual=residual)
+        return normalized
 
-    def _added(
-        self,
-        branch: Any,
-        residual: torch.Tensor,
-        samples: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the residual plus the branch, a tensor, after dropout and dropped paths; a branch
-        that comes with its normalized input, as a tuple, has that for a residual."""
+    def _dropped(
+        self, branch: Any, residual: torch.Tensor, samples: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the branch, a tensor, after dropout and dropped paths, and the residual that it is
+        added to: for a branch that comes with its normalized input, as a tuple, that."""
         if isinstance(branch, tuple):
             branch, residual = branch
         if self.hidden_dropout and self.training:
             branch = torch.nn.functional.dropout(branch, self.hidden_dropout)
         if self.drop_path is not None:
             branch = self.drop_path(branch, samples)
-        total: torch.Tensor = residual + branch
-        return total
+        return branch, residual
 
     def _check_encoder_arguments(
         self, encoder_output: torch.Tensor | None, enc_dec_attn_mask: object

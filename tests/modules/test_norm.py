@@ -13,6 +13,7 @@ from fp8core import (
     autocast,
     recipe,
 )
+from tests.chain import fused_toy
 
 BOTH = [LayerNorm, RMSNorm]
 BF16 = torch.bfloat16
@@ -136,3 +137,57 @@ def test_another_dtype_is_refused(kind: type) -> None:
 def test_sequence_parallel_is_refused(kind: type) -> None:
     with pytest.raises(UnsupportedError, match="sequence_parallel"):
         kind(8, sequence_parallel=True)
+
+
+def run(layer: torch.nn.Module, dtype: torch.dtype, *, is_added_before: bool) -> list[torch.Tensor]:
+    """Return the norm of a sum, and the gradients of both terms and the parameters."""
+    generator = torch.Generator().manual_seed(4)
+    terms = [torch.randn(2, 3, 16, generator=generator).to(dtype).requires_grad_() for _ in "ab"]
+    layer.zero_grad()
+    y = layer(terms[0] + terms[1]) if is_added_before else layer(terms[0], residual=terms[1])
+    y.sin().sum().backward()
+    grads = [own.grad for own in (*terms, *layer.parameters())]
+    return [y.detach(), *(grad.clone() for grad in grads if grad is not None)]
+
+
+@pytest.mark.parametrize("name", [None, *recipe.names()])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("kind", BOTH)
+def test_the_norm_of_a_sum_equals_the_sum_and_its_norm(
+    kind: type, dtype: torch.dtype, name: str | None
+) -> None:
+    layer = kind(16, params_dtype=dtype)
+    randomize(layer)
+    with autocast(enabled=name is not None, recipe=recipe.by_name(name or "current")):
+        want, got = (run(layer, dtype, is_added_before=flag) for flag in (True, False))
+    assert len(want) == len(got)
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_the_norm_of_a_sum_is_one_operation_where_a_backend_has_it(kind: type) -> None:
+    layer = kind(16)
+    with fused_toy.installed("add_norm") as calls:
+        run(layer, torch.float32, is_added_before=False)
+    assert (calls["add_norm"], calls["norm"]) == (1, 0)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_calls_with_and_without_a_residual_take_turns(kind: type) -> None:
+    layer, x = kind(16), torch.randn(4, 16)
+    results = [layer(x), layer(x, residual=x), layer(x), layer(x, residual=x)]
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
+    assert torch.equal(results[1], layer(x + x))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_residual_of_another_shape_is_refused(kind: type) -> None:
+    with pytest.raises(OperandError, match=r"residual \[3, 16\].*input \[4, 16\]"):
+        kind(16)(torch.zeros(4, 16), residual=torch.zeros(3, 16))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_residual_that_is_no_tensor_is_refused(kind: type) -> None:
+    with pytest.raises(OperandError, match="residual is int"):
+        kind(16)(torch.zeros(4, 16), residual=1)

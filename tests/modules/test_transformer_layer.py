@@ -31,6 +31,7 @@ from fp8core import (
     explain,
     recipe,
 )
+from tests.chain import fused_toy
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -328,6 +329,21 @@ def test_shorter_sequences_do_not_see_their_padding(layout: str) -> None:
     got = got.transpose(0, 1) if layout == "sbhd" else got
     for row, length in enumerate(lengths):
         torch.testing.assert_close(got[row, :length], want[row])
+
+
+@pytest.mark.parametrize("name", STATELESS)
+def test_the_last_residual_of_a_post_ln_layer_is_added_with_the_norm(name: str | None) -> None:
+    def run() -> torch.Tensor:
+        torch.manual_seed(0)  # of stochastic rounding
+        layer = made(torch.bfloat16, output_layernorm=True)
+        with autocast(enabled=name is not None, recipe=by_name(name)):
+            return layer(states(dtype=torch.bfloat16))
+
+    want = run()
+    with fused_toy.installed("add_norm") as calls:
+        got = run()
+    assert torch.equal(got, want)
+    assert calls["add_norm"] == 1
 
 
 # ---- parameters ----
