@@ -600,6 +600,22 @@ def test_a_recipe_reaches_the_linear_layers_alone(name: str | None) -> None:
         assert noise > 0.005
 
 
+@pytest.mark.parametrize("kind", [recipe.DelayedScaling, recipe.Float8CurrentScaling])
+def test_attention_takes_the_recipe_if_that_says_so(kind: type[recipe.Recipe]) -> None:
+    outputs = []
+    for flag in (False, True):
+        layer = made(torch.bfloat16)
+        x = states(dtype=torch.bfloat16).requires_grad_()
+        with autocast(recipe=kind(fp8_dpa=flag)):
+            y = checkpoint(layer, x, use_reentrant=False) if flag else layer(x)
+        y.float().square().sum().backward()
+        assert x.grad is not None
+        assert all(own.grad is not None for own in layer.parameters())
+        outputs.append(y.double())
+    branch = (outputs[0] - states(dtype=torch.bfloat16)).norm()
+    assert 0 < (outputs[1] - outputs[0]).norm() < 0.1 * branch
+
+
 def test_first_and_later_microbatches_agree() -> None:
     layer, x = made(torch.bfloat16), states(dtype=torch.bfloat16)
     with autocast(recipe=recipe.Float8CurrentScaling()):
