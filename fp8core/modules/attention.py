@@ -258,7 +258,7 @@ class DotProductAttention(LowPrecisionModule):
         )
         if inference_params is not None:
             attention_mask = None
-            qkv, lengths = with_cache(owner, inference_params, self.layer_number, layout, qkv)
+            qkv, lengths = with_cache(owner, self, inference_params, layout, qkv)
         lengths = self._lengths(layout, mask, qkv, attention_mask, lengths)
         check_pad_between(owner, pad_between_seqs, lengths)
         bias, heads = core_attention_bias, self.heads.heads

@@ -31,20 +31,25 @@ def mask_type_with_cache(owner: object, name: str) -> str:
 
 
 def with_cache(
-    owner: object, cache: object, layer_number: int, layout: str, new: Qkv
+    owner: object, layer: torch.nn.Module, cache: object, layout: str, new: Qkv
 ) -> tuple[Qkv, Lengths]:
-    """Store the keys and values of new tokens; return the queries with all keys and values, and
-    where the sequences are among them.
+    """Store the keys and values of new tokens under the ``layer_number`` of ``layer``; return the
+    queries with all keys and values, and where the sequences are among them.
 
     Raises:
-        OperandError: tensors that do not fit the step of the cache; nothing is stored.
+        OperandError: tensors that do not fit the step of the cache, or another layer that has the
+            number; nothing is stored.
     """
     if not isinstance(cache, InferenceParams):
         raise OperandError(
             f"{owner}: inference_params is {type(cache).__name__}; expected "
             f"fp8core.InferenceParams."
         )
-    held = cache.step(layer_number, new.k, new.v, layout)
+    number = layer.layer_number
+    assert isinstance(number, int)
+    if not torch.compiler.is_compiling():
+        cache.claim(number, layer)
+    held = cache.step(number, new.k, new.v, layout)
     keys, values, longest = held.k_cache, held.v_cache, held.max_seqlen_kv
     lengths = Lengths(held.cu_seqlens_q, held.cu_seqlens_kv)
     if layout == "thd":

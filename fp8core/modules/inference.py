@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 from itertools import accumulate
 from operator import index
 from typing import NamedTuple, SupportsIndex, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -142,6 +143,7 @@ class InferenceParams:
             self.pre_step_seqlens = torch.zeros(
                 max_batch_size, dtype=torch.int32, device=self.device
             )
+        self._layers: WeakValueDictionary[int, torch.nn.Module] = WeakValueDictionary()
         self._forget()
 
     def _manager(
@@ -187,9 +189,22 @@ class InferenceParams:
         """Allocate the memory of a layer; its first step does so otherwise."""
         self.cache_manager.allocate_memory(layer_number)
 
+    def claim(self, layer_number: int, layer: torch.nn.Module) -> None:
+        """Note that ``layer`` has the number, until the cache is reset.
+
+        Raises:
+            OperandError: another layer has it, whose keys and values would be overwritten.
+        """
+        if self._layers.setdefault(layer_number, layer) is not layer:
+            raise OperandError(
+                f"KV cache: two layers have layer_number={layer_number}. Construct each layer of a "
+                f"model with a number of its own."
+            )
+
     def reset(self) -> None:
         """Forget every sequence, so that the cache can be used for others; the memory stays."""
         self.cache_manager.reset()
+        self._layers.clear()
         self._forget()
 
     def _forget(self) -> None:
