@@ -221,7 +221,7 @@ def _casts(
             plan.tensors[name],
             context.dtype,
             context.binding,
-            purpose=context.purpose(name),
+            purpose=context.purpose("gradient" if name == "grad_output" else name),
             slot=states.slot(name) if states is not None and plan.delayed is not None else None,
             nonfinite=context.nonfinite,
             propagates=plan.nonfinite == "propagate",

@@ -30,6 +30,8 @@ _STORED = (
     "a QuantizedTensor of this format is used directly; one of another format is dequantized "
     "once and cast, and a weight of another format is refused"
 )
+_MATRICES = ("input", "weight", "grad_output")
+"""The steps whose tensors may come quantized: those of linears, as stored tensors are matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,8 @@ class Line:
     def __str__(self) -> str:
         if self.choice is not None:
             text = f"{self.choice}\n  kernel: {self.kernel}"
-            if self.layer and isinstance(self.desc, QuantizeDesc):
+            is_matrix = self.step.partition("[")[0] in _MATRICES
+            if self.layer and is_matrix and isinstance(self.desc, QuantizeDesc):
                 text += f"\n  {_STORED}"
         else:
             verdict = "NOT OFFERED, the pair runs" if self.is_optional else "REFUSED"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp8core.modules.bound import Bound, recipe_of
-from fp8core.recipe.plan import LayerRole
+from fp8core.recipe.plan import LayerRole, LinearPlan
 
 __all__ = ["last_run"]
 
@@ -20,7 +20,10 @@ def last_run(last: tuple[Any, Any] | None, kind: str, name: str | None) -> list[
     bound: Bound = last[1]
     chosen = recipe_of(bound, LayerRole(kind, name))
     ran = [choice for link in bound.linears for choice in link.choices.values()]
-    is_low = not ran or any(choice.desc.low_precision for choice in ran)
+    if isinstance(bound.plan, LinearPlan):
+        is_low = not ran or any(choice.desc.low_precision for choice in ran)
+    else:
+        is_low = not bound.plan.is_high_precision
     recipe = type(chosen).__name__ if chosen is not None and is_low else "high precision"
     backends = dict.fromkeys(link.choices["fprop"].backend for link in bound.linears)
     return [f"last run: {' '.join([recipe, *(f'on {backend}' for backend in backends)])}"]

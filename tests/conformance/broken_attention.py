@@ -133,6 +133,32 @@ class ForgetsTheRowSums(Sound):
         return (*grads, bias, offset)
 
 
+class ForgetsTheScaleOfTheWeights(Sound):
+    """Multiplies codes of weights with the values, without dividing by their scale."""
+
+    def attention(self, desc: AttentionDesc, *given: Any, **named: Any) -> Any:
+        out, *rest = attention(desc, *given, **named)
+        return (out * named["s_scale"].to(out.dtype) if desc.s is not None else out, *rest)
+
+
+class RecordsScaledWeights(Sound):
+    """Records the amax of what it casts, behind the scale."""
+
+    def attention(self, desc: AttentionDesc, *given: Any, **named: Any) -> Any:
+        results = attention(desc, *given, **named)
+        if named.get("s_amax_out") is not None:
+            named["s_amax_out"].mul_(named["s_scale"])
+        return results
+
+
+class RecordsNoGradient(Sound):
+    """Rounds the gradients of logits and records nothing."""
+
+    def attention_backward(self, desc: AttentionBackwardDesc, *given: Any, **named: Any) -> Any:
+        named.pop("dp_amax_out", None)
+        return attention_backward(desc, *given, **named)
+
+
 _FORWARD = "law4_attention_is_within_the_bound"
 _BACKWARD = "law4_attention_backward_is_within_the_bound"
 CAUGHT_BY: dict[type[Sound], str] = {
@@ -150,4 +176,7 @@ CAUGHT_BY: dict[type[Sound], str] = {
     DropsOthersInBackward: "law4_attention_backward_drops_what_forward_dropped",
     AveragesOverGroups: _BACKWARD,
     ForgetsTheRowSums: _BACKWARD,
+    ForgetsTheScaleOfTheWeights: _FORWARD,
+    RecordsScaledWeights: _FORWARD,
+    RecordsNoGradient: _BACKWARD,
 }

@@ -61,6 +61,8 @@ LABELS = {
     "attention.max_logit.causal.bfloat16",
     "attention.thd.causal.bfloat16",
     "attention.causal.float16.backward",
+    "delayed.attention.causal.bfloat16",
+    "delayed.attention.causal.bfloat16.backward",
     "rotary.sbhd.bfloat16",
     "rotary.thd.bfloat16",
     "sreglu.float16.float16",

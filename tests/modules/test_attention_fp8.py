@@ -311,6 +311,22 @@ def test_explanation_names_the_low_precision_operations() -> None:
     said = str(fp8core.explain(layer(), delayed(fp8_dpa_backward="fp8")))
     assert "qkv=e4m3 block=(0,0) delayed, s=e4m3 block=(0,0) delayed" in said
     assert "grad_output=e5m2 block=(0,0) delayed, dp=e5m2 block=(0,0) delayed" in said
+    assert "QuantizedTensor" not in said  # which is a matrix, and no tensor of heads
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        (recipe.Float8CurrentScaling(), "last run: high precision"),
+        (current(), "last run: Float8CurrentScaling"),
+    ],
+    ids=["without", "with"],
+)
+def test_repr_says_how_it_ran(chosen: recipe.Recipe, said: str) -> None:
+    attend = layer()
+    with autocast(recipe=chosen):
+        attend(*qkv())
+    assert said in repr(attend)
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,7 @@ def _attention_within(subject: Subject, call: OpCall) -> float:
         torch.zeros(stats.shape).double(),
     )
     largest, error = torch.full((desc.heads,), -torch.inf, dtype=F64), 0.0
+    amax = 0.0
     eps = torch.finfo(desc.dtype).eps + _rounding(desc.s)
     for at in range(len(queries.lengths)):
         parts = queries.part(q, at), keys.part(k, at), keys.part(v, at)
@@ -195,6 +196,7 @@ def _attention_within(subject: Subject, call: OpCall) -> float:
         queries.part(bound, at).copy_(torch.einsum("hij,jhd->ihd", 2 * off * weights, values))
         queries.statistics(logs, at).copy_(one.log_sums.detach())
         if one.error.numel():
+            amax = max(amax, float(weights.max()))
             worst = one.error.amax(-1) + 16 * ROUND * (1 + one.log_sums.detach().abs())
             queries.statistics(allowed, at).copy_(worst.nan_to_num(0.0, 0.0))
             largest = torch.maximum(largest, one.logits.detach().amax((1, 2)))
@@ -208,7 +210,19 @@ def _attention_within(subject: Subject, call: OpCall) -> float:
         )
         shares.append(within("max_logit", max_logit, largest, spread))
     require((max_logit is not None) == desc.max_logit, "max_logit is returned if it is asked for")
+    if desc.s is not None:
+        shares.append(_record_within("s_amax_out", call, amax))
     return max(shares)
+
+
+def _record_within(name: str, call: OpCall, amax: float) -> float:
+    """Require that the record of an amax, 0.5 before the call, holds ``amax`` if that is larger.
+
+    A record is of values before their cast, so that only sums in other orders, and the result that
+    forward rounded, part it from float64.
+    """
+    want = torch.tensor([max(0.5, amax)], dtype=F64)
+    return within(name, call.keywords[name], want, want / 16)
 
 
 def _wide(keywords: dict[str, Any]) -> dict[str, Any]:
@@ -237,16 +251,19 @@ def _backward_within(subject: Subject, call: OpCall) -> float:
     keywords = _wide(on_cpu(call.keywords))
     queries, keys = _sides(call, desc, q, k)
     expected, bound = ([torch.zeros(x.shape, dtype=F64) for x in (q, k, v)] for _ in range(2))
-    bias_bound = offset_bound = 0.0
+    bias_bound = offset_bound = amax = 0.0
     for at in range(len(queries.lengths)):
         parts = queries.part(q, at), keys.part(k, at), keys.part(v, at)
         one = _sequence(desc, at, parts, keywords)
         part = queries.part(grad, at).double()
+        one.logits.retain_grad()
         torch.autograd.backward(one.out, part)
         limits = _limits(backward, one, part)
         for number, (side, leaf) in enumerate(zip((queries, keys, keys), one.leaves, strict=True)):
             side.part(expected[number], at).copy_(_grad(leaf))
             side.part(bound[number], at).copy_(limits[number])
+        if one.error.numel():
+            amax = max(amax, float(_grad(one.logits).abs().max()))
         bias_bound += float(limits[3].sum(0).max()) if limits[3].numel() else 0.0
         offset_bound += float(limits[3].sum((1, 2)).max()) if limits[3].numel() else 0.0
     shares = []
@@ -255,6 +272,8 @@ def _backward_within(subject: Subject, call: OpCall) -> float:
     ):
         same_form(name, result, torch.empty(want.shape, dtype=desc.dtype))
         shares.append(within(name, result, want, limit + ulp(want, desc.dtype)))
+    if backward.dp is not None and backward.dp.delayed:
+        shares.append(_record_within("dp_amax_out", call, amax))
     of_bias, of_offset = results[3:]
     require((of_bias is not None) == backward.bias_grad, "grad_bias is returned if it is asked for")
     if of_bias is not None:
