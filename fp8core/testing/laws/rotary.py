@@ -68,8 +68,7 @@ def rotary_of_sequences_of_any_length(subject: Subject, desc: RotaryDesc) -> flo
 
 @law(4, "rotary")
 def rotary_is_nan_at_positions_without_angles(subject: Subject, desc: RotaryDesc) -> float:
-    """A position below 0 or behind the last angle gives NaN, and is no address; the rest of the
-    head is copied."""
+    """A position below 0 or behind the last angle gives NaN; the rest of the head is copied."""
     worst = 0.0
     far = torch.iinfo(torch.int32).max - 16
     for first in (-3, 5, -far, far):
