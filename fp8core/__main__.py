@@ -1,4 +1,5 @@
-"""The command line: ``fp8core build``, ``conformance``, ``demo``, ``doctor``, ``explain``."""
+"""The command line: ``fp8core build``, ``conformance``, ``demo``, ``doctor``, ``explain``,
+``selftest``."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fp8core import __version__
-from fp8core.commands import build
+from fp8core.commands import build, selftest
 from fp8core.demo import cli as demo
 from fp8core.doctor import command as doctor
 from fp8core.errors import Fp8CoreError, RecipeError, did_you_mean
@@ -52,6 +53,11 @@ _COMMANDS = {
         explain.add_arguments,
         explain.run,
         "say which backend runs an operation, and why none of the others",
+    ),
+    "selftest": Command(
+        selftest.add_arguments,
+        selftest.run,
+        "ask a device the questions that a backend's documentation leaves open",
     ),
 }
 

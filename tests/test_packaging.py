@@ -161,7 +161,8 @@ def test_wheel_metadata(built: Distributions) -> None:
     required = {name for name in fields.get_all("Requires-Dist", []) if "extra ==" not in name}
     assert required == {"torch>=2.11", "pluggy>=1.5", "numpy", "filelock"}
     assert "[console_scripts]\nfp8core = fp8core.__main__:main\n" in entry_points
-    backends = "cuda = fp8core_backends.cuda\nreference = fp8core_backends.reference\n"
+    names = ("ascend", "cuda", "reference")
+    backends = "".join(f"{name} = fp8core_backends.{name}\n" for name in names)
     assert f"[fp8core.backends]\n{backends}" in entry_points
 
 

@@ -46,6 +46,7 @@ def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
             probe=_probe,
             priority=10,
             preferred_recipe="current",
+            selftest="fp8core_backends.ascend.selftest:run",
         )
     )
 

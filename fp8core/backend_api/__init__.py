@@ -79,7 +79,7 @@ from fp8core.backend_api.optional import (
     QuantizesPairs,
 )
 from fp8core.backend_api.rotary import RotaryDesc
-from fp8core.backend_api.spec import API_VERSION, BackendSpec
+from fp8core.backend_api.spec import API_VERSION, BackendSpec, Finding
 from fp8core.backend_api.transforms import TRANSFORMS, hadamard16
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.formats import FormatSpec
@@ -109,6 +109,7 @@ __all__ = [
     "ColumnSumsDesc",
     "DeclaresNumerics",
     "DequantizeDesc",
+    "Finding",
     "FormatSpec",
     "FusedDesc",
     "GemmDesc",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["API_VERSION", "BackendSpec"]
+__all__ = ["API_VERSION", "BackendSpec", "Finding"]
 
 API_VERSION = (3, 2)
 """(major, minor). A backend written for another major, or a newer minor, is not loaded.
@@ -34,6 +34,9 @@ class BackendSpec:
         builder: ``"package.module:function"`` that ``fp8core build NAME`` calls, or empty. It
             compiles ahead of time, takes the architectures as strings, None for those of this
             machine, and the keyword ``output``, a folder or None, and returns the path written.
+        selftest: ``"package.module:function"`` that ``fp8core selftest NAME`` calls, or empty. It
+            takes nothing, asks the device what no document settles, and yields a :class:`Finding`
+            for each question.
         transposes: for compiled graphs alone, which have to know strides before anything is
             computed: its columnwise operands are contiguous, not transposed views.
         api_version: the :data:`API_VERSION` it was written for.
@@ -49,4 +52,22 @@ class BackendSpec:
     environment: Sequence[str] = ()
     builder: str = ""
     transposes: bool = False
+    selftest: str = ""
     api_version: tuple[int, int] = API_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A question of a backend's ``selftest``, answered by a device.
+
+    Attributes:
+        name: the question, in a few words.
+        assumption: what the backend and its documentation assume.
+        holds: whether the device does that.
+        answer: what it does.
+    """
+
+    name: str
+    assumption: str
+    holds: bool
+    answer: str

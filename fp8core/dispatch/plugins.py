@@ -328,9 +328,12 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "priority": (lambda value: isinstance(value, int), "a whole number"),
     "preferred_recipe": (lambda value: isinstance(value, str), "a recipe's name"),
     "environment": (_is_words, "a tuple of variables' names"),
-    "builder": (
-        lambda value: value == "" or _is_import_path(value),
-        "'module:function', or an empty text",
+    **dict.fromkeys(
+        ("builder", "selftest"),
+        (
+            lambda value: value == "" or _is_import_path(value),
+            "'module:function', or an empty text",
+        ),
     ),
 }
 

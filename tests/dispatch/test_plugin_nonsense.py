@@ -159,6 +159,7 @@ FIELDS = {
     "device_types": [("",), ("cuda:7",), ("CPU",), ("cpu\n",)],
     "factory": [":", "a:", ":a", "a:b:c", "a:b\n"],
     "builder": ["a", "a:"],
+    "selftest": ["a", "a:"],
     "portable": ["no", None, 1],
     "transposes": ["no", None, 1],
     "api_version": [(2,), "2.0", (2, "x"), None, (2, 0, 0), [2, 0]],

@@ -30,3 +30,13 @@ def test_file_passes_on_the_software_device(name: str, softcann_folder: Path) ->
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]
     assert " skipped" not in ran.stdout.splitlines()[-1]
+
+
+def test_missing_cann_is_an_error_that_says_what_to_install(softcann_folder: Path) -> None:
+    variables = {**environment(softcann_folder), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    del variables["LD_LIBRARY_PATH"]
+    script = "from fp8core_backends.ascend import ops; ops.load()"
+    command = [str(softcann_folder / "bin" / "python"), "-c", script]
+    ran = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert "UnsupportedError: torch_npu cannot be imported: " in ran.stderr
+    assert "source set_env.sh" in ran.stderr

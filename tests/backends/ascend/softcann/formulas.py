@@ -89,6 +89,7 @@ def dynamic_quant_v2(*arguments: Any) -> None:
 @formula("aclnnQuantMax")
 def quant_max(x: T, scale: T, rounding: str, dtype: int, y: T, largest: T) -> None:
     """y = x * scale, and the amax of x."""
+    assert rounding == ("round" if dtype == 34 else "rint"), "no document gives hybrid rounding"
     values = decode(x)
     store(y, values * scale.values)
     store(largest, amax(values))
@@ -346,6 +347,8 @@ def _elementwise(name: str, compute: Callable[..., torch.Tensor]) -> None:
 
 for _name, _compute in {
     "Abs": torch.abs,
+    "BitwiseOrScalar": lambda x, s: x | s,
+    "LeftShifts": lambda x, s: x << s,
     "BitwiseAndTensor": torch.bitwise_and,
     "BitwiseOrTensor": torch.bitwise_or,
     "Max": torch.max,
@@ -441,6 +444,16 @@ def inplace_adds(to: T, x: Any, alpha: Any) -> None:
 @formula("aclnnInplaceMul")
 def inplace_mul(to: T, x: T) -> None:
     to.values.mul_(x.values)
+
+
+@formula("aclnnInplaceBitwiseAndScalar")
+def inplace_and(to: T, x: Any) -> None:
+    to.values.bitwise_and_(x)
+
+
+@formula("aclnnInplaceBitwiseOrTensor")
+def inplace_or(to: T, x: T) -> None:
+    to.values.bitwise_or_(x.values)
 
 
 @formula("aclnnInplaceMuls")
