@@ -303,10 +303,11 @@ class MultiheadAttention(torch.nn.Module):
         if self.qk_norm_before_rope:
             query, key = self._normalize(query, key)
         if rotary_pos_emb is not None:
-            cu_seqlens = (cu_seqlens_q, cu_seqlens_kv)
-            if pad_between_seqs:
-                cu_seqlens = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
-            query, key = self._rotate(query, key, rotary_pos_emb, cu_seqlens, inference_params)
+            ends_q = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
+            ends_kv = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
+            query, key = self._rotate(
+                (query, key), rotary_pos_emb, (ends_q, ends_kv), inference_params
+            )
         if not self.qk_norm_before_rope:
             query, key = self._normalize(query, key)
         context = self.core_attention(
@@ -379,33 +380,29 @@ class MultiheadAttention(torch.nn.Module):
 
     def _rotate(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
+        heads: tuple[torch.Tensor, torch.Tensor],
         angles: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
         cache: InferenceParams | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return query and key rotated; those of a step start behind the tokens of the cache, the
         keys of cross attention at 0."""
-        of_query, of_key = angles if isinstance(angles, tuple) else (angles, angles)
-        starts: list[torch.Tensor | None] = [None, None]
-        ends = list(cu_seqlens)
+        pair = angles if isinstance(angles, tuple | list) else (angles, angles)
+        spans: list[tuple[torch.Tensor | None, torch.Tensor | None]]
+        spans = [(None, ends) for ends in cu_seqlens]
         if cache is not None:
-            taken = 2 if self.attention_type == "self" else 1
-            starts[:taken] = [cache.get_seqlens_pre_step()] * taken
-            ends[:taken] = [cache.cu_seqlens_q[: cache.batch_size + 1]] * taken
+            step = cache.get_seqlens_pre_step(), cache.cu_seqlens_q[: cache.batch_size + 1]
+            spans = [step, step if self.attention_type == "self" else spans[1]]
         query, key = (
             apply_rotary_pos_emb(
-                heads,
-                own,
+                tensor,
+                freqs,
                 self.qkv_format,
                 start_positions=start,
                 interleaved=self.rotary_pos_interleaved,
-                cu_seqlens=end,
+                cu_seqlens=ends,
             )
-            for heads, own, start, end in zip(
-                (query, key), (of_query, of_key), starts, ends, strict=True
-            )
+            for tensor, freqs, (start, ends) in zip(heads, pair, spans, strict=True)
         )
         return query, key
 

@@ -367,6 +367,25 @@ def test_the_last_residual_of_a_post_ln_layer_is_added_with_the_norm(name: str |
     assert calls["add_norm"] == 1
 
 
+def test_padding_between_packed_sequences_moves_no_position() -> None:
+    layer = made(attn_input_format="thd", self_attn_mask_type="padding_causal")
+    angles = RotaryPositionEmbedding(H // HEADS)(S)
+    x, lengths = states(2, S, H), [2, 4]
+    want = layer(
+        torch.cat([x[0, :2], x[1, :4]]),
+        rotary_pos_emb=angles,
+        cu_seqlens_q=torch.tensor([0, 2, 6], dtype=torch.int32),
+    )
+    got = layer(
+        x.flatten(0, 1),
+        rotary_pos_emb=angles,
+        cu_seqlens_q=torch.tensor([0, 2, 6], dtype=torch.int32),
+        cu_seqlens_q_padded=torch.tensor([0, S, 2 * S], dtype=torch.int32),
+    ).view(2, S, H)
+    kept = torch.cat([got[row, :length] for row, length in enumerate(lengths)])
+    torch.testing.assert_close(kept, want)
+
+
 # ---- parameters ----
 
 
