@@ -135,8 +135,8 @@ def from_hugging_face(
 
     Args:
         state_dict: of a model with or without a head; its tensors are not written, and the result
-            may share their memory. A head that is missing is the embedding, as in a stored model
-            that ties them.
+            may share their memory. The head may be missing where the config ties it to the
+            embedding.
         config: its config.
         fuse_qkv_params, qkv_weight_interleaved: as in :class:`fp8core.TransformerLayer`.
 
@@ -151,18 +151,19 @@ def from_hugging_face(
         if not _COMPUTED.search(name)
     }
     (embedding,) = (rule.theirs[0] for rule in family.outer if rule.ours == ("embedding.weight",))
-    if "lm_head.weight" not in short and embedding in short:
+    is_tied = _reader(config)("tie_word_embeddings", _family_name(config) == "gpt2")
+    if is_tied and "lm_head.weight" not in short and embedding in short:
         short["lm_head.weight"] = short[embedding]
-    found: dict[str, torch.Tensor] = {}
+    ours: dict[str, torch.Tensor] = {}
     for rule in _rules(family, _reader(config)):
         values = _taken(short, rule.theirs, "from_hugging_face", family.prefix)
         if rule.transposed:
             values = [value.mT if value.dim() == 2 else value for value in values]
-        found.update(zip(rule.ours, _parted(values, rule), strict=True))
+        ours.update(zip(rule.ours, _parted(values, rule), strict=True))
     _check_empty(short, "from_hugging_face")
     if fuse_qkv_params:
-        _fuse(found, _with_order(family.head_sizes, qkv_weight_interleaved))
-    return found
+        _fuse(ours, _with_order(family.head_sizes, qkv_weight_interleaved))
+    return ours
 
 
 def to_hugging_face(
@@ -184,15 +185,15 @@ def to_hugging_face(
     family = _family(config)
     ours = {name: value for name, value in state_dict.items() if not _is_state(name)}
     _split(ours, _with_order(family.head_sizes, qkv_weight_interleaved))
-    found: dict[str, torch.Tensor] = {}
+    theirs: dict[str, torch.Tensor] = {}
     for rule in _rules(family, _reader(config)):
         values = _parted(_taken(ours, rule.ours, "to_hugging_face", ""), rule)
         if rule.transposed:
             values = [value.mT.contiguous() if value.dim() == 2 else value for value in values]
         for name, value in zip(rule.theirs, values, strict=True):
-            found[name if name == "lm_head.weight" else family.prefix + name] = value
+            theirs[_full(name, family.prefix)] = value
     _check_empty(ours, "to_hugging_face")
-    return found
+    return theirs
 
 
 def _reader(config: Any) -> Any:
@@ -374,11 +375,16 @@ def _rules(family: _Family, get: Any) -> list[_Rule]:
     return rules
 
 
+def _full(name: str, prefix: str) -> str:
+    """Return the name of a tensor in the state_dict of a model with a head."""
+    return name if name == "lm_head.weight" else prefix + name
+
+
 def _taken(
     state: dict[str, torch.Tensor], names: Sequence[str], owner: str, prefix: str
 ) -> list[torch.Tensor]:
     """Remove ``names`` from ``state`` and return their tensors."""
-    missing = [prefix + name for name in names if name not in state]
+    missing = [_full(name, prefix) for name in names if name not in state]
     if missing:
         raise OperandError(f"{owner}: the state_dict lacks {some(missing)}.")
     return [state.pop(name) for name in names]

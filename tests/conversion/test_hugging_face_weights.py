@@ -183,8 +183,8 @@ def test_a_model_trained_with_delayed_scales_comes_back() -> None:
     assert all(torch.equal(back[key], value) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_model_without_a_head_loads(name: str) -> None:
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
+def test_a_model_without_a_head_loads_if_the_head_is_tied(name: str) -> None:
     model = theirs(name)
     base = model.base_model.state_dict()
     got = from_hugging_face(base, model.config)
@@ -298,6 +298,12 @@ def test_missing_tensors_are_named() -> None:
     del state["model.layers.1.mlp.up_proj.weight"]
     with pytest.raises(OperandError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
         from_hugging_face(state, CONFIGS["llama"]())
+
+
+def test_a_missing_head_is_named_if_it_is_not_tied() -> None:
+    model = theirs("llama")
+    with pytest.raises(OperandError, match=r"lacks lm_head\.weight"):
+        from_hugging_face(model.base_model.state_dict(), model.config)
 
 
 def test_tensors_without_a_place_are_named() -> None:
