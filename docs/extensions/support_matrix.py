@@ -29,7 +29,9 @@ def lines() -> list[str]:
     """Return the tables in Markdown."""
     registry = plugins.load()
     specs = registry.by_priority()
-    kinds = dict.fromkeys(kind for spec in specs for kind in spec.device_types if kind != "meta")
+    # torch knows the names of some devices, "npu" for one, by their plug-ins alone.
+    usable = [spec for spec in specs if registry.unusable(spec) is None]
+    kinds = dict.fromkeys(kind for spec in usable for kind in spec.device_types if kind != "meta")
     text: list[str] = []
     for spec in specs:
         reason = registry.unusable(spec)

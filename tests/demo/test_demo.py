@@ -115,7 +115,7 @@ def test_threads_are_given_back(text: Path, tmp_path: Path) -> None:
     ("more", "reason", "status"),
     [
         (["--recipe", "mxfp9"], "mxfp8", 2),
-        (["--backend", "cudaa"], "installed: cuda, reference", 2),
+        (["--backend", "cudaa"], "installed: ascend, cuda, reference", 2),
         (["--text", "nowhere.txt"], "nowhere.txt", 1),
     ],
     ids=["recipe", "backend", "text"],

@@ -132,7 +132,10 @@ def test_unknown_command_gets_the_list_and_the_nearest(
     with pytest.raises(SystemExit):
         command("doctr")
     err = capsys.readouterr().err
-    assert "commands: build, conformance, demo, doctor, explain. Did you mean 'doctor'?" in err
+    assert (
+        "commands: build, conformance, demo, doctor, explain, selftest. Did you mean 'doctor'?"
+        in err
+    )
 
 
 def test_version_is_that_of_the_package(

@@ -100,6 +100,7 @@ OWN_FIELDS = {
     "nonfinite": "saturate",
     "requantize_weights": False,
     "fp8_dpa_backward": "dequantized",
+    "x_wgrad_block_scaling_dim": None,
 }
 """Those that Transformer Engine does not have, by keyword alone."""
 
