@@ -352,7 +352,9 @@ class AttentionProgram(TensorProgram[AttentionLink]):
         if max_logit_out is not None:
             max_logit_out.copy_(max_logit)
         rows = y.reshape(x.shape[0], shape.heads * shape.head_dim_v)
-        saved = (x, *params, rows, stats) if True in self._needs_grad else ()
+        saved: Saved = ()
+        if True in self._needs_grad:
+            saved = (x, *params, rows, stats, *_kept(call))
         return rows if out is None else out(rows), saved, None
 
     def backward(
@@ -360,7 +362,8 @@ class AttentionProgram(TensorProgram[AttentionLink]):
     ) -> Backward:
         """Compute the gradients of the queries and of the parameters."""
         link, shape = self._link, self._link.shape
-        x, *params, rows, stats = saved
+        x, *params, rows, stats = saved[:-_NUM_KEPT]
+        call = _of_forward(call, saved)
         assert x is not None
         assert rows is not None
         results = self._run_backward(
@@ -424,10 +427,12 @@ class _DifferentiableAttentionProgram(AttentionProgram):
         """Compute the gradients from queries, keys and values, and the statistics from those."""
         link = self._link
         x, *params = saved[: 1 + link.num_params]
+        call = _of_forward(call, saved)
         assert x is not None
         q = self._in_layout(x, link.shape.head_dim, call)
         y, stats, _ = link.run(q, *params[:2], **link.keywords(params, call))
-        again = (x, *params, y.reshape(x.shape[0], y.shape[-2] * y.shape[-1]), stats)
+        rows = y.reshape(x.shape[0], y.shape[-2] * y.shape[-1])
+        again = [x, *params, rows, stats, *_kept(call)]
         return AttentionProgram.backward(self, grad, again, context, call, out)
 
 
@@ -492,20 +497,21 @@ class LowPrecisionAttentionProgram(AttentionProgram):
         saved: Saved = ()
         if True in self._needs_grad:
             codes = [part for operand in operands for part in operand[:2]]
-            saved = (*codes, *params[2:], rows, stats, scale)
+            saved = (*codes, *params[2:], rows, stats, scale, *_kept(call))
         return rows if out is None else out(rows), saved, x.shape
 
     def backward(
         self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Compute the gradients from the codes."""
-        *codes, rows, stats, scale = saved
+        *codes, rows, stats, scale = saved[:-_NUM_KEPT]
+        call = _of_forward(call, saved)
         operands, more = [Operand(*codes[at : at + 2]) for at in (0, 2, 4)], codes[6:]  # type: ignore[arg-type]  # present
         link, shape = self._link, self._link.shape
         cast = link.casts.get("grad_output")
         if cast is None:
             values = [_dequantized(link.dequantize, operand) for operand in operands]
-            plain = (values[0].reshape(context), *values[1:], *more, rows, stats)
+            plain = [values[0].reshape(context), *values[1:], *more, rows, stats, *_kept(call)]
             return AttentionProgram.backward(self, grad, plain, None, call, out)
         if link.gradient_state is not None:
             update_after_backward(link.gradient_state, call.backward_pass)
@@ -522,6 +528,19 @@ class LowPrecisionAttentionProgram(AttentionProgram):
             **keywords,
         )
         return self._gradients(results, params, context, out)
+
+
+_NUM_KEPT = len(AttentionTensors._fields) - 1
+
+
+def _kept(call: Call) -> Saved:
+    """Return the tensors of the call that backward reads: autograd then notices a write to them."""
+    return AttentionTensors(*call.tensors)[:-1]
+
+
+def _of_forward(call: Call, saved: Saved) -> Call:
+    """Return ``call`` with the tensors that forward kept at the end of ``saved``."""
+    return call._replace(tensors=(*saved[-_NUM_KEPT:], None))
 
 
 def _quantized(quantizer: Quantizer, x: torch.Tensor) -> Operand:

@@ -146,6 +146,17 @@ def test_nothing_to_attend_gives_nothing(tokens: tuple[int, int]) -> None:
     assert [g.shape for g in grads(out, q, k, v)] == [q.shape, k.shape, v.shape]
 
 
+@pytest.mark.parametrize("recipe", [None, fp8core.recipe.Float8CurrentScaling(fp8_dpa=True)])
+def test_lengths_written_before_backward_are_noticed(recipe: Any) -> None:
+    q, k, v = qkv(6, 3, dtype=torch.float32)
+    lengths = cu(KV_LENGTHS)
+    with fp8core.autocast(enabled=recipe is not None, recipe=recipe):
+        out = layer(attn_mask_type="padding")(q, k, v, cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
+    lengths.zero_()
+    with pytest.raises((RuntimeError, OperandError), match=r"in.?place"):
+        out.sum().backward()
+
+
 def test_no_keys_give_zeros() -> None:
     (q, _, _), (_, k, v) = qkv(3, 2), qkv(0, 2)
     out = layer(attn_mask_type="no_mask")(q, k, v)
