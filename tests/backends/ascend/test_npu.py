@@ -1,35 +1,59 @@
-"""Runs the tests of ``npu/`` in the process that has torch_npu, one file after the other.
+"""Runs the tests of ``npu/`` in one process that has torch_npu, and reports them file by file.
 
-A file's failures are printed by the process. The environment is installed from the package index
-once a session, or once for all in the folder that SOFTCANN_FOLDER names.
+The environment is installed from the package index once a session, or once for all in the folder
+that SOFTCANN_FOLDER names.
 """
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
 
 import pytest
 
 from tests.backends.ascend.softcann.environment import ROOT, environment
 
-FILES = sorted(path.name for path in (Path(__file__).parent / "npu").glob("test_*.py"))
+FOLDER = "tests/backends/ascend/npu"
+FILES = sorted(path.name for path in (ROOT / FOLDER).glob("test_*.py"))
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_file_passes_on_the_software_device(name: str, softcann_folder: Path) -> None:
+class Ran(NamedTuple):
+    """The tests of the process: what it printed, and for each test its file and its failure."""
+
+    printed: str
+    tests: list[tuple[str, str | None]]
+
+
+@pytest.fixture(scope="session")
+def ran(softcann_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    report = tmp_path_factory.mktemp("npu") / "report.xml"
     command = [str(softcann_folder / "bin" / "python"), "-m", "pytest", "-q", "--tb=short"]
-    path = f"tests/backends/ascend/npu/{name}"
-    ran = subprocess.run(
-        [*command, "-p", "no:cacheprovider", path],
+    process = subprocess.run(
+        [*command, "-p", "no:cacheprovider", f"--junit-xml={report}", FOLDER],
         cwd=ROOT,
         env=environment(softcann_folder),
         capture_output=True,
         text=True,
         check=False,
     )
-    assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]
-    assert " skipped" not in ran.stdout.splitlines()[-1]
+    printed = process.stdout[-20000:] + process.stderr[-4000:]
+    assert report.exists(), printed
+    tests = []
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        name = f"{case.get('classname', '').rpartition('.')[2]}.py"
+        fault = next((one for one in case if one.tag in ("failure", "error", "skipped")), None)
+        text = None if fault is None else f"{case.get('name')}: {fault.get('message')}"
+        tests.append((name, text))
+    return Ran(printed, tests)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_file_passes_on_the_software_device(name: str, ran: Ran) -> None:
+    faults = [fault for file, fault in ran.tests if file == name]
+    assert faults, ran.printed  # it has tests, and they were collected
+    assert [fault for fault in faults if fault is not None] == []
 
 
 def test_missing_cann_is_an_error_that_says_what_to_install(softcann_folder: Path) -> None:
