@@ -48,8 +48,10 @@ def with_cache(
     number = layer.layer_number
     assert isinstance(number, int)
     if not torch.compiler.is_compiling():
-        cache.claim(number, layer)
+        cache.check_claim(number, layer)
     held = cache.step(number, new.k, new.v, layout)
+    if not torch.compiler.is_compiling():
+        cache.claim(number, layer)
     keys, values, longest = held.k_cache, held.v_cache, held.max_seqlen_kv
     lengths = Lengths(held.cu_seqlens_q, held.cu_seqlens_kv)
     if layout == "thd":

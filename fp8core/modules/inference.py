@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from itertools import accumulate
 from operator import index
-from typing import NamedTuple, SupportsIndex, TypeAlias
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -186,20 +186,32 @@ class InferenceParams:
         )
 
     def allocate_memory(self, layer_number: int) -> None:
-        """Allocate the memory of a layer; its first step does so otherwise."""
-        self.cache_manager.allocate_memory(layer_number)
+        """Allocate the memory of a layer, unless it has some; its first step does so otherwise."""
+        if layer_number not in self.cache_manager.cache:
+            self.cache_manager.allocate_memory(layer_number)
 
     def claim(self, layer_number: int, layer: torch.nn.Module) -> None:
-        """Note that ``layer`` has the number, until the cache is reset.
+        """Note that ``layer`` has the number, until the cache is reset."""
+        self._layers[layer_number] = layer
+
+    def check_claim(self, layer_number: int, layer: torch.nn.Module) -> None:
+        """Refuse a layer whose number another one has.
 
         Raises:
-            OperandError: another layer has it, whose keys and values would be overwritten.
+            OperandError: the keys and values of the other layer would be overwritten.
         """
-        if self._layers.setdefault(layer_number, layer) is not layer:
+        if self._layers.get(layer_number, layer) is not layer:
             raise OperandError(
                 f"KV cache: two layers have layer_number={layer_number}. Construct each layer of a "
                 f"model with a number of its own."
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy belongs to no layers yet: those of a copied model are others."""
+        return {**vars(self), "_layers": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _layers=WeakValueDictionary())
 
     def reset(self) -> None:
         """Forget every sequence, so that the cache can be used for others; the memory stays."""
@@ -222,6 +234,11 @@ class InferenceParams:
             OperandError: the cache is full, or a number of tokens makes no sense; the cache is as
                 it was.
         """
+        if not isinstance(step_dict, Mapping):
+            raise OperandError(
+                f"KV cache: pre_step({step_dict!r}); expected the number of new tokens by the id "
+                f"of each sequence, as {{0: 10, 1: 7}}."
+            )
         steps = OrderedDict((name, _count(name, count)) for name, count in step_dict.items())
         for name, count in steps.items():
             if self.max_ctx_len is not None and count > self.max_ctx_len:
@@ -257,8 +274,18 @@ class InferenceParams:
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of a layer of a paged cache, one sequence after the other:
-        ``[b, pages * page size, heads, head size]``, as many pages as the longest one has."""
+        ``[b, pages * page size, heads, head size]``, as many pages as the longest one has.
+
+        Raises:
+            OperandError: the cache has no pages, or none of this layer.
+        """
         manager = self.cache_manager
+        if not self.is_paged or layer_number not in manager.cache:
+            fault = f"holds layers {list(manager.cache)}" if self.is_paged else "has no pages"
+            raise OperandError(
+                f"KV cache: convert_paged_to_nonpaged({layer_number!r}), but the cache {fault}; "
+                f"expected a layer that a paged cache holds."
+            )
         table: torch.Tensor = manager.page_table  # type: ignore[attr-defined]  # a paged one has it
         pages = -(-self.max_seqlen_kv // self.page_size)
         return gathered(manager.cache[layer_number], table[: self.batch_size], pages)
@@ -277,7 +304,20 @@ class InferenceParams:
                 no ``pre_step`` before; a layer that did not take part in an earlier step. The cache
                 is as it was.
         """
+        formats = self.input_qkv_format, self.output_qkv_format
         self._take_format(qkv_format)
+        try:
+            keys, values = self._stored(layer_number, new_k, new_v)
+        except BaseException:
+            self.input_qkv_format, self.output_qkv_format = formats
+            raise
+        sums = self.cu_seqlens_q[: self.batch_size + 1], self.cu_seqlens_kv[: self.batch_size + 1]
+        return CachedKeys(keys, values, *sums, self.max_seqlen_kv, self.output_qkv_format)
+
+    def _stored(
+        self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Check and store new keys and values; return those of the layer without pages."""
         self._check("new_k", new_k, self.head_dim_k)
         self._check("new_v", new_v, self.head_dim_v)
         if new_k.shape[:-1] != new_v.shape[:-1]:
@@ -286,10 +326,9 @@ class InferenceParams:
                 f"same tokens and heads."
             )
         sums = self.cu_seqlens_q[: self.batch_size + 1], self.cu_seqlens_kv[: self.batch_size + 1]
-        keys, values = self.cache_manager.step(layer_number, new_k, new_v, *sums, qkv_format)
-        if self.is_paged:
-            keys, values = self.convert_paged_to_nonpaged(layer_number)
-        return CachedKeys(keys, values, *sums, self.max_seqlen_kv, self.output_qkv_format)
+        layout = self.input_qkv_format
+        keys, values = self.cache_manager.step(layer_number, new_k, new_v, *sums, layout)
+        return self.convert_paged_to_nonpaged(layer_number) if self.is_paged else (keys, values)
 
     def _take_format(self, qkv_format: str) -> None:
         if qkv_format not in _FORMATS:
@@ -304,6 +343,10 @@ class InferenceParams:
     def _check(self, name: str, new: torch.Tensor, size: int) -> None:
         """Refuse keys or values that do not hold the step's tokens."""
         layout = self.input_qkv_format
+        if not isinstance(new, torch.Tensor):
+            raise OperandError(
+                f"KV cache: {name} is {type(new).__name__}; expected a torch.Tensor."
+            )
         needed = {"b": self.batch_size, "s": self.max_seqlen_q, "h": self.num_heads_kv, "d": size}
         needed["t"] = sum(self.sequences.values()) - sum(self.sequences_pre_step.values())
         sizes = dict(zip(layout, new.shape, strict=False))

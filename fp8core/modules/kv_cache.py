@@ -111,7 +111,7 @@ class _OwnManager(KVCacheManager):
         self.max_batch_size, self.max_seqlen = limits
         self.device = None if device is None else torch.device(device)
         # By layer, the sequences whose tokens it holds and how many, in the order of its last step.
-        self._stored: dict[int, Mapping[Hashable, int]] = {}
+        self._stored: dict[int, Sequences] = {}
         self._before: Mapping[Hashable, int] = {}
         self._tokens: _Tokens | None = None
 
@@ -135,6 +135,9 @@ class _OwnManager(KVCacheManager):
         after = OrderedDict((name, before[name] + count) for name, count in steps.items())
         self._check(steps, before)
         tokens = self._laid_out(steps, before, after)
+        # An id that ended and begins again: a layer that took no part since holds other tokens.
+        for stored in self._stored.values():
+            stored.update((name, 0) for name in stored if name not in self.sequences)
         self.sequences, self._before, self._tokens = after, before, tokens
         return after
 
@@ -148,7 +151,7 @@ class _OwnManager(KVCacheManager):
         qkv_format: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the step's keys and values of a layer; return the layer's keys and values."""
-        tokens, stored = self._tokens, self._stored.get(layer_number, {})
+        tokens, stored = self._tokens, self._stored.get(layer_number, OrderedDict())
         if tokens is None:
             raise OperandError("KV cache: step() without a pre_step() that says what it brings.")
         for name, length in self._before.items():

@@ -241,6 +241,18 @@ def test_another_kind_of_cache_is_named() -> None:
         layer_of("bshd")(q[None], k[None], v[None], inference_params={})
 
 
+def test_a_call_that_failed_does_not_take_the_number_of_another_layer() -> None:
+    cache, (first, second) = cache_for(), (layer_of("bshd"), layer_of("bshd"))
+    cache.pre_step({"a": 2})
+    q, k = (torch.randn(1, 2, heads, K_SIZE, dtype=F64) for heads in (HEADS, GROUPS))
+    with torch.no_grad():
+        with pytest.raises(OperandError, match="new_k is"):
+            first(q, k[:, :1], k[:, :1, :, :V_SIZE], inference_params=cache)
+        second(q, k, k[..., :V_SIZE], inference_params=cache)
+        with pytest.raises(OperandError, match="two layers have layer_number=1"):
+            first(q, k, k[..., :V_SIZE], inference_params=cache)
+
+
 def test_a_gradient_that_the_cache_would_lose_is_refused() -> None:
     (q, k, v), _ = random_sequences([(3, 3)])
     cache = cache_for()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
@@ -331,6 +333,64 @@ def test_a_layer_that_was_left_out_is_named(kind: str) -> None:
     cache.pre_step({0: 3, 1: 3})
     with pytest.raises(OperandError, match="layer 2 holds 0 of the 4 earlier tokens of sequence 0"):
         cache.step(**keys_and_values(layer_number=2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_of_an_id_that_began_again_are_not_those_of_the_one_before(kind: str) -> None:
+    cache = make(kind)
+    Lists((1, 2)).step(cache, {"a": 3}, "bshd")
+    Lists((2,)).step(cache, {"b": 3}, "bshd")
+    Lists((2,)).step(cache, {"a": 3}, "bshd")
+    cache.pre_step({"a": 1})
+    new_k = torch.zeros(1, 1, HEADS, K_SIZE, dtype=F64)
+    with pytest.raises(OperandError, match="layer 1 holds 0 of the 3 earlier tokens"):
+        cache.step(**keys_and_values(new_k=new_k, new_v=new_k[..., :V_SIZE]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_that_holds_tokens_is_not_allocated_again(kind: str) -> None:
+    cache, lists = make(kind), Lists((1,))
+    lists.step(cache, {0: 4, 1: 2}, "bshd")
+    cache.allocate_memory(1)
+    lists.step(cache, {0: 1, 1: 1}, "bshd")
+
+
+def test_a_step_that_failed_leaves_the_format() -> None:
+    cache = make(qkv_format="sbhd")
+    cache.pre_step({0: 3, 1: 1})
+    with pytest.raises(OperandError):
+        cache.step(**keys_and_values(new_v=torch.zeros(2, 3, HEADS, 9, dtype=F64)))
+    assert (cache.input_qkv_format, cache.output_qkv_format) == ("sbhd", "sbhd_2bshd")
+
+
+@pytest.mark.parametrize("steps", [[1, 2], None, 3])
+def test_a_step_that_is_no_mapping_is_named(steps: Any) -> None:
+    with pytest.raises(OperandError, match="by the id of each sequence"):
+        make().pre_step(steps)
+
+
+def test_keys_that_are_no_tensor_are_named() -> None:
+    cache = make()
+    cache.pre_step({0: 3, 1: 1})
+    with pytest.raises(OperandError, match=r"new_k is NoneType; expected a torch\.Tensor"):
+        cache.step(**keys_and_values(new_k=None))
+
+
+@pytest.mark.parametrize(("kind", "text"), [("rows", "no pages"), ("pages", r"layers \[\]")])
+def test_pages_that_the_cache_lacks_are_named(kind: str, text: str) -> None:
+    with pytest.raises(OperandError, match=text):
+        make(kind).convert_paged_to_nonpaged(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_goes_on_alone(kind: str, copied: Callable[[InferenceParams], Any]) -> None:
+    cache, lists = make(kind), Lists((1,))
+    lists.step(cache, {0: 2, 1: 1}, "bshd")
+    other, before = copied(cache), state(cache)
+    copy.deepcopy(lists).step(other, {0: 1, 1: 2}, "bshd")
+    assert state(cache) == before
+    lists.step(cache, {1: 1, 0: 2}, "bshd")
 
 
 def test_more_tokens_than_max_ctx_len_are_refused() -> None:
