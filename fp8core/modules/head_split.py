@@ -114,7 +114,8 @@ def separate_query_key_value(
 
 def as_heads(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Return ``rows [..., n * head_dim]`` as ``[..., n, head_dim]``, a view."""
-    return rows.view(*rows.shape[:-1], -1, head_dim)
+    # No -1: it has no value where there are no rows.
+    return rows.view(*rows.shape[:-1], rows.shape[-1] // head_dim, head_dim)
 
 
 def _by_group(rows: torch.Tensor, sizes: HeadSizes) -> torch.Tensor:

@@ -388,6 +388,11 @@ class MultiheadAttention(torch.nn.Module):
         """Return query and key rotated; those of a step start behind the tokens of the cache, the
         keys of cross attention at 0."""
         pair = angles if isinstance(angles, tuple | list) else (angles, angles)
+        if len(pair) != 2:
+            raise OperandError(
+                f"MultiheadAttention: rotary_pos_emb is a {type(angles).__name__} of {len(pair)}; "
+                f"expected a tensor, or two: the angles of queries and those of keys."
+            )
         spans: list[tuple[torch.Tensor | None, torch.Tensor | None]]
         spans = [(None, ends) for ends in cu_seqlens]
         if cache is not None:

@@ -9,6 +9,7 @@ import torch
 from fp8core.chain.run import is_under_torch_autocast
 from fp8core.errors import OperandError, RecipeError, did_you_mean
 from fp8core.modules.inference import InferenceParams
+from fp8core.modules.inputs import check_kind
 from fp8core.modules.layernorm_mlp import LayerNormMLP
 from fp8core.modules.multihead_attention import MultiheadAttention, check_main_grad
 from fp8core.modules.norm import LayerNorm, RMSNorm
@@ -266,6 +267,7 @@ class TransformerLayer(torch.nn.Module):
         Raises:
             OperandError: tensors that do not fit, or an encoder output that is missing or unused.
         """
+        check_kind("TransformerLayer", "hidden_states", hidden_states)
         self._check_encoder_arguments(encoder_output, enc_dec_attn_mask)
         if is_under_torch_autocast(hidden_states):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))

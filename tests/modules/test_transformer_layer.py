@@ -887,3 +887,31 @@ def test_dropped_paths_of_packed_sequences_need_their_ends() -> None:
     assert layer.drop_path is not None
     with pytest.raises(OperandError, match="cu_seqlens_q"):
         layer.drop_path(states(S, H), None)
+
+
+@pytest.mark.parametrize("layer_type", ["encoder", "decoder"])
+@pytest.mark.parametrize("shape", [(0, 2, 32), (5, 0, 32)])
+def test_no_tokens_give_none_and_zero_gradients(
+    layer_type: str, shape: tuple[int, int, int]
+) -> None:
+    layer = made(layer_type=layer_type)
+    given = states(*shape).requires_grad_()
+    encoded = states(3, shape[1], 32) if layer_type == "decoder" else None
+    output = layer(given, encoder_output=encoded)
+    assert output.shape == shape
+    output.sum().backward()
+    assert given.grad is not None
+    assert not any(p.grad.any() for p in layer.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("given", [None, [1.0]])
+def test_hidden_states_that_are_no_tensor_are_named(given: Any) -> None:
+    with pytest.raises(OperandError, match=r"hidden_states is .*; expected a torch\.Tensor"):
+        made()(given)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_angles_are_one_tensor_or_two(number: int) -> None:
+    angles = (torch.zeros(4, 1, 1, 8),) * number
+    with pytest.raises(OperandError, match=f"rotary_pos_emb is a tuple of {number}; expected"):
+        made()(states(4, 2, 32), rotary_pos_emb=angles)
