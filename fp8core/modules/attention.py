@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from fp8core.modules.attention_inputs import (
     Lengths,
     PaddingMask,
     Qkv,
+    batch_of,
     check_bias,
     check_layout,
     check_mask,
@@ -31,6 +33,7 @@ from fp8core.modules.attention_masks import MASK_TYPES, Mask, mask_of, mask_type
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
 from fp8core.modules.inference import InferenceParams
+from fp8core.modules.inputs import check_kind
 from fp8core.modules.parameters import check_size, fill, resolve_device
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.run import run_links
@@ -125,8 +128,7 @@ class DotProductAttention(LowPrecisionModule):
         self.softcap = _cap(owner, softcap)
         self.layer_number = 1 if layer_number is None else layer_number
         self.attention_type = _one_of(owner, "attention_type", attention_type, ("self", "cross"))
-        scale = softmax_scale
-        self.softmax_scale = 1 / math.sqrt(self.heads.head_dim) if scale is None else float(scale)
+        self.softmax_scale = _scale(owner, softmax_scale, self.heads.head_dim)
         self.softmax_type = _one_of(owner, "softmax_type", softmax_type, _SOFTMAXES)
         self.return_max_logit = bool(return_max_logit)
         if softmax_type == "learnable":
@@ -264,8 +266,9 @@ class DotProductAttention(LowPrecisionModule):
         bias, heads = core_attention_bias, self.heads.heads
         if bias is not None:
             bias = check_bias(owner, qkv, layout, heads, lengths, bias)
+        batch = batch_of(layout, qkv, lengths)
         tensors = AttentionTensors(
-            _slopes(owner, heads, qkv.q, alibi_slopes) if bias_type == "alibi" else None,
+            _slopes(owner, heads, batch, qkv.q, alibi_slopes) if bias_type == "alibi" else None,
             check_mask(owner, qkv, layout, heads, attention_mask) if mask.arbitrary else None,
             *lengths.offsets.values(),
         )
@@ -468,13 +471,25 @@ def _heads(owner: str, heads: int, groups: int | None, channels: int | tuple[int
 
 
 def _probability(owner: object, dropout: float) -> float:
-    if not 0 <= dropout < 1:
+    if not _is_number(dropout) or not 0 <= dropout < 1:
         raise OperandError(f"{owner}(attention_dropout={dropout!r}): expected 0 <= p < 1.")
     return float(dropout)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real)
+
+
+def _scale(owner: object, scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1 / math.sqrt(head_dim)
+    if not _is_number(scale) or not math.isfinite(scale):
+        raise OperandError(f"{owner}(softmax_scale={scale!r}): expected a finite number, or None.")
+    return float(scale)
+
+
 def _cap(owner: object, softcap: float) -> float:
-    if not 0 <= softcap < math.inf:
+    if not _is_number(softcap) or not 0 <= softcap < math.inf:
         raise OperandError(f"{owner}: softcap={softcap!r}; expected a finite number, 0 for none.")
     return float(softcap)
 
@@ -508,16 +523,25 @@ def _bias_of(
     return "alibi" if name == "alibi" else kind
 
 
-def _slopes(owner: object, heads: int, q: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+def _slopes(
+    owner: object, heads: int, batch: int, q: torch.Tensor, given: torch.Tensor | None
+) -> torch.Tensor:
     """Return the slopes of ALiBi, float32 ``[heads]`` or ``[b, heads]``."""
     if given is None:
         return torch.tensor(_alibi_slopes(heads), dtype=torch.float32, device=q.device)
-    if given.dim() not in (1, 2) or given.shape[-1] != heads or given.device != q.device:
+    check_kind(owner, "alibi_slopes", given)
+    is_one_row = given.dim() == 1 or (given.dim() == 2 and given.shape[0] in (1, batch))
+    if not is_one_row or given.shape[-1] != heads or given.device != q.device:
         raise OperandError(
             f"{owner}: alibi_slopes {list(given.shape)} on {given.device}; expected [{heads}] or "
-            f"[batch, {heads}] on {q.device}."
+            f"[{batch}, {heads}], batch and heads, on {q.device}."
         )
-    return given.detach().to(torch.float32)
+    if given.requires_grad:
+        raise UnsupportedError(
+            f"{owner}: alibi_slopes requires a gradient, which is not offered; pass "
+            f"alibi_slopes.detach(), or the bias itself as core_attention_bias."
+        )
+    return given.to(torch.float32)
 
 
 def _alibi_slopes(heads: int) -> list[float]:

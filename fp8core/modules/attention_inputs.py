@@ -17,6 +17,7 @@ __all__ = [
     "Lengths",
     "PaddingMask",
     "Qkv",
+    "batch_of",
     "check_bias",
     "check_layout",
     "check_mask",
@@ -104,6 +105,7 @@ def unpacked(
         )
     packed, name, count = (qkv, "qkv_layer", 3) if qkv is not None else (kv, "kv_layer", 2)
     if packed is not None:
+        check_kind(owner, name, packed)
         if dim not in (-3, -2):
             raise OperandError(f"{owner}: qkv_interleave_dim={dim}; expected -3 or -2.")
         if packed.dim() < 4 or packed.shape[dim] != count:
@@ -200,6 +202,9 @@ def lengths_of(owner: object, layout: str, qkv: Qkv, mask: PaddingMask, given: L
         x = k if name.startswith("cu_seqlens_kv") else q
         limit = x.shape[0 if layout == "thd" else layout.index("s")]
         _check_offsets(owner, name, cu_seqlens, limit, is_each=layout != "thd")
+    if layout == "thd":
+        _check_starts(owner, "cu_seqlens_q_padded", lengths.cu_seqlens_q_padded, cu_q)
+        _check_starts(owner, "cu_seqlens_kv_padded", lengths.cu_seqlens_kv_padded, cu_kv)
     if layout != "thd":
         batch = q.shape[layout.index("b")]
         if cu_q.shape[0] != batch + 1:
@@ -240,6 +245,10 @@ def _longest(
     owner: object, name: str, given: int | None, cu_seqlens: torch.Tensor, x: torch.Tensor
 ) -> int:
     """Return the length of the longest sequence, or the length ``given``, which is no shorter."""
+    if given is not None and (not isinstance(given, int | torch.SymInt) or given < 0):
+        raise OperandError(
+            f"{owner}: {name}={given!r}; expected an integer that no sequence exceeds."
+        )
     is_unread = torch.compiler.is_compiling() or cu_seqlens.is_meta or cu_seqlens.shape[0] == 1
     if is_unread or (given is not None and not _is_readable(cu_seqlens)):
         return x.shape[0] if given is None else given
@@ -261,12 +270,29 @@ def _check_offsets(
     where the host can read them."""
     if cu_seqlens is None or not _is_readable(cu_seqlens):
         return
-    lengths = cu_seqlens.diff()
+    lengths = cu_seqlens.long().diff()  # differences of int32 may overflow
     last = lengths.max() if is_each and len(lengths) else cu_seqlens[-1]
     if int(cu_seqlens[0]) < 0 or bool((lengths < 0).any()) or int(last) > limit:
         shown = cu_seqlens.tolist() if len(cu_seqlens) <= 9 else f"{len(cu_seqlens)} offsets"
         of = "sequences of at most" if is_each else "offsets of at most"
         raise OperandError(f"{owner}: {name} is {shown}; expected {of} {limit} tokens, ascending.")
+
+
+def _check_starts(
+    owner: object, name: str, padded: torch.Tensor | None, cu_seqlens: torch.Tensor
+) -> None:
+    """Refuse offsets with padding between which a sequence of ``cu_seqlens`` does not fit; where
+    the host can read them."""
+    if padded is None or not _is_readable(padded):
+        return
+    tokens, lengths = padded.diff(), cu_seqlens.diff()
+    if bool((tokens < lengths).any()):
+        at = int((tokens < lengths).nonzero()[0])
+        raise OperandError(
+            f"{owner}: {name} leaves {int(tokens[at])} tokens to sequence {at}, which has "
+            f"{int(lengths[at])}; expected where each sequence begins among the tokens and where "
+            f"the last one ends, each with its padding."
+        )
 
 
 def _from_mask(owner: object, layout: str, qkv: Qkv, mask: PaddingMask) -> Lengths:
@@ -278,6 +304,11 @@ def _from_mask(owner: object, layout: str, qkv: Qkv, mask: PaddingMask) -> Lengt
             f"cu_seqlens_q and cu_seqlens_kv."
         )
     pair = (mask, mask) if isinstance(mask, torch.Tensor) else mask
+    if not isinstance(pair, tuple | list) or not all(isinstance(x, torch.Tensor) for x in pair):
+        raise OperandError(
+            f"{owner}: attention_mask is {_kinds(mask)}; expected a bool tensor, or a tuple of "
+            f"that of the queries and that of the keys."
+        )
     if len(pair) != 2:
         raise OperandError(
             f"{owner}: attention_mask of {len(pair)} tensors; expected that of the queries and "
@@ -295,6 +326,14 @@ def _from_mask(owner: object, layout: str, qkv: Qkv, mask: PaddingMask) -> Lengt
         lengths = one.logical_not().flatten(1).sum(1, dtype=torch.int32)
         cu_seqlens.append(torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)))
     return Lengths(cu_seqlens[0], cu_seqlens[1])
+
+
+def _kinds(given: object) -> str:
+    """Return the class of ``given``, of a tuple or list with those of its items."""
+    name = type(given).__name__
+    if not isinstance(given, tuple | list):
+        return name
+    return f"{name} of {', '.join(type(one).__name__ for one in given)}"
 
 
 def _check_is_at_the_end(owner: object, mask: torch.Tensor) -> None:
@@ -348,14 +387,20 @@ def check_bias(
     """
     check_kind(owner, "core_attention_bias", bias)
     if layout == "thd":
-        assert lengths.cu_seqlens_q is not None
         assert lengths.max_seqlen_q is not None
         assert lengths.max_seqlen_kv is not None
-        batch = lengths.cu_seqlens_q.shape[0] - 1
-        full = [batch, heads, lengths.max_seqlen_q, lengths.max_seqlen_kv]
+        full = [batch_of(layout, qkv, lengths), heads, lengths.max_seqlen_q, lengths.max_seqlen_kv]
     else:
         full = _full_size(qkv, layout, heads)
     return _broadcasting(owner, "core_attention_bias", bias, full, qkv.q.device)
+
+
+def batch_of(layout: str, qkv: Qkv, lengths: Lengths) -> int:
+    """Return the number of sequences of a call."""
+    if layout != "thd":
+        return qkv.q.shape[layout.index("b")]
+    assert lengths.cu_seqlens_q is not None
+    return lengths.cu_seqlens_q.shape[0] - 1
 
 
 def _full_size(qkv: Qkv, layout: str, heads: int) -> list[int]:

@@ -52,8 +52,8 @@ def mask_type_of(owner: object, name: str) -> str:
     Raises:
         OperandError: there is no such mask type.
     """
-    known = _OTHER_NAMES.get(name, name)
-    if known not in MASK_TYPES:
+    known = _OTHER_NAMES.get(name, name) if isinstance(name, str) else None
+    if known is None or known not in MASK_TYPES:
         raise OperandError(
             f"{owner}: attn_mask_type={name!r}; expected one of {', '.join(MASK_TYPES)}."
             f"{did_you_mean(str(name), MASK_TYPES)}"

@@ -412,6 +412,9 @@ def _integers(label: str, name: str, given: torch.Tensor, t: torch.Tensor) -> to
         raise OperandError(
             f"{label}: {name} is {given.dtype} {list(given.shape)}; expected a vector of int32."
         )
+    if given.dtype == torch.int64:  # beyond int32 is beyond all angles, and must not wrap around
+        limits = torch.iinfo(torch.int32)
+        given = given.clamp(limits.min, limits.max)
     return given.to(torch.int32)
 
 

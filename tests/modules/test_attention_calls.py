@@ -460,6 +460,11 @@ CONSTRUCTED = {
     "Ask for 'causal_bottom_right'": {"window_size": (-1, 0), "attn_mask_type": "padding"},
     "expected 0 <= p < 1": {"attention_dropout": 1.0},
     "softcap=-1.0; expected a finite number": {"softcap": -1.0},
+    "softmax_scale=nan": {"softmax_scale": float("nan")},
+    "softmax_scale='x'": {"softmax_scale": "x"},
+    "attention_dropout='x'": {"attention_dropout": "x"},
+    "softcap='x'": {"softcap": "x"},
+    "attn_mask_type=\\['causal'\\]": {"attn_mask_type": ["causal"]},
     "softmax_type='sink'": {"softmax_type": "sink"},
     "attention_type='both'": {"attention_type": "both"},
     "tp_size=2": {"tp_size": 2},
@@ -553,6 +558,38 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
         {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(3)},
     ),
+    r"alibi_slopes \[3, 4\] on cpu; expected \[4\] or \[2, 4\]": (
+        {},
+        {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(3, 4)},
+    ),
+    "alibi_slopes is list": (
+        {},
+        {"core_attention_bias_type": "alibi", "alibi_slopes": [1.0] * 4},
+    ),
+    "alibi_slopes .4. is torch.complex64": (
+        {},
+        {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(4).to(torch.complex64)},
+    ),
+    "alibi_slopes requires a gradient": (
+        {},
+        {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(4, requires_grad=True)},
+    ),
+    "attention_mask is int": ({"attn_mask_type": "padding"}, {"attention_mask": 3}),
+    "attention_mask is tuple of NoneType, NoneType": (
+        {"attn_mask_type": "padding"},
+        {"attention_mask": (None, None)},
+    ),
+    "qkv_layer is int": (
+        {},
+        {"query_layer": None, "key_layer": None, "value_layer": None, "qkv_layer": 3},
+    ),
+    "cu_seqlens_q is .2147483647, -2147483648, -2147483647": (
+        {"attn_mask_type": "padding"},
+        {
+            "cu_seqlens_q": torch.tensor([2**31 - 1, -(2**31), 1 - 2**31], dtype=torch.int32),
+            "cu_seqlens_kv": cu([5, 5]),
+        },
+    ),
     "pad_between_seqs=True needs": ({}, {"pad_between_seqs": True}),
     "score_mod=function is not offered": ({}, {"score_mod": lambda *given: given}),
     "thd_attention_policies=list": ({}, {"thd_attention_policies": []}),
@@ -572,6 +609,28 @@ def test_call_refuses(message: str) -> None:
     with pytest.raises((OperandError, UnsupportedError), match=message) as caught:
         layer(name="block.attention", **options)(**{**call, **changed})
     assert "block.attention" in str(caught.value)
+
+
+@pytest.mark.parametrize("side", ["q", "kv"])
+@pytest.mark.parametrize("starts", [[0, 4, 8], [0, 6, 8]])
+def test_sequences_that_do_not_fit_between_their_padding_are_refused(
+    side: str, starts: list[int]
+) -> None:
+    q, k, v = qkv(8)
+    lengths, name = cu([5, 3]), f"cu_seqlens_{side}_padded"
+    attend = layer(qkv_format="thd", attn_mask_type="padding")
+    padded = {name: torch.tensor(starts, dtype=torch.int32)}
+    with pytest.raises(OperandError, match=f"{name} leaves . tokens to sequence ., which has"):
+        attend(q, k, v, cu_seqlens_q=lengths, cu_seqlens_kv=lengths, **padded)
+
+
+@pytest.mark.parametrize("longest", [-1, 8.0, "8"])
+def test_a_longest_sequence_that_is_no_number_of_tokens_is_refused(longest: Any) -> None:
+    q, k, v = qkv(8)
+    none = cu([])
+    attend = layer(qkv_format="thd", attn_mask_type="padding")
+    with pytest.raises(OperandError, match=f"max_seqlen_q={longest!r}; expected an integer"):
+        attend(q, k, v, cu_seqlens_q=none, cu_seqlens_kv=none, max_seqlen_q=longest)
 
 
 def test_packed_sequences_longer_than_said_are_refused() -> None:

@@ -308,6 +308,19 @@ def test_no_token_gives_no_output(layout: str) -> None:
     y.sum().backward()
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("start_positions", "reaches position"), ("cu_seqlens", "cu_seqlens .* tokens; expected")],
+)
+def test_integers_beyond_32_bits_do_not_wrap_around(name: str, text: str) -> None:
+    x, given = packed("thd")
+    starts = torch.zeros_like(given["cu_seqlens"][1:])
+    given = {"start_positions": starts, **given}
+    wide = {**given, name: given[name].long() + 2**32}
+    with pytest.raises(OperandError, match=text):
+        apply_rotary_pos_emb(x, RotaryPositionEmbedding(8)(5), "thd", **wide)
+
+
 def test_integers_of_64_bits_are_taken() -> None:
     x, given = packed("thd")
     freqs = RotaryPositionEmbedding(8)(5)
