@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -48,6 +48,9 @@ _GPT2_ACTIVATIONS = {
 }
 # Buffers of older versions of transformers, which are computed again.
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
+
+
+_Shape: TypeAlias = tuple[int | None, ...]
 
 
 class _Rule(NamedTuple):
@@ -155,8 +158,13 @@ def from_hugging_face(
     if is_tied and "lm_head.weight" not in short and embedding in short:
         short["lm_head.weight"] = short[embedding]
     ours: dict[str, torch.Tensor] = {}
+    shapes = _shapes(family, config)
     for rule in _rules(family, _reader(config)):
         values = _taken(short, rule.theirs, "from_hugging_face", family.prefix)
+        for name, value, shape in zip(
+            rule.theirs, values, _their_shapes(rule, shapes), strict=True
+        ):
+            _check_shape("from_hugging_face", _full(name, family.prefix), value, shape)
         if rule.transposed:
             values = [value.mT if value.dim() == 2 else value for value in values]
         ours.update(zip(rule.ours, _parted(values, rule), strict=True))
@@ -184,10 +192,14 @@ def to_hugging_face(
     """
     family = _family(config)
     ours = {name: value for name, value in state_dict.items() if not _is_state(name)}
-    _split(ours, _with_order(family.head_sizes, qkv_weight_interleaved))
+    shapes = _shapes(family, config)
+    _split(ours, _with_order(family.head_sizes, qkv_weight_interleaved), shapes)
     theirs: dict[str, torch.Tensor] = {}
     for rule in _rules(family, _reader(config)):
-        values = _parted(_taken(ours, rule.ours, "to_hugging_face", ""), rule)
+        values = _taken(ours, rule.ours, "to_hugging_face", "")
+        for name, value in zip(rule.ours, values, strict=True):
+            _check_shape("to_hugging_face", name, value, shapes[_in_layer(name)])
+        values = _parted(values, rule)
         if rule.transposed:
             values = [value.mT.contiguous() if value.dim() == 2 else value for value in values]
         for name, value in zip(rule.theirs, values, strict=True):
@@ -198,6 +210,11 @@ def to_hugging_face(
 
 def _reader(config: Any) -> Any:
     """Return a function that reads an entry of ``config``, with a default unless it must exist."""
+    if not isinstance(config, Mapping) and not hasattr(config, "__dict__"):
+        raise OperandError(
+            f"config is {type(config).__name__}; expected the config of a model in transformers, "
+            f"or the content of its config.json as a dict."
+        )
     values: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
 
     def get(name: str, *default: Any) -> Any:
@@ -375,6 +392,63 @@ def _rules(family: _Family, get: Any) -> list[_Rule]:
     return rules
 
 
+def _shapes(family: _Family, config: Any) -> dict[str, _Shape]:
+    """Return the shapes of our parameters by their names, those of a layer without its number.
+
+    A size that the config leaves out is None.
+    """
+    arguments, sizes, get = layer_arguments(config), family.head_sizes, _reader(config)
+    hidden, ffn = arguments["hidden_size"], arguments["ffn_hidden_size"]
+    first = 2 * ffn if _family_name(config) == "llama" else ffn  # a Llama's activation is gated
+    vocabulary = get("vocab_size", None)
+    shapes: dict[str, _Shape] = {
+        "embedding.weight": (vocabulary, hidden),
+        "head.weight": (vocabulary, hidden),
+        "positions.weight": (get("n_positions", None), hidden),
+    }
+    for norm in ("norm.", f"{_QKV}.layer_norm_", f"{_MLP}.layer_norm_"):
+        shapes |= {f"{norm}weight": (hidden,), f"{norm}bias": (hidden,)}
+    for linear, rows, columns in (
+        (f"{_QKV}.query_", sizes.query_size, hidden),
+        (f"{_QKV}.key_", sizes.key_size, hidden),
+        (f"{_QKV}.value_", sizes.key_size, hidden),
+        ("self_attention.proj.", hidden, sizes.query_size),
+        (f"{_MLP}.fc1_", first, hidden),
+        (f"{_MLP}.fc2_", hidden, ffn),
+    ):
+        shapes |= {f"{linear}weight": (rows, columns), f"{linear}bias": (rows,)}
+    return shapes
+
+
+def _in_layer(name: str) -> str:
+    """Return the name of a parameter in its layer."""
+    return re.sub(r"^layers\.\d+\.", "", name)
+
+
+def _their_shapes(rule: _Rule, shapes: Mapping[str, _Shape]) -> list[_Shape]:
+    """Return the shape of each of ``rule.theirs``."""
+    ours = [shapes[_in_layer(name)] for name in rule.ours]
+    if len(rule.theirs) > 1:
+        found: list[_Shape] = [(rows, *ours[0][1:]) for rows in rule.sizes]
+    elif len(rule.ours) > 1:
+        found = [(sum(rule.sizes), *ours[0][1:])]
+    else:
+        found = ours
+    return [shape[::-1] for shape in found] if rule.transposed else found
+
+
+def _check_shape(owner: str, name: str, value: object, shape: _Shape) -> None:
+    """Refuse a tensor of another shape than the config says."""
+    if not isinstance(value, torch.Tensor):
+        raise OperandError(f"{owner}: {name} is {type(value).__name__}; expected a torch.Tensor.")
+    fits = len(shape) == value.dim() and all(
+        wanted in (None, given) for wanted, given in zip(shape, value.shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise OperandError(f"{owner}: {name} is {list(value.shape)}; the config says [{wanted}].")
+
+
 def _full(name: str, prefix: str) -> str:
     """Return the name of a tensor in the state_dict of a model with a head."""
     return name if name == "lm_head.weight" else prefix + name
@@ -395,17 +469,8 @@ def _parted(values: Sequence[torch.Tensor], rule: _Rule) -> list[torch.Tensor]:
     if not rule.sizes:
         return list(values)
     if len(values) == len(rule.sizes):
-        rows = [value.shape[0] for value in values]
-        if rows != list(rule.sizes):
-            raise OperandError(
-                f"{', '.join(rule.theirs)}: {rows} rows; the config says {list(rule.sizes)}."
-            )
         return [torch.cat(list(values))]
     (value,) = values
-    if value.shape[0] != sum(rule.sizes):
-        raise OperandError(
-            f"{', '.join(rule.theirs)}: {value.shape[0]} rows; the config says {sum(rule.sizes)}."
-        )
     return list(torch.split(value, list(rule.sizes)))
 
 
@@ -434,10 +499,20 @@ def _fuse(state: dict[str, torch.Tensor], sizes: HeadSizes) -> None:
         state[name.replace(".query_", ".")] = join_query_key_value(parts, sizes)
 
 
-def _split(state: dict[str, torch.Tensor], sizes: HeadSizes) -> None:
+def _split(state: dict[str, torch.Tensor], sizes: HeadSizes, shapes: Mapping[str, _Shape]) -> None:
     """Put query, key and value in the place of each fused weight; biases likewise."""
     for name in [name for name in state if name.endswith((f"{_QKV}.weight", f"{_QKV}.bias"))]:
         prefix, _, kind = name.rpartition(".")
+        both = [name, *(n for n in state if n.startswith(prefix) and n.endswith(f"_{kind}"))]
+        both = [n for n in both if "layer_norm" not in n]
+        if len(both) > 1:
+            raise OperandError(
+                f"to_hugging_face: the state_dict has {some(both)}; expected a fused projection or "
+                f"its parts."
+            )
+        _, *columns = shapes[f"{_QKV}.query_{kind}"]
+        rows = sizes.query_size + 2 * sizes.key_size
+        _check_shape("to_hugging_face", name, state[name], (rows, *columns))
         parts = separate_query_key_value(state.pop(name), sizes)
         for one, part in zip(("query", "key", "value"), parts, strict=True):
             state[f"{prefix}.{one}_{kind}"] = part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from types import ModuleType
@@ -315,8 +316,55 @@ def test_tensors_without_a_place_are_named() -> None:
 def test_other_shapes_than_the_config_s_are_refused() -> None:
     state = theirs("llama").state_dict()
     config = LlamaConfig(**{**LLAMA, "intermediate_size": 40})
-    with pytest.raises(OperandError, match=r"gate_proj.*\[48, 48\] rows.*\[40, 40\]"):
+    with pytest.raises(OperandError, match=r"gate_proj.* is \[48, 32\]; .* says \[40, 32\]"):
         from_hugging_face(state, config)
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "rows": lambda value: value[:-1],
+    "columns": lambda value: value[..., :-1],
+    "dimensions": lambda value: value[None],
+    "type": lambda value: value.tolist(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_every_tensor_has_the_config_s_shape(name: str, change: str) -> None:
+    model = theirs(name)
+    state = model.state_dict()
+    for key, value in state.items():
+        changed = {**state, key: CHANGES[change](value)}
+        with pytest.raises(OperandError, match=re.escape(f"from_hugging_face: {key} is ")):
+            from_hugging_face(changed, model.config)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_every_parameter_has_the_config_s_shape(name: str, is_fused: bool, change: str) -> None:
+    model = theirs(name)
+    state = from_hugging_face(model.state_dict(), model.config, fuse_qkv_params=is_fused)
+    for key, value in state.items():
+        changed = {**state, key: CHANGES[change](value)}
+        with pytest.raises(OperandError, match=re.escape(f"to_hugging_face: {key} is ")):
+            to_hugging_face(changed, model.config)
+
+
+def test_a_projection_is_fused_or_in_parts() -> None:
+    model = theirs("llama")
+    parts, fused = (
+        from_hugging_face(model.state_dict(), model.config, fuse_qkv_params=is_fused)
+        for is_fused in (False, True)
+    )
+    with pytest.raises(OperandError, match="expected a fused projection or its parts"):
+        to_hugging_face({**parts, **fused}, model.config)
+
+
+@pytest.mark.parametrize("config", [None, "llama"])
+def test_what_is_no_config_is_named(config: Any) -> None:
+    with pytest.raises(OperandError, match=r"expected the config of a model"):
+        layer_arguments(config)
 
 
 @pytest.mark.parametrize(
