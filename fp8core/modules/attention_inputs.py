@@ -9,8 +9,11 @@ import torch
 
 from fp8core.backend_api import ATTENTION_LAYOUTS
 from fp8core.chain.run import is_under_torch_autocast
+from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError
 from fp8core.modules.inputs import check_kind
+from fp8core.torch_ops.private import is_transform_wrapped
+from fp8core.torch_ops.shapes import is_captured
 
 __all__ = [
     "Heads",
@@ -185,10 +188,13 @@ def lengths_of(owner: object, layout: str, qkv: Qkv, mask: PaddingMask, given: L
         lengths = given
     else:
         lengths = _from_mask(owner, layout, qkv, mask)
-    for name, cu_seqlens in lengths.offsets.items():
+    offsets = lengths.offsets
+    for name, cu_seqlens in offsets.items():
         if name.endswith("padded") and cu_seqlens is None:
             continue
-        _check_cu_seqlens(owner, name, cu_seqlens, q.device)
+        offsets[name] = _checked_cu_seqlens(owner, name, cu_seqlens, q.device)
+    longest_q, longest_kv = lengths.max_seqlen_q, lengths.max_seqlen_kv
+    lengths = Lengths(**offsets, max_seqlen_q=longest_q, max_seqlen_kv=longest_kv)
     cu_q, cu_kv = lengths.cu_seqlens_q, lengths.cu_seqlens_kv
     assert cu_q is not None
     assert cu_kv is not None
@@ -224,12 +230,17 @@ def lengths_of(owner: object, layout: str, qkv: Qkv, mask: PaddingMask, given: L
     )
 
 
-def _check_cu_seqlens(owner: object, name: str, cu_seqlens: object, device: torch.device) -> None:
+def _checked_cu_seqlens(
+    owner: object, name: str, cu_seqlens: object, device: torch.device
+) -> torch.Tensor:
+    """Return ``cu_seqlens`` as a plain tensor, its dtype, dimensions and device checked."""
     if not isinstance(cu_seqlens, torch.Tensor):
         raise OperandError(
             f"{owner}: {name} is {type(cu_seqlens).__name__}; padding and qkv_format='thd' need "
             f"cu_seqlens_q and cu_seqlens_kv, int32 [batch + 1]."
         )
+    if not torch.compiler.is_compiling():
+        cu_seqlens = unwrap(cu_seqlens, f"{owner}: {name}")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or not cu_seqlens.shape[0]:
         raise OperandError(
             f"{owner}: {name} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; expected int32 "
@@ -239,6 +250,7 @@ def _check_cu_seqlens(owner: object, name: str, cu_seqlens: object, device: torc
         raise OperandError(
             f"{owner}: {name} is on {cu_seqlens.device}, the queries on {device}; move it there."
         )
+    return cu_seqlens
 
 
 def _longest(
@@ -249,7 +261,7 @@ def _longest(
         raise OperandError(
             f"{owner}: {name}={given!r}; expected an integer that no sequence exceeds."
         )
-    is_unread = torch.compiler.is_compiling() or cu_seqlens.is_meta or cu_seqlens.shape[0] == 1
+    is_unread = not _has_values(cu_seqlens) or cu_seqlens.shape[0] == 1
     if is_unread or (given is not None and not _is_readable(cu_seqlens)):
         return x.shape[0] if given is None else given
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
@@ -260,7 +272,12 @@ def _longest(
 
 def _is_readable(x: torch.Tensor) -> bool:
     """Return whether the host reads values of ``x`` without waiting for a device."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and _has_values(x)
+
+
+def _has_values(x: torch.Tensor) -> bool:
+    """Return whether ``x`` has values to read, unlike one of a captured graph or in a vmap."""
+    return not (x.is_meta or is_captured(x) or is_transform_wrapped(x))
 
 
 def _check_offsets(

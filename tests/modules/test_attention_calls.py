@@ -310,6 +310,18 @@ def test_second_derivatives_of_a_query_that_sees_nothing() -> None:
     assert torch.autograd.gradgradcheck(call, (q, k, v))
 
 
+def test_lengths_may_differ_in_a_vmap() -> None:
+    q, k, v = (x.detach() for x in qkv(5, 2))
+    attend, lengths = layer(attn_mask_type="padding"), [cu([5, 2]), cu([1, 4])]
+
+    def run(one: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = attend(q, k, v, cu_seqlens_q=one, cu_seqlens_kv=one)
+        return y
+
+    expected = torch.stack([run(one) for one in lengths])
+    torch.testing.assert_close(torch.vmap(run)(torch.stack(lengths)), expected)
+
+
 def test_transforms_of_torch_func() -> None:
     q, k, v = (x.detach() for x in qkv(5, 2))
     attend = layer()
