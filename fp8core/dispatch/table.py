@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import Alignment, GemmDesc, OpDesc, QuantizeDesc
+from fp8core.backend_api import (
+    Alignment,
+    AttentionBackwardDesc,
+    AttentionDesc,
+    GemmDesc,
+    OpDesc,
+    QuantizeDesc,
+)
 from fp8core.backend_api.optional import PairCast
 from fp8core.dispatch import plugins, policy, select, settings
 from fp8core.dispatch.optional import Offers, pair_of
@@ -30,6 +37,10 @@ __all__ = [
     "resolve",
     "resolve_optional",
 ]
+
+
+# Another backend may need memory that is quadratic in the sequence length for them.
+_ATTENTION = (AttentionDesc, AttentionBackwardDesc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +107,8 @@ def resolve(desc: OpDesc, device: torch.device, *, backend: str | None = None) -
     """Bind ``desc`` for ``device`` under the thread's policy and the environment as it is now.
 
     A substituted backend is logged, once a process, and so is one that declines a low-precision
-    product which another runs. While torch compiles or exports, the callable
-    is an operator of ``torch.ops.fp8core``.
+    product, or attention in any precision, which another runs. While torch compiles or exports,
+    the callable is an operator of ``torch.ops.fp8core``.
 
     Raises:
         UnsupportedError, RecipeError, PluginError: see :func:`fp8core.dispatch.select.choose`.
@@ -129,7 +140,7 @@ def _resolve(
     choice = select.choose(desc, device, asked, backend)
     if choice.substitution:
         log_once(f"{desc.op} on {device} runs on {choice.backend}: {choice.substitution} [{desc}]")
-    if select.is_product(desc):
+    if select.is_product(desc) or isinstance(desc, _ATTENTION):
         _announce_declined(choice)
     spec = registry.backends[choice.backend]
     alignment = registry.alignment(spec, desc) if isinstance(desc, GemmDesc) else Alignment()
@@ -146,7 +157,7 @@ def forget() -> None:
 
 
 def _announce_declined(choice: select.Choice) -> None:
-    """Warn, once for each backend and reason, that a product runs on another than the first one.
+    """Warn, once for each backend and reason, that another than the first one runs ``choice``.
 
     Without that, a training run by a slower backend looks like any other.
     """

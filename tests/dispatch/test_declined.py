@@ -59,6 +59,19 @@ def test_each_reason_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert sum("as three," in line for line in lines) == 2  # e4m3 with e4m3, and e5m2 with e4m3
 
 
+def test_attention_is_said_in_high_precision_too(caplog: pytest.LogCaptureFixture) -> None:
+    def no_attention(desc: OpDesc) -> str | None:
+        return "no attention" if "attention" in desc.op else None
+
+    toys.register(toys.backend("toy", refuse=no_attention, priority=9))
+    q = torch.randn(4, 1, 2, 8, requires_grad=True)
+    for _ in range(2):
+        fp8core.DotProductAttention(2, 8)(q, q, q).sum().backward()
+    forward, backward = said(caplog)
+    assert forward.startswith("attention on cpu runs on reference, as toy,")
+    assert backward.startswith("attention_backward on cpu runs on reference, as toy,")
+
+
 def test_a_product_that_the_first_backend_runs_is_not_news(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
