@@ -4,15 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["NOT_OFFERED", "refusal"]
+__all__ = ["COMMUNICATION", "NOT_OFFERED", "refusal"]
 
 _ASK = 'use fp8core.explain("gemm", recipe).refused, or `fp8core doctor` for the whole machine'
 _BACKENDS = "backends quantize, recipes say how (fp8core.recipe); there are no quantizer objects"
 _PADDING = "it is not needed, layers pad sizes that blocks do not divide"
 _ROUTING = "permute tokens with torch, and give fp8core.GroupedLinear the rows of each expert"
+_ROUTER = "compute scores, top-k and the auxiliary loss with torch"
 _OFFLOAD = "use torch.autograd.graph.save_on_cpu, or fp8core.checkpoint to save less"
 _OVERLAP = "tensor and sequence parallelism are not offered"
+_OPTIMIZERS = "use any optimizer of torch, with fp8core.MasterWeights for low-precision parameters"
+_STORAGE = "fp8core.QuantizedTensor is the one class of quantized tensors, with or without autograd"
+_SAVING = "save the tensors of QuantizedTensor.tensors() with save_for_backward"
+_FUSIONS = "a backend offers fused operations by its contract, see docs/writing-a-backend.md"
+_SEVERAL_FORMATS = (
+    "give fp8core.recipe.CustomRecipe a factory that returns a TensorPlan, which has a format for "
+    "each orientation, or None for high precision"
+)
+_LINEAR_ATTENTION = "linear attention is not offered; use a library that has its kernels"
+_COMMUNICATION_GROUPS: Mapping[str, tuple[str, ...]] = {
+    _OVERLAP: (
+        "CudaRNGStatesTracker",
+        "UserBufferQuantizationMode",
+        "destroy_ub",
+        "initialize_ub",
+        "ops.AllGather",
+        "ops.AllReduce",
+        "ops.ReduceScatter",
+    ),
+    "context parallelism is not offered": ("CPLoadBalancingStrategy",),
+    "it needs cuSOLVERMp across ranks; torch.optim.Muon has Newton-Schulz on one": (
+        "CusolverMpCtx",
+        "newton_schulz",
+        "newton_schulz_tp",
+    ),
+}
 _GROUPS: Mapping[str, tuple[str, ...]] = {
+    **_COMMUNICATION_GROUPS,
     _ASK: (
         "is_bf16_available",
         "is_fp8_available",
@@ -28,6 +56,22 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "NVFP4Quantizer",
         "Quantizer",
     ),
+    _STORAGE: (
+        "Float8BlockwiseQTensorStorage",
+        "Float8TensorStorage",
+        "MXFP8TensorStorage",
+        "NVFP4TensorStorage",
+        "QuantizedTensorStorage",
+    ),
+    _SAVING: ("prepare_for_saving", "restore_from_func_ctx", "restore_from_saved"),
+    _SEVERAL_FORMATS: (
+        "HybridQuantizedTensor",
+        "HybridQuantizedTensorStorage",
+        "HybridQuantizer",
+        "IdentityQuantizer",
+        "IdentityTensor",
+        "IdentityTensorStorage",
+    ),
     _PADDING: ("Fp8Padding", "Fp8Unpadding"),
     _ROUTING: (
         "moe_permute",
@@ -37,23 +81,90 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "moe_sort_chunks_by_index_with_probs",
         "moe_unpermute",
     ),
-    _OFFLOAD: ("ManualOffloadSynchronizer", "get_cpu_offload_context", "mark_not_offload"),
-    _OVERLAP: (
-        "CudaRNGStatesTracker",
-        "UserBufferQuantizationMode",
-        "destroy_ub",
-        "initialize_ub",
+    _ROUTER: (
+        "router.QBHistogramMode",
+        "router.RoutingMapFormat",
+        "router.fused_compute_score_for_moe_aux_loss",
+        "router.fused_moe_aux_loss",
+        "router.fused_topk_with_score_function",
     ),
-    "use any optimizer of torch, with fp8core.MasterWeights for low-precision parameters": (
+    _OFFLOAD: ("ManualOffloadSynchronizer", "get_cpu_offload_context", "mark_not_offload"),
+    _OPTIMIZERS: (
         "optimizers",
+        "optimizers.FusedAdam",
+        "optimizers.FusedSGD",
+        "optimizers.MultiTensorApply",
+        "optimizers.multi_tensor_adam",
+        "optimizers.multi_tensor_adam_capturable",
+        "optimizers.multi_tensor_adam_capturable_master",
+        "optimizers.multi_tensor_adam_fp8",
+        "optimizers.multi_tensor_applier",
+        "optimizers.multi_tensor_l2norm",
+        "optimizers.multi_tensor_scale",
+        "optimizers.multi_tensor_scale_tensor",
+        "optimizers.multi_tensor_sgd",
+        "optimizers.multi_tensor_unscale_l2norm",
+    ),
+    _LINEAR_ATTENTION: (
+        "GatedDeltaNet2Attention",
+        "GatedDeltaNetAttention",
+        "GatedDeltaProductAttention",
+    ),
+    "use LayerNormLinear for the up-projection and apply_rotary_pos_emb for its result": (
+        "FusedMLAQUpProjFunction",
+        "FusedMLAQUpProjRopeQuant",
+    ),
+    "formats go by name: torch.float8_e4m3fn is 'e4m3' (fp8core.formats)": ("DType",),
+    "use torch.cuda.get_device_capability()": ("get_device_compute_capability",),
+    "use torch.backends.cudnn.version()": ("get_cudnn_version",),
+    "reshape and transpose the columns with torch": (
+        "deinterleave_glu_tensor",
+        "interleave_glu_tensor",
+    ),
+    "it is fp8core.recipe.DelayedScalingRequest": ("DelayedScalingRequest",),
+    "it is fp8core.recipe.QuantizerRole": ("QuantizerRole",),
+    "a factory returns an OperandSpec, a TensorPlan or a fp8core.recipe.DelayedScalingRequest": (
+        "QuantizerRequest",
+    ),
+    _FUSIONS: (
+        "ops.FusedOperation",
+        "ops.FusibleOperation",
+        "ops.register_backward_fusion",
+        "ops.register_forward_backward_fusion",
+        "ops.register_forward_fusion",
     ),
     "use torch.export.export on an inference model": ("onnx_export",),
     "use torch.nn.functional.cross_entropy": ("parallel_cross_entropy",),
+    "fields of a recipe say the same: use_power_2_scales, disable_rht and the like": (
+        "recipe.QParams",
+    ),
+    "use fp8core.ops.Linear(bias=False)": ("ops.BasicLinear",),
+    "subclass torch.nn.Module, and call it between two chains": ("ops.BasicOperation",),
+    "call fp8core.GroupedLinear between two chains": ("ops.GroupedLinear",),
+    "call torch's function between two chains": (
+        "ops.ConstantScale",
+        "ops.Identity",
+        "ops.L2Normalization",
+        "ops.MakeExtraOutput",
+        "ops.Reshape",
+    ),
+    "multiply the rows by their scales after the activation": (
+        "ops.ScaledClampedQGeGLU",
+        "ops.ScaledSReLU",
+        "ops.ScaledSiTUGLU",
+        "ops.ScaledSwiGLU",
+        "ops.ScaledTanhSReLU",
+        "ops.SiTUGLU",
+    ),
 }
 NOT_OFFERED: Mapping[str, str] = {
     name: instead for instead, names in _GROUPS.items() for name in names
 }
-"""The alternative for each name of ``transformer_engine.pytorch``."""
+"""The alternative for each name of ``transformer_engine.pytorch``; those of its modules, and of its
+recipes, with the module in front: ``ops.AllGather``, ``recipe.QParams``."""
+
+COMMUNICATION = frozenset(name for names in _COMMUNICATION_GROUPS.values() for name in names)
+"""Those of them that belong to several ranks which exchange tensors."""
 
 
 def refusal(name: str) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -38,6 +39,7 @@ from fp8core.modules.operation import Operation
 from fp8core.modules.parameters import InitMethod, check_size, fill, make_parameter, resolve_device
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.run import run_layer
+from fp8core.not_offered import refusal
 
 __all__ = [
     "GEGLU",
@@ -306,3 +308,11 @@ class Quantize(Operation):
 def __dir__() -> list[str]:
     """Return the public names."""
     return sorted(__all__)
+
+
+if not TYPE_CHECKING:  # to a type checker, it would make every name an attribute
+
+    def __getattr__(name: str) -> NoReturn:
+        """Raise AttributeError, which names the alternative to a name of Transformer Engine."""
+        text = refusal(f"ops.{name}") or f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(text)

@@ -7,9 +7,12 @@ contradicts another, is an error when the recipe is constructed.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NoReturn
+
 from fp8core.backend_api import OperandSpec
 from fp8core.dispatch import policy, select
 from fp8core.errors import RecipeError
+from fp8core.not_offered import refusal
 from fp8core.recipe.base import Format, MMParams, Recipe
 from fp8core.recipe.choice import by_name, names
 from fp8core.recipe.custom import CustomRecipe, DelayedScalingRequest, PerLayer, QuantizerRole
@@ -61,3 +64,11 @@ def get_default_recipe() -> Recipe:
 def __dir__() -> list[str]:
     """Return the public names."""
     return sorted(__all__)
+
+
+if not TYPE_CHECKING:  # to a type checker, it would make every name an attribute
+
+    def __getattr__(name: str) -> NoReturn:
+        """Raise AttributeError, which names the alternative to a name of Transformer Engine."""
+        text = refusal(f"recipe.{name}") or f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(text)

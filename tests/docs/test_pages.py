@@ -113,14 +113,6 @@ def test_names_that_stay_the_same_exist_and_the_others_do_not() -> None:
     assert refused - set(NOT_OFFERED) == set()
 
 
-@pytest.mark.parametrize("name", NOT_OFFERED)
-def test_name_that_is_not_offered_says_what_to_use(name: str) -> None:
-    assert not hasattr(fp8core, name)
-    assert name not in fp8core.__all__
-    with pytest.raises(AttributeError, match=f"^fp8core offers no {name}: .*\\.$"):
-        getattr(fp8core, name)
-
-
 def test_unknown_name_is_the_usual_attribute_error() -> None:
     text = "module 'fp8core' has no attribute 'Lienar'. Did you mean 'Linear'?"
     with pytest.raises(AttributeError, match=f"^{re.escape(text)}$") as e:

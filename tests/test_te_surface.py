@@ -1,0 +1,61 @@
+"""Every public name of Transformer Engine is offered, or refused with a reason; docs say which."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import pytest
+
+from fp8core.not_offered import COMMUNICATION, NOT_OFFERED
+from tests.te_surface import HOMES, PAGE, Name, page, stored
+
+NAMES = stored()
+# Modules whose names raise an error that says what to use instead.
+SPEAKING = ("fp8core", "fp8core.ops", "fp8core.recipe")
+
+
+def test_the_table_is_that_of_the_pinned_version() -> None:
+    counts = {module: sum(name.module == module for name in NAMES) for module in HOMES}
+    assert counts["pytorch"] > 70
+    assert counts["pytorch.ops"] > 40
+    assert all(counts.values())
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: name.here)
+def test_a_name_is_either_offered_or_has_a_reason(name: Name) -> None:
+    assert name.is_offered != (name.reason is not None)
+
+
+def test_every_reason_is_of_a_name_of_theirs() -> None:
+    """The list of what is not offered is the table without what is offered."""
+    assert {name.here for name in NAMES if not name.is_offered} == set(NOT_OFFERED)
+
+
+def test_communication_is_a_part_of_what_is_not_offered() -> None:
+    assert {name.here for name in NAMES if name.is_communication} == COMMUNICATION
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n for n in NAMES if not n.is_offered and HOMES[n.module] in SPEAKING],
+    ids=lambda name: name.here,
+)
+def test_a_name_that_is_not_offered_raises_its_reason(name: Name) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(importlib.import_module(HOMES[name.module]), name.name)
+    assert str(caught.value) == f"fp8core offers no {name.here}: {name.reason}."
+
+
+@pytest.mark.parametrize("home", HOMES.values())
+def test_what_a_module_offers_is_in_its_list_of_names(home: str) -> None:
+    if importlib.util.find_spec(home) is None:
+        return
+    module = importlib.import_module(home)
+    offered = {n.name for n in NAMES if HOMES[n.module] == home and n.is_offered}
+    assert offered <= set(module.__all__)
+
+
+def test_the_page_is_that_of_the_table() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == page(NAMES), "write it by `python -m tests.te_surface`"
