@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import itertools
@@ -15,7 +16,16 @@ import pytest
 import torch
 
 from tests.benchmarks.layers_gpu import __main__ as command
-from tests.benchmarks.layers_gpu import bars, cases, cell, contestants, data, limits, report
+from tests.benchmarks.layers_gpu import (
+    bars,
+    cases,
+    cell,
+    contestants,
+    data,
+    limits,
+    measures,
+    report,
+)
 from tests.benchmarks.layers_gpu.cases import Case
 from tests.benchmarks.layers_gpu.results import Results, rows
 from tests.benchmarks.measuring import records, turns
@@ -84,7 +94,7 @@ def test_the_limit_is_the_products_and_the_bytes_at_the_copy_s_rate() -> None:
 def test_ideal_bytes_of_the_step_of_the_issue() -> None:
     """LayerNormMLP at 8B, delayed: about 0.73 ms at 4.25 TB/s besides weights' casts."""
     found = dict(data.step_bytes(CASE, "delayed"))
-    tokens, hidden, ffn = CASE.size
+    tokens, hidden, ffn, *_ = CASE.size
     assert list(found) == [
         *("rmsnorm + cast", "weight1 cast", "weight2 cast", "swiglu + cast"),
         *("grad_output cast", "swiglu backward + cast", "rmsnorm backward"),
@@ -204,6 +214,85 @@ def test_cases_come_in_the_order_of_layers_and_sizes() -> None:
     every = list(itertools.product(cases.LAYERS, cases.SIZES))
     results = Results([turn_record("graph", Case(*names), a=1.0) for names in reversed(every)])
     assert results.cases == every
+
+
+def test_each_layer_is_measured_at_its_sizes(tmp_path: Path) -> None:
+    starts = Starts()
+    command.main(["--out", str(tmp_path)], starts)
+    asked = [job.case for job in starts.jobs]
+    assert len(asked) == 5 * len(cases.COMMON_SIZES) + 1
+    published = Case("transformer_layer_gelu", "b32_s1024")
+    assert [case for case in asked if case.size_name not in cases.COMMON_SIZES] == [published]
+
+
+def test_fp8_is_held_against_the_best_without_a_recipe() -> None:
+    case = Case("transformer_layer_gelu", "b32_s1024")
+    times = {"te_bf16": 10.0, "fp8core_bf16": 8.0, "torch_bf16": 12.0, "fp8core_delayed": 5.0}
+    found = [turn_record("graph", case, **times)]
+    (row,) = (row for row in rows(Results(found)) if row.recipe == "delayed")
+    assert row.graph_high is not None
+    assert row.graph_high[0] == "fp8core bf16"
+    assert row.graph_high[1].median == pytest.approx(0.625)
+    (line,) = (line for line in bars.bars_table([row]).splitlines() if "| layer: FP8 /" in line)
+    assert "| 0.64 | 1 of 1 |" in line
+
+
+def test_ideal_bytes_of_a_transformer_layer() -> None:
+    found = dict(data.step_bytes(Case("transformer_layer", "8B"), "delayed"))
+    tokens, hidden, *_ = CASE.size
+    assert list(found) == [
+        *("rmsnorm + cast", "weight1 cast", "weight2 cast", "weight3 cast", "weight4 cast"),
+        *("attention's result cast", "sum + rmsnorm + cast", "swiglu + cast", "sum"),
+        *("grad_output cast", "swiglu backward + cast", "rmsnorm backward + sum + cast"),
+        *("gradient of q, k, v cast", "rmsnorm backward + sum"),
+    ]
+    # sum and norm: two tensors and their sum in bfloat16, codes both ways
+    assert found["sum + rmsnorm + cast"] == pytest.approx(8 * tokens * hidden, rel=1e-3)
+    # the gradients of norm and residual, the input, their sum; codes both ways
+    assert found["rmsnorm backward + sum + cast"] == pytest.approx(10 * tokens * hidden, rel=1e-3)
+    assert found["rmsnorm backward + sum"] == pytest.approx(8 * tokens * hidden, rel=1e-3)
+    names = [one.op for one in data.step_bytes(Case("transformer_layer_gelu", "tiny"), "bf16")]
+    assert "sums for biases" in names
+    assert not [name for name in names if "cast" in name]
+
+
+class Broken:
+    """A layer that cannot be made."""
+
+    def __call__(self, *_: Any) -> Any:
+        raise RuntimeError("no such layer")
+
+
+@pytest.mark.usefixtures("trial")
+def test_a_contestant_that_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(contestants.CONTESTANTS, "torch bf16", Broken())
+    case = Case("transformer_layer", "tiny")
+    job = cases.Job(case, ("bf16",), ("figures", "graph"), ("torch", "fp8core"), str(tmp_path), 5.0)
+    with pytest.raises(RuntimeError, match="torch bf16 failed"):
+        cell.run_cell(job, HOST)
+    results = Results(records.read(tmp_path))
+    (graphs,) = results.of(case, "graph")
+    assert "fp8core bf16" in graphs["us"]
+    (run,) = results.of(case, "run")
+    assert run["failed"] == ["torch bf16"]
+    assert "no such layer" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("trial")
+def test_a_compiled_transformer_layer_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_one = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr(torch, "compile", in_one)
+    case = Case("transformer_layer", "tiny")
+    given = data.make_data(case, torch.device("cpu"))
+    exact = data.exact_results(case, given)
+    eager, compiled = (
+        measures.held_and_errors(make(case, given), given, exact, HOST).errors
+        for make in (contestants.torch_eager, contestants.torch_compiled)
+    )
+    assert compiled.keys() == eager.keys()
+    assert max(compiled.values()) < 0.02
 
 
 @pytest.mark.parametrize("name", ["picture.svg", "picture.png"])
@@ -339,14 +428,14 @@ def test_contestants_are_those_of_recipes_and_libraries() -> None:
 
 
 def test_the_exact_results_are_those_of_float64() -> None:
-    size = cases.Size(24, 16, 32)
+    size = cases.Size(24, 16, 32, 4, 2, 12)
     for layer in cases.LAYERS:
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(cases.SIZES, "tiny", size)
             case = Case(layer, "tiny")
             given = data.make_data(case, torch.device("cpu"))
             exact = data.exact_results(case, given)
-            model, parameters = contestants.torch_model(case, given)
+            model, parameters, _ = contestants.torch_model(case, given)
             model.double()
             x = given.x.double().requires_grad_()
             y = model(x)
@@ -362,7 +451,7 @@ def test_the_exact_results_are_those_of_float64() -> None:
 @pytest.fixture
 def trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes and numbers of turns with which a run on the CPU takes a second."""
-    monkeypatch.setitem(cases.SIZES, "tiny", cases.Size(64, 64, 128))
+    monkeypatch.setitem(cases.SIZES, "tiny", cases.Size(64, 64, 128, 4, 2, 32))
     monkeypatch.setattr(gc, "unfreeze", lambda: None)  # other tests are not visited each time
     monkeypatch.setattr(turns, "FEWEST_TURNS", 3)
     monkeypatch.setattr(turns, "MOST_TURNS", 3)

@@ -8,8 +8,9 @@
 
 Each layer and size runs in a process of its own, with all contestants of all recipes in it. What
 the folder holds already is not measured again, so the command can be repeated until all is there,
-and lines of several folders merge. All contestants have bfloat16 parameters and gradients, no bias,
-and quantize each weight in every step, as if an optimizer had changed it. Inputs are normal,
+and lines of several folders merge. All contestants have bfloat16 parameters and gradients, biases
+where the layer's title says so, attention by cuDNN if it has any, bfloat16 in each recipe, and
+quantize each weight in every step, as if an optimizer had changed it. Inputs are normal,
 gradients normal times 0.01.
 
 Contestants take turns of some milliseconds, in an order that is shuffled anew for each turn:
@@ -111,7 +112,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _cases(args: argparse.Namespace) -> list[Case]:
-    return [Case(*names) for names in itertools.product(args.module, args.size)]
+    pairs = (Case(*names) for names in itertools.product(args.module, args.size))
+    return [case for case in pairs if case.size_name in case.layer.sizes]
 
 
 def _jobs(args: argparse.Namespace, deadline: float) -> Iterator[Job]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tests.benchmarks.layers_gpu.cases import HIGH
@@ -15,6 +15,7 @@ __all__ = ["BARS", "Bar", "bars_table"]
 
 Value = Estimate | float | None
 LARGE = ("1.3B", "8B", "70B")
+TRANSFORMER, PUBLISHED = ("transformer_layer",), ("transformer_layer_gelu",)
 WITH_NORM = ("norm_linear", "mlp_swiglu", "mlp_gelu")
 MLPS = ("mlp_swiglu", "mlp_gelu")
 RECIPES = ("delayed", "current", "block")
@@ -69,6 +70,21 @@ _TINY_MLP, _TINY_LINEAR = (
     (("linear",), ("tiny",), ("delayed",)),
 )
 
+_LAYER = (TRANSFORMER, LARGE, RECIPES)
+_TINY_LAYER = (TRANSFORMER, ("tiny",), ("delayed",))
+_PUBLISHED = (PUBLISHED, ("b32_s1024",), ("delayed",))
+_LAYER_GOALS = {"1.3B": 0.80, "8B": 0.90, "70B": 0.95}
+
+
+def _of_layer(name: str, value: Callable[[Row], Value]) -> Iterator[Bar]:
+    """Yield the bar of a time of the Transformer layer over the best FP8 peer's, and its goals."""
+    yield Bar(f"{name} / best FP8 peer", *_LAYER, value, 1.0)
+    for size, goal in _LAYER_GOALS.items():
+        yield Bar(
+            f"goal: {name} / best FP8 peer, {size}", TRANSFORMER, (size,), RECIPES, value, goal
+        )
+
+
 BARS = (
     Bar("GPU time / Transformer Engine", *_LOW, lambda row: row.graph_first, 1.0),
     Bar("goal: GPU time / limit", *_LOW, lambda row: row.graph_limit, 1.05),
@@ -86,6 +102,20 @@ BARS = (
     Bar("host / Transformer Engine", *_TINY_LINEAR, lambda row: row.host_first, 0.30),
     Bar("goal: host / torch bf16", *_TINY_LINEAR, lambda row: row.host_torch, 1.3),
     Bar("error / Transformer Engine", *_LOW, lambda row: row.error_first, 1.01),
+    *_of_layer("layer: GPU time", lambda row: _second(row.graph_best)),
+    *_of_layer("layer: eager time", lambda row: _second(row.eager_best)),
+    Bar("layer: peak memory / Transformer Engine", *_LAYER, lambda row: row.peak_first, 0.75),
+    Bar(
+        "goal: layer: peak memory / torch.compile bf16",
+        *_LAYER,
+        lambda row: row.peak_compiled,
+        1.0,
+    ),
+    Bar("layer: host / Transformer Engine", *_TINY_LAYER, lambda row: row.host_first, 0.45),
+    Bar("goal: layer: host / torch bf16", *_TINY_LAYER, lambda row: row.host_torch, 1.0),
+    Bar("layer: error / Transformer Engine", *_LAYER, lambda row: row.error_first, 1.01),
+    Bar("layer: FP8 / best bf16", *_PUBLISHED, lambda row: _second(row.graph_high), 0.64),
+    Bar("goal: layer: FP8 / best bf16", *_PUBLISHED, lambda row: _second(row.graph_high), 0.60),
 )
 
 

@@ -11,6 +11,7 @@ import gc
 import importlib
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from tests.benchmarks.layers_gpu.contestants import (
     stepper,
 )
 from tests.benchmarks.layers_gpu.data import Data, exact_results, make_data
+from tests.benchmarks.layers_gpu.transformer import attention_by_cudnn
 from tests.benchmarks.measuring import records, turns
 from tests.benchmarks.measuring.device import CUDA, Chip, Device, versions, without_collections
 
@@ -74,6 +76,7 @@ class Cell:
     device: Device
     run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     seconds: dict[str, float] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
 
     def write(self, measure: str, **values: Any) -> None:
         """Add a record of this cell."""
@@ -103,6 +106,11 @@ class Cell:
 
 def run_cell(job: Job, device: Device = CUDA) -> None:
     """Measure what the job asks for; each measure is written as soon as it is taken."""
+    with attention_by_cudnn(device.torch_device):
+        _run_cell(job, device)
+
+
+def _run_cell(job: Job, device: Device) -> None:
     cell = Cell(job, device)
     started = time.perf_counter()
     names = contestants_of(job.recipes, job.libraries)
@@ -137,8 +145,11 @@ def run_cell(job: Job, device: Device = CUDA) -> None:
         versions=versions("transformer_engine", "torchao"),
         kept_by_libraries_mib=kept,
         recipes=job.recipes,
+        failed=cell.failed,
     )
     print(f"{' '.join(job.case)}: {cell.seconds['all']:.1f} s in all", flush=True)
+    if cell.failed:
+        raise RuntimeError(f"{' '.join(job.case)}: {', '.join(cell.failed)} failed, see above")
 
 
 def _kept_by_libraries(job: Job, data: Data, device: Device) -> dict[str, float]:
@@ -154,12 +165,11 @@ def _kept_by_libraries(job: Job, data: Data, device: Device) -> dict[str, float]
         gc.collect()
         before = device.allocated()
         try:
-            contestant = CONTESTANTS[name](job.case, data)
-        except ImportError:
+            stepper(CONTESTANTS[name](job.case, data), data)()
+        except Exception as error:  # noqa: BLE001  reported when it takes part
+            print(f"  {name}: {type(error).__name__}", flush=True)
             continue
-        stepper(contestant, data)()
         device.clock.synchronize()
-        del contestant
         gc.collect()
         kept[library] = (device.allocated() - before) / measures.MIB
     return kept
@@ -168,28 +178,37 @@ def _kept_by_libraries(job: Job, data: Data, device: Device) -> dict[str, float]
 def _enter(
     cell: Cell, names: Sequence[str], data: Data, exact: dict[str, torch.Tensor] | None
 ) -> dict[str, Entrant]:
-    """Make and warm up every contestant, and measure and capture it."""
+    """Make and warm up every contestant, and measure and capture it; note those that fail."""
     entrants = {}
     for name in names:
         gc.collect()
         before = cell.device.allocated()
         with cell.timed(name):
             try:
-                contestant = CONTESTANTS[name](cell.job.case, data)
+                entrants[name] = _entrant(cell, name, data, exact, before)
             except ImportError as error:
                 print(f"  {name}: {error}", flush=True)
-                continue
-            entrant = Entrant(contestant, stepper(contestant, data))
-            for _ in range(WARM_UP_STEPS):
-                entrant.step()
-            if exact is not None:
-                _write_figures(cell, name, entrant, data, exact, before)
-            if "graph" in cell.job.measures:
-                entrant.replay = cell.device.capture(entrant.step)
-            for parameter in contestant.parameters.values():
-                parameter.grad = None
-        entrants[name] = entrant
+            except Exception:  # noqa: BLE001  whatever stops one, the others take their turns
+                print(f"  {name}: failed\n{traceback.format_exc()}", flush=True)
+                cell.failed.append(name)
     return entrants
+
+
+def _entrant(
+    cell: Cell, name: str, data: Data, exact: dict[str, torch.Tensor] | None, before: int
+) -> Entrant:
+    """Make, warm up, measure and capture a contestant; ``before`` are the bytes without it."""
+    contestant = CONTESTANTS[name](cell.job.case, data)
+    entrant = Entrant(contestant, stepper(contestant, data))
+    for _ in range(WARM_UP_STEPS):
+        entrant.step()
+    if exact is not None:
+        _write_figures(cell, name, entrant, data, exact, before)
+    if "graph" in cell.job.measures:
+        entrant.replay = cell.device.capture(entrant.step)
+    for parameter in contestant.parameters.values():
+        parameter.grad = None
+    return entrant
 
 
 def _write_figures(

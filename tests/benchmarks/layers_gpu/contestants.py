@@ -12,6 +12,7 @@ import fp8core
 from fp8core import recipe
 from tests.benchmarks.layers_gpu.cases import EPS, HIGH, RECIPES, Case
 from tests.benchmarks.layers_gpu.data import ACTIVATION_FUNCTIONS, Data
+from tests.benchmarks.layers_gpu.transformer import TorchTransformer, layer_arguments
 
 __all__ = [
     "COMPILED_BF16",
@@ -45,54 +46,76 @@ class _Activation(torch.nn.Module):
         return self._function(x)
 
 
-def torch_model(
-    case: Case, data: Data
-) -> tuple[torch.nn.Sequential, dict[str, torch.nn.Parameter]]:
-    """Return the layer of torch's own modules, and its parameters by Transformer Engine's names."""
-    parts: list[torch.nn.Module] = []
+class TorchModel(NamedTuple):
+    """A layer of torch's own modules, its parameters by Transformer Engine's names, and its
+    linears by the names of their weights."""
+
+    module: torch.nn.Module
+    parameters: dict[str, torch.nn.Parameter]
+    linears: dict[str, torch.nn.Linear]
+
+
+def torch_model(case: Case, data: Data) -> TorchModel:
+    """Return the layer of torch's own modules."""
     owners: dict[str, tuple[torch.nn.Module, str]] = {}
     own: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
-    if case.layer.norm is not None:
-        kind = {"rmsnorm": torch.nn.RMSNorm, "layernorm": torch.nn.LayerNorm}[case.layer.norm]
-        norm = kind(case.size.hidden, eps=EPS, **own)
-        parts.append(norm)
-        owners |= {f"layer_norm_{name}": (norm, name) for name, _ in norm.named_parameters()}
-    names = [name for name in data.parameters if not name.startswith("layer_norm")]
-    for name, (k, n) in zip(names, case.linears, strict=True):
-        if name == "fc2_weight":
-            assert case.layer.activation is not None
-            parts.append(_Activation(case.layer.activation))
-        linear = torch.nn.Linear(k, n, bias=False, **own)
-        parts.append(linear)
-        owners[name] = (linear, "weight")
+    norms: list[torch.nn.Module] = []
+    kinds = {"rmsnorm": torch.nn.RMSNorm, "layernorm": torch.nn.LayerNorm}
+    for prefix in case.layer.norms:
+        norm = kinds[str(case.layer.norm)](case.size.hidden, eps=EPS, **own)
+        norms.append(norm)
+        owners |= {f"{prefix}{name}": (norm, name) for name, _ in norm.named_parameters()}
+    linears = {}
+    for one in case.linears:
+        linear = torch.nn.Linear(one.in_features, one.out_features, case.layer.has_bias, **own)
+        linears[one.weight] = linear
+        owners[one.weight] = (linear, "weight")
+        if case.layer.has_bias:
+            owners[one.bias] = (linear, "bias")
     parameters = {}
     for name, (module, attribute) in owners.items():
         parameters[name] = torch.nn.Parameter(data.parameters[name])
         setattr(module, attribute, parameters[name])
-    return torch.nn.Sequential(*parts), parameters
+    return TorchModel(_assembled(case, norms, list(linears.values())), parameters, linears)
+
+
+def _assembled(
+    case: Case, norms: list[torch.nn.Module], linears: list[torch.nn.Module]
+) -> torch.nn.Module:
+    """Return the layer that consists of these parts."""
+    if case.layer.activation is None:
+        return torch.nn.Sequential(*norms, *linears)
+    activation = _Activation(case.layer.activation)
+    if case.layer.has_attention:
+        return TorchTransformer(case, norms, linears, activation)
+    return torch.nn.Sequential(*norms, linears[0], activation, linears[1])
 
 
 def torch_eager(case: Case, data: Data) -> Contestant:
-    return Contestant(*torch_model(case, data))
+    model = torch_model(case, data)
+    return Contestant(model.module, model.parameters)
 
 
 def torch_compiled(case: Case, data: Data) -> Contestant:
-    model, parameters = torch_model(case, data)
-    return Contestant(torch.compile(model, dynamic=False), parameters)
+    model = torch_model(case, data)
+    return Contestant(torch.compile(model.module, dynamic=False), model.parameters)
 
 
 def torchao(name: str) -> Make:
     def make(case: Case, data: Data) -> Contestant:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        model, parameters = torch_model(case, data)
-        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(name))
-        linears = [part for part in model if isinstance(part, torch.nn.Linear)]
-        names = [own for own in parameters if not own.startswith("layer_norm")]
-        for own, part in zip(names, linears, strict=True):
-            weight: Any = part.weight
-            parameters[own] = weight
-        return Contestant(torch.compile(model, dynamic=False), parameters)
+        model = torch_model(case, data)
+        paths = {linear: path for path, linear in model.module.named_modules()}
+        config = Float8LinearConfig.from_recipe_name(name)
+        converted = convert_to_float8_training(model.module, config=config)
+        parameters = dict(model.parameters)
+        for one in case.linears:
+            linear: Any = converted.get_submodule(paths[model.linears[one.weight]])
+            parameters[one.weight] = linear.weight
+            if case.layer.has_bias:
+                parameters[one.bias] = linear.bias
+        return Contestant(torch.compile(converted, dynamic=False), parameters)
 
     return make
 
@@ -137,20 +160,8 @@ def _of_library(
     autocast: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> Contestant:
     """Return a layer of Transformer Engine or of fp8core, which take the same arguments."""
-    options = {
-        "bias": False,
-        "params_dtype": torch.bfloat16,
-        "device": str(data.x.device.type),
-    }
-    if case.layer.norm is not None:
-        options |= {"normalization": NORM_NAMES[case.layer.norm], "eps": EPS}
-    if case.layer.activation is not None:
-        options["activation"] = case.layer.activation
-        layer = library.LayerNormMLP(case.size.hidden, case.size.ffn, **options)
-    else:
-        kind = library.Linear if case.layer.norm is None else library.LayerNormLinear
-        layer = kind(*case.linears[0], **options)
-    parameters = {name: getattr(layer, name) for name in data.parameters}
+    layer = _layer_of(library, case, str(data.x.device.type))
+    parameters = {name: layer.get_parameter(name) for name in data.parameters}
     for name, parameter in parameters.items():
         parameter.data = data.parameters[name]  # shared: no step writes to a parameter
 
@@ -160,6 +171,28 @@ def _of_library(
         return y
 
     return Contestant(forward, parameters)
+
+
+def _layer_of(library: Any, case: Case, device: str) -> torch.nn.Module:
+    options: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device}
+    layer: torch.nn.Module
+    norm, activation = case.layer.norm, case.layer.activation
+    if case.layer.has_attention:
+        assert norm is not None
+        arguments = layer_arguments(case, NORM_NAMES[norm])
+        layer = library.TransformerLayer(**arguments, **options)
+        return layer
+    options["bias"] = case.layer.has_bias
+    if norm is not None:
+        options |= {"normalization": NORM_NAMES[norm], "eps": EPS}
+    if activation is not None:
+        options["activation"] = activation
+        layer = library.LayerNormMLP(case.size.hidden, case.size.ffn, **options)
+        return layer
+    (linear,) = case.linears
+    kind = library.Linear if norm is None else library.LayerNormLinear
+    layer = kind(linear.in_features, linear.out_features, **options)
+    return layer
 
 
 CONTESTANTS: dict[str, Make] = {

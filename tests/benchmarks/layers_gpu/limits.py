@@ -1,7 +1,8 @@
 """What no layer can beat: its products alone, and a copy, which take turns with the layers.
 
 The limit of a step is the time of its products, each by the algorithm that fp8core's backend found
-to be the fastest, and the ideal bytes of everything else at the rate of the copy.
+to be the fastest, of attention by torch in a Transformer layer, and the ideal bytes of everything
+else at the rate of the copy.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from fp8core.chain.linear import LinearShape
 from fp8core.recipe.plan import TensorPlan
 from tests.benchmarks.layers_gpu.cases import HIGH, Case
 from tests.benchmarks.layers_gpu.data import Data, plan_of
+from tests.benchmarks.layers_gpu.transformer import attend
 from tests.benchmarks.measuring.device import Device
 
 __all__ = ["COPY", "COPY_BYTES", "copy_step", "limit_us", "products_name", "products_step"]
@@ -41,14 +43,14 @@ def copy_step(device: Device) -> Callable[[], object]:
 
 
 def products_step(case: Case, recipe_name: str, data: Data, device: Device) -> Callable[[], object]:
-    """Return a call of all products of a step, on operands of random data."""
+    """Return a call of all products of a step, attention among them, on random data."""
     plan, backend = plan_of(recipe_name), device.backend()
     calls: list[tuple[Callable[..., Any], Operand, Operand]] = []
-    weights = [value for value in data.parameters.values() if value.ndim == 2]
-    for (k, n), weight in zip(case.linears, weights, strict=True):
-        x = data.x if k == data.x.shape[1] else _like(data.x, k)
-        grad = data.grad if n == data.grad.shape[1] else _like(data.grad, n) * 0.01
-        tensors = {"input": x, "weight": weight, "grad_output": grad}
+    rows, grad_rows = data.x.flatten(0, -2), data.grad.flatten(0, -2)
+    for name, k, n in case.linears:
+        x = rows if k == rows.shape[1] else _like(rows, k)
+        grad = grad_rows if n == grad_rows.shape[1] else _like(grad_rows, n) * 0.01
+        tensors = {"input": x, "weight": data.parameters[name], "grad_output": grad}
         if recipe_name == HIGH:
             quantized = {name: _in_high_precision(value) for name, value in tensors.items()}
         else:
@@ -57,10 +59,31 @@ def products_step(case: Case, recipe_name: str, data: Data, device: Device) -> C
                 for name, value in tensors.items()
             }
         shape = LinearShape(k, n, torch.bfloat16, None)
-        for name, operands in zip(GEMMS, _operands(quantized), strict=True):
-            desc = shape.gemm_desc(name, plan, torch.bfloat16)
+        for gemm, operands in zip(GEMMS, _operands(quantized), strict=True):
+            desc = shape.gemm_desc(gemm, plan, torch.bfloat16)
             calls.append((_bind(backend, desc, device), *operands))
-    return lambda: [run(a, b) for run, a, b in calls]
+    if not case.layer.has_attention:
+        return lambda: [run(a, b) for run, a, b in calls]
+    attention = _attention_step(case, data)
+    return lambda: [*(run(a, b) for run, a, b in calls), *attention()]
+
+
+def _attention_step(case: Case, data: Data) -> Callable[[], Sequence[torch.Tensor]]:
+    """Return attention by torch on random queries, keys and values, with their gradients."""
+    size, head_dim = case.size, case.size.hidden // case.size.heads
+    inputs = [
+        torch.randn(*case.leading, heads, head_dim, device=data.x.device)
+        .to(data.x.dtype)
+        .requires_grad_()
+        for heads in (size.heads, size.groups, size.groups)
+    ]
+    grad = data.grad.unflatten(-1, (size.heads, head_dim))
+
+    def step() -> Sequence[torch.Tensor]:
+        out = attend(*inputs, is_causal=case.layer.is_causal)
+        return torch.autograd.grad(out, inputs, grad)
+
+    return step
 
 
 def _like(tensor: torch.Tensor, columns: int) -> torch.Tensor:

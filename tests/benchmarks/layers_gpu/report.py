@@ -22,7 +22,8 @@ BAR = 1.0
 
 
 RATIO_COLUMNS = (
-    *("GPU time / first peer", "GPU time / best peer", "GPU time / limit", "first peer / limit"),
+    *("GPU time / first peer", "GPU time / best peer", "GPU time / best bf16"),
+    *("GPU time / limit", "first peer / limit"),
     *("eager / best peer", "host / first peer", "host / torch bf16", "peak / first peer"),
     *("peak / torch.compile", "held / torch.compile", "error / first peer"),
 )
@@ -58,7 +59,8 @@ def _text(value: Estimate | tuple[str, Estimate] | float | None) -> str:
 
 def _ratios(row: Row) -> tuple[Estimate | tuple[str, Estimate] | float | None, ...]:
     return (
-        *(row.graph_first, row.graph_best, row.graph_limit, row.peer_limit, row.eager_best),
+        *(row.graph_first, row.graph_best, row.graph_high, row.graph_limit, row.peer_limit),
+        row.eager_best,
         *(row.host_first, row.host_torch, row.peak_first, row.peak_compiled, row.held_compiled),
         row.error_first,
     )
@@ -107,7 +109,7 @@ def limit_table(results: Results) -> str:
             total = sum(one.bytes for one in step_bytes(case, recipe))
             us, copy = statistics.median(products), statistics.median(copies)
             (limit,) = limits.limit_us([us], [copy], total)
-            flops = 6 * case.size.tokens * sum(k * n for k, n in case.linears)
+            flops = 6 * case.size.tokens * sum(k * n for _, k, n in case.linears)
             values = (
                 *(f"{us:.0f}", f"{flops / us / 1e6:.0f}", f"{total / 1e6:.0f}"),
                 *(f"{limits.COPY_BYTES / copy / 1e6:.2f}", f"{limit:.0f}"),

@@ -26,6 +26,7 @@ __all__ = [
     "layer",
     "norm",
     "norm_backward",
+    "transformer_layer",
 ]
 
 ACTIVATION_BYTES, STATISTIC_BYTES, SCALE_BYTES = 2, 4, 4
@@ -190,3 +191,48 @@ def layer(
         yield OpBytes(name, activation_backward(activation_name, tokens, k, grad))
     if norm_kind is not None:
         yield OpBytes(f"{norm_kind} backward", norm_backward(norm_kind, tokens, hidden))
+
+
+def transformer_layer(
+    tokens: int,
+    linears: tuple[tuple[int, int], ...],
+    *,
+    norm_kind: str,
+    activation_name: str,
+    has_bias: bool,
+    plan: dict[str, TensorPlan],
+) -> Iterator[OpBytes]:
+    """Yield each memory-bound operation of a pre-LN Transformer layer, forward and backward.
+
+    ``linears`` are those of ``layer``, of attention's projections and of the MLP. A norm adds the
+    residual before it and writes the sum, its backward the gradient of the residual. Attention
+    itself, and what writes its operands and their gradients, is not among them, as products are
+    not. ``has_bias``: gradients in high precision are summed where no cast reads them.
+    """
+    x, weight, grad = plan["input"], plan["weight"], plan["grad_output"]
+    is_low = x != HIGH_PRECISION_RESULT
+    then = " + cast" if is_low else ""
+    (hidden, packed), (_, _), (_, _), (ffn, _) = linears
+    tensor = tokens * hidden * ACTIVATION_BYTES
+    yield OpBytes(f"{norm_kind}{then}", norm(norm_kind, tokens, hidden, x))
+    if is_low:
+        for number, (k, n) in enumerate(linears, 1):
+            yield OpBytes(f"weight{number} cast", cast(n, k, weight))
+        yield OpBytes("attention's result cast", cast(tokens, hidden, x))
+    sum_and_norm = norm(norm_kind, tokens, hidden, x, residual=True)
+    yield OpBytes(f"sum + {norm_kind}{then}", sum_and_norm)
+    yield OpBytes(activation_name + then, activation(activation_name, tokens, ffn, x))
+    yield OpBytes("sum", 3 * tensor)
+    if is_low:
+        yield OpBytes("grad_output cast", cast(tokens, hidden, grad))
+    elif has_bias:
+        yield OpBytes("sums for biases", column_sums(tokens, packed + 3 * hidden))
+    backward = activation_backward(activation_name, tokens, ffn, grad)
+    yield OpBytes(f"{activation_name} backward{then}", backward)
+    # It writes the gradient for the residual, too.
+    backward = norm_backward(norm_kind, tokens, hidden) + tensor
+    projected = result_bytes(grad, tokens, hidden) if is_low else 0
+    yield OpBytes(f"{norm_kind} backward + sum{then}", backward + projected)
+    if is_low:
+        yield OpBytes("gradient of q, k, v cast", cast(tokens, packed, grad))
+    yield OpBytes(f"{norm_kind} backward + sum", backward)
