@@ -43,6 +43,10 @@ __all__ = ["AscendBackend"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SOURCE = "CANN's ops-nn: scale = amax * (1 / max) and x / scale, each rounded to float32"
+_SOURCE_MX = "CANN's ops-nn: the exponent of a block with inf or NaN is 255, its codes are 0"
+_LARGEST = torch.finfo(torch.float32).max
+_SMALLEST = 2.0**-110
+"""From this amax on, its quotient by the largest value of any format is a normal float32."""
 
 
 class AscendBackend:
@@ -86,13 +90,21 @@ class AscendBackend:
         return bind_method(self, desc)
 
     def numerics(self, desc: OpDesc, device: torch.device) -> Numerics:
-        """Return how far casts are from the reference: it multiplies by a scale, Ascend divides."""
+        """Return how far casts are from the reference: it multiplies by a scale, Ascend divides.
+
+        Blocks of zeros, of values so small that their scale is subnormal, and of inf have other
+        scales than in the reference, and no document gives the codes.
+        """
         if type(desc) is not QuantizeDesc:
             return Numerics()
         specs = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
-        if all(spec.delayed or spec.scale_format == "e8m0" for spec in specs):
+        if all(spec.delayed for spec in specs):
             return Numerics()
-        return Numerics(source=_SOURCE, code_steps=1, scale_ulps=2)
+        if all(spec.delayed or spec.scale_format == "e8m0" for spec in specs):
+            return Numerics(source=_SOURCE_MX, amax_range=(0.0, _LARGEST))
+        return Numerics(
+            source=_SOURCE, code_steps=1, scale_ulps=2, amax_range=(_SMALLEST, _LARGEST)
+        )
 
 
 def _check_soc(device: torch.device) -> str | None:

@@ -45,6 +45,15 @@ def groups_of(a: OperandSpec, b: OperandSpec) -> Groups | None:
 
 def refusal(spec: OperandSpec) -> str | None:
     """Return why Ascend has no cast to ``spec``, or None."""
+    if spec.format == "e2m1" or spec.scale_format == "e4m3":
+        return "it has no NVFP4 (two-level scales); use Float8BlockScaling or MXFP8BlockScaling"
+    if spec.scale_format not in ("float32", "e8m0"):
+        return f"its scales are float32 or e8m0, not {spec.scale_format}"
+    if spec.power_of_two:
+        return (
+            "its float32 scales are not rounded to powers of two; use "
+            "Float8BlockScaling(use_f32_scales=True), or leave use_power_2_scales"
+        )
     plain = OperandSpec(
         spec.format,
         spec.block,
@@ -53,13 +62,6 @@ def refusal(spec: OperandSpec) -> str | None:
         delayed=spec.delayed,
         cast_first=spec.cast_first,  # decided before the cast
     )
-    if spec.format == "e2m1" or spec.scale_format == "e4m3":
-        return "it has no NVFP4 (two-level scales); use Float8BlockScaling or MXFP8BlockScaling"
-    if spec.power_of_two:
-        return (
-            "its float32 scales are not rounded to powers of two; use "
-            "Float8BlockScaling(use_f32_scales=True), or leave use_power_2_scales"
-        )
     if spec != plain:
         return f"{spec} has an option that it does not have"
     if spec.format not in (*_FP8, "hif8"):

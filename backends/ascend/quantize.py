@@ -67,8 +67,8 @@ def _quantize(
     row, column = desc.rowwise, desc.columnwise
     if x.numel() == 0:
         return Quantized(
-            None if row is None else _empty(row, x),
-            None if column is None else _empty(column, x.t()),
+            None if row is None else _empty(row, x, scale),
+            None if column is None else _empty(column, x.t(), scale),
         )
     first = row if row is not None else column
     assert first is not None
@@ -100,8 +100,9 @@ def _transpose(operand: Operand) -> Operand:
     return Operand(operand.data.t(), operand.scale_inv.t())
 
 
-def _empty(spec: OperandSpec, x: torch.Tensor) -> Operand:
-    """Return the operand of an empty ``x [rows, k]``: no codes, scales of 1."""
+def _empty(spec: OperandSpec, x: torch.Tensor, scale: torch.Tensor | None) -> Operand:
+    """Return the operand of an empty ``x [rows, k]``: no codes, the inverse of a given scale, or
+    scales of 1."""
     sizes = [
         -(-size // extent) if extent else 1
         for size, extent in zip(x.shape, spec.block, strict=True)
@@ -109,6 +110,8 @@ def _empty(spec: OperandSpec, x: torch.Tensor) -> Operand:
     data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     if spec.scale_format == "e8m0":
         return Operand(data, torch.full(sizes, 127, dtype=torch.uint8, device=x.device))
+    if scale is not None and spec.delayed:
+        return Operand(data, torch.reciprocal(scale).reshape(1, 1))
     return Operand(data, torch.ones(sizes, dtype=torch.float32, device=x.device))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -23,6 +24,9 @@ class Numerics:
             from the reference's. 0: bit for bit.
         scale_ulps: how many units in the last place a scale may be away from the reference's, or
             codes, where scales are bytes. 0: bit for bit.
+        amax_range: the largest magnitudes of a block, both ends included, for which the two bounds
+            above hold. Codes and scales of other blocks are the device's: those of tiny values and
+            of inf. A block of zeros gives zeros in any case. NaN is in the default range alone.
         sum_error_per_term, sum_error: a product ``d = a @ b.T`` over ``k`` terms is within ``c *
             (|a| @ |b|.T)`` plus 1 ulp of the output of the exact sum, with ``c = sum_error + k *
             sum_error_per_term``. The defaults are those of float32 sums in any order, with four
@@ -32,6 +36,7 @@ class Numerics:
     source: str = ""
     code_steps: int = 0
     scale_ulps: int = 0
+    amax_range: tuple[float, float] = (0.0, math.inf)
     sum_error_per_term: float = 2.0**-24
     sum_error: float = 2.0**-22
 

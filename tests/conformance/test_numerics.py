@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core.backend_api import GemmDesc, Numerics, OpDesc, Operand, QuantizeDesc
+from fp8core.backend_api import GemmDesc, Numerics, OpDesc, Operand, Quantized, QuantizeDesc
 from fp8core.testing.catalogue import catalogue
 from fp8core.testing.checks import LAWS
 from fp8core.testing.compare import Broken
@@ -102,3 +102,64 @@ def test_declaration_without_a_source_or_a_bound_is_broken(
 ) -> None:
     with pytest.raises(Broken, match=message):
         LAWS["declared_bounds_name_their_source"].test(subject(**declared), CAST)
+
+
+BLOCKS = BY_LABEL["block.input.float32"]
+FROM_HUNDREDTH = {"source": "a test", "amax_range": (0.01, 1e30)}
+
+
+class OtherEdges(ReferenceBackend):
+    """Blocks of small values, of zeros and of inf have scales and codes of their own."""
+
+    smallest = 0.01
+    code_of_zero = 0
+
+    def numerics(self, desc: OpDesc, device: torch.device) -> Numerics:
+        return Numerics(**FROM_HUNDREDTH)
+
+    def quantize(self, desc: QuantizeDesc, x: torch.Tensor, *groups: Any, **given: Any) -> Any:
+        def other(spec: Any, values: torch.Tensor, one: Operand) -> Operand:
+            cols = spec.block[1]
+            amax = torch.nn.functional.pad(values.abs(), (0, -values.shape[1] % cols))
+            amax = amax.unflatten(1, (-1, cols)).amax(2)
+            is_other = ~((amax >= self.smallest) & amax.isfinite())
+            scale = one.scale_inv.masked_fill(is_other, 123.0)
+            spread = is_other.repeat_interleave(cols, 1)[:, : values.shape[1]]
+            codes = torch.where(values == 0, self.code_of_zero, 3).to(torch.uint8)
+            return Operand(torch.where(spread, codes, one.data), scale)
+
+        assert desc.columnwise is None
+        plain = quantize(desc, x, *groups, **given)
+        return Quantized(other(desc.rowwise, x, plain.rowwise), None) if x.numel() else plain
+
+
+def edges(backend: OtherEdges) -> float | None:
+    held = Subject("edges", backend, CPU, ReferenceBackend())
+    cast = QuantizeDesc(torch.float32, BLOCKS.rowwise, None)
+    worst = quantize_laws.quantize_scales_equal_the_reference(held, cast)
+    return max(worst, quantize_laws.quantize_codes_equal_the_reference(held, cast))
+
+
+def test_blocks_beyond_the_declared_range_are_the_device_s() -> None:
+    assert edges(OtherEdges()) == 0
+
+
+def test_blocks_within_the_declared_range_are_held_to_the_bounds() -> None:
+    backend = OtherEdges()
+    backend.smallest = 0.1
+    with pytest.raises(Broken, match="rowwise scale_inv"):
+        edges(backend)
+
+
+def test_blocks_of_zeros_give_zeros_beyond_the_declared_range() -> None:
+    backend = OtherEdges()
+    backend.code_of_zero = 3
+    with pytest.raises(Broken, match="blocks of zeros"):
+        edges(backend)
+
+
+def test_empty_range_of_amaxes_is_no_declaration() -> None:
+    with pytest.raises(Broken, match="empty range"):
+        LAWS["declared_bounds_name_their_source"].test(
+            subject(source="x", amax_range=(1.0, 0.5)), CAST
+        )

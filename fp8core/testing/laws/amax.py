@@ -129,7 +129,7 @@ def quantize_by_amax_takes_no_amax_from_x(subject: Subject, desc: QuantizeByAmax
         amax = amax.nan_to_num(0.0, posinf=math.inf)
         ours = subject.run(desc, subject.here(x), *offsets, amax=subject.here(amax))
         theirs = subject.judged(desc, x, *groups, amax=amax)
-        judged = Judged(on_cpu(ours), theirs, (None, None))
+        judged = Judged(on_cpu(ours), theirs, (None, None), x, sizes)
         title = f"amax times {factor}"
         worst = max(worst, same_codes(subject, desc, title, judged))
         worst = max(worst, same_scales(subject, desc, title, judged))

@@ -171,6 +171,8 @@ def declared_bounds_name_their_source(subject: Subject, desc: OpDesc) -> None:
         declared.sum_error,
     )
     require(all(0 <= value < math.inf for value in values), f"{declared} is no bound")
+    low, high = declared.amax_range
+    require(0 <= low < high, f"{declared} has an empty range of amaxes")
 
 
 @law(2, "quantize")

@@ -98,7 +98,7 @@ def _edges(
         cast = x.to(desc.dtype)
         theirs = subject.judged(desc, cast, **keywords)
         ours = subject.run(desc, subject.here(cast), **keywords)
-        yield spec.format, Judged(on_cpu(ours), theirs, (None, None))
+        yield spec.format, Judged(on_cpu(ours), theirs, (None, None), cast)
 
 
 def _midpoints(dtype: torch.dtype) -> Callable[[OperandSpec], list[float]]:

@@ -6,6 +6,7 @@ that SOFTCANN_FOLDER names.
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
@@ -54,6 +55,22 @@ def test_file_passes_on_the_software_device(name: str, ran: Ran) -> None:
     faults = [fault for file, fault in ran.tests if file == name]
     assert faults, ran.printed  # it has tests, and they were collected
     assert [fault for fault in faults if fault is not None] == []
+
+
+def test_backend_keeps_the_laws_of_the_conformance_kit(softcann_folder: Path) -> None:
+    python = str(softcann_folder / "bin" / "python")
+    kit = subprocess.run(
+        [python, "-m", "tests.backends.ascend.softcann", "conformance", "ascend"],
+        cwd=ROOT,
+        env=environment(softcann_folder),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert kit.returncode == 0, kit.stdout[-8000:] + kit.stderr[-2000:]
+    held = re.search(r"^(\d+) passed", kit.stdout, re.MULTILINE)
+    assert held is not None
+    assert int(held[1]) > 4000
 
 
 def test_missing_cann_is_an_error_that_says_what_to_install(softcann_folder: Path) -> None:

@@ -27,7 +27,7 @@ def decode(x: T) -> torch.Tensor:
     if x.dtype == "hifloat8":
         return torch.from_numpy(x.values.contiguous().numpy().view(en_dtypes.hifloat8).astype("f4"))
     if x.dtype == "float8_e8m0":
-        return torch.exp2(x.values.float() - 127)
+        return torch.exp2(x.values.float() - 127).masked_fill(x.values == 255, torch.nan)
     return x.values if x.values.dtype == torch.float64 else x.values.float()
 
 
@@ -114,15 +114,20 @@ def spread(factors: torch.Tensor, block: tuple[int, int], shape: Any) -> torch.T
 
 
 def mx_quant(x: T, axis: int, dtype: int, algorithm: int, y: T, scale: T) -> None:
-    """Blocks of 32 along ``axis``; algorithm 1 rounds the exponent of amax / largest up."""
+    """Blocks of 32 along ``axis``; algorithm 1 rounds the exponent of amax / largest up. A block
+    with inf or NaN has the exponent 255, which is NaN, and the codes 0."""
     assert algorithm == 1, "only the rule of rounding up is used"
     values = decode(x).movedim(axis, -1)
     size = values.shape[-1]
     blocks = torch.nn.functional.pad(values, (0, -size % 32)).unflatten(-1, (-1, 32))
+    is_bad = ~blocks.isfinite().all(-1)
+    blocks = blocks.masked_fill(is_bad[..., None], 0.0)
     mantissa, exponent = torch.frexp(amax(blocks, -1) / LARGEST[dtype])  # mantissa in [1/2, 1)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
     exponent = torch.where(mantissa == 0, -127, exponent)
-    scaled = (blocks * torch.exp2(-exponent.float())[..., None]).flatten(-2)[..., :size]
+    exponent = exponent.masked_fill(is_bad, 128)
+    factors = torch.exp2(-exponent.float())
+    scaled = (blocks * factors[..., None]).flatten(-2)[..., :size]
     store(y, scaled.movedim(-1, axis))
     codes = torch.nn.functional.pad(exponent + 127, (0, exponent.shape[-1] % 2))
     pairs = codes.unflatten(-1, (-1, 2))  # [..., ceil(size / 64), 2]
@@ -379,9 +384,11 @@ for _name, _compute in {
     "Neg": torch.neg,
     "PowTensorScalar": lambda x, s: x**s,
     "Reciprocal": torch.reciprocal,
+    "RemainderTensorScalar": torch.remainder,
     "Rsqrt": torch.rsqrt,
     "SWhere": lambda condition, x, y: torch.where(condition, x, y),
     "Sigmoid": torch.sigmoid,
+    "Sign": torch.sign,
     "Add": lambda x, y, alpha: x + alpha * y,
     "Sub": lambda x, y, alpha: x - alpha * y,
     "Adds": lambda x, s, alpha: x + alpha * s,
@@ -417,7 +424,9 @@ def inplace_copy(to: T, x: T) -> None:
 
 @formula("aclnnCat")
 def cat(parts: list[T], dim: int, out: T) -> None:
-    out.values.copy_(torch.cat([part.values for part in parts if part.values.numel()], dim))
+    present = [part.values for part in parts if part.values.numel()]
+    if present:
+        out.values.copy_(torch.cat(present, dim))
 
 
 @formula("aclnnMatmul", "aclnnMm")
@@ -517,7 +526,12 @@ def index_put(to: T, indices: list[T], values: T, accumulates: int, is_unsafe: i
 
 @formula("aclnnAll")
 def reduce_all(x: T, dims: list[int], keep: int, out: T) -> None:
-    store(out, x.values.all() if not dims else x.values.all(dims[0]))
+    store(out, torch.all(x.values, dims or None, keepdim=bool(keep)))
+
+
+@formula("aclnnAny")
+def reduce_any(x: T, dims: list[int], keep: int, out: T) -> None:
+    store(out, torch.any(x.values, dims or None, keepdim=bool(keep)))
 
 
 @formula("aclnnReduceSum")
