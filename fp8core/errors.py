@@ -4,6 +4,7 @@ Each message names the request, the value at fault, and what would work::
 
     Fp8CoreError
     |-- RecipeError       an unknown recipe, format, backend name or setting
+    |   `-- FrozenFieldError    a field of a recipe was written
     |-- OperandError      a tensor that does not fit: wrong k, dtype, device, stored state
     |-- UnsupportedError  a valid request that no installed backend can run
     |-- PluginError       a plug-in that cannot be used: failed import, wrong hook or API version
@@ -12,11 +13,13 @@ Each message names the request, the value at fault, and what would work::
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Iterable
 
 __all__ = [
     "Fp8CoreError",
+    "FrozenFieldError",
     "NonFiniteError",
     "OperandError",
     "PluginError",
@@ -32,6 +35,10 @@ class Fp8CoreError(Exception):
 
 class RecipeError(Fp8CoreError, ValueError):
     """A recipe, format name, backend name or setting is unknown or invalid."""
+
+
+class FrozenFieldError(RecipeError, dataclasses.FrozenInstanceError):
+    """A field of a recipe was written or deleted; a recipe is a value, replaced as a whole."""
 
 
 class OperandError(Fp8CoreError, ValueError):

@@ -135,9 +135,6 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "use torch.export.export on an inference model": ("onnx_export",),
     "use torch.nn.functional.cross_entropy": ("parallel_cross_entropy",),
-    "fields of a recipe say the same: use_power_2_scales, disable_rht and the like": (
-        "recipe.QParams",
-    ),
     "use fp8core.ops.Linear(bias=False)": ("ops.BasicLinear",),
     "subclass torch.nn.Module, and call it between two chains": ("ops.BasicOperation",),
     "call fp8core.GroupedLinear between two chains": ("ops.GroupedLinear",),
@@ -161,7 +158,7 @@ NOT_OFFERED: Mapping[str, str] = {
     name: instead for instead, names in _GROUPS.items() for name in names
 }
 """The alternative for each name of ``transformer_engine.pytorch``; those of its modules, and of its
-recipes, with the module in front: ``ops.AllGather``, ``recipe.QParams``."""
+recipes, with the module in front: ``ops.AllGather``."""
 
 COMMUNICATION = frozenset(name for names in _COMMUNICATION_GROUPS.values() for name in names)
 """Those of them that belong to several ranks which exchange tensors."""

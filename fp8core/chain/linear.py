@@ -28,6 +28,7 @@ import torch
 
 from fp8core.backend_api import Chunks, ColumnSumsDesc, GemmDesc, GroupedGemmDesc, Operand
 from fp8core.chain.call import Call
+from fp8core.chain.dequantized import Decode, bind_decode
 from fp8core.chain.groups import FlatWeights, Grouped, operands_of
 from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.main_grad import Accumulating
@@ -178,7 +179,7 @@ class LinearProgram:
         *("_backward_state", "_bias_dtype", "_cast_and_sum", "_cast_grad", "_cast_input"),
         *("_dgrad", "_fprop"),
         *("_grad_request", "_has_bias", "_needs_bias", "_needs_input", "_needs_weight", "_pair"),
-        *("_restore", "_weight", "_weight_dtype", "_wgrad", "input_request"),
+        *("_decode_input", "_restore", "_weight", "_weight_dtype", "_wgrad", "input_request"),
     )
 
     frees_early = True
@@ -199,7 +200,9 @@ class LinearProgram:
         self._backward_state = link.backward_state
         self._weight = weight
         self._weight_dtype = shape.weight_dtype
-        self._restore: Callable[[SavedList], Any] = operands_of if shape.groups else _operand
+        restore: Callable[[SavedList], Any] = operands_of if shape.groups else _operand
+        self._restore = restore if link.decode_weight is None else _decoding(restore, link)
+        self._decode_input = link.decode_input
         self._cast_input = link.input.cast_to(rowwise=True, columnwise=columnwise)
         self._pair = weight.pair(link.input) if rowwise and columnwise else None
         self._fprop, self._dgrad = link.fprop, link.dgrad
@@ -304,6 +307,8 @@ class LinearProgram:
         if self._needs_weight:
             wgrad = self._wgrad if context is None else context
             x_column = _operand(saved)
+            if self._decode_input is not None:
+                x_column = self._decode_input(x_column, *call.groups)
             grad_weight = wgrad(dy_column, x_column, *call.groups)  # [n, m] x [k, m] -> [n, k]
         if not self._has_bias:
             return grad_input, grad_weight
@@ -319,7 +324,8 @@ class LinearLink(LinkDefaults):
     tensors that the neighbours hand over. ``index`` tells the linears of one chain apart.
     ``choices`` says, by GEMM and tensor, who computes. ``column_sums`` computes the gradient of the
     bias, if there is one. ``takes_chunks``: the gradient of the output stays in memory during
-    backward, so that it may be cast some rows at a time.
+    backward, so that it may be cast some rows at a time. ``decode_input`` and ``decode_weight``
+    make the operand of wgrad and dgrad from that of fprop, None where forward makes both.
     """
 
     shape: LinearShape
@@ -341,6 +347,8 @@ class LinearLink(LinkDefaults):
     num_weights: int
     num_params: int = field()
     takes_chunks: bool = False
+    decode_input: Decode | None = None
+    decode_weight: Decode | None = None
     only_once: OnlyOnce | None = None
     # Programs by padding, by chunks, and by whose gradients are needed.
     _programs: dict[tuple[bool, ...], Program] = field(default_factory=dict)
@@ -432,6 +440,18 @@ class LinearLink(LinkDefaults):
         return self._programs.setdefault(key, program)
 
 
+def _decoding(restore: Callable[[SavedList], Any], link: LinearLink) -> Callable[[SavedList], Any]:
+    """Return ``restore`` for weights that were saved as operands of fprop."""
+    decode = link.decode_weight
+    assert decode is not None
+
+    def restored(saved: SavedList) -> Any:
+        weights = restore(saved)
+        return [decode(one) for one in weights] if link.shape.groups else decode(weights)
+
+    return restored
+
+
 def _out_dtype(choice: Choice) -> torch.dtype:
     assert isinstance(choice.desc, GemmDesc)
     return choice.desc.out_dtype
@@ -514,6 +534,7 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
         if quantizer.choices:
             choices[name] = quantizer.choices[-1]
     specs = plan.grad_output
+    is_grouped = bool(shape.groups)
     return LinearLink(
         shape=shape,
         input=x,
@@ -539,6 +560,10 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
         num_params=shape.num_params,
         # Autograd keeps the last one's gradient until backward returns.
         takes_chunks=context.after is None and dy.casts_chunks,
+        decode_input=bind_decode(
+            "input", context, is_grouped=is_grouped, offsets_on_device=shape.offsets_on_device
+        ),
+        decode_weight=bind_decode("weight", context),
         only_once=only_once,
     )
 
@@ -573,6 +598,7 @@ def _bind_quantizers(
     if plan.requantize_weights and not binding.is_observing:
         requantized = plan.weight.columnwise
     unturned = Unturned(binding.activation_dtype) if is_unturned else None
+    dequantizes = plan.dequantizes and not binding.is_observing
 
     def slot_of(tensor: str, group: int | None = None) -> Slot | None:
         if states is None or not plan.tensors[tensor].is_delayed:
@@ -589,12 +615,17 @@ def _bind_quantizers(
             slot=slot,
             nonfinite=count,
             propagates=propagates,
+            dequantizes=dequantizes,
         )
-        key = (plan.weight, plan.nonfinite, shape.weight_dtype, binding.device, quantizer.choices)
+        key = (
+            *(plan.weight, plan.nonfinite, dequantizes),
+            *(shape.weight_dtype, binding.device, quantizer.choices),
+        )
         stored = HIGH_PRECISION.weight if binding.is_observing else storage_plan(plan.weight)
         index = context.first_gemm + group
         dtype = None if isinstance(quantizer, HighPrecision) else shape.weight_dtype
-        how = How(key, dtype, stored, context.owner, slot)
+        is_decoded = dequantizes and plan.weight.rowwise is not None
+        how = How(key, dtype, stored, context.owner, slot, is_decoded)
         if requantized is None:
             return KeptWeight(quantizer, index, how)
         columnwise = bind_columnwise(
@@ -617,6 +648,7 @@ def _bind_quantizers(
             slot=slot,
             nonfinite=count,
             propagates=propagates,
+            dequantizes=dequantizes and tensor == "input",
         )
 
     input_dtype, grad_dtype = dtypes

@@ -23,6 +23,7 @@ from fp8core.modules.bound import (
     check_rules,
     parts_of,
     reads_names,
+    recipe_in,
 )
 from fp8core.modules.recomputed import check_scales, is_recompute
 from fp8core.recipe import Recipe
@@ -82,6 +83,7 @@ def bind(
             bound = known or _bind(layer, recipe, mode, binding, chosen)
             layer._bindings.table[key] = bound
             layer._bindings.last = (key, bound)
+            _note_change(layer, recipe)
     if bound.states is not None and repeats:
         check_scales(layer, bound.states.forward)
     if bound.states is not None and records:
@@ -89,6 +91,23 @@ def bind(
             chain.refuse_transform(bound.links)  # before autocast has something to forget
         touch(bound.states.forward, bound.states.backward, asked.group)
     return bound
+
+
+def _note_change(layer: LowPrecisionModule, recipe: Recipe | None) -> None:
+    """Log once that a layer computes by another kind of recipe than the one before."""
+    chosen = recipe_in(recipe, LayerRole(layer.kind, layer.name))
+    if chosen is None:
+        return
+    before, layer._bindings.recipe = layer._bindings.recipe, type(chosen)
+    kinds = before or type(chosen), type(chosen)
+    if issubclass(*kinds) or issubclass(*reversed(kinds)):
+        return
+    names = [kind.__name__ for kind in kinds]
+    log_once(
+        f"{layer.label}: its recipe changed from {names[0]} to {names[1]}, which may change how "
+        f"the model behaves; delayed scales that only one of them has start fresh.",
+        about=f"recipe changed from {names[0]} to {names[1]}",
+    )
 
 
 def _bind_captured(

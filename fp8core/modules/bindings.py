@@ -12,6 +12,7 @@ import torch
 from fp8core.chain.shape import Watch
 from fp8core.context.autocast import Active
 from fp8core.dispatch.policy import Policy
+from fp8core.recipe import Recipe
 from fp8core.tensors.scaling import DelayedState
 from fp8core.tensors.states import LayerStates
 from fp8core.tensors.weights import WeightStore
@@ -53,12 +54,13 @@ class Bindings:
     A copy of the layer starts with an empty one, as everything here refers to the tensors of one
     layer. ``table`` and ``last`` hold the links bound for ``watch``, which is None in most
     layers. Those bound without a watch are set aside while there is one, and run again afterwards.
-    ``repeat`` is the last call if it ran the links of ``last`` and may be repeated.
+    ``repeat`` is the last call if it ran the links of ``last`` and may be repeated. ``recipe`` is
+    the class of the last recipe in low precision.
     """
 
     __slots__ = (
-        *("_last", "_unwatched", "nonfinite", "order", "repeat", "states", "table", "watch"),
-        "weights",
+        *("_last", "_unwatched", "nonfinite", "order", "recipe", "repeat", "states", "table"),
+        *("watch", "weights"),
     )
 
     def __init__(self, order: int | None = None, watch: Watch | None = None) -> None:
@@ -67,6 +69,7 @@ class Bindings:
         self.table: dict[tuple[object, ...], Any] = {}
         self._last: tuple[tuple[object, ...], Any] | None = None
         self.repeat: Repeat | None = None
+        self.recipe: type[Recipe] | None = None
         self.states: dict[object, LayerStates] = {}
         self.weights = WeightStore()
         self.watch = watch

@@ -43,6 +43,7 @@ __all__ = [
     "new_seed",
     "parts_of",
     "reads_names",
+    "recipe_in",
     "recipe_of",
 ]
 
@@ -116,7 +117,11 @@ def label_of(type_name: str, name: str | None, shapes: Sequence[LinkShape]) -> s
 
 def recipe_of(bound: Bound, role: LayerRole) -> Recipe | None:
     """Return the recipe that the layer of ``role`` itself was bound for; None: high precision."""
-    recipe = bound.recipe
+    return recipe_in(bound.recipe, role)
+
+
+def recipe_in(recipe: Recipe | None, role: LayerRole) -> Recipe | None:
+    """Return the recipe that ``recipe``, perhaps a PerLayer, has for the layer of ``role``."""
     while isinstance(recipe, PerLayer):
         recipe = recipe.choose(role)
     return recipe

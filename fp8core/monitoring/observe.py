@@ -215,7 +215,7 @@ class _Probe:
 
     __slots__ = (
         *("_backends", "_binding", "_decoders", "_gemms", "_index", "_name", "_path", "_plan"),
-        *("_unturned", "_weight_shape", "recorder"),
+        *("_decoded", "_unturned", "_weight_shape", "recorder"),
     )
 
     def __init__(
@@ -235,6 +235,9 @@ class _Probe:
         self._plan = plan.tensors
         # In high precision the GEMM transposes these operands, after the probe has seen them.
         self._unturned = ("input", "weight") if link.only_once is None else ()
+        # Their columnwise operand is the rowwise one: nothing else was cast.
+        decodes = {"input": link.decode_input, "weight": link.decode_weight}
+        self._decoded = [role for role, decode in decodes.items() if decode is not None]
         self._gemms = {gemm: link.choices[gemm] for gemm in _RESULTS}
         self._backends = {
             role: link.choices[role].backend if role in link.choices else "" for role in self._plan
@@ -312,6 +315,8 @@ class _Probe:
             operands._fields, operands, self._plan[role], strict=True
         ):
             key = CastKey(self._name, role, orientation)
+            if orientation == "columnwise" and role in self._decoded:
+                continue
             if operand is None or (is_repeat and not self.recorder.lacks(key, row_key)):
                 continue
             if orientation == "columnwise" and role in self._unturned:

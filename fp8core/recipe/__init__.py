@@ -13,7 +13,7 @@ from fp8core.backend_api import OperandSpec
 from fp8core.dispatch import policy, select
 from fp8core.errors import RecipeError
 from fp8core.not_offered import refusal
-from fp8core.recipe.base import Format, MMParams, Recipe
+from fp8core.recipe.base import Format, FormatRange, MMParams, QParams, Recipe
 from fp8core.recipe.choice import by_name, names
 from fp8core.recipe.custom import CustomRecipe, DelayedScalingRequest, PerLayer, QuantizerRole
 from fp8core.recipe.named import (
@@ -35,6 +35,7 @@ __all__ = [
     "Float8CurrentScaling",
     "Float8RowwiseScaling",
     "Format",
+    "FormatRange",
     "GemmPlan",
     "LayerRole",
     "LinearPlan",
@@ -43,6 +44,7 @@ __all__ = [
     "NVFP4BlockScaling",
     "OperandSpec",
     "PerLayer",
+    "QParams",
     "QuantizerRole",
     "Recipe",
     "TensorPlan",

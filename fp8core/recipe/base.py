@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api import OperandSpec
-from fp8core.errors import RecipeError, UnsupportedError, did_you_mean
+from fp8core.errors import FrozenFieldError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.recipe.plan import (
     ATTENTION_BACKWARDS,
     NONFINITE,
@@ -24,7 +25,14 @@ from fp8core.recipe.plan import (
     TensorPlan,
 )
 
-__all__ = ["FAST", "SPLIT", "Format", "MMParams", "Recipe"]
+__all__ = ["FAST", "SPLIT", "Format", "FormatRange", "MMParams", "QParams", "Recipe"]
+
+
+class FormatRange(NamedTuple):
+    """The largest finite values of a format's forward and backward operands."""
+
+    max_fwd: float
+    max_bwd: float
 
 
 class _FormatNames(type):
@@ -33,13 +41,20 @@ class _FormatNames(type):
             raise AttributeError(name)
         return Format(name)
 
+    def __getitem__(cls, name: str) -> Format:
+        return Format(name)
+
 
 class Format(str, metaclass=_FormatNames):
     """The number formats of forward and backward operands, by name.
 
     ``Format.E4M3``, ``Format.E5M2``, ``Format.E2M1`` use one format both ways, ``Format.HYBRID``
     is e4m3 forward and e5m2 backward, and a format that a plug-in registers goes by its name, as in
-    ``Format.HIF8``. A format is a plain string by value: ``Format.HYBRID == "hybrid"``.
+    ``Format.HIF8``. A format is a plain string by value: ``Format.HYBRID == "hybrid"``. It has
+    ``name`` and ``value`` like the members of Transformer Engine's enumeration:
+
+    >>> Format.HYBRID.name, Format.HYBRID.value.max_bwd
+    ('HYBRID', 57344.0)
 
     Raises:
         RecipeError: no format of that name is registered; resolved when the name is used.
@@ -56,6 +71,16 @@ class Format(str, metaclass=_FormatNames):
         if word not in cls._PAIRS:
             formats.by_name(word, besides=cls._PAIRS)
         return super().__new__(cls, word)
+
+    @property
+    def name(self) -> str:
+        """The name in upper case."""
+        return self.upper()
+
+    @property
+    def value(self) -> FormatRange:
+        """The largest finite values forward and backward."""
+        return FormatRange(self.max_fwd, self.max_bwd)
 
     @property
     def forward(self) -> formats.FormatSpec:
@@ -84,15 +109,65 @@ class MMParams(NamedTuple):
     use_split_accumulator: bool = True
 
 
+class QParams(NamedTuple):
+    """What a recipe's fields say about the cast of one kind of tensor, to read."""
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+
 class Recipe:
     """Base of every recipe: a frozen dataclass with a method ``plan(role, dtype)``.
 
     ``reads_names``: whether the plan depends on the layer's name. torch.compile then captures a
     graph for each name instead of one for all layers of a shape.
+
+    ``delayed()``, ``mxfp8()`` and the others say which of Transformer Engine's recipes a recipe is,
+    or a class of recipes. Nothing here asks them: a layer computes by the recipe's plan.
     """
 
     __slots__ = ()
     reads_names: ClassVar[bool] = True
+    # Which of Transformer Engine's recipes it is, by the name of its predicate.
+    family: ClassVar[str | None] = None
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Whether it is :class:`DelayedScaling`."""
+        return cls.family == "delayed"
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Whether it is :class:`Float8CurrentScaling`."""
+        return cls.family == "float8_current_scaling"
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether it is one of these two."""
+        return cls.delayed() or cls.float8_current_scaling()
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Whether it is :class:`Float8BlockScaling`."""
+        return cls.family == "float8_block_scaling"
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """Whether it is :class:`MXFP8BlockScaling`."""
+        return cls.family == "mxfp8"
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """Whether it is :class:`NVFP4BlockScaling`."""
+        return cls.family == "nvfp4"
+
+    @classmethod
+    def custom(cls) -> bool:
+        """Whether it is :class:`CustomRecipe`."""
+        return cls.family == "custom"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Refuse unknown arguments by name, before the ``__init__`` of the dataclass."""
@@ -109,6 +184,34 @@ class Recipe:
         """Return how a layer of ``role`` computes on activations of ``dtype``: a
         :class:`~fp8core.plan.LinearPlan` for linear layers, for others the plan of their kind."""
         raise NotImplementedError
+
+
+_Recipe = TypeVar("_Recipe", bound=Recipe)
+
+
+def explains_writes(kind: type[_Recipe]) -> type[_Recipe]:
+    """Have the frozen dataclass ``kind`` say how to change a field, where one is written."""
+
+    def refuse_write(recipe: Any, name: str, value: object) -> None:
+        known = [field.name for field in dataclasses.fields(recipe)]
+        if name not in known:
+            raise FrozenFieldError(
+                f"{kind.__name__} has no field {name!r}; fields: {', '.join(known)}."
+                f"{did_you_mean(name, known)}"
+            )
+        raise FrozenFieldError(
+            f"a recipe is a value, whose fields cannot be written. Make another one: "
+            f"recipe = dataclasses.replace(recipe, {name}={value!r})"
+        )
+
+    def refuse_deletion(recipe: Any, name: str) -> None:
+        raise FrozenFieldError(
+            f"a recipe is a value: {kind.__name__}'s field {name!r} cannot be deleted."
+        )
+
+    kind.__setattr__ = refuse_write  # type: ignore[method-assign]  # instead of the dataclass's
+    kind.__delattr__ = refuse_deletion  # type: ignore[method-assign]
+    return kind
 
 
 _Kind = TypeVar("_Kind", bound=Plan)
@@ -154,6 +257,7 @@ def linear_plan(
             delayed=delayed,
             nonfinite=recipe.nonfinite,
             requantize_weights=recipe.requantize_weights,
+            dequantizes=recipe.backward_override == "dequantized",
         )
     return LinearPlan(
         fprop,
@@ -258,7 +362,10 @@ def check_format(recipe: Any, refuse: tuple[str, ...] = (), field: str = "fp8_fo
     object.__setattr__(recipe, field, chosen)
 
 
-def check_common(recipe: Any, overrides: tuple[str | None, ...] = (None, "high_precision")) -> None:
+_OVERRIDES = (None, "high_precision", "dequantized")
+
+
+def check_common(recipe: Any, overrides: tuple[str | None, ...] = _OVERRIDES) -> None:
     """Raise if a field that recipes share is invalid or asks for what is not offered.
 
     These are attention, ``backward_override``, ``nonfinite``, ``requantize_weights`` and the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 
@@ -21,6 +21,7 @@ from fp8core.recipe.base import (
     check_format,
     delayed_linear_plan,
     element,
+    explains_writes,
     linear_plan,
 )
 from fp8core.recipe.choice import recipe_from
@@ -41,6 +42,7 @@ Key: TypeAlias = "str | LayerRole"
 Rule: TypeAlias = "tuple[Key, Recipe | None]"
 
 
+@explains_writes
 @dataclass(frozen=True, slots=True, init=False)
 class PerLayer(Recipe):
     """Different recipes for different layers: the first rule that matches a layer decides.
@@ -123,12 +125,19 @@ class PerLayer(Recipe):
         return HIGH_PRECISION if chosen is None else chosen.plan(role, dtype)
 
 
-class QuantizerRole(NamedTuple):
-    """The tensor that a quantizer casts: ``input``, ``weight`` or ``grad_output`` of a layer."""
+@dataclass(frozen=True, slots=True)
+class QuantizerRole:
+    """The tensor that a quantizer casts.
 
-    module_type: str
-    tensor_type: str
-    name: str | None
+    Attributes:
+        module_type: the kind of the layer, ``"linear"``, ``"grouped_linear"`` or another.
+        tensor_type: ``"input"``, ``"weight"`` or ``"grad_output"``.
+        name: the layer's name; empty for a layer without one.
+    """
+
+    module_type: str = ""
+    tensor_type: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +175,7 @@ QuantizerRequest: TypeAlias = OperandSpec | TensorPlan | DelayedScalingRequest
 QuantizerFactory: TypeAlias = Callable[[QuantizerRole], QuantizerRequest]
 
 
+@explains_writes
 @dataclass(frozen=True, slots=True)
 class CustomRecipe(Recipe):
     """A recipe for formats that no named recipe has, given in exactly one of two ways.
@@ -187,6 +197,7 @@ class CustomRecipe(Recipe):
             else.
     """
 
+    family: ClassVar[str | None] = "custom"
     qfactory: QuantizerFactory | None = None
     fp8_format: str | None = None
     fp8_dpa: bool = False
@@ -217,7 +228,7 @@ class CustomRecipe(Recipe):
             raise RecipeError(
                 f"CustomRecipe(quantization_alignment={alignment!r}): expected an integer >= 1."
             )
-        check_common(self, (None,) if fields else (None, "high_precision"))
+        check_common(self, *([(None,)] if fields else []))
         if self.fp8_format is not None:
             check_format(self, refuse=("e5m2",))
         try:
@@ -241,7 +252,7 @@ class CustomRecipe(Recipe):
             request = self._request()
             return delayed_linear_plan(self, request.fp8_format, request.delayed())
         answers = {
-            tensor: self.qfactory(QuantizerRole(role.kind, tensor, role.name))
+            tensor: self.qfactory(QuantizerRole(role.kind, tensor, role.name or ""))
             for tensor in ("input", "weight", "grad_output")
         }
         delayed = [a for a in answers.values() if isinstance(a, DelayedScalingRequest)]

@@ -3,6 +3,11 @@
 All take two fields of fp8core alone, see :class:`fp8core.plan.LinearPlan`: ``nonfinite``, how a
 cast treats a tensor with NaN or inf, and ``requantize_weights``, whether backward quantizes weights
 again instead of holding their codes since forward.
+
+``backward_override`` has dgrad and wgrad compute in high precision, and is None for the recipe's
+own precision: with ``"high_precision"`` from the input and the weight before their casts, which are
+held since forward; with ``"dequantized"`` from what fprop multiplied, whose codes are held.
+Delayed scaling does not take it.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from fp8core.recipe.base import (
     SPLIT,
     Format,
     MMParams,
+    QParams,
     Recipe,
     attention_plan,
     check_attention,
@@ -28,6 +34,7 @@ from fp8core.recipe.base import (
     check_format,
     delayed_linear_plan,
     element,
+    explains_writes,
     linear_plan,
 )
 from fp8core.recipe.plan import (
@@ -50,6 +57,7 @@ __all__ = [
 ]
 
 
+@explains_writes
 @dataclass(frozen=True, slots=True)
 class DelayedScaling(Recipe):
     """One scale a tensor, from the amaxes of earlier steps; the first step uses scale 1.
@@ -68,6 +76,7 @@ class DelayedScaling(Recipe):
     """
 
     reads_names: ClassVar[bool] = False
+    family: ClassVar[str | None] = "delayed"
     margin: float = 0
     fp8_format: str = Format.HYBRID
     amax_history_len: int = 1024
@@ -105,6 +114,7 @@ class DelayedScaling(Recipe):
         return delayed_linear_plan(self, self.fp8_format, self._delayed())
 
 
+@explains_writes
 @dataclass(frozen=True, slots=True)
 class Float8CurrentScaling(Recipe):
     """One scale a tensor, ``max / amax`` of the tensor itself: no state, two passes over it.
@@ -114,6 +124,7 @@ class Float8CurrentScaling(Recipe):
     """
 
     reads_names: ClassVar[bool] = False
+    family: ClassVar[str | None] = "float8_current_scaling"
     use_power_2_scales: bool = False
     fp8_format: str = Format.HYBRID
     fp8_gemm_fprop: MMParams = FAST
@@ -133,6 +144,13 @@ class Float8CurrentScaling(Recipe):
         check_common(self)
         check_attention(self)
 
+    @property
+    def fp8_quant_fwd_inp(self) -> QParams:
+        """How the input is cast; ``fp8_quant_fwd_weight`` and ``fp8_quant_bwd_grad`` likewise."""
+        return QParams(power_2_scale=self.use_power_2_scales)
+
+    fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
+
     def plan(self, role: LayerRole, dtype: torch.dtype) -> Plan:
         """Return tensorwise current scaling."""
         if role.kind == "attention" and (self.fp8_dpa or self.fp8_mha):
@@ -140,6 +158,7 @@ class Float8CurrentScaling(Recipe):
         return _current_plan(self, (0, 0))
 
 
+@explains_writes
 @dataclass(frozen=True, slots=True)
 class Float8RowwiseScaling(Recipe):
     """One scale for each row of each operand, current: rows of unequal size keep their accuracy.
@@ -171,6 +190,7 @@ class Float8RowwiseScaling(Recipe):
         return _current_plan(self, (1, 0))
 
 
+@explains_writes
 @dataclass(frozen=True, slots=True)
 class MXFP8BlockScaling(Recipe):
     """OCP microscaling: a power-of-two scale in a byte for every 32 elements along the contraction.
@@ -182,6 +202,7 @@ class MXFP8BlockScaling(Recipe):
     """
 
     reads_names: ClassVar[bool] = False
+    family: ClassVar[str | None] = "mxfp8"
     margin: int = 0
     fp8_format: str = Format.E4M3
     fp8_dpa: bool = False
@@ -215,6 +236,7 @@ class MXFP8BlockScaling(Recipe):
         return linear_plan(self, tensor, gemms)
 
 
+@explains_writes
 @dataclass(frozen=True, slots=True)
 class Float8BlockScaling(Recipe):
     """DeepSeek-V3's blocks: 1 x 128 for activations and gradients, 128 x 128 for weights.
@@ -228,6 +250,7 @@ class Float8BlockScaling(Recipe):
     """
 
     reads_names: ClassVar[bool] = False
+    family: ClassVar[str | None] = "float8_block_scaling"
     use_f32_scales: bool = False
     fp8_format: str = Format.E4M3
     x_block_scaling_dim: int = 1
@@ -269,6 +292,13 @@ class Float8BlockScaling(Recipe):
             "grad": self.grad_block_scaling_dim,
         }
 
+    @property
+    def fp8_quant_fwd_inp(self) -> QParams:
+        """How the input is cast; ``fp8_quant_fwd_weight`` and ``fp8_quant_bwd_grad`` likewise."""
+        return QParams(power_2_scale=not self.use_f32_scales)
+
+    fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
+
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
         """Return blocks of 128 along the contraction with float32 scales."""
         dims = self._dims()
@@ -289,6 +319,7 @@ class Float8BlockScaling(Recipe):
 _FOUR_OVER_SIX = ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode")
 
 
+@explains_writes
 @dataclass(frozen=True, slots=True)
 class NVFP4BlockScaling(Recipe):
     """NVIDIA's FP4: e2m1 elements, an e4m3 scale for every 16, one float32 scale a tensor.
@@ -303,6 +334,7 @@ class NVFP4BlockScaling(Recipe):
     """
 
     reads_names: ClassVar[bool] = False
+    family: ClassVar[str | None] = "nvfp4"
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
@@ -333,6 +365,24 @@ class NVFP4BlockScaling(Recipe):
             value = getattr(self, name)
             if value != only:
                 raise RecipeError(f"NVFP4BlockScaling({name}={value!r}): only {only!r} exists.")
+
+    @property
+    def fp4_quant_fwd_inp(self) -> QParams:
+        """How the input is cast."""
+        return QParams(random_hadamard_transform=not self.disable_rht)
+
+    @property
+    def fp4_quant_fwd_weight(self) -> QParams:
+        """How the weight is cast."""
+        return QParams(fp4_2d_quantization=not self.disable_2d_quantization)
+
+    @property
+    def fp4_quant_bwd_grad(self) -> QParams:
+        """How the gradient of the output is cast."""
+        return QParams(
+            random_hadamard_transform=not self.disable_rht,
+            stochastic_rounding=not self.disable_stochastic_rounding,
+        )
 
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
         """Return blocks of 16 along the contraction with two-level scales."""

@@ -144,7 +144,8 @@ class LinearPlan(Plan):
     """The three GEMMs of a linear layer; ``delayed`` if any operand is scaled by delayed scales.
 
     ``requantize_weights``: backward quantizes the weight columnwise, instead of holding codes since
-    forward. It has no effect on a weight that dgrad takes in high precision.
+    forward. It has no effect on a weight that dgrad takes in high precision. ``dequantizes``: where
+    dgrad and wgrad take a tensor in high precision, it is what fprop multiplied, dequantized.
     """
 
     # Transformer Engine's slots of one GEMM; those of its two results are never used.
@@ -158,6 +159,7 @@ class LinearPlan(Plan):
     delayed: DelayedPlan | None = None
     nonfinite: str = "saturate"
     requantize_weights: bool = False
+    dequantizes: bool = False
 
     @property
     def tensors(self) -> Mapping[str, TensorPlan]:

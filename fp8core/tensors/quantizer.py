@@ -35,6 +35,7 @@ __all__ = [
     "Pair",
     "Quantizer",
     "ReduceAmax",
+    "RowwiseTwice",
     "Slot",
     "Unturned",
     "bind_columnwise",
@@ -458,6 +459,30 @@ class Mixed(_Quantizer):
         return Orientations(row, self._columnwise(x, groups, rowwise=False, rng=rng).columnwise)
 
 
+class RowwiseTwice(_Quantizer):
+    """Low precision for both orientations: the columnwise operand is the rowwise one, which its
+    reader dequantizes and transposes."""
+
+    __slots__ = ("_rowwise", "choices")
+
+    def __init__(self, rowwise: Quantizer) -> None:
+        self._rowwise = rowwise
+        self.choices = rowwise.choices
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Quantize ``x`` rowwise."""
+        operand = self._rowwise(x, groups, columnwise=False, rng=rng).rowwise
+        return Orientations(operand if rowwise else None, operand if columnwise else None)
+
+
 class Observer(_Quantizer):
     """Records the amax that ``desc`` would record, then hands the tensor to another quantizer."""
 
@@ -506,6 +531,7 @@ def bind_quantizer(
     nonfinite: torch.Tensor | None = None,
     propagates: bool = False,
     reduce_amax: ReduceAmax | None = None,
+    dequantizes: bool = False,
 ) -> Quantizer:
     """Return the quantizer of a tensor of ``dtype`` planned as ``plan``.
 
@@ -513,7 +539,8 @@ def bind_quantizer(
     To ``nonfinite``, int64 ``[1]``, its casts add the number of their NaN and inf; ``propagates``
     makes the scales of such a tensor NaN. ``reduce_amax`` reduces the amaxes that scales follow
     from; nothing calls it where there are none: in high precision, for scales of blocks, and for
-    delayed scales, whose amaxes are reduced where they become scales.
+    delayed scales, whose amaxes are reduced where they become scales. With ``dequantizes``, a
+    columnwise operand in high precision beside a rowwise one in low precision is the latter.
 
     Raises:
         UnsupportedError: no backend quantizes like that on the device; or ``propagates`` and
@@ -549,6 +576,8 @@ def bind_quantizer(
         rest = plan._replace(rowwise=plan.rowwise or plan.columnwise)
         rest = rest._replace(columnwise=rest.rowwise)
         low = low_precision(rest)
+        if dequantizes and plan.columnwise is None:
+            return RowwiseTwice(low)
         high = HighPrecision(binding.activation_dtype)
         return Mixed(high, low) if plan.rowwise is None else Mixed(low, high)
     return low_precision(plan)

@@ -120,7 +120,8 @@ class How(NamedTuple):
     ``key`` tells kept weights apart. ``dtype`` is the one that its cast takes, None where nothing
     is cast. ``stored`` is how a QuantizedTensor has to be stored to be used; a plan in high
     precision takes any. ``owner`` names the layer in messages. ``slot`` holds the delayed scale,
-    None for other recipes.
+    None for other recipes. ``dequantizes``: the columnwise operand is the rowwise one, see
+    :class:`~fp8core.tensors.quantizer.RowwiseTwice`.
     """
 
     key: tuple[object, ...]
@@ -128,6 +129,7 @@ class How(NamedTuple):
     stored: TensorPlan
     owner: str
     slot: Slot | None
+    dequantizes: bool = False
 
 
 class WeightStore:
@@ -301,6 +303,8 @@ class KeptWeight:
         rowwise, turned = weight.operands
         if not columnwise:
             return Orientations(rowwise, None)
+        if self._how.dequantizes:
+            return Orientations(rowwise, rowwise)
         if is_high:
             value = weight.dequantize()
             turned = self._quantizer(value, rowwise=False, columnwise=True).columnwise

@@ -26,6 +26,7 @@ from fp8core.recipe import (
     NVFP4BlockScaling,
     OperandSpec,
     PerLayer,
+    QParams,
     QuantizerRole,
     Recipe,
 )
@@ -209,3 +210,79 @@ def test_format_field_holds_a_format() -> None:
 def test_delayed_recipes_that_differ_in_their_algorithm_differ() -> None:
     # Transformer Engine's share a buffer: its key is a repr that leaves this field out.
     assert DelayedScaling(amax_compute_algo="most_recent") != DelayedScaling()
+
+
+@pytest.mark.parametrize("name", ["delayed", "mxfp8", "custom_fields"])
+def test_a_written_field_raises_the_line_to_write(name: str) -> None:
+    made: Any = VALUES[name][0]()
+    with pytest.raises(RecipeError) as caught:
+        made.fp8_format = "e4m3"
+    line = "recipe = dataclasses.replace(recipe, fp8_format='e4m3')"
+    assert str(caught.value).endswith(f"Make another one: {line}")
+    assert dataclasses.is_dataclass(made)
+
+
+def test_the_line_works() -> None:
+    made = DelayedScaling(margin=1)
+    assert dataclasses.replace(made, amax_history_len=4) == DelayedScaling(
+        margin=1, amax_history_len=4
+    )
+
+
+def test_a_misspelt_field_gets_the_nearest() -> None:
+    made: Any = DelayedScaling()
+    with pytest.raises(RecipeError, match=r"has no field 'margn'.*Did you mean 'margin'\?"):
+        made.margn = 2
+
+
+def test_formats_have_transformer_engines_attributes() -> None:
+    assert Format.E4M3.value.max_fwd == 448
+    assert Format.HYBRID.value == (448, 57344)
+    assert Format.E2M1.value.max_bwd == 6
+    assert Format["E5M2"].name == "E5M2"
+
+
+PREDICATES = {
+    "delayed": DelayedScaling,
+    "float8_current_scaling": Float8CurrentScaling,
+    "float8_block_scaling": Float8BlockScaling,
+    "mxfp8": MXFP8BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
+}
+
+
+@pytest.mark.parametrize("predicate", [*PREDICATES, "custom"])
+def test_a_predicate_is_true_of_its_recipe_alone(predicate: str) -> None:
+    custom = CustomRecipe(qfactory=factory)
+    recipes = [kind() for kind in PREDICATES.values()] + [custom]
+    wanted = [*PREDICATES, "custom"]
+    assert [getattr(one, predicate)() for one in recipes] == [name == predicate for name in wanted]
+    assert getattr(recipes[wanted.index(predicate)].__class__, predicate)()  # of the class too
+
+
+def test_per_tensor_scaling_is_delayed_and_current_scaling() -> None:
+    kinds = [kind for kind in PREDICATES.values() if kind.float8_per_tensor_scaling()]
+    assert kinds == [DelayedScaling, Float8CurrentScaling]
+
+
+def test_a_class_of_ones_own_answers_as_its_base() -> None:
+    class Mine(MXFP8BlockScaling):
+        pass
+
+    assert Mine().mxfp8()
+    assert not Mine().delayed()
+
+
+def test_casts_are_read_from_the_fields() -> None:
+    assert Float8CurrentScaling(use_power_2_scales=True).fp8_quant_bwd_grad.power_2_scale
+    assert not Float8BlockScaling(use_f32_scales=True).fp8_quant_fwd_inp.power_2_scale
+    fp4 = NVFP4BlockScaling(disable_rht=True)
+    assert fp4.fp4_quant_fwd_weight == QParams(fp4_2d_quantization=True)
+    assert fp4.fp4_quant_bwd_grad == QParams(stochastic_rounding=True)
+    assert fp4.fp4_quant_fwd_inp == QParams()
+
+
+def test_a_role_has_transformer_engines_defaults() -> None:
+    role = QuantizerRole()
+    assert (role.module_type, role.tensor_type, role.name) == ("", "", "")
+    assert {role: 1}[QuantizerRole("", "", "")] == 1
