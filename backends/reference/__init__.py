@@ -20,5 +20,6 @@ def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
             priority=0,
             portable=True,
             preferred_recipe="current",
+            operand_fields=("row_scaled", "four_over_six", "scale_max"),
         )
     )

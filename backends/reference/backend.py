@@ -14,6 +14,7 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import (
     ATTENTION_LAYOUTS,
+    TRANSFORMS,
     ActivationBackwardDesc,
     ActivationDesc,
     Alignment,
@@ -104,7 +105,7 @@ def _check_spec(spec: OperandSpec | None) -> str | None:
         return f"unknown format {spec.format!r}"
     if spec.scale_format not in SCALE_FORMATS:
         return f"unknown scale format {spec.scale_format!r}"
-    if spec.transform not in (None, "hadamard16"):
+    if spec.transform is not None and spec.transform not in TRANSFORMS:
         return f"unknown transform {spec.transform!r}"
     if spec.stochastic and spec.format != "e2m1":
         return f"stochastic rounding is for e2m1, not for {spec.format}"
@@ -119,6 +120,8 @@ def _check_quantize(desc: QuantizeDesc) -> str | None:
     halves = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
     if len({spec.delayed for spec in halves}) > 1:
         return "one orientation is delayed, the other is not"
+    if desc.grouped and any(spec.row_scaled for spec in halves):
+        return "no groups with an outer scale a row"
     return _check_float(desc.dtype) or next(filter(None, map(_check_spec, halves)), None)
 
 

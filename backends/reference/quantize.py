@@ -13,6 +13,7 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import (
     GROUP_STEP,
+    TRANSFORMS,
     AmaxDesc,
     Amaxes,
     DequantizeDesc,
@@ -26,7 +27,7 @@ from fp8core.backend_api import (
     shares_amax,
     split_amax,
 )
-from fp8core_backends.reference import blocks, rounding
+from fp8core_backends.reference import blocks, four_over_six, rounding
 
 __all__ = ["amax", "bounds_of", "dequantize", "dequantize_float32", "quantize"]
 
@@ -60,7 +61,7 @@ def _amax_of(spec: OperandSpec, x: torch.Tensor, dim: int) -> torch.Tensor:
     block = (0, 0)
     if amax_extent(spec) == "row":
         block = (1, 0) if dim == 1 else (0, 1)
-    x = x if spec.transform is None else rounding.hadamard16(x, dim)
+    x = x if spec.transform is None else TRANSFORMS[spec.transform](x, dim)
     return blocks.amax(x, block).reshape(-1)
 
 
@@ -218,8 +219,8 @@ def _orient(
     dim = 0 if transposed else 1  # the dimension of x that the GEMM contracts
     block = (spec.block[1], spec.block[0]) if transposed else spec.block
     if spec.transform is not None:
-        x = rounding.hadamard16(x, dim)
-    multiplier, scale_inv, global_scale_inv = _scales(spec, x, block, scale, amax)
+        x = TRANSFORMS[spec.transform](x, dim)
+    multiplier, scale_inv, global_scale_inv = _scales(spec, x, block, scale, amax, dim)
     scaled = blocks.multiply(x, multiplier, block)
     element = formats.by_name(spec.format)
     codes = (
@@ -236,6 +237,7 @@ def _scales(
     block: tuple[int, int],
     scale: torch.Tensor | None,
     amax: torch.Tensor | None,
+    dim: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the multiplier of each block (float32), and the tensors that are stored to undo it.
 
@@ -246,7 +248,7 @@ def _scales(
         multiplier = scale.reshape(1, 1)
         return multiplier, _reciprocal(multiplier), None
     if spec.scale_format == "e4m3":
-        return _two_level_scales(spec, blocks.amax(x, block), amax)
+        return _two_level_scales(spec, x, block, amax, dim)
     if amax is None:
         block_amax = blocks.amax(x, block)
     else:
@@ -283,23 +285,50 @@ def _e8m0_scales(spec: OperandSpec, block_amax: torch.Tensor) -> tuple[torch.Ten
 
 
 def _two_level_scales(
-    spec: OperandSpec, block_amax: torch.Tensor, amax: torch.Tensor | None
+    spec: OperandSpec,
+    x: torch.Tensor,
+    block: tuple[int, int],
+    amax: torch.Tensor | None,
+    dim: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """An e4m3 scale a block under one float32 scale. Source: docs/numerics.md 3.5."""
+    """An e4m3 scale a block under one float32 scale a tensor, or a row. Source: docs/numerics.md
+    3.5."""
     e4m3 = formats.by_name("e4m3")
-    if amax is not None:
-        tensor_amax = amax.reshape(1, 1)
-    elif block_amax.numel():
-        tensor_amax = block_amax.amax().reshape(1, 1)
+    block_amax = blocks.amax(x, block)
+    outer = ((1, 0) if dim == 1 else (0, 1)) if spec.row_scaled else (0, 0)
+    if amax is None:
+        outer_amax = blocks.amax(x, outer)
     else:
-        tensor_amax = block_amax.new_zeros(1, 1)
-    encode = torch.full_like(tensor_amax, e4m3.max * spec.target) / tensor_amax
+        outer_amax = amax.reshape(-1, 1) if dim == 1 else amax.reshape(1, -1)
+    encode = torch.full_like(outer_amax, spec.scale_max * spec.target) / outer_amax
     encode = encode.clamp(max=FLOAT32_MAX)
-    encode = torch.where((tensor_amax == 0) | torch.isinf(tensor_amax), 1.0, encode)
-    codes = e4m3.encode(block_amax * (encode * (1 / spec.target)))
+    encode = torch.where((outer_amax == 0) | torch.isinf(outer_amax), 1.0, encode)
     decode = _reciprocal(encode)
-    multiplier = _reciprocal(e4m3.decode(codes) * decode).clamp(max=FLOAT32_MAX)
-    return multiplier, codes, decode
+
+    def multiplier_of(codes: torch.Tensor) -> torch.Tensor:
+        return _reciprocal(e4m3.decode(codes) * decode).clamp(max=FLOAT32_MAX)
+
+    if spec.four_over_six is None:
+        codes = e4m3.encode(block_amax * (encode * (1 / spec.target)))
+        return multiplier_of(codes), codes, decode
+    to_six = block_amax / torch.full_like(block_amax, spec.target) * encode
+    six, four = e4m3.encode(to_six), e4m3.encode(to_six * 1.5)
+    if not x.numel():
+        return multiplier_of(six), six, decode
+    errors = [
+        four_over_six.error(
+            spec,
+            x,
+            block,
+            multiplier=multiplier_of(codes),
+            scale=e4m3.decode(codes),
+            outer_amax=outer_amax,
+            dim=dim,
+        )
+        for codes in (four, six)
+    ]
+    codes = torch.where(errors[0] < errors[1], four, six)
+    return multiplier_of(codes), codes, decode
 
 
 def _reciprocal(x: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,7 @@ from fp8core.backend_api.optional import (
 )
 from fp8core.backend_api.rotary import RotaryDesc
 from fp8core.backend_api.spec import API_VERSION, BackendSpec, Finding
-from fp8core.backend_api.transforms import TRANSFORMS, hadamard16
+from fp8core.backend_api.transforms import TRANSFORMS, hadamard16, hadamard16_unsigned
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.formats import FormatSpec
 
@@ -141,6 +141,7 @@ __all__ = [
     "amax_sizes",
     "bind_method",
     "hadamard16",
+    "hadamard16_unsigned",
     "has_amax",
     "hookimpl",
     "scale_inverses",

@@ -43,8 +43,9 @@ class AmaxDesc:
 
     - one for the tensor, or one a group, where a float32 scale covers the tensor, delayed ones
       included, and where such a scale stands above the blocks' (two levels);
-    - one a row of the operand where a scale covers a row. Rowwise these are the rows of ``x``;
-      columnwise its columns, ``cols`` entries for each group in turn;
+    - one a row of the operand where a scale covers a row, the outer one of two levels included.
+      Rowwise these are the rows of ``x``; columnwise its columns, ``cols`` entries for each group
+      in turn;
     - none where scales belong to blocks along k, which follow from each block alone. A descriptor
       without any entry is unsupported.
 
@@ -107,7 +108,9 @@ def amax_extent(spec: OperandSpec | None) -> Literal["tensor", "row"] | None:
     """
     if spec is None:
         return None
-    if spec.scale_format == "e4m3" or spec.block == (0, 0):
+    if spec.scale_format == "e4m3":
+        return "row" if spec.row_scaled else "tensor"
+    if spec.block == (0, 0):
         return "tensor"
     return "row" if spec.block[1] == 0 else None
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fp8core.backend_api.descriptor_text import spec_text
+from fp8core.backend_api.transforms import TRANSFORMS
 from fp8core.errors import RecipeError
 
 __all__ = ["OperandSpec"]
@@ -40,10 +41,16 @@ class OperandSpec:
             float32 scale for the tensor, as it is handed in: not rounded, without amax_epsilon.
         stochastic: round the elements stochastically instead of to the nearest, ties to even.
         transform: name of the transform applied along k before quantization, or None. A backend
-            may know others than :data:`TRANSFORMS`. ``"hadamard16"`` goes with two-level scales,
-            whose blocks are a multiple of its 16 elements along k.
+            may know others than :data:`TRANSFORMS`. Those go with two-level scales, whose blocks
+            are a multiple of their 16 elements along k.
         cast_first: the value is rounded to the layer's activation dtype before amax and cast; if
             not, a fused producer hands over its float32 value.
+        row_scaled: of two-level scales, the outer one is that of a row instead of the tensor.
+        four_over_six: each block of two-level scales maps its amax to 6 or to 4, whichever loses
+            less: ``"MAE"`` by the sum of the errors' magnitudes, ``"MSE"`` of their squares, None
+            maps every amax to the target. docs/numerics.md, NVFP4BlockScaling, has the arithmetic.
+        scale_max: of two-level scales, the value of a block's scale that the largest amax under
+            one outer scale maps to: 448, or 256 with ``four_over_six``.
 
     Raises:
         RecipeError: a field has another value than these, or one that contradicts another field.
@@ -66,6 +73,9 @@ class OperandSpec:
     stochastic: bool = False
     transform: str | None = None
     cast_first: bool = True
+    row_scaled: bool = False
+    four_over_six: str | None = None
+    scale_max: float = 448.0
 
     def __post_init__(self) -> None:
         """Check each field, then each pair that may contradict each other."""
@@ -77,6 +87,14 @@ class OperandSpec:
         for field, value in zip(fields(self), state, strict=True):
             object.__setattr__(self, field.name, value)  # frozen
         self.__post_init__()
+
+    @property
+    def later_fields(self) -> tuple[str, ...]:
+        """The fields that the contract has since 3.3 and that differ from their defaults. A backend
+        names those it knows in ``BackendSpec.operand_fields``, and is not asked about others."""
+        given = {"row_scaled": self.row_scaled, "four_over_six": self.four_over_six is not None}
+        given["scale_max"] = self.scale_max != 448
+        return tuple(name for name, differs in given.items() if differs)
 
     def __str__(self) -> str:
         return spec_text(self)
@@ -99,11 +117,15 @@ def _illegal_fields(spec: OperandSpec) -> Iterator[tuple[str, str]]:
         yield "scale_format", f"one of {_SCALE_FORMATS}"
     if not _is_number(spec.amax_epsilon) or not 0 <= spec.amax_epsilon <= _FLOAT32_MAX:
         yield "amax_epsilon", "0, or a positive number in the range of float32"
-    for flag in ("power_of_two", "delayed", "stochastic", "cast_first"):
+    for flag in ("power_of_two", "delayed", "stochastic", "cast_first", "row_scaled"):
         if type(getattr(spec, flag)) is not bool:
             yield flag, "True or False"
     if spec.transform is not None and (not isinstance(spec.transform, str) or not spec.transform):
         yield "transform", "None or the name of a transform"
+    if spec.four_over_six not in (None, "MAE", "MSE"):
+        yield "four_over_six", "None, 'MAE' or 'MSE'"
+    if not _is_number(spec.scale_max) or spec.scale_max not in (448, 256):
+        yield "scale_max", "448 or 256"
     yield from _contradictions(spec)
 
 
@@ -126,11 +148,32 @@ def _contradictions(spec: OperandSpec) -> Iterator[tuple[str, str]]:
             yield "power_of_two", "False: a delayed scale is taken as it is handed in"
         if spec.amax_epsilon:
             yield "amax_epsilon", "0: a delayed scale is taken as it is handed in"
-    if spec.transform == "hadamard16":
+    if spec.transform in TRANSFORMS:
         if spec.scale_format != "e4m3":
-            yield "transform", "None: only two-level scales (scale_format='e4m3') take hadamard16"
+            yield (
+                "transform",
+                f"None: only two-level scales (scale_format='e4m3') take {spec.transform}",
+            )
         if spec.block[1] % 16:
-            yield "block", "a multiple of 16 along k: hadamard16 mixes 16 elements at a time"
+            yield "block", f"a multiple of 16 along k: {spec.transform} mixes 16 elements at a time"
+    yield from _level_contradictions(spec)
+
+
+def _level_contradictions(spec: OperandSpec) -> Iterator[tuple[str, str]]:
+    """Yield each field of two-level scales that another field rules out."""
+    if spec.later_fields and spec.scale_format != "e4m3":
+        yield "scale_format", "'e4m3': row_scaled, four_over_six and scale_max are of two levels"
+    if spec.row_scaled and spec.block[0] != 1:
+        yield "row_scaled", f"False: a block of {spec.block[0]} rows has no outer scale of a row"
+    if spec.four_over_six is None and spec.scale_max != 448:
+        yield "scale_max", "448: 256 goes with four_over_six"
+    if spec.four_over_six is not None:
+        if spec.stochastic:
+            yield "stochastic", "False: four_over_six compares values rounded to the nearest"
+        if spec.block not in ((1, 16), (16, 16)):
+            yield "block", "(1, 16) or (16, 16) with four_over_six"
+        if spec.format != "e2m1" or spec.target != 6:
+            yield "four_over_six", "None: it maps an amax to 4 or to 6, the largest values of e2m1"
 
 
 def _is_block(block: Any) -> bool:

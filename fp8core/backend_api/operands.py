@@ -18,7 +18,8 @@ class Operand(NamedTuple):
     Quantized, ``data`` is uint8: ``[rows, k]`` codes, or ``[rows, k / 2]`` for a 4-bit format,
     where element ``2 i`` is in the low half of byte ``i``. ``scale_inv`` is ``[ceil(rows / br),
     ceil(k / bk)]`` in float32, or uint8 codes of the scale format. ``global_scale_inv`` is
-    ``[1, 1]`` float32 for two-level scales, else None. ``fp8core.backend_api.grouped`` says how
+    float32 for two-level scales, ``[1, 1]``, or ``[rows, 1]`` if they are ``row_scaled``, else
+    None. ``fp8core.backend_api.grouped`` says how
     the operands of several groups are stored as one.
 
     In high precision (a descriptor's spec is None), ``data`` is the tensor itself, without scales.

@@ -40,6 +40,8 @@ class BackendSpec:
         transposes: for compiled graphs alone, which have to know strides before anything is
             computed: its columnwise operands are contiguous, not transposed views.
         api_version: the :data:`API_VERSION` it was written for.
+        operand_fields: the later fields of :class:`OperandSpec` that it knows: ``row_scaled``,
+            ``four_over_six``, ``scale_max``. It is not asked about a spec that uses another one.
     """
 
     name: str
@@ -54,6 +56,7 @@ class BackendSpec:
     transposes: bool = False
     selftest: str = ""
     api_version: tuple[int, int] = API_VERSION
+    operand_fields: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,18 +7,21 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["TRANSFORMS", "hadamard16"]
+__all__ = ["TRANSFORMS", "hadamard16", "hadamard16_unsigned"]
 
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The fixed signs of the transform. Source: docs/numerics.md 3.5, RHT."""
 
 
+_NO_SIGNS = (1,) * 16
+
+
 @functools.lru_cache(maxsize=16)
-def _signs(device: torch.device) -> torch.Tensor:
+def _signs(device: torch.device, signs: tuple[int, ...]) -> torch.Tensor:
     """Return the signs divided by 16, so that no sum of 16 bfloat16 numbers overflows. Dividing
     changes no rounding: multiples of 2^-133 keep 16 bits down to the last of float32."""
-    signs = [sign / 16 for sign in _SIGNS]
-    return torch.tensor(signs, dtype=torch.float32, device="cpu").to(device)
+    sixteenths = [sign / 16 for sign in signs]
+    return torch.tensor(sixteenths, dtype=torch.float32, device="cpu").to(device)
 
 
 def hadamard16(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -28,13 +31,22 @@ def hadamard16(x: torch.Tensor, dim: int) -> torch.Tensor:
     rounding. Sums are float32, of two at a time in a fixed order, so that every device computes the
     same bits; inf is a result beyond bfloat16 alone. Source: docs/numerics.md, NVFP4BlockScaling.
     """
+    return _transformed(x, dim, _SIGNS)
+
+
+def hadamard16_unsigned(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Transform as :func:`hadamard16` does, by ``H / 4`` alone."""
+    return _transformed(x, dim, _NO_SIGNS)
+
+
+def _transformed(x: torch.Tensor, dim: int, by: tuple[int, ...]) -> torch.Tensor:
     rows, cols = x.shape
     values = x.to(torch.bfloat16).to(torch.float32)
     # A tensor subclass (fake while tracing) must not outlive its mode, so its signs are not cached.
     make = _signs if type(x) is torch.Tensor else _signs.__wrapped__
     shape = (rows // 16, 16, cols) if dim == 0 else (rows, cols // 16, 16)
     along = 1 if dim == 0 else 2
-    signs = make(x.device)
+    signs = make(x.device, by)
     signed = values.reshape(shape) * (signs[:, None] if dim == 0 else signs)
     parts = list(signed.unbind(along))
     for half in (1, 2, 4, 8):  # H of 2 h elements is [[H, H], [H, -H]] of h
@@ -47,5 +59,8 @@ def hadamard16(x: torch.Tensor, dim: int) -> torch.Tensor:
     return transformed.reshape(rows, cols).to(torch.bfloat16)
 
 
-TRANSFORMS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {"hadamard16": hadamard16}
+TRANSFORMS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "hadamard16": hadamard16,
+    "hadamard16_unsigned": hadamard16_unsigned,
+}
 """``f(x [rows, cols], dim) -> [rows, cols]`` by the name that :class:`OperandSpec` has for it."""

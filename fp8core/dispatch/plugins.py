@@ -328,6 +328,7 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "priority": (lambda value: isinstance(value, int), "a whole number"),
     "preferred_recipe": (lambda value: isinstance(value, str), "a recipe's name"),
     "environment": (_is_words, "a tuple of variables' names"),
+    "operand_fields": (_is_words, "a tuple of fields of OperandSpec"),
     **dict.fromkeys(
         ("builder", "selftest"),
         (

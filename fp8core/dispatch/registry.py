@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Sequence
@@ -11,11 +12,20 @@ from typing import Any, NamedTuple
 import pluggy
 import torch
 
-from fp8core.backend_api import Alignment, Backend, BackendSpec, FormatSpec, GemmDesc, OpDesc
+from fp8core.backend_api import (
+    Alignment,
+    Backend,
+    BackendSpec,
+    FormatSpec,
+    GemmDesc,
+    OpDesc,
+    OperandSpec,
+)
 from fp8core.dispatch import settings
 from fp8core.dispatch.isolation import Failure, answered, attempt, is_a, name_of_class, shown
 from fp8core.dispatch.optional import Offers, offers_of
 from fp8core.errors import PluginError, RecipeError, did_you_mean
+from fp8core.reporting import some
 
 __all__ = ["Bound", "PluginRow", "Registry", "known_devices"]
 
@@ -96,6 +106,9 @@ class Registry:
         reason = self.unusable(spec)
         if reason is not None:
             return reason
+        unknown = [name for name in _later_fields(desc) if name not in spec.operand_fields]
+        if unknown:
+            return f"it does not know {some(unknown)} of an OperandSpec"
         answer = attempt(lambda: self.instance(spec).unsupported(desc, device))
         if isinstance(answer, Failure):
             return f"its unsupported() failed: {answer}"
@@ -162,6 +175,17 @@ class Registry:
             for name in settings.read().disabled_plugins
             if name not in names
         ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _later_fields(desc: object) -> frozenset[str]:
+    """Return the later fields that the specs of ``desc``, a descriptor, use."""
+    if isinstance(desc, OperandSpec):
+        return frozenset(desc.later_fields)
+    if not dataclasses.is_dataclass(desc):
+        return frozenset()
+    parts = [getattr(desc, part.name) for part in dataclasses.fields(desc)]
+    return frozenset().union(*map(_later_fields, parts))
 
 
 def known_devices(kinds: Sequence[str]) -> list[torch.device]:

@@ -146,7 +146,7 @@ def _operand_errors(
     wanted = (
         ((rows, k // per_byte(spec)), torch.uint8),
         (counts, torch.float32 if is_float else torch.uint8),
-        ((1, 1), torch.float32) if has_two_levels else None,
+        ((rows if spec.row_scaled else 1, 1), torch.float32) if has_two_levels else None,
     )
     for name, part, want in zip(names, operand, wanted, strict=True):
         if want is None or part is None:

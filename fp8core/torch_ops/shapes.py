@@ -121,7 +121,8 @@ def _operand(
         ResultShape((blocks[0], blocks[1]), scale_dtype),
     ]
     if spec.scale_format == "e4m3":
-        shapes.append(ResultShape((one[0], one[1]), torch.float32))
+        outer = (size[0], 1) if spec.row_scaled else (one[0], one[1])
+        shapes.append(ResultShape(outer, torch.float32))
     return shapes
 
 

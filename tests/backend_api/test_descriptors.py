@@ -38,6 +38,7 @@ from fp8core.testing.catalogue import catalogue
 BF16, F16 = torch.bfloat16, torch.float16
 SPEC = OperandSpec("e4m3", (0, 0), 448.0)
 BYTES = OperandSpec("e4m3", (1, 16), 448.0, scale_format="e4m3")
+FOUR_OVER_SIX = OperandSpec("e2m1", (1, 16), 6.0, scale_format="e4m3", four_over_six="MSE")
 NORM = NormDesc("rmsnorm", BF16, BF16, 1e-5)
 CAST = QuantizeDesc(BF16, SPEC, BYTES)
 ATTENTION = AttentionDesc(BF16, "sbhd", 8, 2, 64, 128, 0.125)
@@ -69,6 +70,8 @@ OTHERS: dict[str, Any] = {
     "scale_format": "e8m0",
     "amax_epsilon": 1e-6,
     "transform": "hadamard16",
+    "four_over_six": "MAE",
+    "scale_max": 256.0,
     "algorithm": "most_recent",
     "layout": "thd",
     "kind": "layernorm",
@@ -132,7 +135,7 @@ def changes() -> list[Any]:
 
 
 def test_every_field_of_a_spec_is_changed() -> None:
-    changed = {name for spec in (SPEC, BYTES) for name, _ in legal_changes(spec)}
+    changed = {name for spec in (SPEC, BYTES, FOUR_OVER_SIX) for name, _ in legal_changes(spec)}
     assert changed == {field.name for field in dataclasses.fields(OperandSpec)}
 
 

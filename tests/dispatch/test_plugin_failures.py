@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import fp8core
 from fp8core import formats, recipe
-from fp8core.backend_api import API_VERSION
+from fp8core.backend_api import API_VERSION, GemmDesc, OperandSpec, QuantizeDesc
 from fp8core.dispatch import plugins, policy, select
 from fp8core.errors import PluginError, RecipeError, UnsupportedError
 from tests.dispatch import toys
@@ -231,6 +232,20 @@ def test_older_minor_of_the_same_major_is_taken(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(plugins, "API_VERSION", (MAJOR, MINOR + 1))
     toys.register(toys.backend("toy", api_version=(MAJOR, MINOR)))
     assert "toy" in plugins.load().backends
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [((), "it does not know row_scaled of an OperandSpec"), (("row_scaled",), None)],
+)
+def test_a_backend_is_not_asked_about_a_field_that_it_does_not_list(
+    fields: tuple[str, ...], reason: str | None
+) -> None:
+    spec = toys.backend("toy", operand_fields=fields)
+    toys.register(spec)
+    later = OperandSpec("e2m1", (1, 16), 6.0, scale_format="e4m3", row_scaled=True)
+    for desc in (QuantizeDesc(torch.float32, later, None), GemmDesc(later, None, torch.float32)):
+        assert plugins.load().unsupported(spec, desc, toys.CPU) == reason
 
 
 def test_registering_a_broken_plugin_by_hand_raises_and_keeps_nothing() -> None:
