@@ -1,16 +1,20 @@
 """TransformerLayer against Transformer Engine on an H200: tests/golden/layers_seed0.npz.
 
-With cuDNN's roundings in attention, bfloat16 meets the file: outputs to 1e-5 (a few values by an
-ulp), gradients to 5e-3 (the bound of docs/numerics.md is 2e-2). With the library's attention, which
-computes in float32, outputs and the gradient of the input are within 2e-2 in every recipe.
+With the sums of Hopper's tensor cores (tests/hopper_gemm.py) and cuDNN's roundings in attention
+(tests/cudnn_attention.py) the layers equal the file: almost all tensors bit for bit, the others to
+3e-4, and biases of LayerNorm and fc1 in bfloat16, whose sums differ in order, to 5e-3. One
+exception is known: under current scaling Transformer Engine takes the amax of an activation's
+result before it is rounded to bfloat16, fp8core after; that moves the scale of fc2's input, and so
+y and fc2's gradient, to about 1e-2.
 
-Gradients of parameters under a recipe have a wider bound, 6e-2 (4e-2 with cuDNN's roundings), as
-the two differ by nature: Hopper's FP8 GEMM accumulates in fewer bits, which moves a query by about
-1e-3 (the bound of a lone linear); the largest gradient of a tensor then lands on another bfloat16
-value, and with a scale that follows from it each value of the tensor is rounded again. One ulp of
-bfloat16 (2^-8 to 2^-7) makes an e5m2 value (steps of 2^-3 to 2^-2) change by a step with
-probability up to 2^-5, an error of up to sqrt(2^-5) * 2^-2.2 = 4e-2 of the tensor. Each is still
-nearer to Transformer Engine's than Transformer Engine's in bfloat16 is.
+With the library's sums and attention, both in float32, outputs and the gradient of the input are
+within 2e-2 in every recipe, and gradients of parameters within 6e-2. Those have a wider bound
+because Hopper's sums move a query by about 1e-3 (the bound of a lone linear); the largest gradient
+of a tensor then lands on another bfloat16 value, and with a scale that follows from it each value
+of the tensor is rounded again. One ulp of bfloat16 (2^-8 to 2^-7) makes an e5m2 value (steps of
+2^-3 to 2^-2) change by a step with probability up to 2^-5, an error of up to sqrt(2^-5) * 2^-2.2 =
+4e-2 of the tensor. Each is still nearer to Transformer Engine's than Transformer Engine's in
+bfloat16 is.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import torch
 from fp8core import TransformerLayer
 from tests import golden_layers
 from tests.cudnn_attention import CudnnAttention
+from tests.hopper_gemm import use_hopper_sums
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
 
@@ -49,6 +54,7 @@ OUTPUTS = ("y", "grad_input")
 # The softmax does not change when a constant is added to all keys: this gradient is rounding noise.
 NOISE = "grad/self_attention.layernorm_qkv.key_bias"
 SIMILAR = "grad/self_attention.layernorm_qkv.query_bias"
+AMAX_BEFORE_ROUNDING = ("y", "grad/layernorm_mlp.fc2_weight")
 
 Arrays = dict[str, np.ndarray]
 
@@ -101,13 +107,17 @@ def test_every_step_of_a_recipe_is_within_the_bounds(case: str, name: str, array
 
 
 @pytest.mark.parametrize(("case", "name"), RUNS)
-def test_every_step_with_the_roundings_of_cudnn_is_nearer(
-    case: str, name: str, arrays: Arrays
+def test_every_step_with_the_sums_of_hopper_is_theirs(
+    case: str, name: str, arrays: Arrays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    use_hopper_sums(monkeypatch)
     for step in golden_layers.run(layer(case, attention_of_cudnn=True), case, name, arrays):
         outputs, gradients = split(step)
-        assert max(outputs.values()) < 1e-2, step
-        assert max(gradients.values(), default=0.0) < 4e-2, step
+        errors = outputs | gradients
+        if name == "current":
+            assert max(errors.pop(key) for key in AMAX_BEFORE_ROUNDING) < BOUND, step
+        assert max(errors.values()) < (1.5e-3 if name == "current" else 3e-4), step
+        assert sum(error == 0.0 for error in errors.values()) >= len(errors) // 2, step
 
 
 @pytest.mark.parametrize("name", ["current", "block"])

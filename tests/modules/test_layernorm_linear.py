@@ -24,6 +24,7 @@ from fp8core import (
     recipe,
 )
 from tests import golden_layers
+from tests.hopper_gemm import use_hopper_sums
 
 BOUND = 2e-3
 BF16 = torch.bfloat16
@@ -53,6 +54,18 @@ def test_every_golden_step_is_within_the_bound(
     assert len(steps) == (3 if name.startswith("delayed") else 1)
     for step in steps:
         assert max(step.errors.values()) < BOUND, step
+
+
+@pytest.mark.parametrize("name", [name for name in golden_layers.RECIPES if name != "bf16"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_golden_step_with_the_sums_of_hopper_is_theirs(
+    case: str, name: str, arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_hopper_sums(monkeypatch)
+    layer = LayerNormLinear(256, 128, params_dtype=BF16, **CASES[case])
+    for step in golden_layers.run(layer, case, name, arrays):
+        assert step.errors["y"] == 0.0, step
+        assert max(step.errors.values()) < 3e-4, step
 
 
 def pair(layer: LayerNormLinear, norm: torch.nn.Module) -> torch.nn.Sequential:

@@ -25,6 +25,7 @@ from fp8core import (
 )
 from fp8core.backend_api import ACTIVATIONS
 from tests import golden_layers
+from tests.hopper_gemm import use_hopper_sums
 
 BOUND = 2e-2
 FIRST_SLOT = 1e-6
@@ -67,6 +68,21 @@ def test_every_golden_step_is_within_the_bound(
     assert len(steps) == (3 if name.startswith("delayed") else 1)
     for step in steps:
         assert max(step.errors.values()) < BOUND, step
+
+
+@pytest.mark.parametrize(("case", "name"), [run for run in RUNS if run[1] != "bf16"])
+def test_every_golden_step_with_the_sums_of_hopper_is_theirs(
+    case: str, name: str, arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for fc2 under current scaling: Transformer Engine takes the amax of an activation's
+    result before it is rounded."""
+    use_hopper_sums(monkeypatch)
+    layer = LayerNormMLP(128, 256, params_dtype=BF16, **CASES[case])
+    for step in golden_layers.run(layer, case, name, arrays):
+        errors = dict(step.errors)
+        if name == "current":
+            assert max(errors.pop("y"), errors.pop("grad/fc2_weight")) < 1e-2, step
+        assert max(errors.values()) < 3e-4, step
 
 
 @pytest.mark.parametrize("buffer", ["scale", "amax_history"])

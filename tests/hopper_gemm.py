@@ -1,0 +1,97 @@
+"""FP8 products with the sums of Hopper's tensor cores, as the golden vectors were computed.
+
+A tensor core adds 32 products and the sum before them at once: each term is cut off (towards zero)
+13 bits below the largest exponent among them, where a product has the exponents of its two factors
+added, and the sum is cut off to 13 bits behind its leading one. cuBLAS's fast accumulation does
+nothing else; without it, and with blocks of 128, the sum of each 128 products is added in float32
+to those before. Scales multiply a sum in float32, those of the operands with each other first.
+
+With these sums layers equal Transformer Engine's on an H200 bit for bit, but for what tests say.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8core.backend_api import GemmDesc, Operand, OperandSpec
+from fp8core.formats import by_name
+from fp8core_backends.reference import gemm
+
+__all__ = ["hopper_product", "use_hopper_sums"]
+
+BITS = 13
+PRODUCTS_AT_ONCE = 32
+PRODUCTS_IN_FLOAT32 = 128
+
+
+def use_hopper_sums(patch: pytest.MonkeyPatch) -> None:
+    """Have the reference backend add up FP8 products as Hopper does; others stay exact."""
+    exact = gemm._float32_gemm
+
+    def product(desc: GemmDesc, a: Operand, b: Operand, bias: torch.Tensor | None) -> torch.Tensor:
+        run = exact if desc.a is None or desc.b is None else hopper_product
+        return run(desc, a, b, bias)
+
+    patch.setattr(gemm, "_float32_gemm", product)
+
+
+def hopper_product(
+    desc: GemmDesc, a: Operand, b: Operand, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return ``a @ b.T + bias`` in float32; in place of the reference backend's product."""
+    assert desc.a is not None
+    assert desc.b is not None
+    left, right = _decoded(desc.a, a), _decoded(desc.b, b)  # [m, k], [n, k]
+    is_scaled_in_blocks = desc.a.block[1] == PRODUCTS_IN_FLOAT32
+    if desc.fast_accumulation and not is_scaled_in_blocks:
+        product = _sum(left, right).float()
+    else:
+        product = left.new_zeros(left.shape[0], right.shape[0], dtype=torch.float32)
+        for start in range(0, left.shape[1], PRODUCTS_IN_FLOAT32):
+            end = start + PRODUCTS_IN_FLOAT32
+            part = _sum(left[:, start:end], right[:, start:end]).float()
+            if is_scaled_in_blocks:
+                number = start // PRODUCTS_IN_FLOAT32
+                part *= _scales(desc.a, a, number)[:, None] * _scales(desc.b, b, number)
+            product += part
+    if not is_scaled_in_blocks:
+        assert a.scale_inv is not None
+        assert b.scale_inv is not None
+        product *= a.scale_inv.reshape(()) * b.scale_inv.reshape(())
+    return product if bias is None else product + bias.float()
+
+
+def _decoded(spec: OperandSpec, operand: Operand) -> torch.Tensor:
+    return by_name(spec.format).decode(operand.data).double()
+
+
+def _scales(spec: OperandSpec, operand: Operand, number: int) -> torch.Tensor:
+    """Return the scale of each row in a block of columns."""
+    assert operand.scale_inv is not None
+    rows = operand.scale_inv[:, number]
+    return rows.repeat_interleave(spec.block[0])[: operand.data.shape[0]]
+
+
+def _sum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the sums ``[m, n]`` of the products of ``left [m, k]`` and ``right [n, k]``."""
+    total = left.new_zeros(left.shape[0], right.shape[0])
+    for start in range(0, left.shape[1], PRODUCTS_AT_ONCE):
+        a, b = (x[:, start : start + PRODUCTS_AT_ONCE] for x in (left, right))
+        products = a[:, None] * b  # [m, n, 32]
+        exponents = _exponent(a)[:, None] + _exponent(b)
+        exponents = exponents.masked_fill(products == 0, -1000)
+        largest = torch.maximum(exponents.amax(-1), _exponent(total).masked_fill(total == 0, -1000))
+        step = torch.ldexp(torch.ones_like(total), largest - BITS)
+        total = ((products / step[..., None]).trunc().sum(-1) + (total / step).trunc()) * step
+        mantissa, exponent = torch.frexp(total)
+        total = torch.ldexp(torch.ldexp(mantissa, _BITS_AND_ONE).trunc(), exponent - BITS - 1)
+    return total
+
+
+_BITS_AND_ONE = torch.tensor(BITS + 1)
+
+
+def _exponent(x: torch.Tensor) -> torch.Tensor:
+    """Return floor(log2(abs(x)))."""
+    return torch.frexp(x).exponent - 1
