@@ -108,7 +108,7 @@ class AscendBackend:
 
 
 def _check_soc(device: torch.device) -> str | None:
-    name = ops.device_name(device.index or 0)
+    name = ops.device_name(device)
     if name.startswith("Ascend950"):
         return None
     return (

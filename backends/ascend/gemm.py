@@ -28,7 +28,7 @@ class _Matrix(NamedTuple):
 def _matrix(spec: OperandSpec, operand: Operand) -> _Matrix:
     codes, scale_inv = operand.data, operand.scale_inv
     assert scale_inv is not None
-    is_transposed = not codes.is_contiguous() and codes.t().is_contiguous()
+    is_transposed = _is_transposed(codes)
     if not is_transposed:
         codes = codes.contiguous()
     kind = kind_of(spec)
@@ -41,6 +41,11 @@ def _matrix(spec: OperandSpec, operand: Operand) -> _Matrix:
         return _Matrix(codes, pairs)
     scale = _dense(scale_inv.t()).t() if is_transposed else _dense(scale_inv)
     return _Matrix(codes, scale)
+
+
+def _is_transposed(codes: torch.Tensor) -> bool:
+    """Whether ``codes [rows, k]`` are a transposed view, and no matrix of one row or column."""
+    return not codes.is_contiguous() and codes.t().is_contiguous()
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +78,7 @@ def gemm(
     is_vector = groups is None
     scales = (first.scale, second.scale if is_vector else second.scale.transpose(0, 1))
     pair = (desc.a.format, desc.b.format)
-    if _adds_in_place(desc, out) and bias is None:
+    if bias is None and _adds_in_place(desc, a.data, b.data, out):
         assert out is not None
         ops.add_quant_matmul_(out, first.codes, x2, scales, pair, groups=groups)
         return out
@@ -86,11 +91,16 @@ def gemm(
     return _store(desc, product + wide if adds_later and wide is not None else product, out)
 
 
-def _adds_in_place(desc: GemmDesc, out: torch.Tensor | None) -> bool:
-    """Whether torch_npu adds this product to ``out`` itself."""
+def _adds_in_place(
+    desc: GemmDesc, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None
+) -> bool:
+    """Whether torch_npu adds this product to ``out`` itself: one of two columnwise operands, which
+    are transposed views."""
     assert desc.a is not None
     assert desc.b is not None
     if out is None or not desc.accumulate or out.dtype != torch.float32 or not out.is_contiguous():
+        return False
+    if not (_is_transposed(a) and _is_transposed(b)):
         return False
     kinds = {kind_of(desc.a), kind_of(desc.b)}
     return kinds == {Kind.MX} or (kinds == {Kind.TENSOR} and desc.a.format == "hif8")

@@ -98,9 +98,14 @@ def load() -> Any:
         ) from error
 
 
+def device_name(device: torch.device) -> str:
+    """Return the name of the SoC, such as ``Ascend950PR_9599``; without an index, the current."""
+    index = load().npu.current_device() if device.index is None else device.index
+    return _device_name(index)
+
+
 @functools.cache
-def device_name(index: int) -> str:
-    """Return the name of the SoC, such as ``Ascend950PR_9599``; asked once a process."""
+def _device_name(index: int) -> str:
     name: str = load().npu.get_device_name(index)
     return name
 
@@ -362,10 +367,13 @@ def add_quant_matmul_(
 ) -> None:
     """Add ``x1 [m, k]`` times ``x2 [k, n]`` to the float32 ``out [m, n]``, in float32.
 
-    For MX operands and for HiFloat8 with one scale a tensor.
+    For MX operands and for HiFloat8 with one scale a tensor; x1 is a transposed view, x2 is not.
     """
     operator = "npu_add_quant_matmul_"
     _check_product(operator, x1, x2, formats)
+    is_turned = x1.t().is_contiguous() and x2.is_contiguous()
+    strides = f"strides {x1.stride()} and {x2.stride()}, expected x1 transposed, x2 not"
+    _require(is_turned, operator, strides)
     _check_scale(operator, "out", out, (x1.shape[0], x2.shape[1]))
     _require(out.is_contiguous(), operator, f"out has the strides {out.stride()}")
     sizes = (x1.shape[0], x2.shape[1], x1.shape[1])

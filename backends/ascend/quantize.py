@@ -118,10 +118,14 @@ def _empty(spec: OperandSpec, x: torch.Tensor, scale: torch.Tensor | None) -> Op
 def _delayed(
     spec: OperandSpec, x: torch.Tensor, scale: torch.Tensor, amax_out: torch.Tensor | None
 ) -> Operand:
-    """Return the operand of ``x`` times a given scale, and record the amax."""
+    """Return the operand of ``x`` times a given scale, and record the amax.
+
+    No document says whether the amax of values with NaN is NaN, which would stay in the history.
+    """
     codes, amax = ops.quant_max(x, scale.reshape(1), spec.format)
     if amax_out is not None:
-        amax_out.copy_(torch.maximum(amax_out, amax.to(torch.float32).reshape(amax_out.shape)))
+        seen = amax.to(torch.float32).reshape(amax_out.shape)
+        amax_out.copy_(torch.where(seen > amax_out, seen, amax_out))
     return Operand(codes, torch.reciprocal(scale).reshape(1, 1))
 
 

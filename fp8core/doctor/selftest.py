@@ -18,6 +18,7 @@ import torch
 
 from fp8core import formats, recipe
 from fp8core.backend_api import (
+    GROUP_STEP,
     TRANSFORMS,
     ActivationBackwardDesc,
     ActivationDesc,
@@ -38,6 +39,7 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
     amax_extent,
     split_amax,
+    split_groups,
 )
 from fp8core.commands.arguments import NO_RECIPE
 from fp8core.dispatch import plugins
@@ -192,20 +194,28 @@ def _quantize(bench: Bench, need: Need) -> Iterator[Error]:
         return
     specs = (desc.rowwise, desc.columnwise)
     tested, expected = bench.quantized(desc, x), bench.expected(desc, x)
-    for spec, ours, theirs in zip(specs, tested, expected, strict=True):
+    for turned, (spec, ours, theirs) in enumerate(zip(specs, tested, expected, strict=True)):
         if spec is None:
             continue
         if ours is None or theirs is None:
             yield Error(UNEQUAL, "reference, which has both orientations")
         elif operands_equal(ours, theirs):
             yield Error(EQUAL, "reference, bit for bit")
-        elif desc.grouped:  # the scales of groups lie side by side
-            yield Error(UNEQUAL, "reference, bit for bit")
         else:
-            values = bench.values(spec, theirs)
-            step = _step(spec) * _amax(spec, values)
-            error = share(bench.values(spec, ours), values, step.expand_as(values))
-            yield Error(error, "reference; NOT bit for bit, bound one step of the format")
+            pairs = [(ours, theirs)]
+            if desc.grouped:  # whose scales lie side by side
+                step = GROUP_STEP if desc.offsets_on_device else 1
+                split = functools.partial(split_groups, bounds=cases.OFFSETS, dim=turned, step=step)
+                pairs = list(zip(split(spec, ours), split(spec, theirs), strict=True))
+            for pair in pairs:
+                yield _within_a_step(bench, spec, *pair)
+
+
+def _within_a_step(bench: Bench, spec: OperandSpec, ours: Operand, theirs: Operand) -> Error:
+    values = bench.values(spec, theirs)
+    step = _step(spec) * _amax(spec, values)
+    error = share(bench.values(spec, ours), values, step.expand_as(values))
+    return Error(error, "reference; NOT bit for bit, bound one step of the format")
 
 
 def _requantized(bench: Bench, desc: QuantizeDesc, x: torch.Tensor) -> Iterator[Error]:

@@ -60,7 +60,7 @@ def test_file_passes_on_the_software_device(name: str, ran: Ran) -> None:
 def test_backend_keeps_the_laws_of_the_conformance_kit(softcann_folder: Path) -> None:
     python = str(softcann_folder / "bin" / "python")
     kit = subprocess.run(
-        [python, "-m", "tests.backends.ascend.softcann", "conformance", "ascend"],
+        [python, "-m", "fp8core", "conformance", "ascend"],
         cwd=ROOT,
         env=environment(softcann_folder),
         capture_output=True,
@@ -71,6 +71,20 @@ def test_backend_keeps_the_laws_of_the_conformance_kit(softcann_folder: Path) ->
     held = re.search(r"^(\d+) passed", kit.stdout, re.MULTILINE)
     assert held is not None
     assert int(held[1]) > 4000
+
+
+def test_doctor_tests_the_backend_in_a_process_of_its_own(softcann_folder: Path) -> None:
+    doctor = subprocess.run(
+        [str(softcann_folder / "bin" / "python"), "-m", "fp8core", "doctor"],
+        cwd=ROOT,
+        env=environment(softcann_folder),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert doctor.returncode == 0, doctor.stdout + doctor.stderr
+    assert "* ascend       ok" in doctor.stdout
+    assert "FAIL" not in doctor.stdout
 
 
 def test_missing_cann_is_an_error_that_says_what_to_install(softcann_folder: Path) -> None:

@@ -22,6 +22,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
 )
 from fp8core.dispatch.table import resolve
+from fp8core_backends.ascend import ops
 
 CPU, NPU = torch.device("cpu"), torch.device("npu:0")
 BF16, FLOAT = torch.bfloat16, torch.float32
@@ -138,6 +139,24 @@ def test_nonfinite_elements_are_counted() -> None:
     count = torch.zeros(1, dtype=torch.int64, device=NPU)
     resolve(QuantizeDesc(BF16, E4M3, E4M3), NPU).run(x.to(NPU), nonfinite_out=count)
     assert count.item() == 3
+
+
+@pytest.mark.parametrize("given", [[1.0, math.nan], [math.nan, math.nan]], ids=str)
+def test_amax_of_nan_does_not_stay_in_the_history(
+    given: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = ops.quant_max
+
+    def spreads_nan(x: torch.Tensor, scale: torch.Tensor, format: str) -> object:
+        codes, amax = original(x, scale, format)
+        return codes, amax + math.nan
+
+    monkeypatch.setattr(ops, "quant_max", spreads_nan)
+    spec = OperandSpec("e4m3", (0, 0), 448.0, delayed=True)
+    amax, scale = torch.full((1,), 0.5, device=NPU), torch.ones(1, device=NPU)
+    x = torch.tensor([given], dtype=BF16)
+    resolve(QuantizeDesc(BF16, spec, None), NPU).run(x.to(NPU), scale=scale, amax_out=amax)
+    assert amax.item() == 0.5
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)], ids=str)

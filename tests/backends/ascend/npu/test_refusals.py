@@ -55,7 +55,7 @@ def test_recipe_is_refused_with_what_would_work(
 
 
 def test_older_soc_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "device_name", lambda index: "Ascend910B3")
+    monkeypatch.setattr(ops, "device_name", lambda device: "Ascend910B3")
     with pytest.raises(UnsupportedError, match=r"Ascend910B3 has no FP8 product.*'reference'"):
         linear(recipe.Float8CurrentScaling(fp8_format="e5m2"))  # a recipe that nobody resolved yet
 
@@ -147,7 +147,7 @@ VIOLATIONS: dict[str, tuple[Callable[[], object], str]] = {
     "adding e4m3 in place": (
         lambda: ops.add_quant_matmul_(
             ones(64, 32, dtype=FLOAT),
-            codes(64, 128),
+            codes(128, 64).t(),
             codes(128, 32),
             (ones(1, dtype=FLOAT), ones(1, dtype=FLOAT)),
             ("e4m3", "e4m3"),
@@ -157,12 +157,22 @@ VIOLATIONS: dict[str, tuple[Callable[[], object], str]] = {
     "adding to bfloat16": (
         lambda: ops.add_quant_matmul_(
             ones(64, 32),
-            codes(64, 128),
+            codes(128, 64).t(),
             codes(128, 32),
             (ones(1, dtype=FLOAT), ones(1, dtype=FLOAT)),
             ("hif8", "hif8"),
         ),
         "out is torch.bfloat16",
+    ),
+    "adding a product of operands the wrong way round": (
+        lambda: ops.add_quant_matmul_(
+            ones(64, 32, dtype=FLOAT),
+            codes(64, 128),
+            codes(128, 32),
+            (ones(1, dtype=FLOAT), ones(1, dtype=FLOAT)),
+            ("hif8", "hif8"),
+        ),
+        r"strides \(128, 1\) and \(32, 1\), expected x1 transposed, x2 not",
     ),
     "empty swiglu": (lambda: ops.swiglu(ones(0, 8)), "is empty"),
     "strided swiglu": (lambda: ops.swiglu(ones(8, 4).t()), "strides"),

@@ -79,6 +79,7 @@ def environment(folder: Path) -> dict[str, str]:
         **{name: value for name, value in os.environ.items() if not name.startswith("FP8CORE_")},
         "CUDA_VISIBLE_DEVICES": "",  # torch_npu refuses a second kind of accelerator
         "LD_LIBRARY_PATH": str(folder / "softcann"),
+        "PYTHONPATH": str(ROOT),  # the device is Python code
         "SOFTCANN": "1",
         "TASK_QUEUE_ENABLE": "0",  # an operator has run when its call returns
     }

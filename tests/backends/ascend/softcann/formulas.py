@@ -369,6 +369,7 @@ for _name, _compute in {
     "EqTensor": torch.eq,
     "Exp2": torch.exp2,
     "GtScalar": lambda x, s: x > s,
+    "GtTensor": torch.gt,
     "IsFinite": torch.isfinite,
     "LogicalAnd": torch.logical_and,
     "LogicalNot": torch.logical_not,

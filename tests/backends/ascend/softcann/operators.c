@@ -4,6 +4,8 @@
  * in a Call, and aclnnX gives it to the callback, which returns 0, or another status for an error.
  * device.py declares the same structures.
  */
+#define _GNU_SOURCE
+#include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -96,7 +98,21 @@ static Call *begin(const char *name, int64_t count) {
     return call;
 }
 
+/* Has Python load device.py and the formulas, in the process of Python that runs torch_npu. */
+static void install(void) {
+    int (*ensure)(void) = dlsym(RTLD_DEFAULT, "PyGILState_Ensure");
+    void (*release)(int) = dlsym(RTLD_DEFAULT, "PyGILState_Release");
+    int (*run)(const char *) = dlsym(RTLD_DEFAULT, "PyRun_SimpleString");
+    if (!ensure || !release || !run) return;
+    int state = ensure();
+    run("import tests.backends.ascend.softcann.formulas\n"
+        "from tests.backends.ascend.softcann import device\n"
+        "device.install()\n");
+    release(state);
+}
+
 static int finish(Call *call) {
+    if (!callback) install();
     int status = callback ? callback(call) : NO_CALLBACK;
     for (int64_t i = 0; i < call->count; i++)
         if (call->arguments[i].kind == 's') free(call->arguments[i].object);

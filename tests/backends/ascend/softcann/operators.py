@@ -88,6 +88,7 @@ SIGNATURES = {
     "aclnnForeachCopy": "LL",
     "aclnnIndexPutImpl": "tLtbb",
     "aclnnGtScalar": "tSt",
+    "aclnnGtTensor": "ttt",
     "aclnnIndexSelect": "tItt",
     "aclnnInplaceAdd": "ttS",
     "aclnnInplaceAdds": "tSS",
