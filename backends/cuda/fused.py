@@ -21,6 +21,7 @@ from fp8core.backend_api import (
 )
 from fp8core_backends.cuda.fused_activation import bind_fused_activation, fused_activation_problem
 from fp8core_backends.cuda.fused_norm import bind_fused_norm, fused_norm_problem
+from fp8core_backends.cuda.microscaling import native_spec
 
 __all__ = ["bind_fused", "fused_problem"]
 
@@ -50,9 +51,17 @@ def fused_problem(desc: FusedDesc) -> str | None:
         return f"no fusion with casts of groups or by given amaxes, only with {QuantizeDesc.op}"
     spec = cast.rowwise or cast.columnwise
     assert spec is not None
-    if cast.rowwise is not None and cast.columnwise not in (None, cast.rowwise):
+    if not _is_one_call(cast):
         return "no fusion with casts whose orientations differ"
     return producer.problem(desc, spec)
+
+
+def _is_one_call(cast: QuantizeDesc) -> bool:
+    """Whether one native call casts both: byte scales may differ in transform and rounding."""
+    row, column = cast.rowwise, cast.columnwise
+    if row is None or column is None or row == column:
+        return True
+    return row.scale_format != "float32" and native_spec(row) == native_spec(column)
 
 
 def bind_fused(desc: FusedDesc, device: torch.device, native: Any) -> Callable[..., Any]:

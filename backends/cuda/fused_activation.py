@@ -31,8 +31,8 @@ from fp8core_backends.cuda.stream import index_of, raw_stream
 
 __all__ = ["bind_fused_activation", "fused_activation_problem"]
 
-# The kernels' casts, and of how many columns blocks are along a row.
-_MODES = {"tensor": 1, "row": 1, "vec128": 128, "mx32": 32}
+# The kernels' casts, and of how many columns each of two halves is a multiple.
+_MODES = {"tensor": 1, "row": 1, "vec128": 128, "mx32": 32, "nv16": 1}
 _HALVES = (torch.bfloat16, torch.float16)
 _VECTOR = 8  # elements that a kernel reads at once: 16 bytes
 
@@ -62,7 +62,7 @@ def fused_activation_problem(desc: FusedDesc, spec: OperandSpec) -> str | None:
             spec.delayed == rounds and not (spec.delayed and has_two_parts),
             "a fusion rounds before the cast unless the scale is delayed",
         ),
-        (not is_backward and spec.format != "e4m3", f"no fusion to {spec.format} in forward"),
+        (not is_backward and spec.format == "e5m2", f"no fusion to {spec.format} in forward"),
         (not is_backward and desc.sums, "no column sums in forward"),
     )
     reason = next((reason for wrong, reason in problems if wrong), None)
@@ -84,12 +84,16 @@ class _Fused:
         mode = scale_mode(spec)
         assert mode is not None
         self._cast: Quantize | ByteScaled
-        if mode == "mx32":
+        if mode in ("mx32", "nv16"):
+            fused_type = {
+                "mx32": native.QuantizeActivationMxfp8,
+                "nv16": native.QuantizeActivationNvfp4,
+            }[mode]
             self._cast = ByteScaled(desc.quantize, device, native)
-            self._native_fused = native.QuantizeActivationMxfp8(activation, self._cast.native_cast)
         else:
+            fused_type = native.QuantizeActivation
             self._cast = Quantize(desc.quantize, spec, device, native)
-            self._native_fused = native.QuantizeActivation(activation, self._cast.native_cast)
+        self._native_fused = fused_type(activation, self._cast.native_cast)
         self.kernel = self._cast.kernel
         has_two_parts = (
             isinstance(desc.producer, ActivationBackwardDesc) and desc.producer.name in GATED
@@ -97,16 +101,32 @@ class _Fused:
         # The number of columns is a multiple of this; two halves are cast in whole blocks each.
         self._step = max(_VECTOR, _MODES[mode]) if has_two_parts else _VECTOR
 
+    def _results(
+        self,
+        rows: int,
+        cols: int,
+        scale: torch.Tensor | None,
+        amax_out: torch.Tensor | None,
+        nonfinite_out: torch.Tensor | None,
+        rng: torch.Tensor | None,
+    ) -> tuple[Quantized, tuple[int, ...], torch.Tensor | None]:
+        """Allocate what the cast fills; see ``Quantize.results``."""
+        if rng is None:
+            return self._cast.results(rows, cols, scale, amax_out, nonfinite_out)
+        assert isinstance(self._cast, ByteScaled)
+        return self._cast.results(rows, cols, scale, amax_out, nonfinite_out, rng)
+
     def _quantize(
         self,
         x: torch.Tensor,
         scale: torch.Tensor | None,
         amax_out: torch.Tensor | None,
         nonfinite_out: torch.Tensor | None,
+        rng: torch.Tensor | None,
     ) -> Quantized:
         """Cast what was computed in a step of its own."""
         if isinstance(self._cast, ByteScaled):
-            return self._cast(x, nonfinite_out=nonfinite_out)
+            return self._cast(x, rng=rng, nonfinite_out=nonfinite_out)
         return self._cast(x, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out)
 
 
@@ -128,6 +148,7 @@ class FusedActivation(_Fused):
         scale: torch.Tensor | None = None,
         amax_out: torch.Tensor | None = None,
         nonfinite_out: torch.Tensor | None = None,
+        rng: torch.Tensor | None = None,
     ) -> tuple[Quantized]:
         """Activate ``x`` and quantize the result.
 
@@ -141,8 +162,8 @@ class FusedActivation(_Fused):
         is_whole = rows and n and not n % self._step and x.dtype == self._dtype
         if not is_whole or stride % _VECTOR or address % 16:
             y = self._activation(x)
-            return (self._quantize(y, scale, amax_out, nonfinite_out),)
-        quantized, results, _workspace = self._cast.results(rows, n, scale, amax_out, nonfinite_out)
+            return (self._quantize(y, scale, amax_out, nonfinite_out, rng),)
+        quantized, results, _workspace = self._results(rows, n, scale, amax_out, nonfinite_out, rng)
         self._native_fused(
             (
                 *(address, rows, cols, stride),
@@ -178,6 +199,7 @@ class FusedActivationBackward(_Fused):
         scale: torch.Tensor | None = None,
         amax_out: torch.Tensor | None = None,
         nonfinite_out: torch.Tensor | None = None,
+        rng: torch.Tensor | None = None,
     ) -> tuple[Quantized] | tuple[Quantized, torch.Tensor]:
         """Differentiate at ``x``, and quantize the result.
 
@@ -192,9 +214,9 @@ class FusedActivationBackward(_Fused):
         is_whole = rows and n and not n % self._step
         is_whole = is_whole and x.dtype == grad_output.dtype == self._dtype
         if not is_whole or (stride | grad_stride) % _VECTOR or (address | grad_address) % 16:
-            return self._in_two_steps(grad_output, x, scale, amax_out, nonfinite_out)
-        quantized, results, _workspace = self._cast.results(
-            rows, cols, scale, amax_out, nonfinite_out
+            return self._in_two_steps(grad_output, x, scale, amax_out, nonfinite_out, rng)
+        quantized, results, _workspace = self._results(
+            rows, cols, scale, amax_out, nonfinite_out, rng
         )
         sums = tile_sums = None
         sums_address = tile_sums_address = 0
@@ -222,9 +244,10 @@ class FusedActivationBackward(_Fused):
         scale: torch.Tensor | None,
         amax_out: torch.Tensor | None,
         nonfinite_out: torch.Tensor | None,
+        rng: torch.Tensor | None,
     ) -> tuple[Quantized] | tuple[Quantized, torch.Tensor]:
         grad_x = self._backward(grad_output, x)
-        quantized = self._quantize(grad_x, scale, amax_out, nonfinite_out)
+        quantized = self._quantize(grad_x, scale, amax_out, nonfinite_out, rng)
         return (quantized, self._column_sums(grad_x)) if self._has_sums else (quantized,)
 
 

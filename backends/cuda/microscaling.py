@@ -20,7 +20,7 @@ from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, round_up, sca
 from fp8core_backends.cuda.quantize_compose import apart, in_groups
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["ByteScaled", "TiledGemm", "bind_byte_scaled", "spec_problem"]
+__all__ = ["ByteScaled", "TiledGemm", "bind_byte_scaled", "native_spec", "spec_problem"]
 
 _FORMATS = {"mx32": ("e4m3", "e5m2"), "nv16": ("e2m1",)}
 _PITCH = 16
@@ -104,25 +104,9 @@ class ByteScaled:
         if not (rows and cols):
             return Quantized(row.operand, column.operand)
         x, stride = adjacent_columns(x)
-        stream = raw_stream(self._index)
-        nonfinite = 0 if nonfinite_out is None else nonfinite_out.data_ptr()
-        addresses = (x.data_ptr(), rows, cols, stride, *row[1:4], *column[1:4])
-        if not self._is_fp4:
-            self.native_cast((*addresses, nonfinite), stream)
-            return Quantized(row.operand, column.operand)
-        seed, offset = (0, 0) if rng is None else rng.tolist()
-        workspace = torch.empty(self._partials, dtype=torch.float32, device=self._device)
-        arguments = (
-            *addresses,
-            row.global_scale_inv,
-            column.global_scale_inv,
-            nonfinite,
-            workspace.data_ptr(),
-            seed,
-            offset,
-        )
-        self.native_cast(arguments, stream)
-        return Quantized(row.operand, column.operand)
+        quantized, results, _workspace = self._results(row, column, rng, nonfinite_out)
+        self.native_cast((x.data_ptr(), rows, cols, stride, *results), raw_stream(self._index))
+        return quantized
 
     def results(
         self,
@@ -131,16 +115,36 @@ class ByteScaled:
         scale: torch.Tensor | None,
         amax_out: torch.Tensor | None,
         nonfinite_out: torch.Tensor | None,
-    ) -> tuple[Quantized, tuple[int, ...], None]:
-        """Allocate the result of casting a tensor ``[rows, cols]`` to MXFP8.
+        rng: torch.Tensor | None = None,
+    ) -> tuple[Quantized, tuple[int, ...], torch.Tensor | None]:
+        """Allocate the result of casting a tensor ``[rows, cols]`` that has elements.
 
-        As ``Quantize.results``: with the arguments of the native cast that follow the tensor's, and
-        no workspace; ``scale`` and ``amax_out`` are None.
+        As ``Quantize.results``, with ``rng`` besides; ``scale`` and ``amax_out`` are None.
         """
+        self._check(rows, cols)
         row = self._allocate(self._desc.rowwise, rows, cols)
         column = self._allocate(self._desc.columnwise, cols, rows)
+        return self._results(row, column, rng, nonfinite_out)
+
+    def _results(
+        self,
+        row: _Output,
+        column: _Output,
+        rng: torch.Tensor | None,
+        nonfinite_out: torch.Tensor | None,
+    ) -> tuple[Quantized, tuple[int, ...], torch.Tensor | None]:
+        """Return the result, the arguments of the native cast that follow those of the tensor, and
+        the workspace."""
+        quantized = Quantized(row.operand, column.operand)
+        addresses = (*row[1:4], *column[1:4])
         nonfinite = 0 if nonfinite_out is None else nonfinite_out.data_ptr()
-        return Quantized(row.operand, column.operand), (*row[1:4], *column[1:4], nonfinite), None
+        if not self._is_fp4:
+            return quantized, (*addresses, nonfinite), None
+        seed, offset = (0, 0) if rng is None else rng.tolist()
+        workspace = torch.empty(self._partials, dtype=torch.float32, device=self._device)
+        globals_ = (row.global_scale_inv, column.global_scale_inv)
+        arguments = (*addresses, *globals_, nonfinite, workspace.data_ptr(), seed, offset)
+        return quantized, arguments, workspace
 
     def _check(self, rows: int, cols: int) -> None:
         """Refuse sizes that codes two a byte, or the transform of 16 rows, do not divide."""
@@ -177,14 +181,14 @@ def bind_byte_scaled(
 ) -> Callable[..., Quantized]:
     """Return the callable of ``desc``: one native call, or one an orientation if blocks differ."""
     row, column = desc.rowwise, desc.columnwise
-    if row is None or column is None or _native_spec(row) == _native_spec(column):
+    if row is None or column is None or native_spec(row) == native_spec(column):
         dense: Callable[..., Quantized] = ByteScaled(desc, device, native)
     else:
         dense = apart(*(ByteScaled(half, device, native) for half in desc.halves()))
     return in_groups(dense) if desc.grouped else dense
 
 
-def _native_spec(spec: OperandSpec) -> tuple[object, ...]:
+def native_spec(spec: OperandSpec) -> tuple[object, ...]:
     """Return the part of a spec that both orientations of one native call have in common."""
     return spec.format, spec.block, spec.scale_format, spec.target
 

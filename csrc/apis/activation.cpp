@@ -34,6 +34,9 @@ std::int64_t columns_step(const Mxfp8Desc& desc, const Mxfp8Arguments& arguments
   return desc.is_square || arguments.rowwise.codes != nullptr ? kMxBlock : 1;
 }
 
+// Its kernel takes the result apart from its halves.
+std::int64_t columns_step(const Nvfp4Desc&, const Nvfp4Arguments&) { return 1; }
+
 template <typename CastDesc, typename CastArguments>
 void check_cast(const CastActivationDesc<CastDesc>& desc,
                 const CastActivationArguments<CastArguments>& arguments) {
@@ -98,6 +101,16 @@ void quantize_activation_mxfp8(const QuantizeActivationMxfp8Desc& desc,
                 "quantize_activation: an activation is cast to e4m3 alone");
   FP8CORE_CHECK(desc.activation.output == desc.activation.input,
                 "quantize_activation rounds to the type of x before blocks are cast");
+  check_cast(desc, arguments);
+  launch_checked(desc, arguments, stream);
+}
+
+void quantize_activation_nvfp4(const QuantizeActivationNvfp4Desc& desc,
+                               const QuantizeActivationNvfp4Arguments& arguments,
+                               StreamHandle stream) {
+  FP8CORE_CHECK(desc.activation.output == desc.activation.input,
+                "quantize_activation rounds to the type of x before blocks are cast");
+  if (is_empty(arguments.inputs.x)) return;
   check_cast(desc, arguments);
   launch_checked(desc, arguments, stream);
 }

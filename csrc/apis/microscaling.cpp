@@ -30,23 +30,10 @@ void quantize_mxfp8(const Mxfp8Desc& desc, const Mxfp8Arguments& arguments, Stre
 }
 
 void quantize_nvfp4(const Nvfp4Desc& desc, const Nvfp4Arguments& arguments, StreamHandle stream) {
-  const Matrix& x = arguments.x;
-  const bool has_rows = arguments.rowwise.codes != nullptr;
-  const bool has_columns = arguments.columnwise.codes != nullptr;
-  check(x);
-  if (is_empty(x)) return;
-  FP8CORE_CHECK_ADDRESS(arguments.workspace, "quantize: the workspace");
-  if (has_rows) FP8CORE_CHECK_ADDRESS(arguments.row_global, "global_scale_inv");
-  if (has_columns) FP8CORE_CHECK_ADDRESS(arguments.column_global, "global_scale_inv");
-  FP8CORE_CHECK(!has_rows || x.cols % 2 == 0, "x is ", x.rows, " x ", x.cols,
-                "; two codes a byte take an even number of columns");
-  const int step = desc.transforms ? 16 : 2;
-  FP8CORE_CHECK(!has_columns || x.rows % step == 0, "x is ", x.rows, " x ", x.cols,
-                "; columnwise takes a multiple of ", step, " rows");
-  const int block_rows = desc.is_square ? kFp4Block : 1;
-  check(arguments.rowwise, x.rows, block_rows);
-  check(arguments.columnwise, x.cols, block_rows);
-  check_grid("quantize", num_tiles(x, {}));
+  check(arguments.x);
+  if (is_empty(arguments.x)) return;
+  check_results(desc, arguments);
+  check_grid("quantize", num_tiles(arguments.x, {}));
   launch_nvfp4(desc, arguments, as_stream(stream));
 }
 

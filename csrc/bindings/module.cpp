@@ -67,6 +67,10 @@ void register_activation(py::module_& module) {
       .def(py::init<ActivationDesc, Mxfp8Desc>())
       .def("tile_sums_floats", &QuantizeActivationMxfp8Desc::tile_sums_floats)
       .def("__call__", &quantize_activation_mxfp8);
+  py::class_<QuantizeActivationNvfp4Desc>(module, "QuantizeActivationNvfp4")
+      .def(py::init<ActivationDesc, Nvfp4Desc>())
+      .def("tile_sums_floats", &QuantizeActivationNvfp4Desc::tile_sums_floats)
+      .def("__call__", &quantize_activation_nvfp4);
 }
 
 void register_microscaling(py::module_& module) {

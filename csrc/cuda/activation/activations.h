@@ -28,5 +28,8 @@ void launch_quantize_activation(const QuantizeActivationDesc& desc,
 void launch_quantize_activation(const QuantizeActivationMxfp8Desc& desc,
                                 const QuantizeActivationMxfp8Arguments& arguments,
                                 cudaStream_t stream);
+void launch_quantize_activation(const QuantizeActivationNvfp4Desc& desc,
+                                const QuantizeActivationNvfp4Arguments& arguments,
+                                cudaStream_t stream);
 
 }  // namespace fp8core

@@ -5,8 +5,10 @@
 #include "../element.h"
 #include "../quantize/launch.cuh"
 #include "../quantize/mx.cuh"
+#include "../quantize/nvfp4_launch.cuh"
 #include "fused_from.h"
 #include "sources.cuh"
+#include "strips.cuh"
 
 #ifndef FP8CORE_INPUT
 #error "compile with -DFP8CORE_INPUT=kBFloat16 or kFloat16"
@@ -84,6 +86,18 @@ void launch_mx(const TileParams& tile, const MxParams& scales, const ActivationS
   FP8CORE_CUDA(cudaGetLastError());
 }
 
+template <typename T, Family kFamily, bool kGated, bool kBackward>
+void launch_fp4(const ActivationDesc& desc, Nvfp4Params params,
+                const ActivationSourceInputs& inputs, cudaStream_t stream) {
+  using Strips = ActivationStrips<T, kFamily, kGated, kBackward>;
+  const int multiprocessors = num_multiprocessors(desc.device);
+  if (params.transforms)
+    launch_transformed_amax<Strips>(params, inputs, multiprocessors, stream);
+  else
+    launch_strip_partials<Strips>(params, inputs, multiprocessors, stream);
+  launch_strips<Strips>(params, inputs, multiprocessors, stream);
+}
+
 }  // namespace
 
 template <InputType kInput, Family kFamily, bool kBackward>
@@ -107,6 +121,17 @@ void FusedActivations<kInput, kFamily, kBackward>::launch_mxfp8(
     launch_mx<T, kFamily, true, kBackward>(tile, scales, inputs, stream);
   else
     launch_mx<T, kFamily, false, kBackward>(tile, scales, inputs, stream);
+}
+
+template <InputType kInput, Family kFamily, bool kBackward>
+void FusedActivations<kInput, kFamily, kBackward>::launch_nvfp4(
+    const ActivationDesc& desc, const Nvfp4Params& params, const ActivationSourceInputs& inputs,
+    cudaStream_t stream) {
+  using T = ElementOf<kInput>;
+  if (desc.is_gated)
+    launch_fp4<T, kFamily, true, kBackward>(desc, params, inputs, stream);
+  else
+    launch_fp4<T, kFamily, false, kBackward>(desc, params, inputs, stream);
 }
 
 template struct FusedActivations<InputType::FP8CORE_INPUT, Family::FP8CORE_FAMILY,

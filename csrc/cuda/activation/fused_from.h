@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../quantize/mx_params.h"
+#include "../quantize/nvfp4_params.h"
 #include "functions.cuh"
 
 namespace fp8core {
@@ -16,6 +17,8 @@ struct FusedActivations {
   static void launch_mxfp8(const ActivationDesc& desc, const TileParams& tile,
                            const MxParams& scales, const ActivationSourceInputs& inputs,
                            cudaStream_t stream);
+  static void launch_nvfp4(const ActivationDesc& desc, const Nvfp4Params& params,
+                           const ActivationSourceInputs& inputs, cudaStream_t stream);
 };
 
 }  // namespace fp8core

@@ -85,4 +85,15 @@ void launch_quantize_activation(const QuantizeActivationMxfp8Desc& desc,
   add_tile_sums(arguments, stream);
 }
 
+void launch_quantize_activation(const QuantizeActivationNvfp4Desc& desc,
+                                const QuantizeActivationNvfp4Arguments& arguments,
+                                cudaStream_t stream) {
+  const DeviceGuard guard(desc.activation.device);
+  const ActivationSourceInputs inputs = source_inputs(desc.activation, arguments);
+  const Nvfp4Params params = nvfp4_params(desc.cast, arguments.cast);
+  with_fused(desc.activation,
+             [&](auto fused) { fused.launch_nvfp4(desc.activation, params, inputs, stream); });
+  add_tile_sums(arguments, stream);
+}
+
 }  // namespace fp8core

@@ -74,7 +74,7 @@ struct ActivationSource {
       : in(in), half(p.part_columns) {
     const int64_t row = at.row + ty * 8, column = at.column + tx * 8;
     from = static_cast<const T*>(in.x) + row * in.stride + column;
-    rows = column < at.column_end ? inside(row, at.load_end) : 0;
+    rows = column < at.column_end ? left_before(at.load_end, row) : 0;
   }
   template <Reading kReading = Reading::kOnce, int kCount>
   __device__ void load(Row (&x)[kCount], int first) const {
@@ -131,7 +131,7 @@ struct ActivationBackwardSource {
     const int64_t row = at.row + ty * 8, column = at.column + tx * 8;
     from = static_cast<const T*>(in.x) + row * in.stride + column;
     grad_from = static_cast<const T*>(in.grad) + row * in.grad_stride + column;
-    rows = column < at.column_end ? inside(row, at.load_end) : 0;
+    rows = column < at.column_end ? left_before(at.load_end, row) : 0;
   }
   template <Reading kReading = Reading::kOnce, int kCount>
   __device__ void load(Row (&x)[kCount], int first) const {

@@ -34,7 +34,7 @@ struct NormSource {
   const Inputs& in;
   const T* from;
   int64_t stride, first_row;
-  int rows;  // of the thread's eight, those that are in x; none if the columns are not
+  int rows;  // that are left from the thread's first on; 0 where its columns are behind x
   float gamma[8], beta[8];
 
   __device__ NormSource(const Inputs& in, const TileParams& p, const TileSpan& at, int ty, int tx)
@@ -42,7 +42,7 @@ struct NormSource {
     const int64_t column = at.column + tx * 8;
     from = static_cast<const T*>(p.args.x.data) + first_row * stride + column;
     if (column >= at.column_end) return;
-    rows = fp8core::inside(first_row, at.load_end);
+    rows = left_before(at.load_end, first_row);
     in.affine.read_gamma(gamma, static_cast<int>(column), 8, true);
     if constexpr (kLayerNorm) in.affine.read_beta(beta, static_cast<int>(column), 8, true);
   }

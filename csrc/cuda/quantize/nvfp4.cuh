@@ -18,14 +18,15 @@
 namespace fp8core {
 
 // Writes, for each block of threads, the largest magnitude in x and in the transformed x.
-template <typename T>
+template <typename Strips>
 __global__ void __launch_bounds__(kFp4Threads)
-    transformed_amax(const Nvfp4Params p, unsigned tiles) {
+    transformed_amax(const __grid_constant__ Nvfp4Params p,
+                     const __grid_constant__ typename Strips::Inputs inputs, unsigned tiles) {
   __shared__ float shared[2][kFp4Threads / 32];
   float largest = 0.0f, transformed_largest = 0.0f;
   for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    Strip<T> x;
-    load_strip(x, p, StripOrigin(tile, p.tile_columns));
+    Strip<typename Strips::Value> x;
+    Strips::load(x, p, inputs, StripOrigin(tile, p.tile_columns));
     largest = fmaxf(largest, strip_amax(x));
     transformed_largest = fmaxf(transformed_largest, strip_amax(transformed(x)));
   }
@@ -34,6 +35,22 @@ __global__ void __launch_bounds__(kFp4Threads)
   if (threadIdx.x != 0) return;
   p.partials[blockIdx.x] = largest;
   p.partials[kMaxPartials + blockIdx.x] = transformed_largest;
+}
+
+// Those in x alone.
+template <typename Strips>
+__global__ void __launch_bounds__(kFp4Threads)
+    strip_partials(const __grid_constant__ Nvfp4Params p,
+                   const __grid_constant__ typename Strips::Inputs inputs, unsigned tiles) {
+  __shared__ float shared[kFp4Threads / 32];
+  float largest = 0.0f;
+  for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    Strip<typename Strips::Value> x;
+    Strips::load(x, p, inputs, StripOrigin(tile, p.tile_columns));
+    largest = fmaxf(largest, strip_amax(x));
+  }
+  largest = block_max<kFp4Threads>(largest, shared);
+  if (threadIdx.x == 0) p.partials[blockIdx.x] = largest;
 }
 
 // A block's elements are multiplied by a number that depends on the e4m3 code of its scale alone:
@@ -304,42 +321,77 @@ __device__ inline void store_parked(const Nvfp4Params& p, int64_t tile_row, int6
   }
 }
 
+// The sums of the strip's columns to shared memory: eight rows one after the other, and the next
+// eight, then both; a warp has 16 rows, so the order is that of cuda/sums/column_sums.h.
 template <typename T>
-__device__ void cast_tile(const Nvfp4Params& p, unsigned tile, const SideScale& row_scale,
-                          const SideScale& column_scale, uint2* parked) {
+__device__ void park_strip_sums(const Strip<T>& x, const StripOrigin& at, float (*sums)[kTile]) {
+  float both[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    float first = 0.0f, second = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      first = __fadd_rn(first, x.at(i, j));
+      second = __fadd_rn(second, x.at(8 + i, j));
+    }
+    both[j] = __fadd_rn(first, second);
+  }
+  *reinterpret_cast<float4*>(&sums[at.warp][at.lane * 4]) =
+      make_float4(both[0], both[1], both[2], both[3]);
+}
+
+// After a barrier: the sums of the tile's columns, those of the warps one after the other.
+__device__ inline void store_strip_sums(const Nvfp4Params& p, const StripOrigin& at,
+                                        float* tile_sums, const float (*sums)[kTile]) {
+  const int64_t tile_row = at.row / kTile, column = at.column - at.lane * 4 + threadIdx.x;
+  if (threadIdx.x >= kTile || column >= p.x.cols) return;
+  float sum = sums[0][threadIdx.x];
+#pragma unroll
+  for (int warp = 1; warp < kFp4Threads / 32; ++warp) sum = __fadd_rn(sum, sums[warp][threadIdx.x]);
+  tile_sums[tile_row * p.x.cols + column] = sum;
+}
+
+template <typename Strips>
+__device__ void cast_tile(const Nvfp4Params& p, const typename Strips::Inputs& inputs,
+                          unsigned tile, const SideScale& row_scale, const SideScale& column_scale,
+                          uint2* parked, float (*sums)[kTile]) {
+  using T = typename Strips::Value;
   const StripOrigin at(tile, p.tile_columns);
   Strip<T> x;
-  load_strip(x, p, at);
+  Strips::load(x, p, inputs, at);
   count_nonfinite<T, Strip<T>::kWords>([&](int i) { return x.word(i); }, p.nonfinite);
+  const bool has_sums = inputs.tile_sums != nullptr, has_columns = p.column.out.codes != nullptr;
+  if (has_sums) park_strip_sums(x, at, sums);
   if (p.row.out.codes != nullptr) {
     if (p.row.is_stochastic)
       cast_rows</*kStochastic=*/true>(x, p, at, row_scale);
     else
       cast_rows</*kStochastic=*/false>(x, p, at, row_scale);
   }
-  if (p.column.out.codes == nullptr) return;
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    if (p.transforms) x = transformed(x);
-    cast_columns(x, p, at, column_scale, parked);
-  } else {
-    if (p.transforms)
-      cast_columns(transformed(x), p, at, column_scale, parked);
-    else
+  if (has_columns) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      if (p.transforms) x = transformed(x);
       cast_columns(x, p, at, column_scale, parked);
+    } else {
+      if (p.transforms)
+        cast_columns(transformed(x), p, at, column_scale, parked);
+      else
+        cast_columns(x, p, at, column_scale, parked);
+    }
   }
+  if (!has_columns && !has_sums) return;
   __syncthreads();
-  store_parked(p, at.row - at.warp * 16, at.column - at.lane * 4, parked);
+  if (has_sums) store_strip_sums(p, at, inputs.tile_sums, sums);
+  if (has_columns) store_parked(p, at.row - at.warp * 16, at.column - at.lane * 4, parked);
 }
 
-// Blocks of threads that a multiprocessor runs at a time. The grid has no more; they share the
-// tiles.
-template <typename T>
-constexpr int kFp4Resident = sizeof(T) == 2 ? 3 : 2;
-
-template <typename T>
-__global__ void __launch_bounds__(kFp4Threads, kFp4Resident<T>)
-    nvfp4_tile(const Nvfp4Params p, unsigned tiles) {
-  __shared__ alignas(16) uint2 parked[2][kTile * 8];  // used in turn, so one barrier a tile will do
+template <typename Strips>
+__global__ void __launch_bounds__(kFp4Threads, Strips::kBlocks)
+    nvfp4_tile(const __grid_constant__ Nvfp4Params p,
+               const __grid_constant__ typename Strips::Inputs inputs, unsigned tiles) {
+  // Used in turn, so one barrier a tile will do.
+  __shared__ alignas(16) uint2 parked[2][kTile * 8];
+  __shared__ alignas(16) float sums[2][kFp4Threads / 32][kTile];
   __shared__ float shared[2][kFp4Threads / 32], multipliers[2][kScaleCodes];
   SideScale row{}, column{};
   if (p.row.out.codes != nullptr) row = side_scale(p.row, p, shared[0], multipliers[0]);
@@ -348,7 +400,7 @@ __global__ void __launch_bounds__(kFp4Threads, kFp4Resident<T>)
   int turn = 0;
   for (unsigned done = blockIdx.x; done < tiles; done += gridDim.x, turn ^= 1)
     // x is read a second time, beginning at its end, which is still cached.
-    cast_tile<T>(p, tiles - 1 - done, row, column, parked[turn]);
+    cast_tile<Strips>(p, inputs, tiles - 1 - done, row, column, parked[turn], sums[turn]);
 }
 
 }  // namespace fp8core

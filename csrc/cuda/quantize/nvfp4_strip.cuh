@@ -5,31 +5,11 @@
 #include <type_traits>
 
 #include "amax.cuh"
-#include "casts.h"
+#include "nvfp4_params.h"
 
 namespace fp8core {
 
 constexpr int kFp4Threads = 256;
-
-// One orientation of the result.
-struct Nvfp4Side {
-  ByteScaled out;
-  float* global_scale_inv;
-  const float* partials;  // largest magnitudes, of which the largest is the amax
-  bool is_stochastic;
-  uint2 counter;  // upper half of the noise's counter
-};
-
-struct Nvfp4Params {
-  Matrix x;
-  Nvfp4Side row, column;
-  uint2 key;
-  float* partials;                // of x, then, kMaxPartials further, of the transformed x
-  unsigned long long* nonfinite;  // grows by the NaN and inf in x, or null
-  float largest, inverse_target;
-  int num_partials, tile_columns;
-  bool is_square, transforms, vector_loads, vector_rows, vector_columns;
-};
 
 // 16 rows of 4 adjacent elements.
 template <typename T>
@@ -131,19 +111,31 @@ struct StripOrigin {
   }
 };
 
+// Where strips come from: a matrix in memory. Others have the same members.
 template <typename T>
-__device__ void load_strip(Strip<T>& x, const Nvfp4Params& p, const StripOrigin& at) {
-  const Matrix& m = p.x;
-  const T* from = static_cast<const T*>(m.data) + at.row * m.stride + at.column;
-  if (p.vector_loads && at.column < m.cols && at.row + 16 <= m.rows) {
+struct MatrixStrips {
+  using Value = T;
+  struct Inputs {
+    static constexpr float* tile_sums = nullptr;  // where the sums of each tile's columns go
+  };
+  // Blocks of threads that a multiprocessor runs at a time. The grid has no more; they share the
+  // tiles.
+  static constexpr int kBlocks = sizeof(T) == 2 ? 3 : 2;
+
+  static __device__ void load(Strip<T>& x, const Nvfp4Params& p, const Inputs&,
+                              const StripOrigin& at) {
+    const Matrix& m = p.x;
+    const T* from = static_cast<const T*>(m.data) + at.row * m.stride + at.column;
+    if (p.vector_loads && at.column < m.cols && at.row + 16 <= m.rows) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) x.load(i, from + i * m.stride);
-    return;
+      for (int i = 0; i < 16; ++i) x.load(i, from + i * m.stride);
+      return;
+    }
+    const int count = static_cast<int>(max(int64_t{0}, min(int64_t{4}, m.cols - at.column)));
+#pragma unroll
+    for (int i = 0; i < 16; ++i) x.gather(i, from + i * m.stride, at.row + i < m.rows ? count : 0);
   }
-  const int count = static_cast<int>(max(int64_t{0}, min(int64_t{4}, m.cols - at.column)));
-#pragma unroll
-  for (int i = 0; i < 16; ++i) x.gather(i, from + i * m.stride, at.row + i < m.rows ? count : 0);
-}
+};
 
 __device__ inline float in_bfloat16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 

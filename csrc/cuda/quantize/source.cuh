@@ -32,9 +32,12 @@ enum class Formats { kEach, kShared, kE4M3 };
 // Whether a row that is read again soon is kept in the caches.
 enum class Reading { kOnce, kAgain };
 
-// How many of eight rows or columns, of which `first` is the first, lie before `end`.
-__device__ inline int inside(int64_t first, int64_t end) {
-  return static_cast<int>(max(int64_t{0}, min(int64_t{8}, end - first)));
+// How many rows or columns are left before `end`, from `first` on; negative behind it, and not more
+// than kMany. It is not clamped to 0 and 8: ptxas of CUDA 13.0 takes a negative number for 8 where
+// a number clamped to these is compared with 8.
+constexpr int kMany = 1 << 20;
+__device__ inline int left_before(int64_t end, int64_t first) {
+  return static_cast<int>(min(end - first, int64_t{kMany}));
 }
 
 // A matrix in memory.
@@ -55,12 +58,12 @@ struct MatrixSource {
 
   const T* from;
   const TileParams& p;
-  int rows, columns;  // of the thread's eight, those that are in the tensor
+  int rows, columns;  // that are left from the thread's first on
 
   __device__ MatrixSource(const Inputs&, const TileParams& p, const TileSpan& at, int ty, int tx)
       : p(p),
-        rows(inside(at.row + ty * 8, at.load_end)),
-        columns(inside(at.column + tx * 8, p.args.x.cols)) {
+        rows(left_before(at.load_end, at.row + ty * 8)),
+        columns(left_before(p.args.x.cols, at.column + tx * 8)) {
     from = static_cast<const T*>(p.args.x.data) + (at.row + ty * 8) * p.args.x.stride + at.column +
            tx * 8;
   }
@@ -68,7 +71,7 @@ struct MatrixSource {
   template <Reading kReading = Reading::kOnce, int kCount>
   __device__ void load(Row (&x)[kCount], int first) const {
     const int64_t stride = p.args.x.stride;
-    if (p.vector_loads && columns > 0) {  // then it is 8
+    if (p.vector_loads && columns > 0) {  // then there are eight
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         if (first + i < rows)

@@ -64,6 +64,7 @@ struct CastActivationDesc {
 };
 using QuantizeActivationDesc = CastActivationDesc<QuantizeDesc>;
 using QuantizeActivationMxfp8Desc = CastActivationDesc<Mxfp8Desc>;
+using QuantizeActivationNvfp4Desc = CastActivationDesc<Nvfp4Desc>;
 
 // The x of `cast` has no data, but the size of the result. No groups, no amaxes that are given.
 template <typename CastArguments>
@@ -78,6 +79,7 @@ struct CastActivationArguments {
 };
 using QuantizeActivationArguments = CastActivationArguments<QuantizeArguments>;
 using QuantizeActivationMxfp8Arguments = CastActivationArguments<Mxfp8Arguments>;
+using QuantizeActivationNvfp4Arguments = CastActivationArguments<Nvfp4Arguments>;
 
 // Bit for bit `activation` and `quantize`. Reads bfloat16 and float16, as vectors: rows of x and
 // grad begin at multiples of 16 bytes, and n is a multiple of 8; of a block where the gradient of a
@@ -91,6 +93,9 @@ void quantize_activation(const QuantizeActivationDesc& desc,
                          const QuantizeActivationArguments& arguments, StreamHandle stream);
 void quantize_activation_mxfp8(const QuantizeActivationMxfp8Desc& desc,
                                const QuantizeActivationMxfp8Arguments& arguments,
+                               StreamHandle stream);
+void quantize_activation_nvfp4(const QuantizeActivationNvfp4Desc& desc,
+                               const QuantizeActivationNvfp4Arguments& arguments,
                                StreamHandle stream);
 
 }  // namespace fp8core

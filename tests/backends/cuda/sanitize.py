@@ -65,6 +65,7 @@ SHAPES = ((1, 1), (3, 5), (127, 129), (130, 264), (256, 256))
 BYTE_SCALED_SHAPES = ((16, 2), (48, 34), (128, 128), (272, 130))
 RECIPES = ("delayed", "current", "rowwise", "vector", "square")
 MX = OperandSpec("e4m3", (1, 32), 448.0, scale_format="e8m0")
+FP4 = OperandSpec("e2m1", (1, 16), 6.0, scale_format="e4m3")
 PAIRS = (
     *(("current", "current"), ("rowwise", "rowwise"), ("vector", "square")),
     *(("square", "vector"), ("vector", "vector")),
@@ -174,7 +175,7 @@ def fused_activations() -> None:
     """Activate, or differentiate, and cast: whole and partial tiles, both orientations and one."""
     for name, own, dtype in itertools.product(
         ("swiglu", "gelu", "clamped_swiglu", "srelu"),
-        (*map(spec, ("delayed", "current", "rowwise", "vector")), MX),
+        (*map(spec, ("delayed", "current", "rowwise", "vector")), MX, FP4),
         (torch.bfloat16, torch.float16),
     ):
         params = (7.0, 1.702, 1.0) if name == "clamped_swiglu" else ()
@@ -182,7 +183,7 @@ def fused_activations() -> None:
         if own.delayed:
             given |= {"scale": torch.ones(1).to(DEVICE), "amax_out": torch.zeros(1).to(DEVICE)}
         for backward, (rows, n) in itertools.product(
-            (False, True), ((9, 72), (130, 264), (256, 128))
+            (False, True), ((10, 72), (130, 264), (256, 128))
         ):
             is_float = own.delayed and not (backward and name in GATED)
             out_dtype = torch.float32 if is_float else dtype

@@ -306,7 +306,7 @@ def fused_activations(name: str, *dtypes: torch.dtype) -> list[FusedDesc]:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block", "mxfp8"])
+@pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block", "mxfp8", "nvfp4"])
 def test_activations_are_fused_with_the_casts_of_recipes(name: str) -> None:
     asked = fused_activations(name, torch.bfloat16, torch.float16)
     assert {(desc.producer.op, desc.producer.name, desc.sums) for desc in asked} >= {
@@ -355,9 +355,14 @@ def test_other_fusions_of_norms_are_refused_by_name() -> None:
 def test_other_fusions_are_refused_by_name() -> None:
     for desc in fused_activations("current", torch.float32):
         assert "no fusion from torch.float32" in (CudaBackend().unsupported(desc, CUDA) or "")
-    for desc in fused_activations("nvfp4", torch.bfloat16):
-        said = CudaBackend().unsupported(desc, CUDA) or ""
-        assert "no fusion with e4m3 scales" in said or "orientations differ" in said
+    square = QuantizeDesc(torch.bfloat16, SQUARE, SQUARE)
+    producer = ActivationDesc("gelu", torch.bfloat16, torch.bfloat16)
+    said = CudaBackend().unsupported(FusedDesc(producer, square), CUDA)
+    assert said == "no fusion with float32 scales of blocks of (128, 128)"
+    said = CudaBackend().unsupported(
+        FusedDesc(producer, QuantizeDesc(torch.bfloat16, TENSOR, VECTOR)), CUDA
+    )
+    assert said == "no fusion with casts whose orientations differ"
     cast = QuantizeDesc(torch.float32, TENSOR, TENSOR)
     producer = ActivationDesc("gelu", torch.bfloat16, torch.float32)
     said = CudaBackend().unsupported(FusedDesc(producer, cast), CUDA)
