@@ -69,9 +69,9 @@ class FusedNorm:
         desc: FusedDesc,
         device: torch.device,
         native: Any,
-        panel: tuple[int, int] = (0, 0),
+        panel: tuple[int, int, int, int] | None = None,
     ) -> None:
-        """Bind; ``panel`` is that of the native library, for measurements."""
+        """Bind; ``panel``: the fields of the native library's PanelChoice, for measurements."""
         norm, spec = desc.producer, desc.quantize.rowwise or desc.quantize.columnwise
         assert isinstance(norm, NormDesc)
         assert spec is not None
@@ -83,10 +83,10 @@ class FusedNorm:
         self._native_fused = native.QuantizeNorm(
             native_norm(norm, norm.dtype, norm.out_dtype, self._index, native),
             self._cast.native_cast,
-            *panel,
+            *(() if panel is None else (native.PanelChoice(*panel),)),
         )
         self._most_columns: int = native.MOST_TWICE_PASSED
-        is_one_pass = spec.delayed or scale_mode(spec) == "vec128"
+        is_one_pass = spec.format == "e4m3" and (spec.delayed or scale_mode(spec) == "vec128")
         self.kernel = "fp8core::norm_panel" if is_one_pass else "fp8core::norm_first_pass"
 
     def __call__(

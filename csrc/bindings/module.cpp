@@ -118,9 +118,10 @@ void register_norm(py::module_& module) {
       .def("__call__", &norm)
       .def("backward", &norm_backward)
       .def("backward_partials", &norm_backward_partials);
+  py::class_<PanelChoice>(module, "PanelChoice").def(py::init<int, int, int, int>());
   py::class_<QuantizeNormDesc>(module, "QuantizeNorm")
-      .def(py::init<NormDesc, QuantizeDesc, int, int>(), py::arg("norm"), py::arg("cast"),
-           py::arg("panel_rows") = 0, py::arg("cluster") = 0)
+      .def(py::init<NormDesc, QuantizeDesc, PanelChoice>(), py::arg("norm"), py::arg("cast"),
+           py::arg("panel") = PanelChoice{})
       .def("__call__", &quantize_norm);
 }
 

@@ -38,11 +38,18 @@ __device__ inline void store_in_block(float* shared, unsigned rank, float value)
 // multiples of 16.
 __device__ inline void copy_16_bytes(void* shared, const void* global, bool is_wanted) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
                "r"(is_wanted ? 16 : 0)
                : "memory");
 }
-// Waits for the copies that this thread began.
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Ends a group of copies, which the next copy is not of.
+__device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most `pending` (0 or 1) of the groups that this thread began are not copied yet.
+__device__ inline void wait_for_copies(int pending) {
+  if (pending == 0)
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+  else
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+}
 
 }  // namespace fp8core

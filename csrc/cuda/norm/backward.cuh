@@ -17,7 +17,6 @@ struct NormBackwardParams {
   Affine affine;  // without the bias
   InputType output;
   float inverse_count;
-  int warps;     // of a team
   bool vectors;  // all that is read and written per row comes in whole vectors
 };
 
@@ -46,7 +45,7 @@ struct RowSums {
   float4* shared;  // [parameters, vectors, 2, kBackwardThreads], unless they are in registers
 
   __device__ float4* at(int parameter, int i, int half) const {
-    return shared + ((parameter * kVectors + i) * 2 + half) * kBackwardThreads + threadIdx.x;
+    return shared + ((parameter * kVectors + i) * 2 + half) * kBackwardThreads + thread_of_block();
   }
 
   __device__ explicit RowSums(float4* shared) : shared(shared) {
@@ -112,6 +111,7 @@ struct Gradients {
     return sum_of_eight([&](int j) { return g[j]; });
   }
 
+  Gradients() = default;
   __device__ Gradients(const Eight<T>& grads, const Eight<T>& x, const RowStatistics& row,
                        const float (&gamma)[8]) {
 #pragma unroll
@@ -163,7 +163,7 @@ __device__ void store_partial_sums(const RowSums<kVectors, kLayerNorm>& sums, co
   for (int k = 0; k < num_parameters<kLayerNorm>; ++k) {
     float* partial = partial_of<kLayerNorm>(p, k, blockIdx.x, gridDim.x);
     float of_team[8];
-    if (team.count == 1) {
+    if (blockDim.y == 1) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         sums.read(of_team, k, i);
@@ -177,12 +177,13 @@ __device__ void store_partial_sums(const RowSums<kVectors, kLayerNorm>& sums, co
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       sums.read(of_team, k, i);
-      park_eight(shared + team.index * width + team.column(i), of_team);
+      store_values(shared, InputType::kFloat32, threadIdx.y * width + team.column(i), of_team, 8,
+                   true);
     }
     __syncthreads();
-    for (int column = threadIdx.x; column < team.cols; column += blockDim.x) {
+    for (int column = thread_of_block(); column < team.cols; column += threads_of_block()) {
       float sum = shared[column];
-      for (int other = 1; other < team.count; ++other)
+      for (int other = 1; other < static_cast<int>(blockDim.y); ++other)
         sum = __fadd_rn(sum, shared[other * width + column]);
       partial[column] = sum;
     }
@@ -193,15 +194,16 @@ template <typename T, int kVectors, bool kLayerNorm>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     norm_backward_rows(const __grid_constant__ NormBackwardParams p) {
   constexpr bool kAhead = sizeof(T) == 2;  // loads the next row while this one is worked on
+  // Gradients of a row stay in registers from its means to grad_x, or are computed again.
+  constexpr bool kKeepsGradients = sums_in_registers<kVectors> && sizeof(T) == 2;
   constexpr bool kKeepsGamma = sums_in_registers<kVectors> && sizeof(T) == 2;
   extern __shared__ float4 dynamic[];
-  __shared__ alignas(16) float shared[8 * kBackwardThreads / 32 * kVectors];
+  constexpr int kMeans = num_parameters<kLayerNorm>;  // of g * z, and of g
+  __shared__ float shared[4 * kBackwardThreads / 32 * kVectors];
   const Matrix& m = p.args.grad;
-  const Team team(p.warps, m.cols);
-  const int stride = (team.warps * kVectors + 3) / 4 * 4;
-  // Two buffers of chunks for mean(g * z), then two for mean(g).
-  for (int i = threadIdx.x; i < 4 * stride * team.count; i += blockDim.x) shared[i] = 0.0f;
-  float* chunks = shared + 4 * stride * team.index;
+  const Team team(m.cols);
+  const int stride = team.warps * kVectors;
+  float* buffers = shared + 2 * kMeans * stride * threadIdx.y;
   RowSums<kVectors, kLayerNorm> sums(dynamic);
   float kept_gamma[kKeepsGamma ? kVectors : 1][8];
   const auto read_gamma = [&](float (&gamma)[8], int i) {
@@ -220,9 +222,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     read_gamma(gamma, i);
     return Gradients<T, kLayerNorm>(grad, x, row, gamma);
   };
-  __syncthreads();
-  const int64_t step = static_cast<int64_t>(gridDim.x) * team.count;
-  int64_t at = static_cast<int64_t>(blockIdx.x) * team.count + team.index;
+  const int64_t step = team.row_step();
+  int64_t at = team.first_row();
   Eight<T> next_grad[kVectors], next_x[kVectors];
   RowStatistics next_row;
   const auto load = [&](int64_t row) {
@@ -239,38 +240,33 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) grad[i] = next_grad[i], x[i] = next_x[i];
     if (kAhead && at + step < m.rows) load(at + step);
-    float gz_sums[kVectors], g_sums[kVectors];
+    float lane_sums[kMeans * kVectors], means[kMeans];
+    Gradients<T, kLayerNorm> kept[kKeepsGradients ? kVectors : 1];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const auto of = gradients_of(grad[i], x[i], row, i);
+      if constexpr (kKeepsGradients) kept[i] = of;
       sums.add(of.grad, of.z, i);
-      gz_sums[i] = of.sum_of_gz();
-      if constexpr (kLayerNorm) g_sums[i] = of.sum_of_g();
-      forget(grad[i]);
-      forget(x[i]);
-    }
-    if constexpr (kLayerNorm) {  // the barrier of the other sum is that of this one, too
-      for (int i = 0; i < kVectors; ++i) g_sums[i] = chunk_sum(g_sums[i]);
-      if (team.lane == 0) {
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i)
-          chunks[(2 + turn) * stride + i * team.warps + team.warp] = g_sums[i];
+      lane_sums[i] = of.sum_of_gz();
+      if constexpr (kLayerNorm) lane_sums[kVectors + i] = of.sum_of_g();
+      if constexpr (!kKeepsGradients) {
+        forget(grad[i]);
+        forget(x[i]);
       }
     }
-    const float mean_gz =
-        __fmul_rn(row_sum(gz_sums, chunks + turn * stride, team), p.inverse_count);
-    float mean_g = 0.0f;
-    if constexpr (kLayerNorm) {
-      RunningSums running;
-      running.add(chunks + (2 + turn) * stride, team.chunks());
-      mean_g = __fmul_rn(running.total(), p.inverse_count);
-    }
+    row_sums<kMeans, kVectors>(means, lane_sums, buffers + turn * kMeans * stride, stride, team);
+    const float mean_gz = __fmul_rn(means[0], p.inverse_count);
+    const float mean_g = kLayerNorm ? __fmul_rn(means[kMeans - 1], p.inverse_count) : 0.0f;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       if (!team.has(i)) continue;
-      const auto of = gradients_of(grad[i], x[i], row, i);
-      store_grad_x(of, row, mean_gz, mean_g, p, at, team.column(i), 8);
-      forget(grad[i]);
+      if constexpr (kKeepsGradients) {
+        store_grad_x(kept[i], row, mean_gz, mean_g, p, at, team.column(i), 8);
+      } else {
+        const auto of = gradients_of(grad[i], x[i], row, i);
+        store_grad_x(of, row, mean_gz, mean_g, p, at, team.column(i), 8);
+        forget(grad[i]);
+      }
     }
   }
   store_partial_sums(sums, team, p, reinterpret_cast<float*>(dynamic));
@@ -295,17 +291,14 @@ __device__ Gradients<T, kLayerNorm> load_gradients(const NormBackwardParams& p,
 template <typename T, bool kLayerNorm>
 __global__ void __launch_bounds__(kBackwardThreads)
     norm_backward_long_rows(const __grid_constant__ NormBackwardParams p) {
-  __shared__ alignas(16) float shared[16 * kBackwardThreads / 32];
+  __shared__ float shared[4 * kBackwardThreads / 32];
   const Matrix& m = p.args.grad;
-  const Team team(p.warps, m.cols);
-  const int stride = (team.warps + 3) / 4 * 4;
-  for (int i = threadIdx.x; i < 4 * stride * team.count; i += blockDim.x) shared[i] = 0.0f;
-  __syncthreads();
-  float* buffers = shared + 4 * stride * team.index;
+  const Team team(m.cols);
+  const int stride = team.warps;
+  float* buffers = shared + 4 * stride * threadIdx.y;
   const int first = (team.warp * 32 + team.lane) * 8, step = team.warps * kChunk;
   int turn = 0;
-  for (int64_t at = static_cast<int64_t>(blockIdx.x) * team.count + team.index; at < m.rows;
-       at += static_cast<int64_t>(gridDim.x) * team.count) {
+  for (int64_t at = team.first_row(); at < m.rows; at += team.row_step()) {
     const RowStatistics row = load_statistics<kLayerNorm>(p, at);
     const auto gradients_at = [&](int column) {
       const int count = team.cols - column;
@@ -351,7 +344,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
     float of_warp[8];
     sums.read(of_warp, k, 0);
     __syncthreads();
-    park_eight(shared[warp] + lane * 8, of_warp);
+    store_values(shared[warp], InputType::kFloat32, lane * 8, of_warp, 8, true);
     __syncthreads();
     float* partial = partial_of<kLayerNorm>(p, k, blockIdx.y, gridDim.y);
     for (int i = threadIdx.x; i < kChunk && start + i < cols; i += kBackwardThreads) {

@@ -12,7 +12,6 @@ struct FirstPassParams {
   Affine affine;
   float *mean, *rstd;
   float inverse_count, eps;
-  int warps;      // of a team
   float* amaxes;  // kTensor: [blocks]; kRow: [rows + cols], zero before; kDelayed, kVec128: null
 };
 
@@ -30,6 +29,7 @@ __device__ uint32_t larger_pair(uint32_t one, uint32_t other) {
   return *reinterpret_cast<const uint32_t*>(&larger);
 }
 
+// Those of eight elements, pair by pair, or of all of them.
 template <typename T>
 __device__ void take_maxima(Eight<T>& maxima, const Eight<T>& y) {
   maxima.bits.x = larger_pair<T>(maxima.bits.x, y.bits.x);
@@ -38,34 +38,39 @@ __device__ void take_maxima(Eight<T>& maxima, const Eight<T>& y) {
   maxima.bits.w = larger_pair<T>(maxima.bits.w, y.bits.w);
 }
 
+template <typename T>
+__device__ uint32_t take_largest(uint32_t largest, const Eight<T>& y) {
+  const uint32_t first = larger_pair<T>(y.bits.x, y.bits.y);
+  return larger_pair<T>(larger_pair<T>(largest, first), larger_pair<T>(y.bits.z, y.bits.w));
+}
+
+// Blocks of kFirstPassThreads threads on a multiprocessor, which is what limits registers.
+template <int kVectors, bool kLayerNorm, Granularity G>
+constexpr int first_pass_blocks = G == Granularity::kRow         ? 4 / kVectors
+                                  : kVectors == 2 && !kLayerNorm ? 3
+                                                                 : 2;
+
 template <typename T, int kVectors, bool kLayerNorm, Granularity G>
-__global__ void __launch_bounds__(kFirstPassThreads, kVectors == 2 ? 2 : 1)
+__global__ void __launch_bounds__(kFirstPassThreads, first_pass_blocks<kVectors, kLayerNorm, G>)
     norm_first_pass(const __grid_constant__ FirstPassParams p) {
-  constexpr bool kAhead = kVectors * (kLayerNorm ? 2 : 1) <= 4;
   constexpr bool kOfTensor = G == Granularity::kTensor, kOfRows = G == Granularity::kRow;
-  __shared__ alignas(16) float shared[4 * kFirstPassThreads / 32 * kVectors];
+  __shared__ float shared[2 * kFirstPassThreads / 32 * kVectors];
   __shared__ float block_amax[kFirstPassThreads / 32];
   const Matrix& m = p.x;
-  const Team team(p.warps, m.cols);
-  const int stride = (team.warps * kVectors + 3) / 4 * 4;
-  for (int i = threadIdx.x; i < 2 * stride * team.count; i += blockDim.x) shared[i] = 0.0f;
-  __syncthreads();
-  float* chunks = shared + 2 * stride * team.index;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * team.count;
-  int64_t at = static_cast<int64_t>(blockIdx.x) * team.count + team.index;
-  Eight<T> next[kVectors];
-  if (kAhead && at < m.rows) load_row</*kAgain=*/true>(next, m.data, at * m.stride, team);
-  Eight<T> maxima[kVectors];  // of columns
+  const Team team(m.cols);
+  const int stride = team.warps * kVectors;
+  float* chunks = shared + 2 * stride * threadIdx.y;
+  Eight<T> maxima[kOfRows ? kVectors : 1];  // of columns
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) clear(maxima[i]);
+  for (auto& eight : maxima) clear(eight);
+  uint32_t largest_pair = 0;  // of the tensor
   int turn = 0;
-  for (; at < m.rows; at += step) {
-    if (!kAhead) load_row</*kAgain=*/true>(next, m.data, at * m.stride, team);
-    Eight<T> x[kVectors];
+  for (int64_t at = team.first_row(); at < m.rows; at += team.row_step(), turn ^= 1) {
+    Eight<T> raw[kVectors];
+    load_row</*kAgain=*/true>(raw, m.data, at * m.stride, team);
+    float x[kVectors][8];
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) x[i] = next[i];
-    if (kAhead && at + step < m.rows)
-      load_row</*kAgain=*/true>(next, m.data, (at + step) * m.stride, team);
+    for (int i = 0; i < kVectors; ++i) unpack(x[i], raw[i]);
     const RowStatistics row =
         statistics_of<kLayerNorm>(x, team, p.inverse_count, p.eps, chunks, stride, turn);
     if (team.warp == 0 && team.lane == 0) {
@@ -82,11 +87,14 @@ __global__ void __launch_bounds__(kFirstPassThreads, kVectors == 2 ? 2 : 1)
         if constexpr (kLayerNorm) p.affine.read_beta(beta, team.column(i), 8, true);
 #pragma unroll
         for (int j = 0; j < 8; ++j)
-          exact[j] = normalized<kLayerNorm>(x[i][j], row, gamma[j], kLayerNorm ? beta[j] : 0.0f);
+          exact[j] = scaled<kLayerNorm>(__fmul_rn(x[i][j], row.rstd), gamma[j],
+                                        kLayerNorm ? beta[j] : 0.0f);
         const Eight<T> y = rounded<T>(exact);
-        take_maxima(maxima[i], y);
-        if constexpr (kOfRows) row_amax = fmaxf(row_amax, y.amax());
-        forget(x[i]);  // so that few gammas and betas are loaded ahead
+        if constexpr (kOfTensor) largest_pair = take_largest(largest_pair, y);
+        if constexpr (kOfRows) {
+          take_maxima(maxima[i], y);
+          row_amax = fmaxf(row_amax, y.amax());
+        }
       }
       if constexpr (kOfRows) {
         row_amax = warp_max(row_amax);
@@ -95,27 +103,26 @@ __global__ void __launch_bounds__(kFirstPassThreads, kVectors == 2 ? 2 : 1)
     }
   }
   if constexpr (kOfTensor) {
-    float largest = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) largest = fmaxf(largest, maxima[i].amax());
-    largest = warp_max(largest);
-    if (threadIdx.x % 32 == 0) block_amax[threadIdx.x / 32] = largest;
+    const auto both = *reinterpret_cast<const PairOf<T>*>(&largest_pair);
+    float largest = warp_max(fmaxf(static_cast<float>(both.x), static_cast<float>(both.y)));
+    if (team.lane == 0) block_amax[thread_of_block() / 32] = largest;
     __syncthreads();
-    if (threadIdx.x != 0) return;
-    for (int warp = 1; warp < blockDim.x / 32; ++warp) largest = fmaxf(largest, block_amax[warp]);
+    if (thread_of_block() != 0) return;
+    for (int warp = 1; warp < threads_of_block() / 32; ++warp)
+      largest = fmaxf(largest, block_amax[warp]);
     p.amaxes[blockIdx.x] = largest;
   }
   if constexpr (kOfRows) {
     __shared__ alignas(16) uint4 of_teams[kFirstPassThreads * kVectors];
     const int width = team.warps * kVectors * kChunk;  // columns that a team has
-    auto* eights = reinterpret_cast<Eight<T>*>(of_teams) + team.index * (width / 8);
+    auto* eights = reinterpret_cast<Eight<T>*>(of_teams) + threadIdx.y * (width / 8);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) eights[team.column(i) / 8] = maxima[i];
     __syncthreads();
     const auto* pairs = reinterpret_cast<const uint32_t*>(of_teams);
-    for (int pair = threadIdx.x; pair < team.cols / 2; pair += blockDim.x) {
+    for (int pair = thread_of_block(); pair < team.cols / 2; pair += threads_of_block()) {
       uint32_t largest = pairs[pair];
-      for (int other = 1; other < team.count; ++other)
+      for (int other = 1; other < static_cast<int>(blockDim.y); ++other)
         largest = larger_pair<T>(largest, pairs[other * (width / 2) + pair]);
       const auto both = *reinterpret_cast<const PairOf<T>*>(&largest);
       float* to = p.amaxes + m.rows + 2 * pair;

@@ -11,14 +11,9 @@ struct NormParams {
   Affine affine;
   InputType output;
   float inverse_count, eps;
-  int warps;     // of a team
-  bool vectors;  // all that is read and written per row comes in whole vectors
+  bool vectors;   // all that is read and written per row comes in whole vectors
+  bool one_type;  // which x, y and the parameters have
 };
-
-// Whether the next row is loaded while this one is worked on: a thread has 64 registers, of which
-// the next row may take 16, and a bias 8 of these.
-template <typename T, int kVectors, bool kLayerNorm, bool kAdd>
-constexpr bool loads_ahead = sizeof(T) * kVectors * (kAdd ? 2 : 1) + (kLayerNorm ? 4 : 0) <= 8;
 
 constexpr int kNormThreads = 1024;   // at most
 constexpr int kNormChunks = 4 * 32;  // that a block holds in registers at most
@@ -34,65 +29,66 @@ __device__ void add_residual(Eight<T>& x, const Eight<T>& residual, const NormPa
   store_eight(static_cast<T*>(p.args.sum) + at, x, count, vectors);
 }
 
-template <typename T, bool kLayerNorm>
-__device__ void normalize_eight(const Eight<T>& x, const RowStatistics& row, const NormParams& p,
-                                int64_t row_start, int column, int count, bool vectors) {
-  float gamma[8], beta[8], y[8];
-  p.affine.read_gamma(gamma, column, count, vectors);
-  if constexpr (kLayerNorm) p.affine.read_beta(beta, column, count, vectors);
-#pragma unroll
-  for (int j = 0; j < 8; ++j)
-    y[j] = normalized<kLayerNorm>(x[j], row, gamma[j], kLayerNorm ? beta[j] : 0.0f);
-  store_values(p.args.y, p.output, row_start + column, y, count, vectors);
-}
-
 template <bool kLayerNorm>
 __device__ void store_statistics(const RowStatistics& row, const NormParams& p, int64_t at) {
   if constexpr (kLayerNorm) p.args.mean[at] = row.mean;
   p.args.rstd[at] = row.rstd;
 }
 
-template <typename T, int kVectors, bool kLayerNorm, bool kAdd>
-__global__ void __launch_bounds__(kNormThreads) norm_rows(const __grid_constant__ NormParams p) {
-  constexpr bool kAhead = loads_ahead<T, kVectors, kLayerNorm, kAdd>;
-  __shared__ alignas(16) float shared[2 * kNormChunks];
-  const Matrix& m = p.args.x;
-  const Team team(p.warps, m.cols);
-  const int stride = (team.warps * kVectors + 3) / 4 * 4;
-  for (int i = threadIdx.x; i < 2 * stride * team.count; i += blockDim.x) shared[i] = 0.0f;
-  __syncthreads();
-  float* chunks = shared + 2 * stride * team.index;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * team.count;
-  int64_t at = static_cast<int64_t>(blockIdx.x) * team.count + team.index;
-  Eight<T> next_x[kVectors], next_residual[kVectors];
-  const auto load = [&](int64_t row) {
-    load_row(next_x, m.data, row * m.stride, team);
-    if constexpr (kAdd)
-      load_row(next_residual, p.args.residual, row * p.args.residual_stride, team);
-  };
-  if (kAhead && at < m.rows) load(at);
-  int turn = 0;
-  for (; at < m.rows; at += step) {
-    if (!kAhead) load(at);
-    const int64_t row_start = at * m.cols;
-    Eight<T> x[kVectors];
+// y of a held row, of whose elements the mean is subtracted. `kOneType`: x, y and the parameters
+// are of type T.
+template <typename T, bool kOneType, bool kLayerNorm, int kVectors>
+__device__ void store_held_row(const float (&x)[kVectors][8], float rstd, const NormParams& p,
+                               int64_t row_start, const Team& team) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      x[i] = next_x[i];
-      if (kAdd && team.has(i))
-        add_residual(x[i], next_residual[i], p, row_start + team.column(i), 8, true);
-    }
-    if (kAhead && at + step < m.rows) load(at + step);
-    const RowStatistics row =
-        statistics_of<kLayerNorm>(x, team, p.inverse_count, p.eps, chunks, stride, turn);
-    if (team.warp == 0 && team.lane == 0) store_statistics<kLayerNorm>(row, p, at);
+  for (int i = 0; i < kVectors; ++i) {
+    if (!team.has(i)) continue;
+    const int column = team.column(i);
+    float gamma[8], beta[8], y[8];
+    if constexpr (kOneType)
+      p.affine.template read_gamma_as<T>(gamma, column);
+    else
+      p.affine.read_gamma(gamma, column, 8, true);
+    if constexpr (kLayerNorm && kOneType) p.affine.template read_beta_as<T>(beta, column);
+    if constexpr (kLayerNorm && !kOneType) p.affine.read_beta(beta, column, 8, true);
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      if (!team.has(i)) continue;
-      normalize_eight<T, kLayerNorm>(x[i], row, p, row_start, team.column(i), 8, true);
-      if (kVectors > 2) forget(x[i]);  // so that few gammas and betas are loaded ahead
-    }
+    for (int j = 0; j < 8; ++j)
+      y[j] = scaled<kLayerNorm>(__fmul_rn(x[i][j], rstd), gamma[j], kLayerNorm ? beta[j] : 0.0f);
+    if constexpr (kOneType)
+      round_and_store<T>(p.args.y, row_start + column, y, 8, true);
+    else
+      store_values(p.args.y, p.output, row_start + column, y, 8, true);
   }
+}
+
+// A team works on one row; another block on the next.
+template <typename T, int kVectors, bool kLayerNorm, bool kAdd>
+__global__ void __launch_bounds__(kNormThreads, 1) norm_rows(const __grid_constant__ NormParams p) {
+  __shared__ float shared[2 * kNormChunks];
+  const Matrix& m = p.args.x;
+  const Team team(m.cols);
+  const int64_t at = team.first_row(), row_start = at * m.cols;
+  if (at >= m.rows) return;
+  Eight<T> raw[kVectors];
+  load_row(raw, m.data, at * m.stride, team);
+  if constexpr (kAdd) {
+    Eight<T> residual[kVectors];
+    load_row(residual, p.args.residual, at * p.args.residual_stride, team);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+      if (team.has(i)) add_residual(raw[i], residual[i], p, row_start + team.column(i), 8, true);
+  }
+  float x[kVectors][8];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) unpack(x[i], raw[i]);
+  const int stride = team.warps * kVectors;
+  const RowStatistics row = statistics_of<kLayerNorm>(x, team, p.inverse_count, p.eps,
+                                                      shared + 2 * stride * threadIdx.y, stride);
+  if (team.warp == 0 && team.lane == 0) store_statistics<kLayerNorm>(row, p, at);
+  if (p.one_type)
+    store_held_row<T, true, kLayerNorm>(x, row.rstd, p, row_start, team);
+  else
+    store_held_row<T, false, kLayerNorm>(x, row.rstd, p, row_start, team);
 }
 
 // Rows of any length and alignment: a team reads each row once for the mean, once for the mean
@@ -100,18 +96,15 @@ __global__ void __launch_bounds__(kNormThreads) norm_rows(const __grid_constant_
 constexpr int kLongVectors = 2;
 
 template <typename T, bool kLayerNorm, bool kAdd>
-__global__ void __launch_bounds__(kNormThreads)
+__global__ void __launch_bounds__(kNormThreads, 1)
     norm_long_rows(const __grid_constant__ NormParams p) {
-  __shared__ alignas(16) float shared[2 * kNormChunks];
+  __shared__ float shared[2 * kNormChunks];
   const Matrix& m = p.args.x;
-  const Team team(p.warps, m.cols);
-  const int segment = team.warps * kLongVectors, stride = (segment + 3) / 4 * 4;
-  for (int i = threadIdx.x; i < 2 * stride * team.count; i += blockDim.x) shared[i] = 0.0f;
-  __syncthreads();
-  float* buffers = shared + 2 * stride * team.index;
+  const Team team(m.cols);
+  const int segment = team.warps * kLongVectors;
+  float* buffers = shared + 2 * segment * threadIdx.y;
   int turn = 0;
-  for (int64_t at = static_cast<int64_t>(blockIdx.x) * team.count + team.index; at < m.rows;
-       at += static_cast<int64_t>(gridDim.x) * team.count) {
+  for (int64_t at = team.first_row(); at < m.rows; at += team.row_step()) {
     const int64_t row_start = at * m.cols;
     bool is_summed = false;
     // Calls `work` with eight elements and how many columns are left. The first time it adds the
@@ -136,7 +129,7 @@ __global__ void __launch_bounds__(kNormThreads)
     const auto sum_over_row = [&](const auto& share) {
       RunningSums running;
       for (int start = 0; start * kChunk < team.cols; start += segment, turn ^= 1) {
-        float* chunks = buffers + turn * stride;
+        float* chunks = buffers + turn * segment;
         for (int i = team.warp; i < segment; i += team.warps) {
           float sum = 0.0f;
           for_eight((start + i) * kChunk + team.lane * 8,
@@ -157,14 +150,22 @@ __global__ void __launch_bounds__(kNormThreads)
                            }),
                            p.inverse_count);
     row.rstd = rstd_of(sum_over_row([&](const Eight<T>& x, int count) {
-                         return squares_of_eight<kLayerNorm>(x, row.mean, count);
+                         float deviations[8];
+                         deviate<kLayerNorm>(deviations, x, row.mean, count);
+                         return squares_of_eight(deviations);
                        }),
                        p.inverse_count, p.eps);
     if (team.warp == 0 && team.lane == 0) store_statistics<kLayerNorm>(row, p, at);
     for (int column = (team.warp * 32 + team.lane) * 8; column < team.cols;
          column += team.warps * kChunk)
       for_eight(column, [&](const Eight<T>& x, int count) {
-        normalize_eight<T, kLayerNorm>(x, row, p, row_start, column, count, p.vectors);
+        float gamma[8], beta[8], y[8];
+        p.affine.read_gamma(gamma, column, count, p.vectors);
+        if constexpr (kLayerNorm) p.affine.read_beta(beta, column, count, p.vectors);
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          y[j] = normalized<kLayerNorm>(x[j], row, gamma[j], kLayerNorm ? beta[j] : 0.0f);
+        store_values(p.args.y, p.output, row_start + column, y, count, p.vectors);
       });
   }
 }

@@ -14,37 +14,28 @@ namespace fp8core {
 constexpr int kNormBlock = 256;  // threads of a block with several teams
 
 template <typename T, int kVectors, bool kLayerNorm, bool kAdd>
-void launch_rows(NormParams p, int device, cudaStream_t stream) {
-  constexpr auto kKernel = norm_rows<T, kVectors, kLayerNorm, kAdd>;
+void launch_rows(const NormParams& p, cudaStream_t stream) {
   const TeamShape shape(p.args.x.cols, kVectors, kNormBlock);
-  p.warps = shape.warps;
-  const int resident = resident_blocks<kKernel>(shape.block_warps(), 0, device);
-  kKernel<<<shape.grid(p.args.x.rows, resident), shape.threads(), 0, stream>>>(p);
+  const int64_t blocks = ceil_div(p.args.x.rows, shape.teams);
+  norm_rows<T, kVectors, kLayerNorm, kAdd>
+      <<<static_cast<unsigned>(blocks), shape.threads(), 0, stream>>>(p);
 }
 
 template <typename T, bool kLayerNorm, bool kAdd>
 void launch_long(NormParams p, int device, cudaStream_t stream) {
   constexpr auto kKernel = norm_long_rows<T, kLayerNorm, kAdd>;
   const TeamShape shape(p.args.x.cols, kLongVectors, kNormBlock, kNormThreads);
-  p.warps = shape.warps;
   const int resident = resident_blocks<kKernel>(shape.block_warps(), 0, device);
   kKernel<<<shape.grid(p.args.x.rows, resident), shape.threads(), 0, stream>>>(p);
 }
 
 template <typename T, bool kLayerNorm, bool kAdd>
 void launch_norm_of(const NormParams& p, int device, cudaStream_t stream) {
-  // float32 has half the elements in as many registers.
-  constexpr int kFew = 2, kMany = 4, kMostOfFew = sizeof(T) == 2 ? 32 : 64;
   const int chunks = num_chunks(p.args.x.cols);
-  if (p.vectors && chunks <= kMostOfFew) {
-    launch_rows<T, kFew, kLayerNorm, kAdd>(p, device, stream);
-    return;
-  }
+  constexpr int kFew = sizeof(T) == 2 ? 2 : kNormChunks / 2;  // of float32 no more are held
+  if (p.vectors && chunks <= kFew) return launch_rows<T, 2, kLayerNorm, kAdd>(p, stream);
   if constexpr (sizeof(T) == 2) {
-    if (p.vectors && chunks <= kNormChunks) {
-      launch_rows<T, kMany, kLayerNorm, kAdd>(p, device, stream);
-      return;
-    }
+    if (p.vectors && chunks <= kNormChunks) return launch_rows<T, 4, kLayerNorm, kAdd>(p, stream);
   }
   launch_long<T, kLayerNorm, kAdd>(p, device, stream);
 }
@@ -75,7 +66,6 @@ struct HeldBackward {
   }
   int num_partials() const { return static_cast<int>(blocks); }
   void launch(NormBackwardParams p, cudaStream_t stream) const {
-    p.warps = shape.warps;
     kKernel<<<blocks, shape.threads(), shared, stream>>>(p);
   }
 };
@@ -97,7 +87,6 @@ struct LongBackward {
   }
   int num_partials() const { return static_cast<int>(columns.y); }
   void launch(NormBackwardParams p, cudaStream_t stream) const {
-    p.warps = shape.warps;
     kKernel<<<blocks, shape.threads(), 0, stream>>>(p);
     norm_backward_columns<T, kLayerNorm><<<columns, kBackwardThreads, 0, stream>>>(p);
   }

@@ -31,6 +31,8 @@ void launch_norm(const NormDesc& desc, const NormArguments& arguments, cudaStrea
               rows_are_vectors(arguments.y, x.cols, x.cols, desc.output) &&
               rows_are_vectors(arguments.residual, x.cols, arguments.residual_stride, desc.input) &&
               rows_are_vectors(arguments.sum, x.cols, x.cols, desc.input);
+  p.one_type = desc.output == desc.input && arguments.weight.type == desc.input &&
+               (arguments.bias.data == nullptr || arguments.bias.type == desc.input);
   with_type(desc.input, [&](auto input) {
     NormsFrom<ElementOf<input()>>::norm(desc.kind, p, desc.device, stream);
   });

@@ -34,7 +34,7 @@ struct NormSource {
   const Inputs& in;
   const T* from;
   int64_t stride, first_row;
-  int rows;  // that are left from the thread's first on; 0 where its columns are behind x
+  int rows;  // how many are left in x from the thread's first on; none if the columns are not
   float gamma[8], beta[8];
 
   __device__ NormSource(const Inputs& in, const TileParams& p, const TileSpan& at, int ty, int tx)

@@ -4,14 +4,16 @@
 //     1. each warp adds up chunks of the slice (statistics.cuh) and stores the sums in all blocks
 //        of the cluster; for LayerNorm twice, as the squares are those of deviations from the mean
 //     2. each block adds up the chunks of whole rows, and so has their statistics
-//     3. it normalizes and casts its slice, 8 x 8 elements a thread, 2048 / kRows * 8 columns a
-//     pass
+//     3. it normalizes and casts its slice, a pass of 32 or 64 KiB at a time, 8 x 8 elements a
+//     thread
 //
-// A slice lies in shared memory pass by pass, [rows, columns of a pass] each, 32 KiB. When its
-// elements are in registers, a pass's memory takes the codes, transposed, in units of eight bytes
-// (8 rows of a column): column 8 tx + j of row group ty lies at [j][ty][tx ^ turn(ty)]. The
-// exclusive or spreads the units that a half-warp reads over all banks; those that it writes are
-// adjacent anyway.
+// Clusters stay, and take panel after panel. Passes lie in a ring of slots: when one is cast, its
+// slot takes a pass of the panel that comes next, so that memory is read while the block computes.
+//
+// When the elements of a pass are in registers, its slot takes the codes, transposed, in units of
+// eight bytes (8 rows of a column): column 8 tx + j of row group ty lies at [j][ty][tx ^ turn(ty)].
+// The exclusive or spreads the units that a half-warp reads over all banks; those that it writes
+// are adjacent anyway.
 #pragma once
 
 #include "../cluster.cuh"
@@ -26,42 +28,38 @@ struct PanelParams {
   float *mean, *rstd;
   float inverse_count, eps;
   int slice;    // chunks of a block
+  int slots;    // passes that shared memory holds; at least those of a slice
   bool rounds;  // y to x's type, before it is cast
 };
 
-constexpr int kPanelThreads = 256, kPanelWarps = kPanelThreads / 32;
-
-template <int kRowsOfPanel>
+template <int kRowsOfPanel, int kThreadsOfBlock>
 struct PanelShape {
-  static constexpr int kRows = kRowsOfPanel;
-  static constexpr int kGroups = kRows / 8;                 // of rows that a thread holds
-  static constexpr int kThreads = kPanelThreads / kGroups;  // to a row
-  static constexpr int kPass = kThreads * 8;                // columns
+  static constexpr int kRows = kRowsOfPanel, kBlock = kThreadsOfBlock, kWarps = kBlock / 32;
+  static constexpr int kGroups = kRows / 8;          // of rows that a thread holds
+  static constexpr int kThreads = kBlock / kGroups;  // to a row
+  static constexpr int kPass = kThreads * 8;         // columns
   static constexpr int kPassElements = kRows * kPass;
+  static constexpr bool kHasMaxima = kRows == kTile;  // of columns, for kVec128
 
-  // Bytes of shared memory: elements, then sums of chunks, then statistics.
-  __host__ __device__ static constexpr int elements_bytes(int slice) {
-    return (slice * kChunk + kPass - 1) / kPass * kPassElements * 2;
+  __host__ __device__ static constexpr int passes(int slice) {
+    return (slice * kChunk + kPass - 1) / kPass;
   }
-  // Floats between the sums of two rows: an odd number of vectors where that fits, so that threads
-  // that each read a row meet in no bank.
-  __host__ __device__ static constexpr int sums_stride(int chunks) {
-    return kRows < kTile ? ((chunks + 3) / 4 | 1) * 4 : (chunks + 3) / 4 * 4;
+
+  // Shared memory: slots, sums of chunks, statistics; then maxima of columns and their scales. The
+  // sums of two rows are an odd number of floats apart, so that threads that each read a row meet
+  // in few banks.
+  __host__ __device__ static constexpr int sums_stride(int chunks) { return chunks | 1; }
+  __host__ __device__ static constexpr int slots_bytes(int slots) {
+    return slots * kPassElements * 2;
   }
-  // The same memory holds the column maxima of kVec128 afterwards.
   __host__ __device__ static constexpr int sums_bytes(int chunks) {
-    const int bytes = kRows * sums_stride(chunks) * 4;
-    const int maxima = kRows == kTile ? (kPanelWarps + 1) * kTile * 4 : 0;
-    return bytes > maxima ? bytes : maxima;
+    return kRows * sums_stride(chunks) * 4;
   }
-  __host__ __device__ static constexpr int bytes(int slice, int chunks) {
-    return elements_bytes(slice) + sums_bytes(chunks) + kRows * 8;
+  __host__ __device__ static constexpr int bytes(int slots, int chunks) {
+    return slots_bytes(slots) + sums_bytes(chunks) + kRows * 8 +
+           (kHasMaxima ? (kWarps + 1) * kPass * 4 : 0);
   }
 
-  // Where an element of the slice lies.
-  __device__ static int at(int row, int column) {
-    return column / kPass * kPassElements + row * kPass + column % kPass;
-  }
   __device__ static int unit_at(int group, int thread, int j) {
     return (j * kGroups + group) * kThreads + (thread ^ (group / 2 * (32 / kGroups)));
   }
@@ -69,16 +67,12 @@ struct PanelShape {
 
 // A block's slice of a panel.
 struct Slice {
-  int64_t first_row, rows;  // of the panel; of x
+  int64_t first_row = 0, rows;  // of the panel; of x
   int first_column, columns;
   int chunks, first_chunk, own_chunks;  // of a row; of the slice
 
-  __device__ Slice(const PanelParams& p, int rows_of_panel) {
-    const Matrix& x = p.tile.args.x;
-    const int cols = static_cast<int>(x.cols);
-    const unsigned blocks = cluster_blocks();
-    first_row = static_cast<int64_t>(blockIdx.x / blocks) * rows_of_panel;
-    rows = x.rows;
+  __device__ explicit Slice(const PanelParams& p) : rows(p.tile.args.x.rows) {
+    const int cols = static_cast<int>(p.tile.args.x.cols);
     chunks = (cols + kChunk - 1) / kChunk;
     first_chunk = static_cast<int>(cluster_rank()) * p.slice;
     own_chunks = max(0, min(p.slice, chunks - first_chunk));
@@ -87,21 +81,68 @@ struct Slice {
   }
 };
 
+// The ring of slots. Passes are counted from the cluster's first panel on.
 template <typename T, typename Shape>
-__device__ void copy_slice(T* elements, const PanelParams& p, const Slice& slice) {
-  const Matrix& x = p.tile.args.x;
-  const int lane = threadIdx.x % 32;
-  for (int row = threadIdx.x / 32; row < Shape::kRows; row += kPanelWarps) {
-    const T* from =
-        static_cast<const T*>(x.data) + (slice.first_row + row) * x.stride + slice.first_column;
-    const bool is_row = slice.first_row + row < slice.rows;
-    for (int column = lane * 8; column < slice.own_chunks * kChunk; column += kChunk) {
-      const bool is_wanted = is_row && column < slice.columns;
-      copy_16_bytes(elements + Shape::at(row, column), is_wanted ? from + column : x.data,
-                    is_wanted);
+struct Ring {
+  const PanelParams& p;
+  const Slice& slice;
+  T* slots;
+  int passes;          // of a slice
+  int64_t panel_step;  // rows from a panel of this cluster to its next
+  int64_t next_row;    // of the panel of the pass that is copied next
+  int next_pass = 0, next_slot = 0;
+  int first_slot = 0;  // of the panel that is worked on
+
+  __device__ Ring(const PanelParams& p, const Slice& slice, T* slots)
+      : p(p),
+        slice(slice),
+        slots(slots),
+        passes(Shape::passes(p.slice)),
+        panel_step(static_cast<int64_t>(gridDim.x / cluster_blocks()) * Shape::kRows),
+        next_row(static_cast<int64_t>(blockIdx.x / cluster_blocks()) * Shape::kRows) {}
+
+  // A pass of the present panel.
+  __device__ T* slot_of(int pass) const {
+    const int slot = first_slot + pass;
+    return slots + (slot < p.slots ? slot : slot - p.slots) * Shape::kPassElements;
+  }
+  // Where a row of a pass has the element of a column of the slice.
+  __device__ T* at(int row, int column) const {
+    return slot_of(column / Shape::kPass) + row * Shape::kPass + column % Shape::kPass;
+  }
+
+  // Begins to copy the next pass, a thread 8 vectors of it, to a slot that is free.
+  __device__ void copy_next() {
+    if (next_row < slice.rows) copy_pass();
+    end_copies();
+    if (++next_slot == p.slots) next_slot = 0;
+    if (++next_pass == passes) next_pass = 0, next_row += panel_step;
+  }
+  __device__ void copy_pass() const {
+    const Matrix& x = p.tile.args.x;
+    const int thread = threadIdx.x % Shape::kThreads,
+              column = next_pass * Shape::kPass + thread * 8;
+    const int first = threadIdx.x / Shape::kThreads;
+    const int64_t row = next_row + first;
+    const T* from = static_cast<const T*>(x.data) + row * x.stride + slice.first_column + column;
+    T* to = slots + next_slot * Shape::kPassElements + first * Shape::kPass + thread * 8;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const bool is_wanted = row + i * Shape::kGroups < slice.rows && column < slice.columns;
+      copy_16_bytes(to + i * Shape::kGroups * Shape::kPass,
+                    is_wanted ? from + i * Shape::kGroups * x.stride : x.data, is_wanted);
     }
   }
-}
+  // Waits for the passes of the present panel, which all threads have then copied.
+  __device__ void wait_for_panel() const {
+    wait_for_copies(p.slots - passes);
+    __syncthreads();
+  }
+  __device__ void leave_panel() {
+    first_slot += passes;
+    if (first_slot >= p.slots) first_slot -= p.slots;
+  }
+};
 
 template <typename T>
 __device__ Eight<T> eight_at(const T* shared) {
@@ -111,68 +152,77 @@ __device__ Eight<T> eight_at(const T* shared) {
 }
 
 // Stores what share(eight elements, row, how many of them are in the row) gives, summed over each
-// chunk, in all blocks. Elements are those that the thread has copied.
+// chunk, in all blocks.
 template <typename T, typename Shape, typename Share>
-__device__ void share_sums(const T* elements, float* sums, const Slice& slice, const Share& share) {
-  constexpr int kAtOnce = 4;
+__device__ void share_sums(const Ring<T, Shape>& ring, float* sums, const Slice& slice,
+                           const Share& share) {
+  constexpr int kAtOnce = 4, kLanes = 32 / kAtOnce;
   const int lane = threadIdx.x % 32, stride = Shape::sums_stride(slice.chunks);
   const unsigned blocks = cluster_blocks();
   for (int chunk = 0; chunk < slice.own_chunks; ++chunk) {
     const int column = chunk * kChunk + lane * 8, inside = column < slice.columns ? 8 : 0;
-    for (int first = threadIdx.x / 32; first < Shape::kRows; first += kAtOnce * kPanelWarps) {
-      float of_chunk[kAtOnce];
+    const T* from = ring.at(0, column);
+    for (int first = threadIdx.x / 32; first < Shape::kRows; first += kAtOnce * Shape::kWarps) {
+      float shares[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int row = first + i * kPanelWarps;
-        of_chunk[i] = share(eight_at(elements + Shape::at(row, column)), row, inside);
+        const int row = first + i * Shape::kWarps;
+        shares[i] = share(eight_at(from + row * Shape::kPass), row, inside);
       }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        of_chunk[i] = chunk_sum(of_chunk[i]);
-        const int row = first + i * kPanelWarps;
-        if (static_cast<unsigned>(lane) < blocks)
-          store_in_block(sums + row * stride + slice.first_chunk + chunk, lane, of_chunk[i]);
-      }
+      const float of_chunk = sum_over_lanes(shares);
+      const int row = first + lane / kLanes * Shape::kWarps;
+      for (unsigned block = lane % kLanes; block < blocks; block += kLanes)
+        store_in_block(sums + row * stride + slice.first_chunk + chunk, block, of_chunk);
     }
   }
 }
 
-// The statistics of all rows of the panel, to shared and, by one block, to global memory.
+// Calls take(row, sum of its chunks) for all rows of the panel, by four threads each.
+template <typename Shape, typename Take>
+__device__ void for_row_sums(const float* sums, const Slice& slice, const Take& take) {
+  const int stride = Shape::sums_stride(slice.chunks);
+  for (int row = threadIdx.x / 4; row < Shape::kRows; row += Shape::kBlock / 4) {
+    const float sum = sum_of_chunks(sums + row * stride, slice.chunks);
+    if (threadIdx.x % 4 == 0) take(row, sum);
+  }
+}
+
+// The statistics of all rows of the panel, to shared and, by one block, to global memory. Threads
+// have arrived at the cluster's barrier since they read the sums of the panel before.
 template <bool kLayerNorm, typename T, typename Shape>
-__device__ void find_statistics(const T* elements, float* sums, RowStatistics* statistics,
+__device__ void find_statistics(const Ring<T, Shape>& ring, float* sums, RowStatistics* statistics,
                                 const PanelParams& p, const Slice& slice) {
-  const int stride = Shape::sums_stride(slice.chunks), row = threadIdx.x;
-  const auto row_mean = [&] {
-    RunningSums running;
-    running.add(sums + row * stride, slice.chunks);
-    return running.total();
-  };
-  cluster_wait();  // all blocks run
+  cluster_wait();
   if constexpr (kLayerNorm) {
-    share_sums<T, Shape>(elements, sums, slice, [](const Eight<T>& x, int, int) {
+    share_sums(ring, sums, slice, [](const Eight<T>& x, int, int) {
       return sum_of_eight([&](int j) { return x[j]; });
     });
     cluster_arrive();
     cluster_wait();
-    if (row < Shape::kRows) statistics[row].mean = __fmul_rn(row_mean(), p.inverse_count);
+    for_row_sums<Shape>(sums, slice, [&](int row, float sum) {
+      statistics[row].mean = __fmul_rn(sum, p.inverse_count);
+    });
     __syncthreads();
     cluster_arrive();  // all blocks have read the sums
     cluster_wait();
   }
-  share_sums<T, Shape>(elements, sums, slice, [&](const Eight<T>& x, int of, int inside) {
-    return squares_of_eight<kLayerNorm>(x, kLayerNorm ? statistics[of].mean : 0.0f, inside);
+  share_sums(ring, sums, slice, [&](const Eight<T>& x, int row, int inside) {
+    float deviations[8];
+    deviate<kLayerNorm>(deviations, x, kLayerNorm ? statistics[row].mean : 0.0f, inside);
+    return squares_of_eight(deviations);
   });
   cluster_arrive();
   cluster_wait();
-  if (row < Shape::kRows) {
-    const float rstd = rstd_of(row_mean(), p.inverse_count, p.eps);
+  for_row_sums<Shape>(sums, slice, [&](int row, float sum) {
+    const float rstd = rstd_of(sum, p.inverse_count, p.eps);
     statistics[row].rstd = rstd;
     if (slice.first_chunk == 0 && slice.first_row + row < slice.rows) {
       p.rstd[slice.first_row + row] = rstd;
       if constexpr (kLayerNorm) p.mean[slice.first_row + row] = statistics[row].mean;
     }
-  }
+  });
   __syncthreads();
+  cluster_arrive();
 }
 
 // A thread's 8 x 8 elements of a pass, in shared memory.
@@ -182,20 +232,20 @@ struct PanelUnit {
   const T* elements;
   const RowStatistics* statistics;  // of the thread's rows
   int64_t row;
-  int rows;  // of the eight, those that are in x; none if the columns are not
+  int rows;  // how many are left in x from the first of the eight on; none if the columns are not
   int column;
   float gamma[8], beta[8];
 
-  __device__ PanelUnit(const PanelParams& p, const Slice& slice, const T* of_slice,
+  __device__ PanelUnit(const PanelParams& p, const Slice& slice, const T* slot,
                        const RowStatistics* of_panel, int first, int group, int thread)
       : p(p),
-        elements(of_slice + Shape::at(group * 8, first + thread * 8)),
+        elements(slot + group * 8 * Shape::kPass + thread * 8),
         statistics(of_panel + group * 8),
         row(slice.first_row + group * 8),
         rows(0),
         column(slice.first_column + first + thread * 8) {
     if (first + thread * 8 >= slice.columns) return;
-    rows = static_cast<int>(max(int64_t{0}, min(int64_t{8}, slice.rows - row)));
+    rows = static_cast<int>(min(int64_t{8}, slice.rows - row));
     p.affine.read_gamma(gamma, column, 8, true);
     if constexpr (kLayerNorm) p.affine.read_beta(beta, column, 8, true);
   }
@@ -214,14 +264,6 @@ struct PanelUnit {
       exact[j] = normalized<kLayerNorm>(x[j], of_row, gamma[j], kLayerNorm ? beta[j] : 0.0f);
     return rounded<V>(exact);
   }
-  // Row i as it is cast.
-  __device__ Eight<float> values(int i) const {
-    if (!p.rounds) return values_as<float>(i);
-    const Eight<T> y = values_as<T>(i);
-    const float in_type[8] = {y[0], y[1], y[2], y[3], y[4], y[5], y[6], y[7]};
-    return rounded<float>(in_type);
-  }
-
   __device__ void store_row(int i, uint2 codes) const {
     if (p.tile.args.rowwise.codes == nullptr || i >= rows) return;
     uint8_t* to = p.tile.args.rowwise.codes + (row + i) * p.tile.args.x.cols + column;
@@ -253,8 +295,8 @@ __device__ void store_units(const uint2* units, const PanelParams& p, const Slic
                             int first) {
   constexpr int kVectors = Shape::kRows / 16;  // of 16 codes of a column
 #pragma unroll
-  for (int turn = 0; turn < Shape::kPassElements / 16 / kPanelThreads; ++turn) {
-    const int index = turn * kPanelThreads + threadIdx.x;
+  for (int turn = 0; turn < Shape::kPassElements / 16 / Shape::kBlock; ++turn) {
+    const int index = turn * Shape::kBlock + threadIdx.x;
     const int vector = index % kVectors, thread = index / kVectors % Shape::kThreads,
               j = index / kVectors / Shape::kThreads;
     const uint2 low = units[Shape::unit_at(2 * vector, thread, j)];
@@ -276,137 +318,178 @@ __device__ void store_units(const uint2* units, const PanelParams& p, const Slic
 
 // The amax of a unit's values, NaN left out, and how many are NaN or inf; `largest` is taken of
 // all.
-template <typename Unit>
-__device__ float record_values(const Unit& unit, const Largest<float>& largest,
+template <typename V, typename Unit>
+__device__ float record_values(const Unit& unit, const Largest<V>& largest,
                                unsigned long long* nonfinite) {
-  if (__all_sync(0xFFFFFFFFu, largest.is_finite())) return __uint_as_float(largest.bits);
+  if (__all_sync(0xFFFFFFFFu, largest.is_finite())) return largest.amax();
   float amax = 0.0f;
 #pragma unroll 1
   for (int i = 0; i < 8; ++i) {
-    const Eight<float> y = unit.values(i);
+    const Eight<V> y = unit.template values_as<V>(i);
     amax = fmaxf(amax, y.amax());
-    count_nonfinite<float, 8>([&](int j) { return y.word(j); }, nonfinite);
+    count_nonfinite<V, Eight<V>::kWords>([&](int j) { return y.word(j); }, nonfinite);
   }
   return amax;
 }
 
-// One scale, which is given (kDelayed): codes are the same both ways.
-template <typename T, bool kLayerNorm, typename Shape>
-__device__ void cast_slice(T* elements, const RowStatistics* statistics, const PanelParams& p,
-                           const Slice& slice) {
-  __shared__ float shared[kPanelWarps];
+// A pass with one scale, which is given (kDelayed), of values that are rounded to V: codes are the
+// same both ways. Returns the amax of the thread's values, if it is asked for.
+template <typename V, bool kLayerNorm, typename T, typename Shape>
+__device__ float cast_pass(T* slot, const RowStatistics* statistics, float scale,
+                           const PanelParams& p, const Slice& slice, int first) {
   const int group = threadIdx.x / Shape::kThreads, thread = threadIdx.x % Shape::kThreads;
-  const bool is_recorded = p.tile.args.amax_out != nullptr || p.tile.args.nonfinite != nullptr;
-  const EitherEncoder encoding(p.tile);
-  const float scale = *p.tile.args.scale;
-  if (blockIdx.x == 0 && threadIdx.x == 0) *p.tile.args.rowwise.scale_inv = __frcp_rn(scale);
-  float amax = 0.0f;
-  for (int first = 0; first < slice.columns; first += Shape::kPass) {
-    const PanelUnit<T, kLayerNorm, Shape> unit(p, slice, elements, statistics, first, group,
-                                               thread);
-    Largest<float> largest;
-    uint2 codes[8];
+  const PanelUnit<T, kLayerNorm, Shape> unit(p, slice, slot, statistics, first, group, thread);
+  Largest<V> largest;
+  uint2 codes[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const Eight<float> y = unit.values(i);
+  for (int i = 0; i < 8; ++i) {
+    const Eight<V> y = unit.template values_as<V>(i);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) largest.take(y.word(j));
-      codes[i] = encoding.row(y, scale);
-      unit.store_row(i, codes[i]);
-    }
-    if (is_recorded) amax = fmaxf(amax, record_values(unit, largest, p.tile.args.nonfinite));
-    if (p.tile.args.columnwise.codes == nullptr) continue;
-    auto* units = reinterpret_cast<uint2*>(elements + Shape::at(0, first));
-    __syncthreads();
-    park_units<Shape>(codes, units, group, thread);
-    __syncthreads();
-    store_units<Shape>(units, p, slice, first);
+    for (int j = 0; j < Eight<V>::kWords; ++j) largest.take(y.word(j));
+    codes[i] = encode_row<Format::kE4M3>(y, scale);
+    unit.store_row(i, codes[i]);
   }
-  if (p.tile.args.amax_out == nullptr) return;
-  amax = block_max<kPanelThreads>(amax, shared);
-  if (threadIdx.x == 0) atomic_amax(p.tile.args.amax_out, amax);
+  float amax = 0.0f;
+  if (p.tile.args.amax_out != nullptr || p.tile.args.nonfinite != nullptr)
+    amax = record_values(unit, largest, p.tile.args.nonfinite);
+  if (p.tile.args.columnwise.codes == nullptr) return amax;
+  auto* units = reinterpret_cast<uint2*>(slot);
+  __syncthreads();
+  park_units<Shape>(codes, units, group, thread);
+  __syncthreads();
+  store_units<Shape>(units, p, slice, first);
+  return amax;
 }
 
-// A scale for each 128 elements along k (kVec128): those of a row for the rowwise codes, those of a
-// column for the others. `maxima` holds [warps + 1, columns of a pass].
-template <typename T, bool kLayerNorm, typename Shape>
-__device__ void cast_slice_in_blocks(T* elements, const RowStatistics* statistics,
-                                     float (*maxima)[kTile], const PanelParams& p,
-                                     const Slice& slice) {
+// The maxima of a pass's columns over the panel's rows: thread t has that of column t, if there is
+// one. With a barrier.
+template <typename T, typename Shape>
+__device__ float maximum_of_column(const Eight<T> (&y)[8], float (*of_warps)[Shape::kPass]) {
+  const int thread = threadIdx.x % Shape::kThreads;
+  float maxima[8];
+  column_maxima(y, maxima);
+  if constexpr (Shape::kThreads == 16) {  // a warp has two groups of rows
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      maxima[j] = fmaxf(maxima[j], __shfl_xor_sync(0xFFFFFFFFu, maxima[j], 16));
+  }
+  if (threadIdx.x % 32 < Shape::kThreads) {
+    auto* to = reinterpret_cast<float4*>(of_warps[threadIdx.x / 32] + thread * 8);
+    to[0] = make_float4(maxima[0], maxima[1], maxima[2], maxima[3]);
+    to[1] = make_float4(maxima[4], maxima[5], maxima[6], maxima[7]);
+  }
+  __syncthreads();
+  float largest = 0.0f;
+  if (threadIdx.x < Shape::kPass) {
+#pragma unroll
+    for (int i = 0; i < Shape::kWarps; ++i) largest = fmaxf(largest, of_warps[i][threadIdx.x]);
+  }
+  return largest;
+}
+
+// A pass with a scale for each 128 elements along k (kVec128): those of a row for the rowwise
+// codes, those of a column for the others. `maxima` holds [warps + 1, columns of a pass].
+template <bool kLayerNorm, typename T, typename Shape>
+__device__ void cast_pass_in_blocks(T* slot, const RowStatistics* statistics,
+                                    float (*maxima)[Shape::kPass], const PanelParams& p,
+                                    const Slice& slice, int first) {
   const int group = threadIdx.x / Shape::kThreads, thread = threadIdx.x % Shape::kThreads;
   const QuantizeOutput &rowwise = p.tile.args.rowwise, &columnwise = p.tile.args.columnwise;
-  const EitherEncoder encoding(p.tile);
-  float* scales = maxima[kPanelWarps];
-  for (int first = 0; first < slice.columns; first += Shape::kPass) {
-    const PanelUnit<T, kLayerNorm, Shape> unit(p, slice, elements, statistics, first, group,
-                                               thread);
-    Eight<T> y[8];
+  const PanelUnit<T, kLayerNorm, Shape> unit(p, slice, slot, statistics, first, group, thread);
+  Eight<T> y[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) y[i] = unit.template values_as<T>(i);
-    count_nonfinite<T, 32>([&](int i) { return y[i / 4].word(i % 4); }, p.tile.args.nonfinite);
-    uint2 codes[8];
-    if (rowwise.codes != nullptr) {
-      const int64_t tile = (slice.first_column + first) / kTile;
-      const int64_t row = slice.first_row + group * 8 + thread / 2;
-      const float scale = scale_of(row_amax(y, thread), p.tile.rule);
-      if (thread % 2 == 0 && row < slice.rows)
-        rowwise.scale_inv[tile * rowwise.pitch + row] = __frcp_rn(scale);
+  for (int i = 0; i < 8; ++i) y[i] = unit.template values_as<T>(i);
+  count_nonfinite<T, 32>([&](int i) { return y[i / 4].word(i % 4); }, p.tile.args.nonfinite);
+  uint2 codes[8];
+  if (rowwise.codes != nullptr) {
+    const int in_tile = thread % 16;  // of 16 threads that share rows of 128 elements
+    const int column = first + thread / 16 * kTile;
+    const int64_t row = slice.first_row + group * 8 + in_tile / 2;
+    const float scale = scale_of(row_amax(y, in_tile), p.tile.rule);
+    if (in_tile % 2 == 0 && row < slice.rows && column < slice.columns)
+      rowwise.scale_inv[(slice.first_column + column) / kTile * rowwise.pitch + row] =
+          __frcp_rn(scale);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float row_scale = __shfl_sync(0xFFFFFFFFu, scale, 2 * i, 16);
-        unit.store_row(i, encoding.row(y[i], row_scale));
-      }
+    for (int i = 0; i < 8; ++i) {
+      const float row_scale = __shfl_sync(0xFFFFFFFFu, scale, 2 * i, 16);
+      unit.store_row(i, encode_row<Format::kE4M3>(y[i], row_scale));
     }
-    if (columnwise.codes == nullptr) continue;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) forget(y[i]);
-    const float amax = column_amax(y, maxima, thread);  // with a barrier
-    if (threadIdx.x < kTile) {
-      const float scale = scale_of(amax, p.tile.rule);
-      const int in_slice = first + static_cast<int>(threadIdx.x);
-      scales[threadIdx.x] = scale;
-      if (in_slice < slice.columns)
-        columnwise
-            .scale_inv[slice.first_row / kTile * columnwise.pitch + slice.first_column + in_slice] =
-            __frcp_rn(scale);
-    }
-    __syncthreads();
-    float scale[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) scale[j] = scales[thread * 8 + j];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) codes[i] = encoding.row(y[i], scale);
-    auto* units = reinterpret_cast<uint2*>(elements + Shape::at(0, first));
-    park_units<Shape>(codes, units, group, thread);
-    __syncthreads();
-    store_units<Shape>(units, p, slice, first);
   }
+  if (columnwise.codes == nullptr) return;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) forget(y[i]);
+  float* scales = maxima[Shape::kWarps];
+  const float amax = maximum_of_column<T, Shape>(y, maxima);
+  if (threadIdx.x < Shape::kPass) {
+    const float scale = scale_of(amax, p.tile.rule);
+    const int column = first + static_cast<int>(threadIdx.x);
+    scales[threadIdx.x] = scale;
+    if (column < slice.columns)
+      columnwise
+          .scale_inv[slice.first_row / kTile * columnwise.pitch + slice.first_column + column] =
+          __frcp_rn(scale);
+  }
+  __syncthreads();
+  float scale[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) scale[j] = scales[thread * 8 + j];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) codes[i] = encode_row<Format::kE4M3>(y[i], scale);
+  auto* units = reinterpret_cast<uint2*>(slot);
+  park_units<Shape>(codes, units, group, thread);
+  __syncthreads();
+  store_units<Shape>(units, p, slice, first);
 }
 
-template <typename T, bool kLayerNorm, int kRows, Granularity G>
-__global__ void __launch_bounds__(kPanelThreads, 3)
+template <typename T, bool kLayerNorm, int kRows, int kBlock, Granularity G>
+__global__ void __launch_bounds__(kBlock, kBlock == 256 ? 3 : 1)
     norm_panel(const __grid_constant__ PanelParams p) {
-  using Shape = PanelShape<kRows>;
-  static_assert(G == Granularity::kDelayed || (G == Granularity::kVec128 && kRows == kTile));
+  using Shape = PanelShape<kRows, kBlock>;
+  static_assert(G == Granularity::kDelayed || (G == Granularity::kVec128 && Shape::kHasMaxima));
   extern __shared__ float4 dynamic[];
-  const Slice slice(p, kRows);
-  T* elements = reinterpret_cast<T*>(dynamic);
-  auto* bytes = reinterpret_cast<uint8_t*>(dynamic) + Shape::elements_bytes(p.slice);
-  float* sums = reinterpret_cast<float*>(bytes);
-  auto* statistics = reinterpret_cast<RowStatistics*>(bytes + Shape::sums_bytes(slice.chunks));
+  __shared__ float shared[kBlock / 32];
+  Slice slice(p);
+  auto* bytes = reinterpret_cast<uint8_t*>(dynamic);
+  float* sums = reinterpret_cast<float*>(bytes + Shape::slots_bytes(p.slots));
+  auto* statistics =
+      reinterpret_cast<RowStatistics*>(sums + kRows * Shape::sums_stride(slice.chunks));
+  auto* maxima = reinterpret_cast<float (*)[Shape::kPass]>(statistics + kRows);
+  Ring<T, Shape> ring(p, slice, reinterpret_cast<T*>(dynamic));
   cluster_arrive();
-  copy_slice<T, Shape>(elements, p, slice);
-  // Zeros behind the sums of each row's chunks.
-  const int stride = Shape::sums_stride(slice.chunks), behind = stride - slice.chunks;
-  for (int i = threadIdx.x; i < kRows * behind; i += kPanelThreads)
-    sums[i / behind * stride + slice.chunks + i % behind] = 0.0f;
-  wait_for_copies();
-  find_statistics<kLayerNorm, T, Shape>(elements, sums, statistics, p, slice);
-  if constexpr (G == Granularity::kDelayed)
-    cast_slice<T, kLayerNorm, Shape>(elements, statistics, p, slice);
-  else
-    cast_slice_in_blocks<T, kLayerNorm, Shape>(elements, statistics,
-                                               reinterpret_cast<float (*)[kTile]>(sums), p, slice);
+  float scale = 1.0f, amax = 0.0f;
+  if constexpr (G == Granularity::kDelayed) {
+    scale = *p.tile.args.scale;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *p.tile.args.rowwise.scale_inv = __frcp_rn(scale);
+  }
+  slice.first_row = ring.next_row;
+  for (int i = 0; i < p.slots; ++i) ring.copy_next();
+  for (; slice.first_row < slice.rows; slice.first_row += ring.panel_step) {
+    ring.wait_for_panel();
+    find_statistics<kLayerNorm>(ring, sums, statistics, p, slice);
+    for (int pass = 0; pass < ring.passes; ++pass) {
+      T* slot = ring.slot_of(pass);
+      const int first = pass * Shape::kPass;
+      if (first < slice.columns) {
+        if constexpr (G == Granularity::kVec128)
+          cast_pass_in_blocks<kLayerNorm, T, Shape>(slot, statistics, maxima, p, slice, first);
+        else if (p.rounds)
+          amax = fmaxf(
+              amax, cast_pass<T, kLayerNorm, T, Shape>(slot, statistics, scale, p, slice, first));
+        else
+          amax = fmaxf(amax, cast_pass<float, kLayerNorm, T, Shape>(slot, statistics, scale, p,
+                                                                    slice, first));
+      }
+      __syncthreads();  // the slot is free
+      ring.copy_next();
+    }
+    ring.leave_panel();
+  }
+  cluster_wait();
+  if constexpr (G == Granularity::kDelayed) {
+    if (p.tile.args.amax_out == nullptr) return;
+    amax = block_max<kBlock>(amax, shared);
+    if (threadIdx.x == 0) atomic_amax(p.tile.args.amax_out, amax);
+  }
 }
 
 }  // namespace fp8core

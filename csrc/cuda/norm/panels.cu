@@ -1,14 +1,15 @@
 // Norms with casts in one pass. backends/cuda/build.py compiles this file once for each type of
 // input of 16 bits, side by side: FP8CORE_INPUT names its enumerator.
+#include <array>
 #include <map>
 #include <mutex>
-#include <tuple>
 
 #include "../element.h"
 #include "fused_from.h"
 #include "panel.cuh"
 #include "panel_plan.h"
 #include "residency.h"
+#include "teams.h"
 
 #ifndef FP8CORE_INPUT
 #error "compile with -DFP8CORE_INPUT=kBFloat16 or kFloat16"
@@ -18,14 +19,14 @@ namespace fp8core {
 namespace {
 
 // A launch in clusters; `attribute` must live until it.
-inline cudaLaunchConfig_t in_clusters(const PanelPlan& plan, unsigned panels, int shared,
+inline cudaLaunchConfig_t in_clusters(const PanelPlan& plan, unsigned clusters, int shared,
                                       cudaLaunchAttribute* attribute, cudaStream_t stream) {
   attribute->id = cudaLaunchAttributeClusterDimension;
   attribute->val.clusterDim.x = plan.cluster;
   attribute->val.clusterDim.y = attribute->val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(panels * plan.cluster);
-  config.blockDim = dim3(kPanelThreads);
+  config.gridDim = dim3(clusters * plan.cluster);
+  config.blockDim = dim3(plan.kind.threads);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   config.attrs = attribute;
@@ -43,98 +44,123 @@ void allow_cluster(int cluster, int device) {
   if (is_kept) allowed[device].store(true, std::memory_order_relaxed);
 }
 
-template <typename T, bool kLayerNorm, int kRows, Granularity G>
+template <typename T, bool kLayerNorm, int kRows, int kThreads, Granularity G>
 struct Panels {
-  static constexpr auto kKernel = norm_panel<T, kLayerNorm, kRows, G>;
-  static int bytes(int slice, int chunks) { return PanelShape<kRows>::bytes(slice, chunks); }
+  using Shape = PanelShape<kRows, kThreads>;
+  static constexpr auto kKernel = norm_panel<T, kLayerNorm, kRows, kThreads, G>;
 
-  // Whether the device holds a cluster of the plan.
-  static bool is_possible(const PanelPlan& plan, int chunks, int device) {
-    const int shared = bytes(plan.slice, chunks);
+  // Asks how many clusters of the plan the device holds; false if none.
+  static bool complete(PanelPlan* plan, int chunks, int device) {
+    const int shared = Shape::bytes(plan->slots, chunks);
     int most = 0;
     FP8CORE_CUDA(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    if (shared > most) return false;
+    if (shared + kStatic > most) return false;
     allow_shared<kKernel>(shared, device);
-    allow_cluster<kKernel>(plan.cluster, device);
+    allow_cluster<kKernel>(plan->cluster, device);
     cudaLaunchAttribute attribute;
-    const auto config = in_clusters(plan, 1, shared, &attribute, nullptr);
-    int clusters = 0;
-    const cudaError_t status = cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config);
+    const auto config = in_clusters(*plan, 1, shared, &attribute, nullptr);
+    const cudaError_t status = cudaOccupancyMaxActiveClusters(&plan->clusters, kKernel, &config);
     if (status != cudaSuccess) cudaGetLastError();  // which forgets it
-    return status == cudaSuccess && clusters > 0;
+    return status == cudaSuccess && plan->clusters > 0;
   }
 
   static void launch(const PanelPlan& plan, PanelParams p, int device, cudaStream_t stream) {
     const Matrix& x = p.tile.args.x;
-    const int shared = bytes(plan.slice, num_chunks(x.cols));
+    const int shared = Shape::bytes(plan.slots, num_chunks(x.cols));
     allow_shared<kKernel>(shared, device);
     allow_cluster<kKernel>(plan.cluster, device);
     p.slice = plan.slice;
-    const auto panels = static_cast<unsigned>((x.rows + kRows - 1) / kRows);
+    p.slots = plan.slots;
+    const int64_t panels = ceil_div(x.rows, kRows), each = ceil_div(panels, plan.clusters);
     cudaLaunchAttribute attribute;
-    const auto config = in_clusters(plan, panels, shared, &attribute, stream);
+    const auto config = in_clusters(plan, static_cast<unsigned>(ceil_div(panels, each)), shared,
+                                    &attribute, stream);
     FP8CORE_CUDA(cudaLaunchKernelEx(&config, kKernel, p));
   }
+
+ private:
+  static constexpr int kStatic = 128;  // bytes of shared memory that the kernel declares, or more
 };
 
-// Returns run(the panels of so many rows), which G has.
+// The panels of each granularity, and what is asked of them. Several blocks on a multiprocessor
+// wait less for their clusters; copies ahead keep memory busy meanwhile; clusters of up to 8 blocks
+// fit anywhere on the device.
+template <Granularity G>
+struct PanelKinds;
+template <>
+struct PanelKinds<Granularity::kDelayed> {
+  static constexpr std::initializer_list<PanelKind> kKinds = {{64, 256}, {32, 256}};
+  static constexpr std::initializer_list<PanelWish> kWishes = {
+      {3, 8, true}, {2, 8, true}, {2, 16, true}, {3, 16, false}, {1, 16, true}, {1, 16, false}};
+};
+template <>
+struct PanelKinds<Granularity::kVec128> {
+  static constexpr std::initializer_list<PanelKind> kKinds = {{kTile, 256}, {kTile, 512}};
+  static constexpr std::initializer_list<PanelWish> kWishes = {
+      {2, 8, true}, {2, 16, true}, {1, 16, true}, {1, 16, false}};
+};
+
+// Returns run(the panels of a kind), which G has.
 template <typename T, bool kLayerNorm, Granularity G, typename Run>
-auto with_rows(int rows, const Run& run) {
-  if constexpr (G == Granularity::kVec128)
-    return run(Panels<T, kLayerNorm, kTile, G>{});
-  else if (rows == 32)
-    return run(Panels<T, kLayerNorm, 32, G>{});
-  else
-    return run(Panels<T, kLayerNorm, 64, G>{});
+auto with_kind(const PanelKind& kind, const Run& run) {
+  if constexpr (G == Granularity::kVec128) {
+    if (kind.threads == 512) return run(Panels<T, kLayerNorm, kTile, 512, G>{});
+    return run(Panels<T, kLayerNorm, kTile, 256, G>{});
+  } else {
+    if (kind.rows == 32) return run(Panels<T, kLayerNorm, 32, 256, G>{});
+    return run(Panels<T, kLayerNorm, 64, 256, G>{});
+  }
 }
 
 template <typename T, bool kLayerNorm, Granularity G>
 PanelPlan find_plan(const QuantizeNormDesc& desc, int chunks) {
-  const int device = desc.norm.device;
-  const auto bytes_of = [&](int rows, int slice) {
-    return with_rows<T, kLayerNorm, G>(rows,
-                                       [&](auto panels) { return panels.bytes(slice, chunks); });
+  const auto passes_of = [&](const PanelKind& kind, int slice) {
+    return with_kind<T, kLayerNorm, G>(
+        kind, [&](auto panels) { return decltype(panels)::Shape::passes(slice); });
   };
-  const auto is_possible = [&](const PanelPlan& plan) {
-    return with_rows<T, kLayerNorm, G>(
-        plan.rows, [&](auto panels) { return panels.is_possible(plan, chunks, device); });
+  const auto bytes_of = [&](const PanelKind& kind, int slots) {
+    return with_kind<T, kLayerNorm, G>(
+        kind, [&](auto panels) { return decltype(panels)::Shape::bytes(slots, chunks); });
   };
-  if (desc.panel_rows != 0) {
-    const int cluster = std::min(desc.cluster, chunks);
-    const PanelPlan plan = {desc.panel_rows, cluster, (chunks + cluster - 1) / cluster};
-    FP8CORE_CHECK(is_possible(plan), "quantize_norm: the device holds no cluster of ", cluster,
-                  " blocks for panels of ", plan.rows, " x ", chunks * kChunk);
-    return plan;
-  }
-  if (G == Granularity::kVec128) return plan_panels({kTile}, chunks, bytes_of, is_possible);
-  return plan_panels({64, 32}, chunks, bytes_of, is_possible);
+  const auto complete = [&](PanelPlan* plan) {
+    return with_kind<T, kLayerNorm, G>(
+        plan->kind, [&](auto panels) { return panels.complete(plan, chunks, desc.norm.device); });
+  };
+  if (desc.panel.rows == 0)
+    return plan_panels(PanelKinds<G>::kKinds, PanelKinds<G>::kWishes, chunks, passes_of, bytes_of,
+                       complete);
+  PanelPlan plan;
+  plan.kind = {desc.panel.rows, desc.panel.threads};
+  plan.cluster = std::min(desc.panel.cluster, chunks);
+  plan.slice = (chunks + plan.cluster - 1) / plan.cluster;
+  plan.slots = passes_of(plan.kind, plan.slice) + desc.panel.slots_ahead;
+  FP8CORE_CHECK(complete(&plan), "quantize_norm: the device holds no cluster of ", plan.cluster,
+                " blocks for panels of ", plan.kind.rows, " x ", chunks * kChunk);
+  return plan;
 }
 
 // find_plan asks the device, so each answer is kept.
 template <typename T, bool kLayerNorm, Granularity G>
 PanelPlan plan_of(const QuantizeNormDesc& desc, int chunks) {
   static std::mutex mutex;
-  static std::map<std::tuple<int, int, int, int>, PanelPlan> known;
+  static std::map<std::array<int, 6>, PanelPlan> known;
+  const PanelChoice& panel = desc.panel;
+  const std::array<int, 6> key = {desc.norm.device, chunks,        panel.rows,
+                                  panel.threads,    panel.cluster, panel.slots_ahead};
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto [entry, is_new] =
-      known.try_emplace({desc.norm.device, chunks, desc.panel_rows, desc.cluster});
-  if (is_new) {
-    try {
-      entry->second = find_plan<T, kLayerNorm, G>(desc, chunks);
-    } catch (...) {
-      known.erase(entry);
-      throw;
-    }
-  }
-  return entry->second;
+  const auto entry = known.find(key);
+  if (entry != known.end()) return entry->second;
+  const PanelPlan plan = find_plan<T, kLayerNorm, G>(desc, chunks);
+  known.emplace(key, plan);
+  return plan;
 }
 
 template <typename T, bool kLayerNorm, Granularity G>
 bool launch_panels(const QuantizeNormDesc& desc, const PanelParams& p, cudaStream_t stream) {
   const PanelPlan plan = plan_of<T, kLayerNorm, G>(desc, num_chunks(p.tile.args.x.cols));
-  if (plan.rows == 0) return false;
-  with_rows<T, kLayerNorm, G>(
-      plan.rows, [&](auto panels) { panels.launch(plan, p, desc.norm.device, stream); });
+  if (plan.kind.rows == 0) return false;
+  with_kind<T, kLayerNorm, G>(
+      plan.kind, [&](auto panels) { panels.launch(plan, p, desc.norm.device, stream); });
   return true;
 }
 

@@ -15,7 +15,9 @@ void launch_from(const QuantizeNormDesc& desc, const QuantizeNormArguments& argu
   const Matrix& x = arguments.cast.x;
   const Affine affine = {arguments.weight, arguments.bias, desc.norm.zero_centered};
   const Granularity granularity = desc.cast.granularity;
-  if (granularity == Granularity::kDelayed || granularity == Granularity::kVec128) {
+  const bool is_one_pass =
+      granularity == Granularity::kDelayed || granularity == Granularity::kVec128;
+  if (is_one_pass && desc.cast.format == Format::kE4M3) {
     PanelParams p{};
     p.tile = tile;
     p.affine = affine;

@@ -10,19 +10,24 @@
 
 namespace fp8core {
 
+// A block of threads is [32 * warps of a team, teams]: this is a thread's number in it, and how
+// many there are.
+__device__ inline int thread_of_block() { return threadIdx.y * blockDim.x + threadIdx.x; }
+__device__ inline int threads_of_block() { return blockDim.x * blockDim.y; }
+
 struct Team {
-  int index, count;  // of the block's teams
-  int warp, warps;   // within the team
-  int lane;
+  int warp = threadIdx.x / 32, warps = blockDim.x / 32;  // within the team
+  int lane = threadIdx.x % 32;
   int cols;
 
-  __device__ Team(int warps, int64_t cols)
-      : index(threadIdx.x / 32 / warps),
-        count(blockDim.x / 32 / warps),
-        warp(threadIdx.x / 32 % warps),
-        warps(warps),
-        lane(threadIdx.x % 32),
-        cols(static_cast<int>(cols)) {}
+  __device__ explicit Team(int64_t cols) : cols(static_cast<int>(cols)) {}
+
+  // The rows of the block's teams lie one behind the other, and so do those of blocks.
+  __device__ int64_t first_row() const {
+    return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  }
+  // From a team's row to the next, where blocks stay.
+  __device__ static int64_t row_step() { return static_cast<int64_t>(gridDim.x) * blockDim.y; }
 
   // The first of the lane's columns in its vector `i`. A held row has a multiple of eight columns,
   // so that a vector is in the row or behind it.
@@ -35,10 +40,10 @@ struct Team {
     if (warps == 1)
       __syncwarp();
     else
-      wait_at_barrier(index + 1, warps * 32);
+      wait_at_barrier(threadIdx.y + 1, blockDim.x);
   }
 
-  __device__ static void wait_at_barrier(int barrier, int threads) {
+  __device__ static void wait_at_barrier(unsigned barrier, unsigned threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
   }
 };
@@ -61,7 +66,8 @@ __device__ void clear(Eight<T>& x) {
   x.gather(nullptr, 0);
 }
 
-// A held row: zero behind its end. `kAgain`: it is read again soon, and stays in the caches.
+// The vectors of a held row: zero behind its end. `kAgain`: it is read again soon, and stays in the
+// caches.
 template <bool kAgain = false, typename T, int kVectors>
 __device__ void load_row(Eight<T> (&x)[kVectors], const void* data, int64_t offset,
                          const Team& team) {
@@ -91,6 +97,12 @@ __device__ void forget(Eight<T>& x) {
   asm volatile("" : "+r"(x.bits.x), "+r"(x.bits.y), "+r"(x.bits.z), "+r"(x.bits.w) : : "memory");
 }
 
+template <typename T>
+__device__ void unpack(float (&values)[8], const Eight<T>& x) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) values[i] = x[i];
+}
+
 // The bits of element i.
 template <typename T>
 __device__ T element_of(const Eight<T>& x, int i) {
@@ -105,7 +117,12 @@ __device__ T element_of(const Eight<T>& x, int i) {
 template <typename T>
 __device__ void store_eight(T* to, const Eight<T>& x, int count, bool vectors) {
   if (vectors && count >= 8) {
-    x.store(to);
+    if constexpr (std::is_same_v<T, float>) {
+      reinterpret_cast<float4*>(to)[0] = x.low;
+      reinterpret_cast<float4*>(to)[1] = x.high;
+    } else {
+      *reinterpret_cast<uint4*>(to) = x.bits;
+    }
     return;
   }
 #pragma unroll
@@ -117,13 +134,6 @@ template <typename T>
 __device__ void round_and_store(void* data, int64_t at, const float (&values)[8], int count,
                                 bool vectors) {
   store_eight(static_cast<T*>(data) + at, rounded<T>(values), count, vectors);
-}
-
-// Eight values to shared memory; `to` is aligned to 16 bytes. The stores above go to global memory
-// alone.
-__device__ inline void park_eight(float* to, const float (&values)[8]) {
-  reinterpret_cast<float4*>(to)[0] = make_float4(values[0], values[1], values[2], values[3]);
-  reinterpret_cast<float4*>(to)[1] = make_float4(values[4], values[5], values[6], values[7]);
 }
 
 // Rounds eight values to `type` and stores those that are in the row.
@@ -173,79 +183,105 @@ struct Affine {
   Parameters weight, bias;
   bool zero_centered = false;
 
-  __device__ void read_gamma(float (&gamma)[8], int at, int count, bool vectors) const {
-    read_values(gamma, weight.data, weight.type, at, count, vectors);
+  __device__ void center(float (&gamma)[8]) const {
     if (!zero_centered) return;
 #pragma unroll
     for (int i = 0; i < 8; ++i) gamma[i] = __fadd_rn(gamma[i], 1.0f);
   }
   // Without a bias -0, to which nothing is equal but itself: adding it changes no value.
-  __device__ void read_beta(float (&beta)[8], int at, int count, bool vectors) const {
-    if (bias.data != nullptr) {
-      read_values(beta, bias.data, bias.type, at, count, vectors);
-      return;
-    }
+  __device__ static void set_absent(float (&beta)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) beta[i] = -0.0f;
   }
+
+  __device__ void read_gamma(float (&gamma)[8], int at, int count, bool vectors) const {
+    read_values(gamma, weight.data, weight.type, at, count, vectors);
+    center(gamma);
+  }
+  __device__ void read_beta(float (&beta)[8], int at, int count, bool vectors) const {
+    if (bias.data != nullptr)
+      read_values(beta, bias.data, bias.type, at, count, vectors);
+    else
+      set_absent(beta);
+  }
+
+  // The same of a whole vector of type T.
+  template <typename T>
+  __device__ void read_gamma_as(float (&gamma)[8], int at) const {
+    read_values<T>(gamma, weight.data, at, 8, true);
+    center(gamma);
+  }
+  template <typename T>
+  __device__ void read_beta_as(float (&beta)[8], int at) const {
+    if (bias.data != nullptr)
+      read_values<T>(beta, bias.data, at, 8, true);
+    else
+      set_absent(beta);
+  }
 };
 
-// The sum over a row of which each lane gives its share in `lane_sums`, known to the team.
-// `chunks` [as many as the row has, up to a multiple of four] is zero behind the last of them, and
-// not in use: kernels take turns between two.
+// Sums over a row, of which each lane gives its shares: kVectors for each. All of the team get
+// them. `chunks` [kSums, stride] is not in use: kernels take turns between two.
+template <int kSums, int kVectors>
+__device__ void row_sums(float (&sums)[kSums], const float (&lane_sums)[kSums * kVectors],
+                         float* chunks, int stride, const Team& team) {
+  constexpr int kLanes = 32 / (kSums * kVectors);  // that know the sum of one chunk
+  const float of_chunk = sum_over_lanes(lane_sums);
+  const int share = team.lane / kLanes, chunk = share % kVectors * team.warps + team.warp;
+  const int count = team.chunks();
+  if (team.lane % kLanes == 0 && chunk < count)
+    chunks[share / kVectors * stride + chunk] = of_chunk;
+  team.wait();
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) sums[i] = sum_of_chunks(chunks + i * stride, count);
+}
+
 template <int kVectors>
 __device__ float row_sum(const float (&lane_sums)[kVectors], float* chunks, const Team& team) {
-  float sums[kVectors];
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) sums[i] = chunk_sum(lane_sums[i]);
-  const int count = team.chunks();
-  if (team.lane == 0) {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i)
-      if (i * team.warps + team.warp < count) chunks[i * team.warps + team.warp] = sums[i];
-  }
-  team.wait();
-  RunningSums running;
-  running.add(chunks, count);
-  return running.total();
+  float sum[1];
+  row_sums<1, kVectors>(sum, lane_sums, chunks, 0, team);
+  return sum[0];
 }
 
-// The share of eight elements in the sum of squares.
+// The share of eight deviations in a sum of squares.
+__device__ inline float squares_of_eight(const float (&deviations)[8]) {
+  const auto at = [&](int j) { return deviations[j]; };
+  return dot_of_eight(at, at);
+}
+
+// Of eight elements, behind the row 0: their deviations from the mean, 0 behind the row.
 template <bool kLayerNorm, typename T>
-__device__ float squares_of_eight(const Eight<T>& x, float mean, int count) {
-  const auto deviation = [&](int j) {
-    if constexpr (kLayerNorm)
-      return j < count ? __fsub_rn(x[j], mean) : 0.0f;
-    else
-      return x[j];
-  };
-  return dot_of_eight(deviation, deviation);
+__device__ void deviate(float (&deviations)[8], const Eight<T>& x, float mean, int count) {
+  unpack(deviations, x);
+  if constexpr (kLayerNorm) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) deviations[j] = j < count ? __fsub_rn(deviations[j], mean) : 0.0f;
+  }
 }
 
-// The statistics of a held row; `chunks` are two buffers of row_sum, `turn` says which one comes
-// next.
-template <bool kLayerNorm, typename T, int kVectors>
-__device__ RowStatistics statistics_of(Eight<T> (&x)[kVectors], const Team& team,
+// The statistics of a held row, of which a LayerNorm subtracts the mean. `chunks` are two buffers
+// of row_sum, `stride` floats apart: a LayerNorm takes both; an RMSNorm takes that of `turn`, and
+// if it works on several rows, the two in turn.
+template <bool kLayerNorm, int kVectors>
+__device__ RowStatistics statistics_of(float (&x)[kVectors][8], const Team& team,
                                        float inverse_count, float eps, float* chunks, int stride,
-                                       int& turn) {
+                                       int turn = 1) {
   RowStatistics row;
   float lane_sums[kVectors];
   if constexpr (kLayerNorm) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      lane_sums[i] = sum_of_eight([&](int j) { return x[i][j]; });
-      forget(x[i]);
-    }
-    row.mean = __fmul_rn(row_sum(lane_sums, chunks + turn * stride, team), inverse_count);
-    turn ^= 1;
+    for (int i = 0; i < kVectors; ++i) lane_sums[i] = sum_of_eight([&](int j) { return x[i][j]; });
+    row.mean = __fmul_rn(row_sum(lane_sums, chunks, team), inverse_count);
+    turn = 1;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+#pragma unroll
+      for (int j = 0; j < 8; ++j) x[i][j] = __fsub_rn(x[i][j], row.mean);
   }
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    lane_sums[i] = squares_of_eight<kLayerNorm>(x[i], row.mean, team.has(i) ? 8 : 0);
-    forget(x[i]);
-  }
+  for (int i = 0; i < kVectors; ++i)
+    lane_sums[i] = kLayerNorm && !team.has(i) ? 0.0f : squares_of_eight(x[i]);
   row.rstd = rstd_of(row_sum(lane_sums, chunks + turn * stride, team), inverse_count, eps);
-  turn ^= 1;
   return row;
 }
 

@@ -34,31 +34,61 @@ __device__ float dot_of_eight(const ValueAt& value, const OtherAt& other) {
   return sum;
 }
 
-// The sum over the lanes of a warp, known to all of them.
-__device__ inline float chunk_sum(float lane_sum) {
+// Sums over the lanes of a warp, of kCount (1, 2 or 4) values each: lane l gets that of value
+// l / (32 / kCount). Of the values that two lanes have, each keeps half and hands on the other
+// half, so that kCount sums take little longer than one.
+template <int kCount>
+__device__ float sum_over_lanes(const float (&values)[kCount]) {
+  const int lane = threadIdx.x % 32;
+  float kept[kCount];
 #pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2)
-    lane_sum = __fadd_rn(lane_sum, __shfl_xor_sync(0xFFFFFFFFu, lane_sum, lanes));
-  return lane_sum;
+  for (int i = 0; i < kCount; ++i) kept[i] = values[i];
+  int lanes = 16;
+#pragma unroll
+  for (int half = kCount / 2; half > 0; half /= 2, lanes /= 2) {
+    const bool keeps_upper = (lane & lanes) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float mine = keeps_upper ? kept[i + half] : kept[i];
+      const float handed = keeps_upper ? kept[i] : kept[i + half];
+      kept[i] = __fadd_rn(mine, __shfl_xor_sync(0xFFFFFFFFu, handed, lanes));
+    }
+  }
+#pragma unroll
+  for (int rest = 16 / kCount; rest > 0; rest /= 2)
+    kept[0] = __fadd_rn(kept[0], __shfl_xor_sync(0xFFFFFFFFu, kept[0], rest));
+  return kept[0];
 }
 
-// Four running sums of chunks; the zeros behind the last chunk, up to a multiple of four, add
-// nothing.
-struct RunningSums {
-  float4 sums = {0.0f, 0.0f, 0.0f, 0.0f};
+// The same of one value: every lane has its sum.
+__device__ inline float chunk_sum(float value) {
+  const float values[1] = {value};
+  return sum_over_lanes(values);
+}
 
-  __device__ void add(const float4& chunks) {
-    sums.x = __fadd_rn(sums.x, chunks.x);
-    sums.y = __fadd_rn(sums.y, chunks.y);
-    sums.z = __fadd_rn(sums.z, chunks.z);
-    sums.w = __fadd_rn(sums.w, chunks.w);
-  }
-  // `chunks` is aligned to 16 bytes and zero from `count` to the next multiple of four.
+// The sum of chunks, known to all lanes of a warp. Lane l adds up the running sum l % 4.
+__device__ inline float sum_of_chunks(const float* chunks, int count) {
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int i = threadIdx.x % 4; i < count; i += 4) sum = __fadd_rn(sum, chunks[i]);
+  sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, 1));
+  return __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, 2));
+}
+
+// The four running sums of chunks that come some at a time, a multiple of four each time but for
+// the last.
+struct RunningSums {
+  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+
   __device__ void add(const float* chunks, int count) {
-    for (int i = 0; i < count; i += 4) add(*reinterpret_cast<const float4*>(chunks + i));
+    for (int i = 0; i < count; i += 4) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (i + j < count) sums[j] = __fadd_rn(sums[j], chunks[i + j]);
+    }
   }
   __device__ float total() const {
-    return __fadd_rn(__fadd_rn(sums.x, sums.y), __fadd_rn(sums.z, sums.w));
+    return __fadd_rn(__fadd_rn(sums[0], sums[1]), __fadd_rn(sums[2], sums[3]));
   }
 };
 
@@ -77,9 +107,13 @@ __device__ float standardized(float x, const RowStatistics& row) {
 }
 
 template <bool kLayerNorm>
-__device__ float normalized(float x, const RowStatistics& row, float gamma, float beta) {
-  const float z = standardized<kLayerNorm>(x, row);
+__device__ float scaled(float z, float gamma, float beta) {
   return kLayerNorm ? __fmaf_rn(z, gamma, beta) : __fmul_rn(z, gamma);
+}
+
+template <bool kLayerNorm>
+__device__ float normalized(float x, const RowStatistics& row, float gamma, float beta) {
+  return scaled<kLayerNorm>(standardized<kLayerNorm>(x, row), gamma, beta);
 }
 
 // What a sum is multiplied by to be a mean.

@@ -19,7 +19,7 @@ struct TeamShape {
       : warps(static_cast<int>(std::min<int64_t>(ceil_div(num_chunks(cols), vectors), most / 32))),
         teams(std::max(1, threads / 32 / warps)) {}
   int block_warps() const { return warps * teams; }
-  unsigned threads() const { return 32u * block_warps(); }
+  dim3 threads() const { return dim3(32 * warps, teams); }
 
   // Blocks that are on the device at once and share the rows evenly.
   unsigned grid(int64_t rows, int resident) const {

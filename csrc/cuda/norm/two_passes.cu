@@ -19,8 +19,9 @@ namespace {
 template <typename T, int kVectors, bool kLayerNorm, Granularity G>
 int launch_rows(FirstPassParams p, int device, cudaStream_t stream) {
   constexpr auto kKernel = norm_first_pass<T, kVectors, kLayerNorm, G>;
-  const TeamShape shape(p.x.cols, kVectors, kFirstPassThreads, kFirstPassThreads);
-  p.warps = shape.warps;
+  // Small blocks, unless each of them writes maxima of columns.
+  const int threads = G == Granularity::kRow ? kFirstPassThreads : kFirstPassThreads / 2;
+  const TeamShape shape(p.x.cols, kVectors, threads, kFirstPassThreads);
   const int resident =
       std::min(kMaxPartials, resident_blocks<kKernel>(shape.block_warps(), 0, device));
   const unsigned blocks = shape.grid(p.x.rows, resident);
@@ -36,8 +37,12 @@ int launch_first_pass(const FirstPassParams& p, int device, cudaStream_t stream)
   const int chunks = num_chunks(p.x.cols);
   FP8CORE_CHECK(p.x.cols <= kMostTwicePassed, "quantize_norm: rows of ", p.x.cols,
                 " elements; expected at most ", kMostTwicePassed);
-  return chunks <= 2 * kWarps ? launch_rows<T, 2, kLayerNorm, G>(p, device, stream)
-                              : launch_rows<T, 4, kLayerNorm, G>(p, device, stream);
+  // With four vectors a lane there are fewer instructions, and with a bias or maxima of columns too
+  // few registers.
+  constexpr bool kIsLarge = kLayerNorm || G == Granularity::kRow;
+  return chunks <= (kIsLarge ? 2 * kWarps : 2)
+             ? launch_rows<T, 2, kLayerNorm, G>(p, device, stream)
+             : launch_rows<T, 4, kLayerNorm, G>(p, device, stream);
 }
 
 template <typename T, bool kLayerNorm>

@@ -78,14 +78,21 @@ int norm_backward_partials(const NormDesc& desc, std::int64_t rows, std::int64_t
 void norm_backward(const NormDesc& desc, const NormBackwardArguments& arguments,
                    StreamHandle stream);
 
+// How one pass over x is divided, for measurements: by default that follows from the number of
+// columns. All give the same bits.
+struct PanelChoice {
+  int rows = 0;         // that a cluster of blocks takes at once: 32 or 64, for kVec128 128; or 0
+  int threads = 256;    // of a block; for kVec128 also 512
+  int cluster = 1;      // blocks
+  int slots_ahead = 0;  // 1: part of the next rows is loaded meanwhile
+};
+
 // A norm and the cast of its result, which is rounded to the norm's output type in between: to x's
 // type, or float32, which is not at all.
 struct QuantizeNormDesc {
   NormDesc norm;
   QuantizeDesc cast;
-  // How many rows a cluster takes, and of how many blocks it is; 0 follows from the number of
-  // columns. All give the same bits.
-  int panel_rows = 0, cluster = 0;
+  PanelChoice panel;
 };
 
 struct QuantizeNormArguments {

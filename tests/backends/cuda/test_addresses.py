@@ -43,6 +43,14 @@ def norm(*, x=at[0], weight=at[3], y=at[1], rstd=at[4], mean=at[5], residual=())
     given = (weight, E.InputType.float32, 0, E.InputType.float32)
     run((x, 64, 64, 64, *given, y, mean, rstd, *residual), 0)
 
+def quantize_norm(*, x=at[0], weight=at[3], rstd=at[4], scale_inv=at[5], workspace=at[6]):
+    rule = E.ScaleRule(448.0, 0.0, 3e38, False)
+    norm = E.Norm(E.NormKind.rmsnorm, False, 1e-5, kind, kind, 0)
+    cast = E.Quantize(E.Granularity.tensor, E.Format.e4m3, kind, rule, 0)
+    given = (weight, E.InputType.float32, 0, E.InputType.float32, 0, rstd, x, 64, 64, 64)
+    row, column = (at[1], scale_inv, 1), (at[2], scale_inv, 1)
+    E.QuantizeNorm(norm, cast)((*given, *row, *column, 0, 0, 0, workspace), 0)
+
 def norm_backward(*, grad=at[0], x=at[0], rstd=at[4], grad_x=at[1], workspace=at[6]):
     run = E.Norm(E.NormKind.rmsnorm, False, 1e-5, kind, kind, 0)
     weight = (at[3], E.InputType.float32)
@@ -66,6 +74,11 @@ CASES = {
     "layernorm to a mean": "norm(mean=0)",
     "norm of a sum with nothing": "norm(residual=(0, 64, at[1]))",
     "norm of a sum to nothing": "norm(residual=(at[0], 64, 0))",
+    "norm and cast of x": "quantize_norm(x=0)",
+    "norm and cast by a weight": "quantize_norm(weight=0)",
+    "norm and cast to rstd": "quantize_norm(rstd=0)",
+    "norm and cast to scale_inv": "quantize_norm(scale_inv=0)",
+    "norm and cast without workspace": "quantize_norm(workspace=0)",
     "norm backward of a gradient": "norm_backward(grad=0)",
     "norm backward of x": "norm_backward(x=0)",
     "norm backward by rstd": "norm_backward(rstd=0)",

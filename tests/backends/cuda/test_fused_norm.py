@@ -131,22 +131,25 @@ def test_power_of_two_scales_equal_the_pair(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "rows"), [("delayed", 32), ("delayed", 64), ("vector", 128)])
+@pytest.mark.parametrize(
+    ("name", "rows", "threads"),
+    [("delayed", 32, 256), ("delayed", 64, 256), ("vector", 128, 256), ("vector", 128, 512)],
+)
 def test_any_division_into_panels_and_slices_gives_the_same(
-    kind: str, name: str, rows: int
+    kind: str, name: str, rows: int, threads: int
 ) -> None:
     desc, library = fused(kind, spec(name), torch.bfloat16), native.load()
-    for shape in ((100, 1160), (257, 2048), (64, 4096)):
+    for shape in ((100, 1160), (257, 2048), (3000, 4096)):
         tensors, ran = drawn(desc, *shape), 0
-        for cluster in range(1, 17):
-            run = FusedNorm(desc, DEVICE, library, (rows, cluster))
+        for cluster, ahead in itertools.product(range(1, 17), (0, 1)):
+            run = FusedNorm(desc, DEVICE, library, (rows, threads, cluster, ahead))
             try:
                 check(desc, tensors, run)
                 ran += 1
             except ValueError as error:
                 if "the device holds no cluster" not in str(error):
                     raise  # so few blocks have no memory for it
-        assert ran > 3
+        assert ran > 6
 
 
 @pytest.mark.parametrize("kind", KINDS)
