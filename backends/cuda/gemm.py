@@ -22,7 +22,7 @@ from fp8core_backends.cuda.layout import (
     scale_strides,
     scales,
 )
-from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.memory import allocator, allocator_now
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 __all__ = ["LowPrecisionGemm", "high_precision_gemm", "store"]
@@ -52,6 +52,7 @@ class LowPrecisionGemm:
         "_index",
         "_modes",
         "_native",
+        "_now",
         "_out_dtype",
         "_plans",
         "_wide",
@@ -66,6 +67,7 @@ class LowPrecisionGemm:
         self._index = index_of(device)
         self._device = torch.device("cuda", self._index)
         self._empty = allocator(self._index)
+        self._now = allocator_now(self._index)
         self._native = native
         modes = (scale_mode(desc.a), scale_mode(desc.b))
         assert modes[0] is not None
@@ -89,21 +91,26 @@ class LowPrecisionGemm:
         m, k = a_data.shape
         n, b_k = b_data.shape
         plan = self._plans.get((m, n, k, b_k, True, ALIGNMENT_OF_ALLOCATIONS))
+        if plan is None or out is not None or bias is not None:
+            return self._arrange(a, b, bias, out)
+        run, candidate, workspace_bytes, a_strides, b_strides = plan
         if (
-            plan is None
-            or out is not None
-            or bias is not None
-            or not (a_data.is_contiguous() and b_data.is_contiguous())
-            or not (plan.a_scale_strides is None or a_scale_inv.stride() == plan.a_scale_strides)  # type: ignore[union-attr]  # quantized
-            or not (plan.b_scale_strides is None or b_scale_inv.stride() == plan.b_scale_strides)  # type: ignore[union-attr]  # quantized
+            not (a_data.is_contiguous() and b_data.is_contiguous())
+            or not (a_strides is None or a_scale_inv.stride() == a_strides)  # type: ignore[union-attr]  # quantized
+            or not (b_strides is None or b_scale_inv.stride() == b_strides)  # type: ignore[union-attr]  # quantized
         ):
             return self._arrange(a, b, bias, out)
         a_at, a_scale_at = a_data.data_ptr(), a_scale_inv.data_ptr()  # type: ignore[union-attr]  # quantized
         b_at, b_scale_at = b_data.data_ptr(), b_scale_inv.data_ptr()  # type: ignore[union-attr]  # quantized
         if (a_scale_at | b_scale_at) % ALIGNMENT or (a_at | b_at) % ALIGNMENT_OF_ALLOCATIONS:
             return self._arrange(a, b, bias, out)
-        d = self._empty((m, n), (n, 1), self._out_dtype)
-        self._run(plan, (a_at, a_scale_at, b_at, b_scale_at, 0, d.data_ptr()))
+        empty = self._now()
+        d = empty((m, n), (n, 1), self._out_dtype)
+        addresses: tuple[int, ...] = (a_at, a_scale_at, b_at, b_scale_at, 0, d.data_ptr())
+        if workspace_bytes:  # from torch's allocator, as in _run
+            workspace = empty((workspace_bytes,), (1,), torch.uint8)
+            addresses = (*addresses, workspace.data_ptr(), workspace_bytes)
+        run(candidate, addresses, raw_stream(self._index))
         return d
 
     def _run(self, plan: _Plan, addresses: autotune.Addresses) -> None:

@@ -1,17 +1,20 @@
 """Every private name of torch that this backend uses; all are in torch 2.11 and in torch 2.13.
 
-Where a later torch lacks one of the first three, the public way next to its use takes its place and
+Where a later torch lacks one of the first four, the public way next to its use takes its place and
 costs more time on the host. ``scaled_mm`` raises an AttributeError at import.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch.autograd.graph import increment_version
 
-__all__ = ["Empty", "current_device", "empty_strided", "raw_stream", "scaled_mm"]
+__all__ = [
+    *("Empty", "count_writes", "current_device", "empty_strided", "raw_stream", "scaled_mm"),
+]
 
 Empty: TypeAlias = "Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]"
 """``empty(size, stride, dtype)``; a stride of 1 for a dimension of 1 will do."""
@@ -27,6 +30,11 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.c
 
 # The address of torch's current stream on a device: 0.1 us instead of 1, as it makes no Stream.
 raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+# Counts a write to each tensor of a sequence; the public function looks at the sequence first.
+count_writes: Callable[[Sequence[torch.Tensor]], None] = getattr(
+    torch._C, "_increment_version", increment_version
+)
 
 # A product of FP8 matrices by cuBLASLt.
 scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm

@@ -17,7 +17,7 @@ from fp8core.backend_api import (
 from fp8core_backends.cuda import quantize_and_sum
 from fp8core_backends.cuda.device_groups import bind_device_quantize
 from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, empty_scales, scale_mode
-from fp8core_backends.cuda.memory import allocator
+from fp8core_backends.cuda.memory import allocator, allocator_now
 from fp8core_backends.cuda.quantize_and_sum import QuantizeAndSum
 from fp8core_backends.cuda.quantize_chunked import QuantizeChunked, QuantizeChunkedAndSum
 from fp8core_backends.cuda.quantize_compose import apart, in_groups
@@ -30,6 +30,14 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 # Looked up in every call, so here by one name each.
 _UINT8, _FLOAT32, _ONE = torch.uint8, torch.float32, (1, 1)
 
+# NamedTuples without their Python function: several in each cast.
+_operand: Callable[[tuple[torch.Tensor, torch.Tensor, None]], Operand] = partial(
+    tuple.__new__, Operand
+)
+_quantized: Callable[[tuple[Operand | None, Operand | None]], Quantized] = partial(
+    tuple.__new__, Quantized
+)
+
 
 class Quantize:
     """One call of the native library: one spec, in the orientations that have it."""
@@ -40,6 +48,7 @@ class Quantize:
         "_index",
         "_mode",
         "_native",
+        "_now",
         "_pairs_with",
         "_rowwise",
         "_workspace_floats",
@@ -67,6 +76,7 @@ class Quantize:
         self._columnwise = desc.columnwise is not None
         self._index = index_of(device)
         self._empty = allocator(self._index)
+        self._now = allocator_now(self._index)
         self._workspace_floats = 0
         if mode == "tensor" and not spec.delayed:
             self._workspace_floats = native.MAX_PARTIALS
@@ -143,7 +153,7 @@ class Quantize:
         nonfinite_out: torch.Tensor | None,
     ) -> tuple[Quantized, Addresses, torch.Tensor | None]:
         """Return what :meth:`results` returns, of a cast with one scale for the tensor."""
-        empty = self._empty
+        empty = self._now()
         scale_inv = empty(_ONE, _ONE, _FLOAT32)  # both orientations share it
         scale_inv_address = scale_inv.data_ptr()
         row = column = workspace = None
@@ -151,11 +161,11 @@ class Quantize:
         if self._rowwise:
             codes = empty((rows, cols), (cols, 1), _UINT8)
             row_codes = codes.data_ptr()
-            row = Operand(codes, scale_inv)
+            row = _operand((codes, scale_inv, None))
         if self._columnwise:
             codes = empty((cols, rows), (rows, 1), _UINT8)
             column_codes = codes.data_ptr()
-            column = Operand(codes, scale_inv)
+            column = _operand((codes, scale_inv, None))
         if self._workspace_floats:
             workspace = empty((self._workspace_floats,), (1,), _FLOAT32)
             workspace_address = workspace.data_ptr()
@@ -171,7 +181,7 @@ class Quantize:
             0 if nonfinite_out is None else nonfinite_out.data_ptr(),
             workspace_address,
         )
-        return Quantized(row, column), addresses, workspace
+        return _quantized((row, column)), addresses, workspace
 
     def bind_pair(self, other: object) -> QuantizePair | None:
         """Return the cast of this one's tensor and of ``other``'s in one launch, None if they
@@ -212,7 +222,7 @@ class Quantize:
         nonfinite_out: torch.Tensor | None,
     ) -> tuple[Quantized, Addresses, torch.Tensor | None]:
         """Return what :meth:`results` returns, in any mode."""
-        mode, empty, workspace = self._mode, self._empty, amax
+        mode, empty, workspace = self._mode, self._now(), amax
         size = rows + cols if mode == "row" else self._workspace_floats
         if amax is None and size:
             workspace = empty((size,), (1,), _FLOAT32)

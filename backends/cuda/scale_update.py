@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from fp8core.backend_api import ScaleUpdateDesc
+from fp8core_backends.cuda.private import count_writes
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
 __all__ = ["ScaleUpdate"]
+
+_address = torch.Tensor.data_ptr
 
 
 class ScaleUpdate:
@@ -51,7 +53,7 @@ class ScaleUpdate:
 
         def update() -> None:
             nonlocal addresses, run
-            if [one.data_ptr() for one in tensors] != addresses:  # one moved, by .data or set_()
+            if [*map(_address, tensors)] != addresses:  # one moved, by .data or set_()
                 if not all(one.is_contiguous() for one in tensors):
                     self._update_copies(histories, scales, targets, nonfinite)
                     return
@@ -59,7 +61,7 @@ class ScaleUpdate:
             run(raw_stream(index))
             # torch does not see the kernel's writes; a weight kept under an old scale must be
             # noticed.
-            increment_version(scales)
+            count_writes(scales)
 
         return update
 
