@@ -27,6 +27,7 @@ from fp8core.backend_api import (
     QuantizeByAmaxDesc,
     Quantized,
     QuantizeDesc,
+    RotaryDesc,
     ScaleUpdateDesc,
     has_amax,
 )
@@ -43,6 +44,7 @@ from fp8core_backends.cuda.layout import BLOCKS, TILED, scale_mode
 from fp8core_backends.cuda.microscaling import TiledGemm, bind_byte_scaled, spec_problem
 from fp8core_backends.cuda.norm import AddNorm, Norm, NormBackward, norm_problem
 from fp8core_backends.cuda.quantize import bind_quantize
+from fp8core_backends.cuda.rotary import Rotary, rotary_problem
 from fp8core_backends.cuda.scale_update import ScaleUpdate
 
 __all__ = ["CudaBackend"]
@@ -279,6 +281,7 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
     NormDesc: norm_problem,
     NormBackwardDesc: lambda desc: norm_problem(desc.norm),
     AddNormDesc: lambda desc: norm_problem(desc.norm),
+    RotaryDesc: rotary_problem,
     FusedDesc: _check_fused,
 }
 
@@ -294,5 +297,6 @@ _BINDERS: dict[type, Callable[..., Any]] = {
     NormDesc: Norm,
     NormBackwardDesc: NormBackward,
     AddNormDesc: AddNorm,
+    RotaryDesc: Rotary,
     FusedDesc: bind_fused,
 }

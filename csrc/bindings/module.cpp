@@ -14,6 +14,7 @@
 #include "fp8core/microscaling.h"
 #include "fp8core/norm.h"
 #include "fp8core/quantize.h"
+#include "fp8core/rotary.h"
 #include "fp8core/scale_update.h"
 
 namespace py = pybind11;
@@ -125,6 +126,16 @@ void register_norm(py::module_& module) {
       .def("__call__", &quantize_norm);
 }
 
+void register_rotary(py::module_& module) {
+  py::enum_<RotaryLayout>(module, "RotaryLayout")
+      .value("sbhd", RotaryLayout::kSbhd)
+      .value("bshd", RotaryLayout::kBshd)
+      .value("thd", RotaryLayout::kThd);
+  py::class_<RotaryDesc>(module, "Rotary")
+      .def(py::init<RotaryLayout, bool, bool, InputType, int>())
+      .def("__call__", &rotary);
+}
+
 void register_gemm(py::module_& module) {
   py::enum_<ElementType>(module, "ElementType")
       .value("e4m3", ElementType::kE4M3)
@@ -178,6 +189,7 @@ PYBIND11_MODULE(fp8core_cuda, module) {
   fp8core::register_microscaling(module);
   fp8core::register_scale_update(module);
   fp8core::register_norm(module);
+  fp8core::register_rotary(module);
   fp8core::register_gemm(module);
   fp8core::register_dequantize(module);
   fp8core::register_column_sums(module);

@@ -28,6 +28,7 @@ import torch
 from fp8core import recipe
 from fp8core.backend_api import (
     ACTIVATIONS,
+    ATTENTION_LAYOUTS,
     GATED,
     ActivationBackwardDesc,
     ActivationDesc,
@@ -43,6 +44,7 @@ from fp8core.backend_api import (
     OperandSpec,
     QuantizeByAmaxDesc,
     QuantizeDesc,
+    RotaryDesc,
     ScaleUpdateDesc,
 )
 from fp8core.recipe.plan import LayerRole
@@ -321,6 +323,32 @@ def fused_norms() -> None:
             run(x, *parameters, **given, nonfinite_out=count)
 
 
+def rotary() -> None:
+    """Rotate heads in every layout, in vectors and one by one, whole and in parts."""
+    # Sequence, batch, heads, head size, rotated elements.
+    cases = (
+        *((1, 1, 1, 2, 2), (5, 3, 2, 10, 6), (37, 3, 2, 33, 8), (4, 2, 9, 80, 32)),
+        *((9, 2, 32, 128, 128), (2, 2, 2, 1100, 1030), (2, 1, 2, 4112, 4112), (3, 2, 2, 16, 0)),
+    )
+    for dtype, layout, interleaved, inverse, (length, batch, *heads, rotated) in itertools.product(
+        DTYPES, ATTENTION_LAYOUTS, (False, True), (False, True), cases
+    ):
+        sizes = {"sbhd": (length, batch), "bshd": (batch, length), "thd": (length * batch,)}[layout]
+        x = torch.randn(*sizes, *heads).to(dtype).to(DEVICE)
+        freqs = torch.randn(length, 1, 1, rotated).to(DEVICE)
+        # The last sequence reaches beyond the angles; in thd, tokens of no sequence are left.
+        given = {"start_positions": torch.arange(batch, dtype=torch.int32).to(DEVICE)}
+        if layout == "thd":
+            bounds = torch.arange(batch + 1, dtype=torch.int32) * (length - 1) + 1
+            given["cu_seqlens"] = bounds.to(DEVICE)
+        run = backend("cuda").bind(RotaryDesc(dtype, layout, interleaved, inverse), DEVICE)
+        run(x, freqs, **given)
+        run(x[..., :1, :], freqs, **given)
+    bounds = torch.arange(1100, dtype=torch.int32).to(DEVICE)
+    run = backend("cuda").bind(RotaryDesc(torch.bfloat16, "thd"), DEVICE)
+    run(torch.randn(1101, 1, 16).bfloat16().to(DEVICE), freqs[:, :, :, :0], cu_seqlens=bounds)
+
+
 GROUPS = {
     "quantize": quantize,
     "pairs": pairs,
@@ -333,6 +361,7 @@ GROUPS = {
     "device_groups": device_groups,
     "norms": norms,
     "fused_norms": fused_norms,
+    "rotary": rotary,
     "gemm": gemm,
 }
 

@@ -55,6 +55,10 @@ def norm_backward(*, grad=at[0], x=at[0], rstd=at[4], grad_x=at[1], workspace=at
     run = E.Norm(E.NormKind.rmsnorm, False, 1e-5, kind, kind, 0)
     weight = (at[3], E.InputType.float32)
     run.backward((grad, 64, 64, 64, x, 64, *weight, 0, rstd, grad_x, at[5], 0, workspace), 0)
+
+def rotary(layout="sbhd", *, x=at[0], freqs=at[3], y=at[4]):
+    run = E.Rotary(E.RotaryLayout.__members__[layout], False, False, kind, 0)
+    run((x, 8, 1, 8, 64, 512, 512, 64, 1, freqs, 8, 64, 0, 0, 1, y), 0)
 """
 
 CASES = {
@@ -84,6 +88,10 @@ CASES = {
     "norm backward by rstd": "norm_backward(rstd=0)",
     "norm backward to grad_x": "norm_backward(grad_x=0)",
     "norm backward without workspace": "norm_backward(workspace=0)",
+    "rotary of x": "rotary(x=0)",
+    "rotary by freqs": "rotary(freqs=0)",
+    "rotary of packed sequences without bounds": "rotary('thd')",
+    "rotary to y": "rotary(y=0)",
     "scale update": "E.ScaleUpdate([(0, at[3], at[4], 0, 4, 3)], True, 0)(0)",
     "MXFP8": (
         "E.QuantizeMxfp8(E.Format.e4m3, kind, False, 448.0, 0)("

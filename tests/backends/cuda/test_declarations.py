@@ -12,6 +12,7 @@ import torch
 from fp8core import recipe
 from fp8core.backend_api import (
     ACTIVATIONS,
+    ATTENTION_LAYOUTS,
     ActivationBackwardDesc,
     ActivationDesc,
     AddNormDesc,
@@ -27,6 +28,7 @@ from fp8core.backend_api import (
     OperandSpec,
     QuantizeByAmaxDesc,
     QuantizeDesc,
+    RotaryDesc,
     ScaleUpdateDesc,
 )
 from fp8core.chain.fusion import variants
@@ -236,6 +238,14 @@ REFUSED: dict[str, tuple[OpDesc, str]] = {
         NormDesc("batchnorm", torch.bfloat16, torch.bfloat16, 1e-5),
         "no kernels for a norm of kind 'batchnorm'",
     ),
+    "rotary embedding of float64": (
+        RotaryDesc(torch.float64, "sbhd"),
+        "no rotary embedding of torch.float64",
+    ),
+    "rotary embedding of another layout": (
+        RotaryDesc(torch.bfloat16, "bhsd"),
+        "no layout 'bhsd'",
+    ),
     "float64 norm": (
         NormBackwardDesc(NormDesc("rmsnorm", torch.float64, torch.float64, 1e-5)),
         "no norm from torch.float64 to torch.float64",
@@ -270,6 +280,14 @@ def test_norms_run_between_any_dtypes(kind: str, zero_centered: bool) -> None:
         norm = NormDesc(kind, dtype, out_dtype, 1e-5, zero_centered)
         for desc in (norm, AddNormDesc(norm), NormBackwardDesc(norm)):
             assert CudaBackend().unsupported(desc, CUDA) is None
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
+def test_heads_are_rotated_in_every_layout_and_dtype(layout: str, dtype: torch.dtype) -> None:
+    for flags in itertools.product((False, True), repeat=2):
+        assert CudaBackend().unsupported(RotaryDesc(dtype, layout, *flags), CUDA) is None
 
 
 @pytest.mark.usefixtures("hopper")

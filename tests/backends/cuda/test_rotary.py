@@ -1,0 +1,425 @@
+"""The native rotary embedding against the reference backend in float64, and its own bits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fp8core
+from fp8core.backend_api import ATTENTION_LAYOUTS, OperandError, RotaryDesc
+from fp8core.testing.compare import ulp, within
+from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, same_bits
+
+on_device = pytest.mark.needs_accelerator("cuda")
+CPU, F64 = torch.device("cpu"), torch.float64
+FLAGS = tuple(itertools.product((False, True), repeat=2))
+# Of a sine, a cosine, two products and a sum, as a share of the magnitudes of the pair.
+ROUNDINGS = 2.0**-22
+# Sequence, batch, heads, head size, rotated elements: in vectors of eight elements and one by one.
+IN_VECTORS = (
+    *((1, 1, 1, 16, 16), (3, 2, 2, 64, 64), (5, 3, 32, 128, 128), (7, 2, 8, 128, 128)),
+    *((2, 2, 3, 80, 32), (33, 3, 1, 96, 48), (2, 1, 200, 256, 256), (9, 2, 3, 24, 16)),
+)
+ONE_BY_ONE = (
+    *((1, 1, 1, 2, 2), (7, 3, 2, 10, 6), (5, 2, 3, 130, 32), (4, 3, 5, 33, 8), (3, 2, 2, 96, 24)),
+    *((300, 1, 1, 3, 2), (2, 3, 2, 72, 72), (2, 2, 1, 128, 2), (131, 2, 2, 4, 4)),
+)
+# More columns of a head than the shared memory of a block takes, the last part of them ragged.
+IN_PARTS = ((3, 2, 2, 4112, 4112), (2, 2, 3, 2064, 1040), (2, 3, 2, 1100, 1030), (2, 1, 1, 3001, 4))
+# Head size and rotated elements: in vectors, and one by one.
+EITHER_WAY = ((24, 16), (10, 8))
+EMPTY = ((0, 2, 2, 8, 8), (3, 0, 2, 8, 8), (3, 2, 0, 8, 8))
+
+
+def drawn(layout: str, sizes: tuple[int, ...], dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
+    """Return x of sizes (sequence, batch, heads, head size) in ``layout``, with a few decades."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(sizes, generator=generator)
+    x *= 10.0 ** (4 * torch.rand(sizes[0], 1, 1, 1, generator=generator) - 2)
+    x = x if layout == "sbhd" else x.transpose(0, 1).contiguous()
+    x = x.flatten(0, 1) if layout == "thd" else x
+    return x.to(dtype).to(DEVICE)
+
+
+def angles(positions: int, rotated: int) -> torch.Tensor:
+    """Return angles of thousandths of a turn and of many turns, those of a pair not the same."""
+    factors = 10000.0 ** (-torch.arange(rotated) / max(rotated, 1))
+    return (torch.arange(positions)[:, None] * factors)[:, None, None, :].to(DEVICE)
+
+
+def spans(layout: str, length: int, batch: int) -> dict[str, torch.Tensor]:
+    """Return start positions for each sequence, and in thd where the sequences are."""
+    given = {"start_positions": torch.arange(batch).flip(0) * 3}
+    if layout == "thd":
+        given["cu_seqlens"] = torch.arange(batch + 1) * length
+    return {name: one.to(torch.int32).to(DEVICE) for name, one in given.items()}
+
+
+def zeros(*sizes: int) -> torch.Tensor:
+    return torch.zeros(sizes, dtype=torch.bfloat16, device=DEVICE)
+
+
+def integers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def rotary(desc: RotaryDesc, *given: Any, **named: Any) -> torch.Tensor:
+    y: torch.Tensor = backend("cuda").bind(desc, DEVICE)(*given, **named)
+    return y
+
+
+def pair_sizes(desc: RotaryDesc, x: torch.Tensor, rotated: int) -> torch.Tensor:
+    """Return the magnitudes that are added up in each element of y; 0 where it is a copy."""
+    size, part = torch.zeros_like(x), x[..., :rotated].abs()
+    if desc.interleaved:
+        size[..., :rotated] = part.unflatten(-1, (-1, 2)).sum(-1).repeat_interleave(2, -1)
+    else:
+        size[..., :rotated] = (part[..., : rotated // 2] + part[..., rotated // 2 :]).repeat(
+            *[1] * (x.dim() - 1), 2
+        )
+    return size
+
+
+def check(desc: RotaryDesc, x: torch.Tensor, freqs: torch.Tensor, **named: Any) -> torch.Tensor:
+    """Compare with the reference in float64 on the CPU; return y."""
+    inputs = (x, freqs, *named.values())
+    before = [one.clone() for one in inputs]
+    y = rotary(desc, x, freqs, **named)
+    wide, on_cpu = x.cpu().double(), {name: one.cpu() for name, one in named.items()}
+    run = backend("reference").bind(replace(desc, dtype=F64), CPU)
+    expected = run(wide, freqs.cpu(), **on_cpu)
+    assert (y.dtype, y.device) == (desc.dtype, DEVICE)
+    assert y.is_contiguous()
+    size = pair_sizes(desc, wide, freqs.shape[-1])
+    bound = ROUNDINGS * size + ulp(expected, desc.dtype) * (size > 0)
+    within(f"{desc} of {list(x.shape)} {x.stride()}", y, expected, bound)
+    assert all(map(same_bits, inputs, before)), "an input was written"
+    return y
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
+@pytest.mark.parametrize(("interleaved", "inverse"), FLAGS)
+def test_heads_of_any_size_are_within_the_bound(
+    interleaved: bool, inverse: bool, layout: str, dtype: torch.dtype
+) -> None:
+    desc = RotaryDesc(dtype, layout, interleaved, inverse)
+    for *sizes, rotated in (*IN_VECTORS, *ONE_BY_ONE, *IN_PARTS):
+        length, batch = sizes[:2]
+        named = spans(layout, length, batch)
+        check(
+            desc, drawn(layout, tuple(sizes), dtype), angles(length + 3 * batch, rotated), **named
+        )
+
+
+@on_device
+@pytest.mark.parametrize(("interleaved", "inverse"), FLAGS)
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_without_start_positions_sequences_start_at_0(
+    layout: str, interleaved: bool, inverse: bool
+) -> None:
+    desc = RotaryDesc(torch.bfloat16, layout, interleaved, inverse)
+    x, freqs = drawn(layout, (40, 3, 4, 32), torch.bfloat16), angles(41, 32)
+    y = check(desc, x, freqs)
+    assert same_bits(y, rotary(desc, x, freqs, start_positions=integers(0, 0, 0)))
+
+
+@on_device
+@pytest.mark.parametrize("size", [16, 5])
+def test_heads_of_which_nothing_is_rotated_are_copied(size: int) -> None:
+    x = drawn("sbhd", (3, 2, 2, size), torch.bfloat16)
+    for view in (x, x.transpose(0, 2)):
+        assert same_bits(rotary(RotaryDesc(x.dtype, "sbhd"), view, angles(3, 0)), view)
+
+
+@on_device
+@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
+def test_of_nothing_there_is_nothing_to_rotate(layout: str) -> None:
+    for *sizes, rotated in EMPTY:
+        x = drawn(layout, tuple(sizes), torch.float16)
+        named = spans(layout, *sizes[:2])
+        check(RotaryDesc(torch.float16, layout), x, angles(9, rotated), **named)
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "the queries of a packed projection": lambda x: torch.cat((x, x, x), -1)[..., : x.shape[-1]],
+    "the keys of a packed projection": lambda x: torch.cat((x, x, x), -2)[
+        :, :, x.shape[-2] : 2 * x.shape[-2]
+    ],
+    "the other batch order": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "heads before tokens": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "at an odd address": lambda x: torch.cat((x[..., :1], x), -1)[..., 1:],
+    "every other token": lambda x: x.repeat_interleave(2, 0)[::2],
+    "every other element": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "elements apart": lambda x: x.transpose(0, 3).contiguous().transpose(0, 3),
+}
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("interleaved", "inverse"), FLAGS)
+@pytest.mark.parametrize("view", VIEWS)
+def test_bits_do_not_depend_on_where_the_heads_lie(
+    view: str, interleaved: bool, inverse: bool, dtype: torch.dtype
+) -> None:
+    for layout, (*sizes, rotated) in itertools.product(
+        ("sbhd", "bshd"), ((6, 3, 4, 64, 64), (5, 2, 3, 80, 32))
+    ):
+        desc = RotaryDesc(dtype, layout, interleaved, inverse)
+        x = drawn(layout, tuple(sizes), dtype)
+        laid = VIEWS[view](x)
+        assert same_bits(laid, x)
+        freqs, named = angles(20, rotated), spans(layout, *sizes[:2])
+        assert same_bits(rotary(desc, laid, freqs, **named), rotary(desc, x, freqs, **named))
+
+
+@on_device
+def test_a_row_that_stands_for_all_tokens_is_rotated_for_each() -> None:
+    x = drawn("bshd", (1, 1, 4, 32), torch.bfloat16).expand(3, 9, 4, 32)
+    check(RotaryDesc(torch.bfloat16, "bshd"), x, angles(9, 32))
+
+
+@on_device
+def test_angles_are_read_in_any_strides() -> None:
+    x, freqs = drawn("sbhd", (9, 2, 3, 64), torch.float32), angles(9, 64)
+    desc = RotaryDesc(torch.float32, "sbhd")
+    expected = rotary(desc, x, freqs)
+    for laid in (torch.cat((freqs, freqs), -1)[..., :64], freqs.repeat_interleave(2, 0)[::2]):
+        assert same_bits(rotary(desc, x, laid), expected)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
+@pytest.mark.parametrize(("interleaved", "inverse"), FLAGS)
+def test_bits_are_those_of_torchs_operators(
+    interleaved: bool, inverse: bool, layout: str, dtype: torch.dtype
+) -> None:
+    """Their sine and cosine on this device are CUDA's as well."""
+    desc = RotaryDesc(dtype, layout, interleaved, inverse)
+    for *sizes, rotated in ((64, 2, 8, 128, 128), (9, 3, 2, 80, 32), (5, 2, 3, 33, 6)):
+        x, freqs = drawn(layout, tuple(sizes), dtype), angles(80, rotated)
+        named = spans(layout, *sizes[:2])
+        theirs = backend("reference").bind(desc, DEVICE)(x, freqs, **named)
+        assert same_bits(rotary(desc, x, freqs, **named), theirs)
+
+
+@on_device
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_large_angles_are_reduced_exactly(interleaved: bool) -> None:
+    """Beyond 105615 a sine takes another way; a long context has such angles."""
+    freqs = torch.logspace(0, 30, 64)[None].repeat(8, 1)[:, None, None, :].to(DEVICE)
+    freqs[4:] *= -1.7
+    x = drawn("sbhd", (8, 2, 4, 64), torch.float32)
+    check(RotaryDesc(torch.float32, "sbhd", interleaved), x, freqs)
+
+
+BOUNDS = (
+    *([0, 0, 2, 2, 9, 12], [3, 4, 4, 11], [0], [5], [0, 12], [0, 1100, 1100, 1103], [7, 7]),
+    *([*range(34)], [*range(33)], [*range(32)], [*range(0, 3300, 3)], [5] * 40 + [*range(5, 70)]),
+    *([*range(1025)], [0] * 2000 + [9], [0, 5, 5, 70]),
+)
+
+
+@on_device
+@pytest.mark.parametrize("bounds", BOUNDS, ids=lambda bounds: f"{bounds[:5]} of {len(bounds)}")
+@pytest.mark.parametrize(("size", "rotated"), EITHER_WAY)
+def test_each_token_has_its_position_in_its_sequence(
+    size: int, rotated: int, bounds: list[int]
+) -> None:
+    tokens = max(12, bounds[-1] + 3)
+    x = drawn("sbhd", (tokens, 1, 2, size), torch.bfloat16)[:, 0]
+    cu_seqlens = integers(*bounds)
+    starts = torch.arange(len(bounds) - 1, dtype=torch.int32, device=DEVICE)
+    desc, freqs = RotaryDesc(torch.bfloat16, "thd"), angles(tokens + len(bounds), rotated)
+    check(desc, x, freqs, cu_seqlens=cu_seqlens)
+    check(desc, x, freqs, cu_seqlens=cu_seqlens, start_positions=starts)
+
+
+@on_device
+@pytest.mark.parametrize(("size", "rotated"), EITHER_WAY)
+def test_a_token_of_no_sequence_is_zero_whatever_it_holds(size: int, rotated: int) -> None:
+    x = drawn("sbhd", (12, 1, 3, size), torch.float16)[:, 0]
+    x[:2], x[9:] = math.nan, math.inf
+    cu_seqlens = integers(2, 5, 9)
+    for flags in FLAGS:
+        desc = RotaryDesc(x.dtype, "thd", *flags)
+        y = check(desc, x, angles(4, rotated), cu_seqlens=cu_seqlens)
+        assert same_bits(y[:2], torch.zeros_like(y[:2]))
+        assert same_bits(y[9:], torch.zeros_like(y[9:]))
+
+
+@on_device
+@pytest.mark.parametrize(("size", "rotated"), EITHER_WAY)
+@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
+def test_a_position_without_an_angle_gives_nan_and_is_no_address(
+    layout: str, size: int, rotated: int
+) -> None:
+    far = torch.iinfo(torch.int32)
+    for first in (-1, -3, 5, 8, far.min, far.max - 16):
+        desc = RotaryDesc(torch.bfloat16, layout)
+        x = drawn(layout, (4, 2, 3, size), torch.bfloat16)
+        named = spans(layout, 4, 2)
+        named["start_positions"][0] = first
+        check(desc, x, angles(8, rotated), **named)
+        y = rotary(desc, x, angles(0, rotated), **named)
+        assert y[..., :rotated].isnan().all()
+        assert same_bits(y[..., rotated:], x[..., rotated:])
+
+
+@on_device
+@pytest.mark.parametrize(
+    "bounds", [[-7, 50], [9, 3, 5], [40, 0, -5, 2**31 - 1], [-(2**31), 2**31 - 1], [60] * 40 + [0]]
+)
+def test_sequences_that_are_none_harm_nothing(bounds: list[int]) -> None:
+    x = drawn("sbhd", (12, 1, 2, 16), torch.bfloat16)[:, 0]
+    cu_seqlens = integers(*bounds)
+    starts = torch.full((len(bounds) - 1,), 2**31 - 1, dtype=torch.int32, device=DEVICE)
+    y = rotary(
+        RotaryDesc(x.dtype, "thd"), x, angles(4, 8), cu_seqlens=cu_seqlens, start_positions=starts
+    )
+    torch.cuda.synchronize()
+    assert y.shape == x.shape
+
+
+@on_device
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nan_and_inf_stay_in_their_pair(value: float) -> None:
+    for interleaved, (size, rotated) in itertools.product((False, True), ((64, 32), (10, 6))):
+        desc = RotaryDesc(torch.float32, "sbhd", interleaved)
+        x, freqs = drawn("sbhd", (5, 2, 3, size), torch.float32), angles(9, rotated)
+        plain = rotary(desc, x, freqs)
+        for element in (0, 1, rotated - 1, rotated, size - 1):
+            spoilt = x.clone()
+            spoilt[2, 1, 1, element] = value
+            y = rotary(desc, spoilt, freqs)
+            differs = (y != plain).nonzero().tolist()
+            pair = {element}
+            if element < rotated:
+                half = rotated // 2
+                pair = {element, element ^ 1 if interleaved else (element + half) % rotated}
+            assert {tuple(at) for at in differs} == {(2, 1, 1, at) for at in pair}
+
+
+@on_device
+def test_results_beyond_float16_are_infinite() -> None:
+    x = torch.full((4, 1, 2, 16), 65504.0, dtype=torch.float16, device=DEVICE)
+    freqs = torch.full((4, 1, 1, 16), -math.pi / 4, device=DEVICE)
+    y = rotary(RotaryDesc(torch.float16, "sbhd"), x, freqs)
+    assert y[..., :8].isposinf().all()
+
+
+@on_device
+@pytest.mark.parametrize("size", [128, 130])
+def test_every_element_of_the_result_is_written(size: int) -> None:
+    x, freqs = drawn("sbhd", (257, 2, 5, size), torch.bfloat16), angles(257, 64)
+    results = []
+    for poison in (0x00, 0xFF):
+        torch.cuda.empty_cache()
+        torch.full((16 << 20,), poison, dtype=torch.uint8, device=DEVICE)  # freed, then reused
+        results.append(rotary(RotaryDesc(x.dtype, "sbhd"), x, freqs))
+    assert same_bits(*results)
+
+
+@on_device
+def test_a_side_stream_gives_the_same() -> None:
+    x, freqs = drawn("bshd", (1024, 2, 16, 128), torch.bfloat16), angles(1024, 128)
+    desc = RotaryDesc(x.dtype, "bshd")
+    expected = rotary(desc, x, freqs)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        y = rotary(desc, x, freqs)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert same_bits(y, expected)
+
+
+@on_device
+def test_a_graph_replays_with_other_positions_and_nothing_waits() -> None:
+    x, freqs = drawn("thd", (64, 2, 4, 64), torch.bfloat16), angles(200, 64)
+    desc, named = RotaryDesc(x.dtype, "thd"), spans("thd", 64, 2)
+    run = backend("cuda").bind(desc, DEVICE)
+    run(x, freqs, **named)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(x, freqs, **named)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run(x, freqs, **named)
+    named["start_positions"].fill_(70)
+    named["cu_seqlens"][1] = 100
+    graph.replay()
+    assert same_bits(y, run(x, freqs, **named))
+
+
+@on_device
+@pytest.mark.parametrize("size", [128, 127])
+def test_offsets_that_32_bits_do_not_hold_are_reached(size: int) -> None:
+    tokens, heads = 40_000, 424
+    if torch.cuda.mem_get_info(DEVICE)[0] < 20 << 30:
+        pytest.skip("needs 20 GiB of free device memory")
+    x = torch.zeros(tokens, 1, heads, size, dtype=torch.bfloat16, device=DEVICE)
+    assert x.numel() > 2**31
+    x[-2:] = torch.randn(2, 1, heads, size, device=DEVICE).bfloat16()
+    freqs, desc = angles(tokens, 64), RotaryDesc(x.dtype, "sbhd")
+    y = rotary(desc, x, freqs)
+    last = rotary(desc, x[-2:].clone(), freqs, start_positions=integers(tokens - 2))
+    assert same_bits(y[-2:], last)
+    assert not y[:-2].any()
+
+
+@on_device
+@pytest.mark.parametrize("tensor_format", ["sbhd", "bshd"])
+def test_functions_and_gradients_run_this_kernel(tensor_format: str) -> None:
+    layer = fp8core.RotaryPositionEmbedding(64, device=DEVICE)
+    freqs = layer(48)
+    qkv = torch.randn(48, 2, 4, 4 * 64, device=DEVICE, dtype=torch.bfloat16)
+    qkv = qkv if tensor_format == "sbhd" else qkv.transpose(0, 1)
+    query = qkv[..., : 2 * 64].unflatten(-1, (2, 64)).flatten(2, 3).detach().requires_grad_()
+    y = fp8core.apply_rotary_pos_emb(query, freqs, tensor_format)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    desc = RotaryDesc(torch.bfloat16, tensor_format)
+    assert same_bits(y, rotary(desc, query.detach(), freqs))
+    assert same_bits(query.grad, rotary(replace(desc, inverse=True), grad, freqs))
+
+
+# The reason, and the operands that it is given for; by default those of two sequences of three.
+WRONG: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
+    "bound for": lambda: {"x": zeros(3, 2, 2, 8).float()},
+    "expected 4 dimensions": lambda: {"x": zeros(3, 2, 8)},
+    "freqs is torch.float64": lambda: {"freqs": angles(4, 8).double()},
+    r"freqs is torch.float32 \[4, 8\]": lambda: {"freqs": angles(4, 8)[:, 0, 0]},
+    "r even and at most 8": lambda: {"freqs": angles(4, 10)},
+    "r even and": lambda: {"freqs": angles(4, 7)},
+    "on cpu; expected torch.float32": lambda: {"freqs": angles(4, 8).cpu()},
+    "there alone": lambda: {"cu_seqlens": integers(0, 3)},
+    r"start_positions is torch.int32 \[3\]": lambda: {"start_positions": integers(0, 1, 2)},
+    "start_positions is torch.int64": lambda: {"start_positions": integers(0, 1).long()},
+    r"\[2\] on cpu": lambda: {"start_positions": integers(0, 1).cpu()},
+}
+
+
+@on_device
+@pytest.mark.parametrize("reason", WRONG)
+def test_wrong_operands_are_refused_by_name(reason: str) -> None:
+    given = {"x": zeros(3, 2, 2, 8), "freqs": angles(4, 8), **WRONG[reason]()}
+    with pytest.raises(OperandError, match=reason):
+        rotary(RotaryDesc(torch.bfloat16, "sbhd"), given.pop("x"), given.pop("freqs"), **given)
+
+
+@on_device
+def test_packed_sequences_take_their_bounds() -> None:
+    run = backend("cuda").bind(RotaryDesc(torch.bfloat16, "thd"), DEVICE)
+    for bounds in (None, integers()):
+        with pytest.raises(OperandError, match="cu_seqlens"):
+            run(zeros(3, 2, 8), angles(4, 8), cu_seqlens=bounds)
