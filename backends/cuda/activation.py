@@ -111,7 +111,7 @@ class Activation:
 class ActivationBackward:
     """``grad_x`` of the shape of ``x`` from ``grad_output [rows, n]``."""
 
-    __slots__ = ("_dtypes", "_empty", "_index", "_native_activation", "kernel")
+    __slots__ = ("_dtypes", "_empty", "_index", "_native_activation", "_num_parts", "kernel")
 
     def __init__(self, desc: ActivationBackwardDesc, device: torch.device, native: Any) -> None:
         self.kernel = "fp8core::activation_vectors"
@@ -119,18 +119,26 @@ class ActivationBackward:
         self._native_activation = native_activation(desc, self._index, native)
         self._empty = allocator(self._index)
         self._dtypes = (desc.dtype, desc.out_dtype)
+        self._num_parts = 2 if desc.name in GATED else 1
 
     def __call__(self, grad_output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Differentiate at ``x``.
 
         Raises:
-            OperandError: ``grad_output`` or ``x`` has another dtype than was bound.
+            OperandError: ``grad_output`` or ``x`` has another dtype than was bound, or their
+                shapes are not those of one activation.
         """
         rows, cols = x.shape
         dtype, out_dtype = self._dtypes
         if not x.dtype == grad_output.dtype == dtype:
             raise OperandError(
                 f"activation_backward of {grad_output.dtype} and {x.dtype}; bound for {dtype}."
+            )
+        parts = self._num_parts
+        if cols % parts or grad_output.shape != (rows, cols // parts):
+            raise OperandError(
+                f"activation_backward: x is {list(x.shape)}, the gradient "
+                f"{list(grad_output.shape)}; expected {parts} columns of x for each of its columns."
             )
         grad_x = self._empty((rows, cols), (cols or 1, 1), out_dtype)
         x, stride = adjacent_columns(x)

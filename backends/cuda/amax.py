@@ -28,7 +28,7 @@ from fp8core.backend_api import (
     split_amax,
 )
 from fp8core_backends.cuda.device_groups import checked_offsets
-from fp8core_backends.cuda.layout import DTYPES, adjacent_columns
+from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, wrong_dtype
 from fp8core_backends.cuda.quantize import bind_quantize
 from fp8core_backends.cuda.quantize_compose import join
 from fp8core_backends.cuda.stream import index_of, raw_stream
@@ -39,10 +39,11 @@ __all__ = ["bind_amax", "bind_quantize_by_amax"]
 class _Amax:
     """One native call: the amax of the tensor, or of its rows and of its columns; or of groups."""
 
-    __slots__ = ("_index", "_is_of_rows", "_native_amax", "_num_partials")
+    __slots__ = ("_dtype", "_index", "_is_of_rows", "_native_amax", "_num_partials")
 
     def __init__(self, extent: str, dtype: torch.dtype, index: int, native: Any) -> None:
         self._is_of_rows = extent == "row"
+        self._dtype = dtype
         self._index = index
         granularity = native.Granularity.__members__[extent]
         kind = native.InputType.__members__[DTYPES[dtype]]
@@ -53,6 +54,8 @@ class _Amax:
         self, x: torch.Tensor, group_offsets: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the entries of the rowwise orientation and of the columnwise one."""
+        if x.dtype is not self._dtype:
+            raise wrong_dtype("amax", x.dtype, self._dtype)
         rows, cols = x.shape
         x, stride = adjacent_columns(x)
         offsets_address, groups = 0, 1

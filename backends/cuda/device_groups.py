@@ -29,6 +29,7 @@ from fp8core_backends.cuda.layout import (
     empty_scales,
     round_up,
     scale_mode,
+    wrong_dtype,
 )
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.quantize_compose import apart
@@ -47,6 +48,7 @@ class _Quantize:
     __slots__ = (
         "_columnwise",
         "_device",
+        "_dtype",
         "_empty",
         "_is_delayed",
         "_mode",
@@ -61,6 +63,7 @@ class _Quantize:
         mode = scale_mode(spec)
         assert mode is not None
         self._mode: str = mode
+        self._dtype = desc.dtype
         self._is_delayed = spec.delayed
         self._rowwise = desc.rowwise is not None
         self._columnwise = desc.columnwise is not None
@@ -84,6 +87,8 @@ class _Quantize:
     ) -> Quantized:
         """Quantize; see the backend API. ``amax`` is the workspace with given amaxes."""
         (rows, cols), device = x.shape, self._device
+        if x.dtype is not self._dtype:
+            raise wrong_dtype("quantize", x.dtype, self._dtype)
         offsets, groups = checked_offsets(group_offsets, device)
         x, stride = adjacent_columns(x)
         operands: list[Operand | None] = [None, None]

@@ -204,7 +204,8 @@ class FusedActivationBackward(_Fused):
         """Differentiate at ``x``, and quantize the result.
 
         Raises:
-            OperandError: ``grad_output`` or ``x`` has another dtype than was bound.
+            OperandError: ``grad_output`` or ``x`` has another dtype than was bound, or their
+                shapes are not those of one activation.
         """
         rows, cols = x.shape
         n = cols // self._num_parts
@@ -213,6 +214,7 @@ class FusedActivationBackward(_Fused):
         address, grad_address = x.data_ptr(), grad_output.data_ptr()
         is_whole = rows and n and not n % self._step
         is_whole = is_whole and x.dtype == grad_output.dtype == self._dtype
+        is_whole = is_whole and grad_output.shape == (rows, n) and n * self._num_parts == cols
         if not is_whole or (stride | grad_stride) % _VECTOR or (address | grad_address) % 16:
             return self._in_two_steps(grad_output, x, scale, amax_out, nonfinite_out, rng)
         quantized, results, _workspace = self._results(

@@ -32,6 +32,15 @@ _Key: TypeAlias = "tuple[int, int, int, int, bool, int]"
 """m, n, k of a, k of b, whether there is no bias, and the addresses' alignment in bytes."""
 
 
+_SCALES: dict[str, Callable[[int, int], tuple[int, int]]] = {
+    "tensor": lambda rows, blocks: (1, 1),
+    "row": lambda rows, blocks: (rows, 1),
+    "vec128": lambda rows, blocks: (rows, blocks),
+    "block128": lambda rows, blocks: (-(-rows // 128), blocks),
+}
+"""The shape of an operand's scales, by the mode, from its rows and the blocks of 128 along k."""
+
+
 class _Plan(NamedTuple):
     """A problem's native call, its algorithm, and the strides that its scales must have."""
 
@@ -171,6 +180,14 @@ class LowPrecisionGemm:
         shape = a.data.shape[0], b.data.shape[0]
         shapes = [f"a {list(a.data.shape)}", f"b {list(b.data.shape)}"]
         is_right = a.data.shape[1] == b.data.shape[1]
+        for operand, mode in zip((a, b), self._modes, strict=True):
+            if mode in TILED:  # checked where they were brought into tiles
+                continue
+            rows, k = operand.data.shape
+            wanted = _SCALES[mode](rows, -(-k // 128))
+            found = None if operand.scale_inv is None else tuple(operand.scale_inv.shape)
+            shapes.append(f"scales {found}, expected {wanted}")
+            is_right &= found == wanted
         if bias is not None:
             shapes.append(f"bias {list(bias.shape)}")
             is_right &= bias.shape == shape[1:]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8core.backend_api import OperandSpec
+from fp8core.backend_api import OperandError, OperandSpec
 from fp8core_backends.cuda.memory import Empty
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "scale_mode",
     "scale_strides",
     "scales",
+    "wrong_dtype",
 ]
 
 ALIGNMENT = 16
@@ -50,6 +51,12 @@ _BYTE_MODES = {
     ("e4m3", (1, 16)): "nv16",
     ("e4m3", (16, 16)): "nv16",
 }
+
+
+def wrong_dtype(op: str, found: torch.dtype, bound: torch.dtype) -> OperandError:
+    """Return the error of a tensor of which a kernel, bound for another dtype, would read another
+    number of bytes than it has."""
+    return OperandError(f"{op} of {found}; bound for {bound}.")
 
 
 def round_up(size: int, step: int) -> int:

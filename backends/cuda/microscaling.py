@@ -16,7 +16,13 @@ from fp8core.backend_api import (
     QuantizeDesc,
 )
 from fp8core_backends.cuda.gemm import LowPrecisionGemm
-from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, round_up, scale_mode
+from fp8core_backends.cuda.layout import (
+    DTYPES,
+    adjacent_columns,
+    round_up,
+    scale_mode,
+    wrong_dtype,
+)
 from fp8core_backends.cuda.quantize_compose import apart, in_groups
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
@@ -98,6 +104,8 @@ class ByteScaled:
     ) -> Quantized:
         """Quantize; see the backend API."""
         rows, cols = x.shape
+        if x.dtype is not self._desc.dtype:
+            raise wrong_dtype("quantize", x.dtype, self._desc.dtype)
         self._check(rows, cols)
         row = self._allocate(self._desc.rowwise, rows, cols)
         column = self._allocate(self._desc.columnwise, cols, rows)

@@ -16,7 +16,13 @@ from fp8core.backend_api import (
 )
 from fp8core_backends.cuda import quantize_and_sum
 from fp8core_backends.cuda.device_groups import bind_device_quantize
-from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, empty_scales, scale_mode
+from fp8core_backends.cuda.layout import (
+    DTYPES,
+    adjacent_columns,
+    empty_scales,
+    scale_mode,
+    wrong_dtype,
+)
 from fp8core_backends.cuda.memory import allocator, allocator_now
 from fp8core_backends.cuda.quantize_and_sum import QuantizeAndSum
 from fp8core_backends.cuda.quantize_chunked import QuantizeChunked, QuantizeChunkedAndSum
@@ -52,6 +58,7 @@ class Quantize:
         "_pairs_with",
         "_rowwise",
         "_workspace_floats",
+        "dtype",
         "kernel",
         "native_cast",
         "quantize_and_sum",
@@ -69,6 +76,7 @@ class Quantize:
         mode = scale_mode(spec)
         assert mode is not None
         self._mode: str = mode
+        self.dtype = desc.dtype
         self.kernel = (
             "fp8core::directed_tile" if mode in ("row", "vec128") else "fp8core::uniform_tile"
         )
@@ -104,7 +112,11 @@ class Quantize:
         amax_out: torch.Tensor | None = None,
         nonfinite_out: torch.Tensor | None = None,
     ) -> Quantized:
-        """Quantize ``x``."""
+        """Quantize ``x``.
+
+        Raises:
+            OperandError: ``x`` has another dtype than was bound.
+        """
         rows, cols = x.shape
         is_any = self._mode != "tensor" or amax is not None
         if is_any or not (rows and cols and x.is_contiguous()):
@@ -121,6 +133,8 @@ class Quantize:
         nonfinite_out: torch.Tensor | None,
     ) -> tuple[Quantized, Addresses, torch.Tensor | None]:
         """Allocate the result of a tensorwise cast of a contiguous ``x``; see PairableCast."""
+        if x.dtype is not self.dtype:
+            raise wrong_dtype("quantize", x.dtype, self.dtype)
         rows, cols = x.shape
         quantized, results, workspace = self._tensor_results(
             rows, cols, scale, amax_out, nonfinite_out
@@ -201,6 +215,8 @@ class Quantize:
         nonfinite_out: torch.Tensor | None,
     ) -> Quantized:
         """Quantize in any mode, from any strides; ``amax`` is the workspace with given amaxes."""
+        if x.dtype is not self.dtype:
+            raise wrong_dtype("quantize", x.dtype, self.dtype)
         rows, cols = x.shape
         if not (rows and cols):
             return self._quantize_empty(rows, cols, scale)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from fp8core.backend_api import Quantized
-from fp8core_backends.cuda.layout import adjacent_columns
+from fp8core_backends.cuda.layout import adjacent_columns, wrong_dtype
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.quantize_pair import Addresses
 from fp8core_backends.cuda.stream import raw_stream
@@ -25,8 +25,9 @@ Results: TypeAlias = "tuple[Quantized, Addresses, torch.Tensor | None]"
 
 
 class SummableCast(Protocol):
-    """A cast that allocates its results apart from its native call."""
+    """A cast of tensors of ``dtype`` that allocates its results apart from its native call."""
 
+    dtype: torch.dtype
     native_cast: Any
 
     def __call__(
@@ -72,8 +73,14 @@ class QuantizeAndSum:
         amax_out: torch.Tensor | None = None,
         nonfinite_out: torch.Tensor | None = None,
     ) -> tuple[Quantized, torch.Tensor]:
-        """Quantize ``x [rows, n]``, and return its column sums, float32 ``[n]``."""
+        """Quantize ``x [rows, n]``, and return its column sums, float32 ``[n]``.
+
+        Raises:
+            OperandError: ``x`` has another dtype than was bound.
+        """
         (rows, cols), cast = x.shape, self._cast
+        if x.dtype is not cast.dtype:
+            raise wrong_dtype("quantize_and_sum", x.dtype, cast.dtype)
         if not (rows and cols):
             quantized = cast(x, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out)
             return quantized, torch.zeros(cols, dtype=torch.float32, device=x.device)

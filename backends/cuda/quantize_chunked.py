@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.backend_api import Operand, Quantized, QuantizedChunks, QuantizeDesc
-from fp8core_backends.cuda.layout import DTYPES, empty_scales, row_stride, scale_mode
+from fp8core_backends.cuda.layout import (
+    DTYPES,
+    empty_scales,
+    row_stride,
+    scale_mode,
+    wrong_dtype,
+)
 from fp8core_backends.cuda.memory import Empty, allocator
 from fp8core_backends.cuda.quantize_and_sum import QuantizeAndSum
 from fp8core_backends.cuda.quantize_compose import Cast
@@ -39,7 +45,10 @@ class _Source(NamedTuple):
 class QuantizeChunked:
     """A cast of both orientations by one spec, in chunks; see QuantizesChunked."""
 
-    __slots__ = ("_amax", "_empty", "_index", "_mode", "_native", "_native_cast", "_whole")
+    __slots__ = (
+        *("_amax", "_dtype", "_empty", "_index", "_mode", "_native", "_native_cast"),
+        "_whole",
+    )
 
     def __init__(
         self, desc: QuantizeDesc, device: torch.device, native: Any, native_cast: Any, whole: Cast
@@ -48,6 +57,7 @@ class QuantizeChunked:
         mode = scale_mode(desc.rowwise)
         assert mode is not None
         self._mode: str = mode
+        self._dtype = desc.dtype
         self._index = index_of(device)
         self._empty = allocator(self._index)
         self._native = native
@@ -81,7 +91,13 @@ class QuantizeChunked:
         sums: torch.Tensor | None = None,
     ) -> QuantizedChunks | None:
         """Return the chunks, which fill ``sums``; None if ``x`` is not worth them, or has to be
-        copied: a copy should not outlive the cast."""
+        copied: a copy should not outlive the cast.
+
+        Raises:
+            OperandError: ``x`` has another dtype than was bound.
+        """
+        if x.dtype is not self._dtype:
+            raise wrong_dtype("quantize_chunked", x.dtype, self._dtype)
         (rows, cols), stride = x.shape, row_stride(x)
         if (rows - CHUNK_ROWS) * cols < LEAST_SAVED or stride is None:
             return None

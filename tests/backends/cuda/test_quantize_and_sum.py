@@ -155,7 +155,9 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Native:
 
 def test_cast_is_given_sums_and_tensor_and_results(native: Native) -> None:
     results = (Quantized(None, None), (11, 12, 13), None)
-    cast: Any = SimpleNamespace(native_cast=native, results=lambda *given: results)
+    cast: Any = SimpleNamespace(
+        dtype=torch.bfloat16, native_cast=native, results=lambda *given: results
+    )
     x = torch.zeros(130, 64, dtype=torch.bfloat16)[:, 8:48]
     _, sums = quantize_and_sum.QuantizeAndSum(cast, 0)(x)
     ((address, tile_sums, *rest),) = native.calls
