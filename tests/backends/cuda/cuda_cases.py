@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import warnings
+from collections.abc import Iterator
 
 import torch
 
@@ -39,6 +42,19 @@ def backend(name: str) -> object:
     """Return the backend of a name, as dispatch makes it."""
     registry = plugins.load()
     return registry.instance(registry.backends[name])
+
+
+@contextlib.contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Raise a RuntimeError where torch waits for the device inside of this context."""
+    with warnings.catch_warnings():
+        # torch says once in a process that it does not see every such operation
+        warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def values(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp8core import GroupedLinear, UnsupportedError, autocast, recipe
+from tests.backends.cuda.cuda_cases import nothing_waits
 
 pytestmark = [
     pytest.mark.needs_accelerator("cuda"),
@@ -67,11 +68,8 @@ def test_a_step_waits_for_nothing(name: str) -> None:
     layer, (x, grad) = make(), tensors(129, 256)
     splits = torch.tensor(SIZES[0], device="cuda")
     step(layer, x, grad, splits, name)  # builds and binds
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with nothing_waits():
         made = step(layer, x, grad, splits, name)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(one.isfinite().all() for one in made)
 
 

@@ -13,7 +13,15 @@ from fp8core import recipe
 from fp8core.backend_api import OperandSpec, QuantizeDesc
 from fp8core.recipe.plan import LayerRole
 from fp8core_backends.cuda import quantize_chunked
-from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, differs, spec, values
+from tests.backends.cuda.cuda_cases import (
+    DEVICE,
+    DTYPES,
+    backend,
+    differs,
+    nothing_waits,
+    spec,
+    values,
+)
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
 # One element; ragged, read one by one and in vectors; whole tiles; more tiles than are resident.
@@ -185,11 +193,8 @@ def test_a_layer_counts_without_waiting_for_the_device(name: str) -> None:
         y.backward(grad)
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         step((3, 5), (200, 100))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert layer._bindings.nonfinite[DEVICE].tolist() == [2, 0]
 
 
@@ -283,13 +288,10 @@ def test_a_watched_scaler_skips_the_step(name: str, fused: bool) -> None:
         if place:
             grad[place] = math.inf
         scaler.scale(y).backward(grad)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_waits():
             scaler.unscale_(optimizer)
             found = fp8core.found_inf(layer)
             fp8core.clear_found_inf(layer)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert found.device == DEVICE
         assert float(found) == float(bool(place))
         scaler.step(optimizer)

@@ -14,7 +14,7 @@ import torch
 import fp8core
 from fp8core.backend_api import ATTENTION_LAYOUTS, OperandError, RotaryDesc
 from fp8core.testing.compare import ulp, within
-from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, same_bits
+from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, nothing_waits, same_bits
 
 on_device = pytest.mark.needs_accelerator("cuda")
 CPU, F64 = torch.device("cpu"), torch.float64
@@ -347,11 +347,8 @@ def test_a_graph_replays_with_other_positions_and_nothing_waits() -> None:
     desc, named = RotaryDesc(x.dtype, "thd"), spans("thd", 64, 2)
     run = backend("cuda").bind(desc, DEVICE)
     run(x, freqs, **named)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         run(x, freqs, **named)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = run(x, freqs, **named)
