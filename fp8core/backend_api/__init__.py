@@ -80,7 +80,12 @@ from fp8core.backend_api.optional import (
 )
 from fp8core.backend_api.rotary import RotaryDesc
 from fp8core.backend_api.spec import API_VERSION, BackendSpec, Finding
-from fp8core.backend_api.transforms import TRANSFORMS, hadamard16, hadamard16_unsigned
+from fp8core.backend_api.transforms import (
+    INVERSES,
+    TRANSFORMS,
+    hadamard16,
+    hadamard16_unsigned,
+)
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.formats import FormatSpec
 
@@ -92,6 +97,7 @@ __all__ = [
     "ATTENTION_SOFTMAXES",
     "GATED",
     "GROUP_STEP",
+    "INVERSES",
     "OPS",
     "OPTIONAL_OPS",
     "TRANSFORMS",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["TRANSFORMS", "hadamard16", "hadamard16_unsigned"]
+__all__ = ["INVERSES", "TRANSFORMS", "hadamard16", "hadamard16_unsigned"]
 
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The fixed signs of the transform. Source: docs/numerics.md 3.5, RHT."""
@@ -59,8 +59,27 @@ def _transformed(x: torch.Tensor, dim: int, by: tuple[int, ...]) -> torch.Tensor
     return transformed.reshape(rows, cols).to(torch.bfloat16)
 
 
+def _inverse(x: torch.Tensor, by: tuple[int, ...]) -> torch.Tensor:
+    """Return ``x [rows, k]``, float32, transformed back: ``H / 4`` is its own inverse."""
+    rows, k = x.shape
+    parts = list(x.reshape(rows, k // 16, 16).unbind(2))
+    for half in (1, 2, 4, 8):
+        for first in range(16):
+            if not first & half:
+                one, other = parts[first], parts[first | half]
+                parts[first], parts[first | half] = one + other, one - other
+    signed = [part * (sign / 4) for part, sign in zip(parts, by, strict=True)]
+    return torch.stack(signed, 2).reshape(rows, k)
+
+
 TRANSFORMS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "hadamard16": hadamard16,
     "hadamard16_unsigned": hadamard16_unsigned,
 }
 """``f(x [rows, cols], dim) -> [rows, cols]`` by the name that :class:`OperandSpec` has for it."""
+
+INVERSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "hadamard16": lambda x: _inverse(x, _SIGNS),
+    "hadamard16_unsigned": lambda x: _inverse(x, _NO_SIGNS),
+}
+"""``f(x [rows, k]) -> [rows, k]`` in float32 that undoes the transform of that name along k."""

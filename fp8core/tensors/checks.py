@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fp8core import formats
-from fp8core.backend_api import Operand, OperandSpec
+from fp8core.backend_api import TRANSFORMS, Operand, OperandSpec
 from fp8core.errors import OperandError, RecipeError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.storage import FLOATS, PARTS, per_byte, split, storage_plan, turn
@@ -35,9 +35,17 @@ def matrix_size(parts: Sequence[Any], plan: TensorPlan) -> tuple[int, int]:
     error = _part_error(parts, plan)
     if error is not None:
         raise OperandError(f"a QuantizedTensor stored as {plan.rowwise}: {error}.")
-    assert plan.rowwise is not None
-    rows, packed = parts[0].shape
-    return rows, packed * per_byte(plan.rowwise)
+    return _size_of(parts, plan)
+
+
+def _size_of(parts: Sequence[Any], plan: TensorPlan) -> tuple[int, int]:
+    """Return ``(n, k)`` from the codes of the orientation that is held, the rowwise one first."""
+    if plan.rowwise is not None:
+        rows, packed = parts[0].shape
+        return rows, packed * per_byte(plan.rowwise)
+    assert plan.columnwise is not None
+    columns, packed = parts[3].shape
+    return packed * per_byte(plan.columnwise), columns
 
 
 def check_stored(parts: Sequence[Any], plan: TensorPlan, dtype: Any) -> None:
@@ -110,27 +118,39 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def _part_error(parts: Sequence[Any], plan: TensorPlan) -> str | None:
-    if plan.rowwise is None or not isinstance(parts, Sequence) or len(parts) != len(PARTS):
+    if plan == (None, None) or not isinstance(parts, Sequence) or len(parts) != len(PARTS):
         return f"its parts are {reprlib.repr(parts)}, expected {', '.join(PARTS)}"
     for name, part in zip(PARTS, parts, strict=True):
         if part is not None and not isinstance(part, torch.Tensor):
             return f"{name} is {type(part).__name__}, expected a tensor"
-    data = parts[0]
+    first = 0 if plan.rowwise is not None else 3
+    data = parts[first]
     if data is None or data.is_nested or data.dim() != 2:
-        return f"{PARTS[0]} is {'missing' if data is None else 'no matrix'}"
+        return f"{PARTS[first]} is {'missing' if data is None else 'no matrix'}"
     rowwise, columnwise = split(parts)
-    size = data.shape[0], data.shape[1] * per_byte(plan.rowwise)
-    error = next(_operand_errors(PARTS[:3], rowwise, plan.rowwise, size), None)
-    if error is None and columnwise is None and any(part is not None for part in parts[3:]):
-        error = f"{PARTS[3]} is missing"
-    if error is None and plan.columnwise is None and columnwise is not None:
-        error = f"{PARTS[3]} is there, and is not planned"
-    if error is not None or plan.columnwise is None:
-        return error
-    turned = turn(rowwise) if columnwise is None else columnwise
+    size = _size_of(parts, plan)
+    if plan.rowwise is None:
+        extra = [name for name, part in zip(PARTS[:3], parts[:3], strict=True) if part is not None]
+        if extra:
+            return f"{extra[0]} is there, and is not planned"
+    else:
+        assert rowwise is not None
+        error = next(_operand_errors(PARTS[:3], rowwise, plan.rowwise, size), None)
+        if error is None and columnwise is None and any(part is not None for part in parts[3:]):
+            error = f"{PARTS[3]} is missing"
+        if error is None and plan.columnwise is None and columnwise is not None:
+            error = f"{PARTS[3]} is there, and is not planned"
+        if error is not None:
+            return error
+    if plan.columnwise is None:
+        return None
+    turned = columnwise
+    if turned is None:
+        assert rowwise is not None
+        turned = turn(rowwise)
     error = next(_operand_errors(PARTS[3:], turned, plan.columnwise, size[::-1]), None)
     if error is None and turned.data.device != data.device:
-        error = f"{PARTS[3]} is on {turned.data.device}, {PARTS[0]} on {data.device}"
+        error = f"{PARTS[3]} is on {turned.data.device}, {PARTS[first]} on {data.device}"
     return error
 
 
@@ -214,26 +234,27 @@ def plan_from(stored: Any) -> TensorPlan:
             for fields in stored
         )
         plan = TensorPlan(row, column)
-        is_plan = row is not None and all(_is_stored(spec) for spec in plan if spec is not None)
+        is_plan = plan != (None, None) and (row is None or row.transform is None)
+        is_plan = is_plan and all(_is_stored(spec) for spec in plan if spec is not None)
         if is_plan and storage_plan(plan) == plan:
             return plan
     except (KeyError, OverflowError, RecipeError, TypeError, ValueError):
         pass
     raise OperandError(
-        f"a stored QuantizedTensor is planned as {reprlib.repr(stored)}, which no recipe plans for "
-        f"a parameter. The file is damaged, or of another version."
+        f"a stored QuantizedTensor is planned as {reprlib.repr(stored)}, which no quantizer plans. "
+        f"The file is damaged, or of another version."
     )
 
 
 def _is_stored(spec: OperandSpec) -> bool:
-    """Say whether a parameter's operand may be stored as ``spec``.
+    """Say whether an operand may be stored as ``spec``.
 
-    Its blocks have to fit into 32 bits, its format has to be known, and its elements are rounded to
-    the nearest value and not transformed.
+    Its blocks have to fit into 32 bits, its format and its transform have to be known, and only
+    e2m1 is rounded stochastically.
     """
     return (
         formats.by_name(spec.format).bits in (4, 8)
         and max(spec.block) < 2**31
-        and not spec.stochastic
-        and spec.transform is None
+        and (not spec.stochastic or spec.format == "e2m1")
+        and (spec.transform is None or spec.transform in TRANSFORMS)
     )

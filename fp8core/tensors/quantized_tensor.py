@@ -1,41 +1,49 @@
-"""``QuantizedTensor``: a matrix stored in low precision that acts as a tensor of bfloat16.
+"""``QuantizedTensor``: a tensor stored in low precision that acts as a tensor of bfloat16.
 
 It holds the operands that a layer's GEMMs read, as plain tensors, and nothing else. torch's
 operators treat it in three ways:
 
-* moving, copying, saving and padding act on the operands, bit for bit;
+* moving, copying, saving and padding act on the operands, bit for bit, and so do views and copies
+  of whole blocks;
 * other operators compute with the values, decoded to the nominal dtype, and return plain tensors;
-* a value that is written to it is quantized. Views are for reading: writing to one is refused.
+* a value that is written to it is quantized. A view that is no part of whole blocks, such as a
+  transpose, is for reading: writing to it is refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from fp8core.backend_api import Operand
+from fp8core.backend_api import Operand, OperandSpec
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.reporting import log_once
 from fp8core.tensors.casts import Casts
 from fp8core.tensors.checks import check_stored, matrix_size, plan_from
-from fp8core.tensors.quantizer import Orientations
+from fp8core.tensors.quantizer import Orientations, ReduceAmax, Slot
 from fp8core.tensors.storage import (
     FLOATS,
     PARTS,
+    Held,
     check,
+    check_parameter,
     decode_operand,
     kept,
     make_operands,
     pad_operand,
+    per_byte,
     split,
     storage_plan,
     turn,
 )
 from fp8core.tensors.values import as_view, decomposed, written
+from fp8core.tensors.views import COPIES, VIEWS, say_dequantized
 from fp8core.torch_ops.private import IS_PARAMETER, make_wrapper, no_torch_function, pytree
 
 __all__ = ["QuantizedTensor"]
@@ -47,52 +55,82 @@ _MASTERS = (
 
 
 class QuantizedTensor(Casts):
-    """A matrix ``[n, k]`` stored as the operands of a GEMM; its dtype is nominal.
+    """A tensor ``[..., k]`` stored as the operands of a GEMM; its dtype is nominal.
 
+    It is stored as the matrix ``[n, k]`` of its rows, whatever its leading dimensions are.
     ``_rowwise_data``, ``_rowwise_scale_inv``, ``_rowwise_global_scale_inv`` and the same for
     ``_columnwise_`` are the plain tensors of an :class:`fp8core.backend_api.Operand`, None for
-    those that the format lacks. The columnwise ones are None too where they are views of the
-    rowwise ones: a square block holds the same values in both orientations. The values are those of
-    the rowwise operand; in formats with blocks along k alone the columnwise operand is another
-    rounding of the written value.
+    those that the format lacks, and for an orientation that is not held, whose spec in ``plan`` is
+    None. The columnwise ones are None too where they are views of the rowwise ones: a square block
+    holds the same values in both orientations. The values are those of the rowwise operand, if it
+    is held; in formats with blocks along k alone the columnwise operand is another rounding of the
+    written value.
 
     ``dtype`` is float32, bfloat16 or float16: the dtype of ``dequantize``, of other operators'
     arithmetic, and of the gradient, which is a plain tensor. A gradient passes ``dequantize``
     unchanged. ``to(dtype)`` is ``dequantize().to(dtype)``; a move to a device stays quantized.
-    :class:`fp8core.quantized_model_init` and :meth:`quantize` create one.
+    The quantizers (``fp8core.MXFP8Quantizer`` and others), :class:`fp8core.quantized_model_init`,
+    :meth:`quantize` and :meth:`from_codes` create one.
+
+    A view of whole blocks (``view``, ``narrow``, ``select``, ``split``, ``chunk``) shares the
+    operands, and a write to it reaches its base, unless both have a scale in common, where it is
+    refused. Views that cut blocks raise UnsupportedError; copies of parts (``cat``,
+    ``index_select``, ``reshape``) are plain tensors then.
     """
 
     plan: TensorPlan
-    _rowwise_data: torch.Tensor
-    _rowwise_scale_inv: torch.Tensor
+    _rowwise_data: torch.Tensor | None
+    _rowwise_scale_inv: torch.Tensor | None
     _initial_value: torch.Tensor | None
     _keeps_initial_value: bool
+    # The delayed scale by which a written value is quantized, from a Float8Quantizer.
+    _slot: Slot | None
+    # Whether scales cover more than this tensor: it is a part of another one.
+    _shares_scales: bool
 
     __torch_function__: ClassVar[Any] = no_torch_function
 
     @staticmethod
     def __new__(
-        cls, rowwise: Operand, columnwise: Operand | None, plan: TensorPlan, dtype: torch.dtype
+        cls,
+        rowwise: Operand | None,
+        columnwise: Operand | None,
+        plan: TensorPlan,
+        dtype: torch.dtype,
+        *,
+        shape: Sequence[int] | None = None,
     ) -> QuantizedTensor:
         """Wrap the operands; ``columnwise`` is None if it is a view of ``rowwise``, or not planned.
 
+        ``shape`` is that of the tensor, ``[n, k]`` if None.
+
         Raises:
-            OperandError: their sizes or dtypes do not fit ``plan``.
+            OperandError: their sizes or dtypes do not fit ``plan``, or ``shape``.
         """
-        parts = (*rowwise, *(columnwise or (None,) * 3))
+        nothing = (None,) * len(Operand._fields)
+        parts = (*(rowwise or nothing), *(columnwise or nothing))
+        size = matrix_size(parts, plan)
+        if shape is not None and (math.prod(shape[:-1]), *shape[-1:]) != size:
+            raise OperandError(
+                f"a QuantizedTensor {list(shape)} of operands for {size[0]} rows of {size[1]}: "
+                f"leading dimensions are rows."
+            )
+        device = next(part.device for part in parts if part is not None)
         self: QuantizedTensor = make_wrapper(
-            cls, matrix_size(parts, plan), dtype=dtype, device=rowwise.data.device
+            cls, size if shape is None else tuple(shape), dtype=dtype, device=device
         )
         for name, part in zip(PARTS, parts, strict=True):
             setattr(self, name, part)
         self.plan = plan
         self._initial_value = None
         self._keeps_initial_value = False
+        self._slot = None
+        self._shares_scales = False
         return self
 
     @classmethod
     def quantize(cls, value: torch.Tensor, plan: TensorPlan) -> QuantizedTensor:
-        """Return ``value [n, k]`` stored by ``plan``, for example ``recipe.plan(role).weight``.
+        """Return the matrix ``value [n, k]`` stored by ``plan``, as ``recipe.plan(role).weight``.
 
         The nominal dtype is that of ``value``. Scales come from its amax, also where ``plan`` has
         delayed scales.
@@ -108,16 +146,79 @@ class QuantizedTensor(Casts):
                 f"float32, bfloat16 or float16."
             )
         plan = storage_plan(plan)
-        check(plan, tuple(value.shape))
-        return cls(*kept(make_operands(value.detach(), plan)), plan, value.dtype)
+        check_parameter(plan, tuple(value.shape))
+        return cls.of(value, plan)
+
+    @classmethod
+    def of(
+        cls,
+        value: torch.Tensor,
+        plan: TensorPlan,
+        *,
+        slot: Slot | None = None,
+        reduce_amax: ReduceAmax | None = None,
+    ) -> QuantizedTensor:
+        """Return ``value [..., k]`` stored by ``plan``, without its history.
+
+        An orientation that is None in ``plan`` is not held. ``slot`` holds a delayed scale, which
+        later writes take too; ``reduce_amax`` is as in
+        :func:`~fp8core.tensors.quantizer.bind_quantizer`.
+
+        Raises:
+            OperandError: ``value`` has no dimension, or another dtype than float32, bfloat16 and
+                float16; or ``plan`` holds neither orientation.
+            UnsupportedError: blocks do not divide the sizes, or no backend quantizes like that.
+        """
+        if not value.dim() or value.dtype not in FLOATS:
+            raise OperandError(
+                f"QuantizedTensor of {list(value.shape)} {value.dtype}: expected at least one "
+                f"dimension, in float32, bfloat16 or float16."
+            )
+        plan = storage_plan(plan)
+        if plan == (None, None):
+            raise OperandError(
+                "a QuantizedTensor of neither orientation: a quantizer needs rowwise or columnwise "
+                "usage, as by set_usage(rowwise=True)."
+            )
+        columns = value.shape[-1]
+        rows = math.prod(value.shape[:-1])
+        check(plan, rows, columns)
+        matrix = value.detach().reshape(rows, columns)
+        operands = make_operands(matrix, plan, slot=slot, reduce_amax=reduce_amax)
+        made = cls(*kept(operands), plan, value.dtype, shape=value.shape)
+        made._slot = slot
+        return made
+
+    @property
+    def held(self) -> Held:
+        """The operands that it stores, None for one that is a view of the other, or not planned."""
+        return _stored(self)
 
     @property
     def operands(self) -> Orientations:
         """The operands, ``rowwise [n, k]`` and ``columnwise [k, n]``, None if not planned."""
         rowwise, columnwise = _stored(self)
-        if columnwise is None and self.plan.columnwise is not None:
+        if columnwise is None and rowwise is not None and self.plan.columnwise is not None:
             columnwise = turn(rowwise)
         return Orientations(rowwise, columnwise)
+
+    def rebuilt(
+        self,
+        rowwise: Operand | None,
+        columnwise: Operand | None,
+        shape: Sequence[int],
+        *,
+        shares_scales: bool | None = None,
+    ) -> QuantizedTensor:
+        """Return a tensor of ``shape`` of other operands that are stored alike.
+
+        ``shares_scales``: whether their scales cover more than they do; None as this tensor's.
+        """
+        with torch.inference_mode(False):  # as a view that torch creates outside of it
+            made = QuantizedTensor(rowwise, columnwise, self.plan, self.dtype, shape=shape)
+        made._slot = self._slot
+        made._shares_scales = self._shares_scales if shares_scales is None else shares_scales
+        return made
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the plain tensors of its operands, for a collective or a count of bytes."""
@@ -130,13 +231,85 @@ class QuantizedTensor(Casts):
         return sum(part.nbytes for part in self.tensors())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the values as a plain tensor ``[n, k]`` in ``dtype``, the nominal one if None."""
+        """Return the values as a plain tensor in ``dtype``, the nominal one if None."""
         dtype = dtype or self.dtype
         if not (torch.is_grad_enabled() and self.requires_grad):
             return _decode(self, dtype)
         if dtype == self.dtype:
             return self * 1  # differentiable, and exact
         return torch.ops.aten._to_copy.default(self, dtype=dtype)  # type: ignore[no-any-return]
+
+    def quantize_(
+        self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None
+    ) -> QuantizedTensor:
+        """Quantize ``tensor`` into this one, which keeps its format, and return this one.
+
+        Nothing is written where ``noop_flag``, one number on the device, is not 0; the host does
+        not wait to read it.
+        """
+        if noop_flag is None:
+            with torch.no_grad():
+                self.copy_(tensor)
+            return self
+        before = [part.clone() for part in self.tensors()]
+        with torch.no_grad():
+            self.copy_(tensor)
+            for part, old in zip(self.tensors(), before, strict=True):
+                part.copy_(torch.where(noop_flag.reshape(-1)[:1] != 0, old, part))
+        return self
+
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        """Hold the orientations that are True, and drop those that are False; None changes nothing.
+
+        An orientation is created where it holds the same codes as the other: with one scale for the
+        tensor, and with square blocks.
+
+        Raises:
+            OperandError: neither would be held, or one would have to be quantized from values that
+                are rounded already.
+        """
+        row, column = self.plan
+        wanted = (
+            row is not None if rowwise_usage is None else rowwise_usage,
+            column is not None if columnwise_usage is None else columnwise_usage,
+        )
+        if wanted == (False, False):
+            raise OperandError(f"update_usage of {self}: one orientation has to be held.")
+        rowwise, columnwise = self.operands
+        if wanted[0] and rowwise is None:
+            rowwise, row = _turned(self, columnwise, column, "rowwise")
+        if wanted[1] and columnwise is None:
+            columnwise, column = _turned(self, rowwise, row, "columnwise")
+        plan = TensorPlan(row if wanted[0] else None, column if wanted[1] else None)
+        chosen = Orientations(rowwise if wanted[0] else None, columnwise if wanted[1] else None)
+        nothing = (None,) * len(Operand._fields)
+        one, other = kept(chosen)
+        for name, part in zip(PARTS, (*(one or nothing), *(other or nothing)), strict=True):
+            setattr(self, name, part)
+        self.plan = plan
+
+    def get_usages(self) -> dict[str, bool]:
+        """Return which orientations are held, as ``{"rowwise": True, "columnwise": False}``."""
+        return {
+            "rowwise": self.plan.rowwise is not None,
+            "columnwise": self.plan.columnwise is not None,
+        }
+
+    def reshape(self, *shape: Any) -> torch.Tensor:
+        """Return the tensor as ``[shape]``: a view where blocks allow it, else a plain copy of the
+        values, which is logged once."""
+        sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        try:
+            return self.view(*sizes)
+        except UnsupportedError:
+            say_dequantized(_aten.view.default, self)
+            return self.dequantize().reshape(*sizes)
+
+    def contiguous(self, memory_format: torch.memory_format | None = None) -> torch.Tensor:
+        """Return the tensor itself: the strides of operands are the backend's."""
+        return self
 
     def share_memory_(self) -> QuantizedTensor:
         """Move the operands to shared memory, as torch does a tensor's storage."""
@@ -146,7 +319,9 @@ class QuantizedTensor(Casts):
 
     def with_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
         """Return the same operands under another nominal dtype."""
-        renamed = QuantizedTensor(*_stored(self), self.plan, dtype)
+        renamed = QuantizedTensor(*_stored(self), self.plan, dtype, shape=self.shape)
+        renamed._slot = self._slot
+        renamed._shares_scales = self._shares_scales
         renamed._initial_value = self._initial_value
         renamed._keeps_initial_value = self._keeps_initial_value
         return renamed
@@ -187,17 +362,20 @@ class QuantizedTensor(Casts):
         inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> QuantizedTensor:
         rowwise, columnwise = split([inner.get(name) for name in PARTS])
-        return QuantizedTensor(rowwise, columnwise, *context)
+        return QuantizedTensor(rowwise, columnwise, *context, shape=outer_size)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         specs = [None if spec is None else dataclasses.asdict(spec) for spec in self.plan]
         is_parameter = getattr(self, IS_PARAMETER, False)
         parts = [getattr(self, name) for name in PARTS]
-        return _rebuild, (parts, specs, self.dtype, is_parameter, self.requires_grad)
+        stored = (parts, specs, self.dtype, is_parameter, self.requires_grad)
+        return _rebuild, stored if self.dim() == 2 else (*stored, list(self.shape))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
         nominal = str(self.dtype).removeprefix("torch.")
-        return f"QuantizedTensor({list(self.shape)}, {self.plan.rowwise}, {nominal}, {self.device})"
+        row, column = self.plan
+        held = f"{row}" if row is not None else f"columnwise {column}"
+        return f"QuantizedTensor({list(self.shape)}, {held}, {nominal}, {self.device})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares less
@@ -213,6 +391,7 @@ def _rebuild(
     dtype: torch.dtype,
     is_parameter: bool,
     requires_grad: bool,
+    shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Return the tensor that ``torch.save`` stored as plain tensors and plain values.
 
@@ -221,8 +400,13 @@ def _rebuild(
     """
     plan = plan_from(specs)
     check_stored(parts, plan, dtype)
-    tensor = QuantizedTensor(*split(parts), plan, dtype)
-    check(plan, tuple(tensor.shape))
+    is_shape = shape is None or (
+        isinstance(shape, list) and shape and all(type(size) is int and size >= 0 for size in shape)
+    )
+    if not is_shape:
+        raise OperandError(f"a stored QuantizedTensor has the shape {reprlib.repr(shape)}.")
+    tensor = QuantizedTensor(*split(parts), plan, dtype, shape=shape)
+    check(plan, *matrix_size(parts, plan))
     if is_parameter is True:
         return torch.nn.Parameter(tensor, requires_grad is True)
     return tensor.requires_grad_(requires_grad is True)
@@ -231,23 +415,55 @@ def _rebuild(
 torch.serialization.add_safe_globals([_rebuild])
 
 
-def _stored(tensor: QuantizedTensor) -> tuple[Operand, Operand | None]:
+def _stored(tensor: QuantizedTensor) -> Held:
     return split([getattr(tensor, name) for name in PARTS])
 
 
+def _turned(
+    tensor: QuantizedTensor, operand: Operand | None, spec: OperandSpec | None, way: str
+) -> tuple[Operand, OperandSpec]:
+    """Return the orientation ``way`` from the other one, which has the same codes."""
+    if operand is None or spec is None or spec.block[0] != spec.block[1] or per_byte(spec) != 1:
+        raise OperandError(
+            f"update_usage of {tensor}: its {way} codes are another rounding of the value that was "
+            f"written. Quantize that value again by a quantizer with {way} usage."
+        )
+    return turn(operand), spec
+
+
 def _decode(tensor: QuantizedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    assert tensor.plan.rowwise is not None
-    return decode_operand(_stored(tensor)[0], tensor.plan.rowwise, dtype or tensor.dtype)
+    rowwise, columnwise = _stored(tensor)
+    row, column = tensor.plan
+    dtype = dtype or tensor.dtype
+    if rowwise is not None and row is not None:
+        values = decode_operand(rowwise, row, dtype)
+    else:
+        assert columnwise is not None
+        assert column is not None
+        values = decode_operand(columnwise, column, dtype).t().contiguous()
+    return values if tensor.dim() == 2 else values.reshape(tensor.shape)
 
 
 def _write(tensor: QuantizedTensor, value: torch.Tensor) -> None:
     """Quantize ``value``, without a cast to the nominal dtype, into the operands of ``tensor``."""
+    _refuse_part(tensor)
     if value.shape != tensor.shape:
         value = value.expand(tensor.shape)
     value = value.detach().to(tensor.device)
     if value.dtype not in FLOATS:
         value = value.to(torch.float32 if value.is_floating_point() else tensor.dtype)
-    _assign(tensor, make_operands(value, tensor.plan))
+    if value.dim() != 2:
+        value = value.reshape(math.prod(value.shape[:-1]), value.shape[-1])
+    _assign(tensor, make_operands(value, tensor.plan, slot=tensor._slot))
+
+
+def _refuse_part(tensor: QuantizedTensor) -> None:
+    if tensor._shares_scales:
+        raise UnsupportedError(
+            f"a write to a view of a QuantizedTensor, {tensor}, whose scale covers more than the "
+            f"view: it would change the rest. Write to the whole: value = p.dequantize(), change "
+            f"value, then p.copy_(value)."
+        )
 
 
 def _assign(tensor: QuantizedTensor, operands: Orientations) -> None:
@@ -263,7 +479,7 @@ def _assign(tensor: QuantizedTensor, operands: Orientations) -> None:
 def _like(tensor: QuantizedTensor, device: torch.device) -> QuantizedTensor:
     """Return zeros stored as ``tensor`` is, on ``device``, in the layout of the backend there."""
     zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-    like = QuantizedTensor.quantize(zeros, tensor.plan)
+    like = QuantizedTensor.of(zeros, tensor.plan)
     like._keeps_initial_value = tensor._keeps_initial_value
     return like
 
@@ -289,6 +505,8 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise UnsupportedError(
             f"{func} of a QuantizedTensor: pass each of its .tensors(), or .dequantize()."
         )
+    for target in targets:
+        _refuse_part(target)
     values: dict[int, torch.Tensor] = {}
 
     def value_of(tensor: QuantizedTensor) -> torch.Tensor:
@@ -308,7 +526,29 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
         _write(target, value)
     out = pytree.tree_map_only(torch.Tensor, lambda value: owners.get(id(value), value), out)
-    return out if targets else as_view(func, out)
+    if targets:
+        return out
+    viewed = as_view(func, out)
+    is_decoding = func is _aten.mul.Tensor and args[1:] == (1,)  # as dequantize() does it
+    if viewed is out and not is_decoding:
+        say_dequantized(func, _first(args, kwargs))
+    return viewed
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
+    leaves = pytree.tree_leaves((args, kwargs))
+    return next(one for one in leaves if isinstance(one, QuantizedTensor))
+
+
+def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator of :data:`COPIES` on the operands, or on the values."""
+    first = args[0] if isinstance(args[0], QuantizedTensor) else None
+    if first is None and isinstance(args[0], (list, tuple)):
+        first = args[0][0]
+    made = None
+    if isinstance(first, QuantizedTensor):
+        made = COPIES[func.overloadpacket](func, args, kwargs)
+    return _on_values(func, args, kwargs) if made is None else made
 
 
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -318,6 +558,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(source, QuantizedTensor):
         _write(target, source)
     elif source.plan == target.plan and source.shape == target.shape:
+        _refuse_part(target)
         _assign(target, source.operands)
     else:
         _write(target, _decode(source, torch.float32))
@@ -333,7 +574,9 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Quantize
     tensor = args[0]
     parts = [getattr(tensor, name) for name in PARTS]
     copies = [None if part is None else part.clone() for part in parts]
-    return QuantizedTensor(*split(copies), tensor.plan, tensor.dtype)
+    clone = QuantizedTensor(*split(copies), tensor.plan, tensor.dtype, shape=tensor.shape)
+    clone._slot = tensor._slot
+    return clone
 
 
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -363,11 +606,11 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     tensor, amounts = args[0], list(args[1])
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     is_plain = len(amounts) == 4 and not amounts[0] and not amounts[2] and min(amounts) >= 0
-    if value != 0 or not is_plain:
-        return _on_values(func, args, kwargs)  # type: ignore[no-any-return]
-    _, columns, _, rows = amounts
     rowwise, columnwise = _stored(tensor)
     plan = tensor.plan
+    if value != 0 or not is_plain or tensor.dim() != 2 or rowwise is None:
+        return _on_values(func, args, kwargs)  # type: ignore[no-any-return]
+    _, columns, _, rows = amounts
     return QuantizedTensor(
         pad_operand(rowwise, plan.rowwise, rows, columns),
         None if columnwise is None else pad_operand(columnwise, plan.columnwise, columns, rows),
@@ -384,6 +627,9 @@ _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     _aten.clone: _clone,
     _aten._to_copy: _to_copy,
     _aten.constant_pad_nd: _pad,
+    _aten.alias: _detach,
+    **VIEWS,
+    **dict.fromkeys(COPIES, _copied),
 }
 for _name in ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"):
     _HANDLERS[getattr(_aten, _name)] = _new

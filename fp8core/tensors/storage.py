@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
 from fp8core import formats
-from fp8core.backend_api import DequantizeDesc, Operand, OperandSpec
+from fp8core.backend_api import INVERSES, DequantizeDesc, Operand, OperandSpec
 from fp8core.dispatch import table
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan
-from fp8core.tensors.quantizer import Binding, Orientations, bind_quantizer
+from fp8core.tensors.quantizer import Binding, Orientations, ReduceAmax, Slot, bind_quantizer
 from fp8core.torch_ops.counted import counter_of
 from fp8core.torch_ops.shapes import is_captured
 
 __all__ = [
     "FLOATS",
     "PARTS",
+    "Held",
     "check",
+    "check_parameter",
     "decode_operand",
     "kept",
     "make_operands",
@@ -34,6 +37,10 @@ PARTS = tuple(f"_{way}_{part}" for way in ("rowwise", "columnwise") for part in 
 """The names of the plain tensors of a QuantizedTensor."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+Held: TypeAlias = "tuple[Operand | None, Operand | None]"
+"""The rowwise and the columnwise operand of a QuantizedTensor, None for one that it does not hold,
+or that is a view of the other."""
 
 
 def storage_plan(plan: TensorPlan) -> TensorPlan:
@@ -56,10 +63,13 @@ def per_byte(spec: OperandSpec) -> int:
     return 8 // formats.by_name(spec.format).bits
 
 
-def split(parts: Sequence[torch.Tensor | None]) -> tuple[Operand, Operand | None]:
+def split(parts: Sequence[torch.Tensor | None]) -> Held:
     """Return the operands whose ``parts`` are given in the order of :data:`PARTS`."""
-    rowwise, columnwise = Operand(*parts[:3]), parts[3:]  # type: ignore[arg-type]  # data is there
-    return rowwise, None if columnwise[0] is None else Operand(*columnwise)  # type: ignore[arg-type]
+    (row, *row_scales), (column, *column_scales) = parts[:3], parts[3:]
+    return (
+        None if row is None else Operand(row, *row_scales),
+        None if column is None else Operand(column, *column_scales),
+    )
 
 
 def turn(operand: Operand) -> Operand:
@@ -67,27 +77,47 @@ def turn(operand: Operand) -> Operand:
     return Operand(*(None if part is None else part.t() for part in operand))  # type: ignore[arg-type]  # data is there
 
 
-def make_operands(value: torch.Tensor, plan: TensorPlan) -> Orientations:
-    """Quantize ``value [n, k]`` by ``plan``, a result of :func:`storage_plan`."""
-    both = plan if plan.columnwise is not None else TensorPlan(plan.rowwise, plan.rowwise)
+def make_operands(
+    value: torch.Tensor,
+    plan: TensorPlan,
+    *,
+    slot: Slot | None = None,
+    reduce_amax: ReduceAmax | None = None,
+) -> Orientations:
+    """Quantize ``value [n, k]`` by ``plan``, a result of :func:`storage_plan`.
+
+    With ``slot`` the scale is the one there, and the amax is recorded there. ``reduce_amax`` is as
+    in :func:`~fp8core.tensors.quantizer.bind_quantizer`. Stochastic rounding draws a seed from
+    torch's CPU generator.
+    """
+    both = TensorPlan(plan.rowwise or plan.columnwise, plan.columnwise or plan.rowwise)
+    if slot is not None:
+        both = TensorPlan(*(spec and dataclasses.replace(spec, delayed=True) for spec in both))
     is_traced = value.is_meta or is_captured(value)  # a graph's casts count by themselves
     count = None if is_traced else counter_of(value.device)
     binding = Binding(value.device, value.dtype)
-    quantizer = bind_quantizer(both, value.dtype, binding, nonfinite=count)
-    return quantizer(value, columnwise=plan.columnwise is not None)
+    quantizer = bind_quantizer(
+        both, value.dtype, binding, nonfinite=count, slot=slot, reduce_amax=reduce_amax
+    )
+    rng = None
+    if any(spec is not None and spec.stochastic for spec in plan):
+        rng = torch.randint(0, 2**62, (2,), device="cpu")
+    return quantizer(
+        value, rowwise=plan.rowwise is not None, columnwise=plan.columnwise is not None, rng=rng
+    )
 
 
-def kept(operands: Orientations) -> tuple[Operand, Operand | None]:
+def kept(operands: Orientations) -> Held:
     """Return the operands to store; no columnwise one where it is a view of the rowwise one."""
     rowwise, columnwise = operands
-    if columnwise is None or rowwise.data.is_meta:
+    if rowwise is None or columnwise is None or rowwise.data.is_meta:
         return rowwise, columnwise
     pairs = [(a, b) for a, b in zip(rowwise, columnwise, strict=True) if a is not None]
     is_view = all(a.numel() and a.data_ptr() == b.data_ptr() for a, b in pairs)
     return rowwise, None if is_view else columnwise
 
 
-def check(plan: TensorPlan, shape: tuple[int, ...]) -> None:
+def check_parameter(plan: TensorPlan, shape: tuple[int, ...]) -> None:
     """Raise UnsupportedError unless a parameter of ``shape`` can be stored by ``plan``."""
     asked = f"a parameter {list(shape)} stored as {plan.rowwise}"
     if plan.rowwise is None:
@@ -95,7 +125,7 @@ def check(plan: TensorPlan, shape: tuple[int, ...]) -> None:
     for spec in filter(None, plan):
         if spec.stochastic or spec.transform is not None:
             raise UnsupportedError(f"{asked}: {spec} is not for parameters; they round to nearest.")
-        block = spec.block[1] if spec.scale_format != "float32" else per_byte(spec)
+        block = _whole_along_k(spec)
         if any(size % block for size in shape):
             raise UnsupportedError(
                 f"{asked}: both sizes must be multiples of {block}. Make this layer outside "
@@ -103,8 +133,36 @@ def check(plan: TensorPlan, shape: tuple[int, ...]) -> None:
             )
 
 
+def check(plan: TensorPlan, rows: int, columns: int) -> None:
+    """Raise UnsupportedError unless a tensor ``[rows, columns]`` can be stored by ``plan``."""
+    sizes = ((rows, columns), (columns, rows))
+    for way, spec, size in zip(("rowwise", "columnwise"), plan, sizes, strict=True):
+        if spec is None:
+            continue
+        needed = [1 if spec.scale_format == "float32" else spec.block[0], _whole_along_k(spec)]
+        if any(length % step for length, step in zip(size, needed, strict=True)):
+            order = needed if way == "rowwise" else needed[::-1]
+            raise UnsupportedError(
+                f"a tensor of {rows} x {columns} stored {way} as {spec}: its rows must be "
+                f"multiples of {order[0]}, its columns of {order[1]}. Pad it with zeros, or store "
+                f"the other orientation alone: set_usage({way}=False)."
+            )
+
+
+def _whole_along_k(spec: OperandSpec) -> int:
+    """Return the number of which k must be a multiple: byte scales have no partial blocks."""
+    return spec.block[1] if spec.scale_format != "float32" else per_byte(spec)
+
+
 def decode_operand(operand: Operand, spec: OperandSpec, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values ``[rows, k]`` of ``operand`` in ``dtype``, rounded once from float32."""
+    """Return the values ``[rows, k]`` of ``operand`` in ``dtype``, rounded once from float32.
+
+    Those of a transformed operand are transformed back, which is exact but for rounding.
+    """
+    if spec.transform is not None:
+        desc = DequantizeDesc(spec)
+        transformed = table.resolve(desc, operand.data.device).run(operand)
+        return INVERSES[spec.transform](transformed).to(dtype)
     desc = DequantizeDesc(spec, dtype if dtype in FLOATS else torch.float32)
     values: torch.Tensor = table.resolve(desc, operand.data.device).run(operand)
     return values.to(dtype)

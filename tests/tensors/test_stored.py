@@ -241,7 +241,7 @@ def test_a_plan_of_endless_depth_is_refused_by_name() -> None:
     for _ in range(100):
         nested = [nested]
     saved = {**fields(quantized("current")), "row": nested}
-    with pytest.raises(OperandError, match="no recipe plans for a parameter"):
+    with pytest.raises(OperandError, match="no quantizer plans"):
         load(saved)
 
 
