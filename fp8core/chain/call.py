@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from fp8core.tensors.quantizer import Groups
 from fp8core.tensors.weights import Keeping
 
-__all__ = ["DENSE", "Call"]
+__all__ = ["DENSE", "Call", "DelayedWgrads"]
+
+
+class DelayedWgrads(Protocol):
+    """Takes the weight gradients of a call that are computed later, see
+    :mod:`fp8core.chain.delayed_wgrad`."""
+
+    def source(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the layer's weight that the call's parameter ``weight`` stands for."""
+
+    def put(self, index: int, pending: Any) -> None:
+        """Leave the gradient of the linear ``index`` to a later call."""
 
 
 class Call(NamedTuple):
@@ -23,7 +34,9 @@ class Call(NamedTuple):
     from it for weights; None quantizes them. ``backward_pass`` is set in a recompute: the pass that
     it is part of, at whose end backward scales are updated. ``tensors`` and ``sizes`` are what the
     link of the chain that takes them says, as :class:`fp8core.chain.attention.AttentionTensors`
-    does; nothing in them is differentiated.
+    does; nothing in them is differentiated. ``delayed_wgrads`` takes the weight gradients that are
+    not computed in backward. ``output [rows, n]`` and ``grad_input [rows, k]`` are memory for the
+    results of a lone linear.
     """
 
     groups: Groups = ()
@@ -34,6 +47,9 @@ class Call(NamedTuple):
     backward_pass: int | None = None
     tensors: Sequence[torch.Tensor | None] = ()
     sizes: Sequence[int] = ()
+    delayed_wgrads: DelayedWgrads | None = None
+    output: torch.Tensor | None = None
+    grad_input: torch.Tensor | None = None
 
     @property
     def has_device_groups(self) -> bool:

@@ -28,11 +28,13 @@ import torch
 
 from fp8core.backend_api import Chunks, ColumnSumsDesc, GemmDesc, GroupedGemmDesc, Operand
 from fp8core.chain.call import Call
+from fp8core.chain.delayed_wgrad import Delaying
 from fp8core.chain.dequantized import Decode, bind_decode
 from fp8core.chain.groups import FlatWeights, Grouped, operands_of
 from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.main_grad import Accumulating
 from fp8core.chain.once import OnlyOnce, linear_only_once
+from fp8core.chain.original_input import SavingInput
 from fp8core.chain.padded import Padded, PaddedWeights
 from fp8core.chain.padding import LayerPadding, layer_padding
 from fp8core.chain.protocol import (
@@ -53,6 +55,7 @@ from fp8core.chain.stochastic import Stochastic
 from fp8core.chain.stored import is_stored_as
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.table import Resolved
+from fp8core.errors import RecipeError
 from fp8core.recipe.plan import HIGH_PRECISION, GemmPlan, LinearPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import (
@@ -87,10 +90,10 @@ def turning(run: Callable[..., Any]) -> Callable[..., Any]:
     It comes as ``[k, n]``, one or one per group.
     """
 
-    def turned(a: Operand, b: Any, *groups: torch.Tensor) -> Any:
+    def turned(a: Operand, b: Any, *groups: torch.Tensor, **keywords: Any) -> Any:
         if isinstance(b, Operand):
-            return run(a, Operand(b.data.t()), *groups)
-        return run(a, [Operand(one.data.t()) for one in b], *groups)
+            return run(a, Operand(b.data.t()), *groups, **keywords)
+        return run(a, [Operand(one.data.t()) for one in b], *groups, **keywords)
 
     return turned
 
@@ -100,7 +103,8 @@ class LinearShape(LinkShape):
     """What a linear layer is, apart from its recipe; ``groups`` is 0 for a dense layer.
 
     ``accumulates``: weight gradients are added to ``weight.main_grad``. ``offsets_on_device``: the
-    host never reads the sizes of the groups.
+    host never reads the sizes of the groups. ``delays_wgrad``: backward leaves them to the layer's
+    queue. ``saves_input``: backward casts the input again instead of holding its codes.
     """
 
     in_features: int
@@ -110,6 +114,8 @@ class LinearShape(LinkShape):
     groups: int = 0
     accumulates: bool = False
     offsets_on_device: bool = False
+    delays_wgrad: bool = False
+    saves_input: bool = False
 
     @property
     def num_weights(self) -> int:
@@ -269,7 +275,10 @@ class LinearProgram:
             x_row, x_column = x.take() if isinstance(x, Handover) else self._cast_input(x)
             w_row, w_column = self._weight(weight, columnwise=self._needs_input, keeping=keeping)
         bias = params[1] if self._has_bias else None
-        y = self._fprop(x_row, w_row, *call.groups, bias=bias)  # [m, k] x [n, k] -> [m, n]
+        if call.output is None:
+            y = self._fprop(x_row, w_row, *call.groups, bias=bias)  # [m, k] x [n, k] -> [m, n]
+        else:
+            y = self._fprop(x_row, w_row, *call.groups, bias=bias, out=call.output)
         x_row = w_row = None  # freed before the next program quantizes y
         saved: Saved = x_column if self._needs_weight else ()
         if self._needs_input:
@@ -299,7 +308,10 @@ class LinearProgram:
         if self._needs_input:
             at = 3 if self._needs_weight else 0
             weight: Any = self._restore(saved[at:])
-            grad_input = self._dgrad(dy_row, weight, *call.groups)  # [m, n] x [k, n] -> [m, k]
+            if call.grad_input is None:
+                grad_input = self._dgrad(dy_row, weight, *call.groups)  # [m, n] x [k, n] -> [m, k]
+            else:
+                grad_input = self._dgrad(dy_row, weight, *call.groups, out=call.grad_input)
             del weight, saved[at:]  # freed before grad_weight is allocated
             dy_row = None
             if out is not None:
@@ -326,6 +338,7 @@ class LinearLink(LinkDefaults):
     bias, if there is one. ``takes_chunks``: the gradient of the output stays in memory during
     backward, so that it may be cast some rows at a time. ``decode_input`` and ``decode_weight``
     make the operand of wgrad and dgrad from that of fprop, None where forward makes both.
+    ``input_again`` casts the input for wgrad where backward does that.
     """
 
     shape: LinearShape
@@ -349,6 +362,7 @@ class LinearLink(LinkDefaults):
     takes_chunks: bool = False
     decode_input: Decode | None = None
     decode_weight: Decode | None = None
+    input_again: Quantizer | None = None
     only_once: OnlyOnce | None = None
     # Programs by padding, by chunks, and by whose gradients are needed.
     _programs: dict[tuple[bool, ...], Program] = field(default_factory=dict)
@@ -404,6 +418,14 @@ class LinearLink(LinkDefaults):
         count = self.num_weights
         if self.shape.accumulates:
             program = Accumulating(program, self.wgrad, needs_grad[1 : 1 + count])
+        if self.shape.delays_wgrad and True in needs_grad[1 : 1 + count]:
+            program = Delaying(
+                program,
+                self.wgrad,
+                needs_grad[1 : 1 + count],
+                index=self.index,
+                is_grouped=bool(self.shape.groups),
+            )
         if self.shape.groups:
             bias_dtype = self.shape.bias_dtype
             program = Grouped(
@@ -411,6 +433,8 @@ class LinearLink(LinkDefaults):
             )
         if padded is not None:
             program = Padded(program, padded, call, num_weights=count)
+        if self.input_again is not None and True in needs_grad[1 : 1 + count]:
+            program = SavingInput(program, self.input_again)
         if self.needs_rng and call.rng is not None:
             program = Stochastic(program, call.rng, self.index)
         return program
@@ -513,7 +537,13 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
         name: context.resolve(name, shape.gemm_desc(name, plan, dtype))
         for name in ("fprop", "dgrad", "wgrad")
     }
-    only_once = linear_only_once(shape.accumulates, context.plan, context.binding, context.owner)
+    only_once = linear_only_once(
+        context.plan,
+        context.binding,
+        context.owner,
+        accumulates=shape.accumulates,
+        delays_wgrad=shape.delays_wgrad,
+    )
     dgrad, wgrad = gemms["dgrad"].run, gemms["wgrad"].run
     if only_once is None:
         dgrad, wgrad = turning(dgrad), turning(wgrad)
@@ -523,9 +553,10 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
     states = context.states
     if states is not None:
         states = dataclasses.replace(states, first=context.first_gemm, count=shape.num_weights)
-    x, weight, dy = _bind_quantizers(
+    quantizers = _bind_quantizers(
         shape, context, states, (input_dtype, grad_dtype), is_unturned=only_once is None
     )
+    x, weight, dy, input_again = quantizers
     sums = None
     if shape.bias_dtype is not None:
         sums = context.resolve("bias gradient", ColumnSumsDesc(grad_dtype)).run
@@ -564,6 +595,7 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
             "input", context, is_grouped=is_grouped, offsets_on_device=shape.offsets_on_device
         ),
         decode_weight=bind_decode("weight", context),
+        input_again=input_again,
         only_once=only_once,
     )
 
@@ -574,9 +606,9 @@ def _fprop(resolved: Resolved, shape: LinearShape, context: BindContext) -> Call
     if shape.bias_dtype in (None, dtype) or plan.a is not None or plan.b is not None:
         return run
 
-    def fprop(a: Operand, b: Any, *groups: torch.Tensor, bias: Any) -> Any:
+    def fprop(a: Operand, b: Any, *groups: torch.Tensor, bias: Any, **keywords: Any) -> Any:
         cast = [one.to(dtype) for one in bias] if shape.groups else bias.to(dtype)
-        return run(a, b, *groups, bias=cast)
+        return run(a, b, *groups, bias=cast, **keywords)
 
     return fprop
 
@@ -588,9 +620,9 @@ def _bind_quantizers(
     dtypes: tuple[torch.dtype, torch.dtype],
     *,
     is_unturned: bool,
-) -> tuple[Quantizer, KeptWeight | PerGroup, Quantizer]:
-    """Return the quantizers of input, weight and grad_output; ``dtypes`` are those of the first and
-    the last."""
+) -> tuple[Quantizer, KeptWeight | PerGroup, Quantizer, Quantizer | None]:
+    """Return the quantizers of input, weight and grad_output, and that of the input in backward, if
+    it is cast there; ``dtypes`` are those of the input and of grad_output."""
     plan, binding = context.plan, context.binding
     is_grouped = bool(shape.groups)
     count, propagates = context.nonfinite, plan.nonfinite == "propagate"
@@ -637,7 +669,9 @@ def _bind_quantizers(
         )
         return RequantizedWeight(quantizer, index, how, plan.weight, columnwise)
 
-    def quantizer_of(tensor: str, dtype: torch.dtype, slot: Slot | None) -> Quantizer:
+    def quantizer_of(
+        tensor: str, dtype: torch.dtype, slot: Slot | None, nonfinite: torch.Tensor | None
+    ) -> Quantizer:
         return bind_quantizer(
             plan.tensors[tensor],
             dtype,
@@ -646,15 +680,29 @@ def _bind_quantizers(
             grouped=is_grouped,
             offsets_on_device=shape.offsets_on_device,
             slot=slot,
-            nonfinite=count,
+            nonfinite=nonfinite,
             propagates=propagates,
             dequantizes=dequantizes and tensor == "input",
         )
 
     input_dtype, grad_dtype = dtypes
-    x = unturned or quantizer_of("input", input_dtype, slot_of("input"))
+    x = unturned or quantizer_of("input", input_dtype, slot_of("input"), count)
+    again = None
+    if shape.saves_input and plan.input.columnwise is not None and not binding.is_observing:
+        _check_saves_input(plan, context.owner)
+        again = quantizer_of("input", input_dtype, None, None)
     weights = PerGroup([weight(g) for g in range(shape.groups)]) if is_grouped else weight(0)
     # Calibration sees the forward pass alone, as in Transformer Engine.
     dy_slot = None if binding.is_observing else slot_of("grad_output")
-    dy = quantizer_of("grad_output", grad_dtype, dy_slot)
-    return x, weights, dy
+    dy = quantizer_of("grad_output", grad_dtype, dy_slot, count)
+    return x, weights, dy, again
+
+
+def _check_saves_input(plan: LinearPlan, owner: str) -> None:
+    """Raise RecipeError if backward could not repeat the cast of the input."""
+    if plan.input.is_delayed:
+        raise RecipeError(
+            f"{owner}: save_original_input=True with delayed scaling: backward would cast the "
+            f"input by the scale of the next step. Leave it out, or use a recipe whose scales "
+            f"follow from the tensor, such as Float8CurrentScaling."
+        )

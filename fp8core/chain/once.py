@@ -38,17 +38,20 @@ def in_low_precision(owner: str) -> OnlyOnce:
 
 
 def linear_only_once(
-    accumulates: bool, plan: LinearPlan, binding: Binding, owner: str
+    plan: LinearPlan, binding: Binding, owner: str, *, accumulates: bool, delays_wgrad: bool
 ) -> OnlyOnce | None:
     """Return the reason of a linear of ``plan``, None if there is none.
 
-    ``accumulates`` is as in :class:`~fp8core.chain.linear.LinearShape`.
+    ``accumulates`` and ``delays_wgrad`` are as in :class:`~fp8core.chain.linear.LinearShape`.
     """
     if binding.is_observing:
         return OnlyOnce(owner, "while it calibrates", _HIGH_PRECISION)
     if accumulates:
         remedy = "Make the layer with fuse_wgrad_accumulation=False."
         return OnlyOnce(owner, "with fuse_wgrad_accumulation=True", remedy)
+    if delays_wgrad:
+        remedy = "Make the layer with delay_wgrad_compute=False."
+        return OnlyOnce(owner, "with delay_wgrad_compute=True", remedy)
     return None if plan.is_high_precision else in_low_precision(owner)
 
 

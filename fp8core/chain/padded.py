@@ -84,9 +84,11 @@ class Padded(Wrapper):
         """Pad the biases; the weight's quantizer pads weights, the request the input."""
         padded, count = self._padded, self._num_weights
         given = (*params[:count], *map(padded.layer.pad_bias, params[count:]))
-        inner_call = call._replace(groups=padded.groups)
+        inner_call = call._replace(groups=padded.groups, output=None)
         y, saved, context = super().forward(x, given, inner_call)
         y = padded.cut(y, padded.layer.out_features)
+        if call.output is not None:
+            y = call.output.copy_(y)
         return y if out is None else out(y), saved, context
 
     def backward(
@@ -95,10 +97,12 @@ class Padded(Wrapper):
         """Cut the gradients of the input and of the weights; those of biases are not padded."""
         padded, layer, count = self._padded, self._padded.layer, self._num_weights
         grad = self._grad(grad, call)
-        inner_call = call._replace(groups=padded.groups)
+        inner_call = call._replace(groups=padded.groups, grad_input=None)
         grad_input, *grads = self._inner.backward(grad, saved, context, inner_call)
         if grad_input is not None:
             grad_input = padded.cut(grad_input, layer.in_features)
+            if call.grad_input is not None:
+                grad_input = call.grad_input.copy_(grad_input)
             grad_input = grad_input if out is None else out(grad_input)
         if context is not None or not layer.is_of_features:  # or added elsewhere
             return (grad_input, *grads)

@@ -74,6 +74,11 @@ class LinkShape:
         return False
 
     @property
+    def delays_wgrad(self) -> bool:
+        """Whether backward leaves weight gradients to a later call."""
+        return False
+
+    @property
     def leaves_chain(self) -> bool:
         """Whether a layer returns the value at this link besides its output."""
         return False

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch.nn.utils import parametrize
 
+from fp8core.chain.delayed_wgrad import WgradQueue
 from fp8core.chain.shape import LinkShape, Watch
 from fp8core.context.autocast import Active
+from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.bindings import bind_lock
 from fp8core.modules.bound import label_of
 from fp8core.modules.delayed import DelayedModule
@@ -34,6 +37,8 @@ class LowPrecisionModule(DelayedModule):
     takes_extra_input: ClassVar[bool] = False
     # The recipe for calls outside any autocast; high precision if None.
     outside_autocast: Active | None = None
+    # The weight gradients that backward left to backward_dw; None for a layer that delays none.
+    wgrad_queue: WgradQueue | None = None
     # Kind and name of each layer of the prepared model, one a line; a single text, which
     # torch.compile compares at once.
     peers: str = ""
@@ -41,6 +46,7 @@ class LowPrecisionModule(DelayedModule):
     def __init__(self, name: str | None) -> None:
         super().__init__()
         self.name = name
+        self._wgrad_hooks: list[Callable[[], object]] = []
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the shapes of the layer's chain, which do not depend on its recipe."""
@@ -57,6 +63,60 @@ class LowPrecisionModule(DelayedModule):
     def count_slot_sets(self) -> int:
         """Return how many forward GEMMs the layer has, each with the slots of a plan."""
         return sum(shape.num_weights for shape in self.link_shapes())
+
+    def need_backward_dw(self) -> bool:
+        """Return whether the layer has ``delay_wgrad_compute``."""
+        return self.wgrad_queue is not None
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that a backward pass left, those of the first pass first.
+
+        They are added to ``grad``, or to ``main_grad`` with ``fuse_wgrad_accumulation``, and hooks
+        of the parameters run as in backward. Call it once for each backward pass through the layer.
+        Does nothing without ``delay_wgrad_compute``, or if no weight is trained.
+
+        Raises:
+            OperandError: no backward pass has left any; or ``main_grad`` does not fit, and the call
+                may then be repeated.
+            UnsupportedError: the layer has other parameters than it had in forward.
+        """
+        queue = self.wgrad_queue
+        if queue is None:
+            return
+        if not len(queue):
+            if any(parameter.requires_grad for parameter in self._weights()):
+                raise OperandError(
+                    f"{self.label}: backward_dw() without a backward pass through the layer since "
+                    f"the last one. Call it once after each, on what was called: for an operation "
+                    f"in an ops.Sequential, on that."
+                )
+            return
+        held = {id(parameter) for parameter in self.parameters()}
+        for pending in queue.first():
+            if any(weight.is_leaf and id(weight) not in held for weight in pending.weights):
+                raise UnsupportedError(
+                    f"{self.label}: backward_dw() after the parameters of forward were replaced, "
+                    f"as FSDP does after backward: their gradients would reach nobody. Leave out "
+                    f"delay_wgrad_compute."
+                )
+        queue.compute_first()
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
+        """Have :meth:`backward_dw` call ``hook()`` at its end, as frameworks do that reduce the
+        gradients of weights with ``skip_backward_post_hook``."""
+        self._wgrad_hooks.append(hook)
+
+    def _delay_wgrads(self) -> None:
+        """Have backward leave the gradients of the layer's weights to :meth:`backward_dw`."""
+        self.wgrad_queue = WgradQueue()
+        for weight in self._weights():
+            weight.skip_backward_post_hook = True  # type: ignore[attr-defined]  # Megatron reads it
+
+    def _weights(self) -> list[torch.Tensor]:
+        """Return the parameters that are matrices."""
+        return [parameter for parameter in self.parameters() if parameter.dim() > 1]
 
     def set_watch(self, watch: Watch | None) -> None:
         """Have ``watch`` observe the tensors that the layer's linears compute with; None ends it.

@@ -63,6 +63,12 @@ _NO_MAIN_GRAD = (
 )
 
 
+_NO_QUEUE = (
+    "delay_wgrad_compute is not offered under torch.compile and torch.export: a graph leaves no "
+    "gradient to a later call. Keep the layer out of the graph with torch.compiler.disable."
+)
+
+
 class Bound(NamedTuple):
     """A layer bound for one combination of recipe, device, dtype and policy.
 
@@ -207,6 +213,8 @@ def bind_captured(
             raise UnsupportedError(_NO_WATCH)
         if any(shape.accumulates for shape in shapes):
             raise UnsupportedError(_NO_MAIN_GRAD)
+        if any(shape.delays_wgrad for shape in shapes):
+            raise UnsupportedError(_NO_QUEUE)
         if binding.device.type != "meta":
             counter_of(binding.device)  # outside of what torch records in a CUDA graph of its own
         with table.capturing():

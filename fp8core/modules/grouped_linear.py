@@ -24,7 +24,7 @@ from fp8core.modules.parameters import (
     resolve_device,
 )
 from fp8core.modules.refusals import refuse_arguments
-from fp8core.modules.run import run_links
+from fp8core.modules.run import delaying, run_links
 from fp8core.parameter.init import make_weight
 from fp8core.recipe.plan import LayerRole
 
@@ -41,8 +41,6 @@ _NOT_OFFERED = (
     "ub_overlap_rs",
     "ub_overlap_ag",
     "ub_name",
-    "delay_wgrad_compute",
-    "save_original_input",
     "single_grouped_weight",
     "single_grouped_bias",
     "use_grouped_tensor",
@@ -59,6 +57,9 @@ class GroupedLinear(LowPrecisionModule):
 
     The sizes of the groups may be a tensor on the accelerator. The host does not wait for it: a
     router's counts go in as they are, and a CUDA graph reads the sizes at each replay.
+
+    ``single_grouped_weight``, ``single_grouped_bias`` and ``use_grouped_tensor`` are refused: they
+    store all groups in one parameter of a class of Transformer Engine's.
     """
 
     kind = "grouped_linear"
@@ -98,6 +99,7 @@ class GroupedLinear(LowPrecisionModule):
         self.use_bias = bias
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.save_original_input = save_original_input
         self._init_method = init_method or default_init_method
         target = resolve_device(device)
         for i in range(num_gemms):
@@ -108,6 +110,8 @@ class GroupedLinear(LowPrecisionModule):
                 f"bias{i}",
                 make_parameter(out_features, device=target, dtype=params_dtype) if bias else None,
             )
+        if delay_wgrad_compute:
+            self._delay_wgrads()
         if target.type != "meta":
             self.reset_parameters()
 
@@ -123,8 +127,17 @@ class GroupedLinear(LowPrecisionModule):
         dtype = self.dtype_of("weight0")
         bias_dtype = self.dtype_of("bias0") if self.use_bias and not self.return_bias else None
         sizes = self.in_features, self.out_features
-        more = self.num_gemms, self.fuse_wgrad_accumulation
-        return (LinearShape(*sizes, dtype, bias_dtype, *more),)
+        return (
+            LinearShape(
+                *sizes,
+                dtype,
+                bias_dtype,
+                self.num_gemms,
+                accumulates=self.fuse_wgrad_accumulation,
+                delays_wgrad=self.wgrad_queue is not None,
+                saves_input=self.save_original_input,
+            ),
+        )
 
     def link_params(self) -> list[torch.Tensor]:
         """Return the weights, then the biases unless the caller adds those."""
@@ -145,7 +158,12 @@ class GroupedLinear(LowPrecisionModule):
         checked: a negative size counts as 0, groups end at the last row of the input, and rows
         after the last group belong to none. Their output and ``grad_input`` are zeros. Some
         backends and recipes refuse such a tensor. While torch compiles, ``m_splits`` must be a
-        list, and each list of values gets a graph. ``out`` and ``dgrad_out`` are not offered.
+        list, and each list of values gets a graph.
+
+        The output is written to ``out [..., out_features]``, the gradient of the input to
+        ``dgrad_out [..., in_features]``, where they are given: contiguous memory of the activation
+        dtype, which nothing else may read or write until it has been used. Not while torch
+        compiles.
 
         Raises:
             OperandError: ``m_splits`` has not one entry for each group, is no integer tensor or on
@@ -154,10 +172,11 @@ class GroupedLinear(LowPrecisionModule):
             UnsupportedError: sizes on a device whose backend does not take them, or under a
                 monitor, which would have to read them.
         """
-        if out is not None or dgrad_out is not None:
-            refuse_arguments(GroupedLinear.forward, locals(), ("out", "dgrad_out"))
-        params = self.link_params()
+        params: Sequence[torch.Tensor] = self.link_params()
         dtype = check_input(self, input, params[0], self.in_features)
+        leading = input.shape[:-1]
+        output_rows = self._buffer("out", out, (*leading, self.out_features), input, dtype)
+        grad_rows = self._buffer("dgrad_out", dgrad_out, (*leading, self.in_features), input, dtype)
         rows = input.numel() // self.in_features
         if isinstance(m_splits, torch.Tensor) and torch.compiler.is_compiling():
             raise OperandError(
@@ -173,12 +192,47 @@ class GroupedLinear(LowPrecisionModule):
             # Known on the host, so they stay there: reading them back would wait for the device.
             offsets = torch.tensor((0, *splits), device="cpu").cumsum(0)
             bound = bind(self, input.device, dtype)
+        if isinstance(bound.parts[0], int) and not (out is None and dgrad_out is None):
+            raise UnsupportedError(
+                f"{self.label}: out and dgrad_out are not offered under torch.compile and "
+                f"torch.export, whose graphs place results themselves. Leave them out."
+            )
         if input.dtype != dtype:
             input = input.to(dtype)
         rng = new_seed() if bound.needs_rng else None
-        call = Call((offsets,), splits, rng, is_first_microbatch)
+        call = Call(
+            (offsets,), splits, rng, is_first_microbatch, output=output_rows, grad_input=grad_rows
+        )
+        if self.wgrad_queue is not None:
+            call, params = delaying(self, self.wgrad_queue, call, params)
         output = run_links(self, bound, bound.parts[0], input, params, call)
         return (output, self._all("bias")) if self.return_bias else output
+
+    def _buffer(
+        self,
+        name: str,
+        given: torch.Tensor | None,
+        shape: Sequence[int],
+        input: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """Return the rows of ``given``, memory for a result of ``shape``, without its history."""
+        if given is None:
+            return None
+        wanted = (tuple(shape), dtype, input.device)
+        if (
+            (tuple(given.shape), given.dtype, given.device) != wanted
+            or not given.is_contiguous()
+            or given.requires_grad
+        ):
+            state = ", which requires a gradient" if given.requires_grad else ""
+            order = "contiguous" if given.is_contiguous() else f"strides {given.stride()}"
+            raise OperandError(
+                f"{self.label}: {name} is {given.dtype} {list(given.shape)} on {given.device}, "
+                f"{order}{state}; expected {dtype} {list(shape)} on {input.device}, contiguous, "
+                f"without a gradient."
+            )
+        return given.detach().view(-1, shape[-1])
 
     def _device_offsets(self, sizes: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
         """Return the groups' bounds, int64 ``[num_gemms + 1]``, from 0 to at most ``rows``."""

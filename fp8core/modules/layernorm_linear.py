@@ -19,10 +19,7 @@ from fp8core.modules.run import run_layer
 
 __all__ = ["LayerNormLinear", "norm_params", "register_norm", "reset_norm"]
 
-_NOT_OFFERED = (
-    *(name for name in NOT_OFFERED if name != "save_original_input"),
-    "return_layernorm_output_gathered",
-)
+_NOT_OFFERED = (*NOT_OFFERED, "return_layernorm_output_gathered")
 
 
 class LayerNormLinear(Linear):
@@ -88,6 +85,7 @@ class LayerNormLinear(Linear):
             params_dtype=params_dtype,
             parameters_split=parameters_split,
             device=device,
+            delay_wgrad_compute=delay_wgrad_compute,
             name=name,
         )
 

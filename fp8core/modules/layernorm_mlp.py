@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from fp8core.chain.activation import activation_shape
 from fp8core.chain.linear import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import OutputShape
 from fp8core.chain.shape import LinkShape
+from fp8core.context.checkpoint import checkpoint as recomputed
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.layernorm_linear import norm_params, register_norm, reset_norm
 from fp8core.modules.parameters import (
@@ -41,9 +43,7 @@ _NOT_OFFERED = (
     "ub_overlap_rs_dgrad",
     "ub_bulk_dgrad",
     "ub_bulk_wgrad",
-    "delay_wgrad_compute",
     "symmetric_ar_type",
-    "checkpoint",
 )
 
 
@@ -68,6 +68,9 @@ class LayerNormMLP(LowPrecisionModule):
         return_layernorm_output: also return the norm's result in the activation dtype.
         seq_length, micro_batch_size: accepted for compatibility; sizes are those of the input.
         zero_centered_gamma: the norm's factor is ``1 + layer_norm_weight``.
+        delay_wgrad_compute: as in :class:`fp8core.Linear`.
+        checkpoint: hold the input alone for backward, which computes everything else again; see
+            :func:`fp8core.checkpoint`.
 
     The other arguments belong to features that are not offered: a value that asks for one raises
     UnsupportedError.
@@ -124,12 +127,15 @@ class LayerNormMLP(LowPrecisionModule):
         self.use_bias, self.return_bias = bias, return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.return_layernorm_output = return_layernorm_output
+        self.checkpoint = checkpoint
         self._init_methods = (
             init_method or default_init_method,
             output_layer_init_method or default_init_method,
         )
         target = resolve_device(device)
         self._make_parameters(target, params_dtype)
+        if delay_wgrad_compute:
+            self._delay_wgrads()
         if target.type != "meta":
             self.reset_parameters()
 
@@ -168,7 +174,13 @@ class LayerNormMLP(LowPrecisionModule):
     def _linear_shape(self, name: str, features: tuple[int, int], has_bias: bool) -> LinearShape:
         dtype = self.dtype_of(f"{name}_weight")
         bias_dtype = self.dtype_of(f"{name}_bias") if has_bias else None
-        return LinearShape(*features, dtype, bias_dtype, 0, self.fuse_wgrad_accumulation)
+        return LinearShape(
+            *features,
+            dtype,
+            bias_dtype,
+            accumulates=self.fuse_wgrad_accumulation,
+            delays_wgrad=self.wgrad_queue is not None,
+        )
 
     def link_params(self) -> list[torch.Tensor]:
         """Return the norm's parameters, then those of fc1 and fc2."""
@@ -188,6 +200,14 @@ class LayerNormMLP(LowPrecisionModule):
         Returns the output, followed by ``fc2_bias`` with ``return_bias`` and by the norm's result
         with ``return_layernorm_output``. ``is_first_microbatch`` as in :class:`fp8core.Linear`.
         """
+        if self.checkpoint and torch.is_grad_enabled():
+            # A graph that torch captures has no recipe that a recompute could miss.
+            is_captured = torch.compiler.is_compiling()
+            run = torch.utils.checkpoint.checkpoint if is_captured else recomputed
+            return run(self._run, input, is_first_microbatch, use_reentrant=False)
+        return self._run(input, is_first_microbatch)
+
+    def _run(self, input: torch.Tensor, is_first_microbatch: bool | None) -> Any:
         norm, linears = norm_params(self, self._norm[0]), self._linear_params()
         outputs: list[Any] = run_layer(
             self,

@@ -39,9 +39,7 @@ NOT_OFFERED = (
     "ub_bulk_dgrad",
     "ub_bulk_wgrad",
     "ub_name",
-    "delay_wgrad_compute",
     "symmetric_ar_type",
-    "save_original_input",
 )
 
 
@@ -66,6 +64,9 @@ class Linear(LowPrecisionModule):
         parameters_split: names of equal parts, or a mapping of names to sizes along out_features;
             the parts are quantized as one tensor.
         device: of the parameters; None takes the selected backend's. ``"meta"`` allocates later.
+        delay_wgrad_compute: backward leaves the gradients of the weights to :meth:`backward_dw`.
+        save_original_input: hold the input as it is for backward, which casts it again, instead of
+            its codes: for an input that another module holds too. Not for delayed scaling.
         name: the layer's name in messages and PerLayer patterns; see :func:`fp8core.prepare`.
 
     The other arguments belong to features that are not offered: a value that asks for one raises
@@ -112,6 +113,7 @@ class Linear(LowPrecisionModule):
         self.out_features = check_size("Linear", "out_features", out_features)
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.save_original_input = save_original_input
         self.use_bias = bias
         self._init_method = init_method or default_init_method
         self._parts = split_sizes(parameters_split, out_features)
@@ -122,6 +124,8 @@ class Linear(LowPrecisionModule):
             )
         target = resolve_device(device)
         self._make_parameters(target, params_dtype)
+        if delay_wgrad_compute:
+            self._delay_wgrads()
         if target.type != "meta":
             self.reset_parameters()
 
@@ -148,7 +152,16 @@ class Linear(LowPrecisionModule):
         dtype = self.dtype_of(f"{first}weight")
         bias_dtype = self.dtype_of(f"{first}bias") if has_bias else None
         sizes = self.in_features, self.out_features
-        return (LinearShape(*sizes, dtype, bias_dtype, 0, self.fuse_wgrad_accumulation),)
+        return (
+            LinearShape(
+                *sizes,
+                dtype,
+                bias_dtype,
+                accumulates=self.fuse_wgrad_accumulation,
+                delays_wgrad=self.wgrad_queue is not None,
+                saves_input=self.save_original_input,
+            ),
+        )
 
     def forward(
         self,

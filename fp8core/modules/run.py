@@ -9,6 +9,7 @@ import torch
 
 from fp8core.chain import run as chain
 from fp8core.chain.call import DENSE, Call
+from fp8core.chain.delayed_wgrad import DelayedCall, WgradQueue
 from fp8core.context import recompute
 from fp8core.context.autocast import active
 from fp8core.context.scopes import touch
@@ -27,7 +28,7 @@ from fp8core.torch_ops.private import (
     is_transform_active,
 )
 
-__all__ = ["run_layer", "run_links"]
+__all__ = ["delaying", "run_layer", "run_links"]
 
 
 def run_layer(
@@ -55,6 +56,8 @@ def run_layer(
     bound = bind(layer, input.device, dtype)
     converted = input if input.dtype == dtype else input.to(dtype)
     call, parts = bound.call(first_microbatch), bound.parts
+    if layer.wgrad_queue is not None:
+        call, params = delaying(layer, layer.wgrad_queue, call, params)
     if len(parts) == 2:
         inner = run_links(layer, bound, parts[0], converted, params[:num_inner], call)
         return [run_links(layer, bound, parts[1], inner, params[num_inner:], call), inner]
@@ -62,6 +65,19 @@ def run_layer(
     if may_repeat and call is DENSE and converted is input:
         _remember(layer, bound, input, params)
     return [output]
+
+
+def delaying(
+    layer: LowPrecisionModule, queue: WgradQueue, call: Call, params: Sequence[torch.Tensor]
+) -> tuple[Call, Sequence[torch.Tensor]]:
+    """Return ``call`` and ``params`` for a call whose weight gradients go into ``queue``."""
+    delayed, given, first = DelayedCall(queue), list(params), 0
+    for shape in layer.link_shapes():
+        if shape.delays_wgrad:
+            for at in range(first, first + shape.num_weights):
+                given[at] = delayed.stand_in(params[at])
+        first += shape.num_params
+    return call._replace(delayed_wgrads=delayed), given
 
 
 def _remember(

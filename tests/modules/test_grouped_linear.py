@@ -25,9 +25,7 @@ def forward(layer: GroupedLinear, x: torch.Tensor, splits: Any, name: str) -> An
         return layer(x, splits)
 
 
-@pytest.mark.parametrize(
-    "name", ["tp_size", "save_original_input", "single_grouped_weight", "single_grouped_bias"]
-)
+@pytest.mark.parametrize("name", ["tp_size", "single_grouped_weight", "single_grouped_bias"])
 def test_an_argument_that_is_not_offered_is_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"GroupedLinear\({name}=.*not offered"):
         GroupedLinear(2, 8, 8, **{name: 2})
@@ -37,14 +35,6 @@ def test_use_grouped_tensor_is_refused_and_without_it_taken() -> None:
     GroupedLinear(2, 8, 8, use_grouped_tensor=False)
     with pytest.raises(UnsupportedError, match=r"GroupedLinear\(use_grouped_tensor=True\)"):
         GroupedLinear(2, 8, 8, use_grouped_tensor=True)
-
-
-@pytest.mark.parametrize("name", ["out", "dgrad_out"])
-def test_outputs_of_the_caller_s_are_refused(name: str) -> None:
-    layer, x = GroupedLinear(1, 8, 8), torch.randn(4, 8)
-    layer(x, [4], **{name: None})
-    with pytest.raises(UnsupportedError, match=rf"{name}=a tensor.* not offered"):
-        layer(x, [4], **{name: torch.empty(4, 8)})
 
 
 def test_parameters_have_transformer_engine_s_order() -> None:

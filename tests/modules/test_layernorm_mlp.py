@@ -271,7 +271,7 @@ def test_a_size_of_zero_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"checkpoint": True}, {"sequence_parallel": True}, {"tp_group": object()}]
+    "arguments", [{"ub_bulk_dgrad": True}, {"sequence_parallel": True}, {"tp_group": object()}]
 )
 def test_what_is_not_offered_is_refused(arguments: dict[str, object]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(arguments))):

@@ -38,9 +38,7 @@ REFUSED = [
     {"ub_overlap_rs_dgrad": True},
     {"ub_bulk_dgrad": True},
     {"ub_bulk_wgrad": True},
-    {"delay_wgrad_compute": True},
     {"symmetric_ar_type": "multimem_all_reduce"},
-    {"save_original_input": True},
 ]
 IDLE = [
     {"parallel_mode": "column"},

@@ -1,0 +1,188 @@
+"""Weight gradients that backward leaves to a later call: ``delay_wgrad_compute``.
+
+A pipeline schedule sends the gradient of a stage's input to the stage before, and computes the
+gradients of its weights while it would wait. Backward then runs dgrad, and puts what wgrad needs
+into the layer's queue; ``backward_dw()`` computes it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.chain.call import Call, DelayedWgrads
+from fp8core.chain.protocol import Forward, Out, Params, Program, Wrapper
+from fp8core.errors import UnsupportedError
+
+__all__ = ["DelayedCall", "Delaying", "PendingWgrad", "WgradQueue"]
+
+
+class PendingWgrad(NamedTuple):
+    """The gradients of some weights that are still to be computed, by ``run(*operands)``.
+
+    ``run`` returns one gradient, or a sequence of them if ``is_grouped``; None for one that it has
+    added to ``main_grad``. ``needed`` says which of ``weights`` are trained.
+    """
+
+    run: Callable[..., Any]
+    operands: tuple[Any, ...]
+    weights: Sequence[torch.Tensor]
+    needed: Sequence[bool]
+    is_grouped: bool
+
+    def compute(self) -> None:
+        """Compute the gradients, and hand them to autograd, which adds them to ``grad``.
+
+        A weight that forward computed from others hands them on, and hooks run as in backward.
+        """
+        result = self.run(*self.operands)
+        grads = result if self.is_grouped else [result]
+        for weight, need, grad in zip(self.weights, self.needed, grads, strict=True):
+            if not need or grad is None or not weight.requires_grad:
+                continue
+            rows, columns = weight.shape  # of a product that was padded
+            torch.autograd.backward((weight,), (grad[:rows, :columns].to(weight.dtype),))
+
+
+class _Pass:
+    """What one backward pass of one forward call put into the queue, by link."""
+
+    __slots__ = ("is_over", "pending")
+
+    def __init__(self) -> None:
+        self.pending: dict[int, PendingWgrad] = {}
+        self.is_over = False
+
+
+class WgradQueue:
+    """The weight gradients of a layer that are to be computed, those of the first pass first.
+
+    A copy of the layer starts with an empty one.
+    """
+
+    __slots__ = ("_passes",)
+
+    def __init__(self) -> None:
+        self._passes: deque[_Pass] = deque()
+
+    def __reduce__(self) -> tuple[type[WgradQueue], tuple[()]]:
+        return WgradQueue, ()
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+    def add(self) -> _Pass:
+        """Begin another pass, and return it."""
+        latest = _Pass()
+        self._passes.append(latest)
+        return latest
+
+    def first(self) -> list[PendingWgrad]:
+        """Return what the first pass left to be computed."""
+        return list(self._passes[0].pending.values())
+
+    def compute_first(self) -> None:
+        """Compute the gradients of the first pass; of one that fails, those not computed stay."""
+        first = self._passes[0]
+        first.is_over = True
+        while first.pending:
+            index = next(iter(first.pending))
+            first.pending[index].compute()
+            del first.pending[index]
+        self._passes.popleft()
+
+
+class DelayedCall:
+    """One forward call of a layer whose weight gradients go into ``queue``.
+
+    The call's graph has :meth:`stand_ins` of the weights, so that no hook of a weight runs in
+    backward, and a weight that is computed from others keeps its graph until its gradient is there.
+    """
+
+    __slots__ = ("_latest", "_queue", "_sources", "_stand_ins")
+
+    def __init__(self, queue: WgradQueue) -> None:
+        self._queue = queue
+        self._latest: _Pass | None = None
+        self._sources: dict[int, torch.Tensor] = {}
+        self._stand_ins: list[torch.Tensor] = []
+
+    def stand_in(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without history that stands for ``weight``, trained if that is."""
+        stand_in = weight.detach().requires_grad_(weight.requires_grad)
+        self._sources[id(stand_in)] = weight
+        self._stand_ins.append(stand_in)  # so that no other tensor gets its id
+        return stand_in
+
+    def source(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight that ``weight`` stands for.
+
+        Raises:
+            UnsupportedError: the chain computes with another tensor.
+        """
+        source = self._sources.get(id(weight))
+        if source is None:
+            raise UnsupportedError(
+                f"delay_wgrad_compute=True with a weight {list(weight.shape)} that the layer "
+                f"unwraps, as a DTensor, is not offered. Leave it out."
+            )
+        return source
+
+    def put(self, index: int, pending: PendingWgrad) -> None:
+        """Leave the gradients of the linear ``index`` to :meth:`WgradQueue.compute_first`."""
+        latest = self._latest
+        if latest is None or latest.is_over or index in latest.pending:
+            latest = self._latest = self._queue.add()  # the graph may be used again
+        latest.pending[index] = pending
+
+
+class Delaying(Wrapper):
+    """Around a linear program: backward puts wgrad into the queue of the call, and returns None.
+
+    ``wgrad`` computes the gradients where the program inside has no other way. ``index`` tells the
+    linears of one chain apart; ``needs_grad`` is the weights' alone. Without a queue, as where only
+    shapes are asked for, backward computes the gradients itself.
+    """
+
+    __slots__ = ("_index", "_is_grouped", "_needs_grad", "_wgrad")
+
+    def __init__(
+        self,
+        inner: Program,
+        wgrad: Callable[..., Any],
+        needs_grad: Sequence[bool],
+        *,
+        index: int,
+        is_grouped: bool,
+    ) -> None:
+        super().__init__(inner, inner.input_request)
+        self._wgrad = wgrad
+        self._needs_grad = needs_grad
+        self._index = index
+        self._is_grouped = is_grouped
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Compute y; backward is told where to put wgrad."""
+        delayed = call.delayed_wgrads
+        if delayed is None:
+            return super().forward(x, params, call, out)
+        weights = [*map(delayed.source, params[0] if self._is_grouped else params[:1])]
+        given = (weights if self._is_grouped else weights[0], *params[1:])
+        y, saved, context = super().forward(x, given, call, out)
+        run: Any = context or self._wgrad
+        return y, saved, partial(self._put, delayed, run, weights)
+
+    def _put(
+        self,
+        delayed: DelayedWgrads,
+        run: Callable[..., Any],
+        weights: Sequence[torch.Tensor],
+        *operands: Any,
+    ) -> Any:
+        pending = PendingWgrad(run, operands, weights, self._needs_grad, self._is_grouped)
+        delayed.put(self._index, pending)
+        return [None] * len(weights) if self._is_grouped else None
