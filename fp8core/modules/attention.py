@@ -33,7 +33,7 @@ from fp8core.modules.attention_masks import MASK_TYPES, Mask, mask_of, mask_type
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
 from fp8core.modules.inference import InferenceParams
-from fp8core.modules.inputs import check_kind
+from fp8core.modules.inputs import check_is_whole, check_kind
 from fp8core.modules.parameters import check_size, fill, resolve_device
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.run import run_links
@@ -530,6 +530,7 @@ def _slopes(
     if given is None:
         return torch.tensor(_alibi_slopes(heads), dtype=torch.float32, device=q.device)
     check_kind(owner, "alibi_slopes", given)
+    check_is_whole(owner, "alibi_slopes", given)
     is_one_row = given.dim() == 1 or (given.dim() == 2 and given.shape[0] in (1, batch))
     if not is_one_row or given.shape[-1] != heads or given.device != q.device:
         raise OperandError(

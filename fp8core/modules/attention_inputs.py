@@ -11,7 +11,7 @@ from fp8core.backend_api import ATTENTION_LAYOUTS
 from fp8core.chain.run import is_under_torch_autocast
 from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError
-from fp8core.modules.inputs import check_kind
+from fp8core.modules.inputs import check_is_whole, check_kind
 from fp8core.torch_ops.private import is_transform_wrapped
 from fp8core.torch_ops.shapes import is_captured
 
@@ -145,6 +145,7 @@ def checked_qkv(owner: object, heads: Heads, layout: str, given: Qkv) -> Qkv:
     }
     for (name, size), one in zip(sizes.items(), given, strict=True):
         check_kind(owner, name, one)
+        check_is_whole(owner, name, one)
         if one.dim() != num_dims or tuple(one.shape[-2:]) != size:
             dims = "t" if layout == "thd" else ", ".join(layout[:2])
             raise OperandError(
@@ -198,11 +199,11 @@ def lengths_of(owner: object, layout: str, qkv: Qkv, mask: PaddingMask, given: L
     cu_q, cu_kv = lengths.cu_seqlens_q, lengths.cu_seqlens_kv
     assert cu_q is not None
     assert cu_kv is not None
-    sizes = {one.shape[0] for one in lengths.offsets.values() if one is not None}
-    if len(sizes) > 1:
+    sizes = [one.shape[0] for one in lengths.offsets.values() if one is not None]
+    if any(size != sizes[0] for size in sizes):
         raise OperandError(
-            f"{owner}: cu_seqlens of {sorted(sizes)} entries; expected one number of sequences, "
-            f"batch + 1 entries each."
+            f"{owner}: cu_seqlens of {sizes} entries; expected one number of sequences, batch + 1 "
+            f"entries each."
         )
     for name, cu_seqlens in lengths.offsets.items():
         x = k if name.startswith("cu_seqlens_kv") else q
@@ -391,6 +392,7 @@ def check_mask(owner: object, qkv: Qkv, layout: str, heads: int, mask: object) -
             f"{owner}: attention_mask is {given}; attn_mask_type='arbitrary' needs a bool tensor "
             f"that broadcasts to {full}, True where a key is excluded."
         )
+    check_is_whole(owner, "attention_mask", mask)
     return _broadcasting(owner, "attention_mask", mask, full, qkv.q.device)
 
 
@@ -403,6 +405,7 @@ def check_bias(
         OperandError: it is no such bias.
     """
     check_kind(owner, "core_attention_bias", bias)
+    check_is_whole(owner, "core_attention_bias", bias)
     if layout == "thd":
         assert lengths.max_seqlen_q is not None
         assert lengths.max_seqlen_kv is not None

@@ -34,6 +34,7 @@ from fp8core.tensors.quantizer import Binding
 from fp8core.torch_ops.private import (
     NO_BACKWARD_PASS,
     current_backward_pass,
+    is_traced,
     is_transform_active,
 )
 
@@ -56,7 +57,7 @@ def bind(
     Raises:
         UnsupportedError: a recompute that cannot equal its forward.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_traced():
         return _bind_captured(layer, device, dtype, shapes)
     asked, tape = active(layer.outside_autocast), recompute.current()
     recipe = asked.quantize if asked.quantize is not None else asked.observe

@@ -32,7 +32,7 @@ from fp8core.tensors.quantizer import Binding
 from fp8core.tensors.states import LayerStates
 from fp8core.torch_ops.counted import counter_of
 from fp8core.torch_ops.operators import constant_in_graph
-from fp8core.torch_ops.private import is_transform_active
+from fp8core.torch_ops.private import is_transform_active, without_modes
 
 __all__ = [
     "Bound",
@@ -48,9 +48,9 @@ __all__ = [
 ]
 
 _NO_CAPTURE = (
-    "delayed scaling is not offered under torch.compile and torch.export: its scales change "
-    "outside the graph. Use a recipe without state, such as Float8CurrentScaling, or keep the "
-    "layer out of the graph with torch.compiler.disable."
+    "delayed scaling is not offered under torch.compile, torch.export and make_fx: its scales "
+    "change outside the graph. Use a recipe without state, such as Float8CurrentScaling, or keep "
+    "the layer out of the graph with torch.compiler.disable."
 )
 
 _NO_WATCH = (
@@ -216,7 +216,8 @@ def bind_captured(
         if any(shape.delays_wgrad for shape in shapes):
             raise UnsupportedError(_NO_QUEUE)
         if binding.device.type != "meta":
-            counter_of(binding.device)  # outside of what torch records in a CUDA graph of its own
+            with without_modes():  # neither traced, nor recorded in a CUDA graph of torch's
+                counter_of(binding.device)
         with table.capturing():
             links = bind_chain(shapes, BindContext.of(plan, binding, label))
     except Fp8CoreError as error:

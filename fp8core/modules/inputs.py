@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from fp8core.chain.run import is_under_torch_autocast
+from fp8core.chain.unwrap import PLAIN
 from fp8core.errors import OperandError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.parameter.init import DTYPES
 
-__all__ = ["check_input", "check_kind"]
+__all__ = ["check_input", "check_is_whole", "check_kind"]
 
 
 def check_input(
@@ -20,8 +21,9 @@ def check_input(
     ``weight`` is a parameter to compare dtype and device with; ``size`` None allows any size.
 
     Raises:
-        OperandError: no dense floating-point tensor, wrong last dimension, another device than
-            the parameters, or, outside torch.autocast, another dtype.
+        OperandError: no dense floating-point tensor, wrong last dimension, a DTensor where the
+            parameters are none, another device than they, or, outside torch.autocast, another
+            dtype.
     """
     layout = getattr(input, "layout", None)
     if layout is not torch.strided or input.dtype not in DTYPES or input.is_nested:
@@ -35,6 +37,8 @@ def check_input(
         )
     if weight is None:
         return input.dtype
+    if type(input) not in PLAIN and type(weight) in PLAIN:  # else both may lie on ranks alike
+        check_is_whole(layer.label, "input", input)
     if input.device != weight.device:
         raise OperandError(
             f"{layer.label}: input is on {input.device}, the layer on {weight.device}. "
@@ -48,6 +52,21 @@ def check_input(
             f"one, or run under torch.autocast({input.device.type!r}, dtype=...)."
         )
     return input.dtype
+
+
+def check_is_whole(label: object, name: str, tensor: torch.Tensor) -> None:
+    """Refuse a DTensor, which may hold a part of its values, where an operation needs them all.
+
+    Raises:
+        OperandError: it is one; says how to get a plain tensor.
+    """
+    if type(tensor) in PLAIN or not hasattr(tensor, "to_local"):
+        return
+    raise OperandError(
+        f"{label}: {name} {list(tensor.shape)} is a {type(tensor).__name__}, whose values may lie "
+        f"on several ranks; expected a plain tensor. Pass {name}.to_local(), the part of this "
+        f"rank (of whole heads and sequences), or {name}.full_tensor()."
+    )
 
 
 def check_kind(label: object, name: str, tensor: torch.Tensor) -> None:

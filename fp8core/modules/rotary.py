@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import numbers
 import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,8 +18,8 @@ from fp8core.chain.unwrap import made_readable, unwrap
 from fp8core.errors import OperandError, UnsupportedError, did_you_mean
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
-from fp8core.modules.inputs import check_input, check_kind
-from fp8core.modules.parameters import resolve_device
+from fp8core.modules.inputs import check_input, check_is_whole, check_kind
+from fp8core.modules.parameters import check_size, resolve_device
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.run import run_links
 from fp8core.torch_ops.private import is_transform_active
@@ -71,22 +73,19 @@ class RotaryPositionEmbedding(torch.nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        size = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
-        if size < 2 or size % 2:
-            raise OperandError(
-                f"RotaryPositionEmbedding(dim={dim!r}, rotary_percent={rotary_percent!r}) rotates "
-                f"{size} elements of a head; expected an even number of at least 2, as they are "
-                f"rotated in pairs."
-            )
-        for name, value in (
-            ("rotary_base", rotary_base),
-            ("seq_len_interpolation_factor", seq_len_interpolation_factor),
-            ("pretrained_max_position_embeddings", pretrained_max_position_embeddings),
-        ):
-            if value is not None and not value > 0:
+        size = _rotated_size(dim, rotary_percent)
+        _check_positive("rotary_base", rotary_base)
+        factor, trained = seq_len_interpolation_factor, pretrained_max_position_embeddings
+        if factor is not None:
+            _check_positive("seq_len_interpolation_factor", factor)
+            if trained is None:
                 raise OperandError(
-                    f"RotaryPositionEmbedding({name}={value!r}): expected a positive number."
+                    f"RotaryPositionEmbedding(seq_len_interpolation_factor={factor!r}) needs "
+                    f"pretrained_max_position_embeddings, the length that the model was trained "
+                    f"for; it is None."
                 )
+        if trained is not None:
+            _check_positive("pretrained_max_position_embeddings", trained)
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base = rotary_base
@@ -99,7 +98,12 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
         float32 ``[max_seq_len, 1, 1, r]``, with r the number of rotated elements. An ``offset`` is
         a position, before interpolation.
+
+        Raises:
+            OperandError: one of them is no integer of at least 0.
         """
+        _check_count("max_seq_len", max_seq_len)
+        _check_count("offset", offset)
         factors = self.inv_freq
         positions = torch.arange(max_seq_len, device=factors.device, dtype=factors.dtype) + offset
         factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
@@ -128,6 +132,50 @@ class RotaryPositionEmbedding(torch.nn.Module):
         """Return the number of rotated elements, the base and how they are paired."""
         size = 2 * self.inv_freq.shape[0]
         return f"{size}, rotary_base={self.rotary_base}, interleaved={self.interleaved}"
+
+
+def _rotated_size(dim: int, percent: float) -> int:
+    """Return how many elements of a head are rotated.
+
+    Raises:
+        OperandError: not an even number of at least 2.
+    """
+    check_size("RotaryPositionEmbedding", "dim", dim)
+    if not _is_number(percent) or not 0 < percent <= 1:
+        raise OperandError(
+            f"RotaryPositionEmbedding(rotary_percent={percent!r}): expected a share of dim, above "
+            f"0 and at most 1."
+        )
+    size = int(dim * percent)
+    if size < 2 or size % 2:
+        raise OperandError(
+            f"RotaryPositionEmbedding(dim={dim!r}, rotary_percent={percent!r}) rotates {size} "
+            f"elements of a head; expected an even number of at least 2, as they are rotated in "
+            f"pairs."
+        )
+    return size
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not _is_number(value) or not 0 < value < math.inf:
+        raise OperandError(
+            f"RotaryPositionEmbedding({name}={value!r}): expected a positive number, not infinite."
+        )
+
+
+def _check_count(name: str, value: object) -> None:
+    """Refuse what is no position: tensors too, whose values would have to be waited for."""
+    is_integer = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+    if is_integer and value >= 0:  # type: ignore[operator]  # an integer
+        return
+    shown = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
+    raise OperandError(
+        f"RotaryPositionEmbedding: {name} is {shown}; expected an integer of at least 0."
+    )
 
 
 class Rotary(LowPrecisionModule):
@@ -163,6 +211,7 @@ class Rotary(LowPrecisionModule):
         """Return ``t``, rotated; the arguments are those of :func:`apply_rotary_pos_emb`."""
         dtype = check_input(self, t, None, None)
         layout, label = self.tensor_format, self.label
+        check_is_whole(label, "t", t)
         if t.dim() != len(layout) or 0 in t.shape[-2:]:
             raise OperandError(
                 f"{label}: t is {list(t.shape)}; expected {', '.join(layout)}, none of h and d 0."
@@ -296,6 +345,7 @@ def _known_format(owner: str, tensor_format: str) -> str:
 
 def _check_freqs(label: str, t: torch.Tensor, freqs: torch.Tensor) -> None:
     check_kind(label, "freqs", freqs)
+    check_is_whole(label, "freqs", freqs)
     if freqs.requires_grad:
         raise UnsupportedError(
             f"{label}: freqs requires a gradient, which is not offered; pass freqs.detach()."

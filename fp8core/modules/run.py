@@ -25,6 +25,7 @@ from fp8core.torch_ops.private import (
     NO_BACKWARD_PASS,
     current_backward_pass,
     forward_mode_level,
+    is_traced,
     is_transform_active,
 )
 
@@ -127,6 +128,7 @@ def _run_again(
         or layer.training is not is_training
         or bindings.weights.scope is not None
         or is_transform_active()
+        or is_traced()
         or forward_mode_level() >= 0
         or len(params) != num_params
         or not is_like(input, *params)

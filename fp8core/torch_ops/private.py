@@ -63,6 +63,7 @@ __all__ = [
     "is_compiled",
     "is_functional",
     "is_legacy_batched",
+    "is_traced",
     "is_transform_active",
     "is_transform_wrapped",
     "is_zero_tensor",
@@ -235,6 +236,12 @@ def is_compiled(module: torch.nn.Module) -> bool:
     dynamo = sys.modules.get("torch._dynamo")  # not imported: nothing is compiled
     is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return is_wrapper or module._compiled_call_impl is not None
+
+
+def is_traced() -> bool:
+    """Return whether make_fx records operators, outside of torch.compile as well."""
+    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")  # not imported: nothing is
+    return tracer is not None and tracer.get_proxy_mode() is not None
 
 
 def wait_for_collective(tensor: Any) -> torch.Tensor:

@@ -25,6 +25,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
 )
 from fp8core.errors import OperandError
+from fp8core.torch_ops.private import is_traced
 
 __all__ = [
     "ResultShape",
@@ -193,7 +194,7 @@ def column_sums_shape(desc: ColumnSumsDesc, size: Sequence[int]) -> ResultShape:
 
 def is_captured(x: torch.Tensor) -> bool:
     """Say whether torch is capturing a graph, and ``x`` stands for a tensor of it."""
-    return torch.compiler.is_compiling() or type(x) not in _REAL
+    return torch.compiler.is_compiling() or type(x) not in _REAL or is_traced()
 
 
 _REAL = (torch.Tensor, torch.nn.Parameter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -112,7 +113,22 @@ def test_factors_are_in_the_state_dict_by_their_name_of_transformer_engine() -> 
     ("options", "text"),
     [
         ({"dim": 7}, "rotates 7 elements"),
-        ({"dim": 0}, "rotates 0 elements"),
+        ({"dim": 0}, r"dim=0\): expected an integer >= 1"),
+        ({"dim": "8"}, "dim='8'"),
+        ({"dim": 8.0}, r"dim=8\.0"),
+        ({"dim": math.nan}, "dim=nan"),
+        ({"dim": None}, "dim=None"),
+        ({"dim": 8, "rotary_percent": math.nan}, "rotary_percent=nan"),
+        ({"dim": 8, "rotary_percent": "1"}, "rotary_percent='1'"),
+        ({"dim": 8, "rotary_percent": -1}, "rotary_percent=-1"),
+        ({"dim": 8, "rotary_percent": 1.5}, "at most 1"),
+        ({"dim": 8, "rotary_base": math.nan}, "rotary_base=nan"),
+        ({"dim": 8, "rotary_base": math.inf}, "not infinite"),
+        ({"dim": 8, "rotary_base": "x"}, "rotary_base='x'"),
+        ({"dim": 8, "rotary_base": None}, "rotary_base=None"),
+        ({"dim": 8, "seq_len_interpolation_factor": "2"}, "seq_len_interpolation_factor='2'"),
+        ({"dim": 8, "seq_len_interpolation_factor": 2}, "needs pretrained_max_position_embeddings"),
+        ({"dim": 8, "pretrained_max_position_embeddings": "a"}, "embeddings='a'"),
         ({"dim": 10, "rotary_percent": 0.3}, "rotates 3 elements"),
         ({"dim": 8, "rotary_base": 0.0}, "rotary_base=0.0"),
         ({"dim": 8, "seq_len_interpolation_factor": -1}, "seq_len_interpolation_factor=-1"),
@@ -121,6 +137,32 @@ def test_factors_are_in_the_state_dict_by_their_name_of_transformer_engine() -> 
 def test_angles_that_make_no_sense_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(OperandError, match=text):
         RotaryPositionEmbedding(**options)
+
+
+@pytest.mark.parametrize(
+    ("positions", "text"),
+    [
+        (("4",), "max_seq_len is '4'"),
+        ((4.0,), r"max_seq_len is 4\.0"),
+        ((math.nan,), "max_seq_len is nan"),
+        ((-1,), "max_seq_len is -1"),
+        ((None,), "max_seq_len is None"),
+        ((True,), "max_seq_len is True"),
+        ((torch.tensor(4),), "max_seq_len is a Tensor"),
+        ((4, -1), "offset is -1"),
+        ((4, 1.5), r"offset is 1\.5"),
+        ((4, None), "offset is None"),
+    ],
+)
+def test_positions_that_are_no_numbers_of_tokens_are_refused(
+    positions: tuple[Any, ...], text: str
+) -> None:
+    with pytest.raises(OperandError, match=text):
+        RotaryPositionEmbedding(8)(*positions)
+
+
+def test_no_positions_have_no_angles() -> None:
+    assert RotaryPositionEmbedding(8)(0).shape == (0, 1, 1, 8)
 
 
 # The rotation
