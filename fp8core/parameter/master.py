@@ -18,6 +18,7 @@ from fp8core.parameter.shared_grad import (
 )
 from fp8core.reporting import log_once, some
 from fp8core.tensors.checks import misfit
+from fp8core.torch_ops.untraced import untraced
 
 __all__ = ["MasterWeights"]
 
@@ -115,7 +116,7 @@ class MasterWeights:
         self._stepping.attached.add(optimizer)
         self._stepping.use()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    @untraced
     def _before(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -145,7 +146,7 @@ class MasterWeights:
             hold_grad(master, master.grad)
         return args, kwargs
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    @untraced
     def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._write(self._stepped_by(optimizer))
 

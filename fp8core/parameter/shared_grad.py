@@ -18,6 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.torch_ops.private import foreach_types, no_torch_function
+from fp8core.torch_ops.untraced import untraced
 
 __all__ = [
     "MAKE",
@@ -212,7 +213,7 @@ def _stepped_by_hand(optimizer: torch.optim.Optimizer) -> Iterator[SharedGrad]:
                 yield tensor
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+@untraced
 def _refuse_unattached(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
     _refuse_owners(optimizer)
     kind, masters = type(optimizer).__name__, list(_stepped_by_hand(optimizer))
@@ -247,7 +248,7 @@ def _refuse_owners(optimizer: torch.optim.Optimizer) -> None:
                     )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+@untraced
 def _leave(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
     for stepping in {master._stepping for master in _stepped_by_hand(optimizer)}:
         stepping.depth = max(0, stepping.depth - 1)

@@ -1,0 +1,31 @@
+"""Functions that torch.compile runs as they are, without importing the compiler for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+__all__ = ["untraced"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function``, called outside of what torch.compile captures.
+
+    It is torch.compiler.disable, which imports torch's compiler where it is called. That takes as
+    long as importing torch, and most processes compile nothing, so it is called in a capture.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        outside: Callable[P, R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        return outside(*args, **kwargs)
+
+    return call
