@@ -27,7 +27,8 @@ from fp8core.backend_api import (
 )
 from fp8core_backends.ascend import ops
 from fp8core_backends.ascend.attention import attention, attention_backward, refused_attention
-from fp8core_backends.ascend.gemm import gemm, grouped_gemm
+from fp8core_backends.ascend.gemm import gemm
+from fp8core_backends.ascend.grouped import grouped_gemm
 from fp8core_backends.ascend.kinds import Kind, kind_of, refusal, refused_product
 from fp8core_backends.ascend.layers import (
     ACTIVATIONS,

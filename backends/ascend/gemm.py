@@ -6,16 +6,15 @@ out the same way: ``x1`` is ``a`` and ``x2`` a transposed view of ``b``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from fp8core.backend_api import GemmDesc, GroupedGemmDesc, Operand, OperandSpec, split_groups
+from fp8core.backend_api import GemmDesc, Operand, OperandSpec
 from fp8core_backends.ascend import ops
 from fp8core_backends.ascend.kinds import Kind, groups_of, kind_of
 
-__all__ = ["gemm", "grouped_gemm"]
+__all__ = ["dense", "gemm", "is_transposed", "store"]
 
 
 class _Matrix(NamedTuple):
@@ -28,27 +27,27 @@ class _Matrix(NamedTuple):
 def _matrix(spec: OperandSpec, operand: Operand) -> _Matrix:
     codes, scale_inv = operand.data, operand.scale_inv
     assert scale_inv is not None
-    is_transposed = _is_transposed(codes)
-    if not is_transposed:
+    turned = is_transposed(codes)
+    if not turned:
         codes = codes.contiguous()
     kind = kind_of(spec)
     if kind in (Kind.TENSOR, Kind.ROW):
         return _Matrix(codes, scale_inv.reshape(-1))
     if kind is Kind.MX:  # k is a multiple of 64: whole pairs
-        pairs = _dense(scale_inv).view(codes.shape[0], -1, 2)
-        if is_transposed:
-            pairs = _dense(pairs.transpose(0, 1)).transpose(0, 1)
+        pairs = dense(scale_inv).view(codes.shape[0], -1, 2)
+        if turned:
+            pairs = dense(pairs.transpose(0, 1)).transpose(0, 1)
         return _Matrix(codes, pairs)
-    scale = _dense(scale_inv.t()).t() if is_transposed else _dense(scale_inv)
+    scale = dense(scale_inv.t()).t() if turned else dense(scale_inv)
     return _Matrix(codes, scale)
 
 
-def _is_transposed(codes: torch.Tensor) -> bool:
+def is_transposed(codes: torch.Tensor) -> bool:
     """Whether ``codes [rows, k]`` are a transposed view, and no matrix of one row or column."""
     return not codes.is_contiguous() and codes.t().is_contiguous()
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
+def dense(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` with the strides of a new tensor: torch_npu reads the layout from them, also
     those of dimensions of size 1, which ``contiguous()`` leaves as they are."""
     strides = [1]
@@ -71,7 +70,7 @@ def gemm(
     m, n, k = a.data.shape[0], b.data.shape[0], a.data.shape[1]
     if 0 in (m, n, k):  # which torch_npu does not take
         product = torch.zeros(m, n, dtype=torch.float32, device=a.data.device)
-        return _store(desc, product if bias is None else product + bias, out)
+        return store(desc, product if bias is None else product + bias, out)
     first, second = _matrix(desc.a, a), _matrix(desc.b, b)
     x2 = second.codes.t()
     groups = groups_of(desc.a, desc.b)
@@ -88,7 +87,7 @@ def gemm(
     given = None if adds_later else wide
     # x1 [m, k] times x2 [k, n] -> [m, n]
     product = ops.quant_matmul(first.codes, x2, scales, pair, dtype, groups=groups, bias=given)
-    return _store(desc, product + wide if adds_later and wide is not None else product, out)
+    return store(desc, product + wide if adds_later and wide is not None else product, out)
 
 
 def _adds_in_place(
@@ -100,45 +99,14 @@ def _adds_in_place(
     assert desc.b is not None
     if out is None or not desc.accumulate or out.dtype != torch.float32 or not out.is_contiguous():
         return False
-    if not (_is_transposed(a) and _is_transposed(b)):
+    if not (is_transposed(a) and is_transposed(b)):
         return False
     kinds = {kind_of(desc.a), kind_of(desc.b)}
     return kinds == {Kind.MX} or (kinds == {Kind.TENSOR} and desc.a.format == "hif8")
 
 
-def _store(desc: GemmDesc, product: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def store(desc: GemmDesc, product: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Return the product in its dtype, or ``out``, to which it is written or added."""
     if out is None:
         return product.to(desc.out_dtype)
     return out.copy_(product + out if desc.accumulate else product)
-
-
-def grouped_gemm(
-    desc: GroupedGemmDesc,
-    a: Operand,
-    b: Operand | Sequence[Operand],
-    group_offsets: torch.Tensor,
-    *,
-    bias: Sequence[torch.Tensor] | None = None,
-    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
-) -> torch.Tensor | list[torch.Tensor]:
-    """Return one product a group; see the backend API. One call of torch_npu for each group."""
-    bounds = group_offsets.tolist()  # on the CPU
-    if desc.contract_groups:
-        assert isinstance(b, Operand)
-        a_parts, b_parts = (split_groups(s, x, bounds, 1) for s, x in ((desc.a, a), (desc.b, b)))
-        outs: Sequence[torch.Tensor | None] = [None] * len(a_parts) if out is None else list(out)
-        return [
-            gemm(desc, one, other, out=to)  # [m, k_g] x [n, k_g] -> [m, n]
-            for one, other, to in zip(a_parts, b_parts, outs, strict=True)
-        ]
-    assert not isinstance(b, Operand)
-    parts = split_groups(desc.a, a, bounds, 0)
-    biases: Sequence[torch.Tensor | None] = [None] * len(parts) if bias is None else bias
-    # [m_g, k] x [n, k] -> [m_g, n], stacked to [m, n]
-    if out is None:
-        steps = zip(parts, b, biases, strict=True)
-        return torch.cat([gemm(desc, one, other, bias=add) for one, other, add in steps])
-    assert isinstance(out, torch.Tensor)
-    for group, (one, other, add) in enumerate(zip(parts, b, biases, strict=True)):
-        gemm(desc, one, other, bias=add, out=out[bounds[group] : bounds[group + 1]])
-    return out

@@ -58,7 +58,10 @@ def _join(operands: Sequence[Operand | None], dim: int) -> Operand | None:
     if not present:
         return None
     scales = [operand.scale_inv for operand in present if operand.scale_inv is not None]
-    return Operand(torch.cat([operand.data for operand in present], dim), torch.cat(scales, dim))
+    parts = [operand.data for operand in present]
+    if dim and all(part.t().is_contiguous() for part in parts):  # products take the view
+        return Operand(torch.cat([part.t() for part in parts]).t(), torch.cat(scales, dim))
+    return Operand(torch.cat(parts, dim), torch.cat(scales, dim))
 
 
 def _quantize(

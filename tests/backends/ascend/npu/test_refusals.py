@@ -88,6 +88,43 @@ def matmul(
     ops.quant_matmul(codes(*x1), codes(*x2), scales, formats, dtype, groups=groups, bias=bias)
 
 
+def grouped(
+    *,
+    x1: torch.Tensor | None = None,
+    x2: tuple[int, ...] = (2, 128, 32),
+    scale1: tuple[int, ...] = (2,),
+    scale2: tuple[int, ...] = (2,),
+    ends: torch.dtype = torch.int64,
+    formats: tuple[str, str] = ("e4m3", "e4m3"),
+    dtype: torch.dtype = BF16,
+    groups: ops.Groups | None = None,
+    has_terms: bool = False,
+) -> None:
+    ops.grouped_quant_matmul(
+        codes(64, 128) if x1 is None else x1,
+        codes(*x2),
+        (ones(*scale1, dtype=FLOAT), ones(*scale2, dtype=FLOAT)),
+        torch.tensor([32, 64]).to("npu", ends),
+        formats,
+        dtype,
+        groups=groups,
+        has_terms=has_terms,
+    )
+
+
+def add_grouped(
+    formats: tuple[str, str] = ("hif8", "hif8"), out: torch.Tensor | None = None
+) -> None:
+    ops.add_quant_gmm_(
+        ones(2, 64, 32, dtype=FLOAT) if out is None else out,
+        codes(128, 64).t(),
+        codes(128, 32),
+        (ones(2, dtype=FLOAT), ones(2, dtype=FLOAT)),
+        torch.tensor([32, 128]).npu(),
+        formats,
+    )
+
+
 VIOLATIONS: dict[str, tuple[Callable[[], object], str]] = {
     "float32 input": (
         lambda: ops.dynamic_quant(ones(4, 8, dtype=FLOAT), "e4m3", 448.0, "pertensor"),
@@ -174,6 +211,54 @@ VIOLATIONS: dict[str, tuple[Callable[[], object], str]] = {
         ),
         r"strides \(128, 1\) and \(32, 1\), expected x1 transposed, x2 not",
     ),
+    "groups of rows with x1 transposed": (
+        lambda: grouped(x1=codes(128, 64).t()),
+        r"strides \(1, 64\) of x1, expected contiguous",
+    ),
+    "groups of rows with one weight": (
+        lambda: grouped(x2=(1, 128, 32), scale2=(1,)),
+        "1 weights, 2 groups",
+    ),
+    "groups of rows with a matrix": (lambda: grouped(x2=(128, 32)), r"times \[128, 32\]"),
+    "groups of rows with scales of another length": (
+        lambda: grouped(scale1=(3,)),
+        r"scale of x1 is torch.float32 \[3\], expected float32 \[2\]",
+    ),
+    "groups of rows with ends in int32": (
+        lambda: grouped(ends=torch.int32),
+        "ends of groups torch.int32",
+    ),
+    "groups of rows of 128 x 128 blocks": (
+        lambda: grouped(scale1=(1, 1), scale2=(2, 1, 1), groups=ops.SQUARE_GROUPS),
+        r"groups of \(128, 128, 128\)",
+    ),
+    "groups of rows of hif8 and e5m2": (
+        lambda: grouped(formats=("hif8", "e5m2")),
+        "hif8 goes with hif8 alone",
+    ),
+    "groups of rows in int8": (lambda: grouped(dtype=torch.int8), "output_dtype torch.int8"),
+    "groups of terms with x1 contiguous": (
+        lambda: grouped(x2=(128, 32), has_terms=True),
+        "expected x1 transposed, x2 not",
+    ),
+    "groups of terms in blocks": (
+        lambda: grouped(
+            x1=codes(128, 64).t(), x2=(128, 32), groups=ops.BLOCK_GROUPS, has_terms=True
+        ),
+        "along the terms",
+    ),
+    "adding groups of e4m3 in place": (
+        lambda: add_grouped(("e4m3", "e4m3")),
+        "takes MX or tensorwise hif8",
+    ),
+    "adding groups to bfloat16": (
+        lambda: add_grouped(out=ones(2, 64, 32)),
+        "out is torch.bfloat16",
+    ),
+    "adding groups to another size": (
+        lambda: add_grouped(out=ones(2, 32, 64, dtype=FLOAT)),
+        r"out is torch.float32 \[2, 32, 64\]",
+    ),
     "empty swiglu": (lambda: ops.swiglu(ones(0, 8)), "is empty"),
     "strided swiglu": (lambda: ops.swiglu(ones(8, 4).t()), "strides"),
 }
@@ -184,4 +269,5 @@ def test_violated_constraint_is_an_error_before_the_call(name: str, calls: list[
     violate, complaint = VIOLATIONS[name]
     with pytest.raises(OperandError, match=complaint):
         violate()
-    assert not [call for call in calls if "Quant" in call.name or "Swi" in call.name]
+    reached = ("Quant", "Grouped", "Swi")
+    assert not [call for call in calls if any(word in call.name for word in reached)]

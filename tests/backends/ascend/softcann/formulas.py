@@ -182,6 +182,88 @@ def quant_matmul_inplace_add(*arguments: Any) -> None:
     to.values.add_(product(x1, x2, scale1, scale2, groups))
 
 
+def parts_of(bounds: T, step: int) -> list[tuple[slice, slice]]:
+    """For each group that ends at ``bounds``, where it lies along k, and where its scales of
+    blocks of ``step`` do: group ``i`` from ``start // step + i`` on."""
+    parts, start = [], 0
+    for group, end in enumerate(bounds.values.tolist()):
+        assert end >= start
+        first = start // step + group if step else group
+        count = -(-(end - start) // step) if step else 1
+        parts.append((slice(start, end), slice(first, first + count)))
+        start = end
+    return parts
+
+
+def narrowed(x: T, at: slice) -> T:
+    return Described(x.values[at], x.dtype)
+
+
+def one_of(scale: T, at: int) -> torch.Tensor:
+    """The scale, or the scales of the rows, of a group."""
+    return scale.values[at].reshape(-1)
+
+
+def product_of_rows(x: T, weight: T, scales: tuple[T, T], group: int, rows: slice) -> torch.Tensor:
+    """x [m, k] of a group times its weight [k, n]."""
+    first, second = scales
+    part, matrix = narrowed(x, rows), Described(weight.values[group], weight.dtype)
+    if second.dtype == "float8_e8m0":
+        of_matrix = Described(second.values[group], second.dtype)
+        return product(part, matrix, narrowed(first, rows), of_matrix, 0)
+    if second.values.dim() == 3:  # blocks of 128
+        a = decode(part) * spread(first.values[rows], (1, 128), part.shape)
+        return a @ (decode(matrix) * spread(second.values[group], (128, 128), matrix.shape))
+    is_per_row = first.shape == (x.shape[0],)
+    factor = first.values[rows, None] if is_per_row else one_of(first, group)
+    return (decode(part) @ decode(matrix)) * one_of(second, group) * factor
+
+
+def product_of_terms(
+    x: T, weight: T, scales: tuple[T, T], group: int, at: tuple[slice, slice]
+) -> torch.Tensor:
+    """x [m, k of a group] times weight [k of a group, n]; x is a transposed view."""
+    first, second = scales
+    a, b = decode(x)[:, at[0]], decode(weight)[at[0]]
+    if second.dtype == "float8_e8m0":
+        rows, cols = (decode(narrowed(scale, at[1])) for scale in scales)  # [k / 64, size, 2]
+        left = rows.permute(1, 0, 2).flatten(1)
+        right = cols.permute(0, 2, 1).flatten(0, 1)
+        return (a * spread(left, (1, 32), a.shape)) @ (b * spread(right, (32, 1), b.shape))
+    return (a @ b) * one_of(first, group)[:, None] * one_of(second, group)
+
+
+@formula("aclnnGroupedMatmulV4")
+def grouped_matmul(*arguments: Any) -> None:
+    """Quantized: one tensor each. Rows, or for group type 2 terms, belong to groups."""
+    (x,), (weight,), bias, (scale,), *_, (x_scale,), bounds = arguments[:9]
+    _split, kind, list_type, activation, (out,), *_ = arguments[12:]
+    assert (list_type, activation, bias or None) == (0, 0, None)
+    scales = (x_scale, scale)
+    if kind == 0:
+        assert weight.values.dim() == 3
+        for group, (rows, _) in enumerate(parts_of(bounds, 0)):
+            result = product_of_rows(x, weight, scales, group, rows)
+            store(narrowed(out, rows), result)
+        return
+    assert kind == 2
+    assert x.is_transposed or 1 in x.shape
+    step = 64 if scale.dtype == "float8_e8m0" else 0
+    for group, at in enumerate(parts_of(bounds, step)):
+        if at[0].start != at[0].stop:  # whether an empty group is written is not documented
+            store(narrowed(out, group), product_of_terms(x, weight, scales, group, at))
+
+
+@formula("aclnnQuantGroupedMatmulInplaceAdd")
+def grouped_matmul_inplace_add(*arguments: Any) -> None:
+    x1, x2, scale1, scale2, bounds, to, list_type, groups = arguments
+    assert (list_type, groups) == (0, 0)
+    step = 64 if scale2.dtype == "float8_e8m0" else 0
+    x = Described(x1.values, x1.dtype)
+    for group, at in enumerate(parts_of(bounds, step)):
+        to.values[group] += product_of_terms(x, x2, (scale1, scale2), group, at)
+
+
 # --- norms and activations ---
 
 
@@ -428,6 +510,11 @@ def cat(parts: list[T], dim: int, out: T) -> None:
     present = [part.values for part in parts if part.values.numel()]
     if present:
         out.values.copy_(torch.cat(present, dim))
+
+
+@formula("aclnnStack")
+def stack(parts: list[T], dim: int, out: T) -> None:
+    out.values.copy_(torch.stack([part.values for part in parts], dim))
 
 
 @formula("aclnnMatmul", "aclnnMm")

@@ -35,6 +35,8 @@ SIGNATURES = {
     # Products of quantized operands.
     "aclnnQuantMatmulV5": "tttttttttbbIt",
     "aclnnQuantBatchMatmulInplaceAdd": "tttttbbI",
+    "aclnnGroupedMatmulV4": "LLLLLLLLtLLLIIIILLL",
+    "aclnnQuantGroupedMatmulInplaceAdd": "ttttttII",
     # Norms and activations.
     "aclnnRmsNorm": "ttdtt",
     "aclnnRmsNormGrad": "tttttt",
@@ -122,6 +124,7 @@ SIGNATURES = {
     "aclnnSWhere": "tttt",
     "aclnnSigmoid": "tt",
     "aclnnSign": "tt",
+    "aclnnStack": "LIt",
     "aclnnSub": "ttSt",
     "aclnnSubs": "tSSt",
 }
