@@ -13,13 +13,13 @@ Delayed scaling does not take it.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from fp8core.backend_api import OperandSpec
-from fp8core.errors import RecipeError, UnsupportedError
+from fp8core.errors import RecipeError
 from fp8core.recipe.base import (
     FAST,
     SPLIT,
@@ -316,7 +316,12 @@ class Float8BlockScaling(Recipe):
         return linear_plan(self, tensor, _gemms(self))
 
 
-_FOUR_OVER_SIX = ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode")
+_SCOPES = ("none", "weights", "activations", "all")
+_FOUR_OVER_SIX = {
+    "nvfp4_4over6": _SCOPES,
+    "nvfp4_4over6_e4m3_use_256": _SCOPES,
+    "nvfp4_4over6_err_mode": ("MAE", "MSE"),
+}
 
 
 @explains_writes
@@ -328,9 +333,13 @@ class NVFP4BlockScaling(Recipe):
     transform of 16; gradients are rounded stochastically. Each can be disabled.
 
     Attributes:
-        row_scaled_activation, nvfp4_4over6, nvfp4_4over6_e4m3_use_256, nvfp4_4over6_err_mode: row
-            scales and the choice between two block maxima, not offered; only their defaults are
-            accepted.
+        row_scaled_activation: fprop's input has an outer scale for each row.
+        nvfp4_4over6: of which tensors each block maps its amax to 6 or to 4, whichever loses less:
+            ``"weights"``, ``"activations"``, ``"all"`` or ``"none"``. Of activations only with
+            ``disable_rht``; gradients never.
+        nvfp4_4over6_e4m3_use_256: of which of them the largest block scale is 256 instead of 448.
+        nvfp4_4over6_err_mode: what a block compares, ``"MAE"`` or ``"MSE"`` (absolute or squared
+            errors).
     """
 
     reads_names: ClassVar[bool] = False
@@ -338,10 +347,10 @@ class NVFP4BlockScaling(Recipe):
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
-    row_scaled_activation: bool = field(default=False, repr=False)
-    nvfp4_4over6: str = field(default="none", repr=False)
-    nvfp4_4over6_e4m3_use_256: str = field(default="all", repr=False)
-    nvfp4_4over6_err_mode: str = field(default="MAE", repr=False)
+    row_scaled_activation: bool = False
+    nvfp4_4over6: str = "none"
+    nvfp4_4over6_e4m3_use_256: str = "all"
+    nvfp4_4over6_err_mode: str = "MAE"
     fp4_format: str = Format.E2M1
     fp8_format: str = Format.E4M3
     fp8_dpa: bool = False
@@ -354,12 +363,16 @@ class NVFP4BlockScaling(Recipe):
     def __post_init__(self) -> None:
         """Check the fields."""
         check_common(self)
-        for name in ("row_scaled_activation", *_FOUR_OVER_SIX):
-            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
-            if value != default:
-                raise UnsupportedError(
-                    f"NVFP4BlockScaling({name}={value!r}) is not offered; leave it at {default!r}."
-                )
+        for name, known in _FOUR_OVER_SIX.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise RecipeError(f"NVFP4BlockScaling({name}={value!r}): expected one of {known}.")
+        if self.nvfp4_4over6 in ("activations", "all") and not self.disable_rht:
+            raise RecipeError(
+                f"NVFP4BlockScaling(nvfp4_4over6={self.nvfp4_4over6!r}) needs disable_rht=True: "
+                f"activations have either two maxima a block or the Hadamard transform. Or choose "
+                f"nvfp4_4over6='weights'."
+            )
         for name, only in (("fp4_format", "e2m1"), ("fp8_format", "e4m3")):
             check_format(self, field=name)
             value = getattr(self, name)
@@ -384,6 +397,14 @@ class NVFP4BlockScaling(Recipe):
             stochastic_rounding=not self.disable_stochastic_rounding,
         )
 
+    def _four_over_six(self, tensor: str) -> dict[str, Any]:
+        """Return the fields of the tensor's spec that choose between two maxima of a block."""
+        scopes = {"weight": ("weights", "all"), "input": ("activations", "all")}.get(tensor, ())
+        if self.nvfp4_4over6 not in scopes:
+            return {}
+        scale_max = 256.0 if self.nvfp4_4over6_e4m3_use_256 in scopes else 448.0
+        return {"four_over_six": self.nvfp4_4over6_err_mode, "scale_max": scale_max}
+
     def plan(self, role: LayerRole, dtype: torch.dtype) -> LinearPlan:
         """Return blocks of 16 along the contraction with two-level scales."""
 
@@ -393,10 +414,13 @@ class NVFP4BlockScaling(Recipe):
                 *element(self.fp4_format, name, (16, 16) if is_square else (1, 16)),
                 scale_format="e4m3",
                 stochastic=name == "grad_output" and not self.disable_stochastic_rounding,
+                **self._four_over_six(name),
             )
+            is_row_scaled = name == "input" and self.row_scaled_activation
+            row = dataclasses.replace(spec, row_scaled=True) if is_row_scaled else spec
             if name == "weight" or self.disable_rht:
-                return TensorPlan(spec, spec)
-            return TensorPlan(spec, dataclasses.replace(spec, transform="hadamard16"))
+                return TensorPlan(row, spec)
+            return TensorPlan(row, dataclasses.replace(spec, transform="hadamard16"))
 
         gemms = (SPLIT, SPLIT, SPLIT)
         return linear_plan(self, tensor, gemms)

@@ -68,18 +68,19 @@ def test_errors_of_recipes_are_value_errors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "idle", "wanted"),
-    [
-        ("row_scaled_activation", False, True),
-        ("nvfp4_4over6", "none", "weights"),
-        ("nvfp4_4over6_e4m3_use_256", "all", "none"),
-        ("nvfp4_4over6_err_mode", "MAE", "MSE"),
-    ],
+    "field", ["nvfp4_4over6", "nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode"]
 )
-def test_a_field_that_is_not_offered_takes_its_default(name: str, idle: Any, wanted: Any) -> None:
-    assert NVFP4BlockScaling(**{name: idle}) == NVFP4BlockScaling()
-    with pytest.raises(UnsupportedError, match=rf"{name}={wanted!r}\) is not offered"):
-        NVFP4BlockScaling(**{name: wanted})
+def test_a_choice_of_nvfp4_that_does_not_exist_gets_the_list(field: str) -> None:
+    with pytest.raises(RecipeError, match=rf"{field}='both'\): expected one of \("):
+        NVFP4BlockScaling(**{field: "both"})
+
+
+@pytest.mark.parametrize("scope", ["activations", "all"])
+def test_two_maxima_of_activations_exclude_the_hadamard_transform(scope: str) -> None:
+    with pytest.raises(RecipeError, match=rf"nvfp4_4over6='{scope}'\) needs disable_rht=True"):
+        NVFP4BlockScaling(nvfp4_4over6=scope)
+    NVFP4BlockScaling(nvfp4_4over6=scope, disable_rht=True)
+    NVFP4BlockScaling(nvfp4_4over6="weights")
 
 
 FORMATTED = (

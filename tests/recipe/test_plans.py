@@ -31,7 +31,7 @@ from fp8core.recipe import (
 from fp8core.recipe.plan import DelayedPlan, GemmPlan, LayerRole, LinearPlan, TensorPlan
 from tests.dispatch import toys
 
-FLAGS = ("power_of_two", "delayed", "stochastic")
+FLAGS = ("power_of_two", "delayed", "stochastic", "row_scaled")
 
 
 def cell(spec: OperandSpec | None) -> str:
@@ -41,6 +41,8 @@ def cell(spec: OperandSpec | None) -> str:
     words = [spec.format, "{}x{}".format(*spec.block), f"{spec.target:g}", spec.scale_format]
     words += [name for name in FLAGS if getattr(spec, name)]
     words += [spec.transform] if spec.transform else []
+    words += [spec.four_over_six] if spec.four_over_six else []
+    words += [f"scales up to {spec.scale_max:g}"] if spec.scale_max != 448 else []
     words += [f"epsilon={spec.amax_epsilon}"] if spec.amax_epsilon else []
     words += [] if spec.cast_first else ["uncast"]
     return " ".join(words)
@@ -153,6 +155,20 @@ TABLE = {
     ),
     "nvfp4": Row(NVFP4BlockScaling(), NV_RHT, NV_SQUARE, f"{NV_SR} / {NV_SR} hadamard16", SPLITS),
     "nvfp4 no transform": Row(NVFP4BlockScaling(disable_rht=True), NV, NV_SQUARE, NV_SR, SPLITS),
+    "nvfp4 row scales": Row(
+        NVFP4BlockScaling(row_scaled_activation=True, disable_rht=True),
+        f"{NV} row_scaled / {NV}",
+        NV_SQUARE,
+        NV_SR,
+        SPLITS,
+    ),
+    "nvfp4 two maxima": Row(
+        NVFP4BlockScaling(nvfp4_4over6="weights"),
+        NV_RHT,
+        f"{NV_SQUARE} MAE scales up to 256",
+        f"{NV_SR} / {NV_SR} hadamard16",
+        SPLITS,
+    ),
     "nvfp4 nearest": Row(
         NVFP4BlockScaling(disable_stochastic_rounding=True), NV_RHT, NV_SQUARE, NV_RHT, SPLITS
     ),
@@ -206,7 +222,7 @@ def test_plan_is_the_same_for_every_dtype_and_kind_of_layer(name: str) -> None:
 def test_every_field_of_a_cell_shows_in_the_table() -> None:
     """Guard: a new field of OperandSpec must get a word in ``cell``."""
     shown = {"format", "block", "target", "scale_format", *FLAGS}
-    shown |= {"transform", "amax_epsilon", "cast_first"}
+    shown |= {"transform", "amax_epsilon", "cast_first", "four_over_six", "scale_max"}
     assert {field.name for field in dataclasses.fields(OperandSpec)} == shown
 
 

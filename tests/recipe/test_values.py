@@ -74,7 +74,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
         for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)
     },
 }
-SIGNATURES = {  # Transformer Engine 2.20's fields and defaults, what is not offered left out
+SIGNATURES = {  # Transformer Engine 2.20's fields and defaults
     DelayedScaling: "margin=0, fp8_format='hybrid', amax_history_len=1024, "
     "amax_compute_algo='max', scaling_factor_compute_algo=None, reduce_amax=True, "
     "fp8_dpa=False, fp8_mha=False, backward_override=None",
@@ -92,8 +92,9 @@ SIGNATURES = {  # Transformer Engine 2.20's fields and defaults, what is not off
     "fp8_gemm_wgrad=MMParams(use_split_accumulator=True), "
     "fp8_dpa=False, fp8_mha=False, backward_override=None",
     NVFP4BlockScaling: "disable_rht=False, disable_stochastic_rounding=False, "
-    "disable_2d_quantization=False, fp4_format='e2m1', fp8_format='e4m3', fp8_dpa=False, "
-    "fp8_mha=False, backward_override=None",
+    "disable_2d_quantization=False, row_scaled_activation=False, nvfp4_4over6='none', "
+    "nvfp4_4over6_e4m3_use_256='all', nvfp4_4over6_err_mode='MAE', fp4_format='e2m1', "
+    "fp8_format='e4m3', fp8_dpa=False, fp8_mha=False, backward_override=None",
 }
 
 
