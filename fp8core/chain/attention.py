@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -21,6 +22,7 @@ from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.once import OnlyOnce, in_low_precision
 from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved, TensorProgram
 from fp8core.chain.shape import BindContext, CallInputs, LinkShape
+from fp8core.dispatch.select import Choice, is_fallback
 from fp8core.dispatch.table import Resolved
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import AttentionPlan, Plan
@@ -162,6 +164,7 @@ def _bound(
     if shape.has_bias:
         with_bias = dataclasses.replace(backward_desc, bias_grad=True)
         bias_backward = _backward_of(context, with_bias, forward)
+    all_choices = (forward.choice, backward.choice, bias_backward.choice)
     return AttentionLink(
         shape,
         forward.run,
@@ -170,6 +173,7 @@ def _bound(
         shape.num_params,
         needs_rng=shape.dropout > 0,
         only_once=_only_once(shape, context.owner),
+        fallback=next(filter(is_fallback, all_choices), None),
     )
 
 
@@ -202,6 +206,7 @@ def _bound_low_precision(
         link.num_params,
         link.needs_rng,
         only_once=in_low_precision(context.owner),
+        fallback=link.fallback,
         casts=_casts(context, plan, ("q", "k", "v", *(("grad_output",) if is_quantized else ()))),
         dequantize=context.resolve("dequantize", DequantizeDesc(plan.qkv, context.dtype)).run,
         s_slot=s_slot,
@@ -296,7 +301,9 @@ def _only_once(shape: AttentionShape, owner: str) -> OnlyOnce | None:
 class AttentionLink(LinkDefaults):
     """Computes rows ``[tokens, heads * head_dim_v]`` from queries ``[tokens, heads * head_dim]``.
 
-    ``run_bias_backward`` also returns the gradient of the bias.
+    ``run_bias_backward`` also returns the gradient of the bias. ``fallback`` is the choice of a
+    backend for other devices that nobody asked for, whose memory may be that of all logits; None
+    without such a choice.
     """
 
     shape: AttentionShape
@@ -316,6 +323,7 @@ class AttentionLink(LinkDefaults):
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> AttentionProgram:
         """Return the program; the sizes of the batch come with the call."""
         return AttentionProgram(self, needs_grad)
+    fallback: Choice | None
 
     def keywords(self, params: Params, call: Call) -> Mapping[str, Any]:
         """Return the operation's keywords in a call with the parameters ``params``."""
@@ -357,6 +365,7 @@ class AttentionProgram(TensorProgram[AttentionLink]):
             saved = (x, *params, rows, stats, *_kept(call))
         return rows if out is None else out(rows), saved, None
 
+        _check_memory(link, q, params[0], call)
     def backward(
         self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
     ) -> Backward:
@@ -490,6 +499,7 @@ class LowPrecisionAttentionProgram(AttentionProgram):
             scale = slot.scale.clone()  # of this forward, also after the autocast has ended
             keywords["s_amax_out"] = slot.amax
         y, stats, max_logit = link.run(*operands, **keywords, s_scale=scale)
+        _check_memory(link, q, params[0], call)
         max_logit_out = AttentionTensors(*call.tensors).max_logit_out
         if max_logit_out is not None:
             max_logit_out.copy_(max_logit)
@@ -553,3 +563,36 @@ def _dequantized(run: Callable[..., torch.Tensor], operand: Operand) -> torch.Te
     """Return the values of an operand whose codes have any shape."""
     shape = operand.data.shape
     return run(operand._replace(data=operand.data.flatten(0, -2))).view(shape)
+_MAX_FALLBACK_BYTES = 2 * 2**30
+"""The logits of a call that a backend nobody asked for may hold at once."""
+
+
+def _check_memory(link: AttentionLink, q: torch.Tensor, k: torch.Tensor, call: Call) -> None:
+    """Refuse a call whose logits are many bytes where a backend for other devices runs it.
+
+    Raises:
+        UnsupportedError: says how many, and why no backend for the device runs it.
+    """
+    if link.fallback is None:
+        return
+    shape = link.shape
+    if shape.layout == "thd":
+        cu_seqlens = AttentionTensors(*call.tensors).cu_seqlens_q
+        assert cu_seqlens is not None
+        sizes = (cu_seqlens.shape[0] - 1, shape.heads, *call.sizes)
+    else:
+        batch, length = shape.layout.index("b"), shape.layout.index("s")
+        sizes = (q.shape[batch], shape.heads, q.shape[length], k.shape[length])
+    num_bytes = math.prod(sizes) * (8 if q.dtype == torch.float64 else 4)
+    if num_bytes > _MAX_FALLBACK_BYTES:
+        name, device = link.fallback.backend, q.device
+        raise UnsupportedError(
+            f"attention on {device} would run on {name}, which may hold all logits of a call at "
+            f"once: {' x '.join(map(str, sizes))} of batch, heads, queries and keys are "
+            f"{num_bytes / 2**30:.1f} GiB, and without being asked for it takes "
+            f"{_MAX_FALLBACK_BYTES // 2**30} GiB. Call with less at a time, choose attention that "
+            f"a backend for {device.type} runs, or use_backend({name!r}) to run it so. "
+            f"{link.fallback}"
+        )
+
+

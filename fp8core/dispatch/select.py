@@ -24,6 +24,7 @@ __all__ = [
     "choose",
     "declined",
     "default_device",
+    "is_fallback",
     "is_product",
     "selected_spec",
     "site_pick",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 _BY_PRIORITY = "device and priority"
+_EMULATES = "nothing native; emulates it"
 
 
 class Verdict(NamedTuple):
@@ -104,7 +106,7 @@ def choose(
     if native and not (substitution and is_low_precision_product):
         backend, because = _site_or_first(registry, desc, device, native)
     elif emulating and not is_low_precision_product:
-        backend, because = emulating[0], "nothing native; emulates it"
+        backend, because = emulating[0], _EMULATES
         substitution = substitution or f"no native backend for {device}"
     else:
         failed = [(row.name, row.reason) for row in registry.rows if row.reason is not None]
@@ -132,6 +134,13 @@ def declined(choice: Choice) -> list[Verdict]:
     backends = plugins.load().backends
     before = itertools.takewhile(lambda v: v.backend != choice.backend, choice.verdicts)
     return [v for v in before if choice.device.type in backends[v.backend].device_types]
+
+
+def is_fallback(choice: Choice) -> bool:
+    """Say whether a backend for other devices runs ``choice``, and nobody asked for it by name."""
+    if choice.because not in (_BY_PRIORITY, _EMULATES):
+        return False
+    return choice.device.type not in plugins.load().backends[choice.backend].device_types
 
 
 def selected_spec(policy: Policy) -> BackendSpec:

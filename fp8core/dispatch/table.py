@@ -142,6 +142,8 @@ def _resolve(
         log_once(f"{desc.op} on {device} runs on {choice.backend}: {choice.substitution} [{desc}]")
     if select.is_product(desc) or isinstance(desc, _ATTENTION):
         _announce_declined(choice)
+    if isinstance(desc, _ATTENTION) and select.is_fallback(choice):
+        _announce_fallback(choice)
     spec = registry.backends[choice.backend]
     alignment = registry.alignment(spec, desc) if isinstance(desc, GemmDesc) else Alignment()
     if is_captured:
@@ -167,6 +169,19 @@ def _announce_declined(choice: select.Choice) -> None:
             f"{choice.desc.op} on {choice.device} runs on {choice.backend}, as {backend}, which "
             f"comes before it, declines: {reason} [{choice.desc}]",
             about=f"{backend} declines {choice.desc.op} on {choice.device.type}: {reason}",
+        )
+
+
+def _announce_fallback(choice: select.Choice) -> None:
+    """Warn, once for each operation and device, that no backend for the device is there to run it.
+
+    Where one is there and declines, that is said instead.
+    """
+    if not select.declined(choice):
+        log_once(
+            f"{choice.desc.op} on {choice.device} runs on {choice.backend}, as no backend for "
+            f"{choice.device.type} comes before it [{choice.desc}]",
+            about=f"{choice.desc.op} on {choice.device.type} falls back to {choice.backend}",
         )
 
 
