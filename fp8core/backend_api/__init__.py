@@ -70,6 +70,7 @@ from fp8core.backend_api.operations import OPS, OPTIONAL_OPS, OpDesc
 from fp8core.backend_api.optional import (
     Chunks,
     NamesKernel,
+    NamesOtherKernels,
     PairCast,
     PreparesUpdates,
     QuantizedChunks,
@@ -121,6 +122,7 @@ __all__ = [
     "GemmDesc",
     "GroupedGemmDesc",
     "NamesKernel",
+    "NamesOtherKernels",
     "NormBackwardDesc",
     "NormDesc",
     "Numerics",

@@ -18,6 +18,7 @@ from fp8core.backend_api.operands import Operand, Quantized
 __all__ = [
     "Chunks",
     "NamesKernel",
+    "NamesOtherKernels",
     "PairCast",
     "PreparesUpdates",
     "QuantizedChunks",
@@ -38,6 +39,16 @@ class NamesKernel(Protocol):
     """
 
     kernel: str
+
+
+class NamesOtherKernels(Protocol):
+    """A callable of any descriptor of a backend that has several kernels for the operation.
+
+    ``explain`` shows ``other_kernels``: each kernel that the call does not run, and why not, in the
+    order of preference.
+    """
+
+    other_kernels: tuple[tuple[str, str], ...]
 
 
 class Chunks(Protocol):

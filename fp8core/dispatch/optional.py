@@ -11,6 +11,7 @@ import torch
 from fp8core.backend_api import OpDesc, Quantized, QuantizeDesc, ScaleUpdateDesc
 from fp8core.backend_api.optional import (
     NamesKernel,
+    NamesOtherKernels,
     PairCast,
     PreparesUpdates,
     QuantizedChunks,
@@ -37,6 +38,7 @@ class Offers(NamedTuple):
     bind_pair: Callable[[Callable[..., Quantized]], PairCast | None] | None = None
     prepare: Callable[..., Callable[[], None]] | None = None
     kernel: str | None = None
+    other_kernels: tuple[tuple[str, str], ...] = ()
 
 
 class _Method(NamedTuple):
@@ -70,7 +72,22 @@ def offers_of(run: Callable[..., Any], desc: OpDesc, who: str) -> Offers:
             f"{who} has kernel={shown(kernel)}; expected a text, the name of what runs on the "
             f"device ({_name_of(NamesKernel)})"
         )
-    return Offers(**found, kernel=kernel)
+    others = _member(run, "other_kernels", who) or ()
+    if not _is_text_pairs(others):
+        raise PluginError(
+            f"{who} has other_kernels={shown(others)}; expected pairs of texts, each the name of a "
+            f"kernel that does not run and why not ({_name_of(NamesOtherKernels)})"
+        )
+    return Offers(**found, kernel=kernel, other_kernels=tuple(map(tuple, others)))
+
+
+def _is_text_pairs(given: Any) -> bool:
+    return isinstance(given, tuple | list) and all(
+        isinstance(pair, tuple | list)
+        and len(pair) == 2
+        and all(isinstance(text, str) for text in pair)
+        for pair in given
+    )
 
 
 def pair_of(

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,11 +29,12 @@ from fp8core.torch_ops import calls, operators
 from fp8core.torch_ops.encoding import Operation
 
 __all__ = [
+    "Kernels",
     "Resolved",
     "capturing",
     "forget",
     "in_eager",
-    "kernel_name",
+    "kernels_of",
     "resolve",
     "resolve_optional",
 ]
@@ -185,20 +186,27 @@ def _announce_fallback(choice: select.Choice) -> None:
         )
 
 
-def kernel_name(choice: select.Choice) -> str:
-    """Return the name of the kernel of ``choice``: the ``kernel`` of its callable, else the name of
-    the callable.
+class Kernels(NamedTuple):
+    """The kernel that runs an operation, and those of its backend that do not, each with why."""
+
+    name: str
+    others: tuple[tuple[str, str], ...]
+
+
+def kernels_of(choice: select.Choice) -> Kernels:
+    """Return the kernels of ``choice``. The name is the ``kernel`` of its callable, else the name
+    of the callable.
 
     Binds the operation, as a layer does, and computes nothing.
     """
     registry = plugins.load()
     run, offers = registry.bind(registry.backends[choice.backend], choice.desc, choice.device)
     if offers.kernel is not None:
-        return offers.kernel
+        return Kernels(offers.kernel, offers.other_kernels)
     while isinstance(run, functools.partial):
         run = run.func
     named = run if hasattr(run, "__qualname__") else type(run)
-    return f"{named.__module__}.{named.__qualname__}"
+    return Kernels(f"{named.__module__}.{named.__qualname__}", offers.other_kernels)
 
 
 def _bind_named(backend: str, desc: OpDesc, device: torch.device) -> Callable[..., Any]:

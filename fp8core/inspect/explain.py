@@ -45,6 +45,7 @@ class Line:
         choice: the backend, and why each other was not chosen; None if no backend runs it.
         kernel: the backend's name for the kernel that runs; None if no backend runs it.
         refusal: why no backend runs it; None if one does.
+        other_kernels: the kernels of the backend that do not run it, each with the reason.
     """
 
     layer: str
@@ -53,6 +54,7 @@ class Line:
     choice: Choice | None
     kernel: str | None
     refusal: str | None
+    other_kernels: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_optional(self) -> bool:
@@ -62,6 +64,7 @@ class Line:
     def __str__(self) -> str:
         if self.choice is not None:
             text = f"{self.choice}\n  kernel: {self.kernel}"
+            text += "".join(f"\n  not {name}: {why}" for name, why in self.other_kernels)
             is_matrix = self.step.partition("[")[0] in _MATRICES
             if self.layer and is_matrix and isinstance(self.desc, QuantizeDesc):
                 text += f"\n  {_STORED}"
@@ -152,11 +155,11 @@ def _lines(layer: str, needs: Iterable[Need], device: torch.device) -> Iterator[
         except UnsupportedError as error:
             yield Line(layer, step, desc, None, None, str(error))
             continue
-        kernel = attempt(functools.partial(table.kernel_name, choice))
-        if isinstance(kernel, Failure):
-            yield Line(layer, step, desc, None, None, _bind_failure(choice, kernel))
+        kernels = attempt(functools.partial(table.kernels_of, choice))
+        if isinstance(kernels, Failure):
+            yield Line(layer, step, desc, None, None, _bind_failure(choice, kernels))
         else:
-            yield Line(layer, step, desc, choice, kernel, None)
+            yield Line(layer, step, desc, choice, kernels.name, None, kernels.others)
 
 
 def _bound(needs: Iterable[Need], device: torch.device) -> Iterator[Need]:

@@ -120,6 +120,12 @@ def test_method_that_cannot_be_called_prints_both_sides(
     assert f"\n  expected {expected}\n  found    {found}" in text
 
 
+@pytest.mark.parametrize("given", ["name", [("name",)], [("name", 7)], 7])
+def test_other_kernels_that_are_no_pairs_of_texts_are_an_error(given: object) -> None:
+    with pytest.raises(PluginError, match=r"expected pairs of texts.*NamesOtherKernels"):
+        resolve(toys.GEMM, other_kernels=given)
+
+
 def test_kernel_that_is_no_text_is_an_error() -> None:
     with pytest.raises(PluginError, match=r"kernel=7; expected a text.*NamesKernel"):
         resolve(toys.GEMM, kernel=7)

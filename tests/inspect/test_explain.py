@@ -88,6 +88,17 @@ def test_kernel_is_what_the_backend_calls_it() -> None:
     assert line.kernel == "sm90_update"
 
 
+def test_other_kernels_of_the_backend_are_said_with_reasons() -> None:
+    def bind(self: toys.ToyBackend, desc: OpDesc, device: torch.device) -> Callable[..., None]:
+        run = toys.named_kernel("sm90_update")
+        run.other_kernels = (("sm80_update", "sm90_update comes first"),)  # type: ignore[attr-defined]
+        return run
+
+    toys.register(toys.backend("toy", priority=1, bind=bind))
+    said = str(fp8core.explain("scale_update"))
+    assert "  kernel: sm90_update\n  not sm80_update: sm90_update comes first" in said
+
+
 def test_backend_whose_bind_fails_runs_nothing() -> None:
     def bind(self: toys.ToyBackend, desc: OpDesc, device: torch.device) -> Callable[..., None]:
         raise OSError("no compiler")
