@@ -78,8 +78,8 @@ class AttentionDesc:
         softmax: ``"off-by-one"`` adds 1 to the sum of exponentials, ``"learnable"``
             ``exp(softmax_offset[head])``, of any float dtype.
         dropout: the probability with which a weight becomes zero, the others being multiplied by
-            ``1 / (1 - dropout)``; ``rng`` is int64 ``[2]`` on the CPU, seed and offset: the same
-            values drop the same weights, in backward too.
+            ``1 / (1 - dropout)``; ``rng`` is int64 ``[2]``, seed and offset, on the CPU, or, in a
+            graph of the device, there: the same values drop the same weights, in backward too.
         max_logit: whether ``max_logit`` is returned.
         qkv, s: how queries, keys and values are quantized, and how the weights are; tensorwise, and
             ``s`` delayed. None in high precision.

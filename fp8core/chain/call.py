@@ -30,13 +30,14 @@ class Call(NamedTuple):
     ``groups`` is ``(group_offsets,)``, int64 ``[groups + 1]`` on the CPU, or ``()`` if dense;
     ``splits`` are the same sizes as integers, ``()`` if only the device knows them, in which case
     the offsets are there as well. ``rng`` int64 ``[2]`` is the seed and offset of dropout and
-    stochastic rounding. ``first_microbatch`` is the caller's argument, ``keeping`` what follows
-    from it for weights; None quantizes them. ``backward_pass`` is set in a recompute: the pass that
-    it is part of, at whose end backward scales are updated. ``tensors`` and ``sizes`` are what the
-    link of the chain that takes them says, as :class:`fp8core.chain.attention.AttentionTensors`
-    does; nothing in them is differentiated. ``delayed_wgrads`` takes the weight gradients that are
-    not computed in backward. ``output [rows, n]`` and ``grad_input [rows, k]`` are memory for the
-    results of a lone linear.
+    stochastic rounding; on the CPU, but for attention in a graph of its device.
+    ``first_microbatch`` is the caller's argument, ``keeping`` what follows from it for weights;
+    None quantizes them. ``backward_pass`` is set in a recompute: the pass that it is part of, at
+    whose end backward scales are updated. ``tensors`` and ``sizes`` are what the link of the chain
+    that takes them says, as :class:`fp8core.chain.attention.AttentionTensors` does; nothing in them
+    is differentiated. ``delayed_wgrads`` takes the weight gradients that are not computed in
+    backward. ``output [rows, n]`` and ``grad_input [rows, k]`` are memory for the results of a lone
+    linear.
     """
 
     groups: Groups = ()

@@ -428,7 +428,7 @@ class _Attend(NamedTuple):
             assert lengths.max_seqlen_kv is not None
             sizes = lengths.max_seqlen_q, lengths.max_seqlen_kv
         params = [one for one in (k, v, bias, layer.softmax_offset) if one is not None]
-        call = bound.call(None)._replace(tensors=tensors, sizes=sizes)
+        call = bound.call_on(q.device)._replace(tensors=tensors, sizes=sizes)
         out = run_links(layer, bound, bound.parts[0], q.flatten(-2), params, call)
         return out if max_logit is None else (out, max_logit)
 

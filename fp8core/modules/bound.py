@@ -99,16 +99,31 @@ class Bound(NamedTuple):
         rng = new_seed() if self.needs_rng else None
         return Call(rng=rng, first_microbatch=first_microbatch)
 
+    def call_on(self, device: torch.device) -> Call:
+        """Return what a call brings whose links also take a seed on ``device``."""
+        return Call(rng=new_seed(device)) if self.needs_rng else DENSE
 
-def new_seed() -> torch.Tensor | None:
+
+def new_seed(graph_seed: torch.device | None = None) -> torch.Tensor | None:
     """Draw a seed and offset for dropout and stochastic rounding from torch's CPU generator.
 
     int64 ``[2]``. ``torch.manual_seed`` fixes it, and a recompute that restores the generator's
     state repeats it. None under a transform of torch.func, where torch's own dropout draws.
+
+    ``graph_seed`` is the device of a call whose operations also take a seed there. While a CUDA
+    graph is captured, and while torch compiles one, it is drawn there, by that device's generator:
+    a graph repeats a seed of the CPU in every replay, and draws anew on the device.
     """
     if is_transform_active():
         return None
-    return torch.randint(0, 2**62, (2,), device="cpu")
+    device = torch.device("cpu")
+    if graph_seed is not None and graph_seed.type == "cuda" and _is_graph():
+        device = graph_seed
+    return torch.randint(0, 2**62, (2,), device=device)
+
+
+def _is_graph() -> bool:
+    return torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
 
 
 def label_of(type_name: str, name: str | None, shapes: Sequence[LinkShape]) -> str:

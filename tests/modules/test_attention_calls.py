@@ -11,6 +11,7 @@ import torch
 
 import fp8core
 from fp8core import DotProductAttention, OperandError, UnsupportedError
+from fp8core.modules.bound import new_seed
 from fp8core.reporting import _logged
 
 # torch.func.jvp compiles decompositions.
@@ -660,3 +661,17 @@ def test_context_parallel_group_is_refused() -> None:
     attend.set_context_parallel_group(None, None, None)
     with pytest.raises(UnsupportedError, match="cp_group"):
         attend.set_context_parallel_group(object(), [0, 1], None)
+
+
+def test_the_seed_of_a_cuda_graph_is_drawn_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+
+    def randint(*args: object, device: torch.device) -> None:
+        drawn.append(torch.device(device).type)
+
+    monkeypatch.setattr(torch, "randint", randint)
+    for is_graph in (False, True):
+        monkeypatch.setattr("fp8core.modules.bound._is_graph", lambda known=is_graph: known)
+        for device in (torch.device("cuda", 0), torch.device("cpu"), None):
+            new_seed(device)
+    assert drawn == ["cpu", "cpu", "cpu", "cuda", "cpu", "cpu"]

@@ -361,6 +361,9 @@ def _identity_call(subject: Subject, desc: AttentionDesc, size: int) -> OpCall:
     q, k, v = call.arguments
     values = torch.zeros(v.shape, dtype=v.dtype)
     sides = _sides(call, desc, q, k)
+    rng = call.keywords["rng"].to(subject.device)
+    there = call._replace(keywords=call.keywords | {"rng": rng})
+    same_bits("with the seed on the device", on_cpu(there.run(subject)[0]).double(), dropped)
     for at, length in enumerate(sides[1].lengths):
         eye = torch.eye(length, desc.head_dim_v, dtype=v.dtype)
         sides[1].part(values, at).copy_(eye[:, None].expand(-1, desc.groups, -1))
