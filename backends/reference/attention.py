@@ -46,9 +46,9 @@ class _Softmax(NamedTuple):
 
 def attention(
     desc: AttentionDesc,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Operand,
+    k: torch.Tensor | Operand,
+    v: torch.Tensor | Operand,
     *,
     bias: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
@@ -65,6 +65,7 @@ def attention(
     s_amax_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return ``(out, stats, max_logit or None)``; see the backend API."""
+    scale_inv = v.scale_inv if isinstance(v, Operand) else None
     q, k, v = (_values(desc.qkv, x) for x in (q, k, v))
     sequences = sequences_of(
         desc,
@@ -81,7 +82,13 @@ def attention(
     weights = _drop(desc, softmax.weights, rng)
     if desc.s is not None:
         weights = _rounded(desc.s, weights, s_scale, s_amax_out)
-    out = sequences.queries.in_layout((weights @ values).to(desc.dtype), desc.layout)
+    products = weights @ values
+    if desc.out is None:
+        products = products.to(desc.dtype)
+    out = sequences.queries.in_layout(products, desc.layout)
+    if desc.out is not None:
+        assert scale_inv is not None
+        out = _codes(desc.out, out, (1 - desc.dropout) / scale_inv.reshape(1), None).data
     max_logit = _largest(logits) if desc.max_logit else None
     return out, sequences.statistics(stats), max_logit
 
@@ -180,12 +187,23 @@ def _rounded(
     amax_out: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return ``x`` quantized, recording its amax, and dequantized."""
+    operand = _codes(spec, x, scale, amax_out)
+    flat = operand._replace(data=operand.data.flatten(0, -2))
+    return dequantize(DequantizeDesc(spec), flat).view(x.shape)
+
+
+def _codes(
+    spec: OperandSpec,
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    amax_out: torch.Tensor | None,
+) -> Operand:
+    """Return ``x`` quantized, its codes in its shape, recording its amax."""
     desc = QuantizeDesc(torch.float32, spec, None)
-    flat = x.flatten(0, -2)
     given = {"scale": scale, "amax_out": amax_out} if spec.delayed else {}
-    operand = quantize(desc, flat, **given).rowwise
+    operand = quantize(desc, x.flatten(0, -2), **given).rowwise
     assert operand is not None
-    return dequantize(DequantizeDesc(spec), operand).view(x.shape)
+    return operand._replace(data=operand.data.view(x.shape))
 
 
 def _operands(

@@ -201,10 +201,12 @@ def contradiction(desc: AttentionDesc) -> str | None:
         return "thd without padding: its sequences have lengths"
     if (desc.qkv is None) != (desc.s is None):
         return "q, k and v are quantized, and the weights are not, or the other way round"
-    if any(spec is not None and spec.block != (0, 0) for spec in (desc.qkv, desc.s)):
-        return "q, k, v and the weights have one scale each"
-    if desc.s is not None and not desc.s.delayed:
-        return "the scale of the weights is handed in: its spec is delayed"
+    if desc.out is not None and desc.qkv is None:
+        return "the result is quantized, and q, k and v, whose scale it has, are not"
+    if any(spec is not None and spec.block != (0, 0) for spec in (desc.qkv, desc.s, desc.out)):
+        return "q, k, v, the weights and the result have one scale each"
+    if any(spec is not None and not spec.delayed for spec in (desc.s, desc.out)):
+        return "the scales of the weights and of the result are given: their specs are delayed"
     if desc.arbitrary and (desc.padding or desc.window != (-1, -1)):
         return "an arbitrary mask excludes padding and window: it says all of them itself"
     return None

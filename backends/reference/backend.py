@@ -178,7 +178,7 @@ def _check_activation(desc: ActivationDesc | ActivationBackwardDesc) -> str | No
 
 def _check_attention(desc: AttentionDesc) -> str | None:
     wide = () if desc.low_precision else (torch.float64,)
-    specs = map(_check_spec, (desc.qkv, desc.s))
+    specs = map(_check_spec, (desc.qkv, desc.s, desc.out))
     return _check_float(desc.dtype, *wide) or contradiction(desc) or next(filter(None, specs), None)
 
 

@@ -55,6 +55,10 @@ class AttentionDesc:
     quantized by the spec ``s`` before they are multiplied with the values: by ``s_scale``, float32
     ``[1]``, a multiplier. ``s_amax_out``, float32 ``[1]``, becomes the maximum of itself and of the
     weights' amax; None records nothing. The sum that divides the exponentials is of unrounded ones.
+    With a spec ``out`` the result is codes of it, uint8, whose ``scale_inv`` is that of the values
+    divided by ``1 - dropout``: no element of the result is larger than the largest value times
+    ``1 / (1 - dropout)``, so that the scale of the values fits it, and a code that rounding lifts
+    above the format's maximum is that maximum.
 
     Every keyword is given for the descriptors that need it alone.
 
@@ -83,6 +87,7 @@ class AttentionDesc:
         max_logit: whether ``max_logit`` is returned.
         qkv, s: how queries, keys and values are quantized, and how the weights are; tensorwise, and
             ``s`` delayed. None in high precision.
+        out: how the result is quantized, tensorwise and delayed; None returns it in ``dtype``.
     """
 
     op: ClassVar[str] = "attention"
@@ -104,6 +109,7 @@ class AttentionDesc:
     max_logit: bool = False
     qkv: OperandSpec | None = None
     s: OperandSpec | None = None
+    out: OperandSpec | None = None
 
     @property
     def low_precision(self) -> bool:
@@ -127,7 +133,8 @@ class AttentionBackwardDesc:
     cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, rng=None, s_scale=None,
     dp_scale=None, dp_amax_out=None) -> (grad_q, grad_k, grad_v, grad_bias, grad_softmax_offset)``.
 
-    ``out`` and ``stats`` are forward's, the keywords those of forward. The first three gradients
+    ``out`` and ``stats`` are forward's, ``out`` dequantized to ``attention.dtype`` if forward
+    quantized it, the keywords those of forward. The first three gradients
     are in ``attention.dtype``, contiguous in the layout; ``grad_bias`` has shape and dtype of
     ``bias``, summed in float32, None unless ``bias_grad`` asks for it; ``grad_softmax_offset``
     float32 ``[heads]`` (float64 from float64), None unless the offset is learned.

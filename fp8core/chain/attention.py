@@ -184,8 +184,8 @@ def _bound_low_precision(
     high = shape.desc(context.dtype)
     assert plan.qkv is not None
     assert plan.s is not None
-    weights = OperandSpec(plan.s.format, plan.s.block, plan.s.target, delayed=True)
-    desc = dataclasses.replace(high, qkv=plan.qkv, s=weights)
+    result = None if plan.o is None else _with_given_scale(plan.o)
+    desc = dataclasses.replace(high, qkv=plan.qkv, s=_with_given_scale(plan.s), out=result)
     is_quantized = plan.grad_output is not None and not shape.bf16_backward
     backward_desc = (
         AttentionBackwardDesc(desc, grad_output=plan.grad_output, dp=plan.dp)
@@ -209,11 +209,21 @@ def _bound_low_precision(
         fallback=link.fallback,
         casts=_casts(context, plan, ("q", "k", "v", *(("grad_output",) if is_quantized else ()))),
         dequantize=context.resolve("dequantize", DequantizeDesc(plan.qkv, context.dtype)).run,
+        dequantize_out=(
+            None
+            if result is None
+            else context.resolve("dequantize", DequantizeDesc(result, context.dtype)).run
+        ),
         s_slot=s_slot,
         s_scale=plan.s.target * (1 - shape.dropout),
         dp_slot=dp_slot,
         gradient_state=gradient_state,
     )
+
+
+def _with_given_scale(spec: OperandSpec) -> OperandSpec:
+    """Return ``spec`` with a scale that does not follow from the tensor."""
+    return OperandSpec(spec.format, spec.block, spec.target, delayed=True)
 
 
 def _casts(
@@ -313,6 +323,7 @@ class AttentionLink(LinkDefaults):
     num_params: int = field()  # these three have no defaults, unlike in LinkDefaults
     needs_rng: bool = field()
     only_once: OnlyOnce | None = field()
+    fallback: Choice | None
 
     def in_torch(self, bind: Callable[[Any], Any]) -> AttentionLink:
         """Return attention whose statistics belong to the graph, too."""
@@ -323,7 +334,6 @@ class AttentionLink(LinkDefaults):
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> AttentionProgram:
         """Return the program; the sizes of the batch come with the call."""
         return AttentionProgram(self, needs_grad)
-    fallback: Choice | None
 
     def keywords(self, params: Params, call: Call) -> Mapping[str, Any]:
         """Return the operation's keywords in a call with the parameters ``params``."""
@@ -355,6 +365,7 @@ class AttentionProgram(TensorProgram[AttentionLink]):
         link, shape = self._link, self._link.shape
         keywords = link.keywords(params, call)
         q = self._in_layout(x, shape.head_dim, call)
+        _check_memory(link, q, params[0], call)
         y, stats, max_logit = link.run(q, params[0], params[1], **keywords)
         max_logit_out = AttentionTensors(*call.tensors).max_logit_out
         if max_logit_out is not None:
@@ -365,7 +376,6 @@ class AttentionProgram(TensorProgram[AttentionLink]):
             saved = (x, *params, rows, stats, *_kept(call))
         return rows if out is None else out(rows), saved, None
 
-        _check_memory(link, q, params[0], call)
     def backward(
         self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
     ) -> Backward:
@@ -453,12 +463,13 @@ class LowPrecisionAttentionLink(AttentionLink):
     computes in low precision, else in high precision from the dequantized tensors. ``s_slot`` and
     ``dp_slot`` hold the delayed scales of the weights and of the gradients of logits; without them
     the scale of the weights is ``s_scale``, and that of the gradients follows from them.
-    ``gradient_state`` is None without delayed scales in
-    backward.
+    ``dequantize_out`` is None where the result is not quantized. ``gradient_state`` is None without
+    delayed scales in backward.
     """
 
     casts: Mapping[str, Quantizer]
     dequantize: Callable[..., torch.Tensor]
+    dequantize_out: Callable[..., torch.Tensor] | None
     s_slot: Slot | None
     s_scale: float
     dp_slot: Slot | None
@@ -488,6 +499,7 @@ class LowPrecisionAttentionProgram(AttentionProgram):
         """Quantize, and compute the rows of the result from the codes."""
         link = self._link
         q = self._in_layout(x, link.shape.head_dim, call)
+        _check_memory(link, q, params[0], call)
         operands = [
             _quantized(link.casts[name], one)
             for name, one in zip("qkv", (q, *params[:2]), strict=True)
@@ -499,24 +511,40 @@ class LowPrecisionAttentionProgram(AttentionProgram):
             scale = slot.scale.clone()  # of this forward, also after the autocast has ended
             keywords["s_amax_out"] = slot.amax
         y, stats, max_logit = link.run(*operands, **keywords, s_scale=scale)
-        _check_memory(link, q, params[0], call)
         max_logit_out = AttentionTensors(*call.tensors).max_logit_out
         if max_logit_out is not None:
             max_logit_out.copy_(max_logit)
-        rows = y.reshape(x.shape[0], link.shape.columns(0))
+        result = y.reshape(x.shape[0], link.shape.columns(0))
+        rows = self._values_of(result, operands[2])
         saved: Saved = ()
         if True in self._needs_grad:
             codes = [part for operand in operands for part in operand[:2]]
-            saved = (*codes, *params[2:], rows, stats, scale, *_kept(call))
+            saved = (*codes, *params[2:], result, stats, scale, *_kept(call))
         return rows if out is None else out(rows), saved, x.shape
+
+    def _values_of(self, result: torch.Tensor, values: Operand) -> torch.Tensor:
+        """Return the rows of the result, dequantized if they are codes by the scale of ``values``.
+
+        Dropout multiplies the weights that it keeps, so that the scale is that much larger.
+        """
+        link = self._link
+        if link.dequantize_out is None:
+            return result
+        scale_inv, dropout = values.scale_inv, link.shape.dropout
+        assert scale_inv is not None
+        if dropout:
+            scale_inv = scale_inv / (1 - dropout)
+        return link.dequantize_out(Operand(result, scale_inv))
 
     def backward(
         self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Compute the gradients from the codes."""
-        *codes, rows, stats, scale = saved[:-_NUM_KEPT]
+        *codes, result, stats, scale = saved[:-_NUM_KEPT]
         call = _of_forward(call, saved)
         operands, more = [Operand(*codes[at : at + 2]) for at in (0, 2, 4)], codes[6:]  # type: ignore[arg-type]  # present
+        assert result is not None
+        rows = self._values_of(result, operands[2])
         link, shape = self._link, self._link.shape
         cast = link.casts.get("grad_output")
         if cast is None:
@@ -525,7 +553,6 @@ class LowPrecisionAttentionProgram(AttentionProgram):
             return AttentionProgram.backward(self, grad, plain, None, call, out)
         if link.gradient_state is not None:
             update_after_backward(link.gradient_state, call.backward_pass)
-        assert rows is not None
         params = (*operands[1:], *more)
         keywords: dict[str, Any] = {**link.keywords(params, call), "s_scale": scale}
         if link.dp_slot is not None:
@@ -540,29 +567,6 @@ class LowPrecisionAttentionProgram(AttentionProgram):
         return self._gradients(results, params, context, out)
 
 
-_NUM_KEPT = len(AttentionTensors._fields) - 1
-
-
-def _kept(call: Call) -> Saved:
-    """Return the tensors of the call that backward reads: autograd then notices a write to them."""
-    return AttentionTensors(*call.tensors)[:-1]
-
-
-def _of_forward(call: Call, saved: Saved) -> Call:
-    """Return ``call`` with the tensors that forward kept at the end of ``saved``."""
-    return call._replace(tensors=(*saved[-_NUM_KEPT:], None))
-
-
-def _quantized(quantizer: Quantizer, x: torch.Tensor) -> Operand:
-    """Return ``x [..., heads, d]`` quantized, with its codes in its shape."""
-    operand: Operand = quantizer(x.flatten(0, -2), columnwise=False).rowwise
-    return operand._replace(data=operand.data.reshape(x.shape))
-
-
-def _dequantized(run: Callable[..., torch.Tensor], operand: Operand) -> torch.Tensor:
-    """Return the values of an operand whose codes have any shape."""
-    shape = operand.data.shape
-    return run(operand._replace(data=operand.data.flatten(0, -2))).view(shape)
 _MAX_FALLBACK_BYTES = 2 * 2**30
 """The logits of a call that a backend nobody asked for may hold at once."""
 
@@ -596,3 +600,26 @@ def _check_memory(link: AttentionLink, q: torch.Tensor, k: torch.Tensor, call: C
         )
 
 
+_NUM_KEPT = len(AttentionTensors._fields) - 1
+
+
+def _kept(call: Call) -> Saved:
+    """Return the tensors of the call that backward reads: autograd then notices a write to them."""
+    return AttentionTensors(*call.tensors)[:-1]
+
+
+def _of_forward(call: Call, saved: Saved) -> Call:
+    """Return ``call`` with the tensors that forward kept at the end of ``saved``."""
+    return call._replace(tensors=(*saved[-_NUM_KEPT:], None))
+
+
+def _quantized(quantizer: Quantizer, x: torch.Tensor) -> Operand:
+    """Return ``x [..., heads, d]`` quantized, with its codes in its shape."""
+    operand: Operand = quantizer(x.flatten(0, -2), columnwise=False).rowwise
+    return operand._replace(data=operand.data.reshape(x.shape))
+
+
+def _dequantized(run: Callable[..., torch.Tensor], operand: Operand) -> torch.Tensor:
+    """Return the values of an operand whose codes have any shape."""
+    shape = operand.data.shape
+    return run(operand._replace(data=operand.data.flatten(0, -2))).view(shape)

@@ -15,6 +15,7 @@ from fp8core.backend_api import OperandSpec
 from fp8core.errors import FrozenFieldError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.recipe.plan import (
     ATTENTION_BACKWARDS,
+    ATTENTION_OUTPUTS,
     NONFINITE,
     AttentionPlan,
     DelayedPlan,
@@ -302,18 +303,23 @@ def attention_plan(
     forward, gradient = spec("input"), None
     if recipe.fp8_dpa_backward == "fp8":
         gradient = spec("grad_output")
-    return AttentionPlan(forward, forward, gradient, gradient, delayed, recipe.nonfinite)
+    out = forward if recipe.fp8_dpa_output == "fp8" else None
+    return AttentionPlan(forward, forward, gradient, gradient, out, delayed, recipe.nonfinite)
 
 
 def check_attention(recipe: Any) -> None:
-    """Raise RecipeError unless ``fp8_dpa_backward`` is known and has something to decide."""
-    owner, value = type(recipe).__name__, recipe.fp8_dpa_backward
-    if value not in ATTENTION_BACKWARDS:
-        raise RecipeError(
-            f"{owner}(fp8_dpa_backward={value!r}): expected one of {ATTENTION_BACKWARDS}."
-        )
-    if value != "dequantized" and not (recipe.fp8_dpa or recipe.fp8_mha):
-        raise RecipeError(f"{owner}(fp8_dpa_backward={value!r}) needs fp8_dpa=True.")
+    """Raise RecipeError unless the options of ``fp8_dpa`` are known and have something to decide.
+
+    They are ``fp8_dpa_backward`` and ``fp8_dpa_output``; each default is the first choice.
+    """
+    owner = type(recipe).__name__
+    options = {"fp8_dpa_backward": ATTENTION_BACKWARDS, "fp8_dpa_output": ATTENTION_OUTPUTS}
+    for name, known in options.items():
+        value = getattr(recipe, name)
+        if value not in known:
+            raise RecipeError(f"{owner}({name}={value!r}): expected one of {known}.")
+        if value != known[0] and not (recipe.fp8_dpa or recipe.fp8_mha):
+            raise RecipeError(f"{owner}({name}={value!r}) needs fp8_dpa=True.")
 
 
 def check_delayed(recipe: str, plan: DelayedPlan) -> None:

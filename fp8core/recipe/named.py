@@ -73,6 +73,9 @@ class DelayedScaling(Recipe):
             reads a tensor quantizes it.
         fp8_dpa_backward: ``"dequantized"``: gradients of attention in high precision, from the
             dequantized q, k and v; ``"fp8"``: also the gradients are quantized.
+        fp8_dpa_output: ``"fp8"``: the result of attention is rounded to the format of its values,
+            by their scale, as cuDNN's FP8 attention on Hopper returns it; ``"high_precision"``
+            leaves it in the dtype of the activations.
     """
 
     reads_names: ClassVar[bool] = False
@@ -90,6 +93,7 @@ class DelayedScaling(Recipe):
     nonfinite: str = "saturate"
     requantize_weights: bool = False
     fp8_dpa_backward: str = "dequantized"
+    fp8_dpa_output: str = "fp8"
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -119,8 +123,8 @@ class DelayedScaling(Recipe):
 class Float8CurrentScaling(Recipe):
     """One scale a tensor, ``max / amax`` of the tensor itself: no state, two passes over it.
 
-    ``fp8_dpa``, ``fp8_mha`` and ``fp8_dpa_backward`` are as in :class:`DelayedScaling`; the weights
-    of attention have a constant scale.
+    ``fp8_dpa``, ``fp8_mha``, ``fp8_dpa_backward`` and ``fp8_dpa_output`` are as in
+    :class:`DelayedScaling`; the weights of attention have a constant scale.
     """
 
     reads_names: ClassVar[bool] = False
@@ -137,6 +141,7 @@ class Float8CurrentScaling(Recipe):
     nonfinite: str = "saturate"
     requantize_weights: bool = False
     fp8_dpa_backward: str = "dequantized"
+    fp8_dpa_output: str = "fp8"
 
     def __post_init__(self) -> None:
         """Check the fields."""

@@ -25,6 +25,7 @@ from fp8core.backend_api import OperandSpec
 
 __all__ = [
     "ATTENTION_BACKWARDS",
+    "ATTENTION_OUTPUTS",
     "HIGH_PRECISION",
     "NONFINITE",
     "AmaxAlgorithm",
@@ -189,8 +190,9 @@ class AttentionPlan(Plan):
 
     ``s`` has a delayed scale, or else a constant one: weights are at most ``1 / (1 - dropout)``.
     ``grad_output``, the gradient of the result, and ``dp``, that of the logits, are None where
-    backward computes in high precision from the dequantized q, k and v. The result ``o`` is not
-    quantized: who reads it does that.
+    backward computes in high precision from the dequantized q, k and v. ``o``, the result, is
+    quantized by the scale of the values, which fits it and takes no slot, and dequantized for the
+    layer that reads it; None leaves it in high precision.
     """
 
     slots: ClassVar[SlotNames] = SlotNames(
@@ -202,6 +204,7 @@ class AttentionPlan(Plan):
     s: OperandSpec | None = None
     grad_output: OperandSpec | None = None
     dp: OperandSpec | None = None
+    o: OperandSpec | None = None
     delayed: DelayedPlan | None = None
     nonfinite: str = "saturate"
 
@@ -219,6 +222,9 @@ class AttentionPlan(Plan):
 
 ATTENTION_BACKWARDS = ("dequantized", "fp8")
 """How the backward of low-precision attention computes: see :class:`AttentionPlan`."""
+
+ATTENTION_OUTPUTS = ("fp8", "high_precision")
+"""How the result of low-precision attention is stored: see :class:`AttentionPlan`."""
 
 NONFINITE = ("saturate", "propagate")
 """What ``Plan.nonfinite`` may be."""

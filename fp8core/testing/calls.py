@@ -433,6 +433,8 @@ def _attention_backward(subject: Subject, desc: AttentionBackwardDesc, case: Cas
     else:
         given, named = forward.arguments, forward.keywords
         out, stats, _ = subject.here(subject.judged(desc.attention, *given, **named))
+    if desc.attention.out is not None:
+        out = _dequantized(subject, desc.attention, out, forward.arguments[2])
     size = out.shape
     grad = grad_of(desc.attention, size, case.seed)
     gradient = _in_heads(subject, desc.grad_output, grad, SEED + case.seed)
@@ -442,6 +444,17 @@ def _attention_backward(subject: Subject, desc: AttentionBackwardDesc, case: Cas
         named["dp_amax_out"] = torch.full((1,), 0.5, device=subject.device)
     given = (gradient, *forward.arguments, out, stats)
     return OpCall(desc, given, named, frozenset({"dp_amax_out"}))
+
+
+def _dequantized(
+    subject: Subject, desc: AttentionDesc, codes: torch.Tensor, v: Operand
+) -> torch.Tensor:
+    """Return the values of a quantized result, in the dtype of the activations."""
+    assert desc.out is not None
+    assert v.scale_inv is not None
+    operand = Operand(codes.flatten(0, -2), v.scale_inv / (1 - desc.dropout))
+    here: torch.Tensor = subject.here(subject.values(desc.out, on_cpu(operand)).to(desc.dtype))
+    return here.view(codes.shape)
 
 
 def _in_heads(subject: Subject, spec: OperandSpec | None, x: torch.Tensor, seed: int) -> Any:

@@ -247,12 +247,14 @@ def _quantized_attentions(
         return
     asked = dataclasses.replace(chosen, fp8_dpa=True, fp8_dpa_backward="fp8")  # type: ignore[type-var]  # each recipe is a dataclass
     plan = plan_of(AttentionPlan, asked, LayerRole("attention", name="layer"), dtype)
-    for variant in _QUANTIZED_ATTENTIONS:
+    wide = dataclasses.replace(plan, o=None)
+    variants = [(variant, "", plan) for variant in _QUANTIZED_ATTENTIONS]
+    for variant, output, one in (*variants, ("causal", "high_precision_out", wide)):
         shape = dataclasses.replace(_ATTENTION, **_ATTENTIONS[variant])
-        for _, desc in record([shape], plan, dtype):
+        for _, desc in record([shape], one, dtype):
             if isinstance(desc, AttentionDesc | AttentionBackwardDesc):
                 way = "backward" if isinstance(desc, AttentionBackwardDesc) else ""
-                words = (name, "attention", variant, _word(dtype), way)
+                words = (name, "attention", variant, output, _word(dtype), way)
                 yield CatalogueEntry(".".join(filter(None, words)), desc)
 
 

@@ -103,7 +103,7 @@ def _shapes(text: str, tensors: Tensors) -> list[ResultShape]:
         statistics = (batch, desc.heads, sequence)
     wide = _wide(desc.dtype)
     results = [
-        ResultShape((*q.shape[:-1], desc.head_dim_v), desc.dtype),
+        ResultShape((*q.shape[:-1], desc.head_dim_v), torch.uint8 if desc.out else desc.dtype),
         ResultShape(statistics, wide),
     ]
     if desc.max_logit:

@@ -90,6 +90,7 @@ OTHERS: dict[str, Any] = {
     "dropout": 0.1,
     "qkv": SPEC,
     "s": SPEC,
+    "out": SPEC,
     "grad_output": SPEC,
     "dp": SPEC,
     "producer": ActivationDesc("gelu", BF16, BF16),

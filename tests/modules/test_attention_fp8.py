@@ -63,7 +63,7 @@ def amax(x: torch.Tensor) -> float:
 
 def test_forward_rounds_q_k_v_and_the_weights() -> None:
     q, k, v = qkv()
-    with autocast(recipe=current()):
+    with autocast(recipe=current(fp8_dpa_output="high_precision")):
         out = layer()(q, k, v)
     values = [rounded(x.detach(), own_scale(x, E4M3), E4M3) for x in (q, k, v)]
     # With an identity matrix for the values, the result of attention is its weights.
@@ -74,6 +74,22 @@ def test_forward_rounds_q_k_v_and_the_weights() -> None:
     heads = values[2].permute(1, 2, 0, 3).repeat_interleave(HEADS // GROUPS, 1)
     want = (weights @ heads).permute(2, 0, 1, 3).flatten(2)
     torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("chosen", [current, delayed])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_result_is_rounded_by_the_scale_of_the_values(chosen: Any, dropout: float) -> None:
+    q, k, v = qkv()
+    outs = []
+    for output in ("high_precision", "fp8"):
+        attend = layer(attention_dropout=dropout)
+        for seed in (1, 2):  # the first step of delayed scaling uses scale 1
+            torch.manual_seed(seed)
+            with autocast(recipe=chosen(fp8_dpa_output=output)):
+                out = attend(q, k, v)
+        outs.append(out.detach())
+    scale = (1 - dropout) * own_scale(v, E4M3)
+    torch.testing.assert_close(outs[1], rounded(outs[0], scale, E4M3), rtol=1e-6, atol=1e-6)
 
 
 def test_backward_is_that_of_the_dequantized_tensors() -> None:
@@ -335,6 +351,18 @@ def test_repr_says_how_it_ran(chosen: recipe.Recipe, said: str) -> None:
         (recipe.Float8BlockScaling, {"fp8_dpa": True}, UnsupportedError, "Use DelayedScaling or"),
         (recipe.MXFP8BlockScaling, {"fp8_mha": True}, UnsupportedError, "Use DelayedScaling or"),
         (recipe.DelayedScaling, {"fp8_dpa_backward": "fp8"}, RecipeError, "needs fp8_dpa=True"),
+        (
+            recipe.Float8CurrentScaling,
+            {"fp8_dpa_output": "high_precision"},
+            RecipeError,
+            "needs fp8_dpa=True",
+        ),
+        (
+            recipe.DelayedScaling,
+            {"fp8_dpa": True, "fp8_dpa_output": "bf16"},
+            RecipeError,
+            "fp8_dpa_output='bf16'.: expected one of",
+        ),
         (
             recipe.DelayedScaling,
             {"fp8_dpa": True, "fp8_dpa_backward": "bf16"},

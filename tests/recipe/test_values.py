@@ -102,6 +102,7 @@ OWN_FIELDS = {
     "nonfinite": "saturate",
     "requantize_weights": False,
     "fp8_dpa_backward": "dequantized",
+    "fp8_dpa_output": "fp8",
     "x_wgrad_block_scaling_dim": None,
 }
 """Those that Transformer Engine does not have, by keyword alone."""

@@ -65,6 +65,11 @@ def _rounding(spec: OperandSpec | None) -> float:
     return min(value for value in formats.by_name(spec.format).values if value > 1) - 1
 
 
+def _smallest(spec: OperandSpec) -> float:
+    """Return the smallest positive value of the format of ``spec``."""
+    return min(value for value in formats.by_name(spec.format).values if value > 0)
+
+
 def _sides(call: OpCall, desc: AttentionDesc, x: torch.Tensor, y: torch.Tensor) -> list[_Side]:
     """Return the side of the queries ``x`` and that of the keys ``y``."""
     sides = []
@@ -201,8 +206,17 @@ def _attention_within(subject: Subject, call: OpCall) -> float:
             queries.statistics(allowed, at).copy_(worst.nan_to_num(0.0, 0.0))
             largest = torch.maximum(largest, one.logits.detach().amax((1, 2)))
             error = max(error, float(one.error.max()))
-    same_form("out", out, torch.empty(expected.shape, dtype=desc.dtype))
-    shares = [within("out", out, expected, bound + ulp(expected, desc.dtype))]
+    if desc.out is None:
+        same_form("out", out, torch.empty(expected.shape, dtype=desc.dtype))
+        shares = [within("out", out, expected, bound + ulp(expected, desc.dtype))]
+    else:
+        same_form("out", out, torch.empty(expected.shape, dtype=torch.uint8))
+        scale_inv = on_cpu(call.arguments[2].scale_inv) / (1 - desc.dropout)
+        out = _values(subject, desc.out, Operand(out, scale_inv))
+        # Half a step of normal and of subnormal codes; one step is that of the largest code below.
+        rounded = _rounding(desc.out) * (expected.abs() + bound)
+        subnormal = _smallest(desc.out) * scale_inv.double()
+        shares = [within("out", out, expected, bound + rounded + subnormal)]
     shares.append(within("stats", stats, logs, allowed + 16 * ROUND))
     if desc.max_logit:
         spread = torch.full_like(largest, error) + 4 * ROUND * largest.abs().nan_to_num(
@@ -347,6 +361,9 @@ def attention_drops_as_often_as_asked(subject: Subject, desc: AttentionDesc) -> 
     )
     again = call.again()
     same_bits("with the same seed", on_cpu(again.run(subject)[0]).double(), dropped)
+    rng = call.keywords["rng"].to(subject.device)
+    there = call._replace(keywords=call.keywords | {"rng": rng})
+    same_bits("with the seed on the device", on_cpu(there.run(subject)[0]).double(), dropped)
     for change in ((1, 0), (0, 1)):
         other = call._replace(
             keywords=call.keywords | {"rng": call.keywords["rng"] + torch.tensor(change)}
@@ -361,9 +378,6 @@ def _identity_call(subject: Subject, desc: AttentionDesc, size: int) -> OpCall:
     q, k, v = call.arguments
     values = torch.zeros(v.shape, dtype=v.dtype)
     sides = _sides(call, desc, q, k)
-    rng = call.keywords["rng"].to(subject.device)
-    there = call._replace(keywords=call.keywords | {"rng": rng})
-    same_bits("with the seed on the device", on_cpu(there.run(subject)[0]).double(), dropped)
     for at, length in enumerate(sides[1].lengths):
         eye = torch.eye(length, desc.head_dim_v, dtype=v.dtype)
         sides[1].part(values, at).copy_(eye[:, None].expand(-1, desc.groups, -1))
