@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
-from fp8core import errors, formats, not_offered, ops, recipe
+from fp8core import errors, formats, not_offered, ops, recipe, router
 from fp8core import hookspecs as hookspecs  # loaded, as a public module of the package
 from fp8core import plan as plan  # likewise
 from fp8core.context.autocast import autocast, fp8_autocast
@@ -16,6 +16,7 @@ from fp8core.context.checkpoint import checkpoint
 from fp8core.context.graphs import make_graphed_callables
 from fp8core.conversion.convert import convert, unconvert
 from fp8core.conversion.report import ConversionReport
+from fp8core.cross_entropy import parallel_cross_entropy
 from fp8core.dispatch.policy import use_backend
 from fp8core.errors import (
     Fp8CoreError,
@@ -39,6 +40,7 @@ from fp8core.modules.layernorm_mlp import LayerNormMLP
 from fp8core.modules.linear import Linear
 from fp8core.modules.multihead_attention import MultiheadAttention
 from fp8core.modules.norm import LayerNorm, RMSNorm
+from fp8core.modules.padding import Fp8Padding, Fp8Unpadding
 from fp8core.modules.prepare import prepare
 from fp8core.modules.rotary import (
     RotaryPositionEmbedding,
@@ -57,6 +59,14 @@ from fp8core.parameter import (
     fp8_model_init,
     quantized_model_init,
 )
+from fp8core.permutation import (
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
 from fp8core.recipe import get_default_recipe
 
 __version__ = "0.1.0"
@@ -67,6 +77,8 @@ __all__ = [
     "Float8BlockwiseQTensor",
     "Float8Tensor",
     "Fp8CoreError",
+    "Fp8Padding",
+    "Fp8Unpadding",
     "GroupedLinear",
     "InferenceParams",
     "KVCacheManager",
@@ -103,11 +115,19 @@ __all__ = [
     "frozen_weights",
     "get_default_recipe",
     "make_graphed_callables",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
     "monitor",
     "ops",
+    "parallel_cross_entropy",
     "prepare",
     "quantized_model_init",
     "recipe",
+    "router",
     "unconvert",
     "use_backend",
     "watch_grad_scaler",

@@ -8,9 +8,7 @@ __all__ = ["COMMUNICATION", "NOT_OFFERED", "refusal"]
 
 _ASK = 'use fp8core.explain("gemm", recipe).refused, or `fp8core doctor` for the whole machine'
 _BACKENDS = "backends quantize, recipes say how (fp8core.recipe); there are no quantizer objects"
-_PADDING = "it is not needed, layers pad sizes that blocks do not divide"
-_ROUTING = "permute tokens with torch, and give fp8core.GroupedLinear the rows of each expert"
-_ROUTER = "compute scores, top-k and the auxiliary loss with torch"
+_ROUTER = "count the experts of a routing map with torch"
 _OFFLOAD = "use torch.autograd.graph.save_on_cpu, or fp8core.checkpoint to save less"
 _OVERLAP = "tensor and sequence parallelism are not offered"
 _OPTIMIZERS = "use any optimizer of torch, with fp8core.MasterWeights for low-precision parameters"
@@ -72,22 +70,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "IdentityTensor",
         "IdentityTensorStorage",
     ),
-    _PADDING: ("Fp8Padding", "Fp8Unpadding"),
-    _ROUTING: (
-        "moe_permute",
-        "moe_permute_and_pad_with_probs",
-        "moe_permute_with_probs",
-        "moe_sort_chunks_by_index",
-        "moe_sort_chunks_by_index_with_probs",
-        "moe_unpermute",
-    ),
-    _ROUTER: (
-        "router.QBHistogramMode",
-        "router.RoutingMapFormat",
-        "router.fused_compute_score_for_moe_aux_loss",
-        "router.fused_moe_aux_loss",
-        "router.fused_topk_with_score_function",
-    ),
+    _ROUTER: ("router.QBHistogramMode",),
     _OFFLOAD: ("ManualOffloadSynchronizer", "get_cpu_offload_context", "mark_not_offload"),
     _OPTIMIZERS: (
         "optimizers",
@@ -134,7 +117,6 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "ops.register_forward_fusion",
     ),
     "use torch.export.export on an inference model": ("onnx_export",),
-    "use torch.nn.functional.cross_entropy": ("parallel_cross_entropy",),
     "use fp8core.ops.Linear(bias=False)": ("ops.BasicLinear",),
     "subclass torch.nn.Module, and call it between two chains": ("ops.BasicOperation",),
     "call fp8core.GroupedLinear between two chains": ("ops.GroupedLinear",),
@@ -167,8 +149,8 @@ COMMUNICATION = frozenset(name for names in _COMMUNICATION_GROUPS.values() for n
 def refusal(name: str) -> str | None:
     """Return the message that fp8core has no ``name``, with the alternative; None for other names.
 
-    >>> refusal("Fp8Padding")
-    'fp8core offers no Fp8Padding: it is not needed, layers pad sizes that blocks do not divide.'
+    >>> refusal("onnx_export")
+    'fp8core offers no onnx_export: use torch.export.export on an inference model.'
     """
     instead = NOT_OFFERED.get(name)
     return None if instead is None else f"fp8core offers no {name}: {instead}."

@@ -42,6 +42,13 @@ FILES = {
         *("RotaryPositionEmbedding", "apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb"),
     ),
     "pytorch/graph.py": ("make_graphed_callables",),
+    "pytorch/permutation.py": (
+        *("moe_permute", "moe_permute_with_probs", "moe_permute_and_pad_with_probs"),
+        *("moe_unpermute", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs"),
+    ),
+    "pytorch/cross_entropy.py": ("parallel_cross_entropy",),
+    "pytorch/module/fp8_padding.py": ("Fp8Padding",),
+    "pytorch/module/fp8_unpadding.py": ("Fp8Unpadding",),
     "pytorch/ops/linear.py": ("Linear",),
     "pytorch/ops/basic/bias.py": ("Bias",),
     "pytorch/ops/basic/dropout.py": ("Dropout",),

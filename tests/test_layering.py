@@ -31,7 +31,7 @@ FLOORS = (
     ("parameter", "tensors"),
     ("context",),
     ("chain",),
-    ("modules", "ops"),
+    ("cross_entropy", "modules", "ops", "permutation", "router"),
     ("commands", "conversion", "inspect", "monitoring"),
     ("__init__", "__main__", "demo", "doctor", "hookspecs", "plan", "testing"),
 )
@@ -81,6 +81,11 @@ LONG_SIGNATURES = {
     "fp8core.modules.transformer_layer.TransformerLayer.__init__": "Transformer Engine's order",
     "fp8core.modules.transformer_layer.TransformerLayer.forward": "Transformer Engine's order",
     "fp8core.modules.delayed.DelayedModule._load_from_state_dict": "overrides torch's",
+    "fp8core.cross_entropy.parallel_cross_entropy": "Transformer Engine's order",
+    "fp8core.permutation.moe_unpermute": "Transformer Engine's order",
+    "fp8core.router.fused_topk_with_score_function": "Transformer Engine's order",
+    "fp8core.torch_ops.training._adam": "a torch operator takes no tensor by keyword",
+    "fp8core.torch_ops.training._sgd": "a torch operator takes no tensor by keyword",
     "fp8core.torch_ops.operators._quantize": "a torch operator takes no tensor by keyword",
 }
 

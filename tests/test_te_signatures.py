@@ -50,8 +50,12 @@ OTHER_DEFAULTS: dict[str, dict[str, tuple[str | None, object]]] = {
     "make_graphed_callables": {"enabled": ("None", True)},
     "CustomRecipe": {"qfactory": (None, None), "fp8_format": ("Format.HYBRID", None)},
 }
-# torch's own layers call it `input`, and a converted one is both.
-OTHER_NAMES = {"inp": "input"}
+
+
+def here(key: str, name: str) -> str:
+    """Return what a parameter of ``key`` is called here: torch's own layers call it `input`, and a
+    converted one is both."""
+    return "input" if name == "inp" and key.endswith(".forward") else name
 
 
 def ours(key: str) -> list[inspect.Parameter]:
@@ -88,20 +92,20 @@ def test_the_table_names_its_version() -> None:
 
 @pytest.mark.parametrize("key", THEIRS)
 def test_a_position_means_what_it_means_there(key: str) -> None:
-    theirs = [OTHER_NAMES.get(n, n) for n, kind, _ in THEIRS[key] if kind == "positional"]
+    theirs = [here(key, n) for n, kind, _ in THEIRS[key] if kind == "positional"]
     mine = positional(ours(key))
     assert mine == theirs[: len(mine)]
 
 
 @pytest.mark.parametrize("key", THEIRS)
 def test_every_name_is_taken_or_listed(key: str) -> None:
-    theirs = {OTHER_NAMES.get(n, n) for n, kind, _ in THEIRS[key] if not kind.startswith("var")}
+    theirs = {here(key, n) for n, kind, _ in THEIRS[key] if not kind.startswith("var")}
     assert theirs - {parameter.name for parameter in ours(key)} == set(NOT_TAKEN.get(key, ()))
 
 
 @pytest.mark.parametrize("key", THEIRS)
 def test_what_is_added_is_keyword_only(key: str) -> None:
-    theirs = {OTHER_NAMES.get(name, name) for name, _, _ in THEIRS[key]}
+    theirs = {here(key, name) for name, _, _ in THEIRS[key]}
     added = [parameter for parameter in ours(key) if parameter.name not in theirs]
     kinds = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
     assert [parameter.name for parameter in added if parameter.kind not in kinds] == []
@@ -112,7 +116,7 @@ def test_defaults_are_theirs_but_for_those_listed(key: str) -> None:
     mine = {parameter.name: parameter.default for parameter in ours(key)}
     listed = OTHER_DEFAULTS.get(key, {})
     for name, kind, text in THEIRS[key]:
-        own = mine.get(OTHER_NAMES.get(name, name))
+        own = mine.get(here(key, name))
         if kind.startswith("var") or name in NOT_TAKEN.get(key, ()):
             continue
         if name in listed:

@@ -14,15 +14,24 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import (
     ATTENTION_LAYOUTS,
+    MASTER_KINDS,
+    ROUTE_KINDS,
+    SCORE_FUNCTIONS,
     TRANSFORMS,
     ActivationBackwardDesc,
     ActivationDesc,
+    AdamDesc,
     Alignment,
     AmaxDesc,
     AttentionBackwardDesc,
     AttentionDesc,
     ColumnSumsDesc,
+    CombineBackwardDesc,
+    CombineDesc,
+    CrossEntropyBackwardDesc,
+    CrossEntropyDesc,
     DequantizeDesc,
+    DispatchDesc,
     GemmDesc,
     GroupedGemmDesc,
     NormBackwardDesc,
@@ -32,7 +41,11 @@ from fp8core.backend_api import (
     QuantizeByAmaxDesc,
     QuantizeDesc,
     RotaryDesc,
+    RouteDesc,
+    RouterBackwardDesc,
+    RouterDesc,
     ScaleUpdateDesc,
+    SgdDesc,
     bind_method,
     has_amax,
 )
@@ -40,27 +53,43 @@ from fp8core_backends.reference.activation import NUM_PARAMS, activation, activa
 from fp8core_backends.reference.attention import attention, attention_backward
 from fp8core_backends.reference.attention_sequences import contradiction
 from fp8core_backends.reference.column_sums import column_sums
+from fp8core_backends.reference.cross_entropy import cross_entropy, cross_entropy_backward
 from fp8core_backends.reference.gemm import gemm, grouped_gemm
 from fp8core_backends.reference.norm import norm, norm_backward
+from fp8core_backends.reference.optimizers import adam, sgd
+from fp8core_backends.reference.permutation import (
+    combine_rows,
+    combine_rows_backward,
+    dispatch_rows,
+    route,
+)
 from fp8core_backends.reference.quantize import amax, dequantize, quantize
 from fp8core_backends.reference.rotary import rotary
+from fp8core_backends.reference.router import router, router_backward
 from fp8core_backends.reference.scaling import scale_update
 
 __all__ = ["ReferenceBackend"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 SCALE_FORMATS = ("float32", "e8m0", "e4m3")
 
 
 class ReferenceBackend:
     """Implements every operation of the backend API."""
 
+    adam = staticmethod(adam)
     activation = staticmethod(activation)
     activation_backward = staticmethod(activation_backward)
     amax = staticmethod(amax)
     attention = staticmethod(attention)
     attention_backward = staticmethod(attention_backward)
     column_sums = staticmethod(column_sums)
+    combine_rows = staticmethod(combine_rows)
+    combine_rows_backward = staticmethod(combine_rows_backward)
+    cross_entropy = staticmethod(cross_entropy)
+    cross_entropy_backward = staticmethod(cross_entropy_backward)
+    dispatch_rows = staticmethod(dispatch_rows)
     norm = staticmethod(norm)
     norm_backward = staticmethod(norm_backward)
     quantize = staticmethod(quantize)
@@ -68,7 +97,11 @@ class ReferenceBackend:
     gemm = staticmethod(gemm)
     grouped_gemm = staticmethod(grouped_gemm)
     rotary = staticmethod(rotary)
+    route = staticmethod(route)
+    router = staticmethod(router)
+    router_backward = staticmethod(router_backward)
     scale_update = staticmethod(scale_update)
+    sgd = staticmethod(sgd)
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
         """Return the reason why ``desc`` cannot run, or None."""
@@ -201,6 +234,54 @@ def _check_rotary(desc: RotaryDesc) -> str | None:
     return None if desc.layout in ATTENTION_LAYOUTS else f"no layout {desc.layout!r}"
 
 
+def _check_route(desc: RouteDesc) -> str | None:
+    if desc.dtype not in INTEGERS:
+        return f"no route of {desc.dtype}"
+    return None if desc.kind in ROUTE_KINDS else f"no route from {desc.kind!r}"
+
+
+def _check_rows(desc: DispatchDesc | CombineDesc | CombineBackwardDesc) -> str | None:
+    return _check_float(desc.dtype, torch.float64)
+
+
+def _check_router(desc: RouterDesc | RouterBackwardDesc) -> str | None:
+    is_softmax = desc.score_function == "softmax"
+    problems = (
+        (desc.score_function not in SCORE_FUNCTIONS, f"no scores {desc.score_function!r}"),
+        (desc.topk < 1, f"top {desc.topk} of the experts"),
+        (desc.pre_softmax and not is_softmax, f"no softmax before {desc.score_function}"),
+        (bool(desc.num_groups) != bool(desc.group_topk), "num_groups or group_topk alone"),
+        (desc.group_topk > desc.num_groups, "more groups are chosen than there are"),
+        (bool(desc.group_topk) and desc.topk % (desc.group_topk or 1) != 0, "unequal groups"),
+        (desc.of_all and bool(desc.num_groups), "no groups for the probabilities of all"),
+    )
+    reason = next((text for wrong, text in problems if wrong), None)
+    return reason or _check_float(desc.dtype)
+
+
+def _check_cross_entropy(desc: CrossEntropyDesc | CrossEntropyBackwardDesc) -> str | None:
+    if not 0 <= desc.label_smoothing <= 1:
+        return f"no label smoothing of {desc.label_smoothing}"
+    return _check_float(desc.dtype, torch.float64)
+
+
+def _check_adam(desc: AdamDesc) -> str | None:
+    is_short = desc.master == "remainder"
+    averages = (torch.float32, torch.bfloat16)
+    problems = (
+        (desc.master not in MASTER_KINDS, f"no masters {desc.master!r}"),
+        (is_short and desc.dtype != torch.bfloat16, f"no remainders of {desc.dtype}"),
+        (desc.state_dtype not in averages, f"no averages in {desc.state_dtype}"),
+    )
+    reason = next((text for wrong, text in problems if wrong), None)
+    return reason or _check_float(desc.dtype) or _check_float(desc.grad_dtype)
+
+
+def _check_sgd(desc: SgdDesc) -> str | None:
+    copied = torch.float32 if desc.copy_dtype is None else desc.copy_dtype
+    return next(filter(None, map(_check_float, (desc.dtype, desc.grad_dtype, copied))), None)
+
+
 _CHECKS: dict[type, Callable[[Any], str | None]] = {
     QuantizeDesc: _check_quantize,
     DequantizeDesc: _check_dequantize,
@@ -217,4 +298,14 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
     QuantizeByAmaxDesc: _check_quantize_by_amax,
     RotaryDesc: _check_rotary,
     ScaleUpdateDesc: _check_update,
+    RouteDesc: _check_route,
+    DispatchDesc: _check_rows,
+    CombineDesc: _check_rows,
+    CombineBackwardDesc: _check_rows,
+    RouterDesc: _check_router,
+    RouterBackwardDesc: _check_router,
+    CrossEntropyDesc: _check_cross_entropy,
+    CrossEntropyBackwardDesc: _check_cross_entropy,
+    AdamDesc: _check_adam,
+    SgdDesc: _check_sgd,
 }

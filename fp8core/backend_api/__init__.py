@@ -24,8 +24,9 @@ The minimum is in four files: ``backend`` (what a backend class implements), ``d
 ``operands`` (the tensors that an operand consists of). A backend that denies everything else is
 complete. The other files have one subject each: ``amax``, ``attention``, ``delayed``, ``grouped``,
 ``layers`` (norms, activations, gradients of biases), ``rotary`` and ``transforms`` for more
-operations and options; ``fused`` and ``optional`` for speed; ``numerics`` for results that differ
-by design.
+operations and options of layers; ``cross_entropy``, ``optimizers``, ``permutation`` and ``router``
+for what training needs around them; ``fused`` and ``optional`` for speed; ``numerics`` for results
+that differ by design.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from fp8core.backend_api.attention import (
     AttentionDesc,
 )
 from fp8core.backend_api.backend import Alignment, Backend, bind_method
+from fp8core.backend_api.cross_entropy import CrossEntropyBackwardDesc, CrossEntropyDesc
 from fp8core.backend_api.delayed import ScaleUpdateDesc
 from fp8core.backend_api.descriptors import DequantizeDesc, GemmDesc, QuantizeDesc
 from fp8core.backend_api.fused import AddNormDesc, FusedDesc
@@ -67,6 +69,7 @@ from fp8core.backend_api.numerics import DeclaresNumerics, Numerics
 from fp8core.backend_api.operand_spec import OperandSpec
 from fp8core.backend_api.operands import Operand, Quantized, scale_inverses
 from fp8core.backend_api.operations import OPS, OPTIONAL_OPS, OpDesc
+from fp8core.backend_api.optimizers import MASTER_KINDS, AdamDesc, SgdDesc
 from fp8core.backend_api.optional import (
     Chunks,
     NamesKernel,
@@ -79,7 +82,15 @@ from fp8core.backend_api.optional import (
     QuantizesChunkedAndSums,
     QuantizesPairs,
 )
+from fp8core.backend_api.permutation import (
+    ROUTE_KINDS,
+    CombineBackwardDesc,
+    CombineDesc,
+    DispatchDesc,
+    RouteDesc,
+)
 from fp8core.backend_api.rotary import RotaryDesc
+from fp8core.backend_api.router import SCORE_FUNCTIONS, RouterBackwardDesc, RouterDesc
 from fp8core.backend_api.spec import API_VERSION, BackendSpec, Finding
 from fp8core.backend_api.transforms import (
     INVERSES,
@@ -99,11 +110,15 @@ __all__ = [
     "GATED",
     "GROUP_STEP",
     "INVERSES",
+    "MASTER_KINDS",
     "OPS",
     "OPTIONAL_OPS",
+    "ROUTE_KINDS",
+    "SCORE_FUNCTIONS",
     "TRANSFORMS",
     "ActivationBackwardDesc",
     "ActivationDesc",
+    "AdamDesc",
     "AddNormDesc",
     "Alignment",
     "AmaxDesc",
@@ -114,8 +129,13 @@ __all__ = [
     "BackendSpec",
     "Chunks",
     "ColumnSumsDesc",
+    "CombineBackwardDesc",
+    "CombineDesc",
+    "CrossEntropyBackwardDesc",
+    "CrossEntropyDesc",
     "DeclaresNumerics",
     "DequantizeDesc",
+    "DispatchDesc",
     "Finding",
     "FormatSpec",
     "FusedDesc",
@@ -142,7 +162,11 @@ __all__ = [
     "QuantizesPairs",
     "RecipeError",
     "RotaryDesc",
+    "RouteDesc",
+    "RouterBackwardDesc",
+    "RouterDesc",
     "ScaleUpdateDesc",
+    "SgdDesc",
     "UnsupportedError",
     "amax_extent",
     "amax_of_groups",

@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 from fp8core.backend_api.amax import AmaxDesc, QuantizeByAmaxDesc
 from fp8core.backend_api.attention import AttentionBackwardDesc, AttentionDesc
+from fp8core.backend_api.cross_entropy import CrossEntropyBackwardDesc, CrossEntropyDesc
 from fp8core.backend_api.delayed import ScaleUpdateDesc
 from fp8core.backend_api.descriptors import DequantizeDesc, GemmDesc, QuantizeDesc
 from fp8core.backend_api.fused import AddNormDesc, FusedDesc
@@ -16,7 +17,15 @@ from fp8core.backend_api.layers import (
     NormBackwardDesc,
     NormDesc,
 )
+from fp8core.backend_api.optimizers import AdamDesc, SgdDesc
+from fp8core.backend_api.permutation import (
+    CombineBackwardDesc,
+    CombineDesc,
+    DispatchDesc,
+    RouteDesc,
+)
 from fp8core.backend_api.rotary import RotaryDesc
+from fp8core.backend_api.router import RouterBackwardDesc, RouterDesc
 
 __all__ = ["OPS", "OPTIONAL_OPS", "OpDesc"]
 
@@ -35,6 +44,16 @@ OpDesc: TypeAlias = (
     | RotaryDesc
     | AttentionDesc
     | AttentionBackwardDesc
+    | RouteDesc
+    | DispatchDesc
+    | CombineDesc
+    | CombineBackwardDesc
+    | RouterDesc
+    | RouterBackwardDesc
+    | CrossEntropyDesc
+    | CrossEntropyBackwardDesc
+    | AdamDesc
+    | SgdDesc
     | FusedDesc
     | AddNormDesc
 )
@@ -42,18 +61,28 @@ OpDesc: TypeAlias = (
 OPS: tuple[str, ...] = (
     "activation",
     "activation_backward",
+    "adam",
     "amax",
     "attention",
     "attention_backward",
     "column_sums",
+    "combine_rows",
+    "combine_rows_backward",
+    "cross_entropy",
+    "cross_entropy_backward",
     "dequantize",
+    "dispatch_rows",
     "gemm",
     "grouped_gemm",
     "norm",
     "norm_backward",
     "quantize",
     "rotary",
+    "route",
+    "router",
+    "router_backward",
     "scale_update",
+    "sgd",
 )
 """Names of the operations every backend's devices need, as ``FP8CORE_OP_BACKEND`` spells them."""
 

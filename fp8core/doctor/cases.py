@@ -29,10 +29,13 @@ from fp8core.backend_api import (
     QuantizeDesc,
     RotaryDesc,
 )
+from fp8core.torch_ops.private import pytree
 
 __all__ = [
     "CPU",
+    "IN_FEATURES",
     "OFFSETS",
+    "TOKENS",
     "Bench",
     "attention_arguments",
     "norm_arguments",
@@ -162,6 +165,10 @@ class Bench:
     def bind(self, desc: OpDesc) -> Callable[..., Any]:
         """Bind ``desc`` with the tested backend, on its device."""
         return self.tested.bind(desc, self.device)
+
+    def to_device(self, tree: Any) -> Any:
+        """Return a copy of ``tree`` whose tensors are on the device of the tested backend."""
+        return pytree.tree_map_only(torch.Tensor, lambda x: x.clone().to(self.device), tree)
 
     def quantized(self, desc: QuantizeDesc, x: torch.Tensor) -> Quantized:
         """Quantize ``x`` (any device) with the tested backend; the result is on its device."""

@@ -46,9 +46,11 @@ from fp8core.dispatch import plugins
 from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.doctor import cases, fused
 from fp8core.doctor.cases import Bench
-from fp8core.doctor.compare import EQUAL, UNEQUAL, Error, operands_equal, share
+from fp8core.doctor.compare import EQUAL, UNEQUAL, Error, equals, operands_equal, share
 from fp8core.doctor.matrix import DTYPE, needs_of
 from fp8core.inspect.descriptors import Need
+from fp8core.testing.training_calls import TRAINING_DESCS, training_call
+from fp8core.torch_ops.private import pytree
 
 __all__ = ["Check", "check"]
 
@@ -390,6 +392,30 @@ def _scale_update(bench: Bench, need: Need) -> Iterator[Error]:
     yield Error(EQUAL if updated == expected else UNEQUAL, "an example worked out by hand")
 
 
+def _training(bench: Bench, need: Need) -> Iterator[Error]:
+    """Compare the results, and the tensors that the operation writes, with the judge's."""
+    call = training_call(need.desc, 0, (cases.TOKENS, cases.IN_FEATURES))
+    given, named = bench.to_device(call.arguments), bench.to_device(call.keywords)
+    expected = bench.judge.bind(need.desc, cases.CPU)(*call.arguments, **call.keywords)
+    results = bench.bind(need.desc)(*given, **named)
+    written = [at for at in call.written if isinstance(at, int)]
+    ours = _tensors((results, [given[at] for at in written]))
+    theirs = _tensors((expected, [call.arguments[at] for at in written]))
+    for one, wanted in zip(ours, theirs, strict=True):
+        if wanted.is_floating_point():
+            wide = wanted.double()
+            step = torch.finfo(wanted.dtype).eps
+            bound = (step * wide.abs() + 2**-18 * wide.abs().amax()) if wide.numel() else wide
+            yield Error(share(one, wide, bound), "the reference; bound 1 ulp + 2^-18 amax")
+        else:
+            is_equal = equals(one, wanted)
+            yield Error(EQUAL if is_equal else UNEQUAL, "the reference, bit for bit")
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 _RUNS: dict[str, Callable[[Bench, Need], Iterator[Error]]] = {
     "activation": _activation,
     "activation_backward": _activation,
@@ -410,4 +436,5 @@ _RUNS: dict[str, Callable[[Bench, Need], Iterator[Error]]] = {
     "quantize": _quantize,
     "rotary": _rotary,
     "scale_update": _scale_update,
+    **dict.fromkeys((desc.op for desc in TRAINING_DESCS), _training),
 }

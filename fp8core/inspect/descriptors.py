@@ -31,6 +31,7 @@ from fp8core.chain.pointwise import AddShape
 from fp8core.chain.rotary import RotaryShape
 from fp8core.chain.shape import LinkShape
 from fp8core.inspect.record import record
+from fp8core.inspect.training import training_descs
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
@@ -73,9 +74,9 @@ def layer_needs(layer: LowPrecisionModule, recipe: Recipe, dtype: torch.dtype) -
 def op_needs(op: str, recipe: Recipe, dtype: torch.dtype) -> list[Need]:
     """Return every use of ``op`` under ``recipe`` on activations of ``dtype``.
 
-    It covers dense and grouped linears, norms, activations, causal attention and rotary embedding;
-    it is empty if the recipe has no use for the operation. An optional operation has a need for
-    each pair that it can replace.
+    It covers dense and grouped linears, norms, activations, causal attention, rotary embedding, and
+    what training needs around the layers; it is empty if the recipe has no use for the operation.
+    An optional operation has a need for each pair that it can replace.
     """
     dense = plan_of(LinearPlan, recipe, LayerRole("linear"), dtype)
     grouped = plan_of(LinearPlan, recipe, LayerRole("grouped_linear"), dtype)
@@ -86,6 +87,7 @@ def op_needs(op: str, recipe: Recipe, dtype: torch.dtype) -> list[Need]:
         *_sum_needs(dense, dtype),
         *_rotary_needs(dtype),
         *_attention_needs(recipe, dtype),
+        *(Need(variant, desc) for variant, desc in training_descs(dtype)),
     ]
     return [need for need in dict.fromkeys(needs) if need.desc.op == op]
 

@@ -51,7 +51,7 @@ def _asks_for_nothing(value: object, default: object) -> bool:
 def _is_idle(name: str, value: object) -> bool:
     """Return whether ``value``, which is not the default, changes nothing on a single rank."""
     match name:
-        case "tp_group" | "tensor_parallel_group":
+        case "tp_group" | "tensor_parallel_group" | "dist_process_group":
             return _is_of_one_rank(value)
         case "parallel_mode" | "tensor_parallel_mode":
             return value in ("column", "row")

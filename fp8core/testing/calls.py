@@ -36,6 +36,7 @@ from fp8core.backend_api import (
 from fp8core.testing import inputs
 from fp8core.testing.attention_calls import attention_call, grad_of
 from fp8core.testing.subject import Subject, on_cpu, storage_step
+from fp8core.testing.training_calls import TRAINING_DESCS, training_call
 from fp8core.torch_ops.private import pytree
 
 __all__ = [
@@ -492,6 +493,11 @@ def _add_norm(subject: Subject, desc: AddNormDesc, case: Case) -> OpCall:
     return OpCall(desc, (x, residual, *parameters), {})
 
 
+def _training(subject: Subject, desc: OpDesc, case: Case) -> OpCall:
+    given, named, written = training_call(desc, case.seed, case.size)
+    return OpCall(desc, subject.here(given), subject.here(named), written)
+
+
 _MAKERS: dict[type, Callable[[Subject, Any, Case], OpCall]] = {
     QuantizeDesc: _quantize,
     QuantizeByAmaxDesc: _quantize_by_amax,
@@ -510,6 +516,7 @@ _MAKERS: dict[type, Callable[[Subject, Any, Case], OpCall]] = {
     AddNormDesc: _add_norm,
     AttentionDesc: _attention,
     AttentionBackwardDesc: _attention_backward,
+    **dict.fromkeys(TRAINING_DESCS, _training),
 }
 
 

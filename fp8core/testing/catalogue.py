@@ -31,6 +31,7 @@ from fp8core.backend_api import (
     QuantizeByAmaxDesc,
     QuantizeDesc,
     RotaryDesc,
+    RouteDesc,
     amax_extent,
     has_amax,
 )
@@ -43,6 +44,7 @@ from fp8core.chain.rotary import RotaryShape
 from fp8core.chain.shape import LinkShape
 from fp8core.inspect.descriptors import NORMS
 from fp8core.inspect.record import record
+from fp8core.inspect.training import training_descs
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import AttentionPlan, LayerRole, LinearPlan
@@ -146,6 +148,9 @@ def _of_dtype(
     yield from _linears("plain", LinearPlan(), dtype)
     yield from _groups("plain.grouped", LinearPlan(), dtype)
     yield from _attentions(dtype)
+    for variant, desc in training_descs(dtype):
+        words = (desc.op, variant, "" if isinstance(desc, RouteDesc) else _word(dtype))
+        yield CatalogueEntry(".".join(filter(None, words)), desc)
 
 
 def _linears(prefix: str, plan: LinearPlan, dtype: torch.dtype) -> Iterator[CatalogueEntry]:

@@ -21,6 +21,7 @@ from fp8core.backend_api import (
 from fp8core.torch_ops import fused, operators, shapes
 from fp8core.torch_ops.attention import attention_backward_call, attention_call
 from fp8core.torch_ops.encoding import Operation, encode
+from fp8core.torch_ops.training import TRAINING_CALLS
 
 __all__ = ["call_of"]
 
@@ -236,4 +237,5 @@ _CALLS: dict[str, Callable[[str, Operation], Call]] = {
     "activation_quantize": _fused,
     "activation_backward_quantize": _fused,
     "add_norm": _add_norm,
+    **TRAINING_CALLS,
 }

@@ -15,12 +15,18 @@ import torch
 from fp8core.backend_api import (
     ActivationBackwardDesc,
     ActivationDesc,
+    AdamDesc,
     AddNormDesc,
     AmaxDesc,
     AttentionBackwardDesc,
     AttentionDesc,
     ColumnSumsDesc,
+    CombineBackwardDesc,
+    CombineDesc,
+    CrossEntropyBackwardDesc,
+    CrossEntropyDesc,
     DequantizeDesc,
+    DispatchDesc,
     FusedDesc,
     GemmDesc,
     GroupedGemmDesc,
@@ -31,7 +37,11 @@ from fp8core.backend_api import (
     QuantizeByAmaxDesc,
     QuantizeDesc,
     RotaryDesc,
+    RouteDesc,
+    RouterBackwardDesc,
+    RouterDesc,
     ScaleUpdateDesc,
+    SgdDesc,
 )
 from fp8core.errors import RecipeError
 
@@ -42,12 +52,18 @@ _CLASSES = {
     for cls in (
         ActivationBackwardDesc,
         ActivationDesc,
+        AdamDesc,
         AddNormDesc,
         AmaxDesc,
         AttentionBackwardDesc,
         AttentionDesc,
         ColumnSumsDesc,
+        CombineBackwardDesc,
+        CombineDesc,
+        CrossEntropyBackwardDesc,
+        CrossEntropyDesc,
         DequantizeDesc,
+        DispatchDesc,
         FusedDesc,
         GemmDesc,
         GroupedGemmDesc,
@@ -57,7 +73,11 @@ _CLASSES = {
         QuantizeByAmaxDesc,
         QuantizeDesc,
         RotaryDesc,
+        RouteDesc,
+        RouterBackwardDesc,
+        RouterDesc,
         ScaleUpdateDesc,
+        SgdDesc,
     )
 }
 

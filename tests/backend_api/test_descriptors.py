@@ -14,12 +14,18 @@ from fp8core import formats
 from fp8core.backend_api import (
     ActivationBackwardDesc,
     ActivationDesc,
+    AdamDesc,
     AddNormDesc,
     AmaxDesc,
     AttentionBackwardDesc,
     AttentionDesc,
     ColumnSumsDesc,
+    CombineBackwardDesc,
+    CombineDesc,
+    CrossEntropyBackwardDesc,
+    CrossEntropyDesc,
     DequantizeDesc,
+    DispatchDesc,
     FusedDesc,
     GemmDesc,
     GroupedGemmDesc,
@@ -30,7 +36,11 @@ from fp8core.backend_api import (
     QuantizeByAmaxDesc,
     QuantizeDesc,
     RotaryDesc,
+    RouteDesc,
+    RouterBackwardDesc,
+    RouterDesc,
     ScaleUpdateDesc,
+    SgdDesc,
 )
 from fp8core.errors import RecipeError
 from fp8core.testing.catalogue import catalogue
@@ -62,6 +72,16 @@ EXAMPLES: tuple[Any, ...] = (
     AddNormDesc(NORM),
     ATTENTION,
     AttentionBackwardDesc(ATTENTION),
+    RouteDesc(torch.int32, "mask"),
+    DispatchDesc(BF16),
+    CombineDesc(BF16),
+    CombineBackwardDesc(BF16),
+    RouterDesc(BF16, 2, "softmax"),
+    RouterBackwardDesc(BF16, 2, "softmax"),
+    CrossEntropyDesc(BF16),
+    CrossEntropyBackwardDesc(BF16),
+    AdamDesc(BF16, BF16),
+    SgdDesc(BF16, BF16, BF16),
 )
 OTHERS: dict[str, Any] = {
     "format": "e5m2",
@@ -93,6 +113,15 @@ OTHERS: dict[str, Any] = {
     "out": SPEC,
     "grad_output": SPEC,
     "dp": SPEC,
+    "topk": 3,
+    "score_function": "sigmoid",
+    "num_groups": 4,
+    "group_topk": 2,
+    "scaling_factor": 2.5,
+    "label_smoothing": 0.1,
+    "ignore_index": -1,
+    "state_dtype": BF16,
+    "master": "float32",
     "producer": ActivationDesc("gelu", BF16, BF16),
 }
 

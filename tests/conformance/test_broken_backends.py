@@ -22,6 +22,7 @@ from tests.conformance import (
     broken_calls,
     broken_operands,
     broken_rotary,
+    broken_training,
     sound,
 )
 
@@ -65,6 +66,20 @@ LABELS = {
     "delayed.attention.causal.bfloat16.backward",
     "rotary.sbhd.bfloat16",
     "rotary.thd.bfloat16",
+    "route.mask",
+    "route.experts",
+    "route.rows",
+    "dispatch_rows.probable.bfloat16",
+    "combine_rows.bfloat16",
+    "combine_rows_backward.bfloat16",
+    "router.softmax.bfloat16",
+    "router.sigmoid.float32",
+    "router.sigmoid.groups.float16",
+    "router_backward.sigmoid.bfloat16",
+    "cross_entropy.bfloat16",
+    "cross_entropy_backward.bfloat16",
+    "adam.masters.bfloat16",
+    "sgd.plain.float32",
     "sreglu.float16.float16",
     "delayed.input.bfloat16.amax",
     "delayed.grouped.input.bfloat16.device.amax",
@@ -84,7 +99,10 @@ def entries() -> list[CatalogueEntry]:
     return found
 
 
-MODULES = (*(broken, broken_amax, broken_attention, broken_calls, broken_operands, broken_rotary),)
+MODULES = (
+    *(broken, broken_amax, broken_attention, broken_calls, broken_operands, broken_rotary),
+    broken_training,
+)
 CAUGHT_BY = {fault: name for module in MODULES for fault, name in module.CAUGHT_BY.items()}
 
 

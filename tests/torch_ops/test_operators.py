@@ -12,13 +12,19 @@ from fp8core import backend_api, errors
 from fp8core.backend_api import (
     ActivationBackwardDesc,
     ActivationDesc,
+    AdamDesc,
     AddNormDesc,
     AmaxDesc,
     AttentionBackwardDesc,
     AttentionDesc,
     BackendSpec,
     ColumnSumsDesc,
+    CombineBackwardDesc,
+    CombineDesc,
+    CrossEntropyBackwardDesc,
+    CrossEntropyDesc,
     DequantizeDesc,
+    DispatchDesc,
     FusedDesc,
     GemmDesc,
     GroupedGemmDesc,
@@ -31,11 +37,16 @@ from fp8core.backend_api import (
     Quantized,
     QuantizeDesc,
     RotaryDesc,
+    RouteDesc,
+    RouterBackwardDesc,
+    RouterDesc,
     ScaleUpdateDesc,
+    SgdDesc,
     bind_method,
 )
 from fp8core.dispatch import plugins, table
 from fp8core.testing import calls, subject
+from fp8core.torch_ops import training
 from fp8core.torch_ops.attention import flat_call
 from fp8core.torch_ops.calls import call_of
 from fp8core.torch_ops.encoding import Operation, decode, encode
@@ -188,6 +199,28 @@ def attention_case(desc: AttentionDesc | AttentionBackwardDesc) -> tuple[Any, ..
     return text(desc), *flat_call(*call.arguments, **call.keywords)
 
 
+def training_case(desc: OpDesc) -> tuple[Any, ...]:
+    call = calls.arguments(subject.find("reference"), desc)
+    names = {
+        "dispatch_rows": ("probs",),
+        "combine_rows": ("weights", "row_values"),
+        "router": ("expert_bias",),
+    }
+    keywords = (call.keywords.get(name) for name in names.get(desc.op, ()))
+    return getattr(OPS, desc.op), text(desc), *call.arguments, *keywords
+
+
+def step_case(desc: AdamDesc | SgdDesc) -> tuple[Any, ...]:
+    call = calls.arguments(subject.find("reference"), desc)
+    operator, words, *lists = training_case(desc)
+    count = 4 if isinstance(desc, AdamDesc) else 3
+    values = [float(call.keywords.get(name, 1.0)) for name in STEP_NUMBERS[type(desc)]]
+    return operator, words, *lists, [None] * count, values
+
+
+STEP_NUMBERS = {AdamDesc: training._ADAM_NUMBERS, SgdDesc: training._SGD_NUMBERS}
+ROUTER = RouterDesc(BF16, 3, "sigmoid", scaling_factor=2.5)
+
 CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "quantize_current": lambda: quantize_case(CURRENT, CURRENT),
     "quantize_block": lambda: quantize_case(BLOCK, BLOCK),
@@ -272,6 +305,18 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         OPS.attention_backward,
         *attention_case(AttentionBackwardDesc(PACKED_ATTENTION)),
     ),
+    "route": lambda: training_case(RouteDesc(torch.int32, "mask")),
+    "route_of_experts": lambda: training_case(RouteDesc(torch.int64, "experts")),
+    "dispatch_rows": lambda: training_case(DispatchDesc(BF16)),
+    "combine_rows": lambda: training_case(CombineDesc(BF16)),
+    "combine_rows_backward": lambda: training_case(CombineBackwardDesc(BF16)),
+    "router": lambda: training_case(ROUTER),
+    "router_of_all": lambda: training_case(RouterDesc(BF16, 3, "softmax", of_all=True)),
+    "router_backward": lambda: training_case(RouterBackwardDesc(BF16, 3, "sigmoid")),
+    "cross_entropy": lambda: training_case(CrossEntropyDesc(BF16)),
+    "cross_entropy_backward": lambda: training_case(CrossEntropyBackwardDesc(BF16)),
+    "adam": lambda: step_case(AdamDesc(BF16, BF16, master="remainder")),
+    "sgd": lambda: step_case(SgdDesc(torch.float32, BF16, BF16)),
     "drop": lambda: (OPS.drop, rand(8, 4), torch.tensor([3, 4]), 1, 0.5),
     "draw_seed": lambda: (OPS.draw_seed, 0),
 }
@@ -298,6 +343,8 @@ def test_every_operation_has_an_operator() -> None:
         AmaxDesc(QuantizeDesc(BF16, ROWWISE, FP4)),
         AddNormDesc(RMS),
         GemmDesc(MX, None, BF16, True),
+        ROUTER,
+        SgdDesc(torch.float32, BF16, BF16),
     ],
 )
 def test_operation_is_read_back_equal(desc: OpDesc) -> None:

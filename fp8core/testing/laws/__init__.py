@@ -21,6 +21,7 @@ from fp8core.testing.laws import (  # noqa: F401  each defines its laws when it 
     rotary,
     sizes,
     stochastic,
+    training,
 )
 
 __all__ = ["LAWS"]

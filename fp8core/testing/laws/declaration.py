@@ -115,6 +115,11 @@ def _unknown(desc: OpDesc) -> Iterator[tuple[str, OpDesc]]:
         "kind": "no_such_norm",
         "algorithm": "no_such_algorithm",
         "layout": "no_such_layout",
+        "score_function": "no_such_function",
+        "master": "no_such_masters",
+        "grad_dtype": torch.complex64,
+        "state_dtype": torch.complex64,
+        "copy_dtype": torch.complex64,
     }
     for field in dataclasses.fields(desc):
         value = getattr(desc, field.name)

@@ -1,0 +1,122 @@
+"""One operation of a backend outside of a chain, and derivatives of it by torch's operators."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from fp8core.chain.unwrap import PLAIN, are_readable, made_readable, unwrap
+from fp8core.dispatch import plugins, policy, table
+from fp8core.torch_ops.encoding import Operation, encode
+from fp8core.torch_ops.operators import constant_in_graph
+from fp8core.torch_ops.private import forward_mode_level, is_transform_active
+from fp8core.torch_ops.shapes import is_captured
+from fp8core.torch_ops.training import training_call
+
+__all__ = [
+    *("Run", "bound", "derivatives", "in_torch", "is_transformed", "needs_node", "plain"),
+]
+
+Run: TypeAlias = Callable[..., Any]
+
+
+def bound(kind: type[Any], values: tuple[Any, ...], device: torch.device) -> Run:
+    """Return what runs the descriptor ``kind(*values)`` on ``device`` under the thread's policy.
+
+    The environment is read when an operation is bound for the first time.
+
+    Raises:
+        UnsupportedError, RecipeError, PluginError: as :func:`fp8core.dispatch.table.resolve`.
+    """
+    backends = policy.current()
+    if torch.compiler.is_compiling():
+        # torch.compile takes a text as a constant, and reads what makes a call of it.
+        text = _captured(kind, values, device, (backends.backend, backends.op_backends))
+        return training_call(kind.op, text)
+    registry = plugins.load()
+    return _bound((kind, values), device, backends, registry, len(registry.rows))
+
+
+@functools.lru_cache(maxsize=1024)
+def _bound(
+    described: tuple[Any, tuple[Any, ...]],
+    device: torch.device,
+    backends: policy.Policy,
+    registry: plugins.Registry,
+    num_plugins: int,
+) -> Run:
+    kind, values = described
+    return table.resolve(kind(*values), device).run
+
+
+def _captured(
+    kind: type[Any],
+    values: tuple[Any, ...],
+    device: torch.device,
+    backends: tuple[str | None, tuple[tuple[str, str], ...]],
+) -> str:
+    """Return the text of the operation, while torch compiles or exports."""
+    with policy.activated(policy.Policy(*backends)), table.capturing():
+        choice = table.resolve(kind(*values), device).choice
+    return encode(Operation(choice.backend, choice.desc))
+
+
+constant_in_graph(_captured)
+
+
+@functools.lru_cache(maxsize=1024)
+def in_torch(kind: Any, values: tuple[Any, ...], device: torch.device) -> Run:
+    """Return the reference's computation, made of torch's operators, which torch differentiates."""
+    with policy.activated(policy.Policy(backend="reference")), table.in_eager():
+        return table.resolve(kind(*values), device).run
+
+
+def plain(x: torch.Tensor, role: str) -> torch.Tensor:
+    """Return ``x`` with its values in memory that a backend may read; ``role`` is its name in
+    messages. A tensor that is stored quantized is dequantized.
+
+    Raises:
+        OperandError: its values are elsewhere, as those of a DTensor.
+    """
+    if type(x) not in PLAIN:
+        x = unwrap(x, role)
+    if is_captured(x) or is_transformed() or are_readable(x):
+        return x
+    return made_readable(x, x.device, role)
+
+
+def needs_node(*tensors: torch.Tensor | None) -> bool:
+    """Say whether a gradient of one of ``tensors`` may be asked for."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def is_transformed() -> bool:
+    """Say whether a transform of torch.func, or forward-mode differentiation, has to see torch's
+    own operators."""
+    return is_transform_active() or forward_mode_level() >= 0
+
+
+def derivatives(
+    run: Run, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of ``tensors``, themselves differentiable.
+
+    ``run(*tensors)`` computes the outputs with torch's operators, ``grads`` are their gradients.
+    """
+    with torch.enable_grad():
+        given = [x if x.requires_grad else x.detach().requires_grad_() for x in tensors]
+        outputs = run(*given)
+        pairs = [
+            (y, g) for y, g in zip(outputs, grads, strict=True) if y is not None and g is not None
+        ]
+        return torch.autograd.grad(
+            [y for y, _ in pairs],
+            given,
+            [g for _, g in pairs],
+            create_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )

@@ -1,0 +1,520 @@
+"""Tokens sent to the rows of experts and back, for mixtures of experts.
+
+The names and arguments are those of ``transformer_engine.pytorch.permutation``. The second result
+of the functions that permute, ``row_id_map``, says where each token's rows are; pass it on to
+:func:`moe_unpermute` as it is.
+
+A number that is no row, such as an offset beyond the tokens, is an error on the CPU. On an
+accelerator the host does not read such numbers: they stand for no row there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fp8core.backend_api import CombineBackwardDesc, CombineDesc, DispatchDesc, RouteDesc
+from fp8core.chain.alone import (
+    Run,
+    bound,
+    derivatives,
+    in_torch,
+    is_transformed,
+    needs_node,
+    plain,
+)
+from fp8core.errors import OperandError, did_you_mean
+from fp8core.torch_ops.shapes import is_captured
+
+__all__ = [
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
+]
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_MAP_TYPES = ("mask", "index")
+
+Optional = torch.Tensor | None
+
+
+def moe_permute(
+    inp: torch.Tensor,
+    routing_map: torch.Tensor,
+    num_out_tokens: int,
+    max_token_num: int = -1,
+    map_type: str = "mask",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens of expert 0, then those of expert 1, and so on, and ``row_id_map``.
+
+    Args:
+        inp: ``[tokens, hidden]``.
+        routing_map: with ``"mask"`` ``[tokens, experts]``, not 0 where a token goes to an expert;
+            with ``"index"`` ``[tokens, k]``, the numbers of each token's experts, a negative one
+            for none. bool or integers.
+        num_out_tokens: the number of rows of the result. Tokens for which there is no row are
+            dropped; rows to which no token goes are zeros. With ``"index"``, 0 stands for
+            ``tokens * k``.
+        max_token_num: has no effect, as no workspace is kept between calls.
+        map_type: ``"mask"`` or ``"index"``.
+
+    Raises:
+        OperandError: shapes, dtypes or devices that do not fit.
+    """
+    owner = "moe_permute"
+    _check_map_type(owner, map_type)
+    inp = _check_rows(owner, "inp", inp)
+    _check_map(owner, inp, routing_map)
+    rows = _check_count(owner, num_out_tokens)
+    if map_type == "mask":
+        index, sources = _route("mask", routing_map, rows)
+        return _dispatch(inp, None, index, sources)[0], index
+    index, sources = _route("experts", routing_map, rows or routing_map.numel())
+    # As Transformer Engine lays it out: the first row of each token, then the second of each.
+    return _dispatch(inp, None, index, sources)[0], index.t().flatten()
+
+
+def moe_permute_with_probs(
+    inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the permuted tokens, the probabilities of their rows, and ``row_id_map``.
+
+    Args:
+        inp: ``[tokens, hidden]``.
+        probs: ``[tokens, experts]``, floating-point. A row whose probability is 0 is zeros; its
+            gradient is that of a copy.
+        routing_map, num_out_tokens: as of :func:`moe_permute` with ``"mask"``.
+
+    Raises:
+        OperandError: shapes, dtypes or devices that do not fit.
+    """
+    owner = "moe_permute_with_probs"
+    inp = _check_rows(owner, "inp", inp)
+    _check_map(owner, inp, routing_map)
+    probs = _check_weights(owner, "probs", probs, routing_map)
+    index, sources = _route("mask", routing_map, _check_count(owner, num_out_tokens))
+    output, permuted = _dispatch(inp, probs, index, sources, skips_improbable=True)
+    assert permuted is not None
+    return output, permuted, index
+
+
+def moe_permute_and_pad_with_probs(
+    inp: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    align_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return what :func:`moe_permute_with_probs` does, with zeros behind the rows of each expert up
+    to a multiple of ``align_size``.
+
+    Waits for the device, as the number of rows follows from ``tokens_per_expert``.
+
+    Args:
+        inp, probs, routing_map: as of :func:`moe_permute_with_probs`.
+        tokens_per_expert: integers ``[experts]``: how many tokens go to each expert.
+        align_size: at least 1.
+
+    Returns the padded tokens, the probabilities of the rows, ``row_id_map``, the padding before the
+    rows of each expert, int64 ``[experts]``, for :func:`moe_unpermute`, or None if there is none,
+    and the numbers of rows of the experts.
+
+    Raises:
+        OperandError: shapes, dtypes or devices that do not fit.
+    """
+    owner = "moe_permute_and_pad_with_probs"
+    inp = _check_rows(owner, "inp", inp)
+    _check_map(owner, inp, routing_map)
+    probs = _check_weights(owner, "probs", probs, routing_map)
+    if not isinstance(align_size, int) or align_size < 1:
+        raise OperandError(f"{owner}(align_size={align_size!r}): expected an integer >= 1.")
+    _check_integers(owner, "tokens_per_expert", tokens_per_expert, (routing_map.shape[1],))
+    counts = tokens_per_expert.to(inp.device).long()
+    padded = (counts + (align_size - 1)) // align_size * align_size
+    before, rows = (padded - counts).cumsum(0) - (padded - counts), int(padded.sum())
+    index, sources = _route("mask", routing_map, rows)
+    offsets = before if bool((padded != counts).any()) else None
+    padded_index = index
+    if offsets is not None:
+        padded_index, sources = _route("rows", _moved(index, offsets), rows)
+    output, permuted = _dispatch(inp, probs, padded_index, sources, skips_improbable=True)
+    assert permuted is not None
+    return output, permuted, index, offsets, padded
+
+
+def moe_unpermute(
+    inp: torch.Tensor,
+    row_id_map: torch.Tensor,
+    merging_probs: torch.Tensor | None = None,
+    restore_shape: Sequence[int] | None = None,
+    map_type: str = "mask",
+    probs: torch.Tensor | None = None,
+    pad_offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return each token's rows, added up, ``[tokens, hidden]`` in the dtype of ``inp``.
+
+    Added in float32 (float64 from float64), in the order of the experts, and rounded once; a token
+    without rows is zeros.
+
+    Args:
+        inp: ``[rows, hidden]``.
+        row_id_map: what the function that permuted returned.
+        merging_probs: by which rows are multiplied, floating-point: ``[tokens, experts]``, with
+            ``"index"`` ``[tokens, k]``. Without it they are added as they are, with ``"index"``
+            where k is 1.
+        restore_shape: the shape of the result, of two dimensions; by default that of ``inp`` with
+            as many rows as there are tokens.
+        map_type: that of :func:`moe_permute`.
+        probs: the former name of ``merging_probs``.
+        pad_offsets: the fourth result of :func:`moe_permute_and_pad_with_probs`.
+
+    Raises:
+        OperandError: shapes, dtypes or devices that do not fit, or, on the CPU, a row that ``inp``
+            does not have.
+    """
+    owner = "moe_unpermute"
+    _check_map_type(owner, map_type)
+    inp = _check_rows(owner, "inp", inp)
+    if probs is not None:
+        if merging_probs is not None:
+            raise OperandError(f"{owner}: merging_probs and its former name, probs, are given.")
+        warnings.warn("probs is now called merging_probs.", DeprecationWarning, stacklevel=2)
+        merging_probs = probs
+    index = _index_of(owner, inp, row_id_map, map_type, merging_probs, restore_shape)
+    if pad_offsets is not None:
+        _check_integers(owner, "pad_offsets", pad_offsets, (index.shape[1],), inp)
+        index = _moved(index, pad_offsets)
+    if merging_probs is not None:
+        merging_probs = _check_weights(owner, "merging_probs", merging_probs, index)
+    if restore_shape is not None and tuple(restore_shape) != (index.shape[0], inp.shape[1]):
+        raise OperandError(
+            f"{owner}(restore_shape={list(restore_shape)}): row_id_map has "
+            f"{index.shape[0]} tokens, and inp {inp.shape[1]} columns; expected "
+            f"{[index.shape[0], inp.shape[1]]}."
+        )
+    if _is_readable(index) and index.numel() and int(index.max()) >= inp.shape[0]:
+        raise OperandError(
+            f"{owner}: row_id_map has row {int(index.max())}, and inp {inp.shape[0]} rows. Give "
+            f"the rows of the function that permuted, all of them."
+        )
+    return _combine(inp, merging_probs, None, index)[0]
+
+
+def moe_sort_chunks_by_index(
+    inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
+) -> torch.Tensor:
+    """Return the chunks of ``inp`` in the order of ``sorted_index``.
+
+    Args:
+        inp: ``[tokens, hidden]``.
+        split_sizes: integers ``[chunks]``: how many rows each chunk has.
+        sorted_index: integers ``[chunks]``: the numbers of the chunks, each once, in the new order.
+
+    Raises:
+        OperandError: shapes, dtypes or devices that do not fit, or, on the CPU, chunks that are not
+            all rows of ``inp``. On an accelerator, rows that no chunk has become zeros.
+    """
+    return _sort_chunks("moe_sort_chunks_by_index", inp, None, split_sizes, sorted_index)[0]
+
+
+def moe_sort_chunks_by_index_with_probs(
+    inp: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the chunks of ``inp`` and those of ``probs`` in the order of ``sorted_index``.
+
+    Args:
+        inp, split_sizes, sorted_index: as of :func:`moe_sort_chunks_by_index`.
+        probs: ``[tokens]``, floating-point.
+
+    Raises:
+        OperandError: as :func:`moe_sort_chunks_by_index`.
+    """
+    owner = "moe_sort_chunks_by_index_with_probs"
+    output, permuted = _sort_chunks(owner, inp, probs, split_sizes, sorted_index)
+    assert permuted is not None
+    return output, permuted
+
+
+def _sort_chunks(
+    owner: str,
+    inp: torch.Tensor,
+    probs: Optional,
+    split_sizes: torch.Tensor,
+    sorted_index: torch.Tensor,
+) -> tuple[torch.Tensor, Optional]:
+    inp = _check_rows(owner, "inp", inp)
+    _check_integers(owner, "split_sizes", split_sizes, (split_sizes.numel(),), inp)
+    _check_integers(owner, "sorted_index", sorted_index, tuple(split_sizes.shape), inp)
+    rows = inp.shape[0]
+    if _is_readable(inp) and _is_readable(split_sizes):
+        _check_chunks(owner, rows, split_sizes, sorted_index)
+    if not rows or not split_sizes.numel():
+        return inp.clone(), None if probs is None else probs.clone()
+    if probs is not None:
+        probs = _check_weights(owner, "probs", probs, inp, (rows,))
+    sizes = split_sizes.long()
+    order = sorted_index.long().clamp(0, sizes.numel() - 1)
+    ends, new_ends = sizes.cumsum(0), sizes[order].cumsum(0)
+    # Row d of the result is in the new chunk that ends first behind it.
+    places = torch.arange(rows, device=inp.device)
+    chunk = torch.searchsorted(new_ends, places, right=True)
+    is_row = chunk < sizes.numel()
+    chunk = chunk.clamp(max=sizes.numel() - 1)
+    origin = places - new_ends[chunk] + ends[order[chunk]]
+    origin = torch.where(is_row & (origin >= 0) & (origin < rows), origin, -1)
+    # The route from the result back to inp, turned around.
+    sources, index = _route("rows", origin[:, None], rows)
+    return _dispatch(inp, probs, index[:, None], sources[:, 0])
+
+
+def _check_chunks(
+    owner: str, rows: int, split_sizes: torch.Tensor, sorted_index: torch.Tensor
+) -> None:
+    sizes, order = split_sizes.tolist(), sorted_index.tolist()
+    if sizes and (min(sizes) < 0 or sum(sizes) != rows):
+        raise OperandError(
+            f"{owner}: split_sizes {sizes} add up to {sum(sizes)}; expected sizes of 0 and above "
+            f"that add up to the {rows} rows of inp."
+        )
+    if sorted(order) != list(range(len(sizes))):
+        raise OperandError(
+            f"{owner}: sorted_index {order} of {len(sizes)} chunks; expected the numbers 0 to "
+            f"{len(sizes) - 1}, each once."
+        )
+
+
+# Checks
+
+
+def _is_readable(x: torch.Tensor) -> bool:
+    """Say whether the host knows the values of ``x`` without waiting for a device."""
+    return x.device.type == "cpu" and not (is_captured(x) or is_transformed())
+
+
+def _check_map_type(owner: str, map_type: str) -> None:
+    if map_type not in _MAP_TYPES:
+        raise OperandError(
+            f"{owner}(map_type={map_type!r}): expected one of {', '.join(_MAP_TYPES)}."
+            f"{did_you_mean(str(map_type), _MAP_TYPES)}"
+        )
+
+
+def _check_rows(owner: str, name: str, x: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, dequantized if it is stored quantized, or refuse it."""
+    if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.dtype not in _FLOATS:
+        shown = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise OperandError(f"{owner}: {name} is {shown}; expected floating-point [rows, hidden].")
+    return plain(x, f"{name} of {owner}")
+
+
+def _check_map(owner: str, inp: torch.Tensor, routing_map: torch.Tensor) -> None:
+    _check_integers(owner, "routing_map", routing_map, None, inp)
+    if routing_map.dim() != 2 or routing_map.shape[0] != inp.shape[0]:
+        raise OperandError(
+            f"{owner}: routing_map is {list(routing_map.shape)}, inp {list(inp.shape)}; expected a "
+            f"row of routing_map for each token."
+        )
+
+
+def _check_integers(
+    owner: str,
+    name: str,
+    x: torch.Tensor,
+    shape: tuple[int, ...] | None,
+    beside: torch.Tensor | None = None,
+) -> None:
+    """Refuse ``x`` unless it holds integers in ``shape``, on the device of ``beside``."""
+    if not isinstance(x, torch.Tensor) or x.dtype not in _INTEGERS:
+        shown = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise OperandError(f"{owner}: {name} is {shown}; expected a tensor of integers.")
+    if shape is not None and tuple(x.shape) != shape:
+        raise OperandError(f"{owner}: {name} is {list(x.shape)}; expected {list(shape)}.")
+    if beside is not None and x.device != beside.device:
+        raise OperandError(
+            f"{owner}: {name} is on {x.device}, inp on {beside.device}. Move one of them; nothing "
+            f"is moved silently."
+        )
+
+
+def _check_count(owner: str, count: int) -> int:
+    count = int(count)  # of a tensor too
+    if count < 0:
+        raise OperandError(
+            f"{owner}(num_out_tokens={count}): expected 0 or above; the number of rows that the "
+            f"tokens take is int(routing_map.sum())."
+        )
+    return count
+
+
+def _check_weights(
+    owner: str,
+    name: str,
+    weights: torch.Tensor,
+    beside: torch.Tensor,
+    shape: tuple[int, ...] | None = None,
+) -> torch.Tensor:
+    expected = tuple(beside.shape) if shape is None else shape
+    if not isinstance(weights, torch.Tensor) or weights.dtype not in _FLOATS:
+        shown = weights.dtype if isinstance(weights, torch.Tensor) else type(weights).__name__
+        raise OperandError(f"{owner}: {name} is {shown}; expected a floating-point tensor.")
+    if tuple(weights.shape) != expected or weights.device != beside.device:
+        raise OperandError(
+            f"{owner}: {name} is {list(weights.shape)} on {weights.device}; expected "
+            f"{list(expected)} on {beside.device}."
+        )
+    return plain(weights, f"{name} of {owner}")
+
+
+def _index_of(
+    owner: str,
+    inp: torch.Tensor,
+    row_id_map: torch.Tensor,
+    map_type: str,
+    weights: Optional,
+    restore_shape: Sequence[int] | None,
+) -> torch.Tensor:
+    """Return ``index [tokens, k]`` of a route."""
+    _check_integers(owner, "row_id_map", row_id_map, None, inp)
+    if map_type == "mask":
+        if row_id_map.dim() != 2:
+            raise OperandError(
+                f"{owner}: row_id_map is {list(row_id_map.shape)}; expected that of a function "
+                f"that permutes by a mask, [tokens, experts]. For that of an index, set "
+                f"map_type='index'."
+            )
+        return row_id_map
+    tokens = row_id_map.numel()
+    if weights is not None and weights.dim() == 2:
+        tokens = weights.shape[0]
+    elif restore_shape is not None:
+        tokens = restore_shape[0]
+    if row_id_map.dim() != 1 or (row_id_map.numel() % tokens if tokens else row_id_map.numel()):
+        raise OperandError(
+            f"{owner}: row_id_map is {list(row_id_map.shape)} of {tokens} tokens; expected that of "
+            f"moe_permute(map_type='index'), which has k rows for each token."
+        )
+    return row_id_map.reshape(row_id_map.numel() // max(tokens, 1), tokens).t()
+
+
+def _moved(index: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return ``index`` with ``offsets [experts]`` added to the rows of each expert."""
+    return torch.where(index >= 0, index + offsets, -1).to(torch.int32)
+
+
+# Operations and their gradients, each of which is the other's
+
+
+def _route(kind: str, routing: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    run = bound(RouteDesc, (routing.dtype, kind), routing.device)
+    index, sources = run(routing, rows)
+    return index, sources
+
+
+def _dispatch(
+    x: torch.Tensor,
+    probs: Optional,
+    index: torch.Tensor,
+    sources: torch.Tensor,
+    *,
+    skips_improbable: bool = False,
+) -> tuple[torch.Tensor, Optional]:
+    """Return the rows of a route, and their probabilities."""
+    values = (x.dtype, skips_improbable)
+    if is_transformed():
+        return _run_dispatch(in_torch(DispatchDesc, values, x.device), x, probs, index, sources)
+    if needs_node(x, probs):
+        return _Dispatch.apply(x, probs, index, sources, skips_improbable)  # type: ignore[no-any-return,no-untyped-call]  # torch's
+    return _run_dispatch(bound(DispatchDesc, values, x.device), x, probs, index, sources)
+
+
+def _run_dispatch(
+    run: Run, x: torch.Tensor, probs: Optional, index: torch.Tensor, sources: torch.Tensor
+) -> tuple[torch.Tensor, Optional]:
+    keywords = {} if probs is None else {"probs": probs}
+    y, permuted = run(x, index, sources, **keywords)
+    return y, permuted
+
+
+class _Dispatch(torch.autograd.Function):
+    """The rows of a route; the gradient of a row that is skipped is that of a copy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        probs: Optional,
+        index: torch.Tensor,
+        sources: torch.Tensor,
+        skips_improbable: bool,
+    ) -> tuple[torch.Tensor, Optional]:
+        ctx.save_for_backward(index)
+        run = bound(DispatchDesc, (x.dtype, skips_improbable), x.device)
+        return _run_dispatch(run, x, probs, index, sources)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, grad_probs: Optional) -> tuple[Optional, ...]:
+        (index,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            grad_probs = None
+        grad_x, values = _combine(grad, None, grad_probs, index)
+        return grad_x, values, None, None, None
+
+
+def _combine(
+    x: torch.Tensor, weights: Optional, values: Optional, index: torch.Tensor
+) -> tuple[torch.Tensor, Optional]:
+    """Return each token's rows, added up, and the values of its rows."""
+    if is_transformed():
+        return _run_combine(in_torch(CombineDesc, (x.dtype,), x.device), x, weights, values, index)
+    if needs_node(x, weights, values):
+        return _Combine.apply(x, weights, values, index)  # type: ignore[no-any-return,no-untyped-call]  # torch's
+    return _run_combine(bound(CombineDesc, (x.dtype,), x.device), x, weights, values, index)
+
+
+def _run_combine(
+    run: Run, x: torch.Tensor, weights: Optional, values: Optional, index: torch.Tensor
+) -> tuple[torch.Tensor, Optional]:
+    keywords = {} if weights is None else {"weights": weights}
+    if values is not None:
+        keywords["row_values"] = values
+    y, picked = run(x, index, **keywords)
+    return y, picked
+
+
+class _Combine(torch.autograd.Function):
+    """Each token's rows, added up."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weights: Optional, values: Optional, index: torch.Tensor
+    ) -> tuple[torch.Tensor, Optional]:
+        ctx.save_for_backward(None if weights is None else x, weights, index)
+        ctx.rows = x.shape[0]
+        run = bound(CombineDesc, (x.dtype,), x.device)
+        return _run_combine(run, x, weights, values, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, grad_values: Optional) -> tuple[Optional, ...]:
+        x, weights, index = ctx.saved_tensors
+        index, sources = _route("rows", index, ctx.rows)
+        if not ctx.needs_input_grad[2]:
+            grad_values = None
+        if weights is None:
+            grad_x, permuted = _dispatch(grad, grad_values, index, sources)
+            return grad_x, None, permuted, None
+        if torch.is_grad_enabled():
+            run = in_torch(CombineDesc, (x.dtype,), x.device)
+            grad_x, grad_weights = derivatives(
+                lambda x, weights: run(x, index, weights=weights)[:1], (x, weights), (grad,)
+            )
+        else:
+            run = bound(CombineBackwardDesc, (x.dtype,), x.device)
+            grad_x, grad_weights = run(grad, x, index, sources, weights)
+        return grad_x, grad_weights, None, None

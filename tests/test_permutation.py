@@ -1,0 +1,304 @@
+"""Tokens sent to the rows of experts and back, beside torch's own indexing."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core.errors import OperandError
+from fp8core.permutation import (
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def routing(tokens: int = 7, experts: int = 4, topk: int = 2, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, experts, generator=generator)
+    return torch.zeros(tokens, experts).scatter(1, scores.topk(topk, 1).indices, 1).bool()
+
+
+def rand(*size: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def by_hand(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The tokens of expert 0, then those of expert 1, and so on."""
+    return torch.cat([x[mask[:, expert].bool()] for expert in range(mask.shape[1])])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mask_groups_tokens_by_expert(dtype: torch.dtype) -> None:
+    x, mask = rand(7, 5, dtype=dtype), routing()
+    output, _ = moe_permute(x, mask, 14)
+    assert torch.equal(output, by_hand(x, mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int32, torch.int64, torch.uint8])
+def test_mask_of_any_integers(dtype: torch.dtype) -> None:
+    x, mask = rand(7, 5), routing()
+    assert torch.equal(moe_permute(x, mask.to(dtype), 14)[0], by_hand(x, mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_index_groups_tokens_by_expert(dtype: torch.dtype) -> None:
+    x, index = rand(4, 5), torch.tensor([[2, 0], [1, 0], [2, 1], [0, 2]], dtype=dtype)
+    output, row_id_map = moe_permute(x, index, 0, map_type="index")
+    assert torch.equal(output, x[[0, 1, 3, 1, 2, 0, 2, 3]])
+    # The first row of each token, then the second of each.
+    assert row_id_map.tolist() == [5, 3, 6, 2, 0, 1, 4, 7]
+
+
+def test_unpermute_adds_the_rows_of_each_token() -> None:
+    x, mask = rand(7, 5), routing()
+    output, row_id_map = moe_permute(x, mask, 14)
+    torch.testing.assert_close(moe_unpermute(output, row_id_map), 2 * x)
+
+
+def test_unpermute_weighs_the_rows_of_each_token() -> None:
+    x, mask = rand(7, 5), routing()
+    probs = torch.rand(7, 4) * mask
+    output, row_id_map = moe_permute(x, mask, 14)
+    y = moe_unpermute(output, row_id_map, merging_probs=probs, restore_shape=x.shape)
+    torch.testing.assert_close(y, x * probs.sum(1, keepdim=True))
+
+
+def test_unpermute_by_index_weighs_the_rows_of_each_token() -> None:
+    x, index = rand(4, 5), torch.tensor([[2, 0], [1, 0], [2, 1], [0, 2]], dtype=torch.int32)
+    probs = torch.rand(4, 2)
+    output, row_id_map = moe_permute(x, index, 8, map_type="index")
+    y = moe_unpermute(output, row_id_map, probs, map_type="index")
+    torch.testing.assert_close(y, x * probs.sum(1, keepdim=True))
+
+
+def test_unpermute_by_index_of_one_expert_needs_no_probs() -> None:
+    x, index = rand(4, 5), torch.tensor([[2], [1], [2], [0]])
+    output, row_id_map = moe_permute(x, index, 4, map_type="index")
+    assert torch.equal(moe_unpermute(output, row_id_map, map_type="index"), x)
+
+
+def test_tokens_without_a_row_are_dropped() -> None:
+    x, mask = rand(7, 5), routing()
+    output, row_id_map = moe_permute(x, mask, 9)
+    assert torch.equal(output, by_hand(x, mask)[:9])
+    assert int(row_id_map.max()) == 8
+    y = moe_unpermute(output, row_id_map, restore_shape=x.shape)
+    counts = (row_id_map >= 0).sum(1, keepdim=True)
+    torch.testing.assert_close(y, x * counts)
+
+
+def test_rows_without_a_token_are_zeros() -> None:
+    x, mask = rand(7, 5), routing()
+    output, _ = moe_permute(x, mask, 20)
+    assert torch.equal(output[:14], by_hand(x, mask))
+    assert not output[14:].any()
+
+
+def test_index_that_is_negative_is_dropped() -> None:
+    x, index = rand(3, 5), torch.tensor([[1, -1], [0, 1], [-1, -1]])
+    output, row_id_map = moe_permute(x, index, 3, map_type="index")
+    assert torch.equal(output, x[[1, 0, 1]])
+    assert sorted(row_id_map.tolist()) == [-1, -1, -1, 0, 1, 2]
+
+
+def test_probs_are_permuted_with_their_tokens() -> None:
+    x, mask = rand(7, 5), routing()
+    probs = torch.rand(7, 4)
+    _, permuted, _ = moe_permute_with_probs(x, probs, mask, 14)
+    assert torch.equal(permuted, torch.cat([probs[mask[:, e], e] for e in range(4)]))
+
+
+def test_row_of_probability_0_is_zeros() -> None:
+    x, mask = rand(7, 5), routing()
+    probs = torch.rand(7, 4)
+    probs[mask.nonzero()[0][0], mask.nonzero()[0][1]] = 0
+    output, permuted, _ = moe_permute_with_probs(x, probs, mask, 14)
+    assert not output[permuted == 0].any()
+    assert (permuted == 0).sum() == 1
+
+
+def test_padding_follows_the_rows_of_each_expert() -> None:
+    x, mask = rand(7, 5), routing()
+    probs, counts = torch.rand(7, 4), mask.sum(0)
+    output, permuted, row_id_map, offsets, padded = moe_permute_and_pad_with_probs(
+        x, probs, mask, counts, 8
+    )
+    assert padded.tolist() == [-(-n // 8) * 8 for n in counts.tolist()]
+    parts = output.split(padded.tolist())
+    for expert, part in enumerate(parts):
+        count = int(counts[expert])
+        assert torch.equal(part[:count], x[mask[:, expert]])
+        assert not part[count:].any()
+    assert not permuted[output.abs().sum(1) == 0].any()
+    y = moe_unpermute(output, row_id_map, restore_shape=x.shape, pad_offsets=offsets)
+    torch.testing.assert_close(y, 2 * x)
+
+
+def test_no_padding_has_no_offsets() -> None:
+    x, mask = rand(7, 5), routing()
+    *_, offsets, padded = moe_permute_and_pad_with_probs(x, torch.rand(7, 4), mask, mask.sum(0), 1)
+    assert offsets is None
+    assert torch.equal(padded, mask.sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_chunks_are_sorted(dtype: torch.dtype) -> None:
+    x, probs = rand(10, 3), torch.rand(10)
+    sizes, order = torch.tensor([3, 0, 2, 5], dtype=dtype), torch.tensor([3, 1, 0, 2], dtype=dtype)
+    parts, ends = x.split(sizes.tolist()), probs.split(sizes.tolist())
+    expected = torch.cat([parts[at] for at in order.tolist()])
+    assert torch.equal(moe_sort_chunks_by_index(x, sizes, order), expected)
+    output, permuted = moe_sort_chunks_by_index_with_probs(x, probs, sizes, order)
+    assert torch.equal(output, expected)
+    assert torch.equal(permuted, torch.cat([ends[at] for at in order.tolist()]))
+
+
+# Gradients
+
+
+def every_function(x: torch.Tensor, probs: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    output, permuted, row_id_map = moe_permute_with_probs(x, probs, mask, 14)
+    y = moe_unpermute(output * permuted[:, None], row_id_map, probs)
+    plain, rows = moe_permute(y, mask, 12)
+    chunks = moe_sort_chunks_by_index(plain, torch.tensor([5, 7]), torch.tensor([1, 0]))
+    return [y, permuted, moe_unpermute(chunks, rows, restore_shape=x.shape)]
+
+
+def test_gradients_of_both_orders() -> None:
+    x, mask = rand(5, 3, dtype=torch.float64).requires_grad_(), routing(5, 4)
+    probs = (torch.rand(5, 4, dtype=torch.float64) + 0.1).requires_grad_()
+
+    def run(x: torch.Tensor, probs: torch.Tensor) -> Any:
+        output, permuted, row_id_map = moe_permute_with_probs(x, probs, mask, 10)
+        return moe_unpermute(output * permuted[:, None], row_id_map, probs)
+
+    assert torch.autograd.gradcheck(run, (x, probs))
+    assert torch.autograd.gradgradcheck(run, (x, probs))
+
+
+def test_gradient_of_dropped_tokens_is_0() -> None:
+    x, mask = rand(7, 5).requires_grad_(), routing()
+    output, row_id_map = moe_permute(x, mask, 9)
+    output.sum().backward()
+    assert torch.equal(x.grad, (row_id_map >= 0).sum(1, keepdim=True).expand(7, 5).float())
+
+
+def test_gradients_are_those_of_torch_func() -> None:
+    x, mask, probs = rand(7, 5), routing(), torch.rand(7, 4) + 0.1
+
+    def loss(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        return sum((one * one).sum() for one in every_function(x, probs, mask))
+
+    leaves = [x.clone().requires_grad_(), probs.clone().requires_grad_()]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    found = torch.func.grad(loss, argnums=(0, 1))(x, probs)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
+def test_compiled_in_one_graph() -> None:
+    x, mask, probs = rand(7, 5), routing(), torch.rand(7, 4) + 0.1
+    leaves = [x.clone().requires_grad_(), probs.clone().requires_grad_()]
+    expected = every_function(*leaves, mask)
+    sum(one.square().sum() for one in expected).backward()
+    want = [leaf.grad for leaf in leaves]
+    again = [x.clone().requires_grad_(), probs.clone().requires_grad_()]
+    results = torch.compile(every_function, fullgraph=True, backend="aot_eager")(*again, mask)
+    sum(one.square().sum() for one in results).backward()
+    torch.testing.assert_close(results, expected)
+    torch.testing.assert_close([leaf.grad for leaf in again], want)
+
+
+# Hostile input
+
+
+@pytest.mark.parametrize("map_type", ["mask", "index"])
+def test_no_tokens(map_type: str) -> None:
+    x = torch.empty(0, 5, requires_grad=True)
+    output, row_id_map = moe_permute(x, torch.empty(0, 4, dtype=torch.int32), 0, map_type=map_type)
+    y = moe_unpermute(output, row_id_map, map_type=map_type)
+    assert output.shape == y.shape == (0, 5)
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_no_columns_and_no_experts() -> None:
+    assert moe_permute(torch.empty(4, 0), torch.ones(4, 2, dtype=torch.bool), 8)[0].shape == (8, 0)
+    output, rows = moe_permute(rand(4, 3), torch.empty(4, 0, dtype=torch.bool), 2)
+    assert not output.any()
+    assert not moe_unpermute(output, rows).any()
+
+
+def test_strides_do_not_matter() -> None:
+    x, mask = rand(5, 7).t(), routing().t().contiguous().t()
+    output, rows = moe_permute(x, mask, 14)
+    assert torch.equal(output, by_hand(x.contiguous(), mask))
+    spread = rand(14, 10)[:, ::2]
+    expected = moe_unpermute(spread.contiguous(), rows)
+    assert torch.equal(moe_unpermute(spread, rows.t().contiguous().t()), expected)
+
+
+def test_nan_stays_with_its_token() -> None:
+    x, mask = rand(7, 5), routing()
+    x[2, 1] = torch.nan
+    output, rows = moe_permute(x, mask, 14)
+    y = moe_unpermute(output, rows, torch.rand(7, 4))
+    assert torch.equal(y.isnan(), x.isnan())
+
+
+ERRORS: dict[str, Any] = {
+    "expected floating-point [rows, hidden]": lambda: moe_permute(
+        torch.ones(3, 4, dtype=torch.int32), routing(3), 6
+    ),
+    "a row of routing_map for each token": lambda: moe_permute(rand(3, 4), routing(4), 6),
+    "expected a tensor of integers": lambda: moe_permute(rand(3, 4), torch.rand(3, 4), 6),
+    "expected 0 or above": lambda: moe_permute(rand(3, 4), routing(3), -1),
+    "expected one of mask, index. Did you mean 'mask'?": lambda: moe_permute(
+        rand(3, 4), routing(3), 6, map_type="masks"
+    ),
+    "row_id_map has row 5, and inp 4 rows": lambda: moe_unpermute(
+        rand(4, 3), torch.tensor([[0, 5]], dtype=torch.int32)
+    ),
+    "restore_shape=[3, 5]": lambda: moe_unpermute(
+        rand(4, 5), torch.zeros(2, 2, dtype=torch.int32), restore_shape=(3, 5)
+    ),
+    "merging_probs is [2, 3]": lambda: moe_unpermute(
+        rand(4, 5), torch.zeros(2, 2, dtype=torch.int32), torch.rand(2, 3)
+    ),
+    "set map_type='index'": lambda: moe_unpermute(rand(4, 5), torch.zeros(4, dtype=torch.int32)),
+    "add up to 12; expected sizes of 0 and above that add up to the 10": lambda: (
+        moe_sort_chunks_by_index(rand(10, 3), torch.tensor([5, 7]), torch.tensor([1, 0]))
+    ),
+    "the numbers 0 to 1, each once": lambda: moe_sort_chunks_by_index(
+        rand(10, 3), torch.tensor([5, 5]), torch.tensor([1, 1])
+    ),
+    "align_size=0": lambda: moe_permute_and_pad_with_probs(
+        rand(3, 4), torch.rand(3, 4), routing(3), torch.ones(4, dtype=torch.int32), 0
+    ),
+}
+
+
+@pytest.mark.parametrize("words", ERRORS)
+def test_what_does_not_fit_is_named(words: str) -> None:
+    with pytest.raises(OperandError) as caught:
+        ERRORS[words]()
+    assert words in str(caught.value)
+
+
+def test_former_name_of_merging_probs_warns() -> None:
+    output, rows = moe_permute(rand(3, 4), routing(3), 6)
+    probs = torch.rand(3, 4)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        y = moe_unpermute(output, rows, probs=probs)
+    assert [one.category for one in found] == [DeprecationWarning]
+    assert torch.equal(y, moe_unpermute(output, rows, probs))
