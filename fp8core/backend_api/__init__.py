@@ -81,6 +81,10 @@ from fp8core.backend_api.optional import (
     QuantizesChunked,
     QuantizesChunkedAndSums,
     QuantizesPairs,
+    Recorder,
+    Recording,
+    RecordsCalls,
+    Repeat,
 )
 from fp8core.backend_api.permutation import (
     ROUTE_KINDS,
@@ -161,6 +165,10 @@ __all__ = [
     "QuantizesChunkedAndSums",
     "QuantizesPairs",
     "RecipeError",
+    "Recorder",
+    "Recording",
+    "RecordsCalls",
+    "Repeat",
     "RotaryDesc",
     "RouteDesc",
     "RouterBackwardDesc",

@@ -3,17 +3,18 @@
 A backend without them is complete. The callable that :meth:`fp8core.backend_api.Backend.bind`
 returns may have the members of these protocols, for the descriptors that each names. They are
 looked up once, when the operation is bound; a method that cannot be called as written here is an
-error then. A member that is None is not offered.
+error then. A member that is None is not offered. :class:`RecordsCalls` alone is of the backend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
 from fp8core.backend_api.operands import Operand, Quantized
+from fp8core.backend_api.operations import OpDesc
 
 __all__ = [
     "Chunks",
@@ -26,6 +27,10 @@ __all__ = [
     "QuantizesChunked",
     "QuantizesChunkedAndSums",
     "QuantizesPairs",
+    "Recorder",
+    "Recording",
+    "RecordsCalls",
+    "Repeat",
 ]
 
 Slots: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None]"
@@ -163,4 +168,59 @@ class PreparesUpdates(Protocol):
         """Return the update of these tensors as a function of no arguments.
 
         The tensors stay; their storage may be replaced between two steps (``.data``, ``set_``).
+        """
+
+
+class Repeat(Protocol):
+    """A recorded run, to be repeated for other tensors.
+
+    It is right for tensors that are like the recorded ones, in the same order: of the same class,
+    dtype, device, sizes and strides, and distinct. Whether addresses fit, it checks itself.
+    """
+
+    def __call__(
+        self, leading: tuple[torch.Tensor, ...], saved: list[torch.Tensor | None] | None = None
+    ) -> tuple[torch.Tensor | None, ...] | None:
+        """Return what the run returned, for these tensors: the same bits, in new memory.
+
+        ``saved`` is emptied, each tensor as early as it is no longer read. None if the addresses do
+        not fit: then nothing was done.
+        """
+
+
+class Recording(NamedTuple):
+    """What a run returned, and what repeats it; None if it did something that is not repeated."""
+
+    results: Sequence[torch.Tensor | None]
+    repeat: Repeat | None
+
+
+class Recorder(Protocol):
+    """Records runs of bound operations on one device, so that each is one call from then on."""
+
+    def record(
+        self,
+        run: Callable[[], Sequence[torch.Tensor | None]],
+        leading: Sequence[torch.Tensor],
+        saved: Sequence[torch.Tensor | None] = (),
+        constants: Sequence[torch.Tensor] = (),
+    ) -> Recording:
+        """Call ``run`` once, and record it.
+
+        ``run`` returns tensors that bound operations computed from ``leading`` and ``saved``, and
+        from ``constants``, the tensors that are the same in each repeat and may be written: delayed
+        scales, amaxes, counters. It has no other effect, and may empty ``saved`` if that is a list.
+        Operations of torch within it are the recorder's to repeat, or to notice: then nothing is
+        repeated.
+        """
+
+
+@runtime_checkable
+class RecordsCalls(Protocol):
+    """A backend that can record runs of the operations that it has bound."""
+
+    def recorder(self, desc: OpDesc, device: torch.device) -> Recorder | None:
+        """Return what records calls of ``desc`` on ``device``, None if nothing does.
+
+        Operations with the same recorder can be recorded in one run.
         """

@@ -15,6 +15,7 @@ from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.protocol import (
     Backward,
     Forward,
+    Held,
     Out,
     Params,
     Saved,
@@ -122,6 +123,8 @@ class ActivationProgram(TensorProgram[ActivationLink]):
     """Activates; saves the input."""
 
     __slots__ = ()
+
+    held = Held()
 
     def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
         """Return the input."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fp8core.backend_api import Recorder
 from fp8core.chain.call import DENSE, Call
 from fp8core.chain.protocol import Link, Program
+from fp8core.chain.repeated import Repeated
 from fp8core.chain.series import Series
 from fp8core.torch_ops.likeness import Likeness
 
@@ -18,10 +20,12 @@ class Arranged(tuple[Link, ...]):
     """Links that run one after the other.
 
     ``like_grad`` says whether the gradient of the output is like one that needed no conversion.
+    ``recorder`` records dense calls, if all operations of the links have the same one.
     """
 
     def __init__(self, links: Sequence[Link]) -> None:
         self.like_grad: Likeness | None = None
+        self.recorder: Recorder | None = None
         self._programs: dict[tuple[int, Sequence[bool]], Program] = {}
 
     def program(self, rows: int, needs_grad: tuple[bool, ...], call: Call) -> Program:
@@ -35,6 +39,9 @@ class Arranged(tuple[Link, ...]):
         program = self._programs.get(key)
         if program is None:
             program = self._new_program(rows, needs_grad, call)
+            held = None if self.recorder is None else program.held
+            if self.recorder is not None and held is not None:
+                program = Repeated(program, held, self.recorder)
             if len(self._programs) >= _MOST_PROGRAMS:  # ragged sizes without end
                 self._programs.clear()
             self._programs[key] = program

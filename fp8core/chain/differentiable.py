@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from fp8core.backend_api import Recorder
 from fp8core.chain.arranged import Arranged
 from fp8core.chain.bind import bind_chain
 from fp8core.chain.once import OnlyOnce
@@ -50,9 +51,16 @@ class Unfused(Arranged):
         )
 
 
-def arranged(links: tuple[Link, ...]) -> Arranged:
-    """Return ``links``, as :class:`Unfused` if torch's operators may replace each of them."""
-    return Arranged(links) if only_once(links) else Unfused(links)
+def arranged(links: tuple[Link, ...], recorder: Recorder | None = None) -> Arranged:
+    """Return ``links``, as :class:`Unfused` if torch's operators may replace each of them.
+
+    ``recorder`` records dense calls of those that torch's operators may not replace.
+    """
+    if not only_once(links):
+        return Unfused(links)
+    chain = Arranged(links)
+    chain.recorder = recorder
+    return chain
 
 
 def only_once(links: Sequence[Link]) -> OnlyOnce | None:

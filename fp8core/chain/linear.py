@@ -41,6 +41,7 @@ from fp8core.chain.protocol import (
     Backward,
     Consumer,
     Forward,
+    Held,
     Link,
     Out,
     Params,
@@ -185,7 +186,8 @@ class LinearProgram:
         *("_backward_state", "_bias_dtype", "_cast_and_sum", "_cast_grad", "_cast_input"),
         *("_dgrad", "_fprop"),
         *("_grad_request", "_has_bias", "_needs_bias", "_needs_input", "_needs_weight", "_pair"),
-        *("_decode_input", "_restore", "_weight", "_weight_dtype", "_wgrad", "input_request"),
+        *("_decode_input", "_restore", "_weight", "_weight_dtype", "_wgrad"),
+        *("_quantizers", "input_request"),
     )
 
     frees_early = True
@@ -203,7 +205,6 @@ class LinearProgram:
         self._needs_input, self._needs_weight, self._needs_bias = rowwise, columnwise, True in bias
         self._has_bias = shape.bias_dtype is not None
         self._bias_dtype = shape.bias_dtype
-        self._backward_state = link.backward_state
         self._weight = weight
         self._weight_dtype = shape.weight_dtype
         restore: Callable[[SavedList], Any] = operands_of if shape.groups else _operand
@@ -216,9 +217,11 @@ class LinearProgram:
         if chunked and rowwise and columnwise:
             self._dgrad = _chunked(link.dgrad, link.grad_input_dtype)
         self._cast_grad = _cast_grad(link, rowwise, columnwise, chunked)
+        self._backward_state = None if self._cast_grad is None else link.backward_state
         self._cast_and_sum: CastAndSum | None = None
         if self._needs_bias:
             self._cast_and_sum = _cast_and_sum(link, rowwise, columnwise, chunked)
+        self._quantizers = (link.input, weight, link.grad_output)
         self.input_request = QuantizeRequest(
             link.input, link.input_dtype, columnwise=columnwise, cast=self._cast_input
         )
@@ -234,12 +237,23 @@ class LinearProgram:
             cast_and_sum=self._cast_and_sum,
         )
 
+    @property
+    def held(self) -> Held | None:
+        """What its casts refer to, and the state in which the cast of the gradient records."""
+        constants: list[torch.Tensor] = []
+        for quantizer in self._quantizers:
+            if quantizer.constants is None:
+                return None
+            constants += quantizer.constants
+        states = () if self._backward_state is None else (self._backward_state,)
+        return Held(tuple(constants), states)
+
     def request_grad(self, call: Call) -> QuantizeRequest:
         """Return the request for grad_output: rowwise for dgrad, columnwise for wgrad, its sums.
 
         The cast will record an amax, so the update of the scales after backward is ordered first.
         """
-        if self._backward_state is not None and self._cast_grad is not None:
+        if self._backward_state is not None:
             update_after_backward(self._backward_state, call.backward_pass)
         return self._grad_request
 
@@ -298,7 +312,7 @@ class LinearProgram:
             sums = grad.sums
         else:
             sums = ()
-            if self._cast_grad is not None and self._backward_state is not None:
+            if self._backward_state is not None:
                 update_after_backward(self._backward_state, call.backward_pass)
             if self._cast_and_sum is not None:
                 (dy_row, dy_column), total = self._cast_and_sum(grad)

@@ -12,7 +12,16 @@ from fp8core.backend_api import AddNormDesc, NormBackwardDesc, NormDesc
 from fp8core.chain.call import Call
 from fp8core.chain.fusion import Fusion, bind_fusion
 from fp8core.chain.link_defaults import LinkDefaults
-from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved, TensorProgram, Unadded
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Held,
+    Out,
+    Params,
+    Saved,
+    TensorProgram,
+    Unadded,
+)
 from fp8core.chain.shape import BindContext, LinkShape
 
 __all__ = ["NormLink", "NormShape"]
@@ -113,6 +122,8 @@ class NormProgram(TensorProgram[NormLink]):
     """Normalizes; saves the input and its statistics."""
 
     __slots__ = ()
+
+    held = Held()
 
     def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
         """Return the input and the weight."""

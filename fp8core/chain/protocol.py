@@ -16,9 +16,21 @@ from fp8core.chain.once import OnlyOnce
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.dispatch.select import Choice
 from fp8core.tensors.quantizer import Quantizer
+from fp8core.tensors.scaling import DelayedState
 
 __all__ = [
-    *("Backward", "Consumer", "Forward", "Link", "Out", "Params", "Program", "Saved", "SavedList"),
+    *(
+        "Backward",
+        "Consumer",
+        "Forward",
+        "Held",
+        "Link",
+        "Out",
+        "Params",
+        "Program",
+        "Saved",
+        "SavedList",
+    ),
     *("TensorProgram", "Unadded", "Wrapper"),
 ]
 
@@ -53,6 +65,18 @@ class Unadded(NamedTuple):
         return self.x.shape[0]
 
 
+class Held(NamedTuple):
+    """What a program refers to besides the tensors of a call, if it does nothing but operations of
+    backends with them.
+
+    ``constants`` are tensors that the operations read and write. ``backward_states`` are those in
+    which backward records.
+    """
+
+    constants: tuple[torch.Tensor, ...] = ()
+    backward_states: tuple[DelayedState, ...] = ()
+
+
 class Program(Protocol):
     """A link ready to compute one kind of call, forward and backward.
 
@@ -62,6 +86,11 @@ class Program(Protocol):
     @property
     def frees_early(self) -> bool:
         """Whether saved tensors are freed as backward reads them; it cannot be repeated then."""
+
+    @property
+    def held(self) -> Held | None:
+        """What it refers to; None if a dense call is more than operations of backends, as where it
+        looks at a version or draws random numbers. They are the same ones for tensors alike."""
 
     @property
     def input_request(self) -> QuantizeRequest | None:
@@ -168,6 +197,7 @@ class TensorProgram(Generic[_Link]):
     __slots__ = ("_link", "_needs_grad")
 
     frees_early = True
+    held: Held | None = None
     input_request: QuantizeRequest | None = None
 
     def __init__(self, link: _Link, needs_grad: Sequence[bool]) -> None:
@@ -198,6 +228,8 @@ class Wrapper:
     """
 
     __slots__ = ("_inner", "input_request")
+
+    held: Held | None = None
 
     def __init__(self, inner: Program, input_request: QuantizeRequest | None) -> None:
         self._inner = inner

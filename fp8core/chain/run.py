@@ -22,6 +22,7 @@ from fp8core.chain.differentiable import (
 )
 from fp8core.chain.once import COMPUTED_AS_ONE, OnlyOnce
 from fp8core.chain.protocol import Link, Program, Saved
+from fp8core.chain.repeated import unrecorded
 from fp8core.chain.series import row_error
 from fp8core.chain.unwrap import (
     PLAIN,
@@ -384,9 +385,11 @@ def _gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients from a ``grad_output`` that can be read.
 
-    ``frees_early``: saved tensors may be freed as they are read.
+    ``frees_early``: saved tensors may be freed as they are read; not while torch compiles.
     """
     program, call, input_shape = ctx.program, ctx.call, ctx.input_shape
+    if not frees_early:
+        program = unrecorded(program)
     value: Any = grad_output  # it has as many dimensions as the input
     if len(input_shape) != 2:
         value = grad_output.reshape(-1, grad_output.shape[-1])

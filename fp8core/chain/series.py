@@ -13,6 +13,7 @@ from fp8core.chain.padding import RowsChanged
 from fp8core.chain.protocol import (
     Backward,
     Forward,
+    Held,
     Link,
     Out,
     Params,
@@ -22,6 +23,7 @@ from fp8core.chain.protocol import (
 )
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.errors import OperandError
+from fp8core.tensors.scaling import DelayedState
 
 __all__ = ["Series", "row_error"]
 
@@ -78,6 +80,19 @@ class Series:
             (one.program.backward, one.end - one.first, one.rows, request_grad)
             for one, request_grad in zip(steps, (None, *requests), strict=True)
         ]
+
+    @property
+    def held(self) -> Held | None:
+        """What its programs refer to; None if one of them does more than operations."""
+        constants: list[torch.Tensor] = []
+        states: dict[DelayedState, None] = {}
+        for step in self._steps:
+            part = step.program.held
+            if part is None:
+                return None
+            constants += part.constants
+            states.update(dict.fromkeys(part.backward_states))
+        return Held(tuple(constants), tuple(states))
 
     @property
     def input_request(self) -> QuantizeRequest | None:

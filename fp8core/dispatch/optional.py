@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.backend_api import OpDesc, Quantized, QuantizeDesc, ScaleUpdateDesc
+from fp8core.backend_api import Backend, OpDesc, Quantized, QuantizeDesc, ScaleUpdateDesc
 from fp8core.backend_api.optional import (
     NamesKernel,
     NamesOtherKernels,
@@ -19,16 +19,18 @@ from fp8core.backend_api.optional import (
     QuantizesChunked,
     QuantizesChunkedAndSums,
     QuantizesPairs,
+    Recorder,
+    RecordsCalls,
 )
 from fp8core.dispatch.isolation import Failure, attempt, shown
 from fp8core.errors import PluginError
 
-__all__ = ["Offers", "offers_of", "pair_of"]
+__all__ = ["Offers", "offers_of", "pair_of", "recorder_of"]
 
 
 class Offers(NamedTuple):
     """The members of the protocols in :mod:`fp8core.backend_api.optional` that one bound callable
-    has, None for each that it does not have."""
+    has, None for each that it does not have; and the backend's recorder of its calls."""
 
     quantize_chunked: Callable[..., Quantized | QuantizedChunks] | None = None
     quantize_and_sum: Callable[..., tuple[Quantized, torch.Tensor]] | None = None
@@ -39,6 +41,7 @@ class Offers(NamedTuple):
     prepare: Callable[..., Callable[[], None]] | None = None
     kernel: str | None = None
     other_kernels: tuple[tuple[str, str], ...] = ()
+    recorder: Recorder | None = None
 
 
 class _Method(NamedTuple):
@@ -88,6 +91,25 @@ def _is_text_pairs(given: Any) -> bool:
         and all(isinstance(text, str) for text in pair)
         for pair in given
     )
+
+
+def recorder_of(backend: Backend, desc: OpDesc, device: torch.device, who: str) -> Recorder | None:
+    """Return what ``backend`` records calls of ``desc`` by, None if it does not.
+
+    Raises:
+        PluginError: it failed at that, or returned something that cannot record; the text says so.
+    """
+    if not isinstance(backend, RecordsCalls):
+        return None
+    offered: Any = attempt(lambda: backend.recorder(desc, device))
+    if isinstance(offered, Failure):
+        offered.fail(f"{who} has recorder(desc, device), which failed")
+    if offered is None:
+        return None
+    record = _member(offered, "record", f"{who} has a recorder(), whose result")
+    _check(record, _Method("record", Recorder, ("run", "leading", "saved", "constants")), who)
+    recorder: Recorder = offered
+    return recorder
 
 
 def pair_of(

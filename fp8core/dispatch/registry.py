@@ -23,7 +23,7 @@ from fp8core.backend_api import (
 )
 from fp8core.dispatch import settings
 from fp8core.dispatch.isolation import Failure, answered, attempt, is_a, name_of_class, shown
-from fp8core.dispatch.optional import Offers, offers_of
+from fp8core.dispatch.optional import Offers, offers_of, recorder_of
 from fp8core.errors import PluginError, RecipeError, did_you_mean
 from fp8core.reporting import some
 
@@ -141,7 +141,9 @@ class Registry:
             run.fail(f"{method} failed")
         if not callable(run):
             raise PluginError(f"{method} returned {shown(run)}; expected a function")
-        return Bound(run, offers_of(run, desc, f"{method} returned a callable which"))
+        offers = offers_of(run, desc, f"{method} returned a callable which")
+        recorder = recorder_of(backend, desc, device, f"{spec.name} runs {desc}, and")
+        return Bound(run, offers._replace(recorder=recorder))
 
     def alignment(self, spec: BackendSpec, desc: GemmDesc) -> Alignment:
         """Return the numbers of which ``spec``'s backend wants multiples as sizes of ``desc``.

@@ -6,11 +6,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fp8core.backend_api import OpDesc
+from fp8core.backend_api import OpDesc, Recorder
 from fp8core.dispatch import table
 from fp8core.dispatch.table import Resolved
 
-__all__ = ["DISPATCH", "UNNAMED", "Purpose", "Resolver"]
+__all__ = ["DISPATCH", "UNNAMED", "Noting", "Purpose", "Resolver"]
 
 
 class Purpose(NamedTuple):
@@ -35,6 +35,37 @@ class Resolver(Protocol):
         self, desc: OpDesc, device: torch.device, backend: str, purpose: Purpose
     ) -> Resolved | None:
         """Return the operation for ``desc`` by ``backend``, None if that one does not offer it."""
+
+
+class Noting:
+    """Answers as another resolver does, and notes who records calls of its operations."""
+
+    __slots__ = ("_recorders", "_resolver")
+
+    def __init__(self, resolver: Resolver) -> None:
+        self._resolver = resolver
+        self._recorders: list[Recorder | None] = []
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The recorder of all operations so far; None if one has none, or another."""
+        first, *others = self._recorders or [None]
+        return first if all(one is first for one in others) else None
+
+    def resolve(self, desc: OpDesc, device: torch.device, purpose: Purpose) -> Resolved:
+        """Return the operation for ``desc``, or raise UnsupportedError."""
+        resolved = self._resolver.resolve(desc, device, purpose)
+        self._recorders.append(resolved.offers.recorder)
+        return resolved
+
+    def resolve_optional(
+        self, desc: OpDesc, device: torch.device, backend: str, purpose: Purpose
+    ) -> Resolved | None:
+        """Return the operation for ``desc`` by ``backend``, None if that one does not offer it."""
+        resolved = self._resolver.resolve_optional(desc, device, backend, purpose)
+        if resolved is not None:
+            self._recorders.append(resolved.offers.recorder)
+        return resolved
 
 
 class _Dispatch:

@@ -13,7 +13,8 @@ from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.context import recompute
 from fp8core.context.autocast import active, active_name
 from fp8core.context.scopes import touch
-from fp8core.dispatch import policy
+from fp8core.dispatch import policy, settings
+from fp8core.dispatch.resolver import Noting
 from fp8core.errors import Fp8CoreError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bindings import bind_lock
@@ -169,6 +170,8 @@ def _bind(
         watch, count = layer._bindings.watch, None
         if not plan.is_high_precision and not binding.is_observing:
             count = layer._bindings.nonfinite_of(binding.device, is_training=mode[2])
+        noting = Noting(binding.resolver)
+        binding = binding._replace(resolver=noting)
         context = BindContext.of(plan, binding, layer.label, states, watch, count)
         links = bind_chain(shapes, context)
     except BaseException as error:
@@ -177,5 +180,7 @@ def _bind(
             raise
         raise type(error)(f"{layer.label}: {error}") from None
     needs_rng = any(link.needs_rng for link in links)
-    parts = tuple(map(arranged, parts_of(shapes, links)))
+    # In debug mode operations look at results, each time that they run.
+    recorder = None if settings.read().debug else noting.recorder
+    parts = tuple(arranged(part, recorder) for part in parts_of(shapes, links))
     return Bound(parts, links, plan, states, recipe, needs_rng)

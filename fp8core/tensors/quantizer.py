@@ -90,6 +90,11 @@ class Quantizer(Protocol):
         """How a stored tensor has to be quantized to be taken as the result; None where none is
         taken: for an orientation in high precision, reduced amaxes, and NaN that propagates."""
 
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...] | None:
+        """The tensors besides its argument that a cast reads and writes, if it is one operation of
+        a backend; None if it does more."""
+
     def __call__(
         self,
         x: torch.Tensor,
@@ -130,6 +135,11 @@ class _Quantizer:
     @property
     def plan(self) -> TensorPlan | None:
         """It takes no stored tensor as its result."""
+        return None
+
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...] | None:
+        """It is no single operation of a backend."""
         return None
 
     def cast_to(self: Quantizer, *, rowwise: bool, columnwise: bool) -> Cast:
@@ -281,6 +291,12 @@ class LowPrecision(_Bound):
     def casts_chunks(self) -> bool:
         """Whether the backend offers chunks; an operator of a captured graph does not."""
         return self._whole.offers.quantize_chunked is not None
+
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """The delayed scale, where its amax is recorded, and the count of NaN and inf."""
+        tensors = (*(self.slot or ()), self.nonfinite)
+        return tuple(one for one in tensors if one is not None)
 
     def with_slot(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``run`` with this tensor's delayed scale, amax and count filled in."""

@@ -104,6 +104,10 @@ class WeightQuantizer(Protocol):
         ``source`` is what it was padded from, None if it was not padded.
         """
 
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...] | None:
+        """Those of the quantizer of a plain weight that is not kept; None if more is done."""
+
     def pair(self, input: Quantizer) -> Pair | None:
         """Return the backend's call that casts an input and the weight both ways, if it has one.
 
@@ -280,6 +284,11 @@ class KeptWeight:
             raise OperandError(f"{self._how.owner}: {_NOTHING_KEPT}")
         return None
 
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...] | None:
+        """Those of its quantizer."""
+        return self._quantizer.constants
+
     def pair(self, input: Quantizer) -> Pair | None:
         """Return the backend's call that casts an input and the weight both ways, if it has one."""
         return input.pair_with(self._quantizer)
@@ -342,6 +351,11 @@ class WeightWrapper:
         self.choices = inner.choices
         self.requantizes = inner.requantizes
 
+    @property
+    def constants(self) -> None:
+        """It does more than a cast."""
+        return None
+
     def pair(self, input: Quantizer) -> None:
         """Return None: input and weight are cast in separate calls."""
 
@@ -377,6 +391,11 @@ class PerGroup:
         return Orientations(
             tuple(pair.rowwise for pair in operands), tuple(pair.columnwise for pair in operands)
         )
+
+    @property
+    def constants(self) -> None:
+        """It casts several weights."""
+        return None
 
     def pair(self, input: Quantizer) -> None:
         """Return None: the input and each group's weight are cast in calls of their own."""

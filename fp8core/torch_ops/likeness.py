@@ -9,10 +9,10 @@ import torch
 
 from fp8core.torch_ops.private import tensor_guards
 
-__all__ = ["Likeness", "likeness_to"]
+__all__ = ["Likeness", "likeness_to", "sameness_to"]
 
 Likeness: TypeAlias = Callable[..., bool]
-"""Called with as many tensors as it was made from; see :func:`likeness_to`."""
+"""Called with as many tensors as it was made from; what is no tensor is not alike."""
 
 
 def likeness_to(first: torch.Tensor, others: Sequence[torch.Tensor] = ()) -> Likeness | None:
@@ -32,5 +32,19 @@ def likeness_to(first: torch.Tensor, others: Sequence[torch.Tensor] = ()) -> Lik
         sizes[0][-1] = first.shape[-1]
     strides = [[None] * tensor.dim() for tensor in tensors]
     guards = tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    check: Likeness = guards.check
+    return check
+
+
+def sameness_to(tensors: Sequence[torch.Tensor]) -> Likeness | None:
+    """Return what says in one call whether tensors are like these, of the same sizes and strides;
+    None if torch cannot. It is to be given as many."""
+    if tensor_guards is None:
+        return None
+    guards = tensor_guards(
+        *tensors,
+        dynamic_dims_sizes=[list(one.shape) for one in tensors],
+        dynamic_dims_strides=[list(one.stride()) for one in tensors],
+    )
     check: Likeness = guards.check
     return check

@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fp8core.backend_api import OpDesc, QuantizeDesc
+from fp8core.backend_api import OpDesc, QuantizeDesc, Recording
 from fp8core.dispatch import table
 from fp8core.dispatch.optional import Offers
+from fp8core.dispatch.resolver import UNNAMED, Noting
 from fp8core.errors import PluginError
 from tests.dispatch import toys
 from tests.dispatch.toys import CPU
@@ -231,3 +233,79 @@ def test_pair_whose_making_fails_says_so() -> None:
     one = resolve(toys.QUANTIZE, bind_pair=fail)
     with pytest.raises(PluginError, match=r"bind_pair\(other\), which failed: LookupError: no"):
         one.pair_with(one)
+
+
+class Recorder:
+    def record(self, run: Any, leading: Any, saved: Any = (), constants: Any = ()) -> Recording: ...
+
+
+class Narrow:
+    def record(self, run: Any) -> Recording: ...
+
+
+def recording(monkeypatch: pytest.MonkeyPatch, recorder: Any) -> table.Resolved:
+    """Resolve a GEMM of a toy backend whose ``recorder`` answers by this function."""
+    monkeypatch.setattr(
+        toys.ToyBackend, "recorder", lambda self, desc, device: recorder(), raising=False
+    )
+    return resolve(toys.GEMM)
+
+
+def test_the_recorder_of_a_backend_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Recorder()
+    assert recording(monkeypatch, lambda: one).offers == Offers(recorder=one)
+
+
+def test_a_backend_may_record_nothing_of_a_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert recording(monkeypatch, lambda: None).offers == Offers()
+
+
+@pytest.mark.parametrize(
+    ("recorder", "text"),
+    [
+        (
+            Narrow,
+            r"Recorder:\n  expected record\(run, leading, saved, constants\)\n  found    record",
+        ),
+        (object, r"Recorder:\n  expected record"),
+        (lambda: [][0], r"recorder\(desc, device\), which failed: IndexError"),
+    ],
+    ids=["other parameters", "no method", "raises"],
+)
+def test_a_recorder_that_cannot_record_is_an_error(
+    recorder: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(PluginError, match=text):
+        recording(monkeypatch, recorder)
+
+
+class Answers:
+    """Resolves to operations with the recorders of a list, one after the other."""
+
+    def __init__(self, recorders: list[Any]) -> None:
+        self.recorders = iter(recorders)
+
+    def resolve(self, *asked: object) -> Any:
+        return SimpleNamespace(offers=Offers(recorder=next(self.recorders)))
+
+    resolve_optional = resolve
+
+
+@pytest.mark.parametrize(
+    ("recorders", "is_common"),
+    [([0, 0], True), ([0, 1], False), ([0, None], False), ([None, 0], False)],
+    ids=["the same", "two", "one has none", "the first has none"],
+)
+def test_operations_of_one_recorder_are_recorded_in_one_run(
+    recorders: list[int | None], is_common: bool
+) -> None:
+    two = (Recorder(), Recorder())
+    given = [None if at is None else two[at] for at in recorders]
+    noting = Noting(Answers(given))
+    noting.resolve(toys.GEMM, CPU, UNNAMED)
+    noting.resolve_optional(toys.GEMM, CPU, "toy", UNNAMED)
+    assert noting.recorder is (two[0] if is_common else None)
+
+
+def test_without_operations_there_is_no_recorder() -> None:
+    assert Noting(Answers([])).recorder is None

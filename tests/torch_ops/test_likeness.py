@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fp8core.torch_ops import likeness
-from fp8core.torch_ops.likeness import likeness_to
+from fp8core.torch_ops.likeness import likeness_to, sameness_to
 from fp8core.torch_ops.private import lazily_negated, lazy_zeros
 
 Tensors = Callable[[], torch.Tensor]
@@ -111,3 +111,28 @@ def test_the_same_tensors_under_a_transform_are_not_alike(transform: str) -> Non
 def test_a_torch_without_guards_finds_nothing_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(likeness, "tensor_guards", None)
     assert likeness_to(activations()) is None
+    assert sameness_to([activations()]) is None
+
+
+def test_the_same_sizes_and_strides_in_other_memory_are_the_same() -> None:
+    is_same = sameness_to([activations(), torch.ones(8, 8).t()])
+    assert is_same is not None
+    assert is_same(activations(), torch.zeros(8, 8).t())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: activations(5),
+        lambda: torch.ones(8, 4).t().requires_grad_(),
+        lambda: torch.ones(4, 8),
+        lambda: torch.ones(4, 8, dtype=torch.float64, requires_grad=True),
+        lambda: None,
+        lambda: "text",
+    ],
+    ids=["rows", "strides", "no gradient", "dtype", "None", "text"],
+)
+def test_other_sizes_and_strides_are_not_the_same(other: Callable[[], Any]) -> None:
+    is_same = sameness_to([activations(), weight()])
+    assert is_same is not None
+    assert not is_same(other(), weight())

@@ -1,0 +1,188 @@
+"""A program that a backend records once, and then runs in one call each way.
+
+The program itself stays what defines the results: it runs for the first calls, while it is
+recorded, and whenever a call differs from the recorded one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fp8core.backend_api import Recorder, Repeat
+from fp8core.chain.call import Call
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Held,
+    Out,
+    Params,
+    Program,
+    Saved,
+    SavedList,
+)
+from fp8core.chain.request import QuantizeRequest
+from fp8core.tensors.scaling import update_after_backward
+from fp8core.torch_ops.likeness import Likeness, sameness_to
+
+__all__ = ["Repeated", "unrecorded"]
+
+_FIRST = 1
+"""Calls that run before one is recorded: the first one of a size chooses algorithms."""
+
+_ATTEMPTS = 4
+"""Calls that are recorded before a direction counts as one that cannot be repeated."""
+
+
+class _Direction:
+    """Forward or backward of a program: its recorded run, once there is one."""
+
+    __slots__ = ("_attempts_left", "_before", "_recorder", "is_same", "repeat")
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._before = _FIRST
+        self._attempts_left = _ATTEMPTS
+        self.is_same: Likeness | None = None
+        self.repeat: Repeat | None = None
+
+    def is_due(self) -> bool:
+        """Whether the call that is about to run is one to record."""
+        if self._before:
+            self._before -= 1
+            return False
+        return self._attempts_left > 0
+
+    def record(
+        self,
+        run: Any,
+        leading: Sequence[torch.Tensor],
+        saved: SavedList,
+        constants: Sequence[torch.Tensor],
+    ) -> None:
+        """Call ``run``, which takes no arguments, and keep what repeats it, if anything does."""
+        self._attempts_left -= 1
+        is_same = sameness_to([*leading, *(one for one in saved if one is not None)])
+        _, repeat = self._recorder.record(run, leading, saved, constants)
+        if is_same is not None:
+            self.is_same, self.repeat = is_same, repeat
+
+
+class Repeated:
+    """``program``, which refers to ``held``; ``recorder`` records its operations.
+
+    It is for dense calls of one number of rows.
+    """
+
+    __slots__ = (
+        *("_backward", "_constants", "_context", "_forward", "_states", "frees_early"),
+        *("held", "program"),
+    )
+
+    def __init__(self, program: Program, held: Held, recorder: Recorder) -> None:
+        self.program = program
+        self.held: Held | None = held
+        self.frees_early = program.frees_early
+        self._constants, self._states = held
+        self._forward, self._backward = _Direction(recorder), _Direction(recorder)
+        self._context: object = None  # of the recorded forward
+
+    @property
+    def is_recorded(self) -> tuple[bool, bool]:
+        """Whether there is a recorded run of forward, and of backward."""
+        return self._forward.repeat is not None, self._backward.repeat is not None
+
+    @property
+    def input_request(self) -> QuantizeRequest | None:
+        """As the program."""
+        return self.program.input_request
+
+    def request_grad(self, call: Call) -> QuantizeRequest | None:
+        """As the program."""
+        return self.program.request_grad(call)
+
+    def takes_grad(self, grad_output: torch.Tensor) -> bool:
+        """As the program."""
+        return self.program.takes_grad(grad_output)
+
+    def num_rows(self, rows: int) -> int:
+        """As the program."""
+        return self.program.num_rows(rows)
+
+    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
+        """As the program."""
+        return self.program.origins(saved)
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Compute as the program does."""
+        known = self._forward
+        repeat, is_same = known.repeat, known.is_same
+        if out is None and repeat is not None and is_same is not None:
+            if is_same(x, *params):
+                results = repeat((x, *params))
+                if results is not None:
+                    y, *saved = results
+                    return y, saved, self._context
+        elif out is None and isinstance(x, torch.Tensor) and known.is_due():
+            return self._record_forward(x, params, call)
+        return self.program.forward(x, params, call, out)
+
+    def _record_forward(self, x: torch.Tensor, params: Params, call: Call) -> Forward:
+        computed: list[Forward] = []
+
+        def run() -> Sequence[torch.Tensor | None]:
+            computed.append(self.program.forward(x, params, call))
+            y, saved, _ = computed[0]
+            return (y, *saved)
+
+        self._forward.record(run, (x, *params), [], self._constants)
+        context = computed[0][2]
+        if _is_constant(context):
+            self._context = context
+        else:
+            self._forward.repeat = None
+        return computed[0]
+
+    def backward(
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Compute as the program does; that the backward states are updated is seen to first."""
+        known = self._backward
+        repeat, is_same = known.repeat, known.is_same
+        if out is None and context is self._context and isinstance(grad, torch.Tensor):
+            for state in self._states:
+                update_after_backward(state, call.backward_pass)
+            if repeat is None:
+                if known.is_due():
+                    return self._record_backward(grad, saved, context, call)
+            elif is_same is not None and is_same(grad, *[o for o in saved if o is not None]):
+                results = repeat((grad,), saved)
+                if results is not None:
+                    return results
+        return self.program.backward(grad, saved, context, call, out)
+
+    def _record_backward(
+        self, grad: torch.Tensor, saved: SavedList, context: Any, call: Call
+    ) -> Backward:
+        computed: list[Backward] = []
+
+        def run() -> Sequence[torch.Tensor | None]:
+            computed.append(self.program.backward(grad, saved, context, call))
+            return computed[0]
+
+        self._backward.record(run, (grad,), saved, self._constants)
+        return computed[0]
+
+
+def _is_constant(context: object) -> bool:
+    """Say whether a forward's context has no tensors, and so is the same in each call."""
+    if isinstance(context, list | tuple):
+        return all(map(_is_constant, context))
+    return context is None or isinstance(context, int)
+
+
+def unrecorded(program: Program) -> Program:
+    """Return the program itself, which torch can look into."""
+    return program.program if isinstance(program, Repeated) else program
