@@ -67,14 +67,27 @@ from fp8core.permutation import (
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
+from fp8core.quantizers import (
+    DType,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
 from fp8core.recipe import get_default_recipe
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ConversionReport",
+    "DType",
     "DotProductAttention",
+    "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
     "Float8Tensor",
     "Fp8CoreError",
     "Fp8Padding",
@@ -86,14 +99,17 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MXFP8Quantizer",
     "MXFP8Tensor",
     "MasterWeights",
     "MultiheadAttention",
+    "NVFP4Quantizer",
     "NVFP4Tensor",
     "NonFiniteError",
     "OperandError",
     "PluginError",
     "QuantizedTensor",
+    "Quantizer",
     "RMSNorm",
     "RecipeError",
     "RotaryPositionEmbedding",

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 __all__ = ["COMMUNICATION", "NOT_OFFERED", "refusal"]
 
 _ASK = 'use fp8core.explain("gemm", recipe).refused, or `fp8core doctor` for the whole machine'
-_BACKENDS = "backends quantize, recipes say how (fp8core.recipe); there are no quantizer objects"
 _ROUTER = "count the experts of a routing map with torch"
 _OFFLOAD = "use torch.autograd.graph.save_on_cpu, or fp8core.checkpoint to save less"
 _OVERLAP = "tensor and sequence parallelism are not offered"
@@ -45,14 +44,6 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "is_fp8_block_scaling_available",
         "is_mxfp8_available",
         "is_nvfp4_available",
-    ),
-    _BACKENDS: (
-        "Float8BlockQuantizer",
-        "Float8CurrentScalingQuantizer",
-        "Float8Quantizer",
-        "MXFP8Quantizer",
-        "NVFP4Quantizer",
-        "Quantizer",
     ),
     _STORAGE: (
         "Float8BlockwiseQTensorStorage",
@@ -97,7 +88,6 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "FusedMLAQUpProjFunction",
         "FusedMLAQUpProjRopeQuant",
     ),
-    "formats go by name: torch.float8_e4m3fn is 'e4m3' (fp8core.formats)": ("DType",),
     "use torch.cuda.get_device_capability()": ("get_device_compute_capability",),
     "use torch.backends.cudnn.version()": ("get_cudnn_version",),
     "reshape and transpose the columns with torch": (

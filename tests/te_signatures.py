@@ -37,6 +37,10 @@ FILES = {
         *("get_default_recipe", "DelayedScalingRequest"),
     ),
     "pytorch/distributed.py": ("checkpoint",),
+    "pytorch/tensor/float8_tensor.py": ("Float8Quantizer", "Float8CurrentScalingQuantizer"),
+    "pytorch/tensor/float8_blockwise_tensor.py": ("Float8BlockQuantizer",),
+    "pytorch/tensor/mxfp8_tensor.py": ("MXFP8Quantizer",),
+    "pytorch/tensor/nvfp4_tensor.py": ("NVFP4Quantizer",),
     "pytorch/attention/inference.py": ("InferenceParams",),
     "pytorch/attention/rope.py": (
         *("RotaryPositionEmbedding", "apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb"),

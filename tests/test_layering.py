@@ -31,7 +31,7 @@ FLOORS = (
     ("parameter", "tensors"),
     ("context",),
     ("chain",),
-    ("cross_entropy", "modules", "ops", "permutation", "router"),
+    ("cross_entropy", "modules", "ops", "permutation", "quantizers", "router"),
     ("commands", "conversion", "inspect", "monitoring"),
     ("__init__", "__main__", "demo", "doctor", "hookspecs", "plan", "testing"),
 )
@@ -70,6 +70,7 @@ LONG_SIGNATURES = {
     "fp8core.modules.layernorm_linear.LayerNormLinear.__init__": "Transformer Engine's order",
     "fp8core.modules.layernorm_mlp.LayerNormMLP.__init__": "Transformer Engine's order",
     "fp8core.modules.inference.InferenceParams.__init__": "Transformer Engine's order",
+    "fp8core.quantizers.nvfp4.NVFP4Quantizer.__init__": "Transformer Engine's order",
     "fp8core.modules.rotary.apply_rotary_pos_emb": "Transformer Engine's order",
     "fp8core.modules.rotary.apply_fused_qkv_rotary_pos_emb": "Transformer Engine's order",
     "fp8core.modules.attention.DotProductAttention.__init__": "Transformer Engine's order",

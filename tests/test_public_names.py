@@ -18,6 +18,7 @@ MODULES = (
     "fp8core.ops",
     "fp8core.parameter",
     "fp8core.plan",
+    "fp8core.quantizers",
     "fp8core.recipe",
 )
 
@@ -30,7 +31,7 @@ def test_dir_shows_the_public_names_alone(name: str) -> None:
 
 
 def test_dir_of_the_package_shows_its_names_and_its_modules() -> None:
-    modules = {"backend_api", "hookspecs", "monitoring", "plan"}
+    modules = {"backend_api", "hookspecs", "monitoring", "plan", "quantizers"}
     assert modules <= {*dir(fp8core)}
     assert {*fp8core.__all__} <= {*dir(fp8core)}
     for name in {*dir(fp8core)} - {*fp8core.__all__}:

@@ -75,6 +75,7 @@ def positional(parameters: list[inspect.Parameter]) -> list[str]:
 def evaluated(text: str) -> object:
     """Return the value of a default's source text, environment variables taken as unset."""
     names = {"Format": recipe.Format, "MMParams": recipe.MMParams, "os": _Unset}
+    names["DType"] = fp8core.DType
     return eval(text, {"__builtins__": {}}, names)
 
 

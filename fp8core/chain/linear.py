@@ -56,8 +56,9 @@ from fp8core.chain.stochastic import Stochastic
 from fp8core.chain.stored import is_stored_as
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.table import Resolved
-from fp8core.errors import RecipeError
+from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.recipe.plan import HIGH_PRECISION, GemmPlan, LinearPlan
+from fp8core.tensors.by_object import ObjectQuantizer
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import (
     Cast,
@@ -646,6 +647,20 @@ def _bind_quantizers(
     unturned = Unturned(binding.activation_dtype) if is_unturned else None
     dequantizes = plan.dequantizes and not binding.is_observing
 
+    makers = {} if binding.is_observing else dict(plan.makers)
+    if makers and is_grouped:
+        raise UnsupportedError(
+            f"a quantizer object for {', '.join(makers)} of groups is not offered: it would "
+            f"quantize all groups as one tensor. Let the factory return its plan for such a layer."
+        )
+
+    def made_by(tensor: str) -> Quantizer | None:
+        maker = makers.get(tensor)
+        if maker is None:
+            return None
+        role = f"{context.owner}: the {type(maker).__name__} of its {tensor}"
+        return ObjectQuantizer(maker, plan.tensors[tensor], role)
+
     def slot_of(tensor: str, group: int | None = None) -> Slot | None:
         if states is None or not plan.tensors[tensor].is_delayed:
             return None
@@ -653,15 +668,19 @@ def _bind_quantizers(
 
     def weight(group: int) -> KeptWeight:
         slot = slot_of("weight", group)
-        quantizer = unturned or bind_quantizer(
-            plan.weight,
-            shape.weight_dtype,
-            binding,
-            purpose=context.purpose("weight"),
-            slot=slot,
-            nonfinite=count,
-            propagates=propagates,
-            dequantizes=dequantizes,
+        quantizer = (
+            unturned
+            or made_by("weight")
+            or bind_quantizer(
+                plan.weight,
+                shape.weight_dtype,
+                binding,
+                purpose=context.purpose("weight"),
+                slot=slot,
+                nonfinite=count,
+                propagates=propagates,
+                dequantizes=dequantizes,
+            )
         )
         key = (
             *(plan.weight, plan.nonfinite, dequantizes),
@@ -686,7 +705,7 @@ def _bind_quantizers(
     def quantizer_of(
         tensor: str, dtype: torch.dtype, slot: Slot | None, nonfinite: torch.Tensor | None
     ) -> Quantizer:
-        return bind_quantizer(
+        return made_by(tensor) or bind_quantizer(
             plan.tensors[tensor],
             dtype,
             binding,

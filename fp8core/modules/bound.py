@@ -57,6 +57,11 @@ _NO_WATCH = (
     "a monitored layer cannot take part in torch.compile and torch.export: a graph leaves no value "
     "to look at before its cast. Close the monitor, or run the uncompiled model while it is open."
 )
+_NO_MAKERS = (
+    "a quantizer object with code of its own, which CustomRecipe's qfactory returned, is not "
+    "offered under torch.compile and torch.export: a graph holds operations of backends. Let the "
+    "factory return a TensorPlan, or keep the layer out of the graph with torch.compiler.disable."
+)
 _NO_MAIN_GRAD = (
     "fuse_wgrad_accumulation is not offered under torch.compile and torch.export: a graph cannot "
     "find weight.main_grad. Keep the layer out of the graph with torch.compiler.disable."
@@ -228,6 +233,8 @@ def bind_captured(
             raise UnsupportedError(_NO_WATCH)
         if any(shape.accumulates for shape in shapes):
             raise UnsupportedError(_NO_MAIN_GRAD)
+        if isinstance(plan, LinearPlan) and plan.makers:
+            raise UnsupportedError(_NO_MAKERS)
         if any(shape.delays_wgrad for shape in shapes):
             raise UnsupportedError(_NO_QUEUE)
         if binding.device.type != "meta":

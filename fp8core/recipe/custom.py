@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
@@ -171,7 +172,24 @@ class DelayedScalingRequest:
         )
 
 
-QuantizerRequest: TypeAlias = OperandSpec | TensorPlan | DelayedScalingRequest
+class QuantizerObject(Protocol):
+    """An object that quantizes: one of :mod:`fp8core.quantizers`, or of the user's own class.
+
+    It may have ``plan``, a :class:`~fp8core.plan.TensorPlan` of both orientations; without it,
+    ``make_empty`` is asked for a tensor that is stored like its results.
+    """
+
+    def __call__(self, tensor: torch.Tensor, /) -> Any:
+        """Return ``tensor`` as a QuantizedTensor in the orientations that are used."""
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Say which orientations are used from now on."""
+
+    def make_empty(self, shape: Sequence[int], /) -> Any:
+        """Return a QuantizedTensor of ``shape``."""
+
+
+QuantizerRequest: TypeAlias = OperandSpec | TensorPlan | DelayedScalingRequest | QuantizerObject
 QuantizerFactory: TypeAlias = Callable[[QuantizerRole], QuantizerRequest]
 
 
@@ -184,7 +202,9 @@ class CustomRecipe(Recipe):
         qfactory: called with a :class:`QuantizerRole` for ``input``, ``weight`` and
             ``grad_output``; returns an :class:`~fp8core.backend_api.OperandSpec` for both
             orientations, a :class:`~fp8core.plan.TensorPlan` of two (None in it: high precision),
-            or a :class:`DelayedScalingRequest`.
+            a :class:`DelayedScalingRequest`, or a quantizer: one of the library's that a plan
+            describes is that plan, whatever its usages; any other object with ``__call__``,
+            ``set_usage`` and ``make_empty`` is called to quantize, in eager and not for groups.
         fp8_format, margin, amax_history_len, amax_compute_algo, scaling_factor_compute_algo: the
             scaling fields of :class:`DelayedScaling`; with them the recipe computes as that one.
             With a factory, which chooses the formats, ``fp8_format`` may be HYBRID, without effect.
@@ -262,12 +282,52 @@ class CustomRecipe(Recipe):
                 f"CustomRecipe: the delayed slots of one layer share their history, "
                 f"but qfactory asked for {sorted(map(str, requests))}."
             )
-        return linear_plan(
+        makers = {tensor: one for tensor, one in answers.items() if _is_maker(one)}
+        plan = linear_plan(
             self,
             lambda tensor: _tensor_plan(tensor, answers[tensor]),
             (FAST, SPLIT, SPLIT),
             delayed=next(iter(requests), None),
         )
+        return dataclasses.replace(plan, makers=self._checked(makers)) if makers else plan
+
+    def _checked(self, makers: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+        """Return ``makers`` unless a field asks for what the library's casts alone do.
+
+        Raises:
+            RecipeError: one does.
+        """
+        asked = {
+            "nonfinite": self.nonfinite != "saturate",
+            "requantize_weights": self.requantize_weights,
+            "backward_override": self.backward_override is not None,
+        }
+        for name in (name for name, is_asked in asked.items() if is_asked):
+            raise RecipeError(
+                f"CustomRecipe({name}={getattr(self, name)!r}): qfactory returned objects for "
+                f"{', '.join(makers)} that quantize by themselves, and know nothing of {name}. Let "
+                f"it return their plans."
+            )
+        return tuple(makers.items())
+
+
+_VERBS = ("__call__", "set_usage", "make_empty")
+
+
+def _is_maker(asked: object) -> bool:
+    """Say whether ``asked`` is an object that a layer has to call to quantize."""
+    if isinstance(asked, type) or isinstance(getattr(asked, "cell", None), TensorPlan):
+        return False
+    return all(callable(getattr(asked, verb, None)) for verb in _VERBS)
+
+
+def _plan_of_maker(maker: Any) -> Any:
+    """Return the plan of a quantizer object, or of what it makes, whichever usages it has."""
+    plan = getattr(maker, "plan", None)
+    if isinstance(plan, TensorPlan):
+        return plan
+    maker.set_usage(rowwise=True, columnwise=True)
+    return getattr(maker.make_empty((128, 128)), "plan", None)
 
 
 def _tensor_plan(tensor: str, asked: QuantizerRequest) -> TensorPlan:
@@ -281,11 +341,17 @@ def _tensor_plan(tensor: str, asked: QuantizerRequest) -> TensorPlan:
         first = element(asked.fp8_format, tensor, (0, 0))
         spec = OperandSpec(*first, delayed=True, cast_first=False)
         return TensorPlan(spec, spec)
-    plan = TensorPlan(asked, asked) if isinstance(asked, OperandSpec) else asked
+    plan: Any = asked
+    if isinstance(asked, OperandSpec):
+        plan = TensorPlan(asked, asked)
+    elif isinstance(getattr(asked, "cell", None), TensorPlan):
+        plan = asked.cell  # type: ignore[union-attr]  # which the line above looked at
+    elif _is_maker(asked):
+        plan = _plan_of_maker(asked)
     if not isinstance(plan, TensorPlan) or not all(isinstance(s, OperandSpec | None) for s in plan):
         raise RecipeError(
             f"CustomRecipe: qfactory returned {asked!r} for {tensor}; expected an OperandSpec, "
-            f"a TensorPlan or a DelayedScalingRequest."
+            f"a TensorPlan, a DelayedScalingRequest, or a quantizer, which has {', '.join(_VERBS)}."
         )
     if plan.is_delayed:
         raise RecipeError(

@@ -147,6 +147,7 @@ class LinearPlan(Plan):
     ``requantize_weights``: backward quantizes the weight columnwise, instead of holding codes since
     forward. It has no effect on a weight that dgrad takes in high precision. ``dequantizes``: where
     dgrad and wgrad take a tensor in high precision, it is what fprop multiplied, dequantized.
+    ``makers``: pairs of a tensor's name and the object of the user that quantizes it.
     """
 
     # Transformer Engine's slots of one GEMM; those of its two results are never used.
@@ -161,6 +162,7 @@ class LinearPlan(Plan):
     nonfinite: str = "saturate"
     requantize_weights: bool = False
     dequantizes: bool = False
+    makers: tuple[tuple[str, Any], ...] = ()
 
     @property
     def tensors(self) -> Mapping[str, TensorPlan]:

@@ -239,6 +239,53 @@ class QuantizedTensor(Casts):
             return self * 1  # differentiable, and exact
         return torch.ops.aten._to_copy.default(self, dtype=dtype)  # type: ignore[no-any-return]
 
+    @staticmethod
+    def check_sizes(shape: Sequence[int], plan: TensorPlan) -> None:
+        """Raise unless blocks of ``plan`` divide a tensor of ``shape``.
+
+        Raises:
+            OperandError: it has no dimension.
+            UnsupportedError: they do not.
+        """
+        if not shape:
+            raise OperandError("a QuantizedTensor has at least one dimension.")
+        check(storage_plan(plan), math.prod(shape[:-1]), shape[-1])
+
+    def pinned(self) -> QuantizedTensor:
+        """Return a copy in pinned memory of the CPU."""
+        parts = [getattr(self, name) for name in PARTS]
+        copies = [None if part is None else part.pin_memory() for part in parts]
+        return self.rebuilt(*split(copies), self.shape, shares_scales=False)
+
+    def bound_to(self, slot: Slot | None) -> QuantizedTensor:
+        """Return this tensor, to which values are written by the delayed scale of ``slot``; None:
+        by a scale from their amax."""
+        self._slot = slot
+        return self
+
+    def write(
+        self,
+        value: torch.Tensor,
+        *,
+        slot: Slot | None = None,
+        reduce_amax: ReduceAmax | None = None,
+        noop_flag: torch.Tensor | None = None,
+    ) -> QuantizedTensor:
+        """Quantize the plain ``value`` into this tensor, with ``slot`` and ``reduce_amax`` as in
+        :meth:`of` and ``noop_flag`` as in :meth:`quantize_`; return this tensor."""
+        before = [] if noop_flag is None else [part.clone() for part in self.tensors()]
+        with torch.no_grad():
+            _write(self, value, slot=slot, reduce_amax=reduce_amax)
+            self._keep_where(noop_flag, before)
+        torch.autograd.graph.increment_version(self)
+        return self
+
+    def _keep_where(self, flag: torch.Tensor | None, before: Sequence[torch.Tensor]) -> None:
+        """Undo a write where ``flag`` is not 0, without waiting to read it."""
+        if flag is not None:
+            for part, old in zip(self.tensors(), before, strict=True):
+                part.copy_(torch.where(flag.reshape(-1)[:1] != 0, old, part))
+
     def quantize_(
         self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None
     ) -> QuantizedTensor:
@@ -247,15 +294,10 @@ class QuantizedTensor(Casts):
         Nothing is written where ``noop_flag``, one number on the device, is not 0; the host does
         not wait to read it.
         """
-        if noop_flag is None:
-            with torch.no_grad():
-                self.copy_(tensor)
-            return self
-        before = [part.clone() for part in self.tensors()]
+        before = [] if noop_flag is None else [part.clone() for part in self.tensors()]
         with torch.no_grad():
             self.copy_(tensor)
-            for part, old in zip(self.tensors(), before, strict=True):
-                part.copy_(torch.where(noop_flag.reshape(-1)[:1] != 0, old, part))
+            self._keep_where(noop_flag, before)
         return self
 
     def update_usage(
@@ -444,7 +486,13 @@ def _decode(tensor: QuantizedTensor, dtype: torch.dtype | None = None) -> torch.
     return values if tensor.dim() == 2 else values.reshape(tensor.shape)
 
 
-def _write(tensor: QuantizedTensor, value: torch.Tensor) -> None:
+def _write(
+    tensor: QuantizedTensor,
+    value: torch.Tensor,
+    *,
+    slot: Slot | None = None,
+    reduce_amax: ReduceAmax | None = None,
+) -> None:
     """Quantize ``value``, without a cast to the nominal dtype, into the operands of ``tensor``."""
     _refuse_part(tensor)
     if value.shape != tensor.shape:
@@ -454,7 +502,8 @@ def _write(tensor: QuantizedTensor, value: torch.Tensor) -> None:
         value = value.to(torch.float32 if value.is_floating_point() else tensor.dtype)
     if value.dim() != 2:
         value = value.reshape(math.prod(value.shape[:-1]), value.shape[-1])
-    _assign(tensor, make_operands(value, tensor.plan, slot=tensor._slot))
+    slot = tensor._slot if slot is None else slot
+    _assign(tensor, make_operands(value, tensor.plan, slot=slot, reduce_amax=reduce_amax))
 
 
 def _refuse_part(tensor: QuantizedTensor) -> None:

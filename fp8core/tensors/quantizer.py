@@ -26,6 +26,7 @@ from fp8core.errors import OperandError
 from fp8core.recipe.plan import TensorPlan
 
 __all__ = [
+    "BaseQuantizer",
     "Binding",
     "Cast",
     "Groups",
@@ -124,7 +125,9 @@ class Quantizer(Protocol):
         """Return the call for both orientations of this tensor and ``other``'s, if there is one."""
 
 
-class _Quantizer:
+class BaseQuantizer:
+    """Base of the quantizers: a backend's shortcuts, which a quantizer without one does without."""
+
     __slots__ = ()
 
     @property
@@ -177,7 +180,7 @@ _E8M0_NAN = 0xFF
 """Source: OCP MX v1.0 sec. 5.4.1."""
 
 
-class HighPrecision(_Quantizer):
+class HighPrecision(BaseQuantizer):
     """No quantization: the operands are the tensor in the activation dtype, and its view."""
 
     __slots__ = ("_dtype", "choices")
@@ -223,7 +226,7 @@ class Unturned(HighPrecision):
         return Orientations(operand if rowwise else None, operand if columnwise else None)
 
 
-class _Bound(_Quantizer):
+class _Bound(BaseQuantizer):
     """Low precision by three bound calls: for both orientations, and for either one."""
 
     __slots__ = ("_both", "_columnwise", "_rowwise", "choices")
@@ -449,7 +452,7 @@ def _mark(operand: Operand, is_nonfinite: torch.Tensor) -> None:
     scales.masked_fill_(is_nonfinite, math.nan if scales.is_floating_point() else _E8M0_NAN)
 
 
-class Mixed(_Quantizer):
+class Mixed(BaseQuantizer):
     """One orientation in low precision, the other in high precision."""
 
     __slots__ = ("_columnwise", "_rowwise", "choices")
@@ -475,7 +478,7 @@ class Mixed(_Quantizer):
         return Orientations(row, self._columnwise(x, groups, rowwise=False, rng=rng).columnwise)
 
 
-class RowwiseTwice(_Quantizer):
+class RowwiseTwice(BaseQuantizer):
     """Low precision for both orientations: the columnwise operand is the rowwise one, which its
     reader dequantizes and transposes."""
 
@@ -499,7 +502,7 @@ class RowwiseTwice(_Quantizer):
         return Orientations(operand if rowwise else None, operand if columnwise else None)
 
 
-class Observer(_Quantizer):
+class Observer(BaseQuantizer):
     """Records the amax that ``desc`` would record, then hands the tensor to another quantizer."""
 
     __slots__ = ("_amax", "_inner", "_recorded", "choices")

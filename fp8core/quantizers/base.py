@@ -1,0 +1,264 @@
+"""The base of all quantizers: its verbs, in terms of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fp8core.chain.unwrap import made_readable, unwrap
+from fp8core.errors import OperandError, UnsupportedError
+from fp8core.modules.parameters import resolve_device
+from fp8core.recipe.plan import TensorPlan
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.quantizer import ReduceAmax, Slot
+from fp8core.tensors.storage import storage_plan
+
+__all__ = ["Quantizer"]
+
+
+class Quantizer:
+    """Makes a :class:`fp8core.QuantizedTensor` of a tensor ``[..., k]``.
+
+    ``q(x)`` quantizes, differentiably: the gradient passes unchanged. ``q.update_quantized(x,
+    out)`` writes into a tensor that ``q`` made before; ``q.make_empty(shape)`` makes one to be
+    written. ``q.set_usage(rowwise=, columnwise=)`` says which operands are made: the rowwise one is
+    read along the last dimension, as by ``y = x w^T``, the columnwise one along the others, as by
+    the gradient of a weight.
+
+    A quantizer of one's own overrides :attr:`plan`, and :meth:`quantize_impl` where it computes
+    what no plan describes; ``CustomRecipe(qfactory=...)`` takes it like those of the library.
+    Quantizers are equal if they plan and use the same.
+    """
+
+    def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
+        self.rowwise_usage = rowwise
+        self.columnwise_usage = columnwise
+        self.internal = False
+        self.optimize_for_gemm = False
+
+    @property
+    def plan(self) -> TensorPlan:
+        """How both orientations are quantized, whichever are used."""
+        raise NotImplementedError(f"{type(self).__name__} has no plan: override the property.")
+
+    @property
+    def cell(self) -> TensorPlan | None:
+        """The plan, if it says all that this quantizer does, so that a layer can do without it.
+
+        None for a quantizer with a state, with a reduction of its amax, or with code of its own.
+        """
+        mine = (type(self).quantize, type(self).quantize_impl, type(self).__call__)
+        theirs = (Quantizer.quantize, Quantizer.quantize_impl, Quantizer.__call__)
+        if mine != theirs or self.slot is not None or self.reduce_amax is not None:
+            return None
+        return self.plan
+
+    @property
+    def slot(self) -> Slot | None:
+        """The delayed scale that it takes, and where it records the amax; None: it derives one."""
+        return None
+
+    @property
+    def reduce_amax(self) -> ReduceAmax | None:
+        """What reduces the amaxes of the parts of one tensor before they become scales."""
+        return None
+
+    @property
+    def used_plan(self) -> TensorPlan:
+        """The plan of the orientations that are used, None for the others.
+
+        Raises:
+            OperandError: neither is used.
+        """
+        if not (self.rowwise_usage or self.columnwise_usage):
+            raise OperandError(
+                f"{type(self).__name__} with neither usage makes nothing: "
+                f"set_usage(rowwise=True) or set_usage(columnwise=True)."
+            )
+        row, column = self.plan
+        return TensorPlan(
+            row if self.rowwise_usage else None, column if self.columnwise_usage else None
+        )
+
+    def __call__(self, tensor: torch.Tensor) -> QuantizedTensor:
+        """Quantize ``tensor``."""
+        return self.quantize(tensor)
+
+    def quantize(
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: QuantizedTensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> QuantizedTensor:
+        """Return ``tensor [..., k]``, float32, bfloat16 or float16, quantized; or write it to
+        ``out``. ``dtype`` is the nominal one of the result, that of ``tensor`` if None.
+
+        Raises:
+            OperandError: no such tensor; or as :meth:`update_quantized`.
+            UnsupportedError: blocks do not divide its sizes, or no backend quantizes like that.
+        """
+        if out is not None:
+            return self.update_quantized(tensor, out)
+        value = _readable(tensor, f"{type(self).__name__}: the tensor")
+        if torch.is_grad_enabled() and value.requires_grad:
+            made: QuantizedTensor = _StraightThrough.apply(value, self)  # type: ignore[no-untyped-call]  # torch's
+        else:
+            made = self.quantize_impl(value)
+        return made if dtype in (None, made.dtype) else made.with_dtype(dtype)
+
+    def quantize_impl(self, tensor: torch.Tensor) -> QuantizedTensor:
+        """Return the plain ``tensor`` quantized, without its history."""
+        return QuantizedTensor.of(
+            tensor, self.used_plan, slot=self.slot, reduce_amax=self.reduce_amax
+        )
+
+    def multi_quantize(self, list_of_tensors: Iterable[torch.Tensor]) -> list[QuantizedTensor]:
+        """Quantize each of the tensors."""
+        return [self.quantize(tensor) for tensor in list_of_tensors]
+
+    def update_quantized(
+        self,
+        src: torch.Tensor,
+        dst: QuantizedTensor,
+        *,
+        noop_flag: torch.Tensor | None = None,
+    ) -> QuantizedTensor:
+        """Quantize ``src`` into ``dst``, in the orientations that ``dst`` holds, and return it.
+
+        Nothing is written where ``noop_flag``, one number on the device, is not 0.
+
+        Raises:
+            OperandError: ``dst`` is not stored as this quantizer stores, or has another shape.
+        """
+        if not isinstance(dst, QuantizedTensor):
+            raise OperandError(
+                f"{type(self).__name__}.update_quantized writes to a QuantizedTensor, found "
+                f"{type(dst).__name__}. make_empty(shape) makes one."
+            )
+        mine = storage_plan(self.plan)
+        held = [(ours, theirs) for ours, theirs in zip(mine, dst.plan, strict=True) if theirs]
+        if any(ours != theirs for ours, theirs in held):
+            raise OperandError(
+                f"{type(self).__name__}.update_quantized: the tensor is stored as {dst.plan}, this "
+                f"quantizer stores {mine}. Write by the quantizer that made it, or copy_(), which "
+                f"keeps its format."
+            )
+        if src.shape != dst.shape:
+            raise OperandError(
+                f"{type(self).__name__}.update_quantized: {list(src.shape)} into "
+                f"{list(dst.shape)}. Views of whole rows can be written one by one."
+            )
+        value = _readable(src.detach(), f"{type(self).__name__}: the tensor")
+        return dst.write(value, slot=self.slot, reduce_amax=self.reduce_amax, noop_flag=noop_flag)
+
+    def make_empty(
+        self,
+        shape: Iterable[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> QuantizedTensor:
+        """Return a tensor of ``shape`` to be written; it holds zeros.
+
+        ``dtype`` is the nominal one. ``device`` None is torch's default device if one was set, else
+        the selected backend's. ``pin_memory`` needs the CPU.
+
+        Raises:
+            OperandError: ``pin_memory`` on another device.
+            UnsupportedError: blocks do not divide the sizes, or no backend quantizes like that.
+        """
+        where = resolve_device(device)
+        if pin_memory and where.type != "cpu":
+            raise OperandError(f"make_empty(pin_memory=True, device={where}): only CPU memory is.")
+        zeros = torch.zeros(tuple(shape), dtype=dtype, device=where)
+        made = QuantizedTensor.of(zeros, self.used_plan)
+        if pin_memory:
+            made = made.pinned()
+        made = made.bound_to(self.slot)
+        made.requires_grad_(requires_grad)
+        return made
+
+    def calibrate(self, tensor: torch.Tensor) -> None:
+        """Record what quantizing ``tensor`` would record; only a delayed scale has something."""
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Say which orientations are made from now on; None changes nothing."""
+        if rowwise is not None:
+            self.rowwise_usage = rowwise
+        if columnwise is not None:
+            self.columnwise_usage = columnwise
+
+    def get_usages(self) -> dict[str, bool]:
+        """Return which orientations are made, as ``{"rowwise": True, "columnwise": False}``."""
+        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+
+    def copy(self) -> Quantizer:
+        """Return another quantizer that does the same, whose usages can be set by themselves."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def is_quantizable(self, inp: torch.Tensor) -> bool:
+        """Say whether blocks divide the sizes of ``inp``."""
+        try:
+            QuantizedTensor.check_sizes(inp.shape, self.used_plan)
+        except (OperandError, UnsupportedError):
+            return False
+        return True
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        """Return False: what is gathered are the tensors of both orientations."""
+        return False
+
+    def is_requantization_safe(self) -> bool:
+        """Say whether quantizing a tensor again gives the same: not if it rounds stochastically,
+        nor with a delayed scale, which changes."""
+        return self.slot is None and not any(spec and spec.stochastic for spec in self.plan)
+
+    def _key(self) -> tuple[object, ...]:
+        return (type(self), self.plan, self.rowwise_usage, self.columnwise_usage)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Quantizer) or self.cell is None or other.cell is None:
+            return False
+        return self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key()) if self.cell is not None else id(self)
+
+    def __repr__(self) -> str:
+        ways = [way for way, used in self.get_usages().items() if used]
+        return f"{type(self).__name__}({self.plan.rowwise}, {' and '.join(ways) or 'no usage'})"
+
+
+def _readable(tensor: torch.Tensor, role: str) -> torch.Tensor:
+    """Return ``tensor`` as one whose memory a backend can read.
+
+    Raises:
+        OperandError: it is none, or has no memory of its own.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise OperandError(f"{role} is {type(tensor).__name__}; expected a torch.Tensor.")
+    if tensor.is_nested:
+        raise OperandError(f"{role} is nested; expected a dense one, as its values() are.")
+    plain = unwrap(tensor, role)
+    return made_readable(plain, plain.device, role)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Quantizes by a quantizer; the gradient passes as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
+        return quantizer.quantize_impl(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None

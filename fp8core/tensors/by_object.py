@@ -1,0 +1,74 @@
+"""Casts by an object of the user, which makes QuantizedTensors by the verbs of a quantizer."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from fp8core.dispatch.select import Choice
+from fp8core.errors import OperandError
+from fp8core.recipe.plan import TensorPlan
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.quantizer import BaseQuantizer, Groups, Orientations
+from fp8core.tensors.storage import storage_plan
+
+__all__ = ["ObjectQuantizer"]
+
+_turns = threading.Lock()
+"""One cast at a time: its usages are set on the object, which layers may share."""
+
+
+class ObjectQuantizer(BaseQuantizer):
+    """Quantizes by ``maker``, an object with ``set_usage`` and a call that quantizes.
+
+    ``plan`` is how it stores both orientations, ``role`` what messages call it.
+    """
+
+    __slots__ = ("_maker", "_plan", "_role", "choices")
+
+    def __init__(self, maker: Any, plan: TensorPlan, role: str) -> None:
+        self._maker = maker
+        self._plan = storage_plan(plan)
+        self._role = role
+        self.choices: tuple[Choice, ...] = ()
+
+    @property
+    def plan(self) -> TensorPlan:
+        """How it stores both orientations."""
+        return self._plan
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Groups = (),
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: torch.Tensor | None = None,
+    ) -> Orientations:
+        """Return what the object makes of ``x``, in the orientations asked for.
+
+        Raises:
+            OperandError: it makes something else.
+        """
+        with _turns, torch.no_grad():
+            self._maker.set_usage(rowwise=rowwise, columnwise=columnwise)
+            made = self._maker(x)
+        wanted = [(rowwise, "rowwise"), (columnwise, "columnwise")]
+        if not isinstance(made, QuantizedTensor):
+            raise OperandError(f"{self._role} returned {type(made).__name__}, no QuantizedTensor.")
+        for (asked, way), spec, planned in zip(wanted, made.plan, self._plan, strict=True):
+            if asked and spec != planned:
+                raise OperandError(
+                    f"{self._role} is planned {way} as {planned}, and returned {spec}. What it "
+                    f"makes has to be stored as its plan, or its make_empty(), says."
+                )
+        if (made.shape, made.device) != (x.shape, x.device):
+            raise OperandError(
+                f"{self._role} made {list(made.shape)} on {made.device} of {list(x.shape)} on "
+                f"{x.device}."
+            )
+        row, column = made.operands
+        return Orientations(row if rowwise else None, column if columnwise else None)

@@ -1,0 +1,451 @@
+"""Quantizers: their verbs, Transformer Engine's arguments, and golden vectors through them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fp8core
+from fp8core import OperandError, QuantizedTensor, RecipeError, UnsupportedError
+from fp8core.quantizers import (
+    DType,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+
+E4M3 = DType.kFloat8E4M3
+GOLDEN = Path(__file__).parents[1] / "golden"
+Make = Callable[[], Quantizer]
+
+
+def delayed(scale: float = 2.0) -> Float8Quantizer:
+    return Float8Quantizer(torch.tensor([scale]), torch.zeros(1), E4M3)
+
+
+MAKERS: dict[str, Make] = {
+    "delayed": delayed,
+    "current": lambda: Float8CurrentScalingQuantizer(E4M3, "cpu"),
+    "current_pow2": lambda: Float8CurrentScalingQuantizer(E4M3, "cpu", force_pow_2_scales=True),
+    "block1d": lambda: Float8BlockQuantizer(
+        E4M3, rowwise=True, columnwise=True, block_scaling_dim=1
+    ),
+    "block2d": lambda: Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True),
+    "mxfp8": lambda: MXFP8Quantizer(E4M3),
+    "mxfp8_2d": lambda: MXFP8Quantizer(E4M3, with_2d_quantization=True),
+    "nvfp4": NVFP4Quantizer,
+    "nvfp4_2d": lambda: NVFP4Quantizer(with_2d_quantization=True),
+    "nvfp4_rht": lambda: NVFP4Quantizer(with_rht=True, with_post_rht_amax=True),
+    "nvfp4_rht_unsigned": lambda: NVFP4Quantizer(with_rht=True, with_random_sign_mask=False),
+    "nvfp4_stochastic": lambda: NVFP4Quantizer(stochastic_rounding=True),
+    "nvfp4_row": lambda: NVFP4Quantizer(row_scaled_nvfp4=True),
+    "nvfp4_4over6": lambda: NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_4over6_err_mode="mse"),
+    "nvfp4_256": lambda: NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=256),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def quantizer(name: str) -> Quantizer:
+    return MAKERS[name]()
+
+
+def value(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).to(torch.bfloat16)
+
+
+def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    pairs = zip(a.tensors(), b.tensors(), strict=True)
+    return a.shape == b.shape and a.plan == b.plan and all(torch.equal(*p) for p in pairs)
+
+
+@pytest.mark.parametrize("usage", [(True, False), (False, True), (True, True)])
+def test_a_call_makes_the_orientations_that_are_used(
+    quantizer: Quantizer, usage: tuple[bool, bool]
+) -> None:
+    rowwise, columnwise = usage
+    quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
+    x = value(2, 64, 256)
+    made = quantizer(x)
+    assert isinstance(made, QuantizedTensor)
+    assert made.get_usages() == quantizer.get_usages()
+    assert (made.shape, made.dtype) == (x.shape, x.dtype)
+    error = (made.dequantize(torch.float32) - x.float()).norm() / x.float().norm()
+    assert error < 0.2
+
+
+def test_neither_usage_is_an_error(quantizer: Quantizer) -> None:
+    quantizer.set_usage(rowwise=False, columnwise=False)
+    for call in (lambda: quantizer(value(32, 32)), lambda: quantizer.make_empty((32, 32))):
+        with pytest.raises(OperandError, match="set_usage"):
+            call()
+
+
+def test_update_quantized_writes_what_a_call_makes(name: str, quantizer: Quantizer) -> None:
+    x, out = value(64, 256), quantizer.make_empty((64, 256), dtype=torch.bfloat16, device="cpu")
+    assert not out.dequantize().any()
+    torch.manual_seed(3)
+    assert quantizer.update_quantized(x, out) is out
+    torch.manual_seed(3)
+    assert same(out, quantizer(x))
+    assert quantizer.quantize(2 * x, out=out) is out
+    assert out.dequantize().abs().sum() > 1.5 * x.abs().sum()
+
+
+def test_update_quantized_leaves_the_tensor_where_the_flag_is_set(quantizer: Quantizer) -> None:
+    out = quantizer.make_empty((64, 256), device="cpu")
+    quantizer.update_quantized(torch.randn(64, 256), out, noop_flag=torch.ones(1))
+    assert not out.dequantize().any()
+
+
+def test_update_quantized_counts_a_write() -> None:
+    quantizer = MXFP8Quantizer(E4M3)
+    out = quantizer.make_empty((32, 32), device="cpu")
+    before = out._version
+    quantizer.update_quantized(torch.randn(32, 32), out)
+    assert out._version > before
+
+
+@pytest.mark.parametrize("shape", [(0, 256), (256,), (1, 256), (2, 3, 16, 256)])
+def test_any_number_of_rows_rowwise(shape: tuple[int, ...]) -> None:
+    for make in MAKERS.values():
+        quantizer = make()
+        quantizer.set_usage(columnwise=False)
+        if quantizer.is_quantizable(torch.empty(shape)):
+            assert quantizer(torch.randn(shape)).dequantize().shape == shape
+            assert quantizer.make_empty(shape, device="cpu").shape == shape
+
+
+def test_the_gradient_passes_quantize_and_dequantize_unchanged(quantizer: Quantizer) -> None:
+    x = value(64, 256).requires_grad_()
+    made = quantizer(x)
+    assert made.requires_grad
+    grad = value(64, 256)
+    made.dequantize().backward(grad)
+    assert torch.equal(x.grad, grad)
+    with torch.no_grad():
+        assert not quantizer(x).requires_grad
+
+
+def test_a_quantized_tensor_is_quantized_by_its_values() -> None:
+    x = value(64, 256)
+    for make in MAKERS.values():
+        quantizer = make()
+        first = MXFP8Quantizer(E4M3)(x)
+        torch.manual_seed(0)
+        made = quantizer(first)
+        torch.manual_seed(0)
+        assert same(made, quantizer(first.dequantize()))
+
+
+def test_equal_quantizers_are_equal_and_usages_are_their_own(name: str) -> None:
+    one, other = MAKERS[name](), MAKERS[name]()
+    if name == "delayed":
+        assert one != other
+        return
+    assert one == other
+    assert hash(one) == hash(other)
+    twin = one.copy()
+    twin.set_usage(columnwise=False)
+    assert one.columnwise_usage
+    assert one != twin
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert copy.deepcopy(one) == one
+
+
+def test_a_quantizer_of_another_recipe_is_refused() -> None:
+    x = value(64, 256)
+    for name, make in MAKERS.items():
+        out = make().make_empty((64, 256), device="cpu")
+        for other_name, other in MAKERS.items():
+            if make().plan == other().plan:
+                continue
+            with pytest.raises(OperandError, match="copy_"):
+                other().update_quantized(x, out)
+            assert not out.dequantize().any(), (name, other_name)
+
+
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "integers": (lambda: MXFP8Quantizer(E4M3)(torch.zeros(32, 32).int()), OperandError, "int32"),
+    "float64": (
+        lambda: MXFP8Quantizer(E4M3)(torch.zeros(32, 32).double()),
+        OperandError,
+        "float64",
+    ),
+    "a number": (lambda: MXFP8Quantizer(E4M3)(3.0), OperandError, "float"),  # type: ignore[arg-type]
+    "no dimension": (lambda: MXFP8Quantizer(E4M3)(torch.zeros(())), OperandError, "dimension"),
+    "partial blocks": (
+        lambda: MXFP8Quantizer(E4M3)(torch.zeros(32, 40)),
+        UnsupportedError,
+        "its columns of 32",
+    ),
+    "partial blocks of columns": (
+        lambda: MXFP8Quantizer(E4M3)(torch.zeros(40, 32)),
+        UnsupportedError,
+        r"set_usage\(columnwise=False\)",
+    ),
+    "another shape": (
+        lambda: MXFP8Quantizer(E4M3).update_quantized(
+            torch.zeros(32, 32), MXFP8Quantizer(E4M3).make_empty((64, 32), device="cpu")
+        ),
+        OperandError,
+        r"\[32, 32\] into \[64, 32\]",
+    ),
+    "a plain tensor to write": (
+        lambda: MXFP8Quantizer(E4M3).update_quantized(
+            torch.zeros(32, 32),
+            torch.zeros(32, 32),  # type: ignore[arg-type]
+        ),
+        OperandError,
+        "make_empty",
+    ),
+    "sparse": (
+        lambda: MXFP8Quantizer(E4M3)(torch.zeros(32, 32).to_sparse()),
+        OperandError,
+        "to_dense",
+    ),
+    "a format of 4 bits": (lambda: MXFP8Quantizer(DType.kFloat4E2M1), RecipeError, "8 bits"),
+    "no format": (lambda: MXFP8Quantizer(DType.kFloat32), RecipeError, "kFloat8E4M3"),
+    "a misspelt format": (lambda: MXFP8Quantizer("e4m4"), RecipeError, "e4m3"),
+    "8 bits in NVFP4": (lambda: NVFP4Quantizer(E4M3), RecipeError, "kFloat4E2M1"),
+    "another maximum": (
+        lambda: NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=300),
+        RecipeError,
+        "448 or 256",
+    ),
+    "another error": (lambda: NVFP4Quantizer(nvfp4_4over6_err_mode="L1"), RecipeError, "MAE"),
+    "rows of squares": (
+        lambda: NVFP4Quantizer(row_scaled_nvfp4=True, with_2d_quantization=True),
+        RecipeError,
+        "row_scaled",
+    ),
+    "stochastic choice": (
+        lambda: NVFP4Quantizer(nvfp4_use_4over6=True, stochastic_rounding=True),
+        RecipeError,
+        "stochastic",
+    ),
+    "three dimensions of blocks": (
+        lambda: Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=3),
+        RecipeError,
+        "expected 1 or 2",
+    ),
+    "a scale in bfloat16": (
+        lambda: Float8Quantizer(torch.ones(1).bfloat16(), torch.zeros(1), E4M3),
+        OperandError,
+        "float32",
+    ),
+    "two scales": (
+        lambda: Float8Quantizer(torch.ones(2), torch.zeros(1), E4M3),
+        OperandError,
+        "one entry",
+    ),
+    "a scale elsewhere": (
+        lambda: delayed()(torch.zeros(4, 4, device="meta")),
+        OperandError,
+        "nothing is moved silently",
+    ),
+    "an amax of no group": (
+        lambda: NVFP4Quantizer(with_amax_reduction=True)(torch.zeros(32, 32)),
+        OperandError,
+        "init_process_group",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_wrong_is_named(case: str) -> None:
+    call, error, text = REFUSED[case]
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_arguments_that_transformer_engine_ignores_are_announced() -> None:
+    with pytest.warns(DeprecationWarning, match="ignores"):
+        Float8CurrentScalingQuantizer(E4M3, "cpu", use_existing_amax=True)
+
+
+def test_a_format_goes_by_number_dtype_or_name() -> None:
+    x = value(32, 64)
+    for dtype in (DType.kFloat8E5M2, 8, torch.float8_e5m2, "e5m2"):
+        assert MXFP8Quantizer(dtype)(x).plan.rowwise.format == "e5m2"
+
+
+def test_a_delayed_scale_is_the_one_given_and_the_amax_is_recorded() -> None:
+    scale, amax = torch.tensor(3.0), torch.tensor(0.5)
+    quantizer = Float8Quantizer(scale, amax, E4M3)
+    x = torch.randn(16, 32)
+    made = quantizer(x)
+    assert torch.equal(made._rowwise_scale_inv.view(()), 1 / scale)
+    assert torch.equal(
+        made._rowwise_data.view(torch.float8_e4m3fn), (x * 3).to(torch.float8_e4m3fn)
+    )
+    assert amax == x.abs().max()
+    scale.fill_(5.0)
+    made.copy_(x)
+    assert torch.equal(made._rowwise_scale_inv.view(()), 1 / scale)
+    quantizer.calibrate(x / 2)
+    assert amax == (x / 2).abs().max()
+
+
+def test_a_scale_of_another_quantizer_is_taken_by_update_quantized() -> None:
+    x, out = torch.randn(16, 32), delayed(2.0).make_empty((16, 32), device="cpu")
+    delayed(4.0).update_quantized(x, out)
+    assert out._rowwise_scale_inv == 0.25
+    out.quantize_(x)
+    assert out._rowwise_scale_inv == 0.5
+
+
+def test_stochastic_rounding_keeps_the_mean() -> None:
+    quantizer = NVFP4Quantizer(stochastic_rounding=True, columnwise=False)
+    x = torch.full((4096, 16), 0.3)
+    x[:, 0] = 6.0
+    mean = quantizer(x).dequantize(torch.float32)[:, 1:].mean()
+    nearest = NVFP4Quantizer(columnwise=False)(x).dequantize(torch.float32)[:, 1:].mean()
+    assert abs(mean - 0.3) < 0.004
+    assert abs(nearest - 0.3) > 0.1
+    torch.manual_seed(1)
+    first = quantizer(x)
+    assert not same(first, quantizer(x))
+    torch.manual_seed(1)
+    assert same(first, quantizer(x))
+
+
+def test_threads_share_a_quantizer() -> None:
+    quantizer, x = NVFP4Quantizer(with_rht=True), value(64, 64)
+    expected = quantizer(x)
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: quantizer(x), range(32)))
+    assert all(same(one, expected) for one in made)
+
+
+def read(file: str) -> dict[str, np.ndarray]:
+    with np.load(GOLDEN / file) as arrays:
+        return dict(arrays)
+
+
+def tensor_of(stored: np.ndarray) -> torch.Tensor:
+    if stored.dtype == np.uint16:
+        return torch.from_numpy(stored.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(stored)
+
+
+def test_block_quantizers_equal_the_golden_vectors() -> None:
+    arrays, count = read("quantize_seed0.npz"), 0
+    for key in arrays:
+        family, _, rest = key.partition("/")
+        if family not in ("block1d", "block2d") or not rest.endswith("/rowwise_data"):
+            continue
+        name, fmt, pow2, _ = rest.split("/")
+        dim = int(family[5])
+        quantizer = Float8BlockQuantizer(
+            fmt,
+            rowwise=True,
+            columnwise=True,
+            force_pow_2_scales=pow2 == "pow2=1",
+            block_scaling_dim=dim,
+        )
+        x = tensor_of(arrays[f"x/{name}"])
+        row, column = quantizer(x).operands
+        start = key.removesuffix("rowwise_data")
+        for way, operand in (("rowwise", row), ("columnwise", column)):
+            scale = operand.scale_inv.t() if dim == 1 else operand.scale_inv
+            expected = arrays[f"{start}{way}_scale_inv"][: scale.shape[0], : scale.shape[1]]
+            assert torch.equal(operand.data, torch.from_numpy(arrays[f"{start}{way}_data"])), key
+            assert np.array_equal(scale.numpy(), expected), key
+        count += 1
+    assert count > 20
+
+
+def test_current_and_delayed_quantizers_equal_the_golden_vectors() -> None:
+    arrays, count = read("quantize_seed0.npz"), 0
+    for key in arrays:
+        words = key.split("/")
+        if words[0] not in ("delayed", "current") or words[-1] != "data":
+            continue
+        x, amax = tensor_of(arrays[f"x/{words[1]}"]), torch.zeros(1)
+        quantizer: Quantizer
+        if words[0] == "delayed":
+            scale = torch.tensor([float(words[3].removeprefix("scale="))])
+            quantizer = Float8Quantizer(scale, amax, words[2], columnwise=False)
+        else:
+            quantizer = Float8CurrentScalingQuantizer(
+                words[2],
+                "cpu",
+                columnwise=False,
+                force_pow_2_scales=words[3] == "pow2=1",
+                amax_epsilon=float(words[4].removeprefix("eps=")),
+            )
+        made, start = quantizer(x), key.removesuffix("data")
+        assert np.array_equal(made._rowwise_data.numpy(), arrays[key]), key
+        assert np.array_equal(made._rowwise_scale_inv.numpy()[0], arrays[f"{start}scale_inv"]), key
+        if words[0] == "delayed":
+            assert np.array_equal(amax.numpy(), arrays[f"{start}amax"]), key
+        count += 1
+    assert count > 20
+
+
+def options(words: dict[str, str]) -> dict[str, object]:
+    return {
+        "with_rht": words["rht"] != "0",
+        "with_random_sign_mask": words["rht"] != "unsigned",
+        "with_2d_quantization": words["tile"] == "16x16",
+        "row_scaled_nvfp4": words.get("row") == "1",
+        "nvfp4_use_4over6": words.get("4over6", "no") != "no",
+        "nvfp4_4over6_err_mode": words["4over6"] if words.get("4over6", "no") != "no" else "MAE",
+        "nvfp4_e4m3_max": int(words.get("max", 448)),
+    }
+
+
+@pytest.mark.parametrize("file", ["nvfp4_seed0.npz", "nvfp4_options_seed0.npz"])
+def test_nvfp4_quantizers_equal_the_reference_of_transformer_engine(file: str) -> None:
+    arrays, count = read(file), 0
+    for key in arrays:
+        if not key.endswith("/data"):
+            continue
+        _, name, *case, _ = key.split("/")
+        words = dict(word.split("=") for word in case)
+        quantizer = NVFP4Quantizer(**options(words))  # type: ignore[arg-type]
+        row, column = quantizer(tensor_of(arrays[f"x/{name}"])).operands
+        start = key.removesuffix("data")
+        repeats = 16 if words["tile"] == "16x16" else 1
+        for operand, suffix in ((row, ""), (column, "_t")):
+            scale = operand.scale_inv.repeat_interleave(repeats, 0)
+            assert np.array_equal(operand.data.numpy(), arrays[f"{start}data{suffix}"]), key
+            assert np.array_equal(scale.numpy(), arrays[f"{start}scale{suffix}"]), key
+        count += 1
+    assert count >= 12
+
+
+def test_mxfp8_quantizers_equal_the_golden_vectors() -> None:
+    arrays, count = read("mxfp8_seed0.npz"), 0
+    for key in arrays:
+        if not key.endswith("/rowwise_data") or "floor" in key:
+            continue
+        _, name, fmt, _ = key.split("/")
+        row, column = MXFP8Quantizer(fmt)(tensor_of(arrays[f"x/{name}"])).operands
+        start = key.removesuffix("rowwise_data")
+        assert np.array_equal(row.data.numpy(), arrays[key])
+        assert np.array_equal(row.scale_inv.numpy(), arrays[f"{start}rowwise_scale"])
+        other = f"{start}columnwise_data_of_transpose"
+        assert np.array_equal(column.data.numpy(), arrays[other])
+        count += 1
+    assert count >= 6
+
+
+def test_public_names() -> None:
+    for name in fp8core.quantizers.__all__:
+        assert getattr(fp8core, name) is getattr(fp8core.quantizers, name)
