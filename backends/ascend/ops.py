@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -619,8 +621,8 @@ others bool ``[2048, 2048]``, True above the diagonal. A band counts from the lo
 
 
 class AttentionMask(Protocol):
-    """Which keys a query looks at: the mode, its mask, and how many keys ``before`` and ``after``
-    the query's own are in a band."""
+    """Which keys a query looks at: the mode, its mask, how many keys ``before`` and ``after`` the
+    query's own are in a band, and in the layout TND where sequences end."""
 
     @property
     def mode(self) -> int:
@@ -638,17 +640,26 @@ class AttentionMask(Protocol):
     def after(self) -> int:
         """Keys after the query's own."""
 
+    @property
+    def query_ends(self) -> Sequence[int] | None:
+        """Where the queries of each sequence end, for TND."""
+
+    @property
+    def key_ends(self) -> Sequence[int] | None:
+        """Where the keys of each sequence end, for TND."""
+
 
 def _check_attention(
     operator: str, tensors: tuple[torch.Tensor, ...], layout: str, mask: AttentionMask
 ) -> None:
     _check_rows(operator, *tensors)
-    dims = {"SBH": 3, "BSND": 4}
+    dims = {"SBH": 3, "BSND": 4, "TND": 3}
     _require(layout in dims, operator, f"layout {layout!r}, expected one of {[*dims]}")
     for x in tensors:
         shape = f"{list(x.shape)} in {layout}"
         _require(x.dim() == dims[layout], operator, shape)
         _require(x.dtype in QUANTIZABLE, operator, f"{x.dtype}, expected bfloat16 or float16")
+    _check_sequences(operator, tensors, layout, mask)
     if mask.mode == NO_MASK:
         _require(mask.mask is None, operator, "a mask, but sparse_mode 0")
         return
@@ -657,6 +668,27 @@ def _check_attention(
     if mask.mode != FULL_MASK and mask.mask is not None:
         compressed = f"a mask {list(mask.mask.shape)}, expected [2048, 2048]"
         _require(tuple(mask.mask.shape) == (2048, 2048), operator, compressed)
+
+
+def _check_sequences(
+    operator: str, tensors: tuple[torch.Tensor, ...], layout: str, mask: AttentionMask
+) -> None:
+    ends = (mask.query_ends, mask.key_ends)
+    if layout != "TND":
+        _require(ends == (None, None), operator, f"ends of sequences in {layout}")
+        return
+    lengths = []
+    for x, of_all in zip(tensors, ends, strict=False):  # queries, then keys
+        _require(of_all is not None, operator, "no ends of sequences in TND")
+        assert of_all is not None
+        lengths.append([end - start for start, end in itertools.pairwise((0, *of_all))])
+        is_whole = min(lengths[-1], default=0) > 0 and of_all[-1] == len(x)
+        _require(is_whole, operator, f"sequences end at {[*of_all]} of {len(x)} tokens")
+    _require(len(lengths[0]) == len(lengths[1]), operator, "other sequences of keys than queries")
+    if mask.mode == CAUSAL_BOTTOM_RIGHT:
+        is_seen = all(q <= kv for q, kv in zip(*lengths, strict=True))
+        _require(is_seen, operator, "queries before the first key of their sequence")
+    _require(mask.mode != FULL_MASK, operator, "a mask of its own in TND")
 
 
 def fusion_attention(
@@ -670,7 +702,8 @@ def fusion_attention(
     mask: AttentionMask,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output, and the maximum and the sum of each query's exponentials, float32
-    ``[b, heads, s, 8]`` of equal entries. ``layout`` is ``SBH`` or ``BSND``."""
+    ``[b, heads, s, 8]`` of equal entries. ``layout`` is ``SBH``, ``BSND`` or ``TND``, whose
+    statistics have the shape ``[t, heads, 8]`` and hold ``[heads, s, 8]`` of each sequence."""
     _check_attention("npu_fusion_attention", (q, k, v), layout, mask)
     result = load().npu_fusion_attention(
         q,
@@ -687,8 +720,8 @@ def fusion_attention(
         next_tockens=mask.after,
         inner_precise=0,
         prefix=None,
-        actual_seq_qlen=None,
-        actual_seq_kvlen=None,
+        actual_seq_qlen=mask.query_ends,
+        actual_seq_kvlen=mask.key_ends,
         sparse_mode=mask.mode,
         gen_mask_parallel=True,
         sync=False,
@@ -735,8 +768,8 @@ def fusion_attention_grad(
         offset=0,
         numels=0,
         prefix=None,
-        actual_seq_qlen=None,
-        actual_seq_kvlen=None,
+        actual_seq_qlen=mask.query_ends,
+        actual_seq_kvlen=mask.key_ends,
         sparse_mode=mask.mode,
         gen_mask_parallel=True,
         sync=False,

@@ -12,6 +12,7 @@ from fp8core import recipe
 from fp8core.backend_api import OperandSpec
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core_backends.ascend import ops
+from fp8core_backends.ascend.attention_mask import Mask
 from tests.backends.ascend.softcann.device import Call
 
 BF16 = torch.bfloat16
@@ -123,6 +124,20 @@ def add_grouped(
         torch.tensor([32, 128]).npu(),
         formats,
     )
+
+
+def attend(
+    mode: int = 0,
+    query_ends: list[int] | None = None,
+    key_ends: list[int] | None = None,
+    *,
+    layout: str = "TND",
+    dtype: torch.dtype = BF16,
+) -> None:
+    mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu() if mode else None
+    given = Mask(mode, mask, query_ends=query_ends, key_ends=key_ends)
+    q = ones(8, 2, 32, dtype=dtype)
+    ops.fusion_attention(q, q, q, heads=2, layout=layout, scale=1.0, mask=given)
 
 
 VIOLATIONS: dict[str, tuple[Callable[[], object], str]] = {
@@ -259,6 +274,25 @@ VIOLATIONS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: add_grouped(out=ones(2, 32, 64, dtype=FLOAT)),
         r"out is torch.float32 \[2, 32, 64\]",
     ),
+    "packed sequences without their ends": (attend, "no ends of sequences in TND"),
+    "packed sequences that leave tokens": (
+        lambda: attend(0, [3, 7], [3, 8]),
+        r"sequences end at \[3, 7\] of 8 tokens",
+    ),
+    "an empty packed sequence": (lambda: attend(0, [3, 3, 8], [3, 4, 8]), "sequences end at"),
+    "packed sequences without keys": (
+        lambda: attend(0, [3, 8], [8]),
+        "other sequences of keys than queries",
+    ),
+    "queries that see no key": (
+        lambda: attend(ops.CAUSAL_BOTTOM_RIGHT, [5, 8], [3, 8]),
+        "queries before the first key",
+    ),
+    "ends of sequences of a batch": (
+        lambda: attend(0, [8], [8], layout="SBH"),
+        "ends of sequences in SBH",
+    ),
+    "float32 attention": (lambda: attend(0, [8], [8], dtype=FLOAT), "expected bfloat16 or float16"),
     "empty swiglu": (lambda: ops.swiglu(ones(0, 8)), "is empty"),
     "strided swiglu": (lambda: ops.swiglu(ones(8, 4).t()), "strides"),
 }
@@ -269,5 +303,5 @@ def test_violated_constraint_is_an_error_before_the_call(name: str, calls: list[
     violate, complaint = VIOLATIONS[name]
     with pytest.raises(OperandError, match=complaint):
         violate()
-    reached = ("Quant", "Grouped", "Swi")
+    reached = ("Quant", "Grouped", "Swi", "Attention")
     assert not [call for call in calls if any(word in call.name for word in reached)]

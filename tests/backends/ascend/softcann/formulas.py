@@ -5,6 +5,7 @@ Arguments are those of ``aclnnXGetWorkspaceSize``, in its order. The last ones a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -351,19 +352,61 @@ def weights_of(q: torch.Tensor, k: torch.Tensor, scale: float, out: Any) -> torc
     return logits if out is None else logits.masked_fill(out, -1e38)
 
 
+def sequences(x: T, ends: list[int] | None) -> list[T]:
+    """The tokens ``[1, s, heads, d]`` of each sequence of TND."""
+    assert ends is not None
+    assert ends[-1] == x.shape[0]
+    bounds = [0, *ends]
+    return [
+        Described(x.values[None, start:end], x.dtype) for start, end in itertools.pairwise(bounds)
+    ]
+
+
+def statistics(x: T, of_queries: list[T], heads: int) -> list[T]:
+    """The statistics ``[1, heads, s, 8]`` of each sequence, which follow one another in memory."""
+    sizes = [heads * one.shape[1] for one in of_queries]
+    parts = x.values.view(-1, 8).split(sizes)
+    return [Described(part.view(1, heads, -1, 8), x.dtype) for part in parts]
+
+
 @formula("aclnnFlashAttentionScoreV4")
 def flash_attention(*arguments: Any) -> None:
     query, key, value, _pse, _drop, _padding, mask = arguments[:7]
+    _prefix, ends, key_ends = arguments[13:16]
     scale, keep, before, after, heads, layout, _inner, mode = arguments[18:26]
     largest, total, _softmax, out = arguments[-4:]
     assert keep == 1.0
+    given = {"mask": mask, "scale": scale, "band": (before, after), "heads": heads, "mode": mode}
+    if layout != "TND":
+        attend((query, key, value), (largest, total, out), layout=layout, **given)
+        return
+    inputs = (sequences(query, ends), sequences(key, key_ends), sequences(value, key_ends))
+    stats = (statistics(one, inputs[0], heads) for one in (largest, total))
+    for one in zip(*inputs, *stats, sequences(out, ends), strict=True):
+        assert mode != 3 or one[0].shape[1] <= one[1].shape[1]  # as the document asks for TND
+        attend(one[:3], one[3:], layout="BSND", **given)
+
+
+def attend(
+    inputs: Any,
+    results: Any,
+    *,
+    mask: Optional,
+    scale: float,
+    band: tuple[int, int],
+    heads: int,
+    layout: str,
+    mode: int,
+) -> None:
+    query, key, value = inputs
+    largest, total, out = results
     q = heads_first(query, layout, heads)
     groups = key.shape[-1] // q.shape[-1] if layout == "SBH" else key.shape[2]
     k, v = (
         heads_first(x, layout, groups).repeat_interleave(heads // groups, 1) for x in (key, value)
     )
     sizes = (q.shape[2], k.shape[2])
-    logits = weights_of(q, k, scale, excluded(mode, mask, sizes, (before, after)))
+    logits = weights_of(q, k, scale, excluded(mode, mask, sizes, band))
     top = logits.amax(-1, keepdim=True)
     exponentials = torch.exp(logits - top)
     sums = exponentials.sum(-1, keepdim=True)
@@ -376,16 +419,44 @@ def flash_attention(*arguments: Any) -> None:
 def flash_attention_grad(*arguments: Any) -> None:
     query, key, value, grad, _pse, _drop, _padding, mask = arguments[:8]
     largest, total, _softmax, result = arguments[8:12]
+    _prefix, ends, key_ends = arguments[20:23]
     scale, keep, before, after, heads, layout, _layout, _inner, mode = arguments[25:34]
     grad_q, grad_k, grad_v = arguments[-7:-4]
     assert keep == 1.0
+    given = {"mask": mask, "scale": scale, "band": (before, after), "heads": heads, "mode": mode}
+    if layout != "TND":
+        inputs = (query, key, value, grad, result, largest, total)
+        attend_grad(inputs, (grad_q, grad_k, grad_v), layout=layout, **given)
+        return
+    of_queries = [sequences(one, ends) for one in (query, grad, result, grad_q)]
+    of_keys = [sequences(one, key_ends) for one in (key, value, grad_k, grad_v)]
+    stats = (statistics(one, of_queries[0], heads) for one in (largest, total))
+    for q, g, o, to_q, k, v, to_k, to_v, top, sums in zip(
+        *of_queries, *of_keys, *stats, strict=True
+    ):
+        attend_grad((q, k, v, g, o, top, sums), (to_q, to_k, to_v), layout="BSND", **given)
+
+
+def attend_grad(
+    inputs: Any,
+    results: Any,
+    *,
+    mask: Optional,
+    scale: float,
+    band: tuple[int, int],
+    heads: int,
+    layout: str,
+    mode: int,
+) -> None:
+    query, key, value, grad, result, largest, total = inputs
+    grad_q, grad_k, grad_v = results
     q, g, o = (heads_first(x, layout, heads) for x in (query, grad, result))
     groups = key.shape[-1] // q.shape[-1] if layout == "SBH" else key.shape[2]
     k, v = (
         heads_first(x, layout, groups).repeat_interleave(heads // groups, 1) for x in (key, value)
     )
     sizes = (q.shape[2], k.shape[2])
-    logits = weights_of(q, k, scale, excluded(mode, mask, sizes, (before, after)))
+    logits = weights_of(q, k, scale, excluded(mode, mask, sizes, band))
     weights = torch.exp(logits - largest.values[..., :1]) / total.values[..., :1]
     slopes = weights * (g @ v.transpose(-1, -2) - (g * o).sum(-1, keepdim=True))
     put_heads(grad_q, scale * (slopes @ k), layout)
@@ -604,6 +675,11 @@ def foreach_copy(sources: list[T], to: list[T]) -> None:
 @formula("aclnnIndexSelect")
 def index_select(x: T, dim: int, index: T, out: T) -> None:
     store(out, x.values.index_select(dim, index.values))
+
+
+@formula("aclnnInplaceIndexCopy")
+def index_copy(to: T, dim: int, index: T, source: T) -> None:
+    to.values.index_copy_(dim, index.values, source.values)
 
 
 @formula("aclnnIndexPutImpl")

@@ -97,6 +97,7 @@ SIGNATURES = {
     "aclnnInplaceCopy": "tt",
     "aclnnInplaceDiv": "tt",
     "aclnnInplaceFillScalar": "tS",
+    "aclnnInplaceIndexCopy": "tItt",
     "aclnnInplaceMul": "tt",
     "aclnnInplaceMuls": "tS",
     "aclnnInplaceNormal": "tffII",
