@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fp8core.chain.attention import AttentionShape, AttentionTensors
+from fp8core.chain.call import Call
 from fp8core.chain.shape import LinkShape
 from fp8core.context.checkpoint import checkpoint
 from fp8core.errors import OperandError, UnsupportedError
@@ -32,6 +33,7 @@ from fp8core.modules.attention_inputs import (
 from fp8core.modules.attention_masks import MASK_TYPES, Mask, mask_of, mask_type_of
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
+from fp8core.modules.bound import Bound
 from fp8core.modules.inference import InferenceParams
 from fp8core.modules.inputs import check_is_whole, check_kind
 from fp8core.modules.parameters import check_size, fill, resolve_device
@@ -41,7 +43,7 @@ from fp8core.recipe.plan import AttentionPlan
 from fp8core.reporting import log_once
 from fp8core.torch_ops.operators import constant_in_graph
 
-__all__ = ["DotProductAttention"]
+__all__ = ["AttentionCall", "AttentionOptions", "DotProductAttention"]
 
 _PARALLEL = ("sequence_parallel", "tp_size", "get_rng_state_tracker", "tp_group")
 _CONTEXT = ("cp_group", "cp_global_ranks", "cp_stream")
@@ -240,54 +242,86 @@ class DotProductAttention(LowPrecisionModule):
             score_mod_bprop_tensors=score_mod_bprop_tensors,
             thd_attention_policies=thd_attention_policies,
         )
-        layout = check_layout(owner, qkv_format or self.qkv_format)
         given = (query_layer, key_layer, value_layer)
         qkv = unpacked(owner, given, qkv_layer, kv_layer, qkv_interleave_dim)
-        qkv = checked_qkv(owner, self.heads, layout, qkv)
-        if inference_params is not None:
-            attn_mask_type = mask_type_of(owner, attn_mask_type or self.attn_mask_type)
-            attn_mask_type = mask_type_with_cache(owner, attn_mask_type)
-            bottom_right_diagonal = True
-        bias_type = _bias_of(owner, core_attention_bias_type, core_attention_bias, alibi_slopes)
-        mask = self._mask(layout, attn_mask_type, window_size, bottom_right_diagonal, bias_type)
-        lengths = Lengths(
-            cu_seqlens_q,
-            cu_seqlens_kv,
-            cu_seqlens_q_padded,
-            cu_seqlens_kv_padded,
-            max_seqlen_q,
-            max_seqlen_kv,
+        attend, inputs = self.prepared(
+            qkv,
+            attention_mask,
+            AttentionOptions(
+                Lengths(
+                    cu_seqlens_q,
+                    cu_seqlens_kv,
+                    cu_seqlens_q_padded,
+                    cu_seqlens_kv_padded,
+                    max_seqlen_q,
+                    max_seqlen_kv,
+                ),
+                qkv_format,
+                attn_mask_type,
+                window_size,
+                bottom_right_diagonal,
+                softcap,
+                core_attention_bias_type,
+                core_attention_bias,
+                alibi_slopes,
+                inference_params,
+                pad_between_seqs,
+                bool(bf16_backward),
+            ),
         )
-        if inference_params is not None:
-            attention_mask = None
-            qkv, lengths = with_cache(owner, self, inference_params, layout, qkv)
-        lengths = self._lengths(layout, mask, qkv, attention_mask, lengths)
-        check_pad_between(owner, pad_between_seqs, lengths)
-        bias, heads = core_attention_bias, self.heads.heads
-        if bias is not None:
-            bias = check_bias(owner, qkv, layout, heads, lengths, bias)
-        batch = batch_of(layout, qkv, lengths)
-        tensors = AttentionTensors(
-            _slopes(owner, heads, batch, qkv.q, alibi_slopes) if bias_type == "alibi" else None,
-            check_mask(owner, qkv, layout, heads, attention_mask) if mask.arbitrary else None,
-            *lengths.offsets.values(),
-        )
-        cap = self.softcap if softcap is None else _cap(owner, softcap)
-        shape = self._shape(layout, mask, bias_type, cap, bf16_backward=bool(bf16_backward))
-        attend = _Attend(self, shape, tensors, lengths).run
         if not checkpoint_core_attention:
-            return attend(*qkv, bias)
+            return attend.run(*inputs)
         repeat = checkpoint
         if torch.compiler.is_compiling():  # the recipe, which fp8core's own repeats, is a constant
             repeat = torch_checkpoint
-            if shape.dropout:
+            if attend.shape.dropout:
                 raise UnsupportedError(
                     f"{owner}: checkpoint_core_attention with dropout is not offered under "
                     f"torch.compile and torch.export: a graph draws a seed once. Leave it out: a "
                     f"compiler chooses itself what it computes again."
                 )
-        again: torch.Tensor = repeat(attend, *qkv, bias, use_reentrant=False)
+        again: torch.Tensor = repeat(attend.run, *inputs, use_reentrant=False)
         return again
+
+    def prepared(
+        self, qkv: Qkv, attention_mask: PaddingMask, options: AttentionOptions
+    ) -> tuple[AttentionCall, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Return a call that is checked and ready to run, and its queries, keys, values and bias.
+
+        Keys and values are those of the cache, if there is one, in which those given are stored.
+
+        Raises:
+            OperandError, UnsupportedError: as :meth:`forward`.
+        """
+        owner, cache = _Owner(self), options.inference_params
+        mask_type, bottom_right = options.attn_mask_type, options.bottom_right_diagonal
+        layout = check_layout(owner, options.qkv_format or self.qkv_format)
+        qkv = checked_qkv(owner, self.heads, layout, qkv)
+        if cache is not None:
+            mask_type = mask_type_of(owner, mask_type or self.attn_mask_type)
+            mask_type = mask_type_with_cache(owner, mask_type)
+            bottom_right = True
+        bias, slopes = options.core_attention_bias, options.alibi_slopes
+        bias_type = _bias_of(owner, options.core_attention_bias_type, bias, slopes)
+        mask = self._mask(layout, mask_type, options.window_size, bottom_right, bias_type)
+        lengths = options.lengths
+        if cache is not None:
+            attention_mask = None
+            qkv, lengths = with_cache(owner, self, cache, layout, qkv)
+        lengths = self._lengths(layout, mask, qkv, attention_mask, lengths)
+        check_pad_between(owner, options.pad_between_seqs, lengths)
+        heads = self.heads.heads
+        if bias is not None:
+            bias = check_bias(owner, qkv, layout, heads, lengths, bias)
+        batch = batch_of(layout, qkv, lengths)
+        tensors = AttentionTensors(
+            _slopes(owner, heads, batch, qkv.q, slopes) if bias_type == "alibi" else None,
+            check_mask(owner, qkv, layout, heads, attention_mask) if mask.arbitrary else None,
+            *lengths.offsets.values(),
+        )
+        cap = self.softcap if options.softcap is None else _cap(owner, options.softcap)
+        shape = self._shape(layout, mask, bias_type, cap, bf16_backward=options.bf16_backward)
+        return AttentionCall(self, shape, tensors, lengths), (*qkv, bias)
 
     def count_slot_sets(self) -> int:
         """Return 1: a call computes its plan once."""
@@ -403,7 +437,25 @@ class _Owner(NamedTuple):
         return self.layer.label
 
 
-class _Attend(NamedTuple):
+class AttentionOptions(NamedTuple):
+    """What a call of attention is given besides tensors and masks; the names are those of
+    :meth:`DotProductAttention.forward`."""
+
+    lengths: Lengths
+    qkv_format: str | None = None
+    attn_mask_type: str | None = None
+    window_size: tuple[int, int] | None = None
+    bottom_right_diagonal: bool | None = None
+    softcap: float | None = None
+    core_attention_bias_type: str = "no_bias"
+    core_attention_bias: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    inference_params: InferenceParams | None = None
+    pad_between_seqs: bool | None = None
+    bf16_backward: bool = False
+
+
+class AttentionCall(NamedTuple):
     """A call of ``layer`` ready to be computed, and computed again by a checkpoint."""
 
     layer: DotProductAttention
@@ -411,24 +463,30 @@ class _Attend(NamedTuple):
     tensors: AttentionTensors
     lengths: Lengths
 
-    def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the result, with the largest logits if the layer returns them."""
+    def bind(self, q: torch.Tensor) -> tuple[Bound, Call]:
+        """Return the layer bound for queries like ``q``, and what the call brings, but for the
+        memory of the largest logits."""
         layer, shape, lengths = self.layer, self.shape, self.lengths
         bound = bind(layer, q.device, q.dtype, shapes=(shape,))
-        tensors, max_logit = self.tensors, None
-        if shape.max_logit:
-            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-            max_logit = torch.empty(shape.heads, dtype=wide, device=q.device)
-            tensors = tensors._replace(max_logit_out=max_logit)
         sizes: tuple[int, ...] = tuple(q.shape[:2])
         if shape.layout == "thd":
             assert lengths.max_seqlen_q is not None
             assert lengths.max_seqlen_kv is not None
             sizes = lengths.max_seqlen_q, lengths.max_seqlen_kv
+        return bound, bound.call_on(q.device)._replace(tensors=self.tensors, sizes=sizes)
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return the result, with the largest logits if the layer returns them."""
+        layer, shape = self.layer, self.shape
+        bound, call = self.bind(q)
+        max_logit = None
+        if shape.max_logit:
+            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+            max_logit = torch.empty(shape.heads, dtype=wide, device=q.device)
+            call = call._replace(tensors=self.tensors._replace(max_logit_out=max_logit))
         params = [one for one in (k, v, bias, layer.softmax_offset) if one is not None]
-        call = bound.call_on(q.device)._replace(tensors=tensors, sizes=sizes)
         out = run_links(layer, bound, bound.parts[0], q.flatten(-2), params, call)
         return out if max_logit is None else (out, max_logit)
 

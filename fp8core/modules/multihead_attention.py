@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
-from fp8core.modules.attention import DotProductAttention
+from fp8core.modules.attention import AttentionOptions, DotProductAttention
+from fp8core.modules.attention_boundary import Joins, attends_to_codes
+from fp8core.modules.attention_inputs import Lengths, Qkv
 from fp8core.modules.head_split import (
     HeadSizes,
     as_heads,
@@ -16,6 +18,7 @@ from fp8core.modules.head_split import (
     split_query_key_value,
 )
 from fp8core.modules.inference import InferenceParams
+from fp8core.modules.inputs import check_kind
 from fp8core.modules.layernorm_linear import LayerNormLinear
 from fp8core.modules.linear import Linear
 from fp8core.modules.parameters import InitMethod
@@ -166,6 +169,7 @@ class MultiheadAttention(torch.nn.Module):
             name=self._name_of("core_attention"),
             device=device,
         )
+        self._joins = Joins()
         self._sizes = HeadSizes(
             num_attention_heads,
             num_attention_heads if num_gqa_groups is None else num_gqa_groups,
@@ -297,6 +301,34 @@ class MultiheadAttention(torch.nn.Module):
             OperandError: tensors that do not fit, or an encoder output that is missing or unused.
         """
         self._check_encoder_output(encoder_output)
+        joins = (
+            is_first_microbatch is None
+            and not checkpoint_core_attention
+            and thd_attention_policies is None
+            and attends_to_codes((self.core_attention, self.proj))
+        )
+        options = AttentionOptions(
+            Lengths(
+                cu_seqlens_q,
+                cu_seqlens_kv,
+                cu_seqlens_q_padded,
+                cu_seqlens_kv_padded,
+                max_seqlen_q,
+                max_seqlen_kv,
+            ),
+            None,
+            attn_mask_type,
+            window_size,
+            bottom_right_diagonal,
+            softcap,
+            core_attention_bias_type,
+            core_attention_bias,
+            alibi_slopes,
+            inference_params if self.attention_type == "self" else None,
+            pad_between_seqs,
+        )
+        if joins and rotary_pos_emb is None and self._takes_rows(inference_params):
+            return self._in_one_chain(hidden_states, attention_mask, options)
         query, key, value, normalized = self._project(
             hidden_states, encoder_output, is_first_microbatch
         )
@@ -310,6 +342,13 @@ class MultiheadAttention(torch.nn.Module):
             )
         if not self.qk_norm_before_rope:
             query, key = self._normalize(query, key)
+        if joins:
+            call, inputs = self.core_attention.prepared(
+                Qkv(query, key, value), attention_mask, options
+            )
+            return self._outputs(
+                self._with_bias(self._joins.attend(call, inputs, self.proj)), normalized
+            )
         context = self.core_attention(
             query,
             key,
@@ -335,10 +374,40 @@ class MultiheadAttention(torch.nn.Module):
             thd_attention_policies=thd_attention_policies,
             thd_attention_policy_dispatch=thd_attention_policy_dispatch,
         )
-        outputs = self.proj(context, is_first_microbatch)
+        return self._outputs(self.proj(context, is_first_microbatch), normalized)
+
+    def _outputs(self, outputs: Any, normalized: torch.Tensor | None) -> Any:
+        """Return what ``proj`` returned, with the normalized input if the layer returns that."""
         if not self.return_layernorm_output:
             return outputs
         return (*outputs, normalized) if self.return_bias else (outputs, normalized)
+
+    def _takes_rows(self, cache: InferenceParams | None) -> bool:
+        """Whether attention to the rows of the projection needs nothing in between."""
+        has_norms = self.q_norm is not None or self.k_norm is not None
+        if self.attention_type != "self" or has_norms or cache is not None:
+            return False
+        first = getattr(self, self._projection)
+        return not self.return_layernorm_output and attends_to_codes((first,))
+
+    def _in_one_chain(
+        self, hidden_states: torch.Tensor, mask: Any, options: AttentionOptions
+    ) -> Any:
+        """Return the output; what lies between the projections is handed over in codes."""
+        check_kind(self.core_attention.label, "hidden_states", hidden_states)
+        first, sizes = getattr(self, self._projection), self._sizes
+        size = sizes.query_size + 2 * sizes.key_size
+        like = hidden_states.new_empty(1).expand(*hidden_states.shape[:-1], size)
+        call, inputs = self.core_attention.prepared(
+            Qkv(*split_query_key_value(like, sizes)), mask, options
+        )
+        return self._with_bias(
+            self._joins.project_and_attend(first, hidden_states, call, inputs[3], self.proj, sizes)
+        )
+
+    def _with_bias(self, output: torch.Tensor) -> Any:
+        """Return the output of ``proj`` as it returns it."""
+        return (output, self.proj.parameter("bias")) if self.return_bias else output
 
     def _check_encoder_output(self, encoder_output: torch.Tensor | None) -> None:
         if (encoder_output is None) == (self.attention_type == "self"):

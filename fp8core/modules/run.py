@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from fp8core.chain import run as chain
+from fp8core.chain.arranged import Arranged
 from fp8core.chain.call import DENSE, Call
 from fp8core.chain.delayed_wgrad import DelayedCall, WgradQueue
 from fp8core.context import recompute
@@ -29,7 +31,7 @@ from fp8core.torch_ops.private import (
     is_transform_active,
 )
 
-__all__ = ["delaying", "run_layer", "run_links"]
+__all__ = ["delaying", "run_joined", "run_layer", "run_links"]
 
 
 def run_layer(
@@ -175,6 +177,33 @@ def run_links(
         keeping = keeping._replace(used=entry.weights)
     call = call._replace(backward_pass=tape.backward_pass, keeping=keeping)
     with recompute.scale_of(state, entry.scale):
+        return chain.run(links, input, params, call)
+
+
+def run_joined(
+    layers: Sequence[tuple[LowPrecisionModule, Bound]],
+    links: Arranged,
+    input: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    call: Call,
+) -> torch.Tensor:
+    """Run the ``links`` of several layers as one chain, or repeat what a checkpoint's forward ran.
+
+    Each layer is recorded and repeated as if it ran alone.
+    """
+    tape = recompute.current()
+    with contextlib.ExitStack() as scales:
+        for layer, bound in layers:
+            state, scale = None if bound.states is None else bound.states.forward, None
+            if tape is not None:
+                key = (bound.recipe, input.device, input.dtype, policy.current())
+                entry = tape.visit(layer.label, key, list(layer.parameters()), state, None)
+                scale = entry.scale if tape.is_repeating else None
+            elif state is not None and recompute.is_in_backward():
+                scale = offered_scale(state)
+            scales.enter_context(recompute.scale_of(state, scale))
+        if tape is not None and tape.is_repeating:
+            call = call._replace(backward_pass=tape.backward_pass)
         return chain.run(links, input, params, call)
 
 

@@ -69,8 +69,9 @@ class DelayedScaling(Recipe):
         amax_compute_algo: ``"max"`` of the window, ``"most_recent"``, or a function of the history.
         scaling_factor_compute_algo: a function instead of ``max * 2^-margin / amax``, or None.
         reduce_amax: take the maximum over ``autocast``'s amax_reduction_group, where one is given.
-        fp8_dpa: attention quantizes q, k, v and the weights; fp8_mha the same, as the layer that
-            reads a tensor quantizes it.
+        fp8_dpa: attention quantizes q, k, v and the weights.
+        fp8_mha: the same, and in MultiheadAttention what crosses from a layer to the next is
+            quantized once: attention's backward reads its result as the projection quantized it.
         fp8_dpa_backward: ``"dequantized"``: gradients of attention in high precision, from the
             dequantized q, k and v; ``"fp8"``: also the gradients are quantized.
         fp8_dpa_output: ``"fp8"``: the result of attention is rounded to the format of its values,

@@ -58,6 +58,7 @@ __all__ = [
     "forward_mode_level",
     "forward_pre_hooks",
     "function_modes",
+    "has_hooks",
     "interpreter_stack",
     "is_any_autocast_enabled",
     "is_compiled",
@@ -198,6 +199,17 @@ forward_pre_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_fo
 always_called_hooks: Callable[[torch.nn.Module], dict[int, bool]] = attrgetter(
     "_forward_hooks_always_called"
 )
+
+_HOOKS = (*("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),)
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether a call of ``module`` runs hooks besides its forward."""
+    if any(getattr(module, name) for name in _HOOKS):
+        return True
+    is_any_global: Any = torch.nn.modules.module._has_any_global_hook
+    return bool(is_any_global())
+
 
 # Attributes that torch's own classes read or set, and names inside torch.utils.checkpoint.
 

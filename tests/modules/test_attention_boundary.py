@@ -1,0 +1,292 @@
+"""``fp8_mha``: what crosses the projections of attention is quantized once, and nothing changes.
+
+The reference backend's gradients of attention do not depend on the rounding of its result, so that
+outputs, gradients and delayed state equal those of ``fp8_dpa`` bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import fp8core as te
+from fp8core import recipe
+from fp8core.backend_api import AttentionBackwardDesc
+from fp8core_backends.reference.backend import ReferenceBackend
+
+BF16 = torch.bfloat16
+HIDDEN, HEADS, GROUPS, TOKENS = 64, 4, 2, 32
+RECIPES = {
+    "current": lambda **options: recipe.Float8CurrentScaling(**options),
+    "delayed": lambda **options: recipe.DelayedScaling(amax_history_len=3, **options),
+}
+LAYERS: dict[str, dict[str, Any]] = {
+    "split": {},
+    "fused": {"fuse_qkv_params": True, "qkv_weight_interleaved": False},
+    "interleaved": {"fuse_qkv_params": True, "num_gqa_groups": GROUPS},
+    "without_norm": {"input_layernorm": False},
+    "norms_of_heads": {"qk_norm_type": "RMSNorm"},
+    "normalized": {"return_layernorm_output": True},
+    "return_bias": {"return_bias": True},
+    "cross": {"attention_type": "cross"},
+    "learnable": {"softmax_type": "learnable"},
+    "dropout": {"attention_dropout": 0.3},
+    "bshd": {"qkv_format": "bshd", "attn_mask_type": "no_mask"},
+}
+
+
+def made(name: str = "split", **more: Any) -> te.MultiheadAttention:
+    torch.manual_seed(1)
+    options = {
+        "num_gqa_groups": GROUPS,
+        "attention_dropout": 0.0,
+        "input_layernorm": True,
+        "params_dtype": BF16,
+        **LAYERS[name],
+        **more,
+    }
+    layer = te.MultiheadAttention(HIDDEN, HEADS, **options)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return layer
+
+
+def call(name: str) -> dict[str, Any]:
+    if name == "cross":
+        return {"encoder_output": torch.randn(24, 2, HIDDEN).to(BF16)}
+    if name == "bshd":
+        bias = torch.randn(1, HEADS, 1, 1).to(BF16)
+        return {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
+    return {}
+
+
+def step(
+    layer: te.MultiheadAttention, chosen: recipe.Recipe, tokens: int = TOKENS, **given: Any
+) -> list[torch.Tensor]:
+    """Return the outputs, all gradients and the delayed state."""
+    torch.manual_seed(2)
+    x = torch.randn(tokens, 2, HIDDEN).to(BF16).requires_grad_()
+    layer.zero_grad()
+    with te.autocast(recipe=chosen):
+        outputs = layer(x, **given)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.manual_seed(3)
+    outputs[0].backward(torch.randn(outputs[0].shape).to(BF16))
+    assert x.grad is not None
+    grads = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+    return [*(one.detach() for one in outputs), x.grad, *grads, *layer.buffers()]
+
+
+def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+def count_nodes(y: torch.Tensor) -> int:
+    """Return how many nodes of the library lie behind ``y``."""
+    seen, left, count = set(), [y.grad_fn], 0
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            count += node.name() == "_ChainBackward"
+            left += [one for one, _ in node.next_functions]
+    return count
+
+
+@pytest.mark.parametrize("backward", ["dequantized", "fp8"])
+@pytest.mark.parametrize("family", RECIPES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_three_steps_equal_those_of_fp8_dpa(name: str, family: str, backward: str) -> None:
+    ours, theirs, given = made(name), made(name), call(name)
+    for _ in range(3):
+        pair = [
+            step(layer, RECIPES[family](fp8_dpa_backward=backward, **which), **given)
+            for layer, which in ((ours, {"fp8_mha": True}), (theirs, {"fp8_dpa": True}))
+        ]
+        assert_same(*pair)
+
+
+@pytest.mark.parametrize("name", ["split", "interleaved"])
+def test_tokens_that_are_padded_change_nothing(name: str) -> None:
+    pair = [
+        step(made(name), RECIPES["current"](**{which: True}), tokens=5)
+        for which in ("fp8_mha", "fp8_dpa")
+    ]
+    assert_same(*pair)
+
+
+@pytest.mark.parametrize(("name", "nodes"), [("split", 1), ("without_norm", 1), ("cross", 3)])
+def test_layers_run_as_one_chain(name: str, nodes: int) -> None:
+    layer, x = made(name), torch.randn(TOKENS, 2, HIDDEN).to(BF16).requires_grad_()
+    with te.autocast(recipe=RECIPES["current"](fp8_mha=True)):
+        assert count_nodes(layer(x, **call(name))) == nodes
+    with te.autocast(recipe=RECIPES["current"](fp8_dpa=True)):
+        assert count_nodes(layer(x, **call(name))) == nodes + (2 if nodes == 1 else 1)
+
+
+def test_rotated_queries_reach_the_projection_in_codes() -> None:
+    freqs = te.RotaryPositionEmbedding(HIDDEN // HEADS)(TOKENS)
+    pair = [
+        step(made(), RECIPES["delayed"](**{which: True}), rotary_pos_emb=freqs)
+        for which in ("fp8_mha", "fp8_dpa")
+    ]
+    assert_same(*pair)
+    layer, x = made(), torch.randn(TOKENS, 2, HIDDEN).to(BF16).requires_grad_()
+    with te.autocast(recipe=RECIPES["delayed"](fp8_mha=True)):
+        assert count_nodes(layer(x, rotary_pos_emb=freqs)) == 4  # qkv, q, k, attention and proj
+
+
+def held(layer: te.MultiheadAttention, chosen: recipe.Recipe) -> list[torch.Tensor]:
+    """Return what forward saves, without parameters and input."""
+    x, saved = torch.randn(TOKENS, 2, HIDDEN).to(BF16).requires_grad_(), []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (saved.append(tensor), tensor)[1], lambda tensor: tensor
+    )
+    with hooks, te.autocast(recipe=chosen):
+        layer(x)
+    known = {one.untyped_storage().data_ptr() for one in (x, *layer.parameters())}
+    storages = {one.untyped_storage().data_ptr(): one for one in saved}
+    return [one for address, one in storages.items() if address not in known]
+
+
+def test_attention_holds_no_result_of_its_own() -> None:
+    rows = 2 * TOKENS
+    codes, plain = (
+        held(made(), RECIPES["current"](**{which: True, **UNROUNDED})) for which in RECIPE_FIELDS
+    )
+    assert not [one for one in codes if one.dtype == BF16]
+    assert [one.shape for one in plain if one.dtype == BF16] == [(rows, HIDDEN)]
+    sizes = [sum(one.untyped_storage().nbytes() for one in each) for each in (codes, plain)]
+    assert sizes[1] - sizes[0] == 2 * rows * HIDDEN
+    for which, more in (("fp8_mha", 0), ("fp8_dpa", rows * HIDDEN)):  # codes by another scale
+        found = held(made(), RECIPES["current"](**{which: True}))
+        assert sum(one.untyped_storage().nbytes() for one in found) == sizes[0] + more
+
+
+RECIPE_FIELDS = ("fp8_mha", "fp8_dpa")
+UNROUNDED = {"fp8_dpa_output": "high_precision"}
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_backward_reads_the_codes_of_the_projection(
+    trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    plain = ReferenceBackend.attention_backward
+
+    def spy(desc: AttentionBackwardDesc, *given: Any, **keywords: Any) -> Any:
+        results.append(given[4].clone())
+        return plain(desc, *given, **keywords)
+
+    monkeypatch.setattr(ReferenceBackend, "attention_backward", staticmethod(spy))
+    for which in RECIPE_FIELDS:
+        layer = made(kv_channels=8 if trains else 24)  # of a size that nothing was bound for yet
+        layer.proj.requires_grad_(trains)  # without, the projection holds no input
+        step(layer, RECIPES["current"](**{which: True, **UNROUNDED}))
+    codes, exact = (one.float().flatten(0, 1) for one in results)
+    scale = torch.tensor(448.0) / exact.abs().max()
+    rounded = (exact * scale).to(torch.float8_e4m3fn).float() / scale
+    torch.testing.assert_close(codes, rounded, rtol=2**-8, atol=0.0)
+    assert not torch.equal(codes, exact)
+
+
+@pytest.mark.parametrize(
+    ("repeat", "family"),
+    [(te.checkpoint, "current"), (te.checkpoint, "delayed"), (torch_checkpoint, "current")],
+    ids=["current", "delayed", "by_torch"],
+)
+def test_a_recompute_repeats_the_chain(repeat: Any, family: str) -> None:
+    results = []
+    for is_repeated in (False, True):
+        layer = made("dropout")
+        for _ in range(2):
+            torch.manual_seed(4)
+            x = torch.randn(TOKENS, 2, HIDDEN).to(BF16).requires_grad_()
+            layer.zero_grad()
+            with te.autocast(recipe=RECIPES[family](fp8_mha=True)):
+                y = repeat(layer, x, use_reentrant=False) if is_repeated else layer(x)
+                y.float().square().sum().backward()
+        assert x.grad is not None
+        results.append([y.detach(), x.grad, *(one.grad for one in layer.parameters())])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("child", ["core_attention", "proj", "layernorm_qkv"])
+def test_hooks_of_the_layers_still_run(child: str) -> None:
+    layer, calls = made(), []
+    getattr(layer, child).register_forward_hook(lambda *_: calls.append(child))
+    ours = step(layer, RECIPES["delayed"](fp8_mha=True))
+    assert calls == [child]
+    assert_same(ours, step(made(), RECIPES["delayed"](fp8_mha=True)))
+
+
+def test_weights_that_are_kept_are_used() -> None:
+    chosen = RECIPES["current"](fp8_mha=True)
+    layer, x = made().eval(), torch.randn(TOKENS, 2, HIDDEN).to(BF16)
+    with te.autocast(recipe=chosen), torch.no_grad():
+        wanted = layer(x)
+        with te.frozen_weights(layer):
+            assert torch.equal(layer(x), wanted)
+            assert torch.equal(layer(x), wanted)
+        first = layer(x, is_first_microbatch=True)
+        assert torch.equal(first, wanted)
+        assert torch.equal(layer(x, is_first_microbatch=False), wanted)
+
+
+def test_a_copy_runs_its_own_layers() -> None:
+    layer = made()
+    before = step(layer, RECIPES["delayed"](fp8_mha=True))
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+    after = step(twin, RECIPES["delayed"](fp8_mha=True))
+    assert 0.5 < after[0].float().norm() / before[0].float().norm() < 2
+
+
+def test_a_whole_layer_equals_fp8_dpa() -> None:
+    results = []
+    for which in RECIPE_FIELDS:
+        torch.manual_seed(5)
+        layer = te.TransformerLayer(
+            HIDDEN, 128, HEADS, num_gqa_groups=GROUPS, hidden_dropout=0.0, params_dtype=BF16
+        )
+        x = torch.randn(TOKENS, 2, HIDDEN).to(BF16).requires_grad_()
+        for _ in range(2):
+            layer.zero_grad()
+            x.grad = None
+            torch.manual_seed(6)
+            with te.autocast(recipe=RECIPES["delayed"](**{which: True})):
+                y = layer(x)
+            y.float().square().sum().backward()
+        results.append([y.detach(), x.grad, *(one.grad for one in layer.parameters())])
+    assert_same(*results)
+
+
+def test_a_second_backward_is_refused_by_name() -> None:
+    layer, x = made(), torch.randn(TOKENS, 2, HIDDEN).to(BF16).requires_grad_()
+    with te.autocast(recipe=RECIPES["current"](fp8_mha=True)):
+        y = layer(x)
+    y.sum().backward()
+    with pytest.raises(te.UnsupportedError, match="a second time"):
+        y.sum().backward()
+
+
+def test_wrong_inputs_are_named() -> None:
+    layer = made()
+    with te.autocast(recipe=RECIPES["current"](fp8_mha=True)):
+        with pytest.raises(te.OperandError, match="input"):
+            layer(torch.randn(TOKENS, 2, HIDDEN + 16).to(BF16))
+        with pytest.raises(te.OperandError, match="hidden_states is NoneType"):
+            layer(None)
+        with pytest.raises(te.OperandError, match=r"torch\.float32"):
+            layer(torch.randn(TOKENS, 2, HIDDEN))
+        with pytest.raises(te.OperandError):
+            layer(torch.randn(HIDDEN).to(BF16))
