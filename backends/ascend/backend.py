@@ -51,8 +51,8 @@ _SMALLEST = 2.0**-110
 
 
 class AscendBackend:
-    """FP8, HiFloat8 and MX on Ascend 950; attention, rotary embedding, RMSNorm, GELU and SwiGLU
-    on every Ascend."""
+    """FP8, HiFloat8 and MX on Ascend 950; attention, rotary embedding, norms and activations on
+    every Ascend."""
 
     activation = staticmethod(activation)
     activation_backward = staticmethod(activation_backward)
@@ -155,8 +155,8 @@ def _check_gemm(desc: GemmDesc) -> str | None:
 
 
 def _check_norm(desc: NormDesc) -> str | None:
-    if desc.kind != "rmsnorm":
-        return f"it has no {desc.kind} with float32 gradients of its parameters"
+    if desc.kind not in ("layernorm", "rmsnorm"):
+        return f"it has no {desc.kind}"
     is_float = desc.dtype in _FLOATS and desc.out_dtype in _FLOATS
     return None if is_float else f"no norm from {desc.dtype} to {desc.out_dtype}"
 

@@ -1,13 +1,17 @@
-"""RMSNorm and activations by torch_npu's kernels, in the activations' dtype.
+"""Norms and activations by torch_npu's kernels, in the activations' dtype.
 
 Where the operands are of several dtypes, all become float32 first, which is exact.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 
 from fp8core.backend_api import (
+    GATED,
     ActivationBackwardDesc,
     ActivationDesc,
     NormBackwardDesc,
@@ -17,17 +21,36 @@ from fp8core_backends.ascend import ops
 
 __all__ = ["ACTIVATIONS", "activation", "activation_backward", "norm", "norm_backward"]
 
-ACTIVATIONS = ("gelu", "swiglu")
-"""The activations that torch_npu has kernels for, forward and backward."""
+
+class _Kernels(NamedTuple):
+    """``forward(x)`` and ``backward(grad, x)``."""
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+ACTIVATIONS = {
+    "geglu": _Kernels(ops.geglu, ops.geglu_backward),
+    "gelu": _Kernels(ops.gelu, ops.gelu_backward),
+    "qgelu": _Kernels(ops.fast_gelu, ops.fast_gelu_backward),
+    "relu": _Kernels(ops.relu, ops.relu_backward),
+    "silu": _Kernels(ops.silu, ops.silu_backward),
+    "swiglu": _Kernels(ops.swiglu, ops.swiglu_backward),
+}
+"""The activations that there are kernels for, forward and backward."""
 
 
 def norm(
     desc: NormDesc, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Return RMSNorm's ``(y [rows, n], None, rstd [rows])``; see the backend API."""
+    """Return ``(y [rows, n], mean [rows] or None, rstd [rows])``; see the backend API."""
     if x.numel() == 0:
-        rstd = torch.full(x.shape[:1], desc.eps**-0.5, dtype=torch.float32, device=x.device)
-        return x.to(desc.out_dtype), None, rstd
+        return _empty_norm(desc, x)
+    if desc.kind == "layernorm":
+        wide = (x if x.dtype == desc.out_dtype else x.to(torch.float32)).contiguous()
+        shift = None if bias is None else bias.to(torch.float32).contiguous()
+        y, mean, rstd = ops.layer_norm(wide, _gamma(desc, weight), shift, desc.eps)
+        return y.to(desc.out_dtype), mean.reshape(-1), rstd.reshape(-1)
     is_plain = x.dtype == weight.dtype == desc.out_dtype and not desc.zero_centered
     if is_plain:
         y, rstd = ops.rms_norm(x.contiguous(), weight.contiguous(), desc.eps)
@@ -35,6 +58,17 @@ def norm(
         wide = x.to(torch.float32).contiguous()
         y, rstd = ops.rms_norm(wide, _gamma(desc, weight), desc.eps)
     return y.to(desc.out_dtype), None, rstd.reshape(-1)
+
+
+def _empty_norm(
+    desc: NormDesc, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return the norm of no elements: rows of none have the mean and the variance 0."""
+    rows = (x.shape[0],)
+    rstd = torch.full(rows, desc.eps**-0.5, dtype=torch.float32, device=x.device)
+    is_centered = desc.kind == "layernorm"
+    mean = torch.zeros(rows, dtype=torch.float32, device=x.device) if is_centered else None
+    return x.to(desc.out_dtype, copy=True), mean, rstd
 
 
 def _gamma(desc: NormDesc, weight: torch.Tensor) -> torch.Tensor:
@@ -50,9 +84,20 @@ def norm_backward(
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return RMSNorm's ``(grad_x, grad_weight, None)``; see the backend API."""
+    """Return ``(grad_x, grad_weight, grad_bias or None)``; see the backend API."""
+    is_centered = desc.norm.kind == "layernorm"
     if x.numel() == 0:
-        return x.clone(), torch.zeros(weight.shape, dtype=torch.float32, device=x.device), None
+        zeros = torch.zeros(weight.shape, dtype=torch.float32, device=x.device)
+        return x.clone(), zeros, zeros.clone() if is_centered else None
+    if is_centered:
+        assert mean is not None
+        is_same = x.dtype == grad_output.dtype
+        grad, values = (
+            (one if is_same else one.to(torch.float32)).contiguous() for one in (grad_output, x)
+        )
+        statistics = (mean.reshape(-1, 1), rstd.reshape(-1, 1))
+        found = ops.layer_norm_backward(grad, values, _gamma(desc.norm, weight), *statistics)
+        return found[0].to(desc.norm.dtype), found[1], found[2]
     is_plain = x.dtype == grad_output.dtype == weight.dtype and not desc.norm.zero_centered
     if is_plain:
         grad, values, gamma = grad_output.contiguous(), x.contiguous(), weight.contiguous()
@@ -69,10 +114,9 @@ def activation(desc: ActivationDesc, x: torch.Tensor) -> torch.Tensor:
     if x.numel() == 0:
         rows, cols = x.shape
         return values.new_empty(
-            rows, cols // 2 if desc.name == "swiglu" else cols, dtype=desc.out_dtype
+            rows, cols // 2 if desc.name in GATED else cols, dtype=desc.out_dtype
         )
-    run = ops.swiglu if desc.name == "swiglu" else ops.gelu
-    return run(values).to(desc.out_dtype)
+    return ACTIVATIONS[desc.name].forward(values).to(desc.out_dtype)
 
 
 def activation_backward(
@@ -81,9 +125,9 @@ def activation_backward(
     """Return ``grad_x`` of the shape of ``x``; see the backend API."""
     if x.numel() == 0:
         return x.new_empty(x.shape, dtype=desc.out_dtype)
-    is_plain = x.dtype == grad_output.dtype == desc.out_dtype
+    # That of geglu takes gelu(a), which its other dtypes would round.
+    is_plain = x.dtype == grad_output.dtype == desc.out_dtype and desc.name != "geglu"
     values, grad = (
         (one if is_plain else one.to(torch.float32)).contiguous() for one in (x, grad_output)
     )
-    run = ops.swiglu_backward if desc.name == "swiglu" else ops.gelu_backward
-    return run(grad, values).to(desc.out_dtype)
+    return ACTIVATIONS[desc.name].backward(grad, values).to(desc.out_dtype)

@@ -45,20 +45,30 @@ __all__ = [
     "decode",
     "device_name",
     "dynamic_quant",
+    "fast_gelu",
+    "fast_gelu_backward",
     "fusion_attention",
     "fusion_attention_grad",
+    "geglu",
+    "geglu_backward",
     "gelu",
     "gelu_backward",
     "grouped_quant_matmul",
+    "layer_norm",
+    "layer_norm_backward",
     "load",
     "mx_quant",
     "mx_quant_both",
     "quant_matmul",
     "quant_max",
+    "relu",
+    "relu_backward",
     "rms_norm",
     "rms_norm_backward",
     "rotary_mul",
     "rotary_mul_backward",
+    "silu",
+    "silu_backward",
     "swiglu",
     "swiglu_backward",
 ]
@@ -583,6 +593,112 @@ def rms_norm_backward(
     _check_rows("npu_rms_norm_backward", x, grad, weight)
     grad_x, grad_weight = load().npu_rms_norm_backward(grad, x, weight, rstd)
     return grad_x, grad_weight
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ``(x - mean) * rstd * weight + bias``, and float32 mean and rstd ``[rows, 1]``.
+
+    ``weight`` and ``bias`` are float32 or have the dtype of ``x [rows, n]``, both the same.
+    """
+    _check_layer_norm("native_layer_norm", x, weight, bias)
+    y, mean, rstd = torch.ops.aten.native_layer_norm(x, weight.shape, weight, bias, eps)
+    return y, mean, rstd
+
+
+def layer_norm_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of ``x``, of the weight and of a bias, those two in the weight's dtype.
+
+    ``mean`` and ``rstd`` are float32 ``[rows, 1]``.
+    """
+    operator = "native_layer_norm_backward"
+    _check_layer_norm(operator, x, weight, None)
+    _check_rows(operator, x, grad)
+    for statistic in (mean, rstd):
+        _check_scale(operator, "a statistic", statistic, (x.shape[0], 1))
+    grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
+        grad, x, weight.shape, mean, rstd, weight, weight, [True, True, True]
+    )
+    return grad_x, grad_weight, grad_bias
+
+
+def _check_layer_norm(
+    operator: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    _check_rows(operator, x)
+    parameters = [weight] if bias is None else [weight, bias]
+    _check_rows(operator, *parameters)
+    is_known = weight.dtype in (x.dtype, torch.float32)
+    _require(is_known, operator, f"parameters in {weight.dtype} next to {x.dtype}")
+    sizes = [list(one.shape) for one in parameters]
+    is_row = all(size == [x.shape[-1]] for size in sizes)
+    _require(is_row, operator, f"parameters {sizes} for {list(x.shape)}")
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x * sigmoid(x)``."""
+    _check_rows("silu", x)
+    y: torch.Tensor = torch.ops.aten.silu(x)
+    return y
+
+
+def silu_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of ``x``."""
+    _check_rows("silu_backward", x, grad)
+    grad_x: torch.Tensor = torch.ops.aten.silu_backward(grad, x)
+    return grad_x
+
+
+def relu(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` where it is positive, else 0."""
+    _check_rows("relu", x)
+    y: torch.Tensor = torch.ops.aten.relu(x)
+    return y
+
+
+def relu_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of ``x``."""
+    _check_rows("threshold_backward", x, grad)
+    grad_x: torch.Tensor = torch.ops.aten.threshold_backward(grad, x, 0)
+    return grad_x
+
+
+def fast_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x * sigmoid(1.702 * x)``."""
+    _check_rows("npu_fast_gelu", x)
+    y: torch.Tensor = load().npu_fast_gelu(x)
+    return y
+
+
+def fast_gelu_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of ``x``."""
+    _check_rows("npu_fast_gelu_backward", x, grad)
+    grad_x: torch.Tensor = load().npu_fast_gelu_backward(grad, x)
+    return grad_x
+
+
+def geglu(x: torch.Tensor) -> torch.Tensor:
+    """Return ``gelu(a) * b`` of the halves of ``x [rows, 2 n]``, with GELU in its tanh form."""
+    _check_rows("npu_geglu", x)
+    y: torch.Tensor = load().npu_geglu(x, dim=-1, approximate=1, activate_left=True)[0]
+    return y
+
+
+def geglu_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of ``x``, for which ``gelu(a)`` is computed again."""
+    _check_rows("npu_geglu_grad", x, grad)
+    activated = gelu(x[..., : x.shape[-1] // 2].contiguous())
+    grad_x: torch.Tensor = load().npu_geglu_grad(
+        grad, x, activated, dim=-1, approximate=1, activate_left=True
+    )
+    return grad_x
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:

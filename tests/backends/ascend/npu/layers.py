@@ -32,6 +32,9 @@ LAYERS: Mapping[str, Callable[[str], torch.nn.Module]] = {
     "layernorm_linear": lambda device: te.LayerNormLinear(
         FEATURES, 416, normalization="RMSNorm", params_dtype=torch.bfloat16, device=device
     ),
+    "layernorm_linear_centered": lambda device: te.LayerNormLinear(
+        FEATURES, 416, normalization="LayerNorm", params_dtype=torch.bfloat16, device=device
+    ),
     "layernorm_mlp": lambda device: te.LayerNormMLP(
         FEATURES, 256, activation="swiglu", params_dtype=torch.bfloat16, device=device
     ),

@@ -10,6 +10,7 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api import (
+    GATED,
     ActivationBackwardDesc,
     ActivationDesc,
     DequantizeDesc,
@@ -23,6 +24,8 @@ from fp8core.backend_api import (
 )
 from fp8core.dispatch.table import resolve
 from fp8core_backends.ascend import ops
+from fp8core_backends.ascend.layers import ACTIVATIONS
+from tests.backends.ascend.softcann.device import Call
 
 CPU, NPU = torch.device("cpu"), torch.device("npu:0")
 BF16, FLOAT = torch.bfloat16, torch.float32
@@ -189,30 +192,59 @@ def test_groups_are_tensors_of_their_own(name: str) -> None:
         assert (found.cpu() - exact).norm() <= 0.06 * exact.norm()
 
 
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("weight_dtype", [BF16, FLOAT], ids=str)
 @pytest.mark.parametrize("out_dtype", [BF16, FLOAT], ids=str)
-def test_rms_norm_is_the_reference_s(
-    zero_centered: bool, weight_dtype: torch.dtype, out_dtype: torch.dtype
+def test_norm_is_the_reference_s(
+    kind: str,
+    zero_centered: bool,
+    weight_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    calls: list[Call],
 ) -> None:
-    desc = NormDesc("rmsnorm", BF16, out_dtype, 1e-5, zero_centered)
-    x, weight, grad = values(33, 96), values(1, 96, 1)[0].to(weight_dtype), values(33, 96, 2)
+    desc = NormDesc(kind, BF16, out_dtype, 1e-5, zero_centered)
+    x, grad = values(33, 96), values(33, 96, 2)
+    weight, bias = (values(1, 96, seed)[0].to(weight_dtype) for seed in (1, 3))
+    given = [weight, bias] if kind == "layernorm" else [weight]
     results = []
     for device in (CPU, NPU):
-        inputs = [one.to(device) for one in (x, weight, grad)]
-        y, _, rstd = resolve(desc, device).run(*inputs[:2])
+        inputs = [one.to(device) for one in (x, *given)]
+        y, mean, rstd = resolve(desc, device).run(*inputs)
         back = resolve(NormBackwardDesc(desc), device)
-        grads = back.run(inputs[2], *inputs[:2], None, rstd)[:2]
-        results.append([one.cpu().float() for one in (y, rstd, *grads)])
+        grads = back.run(grad.to(device), *inputs[:2], mean, rstd)
+        found = [y, mean, rstd, *grads]
+        results.append([None if one is None else one.cpu().float() for one in found])
+        assert grads[1].dtype == FLOAT
     for expected, found in zip(*results, strict=True):
+        if expected is None:
+            assert found is None
+            continue
         torch.testing.assert_close(found, expected, rtol=2.0**-8, atol=1e-3)
+    names = {call.name for call in calls}
+    expected = {"layernorm": {"aclnnLayerNorm", "aclnnLayerNormBackward"}}
+    assert names >= expected.get(kind, {"aclnnRmsNorm", "aclnnRmsNormGrad"})
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_norm_of_nothing_is_the_reference_s(kind: str, rows: int) -> None:
+    desc = NormDesc(kind, BF16, BF16, 1e-5)
+    x, weight = torch.empty(rows, 0 if rows else 8, dtype=BF16), torch.ones(0 if rows else 8)
+    expected, found = (
+        resolve(desc, device).run(x.to(device), weight.to(device)) for device in (CPU, NPU)
+    )
+    for one, other in zip(expected, found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, FLOAT], ids=str)
-@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activation_is_the_reference_s(name: str, out_dtype: torch.dtype) -> None:
     x = values(33, 96)
-    grad = values(33, 48 if name == "swiglu" else 96, 1)
+    grad = values(33, 48 if name in GATED else 96, 1)
     forward = ActivationDesc(name, BF16, out_dtype)
     backward = ActivationBackwardDesc(name, BF16, BF16)
     for desc, arguments in ((forward, (x,)), (backward, (grad, x))):
