@@ -340,6 +340,8 @@ class MultiheadAttention(torch.nn.Module):
             query, key = self._rotate(
                 (query, key), rotary_pos_emb, (ends_q, ends_kv), inference_params
             )
+            if self.q_norm is None:  # whose backward holds the projection in any case
+                value = _without_its_neighbours(value)
         if not self.qk_norm_before_rope:
             query, key = self._normalize(query, key)
         if joins:
@@ -479,6 +481,14 @@ class MultiheadAttention(torch.nn.Module):
             for tensor, freqs, (start, ends) in zip(heads, pair, spans, strict=True)
         )
         return query, key
+
+
+def _without_its_neighbours(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy of ``value`` if backward would hold the whole projection that it is a view of:
+    queries and keys, which are kept rotated."""
+    if not value.requires_grad or not torch.is_grad_enabled():
+        return value
+    return value.contiguous()
 
 
 def check_main_grad(owner: str, fuse_wgrad_accumulation: bool, fuse_qkv_params: bool) -> None:

@@ -324,9 +324,29 @@ def apply_fused_qkv_rotary_pos_emb(
             f"first a multiple of the second."
         )
     query, key, value = torch.split(qkv, sizes, dim=-1)
-    query = query.reshape(*qkv.shape[:2], -1, sizes[1])
     layer = _rotary(tensor_format, bool(interleaved))
-    return layer(query, q_freqs, start_positions), layer(key, k_freqs, start_positions), value
+    heads = query.view(*query.shape[:-1], sizes[0] // sizes[1], sizes[1])
+    rotated = _rotate_groups(layer, heads, q_freqs, start_positions)
+    return rotated, layer(key, k_freqs, start_positions), value
+
+
+def _rotate_groups(
+    layer: Rotary, query: torch.Tensor, freqs: torch.Tensor, starts: torch.Tensor | None
+) -> torch.Tensor:
+    """Return ``query [.., .., groups, heads of a group, d]`` rotated, with its heads in one
+    dimension.
+
+    In sbhd the groups of a sequence count as sequences, as all lie one behind the other: no queries
+    are copied. In bshd the heads of one token are brought together first.
+    """
+    first, second, groups, share, size = query.shape
+    is_each = isinstance(starts, torch.Tensor) and tuple(starts.shape) == (second,)
+    if layer.tensor_format != "sbhd" or groups == 1 or not (starts is None or is_each):
+        y: torch.Tensor = layer(query.reshape(first, second, groups * share, size), freqs, starts)
+        return y
+    each = None if starts is None else starts.repeat_interleave(groups)
+    y = layer(query.flatten(1, 2), freqs, each)
+    return y.view(first, second, groups * share, size)
 
 
 def _rotary(tensor_format: str, interleaved: bool) -> Rotary:

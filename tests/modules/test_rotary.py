@@ -243,6 +243,30 @@ def test_packed_query_key_value_are_split_and_rotated(layout: str) -> None:
     assert qkv.grad.shape == qkv.shape
 
 
+@pytest.mark.parametrize("starts", [None, (1, 3)], ids=["from_0", "from_starts"])
+def test_packed_queries_are_rotated_where_they_lie(
+    starts: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    run = Rotary.forward
+
+    def spy(layer: Rotary, t: torch.Tensor, *given: Any) -> torch.Tensor:
+        seen.append(t.data_ptr())
+        return run(layer, t, *given)
+
+    monkeypatch.setattr(Rotary, "forward", spy)
+    qkv, freqs = torch.randn(5, 2, 3, 4 * 8 + 8 + 8), RotaryPositionEmbedding(8)(9)
+    given = None if starts is None else ints(*starts)
+    query, _, _ = apply_fused_qkv_rotary_pos_emb(
+        qkv, freqs, freqs, [32, 8, 8], start_positions=given
+    )
+    assert seen == [qkv.data_ptr(), qkv[..., 32:].data_ptr()]
+    heads = qkv[..., :32].reshape(5, 2, 12, 8)
+    assert torch.equal(query, apply_rotary_pos_emb(heads, freqs, start_positions=given))
+    with pytest.raises(OperandError, match="start_positions has 3 entries"):
+        apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [32, 8, 8], start_positions=ints(1, 2, 3))
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_first_and_second_derivatives(interleaved: bool) -> None:
     x = torch.randn(3, 2, 1, 6, dtype=F64, requires_grad=True)

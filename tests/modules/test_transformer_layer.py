@@ -247,6 +247,23 @@ def test_layouts_agree() -> None:
     torch.testing.assert_close(packed.view(B, S, H).transpose(0, 1), want)
 
 
+@pytest.mark.parametrize("is_rotated", [True, False])
+def test_backward_holds_no_more_of_the_heads_than_it_reads(is_rotated: bool) -> None:
+    layer = made().self_attention
+    x = torch.randn(S, B, H, dtype=layer.proj.weight.dtype, requires_grad=True)
+    given = {"rotary_pos_emb": RotaryPositionEmbedding(H // HEADS)(S)} if is_rotated else {}
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (saved.append(tensor), tensor)[1], lambda tensor: tensor
+    ):
+        layer(x, **given)
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in saved}
+    read = dict.fromkeys(storages, 0)
+    for one in {(one.data_ptr(), one.numel()): one for one in saved}.values():
+        read[one.untyped_storage().data_ptr()] += one.numel() * one.element_size()
+    assert read == storages
+
+
 def test_rotary_halves_or_neighbours() -> None:
     x = states()
     angles = RotaryPositionEmbedding(H // HEADS, interleaved=True)(S)
