@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
-from fp8core import errors, formats, not_offered, ops, recipe, router
+from fp8core import errors, formats, functional, not_offered, ops, recipe, router
 from fp8core import hookspecs as hookspecs  # loaded, as a public module of the package
 from fp8core import plan as plan  # likewise
 from fp8core.context.autocast import autocast, fp8_autocast
@@ -129,6 +129,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "frozen_weights",
+    "functional",
     "get_default_recipe",
     "make_graphed_callables",
     "moe_permute",

@@ -31,7 +31,7 @@ FLOORS = (
     ("parameter", "tensors"),
     ("context",),
     ("chain",),
-    ("cross_entropy", "modules", "ops", "permutation", "quantizers", "router"),
+    ("cross_entropy", "functional", "modules", "ops", "permutation", "quantizers", "router"),
     ("commands", "conversion", "inspect", "monitoring"),
     ("__init__", "__main__", "demo", "doctor", "hookspecs", "plan", "testing"),
 )
@@ -58,6 +58,7 @@ USABLE = {
     "_buffers": "of torch.nn.Module, as _parameters",
     "_modules": "of torch.nn.Module, as _parameters",
     "_extra_state": "a key of Transformer Engine's checkpoints",
+    "_orig_dtype": "of torchao's Float8TrainingTensor",
     **dict.fromkeys(("_bias", "_data"), "the end of a name"),
     **dict.fromkeys(("_fp8core_conversion", "_fp8core_record"), "set by fp8core, by text"),
 }

@@ -14,6 +14,7 @@ MODULES = (
     "fp8core.backend_api",
     "fp8core.errors",
     "fp8core.formats",
+    "fp8core.functional",
     "fp8core.monitoring",
     "fp8core.ops",
     "fp8core.parameter",

@@ -26,6 +26,7 @@ from fp8core.recipe.plan import TensorPlan
 from fp8core.reporting import log_once
 from fp8core.tensors.casts import Casts
 from fp8core.tensors.checks import check_stored, matrix_size, plan_from
+from fp8core.tensors.coded import fit_codes
 from fp8core.tensors.quantizer import Orientations, ReduceAmax, Slot
 from fp8core.tensors.storage import (
     FLOATS,
@@ -188,6 +189,41 @@ class QuantizedTensor(Casts):
         made = cls(*kept(operands), plan, value.dtype, shape=value.shape)
         made._slot = slot
         return made
+
+    @classmethod
+    def from_codes(
+        cls,
+        codes: torch.Tensor,
+        scale_inv: torch.Tensor,
+        recipe: Any,
+        *,
+        global_scale_inv: torch.Tensor | None = None,
+        tensor: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> QuantizedTensor:
+        """Return the quantized tensor of ``codes`` and scales, which it holds without a copy.
+
+        It holds the rowwise operand, and the columnwise one where that has the same codes.
+
+        Args:
+            codes: ``[..., k]`` in one of torch's FP8 dtypes or as uint8; of 4-bit formats
+                ``[..., k / 2]`` as uint8 or ``torch.float4_e2m1fn_x2``, the even element in the low
+                half.
+            scale_inv: what elements are multiplied by, one for each block: float32, or the bytes of
+                the scale format.
+            recipe: how it is stored: a recipe or its name, an OperandSpec, or a TensorPlan.
+            global_scale_inv: the scales above those of blocks, float32, for two levels.
+            tensor: which tensor of a linear layer the recipe is asked about, ``"input"``,
+                ``"weight"`` or ``"grad_output"``; None takes the first whose format and scales fit.
+            dtype: the nominal dtype, float32, bfloat16 or float16.
+
+        Raises:
+            RecipeError: ``recipe`` is none of these, or leaves the tensor in high precision.
+            OperandError: codes and scales do not fit it, or hold what no cast writes.
+        """
+        given = (recipe, global_scale_inv, tensor, dtype)
+        operand, plan, shape = fit_codes(codes, scale_inv, *given)
+        return cls(operand, None, plan, dtype, shape=shape)
 
     @property
     def held(self) -> Held:

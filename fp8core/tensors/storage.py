@@ -182,4 +182,7 @@ def pad_operand(operand: Operand, spec: OperandSpec, rows: int, columns: int) ->
     more = (0, counts[1] - scale_inv.shape[1], 0, counts[0] - scale_inv.shape[0])
     value = 1 if spec.scale_format == "float32" else 0
     padded = torch.nn.functional.pad(scale_inv, more, value=value)
-    return Operand(data, padded, operand.global_scale_inv)
+    outer = operand.global_scale_inv
+    if outer is not None and spec.row_scaled:
+        outer = torch.nn.functional.pad(outer, (0, 0, 0, rows), value=1)
+    return Operand(data, padded, outer)

@@ -1,0 +1,76 @@
+"""``quantize`` and ``dequantize`` as functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp8core.errors import OperandError
+from fp8core.quantizers.base import Quantizer
+from fp8core.recipe.plan import TensorPlan
+from fp8core.tensors.coded import tensor_plan
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+
+__all__ = ["dequantize", "quantize"]
+
+
+class _PlannedQuantizer(Quantizer):
+    """A quantizer of any plan."""
+
+    def __init__(self, plan: TensorPlan, *, rowwise: bool = True, columnwise: bool = True) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self._plan = plan
+
+    @property
+    def plan(self) -> TensorPlan:
+        """The plan."""
+        return self._plan
+
+
+def quantize(
+    x: torch.Tensor,
+    by: Any,
+    *,
+    tensor: str = "input",
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> QuantizedTensor:
+    """Return ``x [..., k]`` quantized, in the orientations asked for.
+
+    The gradient passes unchanged.
+
+    Args:
+        x: a floating-point tensor.
+        by: a quantizer, whose own usages count; a recipe or its name, which is asked how a linear
+            layer quantizes ``tensor``; an OperandSpec, or a TensorPlan.
+        tensor: ``"input"``, ``"weight"`` or ``"grad_output"``.
+        rowwise, columnwise: which orientations are made. One that the plan leaves in high precision
+            is left out.
+
+    Raises:
+        RecipeError: ``by`` is something else, or a recipe that leaves the tensor in high precision.
+        OperandError, UnsupportedError: as :meth:`fp8core.Quantizer.quantize`.
+    """
+    if isinstance(by, Quantizer) or (callable(by) and not isinstance(by, type)):
+        made: QuantizedTensor = by(x)
+        return made
+    dtype = x.dtype if isinstance(x, torch.Tensor) else torch.float32
+    plan = tensor_plan(by, tensor, dtype)
+    used = (rowwise and plan.rowwise is not None, columnwise and plan.columnwise is not None)
+    return _PlannedQuantizer(plan, rowwise=used[0], columnwise=used[1])(x)
+
+
+def dequantize(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the values of ``x`` as a plain tensor in ``dtype``, its own if None.
+
+    A plain tensor is converted, so that code may take either. The gradient passes unchanged.
+
+    Raises:
+        OperandError: ``x`` is no tensor.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise OperandError(f"dequantize takes a tensor, found {type(x).__name__}.")
+    if isinstance(x, QuantizedTensor):
+        return x.dequantize(dtype)
+    return x if dtype is None else x.to(dtype)
