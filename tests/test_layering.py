@@ -43,7 +43,7 @@ CONTRACT = {"fp8core.backend_api", "fp8core.errors", "fp8core.formats"}
 # What a plug-in's entry point may know besides: a recipe that it registers is one of these values.
 ENTRY_POINTS_KNOW = {"fp8core.recipe"}
 # Optional third-party packages: the only imports that a function below the top floor may hold.
-OPTIONAL = {"matplotlib", "pytest", "rich", "torch.utils.tensorboard", "torch_npu"}
+OPTIONAL = {"cudnn", "matplotlib", "pytest", "rich", "torch.utils.tensorboard", "torch_npu"}
 VAGUE_NAMES = {"common", "helper", "helpers", "manager", "managers", "types", "util", "utils"}
 
 # Where private names of torch are written: those of fp8core in one file, a backend's in its own.

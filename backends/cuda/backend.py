@@ -14,6 +14,8 @@ from fp8core.backend_api import (
     AddNormDesc,
     Alignment,
     AmaxDesc,
+    AttentionBackwardDesc,
+    AttentionDesc,
     ColumnSumsDesc,
     DequantizeDesc,
     FusedDesc,
@@ -34,6 +36,8 @@ from fp8core.backend_api import (
 from fp8core_backends.cuda import native, scaled_mm
 from fp8core_backends.cuda.activation import Activation, ActivationBackward, activation_problem
 from fp8core_backends.cuda.amax import bind_amax, bind_quantize_by_amax
+from fp8core_backends.cuda.attention import bind_attention, bind_attention_backward
+from fp8core_backends.cuda.attention_support import attention_problem
 from fp8core_backends.cuda.column_sums import ColumnSums
 from fp8core_backends.cuda.dequantize import Dequantize
 from fp8core_backends.cuda.device_groups import DeviceGroupedGemm
@@ -62,6 +66,10 @@ class CudaBackend:
         """Say why ``desc`` cannot run on ``device``, or None."""
         if device.type != "cuda":
             return f"runs on cuda, not on {device.type}"
+        if isinstance(desc, AttentionDesc):
+            return attention_problem(desc, device)
+        if isinstance(desc, AttentionBackwardDesc):
+            return attention_problem(desc.attention, device, bias_grad=desc.bias_grad)
         missing = native.missing(device)
         if type(desc) in (GemmDesc, GroupedGemmDesc):  # a subclass may ask for more
             return _check_gemm(desc, device, missing)  # type: ignore[arg-type]  # as the line above
@@ -106,6 +114,10 @@ class CudaBackend:
         if isinstance(desc, GemmDesc):
             run = _bind_dense(desc, device)
             return bind_grouped_gemm(desc, run) if isinstance(desc, GroupedGemmDesc) else run
+        if isinstance(desc, AttentionDesc):  # cuDNN's, which needs no library of this backend
+            return bind_attention(desc, device)
+        if isinstance(desc, AttentionBackwardDesc):
+            return bind_attention_backward(desc, device)
         library = native.load()
         bound: Callable[..., Any] = _BINDERS[type(desc)](desc, device, library)
         return bound

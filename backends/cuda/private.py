@@ -1,7 +1,7 @@
 """Every private name of torch that this backend uses; all are in torch 2.11 and in torch 2.13.
 
 Where a later torch lacks one of the first four, the public way next to its use takes its place and
-costs more time on the host. ``scaled_mm`` raises an AttributeError at import.
+costs more time on the host. The others raise an AttributeError at import.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ import torch
 from torch.autograd.graph import increment_version
 
 __all__ = [
-    *("Empty", "count_writes", "current_device", "empty_strided", "raw_stream", "scaled_mm"),
+    "Empty",
+    "count_writes",
+    "cudnn_attention",
+    "cudnn_attention_backward",
+    "current_device",
+    "empty_strided",
+    "raw_stream",
+    "scaled_mm",
 ]
 
 Empty: TypeAlias = "Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]"
@@ -38,3 +45,10 @@ count_writes: Callable[[Sequence[torch.Tensor]], None] = getattr(
 
 # A product of FP8 matrices by cuBLASLt.
 scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm
+
+# cuDNN's attention with its statistics, and its gradients; the public function chooses a kernel by
+# itself, and gives no statistics.
+cudnn_attention: Callable[..., Any] = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+cudnn_attention_backward: Callable[..., Any] = (
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+)

@@ -1,0 +1,182 @@
+"""Sequences of different lengths: where they begin and end, and which queries see no key.
+
+Everything stays on the device. Whatever offsets a caller gives, no row outside of a tensor results.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fp8core.backend_api import AttentionDesc, OperandError
+from fp8core_backends.cuda.autotune import bucket
+
+__all__ = [
+    "Keywords",
+    "Sequences",
+    "Unseen",
+    "in_rows",
+    "keys_outside",
+    "sequences_of",
+    "steady",
+    "unseen",
+    "whole",
+]
+
+
+class Keywords(NamedTuple):
+    """The lengths in a call's keywords: ``cu_seqlens`` and those with padding, int32 ``[b + 1]``,
+    and, in thd, the longest sequences."""
+
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_kv: torch.Tensor | None
+    cu_seqlens_q_padded: torch.Tensor | None
+    cu_seqlens_kv_padded: torch.Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+
+
+class Sequences(NamedTuple):
+    """``lengths`` int32 ``[b]`` of queries and of keys, and in thd ``starts`` int64 ``[b + 1]``,
+    the rows where they begin."""
+
+    lengths_q: torch.Tensor
+    lengths_kv: torch.Tensor
+    starts_q: torch.Tensor | None = None
+    starts_kv: torch.Tensor | None = None
+
+    def padded(self, batch: int) -> Sequences:
+        """Return ``batch`` sequences, of which those that are added are empty."""
+        added = batch - len(self.lengths_q)
+        grown = [None if one is None else torch.nn.functional.pad(one, (0, added)) for one in self]
+        lengths_q, lengths_kv, starts_q, starts_kv = grown
+        assert lengths_q is not None
+        assert lengths_kv is not None
+        return Sequences(lengths_q, lengths_kv, starts_q, starts_kv)
+
+
+def sequences_of(
+    desc: AttentionDesc, q: torch.Tensor, k: torch.Tensor, given: Keywords
+) -> Sequences:
+    """Return the sequences of a call with padding.
+
+    Raises:
+        OperandError: offsets are missing, or of another form.
+    """
+    pairs = (
+        (q, given.cu_seqlens_q, given.cu_seqlens_q_padded, given.max_seqlen_q),
+        (k, given.cu_seqlens_kv, given.cu_seqlens_kv_padded, given.max_seqlen_kv),
+    )
+    batch = None if given.cu_seqlens_q is None else len(given.cu_seqlens_q)
+    if desc.layout != "thd":
+        batch = q.shape[1 if desc.layout == "sbhd" else 0] + 1
+    lengths, starts = [], []
+    for x, offsets, padded, longest in pairs:
+        for one in (offsets, padded):
+            _check_offsets(desc, x, offsets if one is None else one, batch)
+        assert offsets is not None
+        if desc.layout != "thd":
+            lengths.append(offsets.diff().clamp(0, x.shape[0 if desc.layout == "sbhd" else 1]))
+            continue
+        if longest is None:
+            raise OperandError(f"{desc}: max_seqlen_q and max_seqlen_kv are missing.")
+        begin = (offsets if padded is None else padded).long().clamp(0, x.shape[0])
+        starts.append(begin)
+        inside = torch.minimum(offsets.diff().clamp(0, longest), x.shape[0] - begin[:-1])
+        lengths.append(inside.int())
+    return Sequences(*lengths, *starts)
+
+
+def _check_offsets(
+    desc: AttentionDesc, x: torch.Tensor, offsets: torch.Tensor | None, count: int | None
+) -> None:
+    is_right = (
+        offsets is not None
+        and offsets.dtype == torch.int32
+        and offsets.device == x.device
+        and offsets.dim() == 1
+        and len(offsets) == count
+        and len(offsets) > 0
+    )
+    if not is_right:
+        shown = None
+        if offsets is not None:
+            shown = f"{offsets.dtype} {list(offsets.shape)} on {offsets.device}"
+        raise OperandError(
+            f"{desc}: cu_seqlens are {shown}; expected torch.int32 [{count}], one more than "
+            f"there are sequences, on {x.device}."
+        )
+
+
+def whole(batch: int, length_q: int, length_kv: int, device: torch.device) -> Sequences:
+    """Return sequences that fill their rows."""
+    lengths = (
+        torch.full((batch,), length, dtype=torch.int32, device=device)
+        for length in (length_q, length_kv)
+    )
+    return Sequences(*lengths)
+
+
+class Unseen(NamedTuple):
+    """Queries that see no key, and among them those that are in no sequence; both broadcast to the
+    statistics, ``[b, heads, s]`` or ``[t, heads]``."""
+
+    blind: torch.Tensor
+    outside: torch.Tensor | None
+
+
+class _Places(NamedTuple):
+    """The position of each row in its sequence, and the lengths there; these broadcast."""
+
+    positions: torch.Tensor
+    lengths_q: torch.Tensor
+    lengths_kv: torch.Tensor
+
+
+def _places(sequences: Sequences, starts: torch.Tensor | None, rows: int) -> _Places:
+    lengths_q, lengths_kv = sequences.lengths_q, sequences.lengths_kv
+    i = torch.arange(rows, device=lengths_q.device)
+    if starts is None:
+        return _Places(i, lengths_q[:, None], lengths_kv[:, None])
+    if not len(lengths_q):  # no sequences: each row is behind the end
+        nothing = torch.zeros_like(i)
+        return _Places(nothing, nothing, nothing)
+    at = torch.bucketize(i, starts[1:], right=True).clamp(max=len(lengths_q) - 1)
+    return _Places(i - starts[at], lengths_q[at], lengths_kv[at])
+
+
+def unseen(desc: AttentionDesc, sequences: Sequences, rows: int) -> Unseen:
+    """Return which of the ``rows`` queries of a sequence, in thd of all, see no key."""
+    i, lengths_q, lengths_kv = _places(sequences, sequences.starts_q, rows)
+    outside = (i < 0) | (i >= lengths_q)
+    seen_at = i + (lengths_kv - lengths_q) if desc.bottom_right else i
+    left, right = desc.window
+    blind = outside | (lengths_kv == 0)
+    if right >= 0:
+        blind = blind | (seen_at + right < 0)
+    if left >= 0:
+        blind = blind | (seen_at - left >= lengths_kv)
+    return Unseen(blind.unsqueeze(1), outside.unsqueeze(1))
+
+
+def keys_outside(sequences: Sequences, rows: int) -> torch.Tensor:
+    """Return which of the ``rows`` keys of a sequence, in thd of all, are in none; the mask has the
+    form of :class:`Unseen`'s."""
+    j, _, lengths_kv = _places(sequences, sequences.starts_kv, rows)
+    return ((j < 0) | (j >= lengths_kv)).unsqueeze(1)
+
+
+def in_rows(mask: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return a mask of statistics as one that broadcasts to the rows ``[.., heads, d]``."""
+    if layout == "sbhd":
+        mask = mask.permute(2, 0, 1)
+    elif layout == "bshd":
+        mask = mask.transpose(1, 2)
+    return mask.unsqueeze(-1)
+
+
+def steady(length: int) -> int:
+    """Return the size that stands for a length or a number of sequences or rows that changes from
+    call to call, so that few graphs are built."""
+    return bucket(max(length, 64))

@@ -1,0 +1,119 @@
+"""Operands of attention as cuDNN takes them: checked, aligned, and as ``[b, heads, s, d]``."""
+
+from __future__ import annotations
+
+import torch
+
+from fp8core.backend_api import AttentionDesc, OperandError
+
+__all__ = [
+    "aligned",
+    "by_heads",
+    "check_operands",
+    "check_rows",
+    "in_layout",
+    "in_order",
+    "out_size",
+]
+
+_ALIGNMENT = 16  # bytes, of addresses and strides
+
+
+def by_heads(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return a view ``[b, heads, s, d]`` of a tensor in a dense layout."""
+    return x.permute(1, 2, 0, 3) if layout == "sbhd" else x.transpose(1, 2)
+
+
+def in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return a tensor ``[b, heads, s, d]`` in a dense layout, contiguous."""
+    return (x.permute(2, 0, 1, 3) if layout == "sbhd" else x.transpose(1, 2)).contiguous()
+
+
+def out_size(desc: AttentionDesc, q: torch.Tensor) -> tuple[int, ...]:
+    """Return the size of the result."""
+    return (*q.shape[:-1], desc.head_dim_v)
+
+
+def check_operands(
+    desc: AttentionDesc, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, device: torch.device
+) -> None:
+    """Refuse shapes, dtypes and devices that the descriptor does not describe.
+
+    Raises:
+        OperandError: names all three tensors.
+    """
+    rank = 3 if desc.layout == "thd" else 4
+    batch = slice(1, 2) if desc.layout == "sbhd" else slice(0, 1)
+    is_right = (
+        q.dim() == k.dim() == v.dim() == rank
+        and q.shape[-2:] == (desc.heads, desc.head_dim)
+        and k.shape[-2:] == (desc.groups, desc.head_dim)
+        and v.shape[-2:] == (desc.groups, desc.head_dim_v)
+        and k.shape[:-2] == v.shape[:-2]
+        and (desc.layout == "thd" or q.shape[batch] == k.shape[batch])
+        and q.dtype == k.dtype == v.dtype == desc.dtype
+        and q.device == k.device == v.device == device
+    )
+    if not is_right:
+        shown = ", ".join(
+            f"{name} {list(x.shape)} {x.dtype} on {x.device}"
+            for name, x in zip("qkv", (q, k, v), strict=True)
+        )
+        raise OperandError(
+            f"{desc}: {shown}; expected q [.., {desc.heads}, {desc.head_dim}], "
+            f"k [.., {desc.groups}, {desc.head_dim}] and v [.., {desc.groups}, {desc.head_dim_v}] "
+            f"of {desc.dtype} on {device}."
+        )
+
+
+def check_rows(
+    desc: AttentionDesc,
+    q: torch.Tensor,
+    grad_out: torch.Tensor,
+    out: torch.Tensor,
+    stats: torch.Tensor,
+) -> None:
+    """Refuse gradients, results and statistics of another forward call.
+
+    Raises:
+        OperandError: names the three tensors.
+    """
+    size = out_size(desc, q)
+    if desc.layout == "thd":
+        statistics: tuple[int, ...] = tuple(q.shape[:-1])
+    else:
+        statistics = tuple(by_heads(q, desc.layout).shape[:-1])
+    is_right = (
+        tuple(grad_out.shape) == tuple(out.shape) == size
+        and grad_out.dtype == out.dtype == desc.dtype
+        and tuple(stats.shape) == statistics
+        and stats.dtype == torch.float32
+        and grad_out.device == out.device == stats.device == q.device
+    )
+    if not is_right:
+        given = zip(("grad_out", "out", "stats"), (grad_out, out, stats), strict=True)
+        shown = ", ".join(f"{name} {list(x.shape)} {x.dtype} on {x.device}" for name, x in given)
+        raise OperandError(
+            f"{desc}: {shown}; expected grad_out and out {list(size)} of {desc.dtype} and stats "
+            f"{list(statistics)} of torch.float32 on {q.device}."
+        )
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, or a contiguous copy if cuDNN cannot read its rows: elements of a head that are
+    not neighbours, elements that several indices share, or addresses that are not aligned."""
+    step = _ALIGNMENT // x.element_size()
+    *outer, last = x.stride()
+    sizes = x.shape
+    is_readable = last == 1 and x.data_ptr() % _ALIGNMENT == 0
+    for size, stride in zip(sizes, outer, strict=False):
+        is_readable = is_readable and (size == 1 or (stride > 0 and stride % step == 0))
+    return x if is_readable else x.clone(memory_format=torch.contiguous_format)
+
+
+def in_order(x: torch.Tensor) -> torch.Tensor:
+    """Return :func:`aligned` ``x``, or a contiguous copy if its dimensions are not in the order of
+    their strides."""
+    x = aligned(x)
+    strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]
+    return x if strides == sorted(strides, reverse=True) else x.contiguous()

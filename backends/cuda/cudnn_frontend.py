@@ -1,0 +1,89 @@
+"""NVIDIA's cuDNN frontend for Python, if it is installed: whether it can be used, and its handles.
+
+It is the optional package ``nvidia-cudnn-frontend``; cuDNN itself comes with torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import threading
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.backend_api import UnsupportedError
+from fp8core_backends.cuda.stream import raw_stream
+
+__all__ = ["Execution", "execution", "load", "missing"]
+
+PACKAGE = "nvidia-cudnn-frontend"
+# 1.19 has no sink; backward of 1.24 asks for an attribute that cuDNN 9.19, torch 2.11's, lacks.
+FIRST, AFTER_LAST = (1, 20), (1, 24)
+CUDNN = 91900
+"""The first release of cuDNN on which the graphs of this backend were checked."""
+
+
+@functools.cache
+def missing() -> str | None:
+    """Say why the frontend cannot be used, or None."""
+    wanted = f"{FIRST[0]}.{FIRST[1]} up to, not including, {AFTER_LAST[0]}.{AFTER_LAST[1]}"
+    install = f"pip install '{PACKAGE}>={FIRST[0]}.{FIRST[1]},<{AFTER_LAST[0]}.{AFTER_LAST[1]}'"
+    if importlib.util.find_spec("cudnn") is None:
+        return f"{PACKAGE} is not installed; {install}"
+    try:
+        found = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return f"a module named cudnn is installed that is not {PACKAGE}; {install}"
+    version = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+    if not FIRST <= version < AFTER_LAST:
+        return f"{PACKAGE} is {found}, expected {wanted}; {install}"
+    release = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's
+    if release is None or release < CUDNN:
+        return f"torch's cuDNN is {release}, expected at least {CUDNN}"
+    return None
+
+
+@functools.cache
+def load() -> Any:
+    """Return the module ``cudnn``.
+
+    Raises:
+        UnsupportedError: it cannot be imported.
+    """
+    try:
+        import cudnn
+    except ImportError as error:
+        raise UnsupportedError(f"cuda: {PACKAGE} cannot be imported: {error}") from None
+    return cudnn
+
+
+class Execution(NamedTuple):
+    """What a graph is built and executed with: a handle of cuDNN, set to torch's stream."""
+
+    cudnn: Any
+    handle: int
+
+
+class _Handles(threading.local):
+    """A handle for each device, and the stream that it was set to; of one thread, as cuDNN asks."""
+
+    def __init__(self) -> None:
+        self.of_device: dict[int, tuple[Execution, int]] = {}
+
+
+_handles = _Handles()
+
+
+def execution(index: int) -> Execution:
+    """Return this thread's handle for the current device, ``index``, set to its current stream."""
+    stream = raw_stream(index)
+    known = _handles.of_device.get(index)
+    if known is not None and known[1] == stream:
+        return known[0]
+    cudnn = load()
+    chosen = Execution(cudnn, cudnn.create_handle()) if known is None else known[0]
+    cudnn.set_stream(chosen.handle, stream)
+    _handles.of_device[index] = (chosen, stream)
+    return chosen
