@@ -107,24 +107,6 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "ops.register_forward_fusion",
     ),
     "use torch.export.export on an inference model": ("onnx_export",),
-    "use fp8core.ops.Linear(bias=False)": ("ops.BasicLinear",),
-    "subclass torch.nn.Module, and call it between two chains": ("ops.BasicOperation",),
-    "call fp8core.GroupedLinear between two chains": ("ops.GroupedLinear",),
-    "call torch's function between two chains": (
-        "ops.ConstantScale",
-        "ops.Identity",
-        "ops.L2Normalization",
-        "ops.MakeExtraOutput",
-        "ops.Reshape",
-    ),
-    "multiply the rows by their scales after the activation": (
-        "ops.ScaledClampedQGeGLU",
-        "ops.ScaledSReLU",
-        "ops.ScaledSiTUGLU",
-        "ops.ScaledSwiGLU",
-        "ops.ScaledTanhSReLU",
-        "ops.SiTUGLU",
-    ),
 }
 NOT_OFFERED: Mapping[str, str] = {
     name: instead for instead, names in _GROUPS.items() for name in names

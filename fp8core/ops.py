@@ -3,20 +3,24 @@
 ``ops.Sequential(ops.RMSNorm(512), ops.Linear(512, 2048), ops.SwiGLU(), ops.Linear(1024, 512))`` is
 such a chain; the library's layers are chains too. An operation can quantize its result for the
 linear that follows it, by a fused operation if the backend has one. Any layer of the library can be
-an operation.
+an operation, and torch modules and operations of one's own, :class:`BasicOperation`, run between
+the chains.
+
+An operation computes in the dtype of its parameters, to which its input is cast, and without
+parameters in that of its input; under torch.autocast in that of torch.autocast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from fp8core.chain.pointwise import AddShape, BiasShape, DropoutShape, QuantizeShape
-from fp8core.chain.shape import LinkShape, input_columns_of
-from fp8core.errors import OperandError, UnsupportedError
+from fp8core.chain.pointwise import BiasShape, DropoutShape, QuantizeShape
+from fp8core.chain.shape import LinkShape
+from fp8core.errors import OperandError
 from fp8core.modules.activation import (
     GEGLU,
     GELU,
@@ -26,19 +30,34 @@ from fp8core.modules.activation import (
     ClampedSwiGLU,
     ReGLU,
     ReLU,
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    ScaledTanhSReLU,
     SiLU,
+    SiTUGLU,
     SReGLU,
     SReLU,
     SwiGLU,
 )
-from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.inputs import check_kind
+from fp8core.modules.basic_operation import BasicOperation, OperationContext
+from fp8core.modules.grouped_linear import GroupedLinear as GroupedLinearLayer
+from fp8core.modules.inputs import cast_to_weight
 from fp8core.modules.linear import Linear as LinearLayer
 from fp8core.modules.norm import LayerNorm, RMSNorm
 from fp8core.modules.operation import Operation
 from fp8core.modules.parameters import InitMethod, check_size, fill, make_parameter, resolve_device
 from fp8core.modules.refusals import refuse_arguments
-from fp8core.modules.run import run_layer
+from fp8core.modules.sequential import Sequential
+from fp8core.modules.tensor_operations import (
+    AddExtraInput,
+    ConstantScale,
+    Identity,
+    L2Normalization,
+    MakeExtraOutput,
+    Reshape,
+)
 from fp8core.not_offered import refusal
 
 __all__ = [
@@ -48,118 +67,36 @@ __all__ = [
     "QGEGLU",
     "QGELU",
     "AddExtraInput",
+    "BasicLinear",
+    "BasicOperation",
     "Bias",
     "ClampedSwiGLU",
+    "ConstantScale",
     "Dropout",
+    "GroupedLinear",
+    "Identity",
+    "L2Normalization",
     "LayerNorm",
     "Linear",
+    "MakeExtraOutput",
+    "OperationContext",
     "Quantize",
     "RMSNorm",
     "ReGLU",
     "ReLU",
+    "Reshape",
     "SReGLU",
     "SReLU",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSiTUGLU",
+    "ScaledSwiGLU",
+    "ScaledTanhSReLU",
     "Sequential",
     "SiLU",
+    "SiTUGLU",
     "SwiGLU",
 ]
-
-
-class Sequential(LowPrecisionModule):
-    """Runs its operations as one chain.
-
-    The input ``[..., k]`` goes into the first operation; each :class:`AddExtraInput` takes one
-    further argument of the call, in order. A Sequential inside another is part of its chain. The
-    outermost one holds the delayed-scaling state of all its linears.
-
-    Raises:
-        OperandError: an argument is no operation, the sizes of two operations do not fit, or a call
-            has the wrong number of extra inputs.
-        UnsupportedError: a layer returns more than one tensor, or takes groups.
-    """
-
-    kind = "sequential"
-
-    def __init__(self, *operations: LowPrecisionModule, name: str | None = None) -> None:
-        super().__init__(name)
-        if not operations:
-            raise OperandError("ops.Sequential() needs at least one operation.")
-        for index, operation in enumerate(operations):
-            if not isinstance(operation, LowPrecisionModule):
-                raise OperandError(
-                    f"ops.Sequential: operation {index} is {type(operation).__name__}; expected "
-                    f"one of fp8core.ops or a layer of fp8core."
-                )
-            self.add_module(str(index), operation)
-        self._check_single_outputs()
-        self._check_sizes()
-
-    def _operations(self) -> list[LowPrecisionModule]:
-        """Return the operations in order; a nested Sequential stands for its operations."""
-        operations: list[LowPrecisionModule] = []
-        for child in self.children():
-            if isinstance(child, Sequential):
-                operations += child._operations()
-            elif isinstance(child, LowPrecisionModule):
-                operations.append(child)
-        return operations
-
-    def _check_single_outputs(self) -> None:
-        for operation in self._operations():
-            shapes = operation.link_shapes()
-            leaves = any(shape.leaves_chain for shape in shapes)
-            grouped = any(shape.groups for shape in shapes)
-            if leaves or grouped or getattr(operation, "return_bias", False):
-                reason = "takes m_splits" if grouped else "returns more than one tensor"
-                raise UnsupportedError(f"ops.Sequential: {operation.label} {reason}.")
-
-    def _check_sizes(self) -> None:
-        width = input_columns_of(self.link_shapes())
-        if width is None:  # no operation has a size
-            return
-        for index, operation in enumerate(self._operations()):
-            for shape in operation.link_shapes():
-                expected = shape.expected_columns(width)
-                if expected is not None:
-                    raise OperandError(
-                        f"ops.Sequential: operation {index}, {operation.label}, takes {expected} "
-                        f"columns, but gets {width}."
-                    )
-                width = shape.columns(width)
-
-    def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the shapes of all operations."""
-        operations = self._operations()
-        return tuple(shape for operation in operations for shape in operation.link_shapes())
-
-    def link_params(self) -> list[torch.Tensor]:
-        """Return the parameters of all operations; extra inputs come with the call."""
-        return [param for operation in self._operations() for param in operation.link_params()]
-
-    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor) -> torch.Tensor:
-        """Run the operations on ``input``, with an extra input for each :class:`AddExtraInput`."""
-        operations = self._operations()
-        wanted = sum([operation.takes_extra_input for operation in operations])
-        if len(extra_inputs) != wanted:
-            raise OperandError(
-                f"{self.label}: got {len(extra_inputs)} extra inputs for {wanted} AddExtraInput."
-            )
-        for index, residual in enumerate(extra_inputs):
-            check_kind(self.label, f"extra input {index}", residual)
-            if residual.device != input.device:
-                raise OperandError(
-                    f"{self.label}: extra input {index} is on {residual.device}, the input on "
-                    f"{input.device}. Move one of them; nothing is moved silently."
-                )
-        extra = iter(extra_inputs)
-        params: list[torch.Tensor] = []
-        for operation in operations:
-            params += [next(extra)] if operation.takes_extra_input else operation.link_params()
-        first, width = next(self.parameters(), None), input_columns_of(self.link_shapes())
-        return run_layer(self, input, params, like=first, columns=width)[0]
-
-    def _describe(self) -> list[str]:
-        return []
 
 
 _uniform: InitMethod = partial(torch.nn.init.kaiming_uniform_, a=5**0.5)  # +-1 / sqrt(in_features)
@@ -208,6 +145,104 @@ class Linear(LinearLayer):
             parameters_split=parameters_split,
             name=name,
         )
+
+    def forward(self, input: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        """Compute as :meth:`fp8core.Linear.forward` does, from an input of any dtype."""
+        like = self.parameter(f"{self._parts[0][0]}weight")
+        return super().forward(cast_to_weight(input, like), *arguments, **keywords)
+
+
+class BasicLinear(Linear):
+    """:class:`Linear` without a bias."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: object | None = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: object | None = None,
+        accumulate_into_main_grad: bool = False,
+        userbuffers_options: object | None = None,
+    ) -> None:
+        names = (*_PARALLEL, "userbuffers_options")
+        refuse_arguments(BasicLinear.__init__, locals(), names, owner="ops.BasicLinear")
+        super().__init__(
+            in_features,
+            out_features,
+            bias=False,
+            device=device,
+            dtype=dtype,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+        )
+
+
+class GroupedLinear(GroupedLinearLayer):
+    """:class:`fp8core.GroupedLinear` as an operation, with the arguments and initial values of
+    Transformer Engine's; the sizes of the groups are its extra input.
+
+    Args:
+        num_groups, in_features, out_features, bias, device: as ``num_gemms`` and the others there.
+        dtype: of the parameters, torch's default if None.
+        accumulate_into_main_grad, delay_wgrad_compute: as ``fuse_wgrad_accumulation`` and
+            ``delay_wgrad_compute`` there.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        rng_state_tracker_function: object | None = None,
+        accumulate_into_main_grad: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        delay_wgrad_compute: bool = False,
+        scale_bias: bool = False,
+        name: str | None = None,
+    ) -> None:
+        names = ("rng_state_tracker_function", "single_grouped_weight", "single_grouped_bias")
+        refuse_arguments(
+            GroupedLinear.__init__, locals(), (*names, "scale_bias"), owner="ops.GroupedLinear"
+        )
+        self.num_groups = num_groups
+        super().__init__(
+            num_groups,
+            in_features,
+            out_features,
+            fuse_wgrad_accumulation=accumulate_into_main_grad,
+            init_method=_uniform,
+            bias=bias,
+            params_dtype=dtype,
+            device=device,
+            delay_wgrad_compute=delay_wgrad_compute,
+            name=name,
+        )
+
+    def forward(  # type: ignore[override]  # the operation's names
+        self,
+        input: torch.Tensor,
+        split_sizes: Sequence[int] | torch.Tensor,
+        *,
+        output: torch.Tensor | None = None,
+        grad_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute as :meth:`fp8core.GroupedLinear.forward` does; ``output`` and ``grad_input`` are
+        its ``out`` and ``dgrad_out``."""
+        like = self.parameter("weight0")
+        result = super().forward(
+            cast_to_weight(input, like), split_sizes, out=output, dgrad_out=grad_input
+        )
+        assert isinstance(result, torch.Tensor)  # the bias is never returned
+        return result
 
 
 _PARALLEL = (
@@ -266,27 +301,6 @@ class Dropout(Operation):
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the dropout's shape, whose probability is 0 in evaluation."""
         return (DropoutShape(self.p if self.training else 0.0),)
-
-
-class AddExtraInput(Operation):
-    """The residual add: adds the next extra input of :class:`Sequential`."""
-
-    takes_extra_input = True
-
-    def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the add's shape."""
-        return (AddShape(),)
-
-    def __init__(self, *, in_place: bool = False) -> None:
-        super().__init__(None)
-        refuse_arguments(AddExtraInput.__init__, locals(), ("in_place",), owner="ops.AddExtraInput")
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Raise, as only a :class:`Sequential` has an extra input to add."""
-        raise OperandError(
-            "ops.AddExtraInput cannot be called alone: put it into an ops.Sequential, whose call "
-            "takes the extra input."
-        )
 
 
 class Quantize(Operation):

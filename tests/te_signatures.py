@@ -58,10 +58,20 @@ FILES = {
     "pytorch/ops/basic/dropout.py": ("Dropout",),
     "pytorch/ops/basic/quantize.py": ("Quantize",),
     "pytorch/ops/basic/add_extra_input.py": ("AddExtraInput",),
-    "pytorch/ops/basic/swiglu.py": ("SwiGLU", "ClampedSwiGLU"),
+    "pytorch/ops/basic/swiglu.py": (
+        *("SwiGLU", "ClampedSwiGLU", "SiTUGLU", "ScaledSwiGLU", "ScaledSiTUGLU"),
+        "ScaledClampedQGeGLU",
+    ),
     "pytorch/ops/basic/activation.py": (
         *("GELU", "GEGLU", "GLU", "QGELU", "QGEGLU", "ReLU", "ReGLU", "SReLU", "SReGLU", "SiLU"),
+        *("ScaledSReLU", "ScaledTanhSReLU"),
     ),
+    "pytorch/ops/basic/basic_linear.py": ("BasicLinear",),
+    "pytorch/ops/basic/grouped_linear.py": ("GroupedLinear",),
+    "pytorch/ops/basic/constant_scale.py": ("ConstantScale",),
+    "pytorch/ops/basic/l2normalization.py": ("L2Normalization",),
+    "pytorch/ops/basic/make_extra_output.py": ("MakeExtraOutput",),
+    "pytorch/ops/basic/reshape.py": ("Reshape",),
     "common/recipe/__init__.py": (
         *("MMParams", "DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"),
         *("Float8BlockScaling", "NVFP4BlockScaling", "CustomRecipe"),

@@ -54,10 +54,14 @@ NOT_OFFERED: dict[str, Callable[[], Any]] = {
     ),
     "ops.Linear(sequence_parallel=True)": lambda: ops.Linear(8, 8, sequence_parallel=True),
     "ops.Bias(tensor_parallel=True)": lambda: ops.Bias(8, tensor_parallel=True),
-    "ops.AddExtraInput(in_place=True)": lambda: ops.AddExtraInput(in_place=True),
     "ops.GELU(cache_quantized_input=True)": lambda: ops.GELU(cache_quantized_input=True),
-    "ops.SwiGLU(glu_interleave_size=32)": lambda: ops.SwiGLU(glu_interleave_size=32),
-    "ops.ClampedSwiGLU(glu_interleave_size=32)": lambda: ops.ClampedSwiGLU(glu_interleave_size=32),
+    "ops.ScaledSReLU(activation_recompute_in_mlp=True)": lambda: ops.ScaledSReLU(
+        activation_recompute_in_mlp=True
+    ),
+    "ops.GroupedLinear(scale_bias=True)": lambda: ops.GroupedLinear(2, 8, 8, scale_bias=True),
+    "ops.BasicLinear(userbuffers_options={'a': 1})": lambda: ops.BasicLinear(
+        8, 8, userbuffers_options={"a": 1}
+    ),
 }
 
 

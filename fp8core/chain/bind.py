@@ -33,7 +33,7 @@ def bind_chain(shapes: Sequence[LinkShape], context: BindContext) -> tuple[Link,
     for position in (*quantizing, *reversed(others)):
         own_context = context._replace(
             position=position,
-            first_gemm=sum(shape.num_weights for shape in shapes[:position]),
+            first_gemm=context.first_gemm + sum(one.num_weights for one in shapes[:position]),
             before=neighbour(position - 1),
             after=neighbour(position + 1),
         )

@@ -163,7 +163,8 @@ class BindContext(NamedTuple):
         nonfinite: int64 ``[1]``, to which every cast adds the number of its NaN and inf; None in a
             graph, whose casts have a count of their own.
         position: the index of the shape in the chain.
-        first_gemm: the number of GEMMs that the shapes before have in forward.
+        first_gemm: the number of GEMMs that the shapes before have in forward, and of those of the
+            layer before its first shape.
         before, after: the neighbours, None at an end of the chain.
         attention: how the recipe quantizes the tensors of attention, None in other layers.
     """

@@ -1,13 +1,20 @@
 """The activations as operations of a chain.
 
-``cache_quantized_input`` and ``glu_interleave_size`` are Transformer Engine's, and not offered.
+``cache_quantized_input`` is Transformer Engine's, and not offered. With ``glu_interleave_size`` the
+two halves of a gated activation come in alternating blocks of so many columns.
 """
 
 from __future__ import annotations
 
+import math
+
 from fp8core.chain.activation import activation_shape
+from fp8core.chain.regrouped import DeinterleaveShape
+from fp8core.chain.scaled_activation import ScaledActivationShape
 from fp8core.chain.shape import LinkShape
+from fp8core.errors import OperandError
 from fp8core.modules.operation import Operation
+from fp8core.modules.parameters import check_size
 from fp8core.modules.refusals import refuse_arguments
 
 __all__ = [
@@ -21,7 +28,13 @@ __all__ = [
     "ReLU",
     "SReGLU",
     "SReLU",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSiTUGLU",
+    "ScaledSwiGLU",
+    "ScaledTanhSReLU",
     "SiLU",
+    "SiTUGLU",
     "SwiGLU",
 ]
 
@@ -100,6 +113,13 @@ class SiLU(_Activation):
     activation = "silu"
 
 
+def _blocks(owner: str, size: int | None) -> tuple[LinkShape, ...]:
+    """Return the shape that puts halves together which come in blocks of ``size`` columns."""
+    if size is None:
+        return ()
+    return (DeinterleaveShape(check_size(f"ops.{owner}", "glu_interleave_size", size)),)
+
+
 class SwiGLU(_Activation):
     """``silu(a) * b``."""
 
@@ -109,8 +129,11 @@ class SwiGLU(_Activation):
         self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
     ) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
-        given = ("glu_interleave_size",)
-        refuse_arguments(SwiGLU.__init__, locals(), given, owner="ops.SwiGLU")
+        self._blocks = _blocks("SwiGLU", glu_interleave_size)
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return the shape of the activation, and before it that of the order of columns."""
+        return (*self._blocks, self._shape)
 
 
 class ClampedSwiGLU(_Activation):
@@ -129,7 +152,153 @@ class ClampedSwiGLU(_Activation):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
-        given = ("glu_interleave_size",)
-        refuse_arguments(ClampedSwiGLU.__init__, locals(), given, owner="ops.ClampedSwiGLU")
+        self._blocks = _blocks("ClampedSwiGLU", glu_interleave_size)
         params = {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
         self._shape = activation_shape(self.activation, params)
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return the shape of the activation, and before it that of the order of columns."""
+        return (*self._blocks, self._shape)
+
+
+def _positive(owner: str, name: str, value: float) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= 0:
+        raise OperandError(f"ops.{owner}({name}={value!r}): expected a positive number.")
+    return float(value)
+
+
+class _Shaped(Operation):
+    """An activation of a :class:`ScaledActivationShape`."""
+
+    def __init__(
+        self,
+        name: str,
+        params: tuple[float, ...] = (),
+        *,
+        has_scales: bool,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(None)
+        self._blocks = _blocks(type(self).__name__, glu_interleave_size)
+        self._shape = ScaledActivationShape(name, params, has_scales)
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return the shape of the activation, and before it that of the order of columns."""
+        return (*self._blocks, self._shape)
+
+
+class SiTUGLU(_Shaped):
+    """``beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2)``, computed by torch's operators.
+
+    Source: the technical report of Kimi K3, as Transformer Engine 2.20.2 cites it.
+    """
+
+    def __init__(
+        self,
+        *,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        given = ("cache_quantized_input",)
+        refuse_arguments(SiTUGLU.__init__, locals(), given, owner="ops.SiTUGLU")
+        params = (_positive("SiTUGLU", "beta1", beta1), _positive("SiTUGLU", "beta2", beta2))
+        super().__init__(
+            "situglu", params, has_scales=False, glu_interleave_size=glu_interleave_size
+        )
+
+
+class _Scaled(_Shaped):
+    """An activation whose rows are multiplied by an extra input, of the shape of the input without
+    its last dimension: rounded once, from float32."""
+
+    num_extra_inputs = 1
+
+    def __init__(
+        self,
+        name: str,
+        params: tuple[float, ...] = (),
+        *,
+        glu_interleave_size: int | None = None,
+        activation_recompute_in_mlp: bool = False,
+    ) -> None:
+        names = ("activation_recompute_in_mlp",)
+        owner = f"ops.{type(self).__name__}"
+        refuse_arguments(_Scaled.__init__, locals(), names, owner=owner)
+        super().__init__(name, params, has_scales=True, glu_interleave_size=glu_interleave_size)
+
+
+class ScaledSwiGLU(_Scaled):
+    """``silu(a) * b * scale`` with a scale for each row."""
+
+    def __init__(
+        self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
+    ) -> None:
+        super().__init__(
+            "swiglu",
+            glu_interleave_size=glu_interleave_size,
+            activation_recompute_in_mlp=activation_recompute_in_mlp,
+        )
+
+
+class ScaledSiTUGLU(_Scaled):
+    """:class:`SiTUGLU` with a scale for each row."""
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+    ) -> None:
+        owner = "ScaledSiTUGLU"
+        super().__init__(
+            "situglu",
+            (_positive(owner, "beta1", beta1), _positive(owner, "beta2", beta2)),
+            glu_interleave_size=glu_interleave_size,
+            activation_recompute_in_mlp=activation_recompute_in_mlp,
+        )
+
+
+class ScaledClampedQGeGLU(_Scaled):
+    """:class:`ClampedSwiGLU` with a scale for each row."""
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+    ) -> None:
+        params = {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
+        super().__init__(
+            "clamped_swiglu",
+            activation_shape("clamped_swiglu", params).params,
+            glu_interleave_size=glu_interleave_size,
+            activation_recompute_in_mlp=activation_recompute_in_mlp,
+        )
+
+
+class ScaledSReLU(_Scaled):
+    """``max(x, 0)^2 * scale`` with a scale for each row."""
+
+    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__("srelu", activation_recompute_in_mlp=activation_recompute_in_mlp)
+
+
+class ScaledTanhSReLU(_Scaled):
+    """``(c tanh(max(x, 0) / c))^2 * scale`` with a scale for each row, computed by torch's
+    operators; ``tanh_clamp_scale`` is c."""
+
+    def __init__(
+        self, *, tanh_clamp_scale: float, activation_recompute_in_mlp: bool = False
+    ) -> None:
+        cap = _positive("ScaledTanhSReLU", "tanh_clamp_scale", tanh_clamp_scale)
+        super().__init__(
+            "tanh_srelu", (cap,), activation_recompute_in_mlp=activation_recompute_in_mlp
+        )

@@ -86,6 +86,7 @@ class DotProductAttention(LowPrecisionModule):
     """
 
     kind = "attention"
+    is_link = False
     plan_type = AttentionPlan
     softmax_offset: torch.nn.Parameter | None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 import torch
@@ -33,8 +33,6 @@ class LowPrecisionModule(DelayedModule):
     kind: ClassVar[str]
     use_bias: bool
     fuse_wgrad_accumulation = False
-    # Whether its chain's parameter is an argument of the call; only in an ops.Sequential.
-    takes_extra_input: ClassVar[bool] = False
     # The recipe for calls outside any autocast; high precision if None.
     outside_autocast: Active | None = None
     # The weight gradients that backward left to backward_dw; None for a layer that delays none.
@@ -55,6 +53,15 @@ class LowPrecisionModule(DelayedModule):
     def link_params(self) -> list[torch.Tensor]:
         """Return the chain's parameters, in order."""
         return []
+
+    @property
+    def is_link(self) -> bool:
+        """Whether an ``ops.Sequential`` runs it as a part of a chain, instead of by itself."""
+        return True
+
+    def runs_alone(self) -> Collection[str]:
+        """Return the names of the modules inside that run by themselves, not in its chain."""
+        return ()
 
     def linear_shapes(self) -> list[LinkShape]:
         """Return the shapes of the chain's linears: the links that have weights."""

@@ -49,11 +49,13 @@ def bind(
     *,
     offsets_on_device: bool = False,
     shapes: tuple[LinkShape, ...] | None = None,
+    first_gemm: int = 0,
 ) -> Bound:
     """Return the links of ``layer`` for activations of ``dtype`` under the active recipe.
 
     ``offsets_on_device``: as in :class:`~fp8core.chain.linear.LinearShape`, for a grouped layer in
     eager. ``shapes``: the chain of a call whose arguments decide about it; None: the layer's own.
+    ``first_gemm`` is how many GEMMs the layer has before that chain.
 
     Raises:
         UnsupportedError: a recompute that cannot equal its forward.
@@ -73,7 +75,7 @@ def bind(
     else:
         records = not tape.is_repeating and (is_observing or tape.is_grad_enabled)
     mode = (is_observing, records, is_grad_enabled, layer.training)
-    key = (recipe, device, dtype, policy.current(), mode, offsets_on_device, shapes)
+    key = (recipe, device, dtype, policy.current(), mode, offsets_on_device, shapes, first_gemm)
     last = layer._bindings.last
     if last is not None and last[0] == key:
         bound: Bound = last[1]
@@ -82,7 +84,7 @@ def bind(
             known: Bound | None = layer._bindings.table.get(key)
             binding = Binding(device, dtype, is_observing)
             chosen = shapes or _shapes(layer, offsets_on_device)
-            bound = known or _bind(layer, recipe, mode, binding, chosen)
+            bound = known or _bind(layer, recipe, mode, binding, chosen, first_gemm)
             layer._bindings.table[key] = bound
             layer._bindings.last = (key, bound)
             _note_change(layer, recipe)
@@ -146,6 +148,7 @@ def _bind(
     mode: tuple[bool, bool, bool, bool],
     binding: Binding,
     shapes: tuple[LinkShape, ...],
+    first_gemm: int,
 ) -> Bound:
     """Bind ``shapes``; a layer that cannot be bound has the state of before."""
     check_rules(recipe, layer.peers)
@@ -173,6 +176,7 @@ def _bind(
         noting = Noting(binding.resolver)
         binding = binding._replace(resolver=noting)
         context = BindContext.of(plan, binding, layer.label, states, watch, count)
+        context = context._replace(first_gemm=first_gemm)
         links = bind_chain(shapes, context)
     except BaseException as error:
         layer.put_back_state(before)

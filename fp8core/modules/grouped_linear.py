@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from fp8core.chain.call import Call
+from fp8core.chain.delayed_wgrad import DelayedCall
 from fp8core.chain.linear import LinearShape
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
 from fp8core.modules.bound import new_seed
+from fp8core.modules.extra_tensors import ExtraTensors
 from fp8core.modules.inputs import check_input
 from fp8core.modules.parameters import (
     InitMethod,
@@ -47,7 +49,7 @@ _NOT_OFFERED = (
 )
 
 
-class GroupedLinear(LowPrecisionModule):
+class GroupedLinear(LowPrecisionModule, ExtraTensors):
     """``num_gemms`` linear layers, each over a group of the rows of one input.
 
     Input ``[..., in_features]``, the groups' rows one after the other; output ``[...,
@@ -63,6 +65,8 @@ class GroupedLinear(LowPrecisionModule):
     """
 
     kind = "grouped_linear"
+    num_extra_inputs = 1  # the sizes of the groups, in an ops.Sequential
+    is_link = False
 
     def __init__(
         self,
@@ -204,7 +208,8 @@ class GroupedLinear(LowPrecisionModule):
             (offsets,), splits, rng, is_first_microbatch, output=output_rows, grad_input=grad_rows
         )
         if self.wgrad_queue is not None:
-            call, params = delaying(self, self.wgrad_queue, call, params)
+            delayed = DelayedCall(self.wgrad_queue)
+            call, params = delaying(self.link_shapes(), delayed, call, params)
         output = run_links(self, bound, bound.parts[0], input, params, call)
         return (output, self._all("bias")) if self.return_bias else output
 

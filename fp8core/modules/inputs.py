@@ -10,7 +10,7 @@ from fp8core.errors import OperandError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.parameter.init import DTYPES
 
-__all__ = ["check_input", "check_is_whole", "check_kind"]
+__all__ = ["cast_to_weight", "check_input", "check_is_whole", "check_kind"]
 
 
 def check_input(
@@ -67,6 +67,22 @@ def check_is_whole(label: object, name: str, tensor: torch.Tensor) -> None:
         f"on several ranks; expected a plain tensor. Pass {name}.to_local(), the part of this "
         f"rank (of whole heads and sequences), or {name}.full_tensor()."
     )
+
+
+def cast_to_weight(input: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    """Return ``input`` in the dtype of a parameter, in which an operation computes.
+
+    Under torch.autocast, and where there is nothing to cast, ``input`` as it is.
+    """
+    if (
+        weight is None
+        or not isinstance(input, torch.Tensor)
+        or input.dtype == weight.dtype
+        or input.dtype not in DTYPES
+        or is_under_torch_autocast(input)
+    ):
+        return input
+    return input.to(weight.dtype)
 
 
 def check_kind(label: object, name: str, tensor: torch.Tensor) -> None:

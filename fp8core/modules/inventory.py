@@ -37,9 +37,13 @@ def module_nodes(model: torch.nn.Module, path: str = "") -> Iterator[ModuleNode]
 def _below(node: ModuleNode) -> Iterator[ModuleNode]:
     yield node
     path, module, _ = node
-    if isinstance(module, LowPrecisionModule | torch.jit.ScriptModule):
+    if isinstance(module, torch.jit.ScriptModule):
         return
+    is_layer = isinstance(module, LowPrecisionModule)
+    alone = module.runs_alone() if isinstance(module, LowPrecisionModule) else ()
     for name, child in module._modules.items():  # a shared child once for each of its names
+        if is_layer and name not in alone:
+            continue
         if child is None or (name == "parametrizations" and parametrize.is_parametrized(module)):
             continue
         is_wrapped = name in WRAPPED_MODULES or (name == "module" and isinstance(module, _WRAPPERS))

@@ -156,6 +156,11 @@ class LayerNormMLP(LowPrecisionModule):
             fill(self._parameters.get(f"{name}_weight"), method)
             fill(self._parameters.get(f"{name}_bias"), torch.nn.init.zeros_)
 
+    @property
+    def is_link(self) -> bool:
+        """Whether it can be a part of a chain: not if its forward is computed again."""
+        return not self.checkpoint
+
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the norm, fc1, the activation and fc2."""
         kind, eps = self._norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ from fp8core.chain.pointwise import AddShape
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
-from fp8core.modules.inputs import check_input, check_kind
+from fp8core.modules.inputs import cast_to_weight, check_input, check_kind
 from fp8core.modules.parameters import check_size, fill, make_parameter, resolve_device
 from fp8core.modules.run import run_layer, run_links
 
@@ -44,19 +45,22 @@ class _Norm(LowPrecisionModule):
             if value:
                 raise UnsupportedError(f"{owner}({argument}={value!r}) is not offered.")
         shape = normalized_shape if normalized_shape is not None else hidden_size
-        sizes = [shape] if isinstance(shape, int) else list(shape or ())
-        if len(sizes) != 1:
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape or ())
+        if not sizes:
             raise OperandError(
-                f"{owner}(normalized_shape={shape!r}): expected one size, the last dimension's."
+                f"{owner}(normalized_shape={shape!r}): expected the sizes of the last dimensions."
             )
-        self.hidden_size = check_size(owner, "normalized_shape", sizes[0])
+        for size in sizes:
+            check_size(owner, "normalized_shape", size)
+        self.normalized_shape = sizes
+        self.hidden_size = math.prod(sizes)
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         target = resolve_device(device)
-        gamma = make_parameter(self.hidden_size, device=target, dtype=params_dtype or dtype)
+        gamma = make_parameter(*sizes, device=target, dtype=params_dtype or dtype)
         self.register_parameter("weight", gamma)
         if self.norm_kind == "layernorm":
-            beta = make_parameter(self.hidden_size, device=target, dtype=params_dtype or dtype)
+            beta = make_parameter(*sizes, device=target, dtype=params_dtype or dtype)
             self.register_parameter("bias", beta)
         if target.type != "meta":
             self.reset_parameters()
@@ -72,24 +76,52 @@ class _Norm(LowPrecisionModule):
         sizes = self.norm_kind, self.hidden_size, self.eps, self.zero_centered_gamma
         return (NormShape(*sizes, self.dtype_of("weight")),)
 
+    @property
+    def is_link(self) -> bool:
+        """Whether it normalizes the last dimension alone, as the links of a chain do."""
+        return len(self.normalized_shape) == 1
+
     def link_params(self) -> list[torch.Tensor]:
-        """Return gamma, then beta if there is one."""
+        """Return gamma, then beta if there is one, each in one dimension."""
         names = ("weight", "bias") if self.norm_kind == "layernorm" else ("weight",)
-        return [param for param in map(self.parameter, names) if param is not None]
+        params = [param for param in map(self.parameter, names) if param is not None]
+        return params if self.is_link else [param.flatten() for param in params]
 
     def forward(self, input: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalize the last dimension of ``input [..., n]``, in float32; the dtype stays.
+        """Normalize the last dimension of ``input [..., n]``, or its last dimensions, in float32.
 
-        With a ``residual`` of the same shape and dtype their sum is normalized, rounded first; the
-        backend adds and normalizes in one operation if it has one.
+        The result has the dtype of the parameters, to which the input is cast. With a ``residual``
+        of the same shape and dtype their sum is normalized, rounded first; the backend adds and
+        normalizes in one operation if it has one.
 
         Raises:
             OperandError: an input or a residual that does not fit.
         """
         params = self.link_params()
+        if len(self.normalized_shape) > 1:
+            return self._normalize_flat(input, residual, params)
         if residual is not None:
             return self._normalize_sum(input, residual, params)
+        input = cast_to_weight(input, self.weight)
         return run_layer(self, input, params, like=self.weight, columns=self.hidden_size)[0]
+
+    def _normalize_flat(
+        self, input: torch.Tensor, residual: torch.Tensor | None, params: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Normalize the last dimensions as one."""
+        check_kind(self.label, "input", input)
+        count = len(self.normalized_shape)
+        if tuple(input.shape[-count:]) != self.normalized_shape:
+            raise OperandError(
+                f"{self.label}: input {list(input.shape)}; the layer takes "
+                f"[..., {', '.join(map(str, self.normalized_shape))}]."
+            )
+        flat = cast_to_weight(input, self.weight).flatten(-count)
+        if residual is not None:
+            output = self._normalize_sum(flat, residual.flatten(-count), params)
+        else:
+            output = run_layer(self, flat, params, like=self.weight, columns=self.hidden_size)[0]
+        return output.view(input.shape)
 
     def _normalize_sum(
         self, input: torch.Tensor, residual: torch.Tensor, params: list[torch.Tensor]
@@ -107,17 +139,18 @@ class _Norm(LowPrecisionModule):
 
     def _describe(self) -> list[str]:
         return [
-            str(self.hidden_size),
+            "x".join(map(str, self.normalized_shape)),
             f"eps={self.eps}",
             f"zero_centered={self.zero_centered_gamma}",
         ]
 
 
 class LayerNorm(_Norm):
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dimension.
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dimension, or several.
 
     Args:
-        normalized_shape: the size of the last dimension; ``hidden_size`` is its older name.
+        normalized_shape: the size of the last dimension, or the sizes of the last dimensions;
+            ``hidden_size`` is its older name.
         eps: added to the variance.
         sequence_parallel: not offered.
         params_dtype: dtype of ``weight`` and ``bias``; ``dtype`` is another name for it.
@@ -131,6 +164,6 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """``x / sqrt(mean square + eps) * weight`` over the last dimension; arguments as LayerNorm."""
+    """``x / sqrt(mean square + eps) * weight`` over the last dimensions; arguments as LayerNorm."""
 
     norm_kind = "rmsnorm"

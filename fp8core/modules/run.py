@@ -11,7 +11,8 @@ import torch
 from fp8core.chain import run as chain
 from fp8core.chain.arranged import Arranged
 from fp8core.chain.call import DENSE, Call
-from fp8core.chain.delayed_wgrad import DelayedCall, WgradQueue
+from fp8core.chain.delayed_wgrad import DelayedCall
+from fp8core.chain.shape import LinkShape
 from fp8core.context import recompute
 from fp8core.context.autocast import active
 from fp8core.context.scopes import touch
@@ -60,7 +61,8 @@ def run_layer(
     converted = input if input.dtype == dtype else input.to(dtype)
     call, parts = bound.call(first_microbatch), bound.parts
     if layer.wgrad_queue is not None:
-        call, params = delaying(layer, layer.wgrad_queue, call, params)
+        delayed = DelayedCall(layer.wgrad_queue)
+        call, params = delaying(layer.link_shapes(), delayed, call, params)
     if len(parts) == 2:
         inner = run_links(layer, bound, parts[0], converted, params[:num_inner], call)
         return [run_links(layer, bound, parts[1], inner, params[num_inner:], call), inner]
@@ -71,11 +73,12 @@ def run_layer(
 
 
 def delaying(
-    layer: LowPrecisionModule, queue: WgradQueue, call: Call, params: Sequence[torch.Tensor]
+    shapes: Sequence[LinkShape], delayed: DelayedCall, call: Call, params: Sequence[torch.Tensor]
 ) -> tuple[Call, Sequence[torch.Tensor]]:
-    """Return ``call`` and ``params`` for a call whose weight gradients go into ``queue``."""
-    delayed, given, first = DelayedCall(queue), list(params), 0
-    for shape in layer.link_shapes():
+    """Return ``call`` and ``params`` of a chain of ``shapes`` whose weight gradients ``delayed``
+    takes."""
+    given, first = list(params), 0
+    for shape in shapes:
         if shape.delays_wgrad:
             for at in range(first, first + shape.num_weights):
                 given[at] = delayed.stand_in(params[at])

@@ -1,0 +1,458 @@
+"""A container of operations, which runs those that follow one another as chains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from fp8core.chain.delayed_wgrad import DelayedCall, WgradQueue
+from fp8core.chain.shape import LinkShape, input_columns_of
+from fp8core.errors import OperandError, UnsupportedError
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.bind import bind
+from fp8core.modules.extra_tensors import ExtraTensors
+from fp8core.modules.inputs import cast_to_weight, check_input, check_kind
+from fp8core.modules.run import delaying, run_layer, run_links
+
+__all__ = ["Sequential"]
+
+Key: TypeAlias = "torch.nn.Module | int"
+
+
+class _Chain(NamedTuple):
+    """Operations that run as one chain, the first of whose GEMMs is ``first_gemm`` of all."""
+
+    operations: tuple[LowPrecisionModule, ...]
+    first_gemm: int
+
+    @property
+    def shapes(self) -> tuple[LinkShape, ...]:
+        return tuple(shape for one in self.operations for shape in one.link_shapes())
+
+    @property
+    def like(self) -> torch.Tensor | None:
+        """The first parameter."""
+        params = (param for one in self.operations for param in one.parameters())
+        return next(params, None)
+
+
+class Sequential(LowPrecisionModule):
+    """Runs its modules in order; operations and layers that follow one another are one chain.
+
+    A container as ``torch.nn.Sequential`` is: it takes modules, or a dict of them, and is indexed,
+    sliced, changed and iterated like a list. A torch module, a :class:`BasicOperation`, and an
+    operation that changes leading dimensions run by themselves, between two chains. Operations of
+    another parameter dtype begin a chain too, whose input is cast to it. A Sequential inside
+    another is part of its chain, and one that is no single chain runs by itself.
+
+    The call takes the input, then the extra inputs of all operations in order, and returns the
+    output, followed by the extra outputs if there are any. The outermost Sequential holds the
+    delayed-scaling state of the linears in its chains; layers that run by themselves hold theirs.
+
+    Raises:
+        OperandError: an argument is no module, the sizes of two operations do not fit, or a call
+            has the wrong number of extra inputs.
+        UnsupportedError: a layer returns more than one tensor.
+    """
+
+    kind = "sequential"
+
+    def __init__(
+        self,
+        *operations: torch.nn.Module | Mapping[str, torch.nn.Module],
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        self._is_checked = False
+        if len(operations) == 1 and isinstance(operations[0], Mapping):
+            for key, module in operations[0].items():
+                self.add_module(key, module)
+        else:
+            for operation in operations:
+                self.append(operation)  # type: ignore[arg-type]  # add_module looks at each
+        self._check()
+
+    # --- the container ---
+
+    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
+        """Add ``module`` at the end, as ``name``."""
+        if not isinstance(module, torch.nn.Module):
+            raise OperandError(
+                f"ops.Sequential: operation {len(self._modules)} is {type(module).__name__}; "
+                f"expected a torch.nn.Module, as the operations of fp8core.ops are."
+            )
+        super().add_module(name, module)
+        self._changed()
+
+    def append(self, module: torch.nn.Module) -> Sequential:
+        """Add ``module`` at the end; return the container."""
+        numbers = [int(key) for key in self._modules if key.isdecimal()]
+        self.add_module(str(max(numbers, default=-1) + 1), module)
+        return self
+
+    def extend(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        """Add ``modules`` at the end; return the container."""
+        for module in list(modules):
+            self.append(module)
+        return self
+
+    def insert(self, index: int, module: torch.nn.Module) -> Sequential:
+        """Add ``module`` before the one at ``index``; return the container."""
+        modules = list(self)
+        modules.insert(index, module)
+        self.append(module)  # which looks at it
+        self._modules.update(zip(self._modules, modules, strict=True))
+        self._changed()
+        return self
+
+    def pop(self, index: int | slice) -> torch.nn.Module:
+        """Remove and return the module at ``index``, or a Sequential of those of a slice."""
+        removed: torch.nn.Module = self[index]
+        del self[index]
+        return removed
+
+    def __getitem__(self, index: int | slice) -> Any:
+        keys = self._keys(index)
+        if isinstance(index, slice):
+            return Sequential().extend(self._at(key) for key in keys)
+        return self._at(keys[0])
+
+    def __setitem__(self, index: int, module: torch.nn.Module) -> None:
+        (key,) = self._keys(index)
+        if not isinstance(module, torch.nn.Module):
+            raise OperandError(f"ops.Sequential: {type(module).__name__} is no torch.nn.Module.")
+        self._modules[key] = module
+        self._changed()
+
+    def __delitem__(self, index: int | slice) -> None:
+        for key in self._keys(index):
+            del self._modules[key]
+        self._changed()
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return iter([self._at(key) for key in self._modules])
+
+    def __add__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        return Sequential().extend(self).extend(modules)
+
+    def __iadd__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        return self.extend(modules)
+
+    def _keys(self, index: int | slice) -> list[str]:
+        keys = list(self._modules)
+        if isinstance(index, slice):
+            return keys[index]
+        if not -len(keys) <= index < len(keys):
+            raise IndexError(f"ops.Sequential: index {index} of {len(keys)} operations")
+        return [keys[index]]
+
+    def _at(self, key: str) -> torch.nn.Module:
+        module = self._modules[key]
+        assert module is not None  # add_module takes none
+        return module
+
+    def _changed(self) -> None:
+        """Look at the modules before the next call; forget the state of another chain."""
+        self._is_checked = False
+        if self._buffers:
+            self.forget_delayed_state()
+        else:
+            self.unbind()
+
+    def reset(self) -> None:
+        """Give every operation its first values, and forget the delayed state."""
+        self.reset_delayed_state()
+        for module in self:
+            again: Callable[[], object] | None = getattr(module, "reset", None)
+            again = again or getattr(module, "reset_parameters", None)
+            if again is not None:
+                again()
+
+    # --- chains ---
+
+    @property
+    def is_link(self) -> bool:
+        """Whether its modules are operations of one chain, which another Sequential continues."""
+        groups = self._groups()
+        return len(groups) == 1 and isinstance(groups[0], _Chain)
+
+    @property
+    def num_extra_inputs(self) -> int:
+        """How many extra inputs its call takes."""
+        return sum(_open_inputs(one) for one in self._flat())
+
+    @property
+    def num_extra_outputs(self) -> int:
+        """How many extra outputs its call returns."""
+        return sum(_open_outputs(one) for one in self._flat())
+
+    def runs_alone(self) -> set[str]:
+        """Return the names of the modules that run by themselves."""
+        return {name for name in self._modules if not _is_link(self._at(name))}
+
+    def _flat(self) -> list[torch.nn.Module]:
+        """Return the modules in order; a nested Sequential of one chain stands for its own."""
+        flat: list[torch.nn.Module] = []
+        for module in self:
+            if isinstance(module, Sequential) and (module.is_link or not len(module)):
+                flat += module._flat()
+            else:
+                flat.append(module)
+        return flat
+
+    def _groups(self) -> list[_Chain | torch.nn.Module]:
+        """Return the chains, and the modules that run between them, in order."""
+        groups: list[_Chain | torch.nn.Module] = []
+        chain: list[LowPrecisionModule] = []
+        dtype: torch.dtype | None = None
+        first_gemm = num_gemms = 0
+
+        def close() -> None:
+            nonlocal dtype, first_gemm
+            if chain:
+                groups.append(_Chain(tuple(chain), first_gemm))
+                chain.clear()
+            dtype, first_gemm = None, num_gemms
+
+        for module in self._flat():
+            if not isinstance(module, LowPrecisionModule) or not module.is_link:
+                close()
+                groups.append(module)
+                continue
+            param = next(module.parameters(), None)
+            if param is not None:
+                if dtype not in (None, param.dtype):
+                    close()
+                dtype = param.dtype
+            chain.append(module)
+            num_gemms += module.count_slot_sets()
+        close()
+        return groups
+
+    def _check(self) -> None:
+        """Refuse modules that return more than one tensor, and sizes that do not fit."""
+        for module in self._flat():
+            _check_single_output(module)
+        index = 0
+        for group in self._groups():
+            if isinstance(group, _Chain):
+                self._check_sizes(group, index)
+            index += len(group.operations) if isinstance(group, _Chain) else 1
+        self._is_checked = True
+
+    def _check_sizes(self, chain: _Chain, index: int) -> None:
+        width = input_columns_of(chain.shapes)
+        if width is None:  # no operation has a size
+            return
+        for at, operation in enumerate(chain.operations):
+            for shape in operation.link_shapes():
+                expected = shape.expected_columns(width)
+                if expected is not None:
+                    raise OperandError(
+                        f"ops.Sequential: operation {index + at}, {operation.label}, takes "
+                        f"{expected} columns, but gets {width}."
+                    )
+                width = shape.columns(width)
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return the shapes of all chains."""
+        chains = [group for group in self._groups() if isinstance(group, _Chain)]
+        return tuple(shape for chain in chains for shape in chain.shapes)
+
+    def link_params(self) -> list[torch.Tensor]:
+        """Return the parameters of all chains; extra inputs come with the call."""
+        chains = [group for group in self._groups() if isinstance(group, _Chain)]
+        return [p for chain in chains for one in chain.operations for p in one.link_params()]
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: Any,
+        op_kwargs: Mapping[Key, Mapping[str, Any]] | None = None,
+    ) -> Any:
+        """Run the modules on ``input``, with an extra input for each operation that takes one.
+
+        ``op_kwargs`` maps a module that runs by itself, or its index, to keyword arguments for it.
+        """
+        if not self._is_checked:
+            self._check()
+        groups = self._groups()
+        wanted = self.num_extra_inputs
+        if len(extra_inputs) != wanted:
+            adds = "AddExtraInput" if wanted == 1 else "operations that take one"
+            raise OperandError(
+                f"{self.label}: got {len(extra_inputs)} extra inputs for {wanted} {adds}."
+            )
+        kwargs = self._kwargs_of(op_kwargs, groups)
+        if self.wgrad_queue is None and _delays(groups):
+            self.wgrad_queue = WgradQueue()
+        tensors = _Tensors(extra_inputs)
+        delayed = None if self.wgrad_queue is None else DelayedCall(self.wgrad_queue)
+        value = input
+        for group in groups:
+            if isinstance(group, _Chain):
+                extra = [tensors.take(one) for one in group.operations]
+                is_whole = len(groups) == 1
+                value = self._run_chain(group, value, extra, delayed, is_whole=is_whole)
+            else:
+                result = group(value, *tensors.take(group), **kwargs.pop(id(group), {}))
+                value = tensors.keep(group, result)
+        return (value, *tensors.outputs) if tensors.outputs else value
+
+    def _run_chain(
+        self,
+        chain: _Chain,
+        input: torch.Tensor,
+        extra: Sequence[Sequence[torch.Tensor]],
+        delayed: DelayedCall | None,
+        *,
+        is_whole: bool,
+    ) -> torch.Tensor:
+        params: list[torch.Tensor] = []
+        for operation, given in zip(chain.operations, extra, strict=True):
+            self._check_extra(given, input)
+            params += given or operation.link_params()
+        like, shapes = chain.like, chain.shapes
+        if not shapes:  # ops.Identity alone
+            return input
+        input = cast_to_weight(input, like)
+        columns = input_columns_of(shapes)
+        if is_whole:
+            return run_layer(self, input, params, like=like, columns=columns)[0]
+        dtype = check_input(self, input, like, columns)
+        bound = bind(self, input.device, dtype, shapes=shapes, first_gemm=chain.first_gemm)
+        call = bound.call(None)
+        given_params: Sequence[torch.Tensor] = params
+        if delayed is not None:
+            call, given_params = delaying(shapes, delayed, call, params)
+        value = input if input.dtype == dtype else input.to(dtype)
+        return run_links(self, bound, bound.parts[0], value, given_params, call)
+
+    def _check_extra(self, given: Sequence[torch.Tensor], input: torch.Tensor) -> None:
+        for index, tensor in enumerate(given):
+            check_kind(self.label, f"extra input {index}", tensor)
+            if tensor.device != input.device:
+                raise OperandError(
+                    f"{self.label}: extra input {index} is on {tensor.device}, the input on "
+                    f"{input.device}. Move one of them; nothing is moved silently."
+                )
+
+    def _kwargs_of(
+        self,
+        given: Mapping[Key, Mapping[str, Any]] | None,
+        groups: Sequence[_Chain | torch.nn.Module],
+    ) -> dict[int, Mapping[str, Any]]:
+        """Return the keyword arguments by the identity of the module that they are for."""
+        named = {
+            id(self[key] if isinstance(key, int) else key): (key, kwargs)
+            for key, kwargs in (given or {}).items()
+        }
+        alone = {id(group) for group in groups}
+        for module, (key, _) in named.items():
+            if module not in alone:
+                shown = key if isinstance(key, int) else type(key).__name__
+                raise OperandError(
+                    f"{self.label}: op_kwargs for {shown}, which is not in it or takes none. "
+                    f"Modules that run by themselves, as ops.GroupedLinear, take some."
+                )
+        return {module: kwargs for module, (_, kwargs) in named.items()}
+
+    def need_backward_dw(self) -> bool:
+        """Return whether one of the modules has ``delay_wgrad_compute``."""
+        modules = [module for module in self if isinstance(module, LowPrecisionModule)]
+        return any(module.need_backward_dw() for module in modules)
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that a backward pass left, in the order of backward."""
+        for group in reversed(self._groups()):
+            if isinstance(group, LowPrecisionModule):
+                group.backward_dw()
+        super().backward_dw()
+
+    def _describe(self) -> list[str]:
+        return []
+
+
+class _Tensors:
+    """The extra inputs that are left, the channels, and the extra outputs for the caller."""
+
+    def __init__(self, extra_inputs: Sequence[Any]) -> None:
+        self._left = iter(extra_inputs)
+        self._channels: dict[str, torch.Tensor] = {}
+        self.outputs: list[torch.Tensor] = []
+
+    def take(self, module: torch.nn.Module) -> list[Any]:
+        """Return the extra inputs of ``module``.
+
+        Raises:
+            OperandError: no operation before it fills one of its channels.
+        """
+        if isinstance(module, Sequential):
+            return [next(self._left) for _ in range(module.num_extra_inputs)]
+        if not isinstance(module, ExtraTensors):
+            return []
+        return [
+            next(self._left) if channel is None else self._from(channel, module)
+            for channel in module.input_channels
+        ]
+
+    def _from(self, channel: str, module: torch.nn.Module) -> torch.Tensor:
+        if channel not in self._channels:
+            raise OperandError(
+                f"{type(module).__name__}: no operation before it fills channel {channel!r}; "
+                f"filled: {', '.join(self._channels) or 'none'}."
+            )
+        return self._channels[channel]
+
+    def keep(self, module: torch.nn.Module, result: Any) -> Any:
+        """Return the output in ``result``, and keep the extra outputs behind it."""
+        if isinstance(module, Sequential):
+            count = module.num_extra_outputs
+            if count:
+                self.outputs += result[1:]
+            return result[0] if count else result
+        if not isinstance(module, ExtraTensors) or not module.num_extra_outputs:
+            return result
+        for tensor, (channel, is_public) in zip(result[1:], module.output_channels, strict=True):
+            if channel is not None:
+                self._channels[channel] = tensor
+            if is_public:
+                self.outputs.append(tensor)
+        return result[0]
+
+
+def _is_link(module: torch.nn.Module) -> bool:
+    return isinstance(module, LowPrecisionModule) and module.is_link
+
+
+def _open_inputs(module: torch.nn.Module) -> int:
+    if isinstance(module, Sequential):
+        return module.num_extra_inputs
+    return module.input_channels.count(None) if isinstance(module, ExtraTensors) else 0
+
+
+def _open_outputs(module: torch.nn.Module) -> int:
+    if isinstance(module, Sequential):
+        return module.num_extra_outputs
+    if not isinstance(module, ExtraTensors):
+        return 0
+    return sum(is_public for _, is_public in module.output_channels)
+
+
+def _check_single_output(module: torch.nn.Module) -> None:
+    if not isinstance(module, LowPrecisionModule):
+        return
+    leaves = getattr(module, "return_layernorm_output", False)
+    if leaves or getattr(module, "return_bias", False):
+        raise UnsupportedError(f"ops.Sequential: {module.label} returns more than one tensor.")
+
+
+def _delays(groups: Sequence[_Chain | torch.nn.Module]) -> bool:
+    """Return whether an operation of a chain leaves its weight gradients for later."""
+    chains = [group for group in groups if isinstance(group, _Chain)]
+    return any(one.need_backward_dw() for chain in chains for one in chain.operations)

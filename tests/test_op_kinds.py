@@ -1,0 +1,257 @@
+"""Operations that scale, reshape, normalize or activate: values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fp8core
+from fp8core import OperandError, UnsupportedError, autocast, ops
+
+BF16 = torch.bfloat16
+
+
+def situ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return 4 * torch.tanh(a / 4) * torch.sigmoid(a) * 25 * torch.tanh(b / 25)
+
+
+def clamped(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a, b = a.clamp(max=7.0), b.clamp(-7.0, 7.0)
+    return a * torch.sigmoid(1.702 * a) * (b + 1)
+
+
+def gated(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def run(x: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
+        y = function(*x.chunk(2, -1))
+        return y * scales[0][..., None] if scales else y
+
+    return run
+
+
+def scaled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda x, scales: function(x) * scales[..., None]
+
+
+def swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(a) * b
+
+
+# Each operation with the same in torch, and whether it takes scales.
+KINDS: dict[str, tuple[Callable[[], Any], Callable[..., torch.Tensor], bool]] = {
+    "Identity": (ops.Identity, lambda x: x, False),
+    "ConstantScale": (lambda: ops.ConstantScale(0.3), lambda x: x * 0.3, False),
+    "L2Normalization": (
+        ops.L2Normalization,
+        lambda x: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt(),
+        False,
+    ),
+    "Reshape": (lambda: ops.Reshape((6, -1)), lambda x: x.reshape(6, -1), False),
+    "SiTUGLU": (ops.SiTUGLU, gated(situ), False),
+    "ScaledSiTUGLU": (ops.ScaledSiTUGLU, gated(situ), True),
+    "ScaledSwiGLU": (ops.ScaledSwiGLU, gated(swiglu), True),
+    "ScaledClampedQGeGLU": (ops.ScaledClampedQGeGLU, gated(clamped), True),
+    "ScaledSReLU": (ops.ScaledSReLU, scaled(lambda x: torch.relu(x).square()), True),
+    "ScaledTanhSReLU": (
+        lambda: ops.ScaledTanhSReLU(tanh_clamp_scale=2.0),
+        scaled(lambda x: (2 * torch.tanh(torch.relu(x) / 2)).square()),
+        True,
+    ),
+}
+
+
+def inputs(has_scales: bool, dtype: torch.dtype) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    x = 4 * torch.randn(2, 3, 16, dtype=torch.float64)
+    tensors = [x, torch.rand(2, 3, dtype=torch.float64)] if has_scales else [x]
+    return [tensor.to(dtype).requires_grad_() for tensor in tensors]
+
+
+def both(function: Callable[..., Any], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    y = function(*tensors)
+    grads = torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), tensors)
+    return [y.detach(), *grads]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+@pytest.mark.parametrize("name", KINDS)
+def test_values_and_gradients_are_torchs_rounded_once(name: str, dtype: torch.dtype) -> None:
+    make, function, has_scales = KINDS[name]
+    tensors = inputs(has_scales, dtype)
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    got, want = both(make(), tensors), both(function, exact)
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.dtype == dtype
+        unit = torch.finfo(dtype).eps * (1 + 16 * (dtype == torch.float32))
+        torch.testing.assert_close(mine.double(), theirs, rtol=unit, atol=4 * unit)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_derivatives_of_both_orders(name: str) -> None:
+    make, _, has_scales = KINDS[name]
+    operation = make()
+    tensors = inputs(has_scales, torch.float64)
+    assert torch.autograd.gradcheck(operation, tensors)
+    assert torch.autograd.gradgradcheck(operation, tensors)
+
+
+@pytest.mark.parametrize("chosen", [None, "current", "mxfp8"])
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in ("Reshape",)])
+def test_in_a_chain_the_result_is_the_same(name: str, chosen: Any) -> None:
+    make, _, has_scales = KINDS[name]
+    operation = make()
+    tensors = inputs(has_scales, torch.float32)
+    width = operation(*tensors).shape[-1]
+    torch.manual_seed(0)
+    before, after = ops.Linear(16, 16), ops.Linear(width, 8)
+    chain = ops.Sequential(before, operation, after)
+    assert chain.is_link
+    with autocast(enabled=chosen is not None, recipe=chosen):
+        got = both(chain, tensors)
+        want = both(lambda x, *scales: after(operation(before(x), *scales)), tensors)
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [ops.SwiGLU, ops.ClampedSwiGLU, ops.SiTUGLU])
+def test_interleaved_halves_are_put_together(make: Any) -> None:
+    x = torch.randn(4, 24, requires_grad=True)
+    a, b = x.view(4, 3, 2, 4).unbind(2)
+    joined = torch.cat((a.reshape(4, 12), b.reshape(4, 12)), -1)
+    for mine, theirs in zip(
+        both(make(glu_interleave_size=4), [x]), both(lambda _: make()(joined), [x]), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    with pytest.raises(OperandError, match="multiple of 8 columns"):
+        make(glu_interleave_size=4)(torch.zeros(2, 12))
+    with pytest.raises(OperandError, match=r"operation 1.*a multiple of 8 columns"):
+        ops.Sequential(ops.Linear(8, 12), make(glu_interleave_size=4))
+
+
+def test_interleaved_halves_are_scaled_too() -> None:
+    x, scales = torch.randn(4, 24), torch.rand(4)
+    want = ops.SwiGLU(glu_interleave_size=4)(x) * scales[:, None]
+    torch.testing.assert_close(ops.ScaledSwiGLU(4)(x, scales), want)
+
+
+def test_scales_reach_only_those_that_ask_for_them() -> None:
+    made = ops.Sequential(ops.Linear(16, 16), ops.ScaledSwiGLU(), ops.Linear(8, 8))
+    x, scales = torch.randn(4, 16), torch.zeros(4)
+    assert torch.equal(made(x, scales), made[2](torch.zeros(4, 8)))
+    with pytest.raises(OperandError, match="got 0 extra inputs for 1"):
+        made(x)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 4), (8, 1, 1), ()])
+def test_scales_of_another_number_are_refused(shape: tuple[int, ...]) -> None:
+    x = torch.randn(2, 3, 16)
+    with pytest.raises(OperandError, match=r"scales \[.*\] for 6 rows|scales \[\] for 6 rows"):
+        ops.ScaledSwiGLU()(x, torch.ones(shape))
+
+
+def test_an_add_in_place_writes_to_the_extra_input() -> None:
+    add = ops.AddExtraInput(in_place=True)
+    x, leaf = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    extra = leaf * 2
+    kept = extra.detach().clone()
+    y = ops.Sequential(ops.Bias(8), add)(x, extra)
+    assert y.data_ptr() == extra.data_ptr()
+    assert torch.equal(y, kept + x)
+    y.sum().backward()
+    assert torch.equal(leaf.grad, torch.full((4, 8), 2.0))
+    assert torch.equal(x.grad, torch.ones(4, 8))
+
+
+def test_an_add_in_place_refuses_a_leaf_and_another_shape() -> None:
+    add = ops.AddExtraInput(in_place=True)
+    with pytest.raises(OperandError, match="leaf that requires a gradient"):
+        add(torch.zeros(2, 2), torch.zeros(2, 2, requires_grad=True))
+    with pytest.raises(OperandError, match=r"\[1, 2\]; expected the input's \[2, 2\]"):
+        add(torch.zeros(2, 2), torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("shape", [(5, -1), (7, 7), (-1, 0), (0, -1)])
+def test_a_shape_that_does_not_fit_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(OperandError, match=r"input \[2, 3\] has no shape"):
+        ops.Reshape(shape)(torch.zeros(2, 3))
+
+
+NONSENSE: dict[str, Callable[[], Any]] = {
+    "two sizes to infer": lambda: ops.Reshape((-1, -1)),
+    "a negative size": lambda: ops.Reshape((-2, 3)),
+    "a fractional size": lambda: ops.Reshape((2.0, 3)),  # type: ignore[arg-type]
+    "a word for a scale": lambda: ops.ConstantScale("2"),  # type: ignore[arg-type]
+    "a negative eps": lambda: ops.L2Normalization(eps=-1.0),
+    "a cap of zero": lambda: ops.SiTUGLU(beta1=0.0),
+    "an infinite cap": lambda: ops.ScaledSiTUGLU(beta2=float("inf")),
+    "a negative cap": lambda: ops.ScaledTanhSReLU(tanh_clamp_scale=-2.0),
+    "blocks of nothing": lambda: ops.SwiGLU(glu_interleave_size=0),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_values_without_a_meaning_are_refused(name: str) -> None:
+    with pytest.raises(OperandError, match="expected"):
+        NONSENSE[name]()
+
+
+def test_a_basic_linear_is_a_linear_without_bias() -> None:
+    torch.manual_seed(0)
+    made = ops.BasicLinear(8, 4)
+    torch.manual_seed(0)
+    assert torch.equal(made.weight, ops.Linear(8, 4, bias=False).weight)
+    assert list(made.state_dict()) == ["weight"]
+
+
+def test_a_grouped_linear_has_the_names_and_values_of_theirs() -> None:
+    torch.manual_seed(0)
+    made = ops.GroupedLinear(2, 8, 4)
+    torch.manual_seed(0)
+    assert torch.equal(made.weight0, ops.Linear(8, 4).weight)
+    assert list(made.state_dict()) == ["weight0", "bias0", "weight1", "bias1"]
+    x = torch.randn(6, 8, dtype=BF16)
+    assert made(x, [2, 4]).dtype == torch.float32
+    with pytest.raises(UnsupportedError, match=r"ops\.GroupedLinear\(single_grouped_weight=True\)"):
+        ops.GroupedLinear(2, 8, 4, single_grouped_weight=True)
+
+
+# --- norms over several dimensions ---
+
+
+@pytest.mark.parametrize("kind", [ops.LayerNorm, ops.RMSNorm])
+def test_a_norm_over_several_dimensions_is_torchs(kind: Any) -> None:
+    made = kind((3, 8), eps=1e-5)
+    names = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+    theirs = names[kind.__name__]((3, 8), eps=1e-5)
+    assert made.weight.shape == (3, 8)
+    torch.nn.init.normal_(made.weight)
+    theirs.load_state_dict(made.state_dict())
+    x = torch.randn(2, 5, 3, 8, requires_grad=True)
+    got, want = both(made, [x]), both(theirs, [x])
+    for mine, other in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, other)
+    made(x).square().sum().backward()
+    theirs(x).square().sum().backward()
+    torch.testing.assert_close(made.weight.grad, theirs.weight.grad)
+
+
+def test_a_norm_over_several_dimensions_takes_a_residual_and_a_place_in_a_sequential() -> None:
+    made = ops.LayerNorm([3, 8])
+    x, residual = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    torch.testing.assert_close(made(x, residual=residual), made(x + residual))
+    chain = ops.Sequential(ops.Bias(8), made, ops.Linear(8, 4))
+    assert torch.equal(chain(x), chain[2](made(chain[0](x))))
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 3), (3, 8, 1), (8,)])
+def test_a_norm_over_several_dimensions_looks_at_all_of_them(shape: tuple[int, ...]) -> None:
+    with pytest.raises(OperandError, match=r"the layer takes \[\.\.\., 3, 8\]"):
+        ops.LayerNorm((3, 8))(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("sizes", [(), (3, 0), (3, 2.5)])
+def test_sizes_of_a_norm_are_positive_integers(sizes: Any) -> None:
+    with pytest.raises(OperandError, match="normalized_shape"):
+        fp8core.LayerNorm(sizes)

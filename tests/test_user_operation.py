@@ -1,0 +1,174 @@
+"""ops.BasicOperation: operations that users write, alone and between chains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fp8core
+from fp8core import OperandError, autocast, ops
+
+
+class Shift(ops.BasicOperation):
+    """``(x + by) * factor``."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.by = torch.nn.Parameter(torch.randn(size))
+
+    def op_forward(self, ctx: Any, input_: torch.Tensor, *, factor: float = 2.0, **_: Any) -> Any:
+        ctx.save_for_backward(input_)
+        ctx.factor = factor
+        self.seen = input_.shape, ctx.requires_grad
+        return (input_ + self.by) * factor
+
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+        (input_,) = ctx.saved_tensors
+        assert input_.shape == grad_output.shape
+        grad = grad_output * ctx.factor
+        return grad, [grad.flatten(0, -2).sum(0)]
+
+
+class Split(ops.BasicOperation):
+    """Adds ``x`` to an extra input, and returns their difference too."""
+
+    num_extra_inputs = 1
+    num_extra_outputs = 1
+
+    def fuser_forward(
+        self, contexts: Any, input_: Any, *, basic_op_extra_inputs: Any, **_: Any
+    ) -> Any:
+        (extra,) = basic_op_extra_inputs[0]
+        return input_ + extra, [(input_ - extra,)]
+
+    def fuser_backward(
+        self, contexts: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        (grad,) = basic_op_grad_extra_outputs[0]
+        return grad_output + grad, [()], [(grad_output - grad,)]
+
+
+def test_both_directions_are_the_users() -> None:
+    operation = Shift(8)
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    y = operation(x, factor=3.0)
+    y.sum().backward()
+    assert torch.equal(y, (x + operation.by) * 3)
+    assert torch.equal(x.grad, torch.full((2, 3, 8), 3.0))
+    assert torch.equal(operation.by.grad, torch.full((8,), 18.0))
+    assert operation.seen == ((2, 3, 8), True)
+
+
+def test_without_gradients_it_is_told_so() -> None:
+    operation = Shift(8)
+    with torch.no_grad():
+        operation(torch.randn(2, 8))
+    assert operation.seen == ((2, 8), False)
+
+
+@pytest.mark.parametrize("chosen", [None, "current", "delayed"])
+def test_it_runs_between_chains_in_the_shape_of_the_input(chosen: Any) -> None:
+    torch.manual_seed(0)
+    operation = Shift(32)
+    made = ops.Sequential(ops.Linear(32, 32), operation, ops.Linear(32, 16))
+    x = torch.randn(4, 8, 32, requires_grad=True)
+    for _ in range(2):
+        with autocast(enabled=chosen is not None, recipe=chosen):
+            y = made(x)
+        y.square().sum().backward()
+    assert operation.seen == ((4, 8, 32), True)
+    assert all(parameter.grad is not None for parameter in made.parameters())
+    assert not made.is_link
+    exact = made(x)
+    assert (y - exact).norm() < (0.1 if chosen else 1e-6) * exact.norm()
+
+
+def test_extra_tensors_go_in_and_out() -> None:
+    made = ops.Sequential(ops.Bias(4), Split(), ops.Bias(4))
+    x, extra = torch.randn(2, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
+    y, difference = made(x, extra)
+    assert torch.equal(y, x + extra)
+    assert torch.equal(difference, x - extra)
+    (y.sum() + 3 * difference.sum()).backward()
+    assert torch.equal(x.grad, torch.full((2, 4), 4.0))
+    assert torch.equal(extra.grad, torch.full((2, 4), -2.0))
+
+
+def test_channels_connect_them() -> None:
+    made = ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "skip", output_to_caller=False),
+        ops.Bias(4),
+        Split().set_extra_input_channel(0, "skip").set_extra_output_channel(0, "difference"),
+    )
+    x = torch.randn(2, 4)
+    y, difference = made(x)
+    assert torch.equal(y, 2 * x)
+    assert not difference.any()
+
+
+def test_its_input_may_be_its_output() -> None:
+    class Pass(ops.BasicOperation):
+        def op_forward(self, ctx: Any, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+            return input_
+
+        def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+            return grad_output, ()
+
+    x = torch.randn(3, requires_grad=True)
+    y = Pass()(x)
+    (2 * y).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("missing", ["op_forward", "op_backward"])
+def test_a_direction_that_is_missing_is_named(missing: str) -> None:
+    class Half(ops.BasicOperation):
+        if missing == "op_backward":
+
+            def op_forward(self, ctx: Any, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+                return input_ * 2
+
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=f"Half has no {missing}"):
+        Half()(x).sum().backward()
+
+
+def test_gradients_of_the_wrong_number_are_refused() -> None:
+    class Loose(Shift):
+        def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+            return grad_output, ()
+
+    with pytest.raises(OperandError, match="returned 0 gradients of parameters; it has 1"):
+        Loose(2)(torch.ones(1, 2, requires_grad=True)).sum().backward()
+
+
+def test_extra_tensors_of_the_wrong_number_are_refused() -> None:
+    with pytest.raises(OperandError, match="Split: got 0 extra inputs; expected 1"):
+        Split()(torch.ones(2))
+
+    class Short(Split):
+        num_extra_outputs = 2
+
+    with pytest.raises(OperandError, match="returned 1 extra outputs; num_extra_outputs is 2"):
+        Short()(torch.ones(2), torch.ones(2))
+
+
+def test_a_recompute_repeats_it() -> None:
+    made = ops.Sequential(ops.Linear(8, 8), Shift(8), ops.Linear(8, 8))
+    x = torch.randn(4, 8)
+    grads = []
+    for run in (made, lambda t: fp8core.checkpoint(made, t, use_reentrant=False)):
+        made.zero_grad()
+        with autocast(recipe="current"):
+            run(x).sum().backward()
+        grads.append([parameter.grad.clone() for parameter in made.parameters()])  # type: ignore[union-attr]
+    assert all(map(torch.equal, *grads))
+
+
+def test_a_second_derivative_is_refused_by_torch() -> None:
+    x = torch.randn(2, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(Shift(4)(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
