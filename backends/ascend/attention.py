@@ -6,7 +6,11 @@ import torch
 
 from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc
 from fp8core_backends.ascend import ops
-from fp8core_backends.ascend.dense_attention import dense_attention, dense_attention_backward
+from fp8core_backends.ascend.dense_attention import (
+    LAYOUTS,
+    dense_attention,
+    dense_attention_backward,
+)
 from fp8core_backends.ascend.packed_attention import packed_attention, packed_attention_backward
 
 __all__ = ["attention", "attention_backward", "refused_attention"]
@@ -37,6 +41,8 @@ def refused_attention(desc: AttentionDesc) -> str | None:
             "scale for each 128 queries, 256 keys and 512 values, not for one scale a tensor; "
             "leave fp8_dpa, or use_backend('reference') to emulate it"
         )
+    if desc.layout not in (*LAYOUTS, "thd"):
+        return f"no attention in {desc.layout}"
     if desc.layout == "thd" and not desc.padding:
         return "no thd without lengths of its sequences"
     if desc.dtype not in ops.QUANTIZABLE:

@@ -14,6 +14,7 @@ from fp8core.backend_api import (
     AttentionBackwardDesc,
     AttentionDesc,
     DequantizeDesc,
+    FusedDesc,
     GemmDesc,
     GroupedGemmDesc,
     NormBackwardDesc,
@@ -21,6 +22,7 @@ from fp8core.backend_api import (
     Numerics,
     OpDesc,
     OperandSpec,
+    QuantizeByAmaxDesc,
     QuantizeDesc,
     RotaryDesc,
     bind_method,
@@ -99,8 +101,9 @@ class AscendBackend:
         if type(desc) is not QuantizeDesc:
             return Numerics()
         specs = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
-        if all(spec.delayed for spec in specs):
-            return Numerics()
+        is_one = all(kind_of(spec) is Kind.TENSOR for spec in specs)
+        if all(spec.delayed for spec in specs) or (is_one and desc.dtype == torch.float32):
+            return Numerics()  # the cast is by a given scale
         if all(spec.delayed or spec.scale_format == "e8m0" for spec in specs):
             return Numerics(source=_SOURCE_MX, amax_range=(0.0, _LARGEST))
         return Numerics(
@@ -127,7 +130,8 @@ def _check_quantize(desc: QuantizeDesc) -> str | None:
         return "it would wait for the sizes of groups on the device; give them as a list"
     specs = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
     is_delayed = any(spec.delayed for spec in specs)
-    dtypes = ops.SCALABLE if is_delayed else ops.QUANTIZABLE
+    is_one = all(spec.block == (0, 0) for spec in specs)
+    dtypes = ops.SCALABLE if is_delayed or is_one else ops.QUANTIZABLE
     if desc.dtype not in dtypes:
         return f"the cast takes {', '.join(map(str, dtypes))}, not {desc.dtype}"
     if len({spec.delayed for spec in specs}) > 1:
@@ -169,6 +173,10 @@ def _check_activation(desc: ActivationDesc | ActivationBackwardDesc) -> str | No
 
 
 _CHECKS: dict[type, Callable[[Any], str | None]] = {
+    QuantizeByAmaxDesc: lambda desc: (
+        "its casts derive their scales from the tensor alone; leave the reduction of amaxes, or "
+        "use DelayedScaling, whose scale is given"
+    ),
     QuantizeDesc: _check_quantize,
     DequantizeDesc: _check_dequantize,
     GemmDesc: _check_gemm,
@@ -177,6 +185,7 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
     NormBackwardDesc: lambda desc: _check_norm(desc.norm),
     ActivationDesc: _check_activation,
     ActivationBackwardDesc: _check_activation,
+    FusedDesc: lambda desc: "its norms and activations with a cast count no NaN and inf",
     RotaryDesc: refused_rotary,
     AttentionDesc: refused_attention,
     AttentionBackwardDesc: lambda desc: (

@@ -140,9 +140,22 @@ def _rowwise(spec: OperandSpec, x: torch.Tensor) -> Operand:
         return Operand(codes, _blocks_of(exponents, x.shape[1]))
     if kind is Kind.BLOCK or kind is Kind.SQUARE:
         return Operand(*ops.block_quant(x, spec.format, 1 if kind is Kind.BLOCK else 128))
+    if x.dtype == torch.float32:
+        return _by_amax(spec, x)
     mode: ops.QuantMode = "pertensor" if kind is Kind.TENSOR else "pertoken"
     codes, scale = ops.dynamic_quant(x, spec.format, spec.target, mode)
     return Operand(codes, scale.reshape(-1, 1))
+
+
+def _by_amax(spec: OperandSpec, x: torch.Tensor) -> Operand:
+    """Return the operand of float32 ``x``, which only the cast by a given scale takes: ``target /
+    amax``, or 1 for an amax of 0 or inf. NaN has no part in the amax."""
+    magnitudes = x.abs()
+    amax = torch.where(magnitudes.isnan(), 0.0, magnitudes).amax().reshape(1)
+    scale = (torch.full_like(amax, spec.target) / amax).clamp(max=torch.finfo(torch.float32).max)
+    scale = torch.where((amax == 0) | torch.isinf(amax), 1.0, scale)
+    codes, _ = ops.quant_max(x, scale, spec.format)
+    return Operand(codes, torch.reciprocal(scale).reshape(1, 1))
 
 
 def _columnwise(spec: OperandSpec, x: torch.Tensor) -> Operand:

@@ -117,6 +117,31 @@ def place(spec: OperandSpec, codes: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(ordered, known.decode(codes).contiguous())
 
 
+EDGES = {
+    "zeros": [0.0, -0.0],
+    "inf": [1.0, math.inf, -3.0],
+    "NaN": [math.nan, 2.0, -1.5],
+    "tiny": [1e-41, -3e-42],
+    "one": [0.37],
+}
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
+@pytest.mark.parametrize("edge", [None, *EDGES])
+@pytest.mark.parametrize("name", ["tensor", "mixed", "hif8"])
+def test_float32_is_cast_as_by_the_reference(
+    name: str, edge: str | None, columnwise: bool, calls: list[Call]
+) -> None:
+    spec = SPECS[name][0]
+    x = values(33, 96).float() if edge is None else torch.tensor(EDGES[edge]).repeat(4, 16)
+    found = quantized(spec, x.to(NPU), columnwise=columnwise)
+    expected = quantized(spec, x, columnwise=columnwise)
+    one, other = (pair.columnwise if columnwise else pair.rowwise for pair in (found, expected))
+    assert torch.equal(one.data.cpu(), other.data)
+    assert torch.equal(one.scale_inv.cpu(), other.scale_inv)
+    assert "aclnnQuantMax" in {call.name for call in calls}
+
+
 @pytest.mark.parametrize("dtype", [BF16, FLOAT], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("target", [15.0, 448.0])
 def test_delayed_cast_saturates_and_records_the_amax(dtype: torch.dtype, target: float) -> None:

@@ -602,6 +602,7 @@ for _name, _compute in {
     "GtScalar": lambda x, s: x > s,
     "GtTensor": torch.gt,
     "IsFinite": torch.isfinite,
+    "IsInf": torch.isinf,
     "LogicalAnd": torch.logical_and,
     "LogicalNot": torch.logical_not,
     "LogicalOr": torch.logical_or,

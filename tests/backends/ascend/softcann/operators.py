@@ -113,6 +113,7 @@ SIGNATURES = {
     "aclnnInplaceOne": "t",
     "aclnnInplaceZero": "t",
     "aclnnIsFinite": "tt",
+    "aclnnIsInf": "tt",
     "aclnnLogicalAnd": "ttt",
     "aclnnLogicalNot": "tt",
     "aclnnLogicalOr": "ttt",
