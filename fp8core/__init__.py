@@ -27,10 +27,20 @@ from fp8core.errors import (
     UnsupportedError,
     did_you_mean,
 )
+from fp8core.inspect.available import (
+    get_cudnn_version,
+    get_device_compute_capability,
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
 from fp8core.inspect.explain import explain
 from fp8core.modules.attention import DotProductAttention
 from fp8core.modules.found_inf import clear_found_inf, found_inf
 from fp8core.modules.frozen import frozen_weights
+from fp8core.modules.glu_order import deinterleave_glu_tensor, interleave_glu_tensor
 from fp8core.modules.grad_scaler import watch_grad_scaler
 from fp8core.modules.grouped_linear import GroupedLinear
 from fp8core.modules.inference import InferenceParams
@@ -51,11 +61,18 @@ from fp8core.modules.transformer_layer import TransformerLayer
 from fp8core.monitoring import monitor
 from fp8core.parameter import (
     Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
     Float8Tensor,
+    Float8TensorStorage,
+    HybridQuantizedTensor,
+    HybridQuantizedTensorStorage,
     MasterWeights,
     MXFP8Tensor,
+    MXFP8TensorStorage,
     NVFP4Tensor,
+    NVFP4TensorStorage,
     QuantizedTensor,
+    QuantizedTensorStorage,
     fp8_model_init,
     quantized_model_init,
 )
@@ -72,27 +89,46 @@ from fp8core.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
 )
-from fp8core.recipe import get_default_recipe
+from fp8core.recipe import (
+    DelayedScalingRequest,
+    QuantizerRequest,
+    QuantizerRole,
+    get_default_recipe,
+)
+from fp8core.tensors.saving import (
+    prepare_for_saving,
+    restore_from_func_ctx,
+    restore_from_saved,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ConversionReport",
     "DType",
+    "DelayedScalingRequest",
     "DotProductAttention",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
     "Float8Tensor",
+    "Float8TensorStorage",
     "Fp8CoreError",
     "Fp8Padding",
     "Fp8Unpadding",
     "GroupedLinear",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
+    "HybridQuantizer",
+    "IdentityQuantizer",
     "InferenceParams",
     "KVCacheManager",
     "LayerNorm",
@@ -101,15 +137,20 @@ __all__ = [
     "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
+    "MXFP8TensorStorage",
     "MasterWeights",
     "MultiheadAttention",
     "NVFP4Quantizer",
     "NVFP4Tensor",
+    "NVFP4TensorStorage",
     "NonFiniteError",
     "OperandError",
     "PluginError",
     "QuantizedTensor",
+    "QuantizedTensorStorage",
     "Quantizer",
+    "QuantizerRequest",
+    "QuantizerRole",
     "RMSNorm",
     "RecipeError",
     "RotaryPositionEmbedding",
@@ -122,6 +163,7 @@ __all__ = [
     "checkpoint",
     "clear_found_inf",
     "convert",
+    "deinterleave_glu_tensor",
     "errors",
     "explain",
     "formats",
@@ -130,7 +172,15 @@ __all__ = [
     "fp8_model_init",
     "frozen_weights",
     "functional",
+    "get_cudnn_version",
     "get_default_recipe",
+    "get_device_compute_capability",
+    "interleave_glu_tensor",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "make_graphed_callables",
     "moe_permute",
     "moe_permute_and_pad_with_probs",
@@ -142,8 +192,11 @@ __all__ = [
     "ops",
     "parallel_cross_entropy",
     "prepare",
+    "prepare_for_saving",
     "quantized_model_init",
     "recipe",
+    "restore_from_func_ctx",
+    "restore_from_saved",
     "router",
     "unconvert",
     "use_backend",

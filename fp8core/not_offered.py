@@ -6,18 +6,12 @@ from collections.abc import Mapping
 
 __all__ = ["COMMUNICATION", "NOT_OFFERED", "refusal"]
 
-_ASK = 'use fp8core.explain("gemm", recipe).refused, or `fp8core doctor` for the whole machine'
 _ROUTER = "count the experts of a routing map with torch"
 _OFFLOAD = "use torch.autograd.graph.save_on_cpu, or fp8core.checkpoint to save less"
 _OVERLAP = "tensor and sequence parallelism are not offered"
 _OPTIMIZERS = "use any optimizer of torch, with fp8core.MasterWeights for low-precision parameters"
-_STORAGE = "fp8core.QuantizedTensor is the one class of quantized tensors, with or without autograd"
-_SAVING = "save the tensors of QuantizedTensor.tensors() with save_for_backward"
 _FUSIONS = "a backend offers fused operations by its contract, see docs/writing-a-backend.md"
-_SEVERAL_FORMATS = (
-    "give fp8core.recipe.CustomRecipe a factory that returns a TensorPlan, which has a format for "
-    "each orientation, or None for high precision"
-)
+_PLAIN = "IdentityQuantizer returns a plain tensor"
 _LINEAR_ATTENTION = "linear attention is not offered; use a library that has its kernels"
 _COMMUNICATION_GROUPS: Mapping[str, tuple[str, ...]] = {
     _OVERLAP: (
@@ -38,26 +32,7 @@ _COMMUNICATION_GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 _GROUPS: Mapping[str, tuple[str, ...]] = {
     **_COMMUNICATION_GROUPS,
-    _ASK: (
-        "is_bf16_available",
-        "is_fp8_available",
-        "is_fp8_block_scaling_available",
-        "is_mxfp8_available",
-        "is_nvfp4_available",
-    ),
-    _STORAGE: (
-        "Float8BlockwiseQTensorStorage",
-        "Float8TensorStorage",
-        "MXFP8TensorStorage",
-        "NVFP4TensorStorage",
-        "QuantizedTensorStorage",
-    ),
-    _SAVING: ("prepare_for_saving", "restore_from_func_ctx", "restore_from_saved"),
-    _SEVERAL_FORMATS: (
-        "HybridQuantizedTensor",
-        "HybridQuantizedTensorStorage",
-        "HybridQuantizer",
-        "IdentityQuantizer",
+    _PLAIN: (
         "IdentityTensor",
         "IdentityTensorStorage",
     ),
@@ -87,17 +62,6 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     "use LayerNormLinear for the up-projection and apply_rotary_pos_emb for its result": (
         "FusedMLAQUpProjFunction",
         "FusedMLAQUpProjRopeQuant",
-    ),
-    "use torch.cuda.get_device_capability()": ("get_device_compute_capability",),
-    "use torch.backends.cudnn.version()": ("get_cudnn_version",),
-    "reshape and transpose the columns with torch": (
-        "deinterleave_glu_tensor",
-        "interleave_glu_tensor",
-    ),
-    "it is fp8core.recipe.DelayedScalingRequest": ("DelayedScalingRequest",),
-    "it is fp8core.recipe.QuantizerRole": ("QuantizerRole",),
-    "a factory returns an OperandSpec, a TensorPlan or a fp8core.recipe.DelayedScalingRequest": (
-        "QuantizerRequest",
     ),
     _FUSIONS: (
         "ops.FusedOperation",

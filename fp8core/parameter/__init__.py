@@ -6,19 +6,33 @@ from fp8core.parameter.init import fp8_model_init, quantized_model_init
 from fp8core.parameter.master import MasterWeights
 from fp8core.parameter.names import (
     Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
     Float8Tensor,
+    Float8TensorStorage,
+    HybridQuantizedTensor,
+    HybridQuantizedTensorStorage,
     MXFP8Tensor,
+    MXFP8TensorStorage,
     NVFP4Tensor,
+    NVFP4TensorStorage,
+    QuantizedTensorStorage,
 )
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 
 __all__ = [
     "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
     "Float8Tensor",
+    "Float8TensorStorage",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
     "MXFP8Tensor",
+    "MXFP8TensorStorage",
     "MasterWeights",
     "NVFP4Tensor",
+    "NVFP4TensorStorage",
     "QuantizedTensor",
+    "QuantizedTensorStorage",
     "fp8_model_init",
     "quantized_model_init",
 ]

@@ -10,18 +10,35 @@ from typing import Any
 
 from fp8core.backend_api import OperandSpec
 from fp8core.errors import UnsupportedError
+from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops.private import TensorMeta
 
-__all__ = ["Float8BlockwiseQTensor", "Float8Tensor", "MXFP8Tensor", "NVFP4Tensor"]
+__all__ = [
+    "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
+    "Float8Tensor",
+    "Float8TensorStorage",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
+    "NVFP4Tensor",
+    "NVFP4TensorStorage",
+    "QuantizedTensorStorage",
+]
 
 
 class _Name(TensorMeta):
     def __instancecheck__(cls, instance: object) -> bool:
         if not isinstance(instance, QuantizedTensor):
             return False
-        spec = instance.plan.rowwise
-        describes: Any = cls.describes  # type: ignore[attr-defined]  # each name defines it
+        plan = instance.plan
+        spec = plan.rowwise or plan.columnwise
+        asks_both: Any = getattr(cls, "describes_both", None)
+        if asks_both is not None:
+            return bool(asks_both(plan))
+        describes: Any = cls.describes  # type: ignore[attr-defined]  # each other name defines it
         return spec is not None and bool(describes(spec))
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -65,3 +82,26 @@ class NVFP4Tensor(QuantizedTensor, metaclass=_Name):
     def describes(spec: OperandSpec) -> bool:
         """Return whether tensors stored as ``spec`` go by this name."""
         return spec.scale_format == "e4m3"
+
+
+class HybridQuantizedTensor(QuantizedTensor, metaclass=_Name):
+    """A QuantizedTensor whose two operands have different formats."""
+
+    @staticmethod
+    def describes_both(plan: TensorPlan) -> bool:
+        """Return whether a tensor stored by ``plan`` goes by this name."""
+        row, column = plan
+        return row is not None and column is not None and _format(row) != _format(column)
+
+
+def _format(spec: OperandSpec) -> tuple[object, ...]:
+    return spec.format, spec.block[1], spec.scale_format
+
+
+# Transformer Engine's bases of these classes, of which every such tensor is an instance.
+QuantizedTensorStorage = QuantizedTensor
+Float8TensorStorage = Float8Tensor
+MXFP8TensorStorage = MXFP8Tensor
+Float8BlockwiseQTensorStorage = Float8BlockwiseQTensor
+NVFP4TensorStorage = NVFP4Tensor
+HybridQuantizedTensorStorage = HybridQuantizedTensor

@@ -7,6 +7,7 @@ plan's orientations to make. Backends compute, as for layers.
 from __future__ import annotations
 
 from fp8core.quantizers.base import Quantizer
+from fp8core.quantizers.composed import HybridQuantizer, IdentityQuantizer
 from fp8core.quantizers.dtype import DType
 from fp8core.quantizers.float8 import (
     Float8BlockQuantizer,
@@ -21,6 +22,8 @@ __all__ = [
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
+    "HybridQuantizer",
+    "IdentityQuantizer",
     "MXFP8Quantizer",
     "NVFP4Quantizer",
     "Quantizer",

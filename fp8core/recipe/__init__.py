@@ -15,7 +15,13 @@ from fp8core.errors import RecipeError
 from fp8core.not_offered import refusal
 from fp8core.recipe.base import Format, FormatRange, MMParams, QParams, Recipe
 from fp8core.recipe.choice import by_name, names
-from fp8core.recipe.custom import CustomRecipe, DelayedScalingRequest, PerLayer, QuantizerRole
+from fp8core.recipe.custom import (
+    CustomRecipe,
+    DelayedScalingRequest,
+    PerLayer,
+    QuantizerRequest,
+    QuantizerRole,
+)
 from fp8core.recipe.named import (
     DelayedScaling,
     Float8BlockScaling,
@@ -45,6 +51,7 @@ __all__ = [
     "OperandSpec",
     "PerLayer",
     "QParams",
+    "QuantizerRequest",
     "QuantizerRole",
     "Recipe",
     "TensorPlan",

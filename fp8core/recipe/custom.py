@@ -37,7 +37,13 @@ from fp8core.recipe.plan import (
     TensorPlan,
 )
 
-__all__ = ["CustomRecipe", "DelayedScalingRequest", "PerLayer", "QuantizerRole"]
+__all__ = [
+    "CustomRecipe",
+    "DelayedScalingRequest",
+    "PerLayer",
+    "QuantizerRequest",
+    "QuantizerRole",
+]
 
 Key: TypeAlias = "str | LayerRole"
 Rule: TypeAlias = "tuple[Key, Recipe | None]"
@@ -141,8 +147,14 @@ class QuantizerRole:
     name: str = ""
 
 
+class QuantizerRequest:
+    """Base of what a factory returns to ask for a quantizer with a state."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class DelayedScalingRequest:
+class DelayedScalingRequest(QuantizerRequest):
     """A factory's request for a tensorwise delayed scale; fields as in :class:`DelayedScaling`.
 
     The tensors of one layer share one amax history, so all requests for a layer must agree in
@@ -189,8 +201,8 @@ class QuantizerObject(Protocol):
         """Return a QuantizedTensor of ``shape``."""
 
 
-QuantizerRequest: TypeAlias = OperandSpec | TensorPlan | DelayedScalingRequest | QuantizerObject
-QuantizerFactory: TypeAlias = Callable[[QuantizerRole], QuantizerRequest]
+_Answer: TypeAlias = OperandSpec | TensorPlan | QuantizerRequest | QuantizerObject
+QuantizerFactory: TypeAlias = Callable[[QuantizerRole], _Answer]
 
 
 @explains_writes
@@ -330,7 +342,7 @@ def _plan_of_maker(maker: Any) -> Any:
     return getattr(maker.make_empty((128, 128)), "plan", None)
 
 
-def _tensor_plan(tensor: str, asked: QuantizerRequest) -> TensorPlan:
+def _tensor_plan(tensor: str, asked: _Answer) -> TensorPlan:
     """Return the plan of ``tensor`` from a factory's answer.
 
     Raises:

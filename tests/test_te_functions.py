@@ -1,0 +1,199 @@
+"""Transformer Engine's queries, orders of gated weights, saved tensors and composed quantizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fp8core
+from fp8core import OperandError, RecipeError, UnsupportedError, autocast, ops, recipe
+from fp8core.backend_api import GemmDesc
+from fp8core.inspect import available
+from fp8core.inspect.explain import Explanation, Line
+
+QUERIES: dict[str, Callable[..., Any]] = {
+    "fp8": fp8core.is_fp8_available,
+    "block": fp8core.is_fp8_block_scaling_available,
+    "mxfp8": fp8core.is_mxfp8_available,
+    "nvfp4": fp8core.is_nvfp4_available,
+    "bf16": fp8core.is_bf16_available,
+}
+
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_the_reference_has_every_format(name: str) -> None:
+    with fp8core.use_backend("reference"):
+        assert QUERIES[name]() is True
+        assert QUERIES[name](return_reason=True) == (True, "")
+
+
+@pytest.mark.parametrize("name", ["fp8", "block", "mxfp8", "nvfp4"])
+def test_a_backend_that_lacks_a_format_says_why(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    asked: list[Any] = []
+
+    def refuses(op: str, chosen: Any) -> Explanation:
+        asked.append(chosen)
+        desc = GemmDesc(None, None, torch.bfloat16)
+        return Explanation((Line("", "fprop", desc, None, None, "no such products here"),))
+
+    monkeypatch.setattr(available, "explain", refuses)
+    assert QUERIES[name]() is False
+    assert QUERIES[name](True) == (False, "no such products here")
+    kinds = {"fp8": "current", "block": "block", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+    assert asked == [recipe.by_name(kinds[name])] * 2
+
+
+def test_devices_are_described_without_one() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a CUDA device is here")
+    assert fp8core.get_device_compute_capability() == (0, 0)
+    assert all(isinstance(part, int) for part in fp8core.get_cudnn_version())
+
+
+@pytest.mark.parametrize("shape", [(24,), (24, 5), (8, 3, 2)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_orders_of_a_gated_weight_are_inverse(shape: tuple[int, ...], size: int) -> None:
+    weight = torch.randn(shape)
+    blocks = fp8core.interleave_glu_tensor(weight, size)
+    assert torch.equal(fp8core.deinterleave_glu_tensor(blocks, size), weight)
+    assert torch.equal(blocks[:size], weight[:size])
+    assert torch.equal(blocks[size : 2 * size], weight[shape[0] // 2 :][:size])
+
+
+def test_an_interleaved_weight_goes_with_an_interleaved_activation() -> None:
+    torch.manual_seed(0)
+    plain, blocks = ops.Linear(8, 32), ops.Linear(8, 32)
+    with torch.no_grad():
+        for mine, theirs in zip(blocks.parameters(), plain.parameters(), strict=True):
+            mine.copy_(fp8core.interleave_glu_tensor(theirs, 4))
+    x = torch.randn(3, 8)
+    want = ops.Sequential(plain, ops.SwiGLU())(x)
+    got = ops.Sequential(blocks, ops.SwiGLU(glu_interleave_size=4))(x)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("size", [0, -1, 3, 2.0, True])
+def test_blocks_that_do_not_fit_are_refused(size: Any) -> None:
+    for function in (fp8core.interleave_glu_tensor, fp8core.deinterleave_glu_tensor):
+        with pytest.raises(OperandError, match="interleave_size="):
+            function(torch.zeros(5 if size is True else 8), size)
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+        tensors, ctx.tensor_objects = fp8core.prepare_for_saving(x, None, stored)
+        ctx.save_for_backward(*tensors)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, none, stored = fp8core.restore_from_func_ctx(ctx)
+        assert none is None
+        assert isinstance(stored, fp8core.QuantizedTensorStorage)
+        return grad * x * stored.dequantize(), None
+
+
+def test_tensors_are_saved_and_restored_for_backward() -> None:
+    x = torch.randn(32, 32, requires_grad=True)
+    stored = fp8core.MXFP8Quantizer("e4m3")(torch.ones(32, 32))
+    _Doubled.apply(x, stored).sum().backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(x.grad, x)
+
+
+def test_saved_tensors_that_are_left_are_returned() -> None:
+    tensors, objects = fp8core.prepare_for_saving(torch.zeros(1), None)
+    more = torch.ones(1)
+    restored, left = fp8core.restore_from_saved(objects, [*tensors, more], True)
+    assert restored[1] is None
+    assert left[0] is more
+
+
+def test_what_cannot_be_saved_or_restored_is_refused() -> None:
+    bad: Any = "a word"
+    with pytest.raises(OperandError, match="prepare_for_saving: str"):
+        fp8core.prepare_for_saving(bad)
+    with pytest.raises(OperandError, match="0 saved tensors for 1"):
+        fp8core.restore_from_saved([None], [])
+    with pytest.raises(OperandError, match="tensor_objects is not set"):
+        fp8core.restore_from_func_ctx(object())
+
+
+# --- composed quantizers ---
+
+
+def hybrid() -> fp8core.HybridQuantizer:
+    return fp8core.HybridQuantizer(
+        rowwise_quantizer=fp8core.MXFP8Quantizer("e4m3"),
+        columnwise_quantizer=fp8core.NVFP4Quantizer(),
+    )
+
+
+def test_a_hybrid_tensor_has_two_formats() -> None:
+    x = torch.randn(64, 64)
+    made = hybrid()(x)
+    assert isinstance(made, fp8core.HybridQuantizedTensor)
+    assert isinstance(made, fp8core.MXFP8TensorStorage)
+    assert not isinstance(fp8core.MXFP8Quantizer("e4m3")(x), fp8core.HybridQuantizedTensor)
+    assert torch.equal(made.dequantize(), fp8core.MXFP8Quantizer("e4m3")(x).dequantize())
+
+
+@pytest.mark.parametrize("weight", ["hybrid", "identity", "both"])
+def test_a_factory_answers_with_them(weight: str) -> None:
+    torch.manual_seed(0)
+
+    def factory(role: recipe.QuantizerRole) -> Any:
+        if role.tensor_type != "weight":
+            return fp8core.MXFP8Quantizer("e4m3")
+        if weight == "identity":
+            return fp8core.IdentityQuantizer()
+        if weight == "hybrid":
+            return hybrid()
+        return fp8core.HybridQuantizer(
+            rowwise_quantizer=fp8core.MXFP8Quantizer("e4m3"),
+            columnwise_quantizer=fp8core.IdentityQuantizer(),
+        )
+
+    layer, x = fp8core.Linear(64, 64), torch.randn(64, 64, requires_grad=True)
+    chosen = recipe.CustomRecipe(qfactory=factory)
+    plan = chosen.plan(recipe.LayerRole(), torch.float32)
+    row, column = plan.weight
+    assert (row is None, column is None) == (weight == "identity", weight != "hybrid")
+    with autocast(recipe=chosen):
+        y = layer(x)
+    y.sum().backward()
+    assert (y - layer(x)).norm() < 0.1 * y.norm()
+
+
+def test_an_identity_quantizer_returns_the_tensor() -> None:
+    x = torch.randn(4)
+    assert fp8core.IdentityQuantizer()(x) is x
+    assert fp8core.IdentityQuantizer(dtype=torch.bfloat16)(x).dtype == torch.bfloat16
+    with pytest.raises(RecipeError, match="expected a floating dtype"):
+        fp8core.IdentityQuantizer(dtype=torch.int8)
+
+
+def test_halves_without_a_plan_of_their_own_are_refused() -> None:
+    scale, amax = torch.ones(1), torch.zeros(1)
+    state = fp8core.Float8Quantizer(scale, amax, "e4m3")
+    for bad in (state, None, "mxfp8"):
+        with pytest.raises(OperandError, match="rowwise_quantizer="):
+            fp8core.HybridQuantizer(
+                rowwise_quantizer=bad,  # type: ignore[arg-type]
+                columnwise_quantizer=fp8core.IdentityQuantizer(),
+            )
+    for source, error in (("rowwise_dequantized", UnsupportedError), ("other", RecipeError)):
+        with pytest.raises(error, match="columnwise_source="):
+            fp8core.HybridQuantizer(
+                rowwise_quantizer=fp8core.IdentityQuantizer(),
+                columnwise_quantizer=fp8core.IdentityQuantizer(),
+                columnwise_source=source,
+            )
+
+
+def test_a_request_is_of_the_class_of_requests() -> None:
+    assert isinstance(fp8core.DelayedScalingRequest(), fp8core.QuantizerRequest)
+    assert fp8core.QuantizerRole is recipe.QuantizerRole
