@@ -8,6 +8,7 @@ import io
 import itertools
 import subprocess
 import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.benchmarks.layers_gpu import (
     limits,
     measures,
     report,
+    transformer,
 )
 from tests.benchmarks.layers_gpu.cases import Case
 from tests.benchmarks.layers_gpu.results import Results, rows
@@ -278,6 +280,19 @@ def test_a_contestant_that_fails_leaves_the_others(
     (run,) = results.of(case, "run")
     assert run["failed"] == ["torch bf16"]
     assert "no such layer" in capsys.readouterr().out
+
+
+def test_libraries_find_the_cudnn_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cudnn" / "lib").mkdir(parents=True)
+    wheels = types.SimpleNamespace(__path__=[str(tmp_path)])
+    monkeypatch.setattr(transformer, "nvidia", wheels)
+    environment = {"CUDNN_HOME": "elsewhere"}
+    transformer.use_cudnn_of_torch(environment)
+    assert environment == {"CUDNN_HOME": str(tmp_path / "cudnn")}
+    monkeypatch.setattr(transformer, "nvidia", None)
+    untouched = {"CUDNN_HOME": "elsewhere"}
+    transformer.use_cudnn_of_torch(untouched)
+    assert untouched == {"CUDNN_HOME": "elsewhere"}
 
 
 @pytest.mark.usefixtures("trial")

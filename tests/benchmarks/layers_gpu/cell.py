@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
 import time
 import traceback
@@ -31,7 +32,7 @@ from tests.benchmarks.layers_gpu.contestants import (
     stepper,
 )
 from tests.benchmarks.layers_gpu.data import Data, exact_results, make_data
-from tests.benchmarks.layers_gpu.transformer import attention_by_cudnn
+from tests.benchmarks.layers_gpu.transformer import attention_by_cudnn, use_cudnn_of_torch
 from tests.benchmarks.measuring import records, turns
 from tests.benchmarks.measuring.device import CUDA, Chip, Device, versions, without_collections
 
@@ -286,6 +287,7 @@ def _profile(cell: Cell, entrants: dict[str, Entrant]) -> None:
 def main() -> None:
     """Measure the job on the command line once the parent says so."""
     job = Job.from_json(sys.argv[1])
+    use_cudnn_of_torch(os.environ)
     for name in job.libraries:
         _import(_MODULES.get(name))
     if sys.stdin.readline():

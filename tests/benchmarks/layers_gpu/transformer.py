@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,29 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.benchmarks.layers_gpu.cases import EPS, Case
 
-__all__ = ["TorchTransformer", "attend", "attention_by_cudnn", "layer_arguments"]
+nvidia: Any
+try:
+    import nvidia  # the wheels of torch's libraries
+except ImportError:
+    nvidia = None
+
+__all__ = [
+    *("TorchTransformer", "attend", "attention_by_cudnn", "layer_arguments"),
+    "use_cudnn_of_torch",
+]
+
+
+def use_cudnn_of_torch(environment: MutableMapping[str, str]) -> None:
+    """Have every library of this process run the cuDNN that torch was built with; call it before
+    Transformer Engine is imported.
+
+    That one looks for a cuDNN in CUDNN_HOME and then in the CUDA toolkit, whose version may be
+    another; torch then refuses the two in one process.
+    """
+    torch.backends.cudnn.version()  # loads it
+    for folder in map(Path, nvidia.__path__ if nvidia is not None else ()):
+        if (folder / "cudnn" / "lib").is_dir():
+            environment["CUDNN_HOME"] = str(folder / "cudnn")
 
 
 @contextlib.contextmanager
