@@ -141,6 +141,21 @@ class ForgetsTheScaleOfTheWeights(Sound):
         return (out * named["s_scale"].to(out.dtype) if desc.s is not None else out, *rest)
 
 
+class ForgetsTheScaleOfTheResult(Sound):
+    """Casts the result without the scale of the values."""
+
+    def attention(self, desc: AttentionDesc, *given: Any, **named: Any) -> Any:
+        out, *rest = attention(replace(desc, out=None), *given, **named)
+        if desc.out is not None:
+            out = out.float().clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        return (out, *rest)
+
+
+class LeavesTheResultUnrounded(Sound):
+    def attention(self, desc: AttentionDesc, *given: Any, **named: Any) -> Any:
+        return attention(replace(desc, out=None), *given, **named)
+
+
 class RecordsScaledWeights(Sound):
     """Records the amax of what it casts, behind the scale."""
 
@@ -177,6 +192,8 @@ CAUGHT_BY: dict[type[Sound], str] = {
     AveragesOverGroups: _BACKWARD,
     ForgetsTheRowSums: _BACKWARD,
     ForgetsTheScaleOfTheWeights: _FORWARD,
+    ForgetsTheScaleOfTheResult: _FORWARD,
+    LeavesTheResultUnrounded: _FORWARD,
     RecordsScaledWeights: _FORWARD,
     RecordsNoGradient: _BACKWARD,
 }

@@ -213,9 +213,9 @@ def _attention_within(subject: Subject, call: OpCall) -> float:
         same_form("out", out, torch.empty(expected.shape, dtype=torch.uint8))
         scale_inv = on_cpu(call.arguments[2].scale_inv) / (1 - desc.dropout)
         out = _values(subject, desc.out, Operand(out, scale_inv))
-        # Half a step of normal and of subnormal codes; one step is that of the largest code below.
-        rounded = _rounding(desc.out) * (expected.abs() + bound)
-        subnormal = _smallest(desc.out) * scale_inv.double()
+        # Half a step of normal and of subnormal codes.
+        rounded = _rounding(desc.out) / 2 * (expected.abs() + bound)
+        subnormal = _smallest(desc.out) / 2 * scale_inv.double()
         shares = [within("out", out, expected, bound + rounded + subnormal)]
     shares.append(within("stats", stats, logs, allowed + 16 * ROUND))
     if desc.max_logit:
