@@ -341,12 +341,13 @@ class AttentionLink(LinkDefaults):
     def keywords(self, params: Params, call: Call) -> Mapping[str, Any]:
         """Return the operation's keywords in a call with the parameters ``params``."""
         shape = self.shape
-        keywords: dict[str, Any] = dict(AttentionTensors(*call.tensors).keywords())
-        extra = list(params[2:])
+        keywords: dict[str, Any] = {}
+        if shape.padding or shape.arbitrary or shape.bias == "alibi":
+            keywords |= AttentionTensors(*call.tensors).keywords()
         if shape.has_bias:
-            keywords["bias"] = extra.pop(0)
+            keywords["bias"] = params[2]
         if shape.has_offset:
-            keywords["softmax_offset"] = extra.pop(0)
+            keywords["softmax_offset"] = params[-1]
         if shape.layout == "thd":
             keywords["max_seqlen_q"], keywords["max_seqlen_kv"] = call.sizes
         if shape.dropout:
@@ -370,9 +371,8 @@ class AttentionProgram(TensorProgram[AttentionLink]):
         q = self._in_layout(x, shape.head_dim, call)
         _check_memory(link, q, params[0], call)
         y, stats, max_logit = link.run(q, params[0], params[1], **keywords)
-        max_logit_out = AttentionTensors(*call.tensors).max_logit_out
-        if max_logit_out is not None:
-            max_logit_out.copy_(max_logit)
+        if max_logit is not None:
+            _hand_out(max_logit, call)
         rows = y.reshape(x.shape[0], shape.heads * shape.head_dim_v)
         saved: Saved = ()
         if True in self._needs_grad:
@@ -548,9 +548,8 @@ class LowPrecisionAttentionProgram(AttentionProgram):
             scale = slot.scale.clone()  # of this forward, also after the autocast has ended
             keywords["s_amax_out"] = slot.amax
         y, stats, max_logit = link.run(*operands, **keywords, s_scale=scale)
-        max_logit_out = AttentionTensors(*call.tensors).max_logit_out
-        if max_logit_out is not None:
-            max_logit_out.copy_(max_logit)
+        if max_logit is not None:
+            _hand_out(max_logit, call)
         result: Operand | None
         rows = self._values_of(y.reshape(x.shape[0], link.shape.columns(0)), operands[2])
         given = rows if out is None else out(rows)
@@ -681,6 +680,13 @@ def _check_memory(link: AttentionLink, q: torch.Tensor, k: torch.Tensor, call: C
 
 
 _NUM_KEPT = len(AttentionTensors._fields) - 1
+
+
+def _hand_out(max_logit: torch.Tensor, call: Call) -> None:
+    """Write the largest logits where the call asks for them."""
+    max_logit_out = AttentionTensors(*call.tensors).max_logit_out
+    assert max_logit_out is not None
+    max_logit_out.copy_(max_logit)
 
 
 def _kept(call: Call) -> Saved:
