@@ -7,83 +7,78 @@ the answer is what the device does.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 
 from fp8core import formats
 from fp8core.backend_api import Finding
-from fp8core_backends.ascend import hif8, ops
+from fp8core_backends.ascend import hif8, ops, selftest_recipes
+from fp8core_backends.ascend.selftest_question import Question
 
 __all__ = ["run"]
 
 _FORMATS = ("e4m3", "e5m2", "hif8")
-
-
-class _Question(NamedTuple):
-    """A point that no document settles: the assumption, and how the device answers."""
-
-    name: str
-    assumption: str
-    ask: Callable[[torch.device], tuple[object, object]]
-    """Return what is assumed and what the device gives; the assumption holds if they are equal."""
+_FAULTS = (RuntimeError, ValueError, TypeError, IndexError)
+"""torch_npu's errors, those of CANN's operators included, and results of other shapes."""
 
 
 def run() -> Iterator[Finding]:
     """Yield a finding for each question, also if the device refuses to answer it."""
     device = torch.device("npu:0")
     ops.load()
-    for question in _questions():
+    for question in itertools.chain(_questions(), selftest_recipes.questions()):
         try:
             expected, found = question.ask(device)
-        except RuntimeError as error:  # torch_npu's errors, of CANN's operators included
-            first = str(error).strip().splitlines()[0]
+        except _FAULTS as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
             yield Finding(question.name, question.assumption, False, f"error: {first}")
             continue
         text = f"as assumed: {found}" if expected == found else f"{found}, assumed {expected}"
         yield Finding(question.name, question.assumption, expected == found, text)
 
 
-def _questions() -> Iterator[_Question]:
+def _questions() -> Iterator[Question]:
     for name in _FORMATS:
-        yield _Question(
+        yield Question(
             f"{name} overflow",
             "a cast beyond the range saturates, inf included",
             functools.partial(_casts, name, [1e9, -1e9, math.inf, -math.inf]),
         )
-        yield _Question(
+        yield Question(
             f"{name} NaN",
             "a NaN becomes the format's NaN",
             functools.partial(_casts, name, [math.nan]),
         )
-        yield _Question(
+        yield Question(
             f"{name} rounding",
             "midpoints and their neighbours round as in the reference",
             functools.partial(_midpoints, name),
         )
-        yield _Question(
+        yield Question(
             f"{name} zeros",
             "a tensor of zeros has the codes 0 and a finite scale",
             functools.partial(_zeros, name),
         )
-        yield _Question(
+        yield Question(
             f"{name} scale",
             "a scale is amax * (1 / target), each rounded to float32",
             functools.partial(_scale, name),
         )
-    yield _Question("amax ignores NaN", "the recorded amax of NaN and 3 is 3", _amax_of_nan)
-    yield _Question("MX exponents", "the exponent of amax / 448 is rounded up", _exponents)
-    yield _Question("HiFloat8 hybrid", "hybrid rounding is that of the codec", _hybrid)
+    yield Question("amax ignores NaN", "the recorded amax of NaN and 3 is 3", _amax_of_nan)
+    yield Question("MX exponents", "the exponent of amax / 448 is rounded up", _exponents)
+    yield Question("HiFloat8 hybrid", "hybrid rounding is that of the codec", _hybrid)
     for name in _FORMATS:
-        yield _Question(
+        yield Question(
             f"{name} product",
             "a product of 4096 terms is within 2^-12 of the sum of magnitudes",
             functools.partial(_product, name),
         )
-    yield _Question("RMSNorm", "within two ulp of bfloat16 of float64", _rms_norm)
-    yield _Question("SwiGLU", "within two ulp of bfloat16 of float64", _swiglu)
+    yield Question("RMSNorm", "within two ulp of bfloat16 of float64", _rms_norm)
+    yield Question("LayerNorm", "within two ulp of bfloat16 of float64", _layer_norm)
+    yield Question("SwiGLU", "within two ulp of bfloat16 of float64", _swiglu)
 
 
 def _given(device: torch.device, name: str, x: torch.Tensor) -> list[int]:
@@ -192,6 +187,14 @@ def _rms_norm(device: torch.device) -> tuple[object, object]:
     x, weight = _values(), _values()[0]
     y, _ = ops.rms_norm(x.to(device), weight.to(device), 1e-5)
     wide = x.double()
+    exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+    return True, _near(y, exact)
+
+
+def _layer_norm(device: torch.device) -> tuple[object, object]:
+    x, weight = _values(), _values()[0].float()
+    y, *_ = ops.layer_norm(x.to(device), weight.to(device), None, 1e-5)
+    wide = x.double() - x.double().mean(-1, keepdim=True)
     exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
     return True, _near(y, exact)
 

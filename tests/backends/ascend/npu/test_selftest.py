@@ -22,7 +22,7 @@ def test_command_writes_the_findings(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert importlib.import_module("fp8core.__main__").main(command) == 1
     findings = json.loads(file.read_text(encoding="utf-8"))
     printed = capsys.readouterr().out
-    assert len(findings) - 1 == printed.count("ok  ") > 20
+    assert len(findings) - 1 == printed.count("ok  ") > 40
     assert printed.count("DIFF") == 1
     assert {"name", "assumption", "holds", "answer"} == findings[0].keys()
 
@@ -47,3 +47,44 @@ def test_operator_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ops, "swiglu", fails)
     (found,) = [one for one in selftest.run() if one.name == "SwiGLU"]
     assert (found.holds, found.answer) == (False, "error: call aclnnSwiGlu failed")
+
+
+@pytest.mark.parametrize("fault", [ValueError("shapes differ"), IndexError(), TypeError("no")])
+def test_result_of_another_shape_is_a_finding(
+    fault: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object, **keywords: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(ops, "grouped_quant_matmul", fails)
+    found = {one.name: one for one in selftest.run()}
+    assert not found["current groups"].holds
+    assert found["current groups"].answer.startswith("error: ")
+    assert found["current products"].holds
+
+
+def test_product_that_is_off_is_reported_by_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ops.quant_matmul
+
+    def wrong(*arguments: object, **keywords: object) -> object:
+        return original(*arguments, **keywords) * 1.2  # type: ignore[arg-type]  # as given
+
+    monkeypatch.setattr(ops, "quant_matmul", wrong)
+    differs = {one.name for one in selftest.run() if not one.holds}
+    recipes = ("current", "rowwise", "block", "mxfp8", "hif8")
+    assert differs >= {f"{name} products" for name in recipes}
+
+
+def test_statistics_laid_out_otherwise_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ops.fusion_attention
+
+    def by_token(*arguments: object, **keywords: object) -> object:
+        out, largest, total = original(*arguments, **keywords)  # type: ignore[arg-type]  # as given
+        if keywords["layout"] == "TND":
+            largest = largest.flip(0)
+        return out, largest, total
+
+    monkeypatch.setattr(ops, "fusion_attention", by_token)
+    differs = {one.name for one in selftest.run() if not one.holds}
+    assert "attention, packed" in differs
+    assert "attention, causal" not in differs
