@@ -24,6 +24,7 @@ from fp8core.chain.protocol import (
     SavedList,
 )
 from fp8core.chain.request import QuantizeRequest
+from fp8core.chain.unwrap import PLAIN
 from fp8core.tensors.scaling import update_after_backward
 from fp8core.torch_ops.likeness import Likeness, sameness_to
 
@@ -125,7 +126,7 @@ class Repeated:
                 if results is not None:
                     y, *saved = results
                     return y, saved, self._context
-        elif out is None and isinstance(x, torch.Tensor) and known.is_due():
+        elif out is None and PLAIN.issuperset(map(type, (x, *params))) and known.is_due():
             return self._record_forward(x, params, call)
         return self.program.forward(x, params, call, out)
 
@@ -151,7 +152,7 @@ class Repeated:
         """Compute as the program does; that the backward states are updated is seen to first."""
         known = self._backward
         repeat, is_same = known.repeat, known.is_same
-        if out is None and context is self._context and isinstance(grad, torch.Tensor):
+        if out is None and context is self._context and type(grad) is torch.Tensor:
             for state in self._states:
                 update_after_backward(state, call.backward_pass)
             if repeat is None:
