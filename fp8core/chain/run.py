@@ -45,7 +45,7 @@ from fp8core.torch_ops.private import (
 
 __all__ = [
     *("Links", "Prepared", "Refusal", "capture", "is_under_torch_autocast", "prepared"),
-    *("refuse_transform", "run"),
+    *("prepared_run", "refuse_transform", "run"),
 ]
 
 Links: TypeAlias = "tuple[Link, ...] | int"
@@ -172,7 +172,7 @@ def run(
 
 
 class Prepared(NamedTuple):
-    """What :func:`run` does for the tensors of a dense call, ``run(x, *params)``.
+    """What :func:`run` does for the tensors of a call, ``run(x, *params)``.
 
     It is right for others if they have memory and ``is_like(x, *params)``, outside of forward-mode
     differentiation and where gradients are enabled, or not, as before.
@@ -183,20 +183,28 @@ class Prepared(NamedTuple):
 
 
 def prepared(links: Links, x: torch.Tensor, params: Sequence[torch.Tensor]) -> Prepared | None:
-    """Return what :func:`run` does for these tensors if it computes from them as they are."""
+    """Return what :func:`run` does in a dense call with these tensors, if it computes from them as
+    they are."""
+    is_like = likeness_to(x, params)
+    run = None if is_like is None else prepared_run(links, x, params, DENSE)
+    return None if is_like is None or run is None else Prepared(is_like, run)
+
+
+def prepared_run(
+    links: Links, x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
+) -> Callable[..., torch.Tensor] | None:
+    """Return what :func:`run` does in ``call``, as ``run(x, *params)``, if it computes from the
+    tensors as they are."""
     if not isinstance(links, Arranged) or not _is_direct(links, x, params):
         return None
-    is_like = likeness_to(x, params)
-    if is_like is None:
-        return None
     if _needs_node(x, params):
-        return Prepared(is_like, partial(_apply, links, DENSE))
+        return partial(_apply, links, call)
     needs_grad = (False,) * (1 + len(params))
 
     def run(x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
-        return _forward(links, DENSE, x, x.shape, params, needs_grad)[0]
+        return _forward(links, call, x, x.shape, params, needs_grad)[0]
 
-    return Prepared(is_like, run)
+    return run
 
 
 def _is_direct(links: Arranged, x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:

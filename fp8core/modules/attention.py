@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from fp8core.chain import run as chain
 from fp8core.chain.attention import AttentionShape, AttentionTensors
 from fp8core.chain.call import Call
 from fp8core.chain.shape import LinkShape
@@ -38,9 +39,10 @@ from fp8core.modules.inference import InferenceParams
 from fp8core.modules.inputs import check_is_whole, check_kind
 from fp8core.modules.parameters import check_size, fill, resolve_device
 from fp8core.modules.refusals import refuse_arguments
-from fp8core.modules.run import run_links
+from fp8core.modules.run import remember, run_again, run_links
 from fp8core.recipe.plan import AttentionPlan
 from fp8core.reporting import log_once
+from fp8core.torch_ops.likeness import sameness_to
 from fp8core.torch_ops.operators import constant_in_graph
 
 __all__ = ["AttentionCall", "AttentionOptions", "DotProductAttention"]
@@ -232,6 +234,25 @@ class DotProductAttention(LowPrecisionModule):
                 ``thd_attention_policies``, a ``num_splits`` other than 1, or an arbitrary mask with
                 ``inference_params``.
         """
+        # Compared with those of the call before at once. A captured graph is guarded by what is
+        # read here.
+        arguments: tuple[object, ...] | None = None
+        if not torch.compiler.is_compiling():
+            arguments = (
+                *(attention_mask, qkv_format, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded),
+                *(cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size),
+                *(bottom_right_diagonal, softcap, checkpoint_core_attention),
+                *(core_attention_bias_type, core_attention_bias, alibi_slopes, inference_params),
+                *(pad_between_seqs, fp8_output, bf16_backward, num_splits, score_mod),
+                *(score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors, qkv_layer, kv_layer),
+                *(thd_attention_policies, self.qkv_format, self.attn_mask_type, self.window_size),
+                *(self.bottom_right_diagonal, self.softcap, self.softmax_scale, self.heads),
+                *(self.attention_dropout, self.return_max_logit, self.softmax_type),
+            )
+            if query_layer is not None and key_layer is not None and value_layer is not None:
+                again = run_again(self, query_layer, (key_layer, value_layer), arguments)
+                if again is not None:
+                    return again
         owner = _Owner(self)
         _refuse(
             owner,
@@ -271,6 +292,8 @@ class DotProductAttention(LowPrecisionModule):
             ),
         )
         if not checkpoint_core_attention:
+            if arguments is not None and _PLAIN.issuperset(map(type, arguments)):
+                return attend.run_and_remember(inputs, arguments)
             return attend.run(*inputs)
         repeat = checkpoint
         if torch.compiler.is_compiling():  # the recipe, which fp8core's own repeats, is a constant
@@ -281,12 +304,12 @@ class DotProductAttention(LowPrecisionModule):
                     f"torch.compile and torch.export: a graph draws a seed once. Leave it out: a "
                     f"compiler chooses itself what it computes again."
                 )
-        again: torch.Tensor = repeat(attend.run, *inputs, use_reentrant=False)
-        return again
+        output: torch.Tensor = repeat(attend.run, *inputs, use_reentrant=False)
+        return output
 
     def prepared(
         self, qkv: Qkv, attention_mask: PaddingMask, options: AttentionOptions
-    ) -> tuple[AttentionCall, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    ) -> tuple[AttentionCall, AttentionInputs]:
         """Return a call that is checked and ready to run, and its queries, keys, values and bias.
 
         Keys and values are those of the cache, if there is one, in which those given are stored.
@@ -456,6 +479,10 @@ class AttentionOptions(NamedTuple):
     bf16_backward: bool = False
 
 
+AttentionInputs: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]"
+"""Queries, keys, values and the bias, if there is one."""
+
+
 class AttentionCall(NamedTuple):
     """A call of ``layer`` ready to be computed, and computed again by a checkpoint."""
 
@@ -490,6 +517,31 @@ class AttentionCall(NamedTuple):
         params = [one for one in (k, v, bias, layer.softmax_offset) if one is not None]
         out = run_links(layer, bound, bound.parts[0], q.flatten(-2), params, call)
         return out if max_logit is None else (out, max_logit)
+
+    def run_and_remember(
+        self, inputs: AttentionInputs, arguments: tuple[object, ...]
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return :meth:`run` of ``inputs``, and keep what it does for calls of tensors alike with
+        the same ``arguments``, unless other tensors take part."""
+        output = self.run(*inputs)
+        q, k, v, bias = inputs
+        others = (bias, self.layer.softmax_offset, *self.tensors)
+        if type(output) is not torch.Tensor or any(one is not None for one in others):
+            return output
+        bound, call = self.bind(q)
+        is_same = sameness_to(inputs[:3])
+        run = chain.prepared_run(bound.parts[0], q.flatten(-2), (k, v), call)
+        if is_same is not None and run is not None and call.rng is None:
+
+            def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                return run(q.flatten(-2), k, v)
+
+            remember(self.layer, bound, chain.Prepared(is_same, attend), 2, arguments)
+        return output
+
+
+_PLAIN = frozenset((type(None), bool, int, float, str, tuple, Heads))
+"""Types of arguments that say the same in another call if they are equal."""
 
 
 def _log_ignored() -> None:

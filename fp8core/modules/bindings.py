@@ -32,6 +32,7 @@ class Repeat(NamedTuple):
     """The last dense call of a layer, and how it ran.
 
     Attributes:
+        arguments: the call's arguments besides the tensors that it computes from.
         is_like: whether the input and the parameters of another call are like its own.
         run: computes the output from the input and the parameters.
         num_params: how many parameters there were.
@@ -40,6 +41,7 @@ class Repeat(NamedTuple):
         states: the forward and the backward state in which it recorded, None if in none.
     """
 
+    arguments: tuple[object, ...]
     is_like: Likeness
     run: Callable[..., torch.Tensor]
     num_params: int

@@ -32,7 +32,7 @@ from fp8core.torch_ops.private import (
     is_transform_active,
 )
 
-__all__ = ["delaying", "run_joined", "run_layer", "run_links"]
+__all__ = ["delaying", "remember", "run_again", "run_joined", "run_layer", "run_links"]
 
 
 def run_layer(
@@ -53,7 +53,7 @@ def run_layer(
     """
     may_repeat = first_microbatch is None and not torch.compiler.is_compiling()
     if may_repeat:
-        output = _run_again(layer, input, params)
+        output = run_again(layer, input, params)
         if output is not None:
             return [output]
     dtype = check_input(layer, input, like, columns)
@@ -68,7 +68,9 @@ def run_layer(
         return [run_links(layer, bound, parts[1], inner, params[num_inner:], call), inner]
     output = run_links(layer, bound, parts[0], converted, params, call)
     if may_repeat and call is DENSE and converted is input:
-        _remember(layer, bound, input, params)
+        prepared = chain.prepared(bound.parts[0], input, params)
+        if prepared is not None:
+            remember(layer, bound, prepared, len(params))
     return [output]
 
 
@@ -86,23 +88,28 @@ def delaying(
     return call._replace(delayed_wgrads=delayed), given
 
 
-def _remember(
-    layer: LowPrecisionModule, bound: Bound, input: torch.Tensor, params: Sequence[torch.Tensor]
+def remember(
+    layer: LowPrecisionModule,
+    bound: Bound,
+    prepared: chain.Prepared,
+    num_params: int,
+    arguments: tuple[object, ...] = (),
 ) -> None:
-    """Keep what the call that has just run does, for calls like it, unless it repeats another."""
+    """Keep what the call that has just run does, for calls like it, unless it repeats another.
+
+    ``arguments`` are plain values that a call has besides ``num_params`` tensors and its input.
+    """
     if recompute.current() is not None or recompute.is_in_backward():
-        return
-    prepared = chain.prepared(bound.parts[0], input, params)
-    if prepared is None:
         return
     asked, is_grad_enabled = active(layer.outside_autocast), torch.is_grad_enabled()
     states = None
     if bound.states is not None and (asked.observe is not None or is_grad_enabled):
         states = bound.states.forward, bound.states.backward
     layer._bindings.repeat = Repeat(
+        arguments,
         prepared.is_like,
         prepared.run,
-        len(params),
+        num_params,
         (asked, policy.current()),
         (is_grad_enabled, layer.training),
         states,
@@ -112,17 +119,21 @@ def _remember(
 _address = torch.Tensor.data_ptr  # 0 of memory that was freed
 
 
-def _run_again(
-    layer: LowPrecisionModule, input: torch.Tensor, params: Sequence[torch.Tensor]
+def run_again(
+    layer: LowPrecisionModule,
+    input: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    arguments: tuple[object, ...] = (),
 ) -> torch.Tensor | None:
     """Run the layer as in the call that it remembers, or return None if this one is another.
 
     Whatever a call depends on is compared: here, or in ``is_like`` at once.
     """
     bindings = layer._bindings
-    if bindings.repeat is None:
+    repeat = bindings.repeat
+    if repeat is None or repeat[0] != arguments:
         return None
-    is_like, run, num_params, (asked, backends), (has_grad, is_training), states = bindings.repeat
+    _, is_like, run, num_params, (asked, backends), (has_grad, is_training), states = repeat
     policy_now = policy.current()
     if (
         active(layer.outside_autocast) is not asked

@@ -300,7 +300,7 @@ def assert_same(
 @pytest.fixture
 def repeats(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Note of each call of a layer whether it ran as the one before."""
-    run_again = module_run._run_again
+    run_again = module_run.run_again
     notes: list[bool] = []
 
     def noting(*arguments: Any) -> Any:
@@ -308,7 +308,7 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         notes.append(output is not None)
         return output
 
-    monkeypatch.setattr(module_run, "_run_again", noting)
+    monkeypatch.setattr(module_run, "run_again", noting)
     return notes
 
 
