@@ -304,10 +304,14 @@ class Dropout(Operation):
 
 
 class Quantize(Operation):
-    """Rounds values, gradients or both to the recipe's format and back.
+    """Quantizes values, gradients or both as the recipe does.
 
-    Scales follow from the amaxes of the values, and rounding is to the nearest, also if the
-    GEMMs of the recipe take delayed scales or round stochastically.
+    At the end of a chain the value leaves as a :class:`~fp8core.QuantizedTensor`, which a next
+    layer takes as it is, and at its beginning so does the gradient; in between they are rounded to
+    the format and back. Scales follow from the amaxes of the values, and rounding is to the
+    nearest, also if the GEMMs of the recipe take delayed scales or round stochastically. Where
+    blocks do not divide the columns, rounded plain tensors leave the chain, and without a recipe
+    what came in.
     """
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:

@@ -260,8 +260,10 @@ class LinearProgram:
 
     def takes_grad(self, grad_output: torch.Tensor) -> bool:
         """Whether ``grad_output`` is stored quantized as its cast would store it."""
+        request = self._grad_request
+        ways = {"rowwise": request.rowwise, "columnwise": request.columnwise}
         return self._cast_grad is not None and is_stored_as(
-            grad_output, self._grad_request.quantizer.plan
+            grad_output, request.quantizer.plan, **ways
         )
 
     def num_rows(self, rows: int) -> int:

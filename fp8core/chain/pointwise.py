@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fp8core.backend_api import ColumnSumsDesc, DequantizeDesc, OperandSpec
+from fp8core.backend_api import ColumnSumsDesc
+from fp8core.chain.boundary import Boundary
 from fp8core.chain.call import Call
 from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.once import OnlyOnce, in_low_precision
@@ -18,9 +18,6 @@ from fp8core.chain.request import QuantizeRequest
 from fp8core.chain.shape import BindContext, CallInputs, LinkShape
 from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError
-from fp8core.recipe.plan import TensorPlan
-from fp8core.tensors.quantizer import bind_quantizer
-from fp8core.tensors.storage import per_byte
 from fp8core.torch_ops import fused
 
 __all__ = [
@@ -104,7 +101,11 @@ class AddShape(LinkShape):
 
 @dataclass(frozen=True, slots=True)
 class QuantizeShape(LinkShape):
-    """Rounds to the recipe's input format and back, forward, backward or both."""
+    """Quantizes values by the recipe's input format, gradients by that of gradients, or both.
+
+    At the end of a chain the value leaves as a QuantizedTensor, and at its beginning so does the
+    gradient; in between both are rounded.
+    """
 
     forward: bool = True
     backward: bool = False
@@ -112,53 +113,21 @@ class QuantizeShape(LinkShape):
     def bind(self, context: BindContext) -> QuantizeLink:
         """Return the link; both directions need a backend that casts and decodes."""
         plan, is_observing = context.plan, context.binding.is_observing
-        specs = {"input": plan.input.rowwise, "grad_output": plan.grad_output.rowwise}
-        is_high = is_observing or not any(specs.values())
+        plans = {"input": plan.input, "grad_output": plan.grad_output}
+        is_high = is_observing or not any(one.rowwise for one in plans.values())
         forward, backward = (
-            _rounding(step, None if is_observing else spec, context) for step, spec in specs.items()
+            None if is_observing or one.rowwise is None else Boundary(step, one, context)
+            for step, one in plans.items()
         )
         only_once = None if is_high else in_low_precision(context.owner)
-        return QuantizeLink(self, forward, backward, only_once)
-
-
-def _rounding(
-    step: str, spec: OperandSpec | None, context: BindContext
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what rounds a tensor to ``spec`` and back, by its own scale and to the nearest."""
-    if spec is None:
-        return lambda x: x
-    spec = dataclasses.replace(spec, delayed=False, stochastic=False)
-    quantize = bind_quantizer(
-        TensorPlan(spec, None),
-        context.dtype,
-        context.binding,
-        purpose=context.purpose(step),
-        nonfinite=context.nonfinite,
-        propagates=context.plan.nonfinite == "propagate",
-    )
-    dequantize = context.resolve(step, DequantizeDesc(spec, context.dtype)).run
-
-    def rounded(x: torch.Tensor) -> torch.Tensor:
-        values: torch.Tensor = dequantize(quantize(x, columnwise=False).rowwise)
-        return values
-
-    packed = per_byte(spec)
-    return rounded if packed == 1 else _of_whole_bytes(rounded, packed)
-
-
-def _of_whole_bytes(
-    rounded: Callable[[torch.Tensor], torch.Tensor], packed: int
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return ``rounded``, which takes a multiple of ``packed`` columns, for any number of them."""
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        columns = x.shape[1]
-        missing = -columns % packed
-        if not missing:
-            return rounded(x)
-        return rounded(torch.nn.functional.pad(x, (0, missing)))[:, :columns].contiguous()
-
-    return run
+        return QuantizeLink(
+            self,
+            forward if self.forward else None,
+            backward if self.backward else None,
+            context.after is None,
+            context.before is None,
+            only_once,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,14 +297,17 @@ class AddProgram(TensorProgram[AddLink]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizeLink(LinkDefaults):
-    """Rounds values to a low-precision format and back, as the next layer would see them.
+    """Quantizes values by ``forward`` and gradients by ``backward``, if there is one.
 
-    ``only_once``: rounding has no derivative other than the one that backward uses.
+    ``is_last``, ``is_first``: of the chain, whose caller is given quantized tensors. ``only_once``:
+    rounding has no derivative other than the one that backward uses.
     """
 
     shape: QuantizeShape
-    round_forward: Callable[[torch.Tensor], torch.Tensor]
-    round_backward: Callable[[torch.Tensor], torch.Tensor]
+    forward: Boundary | None
+    backward: Boundary | None
+    is_last: bool
+    is_first: bool
     only_once: OnlyOnce | None = None
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> QuantizeProgram:
@@ -344,20 +316,29 @@ class QuantizeLink(LinkDefaults):
 
 
 class QuantizeProgram(TensorProgram[QuantizeLink]):
-    """Rounds values, gradients, or both."""
+    """Quantizes values, gradients, or both."""
 
     __slots__ = ()
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
-        """Round the value, if the shape says so."""
-        link = self._link
-        return _hand(link.round_forward(x) if link.shape.forward else x, out), (), None
+        """Quantize the value, for both products of a later layer where one may be trained."""
+        boundary = self._link.forward
+        if boundary is None:
+            return _hand(x, out), (), None
+        if not self._link.is_last:
+            return _hand(boundary.rounded(x), out), (), None
+        trains = self._needs_grad[0] or torch.is_grad_enabled()
+        return boundary.quantize(x, columnwise=trains), (), None
 
     def backward(
         self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
     ) -> Backward:
-        """Pass the gradient straight through, rounded if the shape says so."""
+        """Pass the gradient straight through, quantized if there is a boundary for it."""
         if not self._needs_grad[0]:
             return (None,)
-        link = self._link
-        return (_hand(link.round_backward(grad) if link.shape.backward else grad, out),)
+        boundary = self._link.backward
+        if boundary is None:
+            return (_hand(grad, out),)
+        if not self._link.is_first:
+            return (_hand(boundary.rounded(grad), out),)
+        return (boundary.quantize(grad, columnwise=True),)

@@ -79,7 +79,8 @@ class QuantizeRequest:
 
     def takes(self, y: torch.Tensor) -> bool:
         """Whether ``y`` is stored quantized as requested, so that no cast is needed."""
-        return self.is_plain and is_stored_as(y, self.quantizer.plan)
+        ways = {"rowwise": self.rowwise, "columnwise": self.columnwise}
+        return self.is_plain and is_stored_as(y, self.quantizer.plan, **ways)
 
     def __call__(self, y: torch.Tensor) -> Handover:
         """Sum, pad and quantize ``y``; if it :meth:`takes` ``y``, hand over its operands.
@@ -93,6 +94,8 @@ class QuantizeRequest:
         if isinstance(y, QuantizedTensor) and self.takes(y):
             sums = self._sums(y.dequantize()) if self.has_sums else ()
             return Handover(take_operands(y, self.rowwise, self.columnwise), rows, sums)
+        if isinstance(y, QuantizedTensor):
+            y = y.dequantize()
         if self.cast is not None and self.cast_and_sum is not None and self.has_sums:
             operands, total = self.cast_and_sum(y)
             return Handover(operands, rows, (total,))

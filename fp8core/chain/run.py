@@ -33,6 +33,7 @@ from fp8core.chain.unwrap import (
     unwrap,
 )
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
+from fp8core.reporting import log_once
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.torch_ops import operators
 from fp8core.torch_ops.likeness import Likeness, likeness_to
@@ -248,9 +249,20 @@ def _unwrap(
     quantizers decide.
     """
     first = links[0]
-    rows, needs_grad = x.numel() // x.shape[-1], (True,) * (1 + first.num_params)
-    request = first.program(rows, needs_grad, call).input_request
-    if request is None or not request.takes(x):
+    if isinstance(x, QuantizedTensor) and x.shape[-1]:
+        rows, is_grad_enabled = x.numel() // x.shape[-1], torch.is_grad_enabled()
+        tensors = (x, *params[: first.num_params])
+        needs_grad = [is_grad_enabled and one.requires_grad for one in tensors]
+        request = first.program(rows, needs_grad, call).input_request
+        if request is not None and not request.takes(x) and first.only_once is not None:
+            log_once(
+                f"{first.only_once.owner}: its input is {x}, which it does not cast to: it is "
+                f"dequantized and cast again. Quantize it by the layer's recipe, in both "
+                f"orientations for training."
+            )
+        if request is None or not request.takes(x):
+            x = unwrap(x, "input")
+    else:
         x = unwrap(x, "input")
     return x, [p if isinstance(p, QuantizedTensor) else unwrap(p, "a parameter") for p in params]
 

@@ -126,8 +126,6 @@ class LayerNormLinear(Linear):
         Returns the output, followed by the bias with ``return_bias`` and by the norm's result with
         ``return_layernorm_output``. The other arguments are those of :meth:`Linear.forward`.
         """
-        if fp8_output or fp8_grad:
-            refuse_arguments(LayerNormLinear.forward, locals(), ("fp8_output", "fp8_grad"))
         weight, params, bias = self._linear_params()
         norm = norm_params(self, self._norm[0])
         outputs: list[Any] = run_layer(
@@ -138,6 +136,7 @@ class LayerNormLinear(Linear):
             like=weight,
             columns=self.in_features,
             num_inner=len(norm),
+            shapes=self._call_shapes(fp8_output, fp8_grad),
         )
         if self.return_bias:
             outputs.insert(1, bias)

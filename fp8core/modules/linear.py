@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fp8core.chain.linear import LinearShape
+from fp8core.chain.pointwise import QuantizeShape
 from fp8core.chain.shape import LinkShape
 from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
@@ -174,16 +175,32 @@ class Linear(LowPrecisionModule):
 
         ``is_first_microbatch`` None quantizes the weight; True also stores the quantized weight,
         and False computes with the stored one, which is refused after a write to the weight that
-        torch counted. Without a recipe it has no effect. ``fp8_output`` and ``fp8_grad`` are not
-        offered.
+        torch counted. Without a recipe it has no effect.
+
+        ``fp8_output``: the output is a :class:`~fp8core.QuantizedTensor` as the recipe casts an
+        input, which a next layer takes as it is; ``fp8_grad``: so is the gradient of the input, as
+        the recipe casts gradients. Both are rounded to the nearest by scales of their own, and
+        plain tensors without a recipe and where its blocks do not divide the sizes.
         """
-        if fp8_output or fp8_grad:
-            refuse_arguments(Linear.forward, locals(), ("fp8_output", "fp8_grad"))
         weight, params, bias = self._linear_params()
         output = run_layer(
-            self, input, params, is_first_microbatch, like=weight, columns=self.in_features
+            self,
+            input,
+            params,
+            is_first_microbatch,
+            like=weight,
+            columns=self.in_features,
+            shapes=self._call_shapes(fp8_output, fp8_grad),
         )[0]
         return (output, bias) if self.return_bias else output
+
+    def _call_shapes(self, fp8_output: bool, fp8_grad: bool) -> tuple[LinkShape, ...] | None:
+        """Return the chain of a call with these arguments; None: the layer's own."""
+        if not (fp8_output or fp8_grad):
+            return None
+        first = (QuantizeShape(False, True),) if fp8_grad else ()
+        last = (QuantizeShape(True, False),) if fp8_output else ()
+        return (*first, *self.link_shapes(), *last)
 
     def link_params(self) -> list[torch.Tensor]:
         """Return the weight, then the bias if the chain adds it."""

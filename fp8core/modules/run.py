@@ -44,20 +44,25 @@ def run_layer(
     like: torch.Tensor | None,
     columns: int | None,
     num_inner: int = 0,
+    shapes: tuple[LinkShape, ...] | None = None,
 ) -> list[torch.Tensor]:
     """Run ``layer`` with ``params`` on ``input [..., columns]``.
 
     Returns the output, and a value that leaves the chain within, if one does: ``num_inner`` of the
     parameters belong to the links before it. The input is compared with the parameter ``like``, see
-    :func:`~fp8core.modules.inputs.check_input`.
+    :func:`~fp8core.modules.inputs.check_input`. ``shapes``: the chain of a call whose arguments
+    decide about it, with the parameters of the layer's; None: the layer's own.
     """
-    may_repeat = first_microbatch is None and not torch.compiler.is_compiling()
+    may_repeat = first_microbatch is None and shapes is None and not torch.compiler.is_compiling()
     if may_repeat:
         output = run_again(layer, input, params)
         if output is not None:
             return [output]
     dtype = check_input(layer, input, like, columns)
-    bound = bind(layer, input.device, dtype)
+    if shapes is None:
+        bound = bind(layer, input.device, dtype)
+    else:
+        bound = bind(layer, input.device, dtype, shapes=shapes)
     converted = input if input.dtype == dtype else input.to(dtype)
     call, parts = bound.call(first_microbatch), bound.parts
     if layer.wgrad_queue is not None:

@@ -186,7 +186,7 @@ class QuantizedTensor(Casts):
         check(plan, rows, columns)
         matrix = value.detach().reshape(rows, columns)
         operands = make_operands(matrix, plan, slot=slot, reduce_amax=reduce_amax)
-        made = cls(*kept(operands), plan, value.dtype, shape=value.shape)
+        made = cls(*kept(operands, plan), plan, value.dtype, shape=value.shape)
         made._slot = slot
         return made
 
@@ -363,7 +363,7 @@ class QuantizedTensor(Casts):
         plan = TensorPlan(row if wanted[0] else None, column if wanted[1] else None)
         chosen = Orientations(rowwise if wanted[0] else None, columnwise if wanted[1] else None)
         nothing = (None,) * len(Operand._fields)
-        one, other = kept(chosen)
+        one, other = kept(chosen, plan)
         for name, part in zip(PARTS, (*(one or nothing), *(other or nothing)), strict=True):
             setattr(self, name, part)
         self.plan = plan

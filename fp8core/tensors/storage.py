@@ -107,14 +107,25 @@ def make_operands(
     )
 
 
-def kept(operands: Orientations) -> Held:
+def kept(operands: Orientations, plan: TensorPlan) -> Held:
     """Return the operands to store; no columnwise one where it is a view of the rowwise one."""
     rowwise, columnwise = operands
     if rowwise is None or columnwise is None or rowwise.data.is_meta:
         return rowwise, columnwise
+    if is_captured(rowwise.data):  # no address
+        return rowwise, None if _is_turned(operands, plan) else columnwise
     pairs = [(a, b) for a, b in zip(rowwise, columnwise, strict=True) if a is not None]
     is_view = all(a.numel() and a.data_ptr() == b.data_ptr() for a, b in pairs)
     return rowwise, None if is_view else columnwise
+
+
+def _is_turned(operands: Orientations, plan: TensorPlan) -> bool:
+    """Say by spec and strides whether the columnwise codes are a view of the rowwise ones."""
+    spec = plan.rowwise
+    if spec is None or spec != plan.columnwise or spec.block[0] != spec.block[1]:
+        return False
+    codes, turned = operands.rowwise.data, operands.columnwise.data
+    return per_byte(spec) == 1 and turned.stride() == codes.t().stride()
 
 
 def check_parameter(plan: TensorPlan, shape: tuple[int, ...]) -> None:

@@ -303,7 +303,8 @@ class KeptWeight:
             value = weight.dequantize()
             return self._both(value) if columnwise else self._rowwise(value)
         is_high = column is None  # backward in high precision, from the dequantized weight
-        if weight.plan.rowwise != row or not (is_high or weight.plan.columnwise == column):
+        is_turned = is_high or not columnwise or weight.plan.columnwise == column
+        if weight.plan.rowwise != row or not is_turned:
             raise OperandError(
                 f"{self._how.owner}: the weight is stored as {weight.plan.rowwise} (columnwise "
                 f"{weight.plan.columnwise}), the recipe of autocast needs {row} ({column}).\n"

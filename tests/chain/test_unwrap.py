@@ -219,4 +219,8 @@ def test_gradients_pass_a_view_of_a_quantized_tensor(name: str | None, view: str
             own(VIEWS[view](leaf)).square().sum().backward()
         assert leaf.grad is not None
         found.append([leaf.grad, own.weight.grad])
+    if name == "delayed" and view != "transposed":  # codes are taken, with a scale of their own
+        for ours, theirs in zip(*found, strict=True):
+            assert (ours - theirs).norm() < 0.1 * theirs.norm()
+        return
     assert all(map(torch.equal, *found))

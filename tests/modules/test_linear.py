@@ -90,12 +90,6 @@ def test_a_tensor_parallel_group_of_one_rank_is_taken(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("argument", [{"fp8_output": True}, {"fp8_grad": True}], ids=str)
-def test_forward_refuses_what_is_not_offered(argument: dict[str, bool]) -> None:
-    with pytest.raises(UnsupportedError, match=next(iter(argument))):
-        Linear(8, 8)(torch.randn(2, 8), **argument)
-
-
 @pytest.mark.parametrize("sizes", [(0, 8), (8, 0), (-1, 8), (8.0, 8), ("8", 8)], ids=str)
 def test_a_size_that_is_no_positive_integer_is_refused(sizes: tuple[Any, Any]) -> None:
     with pytest.raises(OperandError, match="expected an integer >= 1"):
