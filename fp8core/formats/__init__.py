@@ -133,9 +133,10 @@ class FormatSpec:
             raise UnsupportedError(
                 f"format {self.name!r} has no rounding {rounding!r}; it has {self.roundings}"
             )
-        if x.dtype not in _INPUT_DTYPES:
+        found = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        if found not in _INPUT_DTYPES:
             raise OperandError(
-                f"encode to {self.name!r}: x is {x.dtype}, expected float32, bfloat16 or float16; "
+                f"encode to {self.name!r}: x is {found}, expected float32, bfloat16 or float16; "
                 "x.float() rounds a float64 once more"
             )
         x = x.detach().to(torch.float32)

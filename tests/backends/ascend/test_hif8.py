@@ -6,6 +6,7 @@ import csv
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import en_dtypes
 import numpy as np
@@ -224,3 +225,9 @@ def test_a_layer_trains_within_the_error_of_three_bits(chosen: recipe.Recipe) ->
         expected = grad @ layer.weight, grad.T @ x
     for ours, exact in zip((inputs.grad, layer.weight.grad), expected, strict=True):
         assert (ours - exact).norm() / exact.norm() < 0.07  # a gradient has 2 or 3 bits of mantissa
+
+
+@pytest.mark.parametrize("x", [[1.0], None, 2.0], ids=str)
+def test_what_is_no_tensor_is_named(x: Any) -> None:
+    with pytest.raises(OperandError, match=f"x is {type(x).__name__}, expected float32"):
+        hif8.encode(x)

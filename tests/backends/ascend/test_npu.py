@@ -87,6 +87,35 @@ def test_doctor_tests_the_backend_in_a_process_of_its_own(softcann_folder: Path)
     assert "FAIL" not in doctor.stdout
 
 
+OLDER = """
+import torch, torch_npu, fp8core as te
+layer = te.Linear(64, 64, params_dtype=torch.bfloat16, device="npu")
+x = torch.ones(64, 64, dtype=torch.bfloat16, device="npu")
+print("without a recipe:", *layer(x).shape)
+try:
+    with te.autocast(recipe=te.recipe.by_name("hif8")):
+        layer(x)
+except te.errors.UnsupportedError as error:
+    print(error)
+with te.use_backend("reference"), te.autocast(recipe=te.recipe.Float8CurrentScaling()):
+    print("emulated:", *layer(x).shape)
+"""
+
+
+def test_device_before_the_950_is_refused_by_the_name_that_it_gives(softcann_folder: Path) -> None:
+    older = subprocess.run(
+        [str(softcann_folder / "bin" / "python"), "-W", "ignore", "-c", OLDER],
+        env={**environment(softcann_folder), "SOFTCANN_SOC": "Ascend910_9391"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert older.returncode == 0, older.stderr
+    assert "without a recipe: 64 64" in older.stdout
+    assert "ascend: Ascend910_9391 has no FP8 product, Ascend950PR and" in older.stdout
+    assert "emulated: 64 64" in older.stdout
+
+
 def test_missing_cann_is_an_error_that_says_what_to_install(softcann_folder: Path) -> None:
     variables = {**environment(softcann_folder), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     del variables["LD_LIBRARY_PATH"]
