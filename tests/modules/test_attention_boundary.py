@@ -187,7 +187,7 @@ def test_backward_reads_the_codes_of_the_projection(
 
     monkeypatch.setattr(ReferenceBackend, "attention_backward", staticmethod(spy))
     for which in RECIPE_FIELDS:
-        layer = made(kv_channels=8 if trains else 24)  # of a size that nothing was bound for yet
+        layer = made(kv_channels=40 if trains else 56)  # sizes that nothing else is bound for
         layer.proj.requires_grad_(trains)  # without, the projection holds no input
         step(layer, RECIPES["current"](**{which: True, **UNROUNDED}))
     codes, exact = (one.float().flatten(0, 1) for one in results)
