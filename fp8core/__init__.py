@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
-from fp8core import errors, formats, functional, not_offered, ops, recipe, router
+from fp8core import errors, formats, functional, not_offered, ops, optimizers, recipe, router
 from fp8core import hookspecs as hookspecs  # loaded, as a public module of the package
 from fp8core import plan as plan  # likewise
 from fp8core.context.autocast import autocast, fp8_autocast
@@ -190,6 +190,7 @@ __all__ = [
     "moe_unpermute",
     "monitor",
     "ops",
+    "optimizers",
     "parallel_cross_entropy",
     "prepare",
     "prepare_for_saving",

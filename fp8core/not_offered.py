@@ -9,7 +9,6 @@ __all__ = ["COMMUNICATION", "NOT_OFFERED", "refusal"]
 _ROUTER = "count the experts of a routing map with torch"
 _OFFLOAD = "use torch.autograd.graph.save_on_cpu, or fp8core.checkpoint to save less"
 _OVERLAP = "tensor and sequence parallelism are not offered"
-_OPTIMIZERS = "use any optimizer of torch, with fp8core.MasterWeights for low-precision parameters"
 _FUSIONS = "a backend offers fused operations by its contract, see docs/writing-a-backend.md"
 _PLAIN = "IdentityQuantizer returns a plain tensor"
 _LINEAR_ATTENTION = "linear attention is not offered; use a library that has its kernels"
@@ -38,22 +37,6 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     _ROUTER: ("router.QBHistogramMode",),
     _OFFLOAD: ("ManualOffloadSynchronizer", "get_cpu_offload_context", "mark_not_offload"),
-    _OPTIMIZERS: (
-        "optimizers",
-        "optimizers.FusedAdam",
-        "optimizers.FusedSGD",
-        "optimizers.MultiTensorApply",
-        "optimizers.multi_tensor_adam",
-        "optimizers.multi_tensor_adam_capturable",
-        "optimizers.multi_tensor_adam_capturable_master",
-        "optimizers.multi_tensor_adam_fp8",
-        "optimizers.multi_tensor_applier",
-        "optimizers.multi_tensor_l2norm",
-        "optimizers.multi_tensor_scale",
-        "optimizers.multi_tensor_scale_tensor",
-        "optimizers.multi_tensor_sgd",
-        "optimizers.multi_tensor_unscale_l2norm",
-    ),
     _LINEAR_ATTENTION: (
         "GatedDeltaNet2Attention",
         "GatedDeltaNetAttention",

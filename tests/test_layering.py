@@ -31,7 +31,10 @@ FLOORS = (
     ("parameter", "tensors"),
     ("context",),
     ("chain",),
-    ("cross_entropy", "functional", "modules", "ops", "permutation", "quantizers", "router"),
+    (
+        *("cross_entropy", "functional", "modules", "ops", "optimizers", "permutation"),
+        *("quantizers", "router"),
+    ),
     ("commands", "conversion", "inspect", "monitoring"),
     ("__init__", "__main__", "demo", "doctor", "hookspecs", "plan", "testing"),
 )
@@ -84,6 +87,10 @@ LONG_SIGNATURES = {
     "fp8core.modules.transformer_layer.TransformerLayer.forward": "Transformer Engine's order",
     "fp8core.modules.delayed.DelayedModule._load_from_state_dict": "overrides torch's",
     "fp8core.cross_entropy.parallel_cross_entropy": "Transformer Engine's order",
+    **{
+        f"fp8core.optimizers.multi_tensor.multi_tensor_{name}": "Transformer Engine's order"
+        for name in ("adam", "adam_capturable", "adam_fp8", "sgd")
+    },
     "fp8core.permutation.moe_unpermute": "Transformer Engine's order",
     "fp8core.router.fused_topk_with_score_function": "Transformer Engine's order",
     "fp8core.torch_ops.training._adam": "a torch operator takes no tensor by keyword",

@@ -53,6 +53,7 @@ __all__ = [
     "current_node",
     "enter_legacy_vmap",
     "exit_legacy_vmap",
+    "foreach_norm",
     "foreach_types",
     "forward_hooks",
     "forward_mode_level",
@@ -178,6 +179,9 @@ try:
 
     # Copies a list of tensors into another in one call.
     copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+
+    # The norm of each tensor of a list, in one call.
+    foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
 
     # The code of a frame in which a Module is being called, and what Module.compile() leaves in it.
     MODULE_CALL: Final = torch.nn.Module._call_impl.__code__

@@ -1,0 +1,326 @@
+"""FusedAdam beside torch's AdamW and Adam, in every way to hold values and state."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import fp8core
+from fp8core import recipe
+from fp8core.errors import OperandError, UnsupportedError
+from fp8core.optimizers import FusedAdam
+
+BF16 = torch.bfloat16
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(4)
+    shapes = ((7, 5), (33,), (2, 3, 4))
+    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def give_gradients(params: list[torch.nn.Parameter], step: int, dtype: Any = None) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for param in params:
+        grad = torch.randn(param.shape, generator=generator).to(BF16)
+        param.grad = grad.to(dtype or param.dtype)
+
+
+def trained(kind: Any, params: list[Any], steps: int = 4, **options: Any) -> Any:
+    optimizer = kind(params, **options)
+    for step in range(steps):
+        give_gradients(params, step)
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_steps_are_those_of_torch(decoupled: bool, weight_decay: float) -> None:
+    ours, theirs = parameters(), parameters()
+    options = OPTIONS | {"weight_decay": weight_decay}
+    trained(FusedAdam, ours, adam_w_mode=decoupled, **options)
+    trained(torch.optim.AdamW if decoupled else torch.optim.Adam, theirs, **options)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_averages_without_correction() -> None:
+    (param,) = params = parameters()[:1]
+    before = param.detach().clone()
+    give_gradients(params, 0)
+    optimizer = FusedAdam(params, lr=0.5, betas=(0.9, 0.99), eps=0.0, bias_correction=False)
+    optimizer.step()
+    g = param.grad
+    update = 0.1 * g / (0.01 * g * g).sqrt()
+    torch.testing.assert_close(param.detach(), before - 0.5 * update)
+
+
+@pytest.mark.parametrize("remainders", [False, True])
+def test_masters_are_stepped_in_float32(remainders: bool) -> None:
+    ours, theirs = parameters(BF16), [torch.nn.Parameter(p.float()) for p in parameters(BF16)]
+    optimizer = trained(
+        FusedAdam, ours, master_weights=True, store_param_remainders=remainders, **OPTIONS
+    )
+    trained(torch.optim.AdamW, theirs, **OPTIONS)
+    for param, other in zip(ours, theirs, strict=True):
+        master = optimizer.get_unscaled_state(param, "master_param")
+        if remainders:
+            assert master.dtype == torch.int16
+            bits = (param.detach().view(torch.int16).int() << 16) + master.int()
+            master = bits.view(torch.float32)
+        torch.testing.assert_close(master, other.detach(), rtol=1e-5, atol=1e-6)
+        difference = (param.detach().float() - master).abs()
+        assert bool((difference <= master.abs() * 2.0**-8).all())
+
+
+def test_remainders_and_float32_masters_train_alike() -> None:
+    results = []
+    for remainders in (False, True):
+        params = parameters(BF16)
+        trained(
+            FusedAdam, params, 6, master_weights=True, store_param_remainders=remainders, **OPTIONS
+        )
+        results.append([p.detach() for p in params])
+    for one, other in zip(*results, strict=True):
+        assert bool(((one.float() - other.float()).abs() <= one.float().abs() * 2.0**-8).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.uint8])
+def test_averages_of_fewer_bits_are_near(dtype: torch.dtype) -> None:
+    ours, theirs = parameters(), parameters()
+    trained(FusedAdam, ours, exp_avg_dtype=dtype, **OPTIONS)
+    trained(torch.optim.AdamW, theirs, **OPTIONS)
+    near = {torch.float16: 1e-4, torch.bfloat16: 2e-3, torch.uint8: 2e-2}[dtype]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=near)
+
+
+def test_both_averages_in_bfloat16() -> None:
+    params = parameters()
+    dtypes = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
+    optimizer = trained(FusedAdam, params, **dtypes, **OPTIONS)
+    assert optimizer.state[params[0]]["exp_avg_sq"].dtype == BF16
+    assert optimizer.get_unscaled_state(params[0], "exp_avg").dtype == torch.float32
+
+
+def test_float16_masters_have_a_scale() -> None:
+    ours, theirs = parameters(BF16), [torch.nn.Parameter(p.float()) for p in parameters(BF16)]
+    options = {"master_weights": True, "master_weight_dtype": torch.float16}
+    optimizer = trained(FusedAdam, ours, **options, **OPTIONS)
+    trained(torch.optim.AdamW, theirs, **OPTIONS)
+    for param, other in zip(ours, theirs, strict=True):
+        master = optimizer.get_unscaled_state(param, "master_param")
+        torch.testing.assert_close(master, other.detach(), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("name", ["DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"])
+def test_quantized_parameters_are_written_from_their_masters(name: str, keeps: bool) -> None:
+    chosen = getattr(recipe, name)()
+    torch.manual_seed(1)
+    with fp8core.quantized_model_init(recipe=chosen, preserve_high_precision_init_val=keeps):
+        layer = fp8core.Linear(64, 64, bias=False, params_dtype=BF16, device="cpu")
+    kept = layer.weight.get_high_precision_init_val()
+    initial = layer.weight.dequantize(torch.float32) if kept is None else kept.float()
+    optimizer = FusedAdam(layer.parameters(), master_weights=True, **OPTIONS)
+    other = torch.nn.Parameter(initial.clone())
+    judge = torch.optim.AdamW([other], **OPTIONS)
+    for step in range(3):
+        with fp8core.autocast(recipe=chosen):
+            y = layer(torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).to(BF16))
+        y.float().square().mean().backward()
+        other.grad = layer.weight.grad.float()
+        optimizer.step()
+        optimizer.zero_grad()
+        judge.step()
+    master = optimizer.get_unscaled_state(layer.weight, "master_param")
+    torch.testing.assert_close(master, other.detach(), rtol=1e-5, atol=1e-6)
+    again = layer.weight.detach().clone()
+    again.copy_(master)
+    assert torch.equal(again.dequantize(), layer.weight.dequantize())
+
+
+def test_gradients_of_another_dtype_by_decoupled_grad() -> None:
+    ours, theirs = parameters(BF16), parameters(BF16)
+    optimizer = FusedAdam(ours, use_decoupled_grad=True, **OPTIONS)
+    give_gradients(theirs, 0)
+    for param, other in zip(ours, theirs, strict=True):
+        param.decoupled_grad = other.grad.float()
+    optimizer.step()
+    FusedAdam(theirs, **OPTIONS).step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    optimizer.zero_grad(set_to_none=False)
+    assert not any(param.decoupled_grad.any() for param in ours)
+    optimizer.zero_grad()
+    assert all(param.decoupled_grad is None for param in ours)
+
+
+def test_groups_have_options_and_steps_of_their_own() -> None:
+    ours, theirs = parameters(), parameters()
+    results = []
+    for params, kind in ((ours, FusedAdam), (theirs, torch.optim.AdamW)):
+        groups = [{"params": params[:1], "lr": 0.1}, {"params": params[1:], "weight_decay": 0.0}]
+        results.append(trained(kind, params, 0, **OPTIONS))
+        optimizer = kind(groups, **OPTIONS)
+        for step in range(3):
+            give_gradients(params, step)
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_capturable_counts_on_the_device() -> None:
+    ours, theirs = parameters(), parameters()
+    optimizer = trained(FusedAdam, ours, capturable=True, **OPTIONS)
+    trained(FusedAdam, theirs, **OPTIONS)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    step = optimizer.param_groups[0]["step"]
+    assert (step.dtype, step.tolist()) == (torch.int32, [4])
+
+
+def test_capturable_leaves_out_a_step_with_inf() -> None:
+    params = parameters()
+    optimizer = FusedAdam(params, capturable=True, **OPTIONS)
+    before = [param.detach().clone() for param in params]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    give_gradients(params, 0)
+    params[0].grad[0, 0] = torch.inf
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(a, b.detach()) for a, b in zip(before, params, strict=True))
+    assert optimizer.param_groups[0]["step"].tolist() == [0]
+    give_gradients(params, 1)
+    scaled = [param.grad.clone() for param in params]
+    for param in params:
+        param.grad.mul_(scaler.get_scale())
+    scaler.step(optimizer)
+    other = parameters()
+    for param, grad in zip(other, scaled, strict=True):
+        param.grad = grad
+    FusedAdam(other, **OPTIONS).step()
+    torch.testing.assert_close(params, other, rtol=1e-5, atol=1e-6)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "masters": {"master_weights": True},
+    "remainders": {"master_weights": True, "store_param_remainders": True},
+    "few bits": {
+        "master_weights": True,
+        "master_weight_dtype": torch.float16,
+        "exp_avg_dtype": torch.uint8,
+        "exp_avg_sq_dtype": torch.float16,
+    },
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_state_is_saved_and_loaded(name: str, tmp_path: Any) -> None:
+    options = VARIANTS[name] | OPTIONS
+    ours = parameters(BF16)
+    optimizer = trained(FusedAdam, ours, 2, **options)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    again = [torch.nn.Parameter(param.detach().clone()) for param in ours]
+    other = FusedAdam(again, **options)
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for params, stepper in ((ours, optimizer), (again, other)):
+        give_gradients(params, 9)
+        stepper.step()
+    torch.testing.assert_close(again, ours, rtol=0, atol=0)
+    assert other.param_groups[0]["step"] == 3
+
+
+def test_values_saved_are_float32() -> None:
+    optimizer = trained(FusedAdam, parameters(), 1, exp_avg_dtype=torch.uint8, **OPTIONS)
+    state = optimizer.state_dict()["state"][0]
+    assert {value.dtype for value in state.values()} == {torch.float32}
+
+
+def test_closure_and_parameters_without_gradient() -> None:
+    params = parameters()
+    before = params[2].detach().clone()
+
+    def closure() -> torch.Tensor:
+        loss = params[0].square().sum() + params[1].square().sum()
+        loss.backward()
+        return loss
+
+    loss = FusedAdam(params, **OPTIONS).step(closure)
+    assert loss.requires_grad
+    assert torch.equal(params[2].detach(), before)
+
+
+def test_nan_reaches_its_element_alone() -> None:
+    params = parameters(BF16)
+    give_gradients(params, 0)
+    params[0].grad[2, 1] = torch.nan
+    FusedAdam(params, master_weights=True, store_param_remainders=True, **OPTIONS).step()
+    assert params[0].isnan().nonzero().tolist() == [[2, 1]]
+    assert all(param.isfinite().all() for param in params[1:])
+
+
+def test_empty_and_strided_parameters() -> None:
+    wide = torch.nn.Parameter(torch.randn(5, 7).t())
+    params = [torch.nn.Parameter(torch.empty(0, 3)), wide]
+    other = torch.nn.Parameter(wide.detach().contiguous())
+    for param in (*params, other):
+        param.grad = torch.ones(param.shape)
+    FusedAdam(params, **OPTIONS).step()
+    FusedAdam([other], **OPTIONS).step()
+    assert torch.equal(wide.detach(), other.detach())
+
+
+def test_a_copy_steps_on_its_own() -> None:
+    params = parameters()
+    optimizer = trained(FusedAdam, params, 1, **OPTIONS)
+    copied = copy.deepcopy(optimizer)
+    assert copied.param_groups[0]["step"] == 1
+
+
+ERRORS: dict[str, Any] = {
+    "amsgrad=True is not offered": lambda: FusedAdam(parameters(), amsgrad=True),
+    "exp_avg_dtype=torch.int8": lambda: FusedAdam(parameters(), exp_avg_dtype=torch.int8),
+    "master_weight_dtype=torch.bfloat16": lambda: FusedAdam(
+        parameters(), master_weights=True, master_weight_dtype=BF16
+    ),
+    "not both float32 or both bfloat16": lambda: FusedAdam(
+        parameters(), capturable=True, exp_avg_dtype=BF16
+    ),
+    "store_param_remainders=True is not offered": lambda: FusedAdam(
+        parameters(), capturable=True, master_weights=True, store_param_remainders=True
+    ),
+    "FusedAdam(lr=-1": lambda: FusedAdam(parameters(), lr=-1.0),
+    "FusedAdam(betas=(1.0, 0.9))": lambda: FusedAdam(parameters(), betas=(1.0, 0.9)),
+    "a parameter of torch.float64": lambda: FusedAdam(parameters(torch.float64)),
+}
+
+
+@pytest.mark.parametrize("words", ERRORS)
+def test_what_is_not_offered_is_named(words: str) -> None:
+    with pytest.raises((OperandError, UnsupportedError)) as caught:
+        ERRORS[words]()
+    assert words in str(caught.value)
+
+
+def test_quantized_parameters_need_masters() -> None:
+    with fp8core.quantized_model_init(recipe=recipe.Float8CurrentScaling()):
+        layer = fp8core.Linear(64, 64, params_dtype=BF16, device="cpu")
+    with pytest.raises(UnsupportedError, match="set master_weights=True"):
+        FusedAdam(layer.parameters())
+
+
+def test_sparse_gradient_is_named() -> None:
+    param = torch.nn.Parameter(torch.randn(4, 3))
+    param.grad = torch.ones(4, 3).to_sparse()
+    with pytest.raises(OperandError, match="is sparse"):
+        FusedAdam([param]).step()
+
+
+def test_masters_in_another_form_are_not_loaded() -> None:
+    saved = trained(FusedAdam, parameters(BF16), 1, master_weights=True, **OPTIONS).state_dict()
+    other = FusedAdam(parameters(BF16), master_weights=True, store_param_remainders=True, **OPTIONS)
+    with pytest.raises(OperandError, match=r"master_param is torch\.float32"):
+        other.load_state_dict(saved)

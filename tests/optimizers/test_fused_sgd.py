@@ -1,0 +1,102 @@
+"""FusedSGD beside torch's SGD."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core.errors import OperandError
+from fp8core.optimizers import FusedSGD
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(4)
+    return [
+        torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype))
+        for s in ((7, 5), (33,), (0, 2))
+    ]
+
+
+def train(kind: Any, params: list[Any], **options: Any) -> None:
+    optimizer = kind(params, **options)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        optimizer.step()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"lr": 0.1},
+    "decay": {"lr": 0.1, "weight_decay": 0.01},
+    "momentum": {"lr": 0.1, "momentum": 0.9},
+    "dampening": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.01},
+    "nesterov": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_steps_are_those_of_torch(name: str) -> None:
+    ours, theirs = parameters(), parameters()
+    train(FusedSGD, ours, **OPTIONS[name])
+    train(torch.optim.SGD, theirs, **OPTIONS[name])
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_of_16_bits(dtype: torch.dtype) -> None:
+    ours, theirs = parameters(dtype), parameters()
+    train(FusedSGD, ours, lr=0.1, momentum=0.9)
+    train(torch.optim.SGD, theirs, lr=0.1, momentum=0.9)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.detach().float(), other.detach(), rtol=0.05, atol=0.05)
+
+
+def test_decay_behind_the_momentum() -> None:
+    param = torch.nn.Parameter(torch.tensor([2.0]))
+    optimizer = FusedSGD([param], 0.5, 0.9, weight_decay=0.25, wd_after_momentum=True)
+    for expected in (2.0 - 0.5 * (1.0 + 0.25 * 2.0), None):
+        param.grad = torch.tensor([1.0])
+        optimizer.step()
+        if expected is not None:
+            assert param.item() == expected
+            first = param.item()
+    assert param.item() == pytest.approx(first - 0.5 * (1.9 + 0.25 * first))
+
+
+def test_state_is_loaded() -> None:
+    ours = parameters()
+    optimizer = FusedSGD(ours, 0.1, 0.9)
+    again = parameters()
+    other = FusedSGD(again, 0.1, 0.9)
+    for step in range(3):
+        for params in (ours, again):
+            for param in params:
+                param.grad = torch.full(param.shape, 0.5 + step)
+        optimizer.step()
+        if step == 0:
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            with torch.no_grad():
+                for one, two in zip(again, ours, strict=True):
+                    one.copy_(two)
+        else:
+            other.step()
+    torch.testing.assert_close(again, ours, rtol=0, atol=0)
+
+
+ERRORS: dict[str, Any] = {
+    "lr is missing": lambda: FusedSGD(parameters()),
+    "FusedSGD(momentum=-1": lambda: FusedSGD(parameters(), 0.1, -1.0),
+    "a dampening of 0": lambda: FusedSGD(parameters(), 0.1, 0.9, 0.5, nesterov=True),
+    "a parameter of torch.float64": lambda: FusedSGD(parameters(torch.float64), 0.1),
+}
+
+
+@pytest.mark.parametrize("words", ERRORS)
+def test_what_does_not_fit_is_named(words: str) -> None:
+    with pytest.raises(OperandError) as caught:
+        ERRORS[words]()
+    assert words in str(caught.value)

@@ -1,0 +1,148 @@
+"""Functions of lists of tensors: results, flags, empty lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core import optimizers as te
+from fp8core.errors import OperandError
+
+BF16 = torch.bfloat16
+
+
+def flag(value: int = 0) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.int32)
+
+
+def lists(*dtypes: torch.dtype) -> list[list[torch.Tensor]]:
+    shapes = ((7, 5), (33,), (0,), (2, 3))
+    return [
+        [torch.randn(s, generator=torch.Generator().manual_seed(n)).to(dtype) for s in shapes]
+        for n, dtype in enumerate(dtypes)
+    ]
+
+
+def test_applier_leaves_out_empty_tensors() -> None:
+    seen: list[Any] = []
+    te.multi_tensor_applier(lambda *given: seen.append(given), flag(), lists(BF16), 3)
+    ((chunk, _, (tensors,), three),) = seen
+    assert (chunk, three) == (te.multi_tensor_applier.chunk_size, 3)
+    assert [one.numel() for one in tensors] == [35, 33, 6]
+
+
+def test_applier_of_nothing_calls_nothing() -> None:
+    assert te.multi_tensor_applier(None, flag(), [[torch.empty(0)]]) is None
+    assert te.multi_tensor_applier(None, flag(), [[]]) is None
+
+
+@pytest.mark.parametrize("by", [0.5, torch.tensor([0.5])])
+def test_scale(by: Any) -> None:
+    inputs, outputs = lists(BF16, torch.float32)
+    noop = flag()
+    function = te.multi_tensor_scale if isinstance(by, float) else te.multi_tensor_scale_tensor
+    te.multi_tensor_applier(function, noop, [inputs, outputs], by)
+    torch.testing.assert_close(outputs[0], inputs[0].float() * 0.5, rtol=0, atol=0)
+    assert noop.item() == 0
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_scale_says_what_is_not_finite(value: float) -> None:
+    inputs, outputs = lists(torch.float32, torch.float32)
+    inputs[1][4] = value
+    noop = flag()
+    te.multi_tensor_applier(te.multi_tensor_scale, noop, [inputs, outputs], 1.0)
+    assert noop.item() == 1
+
+
+def test_norms() -> None:
+    (tensors,) = lists(BF16)
+    total, each = te.multi_tensor_applier(te.multi_tensor_l2norm, flag(), [tensors], True)
+    kept = [one.float() for one in tensors if one.numel()]
+    torch.testing.assert_close(each, torch.stack([one.norm() for one in kept]))
+    torch.testing.assert_close(total, torch.cat([one.flatten() for one in kept]).norm().reshape(1))
+    total, each = te.multi_tensor_applier(te.multi_tensor_l2norm, flag(), [tensors], False)
+    assert (total.shape, each.numel()) == ((1,), 0)
+
+
+def test_norms_of_unscaled_gradients() -> None:
+    (tensors,) = lists(torch.float32)
+    total, _ = te.multi_tensor_l2norm(1, flag(), [tensors])
+    by = torch.tensor([0.25])
+    unscaled, each = te.multi_tensor_unscale_l2norm(1, flag(), [tensors], by, True)
+    torch.testing.assert_close(unscaled, total * 0.25)
+    assert each.numel() == 4
+
+
+def test_adam_and_its_capturable_form() -> None:
+    results = []
+    for kind in ("plain", "capturable"):
+        given = lists(BF16, BF16, torch.float32, torch.float32, torch.float32)
+        given[3] = [one.abs() for one in given[3]]
+        numbers = (0.01, 0.9, 0.95, 1e-8, 3, 1, 1, 0.1)
+        if kind == "plain":
+            te.multi_tensor_applier(te.multi_tensor_adam, flag(), given, *numbers)
+        else:
+            on_device = (torch.tensor(0.01), 0.9, 0.95, 1e-8, torch.tensor([3], dtype=torch.int32))
+            more = (1, 1, 0.1, torch.ones(1))
+            function = te.multi_tensor_adam_capturable_master
+            te.multi_tensor_applier(function, flag(), given, *on_device, *more)
+        results.append(given[4])
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("function", ["multi_tensor_adam", "multi_tensor_sgd"])
+def test_flag_stops_a_step(function: str) -> None:
+    adam = function == "multi_tensor_adam"
+    given = lists(*(torch.float32,) * (4 if adam else 3))
+    given[-1] = [one.abs() for one in given[-1]]
+    before = [[one.clone() for one in group] for group in given]
+    numbers: tuple[Any, ...] = (0.01, 0.9, 0.95, 1e-8, 3, 1, 1, 0.1)
+    if not adam:
+        numbers = (0.1, 0.9, 0.0, 0.1, False, False, False, 1.0)
+    te.multi_tensor_applier(getattr(te, function), flag(1), given, *numbers)
+    for ours, theirs in zip(given, before, strict=True):
+        assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("has_masters", [True, False])
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_adam_of_fp8_parameters(name: str, has_masters: bool) -> None:
+    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
+    masters = torch.randn(9, 7)
+    scale, amax, inverse = torch.tensor([64.0]), torch.zeros(1), torch.tensor([1 / 64])
+    codes = (masters * 64).to(dtype).view(torch.uint8)
+    if not has_masters:
+        masters = codes.view(dtype).float() / 64
+    grads, m, v = torch.randn(9, 7), torch.zeros(9, 7), torch.zeros(9, 7)
+    other = torch.nn.Parameter(masters.clone())
+    other.grad = grads.clone()
+    torch.optim.AdamW([other], lr=0.1, weight_decay=0.0).step()
+    middle = [[masters]] if has_masters else []
+    given = [[grads], [codes], [m], [v], *middle, [scale], [amax], [inverse]]
+    numbers = (0.1, 0.9, 0.999, 1e-8, 1, 1, 1, 0.0)
+    te.multi_tensor_applier(te.multi_tensor_adam_fp8, flag(), given, *numbers, dtype)
+    expected = (other.detach() * 64).to(dtype).view(torch.uint8)
+    assert (codes != expected).sum() <= 1
+    torch.testing.assert_close(amax, other.detach().abs().amax().reshape(1))
+    assert inverse.item() == 1 / 64
+
+
+def test_sgd_writes_copies() -> None:
+    given = lists(BF16, torch.float32, torch.float32, BF16)
+    numbers = (0.0, 0.9, 0.0, 0.1, False, True, False, 1.0)
+    te.multi_tensor_applier(te.multi_tensor_sgd, flag(), given, *numbers)
+    for one, other in zip(given[1], given[3], strict=True):
+        assert torch.equal(one.to(BF16), other)
+
+
+def test_lists_that_do_not_fit_are_named() -> None:
+    one = [torch.ones(3)]
+    with pytest.raises(OperandError, match="as many in each"):
+        te.multi_tensor_applier(te.multi_tensor_scale, flag(), [one, one * 2], 1.0)
+    with pytest.raises(OperandError, match="expected 2 lists"):
+        te.multi_tensor_scale(1, flag(), [one], 1.0)
+    with pytest.raises(OperandError, match="fp8_dtype='e3m4'"):
+        te.multi_tensor_adam_fp8(1, flag(), [one] * 7, *(0.1, 0.9, 0.9, 0, 1, 1, 1, 0.0), "e3m4")
