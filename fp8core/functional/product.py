@@ -18,6 +18,7 @@ from fp8core.dispatch.table import Resolved
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.storage import FLOATS, pad_operand, per_byte
+from fp8core.torch_ops.operators import constant_in_graph
 
 __all__ = ["gemm", "grouped_gemm"]
 
@@ -69,6 +70,42 @@ def gemm(
         UnsupportedError: no backend multiplies two tensors that are stored like these; or ``out``
             where a gradient is needed.
     """
+    if torch.compiler.is_compiling():
+        _allow_in_graph()
+        return _captured_gemm(a, b, out_dtype, bias, accumulate, out)
+    return _gemm(a, b, out_dtype, bias, accumulate=accumulate, out=out)
+
+
+def _allow_in_graph() -> bool:
+    torch.compiler.allow_in_graph(_captured_gemm)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return True
+
+
+constant_in_graph(_allow_in_graph)
+
+
+def _captured_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out_dtype: torch.dtype | None,
+    bias: torch.Tensor | None,
+    accumulate: bool,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Run :func:`gemm` by operators, which torch.compile records without reading this code."""
+    with table.capturing():
+        return _gemm(a, b, out_dtype, bias, accumulate=accumulate, out=out)
+
+
+def _gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out_dtype: torch.dtype | None,
+    bias: torch.Tensor | None,
+    *,
+    accumulate: bool,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
     a, b = _checked("gemm", "a", a), _checked("gemm", "b", b)
     if b.dim() != 2 or not a.dim() or a.shape[-1] != b.shape[1]:
         raise OperandError(
@@ -233,7 +270,7 @@ def _check_out(
         if accumulate:
             raise OperandError(f"{owner}(accumulate=True) needs out, to which it adds.")
         return
-    if isinstance(out, QuantizedTensor) or type(out) is not torch.Tensor:
+    if isinstance(out, QuantizedTensor) or unwrap(out, f"{owner}: out") is not out:
         raise OperandError(
             f"{owner}(out={type(out).__name__}): expected a plain tensor. Quantize the result by "
             f"a quantizer's update_quantized()."

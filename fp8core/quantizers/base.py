@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from fp8core.chain.unwrap import made_readable, unwrap
+from fp8core.dispatch import table
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.parameters import resolve_device
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import ReduceAmax, Slot
 from fp8core.tensors.storage import storage_plan
+from fp8core.torch_ops.operators import constant_in_graph
 
 __all__ = ["Quantizer"]
 
@@ -37,6 +41,7 @@ class Quantizer:
         self.columnwise_usage = columnwise
         self.internal = False
         self.optimize_for_gemm = False
+        self._number = _register(self)
 
     @property
     def plan(self) -> TensorPlan:
@@ -102,6 +107,12 @@ class Quantizer:
         """
         if out is not None:
             return self.update_quantized(tensor, out)
+        if torch.compiler.is_compiling():
+            usages = (self.rowwise_usage, self.columnwise_usage)
+            return _captured(_allowed(self._number), tensor, *usages, dtype)
+        return self._quantized(tensor, dtype)
+
+    def _quantized(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> QuantizedTensor:
         value = _readable(tensor, f"{type(self).__name__}: the tensor")
         if torch.is_grad_enabled() and value.requires_grad:
             made: QuantizedTensor = _StraightThrough.apply(value, self)  # type: ignore[no-untyped-call]  # torch's
@@ -200,8 +211,13 @@ class Quantizer:
     def copy(self) -> Quantizer:
         """Return another quantizer that does the same, whose usages can be set by themselves."""
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
+        other.__setstate__(self.__dict__)
         return other
+
+    def __setstate__(self, state: Mapping[str, object]) -> None:
+        """Take the attributes of a copy or a pickle."""
+        self.__dict__.update(state)
+        self._number = _register(self)
 
     def is_quantizable(self, inp: torch.Tensor) -> bool:
         """Say whether blocks divide the sizes of ``inp``."""
@@ -236,6 +252,44 @@ class Quantizer:
     def __repr__(self) -> str:
         ways = [way for way, used in self.get_usages().items() if used]
         return f"{type(self).__name__}({self.plan.rowwise}, {' and '.join(ways) or 'no usage'})"
+
+
+_registered: weakref.WeakValueDictionary[str, Quantizer] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def _register(quantizer: Quantizer) -> str:
+    """Return a text that stands for ``quantizer`` in graphs that torch captures."""
+    number = str(next(_numbers))
+    _registered[number] = quantizer
+    return number
+
+
+def _allowed(number: str) -> str:
+    torch.compiler.allow_in_graph(_captured)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return number
+
+
+constant_in_graph(_allowed)
+
+
+def _captured(
+    number: str, tensor: torch.Tensor, rowwise: bool, columnwise: bool, dtype: torch.dtype | None
+) -> QuantizedTensor:
+    """Quantize by operators, which torch.compile records without reading this code.
+
+    Raises:
+        UnsupportedError: the quantizer does more than its plan says.
+    """
+    quantizer = _registered[number].copy()
+    if quantizer.cell is None:
+        raise UnsupportedError(
+            f"{type(quantizer).__name__}: a state, a reduction or code of its own is not offered "
+            f"under torch.compile. Use a quantizer without, or torch.compiler.disable around it."
+        )
+    quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
+    with table.capturing():
+        return quantizer._quantized(tensor, dtype)
 
 
 def _readable(tensor: torch.Tensor, role: str) -> torch.Tensor:

@@ -88,6 +88,8 @@ class QuantizedTensor(Casts):
     _slot: Slot | None
     # Whether scales cover more than this tensor: it is a part of another one.
     _shares_scales: bool
+    # Whether it is a parameter without its history, as ``data`` and ``detach`` give it.
+    _is_of_parameter: bool
 
     __torch_function__: ClassVar[Any] = no_torch_function
 
@@ -127,6 +129,7 @@ class QuantizedTensor(Casts):
         self._keeps_initial_value = False
         self._slot = None
         self._shares_scales = False
+        self._is_of_parameter = False
         return self
 
     @classmethod
@@ -400,6 +403,7 @@ class QuantizedTensor(Casts):
         renamed = QuantizedTensor(*_stored(self), self.plan, dtype, shape=self.shape)
         renamed._slot = self._slot
         renamed._shares_scales = self._shares_scales
+        renamed._is_of_parameter = _is_of_parameter(self)
         renamed._initial_value = self._initial_value
         renamed._keeps_initial_value = self._keeps_initial_value
         return renamed
@@ -551,6 +555,23 @@ def _refuse_part(tensor: QuantizedTensor) -> None:
         )
 
 
+def _is_of_parameter(tensor: QuantizedTensor) -> bool:
+    """Say whether ``tensor`` is a parameter, or one without its history."""
+    return tensor._is_of_parameter or getattr(tensor, IS_PARAMETER, False)
+
+
+def _refuse_arithmetic(func: Any, target: QuantizedTensor) -> None:
+    """Refuse to compute in place, but on parameters, whose optimizers do so and are warned."""
+    is_setter = func.overloadpacket in _SETTERS or func.overloadpacket in _RESHAPES
+    if is_setter or _is_of_parameter(target):
+        return
+    raise UnsupportedError(
+        f"{func.overloadpacket} computes in place on {target}, and would round what it holds once "
+        f"more: a change of less than half a unit would be lost without a trace. Compute with "
+        f"x = q.dequantize(torch.float32), which keeps its precision, then q.copy_(x)."
+    )
+
+
 def _assign(tensor: QuantizedTensor, operands: Orientations) -> None:
     for target, source in zip(_stored(tensor), operands, strict=True):
         for part, new in zip(target or (), source or (), strict=False):
@@ -592,6 +613,7 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     for target in targets:
         _refuse_part(target)
+        _refuse_arithmetic(func, target)
     values: dict[int, torch.Tensor] = {}
 
     def value_of(tensor: QuantizedTensor) -> torch.Tensor:
@@ -705,6 +727,13 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
 
 
 _aten = torch.ops.aten
+# They write a value that does not depend on the present one.
+_SETTERS = {
+    *(_aten.zero_, _aten.fill_, _aten.normal_, _aten.uniform_, _aten.random_, _aten.bernoulli_),
+    *(_aten.exponential_, _aten.cauchy_, _aten.geometric_, _aten.log_normal_),
+}
+# Refused for the shape that they change.
+_RESHAPES = {_aten.t_, _aten.transpose_, _aten.squeeze_, _aten.unsqueeze_}
 _UPDATES = {_aten.add_, _aten.sub_, _aten.mul_, _aten.addcdiv_, _aten.addcmul_, _aten.lerp_}
 _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     _aten.copy_: _copy,

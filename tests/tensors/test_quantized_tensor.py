@@ -165,11 +165,44 @@ def test_copy_to_a_plain_tensor_gives_the_values(name: str) -> None:
     assert torch.equal(plain, tensor.dequantize().float())
 
 
-def test_in_place_arithmetic_quantizes_the_result(name: str) -> None:
+@torch.no_grad()
+def test_in_place_arithmetic_on_a_parameter_quantizes_the_result(name: str) -> None:
+    own = parameter(name)
+    expected = quantized(name, own.dequantize() + 1)
+    assert own.add_(1) is own
+    assert same(own, expected)
+
+
+UPDATES: dict[str, Callable[[torch.Tensor], object]] = {
+    "add_": lambda tensor: tensor.add_(1e-3),
+    "mul_": lambda tensor: tensor.mul_(0.999),
+    "+=": lambda tensor: tensor.__iadd__(1e-3),
+    "clamp_": lambda tensor: tensor.clamp_(0, 1),
+    "lerp_": lambda tensor: tensor.lerp_(torch.zeros(N, K, dtype=torch.bfloat16), 0.5),
+    "masked_fill_": lambda tensor: tensor.masked_fill_(torch.ones(N, K, dtype=torch.bool), 0),
+    "index_put_": lambda tensor: tensor.__setitem__(torch.tensor([0, 2]), 0.0),
+    "out=": lambda tensor: torch.add(value(), value(), out=tensor),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_in_place_arithmetic_that_would_lose_precision_is_refused(update: str, name: str) -> None:
     tensor = quantized(name)
-    expected = quantized(name, tensor.dequantize() + 1)
-    assert tensor.add_(1) is tensor
-    assert same(tensor, expected)
+    before = tensor.clone()
+    with pytest.raises(fp8core.UnsupportedError, match=r"copy_\(x\)"):
+        UPDATES[update](tensor)
+    assert same(tensor, before)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [torch.Tensor.zero_, torch.nn.init.ones_, torch.nn.init.normal_],
+    ids=["zero_", "ones_", "normal_"],
+)
+def test_values_can_be_set(write: Callable[[torch.Tensor], object], name: str) -> None:
+    tensor = quantized(name)
+    write(tensor)
+    assert not same(tensor, quantized(name))
 
 
 def test_a_write_bumps_the_version() -> None:
