@@ -156,7 +156,8 @@ def _paired(exponents: torch.Tensor) -> torch.Tensor:
 
 def _ends(bounds: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return where each group ends, int64 ``[g]`` on the device."""
-    return torch.tensor(bounds[1:], dtype=torch.int64, device="cpu").to(device, non_blocking=True)
+    ends = torch.tensor(bounds[1:], dtype=torch.int64, device="cpu", pin_memory=True)
+    return ends.to(device, non_blocking=True)  # whose memory stays until it is copied
 
 
 def _rows_apart(

@@ -58,7 +58,7 @@ class _Tokens(NamedTuple):
             torch.arange(length, device="cpu") * self.step + start
             for start, length in zip(self.starts, self.lengths, strict=True)
         ]
-        return torch.cat(parts).to(device, non_blocking=True)
+        return torch.cat(parts).pin_memory().to(device, non_blocking=True)
 
     def taken(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tokens ``[t, heads, d]`` of ``x``, in the layout of the descriptor."""

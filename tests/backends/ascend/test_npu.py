@@ -57,6 +57,22 @@ def test_file_passes_on_the_software_device(name: str, ran: Ran) -> None:
     assert [fault for fault in faults if fault is not None] == []
 
 
+def test_layers_run_from_the_queue_that_devices_have(softcann_folder: Path) -> None:
+    # The formulas are Python, so that a call which waits with Python's lock would wait forever.
+    files = ("test_grouped.py", "test_layers.py")
+    command = [str(softcann_folder / "bin" / "python"), "-m", "pytest", "-q", "--tb=short"]
+    queued = subprocess.run(
+        [*command, "-p", "no:cacheprovider", *(f"{FOLDER}/{name}" for name in files)],
+        cwd=ROOT,
+        env={**environment(softcann_folder), "TASK_QUEUE_ENABLE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    assert queued.returncode == 0, queued.stdout[-8000:] + queued.stderr[-2000:]
+
+
 def test_backend_keeps_the_laws_of_the_conformance_kit(softcann_folder: Path) -> None:
     python = str(softcann_folder / "bin" / "python")
     kit = subprocess.run(

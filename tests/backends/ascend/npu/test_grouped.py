@@ -47,6 +47,7 @@ def step(
     x = torch.randn(ROWS, IN).bfloat16().npu().requires_grad_()
     with te.autocast(recipe=RECIPES[name]):
         layer(x, SPLITS).sum().backward()
+    torch.npu.synchronize()  # type: ignore[attr-defined]  # of torch_npu
     return layer
 
 
@@ -145,5 +146,6 @@ def test_weights_in_a_row_are_not_copied(calls: list[Call]) -> None:
     run = resolve(GroupedGemmDesc(E4M3, E4M3, BF16), NPU).run
     calls.clear()
     run(a, [a._replace(data=part, scale_inv=one) for part in whole.unbind(0)], offsets)
+    torch.npu.synchronize()  # type: ignore[attr-defined]  # of torch_npu
     stacked = [call for call in calls if call.name == "aclnnStack"]
     assert [call.arguments[-1].dtype for call in stacked] == ["float32"]  # the scales alone
