@@ -27,6 +27,7 @@ from fp8core.reporting import log_once
 from fp8core.tensors.casts import Casts
 from fp8core.tensors.checks import check_stored, matrix_size, plan_from
 from fp8core.tensors.coded import fit_codes
+from fp8core.tensors.collectives import collected
 from fp8core.tensors.quantizer import Orientations, ReduceAmax, Slot
 from fp8core.tensors.storage import (
     FLOATS,
@@ -45,7 +46,13 @@ from fp8core.tensors.storage import (
 )
 from fp8core.tensors.values import as_view, decomposed, written
 from fp8core.tensors.views import COPIES, VIEWS, say_dequantized
-from fp8core.torch_ops.private import IS_PARAMETER, make_wrapper, no_torch_function, pytree
+from fp8core.torch_ops.private import (
+    COLLECTIVES,
+    IS_PARAMETER,
+    make_wrapper,
+    no_torch_function,
+    pytree,
+)
 
 __all__ = ["QuantizedTensor"]
 
@@ -607,10 +614,14 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"{next(t for t in target if isinstance(t, QuantizedTensor))}: an optimizer "
                 f"with foreach=True or fused=True.\n  {_MASTERS}"
             )
-    if "c10d" in func.namespace:
+    if func.namespace == "c10d":  # in place, or into lists
         raise UnsupportedError(
             f"{func} of a QuantizedTensor: pass each of its .tensors(), or .dequantize()."
         )
+    if func.namespace == COLLECTIVES:
+        made = collected(func, args)
+        if made is not None:
+            return made
     for target in targets:
         _refuse_part(target)
         _refuse_arithmetic(func, target)

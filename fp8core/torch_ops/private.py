@@ -28,6 +28,7 @@ from torch.optim import optimizer
 __all__ = [
     "CHECKPOINT_FRAME",
     "CHECKPOINT_HOOK",
+    "COLLECTIVES",
     "COMPILED_MODULE",
     "COMPILE_CONTEXT",
     "COMPOSITE",
@@ -39,6 +40,7 @@ __all__ = [
     "NO_BACKWARD_PASS",
     "ORDERED",
     "UNSCALE_GRADS",
+    "WAITING",
     "WRAPPED_MODULES",
     "DeviceContext",
     "FakeTensor",
@@ -59,6 +61,7 @@ __all__ = [
     "forward_mode_level",
     "forward_pre_hooks",
     "function_modes",
+    "gathered_rows",
     "has_hooks",
     "interpreter_stack",
     "is_any_autocast_enabled",
@@ -264,6 +267,22 @@ def wait_for_collective(tensor: Any) -> torch.Tensor:
     """Return the values of an AsyncCollectiveTensor, whose collective may still be under way."""
     values: torch.Tensor = torch.ops._c10d_functional.wait_tensor(tensor.elem)
     return values
+
+
+COLLECTIVES: Final = "_c10d_functional"
+"""The namespace of the collectives that return their result."""
+
+WAITING: Final = ("wait_tensor", "_wrap_tensor_autograd")
+"""Its operators that return their argument."""
+
+
+def gathered_rows(part: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
+    """Return ``part`` of all ranks of a group along the first dimension, when they have arrived."""
+    arriving = torch.ops._c10d_functional.all_gather_into_tensor(
+        part.contiguous(), group_size, group_name
+    )
+    rows: torch.Tensor = torch.ops._c10d_functional.wait_tensor(arriving)
+    return rows
 
 
 # With a public way
