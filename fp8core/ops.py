@@ -153,7 +153,7 @@ class Linear(LinearLayer):
 
 
 class BasicLinear(Linear):
-    """:class:`Linear` without a bias."""
+    """``ops.Linear`` without a bias."""
 
     def __init__(
         self,

@@ -171,8 +171,12 @@ def test_prepare_names_the_layers_that_run_by_themselves() -> None:
     made = ops.Sequential(
         ops.Linear(8, 8), ops.GroupedLinear(2, 8, 8), torch.nn.Sequential(fp8core.Linear(8, 8))
     )
-    fp8core.prepare(made)
+    fp8core.prepare(made, "delayed")
     assert made[1].name == "1"
+    assert made.scale_fwd.numel() == 3
+    assert made[1].scale_fwd.numel() == 6
+    assert made[2][0].scale_fwd.numel() == 3
+    assert not hasattr(made[0], "scale_fwd")
     assert made[2][0].name == "2.0"
 
 
@@ -377,3 +381,20 @@ def test_delayed_weight_gradients_are_its_own() -> None:
     made.backward_dw()
     for (name, mine), theirs in zip(made.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad), name  # type: ignore[arg-type]
+
+
+def test_explain_leaves_out_what_modules_between_hold() -> None:
+    made = ops.Sequential(ops.Linear(32, 64), torch.nn.Linear(64, 48), ops.Linear(48, 16))
+    told = fp8core.explain(made, "current")
+    assert {layer for layer, _ in told.held} == {"0", "2"}
+    assert {line.step for line in told.lines} >= {"fprop", "fprop[0]", "fprop[1]"}
+
+
+def test_a_monitor_sees_chains_and_layers_that_run_by_themselves() -> None:
+    made = ops.Sequential(
+        ops.Linear(32, 32), torch.nn.Tanh(), ops.Linear(32, 32), ops.GroupedLinear(2, 32, 32)
+    )
+    with fp8core.monitor(made) as watch:
+        run(made, torch.randn(64, 32), "mxfp8", [32, 32])
+        watch.step()
+    assert {row.layer for row in watch.rows} == {"Sequential[0]", "Sequential[1]", "3"}

@@ -50,7 +50,7 @@ def quantize(
 
     Raises:
         RecipeError: ``by`` is something else, or a recipe that leaves the tensor in high precision.
-        OperandError, UnsupportedError: as :meth:`fp8core.Quantizer.quantize`.
+        OperandError, UnsupportedError: as ``Quantizer.quantize``.
     """
     if isinstance(by, Quantizer) or (callable(by) and not isinstance(by, type)):
         made: QuantizedTensor = by(x)

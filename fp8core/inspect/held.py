@@ -62,14 +62,15 @@ def held_by(
     layer: LowPrecisionModule, recipe: Recipe, device: torch.device, dtype: torch.dtype
 ) -> Held | None:
     """Return what ``layer`` holds on ``device`` under ``recipe``, on activations of ``dtype``; None
-    if it takes any number of columns, on which that depends.
+    if it takes any number of columns, on which that depends, or runs other modules between its
+    chains.
 
     Raises:
         UnsupportedError: no backend runs one of the layer's operations on the device.
     """
     shapes = layer.link_shapes()
     columns = input_columns_of(shapes)
-    if columns is None:
+    if columns is None or not layer.is_one_chain:
         return None
     plan = plan_of(layer.plan_type, recipe, LayerRole(layer.kind, layer.name), dtype)
     binding = Binding(_META, dtype, resolver=_ShapesOf(device))

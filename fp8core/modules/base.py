@@ -59,6 +59,11 @@ class LowPrecisionModule(DelayedModule):
         """Whether an ``ops.Sequential`` runs it as a part of a chain, instead of by itself."""
         return True
 
+    @property
+    def is_one_chain(self) -> bool:
+        """Whether :meth:`link_shapes` are the links of one chain, from its input to its output."""
+        return True
+
     def runs_alone(self) -> Collection[str]:
         """Return the names of the modules inside that run by themselves, not in its chain."""
         return ()

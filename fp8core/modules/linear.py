@@ -65,7 +65,7 @@ class Linear(LowPrecisionModule):
         parameters_split: names of equal parts, or a mapping of names to sizes along out_features;
             the parts are quantized as one tensor.
         device: of the parameters; None takes the selected backend's. ``"meta"`` allocates later.
-        delay_wgrad_compute: backward leaves the gradients of the weights to :meth:`backward_dw`.
+        delay_wgrad_compute: backward leaves the gradients of the weights to ``backward_dw()``.
         save_original_input: hold the input as it is for backward, which casts it again, instead of
             its codes: for an input that another module holds too. Not for delayed scaling.
         name: the layer's name in messages and PerLayer patterns; see :func:`fp8core.prepare`.

@@ -86,10 +86,12 @@ def _create_states(model: torch.nn.Module, recipe: Recipe) -> None:
 
 
 def _stateful(module: torch.nn.Module) -> Iterator[LowPrecisionModule]:
-    """Yield the layers with GEMMs; an ``ops.Sequential`` has the state of all its operations."""
+    """Yield the layers with GEMMs; an ``ops.Sequential`` has the state of its chains."""
+    children = list(module.children())
     if isinstance(module, LowPrecisionModule):
         if module.count_slot_sets():
             yield module
-        return
-    for child in module.children():
+        alone = module.runs_alone()
+        children = [child for name, child in module.named_children() if name in alone]
+    for child in children:
         yield from _stateful(child)

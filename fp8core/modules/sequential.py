@@ -182,6 +182,11 @@ class Sequential(LowPrecisionModule):
         return len(groups) == 1 and isinstance(groups[0], _Chain)
 
     @property
+    def is_one_chain(self) -> bool:
+        """Whether no module runs between its operations."""
+        return self.is_link
+
+    @property
     def num_extra_inputs(self) -> int:
         """How many extra inputs its call takes."""
         return sum(_open_inputs(one) for one in self._flat())

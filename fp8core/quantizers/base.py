@@ -62,7 +62,7 @@ class Quantizer:
 
     @property
     def slot(self) -> Slot | None:
-        """The delayed scale that it takes, and where it records the amax; None: it derives one."""
+        """Scale and amax of delayed scaling, None where the scale follows from the tensor."""
         return None
 
     @property

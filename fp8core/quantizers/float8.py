@@ -113,7 +113,7 @@ class Float8Quantizer(Quantizer):
 
     @property
     def cell(self) -> None:
-        """Return None: the scale is the quantizer's own."""
+        """None, as the scale is the quantizer's own."""
         return
 
     def update_quantized(

@@ -75,5 +75,6 @@ def test_reference_documents_every_public_name(site: Path) -> None:
     named = {name: getattr(fp8core, name) for name in fp8core.__all__ if name != "__version__"}
     for name, value in named.items():
         homes = {f"fp8core.{name}", f"{getattr(value, '__module__', '')}.{name}"}
+        homes |= {f"fp8core.recipe.{name}"} if getattr(recipe, name, None) is value else set()
         is_there = any(f'id="{home}"' in text for home in homes | {f"module-fp8core.{name}"})
         assert is_there, name
