@@ -13,7 +13,6 @@ from fp8core import hookspecs as hookspecs  # loaded, as a public module of the 
 from fp8core import plan as plan  # likewise
 from fp8core.context.autocast import autocast, fp8_autocast
 from fp8core.context.checkpoint import checkpoint
-from fp8core.context.graphs import make_graphed_callables
 from fp8core.conversion.convert import convert, unconvert
 from fp8core.conversion.report import ConversionReport
 from fp8core.cross_entropy import parallel_cross_entropy
@@ -42,6 +41,7 @@ from fp8core.modules.found_inf import clear_found_inf, found_inf
 from fp8core.modules.frozen import frozen_weights
 from fp8core.modules.glu_order import deinterleave_glu_tensor, interleave_glu_tensor
 from fp8core.modules.grad_scaler import watch_grad_scaler
+from fp8core.modules.graphs import make_graphed_callables
 from fp8core.modules.grouped_linear import GroupedLinear
 from fp8core.modules.inference import InferenceParams
 from fp8core.modules.kv_cache import KVCacheManager

@@ -25,19 +25,13 @@ OTHER_PLACES = {"DelayedScalingRequest": custom, "MMParams": recipe.base}
 
 # Names of Transformer Engine that fp8core does not take, each with the reason.
 _OLDER = "an older name of an argument that is taken under its new one"
-_GRAPHS = "torch.cuda.make_graphed_callables, which captures, has no such option"
-_EACH_LAYER = "a property of the recipe and of is_first_microbatch, not of the graph"
 NOT_TAKEN = {
     "autocast": {"_graph": "private: Transformer Engine's own graphs pass it"},
     "fp8_autocast": {"_graph": "private: Transformer Engine's own graphs pass it"},
     "make_graphed_callables": {
-        **dict.fromkeys(("sample_kwargs", "retain_graph_in_backward"), _GRAPHS),
-        **dict.fromkeys(("_order", "_num_layers_per_chunk", "capture_time_hooks"), _GRAPHS),
-        **dict.fromkeys(("_reuse_graph_input_output_buffers", "pre_warmup_hook"), _GRAPHS),
-        **dict.fromkeys(("clone_param_grads_on_return", "post_warmup_hook"), _GRAPHS),
         **dict.fromkeys(("fp8_enabled", "fp8_calibrating", "fp8_recipe", "fp8_group"), _OLDER),
-        **dict.fromkeys(("fp8_weight_caching", "cache_quantized_params"), _EACH_LAYER),
-        **dict.fromkeys(("calibrating", "amax_reduction_group"), "a graph records no calibration"),
+        "fp8_weight_caching": _OLDER,
+        "_reuse_graph_input_output_buffers": "samples that share tensors share their memory",
     },
 }
 # Defaults that differ: {name: (theirs, ours)}.
@@ -47,7 +41,11 @@ OTHER_DEFAULTS: dict[str, dict[str, tuple[str | None, object]]] = {
     **dict.fromkeys(("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"), _DEVICE),
     **dict.fromkeys(("MultiheadAttention", "TransformerLayer"), _DEVICE),
     **dict.fromkeys(("LayerNorm.reset_parameters", "RMSNorm.reset_parameters"), _RESET),
-    "make_graphed_callables": {"enabled": ("None", True)},
+    "make_graphed_callables": {
+        "enabled": ("None", True),
+        "calibrating": ("None", False),
+        "cache_quantized_params": ("None", False),
+    },
     "CustomRecipe": {"qfactory": (None, None), "fp8_format": ("Format.HYBRID", None)},
 }
 

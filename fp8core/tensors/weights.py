@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -54,12 +55,16 @@ def _origins_of(source: torch.Tensor, others: Sequence[torch.Tensor]) -> Origins
 
 
 class Kept(NamedTuple):
-    """A weight's operands, their origins, and the version of their delayed scale."""
+    """A weight's operands, their origins, and the version of their delayed scale.
+
+    ``again`` quantizes the weight as it is then; None for a weight that is computed or padded.
+    """
 
     key: tuple[object, ...]
     origins: Origins
     scale_version: int
     operands: Orientations
+    again: Callable[[], Orientations] | None = None
 
 
 class Keeping(NamedTuple):
@@ -68,13 +73,15 @@ class Keeping(NamedTuple):
     ``first`` is the call's ``is_first_microbatch``, None in the scope of frozen weights;
     ``entries`` are the weights kept for such calls. ``origins`` returns the tensors that a weight
     is computed from if it is not a parameter itself. In a checkpoint ``used`` records the weights
-    that forward used, which its recompute then uses.
+    that forward used, which its recompute then uses. ``is_for_graphs``: a graph that is captured
+    reads the kept weights.
     """
 
     first: bool | None
     entries: dict[int, Kept]
     origins: Callable[[], Sequence[torch.Tensor]]
     used: dict[int, Kept] | None = None
+    is_for_graphs: bool = False
 
 
 class WeightQuantizer(Protocol):
@@ -141,13 +148,15 @@ class WeightStore:
 
     ``microbatches`` are those of the latest ``is_first_microbatch=True``. ``scope`` are those of
     the open :func:`fp8core.frozen_weights` around the layer, None outside of one.
+    ``is_for_graphs``: captured graphs read those of microbatches, see :meth:`refresh`.
     """
 
-    __slots__ = ("_lock", "_num_open", "microbatches", "scope")
+    __slots__ = ("_lock", "_num_open", "is_for_graphs", "microbatches", "scope")
 
     def __init__(self) -> None:
         self.microbatches: dict[int, Kept] = {}
         self.scope: dict[int, Kept] | None = None
+        self.is_for_graphs = False
         self._num_open = 0
         self._lock = threading.Lock()
 
@@ -171,7 +180,33 @@ class WeightStore:
     ) -> Keeping | None:
         """Return the kept weights for ``is_first_microbatch=first``, None if none are kept."""
         entries = self.scope if first is None else self.microbatches
-        return None if entries is None else Keeping(first, entries, origins)
+        if entries is None:
+            return None
+        is_for_graphs = self.is_for_graphs and first is not None
+        return Keeping(first, entries, origins, is_for_graphs=is_for_graphs)
+
+    def refresh(self) -> None:
+        """Quantize the weights of microbatches as they are now, into the same memory.
+
+        Raises:
+            UnsupportedError: one is computed from others, or padded.
+        """
+        for index, kept in self.microbatches.items():
+            if kept.again is None:
+                raise UnsupportedError(_NOT_AGAIN)
+            self.microbatches[index] = _rewritten(kept)
+
+
+def _rewritten(kept: Kept) -> Kept:
+    """Quantize the weight of ``kept`` again, into the memory that captured graphs read."""
+    assert kept.again is not None
+    with torch.inference_mode(False), torch.no_grad():
+        new = kept.again()
+        for target, source in zip(kept.operands, new, strict=True):
+            for part, value in zip(target or (), source or (), strict=True):
+                if part is not None:
+                    part.copy_(value)
+    return kept._replace(origins=_origins_of(kept.origins.tensors[0], ()))
 
 
 # torch without CUDA has the function, and raises when it is called.
@@ -240,7 +275,7 @@ class KeptWeight:
                 return used[self._index].operands
             columnwise = True  # for the recompute
         quantize = self._both if columnwise else self._rowwise
-        if _is_capturing():
+        if _is_capturing() and not (first is False and keeping.is_for_graphs):
             if first is False:
                 raise UnsupportedError(f"{self._how.owner}: {_IN_GRAPH}")
             return quantize(weight)
@@ -251,6 +286,8 @@ class KeptWeight:
         origins = _origins_of(source, () if is_parameter else keeping.origins())
         scale_version = 0 if slot is None else slot.scale._version
         kept = None if first is True else self._entry(entries, first, scale_version)
+        if first is True and keeping.is_for_graphs:
+            kept = self._rewritten(entries, origins, columnwise)
         if kept is not None and not kept.origins.are(origins):
             # Other tensors are other weights; a parametrization may write to its buffers.
             if first is False or (is_parameter and kept.origins.are_tensors_of(origins)):
@@ -262,11 +299,32 @@ class KeptWeight:
             # Later calls may train, and tensors created in inference mode cannot be saved.
             with torch.inference_mode(False), torch.no_grad():
                 operands = quantize(weight)
-            kept = Kept(self._how.key, origins, scale_version, operands)
+            again = None
+            if keeping.is_for_graphs:
+                if not is_parameter or weight is not source:
+                    raise UnsupportedError(f"{self._how.owner}: {_NOT_AGAIN}")
+                again = partial(quantize, weight)
+            kept = Kept(self._how.key, origins, scale_version, operands, again)
             entries[self._index] = kept
         if used is not None:
             used[self._index] = kept
         return kept.operands
+
+    def _rewritten(
+        self, entries: dict[int, Kept], origins: Origins, columnwise: bool
+    ) -> Kept | None:
+        """Return what is kept, quantized again in its memory; None if nothing that fits is."""
+        kept = entries.get(self._index)
+        if (
+            kept is None
+            or kept.key != self._how.key
+            or kept.again is None
+            or not kept.origins.are_tensors_of(origins)
+            or (columnwise and kept.operands.columnwise is None)
+        ):
+            return None
+        entries[self._index] = kept = _rewritten(kept)
+        return kept
 
     def _entry(
         self, entries: dict[int, Kept], first: bool | None, scale_version: int
@@ -329,6 +387,10 @@ def _version(tensor: torch.Tensor) -> int:
 _IN_GRAPH = (
     "is_first_microbatch=False in a CUDA graph would multiply by the weight of the capture in "
     "every replay. Pass None: the graph quantizes the weight as it is."
+)
+_NOT_AGAIN = (
+    "cache_quantized_params with a weight that is computed from others, or padded, is not offered: "
+    "nothing could quantize it again outside of the graph. Leave it out."
 )
 _NOTHING_KEPT = (
     "is_first_microbatch=False takes the weight quantized by the call with "

@@ -84,6 +84,120 @@ def test_a_capture_leaves_delayed_scales_as_they_were() -> None:
 
 
 @pytest.mark.needs_accelerator("cuda")
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_quantized_outside_of_the_graph_serve_all_microbatches(name: str) -> None:
+    chosen = recipe.by_name(name)
+    eager, graphed = (
+        fp8core.LayerNormMLP(256, 384, params_dtype=torch.bfloat16, device="cuda") for _ in range(2)
+    )
+    graphed.load_state_dict(eager.state_dict())
+    sample = torch.randn(64, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    graphed = fp8core.make_graphed_callables(
+        graphed, (sample,), recipe=chosen, cache_quantized_params=True
+    )
+    for seed in range(3):
+        results = []
+        for model in (graphed, eager):
+            torch.manual_seed(seed)
+            mine = []
+            for first in (True, False, False):
+                x = torch.randn_like(sample).requires_grad_()
+                with fp8core.autocast(enabled=model is eager, recipe=chosen):
+                    y = model(x, is_first_microbatch=first)
+                y.square().sum().backward()
+                mine += [y.detach().clone(), x.grad.clone()]
+            mine += [own.grad.clone() for own in model.parameters()]
+            with torch.no_grad():
+                for own in model.parameters():
+                    own -= 1e-3 * own.grad
+                    own.grad = None
+            results.append(mine)
+        if name == "delayed" and seed:
+            continue  # the graph rolls its history in each microbatch
+        for number, (one, other) in enumerate(zip(*results, strict=True)):
+            torch.testing.assert_close(one, other, msg=str((seed, number)))
+    with pytest.raises(fp8core.OperandError, match="is_first_microbatch=None"):
+        graphed(sample)
+
+
+@pytest.mark.needs_accelerator("cuda")
+@pytest.mark.parametrize("name", ["current", "block"])
+def test_a_pipeline_order_equals_eager_steps(name: str) -> None:
+    chosen = recipe.by_name(name)
+    eager, chunks = make(), make()
+    parts = [chunks[0], torch.nn.Sequential(chunks[1], chunks[2])]
+
+    def sample(width: int) -> tuple[torch.Tensor]:
+        x = torch.randn(64, width, dtype=torch.bfloat16, device="cuda")
+        return (x.requires_grad_(),)
+
+    order = [1, 1, 2, -2, 2, -1, -2, -1]
+    run = fp8core.make_graphed_callables(
+        parts,
+        tuple(sample(width) for width in (256, 256, 384, 384)),
+        recipe=chosen,
+        _order=order,
+    )
+    assert len(run) == 4
+    torch.manual_seed(1)
+    inputs = [sample(256)[0] for _ in range(2)]
+    grads = [torch.randn(64, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    middle = [run[at](inputs[at]) for at in range(2)]
+    ends = [middle[at].detach().requires_grad_() for at in range(2)]
+    outputs = []
+    for at in range(2):  # 2 -2, then 2 -1 -2
+        y = run[2 + at](ends[at])
+        outputs.append(y.detach().clone())
+        if at:
+            middle[0].backward(ends[0].grad)
+        y.backward(grads[at])
+    middle[1].backward(ends[1].grad)
+    got = [*outputs, *(x.grad for x in inputs), *(own.grad for own in chunks.parameters())]
+    theirs = []
+    copies = [x.detach().clone().requires_grad_() for x in inputs]
+    for x, grad in zip(copies, grads, strict=True):
+        with fp8core.autocast(recipe=chosen):
+            y = eager(x)
+        theirs.append(y.detach())
+        y.backward(grad)
+    want = [*theirs, *(x.grad for x in copies), *(own.grad for own in eager.parameters())]
+    for number, (one, other) in enumerate(zip(got, want, strict=True)):
+        torch.testing.assert_close(one, other, msg=str(number))
+
+
+@pytest.mark.needs_accelerator("cuda")
+def test_microbatches_add_up_and_keywords_and_hooks_are_taken() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = fp8core.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda")
+
+        def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * scale  # type: ignore[no-any-return, operator]
+
+    module, seen = Scaled(), []
+    x = torch.randn(32, 64, dtype=torch.bfloat16, device="cuda")
+    scale = torch.full((64,), 2.0, dtype=torch.bfloat16, device="cuda")
+    run = fp8core.make_graphed_callables(
+        module,
+        (x,),
+        sample_kwargs={"scale": scale},
+        recipe="current",
+        pre_warmup_hook=lambda: seen.append("before"),
+        post_warmup_hook=lambda: seen.append("after"),
+        capture_time_hooks=[{"forward_hooks": {0: lambda module: seen.append("forward")}}],
+    )
+    assert seen == ["before", "forward", "forward", "forward", "after", "forward"]
+    totals = []
+    for _ in range(2):
+        run(x, scale=scale).sum().backward()
+        totals.append(module.inner.weight.grad.clone())
+    assert torch.equal(totals[1], 2 * totals[0])
+    once, thrice = (run(x, scale=factor * scale).clone() for factor in (1, 4))
+    assert torch.equal(thrice, 4 * once)
+
+
+@pytest.mark.needs_accelerator("cuda")
 def test_a_kept_weight_in_a_graph_is_refused() -> None:
     layer = fp8core.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda")
     x = torch.randn(16, 64, dtype=torch.bfloat16, device="cuda")

@@ -1,0 +1,282 @@
+"""Forward and backward passes of modules as CUDA graphs, captured in the order of a schedule.
+
+:func:`torch.cuda.make_graphed_callables` captures all forwards, then all backwards in reverse,
+which is the order of one batch. A pipeline runs them in another one, and graphs that share memory
+have to be captured in the order of their replays; see :class:`Pass`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.errors import OperandError
+from fp8core.torch_ops.private import pytree
+
+__all__ = ["Graph", "Hooks", "Pass", "Schedule", "passes_of"]
+
+Hooks = Mapping[str, Mapping[Any, Callable[[torch.nn.Module], None]]]
+"""Functions of the module for ``forward_pre_hooks``, ``forward_hooks``, ``backward_pre_hooks`` and
+``backward_hooks``, which run at capture and outside of it, and are not replayed."""
+
+
+class Graph:
+    """A CUDA graph of one function."""
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    def record(self, function: Callable[[], Any], pool: Any) -> Any:
+        """Capture ``function()`` in the memory of ``pool``, and return its result."""
+        with torch.cuda.graph(self._graph, pool=pool):
+            return function()
+
+    def replay(self) -> None:
+        """Compute again, from and into the same memory."""
+        self._graph.replay()
+
+
+class Schedule(NamedTuple):
+    """The order in which passes are captured and replayed.
+
+    Attributes:
+        order: chunk ``c`` of the modules as ``c``, from 1, for a forward, and ``-c`` for the
+            backward of its earliest forward that has none yet.
+        sizes: how many modules each chunk has.
+    """
+
+    order: Sequence[int]
+    sizes: Sequence[int]
+
+    @classmethod
+    def of(
+        cls,
+        order: Sequence[int | float],
+        num_modules: int,
+        num_samples: int,
+        sizes: Sequence[int] | int | None,
+    ) -> Schedule:
+        """Check the arguments ``_order`` and ``_num_layers_per_chunk``.
+
+        Raises:
+            OperandError: they contradict each other, or the number of modules or of samples.
+        """
+        if not order or any(not isinstance(one, int) or one == 0 for one in order):
+            raise OperandError(
+                f"make_graphed_callables(_order={order!r}): expected chunk numbers from 1, "
+                f"negative ones for backward. Weight gradients that are delayed are not captured."
+            )
+        whole = [int(one) for one in order]
+        chunks = max(map(abs, whole))
+        if sizes is None:
+            sizes = [num_modules // chunks] * chunks
+        each = [sizes] * chunks if isinstance(sizes, int) else list(sizes)
+        forwards = [whole.count(chunk) for chunk in range(1, chunks + 1)]
+        backwards = [whole.count(-chunk) for chunk in range(1, chunks + 1)]
+        ahead = [itertools.accumulate(_signs(whole, chunk)) for chunk in range(1, chunks + 1)]
+        if (
+            len(each) != chunks
+            or sum(each) != num_modules
+            or len(set(forwards)) != 1
+            or forwards != backwards
+            or any(min(steps) < 0 for steps in ahead)
+        ):
+            raise OperandError(
+                f"make_graphed_callables(_order={whole}): expected each of {chunks} chunks of "
+                f"{each} modules as often forward as backward, and forward first; there are "
+                f"{num_modules} modules."
+            )
+        if num_samples != num_modules * forwards[0]:
+            raise OperandError(
+                f"make_graphed_callables(_order={whole}): {num_samples} sample_args; expected "
+                f"{num_modules} modules x {forwards[0]} microbatches, those of a chunk's first "
+                f"microbatch first."
+            )
+        return cls(whole, each)
+
+
+def _signs(order: Iterable[int], chunk: int) -> list[int]:
+    return [1 if one > 0 else -1 for one in order if abs(one) == chunk]
+
+
+def passes_of(schedule: Schedule) -> list[tuple[int, int, bool]]:
+    """Return the module, the sample, and whether it is a forward, of each pass in order.
+
+    Samples are numbered by chunk, then by microbatch, then by module of the chunk.
+    """
+    first_module = [0, *itertools.accumulate(schedule.sizes)]
+    count = [schedule.order.count(chunk + 1) for chunk in range(len(schedule.sizes))]
+    done = {True: [0] * len(schedule.sizes), False: [0] * len(schedule.sizes)}
+    passes = []
+    for step in schedule.order:
+        chunk, is_forward = abs(step) - 1, step > 0
+        size = schedule.sizes[chunk]
+        start = first_module[chunk] * count[chunk] + done[is_forward][chunk] * size
+        done[is_forward][chunk] += 1
+        layers = range(size) if is_forward else reversed(range(size))
+        passes += [(first_module[chunk] + at, start + at, is_forward) for at in layers]
+    return passes
+
+
+class Pass:
+    """One forward of a module and its backward, each a graph over the same memory.
+
+    The sample's tensors are that memory for the inputs, which a call copies its own into.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        hooks: Hooks,
+        new_graph: Callable[[], Graph] = Graph,
+    ) -> None:
+        leaves, self._inputs_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                raise OperandError(
+                    f"make_graphed_callables: a sample of {type(module).__name__} holds "
+                    f"{type(leaf).__name__}; expected tensors alone."
+                )
+        self.module = module
+        self._args, self._kwargs, self._hooks = args, kwargs, hooks
+        self._inputs: list[torch.Tensor] = leaves
+        self._params = list(module.parameters())
+        self._graphs = new_graph(), new_graph()
+        self._outputs: list[torch.Tensor] = []
+        self._spec: Any = None
+        self._grad_outputs: list[torch.Tensor | None] = []
+        self._grads: list[torch.Tensor | None] = []
+
+    def warm_up(self, times: int, allow_unused: bool, extra: Sequence[Mapping[str, Any]]) -> None:
+        """Run forward and backward ``times`` times, with the keywords of ``extra`` one after the
+        other, the last of them repeated."""
+        for at in range(times):
+            self._run_hooks("forward_pre_hooks")
+            more = extra[min(at, len(extra) - 1)]
+            outputs, _ = pytree.tree_flatten(self.module(*self._args, **self._kwargs, **more))
+            self._run_hooks("forward_hooks")
+            self._run_hooks("backward_pre_hooks")
+            grads = [torch.empty_like(one) for one in outputs if one.requires_grad]
+            self._grads_of(outputs, grads, allow_unused, retain=False)
+            self._run_hooks("backward_hooks")
+
+    def record_forward(self, pool: Any, extra: Mapping[str, Any]) -> None:
+        """Capture the forward."""
+        self._run_hooks("forward_pre_hooks")
+        result = self._graphs[0].record(
+            lambda: self.module(*self._args, **self._kwargs, **extra), pool
+        )
+        self._run_hooks("forward_hooks")
+        self._outputs, self._spec = pytree.tree_flatten(result)
+
+    def record_backward(self, pool: Any, *, allow_unused: bool, retain: bool) -> None:
+        """Capture the backward of the forward that was captured."""
+        self._run_hooks("backward_pre_hooks")
+        self._grad_outputs = [
+            torch.empty_like(one) if one.requires_grad else None for one in self._outputs
+        ]
+        given = [grad for grad in self._grad_outputs if grad is not None]
+        self._grads = [None] * len(self._surface)
+        if given:
+            found = self._graphs[1].record(
+                lambda: self._grads_of(self._outputs, given, allow_unused, retain=retain), pool
+            )
+            left = iter(found)
+            self._grads = [next(left) if one.requires_grad else None for one in self._surface]
+        self._run_hooks("backward_hooks")
+
+    @property
+    def _surface(self) -> list[torch.Tensor]:
+        return [*self._inputs, *self._params]
+
+    def _grads_of(
+        self,
+        outputs: Sequence[torch.Tensor],
+        given: Sequence[torch.Tensor],
+        allow_unused: bool,
+        *,
+        retain: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        trained = [one for one in outputs if one.requires_grad]
+        inputs = [one for one in self._surface if one.requires_grad]
+        if not trained or not inputs:
+            return ()
+        return torch.autograd.grad(
+            trained, inputs, given, retain_graph=retain, allow_unused=allow_unused
+        )
+
+    def _run_hooks(self, kind: str) -> None:
+        for hook in self._hooks.get(kind, {}).values():
+            if hook(self.module) is not None:
+                raise OperandError(
+                    f"make_graphed_callables: one of capture_time_hooks[{kind!r}] returned a "
+                    f"value; expected None."
+                )
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, clones: bool) -> Any:
+        """Replay for other inputs; ``clones``: gradients of parameters are copied on return.
+
+        Raises:
+            OperandError: the inputs are not like the sample.
+        """
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        if spec != self._inputs_spec:
+            raise OperandError(
+                f"{type(self.module).__name__} in a graph: arguments {spec}; the sample had "
+                f"{self._inputs_spec}."
+            )
+        for given, static in zip(leaves, self._inputs, strict=True):
+            like = (given.shape, given.dtype, given.device, given.requires_grad)
+            if like != (static.shape, static.dtype, static.device, static.requires_grad):
+                raise OperandError(
+                    f"{type(self.module).__name__} in a graph: an input is {given.dtype} "
+                    f"{list(given.shape)} on {given.device}, requires_grad={given.requires_grad}; "
+                    f"the sample was {static.dtype} {list(static.shape)} on {static.device}, "
+                    f"requires_grad={static.requires_grad}."
+                )
+        outputs = _Replay.apply(self, clones, *leaves, *self._params)  # type: ignore[no-untyped-call]  # torch's
+        return pytree.tree_unflatten(list(outputs), self._spec)
+
+    def replay_forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Copy ``inputs`` in, compute, and return the outputs' memory."""
+        for static, given in zip(self._inputs, inputs, strict=False):
+            if static.data_ptr() != given.data_ptr():
+                static.detach().copy_(given)
+        self._graphs[0].replay()
+        return tuple(one.detach() for one in self._outputs)
+
+    def replay_backward(
+        self, grads: Sequence[torch.Tensor], *, clones: bool
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Copy ``grads`` in, compute, and return the gradients of inputs and parameters."""
+        for static, given in zip(self._grad_outputs, grads, strict=True):
+            if static is not None and static.data_ptr() != given.data_ptr():
+                static.copy_(given)
+        if any(static is not None for static in self._grad_outputs):
+            self._graphs[1].replay()
+        first_param = len(self._inputs)
+        return tuple(
+            None
+            if grad is None
+            else grad.clone()
+            if clones and at >= first_param
+            else grad.detach()
+            for at, grad in enumerate(self._grads)
+        )
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, one: Pass, clones: bool, *tensors: torch.Tensor) -> Any:
+        ctx.one, ctx.clones = one, clones
+        return one.replay_forward(tensors)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, None, *ctx.one.replay_backward(grads, clones=ctx.clones)
