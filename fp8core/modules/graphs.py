@@ -17,6 +17,7 @@ from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import Recipe
 from fp8core.tensors.slots import BUFFERS
 from fp8core.tensors.weights import WeightStore
+from fp8core.torch_ops.private import has_hooks
 
 __all__ = ["make_graphed_callables"]
 
@@ -158,7 +159,7 @@ def _check_modules(modules: Sequence[torch.nn.Module]) -> None:
                 f"{', '.join(sorted(devices))}; "
                 f"move it to a CUDA device."
             )
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        if has_hooks(module):
             raise OperandError(
                 f"make_graphed_callables: {type(module).__name__} has hooks, which a replay would "
                 f"not call. Register them afterwards, or give capture_time_hooks."
