@@ -19,6 +19,7 @@ from fp8core.errors import OperandError, UnsupportedError
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.storage import FLOATS, pad_operand, per_byte
 from fp8core.torch_ops.operators import constant_in_graph
+from fp8core.torch_ops.private import is_transform_active
 
 __all__ = ["gemm", "grouped_gemm"]
 
@@ -201,6 +202,11 @@ def _checked(owner: str, role: str, x: Any) -> torch.Tensor:
         return x
     if not isinstance(x, torch.Tensor):
         raise OperandError(f"{name} is {type(x).__name__}; expected a tensor.")
+    if is_transform_active():
+        raise UnsupportedError(
+            f"{name} is under a transform of torch.func, which {owner} is not offered under. Use "
+            f"torch.autograd, or torch.nn.functional.linear on dequantized tensors."
+        )
     plain = unwrap(x, name)
     if plain.dtype not in FLOATS:
         raise OperandError(f"{name} is {plain.dtype}; expected float32, bfloat16 or float16.")

@@ -18,6 +18,7 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import ReduceAmax, Slot
 from fp8core.tensors.storage import storage_plan
 from fp8core.torch_ops.operators import constant_in_graph
+from fp8core.torch_ops.private import is_transform_active
 
 __all__ = ["Quantizer"]
 
@@ -302,6 +303,11 @@ def _readable(tensor: torch.Tensor, role: str) -> torch.Tensor:
         raise OperandError(f"{role} is {type(tensor).__name__}; expected a torch.Tensor.")
     if tensor.is_nested:
         raise OperandError(f"{role} is nested; expected a dense one, as its values() are.")
+    if is_transform_active():
+        raise UnsupportedError(
+            f"{role} is under a transform of torch.func: quantizing is not offered there, as a "
+            f"cast has no derivative but the one that backward takes. Quantize outside of it."
+        )
     plain = unwrap(tensor, role)
     return made_readable(plain, plain.device, role)
 

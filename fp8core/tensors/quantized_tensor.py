@@ -395,6 +395,22 @@ class QuantizedTensor(Casts):
             say_dequantized(_aten.view.default, self)
             return self.dequantize().reshape(*sizes)
 
+    def reshape_as(self, other: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in the shape of ``other``, as :meth:`reshape` does."""
+        return self.reshape(other.shape)
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> torch.Tensor:
+        """Return the tensor with some dimensions as one, as :meth:`reshape` does."""
+        first, last = start_dim % self.dim(), end_dim % self.dim()
+        if first > last:
+            raise OperandError(f"flatten({start_dim}, {end_dim}) of {self}: no such dimensions.")
+        count = math.prod(self.shape[first : last + 1])
+        return self.reshape(*self.shape[:first], count, *self.shape[last + 1 :])
+
+    def ravel(self) -> torch.Tensor:
+        """Return the tensor in one dimension, as :meth:`reshape` does."""
+        return self.reshape(self.numel())
+
     def contiguous(self, memory_format: torch.memory_format | None = None) -> torch.Tensor:
         """Return the tensor itself: the strides of operands are the backend's."""
         return self

@@ -324,6 +324,29 @@ def test_stochastic_rounding_keeps_the_mean() -> None:
     assert same(first, quantizer(x))
 
 
+TRANSFORMS: dict[str, Callable[..., object]] = {
+    "grad": lambda call, x: torch.func.grad(lambda z: call(z).sum())(x),
+    "vmap": lambda call, x: torch.func.vmap(call)(x),
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's jvp
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_transform_of_torch_func_is_refused(transform: str) -> None:
+    x = torch.randn(2, 32, 32)
+
+    def quantize(z: torch.Tensor) -> torch.Tensor:
+        return MXFP8Quantizer(E4M3)(z).dequantize()
+
+    def multiply(z: torch.Tensor) -> torch.Tensor:
+        return fp8core.functional.gemm(z, torch.zeros(32, 32))
+
+    for call in (quantize, multiply):
+        with pytest.raises(UnsupportedError, match=r"torch\.func"):
+            TRANSFORMS[transform](call, x)
+
+
 def test_threads_share_a_quantizer() -> None:
     quantizer, x = NVFP4Quantizer(with_rht=True), value(64, 64)
     expected = quantizer(x)

@@ -174,10 +174,23 @@ def test_rowwise_blocks_take_views_of_other_whole_blocks() -> None:
 
 def test_a_reshape_that_cuts_blocks_copies_the_values() -> None:
     tensor = quantized("mx", "both", value(32, 256))
-    for made in (tensor.reshape(-1), tensor.reshape((-1,))):
+    flat = torch.empty(32 * 256)
+    for made in (
+        *(tensor.reshape(-1), tensor.reshape((-1,)), tensor.reshape_as(flat)),
+        *(tensor.flatten(), tensor.ravel()),
+    ):
         assert type(made) is torch.Tensor
         assert torch.equal(made, tensor.dequantize().reshape(-1))
     assert isinstance(tensor.reshape(2, 16, 256), QuantizedTensor)
+
+
+def test_flatten_of_leading_dimensions_stays_quantized() -> None:
+    tensor = quantized("mx", "both", value(2, 32, 64))
+    for made in (tensor.flatten(0, 1), tensor.flatten(end_dim=-2)):
+        assert isinstance(made, QuantizedTensor)
+        assert made.shape == (64, 64)
+    with pytest.raises(OperandError, match="no such dimensions"):
+        tensor.flatten(2, 1)
 
 
 def test_cat_of_whole_blocks_stays_quantized(name: str, way: str) -> None:
