@@ -48,8 +48,10 @@ from fp8core_backends.cuda.layout import BLOCKS, TILED, scale_mode
 from fp8core_backends.cuda.microscaling import TiledGemm, bind_byte_scaled, spec_problem
 from fp8core_backends.cuda.norm import AddNorm, Norm, NormBackward, norm_problem
 from fp8core_backends.cuda.quantize import bind_quantize
+from fp8core_backends.cuda.recorder import Recorder, recorder
 from fp8core_backends.cuda.rotary import Rotary, rotary_problem
 from fp8core_backends.cuda.scale_update import ScaleUpdate
+from fp8core_backends.cuda.stream import index_of
 
 __all__ = ["CudaBackend"]
 
@@ -121,6 +123,24 @@ class CudaBackend:
         library = native.load()
         bound: Callable[..., Any] = _BINDERS[type(desc)](desc, device, library)
         return bound
+
+    def recorder(self, desc: OpDesc, device: torch.device) -> Recorder | None:
+        """Return what records calls of the native library; of torch's own kernels there is none.
+
+        Operations in groups read sizes, and a product in high precision is one of torch's.
+        """
+        is_native = type(desc) in _RECORDED and not getattr(desc, "grouped", False)
+        if isinstance(desc, GemmDesc):
+            is_native = is_native and desc.low_precision
+        if not is_native or native.missing(device) is not None:
+            return None
+        return recorder(index_of(device), native.load())
+
+
+_RECORDED = (
+    *(ActivationBackwardDesc, ActivationDesc, AddNormDesc, ColumnSumsDesc, DequantizeDesc),
+    *(FusedDesc, GemmDesc, NormBackwardDesc, NormDesc, QuantizeDesc),
+)
 
 
 def _bind_dense(desc: GemmDesc, device: torch.device) -> Callable[..., torch.Tensor]:

@@ -149,8 +149,9 @@ class LowPrecisionGemm:
             return out.copy_(self(a, b, bias=bias, out=total))
         d = out
         if d is None:
-            new = torch.zeros if desc.accumulate else torch.empty
-            d = new((m, n), dtype=desc.out_dtype, device=self._device)
+            d = self._empty((m, n), (n, 1), desc.out_dtype)
+            if desc.accumulate:
+                d.zero_()
         assert a.scale_inv is not None
         assert b.scale_inv is not None
         a_data, b_data = k_contiguous(a.data), k_contiguous(b.data)

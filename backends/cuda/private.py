@@ -1,7 +1,8 @@
 """Every private name of torch that this backend uses; all are in torch 2.11 and in torch 2.13.
 
 Where a later torch lacks one of the first four, the public way next to its use takes its place and
-costs more time on the host. The others raise an AttributeError at import.
+costs more time on the host. The others raise an AttributeError at import; ``TorchDispatchMode``,
+which sees each operator that torch runs within it, an ImportError.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.graph import increment_version
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 __all__ = [
     "Empty",
+    "TorchDispatchMode",
     "count_writes",
     "cudnn_attention",
     "cudnn_attention_backward",

@@ -33,10 +33,10 @@ void check(const Gemm& gemm, std::size_t candidate, const GemmArguments& argumen
 
 }  // namespace
 
-std::unique_ptr<Gemm> plan_gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes,
+std::shared_ptr<Gemm> plan_gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes,
                                 int max_candidates) {
   FP8CORE_CHECK(desc.m > 0 && desc.n > 0 && desc.k > 0, desc.text(), ": sizes must be positive");
-  return std::make_unique<Gemm>(desc, device, max_workspace_bytes, max_candidates);
+  return std::make_shared<Gemm>(desc, device, max_workspace_bytes, max_candidates);
 }
 
 std::size_t add_candidate(Gemm& gemm, const std::string& algorithm) {

@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstdint>
 #include <limits>
 #include <type_traits>
 #include <vector>
@@ -12,6 +13,10 @@
 #include "fp8core/check.h"
 
 namespace fp8core::bindings {
+
+// How many argument structs the calling thread has read, less those of entries that were recorded
+// (repeat.h): it stays the same while no entry is called that a recording would miss.
+std::int64_t& num_unheard();
 
 template <typename T, typename = void>
 constexpr bool has_fields = false;
@@ -94,6 +99,7 @@ class type_caster<Struct, std::enable_if_t<fp8core::bindings::has_fields<Struct>
                                      most - Struct::kOptional, " to ", most));
     Py_ssize_t at = 0;
     fp8core::bindings::read_fields(from.ptr(), &at, &value);
+    ++fp8core::bindings::num_unheard();
     return true;
   }
 };

@@ -16,11 +16,14 @@
 #include "fp8core/quantize.h"
 #include "fp8core/rotary.h"
 #include "fp8core/scale_update.h"
+#include "repeat.h"
 
 namespace py = pybind11;
 
 namespace fp8core {
 namespace {
+
+using bindings::recorded;
 
 void register_quantize(py::module_& module) {
   module.attr("MAX_PARTIALS") = kMaxPartials;
@@ -39,13 +42,13 @@ void register_quantize(py::module_& module) {
   py::class_<QuantizeDesc>(module, "Quantize")
       .def(py::init<Granularity, Format, InputType, ScaleRule, int>())
       .def("tile_sums_floats", &QuantizeDesc::tile_sums_floats)
-      .def("and_sum", &quantize_and_sum)
-      .def("__call__", &quantize);
-  module.def("quantize_pair", &quantize_pair);
+      .def("and_sum", recorded<&quantize_and_sum>)
+      .def("__call__", recorded<&quantize>);
+  module.def("quantize_pair", recorded<&quantize_pair>);
   py::class_<AmaxDesc>(module, "Amax")
       .def(py::init<Granularity, InputType, int>())
-      .def("__call__", &amax)
-      .def("partials", &partial_amaxes);
+      .def("__call__", recorded<&amax>)
+      .def("partials", recorded<&partial_amaxes>);
 }
 
 void register_activation(py::module_& module) {
@@ -59,30 +62,30 @@ void register_activation(py::module_& module) {
   py::class_<ActivationDesc>(module, "Activation")
       .def(py::init<ActivationFunction, bool, bool, float, float, float, InputType, InputType,
                     int>())
-      .def("__call__", &activation);
+      .def("__call__", recorded<&activation>);
   py::class_<QuantizeActivationDesc>(module, "QuantizeActivation")
       .def(py::init<ActivationDesc, QuantizeDesc>())
       .def("tile_sums_floats", &QuantizeActivationDesc::tile_sums_floats)
-      .def("__call__", &quantize_activation);
+      .def("__call__", recorded<&quantize_activation>);
   py::class_<QuantizeActivationMxfp8Desc>(module, "QuantizeActivationMxfp8")
       .def(py::init<ActivationDesc, Mxfp8Desc>())
       .def("tile_sums_floats", &QuantizeActivationMxfp8Desc::tile_sums_floats)
-      .def("__call__", &quantize_activation_mxfp8);
+      .def("__call__", recorded<&quantize_activation_mxfp8>);
   py::class_<QuantizeActivationNvfp4Desc>(module, "QuantizeActivationNvfp4")
       .def(py::init<ActivationDesc, Nvfp4Desc>())
       .def("tile_sums_floats", &QuantizeActivationNvfp4Desc::tile_sums_floats)
-      .def("__call__", &quantize_activation_nvfp4);
+      .def("__call__", recorded<&quantize_activation_nvfp4>);
 }
 
 void register_microscaling(py::module_& module) {
   py::class_<Mxfp8Desc>(module, "QuantizeMxfp8")
       .def(py::init<Format, InputType, bool, double, int>())
-      .def("__call__", &quantize_mxfp8);
+      .def("__call__", recorded<&quantize_mxfp8>);
   py::class_<Nvfp4Desc>(module, "QuantizeNvfp4")
       .def(py::init<InputType, bool, double, bool, bool, bool, int>())
-      .def("__call__", &quantize_nvfp4);
+      .def("__call__", recorded<&quantize_nvfp4>);
   module.def("tile_bytes", &tile_bytes);
-  module.def("arrange_scales", &arrange_scales);
+  module.def("arrange_scales", recorded<&arrange_scales>);
 }
 
 void register_scale_update(py::module_& module) {
@@ -98,15 +101,15 @@ void register_dequantize(py::module_& module) {
       .value("e4m3", ScaleFormat::kE4M3);
   py::class_<DequantizeDesc>(module, "Dequantize")
       .def(py::init<ElementType, ElementType, ScaleFormat, int, int, int>())
-      .def("__call__", &dequantize);
+      .def("__call__", recorded<&dequantize>);
 }
 
 void register_column_sums(py::module_& module) {
   py::class_<ColumnSumsDesc>(module, "ColumnSums")
       .def(py::init<InputType, int>())
       .def("workspace_floats", &ColumnSumsDesc::workspace_floats)
-      .def("__call__", &column_sums);
-  module.def("add_tile_sums", &add_tile_sums);
+      .def("__call__", recorded<&column_sums>);
+  module.def("add_tile_sums", recorded<&add_tile_sums>);
 }
 
 void register_norm(py::module_& module) {
@@ -116,14 +119,14 @@ void register_norm(py::module_& module) {
       .value("rmsnorm", NormKind::kRmsNorm);
   py::class_<NormDesc>(module, "Norm")
       .def(py::init<NormKind, bool, float, InputType, InputType, int>())
-      .def("__call__", &norm)
-      .def("backward", &norm_backward)
+      .def("__call__", recorded<&norm>)
+      .def("backward", recorded<&norm_backward>)
       .def("backward_partials", &norm_backward_partials);
   py::class_<PanelChoice>(module, "PanelChoice").def(py::init<int, int, int, int>());
   py::class_<QuantizeNormDesc>(module, "QuantizeNorm")
       .def(py::init<NormDesc, QuantizeDesc, PanelChoice>(), py::arg("norm"), py::arg("cast"),
            py::arg("panel") = PanelChoice{})
-      .def("__call__", &quantize_norm);
+      .def("__call__", recorded<&quantize_norm>);
 }
 
 void register_rotary(py::module_& module) {
@@ -133,7 +136,7 @@ void register_rotary(py::module_& module) {
       .value("thd", RotaryLayout::kThd);
   py::class_<RotaryDesc>(module, "Rotary")
       .def(py::init<RotaryLayout, bool, bool, InputType, int>())
-      .def("__call__", &rotary);
+      .def("__call__", recorded<&rotary>);
 }
 
 void register_gemm(py::module_& module) {
@@ -159,7 +162,7 @@ void register_gemm(py::module_& module) {
       .def(py::init<std::int64_t, std::int64_t, std::int64_t, OperandDesc, OperandDesc, ElementType,
                     bool, ElementType, bool, bool, std::uint32_t>())
       .def("__str__", &GemmDesc::text);
-  py::class_<Gemm>(module, "Gemm")
+  py::class_<Gemm, std::shared_ptr<Gemm>>(module, "Gemm")
       .def(py::init(&plan_gemm))
       .def_property_readonly("num_candidates", &Gemm::num_candidates)
       .def_property_readonly("library_version", &Gemm::library_version)
@@ -167,7 +170,7 @@ void register_gemm(py::module_& module) {
       .def("algorithm",
            [](const Gemm& gemm, std::size_t at) { return py::bytes(gemm.algorithm(at)); })
       .def("add_candidate", &add_candidate)
-      .def("run", &run_gemm)
+      .def("run", recorded<&run_gemm>)
       .def("milliseconds", &time_gemm, py::call_guard<py::gil_scoped_release>());
 }
 
@@ -175,7 +178,7 @@ void register_grouped_gemm(py::module_& module) {
   py::class_<GroupedGemmDesc>(module, "GroupedGemm")
       .def(py::init<ElementType, ElementType, ScaleMode, ScaleMode, ElementType, bool, bool, bool,
                     int>())
-      .def("__call__", &grouped_gemm);
+      .def("__call__", recorded<&grouped_gemm>);
 }
 
 }  // namespace
@@ -194,4 +197,5 @@ PYBIND11_MODULE(fp8core_cuda, module) {
   fp8core::register_dequantize(module);
   fp8core::register_column_sums(module);
   fp8core::register_grouped_gemm(module);
+  fp8core::bindings::register_repeat(module);
 }

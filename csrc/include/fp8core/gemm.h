@@ -94,7 +94,7 @@ using Layout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
 using Preference = Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
 
 // cuBLASLt's descriptors and algorithms for one problem. It checks nothing: the entries below do.
-class Gemm {
+class Gemm : public std::enable_shared_from_this<Gemm> {
  public:
   Gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes, int max_candidates);
   const GemmDesc& desc() const { return desc_; }
@@ -120,7 +120,7 @@ class Gemm {
 };
 
 // Throws std::domain_error with cuBLASLt's answer where it has no algorithm for `desc`.
-std::unique_ptr<Gemm> plan_gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes,
+std::shared_ptr<Gemm> plan_gemm(const GemmDesc& desc, int device, std::size_t max_workspace_bytes,
                                 int max_candidates);
 
 // Takes an algorithm's opaque bytes back, as Gemm::algorithm gave them for a cache of the same

@@ -1,0 +1,413 @@
+"""Records what a run of bound operations enqueues, so that one native call enqueues it again.
+
+A run consists of allocations, launches of the native library, and a few of torch's operators. Each
+is noted as it happens, an address by the tensor in which it lies. Whatever else happens is noticed,
+and then there is no recording: an operator of torch that is not among those few, a native entry
+that is not recorded, an address that lies in no tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from fp8core.backend_api import Recording
+from fp8core_backends.cuda import memory
+from fp8core_backends.cuda.layout import ALIGNMENT_OF_ALLOCATIONS, round_up
+from fp8core_backends.cuda.private import TorchDispatchMode
+from fp8core_backends.cuda.stream import raw_stream
+
+__all__ = ["Recorder", "recorder"]
+
+_aten = torch.ops.aten
+_VIEWS = frozenset((_aten.slice.Tensor, _aten.t.default, _aten.transpose.int, _aten.view.default))
+"""They compute nothing. A view is noticed where it is a result or its address is passed."""
+
+_REPEATED = frozenset((_aten._to_copy.default, _aten.clone.default))
+"""They are called again: functions of their arguments alone, whose result is a new tensor."""
+
+Size: TypeAlias = "tuple[int, ...]"
+
+_SCRATCH = -2
+"""Stands for the number of the memory that temporary tensors share."""
+
+_MOST_SCRATCH = 4 << 20
+"""Bytes: it is held until the last of them is read, which may be later than each of them is."""
+
+
+class _Known(NamedTuple):
+    """A tensor of a run. It may be freed by now: a later one can lie where it was."""
+
+    address: int
+    num_bytes: int
+    size: Size
+    stride: Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Known:
+        size, stride = tuple(tensor.shape), tuple(tensor.stride())
+        last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        num_bytes = (last + 1) * tensor.itemsize if tensor.numel() else 0
+        return cls(tensor.data_ptr(), num_bytes, size, stride, tensor.dtype)
+
+    def offset_of(self, address: int) -> int | None:
+        """Return how many bytes from its start ``address`` lies, None if it lies elsewhere."""
+        offset = address - self.address
+        return offset if 0 <= offset < self.num_bytes else None
+
+
+class _Empty(NamedTuple):
+    """The allocation of the tensor ``creates``."""
+
+    creates: int
+    size: Size
+    stride: Size
+    dtype: torch.dtype
+
+    @property
+    def reads(self) -> Sequence[int]:
+        """It reads nothing."""
+        return ()
+
+    def add(self, native: Any, where: Where) -> None:
+        native.add_empty(where(self.creates)[0], self.size, self.stride, self.dtype)
+
+
+class _Launched(NamedTuple):
+    """A native call with a place for each of its addresses: the number of a tensor, -1 for a null
+    pointer, and bytes from the tensor's start."""
+
+    launch: Any
+    places: Sequence[tuple[int, int]]
+    creates: int = -1
+
+    @property
+    def reads(self) -> Sequence[int]:
+        """The tensors whose addresses it is given."""
+        return [number for number, _ in self.places if number >= 0]
+
+    def add(self, native: Any, where: Where) -> None:
+        places = []
+        for number, offset in self.places:
+            found, start = (number, 0) if number < 0 else where(number)
+            places.append((found, start + offset))
+        self.launch.set_places(places)
+        native.add_launch(self.launch)
+
+
+class _Called(NamedTuple):
+    """A call of torch's ``function``, whose result is the tensor ``creates``. ``numbers`` are those
+    of arguments that are tensors, -1 stands for one of ``others``."""
+
+    creates: int
+    function: Any
+    numbers: Sequence[int]
+    others: Sequence[Any]
+    keywords: Mapping[str, Any]
+
+    @property
+    def reads(self) -> Sequence[int]:
+        """The tensors among its arguments."""
+        return [number for number in self.numbers if number >= 0]
+
+    def add(self, native: Any, where: Where) -> None:
+        numbers = [number if number < 0 else where(number)[0] for number in self.numbers]
+        created, _ = where(self.creates)
+        native.add_call(created, self.function, list(self.others), numbers, dict(self.keywords))
+
+
+_Step: TypeAlias = "_Empty | _Launched | _Called"
+Where: TypeAlias = "Callable[[int], tuple[int, int]]"
+"""Returns the number of a tensor in the native program, and where it begins there, in bytes."""
+
+
+class _Refused(Exception):
+    """The run did something that cannot be repeated."""
+
+
+class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no types
+    """The tensors and the steps of a run.
+
+    Numbers of tensors are positions in ``known``. Those that the caller gave come first; None is
+    in the place of a tensor that is not there.
+    """
+
+    def __init__(self, source: memory.Source, given: Sequence[torch.Tensor | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self._source = source
+        self.known = [None if one is None else _Known.of(one) for one in given]
+        self.steps: list[_Step] = []
+        self.problem: str | None = None
+        tensors = sorted(
+            (one for one in self.known if one is not None), key=lambda one: one.address
+        )
+        if not all(one.num_bytes for one in tensors):
+            self.problem = "a tensor without elements, whose address is any"
+        for one, following in itertools.pairwise(tensors):
+            if one.offset_of(following.address) is not None:
+                self.problem = "two tensors in the same memory: which one is meant by an address?"
+
+    def empty(self, size: Size, stride: Size, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a tensor, and note it."""
+        tensor = self._source.now()(size, stride, dtype)
+        number = self._number(tensor)
+        self.steps.append(_Empty(number, size, stride, dtype))
+        return tensor
+
+    def launched(self, launch: Any) -> None:
+        """Note a native call."""
+        try:
+            places = [self.place_of(one) if one else (-1, 0) for one in launch.addresses()]
+        except _Refused as refused:
+            self.problem = str(refused)
+            return
+        self.steps.append(_Launched(launch, places))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operator of torch, and note it."""
+        keywords = {} if kwargs is None else kwargs
+        if func in _VIEWS:
+            return func(*args, **keywords)
+        try:
+            numbers = self._numbers_of(func, args, keywords)
+        except _Refused as refused:
+            self.problem = str(refused)
+            return func(*args, **keywords)
+        result = func(*args, **keywords)
+        number = self._number(result)
+        others = [None if at >= 0 else one for at, one in zip(numbers, args, strict=True)]
+        self.steps.append(_Called(number, func, numbers, others, keywords))
+        return result
+
+    def _numbers_of(self, func: Any, args: Sequence[Any], keywords: dict[str, Any]) -> list[int]:
+        """Return the number of each argument that is a tensor, -1 of each other one."""
+        if func not in _REPEATED or any(isinstance(one, torch.Tensor) for one in keywords.values()):
+            raise _Refused(f"the operator {func}")
+        return [self._number_of(one) if isinstance(one, torch.Tensor) else -1 for one in args]
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        self.known.append(_Known.of(tensor))
+        return len(self.known) - 1
+
+    def _number_of(self, tensor: torch.Tensor) -> int:
+        number, _ = self.place_of(tensor.data_ptr())
+        if self.known[number] != _Known.of(tensor):
+            raise _Refused("an operator on a view")
+        return number
+
+    def place_of(self, address: int) -> tuple[int, int]:
+        """Return the number of the latest tensor that ``address`` lies in, and the offset there."""
+        for number in range(len(self.known) - 1, -1, -1):
+            known = self.known[number]
+            offset = None if known is None else known.offset_of(address)
+            if offset is not None:
+                return number, offset
+        raise _Refused("an address that lies in no tensor of the call")
+
+
+class Recorder:
+    """Records runs on one CUDA device; see :class:`fp8core.backend_api.Recorder`.
+
+    ``problem`` says why the latest run is not repeated.
+    """
+
+    __slots__ = ("_library", "_memory", "_source", "problem")
+
+    def __init__(self, index: int, library: Any) -> None:
+        self._library = library
+        self._source = source = memory.source(index)
+        functions = (torch.Tensor.data_ptr, torch.as_strided, raw_stream)
+        self._memory = library.Memory(
+            index, source.current, source.here, source.elsewhere, *functions
+        )
+        self.problem: str | None = None
+
+    def record(
+        self,
+        run: Callable[[], Sequence[torch.Tensor | None]],
+        leading: Sequence[torch.Tensor],
+        saved: Sequence[torch.Tensor | None] = (),
+        constants: Sequence[torch.Tensor] = (),
+    ) -> Recording:
+        """Call ``run``; see the backend API."""
+        if torch.cuda.is_current_stream_capturing():  # an algorithm chosen now is not kept
+            self.problem = "a CUDA graph is being captured"
+            return Recording(run(), None)
+        distinct = [*{id(one): one for one in constants}.values()]
+        log = _Log(self._source, [*leading, *saved, *distinct])
+        program = _Program(self._library.Program(self._memory, ALIGNMENT_OF_ALLOCATIONS), log)
+        program.give(leading, len(saved), distinct)
+        before = self._library.num_unheard()
+        with log, memory.noting(self._source.device_index, log.empty):
+            results = self._library.listening(log.launched, run)
+        if self._library.num_unheard() != before:
+            log.problem = "a native call that is not recorded"
+        self.problem = log.problem or program.finish(results)
+        return Recording(results, None if self.problem else program.native)
+
+
+class _Program:
+    """A native program as it is put together from a log."""
+
+    def __init__(self, native: Any, log: _Log) -> None:
+        self.native = native
+        self._log = log
+        self._leading: Sequence[torch.Tensor] = ()
+        self._saved = self._created = 0  # the first numbers of each kind
+
+    def give(
+        self,
+        leading: Sequence[torch.Tensor],
+        num_saved: int,
+        constants: Sequence[torch.Tensor],
+    ) -> None:
+        """Number the tensors that the caller gives."""
+        native, known = self.native, self._log.known
+        self._leading = leading
+        self._saved, first_constant = len(leading), len(leading) + num_saved
+        self._created = first_constant + len(constants)
+        for one in leading:
+            native.add_leading(one.data_ptr())
+        for number in range(self._saved, first_constant):
+            saved = known[number]
+            native.add_saved(0 if saved is None else saved.address)
+        for one in constants:
+            native.add_constant(one, one.data_ptr())
+        self._freed = [n for n in range(self._saved, first_constant) if known[n] is not None]
+
+    def finish(self, results: Sequence[torch.Tensor | None]) -> str | None:
+        """Add steps and results; return why that cannot be done, None if it was.
+
+        A tensor is released after the last step that reads it, one of the saved list also if none
+        does. That is never later than in the run, but for what shares a scratch.
+        """
+        try:
+            added = [self._result(result) for result in results]
+        except _Refused as refused:
+            return str(refused)
+        steps, kept = self._log.steps, {number for number, *_ in added}
+        last = dict.fromkeys(self._freed, -1)
+        for at, step in enumerate(steps):
+            last.update({n: at for n in (*step.reads, step.creates) if self._is_released(n)})
+        last = {number: at for number, at in last.items() if number not in kept}
+        scratch = _Scratch.of(self._log, last)
+        if scratch is not None:
+            last = {number: at for number, at in last.items() if number not in scratch.starts}
+            last[_SCRATCH] = scratch.last
+        released: dict[int, list[int]] = {}
+        for number, at in last.items():
+            released.setdefault(at, []).append(number)
+        numbers: dict[int, int] = {}  # of created tensors, in the native program
+
+        def where(number: int) -> tuple[int, int]:
+            start = 0
+            if scratch is not None and number in scratch.starts:
+                number, start = _SCRATCH, scratch.starts[number]
+            if 0 <= number < self._created:
+                return number, start
+            return numbers.setdefault(number, self._created + len(numbers)), start
+
+        for at in range(-1, len(steps)):
+            if at >= 0:
+                step = steps[at]
+                if scratch is None or step.creates not in scratch.starts:
+                    step.add(self.native, where)
+                elif _SCRATCH not in numbers:
+                    _Empty(_SCRATCH, (scratch.num_bytes,), (1,), torch.uint8).add(
+                        self.native, where
+                    )
+            for number in released.get(at, ()):
+                self.native.add_release(where(number)[0])
+        for number, *view in added:
+            if view:
+                self.native.add_view(where(number)[0], *view)
+            else:
+                self.native.add_result(number if number < 0 else where(number)[0])
+        return None
+
+    def _is_released(self, number: int) -> bool:
+        return number >= self._created or number in self._freed
+
+    def _result(self, result: torch.Tensor | None) -> tuple[Any, ...]:
+        """Return the number of ``result``, -1 for None; of a view the number of the tensor that it
+        views, its size and stride, and how many elements from the start it begins."""
+        if result is None:
+            return (-1,)
+        if type(result) is not torch.Tensor and all(result is not one for one in self._leading):
+            raise _Refused(f"a result that is a {type(result).__name__}")
+        address = result.data_ptr()
+        number, offset = self._log.place_of(address)
+        holder, known = self._log.known[number], _Known.of(result)
+        if number < self._created:
+            if number < self._saved and result is self._leading[number]:
+                return (number,)
+            raise _Refused("a result that shares the memory of a tensor that was given")
+        if holder == known:
+            return (number,)
+        if holder is None or holder.dtype != known.dtype or not known.num_bytes:
+            raise _Refused("a result that is a view of another dtype, or empty")
+        # The holder begins where its storage does.
+        return number, known.size, known.stride, offset // result.itemsize
+
+
+class _Scratch(NamedTuple):
+    """Memory that temporary tensors share, those that a run allocates and does not return.
+
+    An allocation costs as much time as a launch, and small tensors are many. ``starts`` are bytes
+    by the numbers of tensors, ``last`` is the last step that reads one of them.
+    """
+
+    starts: Mapping[int, int]
+    num_bytes: int
+    last: int
+
+    @classmethod
+    def of(cls, log: _Log, last: Mapping[int, int]) -> _Scratch | None:
+        """Return the memory for temporary tensors, the smallest first, as long as they do not take
+        more than _MOST_SCRATCH together; ``last`` is the last step that reads each. None for fewer
+        than two: torch's operators take tensors, which are never among them."""
+        taken = {n for step in log.steps if isinstance(step, _Called) for n in step.reads}
+        sizes = {}
+        for step in log.steps:
+            if isinstance(step, _Empty) and step.creates in last and step.creates not in taken:
+                known = log.known[step.creates]
+                assert known is not None
+                sizes[step.creates] = round_up(known.num_bytes, ALIGNMENT_OF_ALLOCATIONS)
+        total, chosen = 0, set()
+        for number in sorted(sizes, key=lambda number: sizes[number]):
+            total += sizes[number]
+            if total > _MOST_SCRATCH:
+                break
+            chosen.add(number)
+        if len(chosen) < 2:
+            return None
+        starts: dict[int, int] = {}
+        for at, step in enumerate(log.steps):
+            if step.creates in chosen:
+                others = [n for n in starts if last[n] >= at]
+                starts[step.creates] = _first_gap(
+                    sorted((starts[n], starts[n] + sizes[n]) for n in others), sizes[step.creates]
+                )
+        num_bytes = max(starts[number] + sizes[number] for number in chosen)
+        return cls(starts, num_bytes, max(last[number] for number in chosen))
+
+
+def _first_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
+    """Return the lowest start of ``size`` bytes beside ``taken``, intervals in order."""
+    start = 0
+    for begin, end in taken:
+        if begin - start >= size:
+            break
+        start = max(start, end)
+    return start
+
+
+@functools.cache
+def recorder(index: int, library: Any) -> Recorder:
+    """Return the recorder of the CUDA device of ``index``: the same one each time."""
+    return Recorder(index, library)

@@ -1,0 +1,314 @@
+"""What a recording of native calls consists of, by a library that stands in for the native one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core_backends.cuda import memory, recorder
+
+SIZE, STRIDE = (4, 8), (8, 1)
+
+
+class Launch:
+    """A native call with these addresses."""
+
+    def __init__(self, addresses: list[int]) -> None:
+        self._addresses = addresses
+        self.places: list[tuple[int, int]] = []
+
+    def addresses(self) -> list[int]:
+        return self._addresses
+
+    def set_places(self, places: list[tuple[int, int]]) -> None:
+        self.places = places
+
+
+class Program:
+    """Keeps what is added to it, by kind."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.added: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *values: self.added.append((name.removeprefix("add_"), *values))
+
+    @property
+    def steps(self) -> list[tuple[Any, ...]]:
+        """What is done, by kind and by the numbers of tensors."""
+        short = []
+        for kind, *values in self.added:
+            if kind == "launch":
+                short.append((kind, *(number for number, _ in values[0].places)))
+            elif kind == "call":
+                short.append((kind, values[1], values[3]))
+            elif kind in ("empty", "release", "result"):
+                short.append((kind, values[0]))
+            elif kind == "view":
+                short.append((kind, *values))
+        return short
+
+
+class Library:
+    """The functions of the native library that a recorder calls."""
+
+    Program = Program
+
+    def __init__(self) -> None:
+        self.listen: Callable[[Launch], None] | None = None
+        self.unheard = 0
+
+    def Memory(self, *arguments: object) -> None:
+        """Where the tensors of a program come from."""
+
+    def num_unheard(self) -> int:
+        return self.unheard
+
+    def listening(self, listen: Callable[[Launch], None], run: Callable[[], Any]) -> Any:
+        self.listen = listen
+        return run()
+
+    def launch(self, *addresses: int | torch.Tensor | None) -> Launch:
+        """Stand for an entry that is called with the addresses of tensors."""
+        given = [one.data_ptr() if isinstance(one, torch.Tensor) else one or 0 for one in addresses]
+        launch = Launch(given)
+        assert self.listen is not None
+        self.listen(launch)
+        return launch
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    here = torch._C._dynamo.guards._empty_strided_cpu
+    monkeypatch.setattr(memory, "_empty_here", here)
+    monkeypatch.setattr(memory, "_current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return Library()
+
+
+def record(
+    library: Library,
+    run: Callable[[], Sequence[torch.Tensor | None]],
+    leading: Sequence[torch.Tensor] = (),
+    saved: Sequence[torch.Tensor | None] = (),
+    constants: Sequence[torch.Tensor] = (),
+) -> tuple[Any, str | None]:
+    """Return the program, None if there is none, and the problem."""
+    one = recorder.Recorder(0, library)
+    repeat: Any = one.record(run, leading, saved, constants).repeat
+    assert (repeat is None) == (one.problem is not None)
+    return repeat, one.problem
+
+
+def steps(library: Library, run: Any, *given: Any) -> list[tuple[Any, ...]]:
+    program, problem = record(library, run, *given)
+    assert problem is None
+    return program.steps  # type: ignore[no-any-return]
+
+
+def refusal(library: Library, run: Any, *given: Any) -> str:
+    program, problem = record(library, run, *given)
+    assert program is None
+    assert problem is not None
+    return problem
+
+
+def test_a_tensor_is_released_after_the_last_call_that_reads_it(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "_MOST_SCRATCH", 0)
+    x, empty = torch.ones(SIZE), memory.allocator(0)
+
+    def run() -> Sequence[torch.Tensor]:
+        codes, workspace = (empty(SIZE, STRIDE, torch.uint8) for _ in range(2))
+        library.launch(x, codes, workspace)
+        y = empty(SIZE, STRIDE, torch.bfloat16)
+        library.launch(codes, None, y)
+        return (y,)
+
+    assert steps(library, run, (x,)) == [
+        *(("empty", 1), ("empty", 2), ("launch", 0, 1, 2), ("release", 2)),
+        *(("empty", 3), ("launch", 1, -1, 3), ("release", 1), ("result", 3)),
+    ]
+
+
+def test_temporary_tensors_share_an_allocation(library: Library) -> None:
+    x, empty, launches = torch.ones(SIZE), memory.allocator(0), []
+
+    def run() -> Sequence[torch.Tensor]:
+        codes, workspace = empty((4, 100), (100, 1), torch.uint8), empty((1,), (1,), torch.float32)
+        launches.append(library.launch(x, codes, workspace))
+        y = empty(SIZE, STRIDE, torch.bfloat16)
+        again = empty((2,), (1,), torch.float32)  # where the workspace was
+        launches.append(library.launch(codes, codes.data_ptr() + 100, again, y))
+        return (y,)
+
+    assert steps(library, run, (x,)) == [
+        *(("empty", 1), ("launch", 0, 1, 1), ("empty", 2), ("launch", 1, 1, 1, 2)),
+        *(("release", 1), ("result", 2)),
+    ]
+    aligned = recorder.ALIGNMENT_OF_ALLOCATIONS
+    assert launches[0].places == [(0, 0), (1, 0), (1, 2 * aligned)]
+    assert launches[1].places == [(1, 0), (1, 100), (1, 2 * aligned), (2, 0)]
+
+
+def test_a_scratch_is_no_larger_than_its_bound(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "_MOST_SCRATCH", 600)
+    empty = memory.allocator(0)
+
+    def run() -> Sequence[torch.Tensor]:
+        sizes = (300, 100, 200, 100)
+        library.launch(*[empty((size,), (1,), torch.uint8) for size in sizes])
+        return ()
+
+    (shared,) = [n for kind, *n in steps(library, run) if kind == "launch"]
+    assert len(set(shared)) == 3
+    assert shared[1] == shared[2]
+
+
+def test_what_torch_reads_is_in_no_scratch(library: Library) -> None:
+    empty = memory.allocator(0)
+
+    def run() -> Sequence[torch.Tensor]:
+        total, workspace, other = (empty(SIZE, STRIDE, torch.float32) for _ in range(3))
+        library.launch(total, workspace, other)
+        return (total.to(torch.bfloat16),)
+
+    launched = next(numbers for kind, *numbers in steps(library, run) if kind == "launch")
+    assert launched == [0, 1, 1]
+
+
+def test_saved_tensors_go_as_early_as_nothing_reads_them(library: Library) -> None:
+    grad, saved, now = torch.ones(SIZE), [torch.ones(SIZE) for _ in range(3)], memory.allocator_now
+
+    def run() -> Sequence[torch.Tensor | None]:
+        library.launch(grad, saved[2])
+        out = now(0)()(SIZE, STRIDE, torch.bfloat16)
+        library.launch(saved[1], out)
+        return (None, out)
+
+    assert steps(library, run, (grad,), saved) == [
+        *(("release", 1), ("launch", 0, 3), ("release", 3), ("empty", 4), ("launch", 2, 4)),
+        *(("release", 2), ("result", -1), ("result", 4)),
+    ]
+
+
+def test_an_address_within_a_tensor_keeps_its_offset(library: Library) -> None:
+    scales = torch.ones(16)
+    launches: list[Launch] = []
+
+    def run() -> Sequence[torch.Tensor]:
+        launches.append(library.launch(scales[3:], scales.data_ptr() + 40))
+        return ()
+
+    steps(library, run, (), (), (scales, scales))
+    assert launches[0].places == [(0, 12), (0, 40)]
+
+
+def test_memory_that_is_used_again_belongs_to_the_latest_tensor(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = torch.zeros(SIZE, dtype=torch.uint8)
+    in_turn = iter((first, first.view(torch.int16)))
+    monkeypatch.setattr(memory, "_empty_here", lambda *given: next(in_turn))
+    empty = memory.allocator(0)
+
+    def run() -> Sequence[torch.Tensor]:
+        library.launch(empty(SIZE, STRIDE, torch.uint8))
+        y = empty(SIZE, STRIDE, torch.int16)
+        library.launch(y)
+        return (y,)
+
+    launched = [step for step in steps(library, run) if step[0] == "launch"]
+    assert launched == [("launch", 0), ("launch", 1)]
+
+
+def test_a_conversion_by_torch_is_called_again(library: Library) -> None:
+    x, empty = torch.ones(SIZE), memory.allocator(0)
+
+    def run() -> Sequence[torch.Tensor]:
+        total = empty(SIZE, STRIDE, torch.float32)
+        library.launch(x, total)
+        return (total.to(torch.bfloat16), x.to(torch.float32))
+
+    copy = torch.ops.aten._to_copy.default
+    assert steps(library, run, (x,)) == [
+        *(("empty", 1), ("launch", 0, 1), ("call", copy, [1]), ("release", 1)),
+        *(("result", 2), ("result", 0)),
+    ]
+
+
+def test_a_result_that_is_a_view_of_a_new_tensor_is_viewed_again(library: Library) -> None:
+    empty = memory.allocator(0)
+
+    def run() -> Sequence[torch.Tensor]:
+        return (empty(SIZE, STRIDE, torch.float32)[1:3, 2:],)
+
+    assert steps(library, run) == [("empty", 0), ("view", 0, (2, 6), (8, 1), 10)]
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (lambda x, library: [x + 1], "aten.add"),
+        (lambda x, library: [torch.empty(3)], "aten.empty"),
+        (lambda x, library: [None] * int(x.sum().item() > 0), "aten"),
+        (lambda x, library: [x[1:]], "shares the memory"),
+        (lambda x, library: [x.t().to(torch.float64)], "an operator on a view"),
+        (lambda x, library: library.launch(1) and [], "lies in no tensor"),
+    ],
+    ids=["arithmetic", "allocation", "value", "view of the input", "of a view", "address"],
+)
+def test_what_cannot_be_repeated_is_named(
+    run: Callable[..., Any], reason: str, library: Library
+) -> None:
+    x = torch.ones(SIZE)
+    assert reason in refusal(library, lambda: run(x, library), (x,))
+
+
+def test_a_native_call_that_is_not_recorded_is_noticed(library: Library) -> None:
+    def run() -> Sequence[torch.Tensor]:
+        library.unheard += 1
+        return ()
+
+    assert "not recorded" in refusal(library, run)
+
+
+def test_two_tensors_in_one_memory_are_not_told_apart(library: Library) -> None:
+    x = torch.ones(SIZE)
+    assert "same memory" in refusal(library, lambda: (), (x, x[2:]))
+
+
+def test_a_tensor_without_elements_has_no_address(library: Library) -> None:
+    assert "without elements" in refusal(library, lambda: (), (torch.ones(0, 8),))
+
+
+def test_nothing_is_recorded_during_a_capture(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert "captured" in refusal(library, lambda: ())
+
+
+@pytest.mark.usefixtures("library")
+def test_the_allocations_of_other_threads_and_devices_are_not_noted() -> None:
+    noted: list[object] = []
+
+    def note(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        noted.append(dtype)
+        return torch.empty_strided(size, stride, dtype=dtype)
+
+    with memory.noting(0, note):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(memory.allocator(0), SIZE, STRIDE, torch.uint8).result()
+            pool.submit(lambda: memory.allocator_now(0)()(SIZE, STRIDE, torch.uint8)).result()
+        memory.allocator(0)(SIZE, STRIDE, torch.int8)
+    with memory.noting(1, note):
+        memory.allocator(0)(SIZE, STRIDE, torch.int16)
+    assert noted == [torch.int8]
