@@ -1,5 +1,4 @@
-// Clusters of thread blocks, whose shared memories are within reach of each other; and copies to
-// shared memory that no thread waits for.
+// Clusters of thread blocks, whose shared memories are within reach of each other.
 #pragma once
 
 #include <cstdint>
@@ -32,24 +31,6 @@ __device__ inline void store_in_block(float* shared, unsigned rank, float value)
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
-}
-
-// Begins to copy 16 bytes to shared memory, or zeros if they are not wanted; both addresses are
-// multiples of 16.
-__device__ inline void copy_16_bytes(void* shared, const void* global, bool is_wanted) {
-  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
-               "r"(is_wanted ? 16 : 0)
-               : "memory");
-}
-// Ends a group of copies, which the next copy is not of.
-__device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most `pending` (0 or 1) of the groups that this thread began are not copied yet.
-__device__ inline void wait_for_copies(int pending) {
-  if (pending == 0)
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-  else
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
 }
 
 }  // namespace fp8core

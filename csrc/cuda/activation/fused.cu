@@ -25,18 +25,16 @@ namespace {
 
 // Writes the amaxes that the scales follow from, where they do not follow from their tiles.
 template <typename Source>
-void launch_amaxes(const QuantizeDesc& desc, CastParams<Source>& p, unsigned tiles,
-                   cudaStream_t stream) {
+void launch_amaxes(const QuantizeDesc& desc, CastParams<Source>& p, cudaStream_t stream) {
   QuantizeArguments& args = p.tile.args;
   if (desc.granularity == Granularity::kTensor) {
-    const int most =
-        std::min(kMaxPartials, Source::kDirectedBlocks * num_multiprocessors(desc.device));
-    args.num_partials = static_cast<int>(std::min<unsigned>(tiles, most));
-    tile_partials<Source><<<args.num_partials, kTileThreads, 0, stream>>>(p, tiles);
+    const unsigned blocks = blocks_of_walk<tile_partials<Source>>(p, desc.device);
+    args.num_partials = static_cast<int>(std::min<unsigned>(blocks, kMaxPartials));
+    tile_partials<Source><<<args.num_partials, kTileThreads, walk_bytes<Source>, stream>>>(p);
   } else if (desc.granularity == Granularity::kRow) {
     const std::size_t bytes = num_amaxes(desc.granularity, args.x, {}) * sizeof(float);
     FP8CORE_CUDA(cudaMemsetAsync(args.workspace, 0, bytes, stream));
-    directed_amax<Source><<<tiles, kTileThreads, 0, stream>>>(p);
+    launch_walk<directed_amax<Source>>(p, desc.device, stream);
   }
 }
 
@@ -54,16 +52,16 @@ void launch_sources(const QuantizeDesc& desc, TileParams tile, const ActivationS
                     cudaStream_t stream) {
   const unsigned tiles = num_tiles(tile);
   using Source = SourceOf<T, V, kFamily, kGated, kBackward>;
-  CastParams<Source> p = {tile, inputs};
-  if constexpr (!std::is_same_v<V, float>) launch_amaxes(desc, p, tiles, stream);
+  CastParams<Source> p = {tile, inputs, tiles};
+  if constexpr (!std::is_same_v<V, float>) launch_amaxes(desc, p, stream);
   if constexpr (kBackward) {
     using Summed = ActivationBackwardSource<T, V, kFamily, kGated, true>;
     if (inputs.tile_sums != nullptr && Summed::takes(desc.granularity)) {
-      launch_cast<Summed>(desc, {p.tile, inputs}, tiles, stream);
+      launch_cast<Summed>(desc, {p.tile, inputs, tiles}, stream);
       return;
     }
   }
-  launch_cast<Source>(desc, p, tiles, stream);
+  launch_cast<Source>(desc, p, stream);
 }
 
 template <typename T, Family kFamily, bool kGated, bool kBackward>
@@ -77,12 +75,13 @@ void launch_rounding(const QuantizeActivationDesc& desc, const TileParams& tile,
 }
 
 template <typename T, Family kFamily, bool kGated, bool kBackward>
-void launch_mx(const TileParams& tile, const MxParams& scales, const ActivationSourceInputs& inputs,
-               cudaStream_t stream) {
+void launch_mx(int device, const TileParams& tile, const MxParams& scales,
+               const ActivationSourceInputs& inputs, cudaStream_t stream) {
   using Source = SourceOf<T, T, kFamily, kGated, kBackward>;
   using Encoding = std::conditional_t<Source::kFormats == Formats::kShared, EitherEncoder,
                                       Encoder<Format::kE4M3>>;
-  mx_tile<Source, Encoding><<<num_tiles(tile), kTileThreads, 0, stream>>>({tile, inputs}, scales);
+  const CastParams<Source> p = {tile, inputs, num_tiles(tile)};
+  launch_walk<mx_tile<Source, Encoding>>(p, device, stream, scales);
   FP8CORE_CUDA(cudaGetLastError());
 }
 
@@ -118,9 +117,9 @@ void FusedActivations<kInput, kFamily, kBackward>::launch_mxfp8(
     const ActivationSourceInputs& inputs, cudaStream_t stream) {
   using T = ElementOf<kInput>;
   if (desc.is_gated)
-    launch_mx<T, kFamily, true, kBackward>(tile, scales, inputs, stream);
+    launch_mx<T, kFamily, true, kBackward>(desc.device, tile, scales, inputs, stream);
   else
-    launch_mx<T, kFamily, false, kBackward>(tile, scales, inputs, stream);
+    launch_mx<T, kFamily, false, kBackward>(desc.device, tile, scales, inputs, stream);
 }
 
 template <InputType kInput, Family kFamily, bool kBackward>

@@ -6,6 +6,7 @@
 // and a half of a gated row is a whole number of vectors.
 #pragma once
 
+#include "../copies.cuh"
 #include "../quantize/source.cuh"
 #include "functions.cuh"
 
@@ -26,16 +27,11 @@ __device__ void to_floats(const Eight<T>& from, float (&v)[8]) {
 }
 
 // Eight elements at a pointer, or zeros.
-template <Reading kReading, typename T>
+template <typename T>
 __device__ Eight<T> load_or_zero(const T* from, bool is_inside) {
   Eight<T> x;
   x.bits = make_uint4(0, 0, 0, 0);
-  if (is_inside) {
-    if constexpr (kReading == Reading::kAgain)
-      x.load_kept(from);
-    else
-      x.load(from);
-  }
+  if (is_inside) x.load(from);
   return x;
 }
 
@@ -48,53 +44,112 @@ struct ActivationSourceInputs {
   float* tile_sums = nullptr;  // kSums: [rows of tiles, columns of the result]
 };
 
+// Where the inputs of a thread's eight rows are.
+template <typename T, bool kBackward>
+struct ActivationOrigin {
+  const T* x = nullptr;
+  const T* grad = nullptr;  // kBackward
+  int rows = 0;             // how many are left in x from the first on; none if the columns are not
+
+  ActivationOrigin() = default;
+  __device__ ActivationOrigin(const ActivationSourceInputs& in, const TileParams&,
+                              const TileSpan& at, int ty, int tx) {
+    const int64_t row = at.row + ty * 8, column = at.column + tx * 8;
+    x = static_cast<const T*>(in.x) + row * in.stride + column;
+    if constexpr (kBackward) grad = static_cast<const T*>(in.grad) + row * in.grad_stride + column;
+    rows = column < at.column_end ? left_before(at.load_end, row) : 0;
+  }
+};
+
+// The inputs of eight elements of y: a, the partner b in the second half of a gated row, and the
+// gradient of y; those that there are.
+template <typename T, bool kGated, bool kBackward>
+struct ActivationRow {
+  static constexpr int kVectors = 1 + (kGated ? 1 : 0) + (kBackward ? 1 : 0);
+  Eight<T> vectors[kVectors];
+
+  // Calls take(vector, where its row `i` is); `half`: elements from a to b.
+  template <typename Take>
+  static __device__ void for_vectors(const ActivationOrigin<T, kBackward>& origin,
+                                     const ActivationSourceInputs& in, int64_t half, int i,
+                                     const Take& take) {
+    const T* a = origin.x + i * in.stride;
+    take(0, a);
+    if constexpr (kGated) take(1, a + half);
+    if constexpr (kBackward) take(kVectors - 1, origin.grad + i * in.grad_stride);
+  }
+  __device__ const Eight<T>& a() const { return vectors[0]; }
+  __device__ const Eight<T>& b() const { return vectors[1]; }
+  __device__ const Eight<T>& grad() const { return vectors[kVectors - 1]; }
+};
+
+// What both directions share: how inputs are copied and loaded.
+template <typename T, bool kGated, bool kBackward, int kNumStages>
+struct ActivationInputsOf {
+  using Inputs = ActivationSourceInputs;
+  using Row = ActivationRow<T, kGated, kBackward>;
+  using Origin = ActivationOrigin<T, kBackward>;
+  static constexpr int kRows = 2, kStages = kNumStages;
+  struct Stage {
+    uint4 vectors[kRows][Row::kVectors][kTileThreads];
+  };
+  const Inputs& in;
+  const Origin origin;
+  int64_t half;  // elements from a value to its partner in the second half
+
+  __device__ ActivationInputsOf(const Inputs& in, const TileParams& p, const TileSpan& at, int ty,
+                                int tx)
+      : in(in), origin(in, p, at, ty, tx), half(p.part_columns) {}
+
+  static __device__ void copy(Stage& to, const Origin& from, const Inputs& in, const TileParams& p,
+                              int first) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      Row::for_vectors(from, in, p.part_columns, first + i, [&](int k, const T* at) {
+        copy_16_bytes(&to.vectors[i][k][threadIdx.x], at, first + i < from.rows);
+      });
+  }
+  __device__ void read(Row (&rows)[kRows], const Stage& from, int) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int k = 0; k < Row::kVectors; ++k)
+        rows[i].vectors[k].bits = from.vectors[i][k][threadIdx.x];
+  }
+  template <int kCount>
+  __device__ void load(Row (&rows)[kCount], int first) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      Row::for_vectors(origin, in, half, first + i, [&](int k, const T* at) {
+        rows[i].vectors[k] = load_or_zero(at, first + i < origin.rows);
+      });
+  }
+};
+
 // y [rows, n], from x [rows, n] or, gated, [rows, 2 n].
 template <typename T, typename V, Family kFamily, bool kGated>
-struct ActivationSource {
+struct ActivationSource : ActivationInputsOf<T, kGated, false, kGated ? 3 : 4> {
   using Value = V;
-  using Inputs = ActivationSourceInputs;
-  struct Row {
-    Eight<T> a, b;
-  };
-  static constexpr int kParts = 1, kRows = kGated ? 2 : 4;
+  using Base = ActivationInputsOf<T, kGated, false, kGated ? 3 : 4>;
+  using typename Base::Row;
+  static constexpr int kParts = 1;
   static constexpr bool kSums = false;
-  static constexpr int kBlocks = 3, kDirectedBlocks = 2;
+  static constexpr int kBlocks = 3, kDirectedBlocks = 3;
   static constexpr Formats kFormats = Formats::kE4M3;
   static constexpr bool takes(Granularity granularity) {
     return takes_granularity<T, V>(granularity);
   }
+  using Base::Base;
 
-  const Inputs& in;
-  const T* from;
-  int64_t half;  // elements from a value to its partner in the second half
-  int rows;
-
-  __device__ ActivationSource(const Inputs& in, const TileParams& p, const TileSpan& at, int ty,
-                              int tx)
-      : in(in), half(p.part_columns) {
-    const int64_t row = at.row + ty * 8, column = at.column + tx * 8;
-    from = static_cast<const T*>(in.x) + row * in.stride + column;
-    rows = column < at.column_end ? left_before(at.load_end, row) : 0;
-  }
-  template <Reading kReading = Reading::kOnce, int kCount>
-  __device__ void load(Row (&x)[kCount], int first) const {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const T* at = from + (first + i) * in.stride;
-      const bool is_inside = first + i < rows;
-      x[i].a = load_or_zero<kReading>(at, is_inside);
-      if constexpr (kGated) x[i].b = load_or_zero<kReading>(at + half, is_inside);
-    }
-  }
   __device__ void values(const Row& x, Eight<V> (&result)[1]) const {
     float a[8], y[8];
-    to_floats(x.a, a);
+    to_floats(x.a(), a);
     if constexpr (kGated) {
       float b[8];
-      to_floats(x.b, b);
-      activate<kFamily>(in.function, a, b, y);
+      to_floats(x.b(), b);
+      activate<kFamily>(this->in.function, a, b, y);
     } else {
-      activate<kFamily>(in.function, a, y);
+      activate<kFamily>(this->in.function, a, y);
     }
     result[0] = rounded<V>(y);
   }
@@ -103,15 +158,13 @@ struct ActivationSource {
 // The gradient of x, of its shape, from that of y [rows, n]. A gated one has two parts: the
 // gradients of the halves.
 template <typename T, typename V, Family kFamily, bool kGated, bool kHasSums>
-struct ActivationBackwardSource {
+struct ActivationBackwardSource : ActivationInputsOf<T, kGated, true, 3> {
   using Value = V;
-  using Inputs = ActivationSourceInputs;
-  struct Row {
-    Eight<T> a, b, grad;
-  };
-  static constexpr int kParts = kGated ? 2 : 1, kRows = 2;
+  using Base = ActivationInputsOf<T, kGated, true, 3>;
+  using typename Base::Row;
+  static constexpr int kParts = kGated ? 2 : 1;
   static constexpr bool kSums = kHasSums;
-  static constexpr int kBlocks = kGated ? 2 : 3, kDirectedBlocks = 2;
+  static constexpr int kBlocks = kGated ? 2 : 3, kDirectedBlocks = kGated ? 2 : 3;
   static constexpr Formats kFormats = Formats::kShared;
   static constexpr bool takes(Granularity granularity) {
     const bool is_of_tensor =
@@ -119,42 +172,19 @@ struct ActivationBackwardSource {
     if (kSums && !is_of_tensor) return false;  // the others' kernels add up on request
     return takes_granularity<T, V>(granularity) || (kGated && granularity == Granularity::kDelayed);
   }
+  using Base::Base;
 
-  const Inputs& in;
-  const T *from, *grad_from;
-  int64_t half;
-  int rows;
-
-  __device__ ActivationBackwardSource(const Inputs& in, const TileParams& p, const TileSpan& at,
-                                      int ty, int tx)
-      : in(in), half(p.part_columns) {
-    const int64_t row = at.row + ty * 8, column = at.column + tx * 8;
-    from = static_cast<const T*>(in.x) + row * in.stride + column;
-    grad_from = static_cast<const T*>(in.grad) + row * in.grad_stride + column;
-    rows = column < at.column_end ? left_before(at.load_end, row) : 0;
-  }
-  template <Reading kReading = Reading::kOnce, int kCount>
-  __device__ void load(Row (&x)[kCount], int first) const {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const T* at = from + (first + i) * in.stride;
-      const bool is_inside = first + i < rows;
-      x[i].a = load_or_zero<kReading>(at, is_inside);
-      if constexpr (kGated) x[i].b = load_or_zero<kReading>(at + half, is_inside);
-      x[i].grad = load_or_zero<kReading>(grad_from + (first + i) * in.grad_stride, is_inside);
-    }
-  }
   __device__ void values(const Row& x, Eight<V> (&result)[kParts]) const {
     float a[8], grad[8], grad_a[8];
-    to_floats(x.a, a);
-    to_floats(x.grad, grad);
+    to_floats(x.a(), a);
+    to_floats(x.grad(), grad);
     if constexpr (kGated) {
       float b[8], grad_b[8];
-      to_floats(x.b, b);
-      differentiate<kFamily>(in.function, grad, a, b, grad_a, grad_b);
+      to_floats(x.b(), b);
+      differentiate<kFamily>(this->in.function, grad, a, b, grad_a, grad_b);
       result[1] = rounded<V>(grad_b);
     } else {
-      differentiate<kFamily>(in.function, grad, a, grad_a);
+      differentiate<kFamily>(this->in.function, grad, a, grad_a);
     }
     result[0] = rounded<V>(grad_a);
   }

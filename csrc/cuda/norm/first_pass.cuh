@@ -17,13 +17,10 @@ struct FirstPassParams {
 
 constexpr int kFirstPassThreads = 512;  // at most
 
-template <typename T>
-using PairOf = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-
 // The larger magnitudes of two pairs of T, NaN left out.
 template <typename T>
 __device__ uint32_t larger_pair(uint32_t one, uint32_t other) {
-  using Pair = PairOf<T>;
+  using Pair = typename Largest<T>::Pair;
   const Pair larger = __hmax2(__habs2(*reinterpret_cast<const Pair*>(&one)),
                               __habs2(*reinterpret_cast<const Pair*>(&other)));
   return *reinterpret_cast<const uint32_t*>(&larger);
@@ -103,7 +100,7 @@ __global__ void __launch_bounds__(kFirstPassThreads, first_pass_blocks<kVectors,
     }
   }
   if constexpr (kOfTensor) {
-    const auto both = *reinterpret_cast<const PairOf<T>*>(&largest_pair);
+    const auto both = *reinterpret_cast<const typename Largest<T>::Pair*>(&largest_pair);
     float largest = warp_max(fmaxf(static_cast<float>(both.x), static_cast<float>(both.y)));
     if (team.lane == 0) block_amax[thread_of_block() / 32] = largest;
     __syncthreads();
@@ -124,7 +121,7 @@ __global__ void __launch_bounds__(kFirstPassThreads, first_pass_blocks<kVectors,
       uint32_t largest = pairs[pair];
       for (int other = 1; other < static_cast<int>(blockDim.y); ++other)
         largest = larger_pair<T>(largest, pairs[other * (width / 2) + pair]);
-      const auto both = *reinterpret_cast<const PairOf<T>*>(&largest);
+      const auto both = *reinterpret_cast<const typename Largest<T>::Pair*>(&largest);
       float* to = p.amaxes + m.rows + 2 * pair;
       atomic_amax(to, static_cast<float>(both.x));
       atomic_amax(to + 1, static_cast<float>(both.y));

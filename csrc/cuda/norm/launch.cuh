@@ -3,10 +3,10 @@
 
 #include <algorithm>
 
+#include "../residency.h"
 #include "backward.cuh"
 #include "forward.cuh"
 #include "norms_from.h"
-#include "residency.h"
 #include "teams.h"
 
 namespace fp8core {

@@ -2,6 +2,7 @@
 // as the kernels of forward.cuh do, and rounded to T before the cast unless V is float.
 #pragma once
 
+#include "../copies.cuh"
 #include "../quantize/source.cuh"
 #include "row.cuh"
 
@@ -9,7 +10,7 @@ namespace fp8core {
 
 struct NormSourceInputs {
   Affine affine;
-  const float *mean = nullptr, *rstd = nullptr;
+  float *mean = nullptr, *rstd = nullptr;
   static constexpr float* tile_sums = nullptr;
 };
 
@@ -22,42 +23,75 @@ struct NormSource {
     RowStatistics statistics;
     bool is_inside;
   };
-  static constexpr int kParts = 1, kRows = 2;
+  static constexpr int kParts = 1, kRows = 2, kStages = 4;
   static constexpr bool kSums = false;
-  static constexpr int kBlocks = kLayerNorm ? 3 : 4, kDirectedBlocks = kLayerNorm ? 2 : 3;
+  static constexpr int kBlocks = 3, kDirectedBlocks = kLayerNorm ? 2 : 3;
   static constexpr Formats kFormats = Formats::kShared;
   static constexpr bool takes(Granularity granularity) {
     if (std::is_same_v<V, float>) return granularity == Granularity::kDelayed;
     return granularity != Granularity::kBlock128;
   }
 
+  struct Origin {
+    const T* x = nullptr;
+    int64_t row = 0;
+    int rows = 0;  // how many are left in x from the first on; none if the columns are not
+
+    Origin() = default;
+    __device__ Origin(const Inputs&, const TileParams& p, const TileSpan& at, int ty, int tx)
+        : row(at.row + ty * 8) {
+      const int64_t column = at.column + tx * 8;
+      x = static_cast<const T*>(p.args.x.data) + row * p.args.x.stride + column;
+      rows = column < at.column_end ? left_before(at.load_end, row) : 0;
+    }
+  };
+  struct Stage {
+    uint4 x[kRows][kTileThreads];
+    float mean[kLayerNorm ? kRows : 1][kTileThreads], rstd[kRows][kTileThreads];
+  };
+
   const Inputs& in;
-  const T* from;
-  int64_t stride, first_row;
-  int rows;  // how many are left in x from the thread's first on; none if the columns are not
+  const Origin origin;
+  int64_t stride;
   float gamma[8], beta[8];
 
   __device__ NormSource(const Inputs& in, const TileParams& p, const TileSpan& at, int ty, int tx)
-      : in(in), stride(p.args.x.stride), first_row(at.row + ty * 8), rows(0) {
+      : in(in), origin(in, p, at, ty, tx), stride(p.args.x.stride) {
     const int64_t column = at.column + tx * 8;
-    from = static_cast<const T*>(p.args.x.data) + first_row * stride + column;
     if (column >= at.column_end) return;
-    rows = left_before(at.load_end, first_row);
     in.affine.read_gamma(gamma, static_cast<int>(column), 8, true);
     if constexpr (kLayerNorm) in.affine.read_beta(beta, static_cast<int>(column), 8, true);
   }
-  template <Reading kReading = Reading::kOnce, int kCount>
+
+  static __device__ void copy(Stage& to, const Origin& from, const Inputs& in, const TileParams& p,
+                              int first) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const bool is_inside = first + i < from.rows;
+      const int64_t row = from.row + first + i;
+      copy_16_bytes(&to.x[i][threadIdx.x], from.x + (first + i) * p.args.x.stride, is_inside);
+      if constexpr (kLayerNorm) copy_float(&to.mean[i][threadIdx.x], in.mean + row, is_inside);
+      copy_float(&to.rstd[i][threadIdx.x], in.rstd + row, is_inside);
+    }
+  }
+  __device__ void read(Row (&rows)[kRows], const Stage& from, int first) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      rows[i].x.bits = from.x[i][threadIdx.x];
+      if constexpr (kLayerNorm) rows[i].statistics.mean = from.mean[i][threadIdx.x];
+      rows[i].statistics.rstd = from.rstd[i][threadIdx.x];
+      rows[i].is_inside = first + i < origin.rows;
+    }
+  }
+  template <int kCount>
   __device__ void load(Row (&row)[kCount], int first) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      row[i].is_inside = first + i < rows;
+      row[i].is_inside = first + i < origin.rows;
       if (!row[i].is_inside) continue;
-      if constexpr (kReading == Reading::kAgain)
-        row[i].x.load_kept(from + (first + i) * stride);
-      else
-        row[i].x.load(from + (first + i) * stride);
-      if constexpr (kLayerNorm) row[i].statistics.mean = __ldg(in.mean + first_row + first + i);
-      row[i].statistics.rstd = __ldg(in.rstd + first_row + first + i);
+      row[i].x.load(origin.x + (first + i) * stride);
+      if constexpr (kLayerNorm) row[i].statistics.mean = __ldcg(in.mean + origin.row + first + i);
+      row[i].statistics.rstd = __ldcg(in.rstd + origin.row + first + i);
     }
   }
   __device__ void values(const Row& row, Eight<V> (&y)[1]) const {

@@ -17,6 +17,7 @@
 #pragma once
 
 #include "../cluster.cuh"
+#include "../copies.cuh"
 #include "../quantize/tile_parts.cuh"
 #include "row.cuh"
 
@@ -135,7 +136,10 @@ struct Ring {
   }
   // Waits for the passes of the present panel, which all threads have then copied.
   __device__ void wait_for_panel() const {
-    wait_for_copies(p.slots - passes);
+    if (p.slots == passes)
+      wait_for_copies<0>();
+    else
+      wait_for_copies<1>();
     __syncthreads();
   }
   __device__ void leave_panel() {

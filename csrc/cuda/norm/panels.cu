@@ -5,10 +5,10 @@
 #include <mutex>
 
 #include "../element.h"
+#include "../residency.h"
 #include "fused_from.h"
 #include "panel.cuh"
 #include "panel_plan.h"
-#include "residency.h"
 #include "teams.h"
 
 #ifndef FP8CORE_INPUT

@@ -2,10 +2,10 @@
 // type of input of 16 bits, side by side: FP8CORE_INPUT names its enumerator.
 #include "../element.h"
 #include "../quantize/launch.cuh"
+#include "../residency.h"
 #include "first_pass.cuh"
 #include "fused_from.h"
 #include "norm_source.cuh"
-#include "residency.h"
 #include "teams.h"
 
 #ifndef FP8CORE_INPUT
@@ -66,9 +66,9 @@ void launch_kind(const QuantizeNormDesc& desc, const FirstPassParams& p, TilePar
   const auto tiles = static_cast<unsigned>(num_tiles(x, {}));
   const NormSourceInputs inputs = {p.affine, p.mean, p.rstd};
   if (desc.norm.output == InputType::kFloat32)
-    launch_cast<NormSource<T, float, kLayerNorm>>(desc.cast, {tile, inputs}, tiles, stream);
+    launch_cast<NormSource<T, float, kLayerNorm>>(desc.cast, {tile, inputs, tiles}, stream);
   else
-    launch_cast<NormSource<T, T, kLayerNorm>>(desc.cast, {tile, inputs}, tiles, stream);
+    launch_cast<NormSource<T, T, kLayerNorm>>(desc.cast, {tile, inputs, tiles}, stream);
 }
 
 }  // namespace

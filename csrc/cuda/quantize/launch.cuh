@@ -6,47 +6,47 @@
 #include "casts_from.h"
 #include "tile.cuh"
 #include "vectors.h"
+#include "walk_launch.cuh"
 
 namespace fp8core {
 
 template <typename Source, typename Encoding, Granularity G>
-void launch_granularity(const CastParams<Source>& p, unsigned tiles, cudaStream_t stream) {
+void launch_granularity(const CastParams<Source>& p, int device, cudaStream_t stream) {
   if constexpr (!Source::takes(G))
     throw std::invalid_argument("quantize: no kernel casts the results of this operation so");
   else if constexpr (G == Granularity::kVec128 || G == Granularity::kRow)
-    directed_tile<Source, Encoding, G><<<tiles, kTileThreads, 0, stream>>>(p);
+    launch_walk<directed_tile<Source, Encoding, G>>(p, device, stream);
   else
-    uniform_tile<Source, Encoding, G><<<tiles, kTileThreads, 0, stream>>>(p);
+    launch_walk<uniform_tile<Source, Encoding, G>>(p, device, stream);
 }
 
 template <typename Source, typename Encoding>
-void launch_encoding(Granularity granularity, const CastParams<Source>& p, unsigned tiles,
+void launch_encoding(Granularity granularity, const CastParams<Source>& p, int device,
                      cudaStream_t stream) {
   switch (granularity) {
     case Granularity::kDelayed:
-      return launch_granularity<Source, Encoding, Granularity::kDelayed>(p, tiles, stream);
+      return launch_granularity<Source, Encoding, Granularity::kDelayed>(p, device, stream);
     case Granularity::kTensor:
-      return launch_granularity<Source, Encoding, Granularity::kTensor>(p, tiles, stream);
+      return launch_granularity<Source, Encoding, Granularity::kTensor>(p, device, stream);
     case Granularity::kBlock128:
-      return launch_granularity<Source, Encoding, Granularity::kBlock128>(p, tiles, stream);
+      return launch_granularity<Source, Encoding, Granularity::kBlock128>(p, device, stream);
     case Granularity::kVec128:
-      return launch_granularity<Source, Encoding, Granularity::kVec128>(p, tiles, stream);
+      return launch_granularity<Source, Encoding, Granularity::kVec128>(p, device, stream);
     case Granularity::kRow:
-      return launch_granularity<Source, Encoding, Granularity::kRow>(p, tiles, stream);
+      return launch_granularity<Source, Encoding, Granularity::kRow>(p, device, stream);
   }
 }
 
 // Casts the elements of a source, whose amaxes are in the workspace where the scales need them.
 template <typename Source>
-void launch_cast(const QuantizeDesc& desc, const CastParams<Source>& p, unsigned tiles,
-                 cudaStream_t stream) {
+void launch_cast(const QuantizeDesc& desc, const CastParams<Source>& p, cudaStream_t stream) {
   const bool is_e4m3 = desc.format == Format::kE4M3;
   if constexpr (Source::kFormats == Formats::kShared) {
-    launch_encoding<Source, EitherEncoder>(desc.granularity, p, tiles, stream);
+    launch_encoding<Source, EitherEncoder>(desc.granularity, p, desc.device, stream);
   } else if (is_e4m3) {
-    launch_encoding<Source, Encoder<Format::kE4M3>>(desc.granularity, p, tiles, stream);
+    launch_encoding<Source, Encoder<Format::kE4M3>>(desc.granularity, p, desc.device, stream);
   } else if constexpr (Source::kFormats == Formats::kEach) {
-    launch_encoding<Source, Encoder<Format::kE5M2>>(desc.granularity, p, tiles, stream);
+    launch_encoding<Source, Encoder<Format::kE5M2>>(desc.granularity, p, desc.device, stream);
   } else {
     throw std::invalid_argument("quantize: the results of this operation are cast to e4m3 alone");
   }
@@ -76,7 +76,7 @@ void CastsFrom<kInput>::amaxes(Granularity granularity, const TileParams& p, cud
   FP8CORE_CUDA(cudaMemsetAsync(p.args.workspace, 0, bytes, stream));
   if (tiles == 0) return;
   if (granularity == Granularity::kRow)
-    directed_amax<MatrixSource<Element>><<<tiles, kTileThreads, 0, stream>>>({p, {}});
+    directed_amax<MatrixSource<Element>><<<tiles, kTileThreads, 0, stream>>>({p, {}, tiles});
   else
     group_amax<Element><<<tiles, kTileThreads, 0, stream>>>(p);
 }
@@ -114,9 +114,9 @@ void CastsFrom<kInput>::quantize(const QuantizeDesc& desc, TileParams p, float* 
   }
   if constexpr (kInput != InputType::kFloat32) {
     if (tile_sums != nullptr)
-      return launch_cast<SummedMatrixSource<Element>>(desc, {p, {tile_sums}}, tiles, stream);
+      return launch_cast<SummedMatrixSource<Element>>(desc, {p, {tile_sums}, tiles}, stream);
   }
-  launch_cast<MatrixSource<Element>>(desc, {p, {}}, tiles, stream);
+  launch_cast<MatrixSource<Element>>(desc, {p, {}, tiles}, stream);
 }
 
 }  // namespace fp8core

@@ -9,7 +9,7 @@ template <typename T>
 void launch(const Mxfp8Desc& desc, const TileParams& tile, const MxParams& params, unsigned tiles,
             cudaStream_t stream) {
   using Source = MatrixSource<T>;
-  const CastParams<Source> cast = {tile, {}};
+  const CastParams<Source> cast = {tile, {}, tiles};
   if (desc.format == Format::kE4M3)
     mx_tile<Source, Encoder<Format::kE4M3>><<<tiles, kTileThreads, 0, stream>>>(cast, params);
   else

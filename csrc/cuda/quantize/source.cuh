@@ -1,9 +1,8 @@
-// Where a cast's elements come from. A source reads its inputs and gives each thread of a tile the
-// 8 x 8 elements that the cast sees, row by row:
+// Where a cast's elements come from: a matrix, or a computation. A source gives each thread of a
+// tile the 8 x 8 elements that the cast sees, row by row:
 //
 //     Value      their type
 //     kParts     the parts of the result, side by side, of which a tile of inputs gives a tile each
-//     kRows      rows whose inputs a thread loads at once: 1, 2, 4 or 8
 //     kSums      whether kernels that know the scale before add up the result's columns
 //     tile_sums  of the inputs: where those sums of each tile go, or null
 //     kBlocks, kDirectedBlocks    blocks of threads a multiprocessor: of uniform_tile, and of the
@@ -14,6 +13,15 @@
 //     Row        the inputs of eight elements of a row, in registers
 //     load       loads rows of the thread's eight, from `first` on; zeros beyond the tensor's end
 //     values     eight elements of each part, from a row's inputs
+//
+// Inputs of a computation are copied to shared memory before they are needed (tile_walk.cuh):
+//
+//     kRows      rows that are copied and read at once: 2 or 4
+//     kStages    so many times kRows rows have memory
+//     Stage      that memory, of all threads
+//     Origin     where the inputs of the thread's rows are
+//     copy       begins to copy rows from `first` on to a stage
+//     read       reads them back
 #pragma once
 
 #include "tile_parts.cuh"
@@ -24,13 +32,11 @@ template <typename Source>
 struct CastParams {
   TileParams tile;
   typename Source::Inputs inputs;
+  unsigned tiles = 0;
 };
 
 // The formats that a source is cast to: each with kernels of its own, by the same kernels, or one.
 enum class Formats { kEach, kShared, kE4M3 };
-
-// Whether a row that is read again soon is kept in the caches.
-enum class Reading { kOnce, kAgain };
 
 // How many rows or columns are left before `end`, from `first` on; negative behind it, and not more
 // than kMany. It is not clamped to 0 and 8: ptxas of CUDA 13.0 takes a negative number for 8 where
@@ -48,7 +54,7 @@ struct MatrixSource {
   struct Inputs {
     static constexpr float* tile_sums = nullptr;
   };
-  static constexpr int kParts = 1, kRows = 8;
+  static constexpr int kParts = 1;
   static constexpr bool kSums = false;
   // 64 registers a thread: 1 to 5 % faster than three blocks; with five, registers spill, and a
   // cast takes a third longer.
@@ -68,7 +74,7 @@ struct MatrixSource {
            tx * 8;
   }
 
-  template <Reading kReading = Reading::kOnce, int kCount>
+  template <int kCount>
   __device__ void load(Row (&x)[kCount], int first) const {
     const int64_t stride = p.args.x.stride;
     if (p.vector_loads && columns > 0) {  // then there are eight
@@ -115,39 +121,6 @@ inline constexpr bool is_matrix<MatrixSource<T>> = true;
 template <typename T>
 inline constexpr bool is_matrix<SummedMatrixSource<T>> = true;
 
-// The inputs of the rows that a thread loads at once.
-template <typename Source>
-struct Batch {
-  typename Source::Row rows[Source::kRows];
-};
-
-// Calls take(row, part, elements) for each of the thread's eight rows, and loads a batch of them
-// while it takes the one before. `next` is the first.
-template <Reading kReading = Reading::kOnce, typename Source, typename Take>
-__device__ void take_rows(const Source& source, Batch<Source> next, const Take& take) {
-  constexpr int kRows = Source::kRows;
-#pragma unroll
-  for (int first = 0; first < 8; first += kRows) {
-    const Batch<Source> batch = next;
-    if (first + kRows < 8) source.template load<kReading>(next.rows, first + kRows);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      Eight<typename Source::Value> x[Source::kParts];
-      source.values(batch.rows[i], x);
-#pragma unroll
-      for (int part = 0; part < Source::kParts; ++part) take(first + i, part, x[part]);
-    }
-  }
-}
-
-// take_rows, with the first batch.
-template <Reading kReading = Reading::kOnce, typename Source, typename Take>
-__device__ void take_all_rows(const Source& source, const Take& take) {
-  Batch<Source> first;
-  source.template load<kReading>(first.rows, 0);
-  take_rows<kReading>(source, first, take);
-}
-
 // The elements that a thread holds: those of one part, and then of the other. A thread has no
 // registers for all of two parts: some rows of the second wait in shared memory.
 template <typename Source>
@@ -158,8 +131,10 @@ struct Held {
 
   Eight<T> x[8];
 
-  __device__ Held(const Source& source, Waiting& waiting) : waiting_(waiting) {
-    take_all_rows(source, [&](int i, int part, const Eight<T>& eight) {
+  // take_rows: calls what it is given with each row's number, part and elements.
+  template <typename TakeRows>
+  __device__ Held(const TakeRows& take_rows, Waiting& waiting) : waiting_(waiting) {
+    take_rows([&](int i, int part, const Eight<T>& eight) {
       if (part == 0)
         x[i] = eight;
       else if (i < kBehind)
@@ -228,7 +203,7 @@ __device__ float record_elements(const Seen<typename Source::Value>& seen, const
   unsigned thread = threadIdx.x;
   // Computed anew: the compiler would hold addresses for what hardly ever happens.
   asm volatile("" : "+r"(tile), "+r"(thread));
-  const Source source(inputs, p, span_of_tile(p, tile), thread / 16, thread % 16);
+  const Source source(inputs, p, span_of_plain_tile(p, tile), thread / 16, thread % 16);
   float amax = 0.0f;
   int count = 0;
 #pragma unroll 1

@@ -2,7 +2,7 @@
 // read. tile_parts.cuh has the steps that they share.
 #pragma once
 
-#include "source.cuh"
+#include "tile_walk.cuh"
 
 namespace fp8core {
 
@@ -96,75 +96,77 @@ __device__ void cast_matrix_tile(const TileParams& p, const typename Source::Inp
   if (has_columns) park_columns(codes, parked, ty, tx);
   __syncthreads();
   if constexpr (Source::kSums) store_sums(p, at, inputs.tile_sums, parked_sums);
-  if (has_columns) store_columns(p, at, parked);
+  if (has_columns) store_columns(p, at, parked, threadIdx.x);
 }
 
-// The scale of a whole tensor that is not in groups.
+// The scale of a whole tensor that is not in groups, for all tiles of a block.
 template <Granularity G>
-__device__ float tensor_scale(const TileParams& p, const TileSpan& at, float* shared) {
+__device__ float tensor_scale(const TileParams& p, float* shared) {
   float scale;
   if constexpr (G == Granularity::kDelayed)
     scale = *p.args.scale;
   else
     scale = scale_of(reduce_partials<kTileThreads>(p.args.workspace, p.args.num_partials, shared),
                      p.rule);
-  if (at.row == 0 && at.column == 0 && threadIdx.x == 0)
-    *p.args.rowwise.scale_inv = __frcp_rn(scale);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *p.args.rowwise.scale_inv = __frcp_rn(scale);
   return scale;
 }
 
 // The results of a computation, which is not in groups. A thread encodes a row as soon as it has
 // computed it, and holds codes alone.
 template <typename Source, typename Encoding, Granularity G>
-__device__ void cast_computed_tile(const TileParams& p, const typename Source::Inputs& inputs,
-                                   unsigned tile) {
+__device__ void cast_computed_tiles(const CastParams<Source>& params) {
   constexpr int kParts = Source::kParts;
+  constexpr bool kFromEnd = G == Granularity::kTensor;
   __shared__ alignas(16) uint2 parked[kTile * 16];
   __shared__ alignas(16) float parked_sums[Source::kSums ? kTileThreads / 32 : 1][kTile];
   __shared__ float shared[kTileThreads / 32];
-  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-  const TileSpan at = span_of_tile(p, tile);
-  const Source source(inputs, p, at, ty, tx);
+  const TileParams& p = params.tile;
   const Encoding encoding(p);
-  Batch<Source> first;
-  source.load(first.rows, 0);
-  const float scale = tensor_scale<G>(p, at, shared);
-  Seen<typename Source::Value> seen;
-  uint2 codes[kParts][8];
-  float sums[kParts][8] = {};
-  take_rows(source, first, [&](int i, int part, const auto& x) {
-    seen.take(x);
-    codes[part][i] = encoding.row(x, scale);
-    if constexpr (Source::kSums) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sums[part][j] = __fadd_rn(sums[part][j], x[j]);
-    }
-  });
+  const float scale = tensor_scale<G>(p, shared);
   const bool is_recorded = G == Granularity::kDelayed && p.args.amax_out != nullptr;
-  if (is_recorded || p.args.nonfinite != nullptr) {
-    const float amax = warp_max(record_elements<Source>(seen, p, inputs, tile));
-    if (is_recorded && threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = amax;
-  }
+  float amax = 0.0f;
+  for_tiles<kFromEnd>(params, place_of_thread,
+                      [&](unsigned tile, const TileSpan& at, unsigned thread, auto take_rows) {
+                        const auto [ty, tx] = place_of_thread(thread);
+                        Seen<typename Source::Value> seen;
+                        uint2 codes[kParts][8];
+                        [[maybe_unused]] float sums[kParts][8] = {};
+                        take_rows([&](int i, int part, const auto& x) {
+                          seen.take(x);
+                          codes[part][i] = encoding.row(x, scale);
+                          if constexpr (Source::kSums) {
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const TileSpan here = part_of(at, p, part);
-    if (part > 0) __syncthreads();  // the shared memory of the part before is free
-    if (p.args.rowwise.codes != nullptr) {
+                            for (int j = 0; j < 8; ++j)
+                              sums[part][j] = __fadd_rn(sums[part][j], x[j]);
+                          }
+                        });
+                        if (is_recorded || p.args.nonfinite != nullptr)
+                          amax = fmaxf(amax, record_elements<Source>(seen, p, params.inputs, tile));
 #pragma unroll
-      for (int i = 0; i < 8; ++i) store_row(p, here, ty * 8 + i, tx, codes[part][i]);
-    }
-    if (p.args.columnwise.codes != nullptr) park_columns(codes[part], parked, ty, tx);
-    if constexpr (Source::kSums) park_sums(sums[part], parked_sums, ty, tx);
-    __syncthreads();
-    if (part == 0 && is_recorded && threadIdx.x == 0) {
-      float amax = shared[0];
+                        for (int part = 0; part < kParts; ++part) {
+                          const TileSpan here = part_of(at, p, part);
+                          if (part > 0)
+                            __syncthreads();  // the shared memory of the part before is free
+                          if (p.args.rowwise.codes != nullptr) {
 #pragma unroll
-      for (int warp = 1; warp < kTileThreads / 32; ++warp) amax = fmaxf(amax, shared[warp]);
-      atomic_amax(p.args.amax_out, amax);
-    }
-    if constexpr (Source::kSums) store_sums(p, here, inputs.tile_sums, parked_sums);
-    if (p.args.columnwise.codes != nullptr) store_columns(p, here, parked);
-  }
+                            for (int i = 0; i < 8; ++i)
+                              store_row(p, here, ty * 8 + i, tx, codes[part][i]);
+                          }
+                          const bool has_columns = p.args.columnwise.codes != nullptr;
+                          if (!has_columns && !Source::kSums) continue;
+                          if (has_columns) park_columns(codes[part], parked, ty, tx);
+                          if constexpr (Source::kSums) park_sums(sums[part], parked_sums, ty, tx);
+                          __syncthreads();
+                          if constexpr (Source::kSums)
+                            store_sums(p, here, params.inputs.tile_sums, parked_sums);
+                          if (has_columns) store_columns(p, here, parked, thread);
+                        }
+                      });
+  if (!is_recorded) return;
+  __syncthreads();  // all threads have read the scale's amaxes in `shared`
+  amax = block_max<kTileThreads>(amax, shared);
+  if (threadIdx.x == 0) atomic_amax(p.args.amax_out, amax);
 }
 
 template <typename Source, typename Encoding, Granularity G>
@@ -173,7 +175,7 @@ __global__ void __launch_bounds__(kTileThreads, Source::kBlocks)
   if constexpr (is_matrix<Source>)
     cast_matrix_tile<Source, Encoding, G>(p.tile, p.inputs, tile_of_block<G>());
   else
-    cast_computed_tile<Source, Encoding, G>(p.tile, p.inputs, tile_of_block<G>());
+    cast_computed_tiles<Source, Encoding, G>(p);
 }
 
 // Two tensors: the tiles of the first, then those of the other.
@@ -262,46 +264,49 @@ __global__ void __launch_bounds__(kTileThreads, Source::kDirectedBlocks)
   __shared__ float scales[kTile];
   __shared__ typename Held<Source>::Waiting waiting;
   const TileParams& p = params.tile;
-  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-  const TileSpan at = span_of_tile(p, blockIdx.x);
   const Encoding encoding(p);
-  Held<Source> held(Source(params.inputs, p, at, ty, tx), waiting);
-  Eight<T>(&x)[8] = held.x;
+  for_tiles(params, place_of_thread,
+            [&](unsigned, const TileSpan& at, unsigned thread, auto take_rows) {
+              const auto [ty, tx] = place_of_thread(thread);
+              Held<Source> held(take_rows, waiting);
+              Eight<T>(&x)[8] = held.x;
 #pragma unroll
-  for (int part = 0; part < Source::kParts; ++part) {
-    const TileSpan here = part_of(at, p, part);
-    if (part > 0) held.next();
-    count_tile(x, p);
-    if (part > 0) __syncthreads();  // the shared memory of the part before is free
-    if (params.inputs.tile_sums != nullptr) {
-      float sums[8];
-      add_rows<Source>(x, sums);
-      park_sums(sums, maxima, ty, tx);
-      __syncthreads();
-      store_sums(p, here, params.inputs.tile_sums, maxima);
-      __syncthreads();
-    }
-    if (p.args.rowwise.codes != nullptr) {
-      const float scale = row_scale<T, G>(x, p, here, ty, tx);
+              for (int part = 0; part < Source::kParts; ++part) {
+                const TileSpan here = part_of(at, p, part);
+                if (part > 0) held.next();
+                count_tile(x, p);
+                if (part > 0) __syncthreads();  // the shared memory of the part before is free
+                if (params.inputs.tile_sums != nullptr) {
+                  float sums[8];
+                  add_rows<Source>(x, sums);
+                  park_sums(sums, maxima, ty, tx);
+                  __syncthreads();
+                  store_sums(p, here, params.inputs.tile_sums, maxima);
+                  __syncthreads();
+                }
+                if (p.args.rowwise.codes != nullptr) {
+                  const float scale = row_scale<T, G>(x, p, here, ty, tx);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float scale_of_row = __shfl_sync(0xFFFFFFFFu, scale, 2 * i, 16);
-        store_row(p, here, ty * 8 + i, tx, encoding.row(unpacked<Source>(x[i]), scale_of_row));
-      }
-    }
-    if (p.args.columnwise.codes == nullptr) continue;
-    column_scales<T, G>(x, p, here, maxima, scales, tx);
-    __syncthreads();
-    float scale[8];
+                  for (int i = 0; i < 8; ++i) {
+                    const float scale_of_row = __shfl_sync(0xFFFFFFFFu, scale, 2 * i, 16);
+                    store_row(p, here, ty * 8 + i, tx,
+                              encoding.row(unpacked<Source>(x[i]), scale_of_row));
+                  }
+                }
+                if (p.args.columnwise.codes == nullptr) continue;
+                column_scales<T, G>(x, p, here, maxima, scales, tx);
+                __syncthreads();
+                float scale[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) scale[j] = scales[tx * 8 + j];
-    uint2 codes[8];
+                for (int j = 0; j < 8; ++j) scale[j] = scales[tx * 8 + j];
+                uint2 codes[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) codes[i] = encoding.row(unpacked<Source>(x[i]), scale);
-    park_columns(codes, parked, ty, tx);
-    __syncthreads();
-    store_columns(p, here, parked);
-  }
+                for (int i = 0; i < 8; ++i) codes[i] = encoding.row(unpacked<Source>(x[i]), scale);
+                park_columns(codes, parked, ty, tx);
+                __syncthreads();
+                store_columns(p, here, parked, thread);
+              }
+            });
 }
 
 // Amaxes of whole rows, and of columns over all rows or over those of each group. The workspace
@@ -313,43 +318,44 @@ __global__ void __launch_bounds__(kTileThreads, Source::kDirectedBlocks)
   __shared__ alignas(16) float maxima[kTileThreads / 32][kTile];
   const TileParams& p = params.tile;
   const Matrix& m = p.args.x;
-  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-  const TileSpan at = span_of_tile(p, blockIdx.x);
-  Eight<T> x[Source::kParts][8];
-  take_all_rows<Reading::kAgain>(
-      Source(params.inputs, p, at, ty, tx),
-      [&](int i, int part, const Eight<T>& eight) { x[part][i] = eight; });
+  for_tiles(params, place_of_thread,
+            [&](unsigned, const TileSpan& at, unsigned thread, auto take_rows) {
+              const auto [ty, tx] = place_of_thread(thread);
+              float of_rows[Source::kParts][8];
+              ColumnMaxima<T> columns[Source::kParts];
+              take_rows([&](int i, int part, const Eight<T>& x) {
+                of_rows[part][i] = x.amax();
+                columns[part].take(x);
+              });
 #pragma unroll
-  for (int part = 0; part < Source::kParts; ++part) {
-    const TileSpan here = part_of(at, p, part);
-    const int64_t row = at.row + ty * 8 + tx / 2;
-    const float largest = row_amax(x[part], tx);
-    if (tx % 2 == 0 && row < at.load_end) atomic_amax(p.args.workspace + row, largest);
-    if (part > 0) __syncthreads();  // the maxima of the part before have been read
-    const float amax = column_amax(x[part], maxima, tx);
-    const int64_t column = here.column + threadIdx.x;
-    if (threadIdx.x < kTile && column < here.column_end && !at.is_tail)
-      atomic_amax(p.args.workspace + m.rows + at.group * m.cols + column, amax);
-  }
+              for (int part = 0; part < Source::kParts; ++part) {
+                const TileSpan here = part_of(at, p, part);
+                const int64_t row = at.row + ty * 8 + tx / 2;
+                const float largest = row_amax(of_rows[part], tx);
+                if (tx % 2 == 0 && row < at.load_end) atomic_amax(p.args.workspace + row, largest);
+                if (part > 0) __syncthreads();  // the maxima of the part before have been read
+                float of_columns[8];
+                columns[part].read(of_columns);
+                const float amax = column_amax(of_columns, maxima, tx);
+                const int64_t column = here.column + threadIdx.x;
+                if (threadIdx.x < kTile && column < here.column_end && !at.is_tail)
+                  atomic_amax(p.args.workspace + m.rows + at.group * m.cols + column, amax);
+              }
+            });
 }
 
-// Amaxes of shares of a tensor, one of each block of threads, as amax_partials writes them.
+// Amaxes of shares of a tensor that is computed, one of each block of threads, as amax_partials
+// writes them.
 template <typename Source>
 __global__ void __launch_bounds__(kTileThreads, Source::kDirectedBlocks)
-    tile_partials(const __grid_constant__ CastParams<Source> params, unsigned tiles) {
+    tile_partials(const __grid_constant__ CastParams<Source> params) {
   __shared__ float shared[kTileThreads / 32];
-  const TileParams& p = params.tile;
-  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   float largest = 0.0f;
-  for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const Source source(params.inputs, p, span_of_tile(p, tile), ty, tx);
-    Batch<Source> first;
-    source.template load<Reading::kAgain>(first.rows, 0);
-    take_rows<Reading::kAgain>(
-        source, first, [&](int, int, const auto& x) { largest = fmaxf(largest, x.amax()); });
-  }
+  for_tiles(params, place_of_thread, [&](unsigned, const TileSpan&, unsigned, auto take_rows) {
+    take_rows([&](int, int, const auto& x) { largest = fmaxf(largest, x.amax()); });
+  });
   largest = block_max<kTileThreads>(largest, shared);
-  if (threadIdx.x == 0) p.args.workspace[blockIdx.x] = largest;
+  if (threadIdx.x == 0) params.tile.args.workspace[blockIdx.x] = largest;
 }
 
 // Amaxes of whole groups. The workspace [groups] is zero before.

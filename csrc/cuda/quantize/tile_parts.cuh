@@ -22,6 +22,14 @@ namespace fp8core {
 
 constexpr int kTileThreads = 256;
 
+// Which rows and columns of a tile a thread holds.
+struct TilePlace {
+  int ty, tx;
+};
+__device__ inline TilePlace place_of_thread(unsigned thread) {
+  return {static_cast<int>(thread / 16), static_cast<int>(thread % 16)};
+}
+
 struct TileSpan {
   int64_t row, column;  // of the tile's first element
   int64_t column_end;   // of the part's columns
@@ -33,22 +41,26 @@ struct TileSpan {
   bool is_tail;               // in rows that belong to no group
 };
 
-__device__ inline TileSpan span_of_tile(const TileParams& p, unsigned tile) {
+// Of rows that are not in groups.
+__device__ inline TileSpan span_of_plain_tile(const TileParams& p, unsigned tile) {
   TileSpan at;
   at.tile_row = tile / p.tile_columns;
   at.tile_column = tile % p.tile_columns;
   at.column = at.tile_column * kTile;
   at.column_end = p.part_columns;
+  at.row = at.tile_row * kTile;
+  at.row_end = at.load_end = at.code_end = p.args.x.rows;
+  at.code = at.row;
+  at.group = 0;
+  at.is_first = at.tile_row == 0;
+  at.is_tail = false;
+  return at;
+}
+
+__device__ inline TileSpan span_of_tile(const TileParams& p, unsigned tile) {
+  TileSpan at = span_of_plain_tile(p, tile);
   const Groups& groups = p.args.groups;
-  if (groups.offsets == nullptr) {
-    at.row = at.tile_row * kTile;
-    at.row_end = at.load_end = at.code_end = p.args.x.rows;
-    at.code = at.row;
-    at.group = 0;
-    at.is_first = at.tile_row == 0;
-    at.is_tail = false;
-    return at;
-  }
+  if (groups.offsets == nullptr) return at;
   const int count = static_cast<int>(groups.count), rows = static_cast<int>(p.args.x.rows);
   const int tile_row = static_cast<int>(at.tile_row);
   const GroupSpan span = group_of_block(groups.offsets, count, rows, tile_row);
@@ -133,10 +145,11 @@ __device__ inline void park_columns(const uint2 (&codes)[8], uint2* shared, int 
   }
 }
 
-__device__ inline void store_columns(const TileParams& p, const TileSpan& at, const uint2* shared) {
+__device__ inline void store_columns(const TileParams& p, const TileSpan& at, const uint2* shared,
+                                     unsigned thread) {
 #pragma unroll
   for (int pass = 0; pass < 4; ++pass) {
-    const int index = pass * kTileThreads + threadIdx.x;
+    const int index = pass * kTileThreads + thread;
     const int column_in_tile = index / 8, chunk = index % 8, swizzle = column_in_tile / 8;
     const uint4 pair = *reinterpret_cast<const uint4*>(
         &shared[column_in_tile * 16 + (turn(2 * chunk) ^ (swizzle & ~1))]);
@@ -186,34 +199,58 @@ struct EitherEncoder {
   }
 };
 
+// Amaxes of eight columns over rows that are taken one by one.
+template <typename T>
+struct ColumnMaxima {
+  using Pair = typename Largest<T>::Pair;
+  uint4 pairs = {0, 0, 0, 0};
+
+  __device__ void take(const Eight<T>& x) {
+    take(pairs.x, x.bits.x);
+    take(pairs.y, x.bits.y);
+    take(pairs.z, x.bits.z);
+    take(pairs.w, x.bits.w);
+  }
+  static __device__ void take(uint32_t& pair, uint32_t word) {  // NaN is left out
+    const Pair larger = __hmax2(*reinterpret_cast<const Pair*>(&pair),
+                                __habs2(*reinterpret_cast<const Pair*>(&word)));
+    pair = *reinterpret_cast<const uint32_t*>(&larger);
+  }
+  __device__ void read(float (&maxima)[8]) const {
+    Eight<T> eight;
+    eight.bits = pairs;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) maxima[j] = eight[j];
+  }
+};
+
+template <>
+struct ColumnMaxima<float> {
+  float maxima[8] = {};
+
+  __device__ void take(const Eight<float>& x) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) maxima[j] = fmaxf(maxima[j], fabsf(x[j]));
+  }
+  __device__ void read(float (&result)[8]) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) result[j] = maxima[j];
+  }
+};
+
 // Amaxes of the thread's eight columns over its eight rows.
 template <typename T>
 __device__ void column_maxima(const Eight<T> (&x)[8], float (&maxima)[8]) {
-  if constexpr (std::is_same_v<T, float>) {
+  ColumnMaxima<T> columns;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      maxima[j] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) maxima[j] = fmaxf(maxima[j], fabsf(x[i][j]));
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      auto both = __habs2(x[0].pair(j));
-#pragma unroll
-      for (int i = 1; i < 8; ++i) both = __hmax2(both, __habs2(x[i].pair(j)));
-      maxima[2 * j] = fmaxf(0.0f, static_cast<float>(both.x));
-      maxima[2 * j + 1] = fmaxf(0.0f, static_cast<float>(both.y));
-    }
-  }
+  for (int i = 0; i < 8; ++i) columns.take(x[i]);
+  columns.read(maxima);
 }
 
-// Amaxes of the tile's columns over its 128 rows: thread t < 128 gets that of column t.
-template <typename T>
-__device__ float column_amax(const Eight<T> (&x)[8], float (*shared)[kTile], int tx) {
+// Amaxes of the tile's columns over its 128 rows, from those of the thread's eight rows: thread t <
+// 128 gets that of column t.
+__device__ inline float column_amax(float (&maxima)[8], float (*shared)[kTile], int tx) {
   const int warp = threadIdx.x / 32;
-  float maxima[8];
-  column_maxima(x, maxima);
 #pragma unroll
   for (int j = 0; j < 8; ++j)
     maxima[j] = fmaxf(maxima[j], __shfl_xor_sync(0xFFFFFFFFu, maxima[j], 16));
@@ -231,14 +268,11 @@ __device__ float column_amax(const Eight<T> (&x)[8], float (*shared)[kTile], int
   return largest;
 }
 
-// Amaxes of the tile's rows: thread (ty, tx) gets that of row 8 ty + tx / 2. Of the rows that two
-// threads both hold, each keeps half and hands on the other half, so that the work halves with
-// every step: 8 exchanges for 8 rows instead of 32.
-template <typename T>
-__device__ float row_amax(const Eight<T> (&x)[8], int tx) {
-  float maxima[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) maxima[i] = x[i].amax();
+// Amaxes of the tile's rows, from those of each row's eight columns that the thread has: thread
+// (ty, tx) gets that of row 8 ty + tx / 2. Of the rows that two threads both have, each keeps half
+// and hands on the other half, so that the work halves with every step: 8 exchanges for 8 rows
+// instead of 32.
+__device__ inline float row_amax(float (&maxima)[8], int tx) {
 #pragma unroll
   for (int half = 4; half > 0; half /= 2) {
     const bool keeps_upper = (tx & (2 * half)) != 0;
@@ -250,6 +284,21 @@ __device__ float row_amax(const Eight<T> (&x)[8], int tx) {
     }
   }
   return fmaxf(maxima[0], __shfl_xor_sync(0xFFFFFFFFu, maxima[0], 1));
+}
+
+template <typename T>
+__device__ float column_amax(const Eight<T> (&x)[8], float (*shared)[kTile], int tx) {
+  float maxima[8];
+  column_maxima(x, maxima);
+  return column_amax(maxima, shared, tx);
+}
+
+template <typename T>
+__device__ float row_amax(const Eight<T> (&x)[8], int tx) {
+  float maxima[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) maxima[i] = x[i].amax();
+  return row_amax(maxima, tx);
 }
 
 }  // namespace fp8core

@@ -9,12 +9,12 @@
 
 namespace fp8core {
 
-// Allows a kernel `shared` bytes of dynamic shared memory, if it has not been allowed as many.
+// Allows a kernel `shared` bytes of dynamic shared memory, if it has not been allowed as many. All
+// kernels may take 48 KiB, which what they declare is a part of.
 template <auto kKernel>
 void allow_shared(std::size_t shared, int device) {
-  constexpr std::size_t kAlways = 48 * 1024;
   static std::array<std::atomic<std::size_t>, 64> allowed{};
-  if (shared <= kAlways) return;
+  if (shared == 0) return;
   const bool is_kept = device >= 0 && device < static_cast<int>(allowed.size());
   if (is_kept && allowed[device].load(std::memory_order_relaxed) >= shared) return;
   FP8CORE_CUDA(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
