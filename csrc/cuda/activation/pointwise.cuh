@@ -52,7 +52,7 @@ struct Vectors {
       floats(grad, g);
       floats(b, second);
       differentiate<kFamily>(p.function, g, x, second, y, grad_second);
-      rounded<Out>(grad_second).store(out + p.n);
+      rounded<Out>(grad_second).store_kept(out + p.n);
     } else if constexpr (kBackward) {
       float g[8];
       floats(grad, g);
@@ -64,7 +64,7 @@ struct Vectors {
     } else {
       activate<kFamily>(p.function, x, y);
     }
-    rounded<Out>(y).store(out);
+    rounded<Out>(y).store_kept(out);
   }
 };
 

@@ -102,7 +102,7 @@ __device__ inline void store_row(const TileParams& p, const TileSpan& at, int ro
   if (row >= at.row_end || column >= at.column_end) return;
   uint8_t* to = p.args.rowwise.codes + row * m.cols + column;
   if (p.vector_rows && column + 8 <= at.column_end) {
-    __stcs(reinterpret_cast<uint2*>(to), codes);
+    *reinterpret_cast<uint2*>(to) = codes;
     return;
   }
   const auto* bytes = reinterpret_cast<const uint8_t*>(&codes);
@@ -158,7 +158,7 @@ __device__ inline void store_columns(const TileParams& p, const TileSpan& at, co
     if (column >= at.column_end || row >= at.code_end) continue;
     uint8_t* to = p.args.columnwise.codes + column * p.args.column_pitch + row;
     if (p.vector_columns && row + 16 <= at.code_end) {
-      __stcs(reinterpret_cast<uint4*>(to), codes);
+      *reinterpret_cast<uint4*>(to) = codes;
       continue;
     }
     const auto* bytes = reinterpret_cast<const uint8_t*>(&codes);
