@@ -200,6 +200,13 @@ def fused_activations() -> None:
             for cast, sums in itertools.product((both, *both.halves()), {False, backward}):
                 run = backend("cuda").bind(FusedDesc(producer, cast, sums), DEVICE)
                 run(*tensors, **given)
+    # More tiles than there are blocks of threads at once.
+    x, grad = (torch.randn(2200, n).bfloat16().to(DEVICE) for n in (5888, 2944))
+    for own in map(spec, ("current", "rowwise", "vector")):
+        cast = QuantizeDesc(x.dtype, own, own)
+        for step, tensors in ((ActivationDesc, (x,)), (ActivationBackwardDesc, (grad, x))):
+            desc = FusedDesc(step("swiglu", x.dtype, x.dtype), cast)
+            backend("cuda").bind(desc, DEVICE)(*tensors)
 
 
 def gemm() -> None:
@@ -306,9 +313,9 @@ def fused_norms() -> None:
             for size in ((1, 8), (33, 264), (130, 1160), (70, 4096), (5, 70))
         ]
         if own.delayed:
-            panels = ((32, 256, 1, 0), (32, 256, 3, 1), (64, 256, 2, 1))
+            panels = ((32, 256, 1, 0), (32, 256, 3, 1), (64, 256, 2, 1), (0, 256, 0, 0))
         else:
-            panels = ((128, 256, 2, 0), (128, 256, 3, 1), (128, 512, 3, 1))
+            panels = ((128, 256, 2, 0), (128, 256, 3, 1), (128, 512, 3, 1), (0, 256, 0, 0))
         if name in ("delayed", "vector"):
             calls += [
                 (FusedNorm(FusedDesc(norm, whole), DEVICE, native.load(), panel), (300, 520))
