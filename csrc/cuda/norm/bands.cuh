@@ -53,14 +53,23 @@ struct BandMemory {
 __device__ inline void publish(float* to, float value) {
   asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
 }
-// Waits until a value is published.
-__device__ inline float await_published(const float* from) {
-  unsigned bits;
-  do {
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(bits) : "l"(from) : "memory");
-  } while (bits == kNotWritten);
-  return __uint_as_float(bits);
-}
+// A value that is read before it is needed, and again until it is published.
+class Awaited {
+ public:
+  __device__ explicit Awaited(const float* from) : from_(from) { read(); }
+  __device__ float value() {
+    while (bits_ == kNotWritten) read();
+    return __uint_as_float(bits_);
+  }
+
+ private:
+  __device__ void read() {
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(bits_) : "l"(from_) : "memory");
+  }
+
+  const float* from_;
+  unsigned bits_;
+};
 
 // Finds the statistics of rows ahead of the tiles that need them.
 template <typename T, bool kLayerNorm, typename Source>
@@ -81,16 +90,13 @@ class BandStatistics {
 
   // Before a tile is cast; all threads have left the tile before.
   __device__ void begin(unsigned tile, const TileSpan& at) {
+    const int64_t row = min(at.row + threadIdx.x % kTile, p_.args.x.rows - 1);
+    Awaited rstd(in_.rstd + row), mean(kLayerNorm ? in_.mean + row : in_.rstd + row);
     wait_for_copies<Source::kStages>();  // those of a tile's rows are younger
     write_statistics(tile + gridDim.x);
     copy_rows(tile + 2 * gridDim.x);
-    const int64_t row = at.row + threadIdx.x;
-    if (threadIdx.x < kTile && row < p_.args.x.rows) {
-      RowStatistics statistics;
-      if constexpr (kLayerNorm) statistics.mean = await_published(in_.mean + row);
-      statistics.rstd = await_published(in_.rstd + row);
-      memory_.of_band[threadIdx.x] = statistics;
-    }
+    if (threadIdx.x < kTile)
+      memory_.of_band[threadIdx.x] = {kLayerNorm ? mean.value() : 0.0f, rstd.value()};
     __syncthreads();
   }
 
