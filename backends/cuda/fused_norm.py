@@ -86,7 +86,7 @@ class FusedNorm:
             *(() if panel is None else (native.PanelChoice(*panel),)),
         )
         self._most_columns: int = native.MOST_TWICE_PASSED
-        is_one_pass = spec.format == "e4m3" and (spec.delayed or scale_mode(spec) == "vec128")
+        is_one_pass = spec.format == "e4m3" and spec.delayed
         self.kernel = "fp8core::norm_panel" if is_one_pass else "fp8core::norm_first_pass"
 
     def __call__(

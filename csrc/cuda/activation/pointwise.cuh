@@ -33,10 +33,10 @@ struct Vectors {
     const std::uint32_t row = p.per_row.quotient(unit);
     const std::int64_t column = std::int64_t{8} * p.per_row.remainder(unit, row);
     const In* x = static_cast<const In*>(p.x) + row * p.x_stride + column;
-    a.load_in_order(x);
-    if constexpr (kGated) b.load_in_order(x + p.n);
+    a.load_kept(x);
+    if constexpr (kGated) b.load_kept(x + p.n);
     if constexpr (kBackward)
-      grad.load_in_order(static_cast<const In*>(p.grad) + row * p.grad_stride + column);
+      grad.load_kept(static_cast<const In*>(p.grad) + row * p.grad_stride + column);
     to = row * p.out_stride + column;
   }
   static __device__ void floats(const Eight<In>& from, float (&v)[8]) {
@@ -52,7 +52,7 @@ struct Vectors {
       floats(grad, g);
       floats(b, second);
       differentiate<kFamily>(p.function, g, x, second, y, grad_second);
-      rounded<Out>(grad_second).store_kept(out + p.n);
+      rounded<Out>(grad_second).store(out + p.n);
     } else if constexpr (kBackward) {
       float g[8];
       floats(grad, g);
@@ -64,7 +64,7 @@ struct Vectors {
     } else {
       activate<kFamily>(p.function, x, y);
     }
-    rounded<Out>(y).store_kept(out);
+    rounded<Out>(y).store(out);
   }
 };
 

@@ -101,13 +101,16 @@ struct ActivationInputsOf {
                                 int tx)
       : in(in), origin(in, p, at, ty, tx), half(p.part_columns) {}
 
-  static __device__ void copy(Stage& to, const Origin& from, const Inputs& in, const TileParams& p,
+  static __device__ void copy(Stage& to, Origin& from, const Inputs& in, const TileParams& p,
                               int first) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      Row::for_vectors(from, in, p.part_columns, first + i, [&](int k, const T* at) {
+    for (int i = 0; i < kRows; ++i) {
+      Row::for_vectors(from, in, p.part_columns, 0, [&](int k, const T* at) {
         copy_16_bytes(&to.vectors[i][k][threadIdx.x], at, first + i < from.rows);
       });
+      from.x += in.stride;
+      if constexpr (kBackward) from.grad += in.grad_stride;
+    }
   }
   __device__ void read(Row (&rows)[kRows], const Stage& from, int) const {
 #pragma unroll

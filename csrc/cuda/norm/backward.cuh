@@ -167,8 +167,7 @@ __device__ void store_partial_sums(const RowSums<kVectors, kLayerNorm>& sums, co
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         sums.read(of_team, k, i);
-        if (team.has(i))
-          store_values(partial, InputType::kFloat32, team.column(i), of_team, 8, true);
+        if (team.has(i)) store_floats(partial + team.column(i), of_team);
       }
       continue;
     }
@@ -177,8 +176,7 @@ __device__ void store_partial_sums(const RowSums<kVectors, kLayerNorm>& sums, co
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       sums.read(of_team, k, i);
-      store_values(shared, InputType::kFloat32, threadIdx.y * width + team.column(i), of_team, 8,
-                   true);
+      store_floats(shared + threadIdx.y * width + team.column(i), of_team);
     }
     __syncthreads();
     for (int column = thread_of_block(); column < team.cols; column += threads_of_block()) {
@@ -344,7 +342,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
     float of_warp[8];
     sums.read(of_warp, k, 0);
     __syncthreads();
-    store_values(shared[warp], InputType::kFloat32, lane * 8, of_warp, 8, true);
+    store_floats(shared[warp] + lane * 8, of_warp);
     __syncthreads();
     float* partial = partial_of<kLayerNorm>(p, k, blockIdx.y, gridDim.y);
     for (int i = threadIdx.x; i < kChunk && start + i < cols; i += kBackwardThreads) {

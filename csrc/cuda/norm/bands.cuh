@@ -185,8 +185,8 @@ class BandStatistics {
     }
     sum_chunks(units, sums, [&](const Eight<T>& x, int row, int left) {
       float deviations[8];
-      deviate<kLayerNorm>(deviations, x, kLayerNorm ? memory_.of_rows[row].mean : 0.0f, left);
-      return squares_of_eight(deviations);
+      deviate<kLayerNorm>(deviations, x, kLayerNorm ? memory_.of_rows[row].mean : 0.0f, 8);
+      return left > 0 ? squares_of_eight(deviations) : 0.0f;
     });
     __syncthreads();
     for_row_sums(rows.count, sums, [&](int row, float sum) {
@@ -225,12 +225,13 @@ struct BandSource : NormSource<T, V, kLayerNorm> {
   __device__ BandSource(const Inputs& in, const TileParams& p, const TileSpan& at, int ty, int tx)
       : Base(in, p, at, ty, tx), statistics(BandMemory(memory(), in).of_band + ty * 8) {}
 
-  static __device__ void copy(Stage& to, const Origin& from, const Inputs&, const TileParams& p,
+  static __device__ void copy(Stage& to, Origin& from, const Inputs&, const TileParams& p,
                               int first) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      copy_16_bytes(&to.x[i][threadIdx.x], from.x + (first + i) * p.args.x.stride,
-                    first + i < from.rows);
+    for (int i = 0; i < kRows; ++i) {
+      copy_16_bytes(&to.x[i][threadIdx.x], from.x, first + i < from.rows);
+      from.x += p.args.x.stride;
+    }
   }
   __device__ void read(Row (&rows)[kRows], const Stage& from, int first) const {
 #pragma unroll

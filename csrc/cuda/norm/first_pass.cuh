@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kFirstPassThreads, first_pass_blocks<kVectors,
   int turn = 0;
   for (int64_t at = team.first_row(); at < m.rows; at += team.row_step(), turn ^= 1) {
     Eight<T> raw[kVectors];
-    load_row</*kAgain=*/true>(raw, m.data, at * m.stride, team);
+    load_row(raw, m.data, at * m.stride, team);
     float x[kVectors][8];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) unpack(x[i], raw[i]);

@@ -63,15 +63,16 @@ struct NormSource {
     if constexpr (kLayerNorm) in.affine.read_beta(beta, static_cast<int>(column), 8, true);
   }
 
-  static __device__ void copy(Stage& to, const Origin& from, const Inputs& in, const TileParams& p,
+  static __device__ void copy(Stage& to, Origin& from, const Inputs& in, const TileParams& p,
                               int first) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const bool is_inside = first + i < from.rows;
-      const int64_t row = from.row + first + i;
-      copy_16_bytes(&to.x[i][threadIdx.x], from.x + (first + i) * p.args.x.stride, is_inside);
-      if constexpr (kLayerNorm) copy_float(&to.mean[i][threadIdx.x], in.mean + row, is_inside);
-      copy_float(&to.rstd[i][threadIdx.x], in.rstd + row, is_inside);
+      copy_16_bytes(&to.x[i][threadIdx.x], from.x, is_inside);
+      if constexpr (kLayerNorm) copy_float(&to.mean[i][threadIdx.x], in.mean + from.row, is_inside);
+      copy_float(&to.rstd[i][threadIdx.x], in.rstd + from.row, is_inside);
+      from.x += p.args.x.stride;
+      ++from.row;
     }
   }
   __device__ void read(Row (&rows)[kRows], const Stage& from, int first) const {

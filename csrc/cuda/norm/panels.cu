@@ -82,22 +82,20 @@ struct Panels {
   static constexpr int kStatic = 128;  // bytes of shared memory that the kernel declares, or more
 };
 
-// The panels of each granularity, and what is asked of them. Several blocks on a multiprocessor
-// wait less for their clusters; copies ahead keep memory busy meanwhile; clusters of up to 8 blocks
-// fit anywhere on the device.
+// What is asked of the panels of each granularity, if no choice is made; without a wish, two passes
+// over x are faster. Three blocks on a multiprocessor wait less for their clusters than two that
+// copy ahead; clusters of up to 8 blocks fit anywhere on the device.
 template <Granularity G>
 struct PanelKinds;
 template <>
 struct PanelKinds<Granularity::kDelayed> {
-  static constexpr std::initializer_list<PanelKind> kKinds = {{64, 256}, {32, 256}};
-  static constexpr std::initializer_list<PanelWish> kWishes = {
-      {3, 8, true}, {2, 8, true}, {2, 16, true}, {3, 16, false}, {1, 16, true}, {1, 16, false}};
+  static constexpr std::initializer_list<PanelKind> kKinds = {{32, 256}};
+  static constexpr std::initializer_list<PanelWish> kWishes = {{3, 8, false}};
 };
 template <>
 struct PanelKinds<Granularity::kVec128> {
-  static constexpr std::initializer_list<PanelKind> kKinds = {{kTile, 256}, {kTile, 512}};
-  static constexpr std::initializer_list<PanelWish> kWishes = {
-      {2, 8, true}, {2, 16, true}, {1, 16, true}, {1, 16, false}};
+  static constexpr std::initializer_list<PanelKind> kKinds = {};
+  static constexpr std::initializer_list<PanelWish> kWishes = {};
 };
 
 // Returns run(the panels of a kind), which G has.

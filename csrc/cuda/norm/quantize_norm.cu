@@ -17,9 +17,10 @@ void launch_from(const QuantizeNormDesc& desc, const QuantizeNormArguments& argu
   const Granularity granularity = desc.cast.granularity;
   const bool is_one_pass =
       granularity == Granularity::kDelayed || granularity == Granularity::kVec128;
-  if (is_one_pass && desc.panel.cluster == 0) {
+  const int cluster = desc.panel.cluster;
+  if (is_one_pass && cluster == 0) {
     if (BandsFrom<T>::launch(desc, arguments, tile, stream)) return;
-  } else if (is_one_pass && desc.cast.format == Format::kE4M3) {
+  } else if (is_one_pass && cluster > 0 && desc.cast.format == Format::kE4M3) {
     PanelParams p{};
     p.tile = tile;
     p.affine = affine;

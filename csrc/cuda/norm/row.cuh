@@ -66,20 +66,17 @@ __device__ void clear(Eight<T>& x) {
   x.gather(nullptr, 0);
 }
 
-// The vectors of a held row: zero behind its end. `kAgain`: it is read again soon, and stays in the
-// caches.
-template <bool kAgain = false, typename T, int kVectors>
+// The vectors of a held row: zero behind its end.
+template <typename T, int kVectors>
 __device__ void load_row(Eight<T> (&x)[kVectors], const void* data, int64_t offset,
                          const Team& team) {
   const T* row = static_cast<const T*>(data) + offset;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    if (!team.has(i))
-      clear(x[i]);
-    else if constexpr (kAgain)
+    if (team.has(i))
       x[i].load_kept(row + team.column(i));
     else
-      x[i].load_in_order(row + team.column(i));
+      clear(x[i]);
   }
 }
 
@@ -114,20 +111,23 @@ __device__ T element_of(const Eight<T>& x, int i) {
   }
 }
 
+// To global memory. What is stored is not read again soon, if by anyone.
 template <typename T>
 __device__ void store_eight(T* to, const Eight<T>& x, int count, bool vectors) {
   if (vectors && count >= 8) {
-    if constexpr (std::is_same_v<T, float>) {
-      reinterpret_cast<float4*>(to)[0] = x.low;
-      reinterpret_cast<float4*>(to)[1] = x.high;
-    } else {
-      *reinterpret_cast<uint4*>(to) = x.bits;
-    }
+    x.store(to);
     return;
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i)
     if (i < count) to[i] = element_of(x, i);
+}
+
+// To shared or to global memory.
+__device__ inline void store_floats(float* to, const float (&values)[8]) {
+  auto* vectors = reinterpret_cast<float4*>(to);
+  vectors[0] = make_float4(values[0], values[1], values[2], values[3]);
+  vectors[1] = make_float4(values[4], values[5], values[6], values[7]);
 }
 
 template <typename T>

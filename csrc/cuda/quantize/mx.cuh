@@ -80,83 +80,83 @@ __global__ void __launch_bounds__(kTileThreads, mx_blocks<Source>)
   __shared__ typename Held<Source>::Waiting waiting;
   const TileParams& p = params.tile;
   const Encoding encoding(p);
-  for_tiles(
-      params, place_in_mx_tile, [&](unsigned, const TileSpan& at, unsigned thread, auto take_rows) {
-        const auto [ty, tx] = place_in_mx_tile(thread);
-        Held<Source> held(take_rows, waiting);
-        Eight<T>(&x)[8] = held.x;
+  const auto cast_tile = [&](unsigned, const TileSpan& at, unsigned thread, const auto& take_rows) {
+    const auto [ty, tx] = place_in_mx_tile(thread);
+    Held<Source> held(take_rows, waiting);
+    Eight<T>(&x)[8] = held.x;
 #pragma unroll
-        for (int part = 0; part < Source::kParts; ++part) {
-          const TileSpan here = part_of(at, p, part);
-          if (part > 0) held.next();
-          count_tile(x, p);
-          if (part > 0) __syncthreads();  // the shared memory of the part before is free
-          if (params.inputs.tile_sums != nullptr) {
-            float sums[8];
-            add_rows<Source>(x, sums);
-            park_sums(sums, parked_sums, ty, tx);
-            __syncthreads();
-            store_sums(p, here, params.inputs.tile_sums, parked_sums);
-          }
-          const int64_t row = here.row + ty * 8, column = here.column + tx * 8;
-          const bool is_inside = row < here.row_end && column < here.column_end;
-          uint2 square = make_uint2(0, 0);
-          if (m.is_square) {
-            float amax = 0.0f;
+    for (int part = 0; part < Source::kParts; ++part) {
+      const TileSpan here = part_of(at, p, part);
+      if (part > 0) held.next();
+      count_tile(x, p);
+      if (part > 0) __syncthreads();  // the shared memory of the part before is free
+      if (params.inputs.tile_sums != nullptr) {
+        float sums[8];
+        add_rows<Source>(x, sums);
+        park_sums(sums, parked_sums, ty, tx);
+        __syncthreads();
+        store_sums(p, here, params.inputs.tile_sums, parked_sums);
+      }
+      const int64_t row = here.row + ty * 8, column = here.column + tx * 8;
+      const bool is_inside = row < here.row_end && column < here.column_end;
+      uint2 square = make_uint2(0, 0);
+      if (m.is_square) {
+        float amax = 0.0f;
 #pragma unroll
-            for (int i = 0; i < 8; ++i) amax = fmaxf(amax, x[i].amax());
+        for (int i = 0; i < 8; ++i) amax = fmaxf(amax, x[i].amax());
 #pragma unroll
-            for (int i = 0; i < 4; ++i)  // lanes that differ in c0, c1, r0, r1
-              amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, i < 2 ? 1 << i : 2 << i));
-            square = repeated(e8m0_of(amax, m.inverse_target));
-          }
-          const int64_t block_row = row / kMxBlock, block_column = column / kMxBlock;
-          const bool is_corner =
-              m.is_square && is_inside && row % kMxBlock == 0 && column % kMxBlock == 0;
-          if (p.args.rowwise.codes != nullptr) {
-            uint2 scales = square;
-            if (!m.is_square) {
-              float maxima[8];
+        for (int i = 0; i < 4; ++i)  // lanes that differ in c0, c1, r0, r1
+          amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, i < 2 ? 1 << i : 2 << i));
+        square = repeated(e8m0_of(amax, m.inverse_target));
+      }
+      const int64_t block_row = row / kMxBlock, block_column = column / kMxBlock;
+      const bool is_corner =
+          m.is_square && is_inside && row % kMxBlock == 0 && column % kMxBlock == 0;
+      if (p.args.rowwise.codes != nullptr) {
+        const RowCodes row_codes(p, here, ty, tx);
+        uint2 scales = square;
+        if (!m.is_square) {
+          float maxima[8];
 #pragma unroll
-              for (int i = 0; i < 8; ++i) maxima[i] = x[i].amax();
-              scales = shared_codes(maxima, 1, 2, m.inverse_target);
-              // Of eight rows; the last of them may be padding of the pitch.
-              if (is_inside && tx % 4 == 0)
-                *reinterpret_cast<uint2*>(m.rowwise.scales + block_column * m.rowwise.pitch + row) =
-                    scales;
-            } else if (is_corner) {
-              m.rowwise.scales[block_column * m.rowwise.pitch + block_row] =
-                  static_cast<uint8_t>(scales.x);
-            }
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-              store_row(p, here, ty * 8 + i, tx,
-                        encoding.row(unpacked<Source>(x[i]), multiplier_at(scales, i)));
-          }
-          if (p.args.columnwise.codes == nullptr) continue;
-          uint2 scales = square;
-          if (!m.is_square) {
-            float maxima[8];
-            column_maxima(x, maxima);
-            scales = shared_codes(maxima, 8, 16, m.inverse_target);
-            if (is_inside && ty % 4 == 0)
-              *reinterpret_cast<uint2*>(m.columnwise.scales + block_row * m.columnwise.pitch +
-                                        column) = scales;
-          } else if (is_corner) {
-            m.columnwise.scales[block_row * m.columnwise.pitch + block_column] =
-                static_cast<uint8_t>(scales.x);
-          }
-          float multipliers[8];
-#pragma unroll
-          for (int j = 0; j < 8; ++j) multipliers[j] = multiplier_at(scales, j);
-          uint2 codes[8];
-#pragma unroll
-          for (int i = 0; i < 8; ++i) codes[i] = encoding.row(unpacked<Source>(x[i]), multipliers);
-          park_columns(codes, parked, ty, tx);
-          __syncthreads();
-          store_columns(p, here, parked, thread);
+          for (int i = 0; i < 8; ++i) maxima[i] = x[i].amax();
+          scales = shared_codes(maxima, 1, 2, m.inverse_target);
+          // Of eight rows; the last of them may be padding of the pitch.
+          if (is_inside && tx % 4 == 0)
+            *reinterpret_cast<uint2*>(m.rowwise.scales + block_column * m.rowwise.pitch + row) =
+                scales;
+        } else if (is_corner) {
+          m.rowwise.scales[block_column * m.rowwise.pitch + block_row] =
+              static_cast<uint8_t>(scales.x);
         }
-      });
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          row_codes.store(i, encoding.row(unpacked<Source>(x[i]), multiplier_at(scales, i)));
+      }
+      if (p.args.columnwise.codes == nullptr) continue;
+      uint2 scales = square;
+      if (!m.is_square) {
+        float maxima[8];
+        column_maxima(x, maxima);
+        scales = shared_codes(maxima, 8, 16, m.inverse_target);
+        if (is_inside && ty % 4 == 0)
+          *reinterpret_cast<uint2*>(m.columnwise.scales + block_row * m.columnwise.pitch + column) =
+              scales;
+      } else if (is_corner) {
+        m.columnwise.scales[block_row * m.columnwise.pitch + block_column] =
+            static_cast<uint8_t>(scales.x);
+      }
+      float multipliers[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) multipliers[j] = multiplier_at(scales, j);
+      uint2 codes[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) codes[i] = encoding.row(unpacked<Source>(x[i]), multipliers);
+      park_columns(codes, parked, ty, tx);
+      __syncthreads();
+      store_columns(p, here, parked, thread);
+    }
+  };
+  for_tiles(params, place_in_mx_tile, cast_tile);
 }
 
 }  // namespace fp8core

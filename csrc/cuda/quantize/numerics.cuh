@@ -60,11 +60,6 @@ struct Eight<float> {
     __stcs(reinterpret_cast<float4*>(to), low);
     __stcs(reinterpret_cast<float4*>(to) + 1, high);
   }
-  // What the caches hold of earlier kernels makes way for it.
-  __device__ void store_kept(float* to) const {
-    reinterpret_cast<float4*>(to)[0] = low;
-    reinterpret_cast<float4*>(to)[1] = high;
-  }
   __device__ float amax() const {
     float largest = 0.0f;
 #pragma unroll
@@ -103,7 +98,6 @@ struct EightHalves {
     bits = make_uint4(words[0], words[1], words[2], words[3]);
   }
   __device__ void store(T* to) const { __stcs(reinterpret_cast<uint4*>(to), bits); }
-  __device__ void store_kept(T* to) const { *reinterpret_cast<uint4*>(to) = bits; }
   __device__ float amax() const {
     // abs, then max, two elements an instruction; __hmax2 drops NaN as fmaxf does.
     Pair largest = __hmax2(__habs2(pair(0)), __habs2(pair(1)));

@@ -20,7 +20,7 @@
 //     kStages    so many times kRows rows have memory
 //     Stage      that memory, of all threads
 //     Origin     where the inputs of the thread's rows are
-//     copy       begins to copy rows from `first` on to a stage
+//     copy       begins to copy rows from `first` on to a stage, and moves the origin on
 //     read       reads them back
 #pragma once
 
@@ -37,14 +37,6 @@ struct CastParams {
 
 // The formats that a source is cast to: each with kernels of its own, by the same kernels, or one.
 enum class Formats { kEach, kShared, kE4M3 };
-
-// How many rows or columns are left before `end`, from `first` on; negative behind it, and not more
-// than kMany. It is not clamped to 0 and 8: ptxas of CUDA 13.0 takes a negative number for 8 where
-// a number clamped to these is compared with 8.
-constexpr int kMany = 1 << 20;
-__device__ inline int left_before(int64_t end, int64_t first) {
-  return static_cast<int>(min(end - first, int64_t{kMany}));
-}
 
 // A matrix in memory.
 template <typename T>

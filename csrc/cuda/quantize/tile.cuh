@@ -88,8 +88,9 @@ __device__ void cast_matrix_tile(const TileParams& p, const typename Source::Inp
 #pragma unroll
   for (int i = 0; i < 8; ++i) codes[i] = encoding.row(x[i], scale);
   if (p.args.rowwise.codes != nullptr) {
+    const RowCodes row_codes(p, at, ty, tx);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) store_row(p, at, ty * 8 + i, tx, codes[i]);
+    for (int i = 0; i < 8; ++i) row_codes.store(i, codes[i]);
   }
   const bool has_columns = p.args.columnwise.codes != nullptr;
   if (!has_columns && !Source::kSums) return;
@@ -126,43 +127,41 @@ __device__ void cast_computed_tiles(const CastParams<Source>& params) {
   const float scale = tensor_scale<G>(p, shared);
   const bool is_recorded = G == Granularity::kDelayed && p.args.amax_out != nullptr;
   float amax = 0.0f;
-  for_tiles<kFromEnd>(params, place_of_thread,
-                      [&](unsigned tile, const TileSpan& at, unsigned thread, auto take_rows) {
-                        const auto [ty, tx] = place_of_thread(thread);
-                        Seen<typename Source::Value> seen;
-                        uint2 codes[kParts][8];
-                        [[maybe_unused]] float sums[kParts][8] = {};
-                        take_rows([&](int i, int part, const auto& x) {
-                          seen.take(x);
-                          codes[part][i] = encoding.row(x, scale);
-                          if constexpr (Source::kSums) {
+  const auto cast_tile = [&](unsigned tile, const TileSpan& at, unsigned thread,
+                             const auto& take_rows) {
+    const auto [ty, tx] = place_of_thread(thread);
+    Seen<typename Source::Value> seen;
+    uint2 codes[kParts][8];
+    [[maybe_unused]] float sums[kParts][8] = {};
+    take_rows([&](int i, int part, const auto& x) {
+      seen.take(x);
+      codes[part][i] = encoding.row(x, scale);
+      if constexpr (Source::kSums) {
 #pragma unroll
-                            for (int j = 0; j < 8; ++j)
-                              sums[part][j] = __fadd_rn(sums[part][j], x[j]);
-                          }
-                        });
-                        if (is_recorded || p.args.nonfinite != nullptr)
-                          amax = fmaxf(amax, record_elements<Source>(seen, p, params.inputs, tile));
+        for (int j = 0; j < 8; ++j) sums[part][j] = __fadd_rn(sums[part][j], x[j]);
+      }
+    });
+    if (is_recorded || p.args.nonfinite != nullptr)
+      amax = fmaxf(amax, record_elements<Source>(seen, p, params.inputs, tile));
 #pragma unroll
-                        for (int part = 0; part < kParts; ++part) {
-                          const TileSpan here = part_of(at, p, part);
-                          if (part > 0)
-                            __syncthreads();  // the shared memory of the part before is free
-                          if (p.args.rowwise.codes != nullptr) {
+    for (int part = 0; part < kParts; ++part) {
+      const TileSpan here = part_of(at, p, part);
+      if (part > 0) __syncthreads();  // the shared memory of the part before is free
+      if (p.args.rowwise.codes != nullptr) {
+        const RowCodes row_codes(p, here, ty, tx);
 #pragma unroll
-                            for (int i = 0; i < 8; ++i)
-                              store_row(p, here, ty * 8 + i, tx, codes[part][i]);
-                          }
-                          const bool has_columns = p.args.columnwise.codes != nullptr;
-                          if (!has_columns && !Source::kSums) continue;
-                          if (has_columns) park_columns(codes[part], parked, ty, tx);
-                          if constexpr (Source::kSums) park_sums(sums[part], parked_sums, ty, tx);
-                          __syncthreads();
-                          if constexpr (Source::kSums)
-                            store_sums(p, here, params.inputs.tile_sums, parked_sums);
-                          if (has_columns) store_columns(p, here, parked, thread);
-                        }
-                      });
+        for (int i = 0; i < 8; ++i) row_codes.store(i, codes[part][i]);
+      }
+      const bool has_columns = p.args.columnwise.codes != nullptr;
+      if (!has_columns && !Source::kSums) continue;
+      if (has_columns) park_columns(codes[part], parked, ty, tx);
+      if constexpr (Source::kSums) park_sums(sums[part], parked_sums, ty, tx);
+      __syncthreads();
+      if constexpr (Source::kSums) store_sums(p, here, params.inputs.tile_sums, parked_sums);
+      if (has_columns) store_columns(p, here, parked, thread);
+    }
+  };
+  for_tiles<kFromEnd>(params, place_of_thread, cast_tile);
   if (!is_recorded) return;
   __syncthreads();  // all threads have read the scale's amaxes in `shared`
   amax = block_max<kTileThreads>(amax, shared);
@@ -265,48 +264,48 @@ __global__ void __launch_bounds__(kTileThreads, Source::kDirectedBlocks)
   __shared__ typename Held<Source>::Waiting waiting;
   const TileParams& p = params.tile;
   const Encoding encoding(p);
-  for_tiles(params, place_of_thread,
-            [&](unsigned, const TileSpan& at, unsigned thread, auto take_rows) {
-              const auto [ty, tx] = place_of_thread(thread);
-              Held<Source> held(take_rows, waiting);
-              Eight<T>(&x)[8] = held.x;
+  const auto cast_tile = [&](unsigned, const TileSpan& at, unsigned thread, const auto& take_rows) {
+    const auto [ty, tx] = place_of_thread(thread);
+    Held<Source> held(take_rows, waiting);
+    Eight<T>(&x)[8] = held.x;
 #pragma unroll
-              for (int part = 0; part < Source::kParts; ++part) {
-                const TileSpan here = part_of(at, p, part);
-                if (part > 0) held.next();
-                count_tile(x, p);
-                if (part > 0) __syncthreads();  // the shared memory of the part before is free
-                if (params.inputs.tile_sums != nullptr) {
-                  float sums[8];
-                  add_rows<Source>(x, sums);
-                  park_sums(sums, maxima, ty, tx);
-                  __syncthreads();
-                  store_sums(p, here, params.inputs.tile_sums, maxima);
-                  __syncthreads();
-                }
-                if (p.args.rowwise.codes != nullptr) {
-                  const float scale = row_scale<T, G>(x, p, here, ty, tx);
+    for (int part = 0; part < Source::kParts; ++part) {
+      const TileSpan here = part_of(at, p, part);
+      if (part > 0) held.next();
+      count_tile(x, p);
+      if (part > 0) __syncthreads();  // the shared memory of the part before is free
+      if (params.inputs.tile_sums != nullptr) {
+        float sums[8];
+        add_rows<Source>(x, sums);
+        park_sums(sums, maxima, ty, tx);
+        __syncthreads();
+        store_sums(p, here, params.inputs.tile_sums, maxima);
+        __syncthreads();
+      }
+      if (p.args.rowwise.codes != nullptr) {
+        const float scale = row_scale<T, G>(x, p, here, ty, tx);
+        const RowCodes row_codes(p, here, ty, tx);
 #pragma unroll
-                  for (int i = 0; i < 8; ++i) {
-                    const float scale_of_row = __shfl_sync(0xFFFFFFFFu, scale, 2 * i, 16);
-                    store_row(p, here, ty * 8 + i, tx,
-                              encoding.row(unpacked<Source>(x[i]), scale_of_row));
-                  }
-                }
-                if (p.args.columnwise.codes == nullptr) continue;
-                column_scales<T, G>(x, p, here, maxima, scales, tx);
-                __syncthreads();
-                float scale[8];
+        for (int i = 0; i < 8; ++i) {
+          const float scale_of_row = __shfl_sync(0xFFFFFFFFu, scale, 2 * i, 16);
+          row_codes.store(i, encoding.row(unpacked<Source>(x[i]), scale_of_row));
+        }
+      }
+      if (p.args.columnwise.codes == nullptr) continue;
+      column_scales<T, G>(x, p, here, maxima, scales, tx);
+      __syncthreads();
+      float scale[8];
 #pragma unroll
-                for (int j = 0; j < 8; ++j) scale[j] = scales[tx * 8 + j];
-                uint2 codes[8];
+      for (int j = 0; j < 8; ++j) scale[j] = scales[tx * 8 + j];
+      uint2 codes[8];
 #pragma unroll
-                for (int i = 0; i < 8; ++i) codes[i] = encoding.row(unpacked<Source>(x[i]), scale);
-                park_columns(codes, parked, ty, tx);
-                __syncthreads();
-                store_columns(p, here, parked, thread);
-              }
-            });
+      for (int i = 0; i < 8; ++i) codes[i] = encoding.row(unpacked<Source>(x[i]), scale);
+      park_columns(codes, parked, ty, tx);
+      __syncthreads();
+      store_columns(p, here, parked, thread);
+    }
+  };
+  for_tiles(params, place_of_thread, cast_tile);
 }
 
 // Amaxes of whole rows, and of columns over all rows or over those of each group. The workspace
@@ -318,30 +317,31 @@ __global__ void __launch_bounds__(kTileThreads, Source::kDirectedBlocks)
   __shared__ alignas(16) float maxima[kTileThreads / 32][kTile];
   const TileParams& p = params.tile;
   const Matrix& m = p.args.x;
-  for_tiles(params, place_of_thread,
-            [&](unsigned, const TileSpan& at, unsigned thread, auto take_rows) {
-              const auto [ty, tx] = place_of_thread(thread);
-              float of_rows[Source::kParts][8];
-              ColumnMaxima<T> columns[Source::kParts];
-              take_rows([&](int i, int part, const Eight<T>& x) {
-                of_rows[part][i] = x.amax();
-                columns[part].take(x);
-              });
+  const auto take_maxima = [&](unsigned, const TileSpan& at, unsigned thread,
+                               const auto& take_rows) {
+    const auto [ty, tx] = place_of_thread(thread);
+    float of_rows[Source::kParts][8];
+    ColumnMaxima<T> columns[Source::kParts];
+    take_rows([&](int i, int part, const Eight<T>& x) {
+      of_rows[part][i] = x.amax();
+      columns[part].take(x);
+    });
 #pragma unroll
-              for (int part = 0; part < Source::kParts; ++part) {
-                const TileSpan here = part_of(at, p, part);
-                const int64_t row = at.row + ty * 8 + tx / 2;
-                const float largest = row_amax(of_rows[part], tx);
-                if (tx % 2 == 0 && row < at.load_end) atomic_amax(p.args.workspace + row, largest);
-                if (part > 0) __syncthreads();  // the maxima of the part before have been read
-                float of_columns[8];
-                columns[part].read(of_columns);
-                const float amax = column_amax(of_columns, maxima, tx);
-                const int64_t column = here.column + threadIdx.x;
-                if (threadIdx.x < kTile && column < here.column_end && !at.is_tail)
-                  atomic_amax(p.args.workspace + m.rows + at.group * m.cols + column, amax);
-              }
-            });
+    for (int part = 0; part < Source::kParts; ++part) {
+      const TileSpan here = part_of(at, p, part);
+      const int64_t row = at.row + ty * 8 + tx / 2;
+      const float largest = row_amax(of_rows[part], tx);
+      if (tx % 2 == 0 && row < at.load_end) atomic_amax(p.args.workspace + row, largest);
+      if (part > 0) __syncthreads();  // the maxima of the part before have been read
+      float of_columns[8];
+      columns[part].read(of_columns);
+      const float amax = column_amax(of_columns, maxima, tx);
+      const int64_t column = here.column + threadIdx.x;
+      if (threadIdx.x < kTile && column < here.column_end && !at.is_tail)
+        atomic_amax(p.args.workspace + m.rows + at.group * m.cols + column, amax);
+    }
+  };
+  for_tiles(params, place_of_thread, take_maxima);
 }
 
 // Amaxes of shares of a tensor that is computed, one of each block of threads, as amax_partials
@@ -351,9 +351,10 @@ __global__ void __launch_bounds__(kTileThreads, Source::kDirectedBlocks)
     tile_partials(const __grid_constant__ CastParams<Source> params) {
   __shared__ float shared[kTileThreads / 32];
   float largest = 0.0f;
-  for_tiles(params, place_of_thread, [&](unsigned, const TileSpan&, unsigned, auto take_rows) {
+  const auto take_largest = [&](unsigned, const TileSpan&, unsigned, const auto& take_rows) {
     take_rows([&](int, int, const auto& x) { largest = fmaxf(largest, x.amax()); });
-  });
+  };
+  for_tiles(params, place_of_thread, take_largest);
   largest = block_max<kTileThreads>(largest, shared);
   if (threadIdx.x == 0) params.tile.args.workspace[blockIdx.x] = largest;
 }

@@ -86,6 +86,14 @@ __device__ inline TileSpan part_of(TileSpan at, const TileParams& p, int part) {
   return at;
 }
 
+// How many rows or columns are left before `end`, from `first` on; negative behind it, and not more
+// than kMany. It is not clamped to 0 and 8: ptxas of CUDA 13.0 takes a negative number for 8 where
+// a number clamped to these is compared with 8.
+constexpr int kMany = 1 << 20;
+__device__ inline int left_before(int64_t end, int64_t first) {
+  return static_cast<int>(min(end - first, int64_t{kMany}));
+}
+
 // Counts the NaN and inf that the threads hold; rows of no group are not loaded.
 template <typename T>
 __device__ void count_tile(const Eight<T> (&x)[8], const TileParams& p) {
@@ -94,20 +102,42 @@ __device__ void count_tile(const Eight<T> (&x)[8], const TileParams& p) {
                                 p.args.nonfinite);
 }
 
-// Stores the codes of row 8 ty + i.
-__device__ inline void store_row(const TileParams& p, const TileSpan& at, int row_in_tile, int tx,
-                                 uint2 codes) {
-  const Matrix& m = p.args.x;
-  const int64_t row = at.row + row_in_tile, column = at.column + tx * 8;
-  if (row >= at.row_end || column >= at.column_end) return;
-  uint8_t* to = p.args.rowwise.codes + row * m.cols + column;
-  if (p.vector_rows && column + 8 <= at.column_end) {
-    *reinterpret_cast<uint2*>(to) = codes;
-    return;
-  }
-  const auto* bytes = reinterpret_cast<const uint8_t*>(&codes);
-  for (int i = 0; i < 8 && column + i < at.column_end; ++i) to[i] = bytes[i];
+// Stores eight codes, or the first `count`, one by one: in little code, as most tensors have none
+// of these.
+__device__ inline void store_bytes(uint8_t* to, uint2 codes, int count) {
+  uint64_t bits = static_cast<uint64_t>(codes.y) << 32 | codes.x;
+#pragma unroll 1
+  for (int i = 0; i < 8 && i < count; ++i, bits >>= 8) to[i] = static_cast<uint8_t>(bits);
 }
+
+// Where the codes of a thread's eight rows go.
+class RowCodes {
+ public:
+  __device__ RowCodes(const TileParams& p, const TileSpan& at, int ty, int tx)
+      : pitch_(p.args.x.cols), vectors_(p.vector_rows) {
+    const int64_t row = at.row + ty * 8, column = at.column + tx * 8;
+    to_ = p.args.rowwise.codes + row * pitch_ + column;
+    columns_ = left_before(at.column_end, column);
+    rows_ = columns_ > 0 ? left_before(at.row_end, row) : 0;
+  }
+
+  // Vectors of eight codes are in a row or behind it.
+  __device__ void store(int i, uint2 codes) const {
+    if (i >= rows_) return;
+    uint8_t* to = to_ + i * pitch_;
+    if (vectors_) {
+      __stcs(reinterpret_cast<uint2*>(to), codes);
+      return;
+    }
+    store_bytes(to, codes, columns_);
+  }
+
+ private:
+  const int64_t pitch_;
+  const bool vectors_;
+  uint8_t* to_;         // of the first row
+  int rows_, columns_;  // that are left from the first on
+};
 
 // Words of four rows, four bytes each, become words of four columns.
 __device__ inline void transpose4(uint32_t (&w)[4]) {
@@ -147,22 +177,28 @@ __device__ inline void park_columns(const uint2 (&codes)[8], uint2* shared, int 
 
 __device__ inline void store_columns(const TileParams& p, const TileSpan& at, const uint2* shared,
                                      unsigned thread) {
+  constexpr int kAtOnce = kTileThreads / 8;  // columns, whose 128 codes eight threads store
+  const int chunk = thread % 8, first = thread / 8;
+  const int64_t row = at.code + chunk * 16, column = at.column + first;
+  const int codes_left = left_before(at.code_end, row),
+            columns_left = left_before(at.column_end, column);
+  if (codes_left <= 0) return;
+  uint8_t* to = p.args.columnwise.codes + column * p.args.column_pitch + row;
+  const int swizzle = first / 8, unit = turn(2 * chunk) ^ (swizzle & ~1);
+  const bool vectors = p.vector_columns && codes_left >= 16;
 #pragma unroll
-  for (int pass = 0; pass < 4; ++pass) {
-    const int index = pass * kTileThreads + thread;
-    const int column_in_tile = index / 8, chunk = index % 8, swizzle = column_in_tile / 8;
+  for (int pass = 0; pass < kTile / kAtOnce; ++pass) {
+    if (pass * kAtOnce >= columns_left) return;
     const uint4 pair = *reinterpret_cast<const uint4*>(
-        &shared[column_in_tile * 16 + (turn(2 * chunk) ^ (swizzle & ~1))]);
+        &shared[(pass * kAtOnce + first) * 16 + (unit ^ pass * (kAtOnce / 8))]);
     const uint4 codes = swizzle % 2 == 0 ? pair : make_uint4(pair.z, pair.w, pair.x, pair.y);
-    const int64_t column = at.column + column_in_tile, row = at.code + chunk * 16;
-    if (column >= at.column_end || row >= at.code_end) continue;
-    uint8_t* to = p.args.columnwise.codes + column * p.args.column_pitch + row;
-    if (p.vector_columns && row + 16 <= at.code_end) {
-      *reinterpret_cast<uint4*>(to) = codes;
-      continue;
+    if (vectors) {
+      __stcs(reinterpret_cast<uint4*>(to), codes);
+    } else {
+      store_bytes(to, make_uint2(codes.x, codes.y), codes_left);
+      store_bytes(to + 8, make_uint2(codes.z, codes.w), codes_left - 8);
     }
-    const auto* bytes = reinterpret_cast<const uint8_t*>(&codes);
-    for (int i = 0; i < 16 && row + i < at.code_end; ++i) to[i] = bytes[i];
+    to += kAtOnce * p.args.column_pitch;
   }
 }
 

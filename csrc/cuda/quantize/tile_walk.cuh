@@ -84,7 +84,7 @@ class RowsAhead {
     const TileSpan at = span_of_plain_tile(p_.tile, tile_of(turn));
     return Origin(p_.inputs, p_.tile, at, place.ty, place.tx);
   }
-  __device__ void copy(Stage& to, int batch) const {
+  __device__ void copy(Stage& to, int batch) {
     Source::copy(to, origin_, p_.inputs, p_.tile, batch * kRows);
     end_copies();
   }
@@ -92,7 +92,7 @@ class RowsAhead {
   const CastParams<Source>& p_;
   Stage* const stages_;
   int stage_ = 0;
-  Origin origin_;  // of the batch that is copied next
+  Origin origin_;  // of the row that is copied next, but for the number of rows left
 };
 
 // Dynamic shared memory of a kernel that walks over tiles.

@@ -83,7 +83,7 @@ void norm_backward(const NormDesc& desc, const NormBackwardArguments& arguments,
 struct PanelChoice {
   int rows = 0;         // that a cluster of blocks takes at once: 32 or 64, for kVec128 128; or 0
   int threads = 256;    // of a block; for kVec128 also 512
-  int cluster = 1;      // blocks; 0: in bands of rows instead (cuda/norm/bands.cuh)
+  int cluster = 1;      // blocks; 0: in bands of rows (cuda/norm/bands.cuh); -1: in two passes
   int slots_ahead = 0;  // 1: part of the next rows is loaded meanwhile
 };
 
