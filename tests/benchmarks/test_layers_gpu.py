@@ -283,12 +283,26 @@ def test_a_contestant_that_fails_leaves_the_others(
 
 
 def test_libraries_find_the_cudnn_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cudnn" / "lib").mkdir(parents=True)
+    libraries = tmp_path / "cudnn" / "lib"
+    libraries.mkdir(parents=True)
+    parts = [libraries / name for name in ("libcudnn.so.9", "libcudnn_graph.so.9")]
+    for part in parts:
+        part.touch()
+    loaded: list[str] = []
+    load = transformer.ctypes.CDLL
+    monkeypatch.setattr(
+        transformer.ctypes,
+        "CDLL",
+        lambda name, **options: (
+            loaded.append(name) if "cudnn" in str(name) else load(name, **options)
+        ),
+    )
     wheels = types.SimpleNamespace(__path__=[str(tmp_path)])
     monkeypatch.setattr(transformer, "nvidia", wheels)
     environment = {"CUDNN_HOME": "elsewhere"}
     transformer.use_cudnn_of_torch(environment)
     assert environment == {"CUDNN_HOME": str(tmp_path / "cudnn")}
+    assert loaded == list(map(str, parts))
     monkeypatch.setattr(transformer, "nvidia", None)
     untouched = {"CUDNN_HOME": "elsewhere"}
     transformer.use_cudnn_of_torch(untouched)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,17 @@ def use_cudnn_of_torch(environment: MutableMapping[str, str]) -> None:
     """Have every library of this process run the cuDNN that torch was built with; call it before
     Transformer Engine is imported.
 
-    That one looks for a cuDNN in CUDNN_HOME and then in the CUDA toolkit, whose version may be
-    another; torch then refuses the two in one process.
+    That one looks for a cuDNN in CUDNN_HOME and then in the CUDA toolkit, and is linked to parts of
+    cuDNN, which the loader takes from the system where none is loaded. Another release of one part
+    does not load beside torch's, or torch refuses the two in one process.
     """
     torch.backends.cudnn.version()  # loads it
     for folder in map(Path, nvidia.__path__ if nvidia is not None else ()):
-        if (folder / "cudnn" / "lib").is_dir():
-            environment["CUDNN_HOME"] = str(folder / "cudnn")
+        libraries = folder / "cudnn" / "lib"
+        if libraries.is_dir():
+            environment["CUDNN_HOME"] = str(libraries.parent)
+            for part in sorted(libraries.glob("libcudnn*.so.*")):
+                ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
 
 
 @contextlib.contextmanager
