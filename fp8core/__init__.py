@@ -15,6 +15,11 @@ from fp8core.context.autocast import autocast, fp8_autocast
 from fp8core.context.checkpoint import checkpoint
 from fp8core.conversion.convert import convert, unconvert
 from fp8core.conversion.report import ConversionReport
+from fp8core.cpu_offload import (
+    ManualOffloadSynchronizer,
+    get_cpu_offload_context,
+    mark_not_offload,
+)
 from fp8core.cross_entropy import parallel_cross_entropy
 from fp8core.dispatch.policy import use_backend
 from fp8core.errors import (
@@ -138,6 +143,7 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "ManualOffloadSynchronizer",
     "MasterWeights",
     "MultiheadAttention",
     "NVFP4Quantizer",
@@ -172,6 +178,7 @@ __all__ = [
     "fp8_model_init",
     "frozen_weights",
     "functional",
+    "get_cpu_offload_context",
     "get_cudnn_version",
     "get_default_recipe",
     "get_device_compute_capability",
@@ -182,6 +189,7 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "make_graphed_callables",
+    "mark_not_offload",
     "moe_permute",
     "moe_permute_and_pad_with_probs",
     "moe_permute_with_probs",

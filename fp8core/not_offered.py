@@ -7,7 +7,6 @@ from collections.abc import Mapping
 __all__ = ["COMMUNICATION", "NOT_OFFERED", "refusal"]
 
 _ROUTER = "count the experts of a routing map with torch"
-_OFFLOAD = "use torch.autograd.graph.save_on_cpu, or fp8core.checkpoint to save less"
 _OVERLAP = "tensor and sequence parallelism are not offered"
 _FUSIONS = "a backend offers fused operations by its contract, see docs/writing-a-backend.md"
 _PLAIN = "IdentityQuantizer returns a plain tensor"
@@ -36,7 +35,6 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "IdentityTensorStorage",
     ),
     _ROUTER: ("router.QBHistogramMode",),
-    _OFFLOAD: ("ManualOffloadSynchronizer", "get_cpu_offload_context", "mark_not_offload"),
     _LINEAR_ATTENTION: (
         "GatedDeltaNet2Attention",
         "GatedDeltaNetAttention",

@@ -50,6 +50,7 @@ FILES = {
         *("moe_permute", "moe_permute_with_probs", "moe_permute_and_pad_with_probs"),
         *("moe_unpermute", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs"),
     ),
+    "pytorch/cpu_offload.py": ("get_cpu_offload_context", "mark_not_offload"),
     "pytorch/cross_entropy.py": ("parallel_cross_entropy",),
     "pytorch/module/fp8_padding.py": ("Fp8Padding",),
     "pytorch/module/fp8_unpadding.py": ("Fp8Unpadding",),

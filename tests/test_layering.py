@@ -32,8 +32,8 @@ FLOORS = (
     ("context",),
     ("chain",),
     (
-        *("cross_entropy", "functional", "modules", "ops", "optimizers", "permutation"),
-        *("quantizers", "router"),
+        *("cpu_offload", "cross_entropy", "functional", "modules", "ops", "optimizers"),
+        *("permutation", "quantizers", "router"),
     ),
     ("commands", "conversion", "inspect", "monitoring"),
     ("__init__", "__main__", "demo", "doctor", "hookspecs", "plan", "testing"),
@@ -86,6 +86,7 @@ LONG_SIGNATURES = {
     "fp8core.modules.transformer_layer.TransformerLayer.__init__": "Transformer Engine's order",
     "fp8core.modules.transformer_layer.TransformerLayer.forward": "Transformer Engine's order",
     "fp8core.modules.delayed.DelayedModule._load_from_state_dict": "overrides torch's",
+    "fp8core.cpu_offload.get_cpu_offload_context": "Transformer Engine's order",
     "fp8core.cross_entropy.parallel_cross_entropy": "Transformer Engine's order",
     **{
         f"fp8core.optimizers.multi_tensor.multi_tensor_{name}": "Transformer Engine's order"
