@@ -282,6 +282,19 @@ def test_a_contestant_that_fails_leaves_the_others(
     assert "no such layer" in capsys.readouterr().out
 
 
+def test_processes_load_the_cudnn_of_torch_s_wheels(tmp_path: Path) -> None:
+    folder = tmp_path / "cudnn" / "lib"
+    folder.mkdir(parents=True)
+    wheels = [str(tmp_path), str(tmp_path / "elsewhere")]
+    assert command.with_wheels_first({"A": "b"}, wheels) == {
+        "A": "b",
+        "LD_LIBRARY_PATH": str(folder),
+    }
+    known = {"LD_LIBRARY_PATH": "/usr/lib"}
+    assert command.with_wheels_first(known, wheels)["LD_LIBRARY_PATH"] == f"{folder}:/usr/lib"
+    assert command.with_wheels_first(known, []) == known
+
+
 def test_libraries_find_the_cudnn_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     libraries = tmp_path / "cudnn" / "lib"
     libraries.mkdir(parents=True)

@@ -37,11 +37,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.benchmarks.layers_gpu.cases import (
     DONE,
@@ -55,6 +57,12 @@ from tests.benchmarks.layers_gpu.cases import (
     Job,
 )
 from tests.benchmarks.measuring import records
+
+nvidia: Any
+try:
+    import nvidia  # the wheels of torch's libraries
+except ImportError:
+    nvidia = None
 
 LIBRARIES = ("torch", "torch.compile", "torchao", "te", "fp8core")
 DEFAULT_MEASURES = (FIGURES, *TURNS)
@@ -187,7 +195,20 @@ def _run(jobs: Sequence[Job], deadline: float, start: Start) -> int:
 
 def _start(job: Job) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.benchmarks.layers_gpu.cell", job.to_json()]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+    environment = with_wheels_first(os.environ, [] if nvidia is None else list(nvidia.__path__))
+    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment)
+
+
+def with_wheels_first(environment: Mapping[str, str], wheels: Sequence[str]) -> dict[str, str]:
+    """Return ``environment`` with the cuDNN of torch's wheels before the system's.
+
+    cuDNN is several libraries, which load each other by name. Transformer Engine names more of them
+    than torch has loaded by then; of two versions in one process neither works.
+    """
+    folders = [str(Path(one) / "cudnn" / "lib") for one in wheels]
+    known = environment.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    paths = [one for one in (*filter(os.path.isdir, folders), *known) if one]
+    return {**environment, "LD_LIBRARY_PATH": os.pathsep.join(paths)}
 
 
 if __name__ == "__main__":
