@@ -8,7 +8,7 @@ __all__ = ["COMMUNICATION", "NOT_OFFERED", "refusal"]
 
 _ROUTER = "count the experts of a routing map with torch"
 _OVERLAP = "tensor and sequence parallelism are not offered"
-_FUSIONS = "a backend offers fused operations by its contract, see docs/writing-a-backend.md"
+_FUSIONS = "a fusion replaces both directions: register_forward_backward_fusion"
 _PLAIN = "IdentityQuantizer returns a plain tensor"
 _LINEAR_ATTENTION = "linear attention is not offered; use a library that has its kernels"
 _COMMUNICATION_GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -45,10 +45,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "FusedMLAQUpProjRopeQuant",
     ),
     _FUSIONS: (
-        "ops.FusedOperation",
-        "ops.FusibleOperation",
         "ops.register_backward_fusion",
-        "ops.register_forward_backward_fusion",
         "ops.register_forward_fusion",
     ),
     "use torch.export.export on an inference model": ("onnx_export",),

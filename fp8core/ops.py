@@ -41,7 +41,13 @@ from fp8core.modules.activation import (
     SReLU,
     SwiGLU,
 )
-from fp8core.modules.basic_operation import BasicOperation, OperationContext
+from fp8core.modules.basic_operation import (
+    BasicOperation,
+    FusedOperation,
+    FusibleOperation,
+    OperationContext,
+    register_forward_backward_fusion,
+)
 from fp8core.modules.grouped_linear import GroupedLinear as GroupedLinearLayer
 from fp8core.modules.inputs import cast_to_weight
 from fp8core.modules.linear import Linear as LinearLayer
@@ -73,6 +79,8 @@ __all__ = [
     "ClampedSwiGLU",
     "ConstantScale",
     "Dropout",
+    "FusedOperation",
+    "FusibleOperation",
     "GroupedLinear",
     "Identity",
     "L2Normalization",
@@ -96,6 +104,7 @@ __all__ = [
     "SiLU",
     "SiTUGLU",
     "SwiGLU",
+    "register_forward_backward_fusion",
 ]
 
 

@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 
 from fp8core.not_offered import COMMUNICATION, NOT_OFFERED
-from tests.te_surface import HOMES, PAGE, Name, page, stored
+from tests.te_surface import HOMES, PAGE, Name, page, share, stored
 
 NAMES = stored()
 # Modules whose names raise an error that says what to use instead.
@@ -59,3 +59,8 @@ def test_what_a_module_offers_is_in_its_list_of_names(home: str) -> None:
 def test_the_page_is_that_of_the_table() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text == page(NAMES), "write it by `python -m tests.te_surface`"
+
+
+def test_nine_of_ten_names_of_layers_and_operations_are_offered() -> None:
+    offered, counted = share([n for n in NAMES if n.module in ("pytorch", "pytorch.ops")])
+    assert offered >= 0.9 * counted

@@ -9,6 +9,7 @@ import torch
 
 import fp8core
 from fp8core import OperandError, autocast, ops
+from fp8core.modules import basic_operation
 
 
 class Shift(ops.BasicOperation):
@@ -172,3 +173,89 @@ def test_a_second_derivative_is_refused_by_torch() -> None:
     (grad,) = torch.autograd.grad(Shift(4)(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
+
+
+# --- fusions ---
+
+
+class Double(ops.BasicOperation):
+    def op_forward(self, ctx: Any, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+        return input_ * 2
+
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+        return grad_output * 2, ()
+
+
+class ShiftAndDouble(ops.FusedOperation):
+    """``Shift`` and then ``Double``, at once."""
+
+    calls = 0
+
+    def fuser_forward(self, contexts: Any, input_: Any, **_: Any) -> Any:
+        type(self).calls += 1
+        shift, _double = self.basic_ops
+        contexts[0].save_for_backward(input_)
+        return (input_ + shift.by) * 4, [(), ()]
+
+    def fuser_backward(self, contexts: Any, grad_output: Any, **_: Any) -> Any:
+        assert contexts[0].saved_tensors[0].shape == grad_output.shape
+        grad = grad_output * 4
+        return grad, [[grad.flatten(0, -2).sum(0)], []], [(), ()]
+
+
+@pytest.fixture
+def no_fusions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(basic_operation, "_fusions", [])
+
+
+def fuse(operations: list[torch.nn.Module], *, recipe: Any) -> list[torch.nn.Module]:
+    changed: list[torch.nn.Module] = []
+    for operation in operations:
+        if changed and isinstance(changed[-1], Shift) and isinstance(operation, Double):
+            operation = ShiftAndDouble([changed.pop(), operation])
+        changed.append(operation)
+    return changed
+
+
+@pytest.mark.usefixtures("no_fusions")
+@pytest.mark.parametrize("chosen", [None, "delayed"])
+def test_a_fusion_replaces_operations_in_both_directions(chosen: Any) -> None:
+    torch.manual_seed(0)
+    made = ops.Sequential(ops.Linear(32, 32), Shift(32), Double(), ops.Linear(32, 8))
+    x = torch.randn(32, 32)
+    results = []
+    for is_fused in (False, True):
+        if is_fused:
+            ops.register_forward_backward_fusion(fuse)
+        made.zero_grad()
+        made.reset_delayed_state()
+        with autocast(enabled=chosen is not None, recipe=chosen):
+            y = made(x)
+        y.square().sum().backward()
+        results.append([y.detach(), *(p.grad.clone() for p in made.parameters())])  # type: ignore[union-attr]
+    assert ShiftAndDouble.calls > 0
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.usefixtures("no_fusions")
+def test_a_fusion_that_loses_an_operation_is_refused() -> None:
+    ops.register_forward_backward_fusion(lambda operations, *, recipe: operations[1:])
+    with pytest.raises(OperandError, match="returned other operations than it was given"):
+        ops.Sequential(Double(), Double())(torch.ones(2))
+
+
+@pytest.mark.usefixtures("no_fusions")
+def test_a_fusion_is_told_the_recipe_and_comes_in_its_turn() -> None:
+    seen: list[Any] = []
+    for name, first in (("late", False), ("early", True)):
+        ops.register_forward_backward_fusion(
+            lambda operations, *, recipe, name=name: seen.append((name, recipe)) or operations,
+            prepend=first,
+        )
+    made = ops.Sequential(Double())
+    made(torch.ones(2))
+    with autocast(recipe="mxfp8"):
+        made(torch.ones(2))
+    mxfp8 = fp8core.recipe.MXFP8BlockScaling()
+    assert seen == [("early", None), ("late", None), ("early", mxfp8), ("late", mxfp8)]

@@ -2,15 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from fp8core.errors import OperandError
 from fp8core.modules.extra_tensors import ExtraTensors
 
-__all__ = ["BasicOperation", "OperationContext"]
+__all__ = [
+    "BasicOperation",
+    "FusedOperation",
+    "FusibleOperation",
+    "OperationContext",
+    "fused",
+    "has_fusions",
+    "register_forward_backward_fusion",
+]
+
+Fusion: TypeAlias = Callable[..., Iterable[torch.nn.Module]]
+"""``f(operations, *, recipe)`` -> operations, some of them replaced by fused ones."""
+
+_fusions: list[Fusion] = []
+
+
+def register_forward_backward_fusion(func: Fusion, prepend: bool = False) -> None:
+    """Have ``func(operations, *, recipe)`` replace operations of every ``ops.Sequential``.
+
+    It is called in each forward with the operations in order, and the recipe of the active
+    autocast or None, and returns the operations to run: those that it was given, and each
+    :class:`FusedOperation` in the place of its ``basic_ops``. ``prepend`` calls it before the
+    functions that were registered earlier, instead of after them.
+    """
+    _fusions.insert(0 if prepend else len(_fusions), func)
+
+
+def has_fusions() -> bool:
+    """Return whether a fusion is registered."""
+    return bool(_fusions)
+
+
+def fused(operations: list[torch.nn.Module], recipe: Any) -> list[torch.nn.Module]:
+    """Return ``operations`` with those replaced that a registered fusion replaces.
+
+    Raises:
+        OperandError: a fusion changed the order of the operations, or lost one.
+    """
+    for fusion in _fusions:
+        changed = list(fusion(list(operations), recipe=recipe))
+        flat = [one for group in changed for one in _parts(group)]
+        if [*map(id, flat)] != [id(one) for group in operations for one in _parts(group)]:
+            raise OperandError(
+                f"fusion {getattr(fusion, '__name__', fusion)}: it returned other operations than "
+                f"it was given, or another order. Return each, or a FusedOperation of several."
+            )
+        operations = changed
+    return operations
+
+
+def _parts(operation: torch.nn.Module) -> Sequence[torch.nn.Module]:
+    return operation.basic_operations if isinstance(operation, FusedOperation) else [operation]
 
 
 class OperationContext:
@@ -30,7 +82,62 @@ class OperationContext:
         self.to_save = tensors
 
 
-class BasicOperation(torch.nn.Module, ExtraTensors):
+class FusibleOperation(torch.nn.Module, ExtraTensors):
+    """What a fusion may put in the place of others: the base of operations that users write."""
+
+    @property
+    def basic_operations(self) -> Sequence[torch.nn.Module]:
+        """The operations that it computes: itself."""
+        return [self]
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: None,
+        next_op_input_quantizer: None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Sequence[Sequence[torch.Tensor]]]:
+        """Return the output, and the extra outputs of each of the basic operations."""
+        raise NotImplementedError(f"{type(self).__name__} has no fuser_forward")
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
+    ) -> tuple[
+        torch.Tensor | None,
+        Sequence[Iterable[torch.Tensor | None]],
+        Sequence[Iterable[torch.Tensor | None]],
+    ]:
+        """Return the gradients of the input, and for each of the basic operations those of its
+        parameters and those of its extra inputs."""
+        raise NotImplementedError(f"{type(self).__name__} has no fuser_backward")
+
+    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Any:
+        """Return the output, followed by the extra outputs if there are any.
+
+        ``kwargs`` go to the operation.
+
+        Raises:
+            OperandError: the number of extra inputs, of outputs or of gradients is wrong.
+        """
+        if len(extra_inputs) != self.num_extra_inputs:
+            raise OperandError(
+                f"{type(self).__name__}: got {len(extra_inputs)} extra inputs; expected "
+                f"{self.num_extra_inputs}."
+            )
+        tensors = (input, *extra_inputs, *self.parameters())
+        needs_grad = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+        outputs = _Node.apply(self, needs_grad, kwargs, *tensors)  # type: ignore[no-untyped-call]  # torch's
+        return outputs[0] if len(outputs) == 1 else outputs
+
+
+class BasicOperation(FusibleOperation):
     """An operation of one's own, for ``ops.Sequential`` or to be called.
 
     A subclass writes both directions in torch. Neither is traced by autograd::
@@ -105,75 +212,125 @@ class BasicOperation(torch.nn.Module, ExtraTensors):
         grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
         return grad_input, [grad_params], [()]
 
-    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Any:
-        """Return the output, followed by the extra outputs if there are any.
 
-        ``kwargs`` go to :meth:`op_forward`.
+class FusedOperation(FusibleOperation):
+    """Several operations computed as one, in forward and in backward.
 
-        Raises:
-            OperandError: the number of extra inputs, of outputs or of gradients is wrong.
-        """
-        if len(extra_inputs) != self.num_extra_inputs:
-            raise OperandError(
-                f"{type(self).__name__}: got {len(extra_inputs)} extra inputs; expected "
-                f"{self.num_extra_inputs}."
-            )
-        tensors = (input, *extra_inputs, *self.parameters())
-        needs_grad = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
-        outputs = _Node.apply(self, needs_grad, kwargs, *tensors)  # type: ignore[no-untyped-call]  # torch's
-        return outputs[0] if len(outputs) == 1 else outputs
+    A subclass overrides :meth:`fuser_forward` and :meth:`fuser_backward`, whose lists have an entry
+    for each of ``basic_ops``; :func:`register_forward_backward_fusion` puts it in their place.
+    """
+
+    def __init__(self, basic_ops: Iterable[torch.nn.Module]) -> None:
+        super().__init__()
+        self.basic_ops = torch.nn.ModuleList(basic_ops)
+
+    @property
+    def basic_operations(self) -> Sequence[torch.nn.Module]:
+        """The operations that it computes."""
+        return list(self.basic_ops)
+
+    @property
+    def num_extra_inputs(self) -> int:  # type: ignore[override]  # follows from the operations
+        """How many extra inputs all of them take."""
+        return sum(map(_num_inputs, self.basic_ops))
+
+    @property
+    def num_extra_outputs(self) -> int:  # type: ignore[override]  # likewise
+        """How many extra outputs all of them return."""
+        return sum(map(_num_outputs, self.basic_ops))
+
+    @property
+    def input_channels(self) -> list[str | None]:
+        """The channels of their extra inputs."""
+        fusible = [one for one in self.basic_ops if isinstance(one, ExtraTensors)]
+        return [channel for one in fusible for channel in one.input_channels]
+
+    @property
+    def output_channels(self) -> list[tuple[str | None, bool]]:
+        """The channels of their extra outputs."""
+        fusible = [one for one in self.basic_ops if isinstance(one, ExtraTensors)]
+        return [channel for one in fusible for channel in one.output_channels]
 
 
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        operation: BasicOperation,
+        operation: FusibleOperation,
         needs_grad: bool,
         kwargs: dict[str, Any],
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        count = 1 + operation.num_extra_inputs
-        own = OperationContext(needs_grad)
-        output, (extra_outputs,) = operation.fuser_forward(
-            [own],
+        basic = operation.basic_operations
+        contexts = [OperationContext(needs_grad) for _ in basic]
+        left = iter(tensors[1:])
+        output, extra_outputs = operation.fuser_forward(
+            contexts,
             tensors[0],
-            basic_op_extra_inputs=[tensors[1:count]],
+            basic_op_extra_inputs=[tuple(itertools.islice(left, _num_inputs(b))) for b in basic],
             prev_op_grad_output_quantizer=None,
             next_op_input_quantizer=None,
-            basic_op_kwargs=[kwargs],
+            basic_op_kwargs=[kwargs, *({} for _ in basic[1:])],
         )
-        if len(extra_outputs) != operation.num_extra_outputs:
+        flat = [one for extra in extra_outputs for one in extra]
+        if len(flat) != operation.num_extra_outputs:
             raise OperandError(
-                f"{type(operation).__name__}.fuser_forward returned {len(extra_outputs)} extra "
-                f"outputs; num_extra_outputs is {operation.num_extra_outputs}."
+                f"{type(operation).__name__}.fuser_forward returned {len(flat)} extra outputs; "
+                f"num_extra_outputs is {operation.num_extra_outputs}."
             )
-        ctx.operation, ctx.own, ctx.num_params = operation, own, len(tensors) - count
-        ctx.save_for_backward(*own.to_save)
-        own.to_save = ()
+        ctx.operation, ctx.contexts = operation, contexts
+        ctx.counts = [len(own.to_save) for own in contexts]
+        ctx.save_for_backward(*[one for own in contexts for one in own.to_save])
+        for own in contexts:
+            own.to_save = ()
         # An output that is an input would be taken for a view of it, written in place.
-        return tuple(_apart(one, tensors) for one in (output, *extra_outputs))
+        return tuple(_apart(one, tensors) for one in (output, *flat))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        operation, own = ctx.operation, ctx.own
-        own.saved_tensors = ctx.saved_tensors
-        grad_input, (grad_params,), (grad_extras,) = operation.fuser_backward(
-            [own], grads[0], basic_op_grad_extra_outputs=[tuple(grads[1:])]
+        operation, contexts = ctx.operation, ctx.contexts
+        basic, saved, left = operation.basic_operations, iter(ctx.saved_tensors), iter(grads[1:])
+        for own, count in zip(contexts, ctx.counts, strict=True):
+            own.saved_tensors = tuple(itertools.islice(saved, count))
+        grad_input, grad_params, grad_extras = operation.fuser_backward(
+            contexts,
+            grads[0],
+            basic_op_grad_extra_outputs=[
+                tuple(itertools.islice(left, _num_outputs(b))) for b in basic
+            ],
         )
-        own.saved_tensors = ()
-        given, extras = tuple(grad_params), tuple(grad_extras)
-        for name, returned, due in (
-            ("parameters", given, ctx.num_params),
-            ("extra inputs", extras, operation.num_extra_inputs),
-        ):
-            if len(returned) != due:
-                raise OperandError(
-                    f"{type(operation).__name__}: backward returned {len(returned)} gradients of "
-                    f"{name}; it has {due}. Return one for each, None where none is needed."
-                )
+        for own in contexts:
+            own.saved_tensors = ()
+        params = [len(list(one.parameters())) for one in basic]
+        given = _counted(operation, "parameters", grad_params, params)
+        extras = _counted(operation, "extra inputs", grad_extras, [*map(_num_inputs, basic)])
         return None, None, None, grad_input, *extras, *given
+
+
+def _counted(
+    operation: torch.nn.Module,
+    name: str,
+    returned: Iterable[Iterable[torch.Tensor | None]],
+    due: Sequence[int],
+) -> list[torch.Tensor | None]:
+    """Return the gradients that backward ``returned``, of each operation as many as are ``due``."""
+    each = [list(one) for one in returned]
+    if [len(one) for one in each] != list(due):
+        found = ", ".join(str(len(one)) for one in each) or "0"
+        raise OperandError(
+            f"{type(operation).__name__}: backward returned {found} gradients of {name}; it has "
+            f"{', '.join(map(str, due))}. Return one for each, None where none is needed."
+        )
+    return [grad for one in each for grad in one]
+
+
+def _num_inputs(operation: torch.nn.Module) -> int:
+    return operation.num_extra_inputs if isinstance(operation, ExtraTensors) else 0
+
+
+def _num_outputs(operation: torch.nn.Module) -> int:
+    return operation.num_extra_outputs if isinstance(operation, ExtraTensors) else 0
 
 
 def _apart(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -9,8 +9,10 @@ import torch
 
 from fp8core.chain.delayed_wgrad import DelayedCall, WgradQueue
 from fp8core.chain.shape import LinkShape, input_columns_of
+from fp8core.context.autocast import active
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.basic_operation import FusedOperation, fused, has_fusions
 from fp8core.modules.bind import bind
 from fp8core.modules.extra_tensors import ExtraTensors
 from fp8core.modules.inputs import cast_to_weight, check_input, check_kind
@@ -210,8 +212,11 @@ class Sequential(LowPrecisionModule):
                 flat.append(module)
         return flat
 
-    def _groups(self) -> list[_Chain | torch.nn.Module]:
-        """Return the chains, and the modules that run between them, in order."""
+    def _groups(
+        self, modules: Sequence[torch.nn.Module] | None = None
+    ) -> list[_Chain | torch.nn.Module]:
+        """Return the chains, and the modules that run between them, in order; of ``modules``, which
+        fusions have changed, if given."""
         groups: list[_Chain | torch.nn.Module] = []
         chain: list[LowPrecisionModule] = []
         dtype: torch.dtype | None = None
@@ -224,8 +229,10 @@ class Sequential(LowPrecisionModule):
                 chain.clear()
             dtype, first_gemm = None, num_gemms
 
-        for module in self._flat():
+        for module in self._flat() if modules is None else modules:
             if not isinstance(module, LowPrecisionModule) or not module.is_link:
+                if isinstance(module, FusedOperation):  # the slots of its operations stay unused
+                    num_gemms += sum([_num_slot_sets(one) for one in module.basic_operations])
                 close()
                 groups.append(module)
                 continue
@@ -287,6 +294,8 @@ class Sequential(LowPrecisionModule):
         if not self._is_checked:
             self._check()
         groups = self._groups()
+        if has_fusions():
+            groups = self._groups(fused(self._flat(), active(self.outside_autocast).quantize))
         wanted = self.num_extra_inputs
         if len(extra_inputs) != wanted:
             adds = "AddExtraInput" if wanted == 1 else "operations that take one"
@@ -429,6 +438,11 @@ class _Tensors:
             if is_public:
                 self.outputs.append(tensor)
         return result[0]
+
+
+def _num_slot_sets(module: torch.nn.Module) -> int:
+    is_link = isinstance(module, LowPrecisionModule) and module.is_link
+    return module.count_slot_sets() if is_link else 0  # type: ignore[operator]  # as is_link says
 
 
 def _is_link(module: torch.nn.Module) -> bool:
