@@ -16,6 +16,7 @@ from fp8core.chain.unwrap import made_readable, unwrap
 from fp8core.dispatch import table
 from fp8core.dispatch.table import Resolved
 from fp8core.errors import OperandError, UnsupportedError
+from fp8core.functional.quantize import dequantize
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.storage import FLOATS, pad_operand, per_byte
 from fp8core.torch_ops.operators import constant_in_graph
@@ -116,7 +117,7 @@ def _gemm(
     dtype = _out_dtype("gemm", a, b, out_dtype, out)
     size = (*a.shape[:-1], b.shape[0])
     if bias is not None:
-        bias = _checked("gemm", "bias", bias)
+        bias = _checked("gemm", "bias", dequantize(bias))
         if tuple(bias.shape) != (b.shape[0],) or bias.device != a.device:
             raise OperandError(
                 f"gemm: bias is {list(bias.shape)} on {bias.device}, expected [{b.shape[0]}] on "
@@ -171,7 +172,11 @@ def grouped_gemm(
                 f"{_spec_of(first)}."
             )
     dtype = _out_dtype("grouped_gemm", a, first, out_dtype, out)
-    biases = [] if bias is None else [_checked("grouped_gemm", "bias", v) for v in _unbound(bias)]
+    biases = (
+        []
+        if bias is None
+        else [_checked("grouped_gemm", "bias", dequantize(one)) for one in _unbound(bias)]
+    )
     if biases and (
         len(biases) != len(matrices) or any(tuple(v.shape) != (first.shape[0],) for v in biases)
     ):

@@ -142,6 +142,15 @@ def test_writing_a_tensor_before_backward_is_an_error() -> None:
         made.sum().backward()
 
 
+def test_a_quantized_bias_is_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, bias = rand(M, K), rand(N, K), functional.quantize(rand(N), "current")
+    assert torch.equal(
+        functional.gemm(a, b, bias=bias), functional.gemm(a, b, None, bias.dequantize())
+    )
+    made = functional.grouped_gemm(a, [b], [M], None, [bias])
+    assert torch.equal(made, functional.gemm(a, b, bias=bias))
+
+
 def test_torch_autocast_changes_nothing() -> None:
     a, b = (MXFP8Quantizer("e4m3")(rand(*size)) for size in ((M, K), (N, K)))
     expected = functional.gemm(a, b, torch.float32)
