@@ -87,7 +87,7 @@ class FusibleOperation(torch.nn.Module, ExtraTensors):
 
     @property
     def basic_operations(self) -> Sequence[torch.nn.Module]:
-        """The operations that it computes: itself."""
+        """The operations that it computes, which are itself."""
         return [self]
 
     def fuser_forward(
@@ -216,7 +216,7 @@ class BasicOperation(FusibleOperation):
 class FusedOperation(FusibleOperation):
     """Several operations computed as one, in forward and in backward.
 
-    A subclass overrides :meth:`fuser_forward` and :meth:`fuser_backward`, whose lists have an entry
+    A subclass overrides ``fuser_forward`` and ``fuser_backward``, whose lists have an entry
     for each of ``basic_ops``; :func:`register_forward_backward_fusion` puts it in their place.
     """
 
