@@ -67,7 +67,6 @@ _VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("-DFP8CORE_A=kE4M3", "-DFP8CORE_B=kE5M2"),
         ("-DFP8CORE_A=kE5M2", "-DFP8CORE_B=kE4M3"),
     ),
-    "cuda/norm/bands.cu": _INPUTS[:2],
     "cuda/norm/from_input.cu": _INPUTS,
     "cuda/norm/panels.cu": _INPUTS[:2],
     "cuda/norm/two_passes.cu": _INPUTS[:2],

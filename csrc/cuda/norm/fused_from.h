@@ -1,5 +1,4 @@
-// The launches of norms with casts of one type of input, which panels.cu, bands.cu and
-// two_passes.cu compile.
+// The launches of norms with casts of one type of input, which panels.cu and two_passes.cu compile.
 #pragma once
 
 #include "../quantize/tile_params.h"
@@ -15,14 +14,6 @@ struct FirstPassParams;
 template <typename T>
 struct PanelsFrom {
   static bool launch(const QuantizeNormDesc& desc, PanelParams params, cudaStream_t stream);
-};
-
-// In one pass over x from memory, in bands. False where the device does not run it for such rows;
-// then nothing is launched.
-template <typename T>
-struct BandsFrom {
-  static bool launch(const QuantizeNormDesc& desc, const QuantizeNormArguments& arguments,
-                     const TileParams& tile, cudaStream_t stream);
 };
 
 // In two. `tile` is that of a cast of x.

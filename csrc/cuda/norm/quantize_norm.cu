@@ -1,5 +1,5 @@
-// The launch of a norm with a cast: in one pass over x where the cast's scales are given, or follow
-// from 128 rows; else in two.
+// The launch of a norm with a cast: in one pass over x where the cast's scale is given, and panels
+// are planned for such rows; else in two.
 #include "../element.h"
 #include "first_pass.cuh"
 #include "fused_from.h"
@@ -17,10 +17,7 @@ void launch_from(const QuantizeNormDesc& desc, const QuantizeNormArguments& argu
   const Granularity granularity = desc.cast.granularity;
   const bool is_one_pass =
       granularity == Granularity::kDelayed || granularity == Granularity::kVec128;
-  const int cluster = desc.panel.cluster;
-  if (is_one_pass && cluster == 0) {
-    if (BandsFrom<T>::launch(desc, arguments, tile, stream)) return;
-  } else if (is_one_pass && cluster > 0 && desc.cast.format == Format::kE4M3) {
+  if (is_one_pass && desc.cast.format == Format::kE4M3) {
     PanelParams p{};
     p.tile = tile;
     p.affine = affine;

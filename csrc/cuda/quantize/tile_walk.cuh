@@ -13,25 +13,6 @@
 
 namespace fp8core {
 
-// Work beside that of tiles, which a source may have (norm/bands.cuh): its begin(tile, span) runs
-// before each tile. It may begin one group of copies each time.
-struct NoCompanion {
-  static constexpr int kGroups = 0;
-  template <typename Inputs>
-  __device__ NoCompanion(const Inputs&, const TileParams&, unsigned) {}
-  __device__ void begin(unsigned, const TileSpan&) {}
-};
-
-template <typename Source, typename = void>
-struct CompanionOf {
-  using Type = NoCompanion;
-};
-template <typename Source>
-struct CompanionOf<Source, std::void_t<typename Source::Companion>> {
-  using Type = typename Source::Companion;
-  static_assert(Source::kStages * Source::kRows == 8);  // so that a group of each batch is younger
-};
-
 // The inputs of a thread's rows, which are copied ahead.
 template <typename Source, bool kFromEnd>
 class RowsAhead {
@@ -55,7 +36,7 @@ class RowsAhead {
                             const Take& take) {
 #pragma unroll
     for (int batch = 0; batch < kBatches; ++batch) {
-      wait_for_copies<kStages - 1 + CompanionOf<Source>::Type::kGroups>();
+      wait_for_copies<kStages - 1>();
       // In each tile a batch takes the same stage, where the number of stages divides that of
       // batches.
       Stage& stage = stages_[kBatches % kStages == 0 ? batch % kStages : stage_];
@@ -119,7 +100,6 @@ __device__ void for_tiles(const CastParams<Source>& p, const PlaceOf& place_of, 
       for (int i = 0; i < 8; ++i) take(i, 0, x[i]);
     });
   } else {
-    typename CompanionOf<Source>::Type companion(p.inputs, p.tile, p.tiles);
     RowsAhead<Source, kFromEnd> ahead(p, place_of(threadIdx.x));
     for (unsigned turn = blockIdx.x; turn < p.tiles; turn += gridDim.x) {
       if (turn != blockIdx.x) __syncthreads();
@@ -129,7 +109,6 @@ __device__ void for_tiles(const CastParams<Source>& p, const PlaceOf& place_of, 
       const TilePlace place = place_of(thread);
       const unsigned tile = ahead.tile_of(turn);
       const TileSpan at = span_of_plain_tile(p.tile, tile);
-      companion.begin(tile, at);
       const Source source(p.inputs, p.tile, at, place.ty, place.tx);
       work(tile, at, thread, [&](const auto& take) { ahead.take_rows(turn, place, source, take); });
     }

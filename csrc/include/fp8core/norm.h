@@ -83,7 +83,7 @@ void norm_backward(const NormDesc& desc, const NormBackwardArguments& arguments,
 struct PanelChoice {
   int rows = 0;         // that a cluster of blocks takes at once: 32 or 64, for kVec128 128; or 0
   int threads = 256;    // of a block; for kVec128 also 512
-  int cluster = 1;      // blocks; 0: in bands of rows (cuda/norm/bands.cuh); -1: in two passes
+  int cluster = 1;      // blocks
   int slots_ahead = 0;  // 1: part of the next rows is loaded meanwhile
 };
 
@@ -109,9 +109,9 @@ struct QuantizeNormArguments {
 // parameters begin at multiples of 16 bytes, and rows are a multiple of 8 columns. kDelayed with or
 // without rounding; kTensor, kRow and kVec128 after rounding.
 //
-// Launches: one for kDelayed and kVec128, which reads x once; two for kTensor, three for kRow, and
-// two for rows so long that no cluster of blocks holds a panel of them: these read x twice, and
-// rows of at most kMostTwicePassed columns. An empty x launches nothing.
+// Launches: one for kDelayed with e4m3 and up to 8192 columns, which reads x once; two for other
+// kDelayed, kTensor and kVec128, three for kRow: these read x twice, and rows of at most
+// kMostTwicePassed columns. An empty x launches nothing.
 constexpr std::int64_t kMostTwicePassed = 16384;
 
 void quantize_norm(const QuantizeNormDesc& desc, const QuantizeNormArguments& arguments,

@@ -313,9 +313,9 @@ def fused_norms() -> None:
             for size in ((1, 8), (33, 264), (130, 1160), (70, 4096), (5, 70))
         ]
         if own.delayed:
-            panels = ((32, 256, 1, 0), (32, 256, 3, 1), (64, 256, 2, 1), (0, 256, 0, 0))
+            panels = ((32, 256, 1, 0), (32, 256, 3, 1), (64, 256, 2, 1))
         else:
-            panels = ((128, 256, 2, 0), (128, 256, 3, 1), (128, 512, 3, 1), (0, 256, 0, 0))
+            panels = ((128, 256, 2, 0), (128, 256, 3, 1), (128, 512, 3, 1))
         if name in ("delayed", "vector"):
             calls += [
                 (FusedNorm(FusedDesc(norm, whole), DEVICE, native.load(), panel), (300, 520))

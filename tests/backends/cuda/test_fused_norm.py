@@ -152,38 +152,6 @@ def test_any_division_into_panels_and_slices_gives_the_same(
         assert ran > 6
 
 
-BANDS = (0, 256, 0, 0)
-"""The native library's PanelChoice for bands of rows."""
-
-
-@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["delayed", "vector"])
-def test_bands_of_rows_give_the_same(
-    name: str, kind: str, dtype: torch.dtype, element: str
-) -> None:
-    desc, library = fused(kind, spec(name, element), dtype), native.load()
-    run = FusedNorm(desc, DEVICE, library, BANDS)
-    for shape in (*WHOLE, (8192, 4096), (3000, 5120), (1030, 16384)):
-        for _ in range(3):
-            check(desc, drawn(desc, *shape), run)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["delayed", "vector"])
-def test_bands_of_rows_count_nan_and_inf(name: str, kind: str) -> None:
-    desc, library = fused(kind, spec(name), torch.bfloat16), native.load()
-    run = FusedNorm(desc, DEVICE, library, BANDS)
-    x, *parameters = drawn(desc, 1030, 4096)
-    for at, value in ((3, torch.nan), (515, torch.inf), (1029, -torch.inf)):
-        x[at, 2048] = value
-    check(desc, [x, *parameters], run)
-    for half in desc.quantize.halves():
-        whole = dataclasses.replace(desc, quantize=half)
-        check(whole, [x, *parameters], FusedNorm(whole, DEVICE, library, BANDS))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_nan_and_inf_are_counted_and_keep_their_places(kind: str, name: str) -> None:
