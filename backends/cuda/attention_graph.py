@@ -13,7 +13,15 @@ import torch
 
 from fp8core.backend_api import AttentionDesc
 
-__all__ = ["Problem", "Strides", "Uid", "backward", "contiguous_strides", "forward"]
+__all__ = [
+    "Problem",
+    "Strides",
+    "Uid",
+    "backward",
+    "contiguous_strides",
+    "forward",
+    "operand_type",
+]
 
 Strides = tuple[int, int, int, int]
 
@@ -80,28 +88,14 @@ def forward(cudnn: Any, graph: Any, desc: AttentionDesc, problem: Problem) -> No
     and ``SUM``, of the exponentials of logits less that one, in place of the statistics.
     """
     tensors = _Tensors(cudnn, graph, desc, problem)
-    sizes = (problem.batch, desc.heads, problem.s_q)
-    options = tensors.options()
-    statistics = _statistics_strides(desc, problem)
-    if desc.max_logit:
-        starts, wide = tensors.starts(Uid.STARTS_STATS), cudnn.data_type.FLOAT
-        for name, uid in (("score_max", Uid.MAX_LOGIT), ("score_sum_exp", Uid.SUM)):
-            of_rows = tensors.plain(uid, (*sizes, 1), statistics, wide, starts)
-            options[name] = of_rows.set_output(True)
-    if desc.softmax != "vanilla":
-        options["sink_token"] = tensors.plain(
-            Uid.SINK, (1, desc.heads, 1, 1), (desc.heads, 1, 1, 1), cudnn.data_type.FLOAT
-        )
     out, stats = graph.sdpa(
         *(tensors.operand(uid) for uid in (Uid.Q, Uid.K, Uid.V)),
         generate_stats=not desc.max_logit,
         name="attention",
-        **options,
+        **tensors.options(),
+        **tensors.forward_options(),
     )
-    tensors.result(out, Uid.OUT, (*sizes, desc.head_dim_v), problem.out, Uid.STARTS_OUT)
-    if not desc.max_logit:
-        tensors.result(stats, Uid.STATS, (*sizes, 1), statistics, Uid.STARTS_STATS)
-        stats.set_data_type(cudnn.data_type.FLOAT)
+    tensors.forward_results(out, stats)
 
 
 def backward(cudnn: Any, graph: Any, desc: AttentionDesc, problem: Problem) -> None:
@@ -156,6 +150,12 @@ def contiguous_strides(layout: str, dims: tuple[int, int, int, int]) -> Strides:
     if layout == "sbhd":
         return (row, size, batch * row, 1)
     return (length * row, size, row, 1)
+
+
+def operand_type(cudnn: Any, desc: AttentionDesc) -> Any:
+    """Return cuDNN's name of the dtype of queries, keys and values."""
+    types = cudnn.data_type
+    return types.HALF if desc.dtype == torch.float16 else types.BFLOAT16
 
 
 def _statistics_strides(desc: AttentionDesc, problem: Problem) -> Strides:
@@ -227,7 +227,8 @@ class _Tensors:
             ),
         }[uid]
         dims = (problem.batch, heads, length, size)
-        return self.plain(uid, dims, strides, self._types[desc.dtype], self.starts(starts))
+        dtype = operand_type(self._cudnn, desc)
+        return self.plain(uid, dims, strides, dtype, self.starts(starts))
 
     def result(
         self, tensor: Any, uid: Uid, dims: tuple[int, ...], strides: tuple[int, ...], starts: Uid
@@ -237,6 +238,34 @@ class _Tensors:
         offsets = self.starts(starts)
         if offsets is not None:
             tensor.set_ragged_offset(offsets)
+
+    def forward_options(self) -> dict[str, Any]:
+        """Return the arguments of forward alone: the sink, and what the largest logit needs."""
+        desc, wide = self._desc, self._cudnn.data_type.FLOAT
+        options: dict[str, Any] = {}
+        if desc.max_logit:
+            starts = self.starts(Uid.STARTS_STATS)
+            dims = (self._problem.batch, desc.heads, self._problem.s_q, 1)
+            strides = _statistics_strides(desc, self._problem)
+            for name, uid in (("score_max", Uid.MAX_LOGIT), ("score_sum_exp", Uid.SUM)):
+                of_rows = self.plain(uid, dims, strides, wide, starts)
+                options[name] = of_rows.set_output(True)
+        if desc.softmax != "vanilla":
+            strides = (desc.heads, 1, 1, 1)
+            options["sink_token"] = self.plain(Uid.SINK, (1, desc.heads, 1, 1), strides, wide)
+        return options
+
+    def forward_results(self, out: Any, stats: Any) -> None:
+        """Make the result, and the statistics unless the largest logit is asked for, ones that the
+        graph writes."""
+        desc, problem = self._desc, self._problem
+        sizes = (problem.batch, desc.heads, problem.s_q)
+        self.result(out, Uid.OUT, (*sizes, desc.head_dim_v), problem.out, Uid.STARTS_OUT)
+        out.set_data_type(operand_type(self._cudnn, desc))
+        if not desc.max_logit:
+            strides = _statistics_strides(desc, problem)
+            self.result(stats, Uid.STATS, (*sizes, 1), strides, Uid.STARTS_STATS)
+            stats.set_data_type(self._cudnn.data_type.FLOAT)
 
     def options(self) -> dict[str, Any]:
         """Return the arguments that forward and backward share."""

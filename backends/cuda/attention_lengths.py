@@ -125,6 +125,10 @@ class Unseen(NamedTuple):
     blind: torch.Tensor
     outside: torch.Tensor | None
 
+    def of_mask(self, blind: torch.Tensor) -> Unseen:
+        """Return these queries, and those that a mask shows no key."""
+        return Unseen(self.blind | blind, self.outside)
+
 
 class _Places(NamedTuple):
     """The position of each row in its sequence, and the lengths there; these broadcast."""

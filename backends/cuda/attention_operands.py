@@ -102,6 +102,8 @@ def check_rows(
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """Return ``x``, or a contiguous copy if cuDNN cannot read its rows: elements of a head that are
     not neighbours, elements that several indices share, or addresses that are not aligned."""
+    if _is_regular(x):
+        return x
     step = _ALIGNMENT // x.element_size()
     *outer, last = x.stride()
     sizes = x.shape
@@ -111,9 +113,17 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return x if is_readable else x.clone(memory_format=torch.contiguous_format)
 
 
+def _is_regular(x: torch.Tensor) -> bool:
+    """Whether ``x`` is contiguous from an aligned address: sizes of heads are aligned by
+    declaration."""
+    return x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0
+
+
 def in_order(x: torch.Tensor) -> torch.Tensor:
     """Return :func:`aligned` ``x``, or a contiguous copy if its dimensions are not in the order of
     their strides."""
+    if _is_regular(x):
+        return x
     x = aligned(x)
     strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]
     return x if strides == sorted(strides, reverse=True) else x.contiguous()

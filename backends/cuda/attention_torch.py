@@ -21,26 +21,25 @@ from fp8core_backends.cuda.attention_operands import (
     in_order,
     out_size,
 )
+from fp8core_backends.cuda.attention_support import KernelNames
 from fp8core_backends.cuda.private import cudnn_attention, cudnn_attention_backward
 from fp8core_backends.cuda.stream import index_of
 
 __all__ = ["TorchAttention", "TorchAttentionBackward"]
 
-KERNEL = "cuDNN's attention, by torch"
-
 Gradients: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]"
 
 
 class TorchAttention:
-    """``(out, stats, None)`` of attention that ``is_plain``; see AttentionDesc."""
+    """``(out, stats, None)`` of attention that torch's operator computes; see AttentionDesc."""
 
-    __slots__ = ("_causal", "_desc", "_device", "kernel")
+    __slots__ = ("_causal", "_desc", "_device", "kernel", "other_kernels")
 
-    def __init__(self, desc: AttentionDesc, device: torch.device) -> None:
+    def __init__(self, desc: AttentionDesc, device: torch.device, names: KernelNames) -> None:
         self._desc = desc
         self._device = torch.device("cuda", index_of(device))
         self._causal = desc.window[1] == 0
-        self.kernel = KERNEL
+        self.kernel, self.other_kernels = names
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -60,17 +59,19 @@ class TorchAttention:
 
 
 class TorchAttentionBackward:
-    """The gradients of attention that ``is_plain``; see AttentionBackwardDesc."""
+    """The gradients of attention that torch's operator computes; see AttentionBackwardDesc."""
 
-    __slots__ = ("_causal", "_desc", "_device", "_unused", "kernel")
+    __slots__ = ("_causal", "_desc", "_device", "_unused", "kernel", "other_kernels")
 
-    def __init__(self, desc: AttentionBackwardDesc, device: torch.device) -> None:
+    def __init__(
+        self, desc: AttentionBackwardDesc, device: torch.device, names: KernelNames
+    ) -> None:
         self._desc = desc.attention
         self._device = torch.device("cuda", index_of(device))
         self._causal = desc.attention.window[1] == 0
         # Seed and offset, which nothing reads without dropout.
         self._unused = torch.empty((), dtype=torch.int64, device=self._device)
-        self.kernel = KERNEL
+        self.kernel, self.other_kernels = names
 
     def __call__(
         self,

@@ -37,7 +37,7 @@ from fp8core_backends.cuda import native, scaled_mm
 from fp8core_backends.cuda.activation import Activation, ActivationBackward, activation_problem
 from fp8core_backends.cuda.amax import bind_amax, bind_quantize_by_amax
 from fp8core_backends.cuda.attention import bind_attention, bind_attention_backward
-from fp8core_backends.cuda.attention_support import attention_problem
+from fp8core_backends.cuda.attention_support import attention_backward_problem, attention_problem
 from fp8core_backends.cuda.column_sums import ColumnSums
 from fp8core_backends.cuda.dequantize import Dequantize
 from fp8core_backends.cuda.device_groups import DeviceGroupedGemm
@@ -68,10 +68,10 @@ class CudaBackend:
         """Say why ``desc`` cannot run on ``device``, or None."""
         if device.type != "cuda":
             return f"runs on cuda, not on {device.type}"
-        if isinstance(desc, AttentionDesc):
+        if type(desc) is AttentionDesc:  # a subclass may ask for more
             return attention_problem(desc, device)
-        if isinstance(desc, AttentionBackwardDesc):
-            return attention_problem(desc.attention, device, bias_grad=desc.bias_grad)
+        if type(desc) is AttentionBackwardDesc:
+            return attention_backward_problem(desc, device)
         missing = native.missing(device)
         if type(desc) in (GemmDesc, GroupedGemmDesc):  # a subclass may ask for more
             return _check_gemm(desc, device, missing)  # type: ignore[arg-type]  # as the line above

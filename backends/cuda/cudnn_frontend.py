@@ -39,7 +39,10 @@ def missing() -> str | None:
     version = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
     if not FIRST <= version < AFTER_LAST:
         return f"{PACKAGE} is {found}, expected {wanted}; {install}"
-    release = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's
+    try:
+        release = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's
+    except RuntimeError as error:  # another cuDNN than torch's was loaded before it
+        return f"torch refuses the cuDNN of this process: {str(error).partition(chr(10))[0]}"
     if release is None or release < CUDNN:
         return f"torch's cuDNN is {release}, expected at least {CUDNN}"
     return None

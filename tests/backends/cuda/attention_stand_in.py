@@ -14,6 +14,10 @@ import torch
 from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc, OpDesc
 from fp8core_backends.cuda import (
     attention,
+    attention_backward,
+    attention_call,
+    attention_forward,
+    attention_plans,
     attention_support,
     attention_torch,
     cudnn_frontend,
@@ -98,6 +102,7 @@ class _Sequence:
 
 
 def forward(desc: AttentionDesc, problem: Problem, tensors: Tensors) -> None:
+    assert problem.s_q > 1 or Uid.SINK not in tensors
     for at in range(problem.batch):
         one = _Sequence(desc, problem, tensors, at)
         q, k, v = one.operands()
@@ -108,7 +113,8 @@ def forward(desc: AttentionDesc, problem: Problem, tensors: Tensors) -> None:
         if Uid.SINK in tensors:
             sums = torch.logaddexp(sums, tensors[Uid.SINK].double()[:, None])
         weights = (logits - sums[..., None]).exp()  # NaN where nothing is seen
-        out = (weights * one.kept(weights.shape)) @ v
+        weights = weights * one.kept(weights.shape)
+        out = weights @ v
         size = desc.head_dim_v
         one.view(Uid.OUT, problem.out, desc.heads, one.rows_q, size).copy_(out)
         if desc.max_logit:
@@ -119,6 +125,7 @@ def forward(desc: AttentionDesc, problem: Problem, tensors: Tensors) -> None:
 
 
 def backward(desc: AttentionDesc, problem: Problem, tensors: Tensors) -> None:
+    assert (problem.s_q, problem.s_kv) != (1, 1)
     for at in range(problem.batch):
         one = _Sequence(desc, problem, tensors, at)
         q, k, v = one.operands()
@@ -196,7 +203,7 @@ class StandIn:
         monkeypatch.setattr(torch.cuda, "device", Here)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-        for module in (attention, attention_torch):
+        for module in (attention_call, attention_torch):
             monkeypatch.setattr(module, "index_of", lambda device: 0)
         monkeypatch.setattr(attention_torch, "cudnn_attention", torch_forward)
         monkeypatch.setattr(attention_torch, "cudnn_attention_backward", torch_backward)
@@ -210,20 +217,18 @@ class StandIn:
 
         here = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
         here.device = Device()
-        for module in (attention, attention_torch):
+        for module in (attention_call, attention_forward, attention_backward, attention_torch):
             monkeypatch.setattr(module, "torch", here)
         steps = {"forward": forward, "backward": backward}
 
         def run(graphs: Any, problem: Problem, tensors: Tensors) -> None:
             steps[graphs._add.__name__](graphs._desc, problem, tensors)
 
-        monkeypatch.setattr(attention._Graphs, "run", run)
+        monkeypatch.setattr(attention_plans.Graphs, "run", run)
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
         if isinstance(desc, AttentionBackwardDesc):
-            return attention_support.attention_problem(
-                desc.attention, device, bias_grad=desc.bias_grad
-            )
+            return attention_support.attention_backward_problem(desc, device)
         if isinstance(desc, AttentionDesc):
             return attention_support.attention_problem(desc, device)
         return "not attention"

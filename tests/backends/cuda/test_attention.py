@@ -16,7 +16,7 @@ import torch
 
 from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc
 from fp8core.errors import OperandError
-from tests.backends.cuda.cuda_cases import DEVICE, backend, same_bits
+from tests.backends.cuda.cuda_cases import DEVICE, backend, nothing_waits, same_bits
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
 F64 = torch.float64
@@ -174,7 +174,9 @@ def check(ours: Results, theirs: Results, dtype: torch.dtype) -> None:
         worst = float((got - wanted).abs().max())
         assert worst <= allowed, f"{name}: {worst:.3g} of {allowed:.3g}"
         if not wide:  # as a whole: errors of single elements are of either sign
-            share = float((got - wanted).norm() / wanted.norm().clamp(min=1e-30))
+            # Behind a softmax of one key a gradient is zero; its terms, which cancel, are about 1.
+            size = max(float(wanted.norm()), 2**-10 * wanted.numel() ** 0.5)
+            share = float((got - wanted).norm()) / size
             assert share <= 4 * eps, f"{name}: {share:.3g} of the norm"
 
 
@@ -210,7 +212,7 @@ def test_nothing_gives_zeros(name: str, lengths: tuple[int, int]) -> None:
             check_call(desc, *call_of(desc, *lengths, batch=batch))
 
 
-@pytest.mark.parametrize("name", ["causal", "bshd", "no_mask"])
+@pytest.mark.parametrize("name", OPTIONS)
 def test_one_query_and_one_key_have_gradients(name: str) -> None:
     desc = desc_of(name)
     check_call(desc, *call_of(desc, 1, 1))
@@ -381,12 +383,9 @@ def test_nothing_waits_for_the_device(name: str) -> None:
     both_ways(desc, placed, given, DEVICE)
     run, back = bound(desc), bound(AttentionBackwardDesc(desc))
     grad = torch.zeros_like(run(*placed, **given)[0])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         forward = run(*placed, **given)
         back(grad, *placed, *forward[:2], **given)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_offsets_that_are_too_large_read_no_row_outside() -> None:

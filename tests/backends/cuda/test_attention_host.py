@@ -6,6 +6,8 @@ see nothing. What cuDNN computes from them is tested in test_attention.py, on a 
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -14,6 +16,8 @@ from fp8core.testing import laws  # noqa: F401  importing fills the laws
 from fp8core.testing.catalogue import catalogue
 from fp8core.testing.checks import LAWS
 from fp8core.testing.subject import Subject
+from fp8core_backends.cuda import cudnn_frontend
+from fp8core_backends.cuda.attention_support import attention_problem
 from tests.backends.cuda.attention_stand_in import CPU, StandIn
 from tests.backends.cuda.cuda_cases import backend
 
@@ -28,6 +32,28 @@ def subject(monkeypatch: pytest.MonkeyPatch) -> Subject:
     return Subject("cuda", StandIn(monkeypatch), CPU, judge)
 
 
+def test_a_cudnn_that_torch_refuses_leaves_its_own_operators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def version() -> int:
+        raise RuntimeError("PyTorch was compiled against (9, 19, 0) but found (9, 14, 0)")
+
+    plain = AttentionDesc(torch.bfloat16, "sbhd", 4, 2, 64, 64, 0.125, window=(-1, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    monkeypatch.setattr(cudnn_frontend.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(cudnn_frontend.importlib.metadata, "version", lambda name: "1.23.0")
+    cudnn_frontend.missing.cache_clear()
+    try:
+        assert attention_problem(plain, CPU) is None
+        said = attention_problem(dataclasses.replace(plain, window=(7, 0)), CPU)
+    finally:
+        cudnn_frontend.missing.cache_clear()
+    assert said is not None
+    assert "torch refuses the cuDNN of this process: PyTorch was compiled against" in said
+
+
 @pytest.mark.parametrize("label", [entry.label for entry in ENTRIES])
 def test_every_law_of_the_kit_holds(subject: Subject, label: str) -> None:
     desc = next(entry.desc for entry in ENTRIES if entry.label == label)
@@ -37,6 +63,7 @@ def test_every_law_of_the_kit_holds(subject: Subject, label: str) -> None:
         forward.dtype not in (torch.bfloat16, torch.float16)
         or forward.softcap > 0
         or forward.bias == "alibi"
+        or desc.low_precision
     )
     assert is_refused == is_declined, subject.refuses(desc)
     if is_refused:

@@ -1,0 +1,145 @@
+"""Backward of attention by cuDNN's frontend."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+
+from fp8core.backend_api import AttentionBackwardDesc
+from fp8core_backends.cuda import attention_graph
+from fp8core_backends.cuda.attention_bias import grad_of_bias
+from fp8core_backends.cuda.attention_call import GraphOperation, first_alone, with_second
+from fp8core_backends.cuda.attention_graph import Uid
+from fp8core_backends.cuda.attention_lengths import Keywords, in_rows
+from fp8core_backends.cuda.attention_operands import aligned, check_operands, check_rows
+from fp8core_backends.cuda.attention_support import KernelNames
+
+__all__ = ["GraphAttentionBackward"]
+
+Gradients: TypeAlias = (
+    "tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]"
+)
+
+
+class GraphAttentionBackward(GraphOperation):
+    """The gradients; see AttentionBackwardDesc."""
+
+    __slots__ = ("_bias_grad",)
+
+    def __init__(
+        self, desc: AttentionBackwardDesc, device: torch.device, names: KernelNames
+    ) -> None:
+        super().__init__(desc.attention, device, names, attention_graph.backward)
+        self._bias_grad = desc.bias_grad
+
+    def __call__(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        stats: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        softmax_offset: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        rng: torch.Tensor | None = None,
+    ) -> Gradients:
+        """Return the gradients; see the backend API."""
+        desc = self.desc
+        check_operands(desc, q, k, v, self.device)
+        check_rows(desc, q, grad_out, out, stats)
+        lengths = Keywords(
+            *(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
+            *(max_seqlen_q, max_seqlen_kv),
+        )
+        with torch.cuda.device(self.device):
+            if self.is_empty(q, k, lengths):
+                return self._of_nothing((q, k, v), bias)
+            call = self.prepare((q, k, v), lengths, bias, mask, rng, in_backward=True)
+            if call.q.shape != q.shape:
+                grad_out, out = (with_second(x, desc.layout) for x in (grad_out, out))
+                stats = torch.nn.functional.pad(stats, (0, 1), value=-torch.inf)
+            # With lengths, cuDNN writes the rows of sequences alone.
+            new = torch.empty if call.sequences is None else torch.zeros
+            grads = [new(x.shape, dtype=desc.dtype, device=self.device) for x in (call.q, k, v)]
+            grad_bias: torch.Tensor | None = None
+            finite = stats
+            if call.unseen is not None:
+                # Weights of such rows are exp(.. - inf) = 0, and exp(.. + inf) = inf with -inf.
+                finite = stats.masked_fill(stats == -torch.inf, torch.inf)
+                grad_out = grad_out.masked_fill(in_rows(call.unseen.blind, desc.layout), 0)
+            grad_out, out = (_contiguous(x) for x in (grad_out, out))
+            tensors = call.tensors | {
+                Uid.GRAD_OUT: grad_out,
+                Uid.OUT: out,
+                Uid.STATS: _contiguous(finite),
+                Uid.GRAD_Q: grads[0],
+                Uid.GRAD_K: grads[1],
+                Uid.GRAD_V: grads[2],
+            }
+            problem = call.problem._replace(
+                bias_grad=self._bias_grad,
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+            )
+            if self._bias_grad:
+                full = (problem.batch, desc.heads, problem.s_q, problem.s_kv)
+                tensors[Uid.GRAD_BIAS] = q.new_zeros(full)
+            self.graphs.run(problem, tensors)
+            if self._bias_grad:
+                assert bias is not None
+                grad_bias = grad_of_bias(desc, tensors[Uid.GRAD_BIAS], bias)
+            grad_offset = self._grad_of_sink(grad_out, out, stats, softmax_offset)
+        if call.q.shape != q.shape:
+            grads[0] = first_alone(grads[0], desc.layout)
+        return grads[0], grads[1], grads[2], grad_bias, grad_offset
+
+    def _of_nothing(
+        self,
+        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        bias: torch.Tensor | None,
+    ) -> Gradients:
+        """Return the gradients without queries or keys."""
+        grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in operands)
+        grad_bias = None
+        if self._bias_grad:
+            assert bias is not None
+            grad_bias = bias.new_zeros(bias.shape)
+        is_learned = self.desc.softmax == "learnable"
+        wide = torch.float32
+        offset = grad_q.new_zeros(self.desc.heads, dtype=wide) if is_learned else None
+        return grad_q, grad_k, grad_v, grad_bias, offset
+
+    def _grad_of_sink(
+        self,
+        grad_out: torch.Tensor,
+        out: torch.Tensor,
+        stats: torch.Tensor,
+        softmax_offset: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Return the gradient of a learned sink, float32 ``[heads]``."""
+        desc = self.desc
+        if desc.softmax != "learnable":
+            return None
+        sink = self.sink(softmax_offset)
+        assert sink is not None
+        row_sums = (grad_out.float() * out.float()).sum(-1)
+        by_rows = stats
+        if desc.layout == "sbhd":
+            by_rows = stats.permute(2, 0, 1)
+        elif desc.layout == "bshd":
+            by_rows = stats.transpose(1, 2)
+        weights = torch.exp(sink - by_rows).masked_fill(by_rows == -torch.inf, 0)
+        return -(weights * row_sums).flatten(0, -2).sum(0)
+
+
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
+    return aligned(x.contiguous())
