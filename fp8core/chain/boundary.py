@@ -14,6 +14,7 @@ from fp8core.reporting import log_once
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Orientations, bind_quantizer
 from fp8core.tensors.storage import check, kept, per_byte
+from fp8core.torch_ops.shapes import is_captured
 
 __all__ = ["Boundary"]
 
@@ -47,8 +48,11 @@ class Boundary:
         """Return ``x [rows, cols]`` quantized, in both orientations or rowwise alone.
 
         The columnwise one is left out where blocks do not divide the rows. Where they do not divide
-        the columns, the result is a plain tensor of rounded values, which is logged once.
+        the columns, the result is a plain tensor of rounded values, which is logged once. In a
+        captured graph it always is: torch expects the gradient of a result to have its class.
         """
+        if is_captured(x):
+            return self.rounded(x)
         rows, cols = x.shape
         plan = TensorPlan(self._row, self._plan.columnwise if columnwise else None)
         for one in (plan, TensorPlan(self._row, None)):

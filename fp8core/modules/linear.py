@@ -180,7 +180,8 @@ class Linear(LowPrecisionModule):
         ``fp8_output``: the output is a :class:`~fp8core.QuantizedTensor` as the recipe casts an
         input, which a next layer takes as it is; ``fp8_grad``: so is the gradient of the input, as
         the recipe casts gradients. Both are rounded to the nearest by scales of their own, and
-        plain tensors without a recipe and where its blocks do not divide the sizes.
+        plain tensors without a recipe, where its blocks do not divide the sizes, and in graphs that
+        torch captures.
         """
         weight, params, bias = self._linear_params()
         output = run_layer(
