@@ -46,8 +46,9 @@ class Sequential(LowPrecisionModule):
     A container as ``torch.nn.Sequential`` is: it takes modules, or a dict of them, and is indexed,
     sliced, changed and iterated like a list. A torch module, a :class:`BasicOperation`, and an
     operation that changes leading dimensions run by themselves, between two chains. Operations of
-    another parameter dtype begin a chain too, whose input is cast to it. A Sequential inside
-    another is part of its chain, and one that is no single chain runs by itself.
+    another parameter dtype begin a chain too, whose input is cast to it; a norm or a bias in
+    float32 stays in a chain that has begun. A Sequential inside another is part of its chain, and
+    one that is no single chain runs by itself.
 
     The call takes the input, then the extra inputs of all operations in order, and returns the
     output, followed by the extra outputs if there are any. The outermost Sequential holds the
@@ -238,9 +239,11 @@ class Sequential(LowPrecisionModule):
                 continue
             param = next(module.parameters(), None)
             if param is not None:
-                if dtype not in (None, param.dtype):
+                # Links take vectors in float32 beside weights of another dtype.
+                is_vector = param.dim() == 1 and param.dtype == torch.float32
+                if dtype is not None and param.dtype != dtype and not is_vector:
                     close()
-                dtype = param.dtype
+                dtype = param.dtype if dtype is None else dtype
             chain.append(module)
             num_gemms += module.count_slot_sets()
         close()
