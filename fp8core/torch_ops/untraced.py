@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 
@@ -21,11 +22,14 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     long as importing torch, and most processes compile nothing, so it is called in a capture.
     """
 
-    @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.compiler.is_compiling():
             return function(*args, **kwargs)
         outside: Callable[P, R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         return outside(*args, **kwargs)
 
-    return call
+    # Each function has a code object: torch keeps what it compiled by code object, and would
+    # compile a shared one again for each of them.
+    own = cast(types.FunctionType, call)
+    own.__code__ = own.__code__.replace(co_name=function.__name__)
+    return functools.update_wrapper(call, function)
