@@ -23,6 +23,7 @@ from fp8core.cpu_offload import (
 from fp8core.cross_entropy import parallel_cross_entropy
 from fp8core.dispatch.policy import use_backend
 from fp8core.errors import (
+    CollectiveError,
     Fp8CoreError,
     NonFiniteError,
     OperandError,
@@ -115,6 +116,7 @@ from fp8core.tensors.saving import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "CollectiveError",
     "ConversionReport",
     "DType",
     "DelayedScalingRequest",

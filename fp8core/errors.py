@@ -8,6 +8,7 @@ Each message names the request, the value at fault, and what would work::
     |-- OperandError      a tensor that does not fit: wrong k, dtype, device, stored state
     |-- UnsupportedError  a valid request that no installed backend can run
     |-- PluginError       a plug-in that cannot be used: failed import, wrong hook or API version
+    |-- CollectiveError   a collective over ranks that failed, as where a rank is missing
     `-- NonFiniteError    a NaN or inf that a monitor was asked to stop at
 """
 
@@ -18,6 +19,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "CollectiveError",
     "Fp8CoreError",
     "FrozenFieldError",
     "NonFiniteError",
@@ -51,6 +53,21 @@ class UnsupportedError(Fp8CoreError, NotImplementedError):
 
 class PluginError(Fp8CoreError, RuntimeError):
     """A plug-in was asked for by name and cannot be used."""
+
+
+class CollectiveError(Fp8CoreError, RuntimeError):
+    """A collective over several ranks failed, for instance because a rank did not take part."""
+
+    @classmethod
+    def of(cls, collective: str, error: BaseException) -> CollectiveError:
+        """Return the error of ``collective``, described in words, from the ``error`` of torch."""
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return cls(
+            f"{collective} failed: {lines[0]} All ranks of the group have to call the same "
+            f"collectives, in the same order and before the timeout of the group "
+            f"(init_process_group(timeout=...), new_group(timeout=...)). Look for a rank that "
+            f"raised an error, ended, or took another path through the model."
+        )
 
 
 class NonFiniteError(Fp8CoreError, ArithmeticError):

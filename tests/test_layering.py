@@ -28,7 +28,7 @@ FLOORS = (
     ("errors", "formats", "not_offered", "reporting"),
     ("backend_api",),
     ("dispatch", "recipe", "torch_ops"),
-    ("parameter", "tensors"),
+    ("communicator", "parameter", "tensors"),
     ("context",),
     ("chain",),
     (

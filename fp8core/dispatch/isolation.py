@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from fp8core.errors import (
+    CollectiveError,
     Fp8CoreError,
     NonFiniteError,
     OperandError,
@@ -30,7 +31,10 @@ Result = TypeVar("Result")
 MOST_CHARACTERS = 4000
 """The length of a reason: enough for a compiler's message, little enough for a table."""
 
-_ERRORS = (NonFiniteError, OperandError, PluginError, RecipeError, UnsupportedError, Fp8CoreError)
+_ERRORS = (
+    *(CollectiveError, NonFiniteError, OperandError, PluginError, RecipeError, UnsupportedError),
+    Fp8CoreError,
+)
 
 # Reads the name that a class was defined with; a metaclass could answer with another, or raise.
 _class_name: Any = vars(type)["__name__"].__get__

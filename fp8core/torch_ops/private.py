@@ -61,7 +61,9 @@ __all__ = [
     "forward_mode_level",
     "forward_pre_hooks",
     "function_modes",
+    "functional_collective",
     "gathered_rows",
+    "group_by_name",
     "has_hooks",
     "interpreter_stack",
     "is_any_autocast_enabled",
@@ -83,8 +85,11 @@ __all__ = [
     "queue_callback",
     "saved_tensor_hooks",
     "schema_of",
+    "start_all_gather",
+    "start_reduce_scatter",
     "tensor_guards",
     "wait_for_collective",
+    "wait_for_result",
     "without_interpreters",
     "without_modes",
 ]
@@ -278,11 +283,36 @@ WAITING: Final = ("wait_tensor", "_wrap_tensor_autograd")
 
 def gathered_rows(part: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
     """Return ``part`` of all ranks of a group along the first dimension, when they have arrived."""
-    arriving = torch.ops._c10d_functional.all_gather_into_tensor(
-        part.contiguous(), group_size, group_name
-    )
-    rows: torch.Tensor = torch.ops._c10d_functional.wait_tensor(arriving)
-    return rows
+    gather = functional_collective("all_gather_into_tensor")
+    return wait_for_result(gather(part.contiguous(), group_size, group_name))
+
+
+def functional_collective(name: str) -> Callable[..., torch.Tensor]:
+    """Return the collective ``name`` that a graph can hold; its last argument is the group name."""
+    collective: Callable[..., torch.Tensor] = getattr(torch.ops._c10d_functional, name)
+    return collective
+
+
+def wait_for_result(started: torch.Tensor) -> torch.Tensor:
+    """Return the result of a functional collective once it is complete."""
+    result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(started)
+    return result
+
+
+def group_by_name(name: str) -> Any:
+    """Return the process group ``name`` of this process."""
+    groups: Any = torch.distributed.distributed_c10d
+    return groups._resolve_process_group(name)
+
+
+def start_all_gather(group: Any, result: torch.Tensor, part: torch.Tensor) -> Any:
+    """Start the gather that torch.distributed.all_gather_into_tensor checks, logs and calls."""
+    return group._allgather_base(result, part)
+
+
+def start_reduce_scatter(group: Any, result: torch.Tensor, whole: torch.Tensor) -> Any:
+    """Start the sum that torch.distributed.reduce_scatter_tensor checks, logs and calls."""
+    return group._reduce_scatter_base(result, whole)
 
 
 # With a public way

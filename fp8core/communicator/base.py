@@ -1,0 +1,200 @@
+"""The collectives of layers, apart from who moves the bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fp8core.communicator.started import Started
+from fp8core.communicator.traffic import Traffic
+from fp8core.errors import CollectiveError, OperandError
+from fp8core.torch_ops.shapes import is_captured
+
+__all__ = ["Communicator", "Finish"]
+
+Finish = Callable[[], object]
+"""Blocks until a collective has written its result."""
+
+
+class Communicator(ABC):
+    """One rank of a group of ``size`` ranks.
+
+    ``rank`` is this process's position in the group, ``group_name`` the name by which
+    :func:`fp8core.communicator.named` returns this communicator. Every rank of the group has to
+    call the same collectives in the same order with tensors of equal shapes. In a group of one rank
+    they return the tensor that they are given. A ``purpose`` is a word for the counts and for
+    errors, such as ``"input"``.
+    """
+
+    def __init__(self, size: int, rank: int, group_name: str) -> None:
+        self.size = size
+        self.rank = rank
+        self.group_name = group_name
+        self.traffic = Traffic()
+
+    def gather(self, x: torch.Tensor, purpose: str = "") -> Started:
+        """Start to concatenate the ``x`` of all ranks along dimension 0, in the order of ranks."""
+        if self.size == 1:
+            return Started(x)
+        if not x.numel():
+            return Started(x.new_empty((self.size * x.shape[0], *x.shape[1:])))
+        num_bytes = (self.size - 1) * x.nbytes
+        return self._start("gather", purpose, x, num_bytes, self._gather)
+
+    def scatter(self, x: torch.Tensor, purpose: str = "") -> Started:
+        """Start to add up the ``x`` of all ranks, of which each rank gets its part of dimension 0.
+
+        Raises:
+            OperandError: the ranks do not divide dimension 0.
+        """
+        if x.shape[0] % self.size:
+            raise OperandError(
+                f"scatter of {list(x.shape)} over the {self.size} ranks of group "
+                f"{self.group_name!r}: they do not divide its {x.shape[0]} rows. Give a "
+                f"multiple of {self.size} rows."
+            )
+        if self.size == 1 or not x.numel():
+            return Started(x[: x.shape[0] // self.size])
+        num_bytes = x.nbytes // self.size * (self.size - 1)
+        return self._start("scatter", purpose, x, num_bytes, self._scatter)
+
+    def sum(self, x: torch.Tensor, purpose: str = "") -> Started:
+        """Start to add up the ``x`` of all ranks; the result is a new tensor."""
+        return self._reduced("sum", purpose, x)
+
+    def max(self, x: torch.Tensor, purpose: str = "") -> Started:
+        """Start to take the elementwise maximum over all ranks; the result is a new tensor."""
+        return self._reduced("max", purpose, x)
+
+    def exchange(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], purpose: str = ""
+    ) -> Started:
+        """Start to send rows of ``x`` to each rank and to receive rows from each.
+
+        ``send[r]`` is how many rows go to rank ``r``, the first ones to rank 0; ``receive[r]`` is
+        how many come from it. A zero sends or receives nothing.
+
+        Raises:
+            OperandError: the sizes are not one a rank, or ``send`` does not add up to the rows.
+        """
+        if len(send) != self.size or len(receive) != self.size or sum(send) != x.shape[0]:
+            raise OperandError(
+                f"exchange of {list(x.shape)} over the {self.size} ranks of group "
+                f"{self.group_name!r} with send={list(send)} and receive={list(receive)}: expected "
+                f"{self.size} sizes each, those of send adding up to {x.shape[0]} rows."
+            )
+        if self.size == 1:
+            return Started(x)
+        row_bytes = x.nbytes // x.shape[0] if x.shape[0] else 0
+        num_bytes = (x.shape[0] - send[self.rank]) * row_bytes
+
+        def move(sent: torch.Tensor) -> tuple[torch.Tensor, Finish]:
+            return self._exchange(sent, send, receive)
+
+        return self._start("exchange", purpose, x, num_bytes, move)
+
+    def agree(self, text: str, subject: str, device: torch.device) -> None:
+        """Compare ``text`` with that of the other ranks; ``subject`` says what it describes.
+
+        It costs a collective of 32 bytes a rank and waits for its result. ``device`` is one that
+        the group communicates on.
+
+        Raises:
+            OperandError: the texts differ; raised on every rank, and names the ranks and texts.
+        """
+        if self.size == 1:
+            return
+        encoded = text.encode()
+        header = [*hashlib.sha256(encoded).digest()[:24], *len(encoded).to_bytes(8, "big")]
+        mine = torch.tensor([header], dtype=torch.uint8, device=device)
+        headers = self.gather(mine, "agreement").wait().tolist()
+        if all(other == header for other in headers):
+            return
+        longest = max(int.from_bytes(bytes(other[24:]), "big") for other in headers)
+        padded = encoded.ljust(longest, b"\0")
+        mine = torch.tensor([list(padded)], dtype=torch.uint8, device=device)
+        rows = self.gather(mine, "agreement").wait().tolist()
+        texts = [bytes(row).rstrip(b"\0").decode() for row in rows]
+        raise OperandError(_difference(subject, self.group_name, texts))
+
+    def describe(self, collective: str, purpose: str, x: torch.Tensor) -> str:
+        """Return one collective in words, for an error."""
+        what = f" ({purpose})" if purpose else ""
+        return (
+            f"{collective} of {x.dtype} {list(x.shape)}{what} by rank {self.rank} of the "
+            f"{self.size} ranks of group {self.group_name!r}"
+        )
+
+    @abstractmethod
+    def _gather(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
+        """Start the collective of a contiguous ``x``; its result, and what waits for that."""
+
+    @abstractmethod
+    def _scatter(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
+        """As :meth:`_gather`."""
+
+    @abstractmethod
+    def _all_reduce(self, x: torch.Tensor, op: str) -> tuple[torch.Tensor, Finish]:
+        """As :meth:`_gather`; ``op`` is sum or max."""
+
+    @abstractmethod
+    def _exchange(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> tuple[torch.Tensor, Finish]:
+        """As :meth:`_gather`."""
+
+    def _reduced(self, op: str, purpose: str, x: torch.Tensor) -> Started:
+        if self.size == 1 or not x.numel():
+            return Started(x)
+        num_bytes = 2 * (self.size - 1) * x.nbytes // self.size
+
+        def move(sent: torch.Tensor) -> tuple[torch.Tensor, Finish]:
+            return self._all_reduce(sent, op)
+
+        return self._start(op, purpose, x, num_bytes, move)
+
+    def _start(
+        self,
+        collective: str,
+        purpose: str,
+        x: torch.Tensor,
+        num_bytes: int,
+        move: Callable[[torch.Tensor], tuple[torch.Tensor, Finish]],
+    ) -> Started:
+        if not is_captured(x):
+            self.traffic.add(collective, purpose, num_bytes)
+
+        def stage() -> str:
+            return self.describe(collective, purpose, x)
+
+        sent = x.detach().contiguous()
+        is_coded = _travels_as_bytes(x.dtype) and collective in ("gather", "exchange")
+        try:
+            result, finish = move(sent.view(torch.uint8) if is_coded else sent)
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise CollectiveError.of(stage(), error) from None
+        return Started(result.view(x.dtype) if is_coded else result, finish, sent, stage)
+
+
+def _travels_as_bytes(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 1 and dtype not in (torch.uint8, torch.int8, torch.bool)
+
+
+def _difference(subject: str, group_name: str, texts: Sequence[str]) -> str:
+    """Return the message for texts of ranks that differ: each text once, with its ranks."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    parts = (
+        f"rank{'s' if len(of) > 1 else ''} {', '.join(map(str, of))}: {text}"
+        for text, of in ranks.items()
+    )
+    return (
+        f"the ranks of group {group_name!r} differ in {subject}. " + "; ".join(parts) + ". Every "
+        "rank of the group has to run the same layers by the same recipe, in the same order."
+    )

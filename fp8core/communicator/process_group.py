@@ -1,0 +1,135 @@
+"""The communicator of a torch process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+
+from fp8core.communicator.base import Communicator, Finish
+from fp8core.errors import OperandError
+from fp8core.torch_ops.private import (
+    functional_collective,
+    group_by_name,
+    start_all_gather,
+    start_reduce_scatter,
+    wait_for_result,
+)
+from fp8core.torch_ops.shapes import is_captured
+
+__all__ = ["named", "of_group", "register"]
+
+_communicators: dict[str, _GroupCommunicator] = {}
+_registered: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
+
+
+def of_group(group: dist.ProcessGroup | None = None) -> Communicator:
+    """Return the communicator of ``group``, the default group if None; the same one each time.
+
+    Raises:
+        OperandError: torch.distributed is not initialized, or this process is not in the group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise OperandError(
+            "a layer over several ranks needs torch.distributed.init_process_group first."
+        )
+    if group is None:
+        group = dist.group.WORLD
+    rank = dist.get_rank(group)
+    if rank < 0 or not isinstance(group, dist.ProcessGroup):
+        raise OperandError(
+            f"rank {dist.get_rank()} is not in the given process group ({group!r}). Give each "
+            f"layer the group that its own rank belongs to."
+        )
+    name = group.group_name
+    known = _communicators.get(name)
+    if known is None or known.group is not group:
+        known = _communicators[name] = _GroupCommunicator(group, rank)
+    return known
+
+
+def named(group_name: str) -> Communicator:
+    """Return the communicator of the group of that name.
+
+    Raises:
+        OperandError: there is no such group, or this process is not in it.
+    """
+    registered = _registered.get(group_name)
+    if registered is not None:
+        return registered
+    if not dist.is_available() or not dist.is_initialized():
+        return of_group()  # raises
+    try:
+        group = group_by_name(group_name)
+    except (KeyError, RuntimeError, ValueError):
+        raise OperandError(
+            f"there is no process group {group_name!r} in this process: it was destroyed, or the "
+            f"layer was made in another process. Give the layer its group again, by "
+            f"set_tensor_parallel_group."
+        ) from None
+    return of_group(group)
+
+
+def register(communicator: Communicator) -> None:
+    """Have :func:`named` return ``communicator``, for as long as it lives."""
+    _registered[communicator.group_name] = communicator
+
+
+class _ProcessGroup(Protocol):
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any: ...
+
+
+class _GroupCommunicator(Communicator):
+    """Calls the process group without the checks and logs of torch.distributed's functions, whose
+    host time is three times that of the call."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+        super().__init__(group.size(), rank, group.group_name)
+        self.group = group
+        self._options = {name: _reduce_options(name) for name in ("sum", "max")}
+
+    def _gather(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
+        if is_captured(x):
+            return self._in_graph("all_gather_into_tensor", x, self.size)
+        result = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        return result, start_all_gather(self.group, result, x).wait
+
+    def _scatter(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
+        if is_captured(x):
+            return self._in_graph("reduce_scatter_tensor", x, "sum", self.size)
+        result = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        return result, start_reduce_scatter(self.group, result, x).wait
+
+    def _all_reduce(self, x: torch.Tensor, op: str) -> tuple[torch.Tensor, Finish]:
+        if is_captured(x):
+            return self._in_graph("all_reduce", x, op)
+        result = x.clone()  # c10d reduces in place
+        group: _ProcessGroup = self.group  # the stubs lack the options of allreduce
+        return result, group.allreduce([result], self._options[op]).wait
+
+    def _exchange(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> tuple[torch.Tensor, Finish]:
+        if is_captured(x):
+            return self._in_graph("all_to_all_single", x, list(receive), list(send))
+        result = x.new_empty((sum(receive), *x.shape[1:]))
+        return result, self.group.alltoall_base(result, x, list(receive), list(send)).wait
+
+    def _in_graph(self, name: str, x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, Finish]:
+        started = functional_collective(name)(x, *arguments, self.group_name)
+        # A graph orders its operators itself, so the wait is recorded here.
+        result: torch.Tensor = wait_for_result(started)
+        return result, _nothing
+
+
+def _nothing() -> None:
+    """Wait for nothing: the graph holds the wait."""
+
+
+def _reduce_options(name: str) -> Any:
+    options: Any = dist.AllreduceOptions()  # the stubs want another class of operations
+    options.reduceOp = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[name]
+    return options

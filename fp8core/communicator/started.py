@@ -1,0 +1,56 @@
+"""A collective that was started, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fp8core.errors import CollectiveError
+
+__all__ = ["Started"]
+
+
+class Started:
+    """The result of a collective that may still be under way; :meth:`wait` returns it.
+
+    It keeps the tensors of the collective alive. Until it is waited for, nobody may write to the
+    tensor that was given to the collective. On a GPU, waiting makes the current stream wait, and
+    not the host.
+    """
+
+    __slots__ = ("_finish", "_kept", "_result", "_stage")
+
+    def __init__(
+        self,
+        result: torch.Tensor,
+        finish: Callable[[], object] | None = None,
+        kept: torch.Tensor | None = None,
+        stage: Callable[[], str] = str,
+    ) -> None:
+        """``finish`` blocks until ``result`` is complete; None: it is already.
+
+        ``kept`` is the tensor that is sent; ``stage()`` describes the collective for an error.
+        """
+        self._result = result
+        self._finish = finish
+        self._kept = kept
+        self._stage = stage
+
+    def wait(self) -> torch.Tensor:
+        """Return the result; a second call returns it again.
+
+        Raises:
+            CollectiveError: the collective failed, for instance because a rank did not take part
+                before the group's timeout.
+        """
+        finish = self._finish
+        if finish is not None:
+            try:
+                finish()
+            except CollectiveError:
+                raise
+            except RuntimeError as error:
+                raise CollectiveError.of(self._stage(), error) from None
+            self._finish = self._kept = None
+        return self._result
