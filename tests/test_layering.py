@@ -28,14 +28,14 @@ FLOORS = (
     ("errors", "formats", "not_offered", "reporting"),
     ("backend_api",),
     ("dispatch", "recipe", "torch_ops"),
-    ("communicator", "parameter", "tensors"),
+    ("communicator", "extra_state", "parameter", "tensors"),
     ("context",),
     ("chain",),
     (
         *("cpu_offload", "cross_entropy", "functional", "modules", "ops", "optimizers"),
         *("permutation", "quantizers", "router"),
     ),
-    ("commands", "conversion", "inspect", "monitoring"),
+    ("checkpoints", "commands", "conversion", "inspect", "monitoring"),
     ("__init__", "__main__", "demo", "doctor", "hookspecs", "plan", "testing"),
 )
 TOP = len(FLOORS) - 1
@@ -61,6 +61,10 @@ USABLE = {
     "_buffers": "of torch.nn.Module, as _parameters",
     "_modules": "of torch.nn.Module, as _parameters",
     "_extra_state": "a key of Transformer Engine's checkpoints",
+    **dict.fromkeys(
+        ("_FormatHelper", "_OverrideLinearPrecision", "_load_from_bytes", "_rebuild_tensor_v2"),
+        "classes and functions that pickles of Transformer Engine's states name",
+    ),
     "_orig_dtype": "of torchao's Float8TrainingTensor",
     **dict.fromkeys(("_bias", "_data"), "the end of a name"),
     **dict.fromkeys(("_fp8core_conversion", "_fp8core_record"), "set by fp8core, by text"),

@@ -11,7 +11,13 @@ from fp8core.context.scopes import forget_interrupted
 from fp8core.dispatch import policy
 from fp8core.errors import RecipeError
 from fp8core.modules.bindings import Bindings
-from fp8core.modules.loading import has_weights, parameter_errors, state_errors
+from fp8core.modules.loading import (
+    Imported,
+    has_weights,
+    import_extra_state,
+    parameter_errors,
+    state_errors,
+)
 from fp8core.recipe.plan import DelayedPlan, LinearPlan, Plan, SlotNames
 from fp8core.reporting import log_once, logger
 from fp8core.tensors.quantized_tensor import QuantizedTensor
@@ -271,14 +277,14 @@ class DelayedModule(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        key = f"{prefix}_extra_state"
-        if key in state_dict and not self._reads_extra_state():
-            del state_dict[key]
-            log_once(f"{self.label}: the checkpoint's _extra_state is another library's; not read")
+        key, imported = f"{prefix}_extra_state", Imported({}, [])
         slots = self._names_of_slots()
+        if key in state_dict and not self._reads_extra_state():
+            can_import = any(slots) and self.plan_type is LinearPlan
+            imported = import_extra_state(state_dict.pop(key), self.label, can_import=can_import)
         names = [name for name in BUFFERS if any(slots) and prefix + name in state_dict]
-        state = {name: state_dict.pop(prefix + name) for name in names}
-        errors = parameter_errors(
+        state = {name: state_dict.pop(prefix + name) for name in names} or imported.state
+        errors = imported.errors + parameter_errors(
             self._parameters,
             state_dict,
             prefix,

@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from fp8core.errors import OperandError
+from fp8core.extra_state.state import is_pickled, read_extra_state
 from fp8core.recipe.plan import SlotNames
+from fp8core.reporting import log_once
 from fp8core.tensors.checks import fault_of, kind_fault, misfit
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.slots import BUFFERS, META, read_meta
 from fp8core.tensors.storage import PARTS
 
-__all__ = ["has_weights", "parameter_errors", "state_errors"]
+__all__ = ["Imported", "has_weights", "import_extra_state", "parameter_errors", "state_errors"]
+
+
+class Imported(NamedTuple):
+    """The buffers of delayed scaling that another library's checkpoint has, or why it has none."""
+
+    state: dict[str, torch.Tensor]
+    errors: list[str]
+
+
+def import_extra_state(value: Any, label: str, *, can_import: bool) -> Imported:
+    """Return what ``value``, Transformer Engine's ``_extra_state`` of the layer ``label``, holds.
+
+    ``can_import``: the layer's slots are those of linears, as Transformer Engine's are.
+    """
+    is_empty = value is None or (isinstance(value, torch.Tensor) and not value.numel())
+    if is_empty:
+        return Imported({}, [])
+    if not can_import or not is_pickled(value):
+        log_once(f"{label}: the checkpoint's _extra_state is another library's; not read")
+        return Imported({}, [])
+    try:
+        return Imported(read_extra_state(value), [])
+    except OperandError as error:
+        return Imported({}, [str(error)])
 
 
 def has_weights(

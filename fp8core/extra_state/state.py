@@ -1,0 +1,204 @@
+"""A layer's delayed scaling from Transformer Engine's ``_extra_state``.
+
+It is a pickle as uint8 ``[bytes]``, in version 1 an ``io.BytesIO`` by torch.save, and holds
+
+=============  ==============================================================================
+module         ``recipe`` (from 2.0 on), ``scale_fwd [3 g]``, ``amax_history_fwd [len, 3 g]``,
+               ``scale_bwd [2 g]``, ``amax_history_bwd [len, 2 g]``, ``extra_fp8_variables``,
+               for g GEMMs; up to 1.x ``scale_inv_fwd`` and ``scale_inv_bwd`` too
+operation      ``forward`` and ``backward``, dicts with the keys of the way, of 2 tensors
+               (input, weight) and 1 (grad_output)
+=============  ==============================================================================
+
+The slots of a GEMM are input, weight, output and grad_output, grad_input, as they are in fp8core;
+an empty tensor stands for no state. Source: Transformer Engine 2.20.2, pytorch/module/base.py and
+pytorch/ops/op.py, get_extra_state.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fp8core.errors import OperandError
+from fp8core.extra_state.opcodes import Record
+from fp8core.extra_state.tensors import RECIPES, read_values
+from fp8core.recipe.base import Format
+from fp8core.recipe.plan import LinearPlan
+from fp8core.reporting import log_once
+from fp8core.tensors.slots import BUFFERS, META, meta_text
+
+__all__ = ["format_named", "is_pickled", "read_extra_state"]
+
+_ZIP, _PICKLE = b"PK", b"\x80"
+_WAYS = {"forward": "fwd", "backward": "bwd"}
+# Of one GEMM: the slots, and which of them an operation of Transformer Engine writes.
+_SLOTS = {"fwd": (3, (0, 1)), "bwd": (2, (0,))}
+_STATELESS = (
+    *("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"),
+    *("NVFP4BlockScaling", "CustomRecipe"),
+)
+
+
+def is_pickled(value: Any) -> bool:
+    """Say whether ``value`` of a checkpoint is a pickle, as Transformer Engine's states are."""
+    return _bytes_of(value)[:1] == _PICKLE or _bytes_of(value)[:2] == _ZIP
+
+
+def read_extra_state(value: Any) -> dict[str, torch.Tensor]:
+    """Return the buffers of delayed scaling that ``value``, an ``_extra_state``, holds.
+
+    They are float32 tensors on the CPU under fp8core's names, and ``delayed_meta``; none for a
+    recipe without state. An infinite amax in a history, at which Transformer Engine freezes a
+    scale, is left out and logged once.
+
+    Raises:
+        OperandError: it is damaged, or holds a class that no such state needs; nothing of the file
+            was called.
+    """
+    try:
+        content = read_values(_bytes_of(value))
+        return _buffers(content)
+    except OperandError as error:
+        raise OperandError(
+            f"the checkpoint's _extra_state is refused: {error}. Leave it out of the state_dict "
+            f"to load the weights alone; delayed scaling then starts fresh"
+        ) from None
+
+
+def _bytes_of(value: Any) -> bytes:
+    """Return the bytes of an extra state; empty for another kind of value."""
+    if isinstance(value, io.BytesIO):
+        return value.getvalue()
+    is_bytes = type(value) in (torch.Tensor, torch.nn.Parameter) and value.dtype == torch.uint8
+    if not is_bytes or value.is_meta or value.dim() != 1:
+        return b""
+    return value.detach().cpu().contiguous().numpy().tobytes()  # type: ignore[no-any-return]
+
+
+def _buffers(content: Any) -> dict[str, torch.Tensor]:
+    if content is None or content == {}:
+        return {}
+    if type(content) is not dict:
+        raise OperandError(f"it holds a {type(content).__name__}, not a dict of tensors")
+    if set(content) <= set(_WAYS):
+        return _operation_buffers(content)
+    if not _is_delayed(content):
+        return {}
+    tensors = {name: _tensor(content, name) for name in BUFFERS if name != META}
+    return {**tensors, META: _meta(content, tensors)}
+
+
+def _operation_buffers(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the buffers of an operation, whose unused slots of results are added."""
+    tensors: dict[str, torch.Tensor] = {}
+    first: Mapping[str, Any] | None = None
+    for mode, way in _WAYS.items():
+        part = content.get(mode)
+        if part is None:
+            continue
+        if type(part) is not dict:
+            raise OperandError(f"its {mode} is a {type(part).__name__}, not a dict of tensors")
+        if not _is_delayed(part):
+            return {}
+        first = first or part
+        count, used = _SLOTS[way]
+        for name, fill in ((f"scale_{way}", 1.0), (f"amax_history_{way}", 0.0)):
+            given = _tensor(part, name)
+            if given.shape[-1:] != (len(used),):
+                raise OperandError(f"its {name} is {list(given.shape)}, expected {len(used)} slots")
+            whole = given.new_full((*given.shape[:-1], count), fill)
+            whole[..., list(used)] = given
+            tensors[name] = whole
+    if first is None:
+        return {}
+    missing = [name for name in BUFFERS if name != META and name not in tensors]
+    if missing:
+        raise OperandError(f"it lacks {', '.join(missing)}")
+    return {**tensors, META: _meta(first, tensors)}
+
+
+def _is_delayed(content: Mapping[str, Any]) -> bool:
+    """Say whether ``content`` is of delayed scaling, the only recipe before 2.0."""
+    recipe = content.get("recipe")
+    if recipe is None:
+        return any(name in content for name in BUFFERS)
+    if type(recipe) is not Record or recipe.kind.module != RECIPES:
+        raise OperandError(f"its recipe is a {type(recipe).__name__}")
+    if recipe.kind.name in _STATELESS:
+        return False
+    if recipe.kind.name != "DelayedScaling":
+        raise OperandError(f"its recipe is a {recipe.kind.name}")
+    return True
+
+
+def _tensor(content: Mapping[str, Any], name: str) -> torch.Tensor:
+    value = content.get(name)
+    if not isinstance(value, torch.Tensor):
+        raise OperandError(f"it lacks {name}")
+    if value.dtype != torch.float32 or value.dim() != (2 if "history" in name else 1):
+        raise OperandError(f"its {name} is {value.dtype} {list(value.shape)}")
+    if "history" in name and bool(value.isinf().any()):
+        log_once(
+            "a delayed state of Transformer Engine has infinite amaxes in its history, at which "
+            "its scales stay frozen; they are left out here"
+        )
+        value = value.masked_fill(value.isinf(), 0.0)
+    return value
+
+
+def _meta(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return ``delayed_meta``: the formats of the slots, and the history's length."""
+    recipe = content.get("recipe")
+    pair = _format_of(recipe) if recipe is not None else _format_of_maxima(content)
+    forward, backward = pair.forward.name, pair.backward.name
+    used = {"input": forward, "weight": forward, "grad_output": backward}
+    slots = LinearPlan.slots
+    names = [used.get(name) for name in (*slots.forward, *slots.backward)]
+    text = meta_text(names, tensors["amax_history_fwd"].shape[0])
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+
+
+def _format_of(recipe: Record) -> Format:
+    """Return the format of a DelayedScaling record; its default where it is not written."""
+    member = recipe.fields.get("fp8_format")
+    if member is None:
+        return Format.HYBRID
+    if type(member) is not Record or member.kind.name != "Format" or len(member.args) != 1:
+        raise OperandError("its recipe's fp8_format is no Format")
+    (value,) = member.args
+    if type(value) is Record and value.kind.name == "_FormatHelper":
+        maxima = (*value.args, value.fields.get("max_fwd"), value.fields.get("max_bwd"))
+        return format_named(maxima[0], maxima[1])
+    for known in _FORMATS:
+        if value == known.name:
+            return known
+    raise OperandError("its recipe's fp8_format is no Format of 8 bits")
+
+
+def _format_of_maxima(content: Mapping[str, Any]) -> Format:
+    extra = content.get("extra_fp8_variables")
+    if type(extra) is not dict:
+        return Format.HYBRID
+    return format_named(extra.get("fp8_max_fwd", 448), extra.get("fp8_max_bwd", 57344))
+
+
+_FORMATS = (Format("hybrid"), Format("e4m3"), Format("e5m2"))
+
+
+def format_named(max_fwd: Any, max_bwd: Any) -> Format:
+    """Return the format whose largest values forward and backward are these.
+
+    Raises:
+        OperandError: there is none.
+    """
+    for known in _FORMATS:
+        if type(max_fwd) in (int, float) and type(max_bwd) in (int, float):
+            pair = known.forward.max, known.backward.max
+            if all(math.isclose(a, b) for a, b in zip(pair, (max_fwd, max_bwd), strict=True)):
+                return known
+    raise OperandError("its recipe's fp8_format is none of E4M3, E5M2 and HYBRID")

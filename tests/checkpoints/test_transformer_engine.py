@@ -1,0 +1,194 @@
+"""A run moves to Transformer Engine's form and back, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core import (
+    GroupedLinear,
+    LayerNormMLP,
+    Linear,
+    RMSNorm,
+    TransformerLayer,
+    autocast,
+    convert,
+    prepare,
+)
+from fp8core.checkpoints import transformer_engine_state_dict
+from fp8core.errors import RecipeError, UnsupportedError
+from fp8core.recipe import DelayedScaling, Float8CurrentScaling, Format, PerLayer
+from tests.extra_state.states import RECIPES, as_tensor, buffers, content, pickled, unpickled
+from tests.extra_state.states import DelayedScaling as TheirScaling
+
+RECIPE = DelayedScaling(amax_history_len=4)
+
+
+class Grouped(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = GroupedLinear(2, 32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.experts(x, [3, 5])
+        return out
+
+
+MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "linear": lambda: Linear(32, 16),
+    "mlp": lambda: torch.nn.Sequential(LayerNormMLP(32, 64), RMSNorm(32), Linear(32, 16)),
+    "grouped": Grouped,
+    "transformer": lambda: TransformerLayer(
+        32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type="no_mask"
+    ),
+}
+
+
+def train(model: torch.nn.Module, steps: int, seed: int) -> list[torch.Tensor]:
+    """Train, and return the losses."""
+    torch.manual_seed(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(8, 32) if not isinstance(model, TransformerLayer) else torch.randn(4, 2, 32)
+        with autocast(recipe=RECIPE):
+            loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_resumed_run_equals_the_run_that_went_on(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    train(model, 3, seed=1)
+    saved = copy.deepcopy(transformer_engine_state_dict(model, RECIPE))
+    resumed = MODELS[name]()
+    assert not any(resumed.load_state_dict(saved))
+    expected = model.state_dict()
+    for key, value in resumed.state_dict().items():
+        assert torch.equal(value, expected[key]), key
+    assert torch.equal(torch.stack(train(resumed, 3, seed=2)), torch.stack(train(model, 3, seed=2)))
+
+
+def test_the_pickle_has_the_layer_s_numbers_and_its_recipe() -> None:
+    recipe = DelayedScaling(
+        margin=2, fp8_format=Format.E4M3, amax_history_len=3, amax_compute_algo="most_recent"
+    )
+    layer = Linear(32, 16)
+    with autocast(recipe=recipe):
+        layer(torch.randn(8, 32)).sum().backward()
+    state = unpickled(bytes(transformer_engine_state_dict(layer, recipe)["_extra_state"].tolist()))
+    for key in ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd"):
+        assert torch.equal(state[key], layer.state_dict()[key])
+    theirs = state["recipe"]
+    assert (type(theirs).__module__, type(theirs).__name__) == (RECIPES, "DelayedScaling")
+    assert vars(theirs) == {
+        **{"margin": 2, "amax_history_len": 3, "amax_compute_algo": "most_recent"},
+        **{"scaling_factor_compute_algo": None, "reduce_amax": True, "backward_override": None},
+        **{"fp8_dpa": False, "fp8_mha": False, "fp8_format": theirs.fp8_format},
+    }
+    assert tuple(theirs.fp8_format.value) == (448, 448)
+    assert state["extra_fp8_variables"] == {
+        **{"fp8_checkpoint": True, "num_gemms": 1},
+        **{"fp8_max_fwd": 448, "fp8_max_bwd": 448},
+    }
+
+
+def test_a_layer_without_delayed_state_has_an_empty_one() -> None:
+    state = transformer_engine_state_dict(torch.nn.Sequential(Linear(32, 16), RMSNorm(16)))
+    for key in ("0._extra_state", "1._extra_state"):
+        assert state[key].dtype == torch.uint8
+        assert state[key].numel() == 0
+
+
+def test_a_converted_model_brings_its_recipe() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16))
+    convert(model, RECIPE)
+    model(torch.randn(8, 32)).sum().backward()
+    assert transformer_engine_state_dict(model)["0._extra_state"].numel()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (None, "'0' has delayed state"),
+        (Float8CurrentScaling(), "Float8CurrentScaling"),
+        (DelayedScaling(amax_history_len=5), "the recipe needs"),
+        (PerLayer({"*": None}, default=RECIPE), "is None"),
+    ],
+)
+def test_a_recipe_that_is_not_the_state_s_is_refused(recipe: Any, words: str) -> None:
+    model = prepare(torch.nn.Sequential(Linear(32, 16)), RECIPE)
+    with pytest.raises(RecipeError, match=words):
+        transformer_engine_state_dict(model, recipe)
+
+
+def test_a_function_of_the_recipe_is_refused() -> None:
+    recipe = DelayedScaling(amax_history_len=4, amax_compute_algo=lambda history: history[0])
+    model = prepare(torch.nn.Sequential(Linear(32, 16)), recipe)
+    with pytest.raises(UnsupportedError, match="by a function"):
+        transformer_engine_state_dict(model, recipe)
+
+
+def test_the_state_of_fp8_attention_is_refused() -> None:
+    recipe = DelayedScaling(amax_history_len=4, fp8_dpa=True)
+    model = prepare(TransformerLayer(32, 64, 2), recipe)
+    with pytest.raises(UnsupportedError, match="core_attention"):
+        transformer_engine_state_dict(model, recipe)
+
+
+def test_a_state_of_transformer_engine_is_loaded_exactly() -> None:
+    layer, expected = LayerNormMLP(32, 64), buffers(gemms=2)
+    state = {
+        **layer.state_dict(),
+        "_extra_state": as_tensor(pickled(content(TheirScaling(), **expected))),
+    }
+    assert not any(layer.load_state_dict(state))
+    loaded = layer.state_dict()
+    for key, value in expected.items():
+        assert torch.equal(loaded[key], value)
+    with autocast(recipe=RECIPE):  # the state's metadata is the recipe's
+        layer(torch.randn(8, 32))
+
+
+def test_a_loaded_state_refuses_another_recipe() -> None:
+    layer = Linear(32, 16)
+    layer.load_state_dict(
+        {**layer.state_dict(), "_extra_state": as_tensor(pickled(content(TheirScaling())))}
+    )
+    with pytest.raises(RecipeError, match="in the checkpoint"), autocast(recipe=DelayedScaling()):
+        layer(torch.randn(8, 32))
+
+
+REFUSED = {
+    "of another number of GEMMs": (
+        pickled(content(TheirScaling(), **buffers(gemms=2))),
+        "scale_fwd",
+    ),
+    "with a command": (b"\x80\x04cos\nsystem\nX\x01\x00\x00\x00x\x85R.", "'os.system'"),
+    "with a scale of zero": (
+        pickled(content(TheirScaling(), **{**buffers(), "scale_fwd": torch.zeros(3)})),
+        "zero or negative",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_state_leaves_the_layer_as_it_was(name: str) -> None:
+    data, words = REFUSED[name]
+    layer = Linear(32, 16)
+    train(layer, 1, seed=0)
+    before = copy.deepcopy(layer.state_dict())
+    other = {"weight": torch.ones(16, 32), "bias": torch.ones(16), "_extra_state": as_tensor(data)}
+    with pytest.raises(RuntimeError, match=words):
+        layer.load_state_dict(other)
+    for key, value in layer.state_dict().items():
+        assert torch.equal(value, before[key])
