@@ -6,27 +6,34 @@ import argparse
 
 from fp8core.commands.arguments import device_argument
 from fp8core.dispatch import plugins
-from fp8core.doctor import consult, findings, process
+from fp8core.doctor import collectives, consult, findings, process
 
 
 def main() -> None:
-    """Write the records of the plug-ins, or of one backend, to the file that ``--to`` names."""
+    """Write the records of one part of the report to the file that ``--to`` names."""
     parser = argparse.ArgumentParser(prog="python -m fp8core.doctor", description=__doc__)
     parser.add_argument("--to", required=True)
     parts = parser.add_subparsers(dest="part", required=True)
     backend, all_plugins = parts.add_parser("backend"), parts.add_parser("plugins")
-    for part in (backend, all_plugins):
+    ranks = parts.add_parser("collectives")
+    for part in (backend, all_plugins, ranks):
         part.add_argument("--without", nargs="*", default=[])
     backend.add_argument("name")
     backend.add_argument("--device", type=device_argument)
     backend.add_argument("--done", nargs="*", default=[])
     all_plugins.add_argument("--muted", nargs="*", default=[])
+    ranks.add_argument("--rank", type=int)
+    ranks.add_argument("--size", type=int)
+    ranks.add_argument("--device", type=device_argument)
+    ranks.add_argument("--folder")
     args = parser.parse_args()
     plugins.set_aside(dict.fromkeys(args.without, "set aside by the doctor"))
     with process.writing(args.to) as put:
         if args.part == "plugins":
             consult.watch_loading(put)
             results = consult.records(args.muted)
+        elif args.part == "collectives":
+            results = collectives.records(args.rank, args.size, args.device, args.folder)
         else:
             results = findings.records(args.name, args.device, args.done)
         for record in results:

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 from fp8core.dispatch.isolation import plain
 
-__all__ = ["Ending", "Record", "last_step", "run", "writing"]
+__all__ = ["Ending", "Record", "last_step", "run", "run_together", "writing"]
 
 Record: TypeAlias = dict[str, Any]
 """A finding, or a step that begins: ``{"begin": "the self-test of gemm", ...}``."""
@@ -60,26 +60,24 @@ def run(arguments: Sequence[str], deadline: float) -> tuple[list[Record], Ending
     It is killed, with all processes that it started, if it writes nothing for ``deadline`` seconds;
     its first record may take longer.
     """
-    with TemporaryDirectory() as folder:
-        output, errors = Path(folder, "records"), Path(folder, "errors")
-        output.touch()
-        command = [sys.executable, "-m", "fp8core.doctor", "--to", str(output), *arguments]
-        with errors.open("wb") as stream:
-            # In a new session, so that processes of a backend, such as a compiler, are killed too.
-            child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
-                start_new_session=True,
-            )
-            is_timeout = not _wait(child, output, deadline)
-        seen = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-        if is_timeout:
-            return seen, Ending(f"no progress for {deadline:g} s, ended", is_timeout=True)
-        if child.returncode == 0 and _END in seen:
-            return seen, None
-        return seen, Ending(_describe(child.returncode, errors.read_text(errors="replace")))
+    return run_together([arguments], deadline)[0]
+
+
+def run_together(
+    commands: Sequence[Sequence[str]], deadline: float
+) -> list[tuple[list[Record], Ending | None]]:
+    """Run a process for each of ``commands`` at the same time, each as :func:`run` does."""
+    with TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        children = []
+        for number, arguments in enumerate(commands):
+            child = _Child(arguments, Path(folder, str(number)), deadline)
+            stack.callback(child.end)
+            children.append(child)
+        running = list(children)
+        while running:
+            running = [child for child in running if child.is_running()]
+            time.sleep(0.02 if running else 0)
+        return [child.outcome() for child in children]
 
 
 def last_step(seen: Sequence[Record]) -> Record:
@@ -88,28 +86,60 @@ def last_step(seen: Sequence[Record]) -> Record:
     return next(steps, {"begin": "starting"})
 
 
-def _wait(child: subprocess.Popen[bytes], output: Path, deadline: float) -> bool:
-    """Wait for ``child``; return False if it was killed because ``output`` stopped growing."""
-    size, since = 0, time.monotonic()
-    try:
-        while child.poll() is None:
-            if (grown := output.stat().st_size) > size:
-                size, since = grown, time.monotonic()
-            if time.monotonic() - since > (deadline if size else max(deadline, START_S)):
-                return False
-            time.sleep(0.02)
-        return True
-    finally:
-        if child.poll() is None:
-            _end(child)
+class _Child:
+    """One process of the doctor, and the file in ``folder`` that it writes its records to."""
 
+    def __init__(self, arguments: Sequence[str], folder: Path, deadline: float) -> None:
+        folder.mkdir()
+        self._output, self._errors = folder / "records", folder / "errors"
+        self._output.touch()
+        self._deadline = deadline
+        self._size, self._since = 0, time.monotonic()
+        self._is_timeout = False
+        command = [sys.executable, "-m", "fp8core.doctor", "--to", str(self._output), *arguments]
+        with self._errors.open("wb") as stream:
+            # In a new session, so that processes of a backend, such as a compiler, are killed too.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+            )
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    if hasattr(os, "killpg"):
-        os.killpg(child.pid, signal.SIGKILL)
-    else:
-        child.kill()
-    child.wait()
+    def is_running(self) -> bool:
+        """Return whether it runs; it is killed if its records have stopped growing."""
+        if self._process.poll() is not None:
+            return False
+        if (grown := self._output.stat().st_size) > self._size:
+            self._size, self._since = grown, time.monotonic()
+        allowed = self._deadline if self._size else max(self._deadline, START_S)
+        if time.monotonic() - self._since <= allowed:
+            return True
+        self._is_timeout = True
+        self.end()
+        return False
+
+    def end(self) -> None:
+        """Kill it, and the processes that it started, if it runs."""
+        if self._process.poll() is not None:
+            return
+        if hasattr(os, "killpg"):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        else:
+            self._process.kill()
+        self._process.wait()
+
+    def outcome(self) -> tuple[list[Record], Ending | None]:
+        """Return its records, and its failure, once it has ended."""
+        lines = self._output.read_text(encoding="utf-8").splitlines()
+        seen = [json.loads(line) for line in lines]
+        if self._is_timeout:
+            return seen, Ending(f"no progress for {self._deadline:g} s, ended", is_timeout=True)
+        status = self._process.returncode
+        if status == 0 and _END in seen:
+            return seen, None
+        return seen, Ending(_describe(status, self._errors.read_text(errors="replace")))
 
 
 def _describe(status: int, errors: str) -> str:

@@ -36,6 +36,7 @@ def render(report: Report) -> str:
     for backend in report.backends:
         lines += _matrix(backend, report.matrix)
         lines += _selftest(backend, report.selftests)
+    lines += _collectives(report.collectives)
     for title, entries in (("notes", report.notes), ("problems", report.problems)):
         lines += ["", title] if entries else []
         for entry in entries:
@@ -99,3 +100,13 @@ def _check(check: dict[str, Any]) -> list[str]:
         return [check["op"], "FAIL", f"{check['cases']} cases", check["failure"].replace("\n", " ")]
     error = "exact" if check["worst"] == 0 else f"worst error {check['worst']:.2f} of the bound"
     return [check["op"], "ok", f"{check['cases']} cases", f"{error} ({check['judged_by']})"]
+
+
+def _collectives(results: Sequence[dict[str, Any]]) -> Iterator[str]:
+    if results:
+        group = f"{results[0]['processes']} processes on {results[0]['device']}"
+        yield from ("", f"collectives between {group}")
+        table = [[one["name"], "ok" if one["failure"] is None else "FAIL"] for one in results]
+        for row, one in zip(columns(table), results, strict=True):
+            failure = "" if one["failure"] is None else "  " + one["failure"].replace("\n", " ")
+            yield from _wrapped(row + failure)

@@ -16,12 +16,13 @@ from fp8core import formats, recipe
 from fp8core.backend_api import BackendSpec
 from fp8core.dispatch import plugins, policy, select, settings
 from fp8core.doctor import consult
+from fp8core.doctor.collectives import Collective
 from fp8core.doctor.findings import Findings, absent
 from fp8core.doctor.matrix import Cell
 from fp8core.doctor.selftest import Check
 from fp8core.errors import Fp8CoreError, RecipeError
 
-__all__ = ["Examiner", "Report", "examine"]
+__all__ = ["Examiner", "Report", "examine", "with_collectives"]
 
 Examiner: TypeAlias = Callable[[str, torch.device | None], Findings]
 """A function that examines the named backend on a device; None stands for the backend's default."""
@@ -40,6 +41,7 @@ class Report:
 
     ``problems`` name requested backends and devices that cannot be used; with any, the exit status
     is 1. ``bad_names``: one of them is an unknown name or setting, and the exit status is 2.
+    ``collectives`` are tested on request alone.
     """
 
     versions: dict[str, str]
@@ -56,6 +58,21 @@ class Report:
     notes: list[str]
     problems: list[str]
     bad_names: bool
+    collectives: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+def with_collectives(
+    report: Report, results: Sequence[Collective], processes: int, device: str
+) -> Report:
+    """Return ``report`` with the results of the collectives between ``processes`` processes."""
+    group = {"processes": processes, "device": device}
+    failed = [one.name for one in results if one.failure is not None]
+    problems = [f"the collectives fail between {processes} processes on {device}: "] * bool(failed)
+    return dataclasses.replace(
+        report,
+        collectives=[{**group, **dataclasses.asdict(one)} for one in results],
+        problems=[*report.problems, *(text + ", ".join(failed) for text in problems)],
+    )
 
 
 def examine(
