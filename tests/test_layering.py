@@ -35,7 +35,7 @@ FLOORS = (
         *("cpu_offload", "cross_entropy", "functional", "modules", "ops", "optimizers"),
         *("permutation", "quantizers", "router"),
     ),
-    ("checkpoints", "commands", "conversion", "inspect", "monitoring"),
+    ("checkpoints", "commands", "conversion", "huggingface", "inspect", "monitoring"),
     ("__init__", "__main__", "demo", "doctor", "hookspecs", "plan", "testing"),
 )
 TOP = len(FLOORS) - 1
@@ -66,6 +66,7 @@ USABLE = {
         "classes and functions that pickles of Transformer Engine's states name",
     ),
     "_orig_dtype": "of torchao's Float8TrainingTensor",
+    "_keys_to_ignore_on_load_unexpected": "of transformers' models, which their authors set",
     **dict.fromkeys(("_bias", "_data"), "the end of a name"),
     **dict.fromkeys(("_fp8core_conversion", "_fp8core_record"), "set by fp8core, by text"),
 }

@@ -1,0 +1,110 @@
+"""Recipes as data of JSON, for the configuration files of frameworks, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from fp8core.errors import RecipeError, did_you_mean
+from fp8core.recipe import named
+from fp8core.recipe.base import MMParams, Recipe
+from fp8core.recipe.choice import by_name, names_of, recipe_from
+from fp8core.recipe.custom import PerLayer
+
+__all__ = ["RecipeData", "as_data", "from_data"]
+
+RecipeData: TypeAlias = "str | dict[str, Any]"
+"""A recipe's name, or ``{"recipe": class name, field: value, ...}``."""
+
+_KIND = "recipe"
+_CLASSES: dict[str, type[Recipe]] = {
+    name: kind
+    for name, kind in vars(named).items()
+    if isinstance(kind, type) and issubclass(kind, Recipe) and dataclasses.is_dataclass(kind)
+}
+
+
+def as_data(recipe: Recipe) -> RecipeData:
+    """Return ``recipe`` as data from which :func:`from_data` constructs an equal one.
+
+    >>> as_data(named.MXFP8BlockScaling())
+    'mxfp8'
+    >>> as_data(named.DelayedScaling(amax_history_len=16))
+    {'recipe': 'DelayedScaling', 'amax_history_len': 16}
+    >>> as_data(PerLayer({"*.fc2": None}, default="mxfp8"))
+    {'recipe': 'PerLayer', 'rules': [['*.fc2', None]], 'default': 'mxfp8'}
+
+    Raises:
+        RecipeError: a CustomRecipe, a PerLayer with a rule for a LayerRole, or a recipe of a
+            plug-in with other values than the one of its name.
+    """
+    if isinstance(recipe, PerLayer):
+        return _per_layer(recipe)
+    kind, *short = names_of(recipe)
+    if short and by_name(short[0]) == recipe:
+        return short[0]
+    if _CLASSES.get(kind) is not type(recipe):
+        raise RecipeError(
+            f"{recipe!r} cannot be written as data, only {', '.join((*_CLASSES, 'PerLayer'))} and "
+            f"the recipes that plug-ins register by name."
+        )
+    data: dict[str, Any] = {_KIND: kind}
+    for field in dataclasses.fields(recipe):  # type: ignore[arg-type]  # one of _CLASSES
+        value = getattr(recipe, field.name)
+        if field.init and value != field.default:
+            data[field.name] = _plain(value)
+    return data
+
+
+def from_data(given: object, asked_by: str) -> Recipe | None:
+    """Return the recipe of ``given``: data of :func:`as_data`, a Recipe, or None, which stays None.
+
+    >>> from_data({"recipe": "DelayedScaling", "amax_history_len": 16}, "recipe").amax_history_len
+    16
+
+    Raises:
+        RecipeError: another value, an unknown recipe, or a field that it does not have;
+            ``asked_by`` is what the message calls the argument.
+    """
+    if not isinstance(given, Mapping):
+        return recipe_from(given, asked_by)
+    if given.get(_KIND) == PerLayer.__name__ and given.keys() == {_KIND, "rules", "default"}:
+        rules = [(pattern, from_data(value, asked_by)) for pattern, value in given["rules"]]
+        return PerLayer(rules, from_data(given["default"], asked_by))
+    kind = _CLASSES.get(str(given.get(_KIND)))
+    if kind is None:
+        raise RecipeError(
+            f"{asked_by}: {dict(given)!r} names no recipe; expected {_KIND!r} to be one of "
+            f"{', '.join(_CLASSES)}.{did_you_mean(str(given.get(_KIND)), _CLASSES)}"
+        )
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    values = {name: value for name, value in given.items() if name != _KIND}
+    for name, value in values.items():
+        if name not in fields:
+            raise RecipeError(
+                f"{asked_by}: {kind.__name__} has no field {name!r}.{did_you_mean(name, fields)}"
+            )
+        if isinstance(fields[name].default, MMParams):
+            values[name] = MMParams(bool(value))
+    recipe: Recipe = kind(**values)
+    return recipe
+
+
+def _per_layer(recipe: PerLayer) -> RecipeData:
+    rules = []
+    for pattern, value in recipe.rules:
+        if not isinstance(pattern, str):
+            raise RecipeError(
+                f"{recipe!r} cannot be written as data, as its rule {pattern!r} is no pattern of "
+                f"names."
+            )
+        rules.append([pattern, None if value is None else as_data(value)])
+    default = None if recipe.default is None else as_data(recipe.default)
+    return {_KIND: PerLayer.__name__, "rules": rules, "default": default}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, MMParams):
+        return value.use_split_accumulator
+    return str(value) if isinstance(value, str) else value
