@@ -127,7 +127,8 @@ def moe_permute_and_pad_with_probs(
     and the numbers of rows of the experts.
 
     Raises:
-        OperandError: shapes, dtypes or devices that do not fit.
+        OperandError: shapes, dtypes or devices that do not fit, or, on the CPU,
+            ``tokens_per_expert`` that are not those of ``routing_map``.
     """
     owner = "moe_permute_and_pad_with_probs"
     inp = _check_rows(owner, "inp", inp)
@@ -137,6 +138,11 @@ def moe_permute_and_pad_with_probs(
         raise OperandError(f"{owner}(align_size={align_size!r}): expected an integer >= 1.")
     _check_integers(owner, "tokens_per_expert", tokens_per_expert, (routing_map.shape[1],))
     counts = tokens_per_expert.to(inp.device).long()
+    if _is_readable(routing_map) and not torch.equal(counts, (routing_map != 0).sum(0)):
+        raise OperandError(
+            f"{owner}: tokens_per_expert is {counts.tolist()}, and routing_map sends "
+            f"{(routing_map != 0).sum(0).tolist()} tokens to the experts; expected the same."
+        )
     padded = (counts + (align_size - 1)) // align_size * align_size
     before, rows = (padded - counts).cumsum(0) - (padded - counts), int(padded.sum())
     index, sources = _route("mask", routing_map, rows)
@@ -250,7 +256,9 @@ def _sort_chunks(
     sorted_index: torch.Tensor,
 ) -> tuple[torch.Tensor, Optional]:
     inp = _check_rows(owner, "inp", inp)
-    _check_integers(owner, "split_sizes", split_sizes, (split_sizes.numel(),), inp)
+    _check_integers(owner, "split_sizes", split_sizes, None, inp)
+    if split_sizes.dim() != 1:
+        raise OperandError(f"{owner}: split_sizes is {list(split_sizes.shape)}; expected [chunks].")
     _check_integers(owner, "sorted_index", sorted_index, tuple(split_sizes.shape), inp)
     rows = inp.shape[0]
     if _is_readable(inp) and _is_readable(split_sizes):
@@ -390,7 +398,9 @@ def _index_of(
                 f"map_type='index'."
             )
         return row_id_map
-    tokens = row_id_map.numel()
+    tokens, width = row_id_map.numel(), 1
+    if weights is not None and weights.dim() == 2:
+        width = weights.shape[1]
     if weights is not None and weights.dim() == 2:
         tokens = weights.shape[0]
     elif restore_shape is not None:
@@ -400,7 +410,9 @@ def _index_of(
             f"{owner}: row_id_map is {list(row_id_map.shape)} of {tokens} tokens; expected that of "
             f"moe_permute(map_type='index'), which has k rows for each token."
         )
-    return row_id_map.reshape(row_id_map.numel() // max(tokens, 1), tokens).t()
+    if not tokens:
+        return row_id_map.reshape(0, width)
+    return row_id_map.reshape(row_id_map.numel() // tokens, tokens).t()
 
 
 def _moved(index: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -216,10 +216,10 @@ def _check_logits(owner: str, logits: torch.Tensor, topk: int, score_function: s
             f"{owner}: logits is {shown}; expected [..., experts] in float32, bfloat16 or float16."
         )
     experts = logits.shape[-1]
-    if not 1 <= topk <= experts:
+    if type(topk) is not int or not 1 <= topk <= experts:
         raise OperandError(
-            f"{owner}(topk={topk}): logits {list(logits.shape)} has {experts} experts; expected 1 "
-            f"to {experts}."
+            f"{owner}(topk={topk!r}): logits {list(logits.shape)} has {experts} experts; expected "
+            f"an integer from 1 to {experts}."
         )
     return experts
 
@@ -274,6 +274,11 @@ def _check_indices(owner: str, logits: torch.Tensor, topk: int, indices: torch.T
         raise OperandError(
             f"{owner}: topk_indices is {indices.dtype} {list(indices.shape)}; expected integers "
             f"{expected}."
+        )
+    if indices.device != logits.device:
+        raise OperandError(
+            f"{owner}: topk_indices is on {indices.device}, logits on {logits.device}. Move one of "
+            f"them; nothing is moved silently."
         )
 
 

@@ -70,6 +70,14 @@ def test_backward_may_run_twice_and_leaves_the_logits() -> None:
     assert torch.equal(leaf, x)
 
 
+def test_float64_is_not_rounded_in_backward() -> None:
+    x, target = sample(torch.float64)
+    leaf, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    parallel_cross_entropy(leaf, target, 0.1).sum().backward()
+    in_torch(other, target, label_smoothing=0.1, reduction="sum").backward()
+    torch.testing.assert_close(leaf.grad, other.grad, rtol=0, atol=1e-15)
+
+
 def test_derivatives_of_both_orders() -> None:
     x, target = sample(torch.float64)
     leaf = x[:1].clone().requires_grad_()

@@ -281,6 +281,13 @@ ERRORS: dict[str, Any] = {
     "the numbers 0 to 1, each once": lambda: moe_sort_chunks_by_index(
         rand(10, 3), torch.tensor([5, 5]), torch.tensor([1, 1])
     ),
+    "routing_map sends [3, 3] tokens": lambda: moe_permute_and_pad_with_probs(
+        rand(3, 4), torch.rand(3, 2), torch.ones(3, 2, dtype=torch.bool), torch.tensor([1, 3]), 4
+    ),
+    "split_sizes is list": lambda: moe_sort_chunks_by_index(rand(3, 4), [1, 2], [1, 0]),
+    "split_sizes is [1, 2]": lambda: moe_sort_chunks_by_index(
+        rand(3, 4), torch.tensor([[1, 2]]), torch.tensor([[1, 0]])
+    ),
     "align_size=0": lambda: moe_permute_and_pad_with_probs(
         rand(3, 4), torch.rand(3, 4), routing(3), torch.ones(4, dtype=torch.int32), 0
     ),
@@ -302,3 +309,11 @@ def test_former_name_of_merging_probs_warns() -> None:
         y = moe_unpermute(output, rows, probs=probs)
     assert [one.category for one in found] == [DeprecationWarning]
     assert torch.equal(y, moe_unpermute(output, rows, probs))
+
+
+def test_no_tokens_come_back_from_an_index_with_weights() -> None:
+    output, rows = moe_permute(
+        rand(0, 4), torch.zeros(0, 2, dtype=torch.int32), 0, map_type="index"
+    )
+    y = moe_unpermute(output, rows, torch.rand(0, 2), map_type="index")
+    assert y.shape == (0, 4)

@@ -239,7 +239,11 @@ def test_nan_reaches_the_probs_of_its_token_alone() -> None:
 
 
 ERRORS: dict[str, Any] = {
-    "topk=9): logits [9, 8] has 8 experts; expected 1 to 8": lambda: route(logits(), 9),
+    "topk=9): logits [9, 8] has 8 experts; expected an integer from 1": lambda: route(logits(), 9),
+    "topk=2.0)": lambda: route(logits(), 2.0),
+    "topk_indices is on meta": lambda: route(
+        logits(), 2, topk_indices=torch.zeros(9, 2, dtype=torch.int64, device="meta")
+    ),
     "topk=0)": lambda: route(logits(), 0),
     "Did you mean 'sigmoid'?": lambda: route(logits(), 2, "sigmoids"),
     "num_groups=3 does not divide 8 experts": lambda: route(

@@ -33,7 +33,7 @@ def cross_entropy_backward(
     """Return ``grad_x [t, v]``; see the backend API."""
     values, smoothing = _wide(x), desc.label_smoothing
     is_class = (target >= 0) & (target < x.shape[1])
-    part = torch.where(is_class, 1 - smoothing, 0.0).to(values.dtype)
+    part = is_class.to(values.dtype) * (1 - smoothing)
     slope = (values - log_sum[:, None]).exp() - smoothing / x.shape[1]
     at_target = torch.where(is_class, target, 0)[:, None]
     slope = slope.scatter_add(1, at_target, -part[:, None])

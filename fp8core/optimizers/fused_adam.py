@@ -126,12 +126,24 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, defaults)
         if capturable:
             self._step_supports_amp_scaling = True  # torch.amp.GradScaler asks for it
-            for group in self.param_groups:
-                if group["params"]:
-                    device = group["params"][0].device
-                    group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
-        for param in chain.from_iterable(group["params"] for group in self.param_groups):
-            self._check_parameter(param)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, with options that differ from the defaults.
+
+        Raises:
+            OperandError, UnsupportedError: a parameter that is not stepped; nothing is added then.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            for param in group["params"]:
+                self._check_parameter(param)
+        except (OperandError, UnsupportedError):
+            self.param_groups.pop()
+            raise
+        if self.capturable and group["params"]:
+            device = group["params"][0].device
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
 
     def _check_parameter(self, param: torch.Tensor) -> None:
         local = _local(param)
@@ -178,6 +190,9 @@ class FusedAdam(torch.optim.Optimizer):
                 grad.zero_()
 
     # State
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**settings_of(self), **super().__getstate__()}
 
     def get_unscaled_state(
         self, param: torch.Tensor, state_name: str, skip_unscale: bool = False
@@ -262,28 +277,38 @@ class FusedAdam(torch.optim.Optimizer):
         """Load what :meth:`state_dict` returned; values are stored in the dtypes of this optimizer.
 
         Raises:
-            OperandError: masters are remainders there and values here, or the other way round.
+            OperandError: values of another shape; or masters are remainders there and values here,
+                or the other way round. Nothing is loaded then.
         """
+        saved = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
+        params = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        loaded = [
+            (param, name, value)
+            for key, param in zip(saved, params, strict=False)
+            for name, value in state_dict["state"].get(key, {}).items()
+            if value is not None
+        ]
+        for param, name, value in loaded:
+            self._check_loaded(param, name, value)
         # Without the values, which torch would convert to the parameters' dtypes.
         super().load_state_dict({**state_dict, "state": {}})
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, param in zip(saved, params, strict=True):
-            if key not in state_dict["state"]:
-                continue
-            self.state[param] = {}
-            for name, value in state_dict["state"][key].items():
-                if value is None:
-                    continue
-                is_remainder = name == _MASTER and self._has_remainder(param)
-                if is_remainder != (value.dtype == torch.int16):
-                    raise OperandError(
-                        f"FusedAdam.load_state_dict: {name} is {value.dtype}; with "
-                        f"store_param_remainders={self.store_param_remainders} it would be "
-                        f"{'torch.int16' if is_remainder else 'a float'}."
-                    )
-                value = value if is_remainder else value.float()
-                self.set_scaled_state(param, name, _local(value).to(param.device))
+        for param, name, value in loaded:
+            value = value if value.dtype == torch.int16 else value.float()
+            self.set_scaled_state(param, name, _local(value).to(param.device))
+
+    def _check_loaded(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        is_remainder = name == _MASTER and self._has_remainder(param)
+        if is_remainder != (value.dtype == torch.int16):
+            raise OperandError(
+                f"FusedAdam.load_state_dict: {name} is {value.dtype}; with "
+                f"store_param_remainders={self.store_param_remainders} it would be "
+                f"{'torch.int16' if is_remainder else 'a float'}."
+            )
+        if _local(value).shape != _local(param).shape:
+            raise OperandError(
+                f"FusedAdam.load_state_dict: {name} is {list(_local(value).shape)}, its parameter "
+                f"{list(_local(param).shape)}. Load the state of the same model."
+            )
 
     # The step
 
@@ -298,6 +323,10 @@ class FusedAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
+            for param in chain.from_iterable(group["params"] for group in self.param_groups):
+                grad = self._gradient(param)
+                if grad is not None:  # checked before anything is stepped
+                    _check_gradient(param, grad)
             for group in self.param_groups:
                 self._step_group(group)
         return loss
@@ -309,14 +338,11 @@ class FusedAdam(torch.optim.Optimizer):
         if found_inf is not None:
             found_inf = found_inf.to(device)
         group["step"] = self._next_step(group.get("step"), device, found_inf)
-        batches: dict[AdamDesc, _Batch] = {}
+        batches: dict[tuple[AdamDesc, torch.device], _Batch] = {}
         for param in group["params"]:
-            grad = param.decoupled_grad if self._is_decoupled(param) else param.grad
-            if self.use_decoupled_grad and not self._is_decoupled(param):
-                grad = None
+            grad = self._gradient(param)
             if grad is None:
                 continue
-            _check_gradient(param, grad)
             if not self.state[param]:
                 self.initialize_state(param)
             self._collect(param, _local(grad), batches)
@@ -334,15 +360,15 @@ class FusedAdam(torch.optim.Optimizer):
             keywords["inv_scale"] = scale.to(device).double().reciprocal().float()
         if found_inf is not None:
             keywords["found_inf"] = found_inf.reshape(1)
-        for desc, batch in batches.items():
+        for (desc, where), batch in batches.items():
             values = tuple(getattr(desc, name) for name in AdamDesc.__slots__)
-            run = bound(AdamDesc, values, batch.lists[1][0].device)
+            run = bound(AdamDesc, values, where)
             run(*batch.lists, **keywords)
             for write in batch.after:
                 write()
 
-    def _is_decoupled(self, param: torch.Tensor) -> bool:
-        return self.use_decoupled_grad and getattr(param, "decoupled_grad", None) is not None
+    def _gradient(self, param: torch.Tensor) -> torch.Tensor | None:
+        return getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
 
     def _next_step(
         self, step: Any, device: torch.device, found_inf: torch.Tensor | None
@@ -357,7 +383,10 @@ class FusedAdam(torch.optim.Optimizer):
         return count
 
     def _collect(
-        self, param: torch.Tensor, grad: torch.Tensor, batches: dict[AdamDesc, _Batch]
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        batches: dict[tuple[AdamDesc, torch.device], _Batch],
     ) -> None:
         """Add the tensors of ``param`` to those that are stepped alike."""
         after: list[Callable[[], Any]] = []
@@ -375,7 +404,7 @@ class FusedAdam(torch.optim.Optimizer):
             else:
                 kind, masters = "float32", [master]
         desc = AdamDesc(local.dtype, grad.dtype, averages[0].dtype, kind, self.adam_w_mode)
-        batch = batches.setdefault(desc, _Batch([[] for _ in range(5)], []))
+        batch = batches.setdefault((desc, local.device), _Batch([[] for _ in range(5)], []))
         for tensors, one in zip(batch.lists, (grad, local, *averages, *masters), strict=False):
             tensors.append(one)
         batch.after.extend(after)
@@ -411,6 +440,11 @@ class _Batch(NamedTuple):
     after: list[Callable[[], Any]]
 
 
+def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the public attributes of an optimizer, of which torch copies and pickles only some."""
+    return {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
+
+
 def _local(tensor: Any) -> torch.Tensor:
     """Return this rank's part of a DTensor, another tensor as it is."""
     local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -440,7 +474,7 @@ def _check_gradient(param: torch.Tensor, grad: torch.Tensor) -> None:
 def _check_numbers(lr: Any, betas: Any, eps: float, weight_decay: float) -> None:
     numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
     for name, value in numbers.items():
-        if not isinstance(value, torch.Tensor) and value < 0:
+        if not isinstance(value, torch.Tensor) and not value >= 0:
             raise OperandError(f"FusedAdam({name}={value}): expected 0 or above.")
-    if not all(0.0 <= beta < 1.0 for beta in betas):
-        raise OperandError(f"FusedAdam(betas={betas}): expected numbers from 0 to below 1.")
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise OperandError(f"FusedAdam(betas={betas}): expected two numbers from 0 to below 1.")

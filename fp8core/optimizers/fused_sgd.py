@@ -11,7 +11,7 @@ import torch
 from fp8core.backend_api import SgdDesc
 from fp8core.chain.alone import bound
 from fp8core.errors import OperandError
-from fp8core.optimizers.fused_adam import _check_gradient, _local
+from fp8core.optimizers.fused_adam import _check_gradient, _local, settings_of
 
 __all__ = ["FusedSGD"]
 
@@ -99,6 +99,9 @@ class FusedSGD(torch.optim.Optimizer):
             set_to_none = self.set_grad_none
         super().zero_grad(set_to_none=set_to_none is None or set_to_none)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**settings_of(self), **super().__getstate__()}
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient; return what ``closure`` returned.
 
@@ -111,27 +114,30 @@ class FusedSGD(torch.optim.Optimizer):
                 loss = closure()
         with torch.no_grad():
             for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:  # checked before anything is stepped
+                        _check_gradient(param, param.grad)
+            for group in self.param_groups:
                 self._step_group(group)
         return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        batches: dict[tuple[SgdDesc, bool], list[list[torch.Tensor]]] = {}
+        batches: dict[tuple[SgdDesc, bool, torch.device], list[list[torch.Tensor]]] = {}
         for param in group["params"]:
             grad = param.grad
             if grad is None:
                 continue
-            _check_gradient(param, grad)
             is_first = "momentum_buffer" not in self.state[param]
             if is_first:
                 self.state[param]["momentum_buffer"] = torch.zeros_like(param.detach())
             desc = SgdDesc(param.dtype, grad.dtype, decay_after_momentum=self.wd_after_momentum)
-            lists = batches.setdefault((desc, is_first), [[], [], [], []])
+            lists = batches.setdefault((desc, is_first, param.device), [[], [], [], []])
             momentum = self.state[param]["momentum_buffer"]
             for tensors, one in zip(lists, (grad, param.detach(), momentum), strict=False):
                 tensors.append(_local(one))
-        for (desc, is_first), lists in batches.items():
+        for (desc, is_first, where), lists in batches.items():
             values = tuple(getattr(desc, name) for name in SgdDesc.__slots__)
-            bound(SgdDesc, values, lists[1][0].device)(
+            bound(SgdDesc, values, where)(
                 *lists,
                 lr=group["lr"],
                 weight_decay=group["weight_decay"],

@@ -235,7 +235,8 @@ def multi_tensor_adam_fp8(
             f"or torch's dtype of that format."
         )
     has_masters = len(tensor_lists) == 8
-    grads, codes, averages, squares, *rest = _lists(tensor_lists, 8 if has_masters else 7)
+    shaped = 5 if has_masters else 4  # the others hold one number a tensor
+    grads, codes, averages, squares, *rest = _lists(tensor_lists, shaped + 3, shaped)
     *masters, scales, amaxes, inverses = rest
     values = (
         list(masters[0])
@@ -296,12 +297,19 @@ def multi_tensor_sgd(
         )
 
 
-def _lists(tensor_lists: Lists, count: int) -> Lists:
-    """Return ``tensor_lists``, or refuse another number of lists, or of tensors in one."""
+def _lists(tensor_lists: Lists, count: int, shaped: int | None = None) -> Lists:
+    """Return ``tensor_lists``, or refuse another number of lists, or of tensors in one, and tensors
+    of several shapes at one position of the first ``shaped`` lists, of all if None."""
     lengths = [len(tensors) for tensors in tensor_lists]
     if len(lengths) != count or len(set(lengths)) > 1:
         raise OperandError(
             f"tensor_lists has {len(lengths)} lists of {lengths} tensors; expected {count} lists "
             f"of as many tensors."
         )
+    for at, alike in enumerate(zip(*tensor_lists[:shaped], strict=True)):
+        if any(one.shape != alike[0].shape for one in alike):
+            raise OperandError(
+                f"tensor_lists: the tensors at position {at} are "
+                f"{[list(one.shape) for one in alike]}; expected one shape."
+            )
     return tensor_lists

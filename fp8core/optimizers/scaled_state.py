@@ -29,12 +29,14 @@ class ScaledState(NamedTuple):
 
     def value(self) -> torch.Tensor:
         """Return the values, float32."""
-        return self.codes.float() * self.scale
+        return self.codes.float() * self.scale.reshape(())
 
     def write(self, value: torch.Tensor) -> None:
         """Store ``value``, float32, by a scale that its largest magnitude takes."""
         amax = value.abs().amax() if value.numel() else value.new_zeros(())
-        scale = amax / LARGEST[self.codes.dtype]
+        # A smaller scale has no finite reciprocal.
+        scale = (amax / LARGEST[self.codes.dtype]).clamp(min=torch.finfo(torch.float32).tiny)
+        scale = torch.where(amax != 0, scale, 0)
         factor = torch.where(scale > 0, 1 / scale, 0)
         self.codes.copy_((value * factor).to(self.codes.dtype))
         self.scale.copy_(scale.reshape(1))

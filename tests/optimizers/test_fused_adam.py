@@ -11,7 +11,7 @@ import torch
 import fp8core
 from fp8core import recipe
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.optimizers import FusedAdam
+from fp8core.optimizers import FusedAdam, fused_adam
 
 BF16 = torch.bfloat16
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -324,3 +324,92 @@ def test_masters_in_another_form_are_not_loaded() -> None:
     other = FusedAdam(parameters(BF16), master_weights=True, store_param_remainders=True, **OPTIONS)
     with pytest.raises(OperandError, match=r"master_param is torch\.float32"):
         other.load_state_dict(saved)
+
+
+def test_a_refused_gradient_leaves_every_parameter_unstepped() -> None:
+    first, second = parameters()[:2]
+    optimizer = FusedAdam([{"params": [first]}, {"params": [second]}], lr=0.1)
+    first.grad, second.grad = torch.ones_like(first), torch.ones_like(second).to_sparse()
+    before = first.detach().clone()
+    with pytest.raises(OperandError, match="is sparse"):
+        optimizer.step()
+    assert torch.equal(first, before)
+    assert "step" not in optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8])
+def test_a_parameter_without_dimensions_has_scaled_averages(dtype: torch.dtype) -> None:
+    param = torch.nn.Parameter(torch.tensor(2.0))
+    optimizer = FusedAdam([param], lr=0.1, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+    param.grad = torch.tensor(3.0)
+    optimizer.step()
+    assert param.item() == pytest.approx(1.9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8])
+def test_averages_too_small_for_a_scale_stay_finite(dtype: torch.dtype) -> None:
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = FusedAdam([param], lr=0.1, exp_avg_sq_dtype=dtype)
+    for _ in range(3):
+        param.grad = torch.tensor([1e-19, 1e-18, 0.0, 3e-18])  # squares below float32's normal ones
+        optimizer.step()
+    assert bool(param.isfinite().all())
+
+
+def test_a_copy_of_the_optimizer_steps_as_the_optimizer() -> None:
+    params = parameters(BF16)
+    optimizer = trained(FusedAdam, params, master_weights=True, use_decoupled_grad=False)
+    other = copy.deepcopy(optimizer)
+    give_gradients(params, 9)
+    copies = other.param_groups[0]["params"]
+    give_gradients(copies, 9)
+    optimizer.step()
+    other.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, copies, strict=True))
+
+
+def test_an_added_parameter_of_another_dtype_is_refused() -> None:
+    optimizer = FusedAdam(parameters())
+    with pytest.raises(OperandError, match="float64"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2).double())]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_an_added_group_has_its_rate_where_its_parameters_are() -> None:
+    optimizer = FusedAdam(parameters(), capturable=True)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "lr": 0.5})
+    assert torch.equal(optimizer.param_groups[1]["lr"], torch.tensor(0.5))
+
+
+def test_a_state_of_another_model_is_refused_before_any_is_loaded() -> None:
+    params = parameters()
+    optimizer = trained(FusedAdam, params)
+    stored = optimizer.state_dict()
+    stored["state"][2]["exp_avg"] = torch.ones(3)
+    held = optimizer.state[params[0]]["exp_avg"].clone()
+    with pytest.raises(OperandError, match=r"exp_avg is \[3\]"):
+        optimizer.load_state_dict(stored)
+    assert torch.equal(optimizer.state[params[0]]["exp_avg"], held)
+
+
+def test_parameters_of_several_devices_are_stepped_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = []
+
+    def bound(kind: Any, values: Any, device: torch.device) -> Any:
+        def run(grads: list[torch.Tensor], *lists: Any, **keywords: Any) -> None:
+            devices.append((device.type, {grad.device.type for grad in grads}))
+
+        return run
+
+    monkeypatch.setattr(fused_adam, "bound", bound)
+    params = [torch.nn.Parameter(torch.ones(2, device=where)) for where in ("cpu", "meta")]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    FusedAdam(params).step()
+    assert devices == [("cpu", {"cpu"}), ("meta", {"meta"})]
+
+
+@pytest.mark.parametrize("wrong", [{"lr": float("nan")}, {"betas": (0.9, 0.99, 0.999)}])
+def test_numbers_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(OperandError, match="expected"):
+        FusedAdam(parameters(), **wrong)

@@ -146,3 +146,9 @@ def test_lists_that_do_not_fit_are_named() -> None:
         te.multi_tensor_scale(1, flag(), [one], 1.0)
     with pytest.raises(OperandError, match="fp8_dtype='e3m4'"):
         te.multi_tensor_adam_fp8(1, flag(), [one] * 7, *(0.1, 0.9, 0.9, 0, 1, 1, 1, 0.0), "e3m4")
+
+
+def test_a_gradient_of_another_shape_is_refused() -> None:
+    tensors = [[torch.ones(1)], *([torch.zeros(5)] for _ in range(3))]
+    with pytest.raises(OperandError, match=r"position 0 are \[\[1\], \[5\], \[5\], \[5\]\]"):
+        te.multi_tensor_adam(1, flag(), tensors, 0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0)
