@@ -15,18 +15,27 @@ import torch
 from torch.autograd import forward_ad
 
 from fp8core.backend_api import Recorder
+from fp8core.chain.alone import is_transformed
 from fp8core.chain.arranged import Arranged
 from fp8core.chain.bind import bind_chain
 from fp8core.chain.once import OnlyOnce
 from fp8core.chain.protocol import Link, Program, Saved
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.dispatch import policy, table
-from fp8core.errors import Fp8CoreError
+from fp8core.errors import Fp8CoreError, UnsupportedError
 from fp8core.recipe.plan import HIGH_PRECISION
 from fp8core.tensors.quantizer import Binding
 from fp8core.torch_ops.private import interpreter_stack
 
-__all__ = ["Unfused", "arranged", "is_detached", "only_once", "transform_of", "twins"]
+__all__ = [
+    "Unfused",
+    "arranged",
+    "is_detached",
+    "only_once",
+    "refuse_transform",
+    "transform_of",
+    "twins",
+]
 
 
 class Unfused(Arranged):
@@ -146,6 +155,23 @@ _TRANSFORMS = {
     "Jvp": "torch.func.jvp (jacfwd)",
     "Functionalize": "torch.func.functionalize",
 }
+
+
+def refuse_transform(x: torch.Tensor, role: str, instead: str) -> None:
+    """Raise if a transform, or forward-mode differentiation, would have to see through a cast of
+    ``x``; ``role`` is its name in messages, ``instead`` what to do.
+
+    Raises:
+        UnsupportedError: names the transform.
+    """
+    if not is_transformed():
+        return
+    transform = transform_of((x,))
+    if transform is not None:
+        raise UnsupportedError(
+            f"{role} is under {transform}, which sees no derivative of a cast but the one that "
+            f"backward takes. {instead}"
+        )
 
 
 def transform_of(tensors: Sequence[torch.Tensor]) -> str | None:

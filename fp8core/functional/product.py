@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fp8core.backend_api import ColumnSumsDesc, GemmDesc, GroupedGemmDesc, Operand, OperandSpec
+from fp8core.chain.differentiable import refuse_transform
 from fp8core.chain.run import is_under_torch_autocast
 from fp8core.chain.unwrap import made_readable, unwrap
 from fp8core.dispatch import table
@@ -20,7 +21,6 @@ from fp8core.functional.quantize import dequantize
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.storage import FLOATS, pad_operand, per_byte
 from fp8core.torch_ops.operators import constant_in_graph
-from fp8core.torch_ops.private import is_transform_active
 
 __all__ = ["gemm", "grouped_gemm"]
 
@@ -207,11 +207,7 @@ def _checked(owner: str, role: str, x: Any) -> torch.Tensor:
         return x
     if not isinstance(x, torch.Tensor):
         raise OperandError(f"{name} is {type(x).__name__}; expected a tensor.")
-    if is_transform_active():
-        raise UnsupportedError(
-            f"{name} is under a transform of torch.func, which {owner} is not offered under. Use "
-            f"torch.autograd, or torch.nn.functional.linear on dequantized tensors."
-        )
+    refuse_transform(x, name, "Use torch.nn.functional.linear on dequantized tensors.")
     plain = unwrap(x, name)
     if plain.dtype not in FLOATS:
         raise OperandError(f"{name} is {plain.dtype}; expected float32, bfloat16 or float16.")

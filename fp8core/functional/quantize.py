@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.quantizers.base import Quantizer
+from fp8core.quantizers.base import Quantizer, quantize_in_graph
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.coded import tensor_plan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.torch_ops.operators import constant_in_graph
 
 __all__ = ["dequantize", "quantize"]
 
@@ -56,9 +58,31 @@ def quantize(
         made: QuantizedTensor = by(x)
         return made
     dtype = x.dtype if isinstance(x, torch.Tensor) else torch.float32
+    asked = (by, tensor, dtype, rowwise, columnwise)
+    if torch.compiler.is_compiling():
+        number, is_row, is_column = _number_of(*asked).split()
+        return quantize_in_graph(number, x, bool(int(is_row)), bool(int(is_column)))
+    return _planned(*asked)(x)
+
+
+def _planned(
+    by: Any, tensor: str, dtype: torch.dtype, rowwise: bool, columnwise: bool
+) -> _PlannedQuantizer:
     plan = tensor_plan(by, tensor, dtype)
     used = (rowwise and plan.rowwise is not None, columnwise and plan.columnwise is not None)
-    return _PlannedQuantizer(plan, rowwise=used[0], columnwise=used[1])(x)
+    return _PlannedQuantizer(plan, rowwise=used[0], columnwise=used[1])
+
+
+_of_graphs = functools.lru_cache(_planned)  # graphs name their quantizers, and do not hold them
+
+
+def _number_of(*asked: Any) -> str:
+    """Return the number of a quantizer and both its usages."""
+    quantizer = _of_graphs(*asked)
+    return f"{quantizer.number} {quantizer.rowwise_usage:d} {quantizer.columnwise_usage:d}"
+
+
+constant_in_graph(_number_of)
 
 
 def dequantize(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Iterable, Mapping
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fp8core.chain.differentiable import refuse_transform
 from fp8core.chain.unwrap import made_readable, unwrap
 from fp8core.dispatch import table
 from fp8core.errors import OperandError, UnsupportedError
@@ -18,9 +20,9 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import ReduceAmax, Slot
 from fp8core.tensors.storage import storage_plan
 from fp8core.torch_ops.operators import constant_in_graph
-from fp8core.torch_ops.private import is_transform_active
+from fp8core.torch_ops.shapes import is_captured
 
-__all__ = ["Quantizer"]
+__all__ = ["Quantizer", "quantize_in_graph"]
 
 
 class Quantizer:
@@ -43,6 +45,11 @@ class Quantizer:
         self.internal = False
         self.optimize_for_gemm = False
         self._number = _register(self)
+
+    @property
+    def number(self) -> str:
+        """The text that stands for this quantizer in graphs, which do not hold it."""
+        return self._number
 
     @property
     def plan(self) -> TensorPlan:
@@ -110,16 +117,16 @@ class Quantizer:
             return self.update_quantized(tensor, out)
         if torch.compiler.is_compiling():
             usages = (self.rowwise_usage, self.columnwise_usage)
-            return _captured(_allowed(self._number), tensor, *usages, dtype)
+            return quantize_in_graph(self._number, tensor, *usages, dtype)
         return self._quantized(tensor, dtype)
 
     def _quantized(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> QuantizedTensor:
         value = _readable(tensor, f"{type(self).__name__}: the tensor")
-        if torch.is_grad_enabled() and value.requires_grad:
-            made: QuantizedTensor = _StraightThrough.apply(value, self)  # type: ignore[no-untyped-call]  # torch's
-        else:
-            made = self.quantize_impl(value)
-        return made if dtype in (None, made.dtype) else made.with_dtype(dtype)
+        with table.capturing() if is_captured(value) else contextlib.nullcontext():
+            if torch.is_grad_enabled() and value.requires_grad:
+                made: QuantizedTensor = _StraightThrough.apply(value, self, dtype)  # type: ignore[no-untyped-call]  # torch's
+                return made
+            return _named(self.quantize_impl(value), dtype)
 
     def quantize_impl(self, tensor: torch.Tensor) -> QuantizedTensor:
         """Return the plain ``tensor`` quantized, without its history."""
@@ -145,6 +152,14 @@ class Quantizer:
         Raises:
             OperandError: ``dst`` is not stored as this quantizer stores, or has another shape.
         """
+        if torch.compiler.is_compiling():
+            _captured_update(_allowed(self._number), src, dst, noop_flag)
+            return dst
+        return self._updated(src, dst, noop_flag)
+
+    def _updated(
+        self, src: torch.Tensor, dst: QuantizedTensor, noop_flag: torch.Tensor | None
+    ) -> QuantizedTensor:
         if not isinstance(dst, QuantizedTensor):
             raise OperandError(
                 f"{type(self).__name__}.update_quantized writes to a QuantizedTensor, found "
@@ -184,6 +199,8 @@ class Quantizer:
             OperandError: ``pin_memory`` on another device.
             UnsupportedError: blocks do not divide the sizes, or no backend quantizes like that.
         """
+        if torch.compiler.is_compiling():
+            return self._empty_in_graph(tuple(shape), dtype, device, requires_grad, pin_memory)
         where = resolve_device(device)
         if pin_memory and where.type != "cpu":
             raise OperandError(f"make_empty(pin_memory=True, device={where}): only CPU memory is.")
@@ -194,6 +211,20 @@ class Quantizer:
         made = made.bound_to(self.slot)
         made.requires_grad_(requires_grad)
         return made
+
+    def _empty_in_graph(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        *history: bool,
+    ) -> QuantizedTensor:
+        if any(history):
+            raise UnsupportedError(
+                "make_empty with requires_grad or pin_memory is not offered under torch.compile."
+            )
+        where = _device_name(device)
+        return self.quantize(torch.zeros(shape, dtype=dtype, device=where))
 
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Record what quantizing ``tensor`` would record; only a delayed scale has something."""
@@ -267,11 +298,28 @@ def _register(quantizer: Quantizer) -> str:
 
 
 def _allowed(number: str) -> str:
-    torch.compiler.allow_in_graph(_captured)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    for function in (_captured, _captured_update):
+        torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return number
 
 
+def _device_name(device: torch.device | str | None) -> str:
+    return str(resolve_device(device))
+
+
 constant_in_graph(_allowed)
+constant_in_graph(_device_name)
+
+
+def quantize_in_graph(
+    number: str,
+    tensor: torch.Tensor,
+    rowwise: bool,
+    columnwise: bool,
+    dtype: torch.dtype | None = None,
+) -> QuantizedTensor:
+    """Quantize, as torch.compile records it, by the quantizer whose ``number`` is given."""
+    return _captured(_allowed(number), tensor, rowwise, columnwise, dtype)
 
 
 def _captured(
@@ -282,15 +330,32 @@ def _captured(
     Raises:
         UnsupportedError: the quantizer does more than its plan says.
     """
-    quantizer = _registered[number].copy()
+    quantizer = _planned(number).copy()
+    quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
+    with table.capturing():
+        return quantizer._quantized(tensor, dtype)
+
+
+def _captured_update(
+    number: str, src: torch.Tensor, dst: QuantizedTensor, noop_flag: torch.Tensor | None
+) -> None:
+    """Write by operators, as :func:`_captured` quantizes.
+
+    Raises:
+        UnsupportedError: the quantizer does more than its plan says.
+    """
+    with table.capturing():
+        _planned(number)._updated(src, dst, noop_flag)
+
+
+def _planned(number: str) -> Quantizer:
+    quantizer = _registered[number]
     if quantizer.cell is None:
         raise UnsupportedError(
             f"{type(quantizer).__name__}: a state, a reduction or code of its own is not offered "
             f"under torch.compile. Use a quantizer without, or torch.compiler.disable around it."
         )
-    quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
-    with table.capturing():
-        return quantizer._quantized(tensor, dtype)
+    return quantizer
 
 
 def _readable(tensor: torch.Tensor, role: str) -> torch.Tensor:
@@ -303,11 +368,7 @@ def _readable(tensor: torch.Tensor, role: str) -> torch.Tensor:
         raise OperandError(f"{role} is {type(tensor).__name__}; expected a torch.Tensor.")
     if tensor.is_nested:
         raise OperandError(f"{role} is nested; expected a dense one, as its values() are.")
-    if is_transform_active():
-        raise UnsupportedError(
-            f"{role} is under a transform of torch.func: quantizing is not offered there, as a "
-            f"cast has no derivative but the one that backward takes. Quantize outside of it."
-        )
+    refuse_transform(tensor, role, "Quantize outside of it.")
     plain = unwrap(tensor, role)
     return made_readable(plain, plain.device, role)
 
@@ -316,9 +377,16 @@ class _StraightThrough(torch.autograd.Function):
     """Quantizes by a quantizer; the gradient passes as it is."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
-        return quantizer.quantize_impl(tensor)
+    def forward(
+        ctx: Any, tensor: torch.Tensor, quantizer: Quantizer, dtype: torch.dtype | None
+    ) -> QuantizedTensor:
+        return _named(quantizer.quantize_impl(tensor), dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None
+
+
+def _named(made: QuantizedTensor, dtype: torch.dtype | None) -> QuantizedTensor:
+    """Return ``made`` with the nominal ``dtype``, its own if None."""
+    return made if dtype in (None, made.dtype) else made.with_dtype(dtype)

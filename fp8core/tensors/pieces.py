@@ -13,6 +13,7 @@ import torch
 
 from fp8core.backend_api import Operand, OperandSpec
 from fp8core.tensors.storage import per_byte
+from fp8core.torch_ops.shapes import is_captured
 
 __all__ = ["cut", "gather_columns", "gather_rows", "join", "refold", "shares_scales"]
 
@@ -76,9 +77,11 @@ def join(operands: Sequence[Operand], spec: OperandSpec, dim: int) -> Operand | 
 def _one_of(scales: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return a copy of the scale that all ``scales`` are; None if they are several."""
     first = scales[0]
-    if first.is_meta or any(
-        one.data_ptr() != first.data_ptr() or one.shape != first.shape for one in scales
-    ):
+    if all(one is first for one in scales):
+        return first.clone()
+    if first.is_meta or any(map(is_captured, scales)):  # no address
+        return None
+    if any(one.data_ptr() != first.data_ptr() or one.shape != first.shape for one in scales):
         return None
     return first.clone()
 

@@ -93,6 +93,8 @@ class QuantizedTensor(Casts):
     _keeps_initial_value: bool
     # The delayed scale by which a written value is quantized, from a Float8Quantizer.
     _slot: Slot | None
+    # Whether it has such a scale elsewhere: torch rebuilt it for a graph, from its operands alone.
+    _lacks_slot: bool
     # Whether scales cover more than this tensor: it is a part of another one.
     _shares_scales: bool
     # Whether it is a parameter without its history, as ``data`` and ``detach`` give it.
@@ -135,6 +137,7 @@ class QuantizedTensor(Casts):
         self._initial_value = None
         self._keeps_initial_value = False
         self._slot = None
+        self._lacks_slot = False
         self._shares_scales = False
         self._is_of_parameter = False
         return self
@@ -262,7 +265,7 @@ class QuantizedTensor(Casts):
         """
         with torch.inference_mode(False):  # as a view that torch creates outside of it
             made = QuantizedTensor(rowwise, columnwise, self.plan, self.dtype, shape=shape)
-        made._slot = self._slot
+        made._slot, made._lacks_slot = self._slot, self._lacks_slot
         made._shares_scales = self._shares_scales if shares_scales is None else shares_scales
         return made
 
@@ -306,7 +309,7 @@ class QuantizedTensor(Casts):
     def bound_to(self, slot: Slot | None) -> QuantizedTensor:
         """Return this tensor, to which values are written by the delayed scale of ``slot``; None:
         by a scale from their amax."""
-        self._slot = slot
+        self._slot, self._lacks_slot = slot, False
         return self
 
     def write(
@@ -421,10 +424,37 @@ class QuantizedTensor(Casts):
             part.share_memory_()  # type: ignore[no-untyped-call]  # torch's
         return self
 
+    def is_shared(self) -> bool:
+        """Say whether all operands are in shared memory."""
+        return all(part.is_shared() for part in self.tensors())  # type: ignore[no-untyped-call]  # torch's
+
+    def pin_memory(self, device: Any = None) -> QuantizedTensor:
+        """Return this tensor if its operands are in pinned memory, else a copy that is."""
+        return self if self.is_pinned() else self.pinned()
+
+    def is_pinned(self, device: Any = None) -> bool:
+        """Say whether all operands are in pinned memory."""
+        return all(part.is_pinned() for part in self.tensors())
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists."""
+        return self.dequantize().tolist()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the codes alone are no array of the values.
+
+        Raises:
+            UnsupportedError: always; without it, torch would hand out an address that is not there.
+        """
+        raise UnsupportedError(
+            f"DLPack of {self}: its values are codes and scales. Use dequantize(), or to_torch() "
+            f"for the codes and the scales as tensors."
+        )
+
     def with_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
         """Return the same operands under another nominal dtype."""
         renamed = QuantizedTensor(*_stored(self), self.plan, dtype, shape=self.shape)
-        renamed._slot = self._slot
+        renamed._slot, renamed._lacks_slot = self._slot, self._lacks_slot
         renamed._shares_scales = self._shares_scales
         renamed._is_of_parameter = _is_of_parameter(self)
         renamed._initial_value = self._initial_value
@@ -458,22 +488,28 @@ class QuantizedTensor(Casts):
         with torch.no_grad():
             self.copy_(value.detach())
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[TensorPlan, torch.dtype]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [name for name in PARTS if getattr(self, name) is not None]
-        return names, (self.plan, self.dtype)
+        refusals = (self._shares_scales, self._slot is not None or self._lacks_slot)
+        return names, (self.plan, self.dtype, *(refusals if any(refusals) else ()))
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> QuantizedTensor:
         rowwise, columnwise = split([inner.get(name) for name in PARTS])
-        return QuantizedTensor(rowwise, columnwise, *context, shape=outer_size)
+        plan, dtype, *refusals = context
+        made = QuantizedTensor(rowwise, columnwise, plan, dtype, shape=outer_size)
+        made._shares_scales, made._lacks_slot = refusals or (False, False)
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         specs = [None if spec is None else dataclasses.asdict(spec) for spec in self.plan]
         is_parameter = getattr(self, IS_PARAMETER, False)
         parts = [getattr(self, name) for name in PARTS]
         stored = (parts, specs, self.dtype, is_parameter, self.requires_grad)
+        if self._shares_scales:
+            return _rebuild, (*stored, list(self.shape), True)
         return _rebuild, stored if self.dim() == 2 else (*stored, list(self.shape))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
@@ -497,8 +533,12 @@ def _rebuild(
     is_parameter: bool,
     requires_grad: bool,
     shape: Sequence[int] | None = None,
+    shares_scales: bool = False,
 ) -> torch.Tensor:
     """Return the tensor that ``torch.save`` stored as plain tensors and plain values.
+
+    A view whose scale covers more than itself is saved with the memory of its base, as torch's
+    views are, and stays one for reading.
 
     Raises:
         OperandError: they are not those of a saved QuantizedTensor.
@@ -511,6 +551,7 @@ def _rebuild(
     if not is_shape:
         raise OperandError(f"a stored QuantizedTensor has the shape {reprlib.repr(shape)}.")
     tensor = QuantizedTensor(*split(parts), plan, dtype, shape=shape)
+    tensor._shares_scales = shares_scales is True
     check(plan, *matrix_size(parts, plan))
     if is_parameter is True:
         return torch.nn.Parameter(tensor, requires_grad is True)
@@ -566,6 +607,11 @@ def _write(
     if value.dim() != 2:
         value = value.reshape(math.prod(value.shape[:-1]), value.shape[-1])
     slot = tensor._slot if slot is None else slot
+    if slot is None and tensor._lacks_slot:
+        raise UnsupportedError(
+            f"a write in a graph to {tensor}, whose scale a Float8Quantizer holds: the graph has "
+            f"the operands alone. Write outside of torch.compile."
+        )
     _assign(tensor, make_operands(value, tensor.plan, slot=slot, reduce_amax=reduce_amax))
 
 
@@ -585,8 +631,12 @@ def _is_of_parameter(tensor: QuantizedTensor) -> bool:
 
 def _refuse_arithmetic(func: Any, target: QuantizedTensor) -> None:
     """Refuse to compute in place, but on parameters, whose optimizers do so and are warned."""
-    is_setter = func.overloadpacket in _SETTERS or func.overloadpacket in _RESHAPES
-    if is_setter or _is_of_parameter(target):
+    if func.overloadpacket in _RESHAPES:
+        raise UnsupportedError(
+            f"{func} changes the shape of {target} in place; that is not offered. Its other names, "
+            f"such as transpose(), return a view of the values."
+        )
+    if func.overloadpacket in _SETTERS or _is_of_parameter(target):
         return
     raise UnsupportedError(
         f"{func.overloadpacket} computes in place on {target}, and would round what it holds once "
@@ -663,10 +713,14 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if targets:
         return out
     viewed = as_view(func, out)
-    is_decoding = func is _aten.mul.Tensor and args[1:] == (1,)  # as dequantize() does it
-    if viewed is out and not is_decoding:
+    if viewed is out and not _is_dequantize(func, args):
         say_dequantized(func, _first(args, kwargs))
     return viewed
+
+
+def _is_dequantize(func: Any, args: tuple[Any, ...]) -> bool:
+    """Say whether this is a product with 1, which is how ``dequantize`` is differentiable."""
+    return func is _aten.mul.Tensor and type(args[1]) is int and args[1] == 1
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
@@ -709,7 +763,7 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Quantize
     parts = [getattr(tensor, name) for name in PARTS]
     copies = [None if part is None else part.clone() for part in parts]
     clone = QuantizedTensor(*split(copies), tensor.plan, tensor.dtype, shape=tensor.shape)
-    clone._slot = tensor._slot
+    clone._slot, clone._lacks_slot = tensor._slot, tensor._lacks_slot
     return clone
 
 
@@ -760,7 +814,10 @@ _SETTERS = {
     *(_aten.exponential_, _aten.cauchy_, _aten.geometric_, _aten.log_normal_),
 }
 # Refused for the shape that they change.
-_RESHAPES = {_aten.t_, _aten.transpose_, _aten.squeeze_, _aten.unsqueeze_}
+_RESHAPES = {
+    *(_aten.t_, _aten.transpose_, _aten.squeeze_, _aten.unsqueeze_, _aten.as_strided_),
+    *(_aten.resize_, _aten.resize_as_, _aten.set_),
+}
 _UPDATES = {_aten.add_, _aten.sub_, _aten.mul_, _aten.addcdiv_, _aten.addcmul_, _aten.lerp_}
 _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     _aten.copy_: _copy,

@@ -67,6 +67,23 @@ class Values(torch.Tensor):
             return self * 1  # exact
         return self._plain
 
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: a write to the array would not change the QuantizedTensor.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError("DLPack of a view of a QuantizedTensor: use its dequantize().")
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_plain"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: None, outer_size: Any, outer_stride: Any
+    ) -> Values:
+        return Values(inner["_plain"])
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's
 

@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8core import QuantizedTensor, functional
-from fp8core.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
+from fp8core import QuantizedTensor, functional, recipe
+from fp8core.quantizers import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 
 QUANTIZERS = {
     "current": Float8CurrentScalingQuantizer("e4m3", "cpu"),
@@ -96,3 +102,67 @@ def test_products_of_inputs_in_a_graph(quantizer: Any) -> None:
     assert torch.equal(compiled(functional.gemm)(a, b), functional.gemm(a, b))
     plain = rand(64, 128)
     assert torch.equal(compiled(functional.gemm)(plain, b), functional.gemm(plain, b))
+
+
+def test_a_graph_writes_a_quantized_tensor(quantizer: Any) -> None:
+    x, out = rand(64, 128), quantizer(rand(64, 128))
+    compiled(quantizer.update_quantized)(x, out)
+    expected = quantizer(x)
+    assert all(torch.equal(*pair) for pair in zip(out.tensors(), expected.tensors(), strict=True))
+
+
+def test_a_graph_makes_a_tensor_to_be_written(quantizer: Any) -> None:
+    made = compiled(lambda: quantizer.make_empty((64, 128), dtype=torch.bfloat16))()
+    assert made.plan == quantizer.make_empty((64, 128)).plan
+    assert not made.dequantize().any()
+
+
+def test_a_recipe_quantizes_in_a_graph() -> None:
+    x, mxfp8 = rand(64, 128), recipe.MXFP8BlockScaling()
+
+    def call(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        by_name = functional.quantize(x, "MXFP8BlockScaling", columnwise=False)
+        return by_name.dequantize(), functional.quantize(x, mxfp8).dequantize()
+
+    assert all(torch.equal(*pair) for pair in zip(compiled(call)(x), call(x), strict=True))
+
+
+def test_a_transpose_is_read_in_a_graph(quantizer: Any) -> None:
+    tensor = quantizer(rand(64, 128))
+    assert torch.equal(compiled(lambda t: t @ t.t())(tensor), tensor @ tensor.t())
+
+
+def test_a_write_to_a_transpose_is_refused_in_a_graph(quantizer: Any) -> None:
+    with pytest.raises(Exception, match="writes to a view of a QuantizedTensor"):
+        compiled(lambda t: t.t().zero_())(quantizer(rand(64, 128)))
+
+
+def test_parts_are_joined_in_a_graph(quantizer: Any) -> None:
+    tensor = quantizer(rand(64, 128))
+    made, expected = compiled(lambda t: torch.cat([t, t]))(tensor), torch.cat([tensor, tensor])
+    assert isinstance(made, QuantizedTensor)
+    assert torch.equal(made.dequantize(), expected.dequantize())
+
+
+def test_a_graph_refuses_a_write_by_a_scale_that_it_lacks() -> None:
+    quantizer = Float8Quantizer(torch.tensor([4.0]), torch.zeros(1), "e4m3")
+    tensor = quantizer(rand(64, 128))
+    before = tensor.dequantize()
+    with pytest.raises(Exception, match="whose scale a Float8Quantizer holds"):
+        compiled(lambda t, x: t.copy_(x))(tensor, rand(64, 128))
+    assert torch.equal(tensor.dequantize(), before)
+
+
+def test_a_graph_refuses_a_write_to_a_part_of_a_scale() -> None:
+    tensor = QUANTIZERS["current"](rand(64, 128))
+    before = tensor.dequantize()
+    with pytest.raises(Exception, match="whose scale covers more than the view"):
+        compiled(lambda t: t.zero_())(tensor[:32])
+    assert torch.equal(tensor.dequantize(), before)
+
+
+def test_a_fake_tensor_is_quantized_and_multiplied(quantizer: Any) -> None:
+    with FakeTensorMode():
+        tensor = quantizer(rand(64, 128))
+        product = functional.gemm(tensor, tensor)
+    assert (tensor.shape, product.shape) == ((64, 128), (64, 64))

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import fp8core
 from fp8core import OperandError, QuantizedTensor, RecipeError, UnsupportedError
@@ -472,3 +473,23 @@ def test_mxfp8_quantizers_equal_the_golden_vectors() -> None:
 def test_public_names() -> None:
     for name in fp8core.quantizers.__all__:
         assert getattr(fp8core, name) is getattr(fp8core.quantizers, name)
+
+
+def test_forward_mode_differentiation_is_refused() -> None:
+    quantizer, x = MXFP8Quantizer(E4M3), torch.randn(32, 32)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        for call in (quantizer, lambda x: fp8core.functional.gemm(x, quantizer(torch.eye(32)))):
+            with pytest.raises(UnsupportedError, match="forward-mode differentiation"):
+                call(dual)
+        assert quantizer(x).shape == x.shape  # one without a tangent passes
+
+
+def test_a_gradient_passes_another_nominal_dtype() -> None:
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    made = MXFP8Quantizer(E4M3).quantize(x, dtype=torch.float32)
+    (made.dequantize() * 3).sum().backward()
+    assert made.dtype == torch.float32
+    assert x.grad is not None
+    assert x.grad.dtype == torch.bfloat16
+    assert torch.equal(x.grad, torch.full_like(x, 3))

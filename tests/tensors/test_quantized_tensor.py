@@ -370,3 +370,47 @@ def test_share_memory_shares_the_operands() -> None:
 def test_assigning_data_of_another_shape_is_refused() -> None:
     with pytest.raises(fp8core.OperandError, match="cannot become"):
         parameter("current").data = torch.zeros(())
+
+
+def test_a_product_with_a_tensor_computes_with_the_values(name: str) -> None:
+    tensor, x = quantized(name), torch.randn(N, K)
+    assert torch.equal(tensor * x, tensor.dequantize() * x)
+    assert torch.equal(x * tensor, x * tensor.dequantize())
+    assert torch.equal(tensor * tensor, tensor.dequantize() * tensor.dequantize())
+
+
+@pytest.mark.parametrize("change", ["t_", "squeeze_"])
+def test_a_change_of_shape_in_place_is_refused(name: str, change: str) -> None:
+    tensor = quantized(name, value(128, 128))
+    before = tensor.dequantize()
+    with pytest.raises(fp8core.UnsupportedError, match="changes the shape"):
+        getattr(tensor, change)()
+    assert torch.equal(tensor.dequantize(), before)
+
+
+def test_arrays_of_other_libraries_are_refused(name: str) -> None:
+    for tensor in (quantized(name), quantized(name).t()):
+        with pytest.raises(fp8core.UnsupportedError, match="DLPack"):
+            torch.from_dlpack(tensor)
+
+
+def test_lists_hold_the_values(name: str) -> None:
+    tensor = quantized(name)
+    assert tensor.tolist() == tensor.dequantize().tolist()
+
+
+def test_shared_memory_is_seen(name: str) -> None:
+    tensor = quantized(name)
+    assert not tensor.is_shared()
+    assert tensor.share_memory_().is_shared()
+
+
+def test_a_saved_view_stays_a_view_for_reading(tmp_path: Path) -> None:
+    tensor = fp8core.Float8CurrentScalingQuantizer("e4m3", "cpu")(torch.randn(64, 64))
+    torch.save({"part": tensor[:32], "whole": tensor}, tmp_path / "file")
+    loaded = torch.load(tmp_path / "file", weights_only=True)
+    assert isinstance(loaded["part"], fp8core.QuantizedTensor)
+    with pytest.raises(fp8core.UnsupportedError, match="would change the rest"):
+        loaded["part"].zero_()
+    assert torch.equal(loaded["part"].dequantize(), tensor[:32].dequantize())
+    assert torch.equal(loaded["whole"].dequantize(), tensor.dequantize())
