@@ -509,7 +509,7 @@ class QuantizedTensor(Casts):
         parts = [getattr(self, name) for name in PARTS]
         stored = (parts, specs, self.dtype, is_parameter, self.requires_grad)
         if self._shares_scales:
-            return _rebuild, (*stored, list(self.shape), True)
+            return _rebuild_part, ((*stored, list(self.shape)),)
         return _rebuild, stored if self.dim() == 2 else (*stored, list(self.shape))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
@@ -533,12 +533,8 @@ def _rebuild(
     is_parameter: bool,
     requires_grad: bool,
     shape: Sequence[int] | None = None,
-    shares_scales: bool = False,
 ) -> torch.Tensor:
     """Return the tensor that ``torch.save`` stored as plain tensors and plain values.
-
-    A view whose scale covers more than itself is saved with the memory of its base, as torch's
-    views are, and stays one for reading.
 
     Raises:
         OperandError: they are not those of a saved QuantizedTensor.
@@ -551,14 +547,29 @@ def _rebuild(
     if not is_shape:
         raise OperandError(f"a stored QuantizedTensor has the shape {reprlib.repr(shape)}.")
     tensor = QuantizedTensor(*split(parts), plan, dtype, shape=shape)
-    tensor._shares_scales = shares_scales is True
     check(plan, *matrix_size(parts, plan))
     if is_parameter is True:
         return torch.nn.Parameter(tensor, requires_grad is True)
     return tensor.requires_grad_(requires_grad is True)
 
 
-torch.serialization.add_safe_globals([_rebuild])
+def _rebuild_part(stored: Sequence[Any]) -> torch.Tensor:
+    """Return a view whose scale covers more than itself: it is saved with the memory of its base,
+    as torch's views are, and stays one for reading. ``stored`` are the arguments of
+    :func:`_rebuild`.
+
+    Raises:
+        OperandError: as :func:`_rebuild`.
+    """
+    if not isinstance(stored, tuple) or len(stored) != 6:
+        raise OperandError(f"a stored view of a QuantizedTensor is {reprlib.repr(stored)}.")
+    tensor = _rebuild(*stored)
+    assert isinstance(tensor, QuantizedTensor)
+    tensor._shares_scales = True
+    return tensor
+
+
+torch.serialization.add_safe_globals([_rebuild, _rebuild_part])
 
 
 def _stored(tensor: QuantizedTensor) -> Held:
