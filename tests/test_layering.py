@@ -35,7 +35,7 @@ FLOORS = (
         *("cpu_offload", "cross_entropy", "functional", "modules", "ops", "optimizers"),
         *("permutation", "quantizers", "router"),
     ),
-    ("checkpoints", "commands", "conversion", "huggingface", "inspect", "monitoring"),
+    ("checkpoints", "commands", "conversion", "huggingface", "inspect", "lightning", "monitoring"),
     ("__init__", "__main__", "demo", "doctor", "hookspecs", "plan", "testing"),
 )
 TOP = len(FLOORS) - 1
