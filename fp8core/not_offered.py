@@ -7,19 +7,18 @@ from collections.abc import Mapping
 __all__ = ["COMMUNICATION", "NOT_OFFERED", "refusal"]
 
 _ROUTER = "count the experts of a routing map with torch"
-_OVERLAP = "tensor and sequence parallelism are not offered"
+_OVERLAP = "collectives run on the process group itself; no buffers are shared in advance"
 _FUSIONS = "a fusion replaces both directions: register_forward_backward_fusion"
 _PLAIN = "IdentityQuantizer returns a plain tensor"
 _LINEAR_ATTENTION = "linear attention is not offered; use a library that has its kernels"
 _COMMUNICATION_GROUPS: Mapping[str, tuple[str, ...]] = {
-    _OVERLAP: (
+    "layers take any tracker whose fork(name) is a context, as Megatron's": (
         "CudaRNGStatesTracker",
+    ),
+    _OVERLAP: (
         "UserBufferQuantizationMode",
         "destroy_ub",
         "initialize_ub",
-        "ops.AllGather",
-        "ops.AllReduce",
-        "ops.ReduceScatter",
     ),
     "context parallelism is not offered": ("CPLoadBalancingStrategy",),
     "it needs cuSOLVERMp across ranks; torch.optim.Muon has Newton-Schulz on one": (

@@ -48,6 +48,7 @@ from fp8core.modules.basic_operation import (
     OperationContext,
     register_forward_backward_fusion,
 )
+from fp8core.modules.collective_operations import AllGather, AllReduce, ReduceScatter
 from fp8core.modules.grouped_linear import GroupedLinear as GroupedLinearLayer
 from fp8core.modules.inputs import cast_to_weight
 from fp8core.modules.linear import Linear as LinearLayer
@@ -73,6 +74,8 @@ __all__ = [
     "QGEGLU",
     "QGELU",
     "AddExtraInput",
+    "AllGather",
+    "AllReduce",
     "BasicLinear",
     "BasicOperation",
     "Bias",
@@ -92,6 +95,7 @@ __all__ = [
     "RMSNorm",
     "ReGLU",
     "ReLU",
+    "ReduceScatter",
     "Reshape",
     "SReGLU",
     "SReLU",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from fp8core.chain.protocol import Link
 from fp8core.chain.shape import BindContext, LinkShape, Neighbour
@@ -28,6 +28,11 @@ def bind_chain(shapes: Sequence[LinkShape], context: BindContext) -> tuple[Link,
             return None
         return Neighbour(shapes[position], links.get(position))
 
+    def computing(nearest: Iterable[int]) -> Neighbour | None:
+        computes = (at for at in nearest if shapes[at].moved_over is None)
+        return neighbour(next(computes, -1))
+
+    is_parallel = any(shape.moved_over is not None for shape in shapes)
     quantizing = [position for position in positions if shapes[position].quantizes]
     others = [position for position in positions if not shapes[position].quantizes]
     for position in (*quantizing, *reversed(others)):
@@ -36,6 +41,9 @@ def bind_chain(shapes: Sequence[LinkShape], context: BindContext) -> tuple[Link,
             first_gemm=context.first_gemm + sum(one.num_weights for one in shapes[:position]),
             before=neighbour(position - 1),
             after=neighbour(position + 1),
+            source=computing(range(position - 1, -1, -1)),
+            target=computing(range(position + 1, len(shapes))),
+            is_parallel=is_parallel,
         )
         links[position] = shapes[position].bind(own_context)
     return tuple(links[position] for position in positions)

@@ -52,8 +52,10 @@ from fp8core.chain.protocol import (
 from fp8core.chain.requantized import Requantizing
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.chain.shape import BindContext, LinkShape
+from fp8core.chain.shards import Shards
 from fp8core.chain.stochastic import Stochastic
 from fp8core.chain.stored import is_stored_as
+from fp8core.communicator import Communicator
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.table import Resolved
 from fp8core.errors import RecipeError, UnsupportedError
@@ -64,6 +66,7 @@ from fp8core.tensors.quantizer import (
     Cast,
     CastAndSum,
     HighPrecision,
+    MaximumOverShards,
     Orientations,
     Quantizer,
     Slot,
@@ -180,7 +183,8 @@ class LinearProgram:
     """``y[m, n] = x[m, k] @ w[n, k].T + bias[n]`` for one answer to whose gradients are needed.
 
     ``needs_grad`` is the input's, the weight's and, if there is one, the bias's. With ``chunked``
-    the gradient is cast some rows at a time.
+    the gradient is cast some rows at a time. ``sharded`` says of the input and of the gradient of
+    the output whether each rank casts its rows, which then travel as codes and scales.
     """
 
     __slots__ = (
@@ -188,7 +192,7 @@ class LinearProgram:
         *("_dgrad", "_fprop"),
         *("_grad_request", "_has_bias", "_needs_bias", "_needs_input", "_needs_weight", "_pair"),
         *("_decode_input", "_restore", "_weight", "_weight_dtype", "_wgrad"),
-        *("_quantizers", "input_request"),
+        *("_arrives", "_quantizers", "input_request"),
     )
 
     frees_early = True
@@ -200,6 +204,7 @@ class LinearProgram:
         weight: WeightQuantizer,
         *,
         chunked: bool = False,
+        sharded: tuple[bool, bool] = (False, False),
     ) -> None:
         rowwise, columnwise, *bias = needs_grad
         shape = link.shape
@@ -223,8 +228,13 @@ class LinearProgram:
         if self._needs_bias:
             self._cast_and_sum = _cast_and_sum(link, rowwise, columnwise, chunked)
         self._quantizers = (link.input, weight, link.grad_output)
+        self._arrives = link.input_shards if sharded[0] else None
         self.input_request = QuantizeRequest(
-            link.input, link.input_dtype, columnwise=columnwise, cast=self._cast_input
+            link.input,
+            link.input_dtype,
+            columnwise=columnwise,
+            cast=self._cast_input,
+            shards=self._arrives,
         )
         self._grad_request = QuantizeRequest(
             link.grad_output,
@@ -236,6 +246,7 @@ class LinearProgram:
             is_gradient=True,
             cast=self._cast_grad,
             cast_and_sum=self._cast_and_sum,
+            shards=link.grad_shards if sharded[1] else None,
         )
 
     @property
@@ -322,6 +333,10 @@ class LinearProgram:
                 sums = (total,)
             elif self._cast_grad is not None:
                 dy_row, dy_column = self._cast_grad(grad)
+        arriving = None
+        if self._arrives is not None and self._needs_weight:
+            # This rank's part of the input, from all ranks while dgrad runs.
+            arriving = self._arrives.start_columnwise(_operand(saved[:3]))
         if self._needs_input:
             at = 3 if self._needs_weight else 0
             weight: Any = self._restore(saved[at:])
@@ -335,7 +350,7 @@ class LinearProgram:
                 grad_input = out(grad_input)
         if self._needs_weight:
             wgrad = self._wgrad if context is None else context
-            x_column = _operand(saved)
+            x_column = _operand(saved) if arriving is None else arriving.wait()
             if self._decode_input is not None:
                 x_column = self._decode_input(x_column, *call.groups)
             grad_weight = wgrad(dy_column, x_column, *call.groups)  # [n, m] x [k, m] -> [n, k]
@@ -355,7 +370,8 @@ class LinearLink(LinkDefaults):
     bias, if there is one. ``takes_chunks``: the gradient of the output stays in memory during
     backward, so that it may be cast some rows at a time. ``decode_input`` and ``decode_weight``
     make the operand of wgrad and dgrad from that of fprop, None where forward makes both.
-    ``input_again`` casts the input for wgrad where backward does that.
+    ``input_again`` casts the input for wgrad where backward does that. ``input_shards`` and
+    ``grad_shards`` say how the two travel where each rank has some of their rows.
     """
 
     shape: LinearShape
@@ -380,6 +396,8 @@ class LinearLink(LinkDefaults):
     decode_input: Decode | None = None
     decode_weight: Decode | None = None
     input_again: Quantizer | None = None
+    input_shards: Shards | None = None
+    grad_shards: Shards | None = None
     only_once: OnlyOnce | None = None
     # Programs by padding, by chunks, and by whose gradients are needed.
     _programs: dict[tuple[bool, ...], Program] = field(default_factory=dict)
@@ -430,7 +448,12 @@ class LinearLink(LinkDefaults):
         """
         padded = None if self.padding is None else self.padding.for_call(rows, call)
         chunked = self.takes_chunks and not call.groups and rows > self.shape.in_features
-        key = (padded is not None, chunked, *needs_grad)
+        is_sharded = padded is None and not call.groups
+        sharded = tuple(
+            is_sharded and shards is not None and shards.fits(rows)
+            for shards in (self.input_shards, self.grad_shards)
+        )
+        key = (padded is not None, chunked, *sharded, *needs_grad)
         program = self._programs.get(key) or self._new_program(key, needs_grad)
         count = self.num_weights
         if self.shape.accumulates:
@@ -457,7 +480,7 @@ class LinearLink(LinkDefaults):
         return program
 
     def _new_program(self, key: tuple[bool, ...], needs_grad: Sequence[bool]) -> Program:
-        is_padded, chunked, *_ = key
+        is_padded, chunked, is_input_sharded, is_grad_sharded, *_ = key
         weight = self.weight
         if is_padded and self.padding is not None:
             weight = PaddedWeights(weight, self.padding)
@@ -466,7 +489,13 @@ class LinearLink(LinkDefaults):
             end = 1 + self.num_weights
             # One program for all groups; the sums for biases come with the handover.
             needs_grad = (needs_grad[0], True in needs_grad[1:end])
-        program: Program = LinearProgram(self, needs_grad, weight, chunked=chunked)
+        program: Program = LinearProgram(
+            self,
+            needs_grad,
+            weight,
+            chunked=chunked,
+            sharded=(is_input_sharded, is_grad_sharded),
+        )
         if weight.requantizes and needs_grad[0]:
             assert self.only_once is not None  # in low precision
             program = Requantizing(
@@ -560,6 +589,7 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
         context.owner,
         accumulates=shape.accumulates,
         delays_wgrad=shape.delays_wgrad,
+        is_parallel=context.is_parallel,
     )
     dgrad, wgrad = gemms["dgrad"].run, gemms["wgrad"].run
     if only_once is None:
@@ -613,8 +643,26 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
         ),
         decode_weight=bind_decode("weight", context),
         input_again=input_again,
+        input_shards=_shards(shape, context, "input"),
+        grad_shards=_shards(shape, context, "grad_output"),
         only_once=only_once,
     )
+
+
+def _shards(shape: LinearShape, context: BindContext, tensor: str) -> Shards | None:
+    """Return how ``tensor`` travels quantized if each rank has some of its rows; None: it does not.
+
+    A bias is summed over all rows, and an input that is cast again is held as it came: both need
+    the whole tensor. So does a quantizer object, of which nobody knows what its scales cover.
+    """
+    is_input = tensor == "input"
+    communicator = context.input_shards if is_input else context.grad_shards
+    needs_whole = shape.saves_input if is_input else shape.bias_dtype is not None
+    if communicator is None or needs_whole or tensor in dict(context.plan.makers):
+        return None
+    plan = context.gemm_plan
+    is_decoded = is_input and plan.dequantizes and plan.input.columnwise is None
+    return Shards(communicator, plan.tensors[tensor], tensor, is_input, is_decoded)
 
 
 def _fprop(resolved: Resolved, shape: LinearShape, context: BindContext) -> Callable[..., Any]:
@@ -643,6 +691,12 @@ def _bind_quantizers(
     plan, binding = context.plan, context.binding
     is_grouped = bool(shape.groups)
     count, propagates = context.nonfinite, plan.nonfinite == "propagate"
+    reductions = {"input": context.input_shards, "grad_output": context.grad_shards}
+    if propagates and any(reductions.values()):
+        raise UnsupportedError(
+            "nonfinite='propagate' marks the tensor that holds the NaN or inf, but of one whose "
+            "rows are on several ranks each rank casts a part. nonfinite='saturate' works there."
+        )
     requantized = None  # by which spec backward quantizes weights again
     if plan.requantize_weights and not binding.is_observing:
         requantized = plan.weight.columnwise
@@ -717,6 +771,7 @@ def _bind_quantizers(
             slot=slot,
             nonfinite=nonfinite,
             propagates=propagates,
+            reduce_amax=_maximum(reductions[tensor]),
             dequantizes=dequantizes and tensor == "input",
         )
 
@@ -731,6 +786,13 @@ def _bind_quantizers(
     dy_slot = None if binding.is_observing else slot_of("grad_output")
     dy = quantizer_of("grad_output", grad_dtype, dy_slot, count)
     return x, weights, dy, again
+
+
+def _maximum(communicator: Communicator | None) -> MaximumOverShards | None:
+    """Return what reduces the amaxes of a tensor whose rows are on several ranks."""
+    if communicator is None:
+        return None
+    return MaximumOverShards(lambda amaxes: communicator.max(amaxes, "amax").wait())
 
 
 def _check_saves_input(plan: LinearPlan, owner: str) -> None:

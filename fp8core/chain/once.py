@@ -8,7 +8,7 @@ from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import LinearPlan
 from fp8core.tensors.quantizer import Binding
 
-__all__ = ["COMPUTED_AS_ONE", "OnlyOnce", "in_low_precision", "linear_only_once"]
+__all__ = ["COMPUTED_AS_ONE", "OnlyOnce", "in_low_precision", "linear_only_once", "over_ranks"]
 
 
 class OnlyOnce(NamedTuple):
@@ -37,13 +37,28 @@ def in_low_precision(owner: str) -> OnlyOnce:
     return OnlyOnce(owner, "in low precision", _HIGH_PRECISION)
 
 
+def over_ranks(owner: str) -> OnlyOnce:
+    """Return the reason of a link in a chain with collectives, which have no second derivative."""
+    remedy = "Compute that derivative with a layer of one rank (tp_size=1)."
+    return OnlyOnce(owner, "over several ranks", remedy)
+
+
 def linear_only_once(
-    plan: LinearPlan, binding: Binding, owner: str, *, accumulates: bool, delays_wgrad: bool
+    plan: LinearPlan,
+    binding: Binding,
+    owner: str,
+    *,
+    accumulates: bool,
+    delays_wgrad: bool,
+    is_parallel: bool,
 ) -> OnlyOnce | None:
     """Return the reason of a linear of ``plan``, None if there is none.
 
-    ``accumulates`` and ``delays_wgrad`` are as in :class:`~fp8core.chain.linear.LinearShape`.
+    ``accumulates`` and ``delays_wgrad`` are as in :class:`~fp8core.chain.linear.LinearShape`;
+    ``is_parallel``: its chain has collectives.
     """
+    if is_parallel:
+        return over_ranks(owner)
     if binding.is_observing:
         return OnlyOnce(owner, "while it calibrates", _HIGH_PRECISION)
     if accumulates:

@@ -28,6 +28,7 @@ __all__ = [
         "Out",
         "Params",
         "Program",
+        "Relay",
         "Saved",
         "SavedList",
     ),
@@ -219,6 +220,17 @@ class TensorProgram(Generic[_Link]):
     def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
         """Return nothing: neither input nor parameters are saved."""
         return ()
+
+
+class Relay(TensorProgram[_Link]):
+    """Base of the programs that only move a tensor: the program before may hand it over as the one
+    after wants it."""
+
+    __slots__ = ()
+
+    def relay(self, out: Out) -> Out:
+        """Return how it wants its input, if the next program wants the output by ``out``."""
+        return None
 
 
 class Wrapper:

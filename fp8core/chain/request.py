@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -17,7 +18,7 @@ from fp8core.chain.stored import is_stored_as, take_operands
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Cast, CastAndSum, Orientations, Quantizer
 
-__all__ = ["Handover", "QuantizeRequest"]
+__all__ = ["Handover", "QuantizeRequest", "Travel"]
 
 
 class Handover:
@@ -46,6 +47,16 @@ class Handover:
         return operands
 
 
+class Travel(Protocol):
+    """Moves the operands of a tensor of which each rank has some rows."""
+
+    def request(self, whole: QuantizeRequest) -> QuantizeRequest:
+        """Return the request for a rank's rows, from that for the whole tensor."""
+
+    def gather(self, mine: Handover, whole: QuantizeRequest) -> Handover:
+        """Return the operands of all rows, of which ``mine`` are this rank's."""
+
+
 _TAKEN = Orientations(None, None)
 
 
@@ -55,7 +66,8 @@ class QuantizeRequest:
 
     ``cast`` returns the operands where there is nothing to pad or to group, ``cast_and_sum`` the
     sums as well. ``column_sums`` computes those of ``y`` or of a group of its rows; only with
-    ``has_sums`` either is called. If ``rows`` is given, ``y`` must have that many.
+    ``has_sums`` either is called. If ``rows`` is given, ``y`` must have that many. ``shards`` says
+    how the operands travel if each rank has some of the rows; None: ``y`` has to be whole.
     """
 
     quantizer: Quantizer
@@ -71,6 +83,7 @@ class QuantizeRequest:
     cast: Cast | None = None
     cast_and_sum: CastAndSum | None = None
     rows: int | None = None
+    shards: Travel | None = None
 
     @property
     def is_plain(self) -> bool:

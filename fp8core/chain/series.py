@@ -18,6 +18,7 @@ from fp8core.chain.protocol import (
     Out,
     Params,
     Program,
+    Relay,
     Saved,
     SavedList,
 )
@@ -58,13 +59,17 @@ class Series:
             end = first + link.num_params
             needs = (needs_input, *needs_grad[1 + first : 1 + end])
             program = link.program(rows, needs, call)
-            if steps:
-                steps[-1] = steps[-1]._replace(request=program.input_request)
             rows_out = program.num_rows(rows)
             steps.append(_Step(link, program, first, end, rows, needs_input, None, rows_out))
             rows, first = rows_out, end
             needs_input = True in needs
             frees_early = frees_early and program.frees_early
+        for at in range(len(steps) - 1, 0, -1):
+            program = steps[at].program
+            request = program.input_request
+            if isinstance(program, Relay):
+                request = program.relay(steps[at].request)
+            steps[at - 1] = steps[at - 1]._replace(request=request)
         self._steps = steps
         self._rows_out = rows
         self.frees_early = frees_early

@@ -15,6 +15,7 @@ import torch
 
 from fp8core.backend_api import OpDesc
 from fp8core.chain.protocol import Consumer, Link
+from fp8core.communicator import Communicator, named
 from fp8core.dispatch.resolver import Purpose
 from fp8core.dispatch.table import Resolved
 from fp8core.recipe.plan import HIGH_PRECISION, AttentionPlan, LinearPlan, Plan, TensorPlan
@@ -81,6 +82,22 @@ class LinkShape:
     @property
     def leaves_chain(self) -> bool:
         """Whether a layer returns the value at this link besides its output."""
+        return False
+
+    @property
+    def moved_over(self) -> str | None:
+        """The name of the group whose ranks its link moves a tensor between; None if it computes.
+        The links on both sides quantize for each other as if it were not there."""
+        return None
+
+    @property
+    def gathers_rows(self) -> bool:
+        """Whether its output has the rows of all ranks, of which its input has a rank's."""
+        return False
+
+    @property
+    def gathers_grad_rows(self) -> bool:
+        """Whether the gradient of its input has the rows of all ranks."""
         return False
 
     @property
@@ -166,6 +183,9 @@ class BindContext(NamedTuple):
         first_gemm: the number of GEMMs that the shapes before have in forward, and of those of the
             layer before its first shape.
         before, after: the neighbours, None at an end of the chain.
+        source, target: the nearest links on both sides that compute, beyond those that only move a
+            tensor between ranks.
+        is_parallel: whether the chain has links that do.
         attention: how the recipe quantizes the tensors of attention, None in other layers.
     """
 
@@ -179,6 +199,9 @@ class BindContext(NamedTuple):
     first_gemm: int = 0
     before: Neighbour | None = None
     after: Neighbour | None = None
+    source: Neighbour | None = None
+    target: Neighbour | None = None
+    is_parallel: bool = False
     attention: AttentionPlan | None = None
 
     @classmethod
@@ -203,13 +226,13 @@ class BindContext(NamedTuple):
     @property
     def output_consumer(self) -> Consumer | None:
         """How the next link quantizes the output; None if it takes the tensor as it is."""
-        link = None if self.after is None else self.after.link
+        link = None if self.target is None else self.target.link
         return None if link is None else link.input_consumer
 
     @property
     def grad_input_consumer(self) -> Consumer | None:
         """How the link before quantizes the gradient of its output; None if it does not."""
-        link = None if self.before is None else self.before.link
+        link = None if self.source is None else self.source.link
         return None if link is None else link.grad_consumer
 
     def input_dtype(self, plan: TensorPlan) -> torch.dtype:
@@ -217,15 +240,27 @@ class BindContext(NamedTuple):
 
         Source: docs/numerics.md, "Where values are rounded before the cast".
         """
-        if _is_rounded_first(plan) or self.before is None:
+        if _is_rounded_first(plan) or self.source is None:
             return self.dtype
-        return self.before.shape.output_dtype(self.dtype)
+        return self.source.shape.output_dtype(self.dtype)
 
     def grad_dtype(self, plan: TensorPlan) -> torch.dtype:
         """Return the dtype in which the next link hands back a gradient quantized as ``plan``."""
-        if _is_rounded_first(plan) or self.after is None:
+        if _is_rounded_first(plan) or self.target is None:
             return self.dtype
-        return self.after.shape.grad_input_dtype(self.dtype)
+        return self.target.shape.grad_input_dtype(self.dtype)
+
+    @property
+    def input_shards(self) -> Communicator | None:
+        """Who gathers the rows of the input; None: no link does."""
+        shape = None if self.before is None else self.before.shape
+        return _mover(shape, shape is not None and shape.gathers_rows)
+
+    @property
+    def grad_shards(self) -> Communicator | None:
+        """Who gathers the rows of the gradient of the output; None: no link does."""
+        shape = None if self.after is None else self.after.shape
+        return _mover(shape, shape is not None and shape.gathers_grad_rows)
 
     def purpose(self, step: str) -> Purpose:
         """Return what an operation of the link is for."""
@@ -239,6 +274,12 @@ class BindContext(NamedTuple):
         """Return the operation for ``desc`` if ``backend`` offers it, else None."""
         resolver, device = self.binding.resolver, self.binding.device
         return resolver.resolve_optional(desc, device, backend, self.purpose(step))
+
+
+def _mover(shape: LinkShape | None, gathers: bool) -> Communicator | None:
+    if shape is None or shape.moved_over is None or not gathers:
+        return None
+    return named(shape.moved_over)
 
 
 def _is_rounded_first(plan: TensorPlan) -> bool:

@@ -26,12 +26,16 @@ _communicators: dict[str, _GroupCommunicator] = {}
 _registered: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
 
 
-def of_group(group: dist.ProcessGroup | None = None) -> Communicator:
+def of_group(group: dist.ProcessGroup | Communicator | None = None) -> Communicator:
     """Return the communicator of ``group``, the default group if None; the same one each time.
+
+    A communicator, as those of :mod:`fp8core.testing.in_process`, is returned as it is.
 
     Raises:
         OperandError: torch.distributed is not initialized, or this process is not in the group.
     """
+    if isinstance(group, Communicator):
+        return group
     if not dist.is_available() or not dist.is_initialized():
         raise OperandError(
             "a layer over several ranks needs torch.distributed.init_process_group first."
@@ -57,6 +61,11 @@ def named(group_name: str) -> Communicator:
     Raises:
         OperandError: there is no such group, or this process is not in it.
     """
+    if not group_name:
+        raise OperandError(
+            "the layer has tp_size > 1 and no group. Give it tp_group, or call "
+            "set_tensor_parallel_group before its first forward."
+        )
     registered = _registered.get(group_name)
     if registered is not None:
         return registered

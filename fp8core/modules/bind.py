@@ -16,6 +16,7 @@ from fp8core.context.scopes import touch
 from fp8core.dispatch import policy, settings
 from fp8core.dispatch.resolver import Noting
 from fp8core.errors import Fp8CoreError
+from fp8core.modules.agreement import agree, communicators_of
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bindings import bind_lock
 from fp8core.modules.bound import (
@@ -80,10 +81,12 @@ def bind(
     if last is not None and last[0] == key:
         bound: Bound = last[1]
     else:
+        chosen = shapes or _shapes(layer, offsets_on_device)
+        if key not in layer._bindings.table and any(shape.moved_over for shape in chosen):
+            agree(layer, recipe, Binding(device, dtype, is_observing), chosen)
         with bind_lock:
             known: Bound | None = layer._bindings.table.get(key)
             binding = Binding(device, dtype, is_observing)
-            chosen = shapes or _shapes(layer, offsets_on_device)
             bound = known or _bind(layer, recipe, mode, binding, chosen, first_gemm)
             layer._bindings.table[key] = bound
             layer._bindings.last = (key, bound)
@@ -178,6 +181,9 @@ def _bind(
         context = BindContext.of(plan, binding, layer.label, states, watch, count)
         context = context._replace(first_gemm=first_gemm)
         links = bind_chain(shapes, context)
+        if states is not None:
+            for communicator in communicators_of(shapes):
+                states.spread_over(communicator)
     except BaseException as error:
         layer.put_back_state(before)
         if not isinstance(error, Fp8CoreError):

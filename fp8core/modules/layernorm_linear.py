@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import OutputShape
 from fp8core.chain.shape import LinkShape
-from fp8core.errors import RecipeError
+from fp8core.errors import OperandError, RecipeError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.linear import NOT_OFFERED, Linear
+from fp8core.modules.parallel import mark_norm
 from fp8core.modules.parameters import InitMethod, check_normalization, fill, make_parameter
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.run import run_layer
 
-__all__ = ["LayerNormLinear", "norm_params", "register_norm", "reset_norm"]
-
-_NOT_OFFERED = (*NOT_OFFERED, "return_layernorm_output_gathered")
+__all__ = ["LayerNormLinear", "norm_params", "register_norm", "reset_norm", "with_output"]
 
 
 class LayerNormLinear(Linear):
@@ -34,6 +33,8 @@ class LayerNormLinear(Linear):
         zero_centered_gamma: the norm's factor is ``1 + layer_norm_weight``.
         return_layernorm_output: also return the norm's result, rounded to the activation dtype;
             the linear then quantizes that rounded value.
+        return_layernorm_output_gathered: with sequence parallelism, return that of the rows of all
+            ranks; it then travels in high precision.
     """
 
     kind = "layernorm_linear"
@@ -47,7 +48,7 @@ class LayerNormLinear(Linear):
         fuse_wgrad_accumulation: bool = False,
         tp_group: object | None = None,
         tp_size: int = 1,
-        get_rng_state_tracker: object | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
         init_method: InitMethod | None = None,
         bias: bool = True,
         normalization: str = "LayerNorm",
@@ -71,13 +72,25 @@ class LayerNormLinear(Linear):
         *,
         rng_tracker_name: str | None = None,
     ) -> None:
-        refuse_arguments(LayerNormLinear.__init__, locals(), _NOT_OFFERED)
+        refuse_arguments(LayerNormLinear.__init__, locals(), NOT_OFFERED)
         self._norm = (check_normalization("LayerNormLinear", normalization), eps)
         self.zero_centered_gamma = zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        if parallel_mode == "row":
+            raise OperandError(
+                "LayerNormLinear(parallel_mode='row'): a norm takes whole rows, and a row-parallel "
+                "linear takes a part of each. Use a norm and fp8core.Linear."
+            )
         super().__init__(
             in_features,
             out_features,
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+            parallel_mode=parallel_mode,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             init_method=init_method,
             bias=bias,
@@ -97,6 +110,10 @@ class LayerNormLinear(Linear):
         register_norm(self, self._norm[0], self.in_features, device, dtype)
         super()._make_parameters(device, dtype)
 
+    def _mark_parameters(self) -> None:
+        super()._mark_parameters()
+        mark_norm(norm_params(self, self._norm[0]), self.sequence_parallel)
+
     def _fill_parameters(self) -> None:
         """Fill as :class:`Linear` does; the norm starts as the identity."""
         reset_norm(self, self.zero_centered_gamma)
@@ -107,8 +124,7 @@ class LayerNormLinear(Linear):
         kind, eps = self._norm
         dtype = self.dtype_of("layer_norm_weight")
         norm = NormShape(kind, self.in_features, eps, self.zero_centered_gamma, dtype)
-        leaves = (OutputShape(),) if self.return_layernorm_output else ()
-        return (norm, *leaves, *super().link_shapes())
+        return (norm, *with_output(super().link_shapes(), self))
 
     def link_params(self) -> list[torch.Tensor]:
         """Return the norm's parameters, then the linear's."""
@@ -141,6 +157,20 @@ class LayerNormLinear(Linear):
         if self.return_bias:
             outputs.insert(1, bias)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+class _ReturnsNorm(Protocol):
+    return_layernorm_output: bool
+    return_layernorm_output_gathered: bool
+
+
+def with_output(shapes: tuple[LinkShape, ...], layer: _ReturnsNorm) -> tuple[LinkShape, ...]:
+    """Return ``shapes``, which follow the norm, with the link at which its result leaves the chain,
+    if ``layer`` returns that: behind the gather, if it returns that of all ranks."""
+    if not layer.return_layernorm_output:
+        return shapes
+    is_gathered = layer.return_layernorm_output_gathered and shapes[0].gathers_rows
+    return (*shapes[:is_gathered], OutputShape(), *shapes[is_gathered:])
 
 
 def register_norm(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,11 +11,11 @@ import torch.utils.checkpoint
 from fp8core.chain.activation import activation_shape
 from fp8core.chain.linear import LinearShape
 from fp8core.chain.norm import NormShape
-from fp8core.chain.pointwise import OutputShape
+from fp8core.chain.pointwise import BiasShape
 from fp8core.chain.shape import LinkShape
 from fp8core.context.checkpoint import checkpoint as recomputed
-from fp8core.modules.base import LowPrecisionModule
-from fp8core.modules.layernorm_linear import norm_params, register_norm, reset_norm
+from fp8core.modules.layernorm_linear import norm_params, register_norm, reset_norm, with_output
+from fp8core.modules.parallel import ALONE, Parallel, ParallelModule, mark_norm, mark_weight
 from fp8core.modules.parameters import (
     InitMethod,
     check_normalization,
@@ -32,12 +33,6 @@ from fp8core.recipe.plan import LayerRole
 __all__ = ["LayerNormMLP"]
 
 _NOT_OFFERED = (
-    "sequence_parallel",
-    "get_rng_state_tracker",
-    "tp_group",
-    "tp_size",
-    "return_layernorm_output_gathered",
-    "set_parallel_mode",
     "ub_overlap_ag",
     "ub_overlap_rs",
     "ub_overlap_rs_dgrad",
@@ -47,7 +42,7 @@ _NOT_OFFERED = (
 )
 
 
-class LayerNormMLP(LowPrecisionModule):
+class LayerNormMLP(ParallelModule):
     """``fc2(activation(fc1(norm(x))))``.
 
     Parameters ``layer_norm_weight``, ``layer_norm_bias`` (LayerNorm only), ``fc1_weight
@@ -66,6 +61,10 @@ class LayerNormMLP(LowPrecisionModule):
         activation_params: of ``clamped_swiglu``: ``limit``, ``alpha``, ``glu_linear_offset``.
         params_dtype, device, name: as in :class:`fp8core.Linear`.
         return_layernorm_output: also return the norm's result in the activation dtype.
+        return_layernorm_output_gathered: as in :class:`fp8core.LayerNormLinear`.
+        set_parallel_mode: fc1 is column-parallel and fc2 row-parallel over the ranks of a group:
+            each has its share of ``ffn_hidden_size``. Without it the layer is the same on all.
+        tp_group, tp_size, sequence_parallel, get_rng_state_tracker: as in :class:`fp8core.Linear`.
         seq_length, micro_batch_size: accepted for compatibility; sizes are those of the input.
         zero_centered_gamma: the norm's factor is ``1 + layer_norm_weight``.
         delay_wgrad_compute: as in :class:`fp8core.Linear`.
@@ -89,7 +88,7 @@ class LayerNormMLP(LowPrecisionModule):
         eps: float = 1e-5,
         sequence_parallel: bool = False,
         return_bias: bool = False,
-        get_rng_state_tracker: object | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
         tp_group: object | None = None,
         tp_size: int = 1,
         init_method: InitMethod | None = None,
@@ -121,12 +120,17 @@ class LayerNormMLP(LowPrecisionModule):
         refuse_arguments(LayerNormMLP.__init__, locals(), _NOT_OFFERED)
         self.hidden_size = check_size("LayerNormMLP", "hidden_size", hidden_size)
         self.ffn_hidden_size = check_size("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size)
+        arguments = (tp_group, tp_size, sequence_parallel)
+        self._set_parallel(None, arguments, get_rng_state_tracker)
+        self.set_parallel_mode = set_parallel_mode
         self._norm = check_normalization("LayerNormMLP", normalization), eps
+        self._ffn = self._spread.part_of("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size)
         self._activation = activation_shape(activation, activation_params)
         self.zero_centered_gamma = zero_centered_gamma
         self.use_bias, self.return_bias = bias, return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.checkpoint = checkpoint
         self._init_methods = (
             init_method or default_init_method,
@@ -141,19 +145,30 @@ class LayerNormMLP(LowPrecisionModule):
 
     def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
         register_norm(self, self._norm[0], self.hidden_size, device, dtype)
-        inner = self.ffn_hidden_size * (2 if self._activation.is_gated else 1)
-        sizes = (inner, self.hidden_size), (self.hidden_size, self.ffn_hidden_size)
+        inner = self._ffn * (2 if self._activation.is_gated else 1)
+        sizes = (inner, self.hidden_size), (self.hidden_size, self._ffn)
         for name, (rows, columns) in zip(("fc1", "fc2"), sizes, strict=True):
             weight = make_weight((rows, columns), device, dtype, LayerRole(self.kind, self.name))
             bias = make_parameter(rows, device=device, dtype=dtype) if self.use_bias else None
             self.register_parameter(f"{name}_weight", weight)
             self.register_parameter(f"{name}_bias", bias)
+        mark_norm(norm_params(self, self._norm[0]), self.sequence_parallel)
+        mark_weight(self.fc1_weight, 0)
+        mark_weight(self.fc1_bias, 0)
+        mark_weight(self.fc2_weight, 1)
+        mark_norm([self.fc2_bias], self._spread.sequence)
+
+    @property
+    def _spread(self) -> Parallel:
+        """How the linears are spread over ranks: not without ``set_parallel_mode``."""
+        return self.parallel if self.set_parallel_mode else ALONE
 
     def _fill_parameters(self) -> None:
         """Fill the weights, zero the biases, and start the norm as the identity."""
         reset_norm(self, self.zero_centered_gamma)
         for name, method in zip(("fc1", "fc2"), self._init_methods, strict=True):
-            fill(self._parameters.get(f"{name}_weight"), method)
+            with self._forked():
+                fill(self._parameters.get(f"{name}_weight"), method)
             fill(self._parameters.get(f"{name}_bias"), torch.nn.init.zeros_)
 
     @property
@@ -162,18 +177,23 @@ class LayerNormMLP(LowPrecisionModule):
         return not self.checkpoint
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the norm, fc1, the activation and fc2."""
+        """Return the norm, fc1, the activation and fc2, and the links of a parallel layer."""
         kind, eps = self._norm
-        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        hidden, ffn = self.hidden_size, self._ffn
         inner = ffn * (2 if self._activation.is_gated else 1)
-        leaves = (OutputShape(),) if self.return_layernorm_output else ()
         norm_dtype = self.dtype_of("layer_norm_weight")
+        before, after = self._spread.before_column, self._spread.after_row
+        fc1 = self._linear_shape("fc1", (hidden, inner), self.use_bias)
+        adds_bias = self.use_bias and not self.return_bias
+        fc2 = self._linear_shape("fc2", (ffn, hidden), adds_bias and not after)
+        bias: tuple[LinkShape, ...] = ()
+        if after and adds_bias:  # once, and not by each rank
+            bias = (BiasShape(hidden, self.dtype_of("fc2_bias")),)
         return (
             NormShape(kind, hidden, eps, self.zero_centered_gamma, norm_dtype),
-            *leaves,
-            self._linear_shape("fc1", (hidden, inner), self.use_bias),
+            *with_output((*before, fc1), self),
             self._activation,
-            self._linear_shape("fc2", (ffn, hidden), self.use_bias and not self.return_bias),
+            *(fc2, *after, *bias),
         )
 
     def _linear_shape(self, name: str, features: tuple[int, int], has_bias: bool) -> LinearShape:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from fp8core.chain.linear import LinearShape
-from fp8core.chain.pointwise import QuantizeShape
+from fp8core.chain.pointwise import BiasShape, QuantizeShape
 from fp8core.chain.shape import LinkShape
 from fp8core.errors import RecipeError, UnsupportedError
-from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.parallel import ParallelModule, mark_norm, mark_weight
 from fp8core.modules.parameters import (
     InitMethod,
     check_size,
@@ -28,12 +29,6 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 __all__ = ["NOT_OFFERED", "Linear"]
 
 NOT_OFFERED = (
-    "sequence_parallel",
-    "tp_group",
-    "tp_size",
-    "get_rng_state_tracker",
-    "rng_tracker_name",
-    "parallel_mode",
     "ub_overlap_ag",
     "ub_overlap_rs",
     "ub_overlap_rs_dgrad",
@@ -44,7 +39,7 @@ NOT_OFFERED = (
 )
 
 
-class Linear(LowPrecisionModule):
+class Linear(ParallelModule):
     """``y = x w^T + b`` with its three GEMMs in the precision of the active ``autocast``.
 
     Input ``[..., in_features]`` and output ``[..., out_features]`` in bfloat16, float16 or float32;
@@ -54,8 +49,18 @@ class Linear(LowPrecisionModule):
     derivative and under the transforms of ``torch.func``, which low precision refuses.
 
     Args:
-        in_features: size of each input row.
-        out_features: size of each output row.
+        in_features: size of each input row, of all ranks together.
+        out_features: size of each output row, of all ranks together.
+        parallel_mode: ``"column"``: each rank of the group has its share of ``out_features``;
+            ``"row"``: of ``in_features``, and the results are summed over the ranks before the bias
+            is added. None: the layer is the same on all ranks.
+        tp_group: the ranks, a torch.distributed process group; or ``tp_size`` of them, which get
+            their group by ``set_tensor_parallel_group``.
+        sequence_parallel: the input of a column-parallel layer and the output of a row-parallel one
+            are split over the ranks along the first dimension. Each rank casts its rows by the
+            recipe, and codes and scales travel.
+        get_rng_state_tracker, rng_tracker_name: a function that returns a tracker of random states,
+            in whose ``fork(name)`` weights are filled.
         init_method: fills each weight; the default is normal with standard deviation 0.023.
         bias: whether there is a bias, zero at first.
         return_bias: return ``(y, bias)`` with the bias not added.
@@ -88,7 +93,7 @@ class Linear(LowPrecisionModule):
         fuse_wgrad_accumulation: bool = False,
         tp_group: object | None = None,
         tp_size: int = 1,
-        get_rng_state_tracker: object | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
         rng_tracker_name: str | None = None,
         init_method: InitMethod | None = None,
         bias: bool = True,
@@ -110,14 +115,24 @@ class Linear(LowPrecisionModule):
     ) -> None:
         super().__init__(name)
         refuse_arguments(Linear.__init__, locals(), NOT_OFFERED)
-        self.in_features = check_size("Linear", "in_features", in_features)
-        self.out_features = check_size("Linear", "out_features", out_features)
+        owner, arguments = type(self).__name__, (tp_group, tp_size, sequence_parallel)
+        self._set_parallel(parallel_mode, arguments, get_rng_state_tracker, rng_tracker_name)
+        self.in_features = check_size(owner, "in_features", in_features)
+        self.out_features = check_size(owner, "out_features", out_features)
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.save_original_input = save_original_input
         self.use_bias = bias
         self._init_method = init_method or default_init_method
         self._parts = split_sizes(parameters_split, out_features)
+        if parallel_mode == "row":
+            self.in_features = self.parallel.part_of(owner, "in_features", in_features)
+        elif parallel_mode == "column":
+            self.out_features = self.parallel.part_of(owner, "out_features", out_features)
+            self._parts = [
+                (prefix, self.parallel.part_of(owner, "parameters_split", rows))
+                for prefix, rows in self._parts
+            ]
         if fuse_wgrad_accumulation and len(self._parts) > 1:
             raise UnsupportedError(
                 "fuse_wgrad_accumulation=True with parameters_split is not offered: the gradient "
@@ -140,29 +155,50 @@ class Linear(LowPrecisionModule):
         for prefix, rows in self._parts:
             bias = make_parameter(rows, device=device, dtype=dtype) if self.use_bias else None
             self.register_parameter(f"{prefix}bias", bias)
+        self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
+        """Set the attributes that Megatron reads."""
+        for prefix, _ in self._parts:
+            weight = self._parameters.get(f"{prefix}weight")
+            bias = self._parameters.get(f"{prefix}bias")
+            mark_weight(weight, 1 if self.parallel_mode == "row" else 0)
+            if self.parallel_mode == "row":
+                mark_norm([bias], self.sequence_parallel)
+            elif self.parallel_mode == "column":
+                mark_weight(bias, 0)
 
     def _fill_parameters(self) -> None:
         """Fill the weights with ``init_method`` and the biases with 0."""
         for prefix, _ in self._parts:
-            fill(self._parameters.get(f"{prefix}weight"), self._init_method)
+            with self._forked():
+                fill(self._parameters.get(f"{prefix}weight"), self._init_method)
             fill(self._parameters.get(f"{prefix}bias"), torch.nn.init.zeros_)
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
-        """Return the shape of the one linear."""
+        """Return the shape of the one linear, between the links of its parallel mode."""
+        before: tuple[LinkShape, ...] = ()
+        after: tuple[LinkShape, ...] = ()
+        if self.parallel_mode == "column":
+            before = self.parallel.before_column
+        elif self.parallel_mode == "row":
+            after = self.parallel.after_row
         first, has_bias = self._parts[0][0], self.use_bias and not self.return_bias
         dtype = self.dtype_of(f"{first}weight")
         bias_dtype = self.dtype_of(f"{first}bias") if has_bias else None
+        added: tuple[LinkShape, ...] = ()
+        if after and bias_dtype is not None:  # once, and not by each rank
+            added, bias_dtype = (BiasShape(self.out_features, bias_dtype),), None
         sizes = self.in_features, self.out_features
-        return (
-            LinearShape(
-                *sizes,
-                dtype,
-                bias_dtype,
-                accumulates=self.fuse_wgrad_accumulation,
-                delays_wgrad=self.wgrad_queue is not None,
-                saves_input=self.save_original_input,
-            ),
+        linear = LinearShape(
+            *sizes,
+            dtype,
+            bias_dtype,
+            accumulates=self.fuse_wgrad_accumulation,
+            delays_wgrad=self.wgrad_queue is not None,
+            saves_input=self.save_original_input,
         )
+        return (*before, linear, *after, *added)
 
     def forward(
         self,

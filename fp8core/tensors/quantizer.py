@@ -17,6 +17,8 @@ from fp8core.backend_api import (
     QuantizeByAmaxDesc,
     QuantizeDesc,
     UnsupportedError,
+    amax_extent,
+    amax_sizes,
     has_amax,
 )
 from fp8core.dispatch.resolver import DISPATCH, UNNAMED, Purpose, Resolver
@@ -32,6 +34,7 @@ __all__ = [
     "Groups",
     "HighPrecision",
     "LowPrecision",
+    "MaximumOverShards",
     "Orientations",
     "Pair",
     "Quantizer",
@@ -75,6 +78,25 @@ ReduceAmax: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 """Takes the amaxes of a part of a tensor, float32 ``[n]`` as :class:`AmaxDesc` lays them out, and
 returns those of the whole tensor: the maximum over all parts. A scale a row depends on one row
 alone, so of such entries it reduces those whose row or column of the whole the parts share."""
+
+
+class MaximumOverShards(NamedTuple):
+    """Reduces the amaxes of a tensor whose rows are on several ranks, by ``maximum``.
+
+    A scale of a single row stays with its rank; no collective is called where all are.
+    """
+
+    maximum: ReduceAmax
+
+    def of(self, desc: QuantizeDesc, amaxes: torch.Tensor, cols: int, groups: int) -> torch.Tensor:
+        """Return ``amaxes`` of ``desc`` reduced, for a tensor of ``cols`` columns."""
+        if amax_extent(desc.rowwise) != "row":
+            return self.maximum(amaxes)
+        shared = amax_sizes(desc, 0, cols, groups)[1]
+        if not shared:
+            return amaxes
+        kept, reduced = amaxes[:-shared], self.maximum(amaxes[-shared:])
+        return torch.cat((kept, reduced))
 
 
 class Quantizer(Protocol):
@@ -361,7 +383,7 @@ class ReducedLowPrecision(_Bound):
         desc: QuantizeDesc,
         resolve: Resolve,
         nonfinite: torch.Tensor | None,
-        reduce_amax: ReduceAmax,
+        reduce_amax: ReduceAmax | MaximumOverShards,
     ) -> None:
         def bind(desc: QuantizeDesc) -> tuple[Cast, tuple[Choice, ...]]:
             if not has_amax(desc):  # this orientation's scales belong to blocks
@@ -369,7 +391,7 @@ class ReducedLowPrecision(_Bound):
                 return _counting(plain.run, nonfinite), (plain.choice,)
             amax = resolve(AmaxDesc(desc))
             cast = resolve(QuantizeByAmaxDesc.of(desc))
-            run = _reducing(amax.run, reduce_amax, _counting(cast.run, nonfinite))
+            run = _reducing(desc, amax.run, reduce_amax, _counting(cast.run, nonfinite))
             return run, (amax.choice, cast.choice)
 
         rowwise, columnwise = desc.halves()
@@ -383,11 +405,18 @@ def _counting(run: Callable[..., Any], nonfinite: torch.Tensor | None) -> Callab
 
 
 def _reducing(
-    amax: Callable[..., torch.Tensor], reduce_amax: ReduceAmax, cast: Callable[..., Any]
+    desc: QuantizeDesc,
+    amax: Callable[..., torch.Tensor],
+    reduce_amax: ReduceAmax | MaximumOverShards,
+    cast: Callable[..., Any],
 ) -> Callable[..., Any]:
     def run(x: torch.Tensor, *groups: torch.Tensor, **keywords: Any) -> Any:
         amaxes = amax(x, *groups)
-        reduced = reduce_amax(amaxes)
+        if isinstance(reduce_amax, MaximumOverShards):
+            num_groups = groups[0].numel() - 1 if groups else 1
+            reduced = reduce_amax.of(desc, amaxes, x.shape[1], num_groups)
+        else:
+            reduced = reduce_amax(amaxes)
         _check_reduced(reduced, amaxes)
         return cast(x, *groups, amax=reduced, **keywords)
 
@@ -549,7 +578,7 @@ def bind_quantizer(
     slot: Slot | None = None,
     nonfinite: torch.Tensor | None = None,
     propagates: bool = False,
-    reduce_amax: ReduceAmax | None = None,
+    reduce_amax: ReduceAmax | MaximumOverShards | None = None,
     dequantizes: bool = False,
 ) -> Quantizer:
     """Return the quantizer of a tensor of ``dtype`` planned as ``plan``.

@@ -18,6 +18,7 @@ import torch
 import torch.distributed
 
 from fp8core.backend_api import ScaleUpdateDesc
+from fp8core.communicator import Communicator
 from fp8core.dispatch import table
 from fp8core.recipe.plan import DelayedPlan
 from fp8core.reporting import log_once
@@ -81,6 +82,8 @@ class DelayedState:
             resolved = table.resolve(desc, scale.device)
             self.advance, self.prepare = resolved.run, resolved.offers.prepare
         self.group: torch.distributed.ProcessGroup | None = None
+        # The ranks over which the layer is spread: they exchange codes, and need equal scales.
+        self.communicator: Communicator | None = None
         self.order = order
         # Whether a backward pass that recorded here has failed. Its amaxes are discarded at once,
         # but on the stream of the engine's thread, and a kernel on another stream may still record.
@@ -132,12 +135,19 @@ class _Batch:
                 )
 
     def update(self) -> None:
-        """Reduce the newest amaxes over each state's group, and turn them into scales."""
+        """Reduce the newest amaxes over each state's group and over the ranks of its layer, and
+        turn them into scales."""
         for state in self.members:
             if state.group is not None:
                 for group, states in _partition(self._ordered, _group_of):
                     if group is not None:
                         _reduce(states, group)
+                break
+        for state in self.members:
+            if state.communicator is not None:
+                for communicator, states in _partition(self._ordered, _communicator_of):
+                    if communicator is not None:
+                        _reduce_over_layer(states, communicator)
                 break
         if self._reports:
             _report_nonfinite(self._ordered)
@@ -168,6 +178,7 @@ def update(states: Iterable[DelayedState]) -> None:
 
 _order_of = attrgetter("order")
 _group_of = attrgetter("group")
+_communicator_of = attrgetter("communicator")
 _advance_of = attrgetter("advance")
 
 
@@ -214,6 +225,12 @@ def _reduce(states: Sequence[DelayedState], group: torch.distributed.ProcessGrou
     newest = [state.amax_history[0] for state in reducing]
     flat = torch.cat(newest)
     torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
+    copy_all(newest, list(torch.split(flat, [part.numel() for part in newest])))
+
+
+def _reduce_over_layer(states: Sequence[DelayedState], communicator: Communicator) -> None:
+    newest = [state.amax_history[0] for state in states]
+    flat = communicator.max(torch.cat(newest), "delayed amax").wait()
     copy_all(newest, list(torch.split(flat, [part.numel() for part in newest])))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fp8core.communicator import Communicator
 from fp8core.recipe.plan import SlotNames
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.scaling import DelayedState
@@ -28,6 +29,10 @@ class LayerStates:
     records_backward: bool = True
     first: int = 0
     count: int = 1
+
+    def spread_over(self, communicator: Communicator) -> None:
+        """Have both states reduced over the ranks that the layer is spread over."""
+        self.forward.communicator = self.backward.communicator = communicator
 
     def slot(self, tensor: str) -> Slot:
         """Return the slots of ``tensor``: one entry a set."""

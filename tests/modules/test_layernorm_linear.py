@@ -223,7 +223,7 @@ def test_a_wrong_hidden_size_names_both() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"sequence_parallel": True}, {"ub_bulk_wgrad": True}, {"tp_size": 2}],
+    [{"ub_bulk_wgrad": True}, {"symmetric_ar_type": "multimem"}],
 )
 def test_what_is_not_offered_is_refused(arguments: dict[str, object]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(arguments))):

@@ -270,9 +270,7 @@ def test_a_size_of_zero_is_refused(name: str) -> None:
         LayerNormMLP(**{"hidden_size": 8, "ffn_hidden_size": 8, name: 0})
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"ub_bulk_dgrad": True}, {"sequence_parallel": True}, {"tp_group": object()}]
-)
+@pytest.mark.parametrize("arguments", [{"ub_bulk_dgrad": True}, {"ub_overlap_rs": True}])
 def test_what_is_not_offered_is_refused(arguments: dict[str, object]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(arguments))):
         LayerNormMLP(8, 8, **arguments)

@@ -27,12 +27,6 @@ RECIPES = {"none": None, **{name: recipe.by_name(name) for name in recipe.names(
 
 # What asks for something that is not offered, and what is not the default but asks for nothing.
 REFUSED = [
-    {"sequence_parallel": True},
-    {"tp_group": "a group"},
-    {"tp_size": 2},
-    {"tp_size": 0},
-    {"get_rng_state_tracker": dict},
-    {"parallel_mode": "diagonal"},
     {"ub_overlap_ag": True},
     {"ub_overlap_rs": True},
     {"ub_overlap_rs_dgrad": True},
@@ -41,11 +35,7 @@ REFUSED = [
     {"symmetric_ar_type": "multimem_all_reduce"},
 ]
 IDLE = [
-    {"parallel_mode": "column"},
-    {"parallel_mode": "row"},
-    {"rng_tracker_name": "model-parallel-rng"},
     {"ub_name": "qkv"},
-    {"sequence_parallel": None},
     {"symmetric_ar_type": False},
 ]
 

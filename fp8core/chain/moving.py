@@ -1,0 +1,260 @@
+"""Links that move rows between the ranks of a group, and compute nothing but sums.
+
+=========== =========================== ==========================================
+link        forward                     backward
+=========== =========================== ==========================================
+gather      the rows of all ranks       the sum over ranks, each rank's rows of it
+scatter     the sum over ranks, each    the rows of all ranks
+            rank's rows of it
+all_reduce  the sum over ranks          the gradient as it is
+replicate   the tensor as it is         the sum over ranks
+=========== =========================== ==========================================
+
+A gather asks the linear that it feeds how that wants its operands, and moves codes and scales
+(:mod:`fp8core.chain.shards`); sums are of the dtype of the activations. The sum of a gradient is
+started when dgrad has computed it, and runs beside wgrad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from fp8core.chain.call import Call
+from fp8core.chain.link_defaults import LinkDefaults
+from fp8core.chain.once import OnlyOnce, over_ranks
+from fp8core.chain.protocol import Backward, Forward, Out, Params, Program, Relay, SavedList
+from fp8core.chain.request import Handover, QuantizeRequest
+from fp8core.chain.shape import BindContext, LinkShape
+from fp8core.communicator import Communicator, Started, named
+from fp8core.errors import OperandError
+from fp8core.tensors.quantizer import HighPrecision, Orientations
+
+__all__ = ["AllReduceShape", "GatherShape", "MovingLink", "ReplicateShape", "ScatterShape"]
+
+
+@dataclass(frozen=True, slots=True)
+class _MovingShape(LinkShape):
+    """A link over the ranks of the group ``group``, by its name."""
+
+    group: str
+    program: ClassVar[Callable[..., Program]]
+
+    @property
+    def moved_over(self) -> str:
+        """The name of the group."""
+        return self.group
+
+    def bind(self, context: BindContext) -> MovingLink:
+        """Return the link."""
+        reason = over_ranks(context.owner)
+        return MovingLink(named(self.group), type(self).program, context.dtype, reason)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MovingLink(LinkDefaults):
+    """A link that moves rows over ``communicator``, as its ``kind`` of program does."""
+
+    communicator: Communicator
+    kind: Callable[..., Program]
+    dtype: torch.dtype
+    reason: OnlyOnce
+
+    @property
+    def only_once(self) -> OnlyOnce:
+        """Collectives have no second derivative."""
+        return self.reason
+
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
+        """Return the program."""
+        return self.kind(self, needs_grad)
+
+
+class _Program(Relay[MovingLink]):
+    """Base: takes what its neighbours hand over, tensors or shards of operands."""
+
+    __slots__ = ()
+
+    @property
+    def _communicator(self) -> Communicator:
+        return self._link.communicator
+
+    def _gathered(self, x: Any, out: Out, purpose: str) -> Any:
+        """Return the rows of all ranks, as ``out`` requests them."""
+        if out is None:
+            return self._communicator.gather(x, purpose).wait()
+        if out.shards is None:
+            return out(self._communicator.gather(x, purpose).wait())
+        mine = x if isinstance(x, Handover) else out.shards.request(out)(x)
+        return out.shards.gather(mine, out)
+
+    def _scattered(self, x: torch.Tensor, purpose: str) -> Started:
+        size = self._communicator.size
+        if x.shape[0] % size:
+            raise OperandError(
+                f"{self._link.reason.owner}: the {size} ranks of group "
+                f"{self._communicator.group_name!r} do not divide {x.shape[0]} rows. With sequence "
+                f"parallelism each rank gets as many rows: pad the input to a multiple of {size}."
+            )
+        return self._communicator.scatter(x, purpose)
+
+
+class _Sum(Handover):
+    """A sum over ranks that is under way."""
+
+    __slots__ = ("started",)
+
+    def __init__(self, started: Started, rows: int) -> None:
+        super().__init__(Orientations(None, None), rows)
+        self.started = started
+
+
+@dataclass(frozen=True, slots=True)
+class _StartSum(QuantizeRequest):
+    """Starts the sum of a gradient as soon as it is computed: that is how its link wants it."""
+
+    program: _Summing | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """No cast can be fused with a sum."""
+        return False
+
+    def __call__(self, y: torch.Tensor) -> _Sum:
+        """Start the sum of ``y``."""
+        assert self.program is not None
+        return _Sum(self.program.start_sum(y), y.shape[0])
+
+
+class _Summing(_Program):
+    """Base of the programs whose backward sums the gradient over ranks."""
+
+    __slots__ = ()
+
+    def start_sum(self, grad: torch.Tensor) -> Started:
+        """Start the sum of the gradient of the output."""
+        raise NotImplementedError
+
+    def request_grad(self, call: Call) -> QuantizeRequest:
+        """Return the request that starts the sum."""
+        dtype = self._link.dtype
+        return _StartSum(HighPrecision(dtype), dtype, program=self)
+
+    def backward(
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Finish the sum, started when the gradient was computed."""
+        started = grad.started if isinstance(grad, _Sum) else self.start_sum(grad)
+        total = started.wait()
+        return (total if out is None else out(total),)
+
+
+class _Gather(_Summing):
+    __slots__ = ()
+
+    def num_rows(self, rows: int) -> int:
+        """Return the rows of all ranks."""
+        return rows * self._communicator.size
+
+    def relay(self, out: Out) -> Out:
+        """Return the next program's request for a rank's rows."""
+        return None if out is None or out.shards is None else out.shards.request(out)
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Gather the rows."""
+        return self._gathered(x, out, "input"), (), None
+
+    def start_sum(self, grad: torch.Tensor) -> Started:
+        """Start the sum of the gradient, of which a rank gets its rows."""
+        return self._scattered(grad, "grad_input")
+
+
+class _Scatter(_Program):
+    __slots__ = ()
+
+    def num_rows(self, rows: int) -> int:
+        """Return a rank's rows."""
+        return rows // self._communicator.size
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Sum, and keep a rank's rows."""
+        y = self._scattered(x, "output").wait()
+        return y if out is None else out(y), (), None
+
+    def backward(
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Gather the gradient, as the link before wants it."""
+        return (self._gathered(grad, out, "grad_output"),)
+
+
+class _AllReduce(_Program):
+    __slots__ = ()
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Sum."""
+        y = self._communicator.sum(x, "output").wait()
+        return y if out is None else out(y), (), None
+
+    def backward(
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Hand the gradient on."""
+        return (grad if out is None else out(grad),)
+
+
+class _Replicate(_Summing):
+    __slots__ = ()
+
+    def relay(self, out: Out) -> Out:
+        """Return the next program's request."""
+        return out
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Hand the tensor on."""
+        return x if out is None or isinstance(x, Handover) else out(x), (), None
+
+    def start_sum(self, grad: torch.Tensor) -> Started:
+        """Start the sum of the gradient."""
+        return self._communicator.sum(grad, "grad_input")
+
+
+@dataclass(frozen=True, slots=True)
+class GatherShape(_MovingShape):
+    """Gathers rows; its gradient is summed over the ranks, each of which keeps its rows."""
+
+    program: ClassVar[Callable[..., Program]] = _Gather
+
+    @property
+    def gathers_rows(self) -> bool:
+        """Its output has the rows of all ranks."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterShape(_MovingShape):
+    """Sums over the ranks, each of which keeps its rows; the gradient is gathered."""
+
+    program: ClassVar[Callable[..., Program]] = _Scatter
+
+    @property
+    def gathers_grad_rows(self) -> bool:
+        """The gradient of its input has the rows of all ranks."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceShape(_MovingShape):
+    """Sums over the ranks; the gradient stays as it is, equal on all ranks."""
+
+    program: ClassVar[Callable[..., Program]] = _AllReduce
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicateShape(_MovingShape):
+    """Hands on a tensor that all ranks have; its gradient is summed over them."""
+
+    program: ClassVar[Callable[..., Program]] = _Replicate

@@ -1,0 +1,88 @@
+"""What the ranks of a parallel layer have to have in common, compared before its first collective.
+
+Codes that one rank casts are read by all: where recipes, layers or delayed scales differ, results
+would be wrong without a word, or ranks would wait for each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from fp8core.chain.shape import LinkShape
+from fp8core.communicator import Communicator, named
+from fp8core.errors import Fp8CoreError
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.recipe import Recipe
+from fp8core.recipe.base import plan_of
+from fp8core.recipe.plan import LayerRole, Plan
+from fp8core.tensors.quantizer import Binding
+
+__all__ = ["agree", "communicators_of"]
+
+
+def communicators_of(shapes: Sequence[LinkShape]) -> list[Communicator]:
+    """Return the communicators of the groups that ``shapes`` move tensors between, each once."""
+    names = dict.fromkeys(shape.moved_over for shape in shapes)
+    return [named(name) for name in names if name is not None]
+
+
+def agree(
+    layer: LowPrecisionModule,
+    recipe: Recipe | None,
+    binding: Binding,
+    shapes: Sequence[LinkShape],
+) -> None:
+    """Compare ``layer``, about to be bound to ``recipe``, with that of the other ranks.
+
+    Raises:
+        OperandError: they differ; raised on every rank.
+    """
+    role = LayerRole(layer.kind, layer.name)
+    try:
+        plan = _plan_text(plan_of(layer.plan_type, recipe, role, binding.activation_dtype))
+    except Fp8CoreError as error:  # the other ranks wait for an answer
+        plan = f"none, {type(error).__name__}: {error}"
+    parts = {
+        "links": ", ".join(map(_description, shapes)),
+        "dtype": str(binding.activation_dtype),
+        "recipe": plan,
+        "calibrates": "yes" if binding.is_observing else "",
+        "delayed scales": _scales_text(layer),
+    }
+    text = ". ".join(f"{name}: {value}" for name, value in parts.items() if value)
+    for communicator in communicators_of(shapes):
+        communicator.agree(text, f"the layer {layer.label}", binding.device)
+
+
+def _description(shape: LinkShape) -> str:
+    """Return ``shape`` in words, without the name of its group, which ranks may call otherwise."""
+    fields = {
+        field.name: getattr(shape, field.name)
+        for field in dataclasses.fields(shape)  # type: ignore[arg-type]  # each shape is one
+    }
+    if shape.moved_over is not None:
+        del fields["group"]
+    values = ", ".join(f"{name}={value}" for name, value in fields.items())
+    return f"{type(shape).__name__.removesuffix('Shape')}({values})"
+
+
+def _plan_text(plan: Plan) -> str:
+    specs: dict[str, Any] = {
+        name: [None if spec is None else str(spec) for spec in tensor]
+        for name, tensor in plan.tensors.items()
+    }
+    low = {name: texts for name, texts in specs.items() if any(texts)}
+    words = [f"{name} {' and '.join(map(str, texts))}" for name, texts in low.items()]
+    # A function of the user's is shown with its address, which differs between processes.
+    shown = re.sub(r" at 0x[0-9a-f]+", "", repr(plan))
+    rest = hashlib.sha256(shown.encode()).hexdigest()[:8]
+    return f"{'; '.join(words) or 'high precision'} (plan {rest})"
+
+
+def _scales_text(layer: LowPrecisionModule) -> str:
+    scales = [layer._buffers.get(name) for name in ("scale_fwd", "scale_bwd")]
+    return "; ".join(str(one.tolist()) for one in scales if one is not None and not one.is_meta)
