@@ -46,11 +46,16 @@ class Event(Protocol):
 
 
 class Clock(NamedTuple):
-    """What tells the time: an event's maker, and the wait for the device."""
+    """What tells the time: an event's maker, and the wait for the device.
+
+    ``agree(value)`` is the largest value of all processes that take the same turns, so that their
+    slices have equally many calls and their turns end together; of one process its own.
+    """
 
     event: Callable[[], Event]
     synchronize: Callable[[], None]
     now: Callable[[], float] = time.perf_counter
+    agree: Callable[[float], float] = lambda value: value
 
 
 CUDA_CLOCK = Clock(lambda: torch.cuda.Event(enable_timing=True), torch.cuda.synchronize)
@@ -73,8 +78,12 @@ class Stop:
         turns = min(map(len, times.values()), default=MOST_TURNS)
         if turns < FEWEST_TURNS:
             return False
-        if turns >= MOST_TURNS or clock.now() - started >= self.seconds:
+        if turns >= MOST_TURNS:
             return True
+        is_late = clock.now() - started >= self.seconds
+        return bool(clock.agree(float(is_late or self._is_enough(times))))
+
+    def _is_enough(self, times: dict[str, list[float]]) -> bool:
         pairs = [pair for pair in self.pairs if pair[0] in times and pair[1] in times]
         return bool(pairs) and all(
             median_interval(ratios(times[own], times[other])).relative_width <= self.width
@@ -104,7 +113,7 @@ def calls_a_slice(
             call()
         end.record()
         clock.synchronize()
-        milliseconds = max(start.elapsed_time(end) / 2, 1e-3)
+        milliseconds = clock.agree(max(start.elapsed_time(end) / 2, 1e-3))
         counts[name] = max(1, round(slice_ms / milliseconds))
     return counts
 

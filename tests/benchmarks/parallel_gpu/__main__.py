@@ -1,0 +1,98 @@
+"""Layers over several ranks, forward and backward, against their peers on the GPUs of one host.
+
+    python -m tests.benchmarks.parallel_gpu --ranks 2 --out results
+    python -m tests.benchmarks.parallel_gpu --kind fsdp --size 8B
+    python -m tests.benchmarks.parallel_gpu --merge results
+    python -m tests.benchmarks.parallel_gpu --device cpu --size tiny   # a trial run
+
+sequence_parallel  LayerNormMLP (RMSNorm, SwiGLU, no bias), its columns split over the ranks, each
+                   of which has a part of the tokens. ``alone`` is the same shards on all tokens
+                   without communication, ``collectives`` the collectives without a layer
+fsdp               such layers under fully_shard with a step of AdamW: bf16, torchao with FP8
+                   all-gather, fp8core with a quantized gather (plain under delayed scaling)
+
+Each kind and size starts its ranks once; contestants take turns of some milliseconds, in one
+shuffled order for all ranks, which begin each slice together. A turn's time is that of the slowest
+rank. Ratios are medians of the turns' ratios with intervals of 95 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.benchmarks.measuring import records
+from tests.benchmarks.parallel_gpu.cases import KINDS, RECIPES, SIZES, Job
+
+__all__ = ["main"]
+
+LIBRARIES = ("torch", "torchao", "te", "fp8core", "collectives")
+TIMEOUT_S = 900
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, or print what was measured; return the number of cells that failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.parallel_gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--library", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--seconds", type=float, default=12.0, help="most of a measure's turns")
+    parser.add_argument("--width", type=float, default=0.01, help="of intervals, to end turns")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="DIR")
+    args = parser.parse_args(arguments)
+    if args.merge:
+        from tests.benchmarks.parallel_gpu.report import tables  # which imports torch
+
+        print(tables(records.read(*args.merge)))
+        return 0
+    failed = 0
+    for kind, size in itertools.product(args.kind, args.size):
+        job = Job(
+            kind,
+            size,
+            tuple(args.recipe),
+            tuple(args.library),
+            args.ranks,
+            args.device,
+            str(args.out),
+            args.seconds,
+            args.width,
+        )
+        print(f"{kind} {size}", flush=True)
+        failed += not _run(job)
+    return failed
+
+
+def _run(job: Job) -> bool:
+    """Start the ranks; return whether all of them ended well."""
+    command = [sys.executable, "-m", "tests.benchmarks.parallel_gpu.rank", job.to_json()]
+    with tempfile.TemporaryDirectory() as folder:
+        children = [subprocess.Popen([*command, str(rank), folder]) for rank in range(job.ranks)]
+        try:
+            statuses = [child.wait(TIMEOUT_S) for child in children]
+        except subprocess.TimeoutExpired:
+            statuses = [1]
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+    if any(statuses):
+        print(f"{job.kind} {job.size_name}: ranks ended with {statuses}", flush=True)
+    return not any(statuses)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
