@@ -47,6 +47,7 @@ CONTRACT = {"fp8core.backend_api", "fp8core.errors", "fp8core.formats"}
 ENTRY_POINTS_KNOW = {"fp8core.recipe"}
 # Optional third-party packages: the only imports that a function below the top floor may hold.
 OPTIONAL = {"cudnn", "matplotlib", "pytest", "rich", "torch.utils.tensorboard", "torch_npu"}
+OPTIONAL |= {"safetensors", "safetensors.torch"}
 VAGUE_NAMES = {"common", "helper", "helpers", "manager", "managers", "types", "util", "utils"}
 
 # Where private names of torch are written: those of fp8core in one file, a backend's in its own.
@@ -67,7 +68,7 @@ USABLE = {
     ),
     "_orig_dtype": "of torchao's Float8TrainingTensor",
     "_keys_to_ignore_on_load_unexpected": "of transformers' models, which their authors set",
-    **dict.fromkeys(("_bias", "_data"), "the end of a name"),
+    **dict.fromkeys(("_bias", "_data", "_packed"), "the end of a name"),
     **dict.fromkeys(("_fp8core_conversion", "_fp8core_record"), "set by fp8core, by text"),
 }
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from fp8core.checkpoints.reading import Loaded, load_pretrained
 from fp8core.checkpoints.transformer_engine import transformer_engine_state_dict
+from fp8core.checkpoints.writing import Saved, save_pretrained
 
-__all__ = ["transformer_engine_state_dict"]
+__all__ = [
+    "Loaded",
+    "Saved",
+    "load_pretrained",
+    "save_pretrained",
+    "transformer_engine_state_dict",
+]
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.inventory import ModuleNode, flops_of, module_nodes
 from fp8core.reporting import some
 
-__all__ = ["Filter", "Refused", "Survey", "survey"]
+__all__ = ["Filter", "Refused", "Survey", "check_patterns", "survey", "unwanted"]
 
 Filter: TypeAlias = "Callable[[torch.nn.Module, str], bool] | Sequence[str] | str | None"
 """``(module, path) -> bool``, or patterns of paths; see :func:`fp8core.convert`."""
@@ -68,13 +68,13 @@ def survey(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> Surve
     _refuse_converted(model, nodes)
     obstacles = _obstacles(nodes)
     possible = [node.path for node in nodes if node not in obstacles]
-    _check_patterns(filter, skip, possible, {n.path: one.reason for n, one in obstacles.items()})
-    unwanted = _unwanted(model, filter, skip)
+    check_patterns(filter, skip, possible, {n.path: one.reason for n, one in obstacles.items()})
+    reason_of = unwanted(model, filter, skip)
     result = Survey([], [], [])
     for node in nodes:
         reason = ""
         if node not in obstacles and not isinstance(node.module, LowPrecisionModule):
-            reason = unwanted(node)
+            reason = reason_of(node)
         if node in obstacles or reason:
             result.refused.append(obstacles.get(node) or Refused(node, reason))
         elif isinstance(node.module, LowPrecisionModule):
@@ -199,9 +199,17 @@ def _patterns(filter: Filter) -> Sequence[str] | None:
     return None if filter is None or callable(filter) else list(filter)
 
 
-def _check_patterns(
+def check_patterns(
     filter: Filter, skip: Sequence[str], possible: Sequence[str], obstacles: dict[str, str]
 ) -> None:
+    """Check that every pattern of ``filter`` and ``skip`` matches one of the paths ``possible``.
+
+    ``obstacles`` are the paths of layers that cannot be chosen, and why.
+
+    Raises:
+        RecipeError: a pattern matches nothing; names the nearest word.
+        UnsupportedError: a pattern of ``filter`` matches such layers alone.
+    """
     paths = [*possible, *obstacles]
     for argument, patterns in (("filter", _patterns(filter) or ()), ("skip", skip)):
         for pattern in patterns:
@@ -222,10 +230,17 @@ def _check_patterns(
                 )
 
 
-def _unwanted(
-    model: torch.nn.Module, filter: Filter, skip: Sequence[str]
+def unwanted(
+    model: torch.nn.Module,
+    filter: Filter,
+    skip: Sequence[str],
+    kinds: tuple[type[torch.nn.Module], ...] = (torch.nn.Linear,),
 ) -> Callable[[ModuleNode], str]:
-    """Return a function that gives the reason to leave out a layer, or an empty string."""
+    """Return a function that gives the reason to leave out a layer, or an empty string.
+
+    ``kinds`` are the classes of layers that are output heads, routers or parts of adapters where
+    their names say so.
+    """
     heads = _heads(model)
     embeddings: dict[object, str] = {
         node.module.weight: node.path
@@ -235,7 +250,7 @@ def _unwanted(
     patterns = _patterns(filter)
     adapted = [node.path for node in module_nodes(model) if _ADAPTED in node.module._modules]
 
-    def unwanted(node: ModuleNode) -> str:
+    def reason_of(node: ModuleNode) -> str:
         path, module, _ = node
         if any(_is_match(path, pattern) for pattern in skip):
             return "named in skip"
@@ -244,18 +259,18 @@ def _unwanted(
         if patterns is not None:
             is_in = any(_is_match(path, pattern) for pattern in patterns)
             return "" if is_in else "the filter leaves it out"
-        if not isinstance(module, torch.nn.Linear):
+        if not isinstance(module, kinds):
             return ""
         if _is_of_adapter(path, adapted):
             return "low-rank factor of an adapter; convert it with a filter that names it"
-        tied = embeddings.get(module.weight)
+        tied = embeddings.get(module._parameters.get("weight"))
         if tied is not None:
             return f"output head: its weight is that of the embedding {tied!r}"
         if module in heads or _is_named_head(path):
             return "output head; convert it with a filter that names it"
         return "router of experts" if _is_router(node) else ""
 
-    return unwanted
+    return reason_of
 
 
 def _heads(model: torch.nn.Module) -> set[object]:

@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING
 from fp8core.errors import did_you_mean
 
 if TYPE_CHECKING:
+    from fp8core.checkpoints.reading import load_pretrained
+    from fp8core.checkpoints.writing import save_pretrained
     from fp8core.huggingface.config import Fp8CoreConfig
     from fp8core.huggingface.quantizer import Fp8CoreQuantizer
 
-__all__ = ["Fp8CoreConfig", "Fp8CoreQuantizer"]
+__all__ = ["Fp8CoreConfig", "Fp8CoreQuantizer", "load_pretrained", "save_pretrained"]
 
 _MODULES = {
     # Importing the quantizer registers both with transformers.
     "Fp8CoreConfig": "fp8core.huggingface.quantizer",
     "Fp8CoreQuantizer": "fp8core.huggingface.quantizer",
+    "load_pretrained": "fp8core.checkpoints.reading",
+    "save_pretrained": "fp8core.checkpoints.writing",
 }
 
 

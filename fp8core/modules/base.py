@@ -68,6 +68,16 @@ class LowPrecisionModule(DelayedModule):
         """Return the names of the modules inside that run by themselves, not in its chain."""
         return ()
 
+    def weight_names(self) -> list[tuple[str, ...]]:
+        """Return the names of the parameters that are the weight of each GEMM, in its order.
+
+        They are several where the GEMM's weight is quantized as one tensor of several parameters.
+        """
+        if not any(shape.num_weights for shape in self.link_shapes()):
+            return []
+        parameters = self._parameters.items()
+        return [(name,) for name, one in parameters if one is not None and one.dim() > 1]
+
     def linear_shapes(self) -> list[LinkShape]:
         """Return the shapes of the chain's linears: the links that have weights."""
         return [shape for shape in self.link_shapes() if shape.num_weights]

@@ -239,6 +239,10 @@ class Linear(ParallelModule):
         last = (QuantizeShape(True, False),) if fp8_output else ()
         return (*first, *self.link_shapes(), *last)
 
+    def weight_names(self) -> list[tuple[str, ...]]:
+        """Return the names of the weight's parts."""
+        return [tuple(f"{prefix}weight" for prefix, _ in self._parts)]
+
     def link_params(self) -> list[torch.Tensor]:
         """Return the weight, then the bias if the chain adds it."""
         return list(self._linear_params()[1])

@@ -1,0 +1,250 @@
+"""How quantized weights are laid out in files: one entry of :data:`LAYOUTS` for each kind.
+
+A weight ``[n, k]`` is stored as codes and scales under names that follow from its own. The values
+are ``codes * scale`` of the element's block, with one scale more over the tensor in NVFP4, by which
+is divided. Blocks at the ends may be partial. Sources: DeepSeek-V3, README_WEIGHTS.md;
+compressed-tensors 0.20, compressors/; transformers 5.23, integrations/finegrained_fp8.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from fp8core import formats
+from fp8core.backend_api import Operand, OperandSpec
+from fp8core.errors import RecipeError, UnsupportedError
+
+__all__ = [
+    "LAYOUTS",
+    "METHODS",
+    "Layout",
+    "expanded",
+    "file_tensors",
+    "grid",
+    "layout_of",
+    "stem_of",
+]
+
+Block: TypeAlias = "tuple[int, int]"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to store a weight.
+
+    Attributes:
+        name: in messages and reports.
+        method: the ``quant_method`` of the config.
+        element: the element's format.
+        blocks: the blocks that it has, as in OperandSpec; None for any two sizes.
+        scale_format: of the scales, as in OperandSpec.
+        suffixes: of the codes, the scales, and the tensor's scale; they follow the weight's name
+            without its last word ``weight``.
+        scale_shape: ``"scalar"``, ``"vector"`` of one, ``"column"``, or ``"grid"`` of the blocks.
+        scheme: fields of compressed-tensors' scheme for weights and for activations, None for
+            those in high precision: NVFP4's would need a scale from a calibration.
+        file_format: compressed-tensors' name of the format.
+    """
+
+    name: str
+    method: str
+    element: str
+    blocks: Block | None
+    scale_format: str
+    suffixes: tuple[str, ...]
+    scale_shape: str
+    scheme: tuple[Mapping[str, Any], Mapping[str, Any] | None] | None = None
+    file_format: str | None = None
+
+    def accepts(self, spec: OperandSpec) -> bool:
+        """Say whether codes quantized as ``spec`` can be stored like this."""
+        if (spec.format, spec.scale_format) != (self.element, self.scale_format):
+            return False
+        if spec.row_scaled or spec.transform is not None:
+            return False
+        if self.blocks is None:
+            return 0 not in spec.block
+        # A block of several rows is stored as as many equal blocks of one row.
+        is_taller = 0 not in spec.block and self.blocks == (1, spec.block[1])
+        return spec.block == self.blocks or is_taller
+
+    def config(self, spec: OperandSpec, left: list[str]) -> dict[str, Any]:
+        """Return the ``quantization_config``; the modules ``left`` are in high precision."""
+        if self.method == "fp8":
+            return self._fp8_config(spec, left)
+        assert self.scheme is not None
+        weights, activations = self.scheme
+        is_block = weights["strategy"] == "block"
+        blocks = {"block_structure": list(spec.block)} if is_block else {}
+        groups = {"group_size": spec.block[1]} if is_block else {}
+        group = {
+            "targets": ["Linear"],
+            "weights": {**weights, **blocks, "dynamic": False},
+            "input_activations": None if activations is None else {**activations, **groups},
+            "output_activations": None,
+            "format": self.file_format,
+        }
+        return {
+            "quant_method": self.method,
+            "format": self.file_format,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": left,
+            "global_compression_ratio": None,
+            "kv_cache_scheme": None,
+        }
+
+    def _fp8_config(self, spec: OperandSpec, left: list[str]) -> dict[str, Any]:
+        is_power_of_two = spec.power_of_two or self.scale_format == "e8m0"
+        block = self.blocks if self.scale_format == "e8m0" else spec.block
+        return {
+            "quant_method": "fp8",
+            "fmt": spec.format,
+            "activation_scheme": "dynamic",
+            "weight_block_size": None if block is None or 0 in block else list(block),
+            **({"scale_fmt": "ue8m0"} if is_power_of_two and block != (0, 0) else {}),
+            # transformers reads the first, vLLM the second.
+            "modules_to_not_convert": left,
+            "ignored_layers": left,
+        }
+
+
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+_FP4 = {"num_bits": 4, "type": "float", "symmetric": True}
+_TOKEN = {**_FP8, "strategy": "token", "dynamic": True}
+_INVERSE, _SCALE = ("weight", "weight_scale_inv"), ("weight", "weight_scale")
+_PACKED = ("weight_packed", "weight_scale", "weight_global_scale")
+_E4M3 = "torch.float8_e4m3fn"
+
+
+def _group(first: Mapping[str, Any], **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a scheme whose activations are grouped as its weights, and dynamic."""
+    return {**first, **more}, {**first, **more, "dynamic": True}
+
+
+LAYOUTS = (
+    Layout("fp8 block", "fp8", "e4m3", None, "float32", _INVERSE, "grid"),
+    Layout("fp8 tensor", "fp8", "e4m3", (0, 0), "float32", _INVERSE, "scalar"),
+    Layout("fp8 microscaling", "fp8", "e4m3", (1, 32), "e8m0", _INVERSE, "grid"),
+    Layout(
+        *("float-quantized tensor", "compressed-tensors", "e4m3", (0, 0), "float32"),
+        *(_SCALE, "vector"),
+        scheme=({**_FP8, "strategy": "tensor"}, _TOKEN),
+        file_format="float-quantized",
+    ),
+    Layout(
+        *("float-quantized channel", "compressed-tensors", "e4m3", (1, 0), "float32"),
+        *(_SCALE, "column"),
+        scheme=({**_FP8, "strategy": "channel"}, _TOKEN),
+        file_format="float-quantized",
+    ),
+    Layout(
+        *("float-quantized block", "compressed-tensors", "e4m3", None, "float32"),
+        *(_SCALE, "grid"),
+        scheme=({**_FP8, "strategy": "block"}, {**_FP8, "strategy": "group", "dynamic": True}),
+        file_format="float-quantized",
+    ),
+    Layout(
+        *("mxfp8-quantized", "compressed-tensors", "e4m3", (1, 32), "e8m0"),
+        *(_SCALE, "grid"),
+        scheme=_group(_FP8, strategy="group", group_size=32, scale_dtype="torch.uint8"),
+        file_format="mxfp8-quantized",
+    ),
+    Layout(
+        *("nvfp4-pack-quantized", "compressed-tensors", "e2m1", (1, 16), "e4m3"),
+        *(_PACKED, "grid"),
+        scheme=({**_FP4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": _E4M3}, None),
+        file_format="nvfp4-pack-quantized",
+    ),
+)
+"""The layouts, the first that accepts a spec is its default."""
+
+METHODS = tuple(dict.fromkeys(layout.method for layout in LAYOUTS))
+"""The names of quantization methods that files may state."""
+
+
+def layout_of(spec: OperandSpec, method: str | None = None) -> Layout:
+    """Return the layout of weights quantized as ``spec``, of ``method`` if one is given.
+
+    Raises:
+        RecipeError: an unknown method.
+        UnsupportedError: no layout that others read holds such codes.
+    """
+    if method is not None and method not in METHODS:
+        raise RecipeError(f"method={method!r}: expected one of {', '.join(METHODS)}.")
+    for layout in LAYOUTS:
+        if method in (None, layout.method) and layout.accepts(spec):
+            return layout
+    others = [layout.method for layout in LAYOUTS if layout.accepts(spec)]
+    near = f" method={others[0]!r} stores them." if others else ""
+    raise UnsupportedError(
+        f"weights quantized as {spec} in a file of {method or 'any method'}: none of its layouts "
+        f"holds them.{near} Layouts: {', '.join(layout.name for layout in LAYOUTS)}; elements are "
+        f"e4m3, or e2m1 in NVFP4."
+    )
+
+
+def stem_of(name: str) -> str:
+    """Return what suffixes follow: the weight's name without its last word ``weight``.
+
+    >>> stem_of("layers.0.fc1.weight"), stem_of("experts.gate_up_proj"), stem_of("mlp.fc1_weight")
+    ('layers.0.fc1.', 'experts.gate_up_proj_', 'mlp.fc1_')
+    """
+    return name.removesuffix("weight") if name.endswith("weight") else f"{name}_"
+
+
+def grid(shape: tuple[int, int], block: Block) -> tuple[int, int]:
+    """Return how many blocks a matrix of ``shape`` has along each dimension; 0 is all of it."""
+    counts = [-(-size // step) if step else 1 for size, step in zip(shape, block, strict=True)]
+    return counts[0], counts[1]
+
+
+def expanded(scale: torch.Tensor, block: Block, rows: int, wanted: Block) -> torch.Tensor:
+    """Return the grid of scales of ``block`` as that of ``wanted``, whose blocks are lower."""
+    if block == wanted or wanted[0] != 1:
+        return scale
+    return scale.repeat_interleave(block[0], 0)[:rows]
+
+
+def file_tensors(
+    layout: Layout, name: str, operand: Operand, spec: OperandSpec, shape: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors that a file holds for the weight ``name``, without those of padding."""
+    stem = stem_of(name)
+    names = [stem + suffix for suffix in layout.suffixes]
+    if not name.endswith("weight"):
+        rest = [suffix.removeprefix("weight_") for suffix in layout.suffixes]
+        names = [name if suffix == "weight" else stem + suffix for suffix in rest]
+    rows, columns = shape
+    assert operand.scale_inv is not None
+    if layout.element == "e4m3":
+        codes = operand.data[:rows, :columns].contiguous()
+        codes = codes.view(formats.by_name("e4m3").torch_dtype or torch.uint8)
+    else:
+        codes = operand.data[:rows, : columns // 2]
+    block = layout.blocks or spec.block
+    counts = grid(shape, block)
+    scale = expanded(operand.scale_inv, spec.block, rows, block)[: counts[0], : counts[1]]
+    scale = scale.reshape({"scalar": (), "vector": (1,)}.get(layout.scale_shape, counts))
+    if layout.scale_format == "e4m3":
+        scale = scale.contiguous().view(torch.float8_e4m3fn)
+    tensors = [codes.contiguous(), scale.contiguous()]
+    if operand.global_scale_inv is not None:
+        tensors.append(_divisor(operand.global_scale_inv).reshape(1))
+    return dict(zip(names, tensors, strict=True))
+
+
+def _divisor(scale_inv: torch.Tensor) -> torch.Tensor:
+    """Return the float32 whose reciprocal is ``scale_inv``, or the nearest one to it."""
+    one = torch.ones_like(scale_inv)
+    guess = one / scale_inv
+    for direction in (math.inf, -math.inf):
+        other = torch.nextafter(guess, torch.full_like(guess, direction))
+        is_better = ((one / guess) != scale_inv) & ((one / other) == scale_inv)
+        guess = torch.where(is_better, other, guess)
+    return guess

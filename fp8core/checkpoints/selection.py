@@ -1,0 +1,178 @@
+"""Which weights of a model are stored quantized, and the operands that its forward multiplies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn.utils import parametrize
+
+from fp8core.backend_api import Operand, OperandSpec
+from fp8core.conversion.layers import RECORD
+from fp8core.conversion.survey import Filter, check_patterns, survey, unwanted
+from fp8core.errors import OperandError, RecipeError, UnsupportedError
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.bound import recipe_in
+from fp8core.modules.inventory import ModuleNode
+from fp8core.recipe import Recipe
+from fp8core.recipe.base import plan_of
+from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.quantizer import Slot
+from fp8core.tensors.storage import make_operands, storage_plan
+
+__all__ = ["Weight", "operand_of", "weights_of"]
+
+
+class Weight(NamedTuple):
+    """The weight of one GEMM: ``names`` of its parameters in the state_dict, several where they are
+    quantized as one tensor; ``scale`` is its delayed scale, None for a scale of its own amax."""
+
+    module: torch.nn.Module
+    names: tuple[str, ...]
+    parameters: tuple[torch.Tensor, ...]
+    spec: OperandSpec
+    scale: torch.Tensor | None
+
+
+def weights_of(
+    model: torch.nn.Module, recipe: Recipe | None, filter: Filter, skip: Sequence[str]
+) -> list[Weight]:
+    """Return the weights that ``model`` multiplies in low precision, in the order of its modules.
+
+    Those of fp8core's layers, or, in a model without any, those that :func:`fp8core.convert` would
+    convert. ``recipe`` None takes that of a converted model.
+
+    Raises:
+        RecipeError: there is no recipe, a pattern matches nothing, or no weight is left.
+        UnsupportedError: a weight is parametrized, sharded or on meta, or no spec describes it.
+    """
+    weights: list[Weight] = []
+    for node in _layers(model, filter, skip):
+        layer = node.module
+        used = recipe
+        if used is None and isinstance(layer, LowPrecisionModule):
+            outside = layer.outside_autocast
+            used = None if outside is None else outside.quantize
+        if used is None:
+            raise RecipeError(
+                f"save_pretrained: {node.path!r} has no recipe. Pass the one of training, as "
+                f"recipe='block'."
+            )
+        weights += _weights(node, used)
+    if not weights:
+        raise RecipeError(
+            f"save_pretrained({type(model).__name__}): the recipe quantizes no weight of it. Use "
+            f"torch.save or safetensors for a model in high precision."
+        )
+    return weights
+
+
+def _layers(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> list[ModuleNode]:
+    """Return the layers whose weights are stored quantized, each once."""
+    nodes = [node for node in _nodes(model) if _weight_names(node.module)]
+    if not any(isinstance(node.module, LowPrecisionModule) for node in nodes):
+        chosen = survey(model, filter, skip).chosen
+        return [node for node in chosen if isinstance(node.module, torch.nn.Linear)]
+    native = [node for node in nodes if isinstance(node.module, LowPrecisionModule)]
+    check_patterns(filter, skip, [node.path for node in native], {})
+    reason = unwanted(model, filter, skip, kinds=(torch.nn.Linear, LowPrecisionModule))
+    # What convert() converted was chosen there, unless the caller chooses here.
+    is_asked = filter is not None or bool(skip)
+    firsts = {
+        node.module: node
+        for node in reversed(native)
+        if (RECORD in vars(node.module) and not is_asked) or not reason(node)
+    }
+    return [node for node in native if firsts.get(node.module) is node]
+
+
+def _nodes(model: torch.nn.Module) -> Iterator[ModuleNode]:
+    """Yield every module by its path in the state_dict, also those inside fp8core's layers."""
+    parents: dict[str, torch.nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    for path, module in parents.items():
+        yield ModuleNode(path, module, parents[path.rpartition(".")[0]] if path else None)
+
+
+def _weight_names(module: torch.nn.Module) -> list[tuple[str, ...]]:
+    """Return the names of the parameters of each GEMM's weight."""
+    if isinstance(module, LowPrecisionModule):
+        return module.weight_names()
+    return [("weight",)] if isinstance(module, torch.nn.Linear) else []
+
+
+def _weights(node: ModuleNode, recipe: Recipe) -> Iterator[Weight]:
+    path, layer, _ = node
+    is_layer = isinstance(layer, LowPrecisionModule)
+    role = LayerRole("linear", path or None)
+    scales: torch.Tensor | None = None
+    if isinstance(layer, LowPrecisionModule):
+        role = LayerRole(layer.kind, layer.name or path or None)
+        scales = layer._buffers.get("scale_fwd")
+    used = recipe_in(recipe, role)
+    prefix = f"{path}." if path else ""
+    for index, names in enumerate(_weight_names(layer)):
+        parameters = tuple(_parameter(layer, prefix, name) for name in names)
+        plan = plan_of(LinearPlan, used, role, parameters[0].dtype)
+        spec = plan.weight.rowwise
+        if isinstance(parameters[0], QuantizedTensor):
+            spec = parameters[0].plan.rowwise
+        if dict(plan.makers).get("weight") is not None:
+            raise UnsupportedError(
+                f"save_pretrained: {path!r} is quantized by an object of the user, whose codes no "
+                f"layout is known for."
+            )
+        if spec is None:
+            continue
+        scale = None
+        if spec.delayed and is_layer and scales is not None:
+            at = index * len(plan.slots.forward) + plan.slots.forward.index("weight")
+            scale = scales[at : at + 1]
+        yield Weight(layer, tuple(prefix + name for name in names), parameters, spec, scale)
+
+
+def _parameter(layer: torch.nn.Module, prefix: str, name: str) -> torch.Tensor:
+    parameter = layer._parameters.get(name)
+    if parameter is None or parametrize.is_parametrized(layer, name):
+        raise UnsupportedError(
+            f"save_pretrained: {prefix + name!r} is computed by a parametrization or a hook. "
+            f"Remove it first, with its value left in place."
+        )
+    if hasattr(parameter, "device_mesh"):
+        raise UnsupportedError(
+            f"save_pretrained: {prefix + name!r} is sharded over processes. Gather the model "
+            f"first, as torch's get_model_state_dict does with full_state_dict=True."
+        )
+    if parameter.is_meta:
+        raise UnsupportedError(
+            f"save_pretrained: {prefix + name!r} is on the meta device, where it has no values."
+        )
+    return parameter
+
+
+def operand_of(weight: Weight) -> Operand:
+    """Return the rowwise operand of ``weight`` as its forward multiplies it.
+
+    It is padded with zeros to whole blocks where the format's scales are bytes.
+
+    Raises:
+        OperandError: the weight holds NaN or inf.
+    """
+    first = weight.parameters[0]
+    if isinstance(first, QuantizedTensor):
+        operand = first.held[0]
+        assert operand is not None
+        return operand
+    value = first.detach() if len(weight.names) == 1 else torch.cat(weight.parameters).detach()
+    if not bool(value.isfinite().all()):
+        raise OperandError(f"save_pretrained: {weight.names[0]!r} holds NaN or inf.")
+    if weight.spec.scale_format != "float32":
+        steps = weight.spec.block
+        rows, columns = (-size % step for size, step in zip(value.shape, steps, strict=True))
+        value = torch.nn.functional.pad(value, (0, columns, 0, rows))
+    plan = storage_plan(TensorPlan(weight.spec, None))
+    slot = None if weight.scale is None else Slot(weight.scale, None)
+    operand = make_operands(value, plan, slot=slot).rowwise
+    assert isinstance(operand, Operand)
+    return operand

@@ -1,0 +1,324 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp8core
+from fp8core import QuantizedTensor
+from fp8core.checkpoints import load_pretrained, save_pretrained
+from fp8core.recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
+from tests.checkpoints.models import (
+    QUANTIZED,
+    RECIPES,
+    H,
+    Model,
+    codes_of,
+    model,
+    spread,
+    tensors_of,
+    write,
+)
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+BLOCKS = {**FP8, "weight_block_size": [128, 128]}
+E4M3 = torch.float8_e4m3fn
+
+
+def loaded_into(directory: Path, native: bool = False, **options: Any) -> Any:
+    net = model(seed=1, **options)
+    return net, load_pretrained(directory, net, native)
+
+
+def scheme(**weights: Any) -> dict[str, Any]:
+    fields = {"num_bits": 8, "type": "float", "symmetric": True, **weights}
+    groups = {"group_0": {"targets": ["Linear"], "weights": fields}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_values_are_codes_times_scales(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    recipe, method = RECIPES[name]
+    source = model(dtype=dtype)
+    save_pretrained(source, tmp_path, recipe, method=method)
+    net, loaded = loaded_into(tmp_path, dtype=dtype)
+    assert loaded.dequantized == QUANTIZED
+    plan = recipe.plan(fp8core.plan.LayerRole(), dtype).weight
+    for key, value in net.state_dict().items():
+        expected = source.state_dict()[key]
+        if key in QUANTIZED:
+            expected = QuantizedTensor.quantize(expected, plan).dequantize()
+            if "nvfp4" in name:  # the file has the reciprocal of the tensor's scale
+                assert torch.allclose(value, expected, rtol=2**-7, atol=0)
+                continue
+        assert torch.equal(value, expected), key
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_native_codes_are_the_file_s_and_the_forward_multiplies_them(
+    name: str, tmp_path: Path
+) -> None:
+    recipe, method = RECIPES[name]
+    save_pretrained(model(), tmp_path, recipe, method=method)
+    tensors = tensors_of(tmp_path)
+    net, loaded = loaded_into(tmp_path, native=True)
+    dequantized, _ = loaded_into(tmp_path)
+    assert loaded.native == QUANTIZED
+    for key in QUANTIZED:
+        weight = net.get_parameter(key)
+        assert isinstance(weight, QuantizedTensor)
+        codes = tensors.get(key, tensors.get(f"{key}_packed")).view(torch.uint8)
+        assert torch.equal(weight.held[0].data, codes)
+        assert torch.equal(weight.dequantize(), dequantized.get_parameter(key))
+    tokens = torch.arange(16)
+    with torch.no_grad():
+        assert torch.equal(net(tokens), dequantized(tokens))  # torch's layers dequantize
+        source = model()
+        fp8core.convert(source, recipe)
+        fp8core.convert(net, loaded.recipe)
+        if "nvfp4" not in name:  # its tensor's scale went through a reciprocal
+            assert torch.equal(net(tokens), source(tokens))
+    net(tokens).float().square().mean().backward()
+    assert net.embed.weight.grad.isfinite().all()
+
+
+def test_native_layers_run_in_low_precision(tmp_path: Path) -> None:
+    save_pretrained(model(), tmp_path, "mxfp8")
+    net, loaded = loaded_into(tmp_path, native=True)
+    fp8core.convert(net, loaded.recipe)
+    net(torch.arange(16))
+    assert "MXFP8BlockScaling" in repr(net.blocks[0].experts[0])
+
+
+def test_tied_weights_are_loaded_and_stay_tied(tmp_path: Path) -> None:
+    save_pretrained(model(), tmp_path, "block")
+    net, _ = loaded_into(tmp_path)
+    assert net.lm_head.weight is net.embed.weight
+    assert torch.equal(net.embed.weight, model().embed.weight)
+
+
+def test_a_model_on_meta_gets_its_memory(tmp_path: Path) -> None:
+    save_pretrained(model(), tmp_path, "block")
+    with torch.device("meta"):
+        net = Model().to(torch.bfloat16)
+    net.positions = torch.empty(4, dtype=torch.int64)
+    loaded = load_pretrained(tmp_path, net)
+    assert not any(value.is_meta for value in net.state_dict().values())
+    assert net.lm_head.weight is net.embed.weight
+    expected, _ = loaded_into(tmp_path)
+    assert torch.equal(net(torch.arange(4)), expected(torch.arange(4)))
+    assert loaded.dequantized == QUANTIZED
+
+
+def test_an_optimizer_goes_on_training_the_parameters(tmp_path: Path) -> None:
+    save_pretrained(model(), tmp_path, "block")
+    net = model(seed=1)
+    before = [id(parameter) for parameter in net.parameters()]
+    load_pretrained(tmp_path, net)
+    assert [id(parameter) for parameter in net.parameters()] == before
+
+
+def test_delayed_state_starts_fresh(tmp_path: Path) -> None:
+    save_pretrained(model(), tmp_path, "block")
+    net = model(seed=1)
+    fp8core.convert(net, "delayed")
+    net(torch.arange(16)).float().sum().backward()
+    layer = net.blocks[0].experts[0]
+    assert hasattr(layer, "scale_fwd")
+    load_pretrained(tmp_path, net)
+    assert not hasattr(layer, "scale_fwd")
+
+
+def test_a_plain_checkpoint_loads(tmp_path: Path) -> None:
+    source = model(is_tied=False)
+    write(tmp_path, source.state_dict())
+    net, loaded = loaded_into(tmp_path, is_tied=False)
+    assert loaded == (type(loaded))((), (), None, ())
+    assert torch.equal(net.lm_head.weight, source.lm_head.weight)
+
+
+def test_one_file_needs_no_index(tmp_path: Path) -> None:
+    write(tmp_path, model(is_tied=False).state_dict())
+    (tmp_path / "model.safetensors.index.json").unlink()
+    loaded_into(tmp_path, is_tied=False)
+
+
+# --- files as others write them: [16, k] or so, of which one weight is quantized ---
+
+
+class One(torch.nn.Module):
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(columns, rows, bias=False, dtype=dtype)
+
+
+def read_one(
+    directory: Path, tensors: dict[str, torch.Tensor], config: Any, native: bool = False
+) -> tuple[torch.Tensor, Recipe | None]:
+    codes = next(value for name, value in tensors.items() if value.dtype == E4M3)
+    net = One(*codes.shape)
+    loaded = load_pretrained(write(directory, tensors, config), net, native)
+    return net.fc.weight, loaded.recipe
+
+
+SCALE = torch.tensor([[0.25, 3.0], [1.5, 2.0], [0.1, 0.3], [7.0, 1e-4], [0.6, 0.7]])
+
+
+@pytest.mark.parametrize("key", ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_deepseek_s_files_are_read(key: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    codes, scale = codes_of((576, 200)), SCALE.to(dtype)  # no multiple of 128
+    weight, recipe = read_one(tmp_path, {"fc.weight": codes, f"fc.{key}": scale}, BLOCKS)
+    expected = codes.float() * spread(scale, (576, 200), (128, 128))
+    assert torch.equal(weight, expected.to(torch.bfloat16))
+    assert recipe == Float8BlockScaling(use_f32_scales=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_scales_of_a_byte_are_exponents(dtype: torch.dtype, tmp_path: Path) -> None:
+    codes = codes_of((256, 128))
+    exponents = torch.tensor([[121], [130]], dtype=torch.uint8)
+    tensors = {"fc.weight": codes, "fc.weight_scale_inv": exponents.view(dtype)}
+    config = {**BLOCKS, "scale_fmt": "ue8m0"}
+    weight, recipe = read_one(tmp_path, tensors, config, native=True)
+    expected = codes.float() * spread(torch.tensor([[2.0**-6], [8.0]]), (256, 128), (128, 128))
+    assert torch.equal(weight.dequantize(), expected.to(torch.bfloat16))
+    assert recipe == Float8BlockScaling()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_scale_for_the_tensor_has_any_number_of_dimensions(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    codes, scale = codes_of((32, 48)), torch.full(shape, 0.3)
+    tensors = {"fc.weight": codes, "fc.weight_scale_inv": scale}
+    weight, recipe = read_one(tmp_path, tensors, {**FP8, "weight_block_size": None})
+    assert torch.equal(weight, (codes.float() * 0.3).to(torch.bfloat16))
+    assert recipe == Float8CurrentScaling()
+
+
+@pytest.mark.parametrize("shape", [(32,), (32, 1)])
+@pytest.mark.parametrize("config", [{**FP8, "weight_block_size": None}, scheme(strategy="channel")])
+def test_a_scale_for_each_row_has_one_or_two_dimensions(
+    shape: tuple[int, ...], config: Any, tmp_path: Path
+) -> None:
+    codes, scale = codes_of((32, 48)), torch.rand(shape) + 0.1
+    weight, recipe = read_one(tmp_path, {"fc.weight": codes, "fc.weight_scale": scale}, config)
+    assert torch.equal(weight, (codes.float() * scale.reshape(32, 1)).to(torch.bfloat16))
+    assert isinstance(recipe, Float8RowwiseScaling)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_microscaling_is_read_from_bytes_and_from_powers_of_two(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    codes = codes_of((32, 64))
+    exponents = torch.randint(0, 254, (32, 2), dtype=torch.uint8)
+    exponents[0] = torch.tensor([0, 254])
+    values = torch.ldexp(torch.ones(32, 2, dtype=torch.float64), exponents.double() - 127).float()
+    scale = exponents if dtype == torch.uint8 else values
+    config = {**FP8, "weight_block_size": [1, 32]}
+    tensors = {"fc.weight": codes, "fc.weight_scale_inv": scale}
+    weight, recipe = read_one(tmp_path, tensors, config, native=True)
+    assert torch.equal(weight.held[0].scale_inv, exponents)
+    expected = codes.float() * spread(values, (32, 64), (1, 32))
+    assert torch.equal(weight.dequantize(), expected.to(torch.bfloat16))
+    assert isinstance(recipe, MXFP8BlockScaling)
+
+
+def test_any_other_block_is_dequantized(tmp_path: Path) -> None:
+    codes, scale = codes_of((100, 70)), torch.rand(2, 3) + 0.1
+    config = {**FP8, "weight_block_size": [64, 32]}
+    weight, recipe = read_one(tmp_path, {"fc.weight": codes, "fc.weight_scale_inv": scale}, config)
+    assert torch.equal(weight, (codes.float() * spread(scale, (100, 70), (64, 32))).bfloat16())
+    assert recipe is None
+
+
+def test_a_partial_block_of_microscaling_is_dequantized(tmp_path: Path) -> None:
+    codes, scale = codes_of((4, 40)), torch.tensor([[127, 120]] * 4, dtype=torch.uint8)
+    tensors = {"fc.weight": codes, "fc.weight_scale": scale}
+    config = scheme(strategy="group", group_size=32)
+    weight, _ = read_one(tmp_path, tensors, config)
+    values = torch.tensor([[1.0, 2.0**-7]] * 4)
+    assert torch.equal(weight, (codes.float() * spread(values, (4, 40), (1, 32))).bfloat16())
+
+
+def test_e5m2_codes_are_dequantized(tmp_path: Path) -> None:
+    codes = torch.randn(32, 32).to(torch.float8_e5m2)
+    tensors = {"fc.weight": codes, "fc.weight_scale_inv": torch.tensor(0.5)}
+    net = One(32, 32)
+    load_pretrained(write(tmp_path, tensors, {**FP8, "fmt": "e5m2"}), net)
+    assert torch.equal(net.fc.weight, (codes.float() * 0.5).bfloat16())
+
+
+def test_scales_of_zero_belong_to_zeros(tmp_path: Path) -> None:
+    tensors = {
+        "fc.weight": torch.zeros(32, 32).to(E4M3),
+        "fc.weight_scale_inv": torch.zeros(1, 1),
+    }
+    weight, _ = read_one(tmp_path, tensors, BLOCKS)
+    assert not weight.any()
+
+
+def test_activation_scales_are_named_and_not_read(tmp_path: Path) -> None:
+    tensors = {
+        **{"fc.weight": codes_of((32, 32)), "fc.weight_scale": torch.tensor([0.5])},
+        "fc.input_scale": torch.tensor(2.0),
+    }
+    loaded = load_pretrained(write(tmp_path, tensors, scheme(strategy="tensor")), One(32, 32))
+    assert loaded.unread == ("fc.input_scale",)
+
+
+class Experts(torch.nn.Module):
+    def __init__(self, rows: int = 256) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.zeros(3, rows, 128, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("rows", [256, 200])
+def test_weights_of_experts_have_three_dimensions(rows: int, native: bool, tmp_path: Path) -> None:
+    codes, scale = codes_of((3, rows, 128)), torch.rand(3, 2, 1) + 0.1
+    tensors = {"gate_up_proj": codes, "gate_up_proj_scale_inv": scale}
+    net = Experts(rows)
+    loaded = load_pretrained(write(tmp_path, tensors, BLOCKS), net, native)
+    matrices = [codes[i].float() * spread(scale[i], (rows, 128), (128, 128)) for i in range(3)]
+    weight = net.gate_up_proj
+    assert isinstance(weight, QuantizedTensor) == (native and rows == 256)
+    assert bool(loaded.native) == isinstance(weight, QuantizedTensor)
+    values = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+    assert torch.equal(values, torch.stack(matrices).bfloat16())
+
+
+def test_a_saved_checkpoint_saves_the_same_codes_again(tmp_path: Path) -> None:
+    save_pretrained(model(), tmp_path / "a", "block")
+    net, loaded = loaded_into(tmp_path / "a", native=True)
+    save_pretrained(net, tmp_path / "b", loaded.recipe)
+    first, second = tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b")
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert value.dtype == second[name].dtype
+        width = torch.uint8 if value.dtype == E4M3 else value.dtype
+        assert torch.equal(value.view(width), second[name].view(width))
+
+
+def test_hidden_sizes_that_no_block_divides_train_on(tmp_path: Path) -> None:
+    assert H % 128
+    save_pretrained(model(), tmp_path, "block")
+    net, loaded = loaded_into(tmp_path, native=True)
+    fp8core.convert(net, loaded.recipe)
+    before = copy.deepcopy(net.blocks[0].norm.weight)
+    optimizer = torch.optim.SGD([net.blocks[0].norm.weight], lr=0.1)
+    net(torch.arange(16)).float().square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(net.blocks[0].norm.weight, before)
