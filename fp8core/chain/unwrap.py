@@ -92,6 +92,8 @@ def made_readable(x: torch.Tensor, device: torch.device, role: str) -> torch.Ten
     """
     if type(x) not in PLAIN or _is_wrapped(x) or is_functional(x):
         return x
+    if x.is_nested:
+        raise OperandError(f"{role} is nested; expected a dense one, as its values() are.")
     shape = list(x.shape)
     if x.device != device:
         raise OperandError(

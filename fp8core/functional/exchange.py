@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -43,8 +44,9 @@ def from_torch(
     """Return torch's ``data`` with its scales, or a tensor of torchao, as a QuantizedTensor.
 
     The blocks follow from the number of scales: one, one a row, or one for every 128 elements or
-    128 x 128 in float32; one for every 32 in ``torch.float8_e8m0fnu``; one for every 16 in
-    ``torch.float8_e4m3fn``, below ``global_scale_inv``.
+    128 x 128 in float32; one for every 32 elements or 32 x 32 in ``torch.float8_e8m0fnu``; one for
+    every 16 elements or 16 x 16 in ``torch.float8_e4m3fn``, below ``global_scale_inv``, which is
+    one number or one a row.
 
     Args:
         data: in one of torch's FP8 dtypes or ``torch.float4_e2m1fn_x2``; or, without scales, a
@@ -67,6 +69,8 @@ def from_torch(
         )
     scales = bytes_of(scale_inv, "scale_inv")
     spec = _spec_by_scales(name, bytes_of(data, "data"), scales, scale_inv.dtype)
+    if global_scale_inv is not None and global_scale_inv.numel() > 1 and spec.block[0] == 1:
+        spec = dataclasses.replace(spec, row_scaled=True)
     return from_codes(
         data, scale_inv, spec, global_scale_inv=global_scale_inv, dtype=dtype or torch.bfloat16
     )
@@ -107,8 +111,8 @@ def _spec_by_scales(
     rows, k = math.prod(data.shape[:-1]), data.shape[-1] * (8 // element.bits)
     blocks = {
         "float32": ((0, 0), (1, 0), (1, 128), (128, 128)),
-        "e8m0": ((1, 32),),
-        "e4m3": ((1, 16),),
+        "e8m0": ((1, 32), (32, 32)),
+        "e4m3": ((1, 16), (16, 16)),
     }
     kinds = {torch.float32: "float32", torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3"}
     kind = kinds.get(dtype)
@@ -121,7 +125,8 @@ def _spec_by_scales(
     raise OperandError(
         f"from_torch of {list(data.shape)} with scales {dtype} {list(scales.shape)}: expected one "
         f"scale, one a row [rows, 1], [rows, k / 128] or [rows / 128, k / 128] in float32, [rows, "
-        f"k / 32] in float8_e8m0fnu, or [rows, k / 16] in float8_e4m3fn."
+        f"k / 32] or [rows / 32, k / 32] in float8_e8m0fnu, or [rows, k / 16] or [rows / 16, "
+        f"k / 16] in float8_e4m3fn."
     )
 
 

@@ -20,7 +20,7 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 __all__ = ["linear"]
 
 
-class _Linear(LowPrecisionModule):
+class FunctionalLinear(LowPrecisionModule):
     """A linear without parameters, which come with the call; it keeps what it is bound to."""
 
     kind = "linear"
@@ -35,7 +35,7 @@ class _Linear(LowPrecisionModule):
         return (self._shape,)
 
 
-_layer_of = functools.lru_cache(maxsize=1024)(_Linear)
+_layer_of = functools.lru_cache(maxsize=1024)(FunctionalLinear)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -222,7 +223,10 @@ def _unbound(x: Sequence[torch.Tensor] | torch.Tensor) -> Sequence[torch.Tensor]
 
 
 def _checked_splits(m_splits: Sequence[int], a: torch.Tensor, groups: int) -> tuple[int, ...]:
-    splits = tuple(int(size) for size in m_splits)
+    try:
+        splits = tuple(map(operator.index, m_splits))
+    except TypeError:
+        raise OperandError(f"grouped_gemm: m_splits={m_splits!r}; expected integers.") from None
     if a.dim() != 2 or len(splits) != groups or min(splits) < 0 or sum(splits) != a.shape[0]:
         raise OperandError(
             f"grouped_gemm: m_splits={list(splits)} of {groups} matrices, and a is "
@@ -432,7 +436,9 @@ def _pair(grad: torch.Tensor, way: str, other: torch.Tensor) -> tuple[_Side, _Si
     if isinstance(grad, QuantizedTensor) and isinstance(other, QuantizedTensor):
         left = _rowwise(grad) if way == "rowwise" else _columnwise(grad)
         right = _columnwise(other)
-        if left.spec is not None and right.spec is not None:
+        # An operand that was transformed meets one that was transformed alike.
+        is_pair = left.spec is not None and right.spec is not None
+        if is_pair and left.spec.transform == right.spec.transform:  # type: ignore[union-attr]  # both are there
             return left, right
     dtype = (other if not isinstance(other, QuantizedTensor) else grad).dtype
     left, right = _plain(grad, dtype), _turned(_plain(other, dtype))

@@ -366,8 +366,6 @@ def _readable(tensor: torch.Tensor, role: str) -> torch.Tensor:
     """
     if not isinstance(tensor, torch.Tensor):
         raise OperandError(f"{role} is {type(tensor).__name__}; expected a torch.Tensor.")
-    if tensor.is_nested:
-        raise OperandError(f"{role} is nested; expected a dense one, as its values() are.")
     refuse_transform(tensor, role, "Quantize outside of it.")
     plain = unwrap(tensor, role)
     return made_readable(plain, plain.device, role)

@@ -52,6 +52,7 @@ from fp8core.torch_ops.private import (
     make_wrapper,
     no_torch_function,
     pytree,
+    refuse_address,
 )
 
 __all__ = ["QuantizedTensor"]
@@ -131,6 +132,7 @@ class QuantizedTensor(Casts):
         self: QuantizedTensor = make_wrapper(
             cls, size if shape is None else tuple(shape), dtype=dtype, device=device
         )
+        refuse_address(self)
         for name, part in zip(PARTS, parts, strict=True):
             setattr(self, name, part)
         self.plan = plan
@@ -423,6 +425,10 @@ class QuantizedTensor(Casts):
         for part in self.tensors():
             part.share_memory_()  # type: ignore[no-untyped-call]  # torch's
         return self
+
+    def data_ptr(self) -> int:
+        """Return 0: it has no memory of its own. That of its :meth:`tensors` has addresses."""
+        return 0
 
     def is_shared(self) -> bool:
         """Say whether all operands are in shared memory."""
@@ -801,6 +807,11 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     return func(plain, *args[1:], **kwargs)  # type: ignore[no-any-return]
 
 
+def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for part in args[0].tensors():
+        func(part, *args[1:], **kwargs)
+
+
 def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     tensor, amounts = args[0], list(args[1])
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
@@ -837,6 +848,7 @@ _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     _aten._to_copy: _to_copy,
     _aten.constant_pad_nd: _pad,
     _aten.alias: _detach,
+    _aten.record_stream: _record_stream,
     **VIEWS,
     **dict.fromkeys(COPIES, _copied),
 }

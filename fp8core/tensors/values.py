@@ -8,7 +8,14 @@ from typing import Any, ClassVar
 import torch
 
 from fp8core.errors import UnsupportedError
-from fp8core.torch_ops.private import COMPOSITE, make_wrapper, no_torch_function, pytree, schema_of
+from fp8core.torch_ops.private import (
+    COMPOSITE,
+    make_wrapper,
+    no_torch_function,
+    pytree,
+    refuse_address,
+    schema_of,
+)
 
 __all__ = ["Values", "as_view", "decomposed", "written"]
 
@@ -58,8 +65,13 @@ class Values(torch.Tensor):
                 dtype=values.dtype,
                 device=values.device,
             )
+        refuse_address(self)
         self._plain = values
         return self
+
+    def data_ptr(self) -> int:
+        """Return 0: it has no memory of its own."""
+        return 0
 
     def dequantize(self) -> torch.Tensor:
         """Return the values as a plain tensor, through which gradients flow back."""

@@ -83,6 +83,7 @@ __all__ = [
     "node_number",
     "pytree",
     "queue_callback",
+    "refuse_address",
     "saved_tensor_hooks",
     "schema_of",
     "start_all_gather",
@@ -329,6 +330,12 @@ which costs as much as an allocation.
 tensor_guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 """The class whose objects compare several tensors with earlier ones in one call; torch.compile
 guards its graphs by them. Without it every call of a layer looks at its tensors one by one."""
+
+refuse_address: Callable[[torch.Tensor], None] = getattr(
+    torch._C, "_set_throw_on_mutable_data_ptr", lambda tensor: None
+)
+"""Have C++ code raise that asks for the memory of a tensor without any. Without it such code, as of
+a collective of lists of tensors, reads address 0, which ends the process."""
 
 foreach_types: list[type] = getattr(optimizer, "_foreach_supported_types", [])
 """The exact types of parameters that optimizers take all at once; without it, one by one."""

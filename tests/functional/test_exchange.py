@@ -115,7 +115,10 @@ QUANTIZERS: dict[str, Quantizer] = {
     "block1d": Float8BlockQuantizer("e4m3", rowwise=True, columnwise=False, block_scaling_dim=1),
     "block2d": Float8BlockQuantizer("e4m3", rowwise=True, columnwise=False),
     "mxfp8": MXFP8Quantizer("e4m3", columnwise=False),
+    "mxfp8_2d": MXFP8Quantizer("e4m3", with_2d_quantization=True),
     "nvfp4": NVFP4Quantizer(columnwise=False),
+    "nvfp4_2d": NVFP4Quantizer(with_2d_quantization=True),
+    "nvfp4_row": NVFP4Quantizer(columnwise=False, row_scaled_nvfp4=True),
 }
 
 

@@ -119,6 +119,14 @@ def test_a_quantized_gradient_meets_columnwise_operands() -> None:
     assert torch.equal(b.grad, product(dy_column, a.operands.columnwise))
 
 
+def test_a_transformed_operand_meets_no_other() -> None:
+    quantizer = NVFP4Quantizer(with_rht=True)
+    a, b = (quantizer(rand(*size)).detach().requires_grad_() for size in ((M, K), (N, K)))
+    grad = quantizer(rand(M, N))
+    functional.gemm(a, b).backward(grad)
+    close(a.grad, grad.dequantize() @ b.detach().dequantize())
+
+
 def test_only_what_a_gradient_needs_is_computed() -> None:
     a, b = rand(M, K).requires_grad_(), rand(N, K)
     functional.gemm(a, MXFP8Quantizer("e4m3")(b)).sum().backward()
@@ -231,6 +239,11 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         OperandError,
         "one size a group",
     ),
+    "splits that are no integers": (
+        lambda: functional.grouped_gemm(rand(4, 8), [rand(4, 8)] * 2, [2.5, 1.5]),
+        OperandError,
+        "expected integers",
+    ),
     "groups stored in two ways": (
         lambda: functional.grouped_gemm(
             rand(32, 32), [MXFP8Quantizer("e4m3")(rand(32, 32)), rand(32, 32)], [16, 16]
@@ -240,6 +253,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "no groups": (lambda: functional.grouped_gemm(rand(4, 8), [], []), OperandError, "no group"),
 }
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_is_refused() -> None:
+    with pytest.raises(OperandError, match="is nested"):
+        functional.gemm(torch.nested.nested_tensor([rand(4, 8)]), rand(4, 8))
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -414,3 +414,15 @@ def test_a_saved_view_stays_a_view_for_reading(tmp_path: Path) -> None:
         loaded["part"].zero_()
     assert torch.equal(loaded["part"].dequantize(), tensor[:32].dequantize())
     assert torch.equal(loaded["whole"].dequantize(), tensor.dequantize())
+
+
+def test_a_stream_is_recorded_for_every_operand(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, recorded = quantized(name), []
+
+    def record(func: object, part: torch.Tensor, stream: object) -> None:
+        recorded.append(part.data_ptr())
+
+    operator = torch.ops.aten.record_stream.default
+    monkeypatch.setattr(type(operator), "__call__", record)
+    tensor.__torch_dispatch__(operator, (), (tensor, object()))
+    assert recorded == [part.data_ptr() for part in tensor.tensors()]

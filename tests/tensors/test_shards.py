@@ -63,3 +63,18 @@ def test_shards_stay_quantized_and_are_gathered(tmp_path: Path, name: str, gathe
         assert torch.equal(made["sum"], expected + 1)
         assert torch.equal(made["view"], expected.view(2, 32, 128))
         assert "tensors()" in made["refused"]
+
+
+def test_memory_that_is_not_there_is_not_read(tmp_path: Path) -> None:
+    """Operators with lists of lists of tensors reach C++ code past ``__torch_dispatch__``."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        for tensor in (whole("mxfp8"), whole("mxfp8").t()):
+            out = torch.zeros(tensor.shape)
+            with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+                torch.distributed.scatter(out, [tensor], src=0)
+            assert tensor.data_ptr() == 0
+    finally:
+        torch.distributed.destroy_process_group()
