@@ -13,6 +13,7 @@ import torch
 from fp8core.backend_api import (
     AttentionBackwardDesc,
     AttentionDesc,
+    AttentionPartBackwardDesc,
     DequantizeDesc,
     Operand,
     OperandSpec,
@@ -121,7 +122,8 @@ def attention_backward(
     backend API.
 
     With weights ``p``, values ``v`` and ``g = grad_out @ v^T`` through the dropout, the gradient of
-    a logit is ``p * (g - sum over the row of p * g)``.
+    a logit is ``p * (g - sum over the row of p * g)``; of a part of the keys, that sum over all
+    keys is ``grad_out . out``.
     """
     forward = desc.attention
     q, k, v = (_values(forward.qkv, x) for x in (q, k, v))
@@ -144,7 +146,11 @@ def attention_backward(
         kept = _rounded(forward.s, kept, s_scale, None)
     grad_values = kept.mT @ grad
     grad_weights = _drop(forward, grad @ values.mT, rng)
-    row_sums = (weights * grad_weights).sum(-1)
+    if isinstance(desc, AttentionPartBackwardDesc):
+        whole = sequences.queries.dense(out, forward.layout).to(values.dtype)
+        row_sums = (grad * whole).sum(-1)
+    else:
+        row_sums = (weights * grad_weights).sum(-1)
     grad_logits = weights * (grad_weights - row_sums[..., None])
     if desc.dp is not None:
         grad_logits = _rounded(desc.dp, grad_logits, dp_scale, dp_amax_out)

@@ -48,6 +48,7 @@ from fp8core.backend_api.attention import (
     ATTENTION_SOFTMAXES,
     AttentionBackwardDesc,
     AttentionDesc,
+    AttentionPartBackwardDesc,
 )
 from fp8core.backend_api.backend import Alignment, Backend, bind_method
 from fp8core.backend_api.cross_entropy import CrossEntropyBackwardDesc, CrossEntropyDesc
@@ -129,6 +130,7 @@ __all__ = [
     "Amaxes",
     "AttentionBackwardDesc",
     "AttentionDesc",
+    "AttentionPartBackwardDesc",
     "Backend",
     "BackendSpec",
     "Chunks",

@@ -16,6 +16,7 @@ __all__ = [
     "ATTENTION_SOFTMAXES",
     "AttentionBackwardDesc",
     "AttentionDesc",
+    "AttentionPartBackwardDesc",
 ]
 
 ATTENTION_LAYOUTS = ("sbhd", "bshd", "thd")
@@ -158,3 +159,15 @@ class AttentionBackwardDesc:
 
     def __str__(self) -> str:
         return text(self, str(self.attention))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPartBackwardDesc(AttentionBackwardDesc):
+    """As AttentionBackwardDesc, where ``out`` and ``stats`` are those of more keys: k and v are a
+    part of the keys and values that the queries see, as on one rank of several.
+
+    With ``P = exp(logits - stats)`` the gradients of the logits are
+    ``P * (grad_out @ v^T - sum over d of grad_out * out)``, dropout as in forward. They are the
+    part's terms: those of all parts add up to the gradient of the queries, and the gradients of
+    keys and values are complete. ``stats`` is -inf where a query sees no key of any part.
+    """

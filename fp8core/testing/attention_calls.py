@@ -9,7 +9,7 @@ import torch
 from fp8core.backend_api import AttentionDesc
 from fp8core.testing import inputs
 
-__all__ = ["attention_call", "grad_of"]
+__all__ = ["attention_call", "grad_of", "others_of"]
 
 _SIZE = (21, 37)
 _BATCH = 3
@@ -86,3 +86,19 @@ def _options(desc: AttentionDesc, full: tuple[int, ...], seed: int) -> dict[str,
 def grad_of(desc: AttentionDesc, size: torch.Size, seed: int) -> torch.Tensor:
     """Return a gradient of ``out``, which has ``size``."""
     return inputs.normal(tuple(size), desc.dtype, 10 * seed + 7)
+
+
+def others_of(
+    desc: AttentionDesc, out: torch.Tensor, stats: torch.Tensor, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``out`` and ``stats`` of the keys of a call merged with those of other keys, of random
+    values; queries without a key keep theirs if sequences have lengths."""
+    values = inputs.normal(tuple(out.shape), desc.dtype, 10 * seed + 8).to(stats.dtype)
+    logits = inputs.normal(tuple(stats.shape), stats.dtype, 10 * seed + 9)
+    if desc.padding:
+        logits = logits.masked_fill(stats == -torch.inf, -torch.inf)
+    merged = torch.logaddexp(stats, logits)
+    shift = merged.masked_fill(merged == -torch.inf, 0)
+    order = {"thd": (0, 1), "sbhd": (2, 0, 1), "bshd": (0, 2, 1)}[desc.layout]
+    mine, theirs = (torch.exp(one - shift).permute(order)[..., None] for one in (stats, logits))
+    return (mine * out.to(stats.dtype) + theirs * values).to(out.dtype), merged

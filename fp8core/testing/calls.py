@@ -17,6 +17,7 @@ from fp8core.backend_api import (
     AmaxDesc,
     AttentionBackwardDesc,
     AttentionDesc,
+    AttentionPartBackwardDesc,
     ColumnSumsDesc,
     DequantizeDesc,
     FusedDesc,
@@ -34,7 +35,7 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
 )
 from fp8core.testing import inputs
-from fp8core.testing.attention_calls import attention_call, grad_of
+from fp8core.testing.attention_calls import attention_call, grad_of, others_of
 from fp8core.testing.subject import Subject, on_cpu, storage_step
 from fp8core.testing.training_calls import TRAINING_DESCS, training_call
 from fp8core.torch_ops.private import pytree
@@ -447,6 +448,17 @@ def _attention_backward(subject: Subject, desc: AttentionBackwardDesc, case: Cas
     return OpCall(desc, given, named, frozenset({"dp_amax_out"}))
 
 
+def _attention_part_backward(
+    subject: Subject, desc: AttentionPartBackwardDesc, case: Case
+) -> OpCall:
+    """Return a call whose result and statistics are those of the keys and of others, which no query
+    behind the end of its sequence sees."""
+    call = _attention_backward(subject, desc, case)
+    *given, out, stats = call.arguments
+    others, log_sums = others_of(desc.attention, on_cpu(out), on_cpu(stats), case.seed)
+    return call._replace(arguments=(*given, subject.here(others), subject.here(log_sums)))
+
+
 def _dequantized(
     subject: Subject, desc: AttentionDesc, codes: torch.Tensor, v: Operand
 ) -> torch.Tensor:
@@ -516,6 +528,7 @@ _MAKERS: dict[type, Callable[[Subject, Any, Case], OpCall]] = {
     AddNormDesc: _add_norm,
     AttentionDesc: _attention,
     AttentionBackwardDesc: _attention_backward,
+    AttentionPartBackwardDesc: _attention_part_backward,
     **dict.fromkeys(TRAINING_DESCS, _training),
 }
 

@@ -20,6 +20,7 @@ from fp8core.backend_api import (
     AmaxDesc,
     AttentionBackwardDesc,
     AttentionDesc,
+    AttentionPartBackwardDesc,
     ColumnSumsDesc,
     DequantizeDesc,
     FusedDesc,
@@ -241,6 +242,10 @@ _ATTENTIONS: dict[str, dict[str, Any]] = {
 """What differs from :data:`_ATTENTION`; in the dtypes after the first, two stand for all."""
 
 
+_PARTS = ("no_mask", "causal", "bshd.causal", "thd.causal", "learnable.causal")
+"""Attention whose keys and values a rank may have a part of."""
+
+
 _QUANTIZED_ATTENTIONS = ("causal", "padding", "bshd.causal", "thd.causal", "dropout.causal")
 
 
@@ -273,6 +278,11 @@ def _attentions(dtype: torch.dtype) -> Iterator[CatalogueEntry]:
             bias = "bias" if isinstance(desc, AttentionBackwardDesc) and desc.bias_grad else ""
             words = ("attention", name, _word(dtype), way, bias)
             yield CatalogueEntry(".".join(filter(None, words)), desc)
+            if not isinstance(desc, AttentionBackwardDesc) or desc.bias_grad:
+                continue
+            if name in _PARTS and dtype == DTYPES[0]:
+                label = f"attention_part.{name}.{_word(dtype)}.{way}"
+                yield CatalogueEntry(label, AttentionPartBackwardDesc(desc.attention))
 
 
 def _amaxes(label: str, desc: QuantizeDesc) -> Iterator[CatalogueEntry]:

@@ -19,6 +19,7 @@ from fp8core.backend_api import (
     AmaxDesc,
     AttentionBackwardDesc,
     AttentionDesc,
+    AttentionPartBackwardDesc,
     ColumnSumsDesc,
     CombineBackwardDesc,
     CombineDesc,
@@ -72,6 +73,7 @@ EXAMPLES: tuple[Any, ...] = (
     AddNormDesc(NORM),
     ATTENTION,
     AttentionBackwardDesc(ATTENTION),
+    AttentionPartBackwardDesc(ATTENTION),
     RouteDesc(torch.int32, "mask"),
     DispatchDesc(BF16),
     CombineDesc(BF16),
@@ -179,6 +181,7 @@ def test_another_value_of_a_field_prints_another_text(desc: Any, name: str, valu
 def test_every_descriptor_is_among_the_examples() -> None:
     assert {type(example) for example in EXAMPLES} == {
         OperandSpec,
+        AttentionPartBackwardDesc,
         GroupedGemmDesc,
         *typing.get_args(OpDesc),
     }

@@ -123,6 +123,14 @@ class AveragesOverGroups(Sound):
         return (grad_q, grad_k / repeats, *rest)
 
 
+class TakesThePartForTheWhole(Sound):
+    """The gradients of a part of the keys with the row sums of that part alone."""
+
+    def attention_backward(self, desc: AttentionBackwardDesc, *given: Any, **named: Any) -> Any:
+        fields = (desc.attention, desc.bias_grad, desc.grad_output, desc.dp)
+        return attention_backward(AttentionBackwardDesc(*fields), *given, **named)
+
+
 class ForgetsTheRowSums(Sound):
     """The gradient of the bias without what the softmax takes off."""
 
@@ -191,6 +199,7 @@ CAUGHT_BY: dict[type[Sound], str] = {
     DropsOthersInBackward: "law4_attention_backward_drops_what_forward_dropped",
     AveragesOverGroups: _BACKWARD,
     ForgetsTheRowSums: _BACKWARD,
+    TakesThePartForTheWhole: "law4_attention_backward_of_a_part_uses_the_given_result",
     ForgetsTheScaleOfTheWeights: _FORWARD,
     ForgetsTheScaleOfTheResult: _FORWARD,
     LeavesTheResultUnrounded: _FORWARD,

@@ -61,6 +61,7 @@ LABELS = {
     "attention.dropout.causal.bfloat16.backward",
     "attention.max_logit.causal.bfloat16",
     "attention.thd.causal.bfloat16",
+    "attention_part.causal.bfloat16.backward",
     "attention.causal.float16.backward",
     "delayed.attention.causal.bfloat16",
     "delayed.attention.causal.bfloat16.backward",

@@ -7,6 +7,7 @@ from fp8core.testing.laws import (  # noqa: F401  each defines its laws when it 
     alone,
     amax,
     attention,
+    attention_parts,
     declaration,
     every_op,
     fused,

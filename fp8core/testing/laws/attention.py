@@ -12,12 +12,20 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core import formats
-from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc, Operand, OperandSpec
+from fp8core.backend_api import (
+    AttentionBackwardDesc,
+    AttentionDesc,
+    AttentionPartBackwardDesc,
+    Operand,
+    OperandSpec,
+)
 from fp8core.testing import inputs
 from fp8core.testing.calls import Case, OpCall, arguments
 from fp8core.testing.checks import law
 from fp8core.testing.compare import require, same_bits, same_form, ulp, within
 from fp8core.testing.subject import Subject, on_cpu
+
+__all__ = ["F64", "ROUND", "Sequence", "cases", "sequence", "sides_of"]
 
 ROUND = 2.0**-24  # largest relative error of one float32 rounding
 FUNCTION = 2.0**-20  # error of a float32 exponential
@@ -70,7 +78,7 @@ def _smallest(spec: OperandSpec) -> float:
     return min(value for value in formats.by_name(spec.format).values if value > 0)
 
 
-def _sides(call: OpCall, desc: AttentionDesc, x: torch.Tensor, y: torch.Tensor) -> list[_Side]:
+def sides_of(call: OpCall, desc: AttentionDesc, x: torch.Tensor, y: torch.Tensor) -> list[_Side]:
     """Return the side of the queries ``x`` and that of the keys ``y``."""
     sides = []
     for name, one in (("q", x), ("kv", y)):
@@ -84,7 +92,7 @@ def _sides(call: OpCall, desc: AttentionDesc, x: torch.Tensor, y: torch.Tensor) 
     return sides
 
 
-class _Sequence(NamedTuple):
+class Sequence(NamedTuple):
     """One sequence in float64: its inputs as leaves, and ``logits`` with ``weights``,
     ``[heads, s_q, s_kv]``; ``log_sums [heads, s_q]``, ``out [s_q, heads, d]``."""
 
@@ -107,9 +115,9 @@ def _seen(desc: AttentionDesc, num_q: int, num_kv: int) -> torch.Tensor:
     return seen.triu(shift - left) if left >= 0 else seen
 
 
-def _sequence(
+def sequence(
     desc: AttentionDesc, at: int, parts: tuple[torch.Tensor, ...], keywords: dict[str, Any]
-) -> _Sequence:
+) -> Sequence:
     """Compute sequence ``at`` from its queries, keys and values ``[length, heads, d]``."""
     q, k, v = (part.double().detach().requires_grad_() for part in parts)
     repeats = desc.heads // desc.groups
@@ -141,7 +149,7 @@ def _sequence(
     weights = every.masked_fill(~is_open, 0).softmax(-1).masked_fill(~is_open, 0)[..., :num_kv]
     out = torch.einsum("hij,jhd->ihd", weights, values)
     error = (desc.head_dim + 16) * ROUND * desc.scale * sizes + FUNCTION
-    return _Sequence((q, k, v), logits, weights, every.logsumexp(-1), out, error)
+    return Sequence((q, k, v), logits, weights, every.logsumexp(-1), out, error)
 
 
 def _sink(desc: AttentionDesc, keywords: dict[str, Any]) -> torch.Tensor | None:
@@ -153,12 +161,15 @@ def _sink(desc: AttentionDesc, keywords: dict[str, Any]) -> torch.Tensor | None:
     return offset[:, None, None]
 
 
-def _cases() -> Iterator[Case]:
+def cases() -> Iterator[Case]:
+    """Yield the sizes that the laws are tried with."""
     for size in (*SIZES, *EMPTY):
         yield Case(size=size)
 
 
 def _without_dropout(desc: AttentionDesc | AttentionBackwardDesc) -> bool:
+    if isinstance(desc, AttentionPartBackwardDesc):  # attention_parts has the law
+        return False
     return not (desc if isinstance(desc, AttentionDesc) else desc.attention).dropout
 
 
@@ -174,7 +185,7 @@ def attention_is_within_the_bound(subject: Subject, desc: AttentionDesc) -> floa
 
     Also without queries, keys or sequences.
     """
-    return max(_attention_within(subject, arguments(subject, desc, case)) for case in _cases())
+    return max(_attention_within(subject, arguments(subject, desc, case)) for case in cases())
 
 
 def _attention_within(subject: Subject, call: OpCall) -> float:
@@ -182,7 +193,7 @@ def _attention_within(subject: Subject, call: OpCall) -> float:
     out, stats, max_logit = on_cpu(call.run(subject))
     q, k, v = (_values(subject, desc.qkv, x) for x in call.arguments)
     keywords = _wide(on_cpu(call.keywords))
-    queries, keys = _sides(call, desc, q, k)
+    queries, keys = sides_of(call, desc, q, k)
     expected, bound = (torch.zeros(*q.shape[:-1], desc.head_dim_v, dtype=F64) for _ in range(2))
     logs, allowed = (
         torch.full(stats.shape, -torch.inf, dtype=F64),
@@ -193,7 +204,7 @@ def _attention_within(subject: Subject, call: OpCall) -> float:
     eps = torch.finfo(desc.dtype).eps + _rounding(desc.s)
     for at in range(len(queries.lengths)):
         parts = queries.part(q, at), keys.part(k, at), keys.part(v, at)
-        one = _sequence(desc, at, parts, keywords)
+        one = sequence(desc, at, parts, keywords)
         weights, values = one.weights.detach(), parts[2].double().abs()
         values = values.repeat_interleave(desc.heads // desc.groups, 1)
         off = one.error + (weights * one.error).sum(-1, keepdim=True) + 2 * eps
@@ -251,7 +262,7 @@ def _wide(keywords: dict[str, Any]) -> dict[str, Any]:
 @law(4, "attention_backward", applies=_without_dropout)
 def attention_backward_is_within_the_bound(subject: Subject, desc: AttentionBackwardDesc) -> float:
     """The gradients of float64; zeros where nothing is seen, also of tensors without elements."""
-    return max(_backward_within(subject, arguments(subject, desc, case)) for case in _cases())
+    return max(_backward_within(subject, arguments(subject, desc, case)) for case in cases())
 
 
 def _backward_within(subject: Subject, call: OpCall) -> float:
@@ -263,12 +274,12 @@ def _backward_within(subject: Subject, call: OpCall) -> float:
         _values(subject, spec, x) for spec, x in zip(specs, call.arguments, strict=False)
     )
     keywords = _wide(on_cpu(call.keywords))
-    queries, keys = _sides(call, desc, q, k)
+    queries, keys = sides_of(call, desc, q, k)
     expected, bound = ([torch.zeros(x.shape, dtype=F64) for x in (q, k, v)] for _ in range(2))
     bias_bound = offset_bound = amax = 0.0
     for at in range(len(queries.lengths)):
         parts = queries.part(q, at), keys.part(k, at), keys.part(v, at)
-        one = _sequence(desc, at, parts, keywords)
+        one = sequence(desc, at, parts, keywords)
         part = queries.part(grad, at).double()
         one.logits.retain_grad()
         torch.autograd.backward(one.out, part)
@@ -307,7 +318,7 @@ def _grad(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _limits(
-    backward: AttentionBackwardDesc, one: _Sequence, grad: torch.Tensor
+    backward: AttentionBackwardDesc, one: Sequence, grad: torch.Tensor
 ) -> list[torch.Tensor]:
     """Return the errors that the gradients of one sequence may have, and those of its logits.
 
@@ -343,10 +354,10 @@ def attention_drops_as_often_as_asked(subject: Subject, desc: AttentionDesc) -> 
     dropped = on_cpu(call.run(subject)[0]).double()
     (q, k, _), keywords = on_cpu(call.arguments), _wide(on_cpu(call.keywords))
     eps, kept, total = torch.finfo(desc.dtype).eps, 0, 0
-    queries, keys = _sides(call, desc, q, k)
+    queries, keys = sides_of(call, desc, q, k)
     for at in range(len(queries.lengths)):
         parts = queries.part(q, at), keys.part(k, at), keys.part(k, at)
-        weights = _sequence(desc, at, parts, keywords).weights.detach().transpose(0, 1)
+        weights = sequence(desc, at, parts, keywords).weights.detach().transpose(0, 1)
         got = queries.part(dropped, at)[..., : weights.shape[-1]]
         scaled = weights / (1 - desc.dropout)
         is_kept = (got - scaled).abs() <= (8 * eps + 2.0**-12) * scaled
@@ -377,7 +388,7 @@ def _identity_call(subject: Subject, desc: AttentionDesc, size: int) -> OpCall:
     call = arguments(subject, desc, Case(size=(size, size)))
     q, k, v = call.arguments
     values = torch.zeros(v.shape, dtype=v.dtype)
-    sides = _sides(call, desc, q, k)
+    sides = sides_of(call, desc, q, k)
     for at, length in enumerate(sides[1].lengths):
         eye = torch.eye(length, desc.head_dim_v, dtype=v.dtype)
         sides[1].part(values, at).copy_(eye[:, None].expand(-1, desc.groups, -1))
@@ -399,7 +410,7 @@ def attention_backward_drops_what_forward_dropped(
     given = (subject.here(grad), *call.arguments, out, stats)
     grad_v = on_cpu(subject.run(desc, *given, **call.keywords)[2])
     (q, k, v), weights = on_cpu(call.arguments), on_cpu(out).double()
-    queries, keys = _sides(call, forward, q, k)
+    queries, keys = sides_of(call, forward, q, k)
     expected, bound = (torch.zeros(v.shape, dtype=F64) for _ in range(2))
     repeats, eps = forward.heads // forward.groups, torch.finfo(forward.dtype).eps
     for at, length in enumerate(keys.lengths):

@@ -22,7 +22,10 @@ from tests.backends.cuda.attention_stand_in import CPU, StandIn
 from tests.backends.cuda.cuda_cases import backend
 
 ENTRIES = [
-    entry for entry in catalogue() if isinstance(entry.desc, AttentionDesc | AttentionBackwardDesc)
+    # Not a subclass, which asks for more: the backend declines it.
+    entry
+    for entry in catalogue()
+    if type(entry.desc) in (AttentionDesc, AttentionBackwardDesc)
 ]
 
 
