@@ -32,8 +32,8 @@ FLOORS = (
     ("context",),
     ("chain",),
     (
-        *("cpu_offload", "cross_entropy", "functional", "modules", "ops", "optimizers"),
-        *("permutation", "quantizers", "router"),
+        *("cpu_offload", "cross_entropy", "distributed", "functional", "modules", "ops"),
+        *("optimizers", "permutation", "quantizers", "router"),
     ),
     ("checkpoints", "commands", "conversion", "huggingface", "inspect", "lightning", "monitoring"),
     ("__init__", "__main__", "demo", "doctor", "hookspecs", "plan", "testing"),

@@ -18,6 +18,8 @@ from fp8core.backend_api import (
     OperandSpec,
 )
 from fp8core.chain.call import Call
+from fp8core.chain.context_binding import bind_context, reduces_amax
+from fp8core.chain.context_parallel import Pair
 from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.once import OnlyOnce, in_low_precision
 from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved, TensorProgram
@@ -27,7 +29,7 @@ from fp8core.dispatch.select import Choice, is_fallback
 from fp8core.dispatch.table import Resolved
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import AttentionPlan, Plan
-from fp8core.tensors.quantizer import Quantizer, Slot, bind_quantizer
+from fp8core.tensors.quantizer import Quantizer, ReduceAmax, Slot, bind_quantizer
 from fp8core.tensors.scaling import DelayedState, update_after_backward
 
 __all__ = ["AttentionLink", "AttentionShape", "AttentionTensors"]
@@ -62,6 +64,9 @@ class AttentionShape(LinkShape):
     whose groups are ``gqa_groups`` here: the rows of a call have no groups. With ``bf16_backward``
     backward quantizes nothing, whatever the recipe says.
 
+    ``context`` is how the ranks of a group share the tokens, and the names of its groups, see
+    :func:`~fp8core.chain.context_binding.bind_context`; empty for one rank.
+
     Its parameters are ``(k, v)``, then the bias and the learned offset of the softmax, if any.
     """
 
@@ -82,6 +87,7 @@ class AttentionShape(LinkShape):
     dropout: float = 0.0
     max_logit: bool = False
     bf16_backward: bool = False
+    context: tuple[str, ...] = ()
 
     @property
     def has_bias(self) -> bool:
@@ -114,7 +120,7 @@ class AttentionShape(LinkShape):
     def desc(self, dtype: torch.dtype) -> AttentionDesc:
         """Return the descriptor for activations of ``dtype``."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del values["bf16_backward"]
+        del values["bf16_backward"], values["context"]
         return AttentionDesc(dtype, groups=values.pop("gqa_groups"), **values)
 
     def example(self, x: torch.Tensor) -> CallInputs:
@@ -160,6 +166,8 @@ def _bound(
     backward_desc: AttentionBackwardDesc,
 ) -> AttentionLink:
     """Return the link that runs these operations."""
+    if shape.context:
+        return _bound_in_context(shape, context, desc, backward_desc)
     forward, backward = _bound_pair(context, desc, backward_desc)
     bias_backward = backward
     if shape.has_bias:
@@ -178,6 +186,34 @@ def _bound(
     )
 
 
+def _bound_in_context(
+    shape: AttentionShape,
+    context: BindContext,
+    desc: AttentionDesc,
+    backward_desc: AttentionBackwardDesc,
+) -> AttentionLink:
+    """Return the link that runs these operations on parts of the heads or of the keys."""
+    choices: list[Choice] = []
+
+    def resolve(desc: AttentionDesc, backward_desc: AttentionBackwardDesc) -> Pair:
+        forward, backward = _bound_pair(context, desc, backward_desc)
+        choices.extend((forward.choice, backward.choice))
+        return Pair(forward.run, backward.run)
+
+    pair = bind_context(shape.context, desc, backward_desc, resolve)
+    remedy = "Leave the group out: set_context_parallel_group(None)."
+    return AttentionLink(
+        shape,
+        pair.forward,
+        pair.backward,
+        pair.backward,
+        shape.num_params,
+        needs_rng=shape.dropout > 0,
+        only_once=OnlyOnce(context.owner, "with context parallelism", remedy),
+        fallback=next(filter(is_fallback, choices), None),
+    )
+
+
 def _bound_low_precision(
     shape: AttentionShape, context: BindContext, plan: AttentionPlan
 ) -> LowPrecisionAttentionLink:
@@ -185,7 +221,11 @@ def _bound_low_precision(
     high = shape.desc(context.dtype)
     assert plan.qkv is not None
     assert plan.s is not None
-    result = None if plan.o is None else _with_given_scale(plan.o)
+    if shape.context:
+        _check_context(context.owner, plan)
+    # Results of parts of the keys are merged before they could be rounded.
+    is_whole = not shape.context or shape.context[0] == "a2a"
+    result = None if plan.o is None or not is_whole else _with_given_scale(plan.o)
     desc = dataclasses.replace(high, qkv=plan.qkv, s=_with_given_scale(plan.s), out=result)
     is_quantized = plan.grad_output is not None and not shape.bf16_backward
     backward_desc = (
@@ -208,7 +248,12 @@ def _bound_low_precision(
         link.needs_rng,
         only_once=in_low_precision(context.owner),
         fallback=link.fallback,
-        casts=_casts(context, plan, ("q", "k", "v", *(("grad_output",) if is_quantized else ()))),
+        casts=_casts(
+            context,
+            plan,
+            ("q", "k", "v", *(("grad_output",) if is_quantized else ())),
+            _reduce_amax(shape),
+        ),
         dequantize=context.resolve("dequantize", DequantizeDesc(plan.qkv, context.dtype)).run,
         dequantize_out=(
             None
@@ -229,8 +274,35 @@ def _with_given_scale(spec: OperandSpec) -> OperandSpec:
     return OperandSpec(spec.format, spec.block, spec.target, delayed=True)
 
 
+def _check_context(owner: str, plan: AttentionPlan) -> None:
+    """Refuse a plan whose scales are not those of all ranks of a context-parallel group."""
+    if plan.delayed is not None:
+        raise UnsupportedError(
+            f"{owner}: fp8_dpa with delayed scaling and context parallelism is not offered: the "
+            f"ranks' scales would differ. Use Float8CurrentScaling(fp8_dpa=True), or attention in "
+            f"high precision, fp8_dpa=False."
+        )
+
+
+def _reduce_amax(shape: AttentionShape) -> ReduceAmax | None:
+    """Return how the ranks that share the tokens find one scale for all of them."""
+    if not shape.context:
+        return None
+    communicators = reduces_amax(shape.context)
+
+    def reduce(amaxes: torch.Tensor) -> torch.Tensor:
+        for communicator in communicators:
+            amaxes = communicator.max(amaxes, "amax").wait()
+        return amaxes
+
+    return reduce
+
+
 def _casts(
-    context: BindContext, plan: AttentionPlan, names: Sequence[str]
+    context: BindContext,
+    plan: AttentionPlan,
+    names: Sequence[str],
+    reduce_amax: ReduceAmax | None = None,
 ) -> Mapping[str, Quantizer]:
     """Return the quantizers of the tensors called ``names``."""
     states = context.states
@@ -243,6 +315,7 @@ def _casts(
             slot=states.slot(name) if states is not None and plan.delayed is not None else None,
             nonfinite=context.nonfinite,
             propagates=plan.nonfinite == "propagate",
+            reduce_amax=reduce_amax,
         )
         for name in names
     }

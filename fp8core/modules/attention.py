@@ -14,6 +14,7 @@ from fp8core.chain import run as chain
 from fp8core.chain.attention import AttentionShape, AttentionTensors
 from fp8core.chain.call import Call
 from fp8core.chain.shape import LinkShape
+from fp8core.communicator import named
 from fp8core.context.checkpoint import checkpoint
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.attention_cache import mask_type_with_cache, with_cache
@@ -35,6 +36,7 @@ from fp8core.modules.attention_masks import MASK_TYPES, Mask, mask_of, mask_type
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
 from fp8core.modules.bound import Bound
+from fp8core.modules.context_group import ContextGroup, check_context
 from fp8core.modules.inference import InferenceParams
 from fp8core.modules.inputs import check_is_whole, check_kind
 from fp8core.modules.parameters import check_size, fill, resolve_device
@@ -48,7 +50,6 @@ from fp8core.torch_ops.operators import constant_in_graph
 __all__ = ["AttentionCall", "AttentionOptions", "DotProductAttention"]
 
 _PARALLEL = ("sequence_parallel", "tp_size", "get_rng_state_tracker", "tp_group")
-_CONTEXT = ("cp_group", "cp_global_ranks", "cp_stream")
 _SOFTMAXES = ("vanilla", "off-by-one", "learnable")
 _BIASES = {"no_bias": None, "pre_scale_bias": "pre_scale", "post_scale_bias": "post_scale"}
 _BIAS_TYPES = (*_BIASES, "alibi")
@@ -84,7 +85,10 @@ class DotProductAttention(LowPrecisionModule):
         name: the layer's name in messages.
         device: of ``softmax_offset``; None takes the selected backend's.
 
-    The other arguments belong to tensor and context parallelism, which are not offered.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: as of
+            :meth:`set_context_parallel_group`.
+
+    The other arguments belong to tensor parallelism, which is not offered.
     """
 
     kind = "attention"
@@ -121,8 +125,10 @@ class DotProductAttention(LowPrecisionModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(name)
-        refuse_arguments(DotProductAttention.__init__, locals(), (*_PARALLEL, *_CONTEXT))
+        refuse_arguments(DotProductAttention.__init__, locals(), _PARALLEL)
         owner = type(self).__name__
+        self.context_group = ContextGroup.of(owner, cp_group, cp_global_ranks, cp_comm_type)
+        self._agreed: set[str] = set()
         self.heads = _heads(owner, num_attention_heads, num_gqa_groups, kv_channels)
         self.attention_dropout = _probability(owner, attention_dropout)
         self.qkv_format = check_layout(owner, qkv_format)
@@ -153,8 +159,29 @@ class DotProductAttention(LowPrecisionModule):
         cp_stream: object | None = None,
         cp_comm_type: str = "p2p",
     ) -> None:
-        """Refuse a group of more than one rank: context parallelism is not offered."""
-        refuse_arguments(DotProductAttention.set_context_parallel_group, locals(), ("cp_group",))
+        """Share the tokens of all following calls over the ranks of a group; None: over none.
+
+        Each rank then gives and takes chunk ``rank`` and chunk ``2 * size - 1 - rank`` of the
+        ``2 * size`` chunks of each sequence, as
+        :func:`fp8core.distributed.get_batch_on_this_cp_rank` splits them. cu_seqlens, padding masks
+        and max_seqlen are those of whole sequences. Gradients of ``softmax_offset`` are a rank's
+        share: add them up over the group, as those of other replicated parameters.
+
+        Args:
+            cp_group: a process group; for ``"a2a+p2p"`` a list of two, that whose ranks exchange
+                heads, of neighbouring ranks, and that whose ranks hand keys and values on.
+            cp_global_ranks: the ranks of the group, if given, to compare with.
+            cp_stream: has no effect: collectives run on the group's own stream.
+            cp_comm_type: ``"p2p"``: keys and values come from one rank after the other, while the
+                ones before are used; ``"all_gather"``: all at once; ``"a2a"``: ranks exchange
+                tokens for heads, whose number they divide; ``"a2a+p2p"``.
+
+        Raises:
+            OperandError: no such group or way.
+        """
+        owner = f"{type(self).__name__}.set_context_parallel_group"
+        self.context_group = ContextGroup.of(owner, cp_group, cp_global_ranks, cp_comm_type)
+        self._agreed = set()
 
     def forward(
         self,
@@ -248,6 +275,7 @@ class DotProductAttention(LowPrecisionModule):
                 *(thd_attention_policies, self.qkv_format, self.attn_mask_type, self.window_size),
                 *(self.bottom_right_diagonal, self.softcap, self.softmax_scale, self.heads),
                 *(self.attention_dropout, self.return_max_logit, self.softmax_type),
+                self.context_group.context,
             )
             if query_layer is not None and key_layer is not None and value_layer is not None:
                 again = run_again(self, query_layer, (key_layer, value_layer), arguments)
@@ -345,6 +373,8 @@ class DotProductAttention(LowPrecisionModule):
         )
         cap = self.softcap if options.softcap is None else _cap(owner, options.softcap)
         shape = self._shape(layout, mask, bias_type, cap, bf16_backward=options.bf16_backward)
+        if shape.context:
+            self._agree(shape, qkv, lengths, cache)
         return AttentionCall(self, shape, tensors, lengths), (*qkv, bias)
 
     def count_slot_sets(self) -> int:
@@ -409,7 +439,26 @@ class DotProductAttention(LowPrecisionModule):
                 f"{owner}: attention_mask is one tensor in cross attention; expected a tuple of "
                 f"that of the queries and that of the keys."
             )
-        return lengths_of(owner, layout, qkv, padding_mask, given)
+        size = self.context_group.size
+        return lengths_of(owner, layout, qkv, padding_mask, given, num_ranks=size)
+
+    def _agree(
+        self, shape: AttentionShape, qkv: Qkv, lengths: Lengths, cache: InferenceParams | None
+    ) -> None:
+        """Check a call over several ranks, and, the first time that it is made, that all ranks make
+        the same one."""
+        owner, group = _Owner(self), self.context_group
+        if cache is not None:
+            raise UnsupportedError(
+                f"{owner}: inference_params with context parallelism is not offered; leave out the "
+                f"group: set_context_parallel_group(None)."
+            )
+        call = check_context(owner, group, shape, qkv, lengths)
+        if torch.compiler.is_compiling() or call in self._agreed:
+            return
+        for name in group.names:
+            named(name).agree(call, "a call of attention", qkv.q.device)
+        self._agreed.add(call)
 
     def _shape(
         self,
@@ -431,6 +480,7 @@ class DotProductAttention(LowPrecisionModule):
             self.attention_dropout if self.training else 0.0,
             self.return_max_logit,
             bf16_backward,
+            self.context_group.context,
         )
 
     @property

@@ -48,7 +48,8 @@ def attends_to_codes(layers: Sequence[torch.nn.Module]) -> bool:
         if isinstance(layer, DotProductAttention):
             asked = active(layer.outside_autocast).quantize
             chosen = recipe_in(asked, LayerRole(layer.kind, layer.name))
-            if not getattr(chosen, "fp8_mha", False) or layer.return_max_logit:
+            is_apart = layer.return_max_logit or layer.context_group.size > 1
+            if not getattr(chosen, "fp8_mha", False) or is_apart:
                 return False
     return all(map(_may_join, layers))
 

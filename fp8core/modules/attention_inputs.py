@@ -175,8 +175,18 @@ def checked_qkv(owner: object, heads: Heads, layout: str, given: Qkv) -> Qkv:
     return given
 
 
-def lengths_of(owner: object, layout: str, qkv: Qkv, mask: PaddingMask, given: Lengths) -> Lengths:
+def lengths_of(
+    owner: object,
+    layout: str,
+    qkv: Qkv,
+    mask: PaddingMask,
+    given: Lengths,
+    *,
+    num_ranks: int = 1,
+) -> Lengths:
     """Return the lengths of the sequences of a call with padding, from cu_seqlens or the mask.
+
+    They are those of whole sequences, whose tokens ``num_ranks`` share.
 
     Where torch captures a graph, the longest sequence of thd is as long as all of them together
     unless it is given: a graph does not read lengths.
@@ -188,7 +198,7 @@ def lengths_of(owner: object, layout: str, qkv: Qkv, mask: PaddingMask, given: L
     if layout == "thd" or given.cu_seqlens_q is not None or given.cu_seqlens_kv is not None:
         lengths = given
     else:
-        lengths = _from_mask(owner, layout, qkv, mask)
+        lengths = _from_mask(owner, layout, qkv, mask, num_ranks)
     offsets = lengths.offsets
     for name, cu_seqlens in offsets.items():
         if name.endswith("padded") and cu_seqlens is None:
@@ -207,7 +217,7 @@ def lengths_of(owner: object, layout: str, qkv: Qkv, mask: PaddingMask, given: L
         )
     for name, cu_seqlens in lengths.offsets.items():
         x = k if name.startswith("cu_seqlens_kv") else q
-        limit = x.shape[0 if layout == "thd" else layout.index("s")]
+        limit = num_ranks * x.shape[0 if layout == "thd" else layout.index("s")]
         _check_offsets(owner, name, cu_seqlens, limit, is_each=layout != "thd")
     if layout == "thd":
         _check_starts(owner, "cu_seqlens_q_padded", lengths.cu_seqlens_q_padded, cu_q)
@@ -226,8 +236,12 @@ def lengths_of(owner: object, layout: str, qkv: Qkv, mask: PaddingMask, given: L
             max_seqlen_kv=None,
         )
     return lengths._replace(
-        max_seqlen_q=_longest(owner, "max_seqlen_q", lengths.max_seqlen_q, cu_q, q),
-        max_seqlen_kv=_longest(owner, "max_seqlen_kv", lengths.max_seqlen_kv, cu_kv, k),
+        max_seqlen_q=_longest(
+            owner, "max_seqlen_q", lengths.max_seqlen_q, cu_q, num_ranks * q.shape[0]
+        ),
+        max_seqlen_kv=_longest(
+            owner, "max_seqlen_kv", lengths.max_seqlen_kv, cu_kv, num_ranks * k.shape[0]
+        ),
     )
 
 
@@ -255,7 +269,7 @@ def _checked_cu_seqlens(
 
 
 def _longest(
-    owner: object, name: str, given: int | None, cu_seqlens: torch.Tensor, x: torch.Tensor
+    owner: object, name: str, given: int | None, cu_seqlens: torch.Tensor, num_tokens: int
 ) -> int:
     """Return the length of the longest sequence, or the length ``given``, which is no shorter."""
     if given is not None and (not isinstance(given, int | torch.SymInt) or given < 0):
@@ -264,7 +278,7 @@ def _longest(
         )
     is_unread = not _has_values(cu_seqlens) or cu_seqlens.shape[0] == 1
     if is_unread or (given is not None and not _is_readable(cu_seqlens)):
-        return x.shape[0] if given is None else given
+        return num_tokens if given is None else given
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
     if given is not None and given < longest:
         raise OperandError(f"{owner}: {name}={given}, but a sequence has {longest} tokens.")
@@ -313,7 +327,7 @@ def _check_starts(
         )
 
 
-def _from_mask(owner: object, layout: str, qkv: Qkv, mask: PaddingMask) -> Lengths:
+def _from_mask(owner: object, layout: str, qkv: Qkv, mask: PaddingMask, num_ranks: int) -> Lengths:
     """Return the lengths that padding masks ``[b, 1, 1, s]`` have, True behind each sequence."""
     if mask is None:
         raise OperandError(
@@ -334,7 +348,7 @@ def _from_mask(owner: object, layout: str, qkv: Qkv, mask: PaddingMask) -> Lengt
         )
     cu_seqlens = []
     for x, one in zip(qkv, pair, strict=False):
-        batch, length = x.shape[layout.index("b")], x.shape[layout.index("s")]
+        batch, length = x.shape[layout.index("b")], num_ranks * x.shape[layout.index("s")]
         if one.dtype != torch.bool or tuple(one.shape) != (batch, 1, 1, length):
             raise OperandError(
                 f"{owner}: attention_mask {one.dtype} {list(one.shape)}; expected bool "

@@ -257,6 +257,20 @@ class MultiheadAttention(torch.nn.Module):
     def _name_of(self, child: str) -> str | None:
         return None if self.name is None else f"{self.name}.{child}"
 
+    def set_context_parallel_group(
+        self,
+        cp_group: object | None = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: object | None = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Share the tokens of all following calls over the ranks of a group, see
+        :meth:`fp8core.DotProductAttention.set_context_parallel_group`; rotary embeddings take the
+        angles of whole sequences."""
+        self.core_attention.set_context_parallel_group(
+            cp_group, cp_global_ranks, cp_stream, cp_comm_type
+        )
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -464,6 +478,7 @@ class MultiheadAttention(torch.nn.Module):
                 f"MultiheadAttention: rotary_pos_emb is a {type(angles).__name__} of {len(pair)}; "
                 f"expected a tensor, or two: the angles of queries and those of keys."
             )
+        group = self.core_attention.context_group
         spans: list[tuple[torch.Tensor | None, torch.Tensor | None]]
         spans = [(None, ends) for ends in cu_seqlens]
         if cache is not None:
@@ -477,6 +492,8 @@ class MultiheadAttention(torch.nn.Module):
                 start_positions=start,
                 interleaved=self.rotary_pos_interleaved,
                 cu_seqlens=ends,
+                cp_size=group.size,
+                cp_rank=group.rank,
             )
             for tensor, freqs, (start, ends) in zip(heads, pair, spans, strict=True)
         )

@@ -14,6 +14,7 @@ import torch
 from fp8core.backend_api import ATTENTION_LAYOUTS
 from fp8core.chain.call import Call
 from fp8core.chain.rotary import RotaryShape
+from fp8core.chain.sequence_chunks import Chunks
 from fp8core.chain.unwrap import made_readable, unwrap
 from fp8core.errors import OperandError, UnsupportedError, did_you_mean
 from fp8core.modules.base import LowPrecisionModule
@@ -257,17 +258,23 @@ def apply_rotary_pos_emb(
         cu_seqlens: integers ``[b + 1]`` on the device of ``t``, for ``"thd"``: where sequences
             begin and end among the tokens; tokens of no sequence become zeros. In the other formats
             their differences are lengths: tokens behind them need no angle, and get NaN without.
-        cp_size, cp_rank: of context parallelism, which is not offered.
+        cp_size, cp_rank: of a context-parallel group, whose ranks hold two chunks of each sequence
+            each; ``freqs`` and ``cu_seqlens`` are those of whole sequences.
 
     On an accelerator the values of ``start_positions`` and ``cu_seqlens`` are not read by the host:
     a token at a position that ``freqs`` lacks gets NaN there, and an error on the CPU.
 
     Raises:
         OperandError: shapes, dtypes or devices that do not fit, or a position that ``freqs`` lacks.
-        UnsupportedError: ``cp_size`` above 1, or angles that require a gradient.
+        UnsupportedError: ``cp_size`` above 1 with ``start_positions``, or angles that require a
+            gradient.
     """
     if cp_size != 1 or cp_rank:
-        refuse_arguments(apply_rotary_pos_emb, locals(), ("cp_size", "cp_rank"))
+        spans = start_positions, cu_seqlens
+        chunks = _of_chunks(
+            "apply_rotary_pos_emb", t, freqs, tensor_format, spans, cp_size, cp_rank
+        )
+        freqs, start_positions, cu_seqlens = chunks
     layer = _rotary(_known_format("apply_rotary_pos_emb", tensor_format), bool(interleaved))
     y: torch.Tensor = layer(t, freqs, start_positions, cu_seqlens)
     return y
@@ -306,9 +313,8 @@ def apply_fused_qkv_rotary_pos_emb(
         UnsupportedError: ``"thd"``, or an argument that is not offered.
     """
     owner = "apply_fused_qkv_rotary_pos_emb"
-    if cp_size != 1 or cp_rank or cu_seqlens is not None:
-        names = ("cu_seqlens", "cp_size", "cp_rank")
-        refuse_arguments(apply_fused_qkv_rotary_pos_emb, locals(), names)
+    if cu_seqlens is not None:
+        refuse_arguments(apply_fused_qkv_rotary_pos_emb, locals(), ("cu_seqlens",))
     if _known_format(owner, tensor_format) == "thd":
         raise UnsupportedError(
             f"{owner}(tensor_format='thd') is not offered; split the tensor and call "
@@ -324,6 +330,12 @@ def apply_fused_qkv_rotary_pos_emb(
             f"first a multiple of the second."
         )
     query, key, value = torch.split(qkv, sizes, dim=-1)
+    if cp_size != 1 or cp_rank:
+        spans = start_positions, None
+        q_freqs, k_freqs = (
+            _of_chunks(owner, qkv, freqs, tensor_format, spans, cp_size, cp_rank)[0]
+            for freqs in (q_freqs, k_freqs)
+        )
     layer = _rotary(tensor_format, bool(interleaved))
     heads = query.view(*query.shape[:-1], sizes[0] // sizes[1], sizes[1])
     rotated = _rotate_groups(layer, heads, q_freqs, start_positions)
@@ -347,6 +359,41 @@ def _rotate_groups(
     each = None if starts is None else starts.repeat_interleave(groups)
     y = layer(query.flatten(1, 2), freqs, each)
     return y.view(first, second, groups * share, size)
+
+
+def _of_chunks(
+    owner: str,
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    layout: str,
+    spans: tuple[torch.Tensor | None, torch.Tensor | None],
+    *ranks: int,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return the angles, the start positions and the cu_seqlens of the two chunks of each sequence
+    that a rank of a context-parallel group holds."""
+    (starts, cu_seqlens), (size, rank) = spans, ranks
+    if not 0 <= rank < size or starts is not None:
+        given = "a tensor" if starts is not None else "None"
+        raise UnsupportedError(
+            f"{owner}(cp_size={size}, cp_rank={rank}, start_positions={given}): expected a rank of "
+            f"the group, and sequences that start at position 0."
+        )
+    check_kind(owner, "freqs", freqs)
+    if layout != "thd":
+        length = size * t.shape[layout.index("s")]
+        if length % (2 * size) or freqs.shape[0] < length:
+            raise OperandError(
+                f"{owner}: t {list(t.shape)} on each of {size} ranks, freqs {list(freqs.shape)}: "
+                f"expected angles of {length} positions, a multiple of {2 * size}."
+            )
+        return Chunks("sbhd", size).parts(freqs[:length])[rank], None, None
+    if cu_seqlens is None:
+        return freqs, None, None
+    chunks = cu_seqlens.diff() // (2 * size)
+    begins = cu_seqlens // size
+    ends = torch.stack((begins[:-1] + chunks, begins[1:]), 1).flatten()
+    positions = torch.stack((rank * chunks, (2 * size - 1 - rank) * chunks), 1).flatten()
+    return freqs, positions, torch.nn.functional.pad(ends, (1, 0))
 
 
 def _rotary(tensor_format: str, interleaved: bool) -> Rotary:

@@ -224,6 +224,19 @@ class TransformerLayer(torch.nn.Module):
     def _name_of(self, child: str) -> str | None:
         return None if self.name is None else f"{self.name}.{child}"
 
+    def set_context_parallel_group(
+        self,
+        cp_group: object | None = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: object | None = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Share the tokens of all following calls over the ranks of a group, see
+        :meth:`fp8core.DotProductAttention.set_context_parallel_group`."""
+        for child in self.children():
+            if isinstance(child, MultiheadAttention):
+                child.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
     def forward(
         self,
         hidden_states: torch.Tensor,

@@ -656,11 +656,16 @@ def test_packed_sequences_longer_than_said_are_refused() -> None:
         attend(q, k, v, cu_seqlens_q=cu([5, 4]), cu_seqlens_kv=lengths)
 
 
-def test_context_parallel_group_is_refused() -> None:
+def test_a_context_parallel_group_has_to_be_a_process_group() -> None:
     attend = layer()
     attend.set_context_parallel_group(None, None, None)
-    with pytest.raises(UnsupportedError, match="cp_group"):
+    with pytest.raises(OperandError, match="cp_group"):
         attend.set_context_parallel_group(object(), [0, 1], None)
+
+
+def test_a_way_of_context_parallelism_has_to_be_known() -> None:
+    with pytest.raises(OperandError, match="expected one of 'p2p'"):
+        layer().set_context_parallel_group(None, cp_comm_type="p2")
 
 
 def test_the_seed_of_a_cuda_graph_is_drawn_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

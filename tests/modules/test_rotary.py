@@ -20,6 +20,7 @@ from fp8core import (
     autocast,
     recipe,
 )
+from fp8core.chain.sequence_chunks import Chunks
 from fp8core.modules.rotary import Rotary
 
 BF16 = torch.bfloat16
@@ -421,6 +422,7 @@ def test_a_layer_can_be_copied() -> None:
 
 # What is refused
 
+ONE = torch.ones(2, dtype=torch.int64)
 GOOD = RotaryPositionEmbedding(8)(16)
 
 
@@ -472,14 +474,51 @@ def test_sequences_that_do_not_fit_are_named(given: dict[str, Any], text: str) -
         apply_rotary_pos_emb(torch.zeros(10, 3, 8), tensor_format="thd", **arguments)
 
 
-@pytest.mark.parametrize("given", [{"cp_size": 2}, {"cp_rank": 1}])
-def test_context_parallelism_is_refused_by_name(given: dict[str, int]) -> None:
-    name = next(iter(given))
-    x = torch.zeros(5, 2, 3, 8)
-    with pytest.raises(UnsupportedError, match=rf"apply_rotary_pos_emb\({name}="):
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_a_rank_of_a_context_parallel_group_rotates_its_two_chunks(layout: str) -> None:
+    freqs = RotaryPositionEmbedding(8, device="cpu")(16)
+    x = torch.randn(16, 2, 3, 8) if layout == "sbhd" else torch.randn(2, 16, 3, 8)
+    chunks = Chunks(layout, 2)
+    whole = chunks.parts(apply_rotary_pos_emb(x, freqs, layout))
+    for rank, part in enumerate(chunks.parts(x)):
+        y = apply_rotary_pos_emb(part, freqs, layout, cp_size=2, cp_rank=rank)
+        assert torch.equal(y, whole[rank])
+
+
+def test_a_rank_of_a_context_parallel_group_rotates_two_chunks_of_each_sequence() -> None:
+    freqs, starts = RotaryPositionEmbedding(8, device="cpu")(16), torch.tensor([0, 8, 8, 24])
+    x, chunks = torch.randn(24, 3, 8), Chunks("thd", 2, starts)
+    whole = chunks.parts(apply_rotary_pos_emb(x, freqs, "thd", cu_seqlens=starts))
+    for rank, part in enumerate(chunks.parts(x)):
+        ranks = {"cp_size": 2, "cp_rank": rank}
+        y = apply_rotary_pos_emb(part, freqs, "thd", cu_seqlens=starts, **ranks)
+        assert torch.equal(y, whole[rank])
+
+
+def test_a_rank_of_a_context_parallel_group_rotates_a_packed_projection() -> None:
+    freqs = RotaryPositionEmbedding(4, device="cpu")(16)
+    qkv, chunks = torch.randn(16, 2, 3, 16), Chunks("sbhd", 2)
+    expected = apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [8, 4, 4])
+    for rank, part in enumerate(chunks.parts(qkv)):
+        ranks = {"cp_size": 2, "cp_rank": rank}
+        results = apply_fused_qkv_rotary_pos_emb(part, freqs, freqs, [8, 4, 4], **ranks)
+        for y, want in zip(results, expected, strict=True):
+            assert torch.equal(y, chunks.parts(want)[rank])
+
+
+@pytest.mark.parametrize(
+    "given", [{"cp_size": 2, "cp_rank": 2}, {"cp_rank": 1}, {"cp_size": 2, "start_positions": ONE}]
+)
+def test_a_rank_outside_of_its_group_and_later_starts_are_refused(given: dict[str, Any]) -> None:
+    x = torch.zeros(6, 2, 3, 8)
+    with pytest.raises(UnsupportedError, match=r"apply_rotary_pos_emb\(cp_size="):
         apply_rotary_pos_emb(x, GOOD, **given)
-    with pytest.raises(UnsupportedError, match=rf"apply_fused_qkv_rotary_pos_emb\({name}="):
-        apply_fused_qkv_rotary_pos_emb(x, GOOD, GOOD, [4, 2, 2], **given)
+
+
+def test_angles_that_are_too_few_for_whole_sequences_are_named() -> None:
+    x = torch.zeros(6, 2, 3, 8)
+    with pytest.raises(OperandError, match="expected angles of 12 positions"):
+        apply_rotary_pos_emb(x, GOOD[:8], cp_size=2)
 
 
 def test_a_gradient_of_the_angles_is_refused() -> None:

@@ -1,0 +1,266 @@
+"""Attention whose keys and values come from one rank after the other, merged by log-sum-exp."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8core.backend_api import AttentionDesc
+from fp8core.chain.context_parallel import (
+    RECORDS,
+    Given,
+    Pair,
+    Sides,
+    codes_of,
+    seed_of,
+    with_codes,
+)
+from fp8core.communicator import Communicator, Started
+
+__all__ = ["KeysInParts", "Merged", "descs_of_parts"]
+
+
+def descs_of_parts(desc: AttentionDesc) -> tuple[AttentionDesc, AttentionDesc]:
+    """Return the descriptor of a rank's queries and its keys, which alone are masked, and that of
+    its queries and the keys of another rank: a sink adds to the first of them alone."""
+    mine = dataclasses.replace(desc, bottom_right=False)
+    return mine, dataclasses.replace(mine, window=(-1, -1), softmax="vanilla")
+
+
+class _Part(NamedTuple):
+    """Which chunks take part: 0 or 1, or None for both."""
+
+    queries: int | None = None
+    keys: int | None = None
+
+
+def _part(rank: int, source: int, *, is_causal: bool) -> _Part:
+    """Return the chunks of the queries of ``rank`` and of the keys of ``source`` that take part.
+
+    Chunk numbers: ``rank < source`` means that both chunks of the source lie between the two of the
+    rank, and the other way round.
+    """
+    if not is_causal or rank == source:
+        return _Part()
+    return _Part(queries=1) if rank < source else _Part(keys=0)
+
+
+class Merged:
+    """The result of parts of the keys so far, ``out`` in float32 (float64 from float64)."""
+
+    def __init__(self, layout: str, out: torch.Tensor, stats: torch.Tensor) -> None:
+        self._order = {"thd": (0, 1), "sbhd": (2, 0, 1), "bshd": (0, 2, 1)}[layout]
+        self.out, self.stats = out.to(stats.dtype), stats
+
+    def add(self, out: torch.Tensor, stats: torch.Tensor) -> None:
+        """Take other keys into account: ``stats`` is -inf for a query that sees none of them."""
+        total = torch.logaddexp(self.stats, stats)
+        shift = total.masked_fill(total == -torch.inf, 0)
+        before, share = (
+            torch.exp(one - shift).permute(self._order)[..., None] for one in (self.stats, stats)
+        )
+        self.out, self.stats = self.out * before + out * share, total
+
+
+class KeysInParts:
+    """In step i a rank has the keys and values of the rank i before it, while the next ones come.
+
+    They come from the rank that holds them, the chunks alone that are seen. In backward they come
+    again, and their gradients go to that rank, which adds them up in float32.
+
+    ``mine`` and ``others`` compute by :func:`descs_of_parts`; their gradients are those of
+    :class:`~fp8core.backend_api.AttentionPartBackwardDesc`.
+    """
+
+    def __init__(
+        self, desc: AttentionDesc, communicator: Communicator, mine: Pair, others: Pair
+    ) -> None:
+        self._desc, self._communicator = desc, communicator
+        self._mine, self._others = mine, others
+        self._is_causal = desc.window[1] == 0
+
+    def forward(self, q: Given, k: Given, v: Given, **keywords: Any) -> Any:
+        """Return ``(out, stats, max_logit)`` of the queries of this rank."""
+        sides, rank = self._sides(keywords, q, k), self._communicator.rank
+        steps = self._communicator.size
+        coming = self._start(sides, 1, k, v) if steps > 1 else None
+        out, stats, largest = self._mine.forward(q, k, v, **self._keywords(sides, keywords, rank))
+        if steps > 1:
+            out, stats, largest = self._with_others(
+                sides, keywords, (q, k, v), coming, (out, stats, largest)
+            )
+        if largest is not None:
+            largest = self._communicator.max(largest, "largest logits").wait()
+        return out, stats, largest
+
+    def _with_others(
+        self,
+        sides: Sides,
+        keywords: Mapping[str, Any],
+        qkv: tuple[Given, Given, Given],
+        coming: Started | None,
+        first: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the results with the keys of the other ranks taken into account."""
+        layout, (q, k, v) = self._desc.layout, qkv
+        rank, size = self._communicator.rank, self._communicator.size
+        merged, largest = Merged(layout, *first[:2]), first[2]
+        along = 0 if layout == "thd" else 2
+        for step in range(1, size):
+            source = (rank - step) % size
+            part = _part(rank, source, is_causal=self._is_causal)
+            assert coming is not None
+            keys, values = self._arrived(sides, coming, part.keys, k, v)
+            coming = self._start(sides, step + 1, k, v) if step + 1 < size else None
+            queries = self._half(sides, q, part.queries)
+            out, stats, one = self._others.forward(
+                queries, keys, values, **self._keywords(sides, keywords, source)
+            )
+            if part.queries is not None:  # the other chunk sees none of these keys
+                every = merged.out.new_zeros(merged.out.shape)
+                sides.queries.write_half(every, out.to(every.dtype), part.queries)
+                rows = merged.stats.new_full(merged.stats.shape, -torch.inf)
+                sides.queries.write_half(rows, stats, part.queries, along)
+                out, stats = every, rows
+            merged.add(out, stats)
+            if largest is not None:
+                largest = torch.maximum(largest, one)
+        return merged.out.to(self._desc.dtype), merged.stats, largest
+
+    def backward(
+        self,
+        grad: Given,
+        q: Given,
+        k: Given,
+        v: Given,
+        out: torch.Tensor,
+        stats: torch.Tensor,
+        **keywords: Any,
+    ) -> Any:
+        """Return the gradients of what forward was given."""
+        sides, dtype = self._sides(keywords, q, k), self._desc.dtype
+        rank, size = self._communicator.rank, self._communicator.size
+        coming = self._start(sides, 1, k, v) if size > 1 else None
+        first = self._mine.backward(
+            grad, q, k, v, out, stats, **self._keywords(sides, keywords, rank)
+        )
+        grad_q, *grads, _, offset = first
+        if size == 1:
+            return (grad_q, *grads, None, offset)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        totals = [one.to(wide) for one in (grad_q, *grads)]
+        along = 0 if self._desc.layout == "thd" else 2
+        returning: list[tuple[Started, int | None]] = []
+        for step in range(1, size):
+            source = (rank - step) % size
+            part = _part(rank, source, is_causal=self._is_causal)
+            assert coming is not None
+            keys, values = self._arrived(sides, coming, part.keys, k, v)
+            coming = self._start(sides, step + 1, k, v) if step + 1 < size else None
+            grad_q, *grads, _, _ = self._others.backward(
+                self._half(sides, grad, part.queries),
+                self._half(sides, q, part.queries),
+                keys,
+                values,
+                self._half(sides, out, part.queries),
+                stats if part.queries is None else sides.queries.half(stats, part.queries, along),
+                **self._keywords(sides, keywords, source),
+            )
+            if part.queries is None:
+                totals[0] += grad_q
+            else:
+                sides.queries.add_half(totals[0], grad_q, part.queries)
+            returning.append(self._return(sides, step, grads, (k, v)))
+        for started, half in returning:
+            self._add_returned(sides, totals[1:], started.wait(), half)
+        return (*[total.to(dtype) for total in totals], None, offset)
+
+    def _sides(self, keywords: Mapping[str, Any], q: Given, k: Given) -> Sides:
+        return Sides(self._desc, self._communicator.size, keywords, codes_of(q), codes_of(k))
+
+    def _half(self, sides: Sides, x: Given, half: int | None) -> Given:
+        return x if half is None else with_codes(x, sides.queries.half(codes_of(x), half))
+
+    def _keywords(self, sides: Sides, keywords: Mapping[str, Any], source: int) -> dict[str, Any]:
+        """Return the keywords for the keys of ``source``."""
+        rank, size = self._communicator.rank, self._communicator.size
+        part = _part(rank, source, is_causal=self._is_causal)
+        named = sides.others(*RECORDS) | seed_of(keywords, rank * size + source)
+        if rank == source:
+            named |= sides.others("softmax_offset")
+        if not self._desc.padding:
+            return named
+        for side, owner, half in (("q", rank, part.queries), ("kv", source, part.keys)):
+            lengths = sides.lengths(side, owner)
+            if half is None:
+                named |= sides.of_chunks(side, lengths.both, 2)
+            else:
+                named |= sides.of_chunks(side, lengths[half], 1)
+        return named
+
+    def _start(self, sides: Sides, step: int, *given: Given) -> Started:
+        """Start to send keys and values to the rank ``step`` behind this one, and to receive those
+        of the rank as far before it."""
+        rank, size = self._communicator.rank, self._communicator.size
+        to, source = (rank + step) % size, (rank - step) % size
+        sent = _part(to, rank, is_causal=self._is_causal).keys
+        received = _part(rank, source, is_causal=self._is_causal).keys
+        tensors = [codes_of(x) for x in given]
+        if sent is not None:
+            tensors = [sides.keys.half(x, sent) for x in tensors]
+        sizes = sum(codes_of(x).numel() for x in given) // (1 if received is None else 2)
+        return self._exchange(tensors, (to, source), sizes, "keys and values")
+
+    def _arrived(
+        self, sides: Sides, started: Started, half: int | None, *given: Given
+    ) -> list[Given]:
+        """Return the keys and values that have come, of one chunk or of both."""
+        sizes = [list(codes_of(x).shape) for x in given]
+        if half is not None:
+            for size in sizes:
+                size[sides.keys.dim] //= 2
+        return [
+            with_codes(x, one) for x, one in zip(given, _split(started.wait(), sizes), strict=True)
+        ]
+
+    def _return(
+        self, sides: Sides, step: int, grads: Sequence[torch.Tensor], given: tuple[Given, Given]
+    ) -> tuple[Started, int | None]:
+        """Start to send the gradients of another rank's keys and values to it, and to receive those
+        of the keys and values of this rank, with the chunk that they are of."""
+        rank, size = self._communicator.rank, self._communicator.size
+        to, source = (rank - step) % size, (rank + step) % size
+        half = _part(source, rank, is_causal=self._is_causal).keys
+        sizes = sum(codes_of(x).numel() for x in given) // (1 if half is None else 2)
+        return self._exchange(grads, (to, source), sizes, "gradients"), half
+
+    def _add_returned(
+        self, sides: Sides, totals: Sequence[torch.Tensor], flat: torch.Tensor, half: int | None
+    ) -> None:
+        sizes = [list(total.shape) for total in totals]
+        if half is not None:
+            for size in sizes:
+                size[sides.keys.dim] //= 2
+        for total, one in zip(totals, _split(flat, sizes), strict=True):
+            if half is None:
+                total += one
+            else:
+                sides.keys.add_half(total, one, half)
+
+    def _exchange(
+        self, tensors: Sequence[torch.Tensor], peers: tuple[int, int], received: int, purpose: str
+    ) -> Started:
+        """Start to send ``tensors`` to the first of ``peers`` and to receive from the second."""
+        flat = torch.cat([x.reshape(-1) for x in tensors])
+        send, receive = [0] * self._communicator.size, [0] * self._communicator.size
+        send[peers[0]], receive[peers[1]] = flat.numel(), received
+        return self._communicator.exchange(flat, send, receive, purpose)
+
+
+def _split(flat: torch.Tensor, sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Return tensors of ``sizes`` that were sent one after the other."""
+    counts = [torch.Size(size).numel() for size in sizes]
+    return [part.view(*size) for part, size in zip(torch.split(flat, counts), sizes, strict=True)]

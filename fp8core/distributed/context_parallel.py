@@ -1,0 +1,173 @@
+"""Batches for layers with a context-parallel group: which tokens of each sequence a rank holds.
+
+Each sequence is cut into ``2 * size`` chunks, of which rank r holds chunk r and chunk
+``2 * size - 1 - r``, so that a causal mask leaves all ranks the same work::
+
+    fp8core.TransformerLayer.set_context_parallel_group(group, None, None, "p2p")
+    mine = get_batch_on_this_cp_rank({"tokens": tokens, "labels": labels}, group)   # [b, s / size]
+
+The names are those of Megatron-LM and Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar, overload
+
+import torch
+import torch.distributed as dist
+
+from fp8core.chain.sequence_chunks import Chunks, partition
+from fp8core.communicator import of_group
+from fp8core.errors import OperandError
+
+__all__ = [
+    "gather_from_cp_ranks",
+    "get_batch_on_this_cp_rank",
+    "pad_thd_sequences_for_cp",
+    "thd_get_partitioned_indices",
+]
+
+_Key = TypeVar("_Key")
+Tensor = torch.Tensor
+
+
+@overload
+def get_batch_on_this_cp_rank(
+    batch: Tensor,
+    cp_group: dist.ProcessGroup,
+    seq_dim: int = ...,
+    cu_seqlens_padded: Tensor | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def get_batch_on_this_cp_rank(
+    batch: Mapping[_Key, Tensor | None],
+    cp_group: dist.ProcessGroup,
+    seq_dim: int = ...,
+    cu_seqlens_padded: Tensor | None = ...,
+) -> dict[_Key, Tensor | None]: ...
+
+
+def get_batch_on_this_cp_rank(
+    batch: Tensor | Mapping[_Key, Tensor | None],
+    cp_group: dist.ProcessGroup,
+    seq_dim: int = 1,
+    cu_seqlens_padded: Tensor | None = None,
+) -> Tensor | dict[_Key, Tensor | None]:
+    """Return this rank's tokens of ``batch``, a tensor or several by name; None stays None.
+
+    Args:
+        batch: whole sequences along ``seq_dim``, the same on all ranks.
+        cp_group: the group that the layers were given.
+        seq_dim: the dimension of the tokens: 1 in ``[b, s]``, 0 in ``[s, b]`` and in thd.
+        cu_seqlens_padded: in thd, where sequences begin, int32 ``[b + 1]``.
+
+    Raises:
+        OperandError: ``2 * size`` does not divide the length of a sequence.
+    """
+    if isinstance(batch, torch.Tensor):
+        return _of_rank(batch, cp_group, seq_dim, cu_seqlens_padded)
+    return {
+        name: None if x is None else _of_rank(x, cp_group, seq_dim, cu_seqlens_padded)
+        for name, x in batch.items()
+    }
+
+
+def gather_from_cp_ranks(
+    x: Tensor,
+    cp_group: dist.ProcessGroup,
+    seq_dim: int = 1,
+    cu_seqlens_padded: Tensor | None = None,
+) -> Tensor:
+    """Return whole sequences from the tokens of all ranks: the inverse of
+    :func:`get_batch_on_this_cp_rank`. Nothing is differentiated."""
+    communicator = of_group(cp_group)
+    local = x.detach().movedim(seq_dim, 0).contiguous()
+    parts = communicator.gather(local, "tokens").wait()
+    parts = parts.view(communicator.size, *local.shape)
+    layout = "sbhd" if cu_seqlens_padded is None else "thd"
+    whole = Chunks(layout, communicator.size, cu_seqlens_padded).whole(parts)
+    return whole.movedim(0, seq_dim)
+
+
+def thd_get_partitioned_indices(
+    cu_seqlens_padded: Tensor, total_tokens: int, size: int, rank: int
+) -> Tensor:
+    """Return which of ``total_tokens`` tokens in thd ``rank`` of ``size`` ranks holds, int64
+    ``[total_tokens / size]``.
+
+    Args:
+        cu_seqlens_padded: where sequences begin, int32 ``[b + 1]``, each with its padding.
+
+    Raises:
+        OperandError: ``2 * size`` does not divide the tokens, or, where the host can read them, the
+            length of a sequence.
+
+    >>> thd_get_partitioned_indices(torch.tensor([0, 8, 12]), 12, 2, 1).tolist()
+    [2, 3, 4, 5, 9, 10]
+    """
+    if not 0 <= rank < size:
+        raise OperandError(f"thd_get_partitioned_indices: rank {rank} of {size} ranks.")
+    starts = cu_seqlens_padded.tolist() if cu_seqlens_padded.device.type == "cpu" else []
+    if total_tokens % (2 * size) or any(start % (2 * size) for start in starts):
+        raise OperandError(
+            f"thd_get_partitioned_indices: {total_tokens} tokens, sequences that begin at "
+            f"{starts or 'offsets on a device'}, over {size} ranks: expected multiples of "
+            f"{2 * size}, two chunks of each sequence a rank. Pad them by "
+            f"pad_thd_sequences_for_cp(divisibility_factor={2 * size})."
+        )
+    return partition(cu_seqlens_padded, total_tokens, size, rank)
+
+
+def pad_thd_sequences_for_cp(
+    input_ids: Tensor,
+    labels: Tensor,
+    cu_seqlens: Tensor,
+    divisibility_factor: int,
+    padding_token_id: int = 0,
+    padding_label_id: int = -100,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens and labels ``[t]`` with each sequence padded at its end to a multiple of
+    ``divisibility_factor``, which is ``2 * size``, and where sequences then begin.
+
+    Waits for the device, as sizes follow from ``cu_seqlens``, int32 ``[b + 1]``.
+
+    Raises:
+        OperandError: sizes that do not fit.
+    """
+    offsets = cu_seqlens.tolist()
+    if divisibility_factor < 1 or not (offsets[-1] == input_ids.shape[0] == labels.shape[0]):
+        raise OperandError(
+            f"pad_thd_sequences_for_cp: {input_ids.shape[0]} tokens and {labels.shape[0]} labels "
+            f"of sequences that end at {offsets[-1]}, divisibility_factor={divisibility_factor}; "
+            f"expected as many tokens and labels, and a positive factor."
+        )
+    lengths = cu_seqlens.diff().long()
+    padded = (lengths + divisibility_factor - 1) // divisibility_factor * divisibility_factor
+    starts = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
+    shift = torch.repeat_interleave(starts[:-1] - cu_seqlens[:-1], lengths)
+    to = torch.arange(input_ids.shape[0], device=shift.device) + shift
+    total = int(starts[-1])
+    ids = input_ids.new_full((total,), padding_token_id).index_copy(0, to, input_ids)
+    targets = labels.new_full((total,), padding_label_id).index_copy(0, to, labels)
+    return ids, targets, starts.to(cu_seqlens.dtype)
+
+
+def _of_rank(
+    x: Tensor, group: dist.ProcessGroup, dim: int, cu_seqlens_padded: Tensor | None
+) -> Tensor:
+    communicator = of_group(group)
+    size, rank = communicator.size, communicator.rank
+    if cu_seqlens_padded is not None:
+        where = thd_get_partitioned_indices(cu_seqlens_padded, x.shape[dim], size, rank)
+        return x.index_select(dim, where.to(x.device))
+    if x.shape[dim] % (2 * size):
+        raise OperandError(
+            f"get_batch_on_this_cp_rank: {list(x.shape)} has {x.shape[dim]} tokens in dimension "
+            f"{dim}, which {size} ranks do not divide into two chunks each. Pad sequences to a "
+            f"multiple of {2 * size} tokens, or say which dimension they are in: seq_dim."
+        )
+    chunks = x.chunk(2 * size, dim)
+    return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
