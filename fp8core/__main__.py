@@ -1,5 +1,5 @@
 """The command line: ``fp8core build``, ``conformance``, ``demo``, ``doctor``, ``explain``,
-``selftest``."""
+``run``, ``selftest``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from fp8core import __version__
 from fp8core.commands import build, selftest
+from fp8core.compat import command as compat
 from fp8core.demo import cli as demo
 from fp8core.doctor import command as doctor
 from fp8core.errors import Fp8CoreError, RecipeError, did_you_mean
@@ -53,6 +54,11 @@ _COMMANDS = {
         explain.add_arguments,
         explain.run,
         "say which backend runs an operation, and why none of the others",
+    ),
+    "run": Command(
+        compat.add_arguments,
+        compat.run,
+        "run a command to which fp8core is Transformer Engine",
     ),
     "selftest": Command(
         selftest.add_arguments,

@@ -36,7 +36,7 @@ FLOORS = (
         *("optimizers", "permutation", "quantizers", "router"),
     ),
     ("checkpoints", "commands", "conversion", "huggingface", "inspect", "lightning", "monitoring"),
-    ("__init__", "__main__", "demo", "doctor", "hookspecs", "plan", "testing"),
+    ("__init__", "__main__", "compat", "demo", "doctor", "hookspecs", "plan", "testing"),
 )
 TOP = len(FLOORS) - 1
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -70,6 +70,8 @@ USABLE = {
     "_keys_to_ignore_on_load_unexpected": "of transformers' models, which their authors set",
     **dict.fromkeys(("_bias", "_data", "_packed"), "the end of a name"),
     **dict.fromkeys(("_fp8core_conversion", "_fp8core_record"), "set by fp8core, by text"),
+    "_TRANSFORMER_ENGINE_AVAILABLE": "of Lightning: whether it has looked for the package",
+    "_fp8core_alias_finder": "a module's name in sys.modules, which begins with an underscore",
 }
 
 MAX_POSITIONAL = 6

@@ -92,6 +92,10 @@ class Tape:
         self._entries.append(entry)
         return entry
 
+    def expect(self, entry: TapeEntry) -> None:
+        """Have the next layer that is checked repeat ``entry``, which another tape recorded."""
+        self._entries.append(entry)
+
     def _take(
         self, label: str, key: tuple[object, ...], weights: Sequence[torch.Tensor]
     ) -> TapeEntry:

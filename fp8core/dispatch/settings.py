@@ -18,6 +18,8 @@ VARIABLES: Mapping[str, str] = {
     "FP8CORE_DEBUG": "1: check the results of a backend's fused operations",
     "FP8CORE_PLUGINS": "comma-separated modules to load as plug-ins besides the installed ones",
     "FP8CORE_DISABLE_PLUGINS": "comma-separated names of installed plug-ins to leave out",
+    "FP8CORE_AS_TRANSFORMER_ENGINE": "set by `fp8core run`: the version of Transformer Engine that "
+    "its Python processes claim",
 }
 """Every variable that fp8core itself reads; a backend declares its own in its BackendSpec."""
 

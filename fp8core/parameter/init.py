@@ -19,6 +19,7 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 __all__ = [
     "DTYPES",
     "fp8_model_init",
+    "is_initializing_quantized",
     "make_weight",
     "parameter_dtype",
     "quantized_model_init",
@@ -104,6 +105,11 @@ def fp8_model_init(
 ) -> quantized_model_init:
     """Return :class:`quantized_model_init` under Transformer Engine's older name."""
     return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
+
+
+def is_initializing_quantized() -> bool:
+    """Return whether the calling thread is in a :class:`quantized_model_init` that is enabled."""
+    return _thread.active.recipe is not None
 
 
 def parameter_dtype(dtype: torch.dtype | None) -> torch.dtype:

@@ -1,0 +1,101 @@
+"""``fp8core run``: a command, and the processes that it starts, see fp8core under another name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8core.__main__ import main
+from fp8core.compat import command
+from fp8core.compat.transformer_engine import finder
+
+# The package is found without torch, in the command and in a process that it starts.
+SCRIPT = """
+import importlib.metadata, importlib.util, subprocess, sys
+assert importlib.util.find_spec("transformer_engine") is not None, "no alias"
+assert "torch" not in sys.modules and "fp8core" not in sys.modules
+print(importlib.metadata.version("transformer-engine"), *sys.argv[1:])
+if len(sys.argv) < 3:
+    sys.stdout.flush()
+    sys.exit(subprocess.run([sys.executable, __file__, sys.argv[1], "child"]).returncode + 3)
+import transformer_engine.pytorch as te
+print(te.Linear.__module__, open(sys.argv[1]).read())
+"""
+
+
+def test_children_inherit_and_a_hidden_sitecustomize_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(finder, "_frameworks_that_looked", lambda: iter(()))
+    script, marker, hidden = tmp_path / "script.py", tmp_path / "marker", tmp_path / "site"
+    script.write_text(SCRIPT)
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text(f"open({str(marker)!r}, 'a').write('ran ')")
+    path = f"{hidden}{os.pathsep}{Path(__file__).parents[2]}"
+    monkeypatch.setenv("PYTHONPATH", path)
+    words = ["--as-transformer-engine", "--version", "2.13.0", "python", str(script), str(marker)]
+    status, said = main(["run", *words]), capfd.readouterr()
+    assert status == 3, said.err
+    first, second, third = said.out.splitlines()
+    assert first == f"2.13.0 {marker}"
+    assert second == f"2.13.0 {marker} child"
+    assert third.startswith("transformer_engine.pytorch.module.linear ran ran")
+
+
+def test_the_folder_is_first_on_the_path_and_there_once() -> None:
+    once = command.environment("2.14.0", {"PYTHONPATH": "elsewhere"})
+    assert command.environment("2.14.0", once) == once
+    folder, other = once["PYTHONPATH"].split(os.pathsep)
+    assert (Path(folder) / "sitecustomize.py").is_file()
+    assert (other, once[finder.ENVIRONMENT]) == ("elsewhere", "2.14.0")
+
+
+def test_another_package_of_the_name_stops_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["run", "--as-transformer-engine", "python", "-c", "print('ran')"]) == 1
+    assert "another transformer_engine can be imported" in capsys.readouterr().err
+
+
+def test_another_package_of_the_name_stops_a_child(tmp_path: Path) -> None:
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    variables = command.environment("2.14.0", {**os.environ, "PYTHONPATH": str(tmp_path)})
+    done = subprocess.run(
+        [sys.executable, "-c", "print('ran')"],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "fp8core run --as-transformer-engine: another transformer_engine" in done.stderr
+    assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        ([], 2, "needs a command"),
+        (["--version", "x", "python"], 2, "expected a version number"),
+        (["--", "no-such-command-anywhere"], 1, "cannot run 'no-such-command-anywhere'"),
+    ],
+)
+def test_bad_usage(
+    words: list[str],
+    status: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(finder, "_frameworks_that_looked", lambda: iter(()))
+    assert main(["run", "--as-transformer-engine", *words]) == status
+    assert message in capsys.readouterr().err

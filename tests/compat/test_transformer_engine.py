@@ -1,0 +1,520 @@
+"""fp8core under the name ``transformer_engine``: names, errors, layers and recipes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import logging
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import fp8core
+from fp8core.compat import transformer_engine as alias
+from fp8core.compat.transformer_engine import finder, surface
+from fp8core.errors import OperandError, RecipeError, UnsupportedError
+from tests.te_surface import Name, stored
+
+NAMES = stored()
+UNDER_THE_ALIAS = {"CudaRNGStatesTracker"}  # which fp8core itself does not offer
+
+
+@pytest.fixture
+def te() -> Iterator[Any]:
+    """The alias, whatever other tests of this process have imported."""
+    finder.put(alias.VERSION)
+    yield importlib.import_module("transformer_engine")
+    alias.uninstall()
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in which no framework has looked for Transformer Engine."""
+    monkeypatch.setattr(finder, "_frameworks_that_looked", lambda: iter(()))
+
+
+# --- the package
+
+
+def test_install_and_uninstall(clean: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "fp8core"):
+        alias.install()
+        alias.install()
+    try:
+        assert alias.is_installed()
+        assert importlib.import_module("transformer_engine").__version__ == alias.VERSION
+        assert len(caplog.records) == 1
+    finally:
+        alias.uninstall()
+    assert not alias.is_installed()
+    assert not any(finder.is_within(name) for name in sys.modules)
+    assert importlib.util.find_spec("transformer_engine") is None
+    alias.uninstall()  # a second time changes nothing
+
+
+def test_the_metadata_answers_both_spellings(te: Any) -> None:
+    for name in ("transformer-engine", "transformer_engine"):
+        assert importlib.metadata.version(name) == alias.VERSION
+    assert importlib.metadata.metadata("transformer-engine")["Name"] == "transformer_engine"
+    listed = [dist.metadata["Name"] for dist in importlib.metadata.distributions()]
+    assert listed.count("transformer_engine") == 1
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("no-such-package-anywhere")
+
+
+def test_another_version_is_claimed_with_a_warning(
+    clean: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    alias.install(version="2.9.1")
+    try:
+        assert importlib.import_module("transformer_engine").__version__ == "2.9.1"
+        assert "frameworks were run with 2.14.0" in caplog.text
+        with pytest.raises(RecipeError, match=r"stands for version 2\.9\.1 already"):
+            alias.install()
+    finally:
+        alias.uninstall()
+
+
+@pytest.mark.parametrize("version", ["", "two", "1.13.0"])
+def test_a_version_that_cannot_be_claimed(version: str) -> None:
+    with pytest.raises(RecipeError, match="expected a"):
+        alias.install(version=version)
+    assert not alias.is_installed()
+
+
+def test_another_package_of_the_name_is_refused(
+    clean: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    with pytest.raises(UnsupportedError, match="another transformer_engine is imported already"):
+        alias.install()
+    monkeypatch.setitem(sys.modules, "mindspeed", ModuleType("mindspeed"))
+    with pytest.raises(UnsupportedError, match="MindSpeed's empty classes"):
+        alias.install()
+    assert not alias.is_installed()
+
+
+def test_an_installed_package_of_the_name_is_refused(
+    clean: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnsupportedError, match="another transformer_engine can be imported"):
+        alias.install()
+
+
+def test_a_framework_that_has_looked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("a_framework")
+    module.HAVE_TE = False  # type: ignore[attr-defined]  # as Megatron notes it
+    monkeypatch.setitem(sys.modules, "a_framework", module)
+    with pytest.raises(UnsupportedError, match="has noted that there is no Transformer Engine"):
+        alias.install()
+
+
+# --- names
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n.is_offered], ids=lambda n: n.here)
+def test_an_offered_name_resolves(te: Any, name: Name) -> None:
+    module = importlib.import_module(f"transformer_engine.{name.module}")
+    assert getattr(module, name.name) is not None
+
+
+REFUSED = [n for n in NAMES if not n.is_offered and n.name not in UNDER_THE_ALIAS]
+
+
+@pytest.mark.parametrize("name", REFUSED, ids=lambda n: n.here)
+def test_another_name_raises_what_to_use(te: Any, name: Name) -> None:
+    module = importlib.import_module(f"transformer_engine.{name.module}")
+    with pytest.raises(AttributeError, match="fp8core offers no"):
+        getattr(module, name.name)
+    with pytest.raises(ImportError, match="fp8core offers no"):
+        exec(f"from {module.__name__} import {name.name}")
+
+
+TIERS = {
+    "common.recipe": (
+        *("Format", "Recipe", "DelayedScaling", "Float8CurrentScaling"),
+        *("MXFP8BlockScaling", "Float8BlockScaling"),
+    ),
+    "pytorch": (
+        *("Linear", "LayerNorm", "TransformerLayer", "fp8_autocast", "autocast", "fp8_model_init"),
+        *("RMSNorm", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "DotProductAttention"),
+        *("Fp8Padding", "Fp8Unpadding", "quantized_model_init", "CudaRNGStatesTracker"),
+    ),
+    "pytorch.fp8": (
+        *("check_fp8_support", "check_mxfp8_support", "FP8GlobalStateManager", "fp8_autocast"),
+        "fp8_model_init",
+    ),
+    "pytorch.distributed": (
+        *("checkpoint", "activation_recompute_forward", "CudaRNGStatesTracker"),
+        *("get_all_rng_states", "is_fp8_activation_recompute_enabled"),
+    ),
+    "pytorch.module.base": ("TransformerEngineBaseModule",),
+    "pytorch.tensor": ("QuantizedTensor", "Float8Tensor"),
+    "pytorch.ops": ("FusibleOperation", "Sequential"),
+    "pytorch.router": ("fused_topk_with_score_function", "fused_moe_aux_loss"),
+    "pytorch.cross_entropy": ("parallel_cross_entropy",),
+    "pytorch.attention.rope": ("apply_rotary_pos_emb",),
+    "pytorch.permutation": ("moe_permute", "moe_unpermute"),
+    "pytorch.optimizers": ("FusedAdam", "multi_tensor_applier"),
+    "pytorch.module.linear": ("Linear",),
+    "pytorch.module.rmsnorm": ("RMSNorm",),
+    "pytorch.quantization": ("autocast", "FP8GlobalStateManager"),
+    "pytorch.tensor.mxfp8_tensor": ("MXFP8Tensor",),
+}
+"""What Accelerate, Lightning, DeepSpeed's test, Automodel and Megatron import."""
+
+
+@pytest.mark.parametrize("module", TIERS)
+def test_what_frameworks_import_is_there(te: Any, module: str) -> None:
+    imported = importlib.import_module(f"transformer_engine.{module}")
+    assert [name for name in TIERS[module] if not hasattr(imported, name)] == []
+
+
+def test_modules_are_attributes_of_their_packages(te: Any) -> None:
+    assert te.pytorch.attention.rope is importlib.import_module(
+        "transformer_engine.pytorch.attention.rope"
+    )
+    assert te.common.recipe.Format.HYBRID == "hybrid"
+    for name in surface.children("transformer_engine.pytorch"):
+        assert getattr(te.pytorch, name.rpartition(".")[2]).__name__ == name
+
+
+def test_a_module_that_is_not_there_says_so(te: Any) -> None:
+    with pytest.raises(ModuleNotFoundError, match="fp8core does not offer it"):
+        importlib.import_module("transformer_engine.pytorch.cpp_extensions")
+    with pytest.raises(AttributeError, match=r"Linear is in transformer_engine\.pytorch"):
+        _ = te.pytorch.fp8.Linear
+    with pytest.raises(ModuleNotFoundError, match="No module named 'transformer_engine_torch'"):
+        importlib.import_module("transformer_engine_torch")
+
+
+def test_names_of_fp8core_alone_are_not_there(te: Any) -> None:
+    for name in ("convert", "explain", "use_backend", "monitor"):
+        assert hasattr(fp8core, name)
+        assert not hasattr(te.pytorch, name)
+
+
+# --- layers
+
+
+LAYERS = {
+    "Linear": ((32, 48), {}),
+    "LayerNormLinear": ((32, 48), {}),
+    "LayerNormMLP": ((32, 48), {}),
+    "GroupedLinear": ((2, 32, 48), {}),
+    "LayerNorm": ((32,), {}),
+    "RMSNorm": ((32,), {}),
+    "DotProductAttention": ((2, 16), {}),
+    "MultiheadAttention": ((32, 2), {}),
+    "TransformerLayer": ((32, 64, 2), {}),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_that_of_fp8core(te: Any, name: str) -> None:
+    kind, native = getattr(te.pytorch, name), getattr(fp8core, name)
+    layer = kind(*LAYERS[name][0])
+    assert isinstance(layer, native)
+    assert kind.__module__.startswith("transformer_engine.pytorch.")
+    assert getattr(importlib.import_module(kind.__module__.rpartition(".")[0]), name, kind) is kind
+    wanted = list(inspect.signature(native.__init__).parameters)
+    assert list(inspect.signature(kind.__init__).parameters) == wanted
+
+
+@pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_a_layer_without_bias_has_an_empty_one(te: Any, name: str) -> None:
+    layer = getattr(te.pytorch, name)(
+        *LAYERS[name][0], bias=False, return_bias=True, dtype=torch.bfloat16
+    )
+    for bias in ("fc1_bias", "fc2_bias") if name == "LayerNormMLP" else ("bias",):
+        empty = getattr(layer, bias)
+        assert (empty.numel(), empty.dtype) == (0, torch.bfloat16)
+        assert bias not in dict(layer.named_parameters())
+        assert bias not in layer.state_dict()
+    _, returned = layer(torch.randn(4, 32, dtype=torch.bfloat16))
+    assert returned.numel() == 0
+
+
+def test_a_bias_given_later_is_used(te: Any) -> None:
+    """Megatron replaces biases after the constructor."""
+    layer = te.pytorch.Linear(16, 16, params_dtype=torch.float32)
+    layer.bias = torch.nn.Parameter(torch.full((16,), 3.0))
+    x = torch.randn(2, 16)
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_two_names_of_one_dtype(te: Any) -> None:
+    assert te.pytorch.Linear(16, 16, dtype=torch.float16).weight.dtype == torch.float16
+    assert te.pytorch.LayerNorm(16, dtype=torch.float16).weight.dtype == torch.float16
+    with pytest.raises(RecipeError, match="Give one of them"):
+        te.pytorch.Linear(16, 16, dtype=torch.float16, params_dtype=torch.float32)
+
+
+def test_options_of_communication_pass_on_one_rank(te: Any) -> None:
+    layer = te.pytorch.LayerNormLinear(
+        16,
+        32,
+        sequence_parallel=True,
+        parallel_mode="column",
+        tp_size=1,
+        ub_overlap_ag=True,
+        ub_name="qkv",
+        symmetric_ar_type="multimem_all_reduce",
+    )
+    assert (layer.tp_size, layer.parallel_mode, layer.ub_name) == (1, "column", "qkv")
+    norm = te.pytorch.RMSNorm(16, sequence_parallel=True)
+    assert norm.weight.sequence_parallel is True
+    assert te.pytorch.DotProductAttention(2, 16, sequence_parallel=True)(
+        *[torch.randn(8, 1, 2, 16) for _ in range(3)]
+    ).shape == (8, 1, 32)
+
+
+def test_megatron_s_attributes(te: Any) -> None:
+    layer = te.pytorch.GroupedLinear(2, 32, 48)
+    assert isinstance(layer, te.pytorch.module.base.TransformerEngineBaseModule)
+    assert (layer.fp8, layer.fp8_calibration, layer.fp8_meta["fp8_checkpoint"]) == (False,) * 3
+    assert layer.save_original_input is False
+    layer.init_fp8_metadata(num_gemms=2)
+    with te.pytorch.fp8_autocast(fp8_recipe=te.common.recipe.MXFP8BlockScaling()):
+        assert layer.fp8
+        assert layer.fp8_meta["recipe"].mxfp8()
+
+
+def test_extra_state_is_saved_empty_and_loads_from_any_checkpoint(te: Any) -> None:
+    layer, other = te.pytorch.Linear(16, 16), te.pytorch.Linear(16, 16)
+    state = layer.state_dict()
+    assert state["_extra_state"].numel() == 0
+    assert state["_extra_state"].dtype == torch.uint8
+    other.load_state_dict(state)
+    assert torch.equal(other.weight, layer.weight)
+    other.load_state_dict(torch.nn.Linear(16, 16).state_dict())  # strict, without the key
+    torch.nn.Sequential(other).load_state_dict({f"0.{key}": state[key] for key in state})
+
+
+def test_delayed_scales_travel_in_the_state_dict(te: Any) -> None:
+    layer, other = te.pytorch.Linear(16, 16), te.pytorch.Linear(16, 16)
+    recipe = te.common.recipe.DelayedScaling(amax_history_len=4)
+    for _ in range(2):
+        with te.pytorch.fp8_autocast(fp8_recipe=recipe):
+            layer(torch.randn(16, 16)).sum().backward()
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.scale_fwd, layer.scale_fwd)
+    assert not torch.equal(layer.scale_fwd, torch.ones_like(layer.scale_fwd))
+
+
+# --- recipes
+
+
+def test_arguments_without_effect_pass_with_one_warning(
+    te: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = te.common.recipe.Float8CurrentScaling
+    with caplog.at_level(logging.WARNING, "fp8core"):
+        assert kind(config=object(), device="cpu") == kind()
+        kind(config=object(), device="cpu")
+    assert caplog.text.count("Float8CurrentScaling: config, device change nothing") == 1
+
+
+def test_an_unknown_argument_is_an_error(te: Any) -> None:
+    with pytest.raises(RecipeError, match="has no argument 'amax_history_length'"):
+        te.common.recipe.DelayedScaling(amax_history_length=16)
+    with pytest.raises(RecipeError, match="scales are updated in every step"):
+        te.common.recipe.DelayedScaling(interval=4)
+    assert te.common.recipe.DelayedScaling(interval=1) == te.common.recipe.DelayedScaling()
+
+
+@pytest.mark.parametrize(
+    "name", ["DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"]
+)
+def test_an_override_of_nothing_passes(te: Any, name: str) -> None:
+    kind = getattr(te.common.recipe, name)
+    assert kind(override_linear_precision=(False, False, False)) == kind()
+    with pytest.raises(RecipeError, match="override_linear_precision"):
+        kind(override_linear_precision=(True, 1))
+
+
+def test_a_recipe_without_products_to_override_refuses(te: Any) -> None:
+    with pytest.raises(RecipeError, match="only DelayedScaling"):
+        te.common.recipe.MXFP8BlockScaling(override_linear_precision=(False, False, True))
+
+
+def test_an_overridden_wgrad_is_that_of_high_precision(te: Any) -> None:
+    """And the others are those of delayed scaling."""
+    x, grads = torch.randn(16, 32), {}
+    weight, dy = torch.randn(48, 32), torch.randn(16, 48)
+    for override in ((False,) * 3, (False, False, True)):
+        layer = te.pytorch.Linear(32, 48, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+        recipe = te.common.recipe.DelayedScaling(override_linear_precision=override)
+        for _ in range(2):
+            leaf, layer.weight.grad = x.clone().requires_grad_(), None
+            with te.pytorch.fp8_autocast(fp8_recipe=recipe):
+                y = layer(leaf)
+            y.backward(dy)
+        grads[override[2]] = (y, leaf.grad, layer.weight.grad)
+    assert torch.equal(grads[True][0], grads[False][0])
+    assert torch.equal(grads[True][1], grads[False][1])  # type: ignore[arg-type]  # a gradient
+    torch.testing.assert_close(grads[True][2], dy.T @ x)
+    assert not torch.allclose(grads[False][2], dy.T @ x, rtol=1e-3, atol=1e-3)
+
+
+def test_recipes_are_values(te: Any) -> None:
+    recipe = te.common.recipe
+    a = recipe.DelayedScaling(margin=1, override_linear_precision=(False, False, True))
+    assert a == recipe.DelayedScaling(margin=1, override_linear_precision=[False, False, True])
+    assert a != recipe.DelayedScaling(margin=1)
+    assert hash(a) == hash(recipe.DelayedScaling(1, override_linear_precision=(False, False, True)))
+    assert a.delayed()
+    with pytest.raises(RecipeError, match=r"dataclasses\.replace"):
+        a.margin = 2
+
+
+# --- global state and recompute
+
+
+def test_the_global_state_is_that_of_autocast(te: Any) -> None:
+    manager = te.pytorch.fp8.FP8GlobalStateManager
+    recipe = te.common.recipe.MXFP8BlockScaling()
+    assert not manager.is_fp8_enabled()
+    with te.pytorch.fp8_autocast(fp8_recipe=recipe):
+        assert manager.is_fp8_enabled()
+        assert manager.get_fp8_recipe() == recipe
+        with te.pytorch.fp8_autocast(enabled=False, calibrating=True, fp8_recipe=recipe):
+            assert manager.is_fp8_calibration()
+            assert not manager.is_fp8_enabled()
+    with te.pytorch.fp8_model_init(recipe=recipe):
+        assert manager.with_fp8_parameters()
+    assert not manager.with_fp8_parameters()
+    manager.reset()
+    with pytest.raises(AttributeError, match="keeps no global state"):
+        _ = manager.global_amax_buffer
+
+
+@pytest.mark.parametrize("check", ["fp8", "mxfp8", "fp8_block_scaling", "nvfp4"])
+def test_support_is_a_pair(te: Any, check: str) -> None:
+    assert getattr(te.pytorch.fp8, f"check_{check}_support")() == (True, "")
+
+
+class _Recomputed(torch.autograd.Function):
+    """A framework's own recompute, as Megatron writes it."""
+
+    @staticmethod
+    def forward(ctx: Any, te: Any, recipe: Any, function: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.te, ctx.recipe, ctx.function = te, recipe, function
+        ctx.save_for_backward(x)
+        phase = te.pytorch.distributed.activation_recompute_forward
+        with torch.no_grad(), phase(activation_recompute=True, recompute_phase=False):
+            output: torch.Tensor = function(x)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        te = ctx.te
+        phase = te.pytorch.distributed.activation_recompute_forward
+        with (
+            torch.enable_grad(),
+            te.pytorch.fp8_autocast(fp8_recipe=ctx.recipe),
+            phase(activation_recompute=True, recompute_phase=True),
+        ):
+            output = ctx.function(x)
+        torch.autograd.backward(output, grads)
+        return None, None, None, x.grad
+
+
+@pytest.mark.parametrize("name", ["DelayedScaling", "MXFP8BlockScaling"])
+def test_a_recompute_of_a_framework_repeats_the_forward(te: Any, name: str) -> None:
+    recipe = getattr(te.common.recipe, name)()
+    weights = [torch.randn(32, 32) for _ in range(2)]
+    batches = [torch.randn(32, 32) for _ in range(6)]
+
+    def train(is_recomputed: bool) -> list[torch.Tensor]:
+        layers = [te.pytorch.Linear(32, 32, bias=False) for _ in weights]
+        for layer, weight in zip(layers, weights, strict=True):
+            with torch.no_grad():
+                layer.weight.copy_(weight)
+        results = []
+        for step in range(3):
+            outputs = []
+            for x in batches[2 * step : 2 * step + 2]:
+                with te.pytorch.fp8_autocast(fp8_recipe=recipe):
+                    y = x.clone().requires_grad_()
+                    for layer in layers:
+                        y = _Recomputed.apply(te, recipe, layer, y) if is_recomputed else layer(y)
+                outputs.append(y)
+            for y in outputs:
+                y.sum().backward()
+            results += [y.detach() for y in outputs]
+        results += [layer.weight.grad for layer in layers]
+        if recipe.delayed():
+            results += [layer.amax_history_fwd for layer in layers]
+            results += [layer.amax_history_bwd for layer in layers]
+        return results
+
+    plain, recomputed = train(False), train(True)
+    for one, other in zip(plain, recomputed, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_recompute_without_its_forward_is_an_error(te: Any) -> None:
+    layer = te.pytorch.Linear(16, 16)
+    phase = te.pytorch.distributed.activation_recompute_forward
+    with phase(True, True), pytest.raises(OperandError, match="its forward did not run within"):
+        layer(torch.randn(16, 16))
+    assert not te.pytorch.distributed.is_fp8_activation_recompute_enabled()
+
+
+def test_a_tracker_continues_its_states(te: Any) -> None:
+    tracker = te.pytorch.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 7)
+    torch.manual_seed(7)
+    wanted = torch.rand(4)
+    torch.manual_seed(1)
+    outside = torch.rand(2)
+    torch.manual_seed(1)
+    with tracker.fork():
+        drawn = torch.rand(2)
+    assert torch.equal(torch.rand(2), outside)
+    with tracker.fork():
+        drawn = torch.cat([drawn, torch.rand(2)])
+    assert torch.equal(drawn, wanted)
+    with pytest.raises(OperandError, match="seed 7 is in use"):
+        tracker.add("other", 7)
+    with pytest.raises(OperandError, match="the states are: model-parallel-rng"):
+        tracker.fork("other").__enter__()
+    assert "model-parallel-rng" in te.pytorch.distributed.get_all_rng_states()
+    tracker.reset()
+    assert tracker.get_states() == {}
+
+
+def test_a_checkpoint_begins_again_with_the_tracker_s_states(te: Any) -> None:
+    tracker = te.pytorch.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 3)
+
+    def dropped(x: torch.Tensor) -> torch.Tensor:
+        with tracker.fork():
+            return torch.nn.functional.dropout(x, 0.5)
+
+    x = torch.ones(64, requires_grad=True)
+    y = te.pytorch.checkpoint(
+        dropped, x, get_rng_state_tracker=lambda: tracker, distribute_saved_activations=True
+    )
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, y.detach())  # 2 where an element was kept, 0 where dropped
+    after = tracker.get_states()["model-parallel-rng"].cpu
+    fresh = te.pytorch.CudaRNGStatesTracker()
+    fresh.add("again", 3)
+    with fresh.fork("again"):
+        torch.nn.functional.dropout(torch.ones(64), 0.5)
+    assert torch.equal(after, fresh.get_states()["again"].cpu)  # advanced once
