@@ -42,6 +42,7 @@ class Fp8CorePrecision(Precision):
             forward runs in a ``torch.autocast`` of it.
         filter: the layers to convert, see :func:`fp8core.convert`.
         skip: patterns of layers to leave out.
+        rms_norms: whether norms such as ``LlamaRMSNorm`` are converted too.
 
     Raises:
         RecipeError: an unknown recipe, or dtypes that no layer computes in.
@@ -57,6 +58,7 @@ class Fp8CorePrecision(Precision):
         compute_dtype: torch.dtype = torch.bfloat16,
         filter: Sequence[str] | str | None = None,
         skip: Sequence[str] | str = (),
+        rms_norms: bool = False,
     ) -> None:
         for name, dtype in (("weights_dtype", weights_dtype), ("compute_dtype", compute_dtype)):
             if dtype not in _DTYPES:
@@ -75,6 +77,7 @@ class Fp8CorePrecision(Precision):
         self.compute_dtype = compute_dtype
         self.filter = filter
         self.skip = skip
+        self.rms_norms = rms_norms
         # The models that this plug-in converted: in others, the user's recipe stays active.
         self._converted: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._parameter: weakref.ref[torch.nn.Parameter] | None = None
@@ -91,7 +94,9 @@ class Fp8CorePrecision(Precision):
                     self.recipe,
                 )
             return module
-        report = convert(module, self.recipe, filter=self.filter, skip=self.skip)
+        report = convert(
+            module, self.recipe, filter=self.filter, skip=self.skip, rms_norms=self.rms_norms
+        )
         self._converted.add(module)
         logger.info("%s", report)
         return module

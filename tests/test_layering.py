@@ -67,6 +67,7 @@ USABLE = {
         "classes and functions that pickles of Transformer Engine's states name",
     ),
     "_orig_dtype": "of torchao's Float8TrainingTensor",
+    **dict.fromkeys(("_apply_gate", "_is_expert_parallel"), "of transformers' experts"),
     "_keys_to_ignore_on_load_unexpected": "of transformers' models, which their authors set",
     **dict.fromkeys(("_bias", "_data", "_packed"), "the end of a name"),
     **dict.fromkeys(("_fp8core_conversion", "_fp8core_record"), "set by fp8core, by text"),

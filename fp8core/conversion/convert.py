@@ -8,27 +8,26 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from fp8core.context.autocast import Active
-from fp8core.conversion.layers import (
-    RECORD,
-    Conversion,
-    Converted,
-    Record,
-    adopt,
-    release,
+from fp8core.conversion.experts import (
+    ConvertedExperts,
+    adopt_experts,
+    release_experts,
 )
-from fp8core.conversion.notes import is_forward_low, notes
+from fp8core.conversion.layers import RECORD, Conversion, Record, adopt, release
+from fp8core.conversion.notes import is_forward_low, notes, roles
 from fp8core.conversion.report import ConversionReport, LayerEntry, text_of
 from fp8core.conversion.steps import ROOT, delimit, undelimit
 from fp8core.conversion.survey import Filter, Survey, survey
 from fp8core.errors import OperandError, RecipeError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.first_step import announce, silence
+from fp8core.modules.foreign import experts_of
 from fp8core.modules.inventory import ModuleNode, flops_of
 from fp8core.modules.watched import refuse_watched
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from
-from fp8core.recipe.plan import LayerRole, LinearPlan
+from fp8core.recipe.plan import LinearPlan
 from fp8core.torch_ops.private import COMPILED_MODULE
 
 __all__ = ["convert", "unconvert"]
@@ -40,8 +39,11 @@ def convert(
     *,
     filter: Filter = None,
     skip: Sequence[str] | str = (),
+    rms_norms: bool = False,
 ) -> ConversionReport:
     """Have the ``Linear``, ``LayerNorm`` and ``RMSNorm`` of ``model`` compute as ``recipe`` says.
+
+    So do ``Conv1D`` and the experts of transformers, whose 3-D weights multiply as grouped linears.
 
     The layers change their class in place: modules, parameters, names in the state_dict, hooks,
     buffers and training mode stay, an existing optimizer goes on training them, and
@@ -65,6 +67,9 @@ def convert(
             with ``*``, ``?`` or ``[`` matches the whole path as in a shell, one without matches
             whole words: ``"mlp"`` matches ``"blocks.3.mlp.fc1"``.
         skip: patterns of layers to leave out, also if the filter names them.
+        rms_norms: whether classes of the model that compute an RMSNorm, such as ``LlamaRMSNorm``,
+            are converted too. Each is compared with RMSNorm on a few rows first. The result is
+            rounded once, where such a class often rounds before it multiplies by the weight.
 
     Raises:
         OperandError: ``model`` is no module, is converted already, or has no layer that can be
@@ -79,7 +84,8 @@ def convert(
         raise RecipeError(f"convert(filter={filter!r}): expected a function or patterns of names.")
     if not isinstance(skip, str | Sequence):
         raise RecipeError(f"convert(skip={skip!r}): expected patterns of names.")
-    surveyed = survey(model, filter, [skip] if isinstance(skip, str) else skip)
+    patterns = [skip] if isinstance(skip, str) else skip
+    surveyed = survey(model, filter, patterns, rms_norms=rms_norms)
     refuse_watched(f"convert({type(model).__name__})", {p.module: p.path for p in surveyed.native})
     plans = _plans(surveyed, chosen)
     report = _report(model, surveyed, chosen, plans)
@@ -88,7 +94,7 @@ def convert(
     # torch.compile's wrapper runs outside its graph, where it is not known which layers ran.
     root = getattr(model, COMPILED_MODULE, model)
     vars(root)[ROOT] = conversion
-    if any(plan.delayed is not None for plan in plans.values()):
+    if any(plan.delayed is not None for several in plans.values() for plan in several):
         for module in dict.fromkeys(
             [root, *(p.module for p in (*surveyed.chosen, *surveyed.native))]
         ):
@@ -117,48 +123,63 @@ def unconvert(model: torch.nn.Module) -> torch.nn.Module:
         raise OperandError(f"unconvert({type(model).__name__}): nothing in it is converted.")
     names: dict[torch.nn.Module, str] = {one: one.name or type(one).__name__ for one in layers}
     refuse_watched(f"unconvert({type(model).__name__})", names)
-    for layer in layers:
-        record: Record = vars(layer)[RECORD]
-        if record.original is None:
-            continue
-        is_another, is_patched = Converted not in type(layer).__bases__, "forward" in vars(layer)
-        if is_another or is_patched:
-            change = "has its forward replaced" if is_patched else f"is a {type(layer).__name__}"
-            raise OperandError(
-                f"unconvert: {layer.label} {change} since it was converted; undo that first."
-            )
+    experts = [one for one in modules if isinstance(one, ConvertedExperts)]
+    for layer in (*layers, *experts):
+        _refuse_changed(layer)
     for root in roots:
         del vars(root)[ROOT]
         silence(root)
         undelimit(root)
+    for group in experts:
+        undelimit(group)
+        release_experts(group)
     for layer in layers:
         undelimit(layer)
-        release(layer)
+        if RECORD in vars(layer):  # the layers inside of experts are gone with their record
+            release(layer)
     return model
+
+
+def _refuse_changed(layer: torch.nn.Module) -> None:
+    """Refuse to undo the conversion of a layer that was changed in another way since."""
+    record: Record = vars(layer)[RECORD]
+    if record.original is None:
+        return
+    # A converted class derives from the former one; a parametrization derives from the converted.
+    is_another = record.original not in type(layer).__bases__
+    is_patched = "forward" in vars(layer)
+    if is_another or is_patched:
+        label = layer.label if isinstance(layer, LowPrecisionModule) else type(layer).__name__
+        change = "has its forward replaced" if is_patched else f"is a {type(layer).__name__}"
+        raise OperandError(f"unconvert: {label} {change} since it was converted; undo that first.")
 
 
 def _swap(wanted: Sequence[ModuleNode], conversion: Conversion) -> None:
     done: list[torch.nn.Module] = []
     try:
         for node in wanted:
-            adopt(node.module, node.path, conversion)  # type: ignore[arg-type]  # survey saw to it
+            take = adopt if experts_of(node.module) is None else adopt_experts
+            take(node.module, node.path, conversion)
             done.append(node.module)
     except BaseException:
         for module in done:
-            release(module)  # type: ignore[arg-type]  # adopted above
+            if isinstance(module, ConvertedExperts):
+                release_experts(module)
+            else:
+                release(module)  # type: ignore[arg-type]  # adopted above
         raise
 
 
-def _plans(surveyed: Survey, recipe: Recipe | None) -> dict[ModuleNode, LinearPlan]:
-    """Return the plan of every linear layer; a recipe that cannot plan one raises here."""
+def _plans(surveyed: Survey, recipe: Recipe | None) -> dict[ModuleNode, list[LinearPlan]]:
+    """Return the plan of every linear layer, two of experts; a recipe that cannot plan one raises
+    here."""
     if recipe is None:
         return {}
     plans = {}
     for node in (*surveyed.chosen, *surveyed.native):
         if flops_of(node.module):
-            kind = node.module.kind if isinstance(node.module, LowPrecisionModule) else "linear"
             dtype = next(node.module.parameters()).dtype
-            plans[node] = plan_of(LinearPlan, recipe, LayerRole(kind, node.path or None), dtype)
+            plans[node] = [plan_of(LinearPlan, recipe, role, dtype) for role in roles(node)]
     return plans
 
 
@@ -166,15 +187,15 @@ def _report(
     model: torch.nn.Module,
     surveyed: Survey,
     recipe: Recipe | None,
-    plans: dict[ModuleNode, LinearPlan],
+    plans: dict[ModuleNode, list[LinearPlan]],
 ) -> ConversionReport:
     taking = {p for node in (*surveyed.chosen, *surveyed.native) for p in node.module.parameters()}
     return ConversionReport(
         recipe=None if recipe is None else text_of(recipe),
-        converted=tuple(_entry(node, plans.get(node)) for node in surveyed.chosen),
-        native=tuple(_entry(node, plans.get(node)) for node in surveyed.native),
+        converted=tuple(_entry(node, plans.get(node, [])) for node in surveyed.chosen),
+        native=tuple(_entry(node, plans.get(node, [])) for node in surveyed.native),
         skipped=tuple(
-            _entry(node, None, reason, is_repeat=is_repeat)
+            _entry(node, [], reason, is_repeat=is_repeat)
             for node, reason, is_repeat in surveyed.refused
         ),
         notes=tuple(notes(model, surveyed, recipe, plans)),
@@ -184,15 +205,17 @@ def _report(
 
 
 def _entry(
-    node: ModuleNode, plan: LinearPlan | None, reason: str = "", *, is_repeat: bool = False
+    node: ModuleNode, plans: list[LinearPlan], reason: str = "", *, is_repeat: bool = False
 ) -> LayerEntry:
     is_native = isinstance(node.module, LowPrecisionModule)
     counted = set(node.module.parameters(recurse=is_native))
     sizes = _count(counted), flops_of(node.module)
     if is_repeat:  # counted at the layer's first path
         sizes = 0, 0
-    is_low = plan is not None and is_forward_low(plan)
-    return LayerEntry(node.path, type(node.module).__name__, *sizes, reason, is_low)
+    is_low = bool(plans) and all(map(is_forward_low, plans))
+    experts = experts_of(node.module)
+    count = 0 if experts is None or is_repeat else experts.num_experts
+    return LayerEntry(node.path, type(node.module).__name__, *sizes, reason, is_low, count)
 
 
 def _count(parameters: set[torch.nn.Parameter]) -> int:

@@ -2,38 +2,45 @@
 
 Only ``__class__`` changes, so that every reference to the module or its parameters stays valid, and
 names, hooks, buffers and training mode stay. A converted class derives from fp8core's layer and
-from torch's, so that ``isinstance(layer, torch.nn.Linear)`` stays true.
+from the layer's class, so that ``isinstance(layer, torch.nn.Linear)`` stays true.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, SupportsIndex, TypeAlias
 
 import torch
 
 from fp8core.context.autocast import Active
+from fp8core.conversion.similar_norms import similar_norm
 from fp8core.errors import UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.foreign import conv1d_sizes
 from fp8core.modules.linear import Linear
 from fp8core.modules.norm import LayerNorm, RMSNorm
+from fp8core.modules.parameters import fill
 from fp8core.parameter.init import quantized_model_init
 
 __all__ = [
     "RECORD",
     "Conversion",
     "Converted",
+    "ConvertedConv1D",
     "ConvertedLayerNorm",
     "ConvertedLinear",
     "ConvertedRMSNorm",
+    "ConvertedSimilarNorm",
     "Record",
     "Source",
     "adopt",
+    "derived",
     "release",
 ]
 
 Source: TypeAlias = torch.nn.Linear | torch.nn.LayerNorm | torch.nn.RMSNorm
-"""The layers that can be converted."""
+"""The layers of torch that can be converted."""
 
 RECORD = "_fp8core_record"
 """Attribute of a layer that takes part in a conversion; it holds the :class:`Record`."""
@@ -58,7 +65,7 @@ class Record:
     """
 
     conversion: Conversion
-    original: type[Source] | None
+    original: type[torch.nn.Module] | None
     added: tuple[str, ...]
     hidden: dict[str, Any]
 
@@ -101,32 +108,92 @@ class ConvertedRMSNorm(Converted, RMSNorm, torch.nn.RMSNorm):  # type: ignore[mi
         torch.nn.RMSNorm.reset_parameters(self)
 
 
-_CLASSES: dict[type[Source], type[Converted]] = {
+class ConvertedConv1D(Converted, Linear):
+    """Base of a converted ``Conv1D`` of transformers, whose weight is that of a linear transposed.
+
+    Each forward copies the weight in the other order, as GEMMs read it.
+    """
+
+    def _linear_params(
+        self,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]:
+        weight, params, bias = super()._linear_params()
+        turned = (
+            weight.mT.contiguous()
+        )  # [in_features, out_features] -> [out_features, in_features]
+        return turned, (turned, *params[1:]), bias
+
+    def _fill_parameters(self) -> None:
+        fill(self._parameters.get("weight"), partial(torch.nn.init.normal_, std=0.02))
+        fill(self._parameters.get("bias"), torch.nn.init.zeros_)
+
+
+class ConvertedSimilarNorm(Converted, RMSNorm):
+    """Base of a converted norm of a model that computes an RMSNorm, such as ``LlamaRMSNorm``."""
+
+
+_CLASSES: dict[type[torch.nn.Module], type[Converted]] = {
     torch.nn.Linear: ConvertedLinear,
     torch.nn.LayerNorm: ConvertedLayerNorm,
     torch.nn.RMSNorm: ConvertedRMSNorm,
 }
 
 
-def adopt(module: Source | LowPrecisionModule, name: str, conversion: Conversion) -> None:
-    """Add ``module`` to ``conversion`` under ``name``; a layer of torch changes its class."""
+_derived: dict[tuple[object, object], type[torch.nn.Module]] = {}
+
+
+def derived(base: type[torch.nn.Module], original: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Return the class of converted layers of a framework's class ``original``.
+
+    It is created here, as fp8core imports no framework. A pickle names its two bases instead.
+    """
+    if (base, original) in _derived:
+        return _derived[base, original]
+
+    def __reduce_ex__(self: torch.nn.Module, protocol: SupportsIndex) -> Any:
+        _, _, *rest = super(kind, self).__reduce_ex__(protocol)
+        return _instance, (base, original), *rest
+
+    kind: Any = type(
+        f"Converted{original.__name__}",
+        (base, original),
+        {"__module__": __name__, "__doc__": base.__doc__, "__reduce_ex__": __reduce_ex__},
+    )
+    return _derived.setdefault((base, original), kind)
+
+
+def _instance(base: type[torch.nn.Module], original: type[torch.nn.Module]) -> torch.nn.Module:
+    kind = derived(base, original)
+    return kind.__new__(kind)
+
+
+def _converted_class(module: torch.nn.Module) -> type[torch.nn.Module]:
+    original = type(module)
+    if original in _CLASSES:
+        return _CLASSES[original]
+    is_conv1d = conv1d_sizes(module) is not None
+    return derived(ConvertedConv1D if is_conv1d else ConvertedSimilarNorm, original)
+
+
+def adopt(module: torch.nn.Module, name: str, conversion: Conversion) -> None:
+    """Add ``module`` to ``conversion`` under ``name``; a layer that is not of fp8core changes its
+    class."""
+    original = None if isinstance(module, LowPrecisionModule) else type(module)
     if isinstance(module, LowPrecisionModule):
         given = {"name": name or module.name, "outside_autocast": conversion.outside_autocast}
-        original = None
     else:
-        original = type(module)
-        kept = {*vars(torch.nn.Module()), *original.__constants__}
+        kept = {*vars(torch.nn.Module()), *getattr(original, "__constants__", ())}
         given = {key: value for key, value in vars(_like(module, name)).items() if key not in kept}
         given["outside_autocast"] = conversion.outside_autocast
+    converted = None if original is None else _converted_class(module)
     attributes = vars(module)
     hidden = {key: attributes[key] for key in given if key in attributes}
     attributes.update(given)
     attributes[RECORD] = Record(conversion, original, tuple(given), hidden)
-    if original is not None:
-        module.__class__ = _CLASSES[original]
-    else:
-        assert isinstance(module, LowPrecisionModule)
+    if isinstance(module, LowPrecisionModule):
         module.unbind()
+    elif converted is not None:
+        module.__class__ = converted
 
 
 def release(module: LowPrecisionModule) -> None:
@@ -144,21 +211,25 @@ def release(module: LowPrecisionModule) -> None:
         module.__class__ = record.original  # type: ignore[assignment]  # that is the swap
 
 
-def _like(module: Source, name: str) -> LowPrecisionModule:
+def _like(module: torch.nn.Module, name: str) -> LowPrecisionModule:
     """Return fp8core's layer of the same sizes, on meta, whose attributes the swap copies."""
-    parameter = next(module.parameters())
-    device = torch.device("meta")
+    given: dict[str, Any] = {
+        "params_dtype": next(module.parameters()).dtype,
+        "device": torch.device("meta"),
+        "name": name or None,
+    }
     with quantized_model_init(enabled=False):
+        sizes = conv1d_sizes(module)
+        if sizes is not None:
+            return Linear(*sizes, bias=module._parameters["bias"] is not None, **given)
         if isinstance(module, torch.nn.Linear):
-            return Linear(
-                module.in_features,
-                module.out_features,
-                bias=module.bias is not None,
-                params_dtype=parameter.dtype,
-                device=device,
-                name=name or None,
-            )
-        cls = LayerNorm if isinstance(module, torch.nn.LayerNorm) else RMSNorm
-        assert module.eps is not None
-        (size,) = module.normalized_shape
-        return cls(size, module.eps, params_dtype=parameter.dtype, device=device, name=name or None)
+            bias = module.bias is not None
+            return Linear(module.in_features, module.out_features, bias=bias, **given)
+        if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm):
+            cls = LayerNorm if isinstance(module, torch.nn.LayerNorm) else RMSNorm
+            assert module.eps is not None
+            (size,) = module.normalized_shape
+            return cls(size, module.eps, **given)
+        norm = similar_norm(module)
+        assert norm is not None
+        return RMSNorm(norm.size, norm.eps, zero_centered_gamma=norm.zero_centered, **given)

@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
+from fp8core.conversion.experts import layer_names
 from fp8core.conversion.survey import Survey
+from fp8core.modules.foreign import experts_of
 from fp8core.modules.inventory import ModuleNode, flops_of, module_nodes
 from fp8core.recipe import PerLayer, Recipe
 from fp8core.recipe.plan import LayerRole, LinearPlan
 from fp8core.reporting import some
 
-__all__ = ["is_forward_low", "notes"]
+__all__ = ["is_forward_low", "notes", "roles"]
 
 _WITHOUT_GEMM = (
     torch.nn.Embedding,
@@ -28,11 +30,11 @@ def notes(
     model: torch.nn.Module,
     surveyed: Survey,
     recipe: Recipe | None,
-    plans: Mapping[ModuleNode, LinearPlan],
+    plans: Mapping[ModuleNode, Sequence[LinearPlan]],
 ) -> Iterator[str]:
     """Yield the notes on converting the ``surveyed`` layers of ``model`` to ``recipe``."""
     yield from _on_recipe(surveyed, recipe, plans)
-    small = [node.path for node, plan in plans.items() if _is_small(node.module, plan)]
+    small = [node.path for node, (plan, *_) in plans.items() if _is_small(node.module, plan)]
     if small:
         yield (
             f"too small to gain from low precision, quantizing costs more than the GEMM saves: "
@@ -52,26 +54,32 @@ def notes(
 
 
 def _on_recipe(
-    surveyed: Survey, recipe: Recipe | None, plans: Mapping[ModuleNode, LinearPlan]
+    surveyed: Survey, recipe: Recipe | None, plans: Mapping[ModuleNode, Sequence[LinearPlan]]
 ) -> Iterator[str]:
-    high = [node.path for node, plan in plans.items() if not is_forward_low(plan)]
+    high = [node.path for node, own in plans.items() if not all(map(is_forward_low, own))]
     if high:
         yield f"by the recipe these compute in high precision: {some(high)}"
     if isinstance(recipe, PerLayer):
-        roles = [
-            LayerRole(getattr(node.module, "kind", "linear"), node.path)
-            for node in (*surveyed.chosen, *surveyed.native)
-        ]
-        for pattern in recipe.unmatched(roles):
+        known = [role for node in (*surveyed.chosen, *surveyed.native) for role in roles(node)]
+        for pattern in recipe.unmatched(known):
             yield f"the recipe's rule {pattern!r} matches no converted layer"
     if any(
         plan.delayed is not None and plan.delayed.amax_algorithm == "most_recent"
-        for plan in plans.values()
+        for several in plans.values()
+        for plan in several
     ):
         yield (
             "amax_compute_algo='most_recent' follows the last forward: put the microbatches of a "
             "step into one autocast, which takes the largest amax of them all"
         )
+
+
+def roles(node: ModuleNode) -> list[LayerRole]:
+    """Return the roles by which a recipe plans the layer: one, but two for experts."""
+    experts = experts_of(node.module)
+    if experts is not None:
+        return [LayerRole("grouped_linear", name) for name in layer_names(experts, node.path)]
+    return [LayerRole(getattr(node.module, "kind", "linear"), node.path or None)]
 
 
 def is_forward_low(plan: LinearPlan) -> bool:

@@ -21,11 +21,12 @@ class LayerEntry:
         name: its path; empty for the model itself.
         layer: the name of its class before the conversion.
         num_parameters: elements of its direct parameters.
-        flops: forward matmul FLOPs a token, ``2 in_features out_features``; 0 if it is no linear
-            layer.
+        flops: forward matmul FLOPs a token, ``2 in_features out_features``, of experts those that
+            a token goes through; 0 if it is no linear layer.
         reason: why it was not converted; empty for a layer that takes the recipe.
         is_low_precision: whether the recipe runs its forward GEMM in low precision; False without a
             recipe, and for a layer that the recipe leaves in high precision.
+        num_experts: the number of experts of a mixture that it holds; 0 for another layer.
     """
 
     name: str
@@ -34,6 +35,7 @@ class LayerEntry:
     flops: int
     reason: str = ""
     is_low_precision: bool = False
+    num_experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +97,24 @@ class ConversionReport:
 
     def _lines(self) -> Iterator[str]:
         taking = (*self.converted, *self.native)
-        linears = sum(entry.flops > 0 for entry in taking)
-        others = sum(entry.flops > 0 for entry in self.skipped)
+        linears, others = _num_linears(taking), _num_linears(self.skipped)
+        experts = sum(entry.num_experts for entry in taking)
+        all_experts = experts + sum(entry.num_experts for entry in self.skipped)
+        and_experts = f" and {experts} of {all_experts} experts" if all_experts else ""
         yield (
-            f"{linears} of {linears + others} linear layers converted: "
+            f"{linears} of {linears + others} linear layers{and_experts} converted: "
             f"{self.flop_share:.1%} of their FLOPs a token, "
             f"{self.parameter_share:.1%} of the parameters"
         )
         yield f"recipe: {self.recipe or 'none; layers use low precision only inside an autocast'}"
         if self.recipe is not None:
+            low = self._low()
+            if all_experts:
+                num_low = sum(entry.num_experts for entry in low)
+                and_experts = f" and {num_low} of {all_experts} experts"
             yield (
-                f"in low precision by the recipe: {len(self._low())} of {linears + others} linear "
-                f"layers, {self.low_precision_flop_share:.1%} of their FLOPs a token"
+                f"in low precision by the recipe: {_num_linears(low)} of {linears + others} linear "
+                f"layers{and_experts}, {self.low_precision_flop_share:.1%} of their FLOPs a token"
             )
         for title, entries in (
             ("converted", self.converted),
@@ -116,6 +124,11 @@ class ConversionReport:
             listed = ((entry.name, entry.layer, entry.reason) for entry in entries)
             yield from (f"{title}: {line}" for line in grouped(listed))
         yield from (f"note: {note}" for note in self.notes)
+
+
+def _num_linears(entries: Iterable[LayerEntry]) -> int:
+    """Return how many of ``entries`` are linear layers, without those of experts."""
+    return sum(entry.flops > 0 and not entry.num_experts for entry in entries)
 
 
 def text_of(recipe: Recipe) -> str:

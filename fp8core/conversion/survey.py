@@ -13,8 +13,10 @@ from torch.nn.utils import parametrize
 
 from fp8core.conversion.layers import RECORD, Source
 from fp8core.conversion.report import grouped
+from fp8core.conversion.similar_norms import looks_like_rms_norm, similar_norm
 from fp8core.errors import OperandError, RecipeError, UnsupportedError, did_you_mean
 from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.foreign import conv1d_sizes, experts_of
 from fp8core.modules.inventory import ModuleNode, flops_of, module_nodes
 from fp8core.reporting import some
 
@@ -55,8 +57,12 @@ class Survey(NamedTuple):
     refused: list[Refused]
 
 
-def survey(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> Survey:
+def survey(
+    model: torch.nn.Module, filter: Filter, skip: Sequence[str], *, rms_norms: bool = False
+) -> Survey:
     """Decide for every layer of ``model`` whether it is converted; changes nothing.
+
+    ``rms_norms``: whether classes that compute an RMSNorm are converted like RMSNorm.
 
     Raises:
         OperandError: a layer is converted already, or no linear layer is left to convert and the
@@ -66,7 +72,7 @@ def survey(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> Surve
     """
     nodes = [node for node in module_nodes(model) if _is_listed(node.module)]
     _refuse_converted(model, nodes)
-    obstacles = _obstacles(nodes)
+    obstacles = _obstacles(nodes, rms_norms)
     possible = [node.path for node in nodes if node not in obstacles]
     check_patterns(filter, skip, possible, {n.path: one.reason for n, one in obstacles.items()})
     reason_of = unwanted(model, filter, skip)
@@ -88,7 +94,7 @@ def survey(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> Surve
     return result
 
 
-def _obstacles(nodes: Sequence[ModuleNode]) -> dict[ModuleNode, Refused]:
+def _obstacles(nodes: Sequence[ModuleNode], rms_norms: bool) -> dict[ModuleNode, Refused]:
     """Return the nodes whose layer cannot be converted, or has an earlier path."""
     firsts: dict[torch.nn.Module, ModuleNode] = {}
     refused = {}
@@ -96,7 +102,7 @@ def _obstacles(nodes: Sequence[ModuleNode]) -> dict[ModuleNode, Refused]:
         first = firsts.setdefault(node.module, node)
         if first is not node:
             refused[node] = Refused(node, f"the same layer as {first.path!r}", is_repeat=True)
-        elif reason := _obstacle(node.module):
+        elif reason := _obstacle(node.module, rms_norms):
             refused[node] = Refused(node, reason)
     return refused
 
@@ -135,21 +141,34 @@ def _refuse_converted(model: torch.nn.Module, nodes: Sequence[ModuleNode]) -> No
             )
 
 
-def _obstacle(module: torch.nn.Module) -> str:
+def _obstacle(module: torch.nn.Module, rms_norms: bool) -> str:
     """Return why ``module`` cannot be converted, or an empty string."""
     if isinstance(module, LowPrecisionModule):
         return ""
     if isinstance(module, torch.jit.ScriptModule):
         return "TorchScript, which torch compiled already"
     source = type(module)
-    if source not in _SOURCES:
-        return _class_obstacle(module)
+    experts = experts_of(module)
+    weights = ["weight"] if experts is None else [one.weight for one in experts.weights]
+    is_foreign = experts is not None or conv1d_sizes(module) is not None
+    if source not in _SOURCES and not is_foreign:
+        reason = _class_obstacle(module)
+        if not reason.startswith("class is") or not looks_like_rms_norm(module):
+            return reason
+        if not rms_norms:
+            return f"{reason}; convert(rms_norms=True) compares it with RMSNorm and converts it"
+        if similar_norm(module) is None:
+            return f"{reason}, and it computes otherwise"
     if "forward" in vars(module):
         return "its forward was replaced on the object; convert before it is replaced"
-    for name in ("weight", *(["bias"] if source is not torch.nn.RMSNorm else [])):
+    for name in (*weights, *(["bias"] if source in (torch.nn.Linear, torch.nn.LayerNorm) else [])):
         if name not in module._parameters:
             return f"its {name} is computed by a hook, as by weight_norm"
-    weight = module._parameters["weight"]
+    return next(filter(None, (_weight_obstacle(module, name) for name in weights)), "")
+
+
+def _weight_obstacle(module: torch.nn.Module, name: str) -> str:
+    weight = module._parameters[name]
     if weight is None:
         return "it has no weight (elementwise_affine=False)"
     if weight.dtype not in _DTYPES:
@@ -259,7 +278,7 @@ def unwanted(
         if patterns is not None:
             is_in = any(_is_match(path, pattern) for pattern in patterns)
             return "" if is_in else "the filter leaves it out"
-        if not isinstance(module, kinds):
+        if not isinstance(module, kinds) and conv1d_sizes(module) is None:
             return ""
         if _is_of_adapter(path, adapted):
             return "low-rank factor of an adapter; convert it with a filter that names it"

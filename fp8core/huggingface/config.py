@@ -28,6 +28,8 @@ class Fp8CoreConfig(QuantizationConfigMixin):
             leaves the layers in high precision outside of :func:`fp8core.autocast`.
         filter: patterns of the layers to convert, see :func:`fp8core.convert`; None converts all
             but heads, routers and adapters.
+        rms_norms: whether norms such as ``LlamaRMSNorm`` are converted too, see
+            :func:`fp8core.convert`.
         skip: patterns of layers to leave out. ``modules_to_not_convert``, the name of this list in
             other methods of transformers, is taken as well.
 
@@ -42,15 +44,18 @@ class Fp8CoreConfig(QuantizationConfigMixin):
         filter: Sequence[str] | str | None = None,
         skip: Sequence[str] | str = (),
         modules_to_not_convert: Sequence[str] | None = None,
+        rms_norms: bool = False,
         **unknown: object,
     ) -> None:
         if unknown.pop("quant_method", METHOD) != METHOD or unknown:
             raise RecipeError(
                 f"Fp8CoreConfig: {', '.join(unknown) or 'quant_method'} is not one of its "
-                f"arguments, which are recipe, filter, skip, modules_to_not_convert."
+                f"arguments, which are recipe, filter, skip, modules_to_not_convert, "
+                f"rms_norms."
             )
         self.quant_method = METHOD
         self.recipe = from_data(recipe, "Fp8CoreConfig(recipe=...)")
+        self.rms_norms = rms_norms
         self.filter = None if filter is None else _patterns("filter", filter)
         self.skip = [*_patterns("skip", skip), *_patterns("skip", modules_to_not_convert or ())]
 
@@ -69,6 +74,7 @@ class Fp8CoreConfig(QuantizationConfigMixin):
             "recipe": data,
             "filter": self.filter,
             "skip": self.skip,
+            "rms_norms": self.rms_norms,
         }
 
     def check_serializable(self) -> None:

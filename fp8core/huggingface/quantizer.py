@@ -49,7 +49,13 @@ class Fp8CoreQuantizer(HfQuantizer):
         self, model: torch.nn.Module, **_: Any
     ) -> torch.nn.Module:
         config: Fp8CoreConfig = self.quantization_config
-        report = convert(model, config.recipe, filter=config.filter, skip=config.skip)
+        report = convert(
+            model,
+            config.recipe,
+            filter=config.filter,
+            skip=config.skip,
+            rms_norms=config.rms_norms,
+        )
         model.fp8core_report = report  # type: ignore[assignment]  # read by users
         logger.info("%s", report)
         state = _delayed_state(self._files)

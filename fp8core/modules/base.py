@@ -33,6 +33,8 @@ class LowPrecisionModule(DelayedModule):
     kind: ClassVar[str]
     use_bias: bool
     fuse_wgrad_accumulation = False
+    # How many groups of a grouped layer compute each token.
+    groups_per_token = 1
     # The recipe for calls outside any autocast; high precision if None.
     outside_autocast: Active | None = None
     # The weight gradients that backward left to backward_dw; None for a layer that delays none.

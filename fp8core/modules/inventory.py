@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.foreign import conv1d_sizes, experts_of
 from fp8core.torch_ops.private import WRAPPED_MODULES
 
 __all__ = ["ModuleNode", "flops_of", "module_nodes"]
@@ -53,12 +54,19 @@ def _below(node: ModuleNode) -> Iterator[ModuleNode]:
 
 def flops_of(module: torch.nn.Module) -> int:
     """Return the forward matmul FLOPs of the linear layer ``module`` for one token, ``2 k n`` a
-    GEMM; 0 for another module. A grouped layer counts one group, as a token goes through one.
+    GEMM; 0 for another module. A grouped layer counts the groups that a token goes through.
     """
     if isinstance(module, LowPrecisionModule):
-        return sum(2 * math.prod(s.features) for s in module.link_shapes() if s.features)
+        one = sum(2 * math.prod(s.features) for s in module.link_shapes() if s.features)
+        return module.groups_per_token * one
     if isinstance(module, torch.nn.Linear):
         return 2 * module.in_features * module.out_features
+    if (sizes := conv1d_sizes(module)) is not None:
+        return 2 * math.prod(sizes)
+    if any(isinstance(child, LowPrecisionModule) for child in module.children()):
+        return 0  # of experts that are converted, the layers inside count
+    if (experts := experts_of(module)) is not None:
+        return experts.flops
     if isinstance(module, torch.nn.MultiheadAttention):  # its output projection is a child
         return sum(2 * p.numel() for p in module.parameters(recurse=False) if p.dim() == 2)
     return 0

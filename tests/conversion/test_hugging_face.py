@@ -18,6 +18,7 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
 )
+from transformers.pytorch_utils import Conv1D
 
 import fp8core
 from fp8core import OperandError, recipe
@@ -63,7 +64,7 @@ def test_the_report_names_every_layer_that_was_left() -> None:
     assert reasons["lm_head"][1].startswith("output head")
     norms = [entry for entry in report.skipped if entry.layer == "LlamaRMSNorm"]
     assert len(norms) == 2 * 2 + 1
-    assert {entry.reason for entry in norms} == {"class is not torch.nn.RMSNorm"}
+    assert all(entry.reason.startswith("class is not torch.nn.RMSNorm") for entry in norms)
     # q, k, v, o of 32 with two heads of 8 for k and v; gate, up, down; the head
     block, head = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48, 32 * 64
     assert report.flop_share == 2 * block / (2 * block + head)
@@ -157,11 +158,10 @@ def test_saved_with_its_state_it_goes_on_where_it_was(tmp_path: Path) -> None:
     assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
 
 
-def test_experts_that_are_no_linear_layers_are_in_the_report() -> None:
+def test_routers_that_are_no_linear_layers_are_in_the_report() -> None:
     own = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))
     report = fp8core.convert(own, "current")
-    layers = {entry.layer for entry in report.skipped}
-    assert {"MixtralExperts", "MixtralTopKRouter"} <= layers
+    assert "MixtralTopKRouter" in {entry.layer for entry in report.skipped}
     assert any("do not count the weights of" in note for note in report.notes)
 
 
@@ -169,12 +169,15 @@ def test_a_model_without_linear_layers_is_refused_and_says_what_it_has() -> None
     own = GPT2LMHeadModel(
         GPT2Config(vocab_size=64, n_embd=32, n_head=2, n_layer=3, bos_token_id=1, eos_token_id=2)
     )
+    for module in own.modules():
+        if type(module) is Conv1D:
+            module.__class__ = type("Convolution", (Conv1D,), {})
     with pytest.raises(OperandError) as found:
         fp8core.convert(own, "mxfp8")
     first, head, *others = str(found.value).splitlines()
     assert first == "convert(GPT2LMHeadModel): no torch.nn.Linear is left to convert. Left out:"
     assert head.startswith("  1 Linear (lm_head): output head: its weight is that of the embedding")
-    (convolutions,) = [line for line in others if "Conv1D" in line]
-    assert convolutions.startswith("  12 Conv1D (transformer.h.0.attn.c_attn, ")
+    (convolutions,) = [line for line in others if "Convolution" in line]
+    assert convolutions.startswith("  12 Convolution (transformer.h.0.attn.c_attn, ")
     assert convolutions.endswith(": class is neither torch.nn.Linear, LayerNorm nor RMSNorm")
     assert type(own.transformer.ln_f) is nn.LayerNorm

@@ -1,0 +1,161 @@
+"""Converted experts of transformers: their 3-D weights multiply as grouped linear layers.
+
+The parameters stay those of the experts, one 3-D tensor for each linear of all experts. Two layers
+inside, without parameters, compute with its slices; under delayed scaling they hold its scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fp8core.conversion.layers import RECORD, Conversion, Record, adopt, derived, release
+from fp8core.errors import UnsupportedError
+from fp8core.modules.foreign import Experts, ExpertWeight, experts_of
+from fp8core.modules.grouped_linear import GroupedLinear
+from fp8core.parameter.init import quantized_model_init
+from fp8core.reporting import log_once
+
+__all__ = ["ConvertedExperts", "adopt_experts", "layer_names", "release_experts"]
+
+_SUFFIX = "_linear"
+
+
+def layer_names(experts: Experts, path: str) -> list[str]:
+    """Return the paths of the two layers inside of converted experts at ``path``."""
+    return [f"{path}.{weight.weight}{_SUFFIX}".lstrip(".") for weight in experts.weights]
+
+
+class _ExpertsLinear(GroupedLinear):
+    """One linear of all experts, whose weights are slices of a parameter of its owner."""
+
+    def __init__(self, owner: torch.nn.Module, experts: Experts, weight: ExpertWeight) -> None:
+        parameter = owner._parameters[weight.weight]
+        assert parameter is not None
+        with quantized_model_init(enabled=False):
+            super().__init__(
+                experts.num_experts,
+                weight.in_features,
+                weight.out_features,
+                bias=weight.bias is not None,
+                params_dtype=parameter.dtype,
+                device="meta",
+            )
+        self._parameters.clear()
+        self.groups_per_token = experts.experts_per_token
+        self._is_transposed = experts.is_transposed
+        self._names = {"weight": weight.weight, "bias": weight.bias}
+        # In a tuple, as torch would register the owner as a child, and a module has no circles.
+        self._owner = (owner,)
+
+    def _stacked(self, kind: str) -> torch.Tensor | None:
+        """Return the owner's tensor of all weights, or of all biases."""
+        name = self._names[kind]
+        if name is None:
+            return None
+        stacked: torch.Tensor = getattr(self._owner[0], name)
+        return stacked
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        """Yield the owner's parameters that it computes with; its state_dict has none of them."""
+        for kind in self._names:
+            parameter: Any = self._stacked(kind)
+            if parameter is not None:
+                yield parameter
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of all weights, or of all biases."""
+        stacked = self._stacked("bias" if name.startswith("bias") else "weight")
+        assert stacked is not None
+        return stacked.dtype
+
+    def _all(self, kind: str) -> list[torch.Tensor]:
+        stacked = self._stacked(kind)
+        if stacked is None:
+            return []
+        if kind == "weight" and self._is_transposed:
+            stacked = stacked.mT.contiguous()
+        return list(stacked.unbind(0))
+
+    def _fill_parameters(self) -> None:
+        """Leave the owner's parameters as they are."""
+
+
+class ConvertedExperts(torch.nn.Module):
+    """Base of converted experts: each token's rows go through the linears of its experts."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of the experts' results ``[tokens, hidden]``.
+
+        ``hidden_states [tokens, hidden]``; ``top_k_index [tokens, k]`` names the experts of each
+        token, ``top_k_weights [tokens, k]`` weighs them.
+
+        Raises:
+            UnsupportedError: the experts are spread over ranks by transformers' expert parallelism.
+        """
+        own: Any = self
+        if getattr(own, "_is_expert_parallel", False):
+            raise UnsupportedError(
+                f"{type(self).__name__}: experts that transformers spreads over ranks are not "
+                f"offered converted. Leave them out with skip, or load without a parallel plan."
+            )
+        per_token = top_k_index.shape[-1]
+        chosen = top_k_index.reshape(-1)
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=own.num_experts)
+        first, second = self._linears()
+        rows = self._product(first, hidden_states[order // per_token], counts)
+        rows = own._apply_gate(rows) if own.has_gate else own.act_fn(rows)
+        rows = self._product(second, rows, counts)
+        if getattr(own, "has_post_expert_norm", False):
+            rows = own.post_expert_norm(rows)
+        rows = rows * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        by_token = rows[order.argsort()].view(-1, per_token, rows.shape[-1])
+        return by_token.sum(1).to(hidden_states.dtype)
+
+    def _linears(self) -> list[_ExpertsLinear]:
+        return [child for child in self.children() if isinstance(child, _ExpertsLinear)]
+
+    def _product(
+        self, linear: _ExpertsLinear, rows: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        if counts.device.type == "cpu":
+            return linear(rows, counts.tolist())  # type: ignore[no-any-return]  # torch's __call__
+        try:
+            return linear(rows, counts)  # type: ignore[no-any-return]  # likewise
+        except UnsupportedError as error:
+            log_once(
+                f"{linear.label}: the host waits for the number of rows of each expert: {error}",
+                about="experts read on the host",
+            )
+            return linear(rows, counts.tolist())  # type: ignore[no-any-return]  # likewise
+
+
+def adopt_experts(module: torch.nn.Module, path: str, conversion: Conversion) -> None:
+    """Add the experts ``module`` to ``conversion``: they change their class and get two layers."""
+    original, experts = type(module), experts_of(module)
+    assert experts is not None
+    added = []
+    for weight, name in zip(experts.weights, layer_names(experts, path), strict=True):
+        linear = _ExpertsLinear(module, experts, weight)
+        linear.train(module.training)
+        adopt(linear, name, conversion)
+        module.add_module(f"{weight.weight}{_SUFFIX}", linear)
+        added.append(f"{weight.weight}{_SUFFIX}")
+    vars(module)[RECORD] = Record(conversion, original, tuple(added), {})
+    module.__class__ = derived(ConvertedExperts, original)
+
+
+def release_experts(module: torch.nn.Module) -> None:
+    """Undo :func:`adopt_experts`; the parameters keep their present values."""
+    record: Record = vars(module).pop(RECORD)
+    for name in record.added:
+        linear = module._modules.pop(name)
+        assert isinstance(linear, _ExpertsLinear)
+        release(linear)
+    assert record.original is not None
+    module.__class__ = record.original
