@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from fp8core.checkpoints.experts import Piece, pieces_of
 from fp8core.checkpoints.files import Checkpoint, Header
 from fp8core.checkpoints.stored import Method, Stored, StoredWeight, method_of, stored_names
 from fp8core.checkpoints.writing import unwrapped
@@ -64,8 +65,9 @@ def load_pretrained(
 
     Read are the methods ``fp8`` and ``compressed-tensors`` (``float-quantized``,
     ``mxfp8-quantized``, ``nvfp4-pack-quantized``), scales of any number of dimensions in float32,
-    bfloat16, float16, uint8 and e8m0, and files that nothing is quantized in. Weights of three
-    dimensions, as of experts, are loaded into parameters of three dimensions.
+    bfloat16, float16, uint8 and e8m0, and files that nothing is quantized in. Weights of experts
+    that the model holds in one parameter of three dimensions are read from such a tensor, or from
+    one for each expert under the names that transformers 5 merges.
 
     Args:
         directory: with an index, or with one file.
@@ -122,22 +124,28 @@ class _Plan:
     ) -> None:
         self._checkpoint = checkpoint
         headers = checkpoint.headers
-        found = {name: stored_names(name, headers) for name in targets}
-        present = {name for name in targets if found[name] is not None or name in headers}
-        self._targets = _once(targets, present)
-        used = {one for stored in found.values() for one in stored or ()} | present
+        pieces = {
+            name: pieces_of(name, target.value.shape, headers) for name, target in targets.items()
+        }
+        self._targets = _once(targets, {name for name in targets if pieces[name]})
+        every = [piece.name for some_pieces in pieces.values() for piece in some_pieces]
+        found = {name: stored_names(name, headers) for name in every}
+        used = {*every, *(one for stored in found.values() for one in stored or ())}
         others = [name for name in headers if name not in used]
         self._unread = tuple(name for name in others if name.endswith(_UNREAD))
-        _check_names(
-            _missing(targets, present), [n for n in others if n not in self._unread], targets
-        )
-        self._stored = {name: one for name in self._targets if (one := found[name]) is not None}
+        missing = _missing(targets, {name for name in targets if pieces[name]})
+        missing += [name for name in every if found[name] is None and name not in headers]
+        _check_names(missing, [n for n in others if n not in self._unread], targets)
+        self._pieces = {piece.name: piece for name in self._targets for piece in pieces[name]}
+        self._stored = {name: one for name in self._pieces if (one := found[name]) is not None}
         self._weights = self._read_scales()
-        for name, target in self._targets.items():
+        for name, piece in self._pieces.items():
             if name not in self._stored:
-                _check_plain(name, headers[name], target.value)
+                _check_plain(headers[name], piece, self._targets[piece.target].value)
+        self._joined = self._join()
         self._recipe = _common_recipe(self._weights.values())
         self._native = self._keeping() if native else set()
+        self._codes: dict[str, torch.Tensor] = {}
 
     def _read_scales(self) -> dict[str, StoredWeight]:
         """Return the quantized weights with their scales, each checked."""
@@ -161,21 +169,37 @@ class _Plan:
     ) -> StoredWeight:
         return StoredWeight(
             name,
-            self._targets[name].value.shape,
+            self._pieces[name].shape,
             self._checkpoint.headers[stored.codes],
             scales[stored.scale],
             None if stored.outer is None else scales[stored.outer],
             method,
         )
 
+    def _join(self) -> dict[str, StoredWeight | str]:
+        """Return the weight of each parameter that the file holds as codes, or why they are none:
+        the pieces of an expert's parameter may be stored in different ways."""
+        joined: dict[str, StoredWeight | str] = {}
+        for name in self._targets:
+            pieces = [piece for piece in self._pieces.values() if piece.target == name]
+            weights = [self._weights.get(piece.name) for piece in pieces]
+            if pieces[0].place is None:
+                if weights[0] is not None:
+                    joined[name] = weights[0]
+            elif any(weights):
+                shape = tuple(self._targets[name].value.shape)
+                joined[name] = StoredWeight.of_pieces(name, shape, weights)
+        return joined
+
     def _keeping(self) -> set[str]:
         """Return the names of the parameters that keep the file's codes."""
-        faults = {
-            name: fault
-            for name, weight in self._weights.items()
-            if (fault := weight.native_fault(self._targets[name].value.dtype)) is not None
-        }
-        flat = [name for name in faults if len(self._weights[name].shape) == 2]
+        faults: dict[str, str] = {}
+        for name, weight in self._joined.items():
+            target = self._targets[name].value
+            fault = weight if isinstance(weight, str) else weight.native_fault(target.dtype)
+            if fault is not None:
+                faults[name] = fault
+        flat = [name for name in faults if self._targets[name].value.dim() == 2]
         if flat:
             raise UnsupportedError(
                 f"native=True cannot keep the codes of {some(flat)}: {faults[flat[0]]}. "
@@ -192,7 +216,7 @@ class _Plan:
                 some(list(faults)),
                 next(iter(faults.values())),
             )
-        return set(self._weights) - set(faults)
+        return set(self._joined) - set(faults)
 
     def loaded(self) -> Loaded:
         """Return what is loaded, and log what is not read."""
@@ -201,24 +225,41 @@ class _Plan:
                 f"load_pretrained: {some(self._unread)} are not read: activations are quantized by "
                 f"their own amax"
             )
-        native = [name for name in self._weights if name in self._native]
-        others = [name for name in self._weights if name not in self._native]
+        native = [name for name in self._joined if name in self._native]
+        others = [name for name in self._joined if name not in self._native]
         return Loaded(tuple(native), tuple(others), self._recipe, self._unread)
 
     def apply(self) -> None:
         """Read the values tensor by tensor into the model."""
         by_file = {stored.codes: name for name, stored in self._stored.items()}
-        plain = {name: name for name in self._targets if name not in self._stored}
+        plain = {name: name for name in self._pieces if name not in self._stored}
         for key, value in self._checkpoint.read({**by_file, **plain}):
-            name = by_file.get(key, key)
-            target, weight = self._targets[name], self._weights.get(name)
-            if weight is None:
-                _fill(target, value)
-            elif name in self._native:
-                assert self._recipe is not None
-                _replace(target, weight.quantized(value, self._recipe, target.value.dtype))
+            piece = self._pieces[by_file.get(key, key)]
+            target, weight = self._targets[piece.target], self._weights.get(piece.name)
+            if piece.target in self._native:
+                self._keep(piece, value)
             else:
-                _fill(target, weight.values(value, target.value.dtype))
+                dtype = target.value.dtype
+                _fill(target, value if weight is None else weight.values(value, dtype), piece)
+        for name, codes in self._codes.items():
+            self._put_codes(name, codes)
+
+    def _keep(self, piece: Piece, codes: torch.Tensor) -> None:
+        """Keep the codes of ``piece``, of experts until all of them are there."""
+        if piece.place is None:
+            self._put_codes(piece.target, codes)
+            return
+        expert, start, rows = piece.place
+        shape = self._targets[piece.target].value.shape
+        if piece.target not in self._codes:
+            self._codes[piece.target] = torch.empty(shape, dtype=torch.uint8, device="cpu")
+        self._codes[piece.target][expert, start : start + rows] = codes.view(torch.uint8)
+
+    def _put_codes(self, name: str, codes: torch.Tensor) -> None:
+        target, weight = self._targets[name], self._joined[name]
+        assert isinstance(weight, StoredWeight)
+        assert self._recipe is not None
+        _replace(target, weight.quantized(codes, self._recipe, target.value.dtype))
 
 
 def _once(targets: dict[str, _Target], present: set[str]) -> dict[str, _Target]:
@@ -247,14 +288,16 @@ def _check_names(missing: list[str], others: list[str], targets: dict[str, _Targ
         raise OperandError(f"{'; '.join(problems)}.")
 
 
-def _check_plain(name: str, header: Header, value: torch.Tensor) -> None:
-    if header.shape != tuple(value.shape):
+def _check_plain(header: Header, piece: Piece, value: torch.Tensor) -> None:
+    if header.shape != piece.shape:
         raise OperandError(
-            f"{name!r} is {list(header.shape)} in the checkpoint, {list(value.shape)} here."
+            f"{piece.name!r} is {list(header.shape)} in the checkpoint, {list(piece.shape)} here."
         )
     is_float = header.dtype in _FLOATS
     if header.dtype.startswith("F8") or is_float != value.is_floating_point():
-        raise OperandError(f"{name!r} is {header.dtype} in the checkpoint, {value.dtype} here.")
+        raise OperandError(
+            f"{piece.name!r} is {header.dtype} in the checkpoint, {value.dtype} here."
+        )
 
 
 def _common_recipe(weights: Iterable[StoredWeight]) -> Recipe | None:
@@ -268,13 +311,29 @@ def _common_recipe(weights: Iterable[StoredWeight]) -> Recipe | None:
     return recipes[0] if len(recipes) == 1 else None
 
 
-def _fill(target: _Target, value: torch.Tensor) -> None:
-    """Write ``value`` into the target; one on meta is replaced."""
-    if target.value.is_meta:
-        _replace(target, value.to(target.value.dtype))
+def _fill(target: _Target, value: torch.Tensor, piece: Piece) -> None:
+    """Write ``value`` into the target, or its rows of one expert; one on meta gets memory."""
+    held = _held(target)
+    if held.is_meta and piece.place is None:
+        _replace(target, value.to(held.dtype))
         return
+    if held.is_meta:
+        _replace(target, torch.empty(held.shape, dtype=held.dtype, device="cpu"))
+        held = _held(target)
     with torch.no_grad():
-        target.value.copy_(value)
+        if piece.place is not None:
+            expert, start, rows = piece.place
+            held = held[expert, start : start + rows]
+        held.copy_(value)
+
+
+def _held(target: _Target) -> torch.Tensor:
+    """Return the tensor that the model holds now."""
+    module, name = target.holders[0]
+    parameters: dict[str, torch.Tensor | None] = {**module._parameters}
+    value = parameters.get(name, module._buffers.get(name))
+    assert value is not None
+    return value
 
 
 def _replace(target: _Target, value: torch.Tensor) -> None:

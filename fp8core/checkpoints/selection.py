@@ -15,6 +15,7 @@ from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bound import recipe_in
 from fp8core.modules.inventory import ModuleNode
+from fp8core.modules.parallel import ParallelModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
@@ -143,6 +144,11 @@ def _parameter(layer: torch.nn.Module, prefix: str, name: str) -> torch.Tensor:
         raise UnsupportedError(
             f"save_pretrained: {prefix + name!r} is sharded over processes. Gather the model "
             f"first, as torch's get_model_state_dict does with full_state_dict=True."
+        )
+    if isinstance(layer, ParallelModule) and layer.tp_size > 1 and layer.parallel_mode:
+        raise UnsupportedError(
+            f"save_pretrained: {prefix + name!r} is one rank's share of a {layer.parallel_mode}-"
+            f"parallel weight. Load the ranks' weights into a model of one rank first."
         )
     if parameter.is_meta:
         raise UnsupportedError(

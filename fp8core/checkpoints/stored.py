@@ -201,6 +201,27 @@ class StoredWeight:
         self.block = method.block or self._block_of(scale)
         self.scale = self._scale(scale)
 
+    @classmethod
+    def of_pieces(
+        cls, name: str, shape: tuple[int, ...], pieces: Sequence[StoredWeight | None]
+    ) -> StoredWeight | str:
+        """Return the weight ``[experts, n, k]`` of ``pieces``, rows of its matrices in order, or a
+        text that says why they cannot be one weight."""
+        given = [piece for piece in pieces if piece is not None]
+        kinds = {(one.method, one.element, one.block, one.outer is None) for one in given}
+        if len(given) != len(pieces) or len(kinds) != 1:
+            return "its experts are stored in different ways"
+        block, per_expert = given[0].block, len(pieces) // shape[0]
+        is_cut = not block[0] or given[0].shape[0] % block[0]
+        if given[0].outer is not None or (per_expert > 1 and is_cut):
+            return "parts of its matrices have scales of their own"
+        whole = cls.__new__(cls)
+        whole.name, whole.shape, whole.method = name, shape, given[0].method
+        whole.element, whole.block, whole.outer = given[0].element, block, None
+        rows = torch.cat([one.scale[0] for one in given])
+        whole.scale = rows.reshape(shape[0], -1, rows.shape[-1])
+        return whole
+
     @property
     def is_power_of_two(self) -> bool:
         """Whether all scales are powers of two."""

@@ -121,3 +121,49 @@ def test_a_file_of_deepseek_s_form_is_read_as_transformers_reads_it(tmp_path: Pa
     shape = tuple(tensors[key].shape)
     expected = tensors[key].float() * spread(tensors[f"{key}_scale_inv"], shape, (128, 128))
     assert torch.equal(ours.get_parameter(key).dequantize(), expected.bfloat16())
+
+
+MIXTURES = {
+    "qwen": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", "mlp", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", "block_sparse_moe", ("w1", "w3", "w2")),
+}
+
+
+def mixture(kind: str) -> Any:
+    """Return a model of one layer with three experts."""
+    options = {"vocab_size": 32, "hidden_size": 128, "intermediate_size": 128}
+    options |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    options |= {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+    options |= {"num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2}
+    config_class, model_class = MIXTURES[kind][:2]
+    config = getattr(transformers, config_class)(**options)
+    return getattr(transformers, model_class)(config).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_files_of_mixtures_are_read_as_transformers_reads_them(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip(NEEDS["fp8"])
+    source, block, parts = mixture(kind), *MIXTURES[kind][2:]
+    tensors: dict[str, torch.Tensor] = {}
+    for index, (key, value) in enumerate(source.state_dict().items()):
+        name = key.replace(".mlp.", f".{block}.")
+        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = value
+            continue
+        names = parts[:2] if key.endswith("gate_up_proj") else parts[2:]
+        for expert in range(3):
+            for at, part in enumerate(names):
+                stem = f"{name.rpartition('.')[0]}.{expert}.{part}.weight"
+                tensors[stem] = codes_of((128, 128), seed=100 * index + 10 * expert + at)
+                tensors[f"{stem}_scale_inv"] = torch.rand(1, 1) * 1e-3 + 1e-6
+    fp8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+    fp8["weight_block_size"] = [128, 128]
+    write(tmp_path, tensors, fp8)
+    source.config.quantization_config = fp8
+    source.config.save_pretrained(tmp_path)
+    theirs = type(source).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ours = mixture(kind)
+    loaded = load_pretrained(tmp_path, ours)
+    assert len(loaded.dequantized) == 2
+    for key, value in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(key), value), key

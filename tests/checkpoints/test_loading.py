@@ -10,6 +10,7 @@ import torch
 import fp8core
 from fp8core import QuantizedTensor
 from fp8core.checkpoints import load_pretrained, save_pretrained
+from fp8core.errors import OperandError
 from fp8core.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -322,3 +323,87 @@ def test_hidden_sizes_that_no_block_divides_train_on(tmp_path: Path) -> None:
     net(torch.arange(16)).float().square().mean().backward()
     optimizer.step()
     assert not torch.equal(net.blocks[0].norm.weight, before)
+
+
+class Mixture(torch.nn.Module):
+    """Experts as transformers 5 holds them."""
+
+    def __init__(self, width: int = 128, inner: int = 256) -> None:
+        super().__init__()
+        self.mlp = torch.nn.Module()
+        self.mlp.experts = torch.nn.Module()
+        for name, size in (("gate_up_proj", (2 * inner, width)), ("down_proj", (width, inner))):
+            value = torch.zeros(3, *size, dtype=torch.bfloat16)
+            self.mlp.experts.register_parameter(name, torch.nn.Parameter(value))
+        self.layers = torch.nn.ModuleList([torch.nn.Module()])
+        self.layers[0].mlp = self.mlp
+        del self.mlp
+
+
+NAMES = {
+    "qwen": ("layers.0.mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": ("layers.0.block_sparse_moe.experts", "w1", "w3", "w2"),
+}
+
+
+def expert_files(names: tuple[str, ...], inner: int = 256) -> dict[str, torch.Tensor]:
+    """Return the tensors of three experts under ``names``, one for each linear of each."""
+    prefix, gate, up, down = names
+    tensors = {}
+    for expert in range(3):
+        sizes = ((gate, (inner, 128)), (up, (inner, 128)), (down, (128, inner)))
+        for at, (name, shape) in enumerate(sizes):
+            stem = f"{prefix}.{expert}.{name}.weight"
+            tensors[stem] = codes_of(shape, seed=10 * expert + at)
+            counts = [-(-size // 128) for size in shape]
+            tensors[f"{stem}_scale_inv"] = torch.rand(counts) * 1e-2 + 1e-4
+    return tensors
+
+
+@pytest.mark.parametrize("inner", [256, 192])
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_experts_stored_one_by_one_are_read_into_one_parameter(
+    kind: str, native: bool, inner: int, device: str, tmp_path: Path
+) -> None:
+    prefix, *parts = NAMES[kind]
+    tensors = expert_files(NAMES[kind], inner)
+    net = Mixture(inner=inner).to(device)
+    loaded = load_pretrained(write(tmp_path, tensors, BLOCKS), net, native)
+    held = dict(net.named_parameters())
+    kept = {name for name, value in held.items() if isinstance(value, QuantizedTensor)}
+    # Where a block spans gate and up, these have scales of their own.
+    whole = {*held} if inner == 256 else {"layers.0.mlp.experts.down_proj"}
+    assert kept == set(loaded.native) == (whole if native else set())
+
+    def value(expert: int, part: str) -> torch.Tensor:
+        codes = tensors[f"{prefix}.{expert}.{part}.weight"]
+        scale = tensors[f"{prefix}.{expert}.{part}.weight_scale_inv"]
+        return (codes.float() * spread(scale, tuple(codes.shape), (128, 128))).bfloat16()
+
+    for expert in range(3):
+        gate_up = torch.cat([value(expert, parts[0]), value(expert, parts[1])])
+        for name, expected in (("gate_up_proj", gate_up), ("down_proj", value(expert, parts[2]))):
+            weight = held[f"layers.0.mlp.experts.{name}"]
+            plain = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+            assert torch.equal(plain[expert], expected)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    tensors = expert_files(NAMES["qwen"])
+    for end in ("", "_scale_inv"):
+        del tensors[f"layers.0.mlp.experts.1.up_proj.weight{end}"]
+    net = Mixture()
+    with pytest.raises(OperandError, match=r"lacks layers\.0\.mlp\.experts\.1\.up_proj\.weight,"):
+        load_pretrained(write(tmp_path, tensors, BLOCKS), net)
+    assert not any(value.any() for value in net.parameters())
+
+
+def test_experts_in_high_precision_are_read_one_by_one(tmp_path: Path) -> None:
+    tensors = expert_files(NAMES["qwen"])
+    plain = {name: one.float() for name, one in tensors.items() if "scale" not in name}
+    net = Mixture()
+    load_pretrained(write(tmp_path, plain), net)
+    first = net.get_parameter("layers.0.mlp.experts.down_proj")[2]
+    assert torch.equal(first, plain["layers.0.mlp.experts.2.down_proj.weight"].bfloat16())

@@ -244,6 +244,15 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
         UnsupportedError,
         "meta",
     ),
+    "a share of a weight": (
+        torch.nn.Sequential(
+            fp8core.Linear(64, 64, tp_size=2, parallel_mode="column", device="cpu")
+        ),
+        "block",
+        {},
+        UnsupportedError,
+        "one rank's share of a column-parallel weight",
+    ),
     "two layouts": (
         torch.nn.Sequential(fp8core.Linear(64, 64, name="a"), fp8core.Linear(64, 64, name="b")),
         PerLayer({"a": MXFP8BlockScaling()}, default=Float8CurrentScaling()),
