@@ -1,4 +1,7 @@
-"""What a training over several ranks needs besides its layers."""
+"""What a training over several ranks needs besides its layers.
+
+Imported by name, ``import fp8core.distributed``, as it loads torch's DTensor.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from fp8core.distributed.context_parallel import (
     pad_thd_sequences_for_cp,
     thd_get_partitioned_indices,
 )
+from fp8core.distributed.fsdp import gather_quantized
 
 __all__ = [
     "gather_from_cp_ranks",
+    "gather_quantized",
     "get_batch_on_this_cp_rank",
     "pad_thd_sequences_for_cp",
     "thd_get_partitioned_indices",

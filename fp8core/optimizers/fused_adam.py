@@ -14,6 +14,7 @@ from fp8core.chain.alone import bound
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.optimizers.scaled_state import LARGEST, ScaledState
 from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.sharded_weight import plain_for_writing
 
 __all__ = ["FusedAdam"]
 
@@ -391,7 +392,7 @@ class FusedAdam(torch.optim.Optimizer):
         """Add the tensors of ``param`` to those that are stepped alike."""
         after: list[Callable[[], Any]] = []
         averages = self._averages(param, after)
-        local = _local(param.detach())
+        local = plain_for_writing(_local(param.detach()))
         masters: list[torch.Tensor] = []
         kind = "none"
         if self._has_remainder(param):

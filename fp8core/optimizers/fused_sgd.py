@@ -12,11 +12,13 @@ from fp8core.backend_api import SgdDesc
 from fp8core.chain.alone import bound
 from fp8core.errors import OperandError
 from fp8core.optimizers.fused_adam import _check_gradient, _local, settings_of
+from fp8core.tensors.sharded_weight import ShardedWeight, plain_for_writing
 
 __all__ = ["FusedSGD"]
 
 _REQUIRED: Any = object()
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_STEPPED = (torch.Tensor, torch.nn.Parameter, ShardedWeight)
 
 
 class FusedSGD(torch.optim.Optimizer):
@@ -74,10 +76,7 @@ class FusedSGD(torch.optim.Optimizer):
         super().__init__(params, defaults)
         for group in self.param_groups:
             for param in group["params"]:
-                if _local(param).dtype not in _FLOATS or type(_local(param)) not in (
-                    torch.Tensor,
-                    torch.nn.Parameter,
-                ):
+                if _local(param).dtype not in _FLOATS or type(_local(param)) not in _STEPPED:
                     raise OperandError(
                         f"FusedSGD: a parameter of {param.dtype} "
                         f"({type(param).__name__}); expected float32, bfloat16 or float16. Step "
@@ -133,8 +132,9 @@ class FusedSGD(torch.optim.Optimizer):
             desc = SgdDesc(param.dtype, grad.dtype, decay_after_momentum=self.wd_after_momentum)
             lists = batches.setdefault((desc, is_first, param.device), [[], [], [], []])
             momentum = self.state[param]["momentum_buffer"]
-            for tensors, one in zip(lists, (grad, param.detach(), momentum), strict=False):
-                tensors.append(_local(one))
+            stepped = plain_for_writing(_local(param.detach()))
+            for tensors, one in zip(lists, (_local(grad), stepped, _local(momentum)), strict=False):
+                tensors.append(one)
         for (desc, is_first, where), lists in batches.items():
             values = tuple(getattr(desc, name) for name in SgdDesc.__slots__)
             bound(SgdDesc, values, where)(

@@ -775,6 +775,16 @@ def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Quantiz
         return args[0].with_dtype(args[0].dtype)  # type: ignore[no-any-return]
 
 
+def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the tensor itself for its own strides, as FSDP asks for them; else its values."""
+    tensor, size, stride = args[:3]
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    asked = (tuple(size), tuple(stride), offset or 0)
+    if asked == (tuple(tensor.shape), tensor.stride(), 0):
+        return _detach(func, args, kwargs)
+    return _on_values(func, args, kwargs)
+
+
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
     tensor = args[0]
     parts = [getattr(tensor, name) for name in PARTS]
@@ -849,6 +859,7 @@ _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     _aten.constant_pad_nd: _pad,
     _aten.alias: _detach,
     _aten.record_stream: _record_stream,
+    _aten.as_strided: _as_strided,
     **VIEWS,
     **dict.fromkeys(COPIES, _copied),
 }

@@ -39,6 +39,7 @@ __all__ = [
     "MODULE_CALL",
     "NO_BACKWARD_PASS",
     "ORDERED",
+    "PIN_MEMORY",
     "UNSCALE_GRADS",
     "WAITING",
     "WRAPPED_MODULES",
@@ -84,6 +85,7 @@ __all__ = [
     "pytree",
     "queue_callback",
     "refuse_address",
+    "reshards_to_fewer_ranks",
     "saved_tensor_hooks",
     "schema_of",
     "start_all_gather",
@@ -278,6 +280,9 @@ def wait_for_collective(tensor: Any) -> torch.Tensor:
 COLLECTIVES: Final = "_c10d_functional"
 """The namespace of the collectives that return their result."""
 
+PIN_MEMORY: Final[Any] = torch.ops.aten._pin_memory
+"""The operator behind ``Tensor.pin_memory``."""
+
 WAITING: Final = ("wait_tensor", "_wrap_tensor_autograd")
 """Its operators that return their argument."""
 
@@ -314,6 +319,15 @@ def start_all_gather(group: Any, result: torch.Tensor, part: torch.Tensor) -> An
 def start_reduce_scatter(group: Any, result: torch.Tensor, whole: torch.Tensor) -> Any:
     """Start the sum that torch.distributed.reduce_scatter_tensor checks, logs and calls."""
     return group._reduce_scatter_base(result, whole)
+
+
+def reshards_to_fewer_ranks(module: Any) -> bool:
+    """Return whether ``fully_shard`` was told how many ranks hold ``module`` after forward."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # of torch 2.12
+    if groups is None:
+        groups = [one for one in (state._fsdp_param_group,) if one is not None]
+    return any(group._use_post_forward_mesh for group in groups)
 
 
 # With a public way

@@ -1,0 +1,260 @@
+"""``gather_quantized``: FSDP2 gathers the weights of a model in low precision."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from fp8core.communicator import Communicator
+from fp8core.distributed.gathered_weight import GatheredWeight, communicator_of
+from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.recipe import Recipe, get_default_recipe
+from fp8core.recipe.base import plan_of
+from fp8core.recipe.choice import recipe_from
+from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
+from fp8core.reporting import log_once, some
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.sharded_weight import ShardedWeight
+from fp8core.tensors.storage import check_parameter, per_byte, storage_plan
+from fp8core.torch_ops.private import reshards_to_fewer_ranks
+
+__all__ = ["gather_quantized"]
+
+
+def gather_quantized(model: torch.nn.Module, recipe: Recipe | str | None = None) -> torch.nn.Module:
+    """Have ``torch.distributed.fsdp.fully_shard`` gather GEMM weights quantized; return ``model``.
+
+    ::
+
+        fp8core.distributed.gather_quantized(model, recipe)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+    Call it before ``fully_shard``, and after ``fp8core.convert`` or ``parallelize_module``. Each
+    rank keeps its rows of a weight in high precision, for the optimizer, clipping and checkpoints.
+    A gather moves codes and scales, about half the bytes of bfloat16, and what layers compute with
+    is what they would compute with unsharded, bit for bit; it is freed after forward and after
+    backward. Amaxes that span ranks are reduced for all weights of the model in one collective,
+    by the first gather after a step.
+
+    With delayed scaling the scale of a weight follows from its current amax, as for
+    :class:`fp8core.quantized_model_init`. Calls outside ``autocast`` compute with the dequantized
+    weight. Formats with blocks along k alone, as mxfp8 and rowwise, are gathered in both
+    orientations, which takes the bytes of bfloat16. A weight made by ``quantized_model_init``
+    becomes one in high precision: with the value that it kept, else with its own.
+
+    Weights stay as they are, and are gathered as ever, where the recipe leaves them in high
+    precision, where a layer computes them from other parameters, as ``parameters_split`` does, and
+    where other modules use them too.
+
+    Args:
+        model: a model with layers of fp8core.
+        recipe: the recipe of training, or its name; None takes :func:`fp8core.get_default_recipe`.
+
+    Raises:
+        RecipeError: an unknown recipe.
+        OperandError: the model is sharded or wrapped already, or none of its weights would be
+            gathered quantized.
+        UnsupportedError: weights in a 4-bit format, or one that ``quantized_model_init`` would
+            refuse. At the first gather: CPU offload of it, ``reshard_after_forward`` as a number,
+            or a shard along dimension 1.
+    """
+    chosen = recipe_from(recipe, "gather_quantized(recipe=...)") or get_default_recipe()
+    _refuse_sharded(model)
+    group, sites = _Weights(model), list(_sites(model))
+    plans = [_plan_of(site, chosen) for site in sites]
+    others = _users(model)
+    others.subtract(site.parameter for site in sites)
+    weights: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    skipped: list[str] = []
+    for site, plan in zip(sites, plans, strict=True):
+        parameter = site.parameter
+        if plan is None or others[parameter]:
+            skipped.append(site.label)
+            continue
+        if parameter not in weights:
+            weights[parameter] = group.add(site, plan)
+        site.module._parameters[site.name] = weights[parameter]
+    if not weights:
+        raise OperandError(
+            f"gather_quantized: no weight of {type(model).__name__} would be gathered quantized "
+            f"under {chosen}. It takes layers of fp8core; fp8core.convert(model) makes them."
+        )
+    if skipped:
+        log_once(f"gather_quantized: gathered in high precision are {some(skipped)}")
+    return model
+
+
+class _Site(NamedTuple):
+    """A weight of a layer: where it is, and what messages call it."""
+
+    module: LowPrecisionModule
+    name: str
+    label: str
+    parameter: torch.nn.Parameter
+
+
+def _sites(model: torch.nn.Module) -> Iterator[_Site]:
+    """Yield the GEMM weights of the layers of ``model`` that are parameters themselves."""
+    for path, module in model.named_modules():
+        if not isinstance(module, LowPrecisionModule):
+            continue
+        params, weights = list(module.link_params()), []
+        for shape in module.link_shapes():
+            mine, params = params[: shape.num_params], params[shape.num_params :]
+            weights += mine[: shape.num_weights]
+        for name, parameter in module._parameters.items():
+            if parameter is not None and any(parameter is weight for weight in weights):
+                yield _Site(module, name, f"{path}.{name}".lstrip("."), parameter)
+
+
+def _users(model: torch.nn.Module) -> Counter[Any]:
+    """Return in how many places of ``model`` each parameter is."""
+    held = (module._parameters.values() for module in model.modules())
+    return Counter(one for parameters in held for one in parameters if one is not None)
+
+
+def _plan_of(site: _Site, recipe: Recipe) -> TensorPlan | None:
+    """Return how the weight is stored when it is gathered; None: in high precision."""
+    module, parameter = site.module, site.parameter
+    role = LayerRole(module.kind, module.name)
+    try:
+        plan = plan_of(LinearPlan, recipe, role, parameter.dtype).weight
+        stored = storage_plan(plan)
+        if stored.rowwise is None:
+            return None
+        check_parameter(stored, tuple(_local(parameter).shape))
+        for spec in filter(None, stored):
+            if per_byte(spec) != 1:
+                raise UnsupportedError(
+                    f"a quantized gather of weights in the 4-bit format {spec.format} is not "
+                    f"offered. Leave out gather_quantized: the weights are gathered in "
+                    f"{parameter.dtype}."
+                )
+    except Fp8CoreError as error:
+        raise type(error)(f"{site.label}: {error}") from None
+    return stored
+
+
+def _refuse_sharded(model: torch.nn.Module) -> None:
+    wrappers = (
+        FSDPModule,
+        FullyShardedDataParallel,
+        torch.nn.parallel.DistributedDataParallel,
+    )
+    for path, module in model.named_modules():
+        if isinstance(module, wrappers):
+            raise OperandError(
+                f"gather_quantized: {path or 'the model'} is a {type(module).__name__}, whose "
+                f"parameters are taken already. Call gather_quantized(model, recipe) before "
+                f"fully_shard; other wrappers gather in high precision."
+            )
+
+
+def _local(parameter: Any) -> torch.Tensor:
+    """Return this rank's part of a DTensor, another tensor as it is."""
+    with torch.no_grad():
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def _value_of(local: torch.Tensor) -> torch.Tensor:
+    if not isinstance(local, QuantizedTensor):
+        return local
+    initial = local.get_high_precision_init_val()
+    if initial is None:
+        return local.dequantize()
+    return initial.to(local.device, local.dtype)
+
+
+class _Reduced:
+    """The amaxes of the weights on one mesh: stale since a write to any of their shards."""
+
+    def __init__(self, weights: list[GatheredWeight]) -> None:
+        self.weights = weights
+        self.is_stale = True
+
+
+class _Weights:
+    """The weights of one model, whose amaxes are reduced together."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._weights: list[GatheredWeight] = []
+        self._by_mesh: dict[Any, _Reduced] = {}
+
+    def add(self, site: _Site, plan: TensorPlan) -> torch.nn.Parameter:
+        """Return the parameter that takes the place of the one at ``site``."""
+        old = site.parameter
+        local = _local(old)
+        weight = GatheredWeight(site.module, site.name, site.label, plan, local.shape, self.reduced)
+        self._weights.append(weight)
+        value: torch.Tensor = ShardedWeight(_value_of(local), weight)
+        if isinstance(old, DTensor):
+            value = DTensor.from_local(
+                value,
+                old.device_mesh,
+                old.placements,
+                run_check=False,
+                shape=old.shape,
+                stride=old.stride(),
+            )
+        new = torch.nn.Parameter(value, old.requires_grad)
+        attributes = vars(new)
+        attributes.update({n: v for n, v in vars(old).items() if n not in attributes})
+        return new
+
+    def reduced(self, weight: GatheredWeight, mesh: Any) -> torch.Tensor:
+        """Return the amaxes of ``weight``, reduced over the ranks of ``mesh``.
+
+        Raises:
+            OperandError: the ranks have other weights, or store them in another way.
+            UnsupportedError: the weights are resharded to fewer ranks after forward.
+        """
+        writes = weight.writes
+        state = self._by_mesh.get(weight.mesh)
+        if state is None:
+            state = self._by_mesh[weight.mesh] = self._begin(weight, mesh)
+        if state.is_stale or writes is None or writes.watched is not state:
+            self._reduce(state, communicator_of(mesh), mesh.device_type)
+        assert weight.amaxes is not None
+        return weight.amaxes
+
+    def _begin(self, weight: GatheredWeight, mesh: Any) -> _Reduced:
+        """Return the weights on the mesh of ``weight``, which are the same on all of its ranks."""
+        self._refuse_fewer_ranks()
+        shards = [one for one in self._weights if one.shard() is not None]
+        weights = [one for one in shards if one.mesh == weight.mesh]
+        text = "; ".join(f"{one.label} {list(one.size)} as {one.plan}" for one in weights)
+        device = torch.device(mesh.device_type)
+        communicator_of(mesh).agree(text, "the weights that they gather quantized", device)
+        return _Reduced(weights)
+
+    def _refuse_fewer_ranks(self) -> None:
+        model = self._model()
+        for path, module in model.named_modules() if model is not None else ():
+            if isinstance(module, FSDPModule) and reshards_to_fewer_ranks(module):
+                raise UnsupportedError(
+                    f"fully_shard(reshard_after_forward=N) of {path or 'the model'} is not offered "
+                    f"for weights that are gathered quantized: torch would keep N-th parts of the "
+                    f"codes, and cannot gather them again. Pass True or False."
+                )
+
+    def _reduce(self, state: _Reduced, communicator: Communicator, device: str) -> None:
+        own = [weight.own_amaxes(communicator).to(device) for weight in state.weights]
+        reduced = communicator.max(torch.cat(own), "weight amaxes").wait()
+        parts = torch.split(reduced, [len(one) for one in own])
+        for weight, amaxes in zip(state.weights, parts, strict=True):
+            weight.amaxes = amaxes
+            writes = weight.writes
+            if writes is not None:
+                writes.watched = state
+        state.is_stale = False

@@ -1,0 +1,195 @@
+"""One weight whose quantized rows FSDP2 gathers, in one orientation or in both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fp8core.backend_api import Operand
+from fp8core.communicator import Communicator, of_group
+from fp8core.errors import UnsupportedError
+from fp8core.recipe.plan import TensorPlan
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.row_shards import RowCast, RowPart, RowShard
+from fp8core.tensors.sharded_weight import ShardedWeight, Writes
+
+__all__ = ["GatheredWeight", "Reduce", "communicator_of"]
+
+
+class _Sent(NamedTuple):
+    """How to read one orientation from the gathered tensors.
+
+    ``scales`` are those that are known already; None: they are the tensor after the codes.
+    """
+
+    cast: RowCast
+    shard: RowShard
+    scales: torch.Tensor | None
+
+
+Reduce = Callable[["GatheredWeight", Any], torch.Tensor]
+"""Returns the amaxes of a weight, the maximum over the ranks of a mesh."""
+
+
+def communicator_of(mesh: Any) -> Communicator:
+    """Return the communicator of the ranks of ``mesh``, which has one dimension."""
+    return of_group(mesh.get_group())
+
+
+class GatheredWeight:
+    """A weight ``[n, k]`` of ``module``, gathered as ``plan`` stores it.
+
+    ``label`` is its path in the model. ``size`` is that of the unsharded weight. ``amaxes`` are the
+    reduced ones of the latest step.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        name: str,
+        label: str,
+        plan: TensorPlan,
+        size: torch.Size,
+        reduce: Reduce,
+    ) -> None:
+        self._module = module
+        self._name = name
+        self.label = label
+        self.plan = plan
+        self.size = size
+        self.amaxes: torch.Tensor | None = None
+        self._reduce = reduce
+        self._shard: ShardedWeight | None = None
+        self.mesh: Any = None
+        self._casts: list[RowCast] | None = None
+
+    # The shard
+
+    def shard(self) -> ShardedWeight | None:
+        """Return this rank's rows, also while the module has the gathered weight."""
+        parameter: Any = self._module._parameters.get(self._name)
+        if isinstance(parameter, DTensor):
+            with torch.no_grad():
+                local = parameter.to_local()
+            if isinstance(local, ShardedWeight):
+                self._shard, self.mesh = local, parameter.device_mesh
+        return self._shard
+
+    @property
+    def writes(self) -> Writes | None:
+        """The record of writes to the shard."""
+        shard = self.shard()
+        return None if shard is None else shard.writes
+
+    # Amaxes and casts
+
+    def casts(self, communicator: Communicator, dtype: torch.dtype) -> list[RowCast]:
+        """Return the casts of the orientations that are gathered."""
+        if self._casts is None:
+            rows, columns = self.size
+            shard = RowShard.of(rows, communicator.rank, communicator.size)
+            row, column = self.plan
+            assert row is not None
+            self._casts = [RowCast(row, dtype, columns, shard, turns=False)]
+            if column is not None and not (row == column and row.block[0] == row.block[1]):
+                self._casts.append(RowCast(column, dtype, columns, shard, turns=True))
+        return self._casts
+
+    def own_amaxes(self, communicator: Communicator) -> torch.Tensor:
+        """Return the amaxes of this rank's rows, computed since the latest write to them."""
+        shard = self.shard()
+        assert shard is not None
+        if shard.writes.amaxes is None:
+            casts = self.casts(communicator, shard.dtype)
+            shard.writes.amaxes = torch.cat([cast.amaxes(shard.value) for cast in casts])
+        return shard.writes.amaxes
+
+    # What FSDP calls, by way of ShardedWeight
+
+    def quantized(
+        self, shard: ShardedWeight, mesh: Any, size: torch.Size
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """Return the codes, padded as FSDP pads shards, with scales where all ranks have as many
+        rows; and how to read them."""
+        if shard.shape[1:] != size[1:]:
+            raise UnsupportedError(
+                f"{self.label}: a quantized gather of a weight that fully_shard shards along "
+                f"dimension 1 is not offered. Leave out its shard_placement_fn, which gives "
+                f"dimension 0."
+            )
+        amaxes = self._reduce(self, mesh)
+        communicator = communicator_of(mesh)
+        rows = RowShard.of(size[0], communicator.rank, communicator.size)
+        casts = self.casts(communicator, shard.dtype)
+        inputs: list[torch.Tensor] = []
+        sent: list[_Sent] = []
+        counts = [cast.num_amaxes for cast in casts]
+        reduced = torch.split(amaxes.to(shard.device), counts)
+        for cast, amax in zip(casts, reduced, strict=True):
+            codes, scales = cast(shard.value, amax)
+            inputs.append(_padded(codes, rows.each))
+            if cast.covers_all_rows:
+                sent.append(_Sent(cast, rows, scales))
+                continue
+            scales = _padded(scales, cast.max_scale_rows)
+            if rows.is_even:
+                inputs.append(scales)
+                sent.append(_Sent(cast, rows, None))
+            else:  # FSDP takes tensors of the padded shard's size alone
+                gathered = communicator.gather(scales, "weight scales").wait()
+                sent.append(_Sent(cast, rows, _in_order(gathered, cast)))
+        return tuple(inputs), sent
+
+    def assembled(
+        self, outputs: Sequence[torch.Tensor], metadata: Any, dtype: torch.dtype
+    ) -> tuple[QuantizedTensor, tuple[torch.Tensor, ...]]:
+        """Return the weight over the memory of ``outputs``, and the tensors that hold it."""
+        parts = _parts(outputs, metadata)
+        operands = [_operand(part, turns=bool(at)) for at, part in enumerate(parts)]
+        columnwise = operands[1] if len(operands) > 1 else None
+        weight = QuantizedTensor(operands[0], columnwise, self.plan, dtype)
+        return weight, (*outputs, *[part.scales for part in parts])
+
+    def write(self, outputs: Sequence[torch.Tensor], metadata: Any, out: Any) -> None:
+        """Write the scales of ``out``; FSDP has gathered its codes into the memory of the first
+        gather already."""
+        held = out.held
+        for part, operand in zip(_parts(outputs, metadata), held, strict=False):
+            if operand is None:
+                continue
+            if operand.scale_inv.data_ptr() != part.scales.data_ptr():
+                scales = part.scales if operand is held[0] else part.scales.t()
+                # Without counting a write: backward reads what forward saved, gathered again.
+                operand.scale_inv.data.copy_(scales)
+
+
+def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+    if x.shape[0] == rows:
+        return x
+    return torch.nn.functional.pad(x, (0, 0, 0, rows - x.shape[0]))
+
+
+def _in_order(gathered: torch.Tensor, cast: RowCast) -> torch.Tensor:
+    """Return the scales of all blocks, of the padded ones of each rank."""
+    begin, step = cast.scales_begin, cast.max_scale_rows
+    counts = [end - start for start, end in pairwise(begin)]
+    if all(count == step for count in counts[:-1]):
+        return gathered[: sum(counts)]
+    return torch.cat([gathered[at * step :][:count] for at, count in enumerate(counts)])
+
+
+def _parts(outputs: Sequence[torch.Tensor], metadata: Sequence[_Sent]) -> list[RowPart]:
+    """Return codes and scales of all rows, by orientation."""
+    left, parts = list(outputs), []
+    for cast, shard, scales in metadata:
+        codes = left.pop(0)[: shard.total]
+        parts.append(RowPart(codes, _in_order(left.pop(0), cast) if scales is None else scales))
+    return parts
+
+
+def _operand(part: RowPart, *, turns: bool) -> Operand:
+    return Operand(*([one.t() for one in part] if turns else part))

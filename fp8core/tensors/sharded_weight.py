@@ -1,0 +1,188 @@
+"""A high-precision weight, or a rank's rows of it, that FSDP2 gathers in low precision.
+
+``torch.distributed.fsdp.fully_shard`` asks a tensor that has ``fsdp_pre_all_gather`` what to gather
+in its stead, and ``fsdp_post_all_gather`` what to make of that. For all else the tensor is its
+values: optimizers, clipping and checkpoints read and write those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.values import written
+from fp8core.torch_ops.private import (
+    IS_PARAMETER,
+    PIN_MEMORY,
+    make_wrapper,
+    no_torch_function,
+    pytree,
+)
+
+__all__ = ["Gathering", "ShardedWeight", "Writes", "plain_for_writing"]
+
+
+class Writes:
+    """What has to be computed again after a write to a tensor, shared by all its views.
+
+    ``amaxes`` are those of its rows, None since a write. A write also sets ``is_stale`` of
+    ``watched``, the record of whoever reduced them.
+    """
+
+    __slots__ = ("amaxes", "watched")
+
+    def __init__(self) -> None:
+        self.amaxes: torch.Tensor | None = None
+        self.watched: Any = None
+
+    def mark(self) -> None:
+        """Note a write."""
+        self.amaxes = None
+        if self.watched is not None:
+            self.watched.is_stale = True
+
+
+class Gathering(Protocol):
+    """Quantizes the rows of one weight, and puts together what was gathered of all ranks."""
+
+    def quantized(
+        self, shard: ShardedWeight, mesh: Any, size: torch.Size
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """Return what FSDP gathers of ``shard``, part of a weight of ``size``, and what
+        :meth:`assembled` needs besides."""
+
+    def assembled(
+        self, outputs: Sequence[torch.Tensor], metadata: Any, dtype: torch.dtype
+    ) -> tuple[QuantizedTensor, tuple[torch.Tensor, ...]]:
+        """Return the weight, and the tensors with its memory, which FSDP frees."""
+
+    def write(self, outputs: Sequence[torch.Tensor], metadata: Any, out: Any) -> None:
+        """Complete ``out``, a weight of :meth:`assembled`, whose codes were gathered again."""
+
+
+class ShardedWeight(torch.Tensor):
+    """``value``, a plain tensor, with FSDP2's extensions of the all-gather; see the module.
+
+    Views of it, copies and new tensors of its kind have the same class, as FSDP and modules make
+    their shards and parameters by them; what is computed from it is plain. It is saved as a plain
+    tensor.
+    """
+
+    _value: torch.Tensor
+    gathering: Gathering
+    writes: Writes
+    __torch_function__: ClassVar[Any] = no_torch_function
+
+    @staticmethod
+    def __new__(
+        cls, value: torch.Tensor, gathering: Gathering, writes: Writes | None = None
+    ) -> ShardedWeight:
+        """Wrap ``value``; ``writes`` is that of the tensor of which it is a view."""
+        value = value.detach()
+        with torch.inference_mode(False):  # as a view that torch creates outside of it
+            self: ShardedWeight = make_wrapper(
+                cls,
+                value.shape,
+                strides=value.stride(),
+                storage_offset=value.storage_offset(),
+                dtype=value.dtype,
+                device=value.device,
+            )
+        self._value = value
+        self.gathering = gathering
+        self.writes = Writes() if writes is None else writes
+        return self
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The plain tensor, for reading; a write to it would not be noticed."""
+        return self._value
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """Return the tensors that FSDP gathers, and what it hands to the next method."""
+        return self.gathering.quantized(self, mesh, outer_size)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> Any:
+        """Return the gathered weight and the tensors with its memory, or complete ``out``."""
+        if out is None:
+            return self.gathering.assembled(all_gather_outputs, metadata, param_dtype)
+        local = out.to_local() if hasattr(out, "to_local") else out
+        self.gathering.write(all_gather_outputs, metadata, local)
+        return None
+
+    def __tensor_flatten__(self) -> tuple[list[str], Gathering]:
+        return ["_value"], self.gathering
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], gathering: Gathering, outer_size: Any, outer_stride: Any
+    ) -> ShardedWeight:
+        return ShardedWeight(inner["_value"], gathering)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self._value
+        if getattr(self, IS_PARAMETER, False):
+            plain = torch.nn.Parameter(plain, self.requires_grad)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
+        return f"ShardedWeight({self._value})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares less
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in pytree.tree_leaves(list(written(func, args, kwargs))):
+            if isinstance(tensor, ShardedWeight):
+                tensor.writes.mark()
+        wrappers: dict[int, ShardedWeight] = {}
+
+        def value_of(tensor: ShardedWeight) -> torch.Tensor:
+            wrappers[id(tensor._value)] = tensor
+            return tensor._value
+
+        plain_args, plain_kwargs = pytree.tree_map_only(ShardedWeight, value_of, (args, kwargs))
+        out = func(*plain_args, **plain_kwargs)
+        first = args[0] if args and isinstance(args[0], ShardedWeight) else None
+
+        def wrap(tensor: torch.Tensor) -> torch.Tensor:
+            known = wrappers.get(id(tensor))
+            if known is not None or first is None:
+                return tensor if known is None else known
+            if func.overloadpacket in _VIEWS:
+                return ShardedWeight(tensor, first.gathering, first.writes)
+            if func.overloadpacket in _COPIES:
+                return ShardedWeight(tensor, first.gathering)
+            return tensor
+
+        return pytree.tree_map_only(torch.Tensor, wrap, out)
+
+
+def plain_for_writing(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor to which an operation of a backend writes the values of ``tensor``;
+    another tensor than a ShardedWeight as it is."""
+    if not isinstance(tensor, ShardedWeight):
+        return tensor
+    tensor.writes.mark()
+    return tensor.value
+
+
+_aten = torch.ops.aten
+_VIEWS = {
+    *(_aten.view, _aten.slice, _aten.split, _aten.split_with_sizes, _aten.as_strided),
+    *(_aten.detach, _aten.alias),
+}
+_COPIES = {_aten.clone, _aten._to_copy, PIN_MEMORY, _aten.empty_like, _aten.new_zeros}
