@@ -74,8 +74,11 @@ class Shards:
         if columnwise is not whole.columnwise:
             cast = whole.quantizer.cast_to(rowwise=whole.rowwise, columnwise=columnwise)
             cast = None if whole.cast is None else cast
+        rng = whole.rng
+        if rng is not None:  # noise that differs between the rows of the ranks
+            rng = rng + torch.tensor((self.communicator.rank, 0), device="cpu")
         return dataclasses.replace(
-            whole, columnwise=columnwise, cast=cast, cast_and_sum=None, shards=None
+            whole, columnwise=columnwise, cast=cast, cast_and_sum=None, rng=rng, shards=None
         )
 
     def gather(self, mine: Handover, whole: QuantizeRequest) -> Handover:

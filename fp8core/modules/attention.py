@@ -33,14 +33,13 @@ from fp8core.modules.attention_inputs import (
     unpacked,
 )
 from fp8core.modules.attention_masks import MASK_TYPES, Mask, mask_of, mask_type_of
-from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
 from fp8core.modules.bound import Bound
 from fp8core.modules.context_group import ContextGroup, check_context
 from fp8core.modules.inference import InferenceParams
 from fp8core.modules.inputs import check_is_whole, check_kind
+from fp8core.modules.parallel import Parallel, ParallelModule
 from fp8core.modules.parameters import check_size, fill, resolve_device
-from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.run import remember, run_again, run_links
 from fp8core.recipe.plan import AttentionPlan
 from fp8core.reporting import log_once
@@ -49,13 +48,12 @@ from fp8core.torch_ops.operators import constant_in_graph
 
 __all__ = ["AttentionCall", "AttentionOptions", "DotProductAttention"]
 
-_PARALLEL = ("sequence_parallel", "tp_size", "get_rng_state_tracker", "tp_group")
 _SOFTMAXES = ("vanilla", "off-by-one", "learnable")
 _BIASES = {"no_bias": None, "pre_scale_bias": "pre_scale", "post_scale_bias": "post_scale"}
 _BIAS_TYPES = (*_BIASES, "alibi")
 
 
-class DotProductAttention(LowPrecisionModule):
+class DotProductAttention(ParallelModule):
     """``softmax(mask(scale * q k^T + bias)) v`` of every head, with dropout of the weights.
 
     Args:
@@ -84,11 +82,11 @@ class DotProductAttention(LowPrecisionModule):
         return_max_logit: whether calls also return the largest logit of each head, float32.
         name: the layer's name in messages.
         device: of ``softmax_offset``; None takes the selected backend's.
-
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: as of
             :meth:`set_context_parallel_group`.
-
-    The other arguments belong to tensor parallelism, which is not offered.
+        tp_size, tp_group: over how many ranks the heads are spread, each with its share of them;
+            calls get that share, and dropout differs between ranks.
+        sequence_parallel, get_rng_state_tracker: accepted for compatibility; they change nothing.
     """
 
     kind = "attention"
@@ -125,11 +123,16 @@ class DotProductAttention(LowPrecisionModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(name)
-        refuse_arguments(DotProductAttention.__init__, locals(), _PARALLEL)
         owner = type(self).__name__
         self.context_group = ContextGroup.of(owner, cp_group, cp_global_ranks, cp_comm_type)
         self._agreed: set[str] = set()
-        self.heads = _heads(owner, num_attention_heads, num_gqa_groups, kv_channels)
+        arguments = (tp_group, tp_size, sequence_parallel)
+        self._set_parallel(None, arguments, get_rng_state_tracker)
+        heads = _heads(owner, num_attention_heads, num_gqa_groups, kv_channels)
+        self.heads = heads._replace(
+            heads=self.parallel.part_of(owner, "num_attention_heads", heads.heads),
+            groups=self.parallel.part_of(owner, "num_gqa_groups", heads.groups),
+        )
         self.attention_dropout = _probability(owner, attention_dropout)
         self.qkv_format = check_layout(owner, qkv_format)
         self.attn_mask_type = mask_type_of(owner, attn_mask_type)
@@ -367,7 +370,9 @@ class DotProductAttention(LowPrecisionModule):
             bias = check_bias(owner, qkv, layout, heads, lengths, bias)
         batch = batch_of(layout, qkv, lengths)
         tensors = AttentionTensors(
-            _slopes(owner, heads, batch, qkv.q, slopes) if bias_type == "alibi" else None,
+            _slopes(owner, heads, batch, qkv.q, slopes, self.parallel)
+            if bias_type == "alibi"
+            else None,
             check_mask(owner, qkv, layout, heads, attention_mask) if mask.arbitrary else None,
             *lengths.offsets.values(),
         )
@@ -551,7 +556,10 @@ class AttentionCall(NamedTuple):
             assert lengths.max_seqlen_q is not None
             assert lengths.max_seqlen_kv is not None
             sizes = lengths.max_seqlen_q, lengths.max_seqlen_kv
-        return bound, bound.call_on(q.device)._replace(tensors=self.tensors, sizes=sizes)
+        call = bound.call_on(q.device)._replace(tensors=self.tensors, sizes=sizes)
+        if call.rng is not None and layer.parallel.rank:
+            call = call._replace(rng=call.rng + layer.parallel.rank)  # other heads, other masks
+        return bound, call
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
@@ -685,11 +693,18 @@ def _bias_of(
 
 
 def _slopes(
-    owner: object, heads: int, batch: int, q: torch.Tensor, given: torch.Tensor | None
+    owner: object,
+    heads: int,
+    batch: int,
+    q: torch.Tensor,
+    given: torch.Tensor | None,
+    spread: Parallel,
 ) -> torch.Tensor:
     """Return the slopes of ALiBi, float32 ``[heads]`` or ``[b, heads]``."""
     if given is None:
-        return torch.tensor(_alibi_slopes(heads), dtype=torch.float32, device=q.device)
+        return torch.tensor(
+            _slopes_of_rank(owner, heads, spread), dtype=torch.float32, device=q.device
+        )
     check_kind(owner, "alibi_slopes", given)
     check_is_whole(owner, "alibi_slopes", given)
     is_one_row = given.dim() == 1 or (given.dim() == 2 and given.shape[0] in (1, batch))
@@ -704,6 +719,20 @@ def _slopes(
             f"alibi_slopes.detach(), or the bias itself as core_attention_bias."
         )
     return given.to(torch.float32)
+
+
+def _slopes_of_rank(owner: object, heads: int, spread: Parallel) -> list[float]:
+    """Return the slopes of the ALiBi paper for the ``heads`` that a rank has of all.
+
+    Raises:
+        OperandError: the heads are spread over ranks, and the layer does not know its own.
+    """
+    if spread.size > 1 and not spread.group:
+        raise OperandError(
+            f"{owner}: ALiBi with tp_size={spread.size} needs the rank of the layer. Give it "
+            f"tp_group, call set_tensor_parallel_group, or give alibi_slopes of its heads."
+        )
+    return _alibi_slopes(heads * spread.size)[heads * spread.rank :][:heads]
 
 
 def _alibi_slopes(heads: int) -> list[float]:

@@ -112,7 +112,8 @@ class Joins:
         dtype = check_input(first, x, weight, first.in_features)
         x = x if x.dtype == dtype else x.to(dtype)
         # Only the layout and the sizes of queries are read to bind a call.
-        like = x.new_empty(1).expand(*x.shape[:-1], sizes.num_heads, sizes.head_dim)
+        leading = first.parallel.gathered(x.shape[:-1])
+        like = x.new_empty(1).expand(*leading, sizes.num_heads, sizes.head_dim)
         bound, brought = call.bind(like)
         layers = [
             (first, bind(first, x.device, dtype)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any
 
@@ -12,11 +12,11 @@ from fp8core.chain.call import Call
 from fp8core.chain.delayed_wgrad import DelayedCall
 from fp8core.chain.linear import LinearShape
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
 from fp8core.modules.bound import new_seed
 from fp8core.modules.extra_tensors import ExtraTensors
 from fp8core.modules.inputs import check_input
+from fp8core.modules.parallel import ParallelModule, mark_weight
 from fp8core.modules.parameters import (
     InitMethod,
     check_size,
@@ -34,12 +34,6 @@ __all__ = ["GroupedLinear"]
 
 
 _NOT_OFFERED = (
-    "sequence_parallel",
-    "tp_group",
-    "tp_size",
-    "get_rng_state_tracker",
-    "rng_tracker_name",
-    "parallel_mode",
     "ub_overlap_rs",
     "ub_overlap_ag",
     "ub_name",
@@ -49,13 +43,17 @@ _NOT_OFFERED = (
 )
 
 
-class GroupedLinear(LowPrecisionModule, ExtraTensors):
+class GroupedLinear(ParallelModule, ExtraTensors):
     """``num_gemms`` linear layers, each over a group of the rows of one input.
 
     Input ``[..., in_features]``, the groups' rows one after the other; output ``[...,
     out_features]``. Parameters ``weight0 [out_features, in_features], bias0 [out_features],
     weight1, bias1, ...``, in that order. Each group is quantized as a separate tensor. Arguments as
     in :class:`fp8core.Linear`, which also refuses those that are not offered.
+
+    With ``parallel_mode`` each rank has its share of the features. The collectives are the
+    caller's, who exchanges tokens between ranks anyway: the input of a column-parallel layer has
+    to be whole, and the outputs of a row-parallel one are to be summed.
 
     The sizes of the groups may be a tensor on the accelerator. The host does not wait for it: a
     router's counts go in as they are, and a CUDA graph reads the sizes at each replay.
@@ -77,7 +75,7 @@ class GroupedLinear(LowPrecisionModule, ExtraTensors):
         fuse_wgrad_accumulation: bool = False,
         tp_group: object | None = None,
         tp_size: int = 1,
-        get_rng_state_tracker: object | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
         rng_tracker_name: str | None = None,
         init_method: InitMethod | None = None,
         bias: bool = True,
@@ -97,9 +95,22 @@ class GroupedLinear(LowPrecisionModule, ExtraTensors):
     ) -> None:
         super().__init__(name)
         refuse_arguments(GroupedLinear.__init__, locals(), _NOT_OFFERED)
+        arguments = (tp_group, tp_size, sequence_parallel)
+        self._set_parallel(parallel_mode, arguments, get_rng_state_tracker, rng_tracker_name)
         self.num_gemms = check_size("GroupedLinear", "num_gemms", num_gemms)
-        self.in_features = check_size("GroupedLinear", "in_features", in_features)
-        self.out_features = check_size("GroupedLinear", "out_features", out_features)
+        in_features = check_size("GroupedLinear", "in_features", in_features)
+        out_features = check_size("GroupedLinear", "out_features", out_features)
+        if parallel_mode == "row":
+            in_features = self.parallel.part_of("GroupedLinear", "in_features", in_features)
+        elif parallel_mode == "column":
+            out_features = self.parallel.part_of("GroupedLinear", "out_features", out_features)
+        if bias and self.tp_size > 1 and parallel_mode == "row":
+            raise UnsupportedError(
+                "GroupedLinear(bias=True) in a row-parallel layer is not offered: the caller sums "
+                "over the ranks, and each of them would add the bias. Pass bias=False, and add it "
+                "after the sum."
+            )
+        self.in_features, self.out_features = in_features, out_features
         self.use_bias = bias
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -109,6 +120,7 @@ class GroupedLinear(LowPrecisionModule, ExtraTensors):
         for i in range(num_gemms):
             role = LayerRole(self.kind, self.name)
             weight = make_weight((out_features, in_features), target, params_dtype, role)
+            mark_weight(weight, 1 if parallel_mode == "row" else 0)
             self.register_parameter(f"weight{i}", weight)
             self.register_parameter(
                 f"bias{i}",
@@ -122,7 +134,8 @@ class GroupedLinear(LowPrecisionModule, ExtraTensors):
     def _fill_parameters(self) -> None:
         """Fill the weights with ``init_method`` and the biases with 0."""
         for weight in self._all("weight"):
-            fill(weight, self._init_method)
+            with self._forked():
+                fill(weight, self._init_method)
         for bias in self._all("bias"):
             fill(bias, torch.nn.init.zeros_)
 

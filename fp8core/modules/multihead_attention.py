@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fp8core.modules.inference import InferenceParams
 from fp8core.modules.inputs import check_kind
 from fp8core.modules.layernorm_linear import LayerNormLinear
 from fp8core.modules.linear import Linear
+from fp8core.modules.parallel import set_group
 from fp8core.modules.parameters import InitMethod
 from fp8core.modules.qk_norm import make_qk_norms
 from fp8core.modules.refusals import refuse_arguments
@@ -30,11 +32,6 @@ __all__ = ["ATTENTION_TYPES", "MultiheadAttention", "check_main_grad"]
 
 ATTENTION_TYPES = ("self", "cross")
 _NOT_OFFERED = (
-    "tp_group",
-    "tp_size",
-    "get_rng_state_tracker",
-    "sequence_parallel",
-    "set_parallel_mode",
     "ub_overlap_ag",
     "ub_overlap_rs",
     "ub_overlap_rs_dgrad",
@@ -79,6 +76,9 @@ class MultiheadAttention(torch.nn.Module):
             queries and keys, with ``qk_norm_eps``; after the rotary embedding unless
             ``qk_norm_before_rope``.
         seq_length, micro_batch_size: accepted for compatibility; sizes are those of the input.
+        set_parallel_mode: the heads are spread over the ranks of a group: the first projections are
+            column-parallel, ``proj`` is row-parallel. Without it the layer is the same on all.
+        tp_group, tp_size, sequence_parallel, get_rng_state_tracker: as in :class:`fp8core.Linear`.
 
     The other arguments belong to features that are not offered: a value that asks for one raises
     UnsupportedError.
@@ -106,7 +106,7 @@ class MultiheadAttention(torch.nn.Module):
         tp_size: int = 1,
         num_gqa_groups: int | None = None,
         fuse_wgrad_accumulation: bool = False,
-        get_rng_state_tracker: object | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
         sequence_parallel: bool = False,
         params_dtype: torch.dtype | None = None,
         return_bias: bool = False,
@@ -152,6 +152,14 @@ class MultiheadAttention(torch.nn.Module):
         self.rotary_pos_interleaved = rotary_pos_interleaved
         self.qk_norm_before_rope = qk_norm_before_rope
         self.qkv_format = qkv_format
+        spread: dict[str, Any] = {}
+        if set_parallel_mode:
+            spread = {
+                "tp_group": tp_group,
+                "tp_size": tp_size,
+                "sequence_parallel": sequence_parallel,
+                "get_rng_state_tracker": get_rng_state_tracker,
+            }
         head_dim = head_dim_of("MultiheadAttention", hidden_size, num_attention_heads, kv_channels)
         core_attention = DotProductAttention(
             num_attention_heads,
@@ -168,11 +176,14 @@ class MultiheadAttention(torch.nn.Module):
             softmax_type=softmax_type,
             name=self._name_of("core_attention"),
             device=device,
+            **spread,
         )
+        self.tp_size = size = core_attention.tp_size
+        self.sequence_parallel = core_attention.sequence_parallel
         self._joins = Joins()
         self._sizes = HeadSizes(
-            num_attention_heads,
-            num_attention_heads if num_gqa_groups is None else num_gqa_groups,
+            core_attention.heads.heads,
+            core_attention.heads.groups,
             head_dim,
             is_interleaved=fuse_qkv_params and qkv_weight_interleaved,
         )
@@ -181,6 +192,7 @@ class MultiheadAttention(torch.nn.Module):
             "bias": bias,
             "params_dtype": params_dtype,
             "device": device,
+            **spread,
         }
         norm_arguments = {
             "eps": layernorm_epsilon,
@@ -191,7 +203,11 @@ class MultiheadAttention(torch.nn.Module):
         self._add_projections(
             hidden_size,
             not fuse_qkv_params,
-            {**linear_arguments, "init_method": init_method},
+            {
+                **linear_arguments,
+                "init_method": init_method,
+                "parallel_mode": "column" if set_parallel_mode else None,
+            },
             norm_arguments if input_layernorm else None,
         )
         self.q_norm, self.k_norm = make_qk_norms(
@@ -204,8 +220,9 @@ class MultiheadAttention(torch.nn.Module):
         )
         self.core_attention = core_attention
         self.proj = Linear(
-            self._sizes.query_size,
+            self._sizes.query_size * size,
             hidden_size,
+            parallel_mode="row" if set_parallel_mode else None,
             init_method=output_layer_init_method,
             return_bias=return_bias,
             name=self._name_of("proj"),
@@ -221,7 +238,7 @@ class MultiheadAttention(torch.nn.Module):
     ) -> None:
         """Add the projections to query, key and value; the one of the layer's input with a norm
         unless ``norm`` is None. ``is_split``: each of the three has a weight of its own."""
-        query, key = self._sizes.query_size, self._sizes.key_size
+        query, key = self._sizes.query_size * self.tp_size, self._sizes.key_size * self.tp_size
         parts = {"query": query, "key": key, "value": key}
         if self.attention_type == "self":
             name, split, rows = "qkv", parts if is_split else None, query + 2 * key
@@ -253,6 +270,10 @@ class MultiheadAttention(torch.nn.Module):
                 name=self._name_of("key_value"),
                 **linear,
             )
+
+    def set_tensor_parallel_group(self, tp_group: object | None) -> None:
+        """Give the layers inside, made with ``tp_size``, their group."""
+        set_group(self, tp_group)
 
     def _name_of(self, child: str) -> str | None:
         return None if self.name is None else f"{self.name}.{child}"
@@ -413,7 +434,8 @@ class MultiheadAttention(torch.nn.Module):
         check_kind(self.core_attention.label, "hidden_states", hidden_states)
         first, sizes = getattr(self, self._projection), self._sizes
         size = sizes.query_size + 2 * sizes.key_size
-        like = hidden_states.new_empty(1).expand(*hidden_states.shape[:-1], size)
+        leading = first.parallel.gathered(hidden_states.shape[:-1])
+        like = hidden_states.new_empty(1).expand(*leading, size)
         call, inputs = self.core_attention.prepared(
             Qkv(*split_query_key_value(like, sizes)), mask, options
         )

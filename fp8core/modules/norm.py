@@ -14,6 +14,7 @@ from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
 from fp8core.modules.inputs import cast_to_weight, check_input, check_kind
+from fp8core.modules.parallel import mark_norm
 from fp8core.modules.parameters import check_size, fill, make_parameter, resolve_device
 from fp8core.modules.run import run_layer, run_links
 
@@ -41,9 +42,8 @@ class _Norm(LowPrecisionModule):
     ) -> None:
         super().__init__(name)
         owner = type(self).__name__
-        for argument, value in (("sequence_parallel", sequence_parallel), ("sm_margin", sm_margin)):
-            if value:
-                raise UnsupportedError(f"{owner}({argument}={value!r}) is not offered.")
+        if sm_margin:
+            raise UnsupportedError(f"{owner}(sm_margin={sm_margin!r}) is not offered.")
         shape = normalized_shape if normalized_shape is not None else hidden_size
         sizes = (shape,) if isinstance(shape, int) else tuple(shape or ())
         if not sizes:
@@ -62,6 +62,8 @@ class _Norm(LowPrecisionModule):
         if self.norm_kind == "layernorm":
             beta = make_parameter(*sizes, device=target, dtype=params_dtype or dtype)
             self.register_parameter("bias", beta)
+        if sequence_parallel is not None:
+            mark_norm(self.parameters(), sequence_parallel)
         if target.type != "meta":
             self.reset_parameters()
 

@@ -11,7 +11,7 @@ ranks would hold otherwise, are split by rows::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -23,13 +23,21 @@ from fp8core.communicator import Communicator, named, of_group
 from fp8core.errors import OperandError
 from fp8core.modules.base import LowPrecisionModule
 
-__all__ = ["ALONE", "Parallel", "ParallelModule", "is_group", "mark_norm", "mark_weight"]
+__all__ = [
+    "ALONE",
+    "Parallel",
+    "ParallelModule",
+    "is_group",
+    "mark_norm",
+    "mark_weight",
+    "set_group",
+]
 
 _MODES = ("column", "row", None)
 
 
 class Parallel(NamedTuple):
-    """How a layer is spread over a group of ``size`` ranks, called ``group``.
+    """How a layer is spread over a group of ``size`` ranks, called ``group``, as number ``rank``.
 
     ``group`` is "" as long as a layer has none, and in a layer of one rank. ``sequence``: the rows
     outside of the parallel linears are split over the ranks. A plain value, which torch.compile
@@ -39,6 +47,7 @@ class Parallel(NamedTuple):
     size: int = 1
     group: str = ""
     sequence: bool = False
+    rank: int = 0
 
     @classmethod
     def of(cls, owner: str, tp_group: object, tp_size: int, sequence: bool) -> Parallel:
@@ -65,7 +74,8 @@ class Parallel(NamedTuple):
                 f"{owner}(tp_size={tp_size}): the given tp_group has {size} ranks. Leave out "
                 f"tp_size, or give the group of that size."
             )
-        return cls(size, communicator.group_name if size > 1 else "", bool(sequence) and size > 1)
+        name = communicator.group_name if size > 1 else ""
+        return cls(size, name, bool(sequence) and size > 1, communicator.rank)
 
     def part_of(self, owner: str, name: str, size: int) -> int:
         """Return a rank's share of ``size``, which the argument ``name`` of ``owner`` gives.
@@ -79,6 +89,13 @@ class Parallel(NamedTuple):
                 f"Choose a multiple of {self.size}, or a group of another size."
             )
         return size // self.size
+
+    def gathered(self, leading: Sequence[int]) -> tuple[int, ...]:
+        """Return the leading dimensions of what a column-parallel linear returns, from those of its
+        input."""
+        if not self.sequence or not leading:  # an input without rows is refused by the linear
+            return tuple(leading)
+        return (leading[0] * self.size, *leading[1:])
 
     @property
     def before_column(self) -> tuple[LinkShape, ...]:
@@ -178,6 +195,13 @@ class ParallelModule(LowPrecisionModule):
         tracker = get_tracker()
         context: AbstractContextManager[Any] = tracker.fork(name) if name else tracker.fork()
         return context
+
+
+def set_group(module: torch.nn.Module, tp_group: object | None) -> None:
+    """Give the layers inside ``module`` that are spread over ranks their group."""
+    for child in module.modules():
+        if isinstance(child, ParallelModule) and child.tp_size > 1:
+            child.set_tensor_parallel_group(tp_group)
 
 
 def is_group(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from fp8core.modules.inputs import check_kind
 from fp8core.modules.layernorm_mlp import LayerNormMLP
 from fp8core.modules.multihead_attention import MultiheadAttention, check_main_grad
 from fp8core.modules.norm import LayerNorm, RMSNorm
+from fp8core.modules.parallel import set_group
 from fp8core.modules.parameters import InitMethod
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.residual import DropPath, check_rate
@@ -22,14 +24,7 @@ __all__ = ["LAYER_TYPES", "TransformerLayer"]
 LAYER_TYPES = ("encoder", "decoder")
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 # The other ub_ arguments refine ub_tp_comm_overlap, and have no effect without it.
-_NOT_OFFERED = (
-    "tp_group",
-    "tp_size",
-    "get_rng_state_tracker",
-    "sequence_parallel",
-    "set_parallel_mode",
-    "ub_tp_comm_overlap",
-)
+_NOT_OFFERED = ("ub_tp_comm_overlap",)
 
 
 class TransformerLayer(torch.nn.Module):
@@ -70,6 +65,10 @@ class TransformerLayer(torch.nn.Module):
         params_dtype, device, name, fuse_wgrad_accumulation: as in :class:`fp8core.Linear`;
             accumulation needs ``fuse_qkv_params``.
         seq_length, micro_batch_size: accepted for compatibility; sizes are those of the input.
+        set_parallel_mode, tp_group, tp_size, sequence_parallel, get_rng_state_tracker: as in
+            :class:`fp8core.MultiheadAttention` and :class:`fp8core.LayerNormMLP`. With sequence
+            parallelism each rank has its part of the first dimension, and hidden dropout has to
+            differ between ranks: run the layer within the tracker's fork.
 
     Dropout and dropped paths follow torch's generators: a seed repeats them, and so does
     :func:`fp8core.checkpoint`. The other arguments belong to features that are not offered: a value
@@ -103,7 +102,7 @@ class TransformerLayer(torch.nn.Module):
         tp_group: object | None = None,
         tp_size: int = 1,
         params_dtype: torch.dtype | None = None,
-        get_rng_state_tracker: object | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
         fuse_wgrad_accumulation: bool = False,
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
@@ -161,6 +160,11 @@ class TransformerLayer(torch.nn.Module):
             "output_layer_init_method": output_layer_init_method,
             "params_dtype": params_dtype,
             "device": device,
+            "set_parallel_mode": set_parallel_mode,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "sequence_parallel": sequence_parallel,
+            "get_rng_state_tracker": get_rng_state_tracker,
         }
         attention: dict[str, Any] = {
             "kv_channels": kv_channels,
@@ -219,7 +223,12 @@ class TransformerLayer(torch.nn.Module):
                 zero_centered_gamma=zero_centered_gamma,
                 device=device,
                 name=self._name_of("layernorm"),
+                sequence_parallel=self.layernorm_mlp.sequence_parallel,
             )
+
+    def set_tensor_parallel_group(self, tp_group: object | None) -> None:
+        """Give the layers inside, made with ``tp_size``, their group."""
+        set_group(self, tp_group)
 
     def _name_of(self, child: str) -> str | None:
         return None if self.name is None else f"{self.name}.{child}"

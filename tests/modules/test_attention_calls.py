@@ -480,8 +480,8 @@ CONSTRUCTED = {
     "attn_mask_type=\\['causal'\\]": {"attn_mask_type": ["causal"]},
     "softmax_type='sink'": {"softmax_type": "sink"},
     "attention_type='both'": {"attention_type": "both"},
-    "tp_size=2": {"tp_size": 2},
-    "sequence_parallel=True": {"sequence_parallel": True},
+    "num_attention_heads=4.: the 3 ranks of its group do not divide it": {"tp_size": 3},
+    "tp_size=0.: expected an integer >= 1": {"tp_size": 0},
     "cp_group": {"cp_group": object()},
 }
 del CONSTRUCTED["no mask type"]

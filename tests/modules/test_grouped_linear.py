@@ -25,10 +25,24 @@ def forward(layer: GroupedLinear, x: torch.Tensor, splits: Any, name: str) -> An
         return layer(x, splits)
 
 
-@pytest.mark.parametrize("name", ["tp_size", "single_grouped_weight", "single_grouped_bias"])
+@pytest.mark.parametrize("name", ["single_grouped_weight", "single_grouped_bias"])
 def test_an_argument_that_is_not_offered_is_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"GroupedLinear\({name}=.*not offered"):
         GroupedLinear(2, 8, 8, **{name: 2})
+
+
+@pytest.mark.parametrize(("mode", "shape"), [("column", (4, 8)), ("row", (8, 4))])
+def test_a_rank_has_its_share_of_the_features(mode: str, shape: tuple[int, int]) -> None:
+    layer = GroupedLinear(2, 8, 8, tp_size=2, parallel_mode=mode, bias=False)
+    assert tuple(layer.weight0.shape) == tuple(layer.weight1.shape) == shape
+    assert layer.weight0.partition_dim == (mode == "row")
+    k = shape[1]
+    assert layer(torch.ones(3, k), [1, 2]).shape == (3, shape[0])
+
+
+def test_a_bias_that_each_rank_would_add_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"GroupedLinear\(bias=True\) in a row-parallel"):
+        GroupedLinear(2, 8, 8, tp_size=2, parallel_mode="row")
 
 
 def test_use_grouped_tensor_is_refused_and_without_it_taken() -> None:

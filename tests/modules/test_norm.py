@@ -9,7 +9,6 @@ from fp8core import (
     LayerNorm,
     OperandError,
     RMSNorm,
-    UnsupportedError,
     autocast,
     recipe,
 )
@@ -133,9 +132,10 @@ def test_an_input_of_another_dtype_is_cast_to_that_of_the_weight(kind: type) -> 
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_sequence_parallel_is_refused(kind: type) -> None:
-    with pytest.raises(UnsupportedError, match="sequence_parallel"):
-        kind(8, sequence_parallel=True)
+def test_sequence_parallel_marks_the_parameters(kind: type) -> None:
+    layer = kind(8, sequence_parallel=True)
+    assert all(one.sequence_parallel is True for one in layer.parameters())
+    assert not hasattr(kind(8).weight, "sequence_parallel")
 
 
 def run(layer: torch.nn.Module, dtype: torch.dtype, *, is_added_before: bool) -> list[torch.Tensor]:

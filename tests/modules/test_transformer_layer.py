@@ -807,22 +807,25 @@ def test_the_layer_of_the_documentation_runs(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "message"),
     [
-        {"sequence_parallel": True},
-        {"tp_size": 2},
-        {"tp_group": object()},
-        {"get_rng_state_tracker": object()},
-        {"ub_tp_comm_overlap": True},
+        ({"tp_group": object()}, r"tp_group=.*expected a torch.distributed process group"),
+        ({"get_rng_state_tracker": object()}, "expected a function that returns a tracker"),
+        ({"tp_size": 3}, "the 3 ranks of its group do not divide it"),
     ],
-    ids=lambda arguments: next(iter(arguments)),
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_distribution_is_refused_by_name(arguments: Arguments) -> None:
-    with pytest.raises(UnsupportedError, match=rf"TransformerLayer\({next(iter(arguments))}="):
-        TransformerLayer(H, FFN, HEADS, device="meta", **arguments)
+def test_arguments_of_ranks_that_do_not_fit_are_refused(arguments: Arguments, message: str) -> None:
+    with pytest.raises(OperandError, match=message):
+        TransformerLayer(H, FFN, HEADS, device="meta", set_parallel_mode=True, **arguments)
 
 
-@pytest.mark.parametrize("name", ["sequence_parallel", "ub_overlap_ag", "ub_bulk_wgrad"])
+def test_overlap_in_buffers_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"TransformerLayer\(ub_tp_comm_overlap="):
+        TransformerLayer(H, FFN, HEADS, device="meta", ub_tp_comm_overlap=True)
+
+
+@pytest.mark.parametrize("name", ["ub_overlap_ag", "ub_bulk_wgrad"])
 def test_distribution_of_attention_is_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"MultiheadAttention\({name}=True"):
         MultiheadAttention(H, HEADS, device="meta", **{name: True})
