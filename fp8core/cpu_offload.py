@@ -249,6 +249,10 @@ class _Synchronizer:
             self.layers = [_Layer(buffers) for buffers in self._buffers]
         return self.current
 
+    def give_up(self) -> None:
+        """End a forward pass that failed: the next layer to begin is the first one of another."""
+        self.current, self.layers = self.num_layers - 1, []
+
     def leave_backward(self, layers: list[_Layer], layer: int) -> None:
         """Begin backward of ``layer`` of a forward pass."""
 
@@ -355,6 +359,8 @@ class _OffloadContext(contextlib.ContextDecorator):
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
         self._is_open = False
+        if error[0] is not None:
+            self.synchronizer.give_up()
 
     def end_layer(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the output of the layer that ran last; its backward begins with this tensor."""

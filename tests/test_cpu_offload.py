@@ -291,3 +291,19 @@ def test_a_layer_that_did_not_run_is_named() -> None:
     *_, manual = get_cpu_offload_context(True, model_layers=2, manual_synchronization=True)
     with pytest.raises(OperandError, match="layer 0 of 0"):
         manual.start_offload_layer(0)
+
+
+def test_a_forward_pass_that_fails_is_followed_by_a_whole_one() -> None:
+    layers = torch_layers()
+    expected = gradients(layers, lambda x: plainly(layers, x))
+    context, sync = get_cpu_offload_context(True, 2, 4)
+
+    def fail(x: torch.Tensor) -> None:
+        raise ValueError("of the layer")
+
+    with pytest.raises(ValueError, match="of the layer"):
+        forward([layers[0], fail], torch.randn(16, 32, requires_grad=True), context, sync)
+    found = gradients(layers, lambda x: forward(layers, x, context, sync))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert context.synchronizer.current == 3
+    assert [len(one.saved) > 0 for one in context.synchronizer.layers] == [True, True, False, False]
