@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fp8core
-from fp8core import OperandError, autocast, ops
+from fp8core import OperandError, UnsupportedError, autocast, ops
 from fp8core.modules import basic_operation
 
 
@@ -168,11 +168,23 @@ def test_a_recompute_repeats_it() -> None:
     assert all(map(torch.equal, *grads))
 
 
-def test_a_second_derivative_is_refused_by_torch() -> None:
-    x = torch.randn(2, 4, requires_grad=True)
-    (grad,) = torch.autograd.grad(Shift(4)(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        grad.sum().backward()
+@pytest.mark.parametrize("grad", [None, torch.ones(4, 8).requires_grad_()])
+def test_a_second_derivative_is_refused(grad: torch.Tensor | None) -> None:
+    x = torch.randn(4, 8).requires_grad_()
+    y = ops.Sequential(Shift(8))(x)
+    grad = torch.ones(4, 8) if grad is None else grad
+    (first,) = torch.autograd.grad(y, x, grad, create_graph=True)
+    with pytest.raises(UnsupportedError, match="Shift: a second derivative is not offered"):
+        (first.square().sum() + x.sum()).backward()
+
+
+def test_an_operation_that_returns_nothing_is_named() -> None:
+    class Nothing(ops.BasicOperation):
+        def op_forward(self, ctx: Any, input_: torch.Tensor, **quantizers: Any) -> Any:
+            return None
+
+    with pytest.raises(OperandError, match="Nothing: forward returned NoneType"):
+        ops.Sequential(Nothing())(torch.ones(2))
 
 
 # --- fusions ---

@@ -8,7 +8,7 @@ that torch can differentiate; no second description of the link is needed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -133,6 +133,27 @@ def refusing(
     origins = [*_leaves(node), *([grad_output] if grad_output.requires_grad else ())]
     guarded = iter(_Refusing.apply(error, len(given), *given, *origins))  # type: ignore[no-untyped-call]  # torch's
     return tuple(None if grad is None else next(guarded) for grad in grads)
+
+
+def gradients_once(
+    compute: Callable[..., tuple[torch.Tensor | None, ...]],
+    ctx: Any,
+    grads: Sequence[torch.Tensor],
+    owner: str,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return ``compute(ctx, *grads)``; derivatives of it, where torch asks for any, are refused.
+
+    torch's ``once_differentiable`` leaves them out silently if no gradient in ``grads`` has a
+    history.
+    """
+    with torch.no_grad():
+        computed = compute(ctx, *grads)
+    if not torch.is_grad_enabled():
+        return computed
+    error = UnsupportedError(
+        f"{owner}: a second derivative is not offered. Compute it from torch's own operators."
+    )
+    return refusing(computed, error, ctx, grads[0])
 
 
 def _leaves(node: Any) -> list[torch.Tensor]:

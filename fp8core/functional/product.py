@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from fp8core.backend_api import ColumnSumsDesc, GemmDesc, GroupedGemmDesc, Operand, OperandSpec
-from fp8core.chain.differentiable import refuse_transform
+from fp8core.chain.differentiable import gradients_once, refuse_transform
 from fp8core.chain.run import is_under_torch_autocast
 from fp8core.chain.unwrap import made_readable, unwrap
 from fp8core.dispatch import table
@@ -414,8 +413,11 @@ class _Gemm(torch.autograd.Function):
         return _Gemm.compute(settings, a, b, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradients_once(_Gemm.gradients, ctx, (grad,), "gemm")
+
+    @staticmethod
+    def gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         a, b = ctx.saved_tensors
         a_dtype, b_dtype, bias_dtype = ctx.dtypes
         grad_a = grad_b = grad_bias = None
@@ -484,8 +486,11 @@ class _GroupedGemm(torch.autograd.Function):
         return _GroupedGemm.compute(settings, a, *others)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradients_once(_GroupedGemm.gradients, ctx, (grad,), "grouped_gemm")
+
+    @staticmethod
+    def gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         a, *bs = ctx.saved_tensors
         splits, (a_dtype, *dtypes) = ctx.splits, ctx.dtypes
         groups, needs = len(splits), ctx.needs_input_grad[1:]

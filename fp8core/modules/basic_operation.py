@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fp8core.chain.differentiable import gradients_once
 from fp8core.errors import OperandError
 from fp8core.modules.extra_tensors import ExtraTensors
 
@@ -278,6 +279,12 @@ class _Node(torch.autograd.Function):
                 f"{type(operation).__name__}.fuser_forward returned {len(flat)} extra outputs; "
                 f"num_extra_outputs is {operation.num_extra_outputs}."
             )
+        for one in (output, *flat):
+            if not isinstance(one, torch.Tensor):
+                raise OperandError(
+                    f"{type(operation).__name__}: forward returned {type(one).__name__}; expected "
+                    f"a torch.Tensor."
+                )
         ctx.operation, ctx.contexts = operation, contexts
         ctx.counts = [len(own.to_save) for own in contexts]
         ctx.save_for_backward(*[one for own in contexts for one in own.to_save])
@@ -287,8 +294,11 @@ class _Node(torch.autograd.Function):
         return tuple(_apart(one, tensors) for one in (output, *flat))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return gradients_once(_Node.gradients, ctx, grads, type(ctx.operation).__name__)
+
+    @staticmethod
+    def gradients(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         operation, contexts = ctx.operation, ctx.contexts
         basic, saved, left = operation.basic_operations, iter(ctx.saved_tensors), iter(grads[1:])
         for own, count in zip(contexts, ctx.counts, strict=True):

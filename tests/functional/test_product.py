@@ -133,12 +133,25 @@ def test_only_what_a_gradient_needs_is_computed() -> None:
     assert a.grad is not None
 
 
+@pytest.mark.parametrize("groups", [None, 2])
+def test_a_penalty_on_gradients_is_refused(groups: int | None) -> None:
+    """Also where the gradient that arrives is a constant, which torch would not notice."""
+    a, b = rand(M, K).requires_grad_(), rand(N, K).requires_grad_()
+    if groups is None:
+        y = functional.gemm(a, b)
+    else:
+        y = functional.grouped_gemm(a, [b] * groups, [M - 1, 1])
+    (grad,) = torch.autograd.grad(y.sum(), a, create_graph=True)
+    with pytest.raises(UnsupportedError, match="second derivative"):
+        (y.sum() + grad.square().sum()).backward()
+
+
 def test_a_second_derivative_is_an_error() -> None:
     a = rand(M, K).requires_grad_()
     (grad,) = torch.autograd.grad(
         functional.gemm(a, rand(N, K)).float().square().sum(), a, create_graph=True
     )
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(UnsupportedError, match="second derivative"):
         grad.sum().backward()
 
 
