@@ -15,12 +15,15 @@ conversion_mapping.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from fp8core.checkpoints.files import Header
 from fp8core.checkpoints.stored import stored_names
+from fp8core.modules.foreign import experts_of
 
-__all__ = ["Piece", "pieces_of"]
+__all__ = ["Naming", "Piece", "holds_experts", "pieces_of"]
 
 _PARTS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
@@ -28,6 +31,8 @@ _PARTS = {
     "up_proj": (("up_proj",), ("w1",)),
 }
 _PREFIXES = ((".mlp.", ".mlp."), (".mlp.", ".block_sparse_moe."))
+# The model types of transformers whose files have the last ways of these.
+_MIXTRALS = ("mixtral", "minimax", "minimax_m2")
 
 
 class Piece(NamedTuple):
@@ -55,6 +60,33 @@ def pieces_of(name: str, shape: Sequence[int], headers: Mapping[str, Header]) ->
         if any(_is_in(one.name, headers) for one in names):
             return names
     return []
+
+
+def holds_experts(module: torch.nn.Module) -> bool:
+    """Say whether ``module`` holds the weights of experts as the table of this module has them."""
+    experts = experts_of(module)
+    if experts is None or experts.is_transposed:
+        return False
+    return bool(getattr(module, "is_concatenated", True))
+
+
+class Naming:
+    """How the files of ``model`` name its tensors."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        config: Any = getattr(model, "config", None)
+        self._is_mixtral = getattr(config, "model_type", None) in _MIXTRALS
+
+    def of(self, name: str) -> str:
+        """Return the name in files of a tensor, or of a module, of the model."""
+        if not self._is_mixtral:
+            return name
+        return f"{name}.".replace(*_PREFIXES[-1]).removesuffix(".")
+
+    def pieces(self, name: str, shape: Sequence[int]) -> list[Piece]:
+        """Return the pieces of a parameter of experts; nothing if it has another name or shape."""
+        ways = list(_by_expert(name, shape))
+        return ways[-1 if self._is_mixtral else 0] if ways else []
 
 
 def _is_in(name: str, headers: Mapping[str, Header]) -> bool:

@@ -9,11 +9,14 @@ import torch
 from torch.nn.utils import parametrize
 
 from fp8core.backend_api import Operand, OperandSpec
+from fp8core.checkpoints.experts import Naming, Piece, holds_experts
+from fp8core.conversion.experts import ExpertsLinear
 from fp8core.conversion.layers import RECORD
 from fp8core.conversion.survey import Filter, check_patterns, survey, unwanted
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bound import recipe_in
+from fp8core.modules.foreign import experts_of
 from fp8core.modules.inventory import ModuleNode
 from fp8core.modules.parallel import ParallelModule
 from fp8core.recipe import Recipe
@@ -27,12 +30,18 @@ __all__ = ["Weight", "operand_of", "weights_of"]
 
 
 class Weight(NamedTuple):
-    """The weight of one GEMM: ``names`` of its parameters in the state_dict, several where they are
-    quantized as one tensor; ``scale`` is its delayed scale, None for a scale of its own amax."""
+    """The weight of one GEMM.
+
+    ``names`` are those of its parts in files, several where they are quantized as one tensor, and
+    ``parts`` their values. ``target`` is the name of the parameter in the state_dict that the first
+    of them is, or is a slice of, ``module`` the one that has it. ``scale`` is the delayed scale,
+    None for a scale of its own amax.
+    """
 
     module: torch.nn.Module
+    target: str
     names: tuple[str, ...]
-    parameters: tuple[torch.Tensor, ...]
+    parts: tuple[torch.Tensor, ...]
     spec: OperandSpec
     scale: torch.Tensor | None
 
@@ -50,6 +59,7 @@ def weights_of(
         UnsupportedError: a weight is parametrized, sharded or on meta, or no spec describes it.
     """
     weights: list[Weight] = []
+    naming = Naming(model)
     for node in _layers(model, filter, skip):
         layer = node.module
         used = recipe
@@ -61,22 +71,22 @@ def weights_of(
                 f"save_pretrained: {node.path!r} has no recipe. Pass the one of training, as "
                 f"recipe='block'."
             )
-        weights += _weights(node, used)
+        weights += _weights(node, used, naming)
     if not weights:
         raise RecipeError(
             f"save_pretrained({type(model).__name__}): the recipe quantizes no weight of it. Use "
-            f"torch.save or safetensors for a model in high precision."
+            f"torch.save or safetensors for a model in high precision. The transposed weights of "
+            f"Conv1D are not stored quantized."
         )
     return weights
 
 
 def _layers(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> list[ModuleNode]:
     """Return the layers whose weights are stored quantized, each once."""
-    nodes = [node for node in _nodes(model) if _weight_names(node.module)]
-    if not any(isinstance(node.module, LowPrecisionModule) for node in nodes):
+    native = [node for node in _nodes(model) if _is_native(node.module)]
+    if not any(isinstance(module, LowPrecisionModule) for module in model.modules()):
         chosen = survey(model, filter, skip).chosen
-        return [node for node in chosen if isinstance(node.module, torch.nn.Linear)]
-    native = [node for node in nodes if isinstance(node.module, LowPrecisionModule)]
+        return [node for node in chosen if _is_foreign(node.module)]
     check_patterns(filter, skip, [node.path for node in native], {})
     reason = unwanted(model, filter, skip, kinds=(torch.nn.Linear, LowPrecisionModule))
     # What convert() converted was chosen there, unless the caller chooses here.
@@ -96,29 +106,79 @@ def _nodes(model: torch.nn.Module) -> Iterator[ModuleNode]:
         yield ModuleNode(path, module, parents[path.rpartition(".")[0]] if path else None)
 
 
-def _weight_names(module: torch.nn.Module) -> list[tuple[str, ...]]:
-    """Return the names of the parameters of each GEMM's weight."""
-    if isinstance(module, LowPrecisionModule):
-        return module.weight_names()
-    return [("weight",)] if isinstance(module, torch.nn.Linear) else []
+def _is_native(module: torch.nn.Module) -> bool:
+    """Say whether ``module`` is a layer of fp8core with weights that can be stored quantized."""
+    if isinstance(module, ExpertsLinear):
+        return holds_experts(module.owner)
+    return isinstance(module, LowPrecisionModule) and bool(module.weight_names())
 
 
-def _weights(node: ModuleNode, recipe: Recipe) -> Iterator[Weight]:
+def _is_foreign(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear) or holds_experts(module)
+
+
+class _Gemm(NamedTuple):
+    """The weight of one GEMM before it is known how it is quantized; ``number`` is the GEMM's in
+    its layer."""
+
+    module: torch.nn.Module
+    target: str
+    names: tuple[str, ...]
+    parts: tuple[torch.Tensor, ...]
+    number: int
+
+
+def _gemms(node: ModuleNode, naming: Naming) -> Iterator[_Gemm]:
+    """Yield the weights of a layer's GEMMs, in order."""
     path, layer, _ = node
-    is_layer = isinstance(layer, LowPrecisionModule)
-    role = LayerRole("linear", path or None)
+    prefix = f"{path}." if path else ""
+    if isinstance(layer, ExpertsLinear):
+        above = path.rpartition(".")[0]
+        yield from _expert_gemms(layer.owner, above, layer.stacked_name, naming)
+        return
+    experts = experts_of(layer)
+    if experts is not None:
+        for weight in experts.weights:
+            yield from _expert_gemms(layer, path, weight.weight, naming)
+        return
+    names = layer.weight_names() if isinstance(layer, LowPrecisionModule) else [("weight",)]
+    for index, parts in enumerate(names):
+        values = tuple(_parameter(layer, prefix, name) for name in parts)
+        full = tuple(naming.of(prefix + name) for name in parts)
+        yield _Gemm(layer, prefix + parts[0], full, values, index)
+
+
+def _expert_gemms(owner: torch.nn.Module, path: str, name: str, naming: Naming) -> Iterator[_Gemm]:
+    """Yield the weight of each expert, in the pieces that files have."""
+    prefix = f"{path}." if path else ""
+    value = _parameter(owner, prefix, name)
+    if isinstance(value, QuantizedTensor):
+        value = value.dequantize()
+    pieces: dict[int, list[Piece]] = {}
+    for piece in naming.pieces(prefix + name, value.shape):
+        assert piece.place is not None
+        pieces.setdefault(piece.place[0], []).append(piece)
+    for expert, parts in pieces.items():
+        rows = [piece.place[1:] for piece in parts if piece.place is not None]
+        values = tuple(value[expert].narrow(0, start, size) for start, size in rows)
+        yield _Gemm(owner, prefix + name, tuple(one.name for one in parts), values, expert)
+
+
+def _weights(node: ModuleNode, recipe: Recipe, naming: Naming) -> Iterator[Weight]:
+    path, layer, _ = node
+    kind = "linear" if isinstance(layer, torch.nn.Linear) else "grouped_linear"
+    role = LayerRole(kind, path or None)
     scales: torch.Tensor | None = None
     if isinstance(layer, LowPrecisionModule):
         role = LayerRole(layer.kind, layer.name or path or None)
         scales = layer._buffers.get("scale_fwd")
     used = recipe_in(recipe, role)
-    prefix = f"{path}." if path else ""
-    for index, names in enumerate(_weight_names(layer)):
-        parameters = tuple(_parameter(layer, prefix, name) for name in names)
-        plan = plan_of(LinearPlan, used, role, parameters[0].dtype)
+    for gemm in _gemms(node, naming):
+        first = gemm.parts[0]
+        plan = plan_of(LinearPlan, used, role, first.dtype)
         spec = plan.weight.rowwise
-        if isinstance(parameters[0], QuantizedTensor):
-            spec = parameters[0].plan.rowwise
+        if isinstance(first, QuantizedTensor):
+            spec = first.plan.rowwise
         if dict(plan.makers).get("weight") is not None:
             raise UnsupportedError(
                 f"save_pretrained: {path!r} is quantized by an object of the user, whose codes no "
@@ -127,10 +187,10 @@ def _weights(node: ModuleNode, recipe: Recipe) -> Iterator[Weight]:
         if spec is None:
             continue
         scale = None
-        if spec.delayed and is_layer and scales is not None:
-            at = index * len(plan.slots.forward) + plan.slots.forward.index("weight")
+        if spec.delayed and scales is not None:
+            at = gemm.number * len(plan.slots.forward) + plan.slots.forward.index("weight")
             scale = scales[at : at + 1]
-        yield Weight(layer, tuple(prefix + name for name in names), parameters, spec, scale)
+        yield Weight(*gemm[:4], spec, scale)
 
 
 def _parameter(layer: torch.nn.Module, prefix: str, name: str) -> torch.Tensor:
@@ -165,12 +225,12 @@ def operand_of(weight: Weight) -> Operand:
     Raises:
         OperandError: the weight holds NaN or inf.
     """
-    first = weight.parameters[0]
+    first = weight.parts[0]
     if isinstance(first, QuantizedTensor):
         operand = first.held[0]
         assert operand is not None
         return operand
-    value = first.detach() if len(weight.names) == 1 else torch.cat(weight.parameters).detach()
+    value = first.detach() if len(weight.names) == 1 else torch.cat(weight.parts).detach()
     if not bool(value.isfinite().all()):
         raise OperandError(f"save_pretrained: {weight.names[0]!r} holds NaN or inf.")
     if weight.spec.scale_format != "float32":

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import Operand, OperandSpec
+from fp8core.checkpoints.experts import Naming, holds_experts
 from fp8core.checkpoints.files import ShardWriter
 from fp8core.checkpoints.layouts import Layout, file_tensors, layout_of
 from fp8core.checkpoints.selection import Weight, operand_of, weights_of
@@ -159,18 +160,19 @@ def _as_float32(weights: Sequence[Weight]) -> OperandSpec:
 def _left(model: torch.nn.Module, weights: Sequence[Weight]) -> list[str]:
     """Return the paths of the modules with parameters of which none is quantized."""
     quantized = {id(weight.module) for weight in weights}
+    naming = Naming(model)
     return [
-        path
+        naming.of(path)
         for path, module in model.named_modules()
         if path
         and id(module) not in quantized
-        and any(True for _ in module.parameters(recurse=False))
+        and any(parameter is not None for parameter in module._parameters.values())
     ]
 
 
 def _uneven(weight: Weight, layout: Layout, spec: OperandSpec) -> Iterator[str]:
     block = layout.blocks or spec.block
-    for name, parameter in zip(weight.names, weight.parameters, strict=True):
+    for name, parameter in zip(weight.names, weight.parts, strict=True):
         sizes = zip(parameter.shape, block, strict=True)
         if any(step and size % step for size, step in sizes):
             yield name
@@ -180,12 +182,22 @@ def _tensors(
     model: torch.nn.Module, weights: Sequence[Weight], layout: Layout
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the tensors of the files, those of one weight together, in the model's order."""
-    by_name = {name: weight for weight in weights for name in weight.names}
+    by_target: dict[str, list[Weight]] = {}
+    for weight in weights:
+        by_target.setdefault(weight.target, []).append(weight)
+    parts = {name for weight in weights for name in weight.names}
+    naming = Naming(model)
     internal = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, DelayedModule)
         for name in (*BUFFERS, "_extra_state")
+    }
+    experts = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        if holds_experts(module)
+        for name in module._parameters
     }
     written: set[Any] = set()
     for name, value in model.state_dict(keep_vars=True).items():
@@ -196,13 +208,26 @@ def _tensors(
                 f"save_pretrained: {name!r} is {'on meta' if value.is_meta else 'sharded'}."
             )
         identity = _identity(value)
-        if name in by_name:
-            weight = by_name[name]
-            if name == weight.names[0] and identity not in written:
+        if identity in written:
+            continue
+        if name in by_target:
+            for weight in by_target[name]:
                 yield _quantized(weight, layout)
-        elif identity not in written:
-            yield {name: value.dequantize() if isinstance(value, QuantizedTensor) else value}
+        elif naming.of(name) not in parts:
+            plain = value.dequantize() if isinstance(value, QuantizedTensor) else value
+            yield _plain(naming, name, plain, is_of_experts=name in experts)
         written.add(identity)
+
+
+def _plain(
+    naming: Naming, name: str, value: torch.Tensor, *, is_of_experts: bool
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of ``value`` in high precision, those of experts one by one."""
+    pieces = naming.pieces(name, value.shape) if is_of_experts else []
+    if not pieces:
+        return {naming.of(name): value}
+    places = {piece.name: piece.place for piece in pieces if piece.place is not None}
+    return {one: value[at].narrow(0, start, rows) for one, (at, start, rows) in places.items()}
 
 
 def _identity(value: torch.Tensor) -> Any:
@@ -218,7 +243,7 @@ def _quantized(weight: Weight, layout: Layout) -> dict[str, torch.Tensor]:
     operand = operand_of(weight)
     tensors: dict[str, torch.Tensor] = {}
     start = 0
-    for name, parameter in zip(weight.names, weight.parameters, strict=True):
+    for name, parameter in zip(weight.names, weight.parts, strict=True):
         rows, columns = parameter.shape
         if layout.element == "e2m1" and columns % 2:
             raise UnsupportedError(

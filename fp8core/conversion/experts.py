@@ -18,7 +18,13 @@ from fp8core.modules.grouped_linear import GroupedLinear
 from fp8core.parameter.init import quantized_model_init
 from fp8core.reporting import log_once
 
-__all__ = ["ConvertedExperts", "adopt_experts", "layer_names", "release_experts"]
+__all__ = [
+    "ConvertedExperts",
+    "ExpertsLinear",
+    "adopt_experts",
+    "layer_names",
+    "release_experts",
+]
 
 _SUFFIX = "_linear"
 
@@ -28,7 +34,7 @@ def layer_names(experts: Experts, path: str) -> list[str]:
     return [f"{path}.{weight.weight}{_SUFFIX}".lstrip(".") for weight in experts.weights]
 
 
-class _ExpertsLinear(GroupedLinear):
+class ExpertsLinear(GroupedLinear):
     """One linear of all experts, whose weights are slices of a parameter of its owner."""
 
     def __init__(self, owner: torch.nn.Module, experts: Experts, weight: ExpertWeight) -> None:
@@ -49,6 +55,22 @@ class _ExpertsLinear(GroupedLinear):
         self._names = {"weight": weight.weight, "bias": weight.bias}
         # In a tuple, as torch would register the owner as a child, and a module has no circles.
         self._owner = (owner,)
+
+    @property
+    def owner(self) -> torch.nn.Module:
+        """The experts, whose parameter holds the weights."""
+        return self._owner[0]
+
+    @property
+    def stacked_name(self) -> str:
+        """The name of that parameter."""
+        name = self._names["weight"]
+        assert name is not None
+        return name
+
+    def weight_names(self) -> list[tuple[str, ...]]:
+        """Return nothing: the weights are slices of a parameter of :attr:`owner`."""
+        return []
 
     def _stacked(self, kind: str) -> torch.Tensor | None:
         """Return the owner's tensor of all weights, or of all biases."""
@@ -117,11 +139,11 @@ class ConvertedExperts(torch.nn.Module):
         by_token = rows[order.argsort()].view(-1, per_token, rows.shape[-1])
         return by_token.sum(1).to(hidden_states.dtype)
 
-    def _linears(self) -> list[_ExpertsLinear]:
-        return [child for child in self.children() if isinstance(child, _ExpertsLinear)]
+    def _linears(self) -> list[ExpertsLinear]:
+        return [child for child in self.children() if isinstance(child, ExpertsLinear)]
 
     def _product(
-        self, linear: _ExpertsLinear, rows: torch.Tensor, counts: torch.Tensor
+        self, linear: ExpertsLinear, rows: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
         if counts.device.type == "cpu":
             return linear(rows, counts.tolist())  # type: ignore[no-any-return]  # torch's __call__
@@ -141,7 +163,7 @@ def adopt_experts(module: torch.nn.Module, path: str, conversion: Conversion) ->
     assert experts is not None
     added = []
     for weight, name in zip(experts.weights, layer_names(experts, path), strict=True):
-        linear = _ExpertsLinear(module, experts, weight)
+        linear = ExpertsLinear(module, experts, weight)
         linear.train(module.training)
         adopt(linear, name, conversion)
         module.add_module(f"{weight.weight}{_SUFFIX}", linear)
@@ -155,7 +177,7 @@ def release_experts(module: torch.nn.Module) -> None:
     record: Record = vars(module).pop(RECORD)
     for name in record.added:
         linear = module._modules.pop(name)
-        assert isinstance(linear, _ExpertsLinear)
+        assert isinstance(linear, ExpertsLinear)
         release(linear)
     assert record.original is not None
     module.__class__ = record.original

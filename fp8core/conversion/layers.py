@@ -114,6 +114,10 @@ class ConvertedConv1D(Converted, Linear):
     Each forward copies the weight in the other order, as GEMMs read it.
     """
 
+    def weight_names(self) -> list[tuple[str, ...]]:
+        """Return nothing: the parameter is the transposed weight, whose codes are others."""
+        return []
+
     def _linear_params(
         self,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]:

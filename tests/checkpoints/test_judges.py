@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+import fp8core
+from fp8core import QuantizedTensor
 from fp8core.checkpoints import load_pretrained, save_pretrained
+from fp8core.errors import RecipeError
 from tests.checkpoints.models import RECIPES, codes_of, spread, write
 
 transformers = pytest.importorskip("transformers")
@@ -167,3 +170,51 @@ def test_files_of_mixtures_are_read_as_transformers_reads_them(kind: str, tmp_pa
     assert len(loaded.dequantized) == 2
     for key, value in theirs.named_parameters():
         assert torch.equal(ours.get_parameter(key), value), key
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+@pytest.mark.parametrize("name", ["fp8 block", "fp8 tensor", "fp8 microscaling"])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_mixtures_are_written_as_transformers_reads_them(
+    kind: str, name: str, is_converted: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip(NEEDS["fp8"])
+    source, (recipe, _) = mixture(kind), RECIPES[name]
+    if is_converted:
+        fp8core.convert(source, recipe)
+    saved = save_pretrained(source, tmp_path, recipe)
+    block, parts = MIXTURES[kind][2:]
+    stem = f"model.layers.0.{block}.experts.2"
+    assert {f"{stem}.{part}.weight" for part in parts} <= set(saved.quantized)
+    assert f"model.layers.0.{block}.gate" in saved.high_precision
+    if is_converted:
+        fp8core.unconvert(source)
+    theirs = type(source).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ours = mixture(kind)
+    load_pretrained(tmp_path, ours)
+    for key, value in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(key), value), key
+
+
+@pytest.mark.parametrize("name", ["fp8 block", "fp8 microscaling"])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_mixture_with_the_file_s_codes_computes_as_the_one_saved(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    source, ours = mixture(kind), mixture(kind)
+    save_pretrained(source, tmp_path, RECIPES[name][0])
+    loaded = load_pretrained(tmp_path, ours, native=True)
+    fp8core.convert(ours, loaded.recipe)
+    fp8core.convert(source, RECIPES[name][0])
+    assert isinstance(ours.model.layers[0].mlp.experts.down_proj, QuantizedTensor)
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(ours(tokens).logits, source(tokens).logits)
+
+
+def test_transposed_weights_are_left_in_high_precision(tmp_path: Path) -> None:
+    options = {"vocab_size": 32, "n_positions": 16, "n_embd": 64, "n_layer": 1, "n_head": 2}
+    source = transformers.GPT2LMHeadModel(transformers.GPT2Config(**options))
+    fp8core.convert(source, "block")
+    with pytest.raises(RecipeError, match="Conv1D are not stored quantized"):
+        save_pretrained(source, tmp_path)
