@@ -15,6 +15,7 @@ from fp8core.communicator import Communicator
 from fp8core.distributed.gathered_weight import GatheredWeight, communicator_of
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.prepare import prepare
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from
@@ -49,8 +50,13 @@ def gather_quantized(model: torch.nn.Module, recipe: Recipe | str | None = None)
     With delayed scaling the scale of a weight follows from its current amax, as for
     :class:`fp8core.quantized_model_init`. Calls outside ``autocast`` compute with the dequantized
     weight. Formats with blocks along k alone, as mxfp8 and rowwise, are gathered in both
-    orientations, which takes the bytes of bfloat16. A weight made by ``quantized_model_init``
-    becomes one in high precision: with the value that it kept, else with its own.
+    orientations, which takes the bytes of bfloat16.
+
+    A weight made by ``quantized_model_init`` becomes one in high precision, with the value that it
+    kept, else with its own: under ``fully_shard`` alone it would become its dequantized value.
+
+    The model is prepared for the recipe as by :func:`fp8core.prepare`: layers get their names, and
+    the buffers of delayed scales, so that a distributed checkpoint finds them in a fresh model.
 
     Weights stay as they are, and are gathered as ever, where the recipe leaves them in high
     precision, where a layer computes them from other parameters, as ``parameters_split`` does, and
@@ -70,6 +76,7 @@ def gather_quantized(model: torch.nn.Module, recipe: Recipe | str | None = None)
     """
     chosen = recipe_from(recipe, "gather_quantized(recipe=...)") or get_default_recipe()
     _refuse_sharded(model)
+    prepare(model, chosen)
     group, sites = _Weights(model), list(_sites(model))
     plans = [_plan_of(site, chosen) for site in sites]
     others = _users(model)

@@ -23,11 +23,13 @@ __all__ = ["GatheredWeight", "Reduce", "communicator_of"]
 class _Sent(NamedTuple):
     """How to read one orientation from the gathered tensors.
 
-    ``scales`` are those that are known already; None: they are the tensor after the codes.
+    ``codes`` and ``scales`` are those that are known already; None: they are the next of the
+    gathered tensors.
     """
 
     cast: RowCast
     shard: RowShard
+    codes: torch.Tensor | None
     scales: torch.Tensor | None
 
 
@@ -131,17 +133,20 @@ class GatheredWeight:
         reduced = torch.split(amaxes.to(shard.device), counts)
         for cast, amax in zip(casts, reduced, strict=True):
             codes, scales = cast(shard.value, amax)
+            if rows.num_ranks == 1 and inputs:  # FSDP takes the first tensor of a single rank
+                sent.append(_Sent(cast, rows, codes, scales))
+                continue
             inputs.append(_padded(codes, rows.each))
-            if cast.covers_all_rows:
-                sent.append(_Sent(cast, rows, scales))
+            if cast.covers_all_rows or rows.num_ranks == 1:
+                sent.append(_Sent(cast, rows, None, scales))
                 continue
             scales = _padded(scales, cast.max_scale_rows)
             if rows.is_even:
                 inputs.append(scales)
-                sent.append(_Sent(cast, rows, None))
+                sent.append(_Sent(cast, rows, None, None))
             else:  # FSDP takes tensors of the padded shard's size alone
                 gathered = communicator.gather(scales, "weight scales").wait()
-                sent.append(_Sent(cast, rows, _in_order(gathered, cast)))
+                sent.append(_Sent(cast, rows, None, _in_order(gathered, cast)))
         return tuple(inputs), sent
 
     def assembled(
@@ -152,19 +157,17 @@ class GatheredWeight:
         operands = [_operand(part, turns=bool(at)) for at, part in enumerate(parts)]
         columnwise = operands[1] if len(operands) > 1 else None
         weight = QuantizedTensor(operands[0], columnwise, self.plan, dtype)
-        return weight, (*outputs, *[part.scales for part in parts])
+        return weight, (*outputs, *[tensor for part in parts for tensor in part])
 
     def write(self, outputs: Sequence[torch.Tensor], metadata: Any, out: Any) -> None:
-        """Write the scales of ``out``; FSDP has gathered its codes into the memory of the first
+        """Write what ``out`` holds, but for what FSDP has gathered into the memory of the first
         gather already."""
-        held = out.held
-        for part, operand in zip(_parts(outputs, metadata), held, strict=False):
-            if operand is None:
-                continue
-            if operand.scale_inv.data_ptr() != part.scales.data_ptr():
-                scales = part.scales if operand is held[0] else part.scales.t()
-                # Without counting a write: backward reads what forward saved, gathered again.
-                operand.scale_inv.data.copy_(scales)
+        for at, part in enumerate(_parts(outputs, metadata)):
+            operand = out.held[at]
+            for target, new in zip(operand, part, strict=False):
+                if target.data_ptr() != new.data_ptr():
+                    # Without counting a write: backward reads what forward saved, gathered again.
+                    target.data.copy_(new.t() if at else new)
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
@@ -185,9 +188,12 @@ def _in_order(gathered: torch.Tensor, cast: RowCast) -> torch.Tensor:
 def _parts(outputs: Sequence[torch.Tensor], metadata: Sequence[_Sent]) -> list[RowPart]:
     """Return codes and scales of all rows, by orientation."""
     left, parts = list(outputs), []
-    for cast, shard, scales in metadata:
-        codes = left.pop(0)[: shard.total]
-        parts.append(RowPart(codes, _in_order(left.pop(0), cast) if scales is None else scales))
+    for cast, shard, codes, scales in metadata:
+        if codes is None:
+            codes = left.pop(0)[: shard.total]
+        if scales is None:
+            scales = _in_order(left.pop(0), cast)
+        parts.append(RowPart(codes, scales))
     return parts
 
 

@@ -46,10 +46,11 @@ def sharded(model: Any, recipe: Any = None, **keywords: Any) -> Any:
     return fully_shard(model, mesh=mesh, **keywords)
 
 
-def batch(step: int, columns: int) -> torch.Tensor:
-    """This rank's rows."""
+def batch(step: int, columns: int, rank: int | None = None) -> torch.Tensor:
+    """The rows of ``rank``, of this one if None."""
     x = torch.randn(32 * dist.get_world_size(), columns, generator=seeded(step))
-    return x.to(BF16).chunk(dist.get_world_size())[dist.get_rank()]
+    parts = x.to(BF16).chunk(dist.get_world_size())
+    return parts[dist.get_rank() if rank is None else rank]
 
 
 def seeded(seed: int) -> torch.Generator:
