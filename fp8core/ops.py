@@ -12,7 +12,7 @@ parameters in that of its input; under torch.autocast in that of torch.autocast.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -54,6 +54,7 @@ from fp8core.modules.inputs import cast_to_weight
 from fp8core.modules.linear import Linear as LinearLayer
 from fp8core.modules.norm import LayerNorm, RMSNorm
 from fp8core.modules.operation import Operation
+from fp8core.modules.parallel import Parallel
 from fp8core.modules.parameters import InitMethod, check_size, fill, make_parameter, resolve_device
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.sequential import Sequential
@@ -124,8 +125,10 @@ class Linear(LinearLayer):
         dtype: of the parameters, torch's default if None; ``params_dtype`` is another name for it.
         accumulate_into_main_grad: ``fuse_wgrad_accumulation`` of ``fp8core.Linear``.
         init_method, parameters_split, name: as for ``fp8core.Linear``.
-
-    The other arguments belong to tensor parallelism, which is not offered.
+        tensor_parallel_mode, sequence_parallel: ``parallel_mode`` and ``sequence_parallel`` of
+            ``fp8core.Linear``, over the ranks of ``tensor_parallel_group``, the default group if
+            None.
+        rng_state_tracker_function: ``get_rng_state_tracker`` there.
     """
 
     def __init__(
@@ -139,14 +142,13 @@ class Linear(LinearLayer):
         tensor_parallel_mode: str | None = None,
         tensor_parallel_group: object | None = None,
         sequence_parallel: bool = False,
-        rng_state_tracker_function: object | None = None,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
         init_method: InitMethod | None = None,
         params_dtype: torch.dtype | None = None,
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
         name: str | None = None,
     ) -> None:
-        refuse_arguments(Linear.__init__, locals(), _PARALLEL, owner="ops.Linear")
         super().__init__(
             in_features,
             out_features,
@@ -157,6 +159,10 @@ class Linear(LinearLayer):
             init_method=init_method or _uniform,
             parameters_split=parameters_split,
             name=name,
+            parallel_mode=tensor_parallel_mode,
+            tp_group=_group(tensor_parallel_mode is not None, tensor_parallel_group),
+            sequence_parallel=sequence_parallel,
+            get_rng_state_tracker=rng_state_tracker_function,
         )
 
     def forward(self, input: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
@@ -178,11 +184,11 @@ class BasicLinear(Linear):
         tensor_parallel_mode: str | None = None,
         tensor_parallel_group: object | None = None,
         sequence_parallel: bool = False,
-        rng_state_tracker_function: object | None = None,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
         userbuffers_options: object | None = None,
     ) -> None:
-        names = (*_PARALLEL, "userbuffers_options")
+        names = ("userbuffers_options",)
         refuse_arguments(BasicLinear.__init__, locals(), names, owner="ops.BasicLinear")
         super().__init__(
             in_features,
@@ -190,6 +196,10 @@ class BasicLinear(Linear):
             bias=False,
             device=device,
             dtype=dtype,
+            tensor_parallel_mode=tensor_parallel_mode,
+            tensor_parallel_group=tensor_parallel_group,
+            sequence_parallel=sequence_parallel,
+            rng_state_tracker_function=rng_state_tracker_function,
             accumulate_into_main_grad=accumulate_into_main_grad,
         )
 
@@ -258,14 +268,22 @@ class GroupedLinear(GroupedLinearLayer):
         return result
 
 
-_PARALLEL = (
-    *("tensor_parallel_mode", "tensor_parallel_group", "sequence_parallel"),
-    "rng_state_tracker_function",
-)
+def _group(is_parallel: bool, group: object | None) -> object | None:
+    """Return the ranks of an operation, if it is spread over several: the default group if none is
+    given."""
+    if not is_parallel or group is not None:
+        return group
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    return torch.distributed.group.WORLD
 
 
 class Bias(Operation):
-    """``x + bias``, with one value for each column."""
+    """``x + bias``, with one value for each column.
+
+    ``tensor_parallel``: each rank of ``tensor_parallel_group``, the default group if None, has its
+    share of the ``size`` columns.
+    """
 
     bias: torch.nn.Parameter
 
@@ -279,11 +297,11 @@ class Bias(Operation):
         tensor_parallel_group: object | None = None,
     ) -> None:
         super().__init__(None)
-        names = ("tensor_parallel", "tensor_parallel_group")
-        refuse_arguments(Bias.__init__, locals(), names, owner="ops.Bias")
-        self.size = check_size("ops.Bias", "size", size)
+        group = _group(tensor_parallel, tensor_parallel_group) if tensor_parallel else None
+        spread = Parallel.of("ops.Bias", group, 1, sequence=False)
+        self.size = spread.part_of("ops.Bias", "size", check_size("ops.Bias", "size", size))
         target = resolve_device(device)
-        self.register_parameter("bias", make_parameter(size, device=target, dtype=dtype))
+        self.register_parameter("bias", make_parameter(self.size, device=target, dtype=dtype))
         if target.type != "meta":
             self.reset_parameters()
 

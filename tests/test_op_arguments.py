@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core import UnsupportedError, autocast, ops
+from fp8core import OperandError, UnsupportedError, autocast, ops
+from fp8core.testing.in_process import communicators
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -49,11 +50,6 @@ def test_a_bias_is_asked_for_by_keyword(value: bool) -> None:
 
 
 NOT_OFFERED: dict[str, Callable[[], Any]] = {
-    "ops.Linear(tensor_parallel_mode='both')": lambda: ops.Linear(
-        8, 8, tensor_parallel_mode="both"
-    ),
-    "ops.Linear(sequence_parallel=True)": lambda: ops.Linear(8, 8, sequence_parallel=True),
-    "ops.Bias(tensor_parallel=True)": lambda: ops.Bias(8, tensor_parallel=True),
     "ops.GELU(cache_quantized_input=True)": lambda: ops.GELU(cache_quantized_input=True),
     "ops.ScaledSReLU(activation_recompute_in_mlp=True)": lambda: ops.ScaledSReLU(
         activation_recompute_in_mlp=True
@@ -69,6 +65,25 @@ NOT_OFFERED: dict[str, Callable[[], Any]] = {
 def test_what_an_operation_does_not_offer_is_refused(message: str) -> None:
     with pytest.raises(UnsupportedError, match=re.escape(message)):
         NOT_OFFERED[message]()
+
+
+def test_a_mode_of_no_linear_is_refused() -> None:
+    with pytest.raises(OperandError, match="expected 'column', 'row' or None"):
+        ops.Linear(8, 8, tensor_parallel_mode="both")
+
+
+def test_operations_of_ranks_have_their_share_of_the_features() -> None:
+    group = communicators(2)[0]
+    column = ops.Linear(8, 6, tensor_parallel_mode="column", tensor_parallel_group=group)
+    row = ops.BasicLinear(8, 6, tensor_parallel_mode="row", tensor_parallel_group=group)
+    bias = ops.Bias(8, tensor_parallel=True, tensor_parallel_group=group)
+    shapes = [tuple(one.shape) for one in (column.weight, row.weight, bias.bias)]
+    assert shapes == [(3, 8), (6, 4), (4,)]
+
+
+def test_without_a_group_of_processes_an_operation_has_one_rank() -> None:
+    assert ops.Linear(8, 6, tensor_parallel_mode="row").weight.shape == (6, 8)
+    assert ops.Bias(8, tensor_parallel=True).bias.shape == (8,)
 
 
 def test_what_asks_an_operation_for_nothing_passes() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -25,7 +26,8 @@ class Communicator(ABC):
     ``rank`` is this process's position in the group, ``group_name`` the name by which
     :func:`fp8core.communicator.named` returns this communicator. Every rank of the group has to
     call the same collectives in the same order with tensors of equal shapes. In a group of one rank
-    they return the tensor that they are given. A ``purpose`` is a word for the counts and for
+    they return the tensor that they are given, and of a tensor on meta they return one of the
+    result's size, without the other ranks. A ``purpose`` is a word for the counts and for
     errors, such as ``"input"``.
     """
 
@@ -94,7 +96,16 @@ class Communicator(ABC):
         def move(sent: torch.Tensor) -> tuple[torch.Tensor, Finish]:
             return self._exchange(sent, send, receive)
 
-        return self._start("exchange", purpose, x, num_bytes, move)
+        return self._start("exchange", purpose, x, num_bytes, move, receive)
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[Traffic]:
+        """Count what is sent within the context apart from all else, in the traffic it returns."""
+        before, self.traffic = self.traffic, Traffic()
+        try:
+            yield self.traffic
+        finally:
+            self.traffic = before
 
     def agree(self, text: str, subject: str, device: torch.device) -> None:
         """Compare ``text`` with that of the other ranks; ``subject`` says what it describes.
@@ -163,14 +174,17 @@ class Communicator(ABC):
         x: torch.Tensor,
         num_bytes: int,
         move: Callable[[torch.Tensor], tuple[torch.Tensor, Finish]],
+        receive: Sequence[int] = (),
     ) -> Started:
-        if not is_captured(x):
+        if x.is_meta or not is_captured(x):
             self.traffic.add(collective, purpose, num_bytes)
 
         def stage() -> str:
             return self.describe(collective, purpose, x)
 
         sent = x.detach().contiguous()
+        if x.is_meta:  # shapes alone, which are counted
+            return Started(x.new_empty(_size_after(collective, x, self.size, receive)))
         is_coded = _travels_as_bytes(x.dtype) and collective in ("gather", "exchange")
         try:
             result, finish = move(sent.view(torch.uint8) if is_coded else sent)
@@ -179,6 +193,18 @@ class Communicator(ABC):
         except RuntimeError as error:
             raise CollectiveError.of(stage(), error) from None
         return Started(result.view(x.dtype) if is_coded else result, finish, sent, stage)
+
+
+def _size_after(
+    collective: str, x: torch.Tensor, size: int, receive: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the size of the result of a collective of ``x`` over ``size`` ranks."""
+    rows = {
+        "gather": x.shape[0] * size,
+        "scatter": x.shape[0] // size,
+        "exchange": sum(receive),
+    }
+    return (rows.get(collective, x.shape[0]), *x.shape[1:])
 
 
 def _travels_as_bytes(dtype: torch.dtype) -> bool:

@@ -19,6 +19,7 @@ from fp8core.dispatch.settings import check_op
 from fp8core.errors import OperandError, PluginError, UnsupportedError
 from fp8core.inspect.descriptors import Need, layer_needs, op_needs
 from fp8core.inspect.held import Held, held_by
+from fp8core.inspect.sent import Sent, sent_by
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.choice import recipe_from
@@ -83,10 +84,12 @@ class Explanation:
         lines: the operations, in the order of the layers.
         held: by layer, what it holds from forward to backward; without layers that cannot run and
             operations that take any number of columns, and empty for an operation asked by name.
+        sent: by layer, each collective of a layer that is spread over several ranks.
     """
 
     lines: tuple[Line, ...]
     held: tuple[tuple[str, Held], ...] = ()
+    sent: tuple[tuple[str, Sent], ...] = ()
 
     @property
     def refused(self) -> bool:
@@ -94,7 +97,8 @@ class Explanation:
         return any(line.choice is None and not line.is_optional for line in self.lines)
 
     def __str__(self) -> str:
-        return "\n".join([*map(str, self.lines), *(f"{name}: {held}" for name, held in self.held)])
+        totals = [f"{name}: {one}" for name, one in (*self.held, *self.sent)]
+        return "\n".join([*map(str, self.lines), *totals])
 
 
 def explain(
@@ -127,6 +131,7 @@ def explain(
         raise OperandError(f"explain({target!r}): expected an operation's name or a model.")
     lines: list[Line] = []
     held: list[tuple[str, Held]] = []
+    sent: list[tuple[str, Sent]] = []
     for path, layer in target.named_modules():
         if isinstance(layer, LowPrecisionModule):
             parameter = next(layer.parameters(), torch.empty(0, dtype=_DTYPE, device="cpu"))
@@ -137,10 +142,12 @@ def explain(
             if not Explanation(tuple(own)).refused:
                 holds = held_by(layer, chosen, where, values)
                 held += [] if holds is None else [(path or layer.label, holds)]
+                sends = sent_by(layer, chosen, where, values)
+                sent += [(path or layer.label, one) for one in sends]
             lines += own
     if not lines:
         raise OperandError(f"explain: {type(target).__name__} holds no fp8core layer.")
-    return Explanation(tuple(lines), tuple(held))
+    return Explanation(tuple(lines), tuple(held), tuple(sent))
 
 
 def _recipe_for(layer: LowPrecisionModule, asked: Recipe | None) -> Recipe:
