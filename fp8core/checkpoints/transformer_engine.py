@@ -60,6 +60,8 @@ def transformer_engine_state_dict(
         content = b""
         if buffers[META] is not None:
             content = _content(layer, path, buffers, chosen)
+        elif any(isinstance(child, DelayedModule) for child in layer.children()):
+            continue  # a container, as ops.Sequential
         written = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else None
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
         state[f"{prefix}_extra_state"] = empty if written is None else written

@@ -17,6 +17,7 @@ from fp8core import (
     TransformerLayer,
     autocast,
     convert,
+    ops,
     prepare,
 )
 from fp8core.checkpoints import transformer_engine_state_dict
@@ -107,6 +108,11 @@ def test_a_layer_without_delayed_state_has_an_empty_one() -> None:
     for key in ("0._extra_state", "1._extra_state"):
         assert state[key].dtype == torch.uint8
         assert state[key].numel() == 0
+
+
+def test_a_container_of_operations_has_none() -> None:
+    state = transformer_engine_state_dict(ops.Sequential(ops.Linear(32, 16), ops.GELU()))
+    assert [key for key in state if "extra" in key] == ["0._extra_state", "1._extra_state"]
 
 
 def test_a_converted_model_brings_its_recipe() -> None:

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +23,8 @@ from tests.extra_state.states import (
     pickled,
 )
 
+GOLDEN = Path(__file__).parent.parent / "golden" / "extra_state_seed0.npz"
+
 
 def meta_of(state: dict[str, torch.Tensor]) -> Any:
     return json.loads(bytes(state["delayed_meta"].tolist()))
@@ -29,6 +33,23 @@ def meta_of(state: dict[str, torch.Tensor]) -> Any:
 def assert_holds(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     for name in NAMES:
         assert torch.equal(state[name], expected[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "formats"),
+    [
+        ("linear", ["e4m3", "e4m3", None, "e5m2", None]),
+        ("mlp_e4m3", ["e4m3", "e4m3", None, "e4m3", None]),
+        ("operation", ["e4m3", "e4m3", None, "e5m2", None]),
+    ],
+)
+def test_transformer_engine_s_own_states_are_read(name: str, formats: list[Any]) -> None:
+    with np.load(GOLDEN) as golden:
+        state = read_extra_state(torch.from_numpy(golden[f"{name}/pickle"]))
+        for key in NAMES:
+            expected = torch.from_numpy(golden[f"{name}/{key}"])
+            assert torch.equal(state[key][..., : expected.shape[-1]], expected)
+    assert meta_of(state)["formats"] == formats
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
