@@ -13,7 +13,7 @@ PACKAGES = {"fp8core": "fp8core", "backends": "fp8core_backends"}
 
 
 # Modules that plug into a framework, and import it.
-FRAMEWORKS = {"fp8core.lightning": "lightning"}
+FRAMEWORKS = {"fp8core.lightning": "lightning", "fp8core.torchtitan": "torchtitan.models.common"}
 
 
 def module_names() -> list[str]:

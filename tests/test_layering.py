@@ -35,7 +35,10 @@ FLOORS = (
         *("cpu_offload", "cross_entropy", "distributed", "functional", "modules", "ops"),
         *("optimizers", "permutation", "quantizers", "router"),
     ),
-    ("checkpoints", "commands", "conversion", "huggingface", "inspect", "lightning", "monitoring"),
+    (
+        *("checkpoints", "commands", "conversion", "huggingface", "inspect", "lightning"),
+        *("megatron", "monitoring", "torchtitan"),
+    ),
     ("__init__", "__main__", "compat", "demo", "doctor", "hookspecs", "plan", "testing"),
 )
 TOP = len(FLOORS) - 1

@@ -20,7 +20,17 @@ from fp8core.modules.foreign import conv1d_sizes, experts_of
 from fp8core.modules.inventory import ModuleNode, flops_of, module_nodes
 from fp8core.reporting import some
 
-__all__ = ["Filter", "Refused", "Survey", "check_patterns", "survey", "unwanted"]
+__all__ = [
+    "Filter",
+    "Refused",
+    "Survey",
+    "check_patterns",
+    "is_match",
+    "is_named_head",
+    "is_named_router",
+    "survey",
+    "unwanted",
+]
 
 Filter: TypeAlias = "Callable[[torch.nn.Module, str], bool] | Sequence[str] | str | None"
 """``(module, path) -> bool``, or patterns of paths; see :func:`fp8core.convert`."""
@@ -107,7 +117,7 @@ def _obstacles(nodes: Sequence[ModuleNode], rms_norms: bool) -> dict[ModuleNode,
     return refused
 
 
-def _is_match(path: str, pattern: str) -> bool:
+def is_match(path: str, pattern: str) -> bool:
     """Whether ``pattern`` matches ``path``.
 
     With ``*``, ``?`` or ``[`` it is matched with the whole path as in a shell; without, it matches
@@ -234,15 +244,15 @@ def check_patterns(
         for pattern in patterns:
             if not isinstance(pattern, str):
                 raise RecipeError(f"convert({argument}=...): {pattern!r} is no pattern of names.")
-            if not any(_is_match(path, pattern) for path in paths):
+            if not any(is_match(path, pattern) for path in paths):
                 words = {word for path in paths for word in (path, *path.split("."))}
                 raise RecipeError(
                     f"convert({argument}={pattern!r}): no layer has that in its path."
                     f"{did_you_mean(pattern, words)}"
                 )
-            matched = [path for path in possible if _is_match(path, pattern)]
+            matched = [path for path in possible if is_match(path, pattern)]
             if argument == "filter" and not matched:
-                refused = next(path for path in obstacles if _is_match(path, pattern))
+                refused = next(path for path in obstacles if is_match(path, pattern))
                 raise UnsupportedError(
                     f"convert(filter={pattern!r}): {refused!r} cannot be converted: "
                     f"{obstacles[refused]}."
@@ -271,12 +281,12 @@ def unwanted(
 
     def reason_of(node: ModuleNode) -> str:
         path, module, _ = node
-        if any(_is_match(path, pattern) for pattern in skip):
+        if any(is_match(path, pattern) for pattern in skip):
             return "named in skip"
         if callable(filter):
             return "" if filter(module, path) else "the filter leaves it out"
         if patterns is not None:
-            is_in = any(_is_match(path, pattern) for pattern in patterns)
+            is_in = any(is_match(path, pattern) for pattern in patterns)
             return "" if is_in else "the filter leaves it out"
         if not isinstance(module, kinds) and conv1d_sizes(module) is None:
             return ""
@@ -285,7 +295,7 @@ def unwanted(
         tied = embeddings.get(module._parameters.get("weight"))
         if tied is not None:
             return f"output head: its weight is that of the embedding {tied!r}"
-        if module in heads or _is_named_head(path):
+        if module in heads or is_named_head(path):
             return "output head; convert it with a filter that names it"
         return "router of experts" if _is_router(node) else ""
 
@@ -300,7 +310,8 @@ def _heads(model: torch.nn.Module) -> set[object]:
     return heads | {getattr(head, _ADAPTED, None) for head in heads}
 
 
-def _is_named_head(path: str) -> bool:
+def is_named_head(path: str) -> bool:
+    """Whether the last word of ``path`` names an output head, outside of numbered blocks."""
     words = path.removesuffix(f".{_ADAPTED}").split(".")
     return words[-1] in _HEADS and not any(word.isdigit() for word in words)
 
@@ -318,9 +329,14 @@ def _is_of_adapter(path: str, adapted: Sequence[str]) -> bool:
     )
 
 
+def is_named_router(path: str) -> bool:
+    """Whether a word of ``path`` names a router of experts."""
+    return bool(_ROUTERS & set(path.split(".")))
+
+
 def _is_router(node: ModuleNode) -> bool:
     words = node.path.split(".")
-    if _ROUTERS & set(words):
+    if is_named_router(node.path):
         return True
     has_experts = node.parent is not None and "experts" in node.parent._modules
     return has_experts and words[-1].endswith(_GATES)

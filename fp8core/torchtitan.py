@@ -1,0 +1,145 @@
+"""torchtitan's plug-in points: a converter of model configs, and an override.
+
+A converter is listed in a model's config: ``model_registry("8B", converters=[Fp8CoreConverter.
+Config(recipe="mxfp8")])``. The override needs no change of code: ``--override.imports
+'fp8core.torchtitan.fp8core_linear={"recipe": "mxfp8"}'``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.config import derive, override
+from torchtitan.models.common.linear import Linear as TitanLinear
+from torchtitan.protocols.module import Module
+
+from fp8core.context.autocast import Active
+from fp8core.conversion.steps import delimit
+from fp8core.conversion.survey import check_patterns, is_match, is_named_head, is_named_router
+from fp8core.errors import RecipeError
+from fp8core.modules.linear import Linear
+from fp8core.recipe.base import plan_of
+from fp8core.recipe.data import from_data
+from fp8core.recipe.plan import LayerRole, LinearPlan
+from fp8core.reporting import logger, some
+
+__all__ = ["Fp8CoreConverter", "Fp8CoreLinear", "fp8core_linear"]
+
+# The linear layers of a block; not the head, and not the routers of experts.
+_BLOCKS = [
+    f"layers.*.{part}.*" for part in ("attention", "feed_forward", "shared_experts", "attn", "mlp")
+]
+
+
+class Fp8CoreLinear(Linear, Module):
+    """:class:`fp8core.Linear` as a module of torchtitan, in the recipe of its config.
+
+    Its parameters have the names of torchtitan's linear, so that checkpoints fit. Under delayed
+    scaling each call is a step, unless it is inside of :func:`fp8core.autocast`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TitanLinear.Config):
+        """Config of a linear layer, with a recipe by its name or as data, and the layer's name."""
+
+        recipe: Any = "mxfp8"
+        name: str = ""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(
+            config.in_features,
+            config.out_features,
+            bias=config.bias,
+            device=torch.get_default_device(),
+            name=config.name or None,
+        )
+        recipe = from_data(config.recipe, "Fp8CoreLinear.Config(recipe=...)")
+        if recipe is None:
+            return
+        self.outside_autocast = Active(quantize=recipe)
+        role = LayerRole(self.kind, self.name)
+        if plan_of(LinearPlan, recipe, role, self.dtype_of("weight")).delayed is not None:
+            delimit(self)
+
+
+class Fp8CoreConverter(QuantizationConverter):
+    """Has the linear layers of a model's config compute in a recipe of fp8core."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(QuantizationConverter.Config):
+        """The recipe, by its name or as data, and the layers to convert.
+
+        ``fqns`` and ``filter_fqns`` are patterns as those of :func:`fp8core.convert`: the layers to
+        convert, all but the head and the routers if there are none, and the layers to leave out.
+        """
+
+        recipe: Any = "mxfp8"
+        fqns: list[str] = field(default_factory=list)
+        filter_fqns: list[str] = field(default_factory=list)
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.recipe = from_data(config.recipe, "Fp8CoreConverter.Config(recipe=...)")
+        if self.recipe is None:
+            raise RecipeError("Fp8CoreConverter.Config(recipe=None): expected a recipe.")
+
+    def convert(self, model_config: Any) -> Any:
+        """Replace the configs of linear layers in ``model_config``, and return it.
+
+        Raises:
+            RecipeError: a pattern matches no linear layer.
+            UnsupportedError: a pattern of ``fqns`` names derived layers alone.
+        """
+        nodes = list(model_config.traverse(TitanLinear.Config))
+        others = {
+            fqn: f"a config of {type(config).__qualname__}, whose behaviour would be lost"
+            for fqn, config, _, _ in nodes
+            if type(config) is not TitanLinear.Config
+        }
+        possible = [fqn for fqn, *_ in nodes if fqn not in others]
+        check_patterns(self.config.fqns or None, self.config.filter_fqns, possible, others)
+        left = dict(others)
+        for fqn, config, parent, attribute in nodes:
+            if fqn in left or (reason := self._reason(fqn)):
+                left.setdefault(fqn, reason)
+                continue
+            ours = derive(config, Fp8CoreLinear.Config, recipe=self.config.recipe, name=fqn)
+            if parent is None:
+                model_config = ours
+            elif isinstance(parent, list):
+                parent[attribute] = ours
+            else:
+                setattr(parent, attribute, ours)
+        logger.info(
+            "Fp8CoreConverter: %d of %d linear layers compute as %r; left: %s",
+            len(nodes) - len(left),
+            len(nodes),
+            self.recipe,
+            some([f"{fqn} ({reason})" for fqn, reason in left.items()]) or "none",
+        )
+        return model_config
+
+    def _reason(self, fqn: str) -> str:
+        """Return why the layer is left as it is, or an empty string."""
+        if any(is_match(fqn, pattern) for pattern in self.config.filter_fqns):
+            return "named in filter_fqns"
+        if self.config.fqns:
+            is_in = any(is_match(fqn, pattern) for pattern in self.config.fqns)
+            return "" if is_in else "not named in fqns"
+        if is_named_head(fqn):
+            return "output head"
+        return "router of experts" if is_named_router(fqn) else ""
+
+
+@override(  # type: ignore[untyped-decorator]  # torchtitan is not read by the check
+    target=TitanLinear.Config,
+    fqns=_BLOCKS,
+    exact=True,
+    description="linear layers of blocks compute in a recipe of fp8core",
+)
+def fp8core_linear(config: Any, recipe: Any = "mxfp8") -> Any:
+    """Return the config of a layer of fp8core in the place of ``config``."""
+    return derive(config, Fp8CoreLinear.Config, recipe=recipe)
