@@ -145,7 +145,15 @@ class Checkpoint:
         for file, wanted in by_file.items():
             with self.open(file) as opened:
                 for name in wanted:
-                    yield name, opened.get_tensor(name)
+                    yield name, self._tensor(opened, file, name)
+
+    def _tensor(self, opened: Any, file: str, name: str) -> torch.Tensor:
+        try:
+            return opened.get_tensor(name)  # type: ignore[no-any-return]  # safetensors is untyped
+        except (_safetensors().SafetensorError, OSError, ValueError) as error:
+            raise OperandError(
+                f"{self.directory / file}: {name!r} cannot be read: {error}."
+            ) from None
 
     def config(self) -> dict[str, Any]:
         """Return the content of the model's config; empty if there is none."""

@@ -52,6 +52,16 @@ def one_shard(action: Callable[[Path], object]) -> Callable[[Path], None]:
     return lambda directory: action(sorted(directory.glob("*.safetensors"))[2]) and None
 
 
+def header_bytes(old: bytes, new: bytes) -> Callable[[Path], None]:
+    """Return a change of the headers of all files, which stay as long as they are."""
+
+    def run(directory: Path) -> None:
+        for path in directory.glob("*.safetensors"):
+            path.write_bytes(path.read_bytes().replace(old, new))
+
+    return run
+
+
 def replace_text(name: str, text: str) -> Callable[[Path], object]:
     return lambda directory: (directory / name).write_text(text)
 
@@ -164,6 +174,11 @@ BAD: dict[str, tuple[Callable[[Path], object], type[Fp8CoreError], str]] = {
         scale(torch.ones(2, 2, dtype=torch.int32)),
         UnsupportedError,
         "scales in torch.int32",
+    ),
+    "scales of a dtype without a name in torch": (
+        header_bytes(b'"F32"', b'"F4X"'),
+        OperandError,
+        "damaged or cut off",
     ),
     "codes of another shape": (
         edit(lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT][:-1].clone()})),

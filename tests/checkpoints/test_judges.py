@@ -16,7 +16,7 @@ from fp8core.checkpoints import load_pretrained, save_pretrained
 from fp8core.errors import RecipeError
 from tests.checkpoints.models import RECIPES, codes_of, spread, write
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.23")
 NEEDS = {"fp8": "accelerate", "compressed-tensors": "compressed_tensors"}
 # Of a value, relative, between two roundings to bfloat16: one unit in the last place.
 ONE_ROUNDING = 2.0**-7
