@@ -18,7 +18,7 @@ started when dgrad has computed it, and runs beside wgrad.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +32,7 @@ from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.communicator import Communicator, Started, named
 from fp8core.errors import OperandError
 from fp8core.tensors.quantizer import HighPrecision, Orientations
+from fp8core.torch_ops.private import is_traced
 
 __all__ = ["AllReduceShape", "GatherShape", "MovingLink", "ReplicateShape", "ScatterShape"]
 
@@ -51,7 +52,8 @@ class _MovingShape(LinkShape):
     def bind(self, context: BindContext) -> MovingLink:
         """Return the link."""
         reason = over_ranks(context.owner)
-        return MovingLink(named(self.group), type(self).program, context.dtype, reason)
+        kind, device = type(self).program, context.binding.device
+        return MovingLink(named(self.group), kind, context.dtype, device, reason)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +63,10 @@ class MovingLink(LinkDefaults):
     communicator: Communicator
     kind: Callable[..., Program]
     dtype: torch.dtype
+    device: torch.device
     reason: OnlyOnce
+    # The numbers of rows for which the ranks have compared theirs.
+    _agreed: set[int] = field(default_factory=set)
 
     @property
     def only_once(self) -> OnlyOnce:
@@ -69,7 +74,16 @@ class MovingLink(LinkDefaults):
         return self.reason
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
-        """Return the program."""
+        """Return the program; before the first one for so many rows, the ranks compare theirs.
+
+        Raises:
+            OperandError: ranks have different numbers of rows; raised on every rank.
+        """
+        if type(rows) is int and rows not in self._agreed and self.device.type != "meta":
+            if not (torch.compiler.is_compiling() or is_traced()):
+                subject = f"the rows of {self.reason.owner}"
+                self.communicator.agree(f"{rows} rows", subject, self.device)
+            self._agreed.add(rows)
         return self.kind(self, needs_grad)
 
 

@@ -16,6 +16,9 @@ from fp8core.torch_ops.shapes import is_captured
 
 __all__ = ["Communicator", "Finish"]
 
+_AGREEMENT = b"fp8?"
+"""The first bytes of what ranks compare, which tell it from what other collectives send."""
+
 Finish = Callable[[], object]
 """Blocks until a collective has written its result."""
 
@@ -36,6 +39,8 @@ class Communicator(ABC):
         self.rank = rank
         self.group_name = group_name
         self.traffic = Traffic()
+        # What the ranks have compared and need not compare again.
+        self.agreed: set[str] = set()
 
     def gather(self, x: torch.Tensor, purpose: str = "") -> Started:
         """Start to concatenate the ``x`` of all ranks along dimension 0, in the order of ranks."""
@@ -115,15 +120,23 @@ class Communicator(ABC):
 
         Raises:
             OperandError: the texts differ; raised on every rank, and names the ranks and texts.
+            CollectiveError: another rank does not compare anything now.
         """
         if self.size == 1:
             return
         encoded = text.encode()
-        header = [*hashlib.sha256(encoded).digest()[:24], *len(encoded).to_bytes(8, "big")]
+        digest = hashlib.sha256(encoded).digest()[:20]
+        header = [*_AGREEMENT, *digest, *len(encoded).to_bytes(8, "big")]
         mine = torch.tensor([header], dtype=torch.uint8, device=device)
         headers = self.gather(mine, "agreement").wait().tolist()
         if all(other == header for other in headers):
             return
+        if any(bytes(other[:4]) != _AGREEMENT for other in headers):
+            raise CollectiveError(
+                f"rank {self.rank} of group {self.group_name!r} compares {subject} with the other "
+                f"ranks, and another rank calls some other collective. All ranks have to run the "
+                f"same layers in the same order, on inputs with the same numbers of rows."
+            )
         longest = max(int.from_bytes(bytes(other[24:]), "big") for other in headers)
         padded = encoded.ljust(longest, b"\0")
         mine = torch.tensor([list(padded)], dtype=torch.uint8, device=device)
@@ -222,5 +235,6 @@ def _difference(subject: str, group_name: str, texts: Sequence[str]) -> str:
     )
     return (
         f"the ranks of group {group_name!r} differ in {subject}. " + "; ".join(parts) + ". Every "
-        "rank of the group has to run the same layers by the same recipe, in the same order."
+        "rank of the group has to run the same layers by the same recipe, in the same order, on "
+        "inputs with the same numbers of rows."
     )

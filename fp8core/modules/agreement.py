@@ -12,10 +12,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from fp8core.chain.shape import LinkShape
 from fp8core.communicator import Communicator, named
 from fp8core.errors import Fp8CoreError
-from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole, Plan
@@ -31,19 +32,26 @@ def communicators_of(shapes: Sequence[LinkShape]) -> list[Communicator]:
 
 
 def agree(
-    layer: LowPrecisionModule,
+    label: str,
+    role: LayerRole,
+    plan_type: type[Plan],
     recipe: Recipe | None,
     binding: Binding,
     shapes: Sequence[LinkShape],
+    *,
+    scales: Sequence[torch.Tensor | None] = (),
+    once: bool = False,
 ) -> None:
-    """Compare ``layer``, about to be bound to ``recipe``, with that of the other ranks.
+    """Compare a layer, about to be bound to ``recipe``, with that of the other ranks.
+
+    ``scales`` are its delayed ones. With ``once`` equal layers are compared for the first of them
+    alone: so are those of graphs, which torch may capture again on one rank and not on another.
 
     Raises:
         OperandError: they differ; raised on every rank.
     """
-    role = LayerRole(layer.kind, layer.name)
     try:
-        plan = _plan_text(plan_of(layer.plan_type, recipe, role, binding.activation_dtype))
+        plan = _plan_text(plan_of(plan_type, recipe, role, binding.activation_dtype))
     except Fp8CoreError as error:  # the other ranks wait for an answer
         plan = f"none, {type(error).__name__}: {error}"
     parts = {
@@ -51,11 +59,13 @@ def agree(
         "dtype": str(binding.activation_dtype),
         "recipe": plan,
         "calibrates": "yes" if binding.is_observing else "",
-        "delayed scales": _scales_text(layer),
+        "delayed scales": _scales_text(scales),
     }
     text = ". ".join(f"{name}: {value}" for name, value in parts.items() if value)
     for communicator in communicators_of(shapes):
-        communicator.agree(text, f"the layer {layer.label}", binding.device)
+        if not once or text not in communicator.agreed:
+            communicator.agree(text, f"the layer {label}", binding.device)
+            communicator.agreed.add(text)
 
 
 def _description(shape: LinkShape) -> str:
@@ -83,6 +93,5 @@ def _plan_text(plan: Plan) -> str:
     return f"{'; '.join(words) or 'high precision'} (plan {rest})"
 
 
-def _scales_text(layer: LowPrecisionModule) -> str:
-    scales = [layer._buffers.get(name) for name in ("scale_fwd", "scale_bwd")]
+def _scales_text(scales: Sequence[torch.Tensor | None]) -> str:
     return "; ".join(str(one.tolist()) for one in scales if one is not None and not one.is_meta)

@@ -83,7 +83,15 @@ def bind(
     else:
         chosen = shapes or _shapes(layer, offsets_on_device)
         if key not in layer._bindings.table and any(shape.moved_over for shape in chosen):
-            agree(layer, recipe, Binding(device, dtype, is_observing), chosen)
+            agree(
+                layer.label,
+                LayerRole(layer.kind, layer.name),
+                layer.plan_type,
+                recipe,
+                Binding(device, dtype, is_observing),
+                chosen,
+                scales=[layer._buffers.get(name) for name in ("scale_fwd", "scale_bwd")],
+            )
         with bind_lock:
             known: Bound | None = layer._bindings.table.get(key)
             binding = Binding(device, dtype, is_observing)

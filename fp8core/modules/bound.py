@@ -24,6 +24,7 @@ from fp8core.errors import (
     UnsupportedError,
     did_you_mean,
 )
+from fp8core.modules.agreement import agree
 from fp8core.recipe import PerLayer, Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import HIGH_PRECISION, LayerRole, LinearPlan, Plan
@@ -240,6 +241,10 @@ def bind_captured(
         if binding.device.type != "meta":
             with without_modes():  # neither traced, nor recorded in a CUDA graph of torch's
                 counter_of(binding.device)
+        if binding.device.type != "meta":
+            with without_modes():
+                role = LayerRole(kind, name)
+                agree(label, role, shapes[0].plan_type, recipe, binding, shapes, once=True)
         with table.capturing():
             links = bind_chain(shapes, BindContext.of(plan, binding, label))
     except Fp8CoreError as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 import fp8core
 from fp8core import autocast, recipe
 from fp8core.communicator import Communicator, of_group
-from fp8core.testing.in_process import run_in_threads
+from fp8core.testing.in_process import communicators, run_in_threads
 from tests.ranks import run_ranks
 
 HIDDEN, FFN, ROWS = 256, 512, 256
@@ -224,6 +226,7 @@ def refusals(communicator: Communicator) -> dict[str, str]:
     row = new_linear(HIDDEN, FFN, **{**spread, "parallel_mode": "row"})
     in_row = torch.zeros(33, HIDDEN // 2, dtype=torch.bfloat16)
     try_("rows", lambda: row(in_row))
+    try_("rows of one rank", lambda: call(new_linear(HIDDEN, FFN, **spread), None, 32 + 32 * rank))
     try_("features", lambda: new_linear(HIDDEN, FFN + 1, **spread))
     late = new_linear(HIDDEN, FFN, tp_size=2, sequence_parallel=True, parallel_mode="column")
     try_("no group", lambda: call(late, None))
@@ -345,6 +348,7 @@ def told(ranks: list[dict[str, Any]], case: str) -> list[str]:
         ("layers", "out_features=256"),
         ("delayed scales", "delayed scales: [1.0"),
         ("rows", "do not divide 33 rows"),
+        ("rows of one rank", "differ in the rows of Linear(256, 256). rank 0: 32 rows; rank 1: 64"),
         ("features", "Linear(out_features=513): the 2 ranks of its group do not divide it"),
         ("no group", "call set_tensor_parallel_group before its first forward"),
         ("size of the group", "the group has 2 ranks, but the layer was made for tp_size=3"),
@@ -356,6 +360,57 @@ def test_what_does_not_fit_is_told_to_every_rank(
     ranks: list[dict[str, Any]], case: str, message: str
 ) -> None:
     assert [message in one for one in told(ranks, case)] == [True, True], told(ranks, case)
+
+
+class Tracker:
+    """As Megatron's: notes under which name a fork is open."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        self.open.append(name)
+        yield
+        self.open.pop()
+
+
+def test_weights_are_filled_within_the_tracker_s_fork() -> None:
+    tracker, seen = Tracker(), []
+
+    def init(weight: torch.Tensor) -> None:
+        seen.append((tuple(weight.shape), list(tracker.open)))
+        torch.nn.init.ones_(weight)
+
+    given = {"get_rng_state_tracker": lambda: tracker, "init_method": init}
+    new_linear(8, 4, tp_size=2, parallel_mode="column", rng_tracker_name="expert", **given)
+    new_mlp(8, tp_size=2, set_parallel_mode=True, output_layer_init_method=init, **given)
+    forked = ["model-parallel-rng"]
+    assert seen == [
+        ((2, 8), ["expert"]),
+        ((4, HIDDEN), forked),
+        ((HIDDEN, 4), forked),
+    ]
+
+
+def test_parameters_carry_the_attributes_that_megatron_reads() -> None:
+    mlp = new_mlp(8, bias=True, tp_size=2, sequence_parallel=True, set_parallel_mode=True)
+    split = {
+        name: one.partition_dim
+        for name, one in mlp.named_parameters()
+        if getattr(one, "tensor_model_parallel", False)
+    }
+    assert split == {"fc1_weight": 0, "fc1_bias": 0, "fc2_weight": 1}
+    summed = [n for n, one in mlp.named_parameters() if getattr(one, "sequence_parallel", False)]
+    assert summed == ["layer_norm_weight", "fc2_bias"]
+
+
+def test_a_copy_of_a_layer_keeps_its_group() -> None:
+    ranks = communicators(2)
+    layer = new_linear(8, 4, tp_group=ranks[1], parallel_mode="row")
+    again = copy.deepcopy(layer)
+    assert again.tp_group is ranks[1]
+    assert (again.tp_size, again.parallel_mode, again.sequence_parallel) == (2, "row", False)
 
 
 def test_a_layer_works_after_a_refusal(ranks: list[dict[str, Any]]) -> None:

@@ -261,6 +261,11 @@ def over_gloo(rank: int) -> dict[str, Any]:
         graph = partial(torch.compile(within, fullgraph=True, backend="aot_eager"), chosen, mlp)
         compiled = step(graph, mlp, rank)
         returned["compiled"][name] = same(eager, compiled)
+    graph = torch.compile(within, fullgraph=True, backend="aot_eager")
+    chosen = [recipe.Float8BlockScaling(), recipe.MXFP8BlockScaling()][rank]
+    with pytest.raises(fp8core.OperandError) as caught:
+        graph(chosen, new_mlp(communicator), values(128, HIDDEN, seed=1))
+    returned["differing graphs"] = str(caught.value)
     dist.barrier()
     return returned
 
@@ -304,3 +309,8 @@ def test_operations_are_the_links_of_parallel_layers(ranks: list[dict[str, Any]]
 
 def test_one_graph_holds_a_parallel_layer(ranks: list[dict[str, Any]]) -> None:
     assert [one["compiled"] for one in ranks] == [{"current": True}] * 2
+
+
+def test_graphs_of_different_recipes_are_told_to_every_rank(ranks: list[dict[str, Any]]) -> None:
+    for one in ranks:
+        assert "differ in the layer LayerNormMLP" in one["differing graphs"]
