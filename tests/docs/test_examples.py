@@ -50,6 +50,21 @@ def test_decoder_generates_tokens(name: str, tmp_path: Path) -> None:
     assert all(0 <= token < 256 for row in rows for token in row)
 
 
+def test_sharded_gpt_learns_and_is_saved(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    settings = ["--steps", "6", "--hidden", "64", "--checkpoint", "saved"]
+    done = forked.run(
+        [*command, str(DOCS / "examples" / "sharded.py"), *settings],
+        cwd=tmp_path,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    assert losses[0] > 5.0
+    assert losses[-1] < 0.9 * losses[0]
+    assert (tmp_path / "saved" / ".metadata").exists()
+
+
 @pytest.mark.parametrize("example", sorted((DOCS / "examples").glob("*.py")), ids=lambda p: p.stem)
 def test_example_is_short(example: Path) -> None:
     assert len(example.read_text(encoding="utf-8").splitlines()) < 80
