@@ -47,7 +47,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "ops.register_backward_fusion",
         "ops.register_forward_fusion",
     ),
-    "use torch.export.export on an inference model": ("onnx_export",),
+    "use fp8core.export.to_onnx on an inference model": ("onnx_export",),
 }
 NOT_OFFERED: Mapping[str, str] = {
     name: instead for instead, names in _GROUPS.items() for name in names
@@ -63,7 +63,7 @@ def refusal(name: str) -> str | None:
     """Return the message that fp8core has no ``name``, with the alternative; None for other names.
 
     >>> refusal("onnx_export")
-    'fp8core offers no onnx_export: use torch.export.export on an inference model.'
+    'fp8core offers no onnx_export: use fp8core.export.to_onnx on an inference model.'
     """
     instead = NOT_OFFERED.get(name)
     return None if instead is None else f"fp8core offers no {name}: {instead}."

@@ -36,8 +36,8 @@ FLOORS = (
         *("optimizers", "permutation", "quantizers", "router"),
     ),
     (
-        *("checkpoints", "commands", "conversion", "huggingface", "inspect", "lightning"),
-        *("megatron", "monitoring", "torchtitan"),
+        *("checkpoints", "commands", "conversion", "export", "huggingface", "inspect"),
+        *("lightning", "megatron", "monitoring", "torchtitan"),
     ),
     ("__init__", "__main__", "compat", "demo", "doctor", "hookspecs", "plan", "testing"),
 )

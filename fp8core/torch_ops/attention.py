@@ -1,7 +1,7 @@
 """Attention as operators of torch: all tensors of a call in one list, in the order of the contract.
 
 None stands for a keyword that the call does not have. ``sizes`` are ``max_seqlen_q`` and
-``max_seqlen_kv``, or empty.
+``max_seqlen_kv``, or None: a package of AOTInductor cannot pass an empty list of numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Tensors = Sequence[torch.Tensor | None]
 
 def flat_call(
     *inputs: torch.Tensor | Operand | None, **keywords: Any
-) -> tuple[list[torch.Tensor | None], list[int]]:
+) -> tuple[list[torch.Tensor | None], list[int] | None]:
     """Return the tensors and the sizes of a call, as the operators take them.
 
     The tensors are the inputs, the codes of those that are quantized; the keywords; the record of
@@ -40,7 +40,7 @@ def flat_call(
     tensors += [keywords.get(name) for name in _KEYWORDS]
     tensors.append(_record_of(keywords))
     tensors += [one.scale_inv for one in inputs if isinstance(one, Operand)]
-    return tensors, [keywords[name] for name in _SIZES if name in keywords]
+    return tensors, [keywords[name] for name in _SIZES if name in keywords] or None
 
 
 def _record_of(keywords: dict[str, Any]) -> torch.Tensor | None:
@@ -57,7 +57,7 @@ class _Given(NamedTuple):
 
 
 def _given(
-    tensors: Tensors, sizes: Sequence[int], specs: Sequence[OperandSpec | None], record: str
+    tensors: Tensors, sizes: Sequence[int] | None, specs: Sequence[OperandSpec | None], record: str
 ) -> _Given:
     """Return the arguments of a call; ``specs`` are those of its inputs, ``record`` the name of
     the keyword of an amax."""
@@ -70,7 +70,7 @@ def _given(
             inputs[at] = Operand(inputs[at], next(scales))
     named = zip(_KEYWORDS, tensors[count:end], strict=True)
     keywords: dict[str, Any] = {name: one for name, one in named if one is not None}
-    keywords |= dict(zip(_SIZES, sizes, strict=False))
+    keywords |= dict(zip(_SIZES, sizes or (), strict=False))
     amax = tensors[end]
     new = None if amax is None else amax.clone()
     if new is not None:
@@ -117,10 +117,10 @@ def _device(tensors: Tensors) -> torch.device:
 
 
 @define(
-    "(str operation, Tensor?[] tensors, SymInt[] sizes) -> Tensor[]",
+    "(str operation, Tensor?[] tensors, SymInt[]? sizes) -> Tensor[]",
     lambda text, tensors, sizes: empty(_shapes(text, tensors), _device(tensors)),
 )
-def _attention(text: str, tensors: Tensors, sizes: Sequence[int]) -> list[torch.Tensor]:
+def _attention(text: str, tensors: Tensors, sizes: Sequence[int] | None) -> list[torch.Tensor]:
     desc: Any = decode(text).desc
     given = _given(tensors, sizes, (desc.qkv,) * 3, "s_amax_out")
     results = bound(text, _device(tensors))(*given.inputs, **given.keywords)
@@ -141,10 +141,12 @@ def _backward_shapes(text: str, tensors: Tensors) -> list[ResultShape]:
 
 
 @define(
-    "(str operation, Tensor?[] tensors, SymInt[] sizes) -> Tensor[]",
+    "(str operation, Tensor?[] tensors, SymInt[]? sizes) -> Tensor[]",
     lambda text, tensors, sizes: empty(_backward_shapes(text, tensors), _device(tensors)),
 )
-def _attention_backward(text: str, tensors: Tensors, sizes: Sequence[int]) -> list[torch.Tensor]:
+def _attention_backward(
+    text: str, tensors: Tensors, sizes: Sequence[int] | None
+) -> list[torch.Tensor]:
     desc: Any = decode(text).desc
     specs = (desc.grad_output, *(desc.attention.qkv,) * 3, None, None)
     given = _given(tensors, sizes, specs, "dp_amax_out")

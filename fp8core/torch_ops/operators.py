@@ -32,6 +32,7 @@ __all__ = [
     "empty",
     "flat",
     "given",
+    "implementation",
     "refuse",
     "set_binder",
     "settle_all",
@@ -43,6 +44,7 @@ Tensors = Sequence[torch.Tensor]
 _MUTATED = re.compile(r"!\)\S* (\w+)")
 
 _binder: list[Binder] = []
+_implementations: dict[str, Callable[..., Any]] = {}
 
 
 def set_binder(binder: Binder) -> None:
@@ -62,8 +64,10 @@ def define(
     """Register the decorated function as the operator of its name."""
 
     def register(run: Callable[..., Any]) -> Any:
+        name = run.__name__.strip("_")
+        _implementations[name] = run
         result = torch.library.custom_op(
-            f"fp8core::{run.__name__.strip('_')}",
+            f"fp8core::{name}",
             run,
             mutates_args=_MUTATED.findall(schema),
             schema=schema,
@@ -75,6 +79,11 @@ def define(
     return register
 
 
+def implementation(name: str) -> Callable[..., Any]:
+    """Return what the operator ``name`` runs, for a graph to hold what it does instead of it."""
+    return _implementations[name]
+
+
 def empty(results: Sequence[ResultShape], device: torch.device) -> list[torch.Tensor]:
     """Return unfilled tensors of these shapes, the results of a fake kernel."""
     return [shape.empty(device) for shape in results]
@@ -84,15 +93,16 @@ def settle_all(
     results: Sequence[torch.Tensor | None], wanted: Sequence[ResultShape]
 ) -> list[torch.Tensor]:
     """Return the results that are not None in their shapes, none of them in the memory of another:
-    the scale that two orientations share is copied."""
+    the scale that two orientations share is copied. Tensors that torch traces with have none."""
     settled: list[torch.Tensor] = []
     taken: set[int] = set()
     present = [tensor for tensor in results if tensor is not None]
     for tensor, shape in zip(present, wanted, strict=True):
         result = settle(tensor, shape)
-        if result.numel() and result.untyped_storage().data_ptr() in taken:
-            result = result.clone()
-        taken.add(result.untyped_storage().data_ptr())
+        if not shapes.is_captured(result):
+            if result.numel() and result.untyped_storage().data_ptr() in taken:
+                result = result.clone()
+            taken.add(result.untyped_storage().data_ptr())
         settled.append(result)
     return settled
 

@@ -1,0 +1,152 @@
+"""Codes and scales of an ONNX file, run by onnxruntime, against those of the reference backend."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import fp8core as te
+from fp8core import formats
+from fp8core.backend_api import OperandSpec, Quantized, QuantizeDesc
+from fp8core.export import operands
+from fp8core.torch_ops.encoding import Operation, encode
+from fp8core.torch_ops.operators import bound
+
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+# torch's own, about the containers that it copies.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
+]
+
+SPECS = {
+    "tensorwise": OperandSpec("e4m3", (0, 0), 448.0),
+    "e5m2": OperandSpec("e5m2", (0, 0), 57344.0),
+    "power_of_two": OperandSpec("e4m3", (0, 0), 448.0, power_of_two=True, amax_epsilon=1e-4),
+    "rowwise": OperandSpec("e4m3", (1, 0), 448.0),
+    "rowwise_power_of_two": OperandSpec("e5m2", (1, 0), 57344.0, power_of_two=True),
+    "block": OperandSpec("e4m3", (1, 128), 448.0, power_of_two=True),
+    "block_of_any_scale": OperandSpec("e4m3", (1, 16), 448.0),
+    "square": OperandSpec("e4m3", (16, 16), 448.0, power_of_two=True),
+    "square_of_any_scale": OperandSpec("e5m2", (16, 16), 57344.0),
+    "mxfp8": OperandSpec("e4m3", (1, 32), 448.0, scale_format="e8m0"),
+    "mxfp8_e5m2": OperandSpec("e5m2", (1, 32), 57344.0, scale_format="e8m0"),
+    "nvfp4": OperandSpec("e2m1", (1, 16), 6.0, scale_format="e4m3"),
+    "nvfp4_square": OperandSpec("e2m1", (16, 16), 6.0, scale_format="e4m3"),
+    "nvfp4_row": OperandSpec("e2m1", (1, 16), 6.0, scale_format="e4m3", row_scaled=True),
+}
+ROWS, K = 40, 72  # neither is a multiple of 16 or more
+
+
+def normal() -> torch.Tensor:
+    return torch.randn(ROWS, K, generator=torch.Generator().manual_seed(0))
+
+
+def decades() -> torch.Tensor:
+    """Rows from 2^-144 to 2^123, subnormal numbers among them, and a row of zeros."""
+    x = normal() * 2.0 ** torch.linspace(-144, 123, ROWS)[:, None].round()
+    x[7] = 0
+    return x
+
+
+def ties() -> torch.Tensor:
+    """Multiples of 2^-6 up to the largest value: many lie between two codes."""
+    x = torch.arange(ROWS * K).reshape(ROWS, K).remainder(449) / 64
+    x[:, ::32] = 448
+    return torch.where(torch.arange(K) % 2 == 0, x, -x)
+
+
+def special() -> torch.Tensor:
+    x = normal()
+    x[3, 5], x[4, 40], x[20, 70], x[30, 0] = torch.nan, torch.inf, -torch.inf, -0.0
+    x[9] = torch.nan
+    return x
+
+
+INPUTS = {one.__name__: one for one in (normal, decades, ties, special)}
+
+
+class Casts(torch.nn.Module):
+    """Every cast of one input: its values, its scales and the values that they stand for."""
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        results = []
+        for spec in SPECS.values():
+            values, *scales = operands.cast(spec, x)
+            results += [values.to(torch.float32), *scales]
+            results.append(operands.dequantized(spec, [values, *scales]))
+        return results
+
+
+@functools.cache
+def session() -> Any:
+    program = torch.export.export(Casts(), (normal(),))
+    made = torch.onnx.export(program, dynamo=True, opset_version=21, verbose=False)
+    assert made is not None
+    return onnxruntime.InferenceSession(made.model_proto.SerializeToString())
+
+
+@functools.cache
+def ran(name: str) -> list[torch.Tensor]:
+    one = session()
+    arguments = {one.get_inputs()[0].name: INPUTS[name]().numpy()}
+    return [torch.from_numpy(result) for result in one.run(None, arguments)]
+
+
+class Result(NamedTuple):
+    """One operand: values without their scale, the scales, and the values that they stand for."""
+
+    values: torch.Tensor
+    scales: list[torch.Tensor]
+    dequantized: torch.Tensor
+
+
+def result_of(kind: str, results: Sequence[torch.Tensor]) -> Result:
+    at = 0
+    for name, spec in SPECS.items():
+        count = 4 if spec.scale_format == "e4m3" else 3
+        if name == kind:
+            values, *scales, dequantized = results[at : at + count]
+            return Result(values, scales, dequantized)
+        at += count
+    raise KeyError(kind)
+
+
+def expected(spec: OperandSpec, x: torch.Tensor) -> Result:
+    desc = QuantizeDesc(x.dtype, spec, None)
+    run = bound(encode(Operation("reference", desc)), x.device)
+    quantized: Quantized = run(x)
+    assert quantized.rowwise is not None
+    parts = [one for one in quantized.rowwise if one is not None]
+    values, *scales = operands.stored(spec, parts)
+    wanted = te.backend_api.DequantizeDesc(spec, torch.float32)
+    decode = bound(encode(Operation("reference", wanted)), x.device)
+    return Result(values.to(torch.float32), scales, decode(quantized.rowwise))
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("given", INPUTS)
+@pytest.mark.parametrize("kind", SPECS)
+def test_codes_and_scales_equal_the_reference_backends(kind: str, given: str) -> None:
+    want, result = expected(SPECS[kind], INPUTS[given]()), result_of(kind, ran(given))
+    assert all(same(one, other) for one, other in zip(result.scales, want.scales, strict=True))
+    assert same(result.values, want.values)
+    assert same(result.dequantized, want.dequantized)
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_stored_operands_have_the_values_of_their_codes(kind: str) -> None:
+    spec = SPECS[kind]
+    want = expected(spec, normal())
+    width = formats.by_name(spec.format).bits
+    assert want.values.shape == (ROWS, K)
+    assert want.values.unique().numel() <= 2**width
