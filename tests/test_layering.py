@@ -51,6 +51,8 @@ ENTRY_POINTS_KNOW = {"fp8core.recipe"}
 # Optional third-party packages: the only imports that a function below the top floor may hold.
 OPTIONAL = {"cudnn", "matplotlib", "pytest", "rich", "torch.utils.tensorboard", "torch_npu"}
 OPTIONAL |= {"safetensors", "safetensors.torch"}
+# torch's own, which takes a second to import and is loaded where there is a sharded tensor.
+OPTIONAL |= {"torch.distributed.tensor"}
 VAGUE_NAMES = {"common", "helper", "helpers", "manager", "managers", "types", "util", "utils"}
 
 # Where private names of torch are written: those of fp8core in one file, a backend's in its own.

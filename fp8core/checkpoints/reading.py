@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,6 +69,9 @@ def load_pretrained(
     that the model holds in one parameter of three dimensions are read from such a tensor, or from
     one for each expert under the names that transformers 5 merges.
 
+    Parameters that are sharded over processes, as FSDP2 has them, take their rank's share: every
+    rank reads the files, one tensor after the other, and calls no collective.
+
     Args:
         directory: with an index, or with one file.
         model: has the file's names in its ``state_dict``; parameters on meta get memory on the CPU.
@@ -78,7 +81,7 @@ def load_pretrained(
         OperandError: files, or tensors that the model or the file needs, are missing or too many;
             files are damaged; shapes, scales or blocks do not fit the model or the config.
         UnsupportedError: a quantization method that is not read; with ``native``, codes that no
-            recipe multiplies; a parameter is sharded.
+            recipe multiplies, or a sharded parameter.
     """
     if not isinstance(model, torch.nn.Module):
         raise OperandError(f"load_pretrained(model={model!r}): expected a torch.nn.Module.")
@@ -107,8 +110,11 @@ def _targets(model: torch.nn.Module) -> dict[str, _Target]:
             is_delayed = isinstance(module, DelayedModule) and name in BUFFERS
             if value is None or is_delayed or full not in names:
                 continue
-            if hasattr(value, "device_mesh"):
-                raise UnsupportedError(f"{full!r} is sharded over processes; load before sharding.")
+            if _is_sharded(value) and value.is_meta:
+                raise UnsupportedError(
+                    f"{full!r} is sharded and on meta. Give the model memory first, by "
+                    f"model.to_empty(device=...)."
+                )
             shared = holders.setdefault(id(value), [])
             if (module, name) not in shared:
                 shared.append((module, name))
@@ -145,7 +151,8 @@ class _Plan:
         self._joined = self._join()
         self._recipe = _common_recipe(self._weights.values())
         self._native = self._keeping() if native else set()
-        self._codes: dict[str, torch.Tensor] = {}
+        # Tensors whose pieces are being read, and how many are left.
+        self._gathered: dict[str, tuple[torch.Tensor, int]] = {}
 
     def _read_scales(self) -> dict[str, StoredWeight]:
         """Return the quantized weights with their scales, each checked."""
@@ -197,9 +204,12 @@ class _Plan:
         for name, weight in self._joined.items():
             target = self._targets[name].value
             fault = weight if isinstance(weight, str) else weight.native_fault(target.dtype)
+            if _is_sharded(target):
+                fault = "it is sharded over processes"
             if fault is not None:
                 faults[name] = fault
-        flat = [name for name in faults if self._targets[name].value.dim() == 2]
+        values = {name: self._targets[name].value for name in faults}
+        flat = [name for name, one in values.items() if one.dim() == 2 or _is_sharded(one)]
         if flat:
             raise UnsupportedError(
                 f"native=True cannot keep the codes of {some(flat)}: {faults[flat[0]]}. "
@@ -236,24 +246,35 @@ class _Plan:
         for key, value in self._checkpoint.read({**by_file, **plain}):
             piece = self._pieces[by_file.get(key, key)]
             target, weight = self._targets[piece.target], self._weights.get(piece.name)
+            part = value
             if piece.target in self._native:
-                self._keep(piece, value)
+                part = value.view(torch.uint8)
+            elif weight is not None:
+                part = weight.values(value, target.value.dtype)
+            whole = self._gather(piece, part)
+            if whole is None:
+                continue
+            if piece.target in self._native:
+                self._put_codes(piece.target, whole)
             else:
-                dtype = target.value.dtype
-                _fill(target, value if weight is None else weight.values(value, dtype), piece)
-        for name, codes in self._codes.items():
-            self._put_codes(name, codes)
+                _fill(target, whole)
 
-    def _keep(self, piece: Piece, codes: torch.Tensor) -> None:
-        """Keep the codes of ``piece``, of experts until all of them are there."""
+    def _gather(self, piece: Piece, value: torch.Tensor) -> torch.Tensor | None:
+        """Return the whole tensor that ``piece`` completes; None while pieces of it are missing."""
         if piece.place is None:
-            self._put_codes(piece.target, codes)
-            return
+            return value
+        name = piece.target
         expert, start, rows = piece.place
-        shape = self._targets[piece.target].value.shape
-        if piece.target not in self._codes:
-            self._codes[piece.target] = torch.empty(shape, dtype=torch.uint8, device="cpu")
-        self._codes[piece.target][expert, start : start + rows] = codes.view(torch.uint8)
+        if name not in self._gathered:
+            count = sum(one.target == name for one in self._pieces.values())
+            shape = self._targets[name].value.shape
+            self._gathered[name] = torch.empty(shape, dtype=value.dtype, device="cpu"), count
+        whole, left = self._gathered.pop(name)
+        whole[expert, start : start + rows] = value
+        if left == 1:
+            return whole
+        self._gathered[name] = whole, left - 1
+        return None
 
     def _put_codes(self, name: str, codes: torch.Tensor) -> None:
         target, weight = self._targets[name], self._joined[name]
@@ -311,29 +332,26 @@ def _common_recipe(weights: Iterable[StoredWeight]) -> Recipe | None:
     return recipes[0] if len(recipes) == 1 else None
 
 
-def _fill(target: _Target, value: torch.Tensor, piece: Piece) -> None:
-    """Write ``value`` into the target, or its rows of one expert; one on meta gets memory."""
-    held = _held(target)
-    if held.is_meta and piece.place is None:
+def _fill(target: _Target, value: torch.Tensor) -> None:
+    """Write ``value`` into the target; one on meta is replaced."""
+    held = target.value
+    if held.is_meta:
         _replace(target, value.to(held.dtype))
         return
-    if held.is_meta:
-        _replace(target, torch.empty(held.shape, dtype=held.dtype, device="cpu"))
-        held = _held(target)
     with torch.no_grad():
-        if piece.place is not None:
-            expert, start, rows = piece.place
-            held = held[expert, start : start + rows]
-        held.copy_(value)
+        held.copy_(_share(value, held) if _is_sharded(held) else value)
 
 
-def _held(target: _Target) -> torch.Tensor:
-    """Return the tensor that the model holds now."""
-    module, name = target.holders[0]
-    parameters: dict[str, torch.Tensor | None] = {**module._parameters}
-    value = parameters.get(name, module._buffers.get(name))
-    assert value is not None
-    return value
+def _is_sharded(value: torch.Tensor) -> bool:
+    return hasattr(value, "device_mesh")  # a DTensor, whose class takes a second to import
+
+
+def _share(value: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return ``value``, which every rank has, spread as the DTensor ``like``: no collective."""
+    from torch.distributed.tensor import distribute_tensor
+
+    local = value.to(like.device_mesh.device_type)
+    return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _replace(target: _Target, value: torch.Tensor) -> None:

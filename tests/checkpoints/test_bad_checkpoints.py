@@ -297,9 +297,10 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
 
 def test_a_sharded_parameter_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = model()
-    monkeypatch.setattr(net.embed.weight, "device_mesh", object(), raising=False)
-    with pytest.raises(UnsupportedError, match="sharded"):
-        load_pretrained(saved, net)
+    for name in ("embed.weight", WEIGHT):
+        monkeypatch.setattr(net.get_parameter(name), "device_mesh", object(), raising=False)
+    with pytest.raises(UnsupportedError, match="it is sharded over processes"):
+        load_pretrained(saved, net, native=True)
     with pytest.raises(UnsupportedError, match="sharded"):
         save_pretrained(net, saved / "new", "block")
 
