@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fp8core.chain.routes import Routes
 from fp8core.tensors.quantizer import Groups
 from fp8core.tensors.weights import Keeping
 
@@ -37,7 +38,7 @@ class Call(NamedTuple):
     that takes them says, as :class:`fp8core.chain.attention.AttentionTensors` does; nothing in them
     is differentiated. ``delayed_wgrads`` takes the weight gradients that are not computed in
     backward. ``output [rows, n]`` and ``grad_input [rows, k]`` are memory for the results of a lone
-    linear.
+    linear. ``routes`` says where rows go whose experts are on several ranks.
     """
 
     groups: Groups = ()
@@ -51,6 +52,7 @@ class Call(NamedTuple):
     delayed_wgrads: DelayedWgrads | None = None
     output: torch.Tensor | None = None
     grad_input: torch.Tensor | None = None
+    routes: Routes | None = None
 
     @property
     def has_device_groups(self) -> bool:

@@ -20,7 +20,7 @@ from fp8core.chain.protocol import (
     SavedList,
     Wrapper,
 )
-from fp8core.chain.request import QuantizeRequest
+from fp8core.chain.request import QuantizeRequest, Travel
 from fp8core.tensors.quantizer import Orientations
 from fp8core.tensors.weights import Keeping, WeightWrapper
 
@@ -60,10 +60,11 @@ class Grouped(Wrapper):
     """Around a program that takes ``(weights, biases)``: its parameters are in one flat sequence.
 
     ``needs_grad`` is for those; ``num_weights`` is how many groups there are, and ``rows`` how many
-    rows all of them have.
+    rows all of them have. ``travels`` say how the operands of the input and of the gradient of the
+    output come from several ranks, None where tensors do.
     """
 
-    __slots__ = ("_bias_dtype", "_call", "_needs_grad", "_num_weights", "_rows")
+    __slots__ = ("_bias_dtype", "_call", "_grad_arrives", "_needs_grad", "_num_weights", "_rows")
 
     def __init__(
         self,
@@ -74,9 +75,13 @@ class Grouped(Wrapper):
         rows: int,
         num_weights: int,
         bias_dtype: torch.dtype | None,
+        travels: tuple[Travel | None, Travel | None] = (None, None),
     ) -> None:
         assert inner.input_request is not None
-        request = dataclasses.replace(inner.input_request, cast=None, call=call, rows=rows)
+        arrives, self._grad_arrives = travels
+        request = dataclasses.replace(
+            inner.input_request, cast=None, call=call, rows=rows, shards=arrives
+        )
         super().__init__(inner, request)
         self._needs_grad = needs_grad
         self._call = call
@@ -94,6 +99,7 @@ class Grouped(Wrapper):
             call=self._call,
             rows=self._rows,
             has_sums=True in self._needs_grad[1 + self._num_weights :],
+            shards=self._grad_arrives,
         )
 
     def takes_grad(self, grad_output: torch.Tensor) -> bool:

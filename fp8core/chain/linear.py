@@ -30,6 +30,7 @@ from fp8core.backend_api import Chunks, ColumnSumsDesc, GemmDesc, GroupedGemmDes
 from fp8core.chain.call import Call
 from fp8core.chain.delayed_wgrad import Delaying
 from fp8core.chain.dequantized import Decode, bind_decode
+from fp8core.chain.exchange import Exchanged, SentCast
 from fp8core.chain.groups import FlatWeights, Grouped, operands_of
 from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.main_grad import Accumulating
@@ -371,7 +372,8 @@ class LinearLink(LinkDefaults):
     backward, so that it may be cast some rows at a time. ``decode_input`` and ``decode_weight``
     make the operand of wgrad and dgrad from that of fprop, None where forward makes both.
     ``input_again`` casts the input for wgrad where backward does that. ``input_shards`` and
-    ``grad_shards`` say how the two travel where each rank has some of their rows.
+    ``grad_shards`` say how the two travel where each rank has some of their rows; ``input_sent``
+    and ``grad_sent`` how they are cast where their rows are exchanged.
     """
 
     shape: LinearShape
@@ -398,6 +400,8 @@ class LinearLink(LinkDefaults):
     input_again: Quantizer | None = None
     input_shards: Shards | None = None
     grad_shards: Shards | None = None
+    input_sent: SentCast | None = None
+    grad_sent: SentCast | None = None
     only_once: OnlyOnce | None = None
     # Programs by padding, by chunks, and by whose gradients are needed.
     _programs: dict[tuple[bool, ...], Program] = field(default_factory=dict)
@@ -469,7 +473,13 @@ class LinearLink(LinkDefaults):
         if self.shape.groups:
             bias_dtype = self.shape.bias_dtype
             program = Grouped(
-                program, needs_grad, call, rows=rows, num_weights=count, bias_dtype=bias_dtype
+                program,
+                needs_grad,
+                call,
+                rows=rows,
+                num_weights=count,
+                bias_dtype=bias_dtype,
+                travels=(None, None) if padded is not None else self._exchanged(call),
             )
         if padded is not None:
             program = Padded(program, padded, call, num_weights=count)
@@ -478,6 +488,14 @@ class LinearLink(LinkDefaults):
         if self.needs_rng and call.rng is not None:
             program = Stochastic(program, call.rng, self.index)
         return program
+
+    def _exchanged(self, call: Call) -> tuple[Exchanged | None, Exchanged | None]:
+        """Return how the operands of the input and of the gradient come from other ranks."""
+        routes, casts = call.routes, (self.input_sent, self.grad_sent)
+        if routes is None:
+            return None, None
+        row, column = (None if cast is None else cast.of_call(routes) for cast in casts)
+        return row, column
 
     def _new_program(self, key: tuple[bool, ...], needs_grad: Sequence[bool]) -> Program:
         is_padded, chunked, is_input_sharded, is_grad_sharded, *_ = key
@@ -645,6 +663,8 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
         input_again=input_again,
         input_shards=_shards(shape, context, "input"),
         grad_shards=_shards(shape, context, "grad_output"),
+        input_sent=_sent(shape, context, "input", input_dtype),
+        grad_sent=_sent(shape, context, "grad_output", grad_dtype),
         only_once=only_once,
     )
 
@@ -663,6 +683,37 @@ def _shards(shape: LinearShape, context: BindContext, tensor: str) -> Shards | N
     plan = context.gemm_plan
     is_decoded = is_input and plan.dequantizes and plan.input.columnwise is None
     return Shards(communicator, plan.tensors[tensor], tensor, is_input, is_decoded)
+
+
+def _sent(
+    shape: LinearShape,
+    context: BindContext,
+    tensor: str,
+    dtype: torch.dtype,
+) -> SentCast | None:
+    """Return how ``tensor`` is cast before its rows are exchanged; None: they travel as they are.
+
+    As in :func:`_shards`, a bias and an input that is cast again need rows in high precision.
+    """
+    is_input, plan = tensor == "input", context.gemm_plan
+    communicator = context.input_exchange if is_input else context.grad_exchange
+    needs_rows = shape.saves_input if is_input else shape.bias_dtype is not None
+    if communicator is None or needs_rows or tensor in dict(plan.makers) or plan.dequantizes:
+        return None
+    specs = plan.tensors[tensor]
+    # Delayed scales of an expert are on its rank alone.
+    if plan.nonfinite == "propagate" or None in specs or specs.is_delayed:
+        return None
+    quantizer = bind_quantizer(
+        specs,
+        dtype,
+        context.binding,
+        purpose=context.purpose(tensor),
+        grouped=True,
+        nonfinite=context.nonfinite,
+        reduce_amax=_maximum(communicator),
+    )
+    return SentCast(communicator, specs, quantizer, tensor)
 
 
 def _fprop(resolved: Resolved, shape: LinearShape, context: BindContext) -> Callable[..., Any]:

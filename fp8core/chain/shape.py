@@ -101,6 +101,21 @@ class LinkShape:
         return False
 
     @property
+    def splits_experts(self) -> bool:
+        """Whether each rank has other experts behind it, with delayed scales of their own."""
+        return self.exchanges_rows or self.exchanges_grad_rows
+
+    @property
+    def exchanges_rows(self) -> bool:
+        """Whether the rows of its output come from several ranks, those of a call's routes."""
+        return False
+
+    @property
+    def exchanges_grad_rows(self) -> bool:
+        """Whether the rows of the gradient of its input come from several ranks."""
+        return False
+
+    @property
     def leaves_sum(self) -> bool:
         """Whether its link can leave an addition to the next one."""
         return False
@@ -261,6 +276,18 @@ class BindContext(NamedTuple):
         """Who gathers the rows of the gradient of the output; None: no link does."""
         shape = None if self.after is None else self.after.shape
         return _mover(shape, shape is not None and shape.gathers_grad_rows)
+
+    @property
+    def input_exchange(self) -> Communicator | None:
+        """Who exchanges the rows of the input; None: no link does."""
+        shape = None if self.before is None else self.before.shape
+        return _mover(shape, shape is not None and shape.exchanges_rows)
+
+    @property
+    def grad_exchange(self) -> Communicator | None:
+        """Who exchanges the rows of the gradient of the output; None: no link does."""
+        shape = None if self.after is None else self.after.shape
+        return _mover(shape, shape is not None and shape.exchanges_grad_rows)
 
     def purpose(self, step: str) -> Purpose:
         """Return what an operation of the link is for."""

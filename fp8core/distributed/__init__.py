@@ -11,9 +11,12 @@ from fp8core.distributed.context_parallel import (
     pad_thd_sequences_for_cp,
     thd_get_partitioned_indices,
 )
+from fp8core.distributed.expert_parallel import Experts, TokenExchange
 from fp8core.distributed.fsdp import gather_quantized
 
 __all__ = [
+    "Experts",
+    "TokenExchange",
     "gather_from_cp_ranks",
     "gather_quantized",
     "get_batch_on_this_cp_rank",

@@ -59,7 +59,8 @@ def agree(
         "dtype": str(binding.activation_dtype),
         "recipe": plan,
         "calibrates": "yes" if binding.is_observing else "",
-        "delayed scales": _scales_text(scales),
+        # Experts on other ranks have scales of their own.
+        "delayed scales": "" if any(x.splits_experts for x in shapes) else _scales_text(scales),
     }
     text = ". ".join(f"{name}: {value}" for name, value in parts.items() if value)
     for communicator in communicators_of(shapes):

@@ -190,7 +190,7 @@ def _bind(
         context = context._replace(first_gemm=first_gemm)
         links = bind_chain(shapes, context)
         if states is not None:
-            for communicator in communicators_of(shapes):
+            for communicator in communicators_of([x for x in shapes if not x.splits_experts]):
                 states.spread_over(communicator)
     except BaseException as error:
         layer.put_back_state(before)

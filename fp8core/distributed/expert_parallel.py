@@ -1,0 +1,292 @@
+"""Mixtures of experts whose experts are on several ranks.
+
+Rows go to the rank of their expert and back::
+
+    rows, row_id_map = fp8core.moe_permute(tokens, routing_map, num_out_tokens)
+    results = experts(rows, routing_map.sum(0))              # Experts(fc1, ops.SwiGLU(), fc2)
+    tokens = fp8core.moe_unpermute(results, row_id_map, merging_probs=probs)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from fp8core.chain import run as chain
+from fp8core.chain.bind import bind_chain
+from fp8core.chain.call import Call
+from fp8core.chain.differentiable import arranged
+from fp8core.chain.exchange import CombineShape, DispatchShape
+from fp8core.chain.routes import Routes
+from fp8core.chain.shape import BindContext, LinkShape
+from fp8core.communicator import Communicator, named, of_group
+from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
+from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.bind import bind
+from fp8core.modules.bound import new_seed
+from fp8core.modules.grouped_linear import GroupedLinear
+from fp8core.modules.inputs import check_input
+from fp8core.modules.operation import Operation
+from fp8core.modules.run import run_links
+from fp8core.recipe.plan import HIGH_PRECISION
+from fp8core.tensors.quantizer import Binding
+
+__all__ = ["Experts", "TokenExchange"]
+
+Counts = Sequence[int] | torch.Tensor
+
+
+class Experts(LowPrecisionModule):
+    """The experts of a mixture, some on each rank of a group: grouped linears and activations.
+
+    A rank has ``num_gemms`` experts, rank r the ones after those of rank r - 1. All layers run as
+    one chain between two exchanges of rows. Rows are cast before they leave, and codes and scales
+    travel, where the codes are those of the whole group of an expert:
+
+    - current and delayed scaling: the ranks find one scale for each expert, or layer;
+    - one scale a row: always; columns, which weight gradients read, by amaxes of all ranks;
+    - scales of blocks: where the rows of each rank for each expert are a multiple of the block, as
+      :func:`fp8core.moe_permute_and_pad_with_probs` makes them.
+
+    Else, and under NVFP4, rows travel in the dtype of the activations and are cast where they
+    arrive. So do gradients if ``fc2`` has biases, whose gradient needs them. Results and gradients
+    equal those of one process that has all experts, with the rows of each in the order of ranks.
+
+    Args:
+        layers: :class:`fp8core.GroupedLinear`, of one number of experts, and operations of
+            :mod:`fp8core.ops` without parameters of rows, such as activations.
+        group: the ranks; None: this one alone.
+        name: the layer's name in messages.
+
+    Raises:
+        OperandError: no grouped linear, or numbers of experts that differ.
+        UnsupportedError: a layer with ``delay_wgrad_compute`` or ``return_bias``, or an operation
+            that takes further inputs.
+    """
+
+    kind = "grouped_linear"
+    is_link = False
+
+    def __init__(
+        self,
+        *layers: GroupedLinear | Operation,
+        group: dist.ProcessGroup | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        self.num_local_experts = _check_layers(layers)
+        for at, layer in enumerate(layers):
+            self.add_module(str(at), layer)
+        communicator = None if group is None else of_group(group)
+        is_alone = communicator is None or communicator.size == 1
+        self.group_name = "" if is_alone or communicator is None else communicator.group_name
+        self.num_ranks = 1 if communicator is None else communicator.size
+        self._is_agreed = False
+
+    @property
+    def num_experts(self) -> int:
+        """The experts of all ranks."""
+        return self.num_ranks * self.num_local_experts
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return the shapes of the layers, between those that exchange rows."""
+        shapes = tuple(shape for layer in self._layers() for shape in layer.link_shapes())
+        if not self.group_name:
+            return shapes
+        return DispatchShape(self.group_name), *shapes, CombineShape(self.group_name)
+
+    def link_params(self) -> list[torch.Tensor]:
+        """Return the parameters of all layers."""
+        return [param for layer in self._layers() for param in layer.link_params()]
+
+    def forward(self, rows: torch.Tensor, tokens_per_expert: Counts) -> torch.Tensor:
+        """Return the results of ``rows [n, k]``, in the same order.
+
+        The host waits for ``tokens_per_expert`` of all ranks. A rank may have no rows, and so may
+        an expert.
+
+        Args:
+            rows: this rank's rows, in the order of all experts, as :func:`fp8core.moe_permute`
+                returns them.
+            tokens_per_expert: how many rows each expert gets, ``[num_experts]`` integers.
+
+        Raises:
+            OperandError: counts that do not add up to the rows, or an input that does not fit;
+                raised on every rank.
+            UnsupportedError: under torch.compile and torch.export, whose graphs have no sizes that
+                follow from values.
+        """
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(
+                f"{self.label}: experts over ranks are not offered under torch.compile and "
+                f"torch.export, as the numbers of rows follow from values. Keep the layer out of "
+                f"the graph with torch.compiler.disable."
+            )
+        params = self.link_params()
+        communicator = named(self.group_name) if self.group_name else None
+        if communicator is not None and not self._is_agreed:
+            told = f"{self.num_local_experts} experts on each rank"
+            communicator.agree(told, f"the layer {self.label}", params[0].device)
+            self._is_agreed = True
+        (layer, *_) = (one for one in self._layers() if isinstance(one, GroupedLinear))
+        problem: Fp8CoreError | None = None
+        try:
+            dtype = check_input(self, rows, params[0], layer.in_features)
+            counts = _counts(self.label, rows, tokens_per_expert, self.num_experts)
+        except Fp8CoreError as error:  # the other ranks wait for this one
+            problem, counts, dtype = error, (), torch.float32
+        device = params[0].device
+        routes = _routes(self.label, communicator, counts, self.num_experts, device, problem)
+        bound = bind(self, rows.device, dtype)
+        offsets = torch.tensor((0, *routes.splits), device="cpu").cumsum(0)
+        rng = new_seed() if bound.needs_rng else None
+        call = Call((offsets,), routes.splits, rng, routes=routes)
+        value = rows if rows.dtype == dtype else rows.to(dtype)
+        return run_links(self, bound, bound.parts[0], value, params, call)
+
+    def _layers(self) -> Iterator[LowPrecisionModule]:
+        for layer in self.children():
+            assert isinstance(layer, LowPrecisionModule)
+            yield layer
+
+    def _describe(self) -> list[str]:
+        return [f"num_experts={self.num_experts}", f"num_ranks={self.num_ranks}"]
+
+
+class TokenExchange:
+    """The exchange of rows alone, in the dtype that they have, for experts of any kind.
+
+    Args:
+        tokens_per_expert: how many of this rank's rows each expert gets, ``[num_experts]`` integers
+            for the experts of all ranks. The host waits for those of all ranks.
+        group: the ranks, which divide the number of experts.
+
+    Attributes:
+        m_splits: the rows of each expert of this rank, for :class:`fp8core.GroupedLinear`.
+
+    Raises:
+        OperandError: counts that do not fit; raised on every rank.
+    """
+
+    def __init__(self, tokens_per_expert: Counts, group: dist.ProcessGroup) -> None:
+        self._communicator = of_group(group)
+        owner, size = "TokenExchange", self._communicator.size
+        device = torch.device("cpu")
+        num_experts = len(tokens_per_expert)
+        if isinstance(tokens_per_expert, torch.Tensor):
+            device = tokens_per_expert.device
+        if not num_experts or num_experts % size:
+            raise OperandError(
+                f"{owner}: {num_experts} experts over {size} ranks, which do not divide them; give "
+                f"each rank as many experts."
+            )
+        self._communicator.agree(str(num_experts), "the number of experts", device)
+        problem: Fp8CoreError | None = None
+        try:
+            counts = _counts(owner, None, tokens_per_expert, num_experts)
+        except Fp8CoreError as error:  # the other ranks wait for this one
+            problem, counts = error, ()
+        self._routes = _routes(owner, self._communicator, counts, num_experts, device, problem)
+        self.m_splits = list(self._routes.splits)
+
+    def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of this rank's experts, by expert, from ``rows [n, ...]``, which are in
+        the order of all experts. Differentiable.
+
+        Raises:
+            OperandError: other rows than the counts say; on this rank alone.
+        """
+        return self._run(DispatchShape(self._communicator.group_name), rows, self._routes.sent)
+
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return what :meth:`dispatch` was given, from what it returned. Differentiable."""
+        return self._run(CombineShape(self._communicator.group_name), rows, self._routes.received)
+
+    def _run(self, shape: LinkShape, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        if rows.shape[0] != sum(counts):
+            raise OperandError(f"TokenExchange: {rows.shape[0]} rows; expected {sum(counts)}.")
+        binding = Binding(rows.device, rows.dtype)
+        links = bind_chain((shape,), BindContext.of(HIGH_PRECISION, binding, "TokenExchange"))
+        flat = rows.flatten(1) if rows.dim() != 2 else rows
+        out = chain.run(arranged(links), flat, (), Call(routes=self._routes))
+        return out.view(out.shape[0], *rows.shape[1:])
+
+
+def _check_layers(layers: Sequence[object]) -> int:
+    """Return how many experts the layers have."""
+    linears = [layer for layer in layers if isinstance(layer, GroupedLinear)]
+    sizes = {layer.num_gemms for layer in linears}
+    if not linears or len(sizes) != 1:
+        raise OperandError(
+            f"Experts: grouped linears with {sorted(sizes) or 'no'} experts; expected "
+            f"GroupedLinear layers of one number of experts."
+        )
+    for layer in layers:
+        if not isinstance(layer, GroupedLinear | Operation) or (
+            isinstance(layer, Operation) and layer.num_extra_inputs
+        ):
+            raise UnsupportedError(
+                f"Experts: {type(layer).__name__} is not offered; expected GroupedLinear and "
+                f"operations of fp8core.ops that take one input."
+            )
+    for linear in linears:
+        if linear.wgrad_queue is not None or linear.return_bias:
+            raise UnsupportedError(
+                "Experts: a GroupedLinear with delay_wgrad_compute or return_bias is not offered; "
+                "make it without."
+            )
+    return linears[0].num_gemms
+
+
+def _counts(
+    owner: str, rows: torch.Tensor | None, given: Counts, num_experts: int
+) -> tuple[int, ...]:
+    """Return the counts as integers, checked; waits for a device that has them."""
+    if isinstance(given, torch.Tensor):
+        if given.is_floating_point() or given.dtype == torch.bool or given.dim() != 1:
+            raise OperandError(
+                f"{owner}: tokens_per_expert is {given.dtype} {list(given.shape)}; expected "
+                f"integers [{num_experts}]."
+            )
+        given = given.tolist()
+    counts = tuple(int(count) for count in given)
+    expected = None if rows is None else rows.shape[0]
+    is_whole = expected is None or (
+        rows is not None and rows.dim() == 2 and sum(counts) == expected
+    )
+    if len(counts) != num_experts or min(counts, default=0) < 0 or not is_whole:
+        shape = "" if rows is None else f" for rows {list(rows.shape)}"
+        raise OperandError(
+            f"{owner}: tokens_per_expert={list(counts)}{shape}; expected {num_experts} counts >= "
+            f"0, one for each expert of all ranks, that add up to the rows."
+        )
+    return counts
+
+
+def _routes(
+    owner: str,
+    communicator: Communicator | None,
+    counts: Sequence[int],
+    num_experts: int,
+    device: torch.device,
+    problem: Fp8CoreError | None,
+) -> Routes:
+    """Return the routes of all ranks' counts, or raise on every rank if one has a problem."""
+    if communicator is None:
+        if problem is not None:
+            raise problem
+        return Routes.of([counts], 0)
+    mine = [0, *counts] if problem is None else [1] + [0] * num_experts
+    header = torch.tensor([mine], dtype=torch.int64, device=device)
+    flags, *columns = zip(*communicator.gather(header, "counts").wait().tolist(), strict=True)
+    if problem is not None:
+        raise problem
+    if any(flags):
+        failed = ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
+        raise OperandError(
+            f"{owner}: rank {failed} of group {communicator.group_name!r} has an input that does "
+            f"not fit, and says so in its own error; no rank goes on."
+        )
+    return Routes.of(list(zip(*columns, strict=True)), communicator.rank)
