@@ -26,8 +26,8 @@ import torch
 
 from fp8core.backend_api import Operand, OperandSpec
 from fp8core.chain.call import Call
-from fp8core.chain.moving import MovingLink
-from fp8core.chain.once import over_ranks
+from fp8core.chain.link_defaults import LinkDefaults
+from fp8core.chain.once import OnlyOnce, over_ranks
 from fp8core.chain.protocol import Backward, Forward, Out, Params, Program, Relay, SavedList
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.chain.routes import Routes
@@ -165,24 +165,32 @@ class _ExchangeShape(LinkShape):
     def bind(self, context: BindContext) -> ExchangeLink:
         """Return the link."""
         reason = over_ranks(context.owner)
-        return ExchangeLink(named(self.group), type(self).program, context.dtype, reason)
+        return ExchangeLink(named(self.group), type(self).program, reason)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ExchangeLink(MovingLink):
-    """A link whose calls have routes."""
+class ExchangeLink(LinkDefaults):
+    """A link that exchanges rows over ``communicator``, as its ``kind`` of program does."""
+
+    communicator: Communicator
+    kind: Callable[..., Program]
+    reason: OnlyOnce
+
+    @property
+    def only_once(self) -> OnlyOnce:
+        """Collectives have no second derivative."""
+        return self.reason
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
-        """Return the program of a call, which says how many rows it has."""
+        """Return the program of a call, whose routes say how many rows it has."""
         assert call.routes is not None
-        program: Program = self.kind(self, needs_grad, call.routes)
-        return program
+        return self.kind(self, needs_grad, call.routes)
 
 
-class _Program(Relay[MovingLink]):
+class _Program(Relay[ExchangeLink]):
     __slots__ = ("_routes",)
 
-    def __init__(self, link: MovingLink, needs_grad: Sequence[bool], routes: Routes) -> None:
+    def __init__(self, link: ExchangeLink, needs_grad: Sequence[bool], routes: Routes) -> None:
         super().__init__(link, needs_grad)
         self._routes = routes
 
