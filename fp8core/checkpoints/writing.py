@@ -41,7 +41,7 @@ class Saved:
         quantized: the names of these weights.
         high_precision: the modules that are listed as left in high precision.
         uneven: quantized weights whose sizes blocks do not divide. fp8core and torch read them;
-            transformers 5.23 and compressed-tensors 0.20 do not.
+            compressed-tensors 0.20 refuses them, transformers 5.23 refuses or misreads them.
     """
 
     layout: str
@@ -106,8 +106,9 @@ def save_pretrained(
     if uneven:
         logger.warning(
             "save_pretrained: blocks of %s do not divide %s. fp8core and torch's distributed "
-            "checkpoint reader take partial blocks; transformers 5.23 and compressed-tensors 0.20 "
-            "refuse them. Leave these layers out by skip= for such readers.",
+            "checkpoint reader take partial blocks; compressed-tensors 0.20 refuses them, and "
+            "transformers 5.23 refuses them or takes equal blocks instead, which gives other "
+            "values. Leave these layers out by skip= for such readers.",
             layout.name,
             some(uneven),
         )

@@ -46,7 +46,7 @@ _STATELESS = (
 
 def is_pickled(value: Any) -> bool:
     """Say whether ``value`` of a checkpoint is a pickle, as Transformer Engine's states are."""
-    return _bytes_of(value)[:1] == _PICKLE or _bytes_of(value)[:2] == _ZIP
+    return _bytes_of(value).startswith((_PICKLE, _ZIP))
 
 
 def read_extra_state(value: Any) -> dict[str, torch.Tensor]:
