@@ -50,16 +50,30 @@ def test_decoder_generates_tokens(name: str, tmp_path: Path) -> None:
     assert all(0 <= token < 256 for row in rows for token in row)
 
 
-def test_sharded_gpt_learns_and_is_saved(tmp_path: Path) -> None:
+def printed_by_two(example: str, *arguments: str, folder: Path) -> str:
+    """What an example prints, run on two processes as its page says."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    settings = ["--steps", "6", "--hidden", "64", "--checkpoint", "saved"]
     done = forked.run(
-        [*command, str(DOCS / "examples" / "sharded.py"), *settings],
-        cwd=tmp_path,
+        [*command, str(DOCS / "examples" / example), *arguments],
+        cwd=folder,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    return done.stdout
+
+
+def test_layer_over_two_ranks_learns_and_says_what_it_sends(tmp_path: Path) -> None:
+    out = printed_by_two("sequence_parallel.py", "--recipe", "mxfp8", folder=tmp_path)
+    rows = re.findall(r"^step (\d+): (\d+) bytes sent, loss ([\d.]+)$", out, re.MULTILINE)
+    assert [int(step) for step, *_ in rows] == [10, 20, 30, 40]
+    assert len({sent for _, sent, _ in rows}) == 1
+    assert float(rows[-1][2]) < 0.85 * float(rows[0][2])
+
+
+def test_sharded_gpt_learns_and_is_saved(tmp_path: Path) -> None:
+    settings = ["--steps", "6", "--hidden", "64", "--checkpoint", "saved"]
+    out = printed_by_two("sharded.py", *settings, folder=tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)$", out, re.MULTILINE)]
     assert losses[0] > 5.0
     assert losses[-1] < 0.9 * losses[0]
     assert (tmp_path / "saved" / ".metadata").exists()
