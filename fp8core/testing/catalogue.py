@@ -29,6 +29,7 @@ from fp8core.backend_api import (
     NormBackwardDesc,
     NormDesc,
     OpDesc,
+    OperandSpec,
     QuantizeByAmaxDesc,
     QuantizeDesc,
     RotaryDesc,
@@ -149,9 +150,39 @@ def _of_dtype(
     yield from _linears("plain", LinearPlan(), dtype)
     yield from _groups("plain.grouped", LinearPlan(), dtype)
     yield from _attentions(dtype)
+    yield from _of_quantizers(dtype)
     for variant, desc in training_descs(dtype):
         words = (desc.op, variant, "" if isinstance(desc, RouteDesc) else _word(dtype))
         yield CatalogueEntry(".".join(filter(None, words)), desc)
+
+
+def _of_quantizers(dtype: torch.dtype) -> Iterator[CatalogueEntry]:
+    """Yield what quantizers to 4 bits and their products ask for besides the default recipe's.
+
+    In one dtype: options choose among the elements' codes and scales, whatever they are cast from.
+    """
+    if dtype != DTYPES[0]:
+        return
+    plain = OperandSpec("e2m1", (1, 16), 6.0, scale_format="e4m3")
+    square = dataclasses.replace(plain, block=(16, 16), four_over_six="MSE", scale_max=256.0)
+    rows = dataclasses.replace(plain, row_scaled=True)
+    unsigned = dataclasses.replace(plain, transform="hadamard16_unsigned")
+    four_over_six = dataclasses.replace(plain, four_over_six="MAE")
+    for name, row, column, other in (
+        ("rows", rows, plain, plain),
+        ("unsigned", plain, unsigned, unsigned),
+        ("4over6", four_over_six, square, four_over_six),
+    ):
+        cast, one = QuantizeDesc(dtype, row, column), column if name != "rows" else row
+        steps = (
+            ("input", cast),
+            ("input.amax", AmaxDesc(cast)),
+            ("input.by_amax", QuantizeByAmaxDesc.of(cast)),
+            ("operand", DequantizeDesc(one, dtype)),
+            ("product", GemmDesc(one, other, dtype)),
+        )
+        for step, desc in steps:
+            yield CatalogueEntry(f"nvfp4-{name}.{step}.{_word(dtype)}", desc)
 
 
 def _linears(prefix: str, plan: LinearPlan, dtype: torch.dtype) -> Iterator[CatalogueEntry]:

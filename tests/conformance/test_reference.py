@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -88,3 +88,17 @@ def test_catalogue_names_each_descriptor_once() -> None:
     entries = catalogue()
     assert len({entry.label for entry in entries}) == len(entries)
     assert len({entry.desc for entry in entries}) == len(entries)
+
+
+def test_catalogue_has_every_option_of_an_operand() -> None:
+    specs = {
+        value
+        for entry in catalogue()
+        for field in fields(entry.desc)
+        if isinstance(value := getattr(entry.desc, field.name), OperandSpec)
+    }
+    for field in fields(OperandSpec):
+        used = {getattr(spec, field.name) for spec in specs}
+        assert len(used) > 1 or field.name == "amax_epsilon", field.name  # among SPECS
+    assert {"hadamard16", "hadamard16_unsigned"} <= {spec.transform for spec in specs}
+    assert {"MAE", "MSE"} <= {spec.four_over_six for spec in specs}

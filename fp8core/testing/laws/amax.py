@@ -196,7 +196,10 @@ def _part_of(desc: QuantizeDesc, whole: Quantized, dim: int, start: int, end: in
         scale_inv, block = operand.scale_inv, spec.block[along]
         if block:
             scale_inv = scale_inv.narrow(along, start // block, -(-(end - start) // block))
-        return Operand(data, scale_inv, operand.global_scale_inv)
+        outer = operand.global_scale_inv
+        if outer is not None and spec.row_scaled and along == 0:
+            outer = outer.narrow(0, start, end - start)
+        return Operand(data, scale_inv, outer)
 
     return Quantized(
         part(desc.rowwise, whole.rowwise, dim), part(desc.columnwise, whole.columnwise, 1 - dim)

@@ -135,10 +135,12 @@ def _unknown(desc: OpDesc) -> Iterator[tuple[str, OpDesc]]:
 
 
 def _unknown_specs(spec: OperandSpec) -> Iterator[tuple[str, OperandSpec]]:
-    yield "an unknown format", dataclasses.replace(spec, format="no_such_format")
-    yield "an unknown transform", dataclasses.replace(spec, transform="no_such_transform")
-    later = of_a_later_version(spec, scale_format="no_such_format")
-    yield "a scale format of a later version", later
+    for field, word in (
+        ("format", "an unknown format"),
+        ("transform", "an unknown transform"),
+        ("scale_format", "a scale format of a later version"),
+    ):
+        yield word, of_a_later_version(spec, **{field: "no_such_name"})
 
 
 def of_a_later_version(spec: OperandSpec, **changed: str) -> OperandSpec:
