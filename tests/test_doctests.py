@@ -13,6 +13,7 @@ PACKAGES = {"fp8core": "fp8core", "backends": "fp8core_backends"}
 
 
 # Modules that plug into a framework, and import it.
+# Megatron is imported in processes of their own alone: what it finds at its import stays.
 FRAMEWORKS = {"fp8core.lightning": "lightning", "fp8core.torchtitan": "torchtitan.models.common"}
 
 
@@ -27,6 +28,8 @@ def module_names() -> list[str]:
 
 @pytest.mark.parametrize("name", module_names())
 def test_examples_hold(name: str) -> None:
+    if name == "fp8core.megatron":
+        pytest.skip("Megatron decides at its import whether there is a Transformer Engine")
     if name in FRAMEWORKS:
         pytest.importorskip(FRAMEWORKS[name], reason=f"{FRAMEWORKS[name]} is not installed")
     failed, _ = doctest.testmod(importlib.import_module(name))
