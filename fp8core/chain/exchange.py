@@ -132,6 +132,7 @@ def exchanged(
     """Return the rows of this rank's experts, by expert; ``x`` are this rank's, for all experts."""
     sent = [count // step for count in routes.sent]
     received = [count // step for count in routes.received]
+    x = x.narrow(0, 0, sum(sent))  # scales on meta are as many as any sizes of groups need
     rows = communicator.exchange(x, sent, received, purpose).wait()
     if len(routes.splits) == 1 or routes.size == 1:
         return rows  # they came in this order

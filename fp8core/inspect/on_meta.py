@@ -7,7 +7,7 @@ send can be counted.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,7 +17,9 @@ from fp8core.chain import run as chain
 from fp8core.chain.bind import bind_chain
 from fp8core.chain.call import Call
 from fp8core.chain.protocol import Link
+from fp8core.chain.routes import Routes
 from fp8core.chain.shape import BindContext, LinkShape, input_columns_of
+from fp8core.communicator import named
 from fp8core.dispatch import table
 from fp8core.dispatch.resolver import Purpose
 from fp8core.dispatch.table import Resolved
@@ -169,6 +171,20 @@ def _call(shapes: tuple[LinkShape, ...], x: torch.Tensor) -> Call:
             tensors=[tensor for one in brought for tensor in one.tensors],
             sizes=[size for one in brought for size in one.sizes],
         )
-    size, longer = divmod(x.shape[0], groups)
-    splits = (*(size + 1,) * longer, *(size,) * (groups - longer))
-    return Call((torch.tensor((0, *itertools.accumulate(splits)), device="cpu"),), splits)
+    exchanging = next((one.moved_over for one in shapes if one.splits_experts), None)
+    if exchanging is not None:  # each rank has as many rows for each expert
+        size = named(exchanging).size
+        routes = Routes.of([_evenly(x.shape[0], groups * size)] * size, named(exchanging).rank)
+        return Call((_offsets(routes.splits),), routes.splits, routes=routes)
+    splits = _evenly(x.shape[0], groups)
+    return Call((_offsets(splits),), splits)
+
+
+def _evenly(rows: int, groups: int) -> tuple[int, ...]:
+    """Return nearly equal sizes of ``groups`` groups."""
+    size, longer = divmod(rows, groups)
+    return (*(size + 1,) * longer, *(size,) * (groups - longer))
+
+
+def _offsets(splits: Sequence[int]) -> torch.Tensor:
+    return torch.tensor((0, *itertools.accumulate(splits)), device="cpu")

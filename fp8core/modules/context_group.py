@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fp8core.chain.attention import AttentionShape
 from fp8core.chain.context_binding import CONTEXT_WAYS
-from fp8core.communicator import named, of_group
+from fp8core.communicator import of_group
 from fp8core.errors import OperandError, UnsupportedError, did_you_mean
 from fp8core.modules.attention_inputs import Lengths, Qkv
 
@@ -21,14 +21,15 @@ class ContextGroup(NamedTuple):
     """The ranks that share the tokens of attention.
 
     ``names`` are those of the process groups: two for ``way`` ``"a2a+p2p"``, else one; none if the
-    layer runs on one rank. ``size`` and ``rank`` are those of all of them together. A plain value,
-    which torch.compile compares and which a copy of the layer keeps.
+    layer runs on one rank. ``size`` and ``rank`` are those of all of them together; ``head_ranks``
+    exchange heads. A plain value, which torch.compile compares and which a copy of the layer keeps.
     """
 
     way: str = "p2p"
     names: tuple[str, ...] = ()
     size: int = 1
     rank: int = 0
+    head_ranks: int = 1
 
     @classmethod
     def of(
@@ -64,10 +65,11 @@ class ContextGroup(NamedTuple):
                 f"{ranks}."
             )
         size, rank = members[0].size, members[0].rank
+        head_ranks = size if way.startswith("a2a") else 1
         if count == 2:
             size, rank = size * members[1].size, rank + size * members[1].rank
         names = tuple(one.group_name for one in members) if size > 1 else ()
-        return cls(way, names, size, rank)
+        return cls(way, names, size, rank, head_ranks)
 
     @property
     def context(self) -> tuple[str, ...]:
@@ -90,14 +92,13 @@ def check_context(
         UnsupportedError: a mask or a bias that the way of sharing does not offer.
     """
     _check_options(owner, group, shape)
-    if group.way.startswith("a2a"):
-        size = named(group.names[0]).size
-        if shape.heads % size or shape.gqa_groups % size:
-            raise OperandError(
-                f"{owner}: {shape.heads} heads in {shape.gqa_groups} groups with "
-                f"cp_comm_type={group.way!r} over {size} ranks, which do not divide both. Choose "
-                f"cp_comm_type='p2p' or 'all_gather', or a group of another size."
-            )
+    size = group.head_ranks
+    if shape.heads % size or shape.gqa_groups % size:
+        raise OperandError(
+            f"{owner}: {shape.heads} heads in {shape.gqa_groups} groups with "
+            f"cp_comm_type={group.way!r} over {size} ranks, which do not divide both. Choose "
+            f"cp_comm_type='p2p' or 'all_gather', or a group of another size."
+        )
     starts: object = None
     if shape.layout == "thd":
         starts = _check_packed(owner, group, qkv, lengths)

@@ -210,6 +210,20 @@ def largest(group: dist.ProcessGroup, rank: int, way: str) -> torch.Tensor:
     return layer(*of_rank(case, 2, rank)[:3])[1]
 
 
+def compiled(group: dist.ProcessGroup, rank: int, way: str) -> bool:
+    """Whether a graph without a break gives the bits of eager."""
+    layer = layer_of(CASES["causal"])
+    layer.set_context_parallel_group(group, cp_comm_type=way)
+    mine = of_rank(CASES["causal"], 2, rank)
+    found = []
+    for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        leaves = [x.clone().requires_grad_() for x in mine[:3]]
+        out = call(*leaves)
+        out.backward(mine.grad)
+        found.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    return all(map(torch.equal, *found))
+
+
 def refused(group: dist.ProcessGroup, rank: int) -> dict[str, str]:
     """The errors of calls that a group does not offer, on this rank."""
     layer = layer_of(CASES["causal"])
@@ -280,6 +294,8 @@ def work(rank: int) -> dict[str, Any]:
         )
         found[f"bytes {way}"] = {purpose: count.bytes for (_, purpose), count in traffic}
         found[f"dropped {way}"] = dropped(pair, rank % 2, way)
+        if way != "all_gather" and rank < 2:
+            found[f"compiled {way}"] = compiled(pair, rank % 2, way)
         found[f"largest {way}"] = largest(pair, rank % 2, way)
     layer = block()
     layer.set_context_parallel_group(pair, None, None, "p2p")

@@ -184,4 +184,6 @@ def work(rank: int) -> dict[str, Any]:
     found["moe"] = moe(group, rank * 2, 2, [rank])
     found["refused"] = refused(group, rank)
     found["exchange"] = exchange(group, rank)
+    layer = experts(rank * 2, 2, group=group)
+    found["explain"] = [str(fp8core.explain(layer, RECIPES[name])) for name in ("block", "current")]
     return found

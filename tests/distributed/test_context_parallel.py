@@ -143,6 +143,11 @@ def test_the_largest_logits_are_those_of_all_ranks(ranks: list[dict[str, Any]], 
         torch.testing.assert_close(rank[f"largest {way}"], want)
 
 
+@pytest.mark.parametrize("way", ["p2p", "a2a"])
+def test_a_compiled_graph_gives_the_same_bits(ranks: list[dict[str, Any]], way: str) -> None:
+    assert all(rank[f"compiled {way}"] for rank in ranks[:2])
+
+
 ELEMENTS = LENGTH // 2 * context_work.BATCH * DIM * 4
 """The bytes of one head on one of two ranks, in float32."""
 

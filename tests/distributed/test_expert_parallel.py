@@ -151,6 +151,16 @@ def test_rows_come_back_and_so_do_gradients(ranks: Ranks) -> None:
         assert torch.equal(rank["exchange"]["grad"], torch.full_like(rank["exchange"]["grad"], 2))
 
 
+def test_explain_names_what_travels(ranks: Ranks) -> None:
+    block, current = ranks[0]["explain"]
+    lines = [line.partition(": exchange of ")[2] for line in block.splitlines()]
+    named = {line.split(" over ")[0]: line for line in lines if line}
+    assert "2 ranks of group" in named["input"]
+    assert "e4m3 block=(1,128)" in named["input"]
+    assert "bfloat16" in named["output"]
+    assert "max of amax" in current
+
+
 MESSAGES = {
     "counts": ("expected 4 counts >= 0", "rank 0 of group"),
     "columns": ("has k=127", "rank 0 of group"),
