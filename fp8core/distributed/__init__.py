@@ -13,13 +13,17 @@ from fp8core.distributed.context_parallel import (
 )
 from fp8core.distributed.expert_parallel import Experts, TokenExchange
 from fp8core.distributed.fsdp import gather_quantized
+from fp8core.distributed.sharded_state import ShardLayout, shard_layout, sharded_state_dict
 
 __all__ = [
     "Experts",
+    "ShardLayout",
     "TokenExchange",
     "gather_from_cp_ranks",
     "gather_quantized",
     "get_batch_on_this_cp_rank",
     "pad_thd_sequences_for_cp",
+    "shard_layout",
+    "sharded_state_dict",
     "thd_get_partitioned_indices",
 ]

@@ -158,6 +158,13 @@ class LayerNormMLP(ParallelModule):
         mark_weight(self.fc2_weight, 1)
         mark_norm([self.fc2_bias], self._spread.sequence)
 
+    def row_blocks(self) -> dict[str, tuple[int, ...]]:
+        """Return the rows of the parts that follow each other in parameters with several: the gate
+        and the value of a gated activation, of which each rank of a parallel layer has a share."""
+        if not self._activation.is_gated:
+            return {}
+        return dict.fromkeys(("fc1_weight", "fc1_bias"), (self._ffn, self._ffn))
+
     @property
     def _spread(self) -> Parallel:
         """How the linears are spread over ranks: not without ``set_parallel_mode``."""

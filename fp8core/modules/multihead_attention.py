@@ -271,6 +271,22 @@ class MultiheadAttention(torch.nn.Module):
                 **linear,
             )
 
+    def row_blocks(self) -> dict[str, tuple[int, ...]]:
+        """Return the rows of the parts that follow each other in parameters with several, by their
+        names: queries, keys and values, of which each rank of a parallel layer has a share."""
+        query, key = self._sizes.query_size, self._sizes.key_size
+        sizes: dict[str, tuple[int, ...]] = {"key_value": (key, key)}
+        if self.attention_type == "self":
+            sizes = {self._projection: (query, key, key)}
+        if self._sizes.is_interleaved:
+            return {}
+        return {
+            f"{child}.{name}": rows
+            for child, rows in sizes.items()
+            for name in ("weight", "bias")
+            if getattr(self, child)._parameters.get(name) is not None
+        }
+
     def set_tensor_parallel_group(self, tp_group: object | None) -> None:
         """Give the layers inside, made with ``tp_size``, their group."""
         set_group(self, tp_group)

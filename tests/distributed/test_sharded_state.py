@@ -1,0 +1,183 @@
+"""The parts of tensor-parallel models, and checkpoints on another number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fp8core
+from fp8core import UnsupportedError, recipe
+from fp8core.communicator import Communicator
+from fp8core.distributed import ShardLayout, shard_layout, sharded_state_dict
+from fp8core.testing.in_process import run_in_threads
+from tests.ranks import run_ranks
+
+HIDDEN, FFN = 64, 96
+DELAYED = recipe.DelayedScaling(amax_history_len=4)
+CPU: dict[str, Any] = {"device": "cpu", "params_dtype": torch.bfloat16}
+
+
+def model(group: Any = None) -> nn.Module:
+    """A layer of each kind; the values of a rank's parts are those of the whole model."""
+    torch.manual_seed(0)
+    spread = {"tp_group": group, **CPU}
+    attention = fp8core.MultiheadAttention(
+        HIDDEN,
+        4,
+        num_gqa_groups=2,
+        set_parallel_mode=True,
+        fuse_qkv_params=True,
+        qkv_weight_interleaved=False,
+        softmax_type="learnable",
+        attn_mask_type="causal",
+        **spread,
+    )
+    mlp = fp8core.LayerNormMLP(HIDDEN, FFN, activation="swiglu", set_parallel_mode=True, **spread)
+    up = fp8core.Linear(HIDDEN, FFN, parallel_mode="column", **spread)
+    down = fp8core.Linear(FFN, HIDDEN, parallel_mode="row", **spread)
+    return nn.Sequential(attention, mlp, up, down, fp8core.Linear(HIDDEN, HIDDEN, **CPU))
+
+
+def fill(filled: nn.Module) -> None:
+    """Give each element a value that follows from where it is in the whole model."""
+    with torch.no_grad():
+        for name, parts in shard_layout(filled).items():
+            tensor = dict(filled.named_parameters()).get(name)
+            for part in parts if tensor is not None else ():
+                whole = torch.arange(float(torch.tensor(part.shape).prod())).view(part.shape)
+                rows = tensor[part.start : part.start + part.length]
+                for dim, (first, size) in enumerate(zip(part.offset, rows.shape, strict=True)):
+                    whole = whole.narrow(dim, first, size)
+                rows.copy_((whole + len(part.key)).remainder(7) / 64)
+
+
+def outputs(of: nn.Module) -> torch.Tensor:
+    x = torch.randn(8, 2, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with fp8core.autocast(recipe=DELAYED), torch.no_grad():
+        y: torch.Tensor = of(x)
+    return y
+
+
+def loads(saved: nn.Module, loaded: nn.Module, folder: str, saves: Any, reads: Any) -> list[bool]:
+    """Whether ``loaded`` has the parameters and delayed scales of ``saved`` afterwards."""
+    for one in (saved, loaded):
+        fp8core.prepare(one, DELAYED)
+    fill(saved)
+    for buffer in (b for n, b in saved.named_buffers() if "meta" not in n):
+        buffer.fill_(0.5)
+    dcp.save(sharded_state_dict(saved), checkpoint_id=folder, process_group=saves)
+    dist.barrier()
+    dcp.load(sharded_state_dict(loaded), checkpoint_id=folder, process_group=reads)
+    wanted = model(None if reads is not None else dist.group.WORLD)
+    fill(wanted)
+    pairs = zip(loaded.parameters(), wanted.parameters(), strict=True)
+    scales = [bool((b == 0.5).all()) for n, b in loaded.named_buffers() if "meta" not in n]
+    return [*(torch.equal(a, b) for a, b in pairs), *scales]
+
+
+def work(rank: int, folder: str) -> dict[str, Any]:
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    everyone = dist.group.WORLD
+    found: dict[str, Any] = {
+        "to one": loads(model(everyone), model(), f"{folder}/one", None, alone),
+    }
+    if rank == 0:
+        fill(first := model())
+        fp8core.prepare(first, DELAYED)
+        for buffer in (b for n, b in first.named_buffers() if "meta" not in n):
+            buffer.fill_(0.5)
+        dcp.save(sharded_state_dict(first), checkpoint_id=f"{folder}/two", process_group=alone)
+    dist.barrier()
+    second, wanted = model(everyone), model(everyone)
+    fp8core.prepare(second, DELAYED)
+    dcp.load(sharded_state_dict(second), checkpoint_id=f"{folder}/two")
+    fill(wanted)
+    found["to two"] = [
+        *map(torch.equal, second.parameters(), wanted.parameters()),
+        *[bool((b == 0.5).all()) for n, b in second.named_buffers() if "meta" not in n],
+    ]
+    sharded: Any = nn.Sequential(fp8core.Linear(8, 8, parallel_mode="column", tp_group=everyone))
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(UnsupportedError) as caught:
+        sharded_state_dict(sharded)
+    found["refused"] = str(caught.value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_ranks(work, folder, str(folder / "checkpoints"))
+
+
+@pytest.mark.parametrize("way", ["to one", "to two"])
+def test_a_checkpoint_loads_on_another_number_of_tensor_parallel_ranks(
+    ranks: list[dict[str, Any]], way: str
+) -> None:
+    for rank in ranks:
+        assert all(rank[way]), rank[way]
+
+
+def test_parameters_that_are_sharded_besides_are_refused(ranks: list[dict[str, Any]]) -> None:
+    assert all("is a DTensor" in rank["refused"] for rank in ranks)
+
+
+# In one process
+
+
+def test_parts_state_axis_and_offset() -> None:
+    def layouts(communicator: Communicator) -> Any:
+        return shard_layout(model(communicator))
+
+    for rank, layout in enumerate(run_in_threads(layouts, 2)):
+        at = rank * FFN // 2
+        assert layout["2.weight"] == (
+            ShardLayout("2.weight", 0, rank, 2, (FFN, HIDDEN), (at, 0), 0, FFN // 2),
+        )
+        assert layout["3.weight"][0][1:6] == (1, rank, 2, (HIDDEN, FFN), (0, at))
+        assert layout["3.bias"][0][1:3] == (None, 0)
+        assert layout["4.weight"][0].axis is None
+        gate, value = layout["1.fc1_weight"]
+        assert (gate.key, value.key) == ("1.fc1_weight.0", "1.fc1_weight.1")
+        assert (gate.shape, gate.offset, gate.start) == ((FFN, HIDDEN), (at, 0), 0)
+        assert (value.shape, value.offset, value.start) == ((FFN, HIDDEN), (at, 0), FFN // 2)
+        query, key, _ = layout["0.qkv.weight"]
+        assert (query.shape, key.shape) == ((HIDDEN, HIDDEN), (HIDDEN // 2, HIDDEN))
+        assert layout["0.core_attention.softmax_offset"][0][1:5] == (0, rank, 2, (4,))
+        assert (key.start, key.length) == (HIDDEN // 2, HIDDEN // 4)
+
+
+def test_a_model_of_one_rank_has_the_same_keys_as_several() -> None:
+    def keys(communicator: Communicator) -> set[str]:
+        return {p.key for parts in shard_layout(model(communicator)).values() for p in parts}
+
+    alone = {part.key for parts in shard_layout(model()).values() for part in parts}
+    assert run_in_threads(keys, 2) == [alone, alone]
+
+
+def test_a_state_shares_memory_with_its_model() -> None:
+    of = model()
+    for tensor in sharded_state_dict(of).values():
+        tensor.zero_()
+    assert not any(bool(parameter.any()) for parameter in of.parameters())
+
+
+def test_a_layer_without_its_group_is_refused() -> None:
+    layer = fp8core.Linear(8, 8, parallel_mode="column", tp_size=2, device="cpu")
+    with pytest.raises(UnsupportedError, match=r"no group yet.*set_tensor_parallel_group"):
+        shard_layout(layer)
+
+
+def test_a_quantized_parameter_of_several_parts_is_refused() -> None:
+    with fp8core.quantized_model_init(recipe="current"):
+        mlp = fp8core.LayerNormMLP(64, 64, activation="swiglu", **CPU)
+    with pytest.raises(UnsupportedError, match="fc1_weight is stored quantized"):
+        sharded_state_dict(mlp)
