@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fp8core.compat import mindspeed
 from fp8core.compat import transformer_engine as alias
 
 BASE: dict[str, Any] = {
@@ -168,7 +169,14 @@ def claims() -> dict[str, bool]:
     from megatron.core.extensions import transformer_engine as extension
     from megatron.core.transformer import mlp
 
+    layers = mindspeed.classes()
+    grouped = layers["MindSpeedTEGroupedLinear"]
+    fused = layers["MindSpeedTELayerNormColumnParallelLinear"]
     return {
+        "MindSpeed's": issubclass(grouped, te.GroupedLinear)
+        and issubclass(fused, te.LayerNormLinear)
+        and issubclass(layers["TEColumnParallelLinear"], te.Linear)
+        and issubclass(layers["TERowParallelLinear"], te.Linear),
         "HAVE_TE": extension.HAVE_TE and fp8_utils.HAVE_TE and mlp.HAVE_TE,
         "HAVE_TE_FP8_TENSOR_CLASS": fp8_utils.HAVE_TE_FP8_TENSOR_CLASS,
         "HAVE_TE_MXFP8TENSOR": fp8_utils.HAVE_TE_MXFP8TENSOR,

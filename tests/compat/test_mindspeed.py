@@ -1,0 +1,115 @@
+"""MindSpeed's patches of Transformer Engine's layers give way to fp8core.
+
+MindSpeed needs an NPU to be imported; its manager of patches has a stand-in here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core.compat import mindspeed, transformer_engine
+from fp8core.compat.transformer_engine import finder
+from fp8core.errors import UnsupportedError
+
+
+class Manager:
+    """Registers patches as MindSpeed's manager does, by a static method."""
+
+    registered: dict[str, Any]
+
+    @staticmethod
+    def register_patch(
+        orig_func_name: str,
+        new_func: Any = None,
+        force_patch: bool = False,
+        create_dummy: bool = False,
+    ) -> None:
+        Manager.registered[orig_func_name] = new_func
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Manager]]:
+    monkeypatch.setattr(finder, "_frameworks_that_looked", lambda: iter(()))
+    package, patches = ModuleType("mindspeed"), ModuleType("mindspeed.patch_utils")
+    patches.MindSpeedPatchesManager = Manager  # type: ignore[attr-defined]  # a module's name
+    monkeypatch.setitem(sys.modules, "mindspeed", package)
+    monkeypatch.setitem(sys.modules, "mindspeed.patch_utils", patches)
+    # The same method again: monkeypatch puts it back behind the test.
+    monkeypatch.setattr(Manager, "register_patch", staticmethod(Manager.register_patch))
+    Manager.registered = {}
+    yield Manager
+    transformer_engine.uninstall()
+
+
+FABRICATED = (
+    *("LayerNormLinear", "DotProductAttention", "Linear", "GroupedLinear"),
+    *("distributed.CudaRNGStatesTracker", "tensor.QuantizedTensor"),
+)
+
+
+def test_fabricated_names_are_those_of_fp8core(manager: type[Manager]) -> None:
+    mindspeed.install()
+    import transformer_engine.pytorch as te
+
+    before = te.Linear, te.tensor.QuantizedTensor
+    for name in FABRICATED:
+        target = f"transformer_engine.pytorch.{name}"
+        manager.register_patch(target, torch.nn.Module, create_dummy=True)
+    assert manager.registered == {}
+    assert (te.Linear, te.tensor.QuantizedTensor) == before
+    assert te.Linear is not torch.nn.Module
+
+
+@pytest.mark.parametrize("name", mindspeed.CLASSES.values())
+def test_megatron_s_layers_are_left_to_fp8core(manager: type[Manager], name: str) -> None:
+    mindspeed.install()
+    for module in ("megatron.core.extensions.transformer_engine", "megatron.core.models.backends"):
+        manager.register_patch(f"{module}.{name}", object())
+    assert manager.registered == {}
+
+
+def test_other_patches_are_registered(manager: type[Manager]) -> None:
+    mindspeed.install()
+    mindspeed.install()  # a second time changes nothing
+    others = ["torch.compile", "megatron.core.transformer.moe.moe_layer.MoELayer.forward"]
+    for name in others:
+        manager.register_patch(name, print, force_patch=True)
+    assert list(manager.registered) == others
+
+
+def test_it_comes_before_the_adaptor(
+    manager: type[Manager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "mindspeed.megatron_adaptor"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    with pytest.raises(UnsupportedError, match="has patched Megatron"):
+        mindspeed.install()
+    assert not transformer_engine.is_installed()
+
+
+def test_without_mindspeed_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finder, "_frameworks_that_looked", lambda: iter(()))
+    with pytest.raises(UnsupportedError, match="MindSpeed cannot be imported"):
+        mindspeed.install()
+    assert not transformer_engine.is_installed()
+
+
+@pytest.mark.parametrize(
+    ("has_te", "message"), [(None, "cannot be imported"), (False, "does not run on fp8core")]
+)
+def test_classes_need_the_alias(
+    monkeypatch: pytest.MonkeyPatch, has_te: bool | None, message: str
+) -> None:
+    extension = ModuleType("a_megatron")
+    extension.HAVE_TE = has_te  # type: ignore[attr-defined]  # as Megatron notes it
+    monkeypatch.setattr(mindspeed, "_EXTENSION", "a_megatron")
+    if has_te is not None:
+        monkeypatch.setitem(sys.modules, "a_megatron", extension)
+    with pytest.raises(UnsupportedError, match=message):
+        mindspeed.classes()
