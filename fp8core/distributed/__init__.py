@@ -14,9 +14,19 @@ from fp8core.distributed.context_parallel import (
 from fp8core.distributed.expert_parallel import Experts, TokenExchange
 from fp8core.distributed.fsdp import gather_quantized
 from fp8core.distributed.sharded_state import ShardLayout, shard_layout, sharded_state_dict
+from fp8core.distributed.styles import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 __all__ = [
+    "ColwiseParallel",
     "Experts",
+    "PrepareModuleInput",
+    "RowwiseParallel",
+    "SequenceParallel",
     "ShardLayout",
     "TokenExchange",
     "gather_from_cp_ranks",

@@ -39,6 +39,9 @@ class LowPrecisionModule(DelayedModule):
     outside_autocast: Active | None = None
     # The weight gradients that backward left to backward_dw; None for a layer that delays none.
     wgrad_queue: WgradQueue | None = None
+    # Returns what this rank has of a parameter that a style spread over ranks, given its name and
+    # the parameter; None for a layer whose parameters are whole.
+    local_part: Callable[[str, torch.Tensor | None], torch.Tensor | None] | None = None
     # Kind and name of each layer of the prepared model, one a line; a single text, which
     # torch.compile compares at once.
     peers: str = ""
@@ -153,9 +156,10 @@ class LowPrecisionModule(DelayedModule):
 
     def parameter(self, name: str) -> torch.Tensor | None:
         """Return the parameter ``name``, or the tensor in its stead: one that a parametrization
-        computes, or a view of a flat parameter."""
+        computes, a view of a flat parameter, or this rank's part of one that is spread."""
         try:
-            return self._parameters[name]
+            held = self._parameters[name]
+            return held if self.local_part is None else self.local_part(name, held)
         except KeyError:
             computed: torch.Tensor | None = getattr(self, name)
             return computed

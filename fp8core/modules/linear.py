@@ -11,7 +11,7 @@ from fp8core.chain.linear import LinearShape
 from fp8core.chain.pointwise import BiasShape, QuantizeShape
 from fp8core.chain.shape import LinkShape
 from fp8core.errors import RecipeError, UnsupportedError
-from fp8core.modules.parallel import ParallelModule, mark_norm, mark_weight
+from fp8core.modules.parallel import Parallel, ParallelModule, mark_norm, mark_weight
 from fp8core.modules.parameters import (
     InitMethod,
     check_size,
@@ -174,6 +174,33 @@ class Linear(ParallelModule):
             with self._forked():
                 fill(self._parameters.get(f"{prefix}weight"), self._init_method)
             fill(self._parameters.get(f"{prefix}bias"), torch.nn.init.zeros_)
+
+    @property
+    def parts(self) -> list[tuple[str, int]]:
+        """The prefix of the parameters and the output features of each part of the weight."""
+        return self._parts
+
+    @property
+    def can_be_spread(self) -> bool:
+        """Whether its parameters may be split over ranks after it was made."""
+        return True
+
+    def set_share(
+        self,
+        mode: str,
+        parallel: Parallel,
+        features: int,
+        parts: list[tuple[str, int]] | None = None,
+    ) -> None:
+        """Compute with this rank's share from now on: ``features`` of the output, in ``parts``, in
+        the mode ``"column"``, and of the input in ``"row"``. The parameters are the caller's."""
+        self.parallel_mode, self.parallel = mode, parallel
+        if mode == "column":
+            self.out_features = features
+            self._parts = self._parts if parts is None else parts
+        else:
+            self.in_features = features
+        self.unbind()
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the shape of the one linear, between the links of its parallel mode."""

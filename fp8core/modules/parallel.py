@@ -160,6 +160,12 @@ class ParallelModule(LowPrecisionModule):
         self.parallel = given
         self.unbind()
 
+    def set_sequence(self, sequence: bool) -> None:
+        """Say whether rows outside of the parallel linears are split over the ranks from now on."""
+        if sequence != self.parallel.sequence:
+            self.parallel = self.parallel._replace(sequence=sequence)
+            self.unbind()
+
     def _set_parallel(
         self,
         mode: object,
