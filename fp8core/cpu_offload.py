@@ -1,9 +1,9 @@
 """Tensors that layers save for backward, moved to the memory of the host and back.
 
 The names and arguments are those of ``transformer_engine.pytorch``. What autograd saves inside of
-the context is offloaded, of any layer: activations, and the quantized operands that fp8core's
-layers save. Copies run on a stream of their own beside the computation. On a device without
-streams, such as the CPU, the same steps copy at once.
+the context is offloaded, of any layer: activations, and the quantized inputs that fp8core's layers
+save. The codes of their weights stay, as parameters do. Copies run on a stream of their own beside
+the computation. On a device without streams, such as the CPU, the same steps copy at once.
 
 In the default schedule the first ``num_layers`` of ``model_layers`` are offloaded. Layer i is
 copied out while the layers behind it compute, its memory is free when layer
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from fp8core.errors import OperandError
+from fp8core.tensors.offloading import set_note
 
 __all__ = ["ManualOffloadSynchronizer", "get_cpu_offload_context", "mark_not_offload"]
 
@@ -341,6 +342,7 @@ class _OffloadContext(contextlib.ContextDecorator):
     def __init__(self, synchronizer: _Synchronizer) -> None:
         self.synchronizer = synchronizer
         self._hooks: Any = None
+        self._note: Any = None
         self._is_open = False
 
     def __enter__(self) -> _OffloadContext:
@@ -354,9 +356,11 @@ class _OffloadContext(contextlib.ContextDecorator):
         hooks = torch.autograd.graph.saved_tensors_hooks
         self._hooks = hooks(self.synchronizer.pack, self.synchronizer.unpack)
         self._hooks.__enter__()
+        self._note = set_note(mark_not_offload)
         return self
 
     def __exit__(self, *error: Any) -> None:
+        set_note(self._note)
         self._hooks.__exit__(*error)
         self._is_open = False
         if error[0] is not None:
@@ -395,8 +399,9 @@ def get_cpu_offload_context(
                 x = layer(x)
             x = sync(x)
 
-    Tensors of at least 2**18 elements are offloaded that autograd saves in the context and that no
-    parameter holds. A saved tensor must not be written before it is copied.
+    Tensors of at least 2**18 elements are offloaded that autograd saves in the context, but for
+    parameters, and the codes of quantized weights, as in Transformer Engine. A saved tensor must
+    not be written before it is copied.
 
     Args:
         enabled: without it, the context and the function do nothing.

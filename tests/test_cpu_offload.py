@@ -14,6 +14,7 @@ import fp8core
 from fp8core import cpu_offload, recipe
 from fp8core.cpu_offload import get_cpu_offload_context, mark_not_offload
 from fp8core.errors import OperandError
+from fp8core.tensors import offloading
 
 BF16 = torch.bfloat16
 
@@ -307,3 +308,31 @@ def test_a_forward_pass_that_fails_is_followed_by_a_whole_one() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert context.synchronizer.current == 3
     assert [len(one.saved) > 0 for one in context.synchronizer.layers] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_codes_of_weights_stay_on_the_device(is_stored: bool) -> None:
+    chosen = recipe.MXFP8BlockScaling()
+    with fp8core.quantized_model_init(enabled=is_stored, recipe=chosen):
+        layers = [
+            fp8core.Linear(64, 96, params_dtype=BF16, device="cpu", bias=False) for _ in range(2)
+        ]
+    context, sync = get_cpu_offload_context(True, 1, 2)
+    x = torch.randn(128, 64, dtype=BF16, requires_grad=True)
+    with fp8core.autocast(recipe=chosen):
+        for layer in layers:  # each from the same input
+            with context:
+                y = layer(x)
+            y = sync(y)
+    held = context.synchronizer.layers[0].saved
+    shapes = {tuple(one._on_host.shape) for one in held if one._is_copied}
+    assert (64, 128) in shapes  # the input's columnwise codes
+    assert not shapes & {(64, 96), (96, 64)}
+    y.sum().backward()
+
+
+def test_what_was_noted_before_a_context_is_noted_after_it() -> None:
+    context, _ = get_cpu_offload_context(True, 1, 2)
+    with context:
+        assert offloading.is_noting()
+    assert not offloading.is_noting()

@@ -62,6 +62,7 @@ from fp8core.dispatch.table import Resolved
 from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.recipe.plan import HIGH_PRECISION, GemmPlan, LinearPlan
 from fp8core.tensors.by_object import ObjectQuantizer
+from fp8core.tensors.offloading import note_weight
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import (
     Cast,
@@ -311,6 +312,7 @@ class LinearProgram:
         x_row = w_row = None  # freed before the next program quantizes y
         saved: Saved = x_column if self._needs_weight else ()
         if self._needs_input:
+            note_weight(w_column)
             saved = (*saved, *w_column)
         return y if out is None else out(y), saved, None
 
