@@ -90,6 +90,11 @@ class AttentionShape(LinkShape):
     context: tuple[str, ...] = ()
 
     @property
+    def shares_scales_over(self) -> str | None:
+        """The group that shares the tokens, where it is one."""
+        return self.context[1] if len(self.context) == 2 else None
+
+    @property
     def has_bias(self) -> bool:
         """Whether a bias is among its parameters."""
         return self.bias in ("pre_scale", "post_scale")
@@ -222,7 +227,7 @@ def _bound_low_precision(
     assert plan.qkv is not None
     assert plan.s is not None
     if shape.context:
-        _check_context(context.owner, plan)
+        _check_context(context.owner, plan, len(shape.context) - 1)
     # Results of parts of the keys are merged before they could be rounded.
     is_whole = not shape.context or shape.context[0] == "a2a"
     result = None if plan.o is None or not is_whole else _with_given_scale(plan.o)
@@ -274,13 +279,13 @@ def _with_given_scale(spec: OperandSpec) -> OperandSpec:
     return OperandSpec(spec.format, spec.block, spec.target, delayed=True)
 
 
-def _check_context(owner: str, plan: AttentionPlan) -> None:
+def _check_context(owner: str, plan: AttentionPlan, num_groups: int) -> None:
     """Refuse a plan whose scales are not those of all ranks of a context-parallel group."""
-    if plan.delayed is not None:
+    if plan.delayed is not None and num_groups > 1:
         raise UnsupportedError(
-            f"{owner}: fp8_dpa with delayed scaling and context parallelism is not offered: the "
-            f"ranks' scales would differ. Use Float8CurrentScaling(fp8_dpa=True), or attention in "
-            f"high precision, fp8_dpa=False."
+            f"{owner}: fp8_dpa with delayed scaling and cp_comm_type='a2a+p2p' is not offered: "
+            f"scales are reduced over one group. Use another cp_comm_type, "
+            f"Float8CurrentScaling(fp8_dpa=True), or attention in high precision, fp8_dpa=False."
         )
 
 

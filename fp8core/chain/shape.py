@@ -101,6 +101,11 @@ class LinkShape:
         return False
 
     @property
+    def shares_scales_over(self) -> str | None:
+        """The name of the group whose ranks have one delayed scale for each tensor; None: none."""
+        return None if self.splits_experts else self.moved_over
+
+    @property
     def splits_experts(self) -> bool:
         """Whether each rank has other experts behind it, with delayed scales of their own."""
         return self.exchanges_rows or self.exchanges_grad_rows

@@ -10,13 +10,14 @@ from fp8core.chain import run as chain
 from fp8core.chain.bind import bind_chain
 from fp8core.chain.differentiable import arranged
 from fp8core.chain.shape import BindContext, LinkShape
+from fp8core.communicator import named
 from fp8core.context import recompute
 from fp8core.context.autocast import active, active_name
 from fp8core.context.scopes import touch
 from fp8core.dispatch import policy, settings
 from fp8core.dispatch.resolver import Noting
 from fp8core.errors import Fp8CoreError
-from fp8core.modules.agreement import agree, communicators_of
+from fp8core.modules.agreement import agree
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bindings import bind_lock
 from fp8core.modules.bound import (
@@ -190,8 +191,9 @@ def _bind(
         context = context._replace(first_gemm=first_gemm)
         links = bind_chain(shapes, context)
         if states is not None:
-            for communicator in communicators_of([x for x in shapes if not x.splits_experts]):
-                states.spread_over(communicator)
+            for name in dict.fromkeys(shape.shares_scales_over for shape in shapes):
+                if name is not None:
+                    states.spread_over(named(name))
     except BaseException as error:
         layer.put_back_state(before)
         if not isinstance(error, Fp8CoreError):

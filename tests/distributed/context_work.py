@@ -15,7 +15,7 @@ from fp8core.chain.sequence_chunks import Chunks
 from fp8core.communicator import of_group
 from fp8core.distributed import gather_from_cp_ranks, get_batch_on_this_cp_rank
 from fp8core.errors import Fp8CoreError
-from fp8core.recipe import Float8CurrentScaling
+from fp8core.recipe import DelayedScaling, Float8CurrentScaling
 
 SEED = 3
 HEADS, GROUPS, DIM = 8, 4, 16
@@ -53,6 +53,10 @@ CASES = {
     ),
     "float64": Case(dtype=torch.float64),
     "float64_thd": Case("thd", "padding_causal", torch.float64, has_lengths=True),
+    "delayed": Case(
+        dtype=torch.bfloat16,
+        recipe=DelayedScaling(fp8_dpa=True, fp8_dpa_backward="fp8"),
+    ),
     "window": Case(layer={"window_size": (5, 0)}),
 }
 WAYS = ("p2p", "all_gather", "a2a")
@@ -122,10 +126,12 @@ def attend(case: Case, tensors: Tensors, **options: Any) -> dict[str, torch.Tens
     layer = layer_of(case)
     if options:
         layer.set_context_parallel_group(**options)
-    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
-    with fp8core.autocast(recipe=case.recipe, enabled=case.recipe is not None):
-        out = layer(*leaves, **keywords_of(case))
-    out.backward(tensors.grad)
+    for _ in range(2 if isinstance(case.recipe, DelayedScaling) else 1):  # scales of a step before
+        layer.zero_grad()
+        leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+        with fp8core.autocast(recipe=case.recipe, enabled=case.recipe is not None):
+            out = layer(*leaves, **keywords_of(case))
+        out.backward(tensors.grad)
     names = ("q", "k", "v")
     results = {"out": out.detach()} | {
         name: leaf.grad for name, leaf in zip(names, leaves, strict=True)
@@ -224,7 +230,7 @@ def compiled(group: dist.ProcessGroup, rank: int, way: str) -> bool:
     return all(map(torch.equal, *found))
 
 
-def refused(group: dist.ProcessGroup, rank: int) -> dict[str, str]:
+def refused(group: dist.ProcessGroup, across: dist.ProcessGroup, rank: int) -> dict[str, str]:
     """The errors of calls that a group does not offer, on this rank."""
     layer = layer_of(CASES["causal"])
     layer.set_context_parallel_group(group, cp_comm_type="a2a")
@@ -249,6 +255,14 @@ def refused(group: dist.ProcessGroup, rank: int) -> dict[str, str]:
         lambda: ring(*tensors, core_attention_bias_type="alibi", **keywords_of(packed))
     )
     errors["ranks"] = raised(lambda: layer.set_context_parallel_group(group, [7, 8]))
+    both = layer_of(CASES["delayed"])
+    both.set_context_parallel_group([group, across], cp_comm_type="a2a+p2p")
+
+    def attend_delayed() -> None:
+        with fp8core.autocast(recipe=CASES["delayed"].recipe):
+            both(*(x.bfloat16() for x in (q, k, v)))
+
+    errors["delayed"] = raised(attend_delayed)
     errors["hierarchy"] = raised(
         lambda: layer.set_context_parallel_group(group, cp_comm_type="a2a+p2p")
     )
@@ -301,6 +315,6 @@ def work(rank: int) -> dict[str, Any]:
     layer.set_context_parallel_group(pair, None, None, "p2p")
     x = get_batch_on_this_cp_rank(block_input(), pair)
     found["block"] = run_block(layer, x)
-    found["refused"] = refused(pair, rank % 2)
+    found["refused"] = refused(pair, across[rank % 2], rank % 2)
     found["helpers"] = helpers(pair)
     return found

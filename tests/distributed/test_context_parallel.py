@@ -78,7 +78,7 @@ SPLIT = [
     f"{size} {way} {name}"
     for size, pairs in ((2, TWO), (4, FOUR))
     for name, way in pairs
-    if way != "a2a" and name != "current"
+    if way != "a2a" and name not in ("current", "delayed")
 ]
 SAME = [
     f"{size} a2a {name}"
@@ -107,15 +107,16 @@ def test_heads_are_exchanged_bit_for_bit(
         assert torch.equal(got, want), tensor
 
 
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
 @pytest.mark.parametrize("way", ["p2p", "all_gather"])
 def test_quantized_keys_in_parts_are_as_accurate_as_whole_ones(
-    ranks: list[dict[str, Any]], wanted: Wanted, way: str
+    ranks: list[dict[str, Any]], wanted: Wanted, way: str, recipe: str
 ) -> None:
     chunks = context_work.chunks_of(CASES["bfloat16"], 2)
     exact = chunks.parts(wanted["bfloat16"]["out"]).float()
-    whole = chunks.parts(wanted["current"]["out"]).float()
+    whole = chunks.parts(wanted[recipe]["out"]).float()
     for rank in range(2):
-        error = (ranks[rank][f"2 {way} current"]["out"].float() - exact[rank]).norm()
+        error = (ranks[rank][f"2 {way} {recipe}"]["out"].float() - exact[rank]).norm()
         assert error <= 1.25 * (whole[rank] - exact[rank]).norm()
 
 
@@ -187,6 +188,7 @@ MESSAGES = {
     "window": r"window_size=(5, 0) with cp_comm_type='p2p' is not offered; choose 'a2a'",
     "alibi": "core_attention_bias_type='alibi' with cp_comm_type='p2p'",
     "ranks": "cp_global_ranks=[7, 8]",
+    "delayed": "scales are reduced over one group",
     "hierarchy": "expected a list of two process groups",
 }
 
