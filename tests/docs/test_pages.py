@@ -27,13 +27,23 @@ RUNNING = [page for page in PAGES if pages.script(page).strip()]
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(#[^)]*)?\)")
 
 
+# What the pages about frameworks import; their scripts run with the warnings of the framework.
+FRAMEWORKS = {
+    "docs/frameworks/accelerate.md": "accelerate",
+    "docs/frameworks/lightning.md": "lightning",
+    "docs/frameworks/peft.md": "peft",
+    "docs/frameworks/torchtitan.md": "torchtitan.models.common",
+    "docs/frameworks/transformers.md": "transformers",
+}
+
+
 def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def run(code: str, folder: Path, filename: str) -> None:
+def run(code: str, folder: Path, filename: str, *options: str) -> None:
     (folder / filename).write_text(code, encoding="utf-8")
-    command = [sys.executable, "-W", "error", str(folder / filename)]
+    command = [sys.executable, *options, str(folder / filename)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # inputs are on the CPU
     done = forked.run(command, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
@@ -45,12 +55,21 @@ def test_readme_has_python_examples() -> None:
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_readme_example_runs_in_a_process_of_its_own(code: str, tmp_path: Path) -> None:
-    run(code, tmp_path, "readme.py")
+    run(code, tmp_path, "readme.py", "-W", "error")
 
 
 @pytest.mark.parametrize("page", RUNNING, ids=name)
 def test_blocks_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path) -> None:
-    run(pages.script(page), tmp_path, f"{page.stem}.md.py")
+    if name(page) in FRAMEWORKS:
+        framework = FRAMEWORKS[name(page)]
+        pytest.importorskip(framework, reason=f"{framework} is not installed")
+    options = () if name(page) in FRAMEWORKS else ("-W", "error")
+    run(pages.script(page), tmp_path, f"{page.stem}.md.py", *options)
+
+
+def test_every_script_of_a_framework_names_what_it_imports() -> None:
+    running = {name(page) for page in RUNNING if page.parent.name == "frameworks"}
+    assert running == {*FRAMEWORKS}
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=name)
