@@ -71,8 +71,8 @@ def gather_quantized(model: torch.nn.Module, recipe: Recipe | str | None = None)
         OperandError: the model is sharded or wrapped already, or none of its weights would be
             gathered quantized.
         UnsupportedError: weights in a 4-bit format, or one that ``quantized_model_init`` would
-            refuse. At the first gather: CPU offload of it, ``reshard_after_forward`` as a number,
-            or a shard along dimension 1.
+            refuse. At the first gather: ``reshard_after_forward`` as a number, or a shard along
+            dimension 1.
     """
     chosen = recipe_from(recipe, "gather_quantized(recipe=...)") or get_default_recipe()
     _refuse_sharded(model)

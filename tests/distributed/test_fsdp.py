@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import checkpoint
 
@@ -21,9 +21,11 @@ from fp8core import OperandError, UnsupportedError, recipe
 from fp8core.communicator import of_group
 from fp8core.distributed import gather_quantized
 from tests.distributed.programs import (
+    average_gradients,
     batch,
     compared,
     linears,
+    sgd,
     sharded,
     train_step,
     whole,
@@ -221,6 +223,90 @@ def tied() -> list[bool]:
     return [len(made["weights"]) == 1, *made["quantized"], *made["weights"], *made["outputs"]]
 
 
+class Grouped(nn.Module):
+    """Two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = fp8core.GroupedLinear(
+            2, COLUMNS, 160, device="cpu", params_dtype=torch.bfloat16
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.experts(x, [12, 20])
+        return y
+
+
+class Attending(nn.Module):
+    """A Transformer layer over 16 tokens of 2 texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = fp8core.TransformerLayer(
+            COLUMNS,
+            256,
+            4,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            fuse_qkv_params=True,
+            device="cpu",
+            params_dtype=torch.bfloat16,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.view(16, 2, COLUMNS)).flatten(0, 1).clone()
+
+
+def converted() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = ((COLUMNS, 192), (192, COLUMNS), (COLUMNS, 16))
+    model = nn.Sequential(*[nn.Linear(*size, dtype=torch.bfloat16) for size in sizes])
+    fp8core.convert(model, CURRENT)
+    return model
+
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "GroupedLinear": (Grouped, recipe.Float8BlockScaling()),
+    "TransformerLayer": (Attending, recipe.MXFP8BlockScaling()),
+    "converted layers": (converted, CURRENT),
+}
+
+
+def replicated() -> bool:
+    """Whether two replicas of a mesh with two dimensions train as one model."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    model: Any = gather_quantized(linears(COLUMNS, 256), CURRENT)
+    model, reference = fully_shard(model, mesh=mesh), linears(COLUMNS, 256)
+    optimizers = [sgd(one.parameters()) for one in (model, reference)]
+    equal = []
+    for step in range(3):
+        x = batch(step, COLUMNS)
+        equal.append(torch.equal(*[train_step(one, CURRENT, x) for one in (model, reference)]))
+        average_gradients(reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return all(equal)
+
+
+def of_tensor_parallel_weights(rank: int) -> list[Any]:
+    """The gathered weight of a rank's part of a DTensor, on a mesh with two dimensions."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    model: Any = linears(COLUMNS, 256)
+    part = model[0].weight.detach().chunk(2)[rank].clone()
+    placed = DTensor.from_local(part, mesh["tensor"], [Shard(0)], run_check=False)
+    model[0].weight = nn.Parameter(placed)
+    fully_shard(gather_quantized(model, CURRENT), mesh=mesh["data"])
+    model.unshard()
+    gathered = model[0].weight.to_local()
+    plan = gathered.plan
+    expected = fp8core.QuantizedTensor.quantize(part, plan)
+    equal = map(torch.equal, gathered.tensors(), expected.tensors())
+    return [type(gathered).__name__, list(model[0].weight.shape), all(equal)]
+
+
 def refused(rank: int) -> dict[str, str]:
     """What each rank raises."""
     errors = {}
@@ -254,6 +340,9 @@ def work(rank: int) -> dict[str, Any]:
         "clipped": {name: clipped(name) for name in OPTIMIZERS},
         "mixed precision": mixed_precision(),
         "tied": tied(),
+        "kinds": {name: compared(*given, COLUMNS) for name, given in KINDS.items()},
+        "replicated": replicated(),
+        "tensor parallel": of_tensor_parallel_weights(rank),
         "kept": compared(
             partial(linears, COLUMNS, 256), CURRENT, COLUMNS, reshard_after_forward=False
         ),
@@ -358,6 +447,26 @@ def test_float32_weights_are_rounded_once_under_mixed_precision(
     ranks: list[dict[str, Any]],
 ) -> None:
     assert [rank["mixed precision"] for rank in ranks] == [[True, "torch.float32"]] * 2
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_layers_of_each_kind_train_as_unsharded(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        made = rank["kinds"][name]
+        assert all(made["outputs"])
+        assert all(made["weights"])
+        assert made["quantized"].count(True) == {"TransformerLayer": 4, "GroupedLinear": 2}.get(
+            name, 3
+        )
+
+
+def test_replicas_of_shards_train_as_one_model(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["replicated"] for rank in ranks] == [True, True]
+
+
+def test_parts_of_tensor_parallel_weights_are_gathered(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["tensor parallel"] == ["QuantizedTensor", [256, COLUMNS], True]
 
 
 def test_tied_weights_stay_tied(ranks: list[dict[str, Any]]) -> None:
