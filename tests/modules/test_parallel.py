@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,6 +258,20 @@ def over_gloo(rank: int) -> dict[str, Any]:
     return program(of_group(None))
 
 
+FOUR = ("none", "current", "rowwise", "block", "mxfp8")
+
+
+def over_four(rank: int) -> dict[str, float]:
+    """How far results of four ranks are from those of one process, by recipe and tensor."""
+    communicator, errors = of_group(None), {}
+    for name in FOUR:
+        found, judge = pair(communicator, name), pair_in_one_process(name, ranks=4)
+        for key in ("y", "dx"):
+            expected = judge[key].chunk(4)[rank].float()
+            errors[f"{name} {key}"] = float((found[key] - expected).norm() / expected.norm())
+    return errors
+
+
 @pytest.fixture(scope="module", params=["processes", "threads"])
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -435,3 +450,10 @@ def test_stochastic_gradients_are_as_near_as_those_of_one_process(
     errors = [(one.float() - exact).norm() for one in (found, alone)]
     assert errors[0] <= 1.05 * errors[1]
     assert (key == "y") == torch.equal(found, alone)
+
+
+def test_four_processes_differ_by_the_order_of_bfloat16_sums_alone(tmp_path: Path) -> None:
+    """Three roundings of a sum of four: two of them in another order."""
+    for errors in run_ranks(over_four, tmp_path, world_size=4):
+        assert len(errors) == 2 * len(FOUR)
+        assert max(errors.values()) < 0.004, errors
