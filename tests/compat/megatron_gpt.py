@@ -89,6 +89,18 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "moe_grouped_delayed": {**DELAYED, **MOE, "moe_grouped_gemm": True},
     "first_last_bf16": {**MXFP8, **FIRST_BF16},
     "microbatches": DELAYED,
+    "rope_fusion": {**MXFP8, "apply_rope_fusion": True},
+    "cross_entropy_fusion": {
+        "cross_entropy_loss_fusion": True,
+        "cross_entropy_fusion_impl": "te",
+    },
+    "moe_fusions": {
+        **{**MXFP8, **MOE, "moe_grouped_gemm": True},
+        **{"moe_router_fusion": True, "moe_permute_fusion": True},
+    },
+    "activation": {**TENSORWISE, **LLAMA, "use_te_activation_func": True},
+    "operations": {**MXFP8, "use_te_op_fuser": True},
+    "window_and_groups": {**MXFP8, "window_size": (8, 0), "num_query_groups": 2},
     "sequence_parallel": {**MXFP8, "sequence_parallel": True},
 }
 STEPS = 4
@@ -107,13 +119,15 @@ def _model(configuration: dict[str, Any], ranks: int) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     torch.manual_seed(1)
-    config = TransformerConfig(
-        **{**BASE, **configuration, "tensor_model_parallel_size": ranks},
-    )
+    arguments = {**BASE, **configuration, "tensor_model_parallel_size": ranks}
+    uses_operations = arguments.pop("use_te_op_fuser", False)
+    config = TransformerConfig(**arguments)
     spec = specs.get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
+        use_te_op_fuser=uses_operations,
+        use_te_activation_func=config.use_te_activation_func,
     )
     model = GPTModel(
         config, spec, vocab_size=128, max_sequence_length=32, position_embedding_type="rope"
@@ -152,7 +166,8 @@ def train(name: str, ranks: int) -> dict[str, Any]:
             key: layer.extra_repr().rpartition("last run: ")[2] for key, layer in layers.items()
         },
         "quantized": sum(_is_quantized(parameter) for parameter in model.parameters()),
-        "sharded": sorted(model.sharded_state_dict()),
+        # An operation of Transformer Engine has no sharded_state_dict, which Megatron calls.
+        "sharded": [] if name == "activation" else sorted(model.sharded_state_dict()),
     }
 
 

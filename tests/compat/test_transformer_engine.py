@@ -278,6 +278,16 @@ def test_options_of_communication_pass_on_one_rank(te: Any) -> None:
     ).shape == (8, 1, 32)
 
 
+def test_arguments_are_attributes(te: Any) -> None:
+    layer = te.pytorch.LayerNormLinear(16, 32, eps=1e-6, normalization="RMSNorm")
+    assert (layer.eps, layer.normalization, layer.return_layernorm_output) == (
+        1e-6,
+        "RMSNorm",
+        False,
+    )
+    assert te.pytorch.LayerNormMLP(16, 32, activation="swiglu").activation == "swiglu"
+
+
 def test_megatron_s_attributes(te: Any) -> None:
     layer = te.pytorch.GroupedLinear(2, 32, 48)
     assert isinstance(layer, te.pytorch.module.base.TransformerEngineBaseModule)

@@ -139,6 +139,12 @@ class _Layer(torch.nn.Module):
             idle = _OVERLAP if issubclass(native, ParallelModule) else (*_OVERLAP, *_ON_ONE_RANK)
             carried = {name: given.pop(name) for name in idle if name in given}
         native.__init__(self, **given)
+        for name, parameter in inspect.signature(native.__init__).parameters.items():
+            value = given.get(name, parameter.default)
+            if isinstance(value, str | int | float | tuple) and not hasattr(self, name):
+                carried.setdefault(
+                    name, value
+                )  # as `eps` and `normalization`, which Megatron reads
         if not issubclass(native, ParallelModule):
             carried = {**_ON_ONE_RANK, **carried, "sequence_parallel": False}
         for name, value in carried.items():
