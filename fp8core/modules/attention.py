@@ -16,7 +16,7 @@ from fp8core.chain.call import Call
 from fp8core.chain.shape import LinkShape
 from fp8core.communicator import named
 from fp8core.context.checkpoint import checkpoint
-from fp8core.errors import OperandError, UnsupportedError
+from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.modules.attention_cache import mask_type_with_cache, with_cache
 from fp8core.modules.attention_inputs import (
     Heads,
@@ -458,11 +458,20 @@ class DotProductAttention(ParallelModule):
                 f"{owner}: inference_params with context parallelism is not offered; leave out the "
                 f"group: set_context_parallel_group(None)."
             )
-        call = check_context(owner, group, shape, qkv, lengths)
+        problem: Fp8CoreError | None = None
+        try:
+            call = check_context(owner, group, shape, qkv, lengths)
+        except Fp8CoreError as error:
+            # In a first call the other ranks wait for what this one says.
+            if torch.compiler.is_compiling() or self._agreed:
+                raise
+            problem, call = error, f"refused, {error}"
         if torch.compiler.is_compiling() or call in self._agreed:
             return
         for name in group.names:
             named(name).agree(call, "a call of attention", qkv.q.device)
+        if problem is not None:
+            raise problem
         self._agreed.add(call)
 
     def _shape(

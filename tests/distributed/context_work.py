@@ -235,8 +235,11 @@ def refused(group: dist.ProcessGroup, across: dist.ProcessGroup, rank: int) -> d
     layer = layer_of(CASES["causal"])
     layer.set_context_parallel_group(group, cp_comm_type="a2a")
     q, k, v, _ = of_rank(CASES["causal"], 2, rank)
+    fresh = layer_of(CASES["causal"])
+    fresh.set_context_parallel_group(group)
     errors = {
         "odd": raised(lambda: layer(q[:-1], k[:-1], v[:-1])),
+        "odd on one": raised(lambda: fresh(*(x[: -1 if rank == 0 else None] for x in (q, k, v)))),
         "differing": raised(lambda: layer(*((q, k, v) if rank else (q[:-2], k[:-2], v[:-2])))),
     }
     packed = CASES["thd_causal"]

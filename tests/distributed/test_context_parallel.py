@@ -182,6 +182,7 @@ def test_a_transformer_layer_hands_the_group_on(ranks: list[dict[str, Any]]) -> 
 
 MESSAGES = {
     "odd": "has 15 tokens of each sequence on this rank; expected the two chunks",
+    "odd on one": "rank 0: refused, DotProductAttention(8, 16): query_layer [15, 2, 8, 16] has 15",
     "differing": "differ in a call of attention",
     "cut": "Pad every sequence to a multiple of 4 tokens",
     "heads": "3 heads in 3 groups with cp_comm_type='a2a' over 2 ranks",
