@@ -832,7 +832,7 @@ def _bind_quantizers(
     x = unturned or quantizer_of("input", input_dtype, slot_of("input"), count)
     again = None
     if shape.saves_input and plan.input.columnwise is not None and not binding.is_observing:
-        _check_saves_input(plan, context.owner)
+        _check_saves_input(plan)
         again = quantizer_of("input", input_dtype, None, None)
     weights = PerGroup([weight(g) for g in range(shape.groups)]) if is_grouped else weight(0)
     # Calibration sees the forward pass alone, as in Transformer Engine.
@@ -848,11 +848,11 @@ def _maximum(communicator: Communicator | None) -> MaximumOverShards | None:
     return MaximumOverShards(lambda amaxes: communicator.max(amaxes, "amax").wait())
 
 
-def _check_saves_input(plan: LinearPlan, owner: str) -> None:
+def _check_saves_input(plan: LinearPlan) -> None:
     """Raise RecipeError if backward could not repeat the cast of the input."""
     if plan.input.is_delayed:
         raise RecipeError(
-            f"{owner}: save_original_input=True with delayed scaling: backward would cast the "
-            f"input by the scale of the next step. Leave it out, or use a recipe whose scales "
-            f"follow from the tensor, such as Float8CurrentScaling."
+            "save_original_input=True with delayed scaling: backward would cast the input by the "
+            "scale of the next step. Leave it out, or use a recipe whose scales follow from the "
+            "tensor, such as Float8CurrentScaling."
         )
