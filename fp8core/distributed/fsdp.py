@@ -115,12 +115,9 @@ def _sites(model: torch.nn.Module) -> Iterator[_Site]:
     for path, module in model.named_modules():
         if not isinstance(module, LowPrecisionModule):
             continue
-        params, weights = list(module.link_params()), []
-        for shape in module.link_shapes():
-            mine, params = params[: shape.num_params], params[shape.num_params :]
-            weights += mine[: shape.num_weights]
+        weights = {parts[0] for parts in module.weight_names() if len(parts) == 1}
         for name, parameter in module._parameters.items():
-            if parameter is not None and any(parameter is weight for weight in weights):
+            if parameter is not None and name in weights:
                 yield _Site(module, name, f"{path}.{name}".lstrip("."), parameter)
 
 

@@ -258,9 +258,16 @@ def two_ranks(rank: int) -> dict[str, Any]:
 
 
 def four_ranks(rank: int) -> dict[str, Any]:
-    """Two steps of SGD with tensor parallelism of two by FSDP2 of two."""
+    """Training on two by two ranks, with weights gathered in high precision, and quantized."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return {kind: train_sharded(mesh, kind == "quantized") for kind in ("plain", "quantized")}
+
+
+def train_sharded(mesh: DeviceMesh, quantized: bool) -> dict[str, Any]:
+    """Two steps of SGD with tensor parallelism of two by FSDP2 of two."""
     block = spread(native(), mesh["tp"])
+    if quantized:
+        distributed.gather_quantized(block, recipe.Float8CurrentScaling())
     fully_shard(block.ffn, mesh=mesh["dp"])
     fully_shard(block, mesh=mesh["dp"])
     optimizer = torch.optim.SGD(block.parameters(), lr=0.01)

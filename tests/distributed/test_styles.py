@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,13 +112,18 @@ def trained(group: Communicator) -> dict[str, torch.Tensor]:
     return {"y0": outputs[0], "y1": outputs[1], **result}
 
 
-def test_two_by_two_with_fsdp2_equals_one_process(tmp_path: Path) -> None:
-    results = run_ranks(work.four_ranks, tmp_path, world_size=4)
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_ranks(work.four_ranks, tmp_path_factory.mktemp("four"), world_size=4)
+
+
+@pytest.mark.parametrize("kind", ["plain", "quantized"])
+def test_two_by_two_with_fsdp2_equals_one_process(four_ranks: list[Any], kind: str) -> None:
     wanted = run_in_threads(trained, 2)
-    for rank, result in enumerate(results):
-        assert torch.equal(result["y"], wanted[rank % 2][f"y{rank // 2}"])
+    for rank, result in enumerate(four_ranks):
+        assert torch.equal(result[kind]["y"], wanted[rank % 2][f"y{rank // 2}"])
     dims = {"ffn.up.weight": 0, "ffn.up.bias": 0, "ffn.down.weight": 1}
     for name in work.PARAMETERS:
         parts = [want[name] for want in wanted]
         whole = torch.cat(parts, dims[name]) if name in dims else parts[0]
-        assert torch.equal(results[0][name], whole), name
+        assert torch.equal(four_ranks[0][kind][name], whole), name
