@@ -813,6 +813,14 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     is_deferred = func.overloadpacket is _aten.empty_like and tensor.is_meta
     if is_deferred and device is not None and device.type != "meta":  # Module.to_empty
         return _like(tensor, device)
+    if func.overloadpacket is _aten.new_zeros and _is_of_parameter(tensor):
+        log_once(
+            f"zeros like the parameter {tensor} are a plain tensor. If fully_shard makes its "
+            f"shards of them, the parameter becomes its dequantized value: call "
+            f"fp8core.distributed.gather_quantized(model, recipe) before fully_shard, which keeps "
+            f"initial values and gathers codes.",
+            about="new_zeros of a quantized parameter",
+        )
     plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return func(plain, *args[1:], **kwargs)  # type: ignore[no-any-return]
 

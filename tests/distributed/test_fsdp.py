@@ -531,6 +531,17 @@ def test_a_sharded_model_is_refused() -> None:
         gather_quantized(model, CURRENT)
 
 
+@pytest.mark.usefixtures("four_ranks_without_transport")
+def test_shards_of_quantized_parameters_without_a_quantized_gather_are_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with fp8core.quantized_model_init(recipe=CURRENT):
+        model: Any = fp8core.Linear(COLUMNS, 256, device="cpu", params_dtype=torch.bfloat16)
+    with caplog.at_level("INFO", logger="fp8core"):
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    assert "gather_quantized(model, recipe) before fully_shard" in caplog.text
+
+
 def test_a_model_without_layers_is_refused() -> None:
     with pytest.raises(OperandError, match=r"no weight of Linear .*fp8core.convert"):
         gather_quantized(nn.Linear(4, 4), CURRENT)
