@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import checkpoint
 
 import fp8core
-from fp8core import OperandError, UnsupportedError, recipe
+from fp8core import OperandError, UnsupportedError, recipe, reporting
 from fp8core.communicator import of_group
 from fp8core.distributed import gather_quantized
 from tests.distributed.programs import (
@@ -533,8 +533,9 @@ def test_a_sharded_model_is_refused() -> None:
 
 @pytest.mark.usefixtures("four_ranks_without_transport")
 def test_shards_of_quantized_parameters_without_a_quantized_gather_are_logged(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(reporting, "_logged", set())
     with fp8core.quantized_model_init(recipe=CURRENT):
         model: Any = fp8core.Linear(COLUMNS, 256, device="cpu", params_dtype=torch.bfloat16)
     with caplog.at_level("INFO", logger="fp8core"):
