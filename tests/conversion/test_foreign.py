@@ -265,6 +265,28 @@ def test_experts_on_meta_are_converted_before_they_have_values() -> None:
     )
 
 
+# torch's compiler looks at `grad` of each input of a graph after a break.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_they_compile() -> None:
+    """A Conv1D and a norm whole; experts in several graphs, as the host reads their rows."""
+    torch._dynamo.reset()
+    whole = nn.Sequential(Conv1D(48, 32), LlamaForCausalLM(LlamaConfig(**SIZES)).model.norm)
+    whole = nn.Sequential(whole[1], whole[0])
+    fp8core.convert(whole, "mxfp8", rms_norms=True)
+    x = torch.randn(32, 32)
+    fast = torch.compile(whole, fullgraph=True, backend="aot_eager")
+    assert torch.equal(fast(x), whole(x))
+    model = mixtral()
+    fp8core.convert(model, "mxfp8")
+    experts = model.model.layers[0].mlp.experts
+    chosen, weights = torch.arange(64).view(32, 2) % 4, torch.full((32, 2), 0.5)
+    fast = torch.compile(experts, backend="aot_eager")
+    assert torch.equal(fast(x, chosen, weights), experts(x, chosen, weights))
+    torch._dynamo.reset()
+
+
 class TestNorms:
     def test_they_stay_unless_asked_for(self) -> None:
         model = LlamaForCausalLM(LlamaConfig(**SIZES))
