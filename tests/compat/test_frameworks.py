@@ -1,6 +1,6 @@
 """Accelerate, Lightning, PEFT and DeepSpeed train on fp8core, unmodified.
 
-Each is skipped where it is not installed; docs/frameworks.md says which versions were run.
+Each is skipped where it is not installed; pyproject.toml's extra `compat` has the versions run.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from fp8core.context.autocast import active
-from fp8core.errors import OperandError, RecipeError
+from fp8core.errors import RecipeError
 from fp8core.modules import (
     attention,
     grouped_linear,
@@ -101,16 +101,6 @@ def _ranks(given: Mapping[str, Any]) -> int:
         return group.size()
     size: int = given.get("tp_size") or 1
     return size
-
-
-def _share(name: str, heads: int, ranks: int) -> int:
-    """Return how many of ``heads`` a rank has."""
-    if heads % ranks:
-        raise OperandError(
-            f"DotProductAttention({name}={heads}, tp_size={ranks}): the ranks do not divide the "
-            f"heads. Choose a multiple of {ranks}, or fewer ranks."
-        )
-    return heads // ranks
 
 
 class _Layer(torch.nn.Module):
@@ -314,27 +304,14 @@ class RMSNorm(_Norm, norm.RMSNorm):
 class DotProductAttention(TransformerEngineBaseModule, attention.DotProductAttention):
     """:class:`fp8core.DotProductAttention` under Transformer Engine's name.
 
-    On several ranks each attends with its share of the heads; nothing is exchanged. Dropout draws
-    within the ``fork()`` of the tracker that the constructor gets.
+    Dropout draws within the ``fork()`` of the tracker that the constructor gets.
     """
 
     _native = attention.DotProductAttention
-    get_rng_state_tracker: Callable[[], Any] | None
-
-    def _construct(self, *args: Any, **kwargs: Any) -> None:
-        given = _given(self._native.__init__, args, kwargs)
-        carried = {name: given.pop(name, value) for name, value in _ON_ONE_RANK.items()}
-        size = carried["tp_size"] = _ranks(carried)
-        for name in ("num_attention_heads", "num_gqa_groups"):
-            if given.get(name) is not None:
-                given[name] = _share(name, given[name], size)
-        super()._construct(**given)
-        for name, value in carried.items():
-            setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend as fp8core's layer does."""
-        tracker = self.get_rng_state_tracker
+        tracker = self._tracker[0]
         if tracker is None or not (self.training and self.attention_dropout):
             return super().forward(*args, **kwargs)
         with tracker().fork():
