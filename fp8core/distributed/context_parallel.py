@@ -12,7 +12,7 @@ The names are those of Megatron-LM and Transformer Engine.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar, overload
+from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ __all__ = [
     "thd_get_partitioned_indices",
 ]
 
-_Key = TypeVar("_Key")
 Tensor = torch.Tensor
 
 
@@ -43,19 +42,19 @@ def get_batch_on_this_cp_rank(
 
 @overload
 def get_batch_on_this_cp_rank(
-    batch: Mapping[_Key, Tensor | None],
+    batch: Mapping[str, Tensor | None],
     cp_group: dist.ProcessGroup,
     seq_dim: int = ...,
     cu_seqlens_padded: Tensor | None = ...,
-) -> dict[_Key, Tensor | None]: ...
+) -> dict[str, Tensor | None]: ...
 
 
 def get_batch_on_this_cp_rank(
-    batch: Tensor | Mapping[_Key, Tensor | None],
+    batch: Tensor | Mapping[str, Tensor | None],
     cp_group: dist.ProcessGroup,
     seq_dim: int = 1,
     cu_seqlens_padded: Tensor | None = None,
-) -> Tensor | dict[_Key, Tensor | None]:
+) -> Tensor | dict[str, Tensor | None]:
     """Return this rank's tokens of ``batch``, a tensor or several by name; None stays None.
 
     Args:
@@ -82,7 +81,7 @@ def gather_from_cp_ranks(
     cu_seqlens_padded: Tensor | None = None,
 ) -> Tensor:
     """Return whole sequences from the tokens of all ranks: the inverse of
-    :func:`get_batch_on_this_cp_rank`. Nothing is differentiated."""
+    ``get_batch_on_this_cp_rank``. Nothing is differentiated."""
     communicator = of_group(cp_group)
     local = x.detach().movedim(seq_dim, 0).contiguous()
     parts = communicator.gather(local, "tokens").wait()

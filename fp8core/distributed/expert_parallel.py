@@ -48,15 +48,15 @@ class Experts(LowPrecisionModule):
     - current and delayed scaling: the ranks find one scale for each expert, or layer;
     - one scale a row: always; columns, which weight gradients read, by amaxes of all ranks;
     - scales of blocks: where the rows of each rank for each expert are a multiple of the block, as
-      :func:`fp8core.moe_permute_and_pad_with_probs` makes them.
+      ``fp8core.moe_permute_and_pad_with_probs`` makes them.
 
     Else, and under NVFP4, rows travel in the dtype of the activations and are cast where they
     arrive. So do gradients if ``fc2`` has biases, whose gradient needs them. Results and gradients
     equal those of one process that has all experts, with the rows of each in the order of ranks.
 
     Args:
-        layers: :class:`fp8core.GroupedLinear`, of one number of experts, and operations of
-            :mod:`fp8core.ops` without parameters of rows, such as activations.
+        layers: ``fp8core.GroupedLinear``, of one number of experts, and operations of
+            ``fp8core.ops`` without parameters of rows, such as activations.
         group: the ranks; None: this one alone.
         name: the layer's name in messages.
 
@@ -108,7 +108,7 @@ class Experts(LowPrecisionModule):
         an expert.
 
         Args:
-            rows: this rank's rows, in the order of all experts, as :func:`fp8core.moe_permute`
+            rows: this rank's rows, in the order of all experts, as ``fp8core.moe_permute``
                 returns them.
             tokens_per_expert: how many rows each expert gets, ``[num_experts]`` integers.
 
@@ -164,7 +164,7 @@ class TokenExchange:
         group: the ranks, which divide the number of experts.
 
     Attributes:
-        m_splits: the rows of each expert of this rank, for :class:`fp8core.GroupedLinear`.
+        m_splits: the rows of each expert of this rank, for ``fp8core.GroupedLinear``.
 
     Raises:
         OperandError: counts that do not fit; raised on every rank.
@@ -201,7 +201,7 @@ class TokenExchange:
         return self._run(DispatchShape(self._communicator.group_name), rows, self._routes.sent)
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return what :meth:`dispatch` was given, from what it returned. Differentiable."""
+        """Return what ``dispatch`` was given, from what it returned. Differentiable."""
         return self._run(CombineShape(self._communicator.group_name), rows, self._routes.received)
 
     def _run(self, shape: LinkShape, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

@@ -83,7 +83,7 @@ class DotProductAttention(ParallelModule):
         name: the layer's name in messages.
         device: of ``softmax_offset``; None takes the selected backend's.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: as of
-            :meth:`set_context_parallel_group`.
+            ``set_context_parallel_group``.
         tp_size, tp_group: over how many ranks the heads are spread, each with its share of them;
             calls get that share, and dropout differs between ranks.
         sequence_parallel, get_rng_state_tracker: accepted for compatibility; they change nothing.
@@ -166,7 +166,7 @@ class DotProductAttention(ParallelModule):
 
         Each rank then gives and takes chunk ``rank`` and chunk ``2 * size - 1 - rank`` of the
         ``2 * size`` chunks of each sequence, as
-        :func:`fp8core.distributed.get_batch_on_this_cp_rank` splits them. cu_seqlens, padding masks
+        ``fp8core.distributed.get_batch_on_this_cp_rank`` splits them. cu_seqlens, padding masks
         and max_seqlen are those of whole sequences. Gradients of ``softmax_offset`` are a rank's
         share: add them up over the group, as those of other replicated parameters.
 
