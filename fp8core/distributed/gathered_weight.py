@@ -75,7 +75,8 @@ class GatheredWeight:
         """Return this rank's rows, also while the module has the gathered weight."""
         parameter: Any = self._module._parameters.get(self._name)
         if isinstance(parameter, DTensor):
-            with torch.no_grad():
+            # In inference mode torch returns a plain view in place of the shard itself.
+            with torch.inference_mode(False), torch.no_grad():
                 local = parameter.to_local()
             if isinstance(local, ShardedWeight):
                 self._shard, self.mesh = local, parameter.device_mesh

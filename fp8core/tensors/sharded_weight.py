@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.values import written
+from fp8core.tensors.values import is_view, written
 from fp8core.torch_ops.private import (
     IS_PARAMETER,
     PIN_MEMORY,
@@ -162,7 +162,7 @@ class ShardedWeight(torch.Tensor):
             known = wrappers.get(id(tensor))
             if known is not None or first is None:
                 return tensor if known is None else known
-            if func.overloadpacket in _VIEWS:
+            if is_view(func):
                 return ShardedWeight(tensor, first.gathering, first.writes)
             if func.overloadpacket in _COPIES:
                 return ShardedWeight(tensor, first.gathering)
@@ -181,8 +181,4 @@ def plain_for_writing(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _aten = torch.ops.aten
-_VIEWS = {
-    *(_aten.view, _aten.slice, _aten.split, _aten.split_with_sizes, _aten.as_strided),
-    *(_aten.detach, _aten.alias),
-}
 _COPIES = {_aten.clone, _aten._to_copy, PIN_MEMORY, _aten.empty_like, _aten.new_zeros}

@@ -17,7 +17,7 @@ from fp8core.torch_ops.private import (
     schema_of,
 )
 
-__all__ = ["Values", "as_view", "decomposed", "written"]
+__all__ = ["Values", "as_view", "decomposed", "is_view", "written"]
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
@@ -40,10 +40,13 @@ def decomposed(func: Any) -> Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 def as_view(func: Any, out: Any) -> Any:
     """Return ``out``, wrapped in :class:`Values` if ``func`` is a view operator."""
+    return pytree.tree_map_only(torch.Tensor, Values, out) if is_view(func) else out
+
+
+def is_view(func: Any) -> bool:
+    """Say whether ``func`` returns memory of its arguments that it does not write."""
     infos = [returned.alias_info for returned in schema_of(func).returns]
-    if any(info is not None and not info.is_write for info in infos):
-        return pytree.tree_map_only(torch.Tensor, Values, out)
-    return out
+    return any(info is not None and not info.is_write for info in infos)
 
 
 class Values(torch.Tensor):

@@ -108,6 +108,8 @@ def written() -> list[bool]:
         lambda weight: torch._foreach_mul_([weight], 2.0),
         lambda weight: weight.data.add_(1),
         lambda weight: weight.copy_(weight * 0.25),
+        lambda weight: weight.t().mul_(5),
+        lambda weight: rows_of(weight)[0].fill_(9),
     ]
     for write in writes:
         with torch.no_grad():
@@ -116,6 +118,24 @@ def written() -> list[bool]:
         x = batch(1, COLUMNS)
         equal.append(torch.equal(*[train_step(one, CURRENT, x) for one in (model, reference)]))
     return equal
+
+
+def rows_of(weight: Any) -> torch.Tensor:
+    """The rows that this rank keeps; of an unsharded weight those of all ranks, by number."""
+    rows: torch.Tensor
+    if hasattr(weight, "to_local"):
+        rows = weight.to_local()
+    else:
+        rows = weight.unflatten(0, (dist.get_world_size(), -1)).transpose(0, 1)
+    return rows
+
+
+def evaluated_first() -> bool:
+    """Whether a first gather in inference mode computes what the unsharded model does."""
+    model, reference = (linears(COLUMNS, 256, COLUMNS) for _ in range(2))
+    x, model = batch(0, COLUMNS), sharded(model, CURRENT)
+    with torch.inference_mode(), fp8core.autocast(recipe=CURRENT):
+        return torch.equal(model(x), reference(x))
 
 
 def replaced() -> bool:
@@ -331,6 +351,7 @@ def work(rank: int) -> dict[str, Any]:
         "trained": {name: trained(name) for name in TRAINED},
         "memory": memory(),
         "written": written(),
+        "evaluated first": evaluated_first(),
         "replaced": replaced(),
         "microbatches": microbatches(),
         "recomputed": {
@@ -415,7 +436,11 @@ def test_gathered_weights_are_freed_after_forward_and_after_backward(
 
 
 def test_writes_that_torch_does_not_count_are_seen(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["written"] for rank in ranks] == [[True] * 4] * 2
+    assert [rank["written"] for rank in ranks] == [[True] * 6] * 2
+
+
+def test_the_first_gather_may_be_in_inference_mode(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["evaluated first"] for rank in ranks] == [True, True]
 
 
 def test_shards_that_a_state_replaces_are_quantized_by_their_values(
