@@ -50,7 +50,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     (
         "py:.*",
-        r"(torch|collections|pluggy|typing"
+        r"(torch|collections|os|pluggy|typing"
         r"|fp8core\.(modules\.inputs|monitoring\.record|tensors\.quantizer))\..*",
     ),
     (

@@ -133,7 +133,7 @@ def test_unknown_command_gets_the_list_and_the_nearest(
         command("doctr")
     err = capsys.readouterr().err
     assert (
-        "commands: build, conformance, demo, doctor, explain, selftest. Did you mean 'doctor'?"
+        "commands: build, conformance, demo, doctor, explain, run, selftest. Did you mean 'doctor'?"
         in err
     )
 
