@@ -246,7 +246,8 @@ class HeadExchange:
         """Start to send each rank its heads of ``x [.., heads, d]``: ``[size, .., heads / size,
         d]``, one part a rank."""
         size = self._communicator.size
-        parts = x.reshape(*x.shape[:-2], size, -1, x.shape[-1]).movedim(-3, 0)
+        heads, width = x.shape[-2:]
+        parts = x.reshape(*x.shape[:-2], size, heads // size, width).movedim(-3, 0)
         return self._communicator.exchange(parts, [1] * size, [1] * size, "heads")
 
     def _to_tokens(self, x: torch.Tensor, chunks: Chunks) -> Started:

@@ -10,6 +10,7 @@ Rows go to the rank of their expert and back::
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import index
 
 import torch
 import torch.distributed as dist
@@ -251,7 +252,12 @@ def _counts(
                 f"integers [{num_experts}]."
             )
         given = given.tolist()
-    counts = tuple(int(count) for count in given)
+    try:
+        counts = tuple(index(count) for count in given)
+    except TypeError:
+        raise OperandError(
+            f"{owner}: tokens_per_expert={given!r}; expected {num_experts} integers."
+        ) from None
     expected = None if rows is None else rows.shape[0]
     is_whole = expected is None or (
         rows is not None and rows.dim() == 2 and sum(counts) == expected

@@ -272,6 +272,16 @@ def refused(group: dist.ProcessGroup, across: dist.ProcessGroup, rank: int) -> d
     return errors
 
 
+def without_tokens(group: dist.ProcessGroup, way: str) -> list[int]:
+    """The shape of the gradient of an input that has no tokens."""
+    layer = layer_of(CASES["causal"])
+    layer.set_context_parallel_group(group, cp_comm_type=way)
+    leaves = [x[:0].clone().requires_grad_() for x in of_rank(CASES["causal"], 2, 0)[:3]]
+    layer(*leaves).sum().backward()
+    assert leaves[0].grad is not None
+    return list(leaves[0].grad.shape)
+
+
 def helpers(group: dist.ProcessGroup) -> dict[str, Any]:
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH)
     batch = get_batch_on_this_cp_rank({"tokens": tokens, "mask": None}, group)
@@ -293,6 +303,8 @@ def work(rank: int) -> dict[str, Any]:
     across = [dist.new_group(ranks, timeout=limit) for ranks in ((0, 2), (1, 3))]
     pair = pairs[rank // 2]
     found: dict[str, Any] = {}
+    for way in ("p2p", "all_gather", "a2a"):
+        found[f"no tokens {way}"] = without_tokens(pair, way)
     for name, way in TWO:
         mine = of_rank(CASES[name], 2, rank % 2)
         found[f"2 {way} {name}"] = attend(CASES[name], mine, cp_group=pair, cp_comm_type=way)

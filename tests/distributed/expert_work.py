@@ -138,6 +138,8 @@ def refused(group: dist.ProcessGroup, rank: int) -> dict[str, str]:
     few = experts(rank, 1 + rank, group=group)
     return {
         "counts": raised(lambda: layer(x, counts if rank else [counts[0] + 1, *counts[1:]])),
+        "no integers": raised(lambda: layer(x, counts if rank else [0.5, *counts[1:]])),
+        "no counts": raised(lambda: layer(x, counts if rank else None)),  # type: ignore[arg-type]
         "columns": raised(lambda: layer(x if rank else x[:, :-1], counts)),
         "experts": raised(lambda: few(x, counts)),
         "exchange": raised(lambda: TokenExchange(counts if rank else [-1, *counts[1:]], group)),

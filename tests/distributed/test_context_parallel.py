@@ -169,6 +169,12 @@ def test_what_travels(ranks: list[dict[str, Any]], way: str, sent: dict[str, int
     assert {name: count for name, count in found.items() if name != "agreement"} == sent
 
 
+@pytest.mark.parametrize("way", ["p2p", "all_gather", "a2a"])
+def test_no_tokens_give_no_gradients(ranks: list[dict[str, Any]], way: str) -> None:
+    for rank in ranks:
+        assert rank[f"no tokens {way}"][0] == 0
+
+
 def test_a_transformer_layer_hands_the_group_on(ranks: list[dict[str, Any]]) -> None:
     want = context_work.run_block(context_work.block(), context_work.block_input())
     chunks = context_work.chunks_of(Case("bshd"), 2)

@@ -163,6 +163,8 @@ def test_explain_names_what_travels(ranks: Ranks) -> None:
 
 MESSAGES = {
     "counts": ("expected 4 counts >= 0", "rank 0 of group"),
+    "no integers": ("expected 4 integers", "rank 0 of group"),
+    "no counts": ("tokens_per_expert=None; expected 4 integers", "rank 0 of group"),
     "columns": ("has k=127", "rank 0 of group"),
     "experts": ("1 experts on each rank; rank 1: 2 experts", "differ in the layer Experts"),
     "exchange": ("tokens_per_expert=[-1, 0, 31, 12]", "rank 0 of group"),
