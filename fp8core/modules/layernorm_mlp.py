@@ -192,7 +192,7 @@ class LayerNormMLP(ParallelModule):
         before, after = self._spread.before_column, self._spread.after_row
         fc1 = self._linear_shape("fc1", (hidden, inner), self.use_bias)
         adds_bias = self.use_bias and not self.return_bias
-        fc2 = self._linear_shape("fc2", (ffn, hidden), adds_bias and not after)
+        fc2 = self._linear_shape("fc2", (ffn, hidden), adds_bias and self._spread.size == 1)
         bias: tuple[LinkShape, ...] = ()
         if after and adds_bias:  # once, and not by each rank
             bias = (BiasShape(hidden, self.dtype_of("fc2_bias")),)

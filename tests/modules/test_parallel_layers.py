@@ -261,6 +261,14 @@ def over_gloo(rank: int) -> dict[str, Any]:
         graph = partial(torch.compile(within, fullgraph=True, backend="aot_eager"), chosen, mlp)
         compiled = step(graph, mlp, rank)
         returned["compiled"][name] = same(eager, compiled)
+    biased = fp8core.LayerNormMLP(
+        HIDDEN, 2 * HIDDEN, device="cpu", tp_group=communicator, set_parallel_mode=True
+    )
+    x = torch.randn(32, HIDDEN)
+    fixed = torch.compile(within, fullgraph=True, backend="aot_eager", dynamic=False)
+    returned["compiled"]["with biases"] = torch.equal(
+        *[call(recipe.Float8CurrentScaling(), biased, x) for call in (fixed, within)]
+    )
     graph = torch.compile(within, fullgraph=True, backend="aot_eager")
     chosen = [recipe.Float8BlockScaling(), recipe.MXFP8BlockScaling()][rank]
     with pytest.raises(fp8core.OperandError) as caught:
@@ -308,7 +316,7 @@ def test_operations_are_the_links_of_parallel_layers(ranks: list[dict[str, Any]]
 
 
 def test_one_graph_holds_a_parallel_layer(ranks: list[dict[str, Any]]) -> None:
-    assert [one["compiled"] for one in ranks] == [{"current": True}] * 2
+    assert [one["compiled"] for one in ranks] == [{"current": True, "with biases": True}] * 2
 
 
 def test_graphs_of_different_recipes_are_told_to_every_rank(ranks: list[dict[str, Any]]) -> None:
