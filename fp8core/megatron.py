@@ -170,6 +170,12 @@ class _MegatronLinear:
     # Which dimension of the weight tensor parallelism would split, and that of the bias, if any.
     split: dict[str, int]
 
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output, and the bias that the caller adds or None."""
+        layer: Any = super()
+        result = layer.forward(x)
+        return result if isinstance(result, tuple) else (result, None)
+
     def _finish(self, config: Any, *, is_expert: bool) -> None:
         layer: Any = self
         layer.config = config
@@ -196,7 +202,7 @@ class _MegatronLinear:
         """Do nothing: weight gradients are computed in backward."""
 
 
-class Fp8CoreColumnParallelLinear(_MegatronLinear, Linear):
+class Fp8CoreColumnParallelLinear(_MegatronLinear, Linear):  # type: ignore[misc]  # Megatron's forward
     """:class:`fp8core.Linear` with the arguments of Megatron's ``ColumnParallelLinear``."""
 
     split = {"weight": 0, "bias": 0}  # noqa: RUF012  of the class
@@ -226,11 +232,6 @@ class Fp8CoreColumnParallelLinear(_MegatronLinear, Linear):
         given = _arguments(config, init_method, bias, skip_bias_add)
         super().__init__(input_size, output_size, **given)
         self._finish(config, is_expert=is_expert)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]  # Megatron's
-        """Return the output, and the bias that the caller adds or None."""
-        result = super().forward(x)
-        return result if isinstance(result, tuple) else (result, None)
 
 
 class Fp8CoreRowParallelLinear(Fp8CoreColumnParallelLinear):
@@ -264,7 +265,7 @@ class Fp8CoreRowParallelLinear(Fp8CoreColumnParallelLinear):
         )
 
 
-class Fp8CoreLayerNormColumnParallelLinear(_MegatronLinear, LayerNormLinear):
+class Fp8CoreLayerNormColumnParallelLinear(_MegatronLinear, LayerNormLinear):  # type: ignore[misc]  # Megatron's forward
     """:class:`fp8core.LayerNormLinear` with Megatron's arguments."""
 
     split = {"weight": 0, "bias": 0}  # noqa: RUF012  of the class
@@ -301,11 +302,6 @@ class Fp8CoreLayerNormColumnParallelLinear(_MegatronLinear, LayerNormLinear):
             **_arguments(config, init_method, bias, skip_bias_add),
         )
         self._finish(config, is_expert=False)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]  # Megatron's
-        """Return the output, and the bias that the caller adds or None."""
-        result: Any = super().forward(x)
-        return result if isinstance(result, tuple) else (result, None)
 
 
 class Fp8CoreNorm:
