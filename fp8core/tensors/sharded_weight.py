@@ -13,11 +13,10 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.values import is_view, written
+from fp8core.tensors.values import is_view, wrapper_like, written
 from fp8core.torch_ops.private import (
     IS_PARAMETER,
     PIN_MEMORY,
-    make_wrapper,
     no_torch_function,
     pytree,
 )
@@ -82,15 +81,7 @@ class ShardedWeight(torch.Tensor):
     ) -> ShardedWeight:
         """Wrap ``value``; ``writes`` is that of the tensor of which it is a view."""
         value = value.detach()
-        with torch.inference_mode(False):  # as a view that torch creates outside of it
-            self: ShardedWeight = make_wrapper(
-                cls,
-                value.shape,
-                strides=value.stride(),
-                storage_offset=value.storage_offset(),
-                dtype=value.dtype,
-                device=value.device,
-            )
+        self: ShardedWeight = wrapper_like(cls, value)
         self._value = value
         self.gathering = gathering
         self.writes = Writes() if writes is None else writes

@@ -17,7 +17,7 @@ from fp8core.torch_ops.private import (
     schema_of,
 )
 
-__all__ = ["Values", "as_view", "decomposed", "is_view", "written"]
+__all__ = ["Values", "as_view", "decomposed", "is_view", "wrapper_like", "written"]
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
@@ -36,6 +36,19 @@ def decomposed(func: Any) -> Callable[[Any, Sequence[Any], dict[str, Any]], Any]
     if torch.is_inference_mode_enabled() and func.has_kernel_for_dispatch_key(COMPOSITE):
         return lambda func, args, kwargs: func.decompose(*args, **kwargs)
     return None
+
+
+def wrapper_like(cls: type[torch.Tensor], inner: torch.Tensor) -> Any:
+    """Return a tensor of class ``cls`` without memory, of the shape and strides of ``inner``."""
+    with torch.inference_mode(False):  # as a view that torch creates outside of it
+        return make_wrapper(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=inner.device,
+        )
 
 
 def as_view(func: Any, out: Any) -> Any:
@@ -59,15 +72,7 @@ class Values(torch.Tensor):
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> Values:
         """Wrap ``values``."""
-        with torch.inference_mode(False):  # as a view that torch creates outside of it
-            self: Values = make_wrapper(
-                cls,
-                values.shape,
-                strides=values.stride(),
-                storage_offset=values.storage_offset(),
-                dtype=values.dtype,
-                device=values.device,
-            )
+        self: Values = wrapper_like(cls, values)
         refuse_address(self)
         self._plain = values
         return self
