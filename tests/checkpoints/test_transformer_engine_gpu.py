@@ -1,0 +1,156 @@
+"""A run moves to Transformer Engine's modules on a GPU, and back, with its delayed scaling.
+
+Both libraries run the same layers from the same weights and state: each one's scales and amax
+histories are the other's, and the next step of both gives the same amaxes of inputs and weights.
+Runs where Transformer Engine is installed; it was with 2.20.2 on an H200.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import fp8core
+from fp8core.checkpoints import transformer_engine_state_dict
+from fp8core.recipe import DelayedScaling
+
+pytestmark = [
+    pytest.mark.needs_accelerator("cuda"),
+    pytest.mark.filterwarnings("ignore"),  # those that Transformer Engine gives when it is imported
+]
+
+HIDDEN, FFN, ROWS, HISTORY, STEPS = 512, 1024, 256, 4, 3
+OURS = DelayedScaling(amax_history_len=HISTORY)
+STATE = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+ALLOWED = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+# Both multiply the same codes where their norms round alike; a wrong scale errs by far more, since
+# the inputs are three times the largest value of e4m3.
+NEAR, INPUT_SIZE = 0.03, 1000.0
+
+
+class Side(NamedTuple):
+    """A library: its model, and its context of low precision."""
+
+    model: torch.nn.Module
+    autocast: Any
+
+
+def _model(library: Any) -> torch.nn.Module:
+    options = {"params_dtype": torch.bfloat16, "device": "cuda"}
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        library.Linear(HIDDEN, FFN, **options),
+        library.LayerNormLinear(FFN, HIDDEN, **options),
+        library.LayerNormMLP(HIDDEN, FFN, **options),
+    )
+
+
+def _ours() -> Side:
+    return Side(_model(fp8core), lambda: fp8core.autocast(recipe=OURS))
+
+
+def _theirs() -> Side:
+    te = pytest.importorskip("transformer_engine.pytorch")
+    from transformer_engine.common import recipe
+
+    scaling = recipe.DelayedScaling(
+        fp8_format=recipe.Format.HYBRID, amax_history_len=HISTORY, amax_compute_algo="max"
+    )
+    return Side(_model(te), lambda: te.autocast(enabled=True, recipe=scaling))
+
+
+def _step(side: Side, seed: int) -> dict[str, torch.Tensor]:
+    """Run a step, and return its output and gradients."""
+    torch.manual_seed(seed)
+    x = (torch.randn(ROWS, HIDDEN, device="cuda") * INPUT_SIZE).bfloat16().requires_grad_()
+    side.model.zero_grad()
+    with side.autocast():
+        y = side.model(x)
+    y.backward(torch.randn_like(y))
+    assert x.grad is not None
+    grads = {n: p.grad for n, p in side.model.named_parameters() if p.grad is not None}
+    return {"output": y.detach(), "input": x.grad, **grads}
+
+
+def _train(side: Side) -> None:
+    optimizer = torch.optim.SGD(side.model.parameters(), lr=1e-3)
+    for seed in range(STEPS):
+        _step(side, seed)
+        optimizer.step()
+
+
+def _state(layer: Any) -> dict[str, torch.Tensor]:
+    """Return the delayed state of a layer of either library."""
+    if isinstance(layer, fp8core.modules.base.LowPrecisionModule):
+        return {name: layer.get_buffer(name).clone() for name in STATE}
+    forward, backward = layer.fp8_meta["scaling_fwd"], layer.fp8_meta["scaling_bwd"]
+    tensors = (forward.scale, forward.amax_history, backward.scale, backward.amax_history)
+    return {name: tensor.clone() for name, tensor in zip(STATE, tensors, strict=True)}
+
+
+class Moved(NamedTuple):
+    """A run that was moved: both states right after, and both next steps."""
+
+    direction: str
+    states: tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]
+    steps: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
+    after: tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]
+
+
+@pytest.fixture(scope="module", params=["from", "to"])
+def moved(request: pytest.FixtureRequest) -> Moved:
+    ours, theirs = _ours(), _theirs()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ALLOWED, "1")
+        if request.param == "from":
+            _train(theirs)
+            ours.model.load_state_dict(theirs.model.state_dict())
+        else:
+            _train(ours)
+            theirs.model.load_state_dict(transformer_engine_state_dict(ours.model, OURS))
+    sides = (ours, theirs)
+    states = tuple([_state(layer) for layer in side.model] for side in sides)  # type: ignore[attr-defined]
+    steps = tuple(_step(side, STEPS) for side in sides)
+    after = tuple([_state(layer) for layer in side.model] for side in sides)  # type: ignore[attr-defined]
+    return Moved(request.param, states, steps, after)  # type: ignore[arg-type]  # pairs
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm())
+
+
+def test_scales_and_histories_move_exactly(moved: Moved) -> None:
+    for ours, theirs in zip(*moved.states, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in STATE)
+        assert bool((ours["scale_fwd"][:2] != 1).all())  # a state of training
+
+
+def test_the_next_step_computes_the_same(moved: Moved) -> None:
+    ours, theirs = moved.steps
+    errors = {name: _relative(ours[name], theirs[name]) for name in theirs}
+    print(moved.direction, {name: f"{error:.2e}" for name, error in errors.items()})
+    assert max(errors.values()) < NEAR, errors
+
+
+def test_the_next_step_records_the_same_amaxes(moved: Moved) -> None:
+    first, _ = zip(*moved.after, strict=True)
+    # The first layer's input and weight are the same bits on both sides.
+    for name in ("scale_fwd", "amax_history_fwd"):
+        assert torch.equal(first[0][name][..., :2], first[1][name][..., :2]), name
+
+
+def test_a_fresh_state_computes_something_else(moved: Moved) -> None:
+    fresh = _ours()
+    assert _relative(_step(fresh, STEPS)["output"], moved.steps[1]["output"]) > 3 * NEAR
+
+
+def test_transformer_engine_takes_the_state_only_where_it_is_trusted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = _ours(), _theirs()
+    _step(ours, 0)
+    monkeypatch.delenv(ALLOWED, raising=False)
+    with pytest.raises(RuntimeError, match=ALLOWED):
+        theirs.model.load_state_dict(transformer_engine_state_dict(ours.model, OURS))
