@@ -17,6 +17,7 @@ from hypothesis import settings
 
 from fp8core.doctor import process
 from tests import forked
+from tests.ranks import DEVICE_TYPE
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_ACCELERATOR = "needs an accelerator"
@@ -90,7 +91,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     A test that asks for no accelerator sees none: layers are made on the best device there is.
     """
     torch.manual_seed(0)
-    is_marked = item.get_closest_marker("needs_accelerator") is not None
+    is_marked = item.get_closest_marker("needs_accelerator") is not None or DEVICE_TYPE == "cuda"
     torch.cuda.is_available = _cuda_is_available if is_marked else lambda: False
     if reason := missing_hardware(item):
         pytest.skip(reason)

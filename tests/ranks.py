@@ -1,4 +1,5 @@
-"""Functions run by the ranks of a gloo group, a process each.
+"""Functions run by the ranks of a group, a process each: over gloo on the CPU, or, where the
+environment has FP8CORE_TEST_DEVICE=cuda, over NCCL on a GPU each.
 
 A test hands over a function of its module; each process imports that module and runs it:
 
@@ -15,30 +16,55 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+import fp8core
 from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 240
+DEVICE_TYPE = os.environ.get("FP8CORE_TEST_DEVICE", "cpu")
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+def device() -> torch.device:
+    """The device of this rank; in the process of a test, that of what ranks are compared with."""
+    if DEVICE_TYPE == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(DEVICE_TYPE)
+
+
+@contextlib.contextmanager
+def emulated(recipe: str) -> Iterator[None]:
+    """The reference backend for a recipe whose products the GPUs of tests cannot compute."""
+    if DEVICE_TYPE == "cuda" and recipe in ("mxfp8", "nvfp4"):
+        with fp8core.use_backend("reference"):
+            yield
+    else:
+        yield
 
 
 def run_ranks(
     work: Callable[..., Any], folder: Path, *arguments: str, world_size: int = 2
 ) -> list[Any]:
-    """Run ``work(rank, *arguments)`` in ``world_size`` processes with a gloo group; their returns.
+    """Run ``work(rank, *arguments)`` in ``world_size`` processes of one group; their returns.
 
     ``work`` is a function at the top of an importable module. It returns tensors, numbers, strings,
     lists and dicts of them, which travel through files in ``folder``. A rank that fails fails the
-    test with what all ranks wrote.
+    test with what all ranks wrote. A test of more ranks than there are GPUs is skipped.
     """
     command = [sys.executable, "-m", "tests.ranks", work.__module__, work.__qualname__]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment = dict(os.environ)
+    if DEVICE_TYPE == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    elif torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
     with contextlib.ExitStack() as stack:
         processes, outputs = [], [folder / f"rank{rank}.txt" for rank in range(world_size)]
         for rank, output in enumerate(outputs):
@@ -55,7 +81,8 @@ def run_ranks(
         statuses = [ending(process) for process in processes]
     said = "\n".join(output.read_text("utf-8", errors="replace") for output in outputs)
     assert statuses == [0] * world_size, said
-    return [torch.load(result_of(folder, rank), weights_only=True) for rank in range(world_size)]
+    results = [result_of(folder, rank) for rank in range(world_size)]
+    return [torch.load(one, device(), weights_only=True) for one in results]
 
 
 def ending(process: forked.Child) -> int:
@@ -76,11 +103,14 @@ def main(
 ) -> None:
     """Run as one rank and leave what the function returns in ``folder``."""
     torch.set_num_threads(1)
+    if DEVICE_TYPE == "cuda":
+        torch.cuda.set_device(int(rank))
     dist.init_process_group(
-        "gloo",
+        BACKENDS[DEVICE_TYPE],
         init_method=Path(folder, "rendezvous").as_uri(),
         rank=int(rank),
         world_size=int(world_size),
+        device_id=device() if DEVICE_TYPE == "cuda" else None,
     )
     returned = getattr(importlib.import_module(module), function)(int(rank), *arguments)
     torch.save(returned, result_of(Path(folder), int(rank)))

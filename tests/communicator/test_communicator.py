@@ -13,14 +13,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp8core.communicator import Communicator, named, of_group
 from fp8core.errors import CollectiveError, OperandError
 from fp8core.testing.in_process import run_in_threads
-from tests.ranks import run_ranks
+from tests.ranks import device, run_ranks
 
 FP8 = torch.float8_e4m3fn
 
 
 def shard(rank: int) -> torch.Tensor:
     """Whole numbers, whose sums are exact in bfloat16."""
-    return (torch.arange(24).reshape(4, 6) + 10 * rank).to(torch.bfloat16)
+    return (torch.arange(24).reshape(4, 6) + 10 * rank).to(device(), torch.bfloat16)
 
 
 def collectives(communicator: Communicator) -> dict[str, Any]:
@@ -43,9 +43,9 @@ def collectives(communicator: Communicator) -> dict[str, Any]:
         "counts": {"/".join(key): list(count) for key, count in communicator.traffic},
     }
     returned["written"] = not torch.equal(x, kept)
-    communicator.agree("the same", "their layers", torch.device("cpu"))
+    communicator.agree("the same", "their layers", device())
     with pytest.raises(OperandError) as caught:
-        communicator.agree(f"recipe {communicator.rank}", "their recipes", torch.device("cpu"))
+        communicator.agree(f"recipe {communicator.rank}", "their recipes", device())
     returned["differing"] = str(caught.value)
     with pytest.raises(OperandError, match="they do not divide its 3 rows"):
         communicator.scatter(x[:3])
@@ -104,13 +104,14 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return results
 
 
-BOTH = torch.cat([shard(0), shard(1)])
+def both() -> torch.Tensor:
+    return torch.cat([shard(0), shard(1)])
 
 
 def test_gather_concatenates_the_shards(ranks: list[dict[str, Any]]) -> None:
     for one in ranks:
-        assert torch.equal(one["gather"], BOTH)
-        assert torch.equal(one["gather again"], BOTH)
+        assert torch.equal(one["gather"], both())
+        assert torch.equal(one["gather again"], both())
 
 
 def test_gather_of_a_transposed_view_reads_its_values(ranks: list[dict[str, Any]]) -> None:
@@ -119,7 +120,7 @@ def test_gather_of_a_transposed_view_reads_its_values(ranks: list[dict[str, Any]
 
 
 def test_fp8_travels_and_keeps_its_dtype(ranks: list[dict[str, Any]]) -> None:
-    assert all(torch.equal(one["fp8"], BOTH.to(FP8).float()) for one in ranks)
+    assert all(torch.equal(one["fp8"], both().to(FP8).float()) for one in ranks)
 
 
 def test_empty_shards_give_an_empty_whole(ranks: list[dict[str, Any]]) -> None:
@@ -181,7 +182,7 @@ def test_a_group_without_this_rank_is_refused(processes: list[dict[str, Any]]) -
 
 
 def test_a_graph_holds_functional_collectives(processes: list[dict[str, Any]]) -> None:
-    whole = BOTH + BOTH
+    whole = both() + both()
     for rank, one in enumerate(processes):
         summed, scattered, exchanged = one["in a graph"]
         assert torch.equal(summed, whole)
@@ -202,7 +203,7 @@ def test_a_rank_that_raises_ends_the_others() -> None:
     def work(communicator: Communicator) -> None:
         if communicator.rank:
             raise ValueError("this rank fails")
-        communicator.sum(torch.ones(2)).wait()
+        communicator.sum(torch.ones(2, device=device())).wait()
 
     with pytest.raises(ValueError, match="this rank fails"):
         run_in_threads(work, 2)
@@ -210,7 +211,7 @@ def test_a_rank_that_raises_ends_the_others() -> None:
 
 def test_threads_that_call_different_collectives_are_told() -> None:
     def work(communicator: Communicator) -> None:
-        x = torch.ones(2)
+        x = torch.ones(2, device=device())
         (communicator.sum(x) if communicator.rank else communicator.gather(x)).wait()
 
     with pytest.raises(CollectiveError, match="the ranks call different ones"):

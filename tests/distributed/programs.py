@@ -17,6 +17,7 @@ import fp8core
 from fp8core.communicator import of_group
 from fp8core.distributed import gather_quantized
 from fp8core.tensors.sharded_weight import ShardedWeight
+from tests.ranks import device
 
 BF16 = torch.bfloat16
 STEPS = 3
@@ -32,13 +33,13 @@ def linears(*sizes: int, bias: bool = False, dtype: torch.dtype = BF16) -> nn.Se
     torch.manual_seed(0)
     pairs = itertools.pairwise(sizes)
     return nn.Sequential(
-        *[fp8core.Linear(k, n, bias=bias, device="cpu", params_dtype=dtype) for k, n in pairs]
+        *[fp8core.Linear(k, n, bias=bias, device=device(), params_dtype=dtype) for k, n in pairs]
     )
 
 
 def sharded(model: Any, recipe: Any = None, **keywords: Any) -> Any:
     """``model`` with each child, then itself, sharded; gathered quantized under ``recipe``."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     if recipe is not None:
         gather_quantized(model, recipe)
     for child in model.children():
@@ -49,7 +50,7 @@ def sharded(model: Any, recipe: Any = None, **keywords: Any) -> Any:
 def batch(step: int, columns: int, rank: int | None = None) -> torch.Tensor:
     """The rows of ``rank``, of this one if None."""
     x = torch.randn(32 * dist.get_world_size(), columns, generator=seeded(step))
-    parts = x.to(BF16).chunk(dist.get_world_size())
+    parts = x.to(device(), BF16).chunk(dist.get_world_size())
     return parts[dist.get_rank() if rank is None else rank]
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import fp8core
 from fp8core import distributed, recipe
 from fp8core.communicator import Communicator
+from tests.ranks import device, emulated
 
 HIDDEN, FFN, ROWS, BATCH = 128, 256, 64, 2
 RECIPES: dict[str, Callable[[], Any]] = {
@@ -31,8 +32,10 @@ WAIT = timedelta(seconds=60)
 
 def values(*shape: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=generator)
-    return (x * torch.linspace(0.5, 4, shape[0]).reshape(-1, *[1] * (len(shape) - 1))).bfloat16()
+    x = torch.randn(*shape, generator=generator).to(device())
+    return (
+        x * torch.linspace(0.5, 4, shape[0], device=device()).reshape(-1, *[1] * (len(shape) - 1))
+    ).bfloat16()
 
 
 def input_of(step: int, replica: int = 0) -> torch.Tensor:
@@ -83,7 +86,7 @@ def fill(block: Block, rank: int | None = None) -> Block:
 
 
 def native() -> Block:
-    given: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu"}
+    given: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device()}
     up, down = fp8core.Linear(HIDDEN, FFN, **given), fp8core.Linear(FFN, HIDDEN, **given)
     return fill(Block(fp8core.RMSNorm(HIDDEN, **given), FeedForward(up, down)))
 
@@ -110,7 +113,7 @@ def spread(block: Block, mesh: DeviceMesh, dim: int = 0) -> Block:
 
 
 def by_arguments(group: Communicator) -> Block:
-    given: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu"}
+    given: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device()}
     spread_over: dict[str, Any] = {"tp_group": group, "sequence_parallel": True}
     up = fp8core.Linear(HIDDEN, FFN, parallel_mode="column", **given, **spread_over)
     down = fp8core.Linear(FFN, HIDDEN, parallel_mode="row", **given, **spread_over)
@@ -122,7 +125,7 @@ def step(block: Block, name: str, x: torch.Tensor, dy: torch.Tensor) -> dict[str
     """One forward and backward pass: the output, and the gradients that this rank has."""
     x = x.clone().requires_grad_()
     chosen = RECIPES[name]()
-    with fp8core.autocast(enabled=chosen is not None, recipe=chosen):
+    with emulated(name), fp8core.autocast(enabled=chosen is not None, recipe=chosen):
         y = block(x)
     y.backward(dy)
     results = {"y": y.detach(), "dx": x.grad}
@@ -151,7 +154,7 @@ def judge(group: Communicator, name: str, steps: int = 2) -> list[dict[str, torc
 
 def fused(**arguments: Any) -> FeedForward:
     """A feed-forward network whose first linear has the norm inside."""
-    given: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu"}
+    given: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device()}
     column, row = (arguments | {"parallel_mode": mode} for mode in ("column", "row"))
     if not arguments:
         column, row = {}, {}
@@ -209,7 +212,7 @@ def said(call: Callable[[], object]) -> str:
 
 def refusals(mesh: DeviceMesh) -> dict[str, str]:
     """What each rank is told about what does not fit."""
-    given: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu"}
+    given: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device()}
 
     def styled(layer: torch.nn.Module, style: Any) -> torch.nn.Module:
         return parallelize_module(layer, mesh, style)
@@ -235,7 +238,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
 
 
 def two_ranks(rank: int) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device().type, (2,), mesh_dim_names=("tp",))
     results: dict[str, Any] = {}
     for kind, make in (("native", native), ("converted", converted)):
         for name in RECIPES:
@@ -259,7 +262,7 @@ def two_ranks(rank: int) -> dict[str, Any]:
 
 def four_ranks(rank: int) -> dict[str, Any]:
     """Training on two by two ranks, with weights gathered in high precision, and quantized."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     return {kind: train_sharded(mesh, kind == "quantized") for kind in ("plain", "quantized")}
 
 

@@ -30,7 +30,7 @@ from tests.distributed.programs import (
     train_step,
     whole,
 )
-from tests.ranks import run_ranks
+from tests.ranks import device, emulated, run_ranks
 
 COLUMNS = 128
 # The recipe, the sizes of two linears, and how many amaxes are reduced a step and weight.
@@ -54,7 +54,7 @@ class Layers(nn.Module):
     def __init__(self, how: str = "") -> None:
         super().__init__()
         torch.manual_seed(0)
-        given: dict[str, Any] = {"device": "cpu", "params_dtype": torch.bfloat16}
+        given: dict[str, Any] = {"device": device(), "params_dtype": torch.bfloat16}
         self.mlp = fp8core.LayerNormMLP(COLUMNS, 192, activation="swiglu", **given)
         self.last = fp8core.Linear(COLUMNS, COLUMNS, **given)
         self.how = how
@@ -73,7 +73,8 @@ class Layers(nn.Module):
 def trained(name: str) -> dict[str, Any]:
     chosen, sizes = TRAINED[name]
     make = partial(linears, COLUMNS, *sizes, bias="uneven" not in name)
-    return compared(make, recipe.by_name(chosen), COLUMNS)
+    with emulated(chosen):
+        return compared(make, recipe.by_name(chosen), COLUMNS)
 
 
 def memory() -> dict[str, list[int]]:
@@ -166,11 +167,14 @@ def microbatches() -> int:
     return of_group().traffic["max", "weight amaxes"].calls
 
 
-def recomputed(chosen: Any) -> dict[str, bool]:
-    gradients = {}
+def recomputed(name: str) -> dict[str, bool]:
+    gradients, chosen = {}, recipe.by_name(name)
     for how in ("", "fp8core", "torch"):
         model = sharded(Layers(how), chosen)
-        with fp8core.autocast(recipe=chosen):  # torch's checkpoint recomputes in backward
+        with (
+            emulated(name),
+            fp8core.autocast(recipe=chosen),
+        ):  # torch's checkpoint recomputes in backward
             model(batch(0, COLUMNS)).float().square().mean().backward()
         gradients[how] = [whole(parameter.grad) for parameter in model.parameters()]
     return {
@@ -228,7 +232,7 @@ def mixed_precision() -> list[Any]:
     model, reference = sharded(make(), CURRENT, mp_policy=policy), make()
     x = batch(0, COLUMNS)
     y = train_step(model, CURRENT, x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device().type, dtype=torch.bfloat16):
         equal = torch.equal(y, train_step(reference, CURRENT, x))
     return [equal, str(next(model.parameters()).grad.dtype)]
 
@@ -250,7 +254,7 @@ class Grouped(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.experts = fp8core.GroupedLinear(
-            2, COLUMNS, 160, device="cpu", params_dtype=torch.bfloat16
+            2, COLUMNS, 160, device=device(), params_dtype=torch.bfloat16
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -271,7 +275,7 @@ class Attending(nn.Module):
             hidden_dropout=0.0,
             attention_dropout=0.0,
             fuse_qkv_params=True,
-            device="cpu",
+            device=device(),
             params_dtype=torch.bfloat16,
         )
 
@@ -296,7 +300,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 
 def replicated() -> bool:
     """Whether two replicas of a mesh with two dimensions train as one model."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    mesh = init_device_mesh(device().type, (2, 1), mesh_dim_names=("replicas", "shards"))
     model: Any = gather_quantized(linears(COLUMNS, 256), CURRENT)
     model, reference = fully_shard(model, mesh=mesh), linears(COLUMNS, 256)
     optimizers = [sgd(one.parameters()) for one in (model, reference)]
@@ -313,7 +317,7 @@ def replicated() -> bool:
 
 def of_tensor_parallel_weights(rank: int) -> list[Any]:
     """The gathered weight of a rank's part of a DTensor, on a mesh with two dimensions."""
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(device().type, (1, 2), mesh_dim_names=("data", "tensor"))
     model: Any = linears(COLUMNS, 256)
     part = model[0].weight.detach().chunk(2)[rank].clone()
     placed = DTensor.from_local(part, mesh["tensor"], [Shard(0)], run_check=False)
@@ -354,9 +358,7 @@ def work(rank: int) -> dict[str, Any]:
         "evaluated first": evaluated_first(),
         "replaced": replaced(),
         "microbatches": microbatches(),
-        "recomputed": {
-            name: recomputed(recipe.by_name(name)) for name in ("current", "block", "mxfp8")
-        },
+        "recomputed": {name: recomputed(name) for name in ("current", "block", "mxfp8")},
         "frozen": frozen(),
         "clipped": {name: clipped(name) for name in OPTIMIZERS},
         "mixed precision": mixed_precision(),
@@ -543,15 +545,15 @@ def four_ranks_without_transport() -> Iterator[None]:
 @pytest.mark.usefixtures("four_ranks_without_transport")
 def test_a_number_of_ranks_to_reshard_to_is_refused() -> None:
     model: Any = gather_quantized(linears(COLUMNS, 256), CURRENT)
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
+    fully_shard(model, mesh=init_device_mesh(device().type, (4,)), reshard_after_forward=2)
     with pytest.raises(UnsupportedError, match="reshard_after_forward=N"):
-        train_step(model, CURRENT, torch.randn(32, COLUMNS).bfloat16())
+        train_step(model, CURRENT, torch.randn(32, COLUMNS).to(device(), torch.bfloat16))
 
 
 @pytest.mark.usefixtures("four_ranks_without_transport")
 def test_a_sharded_model_is_refused() -> None:
     model: Any = linears(COLUMNS, 256)
-    fully_shard(model[0], mesh=init_device_mesh("cpu", (4,)))
+    fully_shard(model[0], mesh=init_device_mesh(device().type, (4,)))
     with pytest.raises(OperandError, match=r"0 is a FSDPLinear.* before fully_shard"):
         gather_quantized(model, CURRENT)
 
@@ -562,9 +564,9 @@ def test_shards_of_quantized_parameters_without_a_quantized_gather_are_logged(
 ) -> None:
     monkeypatch.setattr(reporting, "_logged", set())
     with fp8core.quantized_model_init(recipe=CURRENT):
-        model: Any = fp8core.Linear(COLUMNS, 256, device="cpu", params_dtype=torch.bfloat16)
+        model: Any = fp8core.Linear(COLUMNS, 256, device=device(), params_dtype=torch.bfloat16)
     with caplog.at_level("INFO", logger="fp8core"):
-        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+        fully_shard(model, mesh=init_device_mesh(device().type, (4,)))
     assert "gather_quantized(model, recipe) before fully_shard" in caplog.text
 
 

@@ -15,7 +15,7 @@ import fp8core
 from fp8core import autocast, recipe
 from fp8core.communicator import Communicator, of_group
 from fp8core.testing.in_process import communicators, run_in_threads
-from tests.ranks import run_ranks
+from tests.ranks import device, emulated, run_ranks
 
 HIDDEN, FFN, ROWS = 256, 512, 256
 RECIPES: dict[str, Callable[[], Any]] = {
@@ -34,7 +34,7 @@ def values(size: int, *shape: int, seed: int) -> torch.Tensor:
     """Columns and rows of different magnitudes, so that a scale of the wrong rows shows."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, generator=generator)
-    return (x * torch.linspace(0.5, 4, shape[0])[:, None] * size).to(torch.bfloat16)
+    return (x * torch.linspace(0.5, 4, shape[0])[:, None] * size).to(device(), torch.bfloat16)
 
 
 class Data:
@@ -69,7 +69,7 @@ def new_mlp(ffn: int = FFN, *, bias: bool = False, **arguments: Any) -> Any:
         normalization="RMSNorm",
         activation="gelu",
         params_dtype=torch.bfloat16,
-        device="cpu",
+        device=device(),
         **arguments,
     )
 
@@ -93,7 +93,7 @@ def parallel_mlp(
         communicator.traffic.clear()
         mlp.zero_grad(set_to_none=True)
         torch.manual_seed(step)
-        with autocast(enabled=chosen is not None, recipe=chosen):
+        with emulated(name), autocast(enabled=chosen is not None, recipe=chosen):
             y = mlp(x)
         y.backward(dy)
         returned = {"y": y.detach(), "dx": x.grad}
@@ -117,7 +117,7 @@ def one_process(
         x = data.x[step].clone().requires_grad_()
         for mlp in mlps:
             mlp.zero_grad(set_to_none=True)
-        with autocast(enabled=chosen is not None, recipe=chosen):
+        with emulated(name), autocast(enabled=chosen is not None, recipe=chosen):
             parts = []
             for mlp in mlps:
                 torch.manual_seed(step)
@@ -158,7 +158,7 @@ def pair(communicator: Communicator, name: str) -> dict[str, Any]:
     x = data.x[0].chunk(size)[rank].clone().requires_grad_()
     communicator.traffic.clear()
     torch.manual_seed(1)
-    with autocast(enabled=chosen is not None, recipe=chosen):
+    with emulated(name), autocast(enabled=chosen is not None, recipe=chosen):
         y = row(column(x))
     y.backward(data.dy[0].chunk(size)[rank])
     counts = {"/".join(key): list(count) for key, count in communicator.traffic}
@@ -166,7 +166,7 @@ def pair(communicator: Communicator, name: str) -> dict[str, Any]:
 
 
 def new_linear(*sizes: int, **arguments: Any) -> Any:
-    fixed = {"bias": False, "params_dtype": torch.bfloat16, "device": "cpu"}
+    fixed = {"bias": False, "params_dtype": torch.bfloat16, "device": device()}
     return fp8core.Linear(*sizes, **{**fixed, **arguments})
 
 
@@ -180,7 +180,7 @@ def pair_in_one_process(name: str, ranks: int = 2) -> dict[str, torch.Tensor]:
             row.weight.copy_(data.w2.chunk(ranks, 1)[rank])
         x = data.x[0].clone().requires_grad_()
         torch.manual_seed(1)
-        with autocast(enabled=chosen is not None, recipe=chosen):
+        with emulated(name), autocast(enabled=chosen is not None, recipe=chosen):
             y = row(column(x))
         y.backward(data.dy[0])
         parts.append(y.detach())
@@ -209,7 +209,7 @@ def refusals(communicator: Communicator) -> dict[str, str]:
 
     def call(layer: Any, chosen: Any, rows: int = 32) -> Any:
         with autocast(enabled=chosen is not None, recipe=chosen):
-            return layer(torch.zeros(rows, HIDDEN, dtype=torch.bfloat16))
+            return layer(torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device=device()))
 
     layer = new_linear(HIDDEN, FFN, **spread)
     chosen = [recipe.Float8BlockScaling(), recipe.MXFP8BlockScaling()]
@@ -225,7 +225,7 @@ def refusals(communicator: Communicator) -> dict[str, str]:
     scaled.unbind()
     try_("delayed scales", lambda: call(scaled, recipe.DelayedScaling()))
     row = new_linear(HIDDEN, FFN, **{**spread, "parallel_mode": "row"})
-    in_row = torch.zeros(33, HIDDEN // 2, dtype=torch.bfloat16)
+    in_row = torch.zeros(33, HIDDEN // 2, dtype=torch.bfloat16, device=device())
     try_("rows", lambda: row(in_row))
     try_("rows of one rank", lambda: call(new_linear(HIDDEN, FFN, **spread), None, 32 + 32 * rank))
     try_("features", lambda: new_linear(HIDDEN, FFN + 1, **spread))
@@ -237,7 +237,7 @@ def refusals(communicator: Communicator) -> dict[str, str]:
     try_("size of the group", lambda: larger.set_tensor_parallel_group(communicator))
     propagating = recipe.Float8BlockScaling(nonfinite="propagate")
     try_("propagate", lambda: call(layer, propagating))
-    x = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, device=device(), requires_grad=True)
     (grad,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
     try_("second derivative", lambda: grad.sum().backward())
     return told

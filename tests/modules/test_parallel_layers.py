@@ -13,7 +13,7 @@ import torch.distributed as dist
 import fp8core
 from fp8core import autocast, ops, recipe
 from fp8core.communicator import Communicator, of_group
-from tests.ranks import run_ranks
+from tests.ranks import device, emulated, run_ranks
 
 HIDDEN, FFN, HEADS, GROUPS, SEQUENCE, BATCH = 256, 512, 4, 2, 64, 4
 BF16 = torch.bfloat16
@@ -26,7 +26,9 @@ RECIPES: dict[str, Callable[[], Any]] = {
 
 
 def values(*shape: int, seed: int, size: float = 1.0) -> torch.Tensor:
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * size).to(BF16)
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * size).to(
+        device(), BF16
+    )
 
 
 def new_layer(heads: int, ffn: int, groups: int, **arguments: Any) -> Any:
@@ -41,7 +43,7 @@ def new_layer(heads: int, ffn: int, groups: int, **arguments: Any) -> Any:
         bias=False,
         normalization="RMSNorm",
         params_dtype=BF16,
-        device="cpu",
+        device=device(),
         **arguments,
     )
 
@@ -94,7 +96,7 @@ def blocks_in_one_process(name: str, ranks: int = 2) -> dict[str, Any]:
     layers = [new_layer(HEADS // ranks, FFN // ranks, GROUPS // ranks) for _ in range(ranks)]
     for rank, layer in enumerate(layers):
         fill(layer, rank, ranks)
-    residual = torch.empty(0)
+    residual = torch.empty(0, device=device())
     for step in range(2):
         for layer in layers:
             layer.zero_grad(set_to_none=True)
@@ -124,7 +126,7 @@ def new_mlp(communicator: Communicator, **arguments: Any) -> Any:
         FFN,
         bias=False,
         params_dtype=BF16,
-        device="cpu",
+        device=device(),
         tp_group=communicator,
         sequence_parallel=True,
         set_parallel_mode=True,
@@ -146,44 +148,45 @@ def same(one: list[Any], other: list[Any]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def loops(communicator: Communicator, chosen: Any) -> dict[str, Any]:
+    """Whether the steps of loops give the gradients of a plain one."""
+    rank, mlp = communicator.rank, new_mlp(communicator)
+
+    def plain(x: torch.Tensor) -> Any:
+        return within(chosen, mlp, x)
+
+    first = step(plain, mlp, rank)
+    again = new_mlp(communicator, checkpoint=True)
+    again.load_state_dict(mlp.state_dict())
+    delayed = new_mlp(communicator, delay_wgrad_compute=True)
+    delayed.load_state_dict(mlp.state_dict())
+
+    def microbatches(x: torch.Tensor) -> Any:
+        with autocast(recipe=chosen):
+            mlp(x, is_first_microbatch=True)
+            torch.manual_seed(3)
+            return mlp(x, is_first_microbatch=False)
+
+    returned = {
+        "recompute": same(first, step(lambda x: fp8core.checkpoint(plain, x), mlp, rank)),
+        "checkpoint=True": same(first, step(lambda x: within(chosen, again, x), again, rank)),
+        "microbatches": same(first, step(microbatches, mlp, rank)),
+    }
+    x = values(128, HIDDEN, seed=7 + rank).requires_grad_()
+    torch.manual_seed(3)
+    within(chosen, delayed, x).backward(values(128, HIDDEN, seed=9 + rank))
+    delayed.backward_dw()
+    late = [one.grad for one in delayed.parameters()]
+    return {**returned, "backward_dw": same(first[2:], late)}
+
+
 def training(communicator: Communicator) -> dict[str, Any]:
     """What loops do: recompute, microbatches, rules for layers, delayed weight gradients."""
     rank, returned = communicator.rank, {}
-    for name, chosen in (
-        ("current", recipe.Float8CurrentScaling()),
-        ("nvfp4", recipe.NVFP4BlockScaling()),
-    ):
-        mlp = new_mlp(communicator)
-
-        def plain(x: torch.Tensor, mlp: Any = mlp, chosen: Any = chosen) -> Any:
-            with autocast(recipe=chosen):
-                return mlp(x)
-
-        first = step(plain, mlp, rank)
-        returned[f"{name} recompute"] = same(
-            first, step(lambda x, plain=plain: fp8core.checkpoint(plain, x), mlp, rank)
-        )
-        again = new_mlp(communicator, checkpoint=True)
-        again.load_state_dict(mlp.state_dict())
-        returned[f"{name} checkpoint=True"] = same(
-            first, step(lambda x, again=again, chosen=chosen: within(chosen, again, x), again, rank)
-        )
-        delayed = new_mlp(communicator, delay_wgrad_compute=True)
-        delayed.load_state_dict(mlp.state_dict())
-        x = values(128, HIDDEN, seed=7 + rank).requires_grad_()
-        torch.manual_seed(3)
-        within(chosen, delayed, x).backward(values(128, HIDDEN, seed=9 + rank))
-        delayed.backward_dw()
-        late = [one.grad for one in delayed.parameters()]
-        returned[f"{name} backward_dw"] = same(first[2:], late)
-
-        def microbatches(x: torch.Tensor, mlp: Any = mlp, chosen: Any = chosen) -> Any:
-            with autocast(recipe=chosen):
-                mlp(x, is_first_microbatch=True)
-                torch.manual_seed(3)
-                return mlp(x, is_first_microbatch=False)
-
-        returned[f"{name} microbatches"] = same(first, step(microbatches, mlp, rank))
+    for name in ("current", "nvfp4"):
+        with emulated(name):
+            cases = loops(communicator, recipe.by_name(name))
+        returned |= {f"{name} {case}": is_same for case, is_same in cases.items()}
     rules = recipe.PerLayer([("*.up", recipe.Float8BlockScaling())], default=None)
     model = torch.nn.ModuleDict(
         {
@@ -208,7 +211,7 @@ def linear(communicator: Communicator, k: int, n: int, mode: str, **arguments: A
         n,
         bias=False,
         params_dtype=BF16,
-        device="cpu",
+        device=device(),
         tp_group=communicator,
         sequence_parallel=True,
         parallel_mode=mode,
@@ -231,8 +234,8 @@ def operations(communicator: Communicator) -> bool:
     )
     chain = ops.Sequential(
         ops.AllGather(communicator),
-        ops.Linear(HIDDEN, FFN // 2, bias=False, dtype=BF16, device="cpu"),
-        ops.Linear(FFN // 2, HIDDEN, bias=False, dtype=BF16, device="cpu"),
+        ops.Linear(HIDDEN, FFN // 2, bias=False, dtype=BF16, device=device()),
+        ops.Linear(FFN // 2, HIDDEN, bias=False, dtype=BF16, device=device()),
         ops.ReduceScatter(communicator),
     )
     with torch.no_grad():
@@ -262,9 +265,9 @@ def over_gloo(rank: int) -> dict[str, Any]:
         compiled = step(graph, mlp, rank)
         returned["compiled"][name] = same(eager, compiled)
     biased = fp8core.LayerNormMLP(
-        HIDDEN, 2 * HIDDEN, device="cpu", tp_group=communicator, set_parallel_mode=True
+        HIDDEN, 2 * HIDDEN, device=device(), tp_group=communicator, set_parallel_mode=True
     )
-    x = torch.randn(32, HIDDEN)
+    x = torch.randn(32, HIDDEN, device=device())
     fixed = torch.compile(within, fullgraph=True, backend="aot_eager", dynamic=False)
     returned["compiled"]["with biases"] = torch.equal(
         *[call(recipe.Float8CurrentScaling(), biased, x) for call in (fixed, within)]

@@ -105,7 +105,8 @@ def _stop(job: Job) -> turns.Stop:
 def main() -> None:
     """Join the group, measure, and leave without Python's teardown."""
     job = Job.from_json(sys.argv[1])
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    for name, value in (("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"), ("NCCL_NVLS_ENABLE", "0")):
+        os.environ.setdefault(name, value)  # test hosts without NVLink multicast hang in it
     use_cudnn_of_torch(os.environ)
     torch.set_num_threads(1)
     measure(job, join(int(sys.argv[2]), job.ranks, job.device, sys.argv[3]))
