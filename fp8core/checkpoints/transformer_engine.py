@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
-from fp8core.extra_state.writing import write_extra_state
+from fp8core.extra_state.writing import fields_of, write_extra_state
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bound import recipe_in
 from fp8core.modules.delayed import DelayedModule
@@ -19,10 +19,6 @@ from fp8core.tensors.slots import BUFFERS, META, describe, read_meta
 
 __all__ = ["transformer_engine_state_dict"]
 
-_FIELDS = (
-    *("margin", "fp8_format", "amax_history_len", "amax_compute_algo"),
-    *("scaling_factor_compute_algo", "reduce_amax", "fp8_dpa", "fp8_mha", "backward_override"),
-)
 _ASKED = "transformer_engine_state_dict"
 
 
@@ -102,4 +98,4 @@ def _content(
             f"cannot hold. Use amax_compute_algo 'max' or 'most_recent'."
         )
     tensors = {name: value for name, value in buffers.items() if name != META}
-    return write_extra_state(tensors, {name: getattr(used, name) for name in _FIELDS})
+    return write_extra_state(tensors, fields_of(used))

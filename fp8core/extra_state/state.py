@@ -18,6 +18,7 @@ pytorch/ops/op.py, get_extra_state.
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +33,7 @@ from fp8core.recipe.plan import LinearPlan
 from fp8core.reporting import log_once
 from fp8core.tensors.slots import BUFFERS, META, meta_text
 
-__all__ = ["format_named", "is_pickled", "read_extra_state"]
+__all__ = ["format_named", "format_of_meta", "is_pickled", "read_extra_state"]
 
 _ZIP, _PICKLE = b"PK", b"\x80"
 _WAYS = {"forward": "fwd", "backward": "bwd"}
@@ -155,11 +156,7 @@ def _meta(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> to
     """Return ``delayed_meta``: the formats of the slots, and the history's length."""
     recipe = content.get("recipe")
     pair = _format_of(recipe) if recipe is not None else _format_of_maxima(content)
-    forward, backward = pair.forward.name, pair.backward.name
-    used = {"input": forward, "weight": forward, "grad_output": backward}
-    slots = LinearPlan.slots
-    names = [used.get(name) for name in (*slots.forward, *slots.backward)]
-    text = meta_text(names, tensors["amax_history_fwd"].shape[0])
+    text = meta_text(_slot_formats(pair), tensors["amax_history_fwd"].shape[0])
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
 
@@ -188,6 +185,22 @@ def _format_of_maxima(content: Mapping[str, Any]) -> Format:
 
 
 _FORMATS = (Format("hybrid"), Format("e4m3"), Format("e5m2"))
+
+
+def format_of_meta(text: str) -> Format | None:
+    """Return the format of linears whose ``delayed_meta`` is ``text``; None if it is another's."""
+    for known in _FORMATS:
+        if json.loads(text)["formats"] == _slot_formats(known):
+            return known
+    return None
+
+
+def _slot_formats(pair: Format) -> list[str | None]:
+    """Return the format of each slot of a linear, forward slots first."""
+    forward, backward = pair.forward.name, pair.backward.name
+    used = {"input": forward, "weight": forward, "grad_output": backward}
+    slots = LinearPlan.slots
+    return [used.get(name) for name in (*slots.forward, *slots.backward)]
 
 
 def format_named(max_fwd: Any, max_bwd: Any) -> Format:

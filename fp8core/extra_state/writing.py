@@ -13,9 +13,20 @@ from typing import Any
 import torch
 
 from fp8core.extra_state.tensors import MAGIC, PROTOCOL, RECIPES
+from fp8core.recipe import DelayedScaling
 from fp8core.recipe.base import Format
 
-__all__ = ["write_extra_state"]
+__all__ = ["fields_of", "write_extra_state"]
+
+_FIELDS = (
+    *("margin", "fp8_format", "amax_history_len", "amax_compute_algo"),
+    *("scaling_factor_compute_algo", "reduce_amax", "fp8_dpa", "fp8_mha", "backward_override"),
+)
+
+
+def fields_of(recipe: DelayedScaling) -> dict[str, Any]:
+    """Return the fields of ``recipe`` that Transformer Engine's class has."""
+    return {name: getattr(recipe, name) for name in _FIELDS}
 
 
 def write_extra_state(buffers: Mapping[str, torch.Tensor], fields: Mapping[str, Any]) -> bytes:

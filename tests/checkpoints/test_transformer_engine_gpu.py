@@ -25,9 +25,9 @@ HIDDEN, FFN, ROWS, HISTORY, STEPS = 512, 1024, 256, 4, 3
 OURS = DelayedScaling(amax_history_len=HISTORY)
 STATE = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 ALLOWED = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
-# Both multiply the same codes where their norms round alike; a wrong scale errs by far more, since
-# the inputs are three times the largest value of e4m3.
-NEAR, INPUT_SIZE = 0.03, 1000.0
+# All was equal bit for bit but for gradients of biases, which are summed in another order; a wrong
+# scale errs by far more, since the inputs are larger than the largest value of e4m3.
+NEAR, INPUT_SIZE = 0.001, 1000.0
 
 
 class Side(NamedTuple):
@@ -135,7 +135,7 @@ def test_the_next_step_computes_the_same(moved: Moved) -> None:
 
 
 def test_the_next_step_records_the_same_amaxes(moved: Moved) -> None:
-    first, _ = zip(*moved.after, strict=True)
+    first = [layers[0] for layers in moved.after]
     # The first layer's input and weight are the same bits on both sides.
     for name in ("scale_fwd", "amax_history_fwd"):
         assert torch.equal(first[0][name][..., :2], first[1][name][..., :2]), name
@@ -143,7 +143,7 @@ def test_the_next_step_records_the_same_amaxes(moved: Moved) -> None:
 
 def test_a_fresh_state_computes_something_else(moved: Moved) -> None:
     fresh = _ours()
-    assert _relative(_step(fresh, STEPS)["output"], moved.steps[1]["output"]) > 3 * NEAR
+    assert _relative(_step(fresh, STEPS)["output"], moved.steps[1]["output"]) > 0.1
 
 
 def test_transformer_engine_takes_the_state_only_where_it_is_trusted(

@@ -168,7 +168,26 @@ def train(name: str, ranks: int) -> dict[str, Any]:
         "quantized": sum(_is_quantized(parameter) for parameter in model.parameters()),
         # An operation of Transformer Engine has no sharded_state_dict, which Megatron calls.
         "sharded": [] if name == "activation" else sorted(model.sharded_state_dict()),
+        "moved": _moved_states(model, configuration) if name == "moe_grouped_delayed" else [],
     }
+
+
+def _moved_states(model: Any, configuration: dict[str, Any]) -> list[str]:
+    """The buffers of delayed scaling of grouped experts that a model has which takes those of
+    ``model`` from its sharded_state_dict; Megatron writes files on a GPU alone."""
+    fresh = _model(configuration, 1)
+    data = {
+        key: value.data for key, value in model.sharded_state_dict().items() if "experts" in key
+    }
+    errors = fresh.load_state_dict(data, strict=False).unexpected_keys
+    assert not errors, errors
+    expected = {key: value for key, value in model.state_dict().items() if "experts" in key}
+    states = {key: value for key, value in fresh.state_dict().items() if key in expected}
+    return [
+        key
+        for key, value in expected.items()
+        if ("scale" in key or "amax" in key) and torch.equal(states[key], value)
+    ]
 
 
 def _is_quantized(parameter: torch.Tensor) -> bool:

@@ -136,6 +136,12 @@ def test_grouped_experts_have_a_sharded_state_dict(alone: dict[str, Any]) -> Non
     assert any("weight" in key for key in keys)
 
 
+def test_grouped_experts_take_their_delayed_scales_from_it(alone: dict[str, Any]) -> None:
+    moved = alone["moe_grouped_delayed"]["moved"]
+    assert len(moved) == 4 * 2 * 2  # buffers, linears of an expert, layers
+    assert any(key.endswith("linear_fc2.amax_history_bwd") for key in moved)
+
+
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_two_ranks_train_as_one(
     alone: dict[str, Any], ranks: list[dict[str, Any]], name: str

@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from fp8core.compat.transformer_engine.experts import merge_states, split_state
 from fp8core.context.autocast import active
-from fp8core.errors import RecipeError
+from fp8core.errors import OperandError, RecipeError
 from fp8core.modules import (
     attention,
     grouped_linear,
@@ -269,9 +270,37 @@ class LayerNormMLP(_Biased, layernorm_mlp.LayerNormMLP):
 
 @_named("module.grouped_linear")
 class GroupedLinear(TransformerEngineBaseModule, grouped_linear.GroupedLinear):
-    """:class:`fp8core.GroupedLinear` under Transformer Engine's name."""
+    """:class:`fp8core.GroupedLinear` under Transformer Engine's name.
+
+    Megatron's subclass saves a state for each expert, and takes it from a pickle of Transformer
+    Engine's; here its method gives way to one that writes the layer's delayed scales.
+    """
 
     _native = grouped_linear.GroupedLinear
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_split_extra_state" in vars(cls):
+            cls._split_extra_state = GroupedLinear._split_extra_state  # type: ignore[method-assign]  # see above
+
+    def _split_extra_state(self, state: Any) -> list[torch.Tensor]:
+        """Return the ``_extra_state`` of each expert; ``state``, the layer's, is empty."""
+        return split_state(self._buffers, self.num_gemms)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load states of single experts, too, before Megatron would unpickle them."""
+        errors: list[str] = args[4]
+        keys = [f"{prefix}{_EXTRA_STATE}{number or ''}" for number in range(self.num_gemms)]
+        if any(key in state_dict for key in keys[1:]):
+            states = [state_dict.pop(key, None) for key in keys]
+            try:
+                merged = merge_states(states)
+            except OperandError as error:
+                errors.append(f"{self.label}: {error}")
+                return
+            for name, value in merged.items():
+                state_dict.setdefault(prefix + name, value)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class _Norm(_Layer):

@@ -1,0 +1,130 @@
+"""Delayed scaling of grouped experts moves expert by expert, as Megatron's checkpoints hold it."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fp8core import autocast
+from fp8core.compat import transformer_engine as alias
+from fp8core.compat.transformer_engine import finder
+from fp8core.compat.transformer_engine.experts import merge_states, split_state
+from fp8core.errors import OperandError
+from fp8core.extra_state.state import read_extra_state
+from fp8core.recipe import DelayedScaling, Format
+from fp8core.tensors.slots import BUFFERS, META, meta_text
+
+EXPERTS = 3
+
+
+@pytest.fixture
+def te() -> Iterator[Any]:
+    finder.put(alias.VERSION)
+    yield importlib.import_module("transformer_engine.pytorch")
+    alias.uninstall()
+
+
+def grouped(te: Any) -> Any:
+    """A subclass with Megatron's method, which would unpickle the state of Transformer Engine's."""
+
+    class Grouped(te.GroupedLinear):  # type: ignore[misc]  # Any
+        def _split_extra_state(self, state: Any) -> list[Any]:
+            raise AssertionError("would unpickle")
+
+    return Grouped(EXPERTS, 32, 32, bias=False)
+
+
+def trained(te: Any, pair: str = "hybrid") -> Any:
+    layer = grouped(te)
+    recipe = DelayedScaling(amax_history_len=4, fp8_format=Format(pair))
+    for number in range(2):
+        x = torch.cat([torch.randn(4, 32) * 10.0**expert for expert in range(EXPERTS)])
+        with autocast(recipe=recipe):
+            y = layer(x * (1 + number), [4] * EXPERTS)
+        y.square().sum().backward()
+    return layer
+
+
+def states(layer: Any) -> dict[str, torch.Tensor]:
+    """What Megatron puts into a checkpoint, under the names that it loads."""
+    full = layer.state_dict(prefix="")
+    split = layer._split_extra_state(full["_extra_state"])
+    weights = {key: value for key, value in full.items() if key.startswith("weight")}
+    return {**weights, **{f"_extra_state{at or ''}": state for at, state in enumerate(split)}}
+
+
+@pytest.mark.parametrize("pair", ["hybrid", "e4m3"])
+def test_a_layer_takes_back_the_states_of_its_experts(te: Any, pair: str) -> None:
+    layer, resumed = trained(te, pair), grouped(te)
+    assert not any(resumed.load_state_dict(states(layer)))
+    for name in BUFFERS:
+        assert torch.equal(resumed.get_buffer(name), layer.get_buffer(name)), name
+
+
+def test_a_state_is_that_of_its_expert_alone(te: Any) -> None:
+    layer = trained(te)
+    for number, state in enumerate(layer._split_extra_state(None)):
+        single = read_extra_state(state)
+        at = slice(3 * number, 3 * number + 3)
+        assert torch.equal(single["scale_fwd"], layer.scale_fwd[at])
+        assert torch.equal(single["amax_history_fwd"], layer.amax_history_fwd[:, at])
+    inputs = layer.scale_fwd[::3]
+    assert len(inputs.unique()) == EXPERTS
+
+
+def test_experts_change_their_rank(te: Any) -> None:
+    layer, other = trained(te), grouped(te)
+    content = states(layer)
+    content["_extra_state"], content["_extra_state2"] = (
+        content["_extra_state2"],
+        content["_extra_state"],
+    )
+    other.load_state_dict(content)
+    assert torch.equal(other.scale_fwd[:3], layer.scale_fwd[6:])
+    assert torch.equal(other.scale_bwd[4:], layer.scale_bwd[:2])
+
+
+def test_a_layer_without_a_state_has_empty_ones(te: Any) -> None:
+    content = states(grouped(te))
+    assert all(content[key].numel() == 0 for key in content if "extra" in key)
+    layer = grouped(te)
+    assert not any(layer.load_state_dict(content))
+    assert META not in dict(layer.named_buffers())
+
+
+def test_a_missing_expert_is_named_and_nothing_is_loaded(te: Any) -> None:
+    content, layer = states(trained(te)), grouped(te)
+    before = layer.weight0.clone()
+    del content["_extra_state1"]
+    with pytest.raises(RuntimeError, match=r"no delayed state of the experts \[1\] of 3"):
+        layer.load_state_dict(content)
+    assert torch.equal(layer.weight0, before)
+
+
+def test_states_of_several_recipes_are_refused(te: Any) -> None:
+    one, other = states(trained(te)), states(trained(te, "e4m3"))
+    with pytest.raises(OperandError, match="several recipes"):
+        merge_states([one["_extra_state"], other["_extra_state1"], one["_extra_state2"]])
+
+
+def test_a_damaged_state_is_an_error_of_its_layer(te: Any) -> None:
+    content, layer = states(trained(te)), grouped(te)
+    content["_extra_state2"] = content["_extra_state2"][:50]
+    with pytest.raises(RuntimeError, match="_extra_state is refused"):
+        layer.load_state_dict(content)
+
+
+def test_formats_that_transformer_engine_lacks_are_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    text = meta_text(["hif8", "hif8", None, "hif8", None], 4)
+    meta = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    with caplog.at_level(logging.WARNING):
+        split = split_state({META: meta}, 2)
+    assert [state.numel() for state in split] == [0, 0]
+    assert "start fresh" in caplog.text
