@@ -2,8 +2,9 @@
 
 MindSpeed fabricates ``transformer_engine`` out of empty classes, and has Megatron's layers of that
 package replaced by its own. :func:`install` puts the alias there instead and leaves those patches
-out, so that Megatron's own classes run on fp8core's layers; MindSpeed's other patches stay. Call it
-first::
+out, so that Megatron's own classes run on fp8core's layers; MindSpeed's other patches stay.
+``--fp8-format`` and ``--fp8-recipe`` choose the recipe as they do under MindSpeed, HiFloat8
+included. Call it first::
 
     from fp8core.compat import mindspeed
 
@@ -21,10 +22,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fp8core.compat import transformer_engine
+from fp8core.compat.transformer_engine import recipes
 from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
 
-__all__ = ["CLASSES", "classes", "install", "is_left_out"]
+__all__ = ["CLASSES", "classes", "get_fp8_recipe_wrapper", "install", "is_left_out"]
 
 _EXTENSION = "megatron.core.extensions.transformer_engine"
 CLASSES: Mapping[str, str] = {
@@ -45,6 +47,7 @@ _CONTEXT = (
     *("megatron.core.fp8_utils.get_fp8_context", "megatron.core.fp8_utils.get_fp8_recipe"),
     "megatron.core.enums.Fp8Recipe",
 )
+_RECIPE = "megatron.core.fp8_utils.get_fp8_recipe"
 _MANAGER = "mindspeed.patch_utils"
 _ADAPTOR = "mindspeed.megatron_adaptor"
 
@@ -92,15 +95,55 @@ def install(version: str = transformer_engine.VERSION) -> None:
 
 
 def _filtered(register: Callable[..., None]) -> Callable[..., None]:
+    taken: list[str] = []  # the patch of fp8core's own that is registered once
+
     @functools.wraps(register)
     def register_patch(orig_func_name: str, *args: Any, **kwargs: Any) -> None:
         if is_left_out(orig_func_name):
             log_once(f"MindSpeed's patch of {orig_func_name} gives way to fp8core", logging.INFO)
+            if orig_func_name in _CONTEXT and not taken:
+                taken.append(_RECIPE)
+                register(_RECIPE, get_fp8_recipe_wrapper)
             return
         register(orig_func_name, *args, **kwargs)
 
     register_patch.leaves_out = True  # type: ignore[attr-defined]  # read by install
     return register_patch
+
+
+def get_fp8_recipe_wrapper(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return Megatron's ``get_fp8_recipe``, ``original``, with the recipes that MindSpeed adds.
+
+    MindSpeed's manager decorates a function with a patch whose name ends in ``_wrapper``.
+    """
+
+    @functools.wraps(original)
+    def get_fp8_recipe(config: Any) -> Any:
+        """Return the recipe of a ``TransformerConfig``.
+
+        Raises:
+            UnsupportedError: HiFloat8 in another recipe than ``tensorwise``; ``mxfp8-32x32``.
+        """
+        name = str(getattr(config.fp8_recipe, "value", config.fp8_recipe))
+        if config.fp8 == "hif8":
+            if name != "tensorwise":
+                raise UnsupportedError(
+                    f"--fp8-format hif8 with --fp8-recipe {name}: HiFloat8 has one scale a tensor. "
+                    f"Choose --fp8-recipe tensorwise."
+                )
+            return recipes.Float8CurrentScaling(fp8_format="hif8")
+        if name == "mxfp8-32x32":
+            raise UnsupportedError(
+                "--fp8-recipe mxfp8-32x32: blocks of 32 x 32 are not offered. Choose mxfp8, whose "
+                "blocks are 1 x 32, or run MindSpeed's own layers."
+            )
+        if name == "blockwise":  # as MindSpeed computes it, and as Ascend's products need it
+            return recipes.Float8BlockScaling(
+                use_f32_scales=True, x_wgrad_block_scaling_dim=2, fp8_format=config.fp8
+            )
+        return original(config)
+
+    return get_fp8_recipe
 
 
 def classes() -> dict[str, type]:

@@ -10,12 +10,14 @@ embedding.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -76,6 +78,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "tensorwise": TENSORWISE,
     "blockwise": BLOCKWISE,
     "mxfp8": MXFP8,
+    "hif8": {"fp8": "hif8", "fp8_recipe": "tensorwise"},
     "nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
     "qk_layernorm": {**DELAYED, "qk_layernorm": True},
     "swiglu_rmsnorm": {**TENSORWISE, **LLAMA},
@@ -196,6 +199,14 @@ def _is_quantized(parameter: torch.Tensor) -> bool:
     return bool(fp8_utils.is_float8tensor(parameter))
 
 
+def _mindspeed_s_recipes() -> Any:
+    """A context of the patch that fp8core registers with MindSpeed's manager."""
+    from megatron.core import fp8_utils
+
+    decorated = mindspeed.get_fp8_recipe_wrapper(fp8_utils.get_fp8_recipe)
+    return mock.patch.object(fp8_utils, "get_fp8_recipe", decorated)
+
+
 def claims() -> dict[str, bool]:
     """What Megatron found: it replaces a failed import by a mock."""
     import transformer_engine.pytorch as te
@@ -245,7 +256,8 @@ def main(folder: str, rank: str, world_size: str, *names: str) -> None:
         model_parallel_cuda_manual_seed(1, te_rng_tracker=True)
     results: dict[str, Any] = {"claims": claims()}
     for name in names:
-        results[name] = train(name, int(world_size))
+        with _mindspeed_s_recipes() if name == "hif8" else contextlib.nullcontext():
+            results[name] = train(name, int(world_size))
     Path(folder, f"rank{rank}.json").write_text(json.dumps(results))
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may outlive the group

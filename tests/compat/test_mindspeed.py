@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from enum import Enum
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from fp8core.compat import mindspeed, transformer_engine
 from fp8core.compat.transformer_engine import finder
 from fp8core.errors import UnsupportedError
+from fp8core.recipe import Float8BlockScaling, Float8CurrentScaling
 
 
 class Manager:
@@ -81,6 +83,51 @@ def test_other_patches_are_registered(manager: type[Manager]) -> None:
     for name in others:
         manager.register_patch(name, print, force_patch=True)
     assert list(manager.registered) == others
+
+
+def test_the_context_is_megatron_s_with_mindspeed_s_recipes(manager: type[Manager]) -> None:
+    mindspeed.install()
+    for name in ("megatron.core.fp8_utils.get_fp8_context", "megatron.core.enums.Fp8Recipe"):
+        manager.register_patch(name, object())
+    wrapper = mindspeed.get_fp8_recipe_wrapper
+    assert manager.registered == {"megatron.core.fp8_utils.get_fp8_recipe": wrapper}
+
+
+def recipe_of(fp8: str, name: object) -> Any:
+    return mindspeed.get_fp8_recipe_wrapper(lambda config: "Megatron's")(
+        SimpleNamespace(fp8=fp8, fp8_recipe=name)
+    )
+
+
+class Named(str, Enum):
+    """A recipe as Megatron's enumeration has it."""
+
+    tensorwise = "tensorwise"
+
+
+@pytest.mark.parametrize("name", ["tensorwise", Named.tensorwise], ids=["text", "enumeration"])
+def test_hif8_is_current_scaling(name: str) -> None:
+    recipe = recipe_of("hif8", name)
+    assert isinstance(recipe, Float8CurrentScaling)
+    assert recipe.fp8_format == "hif8"
+
+
+def test_blocks_are_those_of_ascend_s_products() -> None:
+    recipe = recipe_of("hybrid", "blockwise")
+    assert isinstance(recipe, Float8BlockScaling)
+    assert (recipe.use_f32_scales, recipe.x_wgrad_block_scaling_dim) == (True, 2)
+    assert recipe.fp8_format == "hybrid"
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "delayed", "mxfp8"])
+def test_another_recipe_is_megatron_s(name: str) -> None:
+    assert recipe_of("e4m3", name) == "Megatron's"
+
+
+@pytest.mark.parametrize(("fp8", "name"), [("hif8", "delayed"), ("e4m3", "mxfp8-32x32")])
+def test_a_recipe_that_is_not_offered_is_named(fp8: str, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"--fp8-recipe {name}.*[Cc]hoose"):
+        recipe_of(fp8, name)
 
 
 def test_it_comes_before_the_adaptor(
