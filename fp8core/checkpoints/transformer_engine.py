@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
+from fp8core.extra_state.attention import to_three_gemms
+from fp8core.extra_state.state import READABLE
 from fp8core.extra_state.writing import fields_of, write_extra_state
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bound import recipe_in
@@ -14,7 +16,7 @@ from fp8core.modules.delayed import DelayedModule
 from fp8core.recipe import DelayedScaling, Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from
-from fp8core.recipe.plan import LayerRole, LinearPlan
+from fp8core.recipe.plan import AttentionPlan, LayerRole
 from fp8core.tensors.slots import BUFFERS, META, describe, read_meta
 
 __all__ = ["transformer_engine_state_dict"]
@@ -29,7 +31,8 @@ def transformer_engine_state_dict(
 
     Each layer has an ``_extra_state``, uint8 ``[bytes]``, in the stead of its buffers of delayed
     scaling; it is empty for a layer without them. Scales and amax histories are the same numbers,
-    and ``load_state_dict`` of fp8core's layers reads them back.
+    and ``load_state_dict`` of fp8core's layers reads them back. In attention queries, keys and
+    values have one scale together in Transformer Engine, the smallest of the three.
 
     Transformer Engine stores this state as a pickle, and from 2.20 on loads it only where
     ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1`` says that the file is trusted.
@@ -41,8 +44,8 @@ def transformer_engine_state_dict(
 
     Raises:
         RecipeError: a layer has delayed state, and there is no recipe, or another than the state's.
-        UnsupportedError: the recipe computes by functions, or the state is that of attention, whose
-            scales Transformer Engine stores in another way; or a model on meta.
+        UnsupportedError: the recipe computes by functions, or the state is that of a layer by a
+            plan of its own; or a model on meta.
     """
     if not isinstance(model, torch.nn.Module):
         raise OperandError(f"{_ASKED}({model!r}): expected a torch.nn.Module.")
@@ -68,11 +71,11 @@ def _content(
     layer: DelayedModule, path: str, buffers: dict[str, Any], recipe: Recipe | None
 ) -> bytes:
     """Return the pickle of the delayed state of ``layer``."""
-    if layer.plan_type is not LinearPlan or not isinstance(layer, LowPrecisionModule):
+    kind = layer.plan_type
+    if kind not in READABLE or not isinstance(layer, LowPrecisionModule):
         raise UnsupportedError(
-            f"{_ASKED}: {path!r} has delayed scales of {type(layer).__name__}, which Transformer "
-            f"Engine stores for queries, keys and values together. Train without fp8_dpa, or call "
-            f"reset_delayed_state() of this layer first."
+            f"{_ASKED}: {path!r} has delayed scales of {type(layer).__name__}, for which "
+            f"Transformer Engine has no state. Call reset_delayed_state() of this layer first."
         )
     if any(one.is_meta for one in buffers.values()):
         raise UnsupportedError(f"{_ASKED}: {path!r} is on the meta device, where it has no values.")
@@ -86,11 +89,11 @@ def _content(
             f"{_ASKED}: {path!r} has delayed state for {stored}, and the recipe for it is "
             f"{used!r}. Pass the DelayedScaling that it was trained by as recipe."
         )
-    plan = plan_of(LinearPlan, used, role, torch.bfloat16)
-    if describe(plan) != stored:
+    plan = plan_of(kind, used, role, torch.bfloat16)
+    if plan.delayed is None or describe(plan) != stored:
         raise RecipeError(
             f"{_ASKED}: {path!r} has delayed state for {stored}, the recipe needs "
-            f"{describe(plan)}. Pass the recipe that it was trained by."
+            f"{describe(plan) if plan.delayed else 'none'}. Pass the recipe that it was trained by."
         )
     if callable(used.amax_compute_algo) or used.scaling_factor_compute_algo is not None:
         raise UnsupportedError(
@@ -98,4 +101,6 @@ def _content(
             f"cannot hold. Use amax_compute_algo 'max' or 'most_recent'."
         )
     tensors = {name: value for name, value in buffers.items() if name != META}
+    if kind is AttentionPlan:
+        tensors = to_three_gemms(tensors)
     return write_extra_state(tensors, fields_of(used))

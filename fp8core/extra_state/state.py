@@ -6,6 +6,7 @@ It is a pickle as uint8 ``[bytes]``, in version 1 an ``io.BytesIO`` by torch.sav
 module         ``recipe`` (from 2.0 on), ``scale_fwd [3 g]``, ``amax_history_fwd [len, 3 g]``,
                ``scale_bwd [2 g]``, ``amax_history_bwd [len, 2 g]``, ``extra_fp8_variables``,
                for g GEMMs; up to 1.x ``scale_inv_fwd`` and ``scale_inv_bwd`` too
+attention      the same with 3 GEMMs, whose slots fp8core/extra_state/attention.py maps
 operation      ``forward`` and ``backward``, dicts with the keys of the way, of 2 tensors
                (input, weight) and 1 (grad_output)
 =============  ==============================================================================
@@ -20,20 +21,21 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fp8core.errors import OperandError
+from fp8core.extra_state.attention import from_three_gemms
 from fp8core.extra_state.opcodes import Record
 from fp8core.extra_state.tensors import RECIPES, read_values
 from fp8core.recipe.base import Format
-from fp8core.recipe.plan import LinearPlan
+from fp8core.recipe.plan import AttentionPlan, LinearPlan, Plan
 from fp8core.reporting import log_once
 from fp8core.tensors.slots import BUFFERS, META, meta_text
 
-__all__ = ["format_named", "format_of_meta", "is_pickled", "read_extra_state"]
+__all__ = ["READABLE", "format_named", "format_of_meta", "is_pickled", "read_extra_state"]
 
 _ZIP, _PICKLE = b"PK", b"\x80"
 _WAYS = {"forward": "fwd", "backward": "bwd"}
@@ -50,12 +52,13 @@ def is_pickled(value: Any) -> bool:
     return _bytes_of(value).startswith((_PICKLE, _ZIP))
 
 
-def read_extra_state(value: Any) -> dict[str, torch.Tensor]:
+def read_extra_state(value: Any, plan_type: type[Plan] = LinearPlan) -> dict[str, torch.Tensor]:
     """Return the buffers of delayed scaling that ``value``, an ``_extra_state``, holds.
 
-    They are float32 tensors on the CPU under fp8core's names, and ``delayed_meta``; none for a
-    recipe without state. An infinite amax in a history, at which Transformer Engine freezes a
-    scale, is left out and logged once.
+    ``plan_type`` is that of the layer, LinearPlan or AttentionPlan. The buffers are float32 tensors
+    on the CPU under fp8core's names, and ``delayed_meta``; there are none for a recipe without
+    state. An infinite amax in a history, at which Transformer Engine freezes a scale, is left out
+    and logged once.
 
     Raises:
         OperandError: it is damaged, or holds a class that no such state needs; nothing of the file
@@ -63,7 +66,7 @@ def read_extra_state(value: Any) -> dict[str, torch.Tensor]:
     """
     try:
         content = read_values(_bytes_of(value))
-        return _buffers(content)
+        return _READERS[plan_type](content)
     except OperandError as error:
         raise OperandError(
             f"the checkpoint's _extra_state is refused: {error}. Leave it out of the state_dict "
@@ -92,6 +95,34 @@ def _buffers(content: Any) -> dict[str, torch.Tensor]:
         return {}
     tensors = {name: _tensor(content, name) for name in BUFFERS if name != META}
     return {**tensors, META: _meta(content, tensors)}
+
+
+def _attention_buffers(content: Any) -> dict[str, torch.Tensor]:
+    """Return the buffers of attention; none where it computes in high precision, or where the
+    state is that of a recipe without delayed scaling of queries, keys and values."""
+    if content is None or content == {}:
+        return {}
+    if type(content) is not dict:
+        raise OperandError(f"it holds a {type(content).__name__}, not a dict of tensors")
+    recipe, extra = content.get("recipe"), content.get("extra_fp8_variables")
+    if recipe is None or not _is_delayed(content):
+        return {}
+    if not (recipe.fields.get("fp8_dpa") or recipe.fields.get("fp8_mha")):
+        return {}
+    recipes = extra.get("local_recipes", []) if type(extra) is dict else []
+    if any(type(one) is not Record or one.kind.name != "DelayedScaling" for one in recipes):
+        return {}
+    tensors = {name: _tensor(content, name) for name in BUFFERS if name != META}
+    pair = _format_of(recipe)
+    used = dict.fromkeys("qkvs", pair.forward.name)
+    used |= dict.fromkeys(("grad_output", "dp"), pair.backward.name)
+    length = tensors["amax_history_fwd"].shape[0]
+    return {**from_three_gemms(tensors), META: _encoded(_formats(AttentionPlan, used), length)}
+
+
+_READERS = {LinearPlan: _buffers, AttentionPlan: _attention_buffers}
+READABLE = frozenset(_READERS)
+"""The kinds of plan whose state is read."""
 
 
 def _operation_buffers(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -156,7 +187,11 @@ def _meta(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> to
     """Return ``delayed_meta``: the formats of the slots, and the history's length."""
     recipe = content.get("recipe")
     pair = _format_of(recipe) if recipe is not None else _format_of_maxima(content)
-    text = meta_text(_slot_formats(pair), tensors["amax_history_fwd"].shape[0])
+    return _encoded(_slot_formats(pair), tensors["amax_history_fwd"].shape[0])
+
+
+def _encoded(names: Sequence[str | None], history_len: int) -> torch.Tensor:
+    text = meta_text(names, history_len)
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
 
@@ -198,8 +233,11 @@ def format_of_meta(text: str) -> Format | None:
 def _slot_formats(pair: Format) -> list[str | None]:
     """Return the format of each slot of a linear, forward slots first."""
     forward, backward = pair.forward.name, pair.backward.name
-    used = {"input": forward, "weight": forward, "grad_output": backward}
-    slots = LinearPlan.slots
+    return _formats(LinearPlan, {"input": forward, "weight": forward, "grad_output": backward})
+
+
+def _formats(plan_type: type[Plan], used: Mapping[str, str]) -> list[str | None]:
+    slots = plan_type.slots
     return [used.get(name) for name in (*slots.forward, *slots.backward)]
 
 

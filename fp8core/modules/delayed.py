@@ -22,7 +22,7 @@ from fp8core.recipe.plan import DelayedPlan, LinearPlan, Plan, SlotNames
 from fp8core.reporting import log_once, logger
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.scaling import DelayedState
-from fp8core.tensors.slots import BUFFERS, META, describe, maxima, read_meta
+from fp8core.tensors.slots import BUFFERS, META, covers, describe, maxima, read_meta
 from fp8core.tensors.states import LayerStates
 
 __all__ = ["DelayedModule"]
@@ -114,7 +114,7 @@ class DelayedModule(torch.nn.Module):
                 which changes no state.
         """
         stored, wanted = self._stored_meta(), describe(plan)
-        if stored is None or stored == wanted:
+        if stored is None or covers(stored, wanted):
             return
         if self._state_is_from_checkpoint:
             raise RecipeError(
@@ -142,7 +142,9 @@ class DelayedModule(torch.nn.Module):
         """
         assert plan.delayed is not None
         stored, wanted = self._stored_meta(), (describe(plan), plan.delayed.history_len)
-        if stored is not None and stored != wanted[0]:
+        if stored is not None and stored != wanted[0] and covers(stored, wanted[0]):
+            self._register_meta(wanted[0], self._buffers[META].device)  # type: ignore[union-attr]  # stored
+        elif stored is not None and stored != wanted[0]:
             logger.warning("%s: delayed state starts fresh for %s", self.label, wanted[0])
             self.forget_delayed_state()
             stored = None
@@ -280,8 +282,8 @@ class DelayedModule(torch.nn.Module):
         key, imported = f"{prefix}_extra_state", Imported({}, [])
         slots = self._names_of_slots()
         if key in state_dict and not self._reads_extra_state():
-            can_import = any(slots) and self.plan_type is LinearPlan
-            imported = import_extra_state(state_dict.pop(key), self.label, can_import=can_import)
+            kind = self.plan_type if any(slots) else None
+            imported = import_extra_state(state_dict.pop(key), self.label, kind)
         names = [name for name in BUFFERS if any(slots) and prefix + name in state_dict]
         state = {name: state_dict.pop(prefix + name) for name in names} or imported.state
         errors = imported.errors + parameter_errors(

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.extra_state.state import is_pickled, read_extra_state
-from fp8core.recipe.plan import SlotNames
+from fp8core.extra_state.state import READABLE, is_pickled, read_extra_state
+from fp8core.recipe.plan import Plan, SlotNames
 from fp8core.reporting import log_once
 from fp8core.tensors.checks import fault_of, kind_fault, misfit
 from fp8core.tensors.quantized_tensor import QuantizedTensor
@@ -26,19 +26,19 @@ class Imported(NamedTuple):
     errors: list[str]
 
 
-def import_extra_state(value: Any, label: str, *, can_import: bool) -> Imported:
+def import_extra_state(value: Any, label: str, plan_type: type[Plan] | None) -> Imported:
     """Return what ``value``, Transformer Engine's ``_extra_state`` of the layer ``label``, holds.
 
-    ``can_import``: the layer's slots are those of linears, as Transformer Engine's are.
+    ``plan_type``: that of the layer; None if it has no slots.
     """
     is_empty = value is None or (isinstance(value, torch.Tensor) and not value.numel())
     if is_empty:
         return Imported({}, [])
-    if not can_import or not is_pickled(value):
+    if plan_type not in READABLE or not is_pickled(value):
         log_once(f"{label}: the checkpoint's _extra_state is another library's; not read")
         return Imported({}, [])
     try:
-        return Imported(read_extra_state(value), [])
+        return Imported(read_extra_state(value, plan_type), [])
     except OperandError as error:
         return Imported({}, [str(error)])
 

@@ -10,7 +10,7 @@ import torch
 from fp8core import formats
 from fp8core.recipe.plan import Plan, TensorPlan
 
-__all__ = ["BUFFERS", "META", "describe", "maxima", "meta_text", "read_meta"]
+__all__ = ["BUFFERS", "META", "covers", "describe", "maxima", "meta_text", "read_meta"]
 
 META = "delayed_meta"
 BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd", META)
@@ -52,6 +52,27 @@ def maxima(plan: Plan) -> tuple[list[float], list[float]]:
 def meta_text(formats: Sequence[str | None], history_len: int) -> str:
     """Return the text of ``delayed_meta``: JSON of the slots' formats and the history's length."""
     return json.dumps({"formats": list(formats), "history_len": history_len})
+
+
+def covers(stored: str, wanted: str) -> bool:
+    """Say whether a state described by ``stored`` serves a plan that ``wanted`` describes.
+
+    It does where each slot that the plan uses has its format; the state may have more slots, as a
+    run of Transformer Engine leaves, whose attention always quantizes its gradients.
+    """
+    if stored == wanted:
+        return True
+    given = read_meta(torch.tensor(list(stored.encode()), dtype=torch.uint8, device="cpu"))
+    if given is None:
+        return False
+    one, other = json.loads(stored), json.loads(wanted)
+    pairs = list(zip(one["formats"], other["formats"], strict=False))
+    return (
+        one["history_len"] == other["history_len"]
+        and len(one["formats"]) == len(other["formats"])
+        and any(name is not None for _, name in pairs)
+        and all(name in (None, has) for has, name in pairs)
+    )
 
 
 def read_meta(stored: torch.Tensor) -> tuple[str, int] | None:

@@ -23,6 +23,7 @@ from fp8core import (
 from fp8core.checkpoints import transformer_engine_state_dict
 from fp8core.errors import RecipeError, UnsupportedError
 from fp8core.recipe import DelayedScaling, Float8CurrentScaling, Format, PerLayer
+from fp8core.recipe.plan import LinearPlan
 from tests.extra_state.states import RECIPES, as_tensor, buffers, content, pickled, unpickled
 from tests.extra_state.states import DelayedScaling as TheirScaling
 
@@ -144,11 +145,18 @@ def test_a_function_of_the_recipe_is_refused() -> None:
         transformer_engine_state_dict(model, recipe)
 
 
-def test_the_state_of_fp8_attention_is_refused() -> None:
-    recipe = DelayedScaling(amax_history_len=4, fp8_dpa=True)
-    model = prepare(TransformerLayer(32, 64, 2), recipe)
-    with pytest.raises(UnsupportedError, match="core_attention"):
-        transformer_engine_state_dict(model, recipe)
+class OwnPlan(Linear):
+    """A layer whose slots are not those of Transformer Engine's."""
+
+    plan_type = type("OwnPlan", (LinearPlan,), {})
+
+
+def test_the_state_of_a_plan_of_its_own_is_refused() -> None:
+    model = torch.nn.Sequential(OwnPlan(32, 16))
+    for name, value in prepare(Linear(32, 16), RECIPE).named_buffers():
+        model[0].register_buffer(name, value)
+    with pytest.raises(UnsupportedError, match="'0' has delayed scales of OwnPlan"):
+        transformer_engine_state_dict(model, RECIPE)
 
 
 def test_a_state_of_transformer_engine_is_loaded_exactly() -> None:
