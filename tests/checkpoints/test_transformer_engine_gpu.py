@@ -154,3 +154,64 @@ def test_transformer_engine_takes_the_state_only_where_it_is_trusted(
     monkeypatch.delenv(ALLOWED, raising=False)
     with pytest.raises(RuntimeError, match=ALLOWED):
         theirs.model.load_state_dict(transformer_engine_state_dict(ours.model, OURS))
+
+
+def _attend(layer: Any, autocast: Any) -> torch.Tensor:
+    """Run a step of attention on inputs of three sizes, and return its output."""
+    torch.manual_seed(0)
+    sizes = (2.0, 4.0, 8.0)
+    q, k, v = (
+        (torch.randn(2, 512, 4, 128, device="cuda") * size).bfloat16().requires_grad_()
+        for size in sizes
+    )
+    with autocast():
+        y: torch.Tensor = layer(q, k, v, qkv_format="bshd", attn_mask_type="causal")
+    y.backward(torch.randn_like(y))
+    return y.detach()
+
+
+def _their_attention() -> tuple[Any, Any]:
+    te = pytest.importorskip("transformer_engine.pytorch")
+    from transformer_engine.common import recipe
+
+    scaling = recipe.DelayedScaling(
+        fp8_format=recipe.Format.HYBRID, amax_history_len=HISTORY, fp8_dpa=True
+    )
+    layer = te.DotProductAttention(4, 128, attention_dropout=0.0)
+    return layer, lambda: te.autocast(enabled=True, recipe=scaling)
+
+
+ATTENTION = DelayedScaling(amax_history_len=HISTORY, fp8_dpa=True, fp8_dpa_backward="fp8")
+
+
+def test_attention_takes_the_state_of_a_run() -> None:
+    layer, autocast = _their_attention()
+    for _ in range(STEPS):
+        _attend(layer, autocast)
+    ours = fp8core.DotProductAttention(4, 128)
+    ours.load_state_dict({"_extra_state": layer.get_extra_state()})
+    theirs = _state(layer)
+    for name, places in (("scale_fwd", [2, 2, 2, 8]), ("scale_bwd", [3, 5])):
+        taken = ours.get_buffer(name)[: len(places)]
+        assert torch.equal(taken.cpu(), theirs[name][places].cpu()), name
+        assert bool((taken != 1).all())
+
+
+def test_attention_of_transformer_engine_takes_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ALLOWED, "1")
+    layer, autocast = _their_attention()
+    expected = [_attend(layer, autocast) for _ in range(STEPS)][-1]
+    ours = fp8core.DotProductAttention(4, 128)
+    with fp8core.use_backend("reference"):
+        for _ in range(STEPS):
+            _attend(ours, lambda: fp8core.autocast(recipe=ATTENTION))
+    other, autocast = _their_attention()
+    other.set_extra_state(transformer_engine_state_dict(ours, ATTENTION)["_extra_state"])
+    states = _state(layer), _state(other)
+    for slot in (2, 8):  # of the inputs and of the weights
+        ratio = float(states[0]["scale_fwd"][slot] / states[1]["scale_fwd"][slot])
+        print("slot", slot, "scale of theirs over ours", ratio)
+        assert 0.5 < ratio < 2.0
+    output = _attend(other, autocast)
+    print("output", f"{_relative(output, expected):.2e}")
+    assert _relative(output, expected) < 0.1
