@@ -1,5 +1,5 @@
 """Functions run by the ranks of a group, a process each: over gloo on the CPU, or, where the
-environment has FP8CORE_TEST_DEVICE=cuda, over NCCL on a GPU each.
+environment has TEST_DEVICE=cuda, over NCCL on a GPU each.
 
 A test hands over a function of its module; each process imports that module and runs it:
 
@@ -29,7 +29,7 @@ from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 240
-DEVICE_TYPE = os.environ.get("FP8CORE_TEST_DEVICE", "cpu")
+DEVICE_TYPE = os.environ.get("TEST_DEVICE", "cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 

@@ -31,7 +31,11 @@ class Graph:
 
     def record(self, function: Callable[[], Any], pool: Any) -> Any:
         """Capture ``function()`` in the memory of ``pool``, and return its result."""
-        with torch.cuda.graph(self._graph, pool=pool):
+        # NCCL's watchdog, a thread of its own, asks CUDA about collectives meanwhile, which would
+        # invalidate a capture that watches all threads.
+        has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        mode = "thread_local" if has_ranks else "global"
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode=mode):
             return function()
 
     def replay(self) -> None:

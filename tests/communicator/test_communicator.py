@@ -73,7 +73,7 @@ def over_gloo(rank: int) -> dict[str, Any]:
     returned["nodes"] = [str(node.target) for node in graph.graph.nodes]
     short = dist.new_group(timeout=datetime.timedelta(seconds=1))
     returned["missing"] = ""
-    if rank == 0:
+    if rank == 0 and x.is_cpu:  # NCCL has its watchdog end the process
         with pytest.raises(CollectiveError) as missing:
             of_group(short).gather(x, "input").wait()
         returned["missing"] = str(missing.value)
@@ -195,6 +195,8 @@ def test_a_graph_holds_functional_collectives(processes: list[dict[str, Any]]) -
 
 def test_a_missing_rank_is_named_after_the_timeout(processes: list[dict[str, Any]]) -> None:
     said = processes[0]["missing"]
+    if device().type == "cuda":
+        pytest.skip("NCCL has its watchdog end the process")
     assert "gather of torch.bfloat16 [4, 6] (input) by rank 0 of the 2 ranks of group" in said
     assert "before the timeout of the group" in said
 

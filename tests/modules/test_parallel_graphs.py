@@ -16,7 +16,7 @@ from tests.ranks import DEVICE_TYPE, device, run_ranks
 
 pytestmark = [
     pytest.mark.needs_accelerator("cuda"),
-    pytest.mark.skipif(DEVICE_TYPE != "cuda", reason="FP8CORE_TEST_DEVICE=cuda starts NCCL ranks"),
+    pytest.mark.skipif(DEVICE_TYPE != "cuda", reason="TEST_DEVICE=cuda starts NCCL ranks"),
 ]
 
 HIDDEN, FFN, ROWS = 256, 512, 128
