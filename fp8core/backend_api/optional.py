@@ -3,7 +3,8 @@
 A backend without them is complete. The callable that :meth:`fp8core.backend_api.Backend.bind`
 returns may have the members of these protocols, for the descriptors that each names. They are
 looked up once, when the operation is bound; a method that cannot be called as written here is an
-error then. A member that is None is not offered. :class:`RecordsCalls` alone is of the backend.
+error then. A member that is None is not offered. :class:`RecordsCalls` and :class:`MovesBeside` are
+of the backend.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from fp8core.backend_api.operations import OpDesc
 
 __all__ = [
     "Chunks",
+    "ComputesParts",
+    "MovesBeside",
     "NamesKernel",
     "NamesOtherKernels",
     "PairCast",
@@ -27,10 +30,13 @@ __all__ = [
     "QuantizesChunked",
     "QuantizesChunkedAndSums",
     "QuantizesPairs",
+    "Ranks",
     "Recorder",
     "Recording",
     "RecordsCalls",
     "Repeat",
+    "Sending",
+    "Transfers",
 ]
 
 Slots: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None]"
@@ -223,4 +229,93 @@ class RecordsCalls(Protocol):
         """Return what records calls of ``desc`` on ``device``, None if nothing does.
 
         Operations with the same recorder can be recorded in one run.
+        """
+
+
+class ComputesParts(Protocol):
+    """A callable of a dense GemmDesc that can compute a product some rows at a time, while others
+    travel between ranks."""
+
+    def gemm_part(
+        self,
+        rows: int,
+        a: Operand,
+        b: Operand,
+        *,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute the product of ``a``, which is a part of an operand of ``rows`` rows, in ``out``.
+
+        Where the call computes the same bits in every process, these are the bits that it gives the
+        same rows of the whole product. For descriptors without ``accumulate``.
+        """
+
+
+class Ranks(Protocol):
+    """The group of ranks that rows are moved between: this one is ``rank`` of ``size``, and
+    torch.distributed knows the group as ``group_name``."""
+
+    size: int
+    rank: int
+    group_name: str
+
+
+class Sending(Protocol):
+    """A sum over ranks under way, of which each rank gets a part of the rows.
+
+    A rank writes its addend to the part of each other rank to ``part(rank)`` on the current stream
+    and calls ``send(rank)``, for one after the other in the ``order`` given. Then it calls
+    ``finish``.
+    """
+
+    order: Sequence[int]
+
+    def part(self, rank: int) -> torch.Tensor:
+        """Return unfilled, contiguous memory for this rank's addend to the part of ``rank``."""
+
+    def send(self, rank: int) -> None:
+        """Start to move what was written to ``part(rank)``."""
+
+    def finish(self, mine: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
+        """Start to add what the other ranks send to ``mine``, this rank's addend to its own part.
+
+        Returns the sum, and what has the current stream wait for it; until then ``mine`` is read.
+        The addends are added in any order, each sum rounded to the dtype or not at all.
+        """
+
+
+class Transfers(Protocol):
+    """Moves the rows of contiguous tensors between ranks beside products: copies that leave the
+    device's processors to them.
+
+    All ranks make the same calls in the same order, with tensors of equal shapes. Calls start work
+    on the current stream and do not wait on the host; several may be under way.
+    """
+
+    def takes(self, num_bytes: int) -> bool:
+        """Whether a rank's part of so many bytes is moved, the same answer on every rank. Small
+        ones are faster by a collective of the process group."""
+
+    def gather(self, x: torch.Tensor) -> tuple[torch.Tensor, Callable[[int], object]]:
+        """Start to concatenate the ``x`` of all ranks along dimension 0.
+
+        Returns the result, and a function that has the current stream wait for the rows of a rank.
+        It is called at most once for each rank, in the order of a circle: first for the next rank,
+        last for this one, whose own rows are those of ``x``.
+        """
+
+    def scatter(self, size: Sequence[int], dtype: torch.dtype) -> Sending:
+        """Start a sum of tensors of which each rank gets a part of this ``size``."""
+
+
+@runtime_checkable
+class MovesBeside(Protocol):
+    """A backend that can move rows between ranks beside its products."""
+
+    def transfers(self, ranks: Ranks, device: torch.device) -> Transfers | None:
+        """Return what moves rows of tensors on ``device`` between ``ranks``, None if nothing does.
+
+        Called on all ranks when a layer is bound. Neither talks to another rank nor takes memory of
+        the device.
         """

@@ -53,7 +53,7 @@ from fp8core.chain.protocol import (
 from fp8core.chain.requantized import Requantizing
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.chain.shape import BindContext, LinkShape
-from fp8core.chain.shards import Shards
+from fp8core.chain.shards import ArrivingRows, GemmPart, Shards, here
 from fp8core.chain.stochastic import Stochastic
 from fp8core.chain.stored import is_stored_as
 from fp8core.communicator import Communicator
@@ -195,6 +195,7 @@ class LinearProgram:
         *("_grad_request", "_has_bias", "_needs_bias", "_needs_input", "_needs_weight", "_pair"),
         *("_decode_input", "_restore", "_weight", "_weight_dtype", "_wgrad"),
         *("_arrives", "_quantizers", "input_request"),
+        *("_dgrad_part", "_fprop_part", "_grad_input_dtype", "_output_dtype"),
     )
 
     frees_early = True
@@ -221,6 +222,8 @@ class LinearProgram:
         self._cast_input = link.input.cast_to(rowwise=True, columnwise=columnwise)
         self._pair = weight.pair(link.input) if rowwise and columnwise else None
         self._fprop, self._dgrad = link.fprop, link.dgrad
+        self._fprop_part, self._dgrad_part = link.fprop_part, link.dgrad_part
+        self._output_dtype, self._grad_input_dtype = link.output_dtype, link.grad_input_dtype
         self._wgrad = _to_dtype(link.wgrad, link.grad_weight_dtype, shape.weight_dtype)
         if chunked and rowwise and columnwise:
             self._dgrad = _chunked(link.dgrad, link.grad_input_dtype)
@@ -305,7 +308,12 @@ class LinearProgram:
             x_row, x_column = x.take() if isinstance(x, Handover) else self._cast_input(x)
             w_row, w_column = self._weight(weight, columnwise=self._needs_input, keeping=keeping)
         bias = params[1] if self._has_bias else None
-        if call.output is None:
+        y: Any = None
+        if self._fprop_part is not None:
+            y = self._forward_in_parts(x_row, w_row, bias, call, out)
+        if y is not None:
+            out = None
+        elif call.output is None:
             y = self._fprop(x_row, w_row, *call.groups, bias=bias)  # [m, k] x [n, k] -> [m, n]
         else:
             y = self._fprop(x_row, w_row, *call.groups, bias=bias, out=call.output)
@@ -343,7 +351,11 @@ class LinearProgram:
         if self._needs_input:
             at = 3 if self._needs_weight else 0
             weight: Any = self._restore(saved[at:])
-            if call.grad_input is None:
+            if self._dgrad_part is not None:
+                grad_input = self._backward_in_parts(dy_row, weight, call, out)
+            if grad_input is not None:
+                out = None
+            elif call.grad_input is None:
                 grad_input = self._dgrad(dy_row, weight, *call.groups)  # [m, n] x [k, n] -> [m, k]
             else:
                 grad_input = self._dgrad(dy_row, weight, *call.groups, out=call.grad_input)
@@ -353,6 +365,8 @@ class LinearProgram:
                 grad_input = out(grad_input)
         if self._needs_weight:
             wgrad = self._wgrad if context is None else context
+            if self._dgrad_part is not None:
+                dy_column = here(dy_column)
             x_column = _operand(saved) if arriving is None else arriving.wait()
             if self._decode_input is not None:
                 x_column = self._decode_input(x_column, *call.groups)
@@ -360,6 +374,33 @@ class LinearProgram:
         if not self._has_bias:
             return grad_input, grad_weight
         return grad_input, grad_weight, sums[0].to(self._bias_dtype) if self._needs_bias else None
+
+    def _forward_in_parts(
+        self, x_row: Any, w_row: Operand, bias: torch.Tensor | None, call: Call, out: Out
+    ) -> Any:
+        """Return what ``out`` makes of y, computed some rows at a time while others travel; None if
+        y is to be computed as a whole."""
+        part, dtype = self._fprop_part, self._output_dtype
+        assert part is not None
+        if isinstance(x_row, ArrivingRows):
+            y = x_row.product(part, w_row, dtype, bias=bias, out=call.output)
+            return y if out is None else out(y)
+        if bias is not None or call.output is not None or out is None or out.product is None:
+            return None
+        return out.product(part, x_row, w_row, dtype)
+
+    def _backward_in_parts(self, dy_row: Any, weight: Operand, call: Call, out: Out) -> Any:
+        """As :meth:`_forward_in_parts`, of grad_input. Its sum over ranks travels beside wgrad, if
+        there is one."""
+        part, dtype = self._dgrad_part, self._grad_input_dtype
+        assert part is not None
+        if isinstance(dy_row, ArrivingRows):
+            grad_input = dy_row.product(part, weight, dtype, out=call.grad_input)
+            return grad_input if out is None else out(grad_input)
+        is_left = call.grad_input is None and not self._needs_weight
+        if not is_left or out is None or out.product is None or not isinstance(dy_row, Operand):
+            return None
+        return out.product(part, dy_row, weight, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -375,7 +416,8 @@ class LinearLink(LinkDefaults):
     make the operand of wgrad and dgrad from that of fprop, None where forward makes both.
     ``input_again`` casts the input for wgrad where backward does that. ``input_shards`` and
     ``grad_shards`` say how the two travel where each rank has some of their rows; ``input_sent``
-    and ``grad_sent`` how they are cast where their rows are exchanged.
+    and ``grad_sent`` how they are cast where their rows are exchanged. ``fprop_part`` and
+    ``dgrad_part`` compute some rows of a product, None unless others may travel meanwhile.
     """
 
     shape: LinearShape
@@ -404,6 +446,8 @@ class LinearLink(LinkDefaults):
     grad_shards: Shards | None = None
     input_sent: SentCast | None = None
     grad_sent: SentCast | None = None
+    fprop_part: GemmPart | None = None
+    dgrad_part: GemmPart | None = None
     only_once: OnlyOnce | None = None
     # Programs by padding, by chunks, and by whose gradients are needed.
     _programs: dict[tuple[bool, ...], Program] = field(default_factory=dict)
@@ -433,6 +477,11 @@ class LinearLink(LinkDefaults):
             value = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
             plain[at] = value.to(dtype)
         return plain
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """The dtype that fprop computes."""
+        return _out_dtype(self.choices["fprop"])
 
     @property
     def grad_input_dtype(self) -> torch.dtype:
@@ -633,6 +682,7 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
             choices[name] = quantizer.choices[-1]
     specs = plan.grad_output
     is_grouped = bool(shape.groups)
+    parts = _parts(gemms, context, is_left=only_once is None)
     return LinearLink(
         shape=shape,
         input=x,
@@ -663,15 +713,31 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
         ),
         decode_weight=bind_decode("weight", context),
         input_again=input_again,
-        input_shards=_shards(shape, context, "input"),
-        grad_shards=_shards(shape, context, "grad_output"),
+        input_shards=_shards(shape, context, "input", parts["fprop"]),
+        grad_shards=_shards(shape, context, "grad_output", parts["dgrad"]),
         input_sent=_sent(shape, context, "input", input_dtype),
         grad_sent=_sent(shape, context, "grad_output", grad_dtype),
+        fprop_part=parts["fprop"],
+        dgrad_part=parts["dgrad"],
         only_once=only_once,
     )
 
 
-def _shards(shape: LinearShape, context: BindContext, tensor: str) -> Shards | None:
+def _parts(
+    gemms: dict[str, Resolved], context: BindContext, *, is_left: bool
+) -> dict[str, GemmPart | None]:
+    """Return what computes some rows of fprop and of dgrad, where ranks beside the link have parts
+    of the rows; ``is_left``: the products are torch's to differentiate, and are whole."""
+    neighbours = [one.shape for one in (context.before, context.after) if one is not None]
+    has_movers = not is_left and any(one.moved_over is not None for one in neighbours)
+    return {
+        name: gemms[name].offers.gemm_part if has_movers else None for name in ("fprop", "dgrad")
+    }
+
+
+def _shards(
+    shape: LinearShape, context: BindContext, tensor: str, gemm_part: GemmPart | None
+) -> Shards | None:
     """Return how ``tensor`` travels quantized if each rank has some of its rows; None: it does not.
 
     A bias is summed over all rows, and an input that is cast again is held as it came: both need
@@ -684,7 +750,16 @@ def _shards(shape: LinearShape, context: BindContext, tensor: str) -> Shards | N
         return None
     plan = context.gemm_plan
     is_decoded = is_input and plan.dequantizes and plan.input.columnwise is None
-    return Shards(communicator, plan.tensors[tensor], tensor, is_input, is_decoded)
+    transfers = context.transfers(communicator)
+    return Shards(
+        communicator,
+        plan.tensors[tensor],
+        tensor,
+        is_input,
+        is_decoded,
+        transfers,
+        in_parts=transfers is not None and gemm_part is not None,
+    )
 
 
 def _sent(

@@ -19,16 +19,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
+from fp8core.backend_api import Operand, Transfers
 from fp8core.chain.call import Call
 from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.once import OnlyOnce, over_ranks
 from fp8core.chain.protocol import Backward, Forward, Out, Params, Program, Relay, SavedList
-from fp8core.chain.request import Handover, QuantizeRequest
+from fp8core.chain.request import Handover, ProductInParts, QuantizeRequest
 from fp8core.chain.shape import BindContext, LinkShape
+from fp8core.chain.shards import GemmPart
 from fp8core.communicator import Communicator, Started, named
 from fp8core.errors import OperandError
 from fp8core.tensors.quantizer import HighPrecision, Orientations
@@ -53,18 +56,22 @@ class _MovingShape(LinkShape):
         """Return the link."""
         reason = over_ranks(context.owner)
         kind, device = type(self).program, context.binding.device
-        return MovingLink(named(self.group), kind, context.dtype, device, reason)
+        communicator = named(self.group)
+        transfers = context.transfers(communicator)
+        return MovingLink(communicator, kind, context.dtype, device, reason, transfers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MovingLink(LinkDefaults):
-    """A link that moves rows over ``communicator``, as its ``kind`` of program does."""
+    """A link that moves rows over ``communicator``, as its ``kind`` of program does; ``transfers``
+    move them beside products, None: collectives of the group do."""
 
     communicator: Communicator
     kind: Callable[..., Program]
     dtype: torch.dtype
     device: torch.device
     reason: OnlyOnce
+    transfers: Transfers | None = None
     # The numbers of rows for which the ranks have compared theirs.
     _agreed: set[int] = field(default_factory=set)
 
@@ -96,6 +103,11 @@ class _Program(Relay[MovingLink]):
     def _communicator(self) -> Communicator:
         return self._link.communicator
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the activations."""
+        return self._link.dtype
+
     def _gathered(self, x: Any, out: Out, purpose: str) -> Any:
         """Return the rows of all ranks, as ``out`` requests them."""
         if out is None:
@@ -113,7 +125,45 @@ class _Program(Relay[MovingLink]):
                 f"{self._communicator.group_name!r} do not divide {x.shape[0]} rows. With sequence "
                 f"parallelism each rank gets as many rows: pad the input to a multiple of {size}."
             )
-        return self._communicator.scatter(x, purpose)
+        return self._communicator.scatter(x, purpose, self._link.transfers)
+
+    def _scattered_in_parts(
+        self, gemm_part: GemmPart, a: Operand, b: Operand, dtype: torch.dtype, purpose: str
+    ) -> _Sum | None:
+        """Start the sum of the product of ``a[m, k]`` and ``b[n, k]`` over the ranks, each of which
+        gets its rows; None if that has to be computed first."""
+        transfers, size = self._link.transfers, self._communicator.size
+        rows, columns = a.data.shape[0], b.data.shape[0]
+        part = rows // size
+        if transfers is None or rows % size or not _splits(a, size):
+            return None
+        if not transfers.takes(part * columns * dtype.itemsize):
+            return None
+
+        def compute(rank: int, out: torch.Tensor) -> None:
+            gemm_part(rows, _rows_of(a, rank, size), b, out=out)
+
+        started = self._communicator.scatter_in_parts(
+            b.data, (part, columns), dtype, compute, purpose, transfers
+        )
+        return _Sum(started, rows)
+
+
+def _splits(a: Operand, size: int) -> bool:
+    """Say whether the scales of ``a`` are of whole parts of its rows, or of all of them."""
+    return all(
+        one is None or one.shape[0] == 1 or one.shape[0] % size == 0
+        for one in (a.scale_inv, a.global_scale_inv)
+    )
+
+
+def _rows_of(a: Operand, rank: int, size: int) -> Operand:
+    """Return one of ``size`` equal parts of the rows of ``a``."""
+    data, *scales = (
+        one if one is None or one.shape[0] == 1 else one.chunk(size)[rank] for one in a
+    )
+    assert data is not None
+    return Operand(data, *scales)
 
 
 class _Sum(Handover):
@@ -130,7 +180,7 @@ class _Sum(Handover):
 class _StartSum(QuantizeRequest):
     """Starts the sum of a gradient as soon as it is computed: that is how its link wants it."""
 
-    program: _Summing | None = None
+    program: _Summing | _Scatter | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -143,19 +193,27 @@ class _StartSum(QuantizeRequest):
         return _Sum(self.program.start_sum(y), y.shape[0])
 
 
+def _start_sum(program: _Summing | _Scatter, product: ProductInParts | None) -> _StartSum:
+    dtype = program.dtype
+    return _StartSum(HighPrecision(dtype), dtype, program=program, product=product)
+
+
 class _Summing(_Program):
     """Base of the programs whose backward sums the gradient over ranks."""
 
     __slots__ = ()
 
-    def start_sum(self, grad: torch.Tensor) -> Started:
+    def start_sum(self, x: torch.Tensor) -> Started:
         """Start the sum of the gradient of the output."""
         raise NotImplementedError
 
     def request_grad(self, call: Call) -> QuantizeRequest:
         """Return the request that starts the sum."""
-        dtype = self._link.dtype
-        return _StartSum(HighPrecision(dtype), dtype, program=self)
+        return _start_sum(self, self._product())
+
+    def _product(self) -> ProductInParts | None:
+        """Return what computes the gradient in parts, whose sums start one after the other."""
+        return None
 
     def backward(
         self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
@@ -181,13 +239,29 @@ class _Gather(_Summing):
         """Gather the rows."""
         return self._gathered(x, out, "input"), (), None
 
-    def start_sum(self, grad: torch.Tensor) -> Started:
+    def start_sum(self, x: torch.Tensor) -> Started:
         """Start the sum of the gradient, of which a rank gets its rows."""
-        return self._scattered(grad, "grad_input")
+        return self._scattered(x, "grad_input")
+
+    def _product(self) -> ProductInParts | None:
+        if self._link.transfers is None:
+            return None
+        return partial(self._scattered_in_parts, purpose="grad_input")
 
 
 class _Scatter(_Program):
     __slots__ = ()
+
+    def relay(self, out: Out) -> Out:
+        """Return the request for a product some rows at a time, whose sums start one after the
+        other; None where none of them would travel beside the next."""
+        if self._link.transfers is None:
+            return None
+        return _start_sum(self, partial(self._scattered_in_parts, purpose="output"))
+
+    def start_sum(self, x: torch.Tensor) -> Started:
+        """Start the sum of the input, of which a rank gets its rows."""
+        return self._scattered(x, "output")
 
     def num_rows(self, rows: int) -> int:
         """Return a rank's rows."""
@@ -195,7 +269,7 @@ class _Scatter(_Program):
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Sum, and keep a rank's rows."""
-        y = self._scattered(x, "output").wait()
+        y = (x.started if isinstance(x, _Sum) else self.start_sum(x)).wait()
         return y if out is None else out(y), (), None
 
     def backward(
@@ -231,9 +305,9 @@ class _Replicate(_Summing):
         """Hand the tensor on."""
         return x if out is None or isinstance(x, Handover) else out(x), (), None
 
-    def start_sum(self, grad: torch.Tensor) -> Started:
+    def start_sum(self, x: torch.Tensor) -> Started:
         """Start the sum of the gradient."""
-        return self._communicator.sum(grad, "grad_input")
+        return self._communicator.sum(x, "grad_input")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,14 @@ from typing import Protocol
 
 import torch
 
+from fp8core.backend_api import Operand
 from fp8core.chain.call import DENSE, Call
 from fp8core.chain.padding import PaddedCall, RowsChanged
 from fp8core.chain.stored import is_stored_as, take_operands
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Cast, CastAndSum, Orientations, Quantizer
 
-__all__ = ["Handover", "QuantizeRequest", "Travel"]
+__all__ = ["Handover", "ProductInParts", "QuantizeRequest", "Travel"]
 
 
 class Handover:
@@ -57,6 +58,16 @@ class Travel(Protocol):
         """Return the operands of all rows, of which ``mine`` are this rank's."""
 
 
+class ProductInParts(Protocol):
+    """Computes a product some rows at a time, each of which travels while the next are computed."""
+
+    def __call__(
+        self, gemm_part: Callable[..., torch.Tensor], a: Operand, b: Operand, dtype: torch.dtype
+    ) -> Handover | None:
+        """Return ``a[m, k] @ b[n, k].T`` in ``dtype`` as it is requested; None: it is to be given
+        whole. ``gemm_part`` is what :class:`fp8core.backend_api.ComputesParts` offers."""
+
+
 _TAKEN = Orientations(None, None)
 
 
@@ -67,7 +78,8 @@ class QuantizeRequest:
     ``cast`` returns the operands where there is nothing to pad or to group, ``cast_and_sum`` the
     sums as well. ``column_sums`` computes those of ``y`` or of a group of its rows; only with
     ``has_sums`` either is called. If ``rows`` is given, ``y`` must have that many. ``shards`` says
-    how the operands travel if each rank has some of the rows; None: ``y`` has to be whole.
+    how the operands travel if each rank has some of the rows; None: ``y`` has to be whole. If
+    ``product`` is given, ``y`` may be left to it where that is a matrix product.
     """
 
     quantizer: Quantizer
@@ -84,6 +96,7 @@ class QuantizeRequest:
     cast_and_sum: CastAndSum | None = None
     rows: int | None = None
     shards: Travel | None = None
+    product: ProductInParts | None = None
 
     @property
     def is_plain(self) -> bool:

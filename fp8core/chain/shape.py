@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 
-from fp8core.backend_api import OpDesc
+from fp8core.backend_api import OpDesc, Transfers
 from fp8core.chain.protocol import Consumer, Link
 from fp8core.communicator import Communicator, named
 from fp8core.dispatch.resolver import Purpose
@@ -306,6 +306,13 @@ class BindContext(NamedTuple):
         """Return the operation for ``desc`` if ``backend`` offers it, else None."""
         resolver, device = self.binding.resolver, self.binding.device
         return resolver.resolve_optional(desc, device, backend, self.purpose(step))
+
+    def transfers(self, communicator: Communicator | None) -> Transfers | None:
+        """Return what moves rows beside the chain's products; None: collectives of the group do."""
+        if communicator is None or communicator.size == 1 or self.watch is not None:
+            return None
+        binding = self.binding
+        return binding.resolver.transfers(communicator, binding.device, self.dtype)
 
 
 def _mover(shape: LinkShape | None, gathers: bool) -> Communicator | None:

@@ -9,36 +9,136 @@ and each rank casts the whole of it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from fp8core.backend_api import Operand, OperandSpec, amax_extent
+from fp8core.backend_api import Operand, OperandSpec, Transfers, amax_extent
 from fp8core.chain.request import Handover, QuantizeRequest
-from fp8core.communicator import Communicator
+from fp8core.communicator import Communicator, Started
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantizer import Orientations
 
-__all__ = ["ArrivingOperand", "Shards"]
+__all__ = ["ArrivingOperand", "ArrivingRows", "GemmPart", "Shards", "here"]
 
 _TRANSFORMED = 16
 """Elements along k that a transform combines."""
 
 
+GemmPart: TypeAlias = Callable[..., torch.Tensor]
+"""What :class:`fp8core.backend_api.ComputesParts` offers."""
+
+
+class _Tensor(Protocol):
+    """A tensor of an operand of all rows: codes, or scales."""
+
+    def wait(self) -> torch.Tensor | None:
+        """Return the whole tensor when it is here."""
+
+    def rows_of(self, rank: int) -> torch.Tensor | None:
+        """Return what belongs to the rows of one rank when it is here."""
+
+
+class _Given(NamedTuple):
+    """A tensor that is the same on all ranks, for all rows; None where the operand has none."""
+
+    part: torch.Tensor | None
+
+    def wait(self) -> torch.Tensor | None:
+        return self.part
+
+    def rows_of(self, rank: int) -> torch.Tensor | None:
+        return self.part
+
+
+class _Arriving(NamedTuple):
+    """A tensor of which each rank has a shard: ``of(rows)`` gives rows their place and strides."""
+
+    started: Started
+    of: Callable[[torch.Tensor], torch.Tensor]
+    size: int
+
+    def wait(self) -> torch.Tensor:
+        return self.of(self.started.wait())
+
+    def rows_of(self, rank: int) -> torch.Tensor:
+        return self.of(self.started.rows_of(rank, self.size))
+
+
 class ArrivingOperand:
     """An operand of all rows whose parts are under way."""
 
-    __slots__ = ("_finish",)
+    __slots__ = ("_tensors", "_whole")
 
-    def __init__(self, finish: list[Callable[[], torch.Tensor | None]]) -> None:
-        self._finish = finish
+    def __init__(self, tensors: Sequence[_Tensor]) -> None:
+        self._tensors = tensors
+        self._whole: Operand | None = None
 
     def wait(self) -> Operand:
-        """Return the operand when its parts have arrived."""
-        data, *scales = (finish() for finish in self._finish)
+        """Return the operand when its parts have arrived; a second call returns it again."""
+        if self._whole is None:
+            data, *scales = (one.wait() for one in self._tensors)
+            assert data is not None
+            self._whole = Operand(data, *scales)
+        return self._whole
+
+
+class ArrivingRows(ArrivingOperand):
+    """A rowwise operand, of which a product can take the rows of each rank as they arrive, those of
+    this rank, ``mine``, first."""
+
+    __slots__ = ("_communicator", "_mine")
+
+    def __init__(
+        self, tensors: Sequence[_Tensor], mine: Operand, communicator: Communicator
+    ) -> None:
+        super().__init__(tensors)
+        self._mine = mine
+        self._communicator = communicator
+
+    def product(
+        self,
+        gemm_part: GemmPart,
+        b: Operand,
+        dtype: torch.dtype,
+        *,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the product ``[m, n]`` of the rows of all ranks with ``b [n, k]``."""
+        size, first = self._communicator.size, self._communicator.rank
+        rows, mine = size * self._mine.data.shape[0], self._mine.data.shape[0]
+        y = out if out is not None else b.data.new_empty((rows, b.data.shape[0]), dtype=dtype)
+        for step in range(size):
+            rank = (first + step) % size
+            a = self._rows_of(rank) if step else self._mine
+            gemm_part(rows, a, b, bias=bias, out=y[rank * mine : (rank + 1) * mine])
+        return y
+
+    def _rows_of(self, rank: int) -> Operand:
+        data, *scales = (one.rows_of(rank) for one in self._tensors)
         assert data is not None
         return Operand(data, *scales)
+
+
+class _Turned:
+    """The columnwise operand of one that arrives, where it is that one transposed."""
+
+    __slots__ = ("_rows",)
+
+    def __init__(self, rows: ArrivingOperand) -> None:
+        self._rows = rows
+
+    def wait(self) -> Operand:
+        """Return it when the other has arrived."""
+        return Operand(*_transposed(self._rows.wait()))
+
+
+def here(operand: Any) -> Any:
+    """Return an operand that may still be arriving, when it is here."""
+    return operand.wait() if isinstance(operand, ArrivingOperand | _Turned) else operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +149,8 @@ class Shards:
     ``is_gathered_again``: the columnwise operand stays with its rank, which holds it until backward
     reads it; :meth:`start_columnwise` gathers it then. ``is_decoded``: the columnwise operand is
     the rowwise one, which its reader decodes. ``purpose`` is the tensor's name in the counts.
+    ``transfers`` move it beside products, None: the process group does. ``in_parts``: the product
+    that reads the rowwise operand takes the rows of each rank as they arrive.
     """
 
     communicator: Communicator
@@ -56,6 +158,8 @@ class Shards:
     purpose: str
     is_gathered_again: bool = False
     is_decoded: bool = False
+    transfers: Transfers | None = None
+    in_parts: bool = False
 
     def fits(self, rows: int) -> bool:
         """Say whether a tensor of ``rows`` rows, on all ranks, can travel quantized."""
@@ -84,25 +188,27 @@ class Shards:
     def gather(self, mine: Handover, whole: QuantizeRequest) -> Handover:
         """Return the operands of all rows, of which ``mine`` are this rank's."""
         row, column = mine.take()
-        arriving = [
-            None if row is None else self._start(row, self.plan.rowwise, 0, self.purpose),
-            None
-            if column is None or self.is_gathered_again
-            else self._start(column, self.plan.columnwise, 1, self.purpose),
-        ]
-        rows, columns = (None if one is None else one.wait() for one in arriving)
-        if self.is_gathered_again:
-            columns = column
-        elif whole.columnwise and columns is None and rows is not None:
-            columns = Operand(*_transposed(rows))
-        operands = Orientations(rows, columns)
-        return Handover(operands, mine.rows * self.communicator.size)
+        in_parts = self.in_parts and row is not None and self._moves_beside(row.data)
+        rows: Any = None
+        if row is not None:
+            rows = self._start(row, self.plan.rowwise, 0, self.purpose, in_parts=in_parts)
+        columns: Any = column
+        if column is not None and not self.is_gathered_again:
+            columns = self._start(column, self.plan.columnwise, 1, self.purpose)
+        elif whole.columnwise and not self.is_gathered_again and rows is not None:
+            columns = _Turned(rows)
+        if not in_parts:
+            rows, columns = here(rows), here(columns)
+        return Handover(Orientations(rows, columns), mine.rows * self.communicator.size)
 
     def start_columnwise(self, mine: Operand) -> ArrivingOperand:
         """Start to gather the columnwise operand that this rank has held since forward."""
         if self.is_decoded:
             return self._start(mine, self.plan.rowwise, 0, f"{self.purpose} again")
         return self._start(mine, self.plan.columnwise, 1, f"{self.purpose} again")
+
+    def _moves_beside(self, x: torch.Tensor) -> bool:
+        return self.transfers is not None and self.transfers.takes(x.nbytes)
 
     @property
     def _is_same_both_ways(self) -> bool:
@@ -113,41 +219,57 @@ class Shards:
         return row.block == (0, 0) and row.transform is None and not row.stochastic
 
     def _start(
-        self, mine: Operand, spec: OperandSpec | None, along: int, purpose: str
+        self,
+        mine: Operand,
+        spec: OperandSpec | None,
+        along: int,
+        purpose: str,
+        *,
+        in_parts: bool = False,
     ) -> ArrivingOperand:
         """Start to gather ``mine``, in which the rows of the tensor are dimension ``along``."""
         is_of_rows = amax_extent(spec) == "row" and along == 0
         moves_scale = spec is not None and spec.block[along] != 0
         moves = (True, moves_scale, is_of_rows and spec is not None and spec.row_scaled)
         names = (purpose, f"{purpose} scales", f"{purpose} scales")
-        return ArrivingOperand(
-            [
-                self._part(part, along, name) if moved and part is not None else _given(part)
-                for part, moved, name in zip(mine, moves, names, strict=True)
-            ]
-        )
+        tensors = [
+            self._tensor(part, along, name, in_parts=in_parts)
+            if moved and part is not None
+            else _Given(part)
+            for part, moved, name in zip(mine, moves, names, strict=True)
+        ]
+        if in_parts:
+            return ArrivingRows(tensors, mine, self.communicator)
+        return ArrivingOperand(tensors)
 
-    def _part(
-        self, part: torch.Tensor, along: int, purpose: str
-    ) -> Callable[[], torch.Tensor | None]:
-        gather, size = self.communicator.gather, self.communicator.size
+    def _tensor(self, part: torch.Tensor, along: int, purpose: str, *, in_parts: bool) -> _Tensor:
+        size = self.communicator.size
+
+        def gather(shard: torch.Tensor) -> Started:
+            return self.communicator.gather(shard, purpose, self.transfers, in_parts=in_parts)
+
+        is_transposed = not part.is_contiguous() and part.t().is_contiguous()
         if along == 0:
-            rows = gather(part, purpose)
             # Strides belong to the backend that cast the part.
-            is_transposed = not part.is_contiguous() and part.t().is_contiguous()
-            return (lambda: rows.wait().t().contiguous().t()) if is_transposed else rows.wait
+            of = _column_major if is_transposed else _as_it_is
+            return _Arriving(gather(part), of, size)
         if part.t().is_contiguous():
-            turned = gather(part.t(), purpose)
-            return lambda: turned.wait().t()
+            return _Arriving(gather(part.t()), torch.Tensor.t, size)
         count, length = part.shape
-        blocks = gather(part, purpose)
-        return lambda: (
-            blocks.wait().reshape(size, count, length).transpose(0, 1).reshape(count, size * length)
-        )
+
+        def beside_each_other(blocks: torch.Tensor) -> torch.Tensor:
+            turned = blocks.reshape(size, count, length).transpose(0, 1)
+            return turned.reshape(count, size * length)
+
+        return _Arriving(gather(part), beside_each_other, size)
 
 
-def _given(part: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
-    return lambda: part
+def _as_it_is(rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+def _column_major(rows: torch.Tensor) -> torch.Tensor:
+    return rows.t().contiguous().t()
 
 
 def _transposed(operand: Operand) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
+from fp8core.backend_api import Transfers
 from fp8core.communicator.started import Started
-from fp8core.communicator.traffic import Traffic
+from fp8core.communicator.traffic import BESIDE, IN_PARTS, PLAIN, Traffic
 from fp8core.errors import CollectiveError, OperandError
 from fp8core.torch_ops.shapes import is_captured
 
@@ -21,6 +25,15 @@ _AGREEMENT = b"fp8?"
 
 Finish = Callable[[], object]
 """Blocks until a collective has written its result."""
+
+
+class _Moved(NamedTuple):
+    """What moving returns: a result, what blocks until it is complete, and, if they come one after
+    the other, until the rows of a rank are."""
+
+    result: torch.Tensor
+    finish: Finish
+    arrive: Callable[[int], object] | None = None
 
 
 class Communicator(ABC):
@@ -42,17 +55,34 @@ class Communicator(ABC):
         # What the ranks have compared and need not compare again.
         self.agreed: set[str] = set()
 
-    def gather(self, x: torch.Tensor, purpose: str = "") -> Started:
-        """Start to concatenate the ``x`` of all ranks along dimension 0, in the order of ranks."""
+    def gather(
+        self,
+        x: torch.Tensor,
+        purpose: str = "",
+        by: Transfers | None = None,
+        *,
+        in_parts: bool = False,
+    ) -> Started:
+        """Start to concatenate the ``x`` of all ranks along dimension 0, in the order of ranks.
+
+        ``by`` moves it beside products, if it takes so many bytes; ``in_parts`` says that a product
+        will read each rank's rows as they arrive.
+        """
         if self.size == 1:
             return Started(x)
         if not x.numel():
             return Started(x.new_empty((self.size * x.shape[0], *x.shape[1:])))
         num_bytes = (self.size - 1) * x.nbytes
-        return self._start("gather", purpose, x, num_bytes, self._gather)
+        if by is None or is_captured(x) or not by.takes(x.nbytes):
+            return self._start("gather", purpose, x, num_bytes, self._gather)
+        way = IN_PARTS if in_parts else BESIDE
+        move = partial(_gathered_by, by, self.size, self.rank)
+        return self._start("gather", purpose, x, num_bytes, move, way=way)
 
-    def scatter(self, x: torch.Tensor, purpose: str = "") -> Started:
+    def scatter(self, x: torch.Tensor, purpose: str = "", by: Transfers | None = None) -> Started:
         """Start to add up the ``x`` of all ranks, of which each rank gets its part of dimension 0.
+
+        ``by`` moves it beside products, if it takes so many bytes.
 
         Raises:
             OperandError: the ranks do not divide dimension 0.
@@ -65,8 +95,49 @@ class Communicator(ABC):
             )
         if self.size == 1 or not x.numel():
             return Started(x[: x.shape[0] // self.size])
-        num_bytes = x.nbytes // self.size * (self.size - 1)
-        return self._start("scatter", purpose, x, num_bytes, self._scatter)
+        part = x.nbytes // self.size
+        num_bytes = part * (self.size - 1)
+        if by is None or is_captured(x) or not by.takes(part):
+            return self._start("scatter", purpose, x, num_bytes, self._scatter)
+        move = partial(_scattered_by, by, self.size, self.rank)
+        return self._start("scatter", purpose, x, num_bytes, move, way=BESIDE)
+
+    def scatter_in_parts(
+        self,
+        like: torch.Tensor,
+        size: Sequence[int],
+        dtype: torch.dtype,
+        compute: Callable[[int, torch.Tensor], object],
+        purpose: str,
+        by: Transfers,
+    ) -> Started:
+        """Start a scatter of a tensor that is computed for it, a rank's part of ``size`` at a time.
+
+        ``compute(rank, out)`` writes the addend to the part of a rank; each part travels ``by`` a
+        backend while the next one is computed. ``like`` is a tensor on the device.
+        """
+        num_bytes = math.prod(size) * dtype.itemsize * (self.size - 1)
+        self.traffic.add("scatter", purpose, num_bytes, IN_PARTS)
+        mine = like.new_empty(size, dtype=dtype)
+        if like.is_meta:
+            for rank in range(self.size):
+                compute(rank, mine)
+            return Started(mine)
+
+        def stage() -> str:
+            return self.describe("scatter", purpose, mine)
+
+        try:
+            sending = by.scatter(size, dtype)
+            for rank in sending.order:
+                compute(rank, sending.part(rank))
+                sending.send(rank)
+            compute(self.rank, mine)
+            return Started(*sending.finish(mine), mine, stage)
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise CollectiveError.of(stage(), error) from None
 
     def sum(self, x: torch.Tensor, purpose: str = "") -> Started:
         """Start to add up the ``x`` of all ranks; the result is a new tensor."""
@@ -101,7 +172,7 @@ class Communicator(ABC):
         def move(sent: torch.Tensor) -> tuple[torch.Tensor, Finish]:
             return self._exchange(sent, send, receive)
 
-        return self._start("exchange", purpose, x, num_bytes, move, receive)
+        return self._start("exchange", purpose, x, num_bytes, move, receive=receive)
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[Traffic]:
@@ -186,11 +257,13 @@ class Communicator(ABC):
         purpose: str,
         x: torch.Tensor,
         num_bytes: int,
-        move: Callable[[torch.Tensor], tuple[torch.Tensor, Finish]],
+        move: Callable[[torch.Tensor], tuple[torch.Tensor, Finish] | _Moved],
+        *,
         receive: Sequence[int] = (),
+        way: str = PLAIN,
     ) -> Started:
         if x.is_meta or not is_captured(x):
-            self.traffic.add(collective, purpose, num_bytes)
+            self.traffic.add(collective, purpose, num_bytes, way)
 
         def stage() -> str:
             return self.describe(collective, purpose, x)
@@ -200,12 +273,39 @@ class Communicator(ABC):
             return Started(x.new_empty(_size_after(collective, x, self.size, receive)))
         is_coded = _travels_as_bytes(x.dtype) and collective in ("gather", "exchange")
         try:
-            result, finish = move(sent.view(torch.uint8) if is_coded else sent)
+            moved = _Moved(*move(sent.view(torch.uint8) if is_coded else sent))
         except CollectiveError:
             raise
         except RuntimeError as error:
             raise CollectiveError.of(stage(), error) from None
-        return Started(result.view(x.dtype) if is_coded else result, finish, sent, stage)
+        result = moved.result.view(x.dtype) if is_coded else moved.result
+        return Started(result, moved.finish, sent, stage, moved.arrive)
+
+
+def _gathered_by(transfers: Transfers, size: int, rank: int, x: torch.Tensor) -> _Moved:
+    result, arrive = transfers.gather(x)
+    # This rank's own rows are the last to be copied: a product in parts does without.
+    coming = [(rank + step) % size for step in range(1, size + 1)]
+
+    def arrive_once(other: int) -> None:
+        if other in coming:
+            coming.remove(other)
+            arrive(other)
+
+    def finish() -> None:
+        while coming:
+            arrive_once(coming[0])
+
+    return _Moved(result, finish, arrive_once)
+
+
+def _scattered_by(transfers: Transfers, size: int, rank: int, x: torch.Tensor) -> _Moved:
+    parts = x.chunk(size)
+    sending = transfers.scatter(parts[rank].shape, x.dtype)
+    for other in sending.order:
+        sending.part(other).copy_(parts[other])
+        sending.send(other)
+    return _Moved(*sending.finish(parts[rank]))
 
 
 def _size_after(

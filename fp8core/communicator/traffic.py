@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["Count", "Traffic"]
+__all__ = ["BESIDE", "IN_PARTS", "PLAIN", "Count", "Traffic"]
+
+PLAIN = "plain"
+"""A collective of the process group."""
+BESIDE = "beside products"
+"""Copies between ranks that a backend runs beside its products."""
+IN_PARTS = "in parts"
+"""Such copies, of a product's operand or result: each rank's rows are multiplied by themselves,
+while others travel."""
 
 
 class Count(NamedTuple):
@@ -24,19 +32,27 @@ class Traffic:
     captured graph are not counted.
     """
 
-    __slots__ = ("_counts",)
+    __slots__ = ("_counts", "_ways")
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], Count] = {}
+        self._ways: dict[tuple[str, str], str] = {}
 
-    def add(self, collective: str, purpose: str, num_bytes: int) -> None:
-        """Count one call."""
+    def add(self, collective: str, purpose: str, num_bytes: int, way: str = PLAIN) -> None:
+        """Count one call, which ran in the given ``way``."""
+        self._ways[collective, purpose] = way
         calls, total = self._counts.get((collective, purpose), (0, 0))
         self._counts[collective, purpose] = Count(calls + 1, total + num_bytes)
+
+    def way(self, collective: str, purpose: str) -> str:
+        """Return how the last collective of that purpose ran: :data:`PLAIN`, :data:`BESIDE` or
+        :data:`IN_PARTS`."""
+        return self._ways.get((collective, purpose), PLAIN)
 
     def clear(self) -> None:
         """Start again from zero."""
         self._counts.clear()
+        self._ways.clear()
 
     @property
     def total(self) -> Count:

@@ -8,8 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8core.backend_api import Backend, OpDesc, Quantized, QuantizeDesc, ScaleUpdateDesc
+from fp8core.backend_api import (
+    Backend,
+    GemmDesc,
+    OpDesc,
+    Quantized,
+    QuantizeDesc,
+    ScaleUpdateDesc,
+)
 from fp8core.backend_api.optional import (
+    ComputesParts,
+    MovesBeside,
     NamesKernel,
     NamesOtherKernels,
     PairCast,
@@ -19,13 +28,15 @@ from fp8core.backend_api.optional import (
     QuantizesChunked,
     QuantizesChunkedAndSums,
     QuantizesPairs,
+    Ranks,
     Recorder,
     RecordsCalls,
+    Transfers,
 )
 from fp8core.dispatch.isolation import Failure, attempt, shown
 from fp8core.errors import PluginError
 
-__all__ = ["Offers", "offers_of", "pair_of", "recorder_of"]
+__all__ = ["Offers", "offers_of", "pair_of", "recorder_of", "transfers_of"]
 
 
 class Offers(NamedTuple):
@@ -39,6 +50,7 @@ class Offers(NamedTuple):
     ) = None
     bind_pair: Callable[[Callable[..., Quantized]], PairCast | None] | None = None
     prepare: Callable[..., Callable[[], None]] | None = None
+    gemm_part: Callable[..., torch.Tensor] | None = None
     kernel: str | None = None
     other_kernels: tuple[tuple[str, str], ...] = ()
     recorder: Recorder | None = None
@@ -112,6 +124,33 @@ def recorder_of(backend: Backend, desc: OpDesc, device: torch.device, who: str) 
     return recorder
 
 
+def transfers_of(
+    backend: Backend, ranks: Ranks, device: torch.device, who: str
+) -> Transfers | None:
+    """Return what ``backend`` moves rows of tensors on ``device`` between ``ranks`` by, beside its
+    products; None if it does not.
+
+    Raises:
+        PluginError: it failed at that, or returned something that cannot; the text says so.
+    """
+    if not isinstance(backend, MovesBeside):
+        return None
+    offered: Any = attempt(lambda: backend.transfers(ranks, device))
+    if isinstance(offered, Failure):
+        offered.fail(f"{who} has transfers(ranks, device), which failed")
+    if offered is None:
+        return None
+    where = f"{who} has transfers(), whose result"
+    for method in (
+        _Method("takes", Transfers, ("num_bytes",)),
+        _Method("gather", Transfers, ("x",)),
+        _Method("scatter", Transfers, ("size", "dtype")),
+    ):
+        _check(_member(offered, method.name, where), method, where)
+    transfers: Transfers = offered
+    return transfers
+
+
 def pair_of(
     offers: Offers, desc: QuantizeDesc, other: Callable[..., Quantized], who: str
 ) -> PairCast | None:
@@ -137,6 +176,8 @@ def _methods(desc: OpDesc) -> Sequence[_Method]:
     if isinstance(desc, ScaleUpdateDesc):
         parameters = ("histories", "scales", "targets", "nonfinite")
         return (_Method("prepare", PreparesUpdates, parameters),)
+    if type(desc) is GemmDesc and not desc.accumulate:
+        return (_Method("gemm_part", ComputesParts, ("rows", "a", "b"), ("bias", "out")),)
     # By given amaxes nothing but the call is defined.
     if type(desc) is not QuantizeDesc or desc.grouped:
         return ()

@@ -20,10 +20,12 @@ from fp8core.backend_api import (
     GemmDesc,
     OpDesc,
     OperandSpec,
+    Ranks,
+    Transfers,
 )
 from fp8core.dispatch import settings
 from fp8core.dispatch.isolation import Failure, answered, attempt, is_a, name_of_class, shown
-from fp8core.dispatch.optional import Offers, offers_of, recorder_of
+from fp8core.dispatch.optional import Offers, offers_of, recorder_of, transfers_of
 from fp8core.errors import PluginError, RecipeError, did_you_mean
 from fp8core.reporting import some
 
@@ -144,6 +146,14 @@ class Registry:
         offers = offers_of(run, desc, f"{method} returned a callable which")
         recorder = recorder_of(backend, desc, device, f"{spec.name} runs {desc}, and")
         return Bound(run, offers._replace(recorder=recorder))
+
+    def transfers(self, spec: BackendSpec, ranks: Ranks, device: torch.device) -> Transfers | None:
+        """Return what ``spec``'s backend moves rows between ``ranks`` by, None if nothing does.
+
+        Raises:
+            PluginError: its ``transfers()`` raised, or returned something else.
+        """
+        return transfers_of(self.instance(spec), ranks, device, spec.name)
 
     def alignment(self, spec: BackendSpec, desc: GemmDesc) -> Alignment:
         """Return the numbers of which ``spec``'s backend wants multiples as sizes of ``desc``.

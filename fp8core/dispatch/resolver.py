@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fp8core.backend_api import OpDesc, Recorder
+from fp8core.backend_api import OpDesc, Ranks, Recorder, Transfers
 from fp8core.dispatch import table
 from fp8core.dispatch.table import Resolved
 
@@ -35,6 +35,9 @@ class Resolver(Protocol):
         self, desc: OpDesc, device: torch.device, backend: str, purpose: Purpose
     ) -> Resolved | None:
         """Return the operation for ``desc`` by ``backend``, None if that one does not offer it."""
+
+    def transfers(self, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfers | None:
+        """Return what moves rows between ``ranks`` beside products of ``dtype``, if anything."""
 
 
 class Noting:
@@ -67,6 +70,10 @@ class Noting:
             self._recorders.append(resolved.offers.recorder)
         return resolved
 
+    def transfers(self, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfers | None:
+        """Return what moves rows between ``ranks`` beside products of ``dtype``, if anything."""
+        return self._resolver.transfers(ranks, device, dtype)
+
 
 class _Dispatch:
     """The backends' own operations, by :mod:`fp8core.dispatch.table`."""
@@ -80,6 +87,9 @@ class _Dispatch:
         self, desc: OpDesc, device: torch.device, backend: str, purpose: Purpose
     ) -> Resolved | None:
         return table.resolve_optional(desc, device, backend)
+
+    def transfers(self, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfers | None:
+        return table.transfers(ranks, device, dtype)
 
 
 DISPATCH: Resolver = _Dispatch()

@@ -19,7 +19,7 @@ from fp8core.backend_api import (
     OpDesc,
     QuantizeDesc,
 )
-from fp8core.backend_api.optional import PairCast
+from fp8core.backend_api.optional import PairCast, Ranks, Transfers
 from fp8core.dispatch import plugins, policy, select, settings
 from fp8core.dispatch.optional import Offers, pair_of
 from fp8core.dispatch.registry import Bound
@@ -37,6 +37,7 @@ __all__ = [
     "kernels_of",
     "resolve",
     "resolve_optional",
+    "transfers",
 ]
 
 
@@ -127,6 +128,17 @@ def resolve_optional(desc: OpDesc, device: torch.device, backend: str) -> Resolv
     if registry.unsupported(registry.backends[backend], desc, device) is not None:
         return None
     return resolve(desc, device, backend=backend)
+
+
+def transfers(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfers | None:
+    """Return what moves rows between ``ranks`` beside products: by the backend that multiplies
+    tensors of ``dtype``. None if it has nothing, and in a graph, whose collectives are torch's."""
+    asked = _thread.is_capturing
+    if torch.compiler.is_compiling() if asked is None else asked:
+        return None
+    backend = resolve(GemmDesc(None, None, dtype), device).choice.backend
+    registry = plugins.load()
+    return registry.transfers(registry.backends[backend], ranks, device)
 
 
 @functools.lru_cache(maxsize=4096)

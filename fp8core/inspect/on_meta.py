@@ -6,13 +6,15 @@ send can be counted.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
-from fp8core.backend_api import OpDesc
+from fp8core.backend_api import GemmDesc, OpDesc, Operand, Ranks, Transfers
 from fp8core.chain import run as chain
 from fp8core.chain.bind import bind_chain
 from fp8core.chain.call import Call
@@ -21,6 +23,7 @@ from fp8core.chain.routes import Routes
 from fp8core.chain.shape import BindContext, LinkShape, input_columns_of
 from fp8core.communicator import named
 from fp8core.dispatch import table
+from fp8core.dispatch.optional import Offers
 from fp8core.dispatch.resolver import Purpose
 from fp8core.dispatch.table import Resolved
 from fp8core.modules.base import LowPrecisionModule
@@ -114,12 +117,37 @@ class _ShapesOf:
         self._device = device
 
     def resolve(self, desc: OpDesc, device: torch.device, purpose: Purpose) -> Resolved:
-        return table.resolve(desc, self._device)
+        resolved = table.resolve(desc, self._device)
+        if not isinstance(desc, GemmDesc):
+            return resolved
+        with table.in_eager():
+            offers = table.resolve(desc, self._device).offers
+        if offers.gemm_part is None:
+            return resolved
+        part = partial(_part_of_product, resolved.run)
+        return dataclasses.replace(resolved, offers=Offers(gemm_part=part))
 
     def resolve_optional(
         self, desc: OpDesc, device: torch.device, backend: str, purpose: Purpose
     ) -> Resolved | None:
         return table.resolve_optional(desc, self._device, backend)
+
+    def transfers(self, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Transfers | None:
+        with table.in_eager():
+            return table.transfers(ranks, self._device, dtype)
+
+
+def _part_of_product(
+    product: Callable[..., torch.Tensor],
+    rows: int,
+    a: Operand,
+    b: Operand,
+    *,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    product(a, b, bias=bias)
+    return out
 
 
 def _params(

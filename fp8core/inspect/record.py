@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from fp8core.backend_api import Alignment, OpDesc, QuantizeDesc
+from fp8core.backend_api import Alignment, OpDesc, QuantizeDesc, Ranks
 from fp8core.chain.bind import bind_chain
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.dispatch.optional import Offers
@@ -71,6 +71,9 @@ class _Recorder:
         self, desc: OpDesc, device: torch.device, backend: str, purpose: Purpose
     ) -> None:
         self.requests.append(Request(purpose, desc))
+
+    def transfers(self, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> None:
+        """Return None: nothing is moved."""
 
 
 def _cannot_run(*arguments: Any, **keywords: Any) -> NoReturn:

@@ -31,7 +31,9 @@ class Sent(NamedTuple):
         calls: how often it is called in a step.
         a_row: bytes that a rank sends for each row of its input.
         fixed: bytes that it sends whatever the number of rows.
-        way: how it runs: ``plain``, a collective of the process group.
+        way: how it runs: ``plain``, a collective of the process group; ``beside products``, copies
+            by the backend; ``in parts``, such copies while the product that reads or writes the
+            tensor computes other rows.
     """
 
     collective: str
@@ -78,6 +80,7 @@ def sent_by(
             calls,
             (many[at][collective, tensor].bytes - sent) / ROWS,
             2 * sent - many[at][collective, tensor].bytes,
+            few[at].way(collective, tensor),
         )
         for at, communicator in enumerate(communicators)
         for (collective, tensor), (calls, sent) in few[at]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import fp8core
 from fp8core.backend_api import OpDesc, QuantizeDesc, Recording
 from fp8core.dispatch import table
 from fp8core.dispatch.optional import Offers
@@ -59,6 +60,9 @@ def pairs(other: Any) -> Callable[..., Any]:
 def update(histories: Any, scales: Any, targets: Any, nonfinite: Any = ()) -> None: ...
 
 
+def part(rows: int, a: Any, b: Any, *, bias: Any = None, out: Any) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("desc", "name", "member"),
     [
@@ -71,6 +75,7 @@ def update(histories: Any, scales: Any, targets: Any, nonfinite: Any = ()) -> No
         (toys.QUANTIZE, "bind_pair", pairs),
         (toys.SCALE_UPDATE, "prepare", update),
         (toys.GEMM, "kernel", "toy::gemm"),
+        (toys.GEMM, "gemm_part", part),
     ],
 )
 def test_member_that_fits_is_offered(desc: OpDesc, name: str, member: Any) -> None:
@@ -103,6 +108,13 @@ def test_member_that_fits_is_offered(desc: OpDesc, name: str, member: Any) -> No
         ),
         (toys.QUANTIZE, "bind_pair", lambda: None, "bind_pair(other)", "bind_pair()"),
         (toys.QUANTIZE, "bind_pair", 3, "bind_pair(other)", "3"),
+        (
+            toys.GEMM,
+            "gemm_part",
+            lambda a, b, *, bias, out: None,
+            "gemm_part(rows, a, b, *, bias, out)",
+            "gemm_part(a, b, *, bias, out)",
+        ),
         (
             toys.SCALE_UPDATE,
             "prepare",
@@ -277,6 +289,67 @@ def test_a_recorder_that_cannot_record_is_an_error(
 ) -> None:
     with pytest.raises(PluginError, match=text):
         recording(monkeypatch, recorder)
+
+
+class Copies:
+    """What moves rows between ranks, and does nothing."""
+
+    def takes(self, num_bytes: int) -> bool:
+        return True
+
+    def gather(self, x: Any) -> Any: ...
+
+    def scatter(self, size: Any, dtype: Any) -> Any: ...
+
+
+class OneWay:
+    takes = gather = Copies.takes
+
+
+def transfers(monkeypatch: pytest.MonkeyPatch, offered: Callable[[], Any]) -> Any:
+    """What moves rows by a toy backend whose ``transfers`` answers by this function."""
+    monkeypatch.setattr(
+        toys.ToyBackend, "transfers", lambda self, ranks, device: offered(), raising=False
+    )
+    toys.register(toys.backend("toy"))
+    return moved_by()
+
+
+def moved_by() -> Any:
+    return table.transfers(SimpleNamespace(size=2, rank=0, group_name="g"), CPU, torch.bfloat16)
+
+
+def test_what_moves_rows_is_that_of_the_backend_which_multiplies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = Copies()
+    assert transfers(monkeypatch, lambda: one) is one
+    with fp8core.use_backend("reference"):
+        assert moved_by() is None
+
+
+def test_a_backend_may_move_nothing_between_some_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert transfers(monkeypatch, lambda: None) is None
+
+
+def test_a_graph_holds_collectives_of_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with table.capturing():
+        assert transfers(monkeypatch, Copies) is None
+
+
+@pytest.mark.parametrize(
+    ("offered", "text"),
+    [
+        (OneWay, r"expected gather\(x\)\n  found    gather\(num_bytes\)|expected scatter"),
+        (lambda: [][0], r"toy has transfers\(ranks, device\), which failed: IndexError"),
+    ],
+    ids=["no scatter", "raises"],
+)
+def test_transfers_that_cannot_move_rows_are_an_error(
+    offered: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(PluginError, match=text):
+        transfers(monkeypatch, offered)
 
 
 class Answers:
