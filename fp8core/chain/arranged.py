@@ -48,6 +48,8 @@ class Arranged(tuple[Link, ...]):
         return program
 
     def _new_program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
+        for link in self:
+            link.compare(rows, needs_grad)
         if len(self) == 1:
             return self[0].program(rows, needs_grad, call)
         return Series(self, rows, needs_grad, call)

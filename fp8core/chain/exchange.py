@@ -26,6 +26,7 @@ import torch
 
 from fp8core.backend_api import Operand, OperandSpec
 from fp8core.chain.call import Call
+from fp8core.chain.compared import ComparedCalls
 from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.once import OnlyOnce, over_ranks
 from fp8core.chain.protocol import Backward, Forward, Out, Params, Program, Relay, SavedList
@@ -165,8 +166,9 @@ class _ExchangeShape(LinkShape):
 
     def bind(self, context: BindContext) -> ExchangeLink:
         """Return the link."""
-        reason = over_ranks(context.owner)
-        return ExchangeLink(named(self.group), type(self).program, reason)
+        communicator, reason = named(self.group), over_ranks(context.owner)
+        calls = ComparedCalls(communicator, context.owner)
+        return ExchangeLink(communicator, type(self).program, reason, calls)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,11 +178,20 @@ class ExchangeLink(LinkDefaults):
     communicator: Communicator
     kind: Callable[..., Program]
     reason: OnlyOnce
+    calls: ComparedCalls
 
     @property
     def only_once(self) -> OnlyOnce:
         """Collectives have no second derivative."""
         return self.reason
+
+    def compare(self, rows: int, needs_grad: Sequence[bool]) -> None:
+        """Compare whose gradients are due; ranks have other numbers of rows.
+
+        Raises:
+            OperandError: the gradients of ranks differ; raised on every rank.
+        """
+        self.calls.compare(None, needs_grad)
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
         """Return the program of a call, whose routes say how many rows it has."""

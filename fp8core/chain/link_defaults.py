@@ -28,6 +28,9 @@ class LinkDefaults:
         """Torch's operators can take its place."""
         return None
 
+    def compare(self, rows: int, needs_grad: Sequence[bool]) -> None:
+        """It moves nothing between ranks."""
+
     @property
     def choices(self) -> Mapping[str, Choice]:
         """It has no GEMMs."""

@@ -18,7 +18,7 @@ started when dgrad has computed it, and runs beside wgrad.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ import torch
 
 from fp8core.backend_api import Operand, Transfers
 from fp8core.chain.call import Call
+from fp8core.chain.compared import ComparedCalls
 from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.once import OnlyOnce, over_ranks
 from fp8core.chain.protocol import Backward, Forward, Out, Params, Program, Relay, SavedList
@@ -35,7 +36,6 @@ from fp8core.chain.shards import GemmPart
 from fp8core.communicator import Communicator, Started, named
 from fp8core.errors import OperandError
 from fp8core.tensors.quantizer import HighPrecision, Orientations
-from fp8core.torch_ops.private import is_traced
 
 __all__ = ["AllReduceShape", "GatherShape", "MovingLink", "ReplicateShape", "ScatterShape"]
 
@@ -54,11 +54,11 @@ class _MovingShape(LinkShape):
 
     def bind(self, context: BindContext) -> MovingLink:
         """Return the link."""
-        reason = over_ranks(context.owner)
-        kind, device = type(self).program, context.binding.device
-        communicator = named(self.group)
+        communicator, device = named(self.group), context.binding.device
+        calls = ComparedCalls(communicator, context.owner)
+        kind, reason = type(self).program, over_ranks(context.owner)
         transfers = context.transfers(communicator)
-        return MovingLink(communicator, kind, context.dtype, device, reason, transfers)
+        return MovingLink(communicator, kind, context.dtype, device, reason, calls, transfers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,26 +71,26 @@ class MovingLink(LinkDefaults):
     dtype: torch.dtype
     device: torch.device
     reason: OnlyOnce
+    calls: ComparedCalls
     transfers: Transfers | None = None
-    # The numbers of rows for which the ranks have compared theirs.
-    _agreed: set[int] = field(default_factory=set)
 
     @property
     def only_once(self) -> OnlyOnce:
         """Collectives have no second derivative."""
         return self.reason
 
-    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
-        """Return the program; before the first one for so many rows, the ranks compare theirs.
+    def compare(self, rows: int, needs_grad: Sequence[bool]) -> None:
+        """Compare the call with those of the other ranks.
 
         Raises:
-            OperandError: ranks have different numbers of rows; raised on every rank.
+            OperandError: ranks have other numbers of rows, or other gradients are due; raised on
+                every rank.
         """
-        if type(rows) is int and rows not in self._agreed and self.device.type != "meta":
-            if not (torch.compiler.is_compiling() or is_traced()):
-                subject = f"the rows of {self.reason.owner}"
-                self.communicator.agree(f"{rows} rows", subject, self.device)
-            self._agreed.add(rows)
+        if self.device.type != "meta":
+            self.calls.compare(rows, needs_grad)
+
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
+        """Return the program."""
         return self.kind(self, needs_grad)
 
 

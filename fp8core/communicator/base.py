@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -13,15 +12,13 @@ from typing import NamedTuple
 import torch
 
 from fp8core.backend_api import Transfers
+from fp8core.communicator.comparison import Claim
 from fp8core.communicator.started import Started
 from fp8core.communicator.traffic import BESIDE, IN_PARTS, PLAIN, Traffic
-from fp8core.errors import CollectiveError, OperandError
+from fp8core.errors import CollectiveError, Fp8CoreError, OperandError
 from fp8core.torch_ops.shapes import is_captured
 
 __all__ = ["Communicator", "Finish"]
-
-_AGREEMENT = b"fp8?"
-"""The first bytes of what ranks compare, which tell it from what other collectives send."""
 
 Finish = Callable[[], object]
 """Blocks until a collective has written its result."""
@@ -52,6 +49,12 @@ class Communicator(ABC):
         self.rank = rank
         self.group_name = group_name
         self.traffic = Traffic()
+        # How many collectives were begun, those of captured graphs apart.
+        self.begun = 0
+        # Describes the one that is being started.
+        self.starting: Callable[[], str] = str
+        # What the ranks have compared last, by subject.
+        self._claimed: dict[str, str] = {}
         # What the ranks have compared and need not compare again.
         self.agreed: set[str] = set()
 
@@ -183,11 +186,10 @@ class Communicator(ABC):
         finally:
             self.traffic = before
 
-    def agree(self, text: str, subject: str, device: torch.device) -> None:
+    def agree(self, text: str, subject: str) -> None:
         """Compare ``text`` with that of the other ranks; ``subject`` says what it describes.
 
-        It costs a collective of 32 bytes a rank and waits for its result. ``device`` is one that
-        the group communicates on.
+        It waits for the other ranks on the host, and calls no collective of the group.
 
         Raises:
             OperandError: the texts differ; raised on every rank, and names the ranks and texts.
@@ -195,25 +197,10 @@ class Communicator(ABC):
         """
         if self.size == 1:
             return
-        encoded = text.encode()
-        digest = hashlib.sha256(encoded).digest()[:20]
-        header = [*_AGREEMENT, *digest, *len(encoded).to_bytes(8, "big")]
-        mine = torch.tensor([header], dtype=torch.uint8, device=device)
-        headers = self.gather(mine, "agreement").wait().tolist()
-        if all(other == header for other in headers):
-            return
-        if any(bytes(other[:4]) != _AGREEMENT for other in headers):
-            raise CollectiveError(
-                f"rank {self.rank} of group {self.group_name!r} compares {subject} with the other "
-                f"ranks, and another rank calls some other collective. All ranks have to run the "
-                f"same layers in the same order, on inputs with the same numbers of rows."
-            )
-        longest = max(int.from_bytes(bytes(other[24:]), "big") for other in headers)
-        padded = encoded.ljust(longest, b"\0")
-        mine = torch.tensor([list(padded)], dtype=torch.uint8, device=device)
-        rows = self.gather(mine, "agreement").wait().tolist()
-        texts = [bytes(row).rstrip(b"\0").decode() for row in rows]
-        raise OperandError(_difference(subject, self.group_name, texts))
+        claims = self._compare(Claim(subject, text))
+        if claims is not None:
+            raise self._differing(claims)
+        self._claimed[subject] = text
 
     def describe(self, collective: str, purpose: str, x: torch.Tensor) -> str:
         """Return one collective in words, for an error."""
@@ -222,6 +209,27 @@ class Communicator(ABC):
             f"{collective} of {x.dtype} {list(x.shape)}{what} by rank {self.rank} of the "
             f"{self.size} ranks of group {self.group_name!r}"
         )
+
+    def _differing(self, claims: Sequence[Claim]) -> Fp8CoreError:
+        """Return the error for claims that differ."""
+        if not any(one.waits_in for one in claims):
+            return OperandError(_difference(claims[self.rank].subject, self.group_name, claims))
+        subjects = dict.fromkeys(one.subject for one in claims if not one.waits_in)
+        said = _difference(" and ".join(subjects), self.group_name, claims)
+        ended = (
+            " The group cannot go on after that, as some ranks have begun a collective that the "
+            "others do not call."
+        )
+        known = {one.text for one in claims}
+        return (OperandError if len(known) > 1 else CollectiveError)(said + ended)
+
+    def _claim_of_waiting(self, stage: str, subject: str) -> Claim:
+        """Return what a rank claims that waits in a collective while others compare ``subject``."""
+        return Claim(subject, self._claimed.get(subject, "not compared so far"), stage)
+
+    @abstractmethod
+    def _compare(self, claim: Claim) -> list[Claim] | None:
+        """Return the claims of all ranks, by rank; None if all are equal."""
 
     @abstractmethod
     def _gather(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
@@ -272,12 +280,17 @@ class Communicator(ABC):
         if x.is_meta:  # shapes alone, which are counted
             return Started(x.new_empty(_size_after(collective, x, self.size, receive)))
         is_coded = _travels_as_bytes(x.dtype) and collective in ("gather", "exchange")
+        if not is_captured(x):
+            self.begun += 1
+        self.starting = stage
         try:
             moved = _Moved(*move(sent.view(torch.uint8) if is_coded else sent))
-        except CollectiveError:
+        except Fp8CoreError:
             raise
         except RuntimeError as error:
             raise CollectiveError.of(stage(), error) from None
+        finally:
+            self.starting = str  # it refers to the tensor
         result = moved.result.view(x.dtype) if is_coded else moved.result
         return Started(result, moved.finish, sent, stage, moved.arrive)
 
@@ -324,11 +337,15 @@ def _travels_as_bytes(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 1 and dtype not in (torch.uint8, torch.int8, torch.bool)
 
 
-def _difference(subject: str, group_name: str, texts: Sequence[str]) -> str:
-    """Return the message for texts of ranks that differ: each text once, with its ranks."""
+def _difference(subject: str, group_name: str, claims: Sequence[Claim]) -> str:
+    """Return the message for claims that differ: each of them once, with its ranks."""
     ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks.setdefault(text, []).append(rank)
+    for rank, claim in enumerate(claims):
+        waits = f", and waits in {claim.waits_in}" if claim.waits_in else ""
+        text = claim.text
+        if claim.subject != claims[0].subject:
+            text = f"{claim.subject}: {text}"
+        ranks.setdefault(f"{text}{waits}", []).append(rank)
     parts = (
         f"rank{'s' if len(of) > 1 else ''} {', '.join(map(str, of))}: {text}"
         for text, of in ranks.items()
@@ -336,5 +353,5 @@ def _difference(subject: str, group_name: str, texts: Sequence[str]) -> str:
     return (
         f"the ranks of group {group_name!r} differ in {subject}. " + "; ".join(parts) + ". Every "
         "rank of the group has to run the same layers by the same recipe, in the same order, on "
-        "inputs with the same numbers of rows."
+        "inputs with the same numbers of rows, with gradients of the same tensors."
     )

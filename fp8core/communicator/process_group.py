@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -10,17 +12,23 @@ import torch
 import torch.distributed as dist
 
 from fp8core.communicator.base import Communicator, Finish
+from fp8core.communicator.comparison import Claim, Comparisons
 from fp8core.errors import OperandError
 from fp8core.torch_ops.private import (
     functional_collective,
     group_by_name,
     start_all_gather,
     start_reduce_scatter,
+    store_of,
+    timeout_of,
     wait_for_result,
 )
 from fp8core.torch_ops.shapes import is_captured
 
 __all__ = ["named", "of_group", "register"]
+
+_PATIENCE = timedelta(seconds=0.5)
+"""How long a rank waits for a collective before it looks whether another rank compares."""
 
 _communicators: dict[str, _GroupCommunicator] = {}
 _registered: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
@@ -98,26 +106,27 @@ class _GroupCommunicator(Communicator):
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
         super().__init__(group.size(), rank, group.group_name)
         self.group = group
+        self._comparisons = _comparisons_of(group, rank)
         self._options = {name: _reduce_options(name) for name in ("sum", "max")}
 
     def _gather(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
         if is_captured(x):
             return self._in_graph("all_gather_into_tensor", x, self.size)
         result = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        return result, start_all_gather(self.group, result, x).wait
+        return result, self._end(start_all_gather(self.group, result, x), x)
 
     def _scatter(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
         if is_captured(x):
             return self._in_graph("reduce_scatter_tensor", x, "sum", self.size)
         result = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        return result, start_reduce_scatter(self.group, result, x).wait
+        return result, self._end(start_reduce_scatter(self.group, result, x), x)
 
     def _all_reduce(self, x: torch.Tensor, op: str) -> tuple[torch.Tensor, Finish]:
         if is_captured(x):
             return self._in_graph("all_reduce", x, op)
         result = x.clone()  # c10d reduces in place
         group: _ProcessGroup = self.group  # the stubs lack the options of allreduce
-        return result, group.allreduce([result], self._options[op]).wait
+        return result, self._end(group.allreduce([result], self._options[op]), x)
 
     def _exchange(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]
@@ -125,7 +134,49 @@ class _GroupCommunicator(Communicator):
         if is_captured(x):
             return self._in_graph("all_to_all_single", x, list(receive), list(send))
         result = x.new_empty((sum(receive), *x.shape[1:]))
-        return result, self.group.alltoall_base(result, x, list(receive), list(send)).wait
+        work = self.group.alltoall_base(result, x, list(receive), list(send))
+        return result, self._end(work, x)
+
+    def _end(self, work: Any, x: torch.Tensor) -> Finish:
+        """Return what waits for ``work``, the latest collective, of ``x``."""
+        if self._comparisons is None or x.device.type != "cpu":
+            wait: Finish = work.wait  # of a device: its stream waits, and not the host
+            return wait
+        return partial(self._wait_and_look, work, self.begun, self.starting)
+
+    def _wait_and_look(self, work: Any, number: int, stage: Callable[[], str]) -> None:
+        """Wait for the collective ``number``, and look from time to time whether another rank
+        compares instead of taking part.
+
+        Raises:
+            OperandError: one does, and shows what differs.
+            CollectiveError: one does, of something that this rank does not know.
+        """
+        while True:
+            try:
+                work.wait(_PATIENCE)
+            except RuntimeError:
+                if work.is_completed():  # or the time is over that the group gives it
+                    work.wait()
+                    return
+            else:
+                return
+            self._look(number, stage)
+
+    def _look(self, number: int, stage: Callable[[], str]) -> None:
+        assert self._comparisons is not None
+
+        def claim(subject: str) -> Claim:
+            return self._claim_of_waiting(stage(), subject)
+
+        claims = self._comparisons.parted(number, claim)
+        if claims is not None:
+            raise self._differing(claims)
+
+    def _compare(self, claim: Claim) -> list[Claim] | None:
+        if self._comparisons is None:
+            return None
+        return self._comparisons.compare(claim, self.begun)
 
     def _in_graph(self, name: str, x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, Finish]:
         started = functional_collective(name)(x, *arguments, self.group_name)
@@ -136,6 +187,13 @@ class _GroupCommunicator(Communicator):
 
 def _nothing() -> None:
     """Wait for nothing: the graph holds the wait."""
+
+
+def _comparisons_of(group: dist.ProcessGroup, rank: int) -> Comparisons | None:
+    """Return the comparisons of a group; None for torch's stand-in of a group without others."""
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        return None
+    return Comparisons(store_of(group), rank, group.size(), timeout_of(group).total_seconds())
 
 
 def _reduce_options(name: str) -> Any:

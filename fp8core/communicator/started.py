@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from fp8core.errors import CollectiveError
+from fp8core.errors import CollectiveError, Fp8CoreError
 
 __all__ = ["Started"]
 
@@ -59,6 +59,7 @@ class Started:
         Raises:
             CollectiveError: the collective failed, for instance because a rank did not take part
                 before the group's timeout.
+            OperandError: another rank compares something meanwhile, and shows what differs.
         """
         if self._finish is not None:
             self._blocking(self._finish)
@@ -68,7 +69,7 @@ class Started:
     def _blocking(self, call: Callable[[], object]) -> None:
         try:
             call()
-        except CollectiveError:
+        except Fp8CoreError:
             raise
         except RuntimeError as error:
             raise CollectiveError.of(self._stage(), error) from None

@@ -129,7 +129,7 @@ class Experts(LowPrecisionModule):
         communicator = named(self.group_name) if self.group_name else None
         if communicator is not None and not self._is_agreed:
             told = f"{self.num_local_experts} experts on each rank"
-            communicator.agree(told, f"the layer {self.label}", params[0].device)
+            communicator.agree(told, f"the layer {self.label}")
             self._is_agreed = True
         (layer, *_) = (one for one in self._layers() if isinstance(one, GroupedLinear))
         problem: Fp8CoreError | None = None
@@ -183,7 +183,7 @@ class TokenExchange:
                 f"{owner}: {num_experts} experts over {size} ranks, which do not divide them; give "
                 f"each rank as many experts."
             )
-        self._communicator.agree(str(num_experts), "the number of experts", device)
+        self._communicator.agree(str(num_experts), "the number of experts")
         problem: Fp8CoreError | None = None
         try:
             counts = _counts(owner, None, tokens_per_expert, num_experts)

@@ -238,8 +238,7 @@ class _Weights:
         shards = [one for one in self._weights if one.shard() is not None]
         weights = [one for one in shards if one.mesh == weight.mesh]
         text = "; ".join(f"{one.label} {list(one.size)} as {one.plan}" for one in weights)
-        device = torch.device(mesh.device_type)
-        communicator_of(mesh).agree(text, "the weights that they gather quantized", device)
+        communicator_of(mesh).agree(text, "the weights that they gather quantized")
         return _Reduced(weights)
 
     def _refuse_fewer_ranks(self) -> None:

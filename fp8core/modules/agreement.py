@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +23,51 @@ from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole, Plan
 from fp8core.tensors.quantizer import Binding
 
-__all__ = ["agree", "communicators_of"]
+__all__ = ["Agreement", "agree", "communicators_of"]
 
 
 def communicators_of(shapes: Sequence[LinkShape]) -> list[Communicator]:
     """Return the communicators of the groups that ``shapes`` move tensors between, each once."""
     names = dict.fromkeys(shape.moved_over for shape in shapes)
     return [named(name) for name in names if name is not None]
+
+
+_MOST_TIMES = 3
+
+
+class Agreement:
+    """What one layer has compared with the other ranks, by the keys that its links are bound by.
+
+    Ranks compare again where a layer changes to other links, which it may have run before: the
+    first three times of each change, so that a loop that alternates does not pay in each step.
+    """
+
+    __slots__ = ("_changes", "_texts")
+
+    def __init__(self) -> None:
+        self._texts: dict[object, tuple[str, list[Communicator]]] = {}
+        self._changes: Counter[tuple[str, str]] = Counter()
+
+    def is_known(self, key: object) -> bool:
+        """Say whether the layer has compared the links bound by ``key``."""
+        return key in self._texts
+
+    def add(self, key: object, text: str, shapes: Sequence[LinkShape]) -> None:
+        """Note that the ranks have agreed on ``text`` for the links of ``shapes``."""
+        self._texts[key] = text, communicators_of(shapes)
+
+    def change(self, label: str, before: object, after: object) -> None:
+        """Compare a change from the links bound by one key to those of another.
+
+        Raises:
+            OperandError: another rank has other links; raised on every rank.
+        """
+        (old, _), (new, communicators) = self._texts[before], self._texts[after]
+        self._changes[old, new] += 1
+        if old == new or self._changes[old, new] > _MOST_TIMES:
+            return
+        for communicator in communicators:
+            communicator.agree(new, f"the layer {label}")
 
 
 def agree(
@@ -39,13 +78,15 @@ def agree(
     binding: Binding,
     shapes: Sequence[LinkShape],
     *,
+    mode: str = "",
     scales: Sequence[torch.Tensor | None] = (),
     once: bool = False,
-) -> None:
+) -> str:
     """Compare a layer, about to be bound to ``recipe``, with that of the other ranks.
 
-    ``scales`` are its delayed ones. With ``once`` equal layers are compared for the first of them
-    alone: so are those of graphs, which torch may capture again on one rank and not on another.
+    ``mode`` says in words for which calls, ``scales`` are its delayed ones. With ``once`` equal
+    layers are compared for the first of them alone: so are those of graphs, which torch may capture
+    again on one rank and not on another. Returns what the ranks have in common, but for the scales.
 
     Raises:
         OperandError: they differ; raised on every rank.
@@ -59,14 +100,22 @@ def agree(
         "dtype": str(binding.activation_dtype),
         "recipe": plan,
         "calibrates": "yes" if binding.is_observing else "",
-        # Experts on other ranks have scales of their own.
-        "delayed scales": "" if any(x.splits_experts for x in shapes) else _scales_text(scales),
+        "mode": mode,
     }
-    text = ". ".join(f"{name}: {value}" for name, value in parts.items() if value)
+    lasting = _joined(parts)
+    # Experts on other ranks have scales of their own.
+    shared = "" if any(x.splits_experts for x in shapes) else _scales_text(scales)
+    text = _joined({"": lasting, "delayed scales": shared}) if shared else lasting
     for communicator in communicators_of(shapes):
         if not once or text not in communicator.agreed:
-            communicator.agree(text, f"the layer {label}", binding.device)
+            communicator.agree(text, f"the layer {label}")
             communicator.agreed.add(text)
+    return lasting
+
+
+def _joined(parts: Mapping[str, str]) -> str:
+    named_parts = ((f"{name}: " if name else "") + value for name, value in parts.items() if value)
+    return ". ".join(named_parts)
 
 
 def _description(shape: LinkShape) -> str:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from fp8core.chain import run as chain
 from fp8core.chain.attention import AttentionShape, AttentionTensors
 from fp8core.chain.call import Call
+from fp8core.chain.compared import gradients_text
 from fp8core.chain.shape import LinkShape
 from fp8core.communicator import named
 from fp8core.context.checkpoint import checkpoint
@@ -51,6 +52,7 @@ __all__ = ["AttentionCall", "AttentionOptions", "DotProductAttention"]
 _SOFTMAXES = ("vanilla", "off-by-one", "learnable")
 _BIASES = {"no_bias": None, "pre_scale_bias": "pre_scale", "post_scale_bias": "post_scale"}
 _BIAS_TYPES = (*_BIASES, "alibi")
+_MOST_CALLS = 256
 
 
 class DotProductAttention(ParallelModule):
@@ -461,17 +463,21 @@ class DotProductAttention(ParallelModule):
         problem: Fp8CoreError | None = None
         try:
             call = check_context(owner, group, shape, qkv, lengths)
-        except Fp8CoreError as error:
-            # In a first call the other ranks wait for what this one says.
-            if torch.compiler.is_compiling() or self._agreed:
+        except Fp8CoreError as error:  # the other ranks wait for this one
+            if torch.compiler.is_compiling():
                 raise
             problem, call = error, f"refused, {error}"
+        is_grad_enabled = torch.is_grad_enabled()
+        due = gradients_text([is_grad_enabled and x.requires_grad for x in qkv])
+        call = f"{call}, {due}"
         if torch.compiler.is_compiling() or call in self._agreed:
             return
         for name in group.names:
-            named(name).agree(call, "a call of attention", qkv.q.device)
+            named(name).agree(call, "a call of attention")
         if problem is not None:
             raise problem
+        if len(self._agreed) >= _MOST_CALLS:  # packed sequences without end
+            self._agreed.clear()
         self._agreed.add(call)
 
     def _shape(

@@ -83,16 +83,21 @@ def bind(
         bound: Bound = last[1]
     else:
         chosen = shapes or _shapes(layer, offsets_on_device)
+        agreement = layer._bindings.agreement
         if key not in layer._bindings.table and any(shape.moved_over for shape in chosen):
-            agree(
+            text = agree(
                 layer.label,
                 LayerRole(layer.kind, layer.name),
                 layer.plan_type,
                 recipe,
                 Binding(device, dtype, is_observing),
                 chosen,
+                mode=_mode_text(mode),
                 scales=[layer._buffers.get(name) for name in ("scale_fwd", "scale_bwd")],
             )
+            agreement.add(key, text, chosen)
+        elif last is not None and agreement.is_known(key) and agreement.is_known(last[0]):
+            agreement.change(layer.label, last[0], key)
         with bind_lock:
             known: Bound | None = layer._bindings.table.get(key)
             binding = Binding(device, dtype, is_observing)
@@ -107,6 +112,12 @@ def bind(
             chain.refuse_transform(bound.links)  # before autocast has something to forget
         touch(bound.states.forward, bound.states.backward, asked.group)
     return bound
+
+
+def _mode_text(mode: tuple[bool, bool, bool, bool]) -> str:
+    _, _, is_grad_enabled, is_training = mode
+    grad = "gradients enabled" if is_grad_enabled else "no gradients"
+    return f"{grad}, {'training' if is_training else 'evaluation'}"
 
 
 def _note_change(layer: LowPrecisionModule, recipe: Recipe | None) -> None:

@@ -12,6 +12,7 @@ import torch
 from fp8core.chain.shape import Watch
 from fp8core.context.autocast import Active
 from fp8core.dispatch.policy import Policy
+from fp8core.modules.agreement import Agreement
 from fp8core.recipe import Recipe
 from fp8core.tensors.scaling import DelayedState
 from fp8core.tensors.states import LayerStates
@@ -56,12 +57,23 @@ class Bindings:
     A copy of the layer starts with an empty one, as everything here refers to the tensors of one
     layer. ``table`` and ``last`` hold the links bound for ``watch``, which is None in most
     layers. Those bound without a watch are set aside while there is one, and run again afterwards.
+    ``agreement`` is what the ranks have compared, of a layer over ranks.
     ``repeat`` is the last call if it ran the links of ``last`` and may be repeated. ``recipe`` is
     the class of the last recipe in low precision.
     """
 
     __slots__ = (
-        *("_last", "_unwatched", "nonfinite", "order", "recipe", "repeat", "states", "table"),
+        *(
+            "_last",
+            "_unwatched",
+            "agreement",
+            "nonfinite",
+            "order",
+            "recipe",
+            "repeat",
+            "states",
+            "table",
+        ),
         *("watch", "weights"),
     )
 
@@ -69,6 +81,7 @@ class Bindings:
         # Ranks create their layers in the same order, whatever order they first run them in.
         self.order = next(_creation_order) if order is None else order
         self.table: dict[tuple[object, ...], Any] = {}
+        self.agreement = Agreement()
         self._last: tuple[tuple[object, ...], Any] | None = None
         self.repeat: Repeat | None = None
         self.recipe: type[Recipe] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -11,6 +12,7 @@ import torch
 
 from fp8core.communicator import Communicator, register
 from fp8core.communicator.base import Finish
+from fp8core.communicator.comparison import Claim
 from fp8core.errors import CollectiveError
 
 __all__ = ["communicators", "run_in_threads"]
@@ -130,6 +132,13 @@ class _ThreadCommunicator(Communicator):
         super().__init__(meeting.size, rank, name)
         self.meeting = meeting
         self._next = itertools.count()
+
+    def _compare(self, claim: Claim) -> list[Claim] | None:
+        text = json.dumps(claim).encode()
+        number = self._posted(torch.tensor([*text], dtype=torch.uint8), "comparison")
+        posts = [bytes(one.tolist()) for one in self.meeting.collect(number)]
+        claims = [Claim(*json.loads(one)) for one in posts]
+        return None if len({one.text for one in claims}) == 1 else claims
 
     def _gather(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
         result = x.new_empty((self.size * x.shape[0], *x.shape[1:]))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any, Final
@@ -90,7 +91,9 @@ __all__ = [
     "schema_of",
     "start_all_gather",
     "start_reduce_scatter",
+    "store_of",
     "tensor_guards",
+    "timeout_of",
     "wait_for_collective",
     "wait_for_result",
     "without_interpreters",
@@ -309,6 +312,21 @@ def group_by_name(name: str) -> Any:
     """Return the process group ``name`` of this process."""
     groups: Any = torch.distributed.distributed_c10d
     return groups._resolve_process_group(name)
+
+
+def store_of(group: Any) -> Any:
+    """Return the key-value store that the ranks of a process group share."""
+    groups: Any = torch.distributed.distributed_c10d
+    return groups._get_process_group_store(group)
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Return how long a collective of a process group may take."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    options: list[Any] = [getattr(backend, "options", None) for backend in backends]
+    timeouts: list[timedelta] = [one._timeout for one in options if hasattr(one, "_timeout")]
+    groups: Any = torch.distributed.distributed_c10d
+    return max(timeouts, default=groups.default_pg_timeout)
 
 
 def start_all_gather(group: Any, result: torch.Tensor, part: torch.Tensor) -> Any:

@@ -43,9 +43,9 @@ def collectives(communicator: Communicator) -> dict[str, Any]:
         "counts": {"/".join(key): list(count) for key, count in communicator.traffic},
     }
     returned["written"] = not torch.equal(x, kept)
-    communicator.agree("the same", "their layers", device())
+    communicator.agree("the same", "their layers")
     with pytest.raises(OperandError) as caught:
-        communicator.agree(f"recipe {communicator.rank}", "their recipes", device())
+        communicator.agree(f"recipe {communicator.rank}", "their recipes")
     returned["differing"] = str(caught.value)
     with pytest.raises(OperandError, match="they do not divide its 3 rows"):
         communicator.scatter(x[:3])

@@ -40,7 +40,7 @@ def counted(communicator: Communicator, name: str) -> dict[tuple[str, str], tupl
         with autocast(recipe=RECIPES[name]):
             y = mlp(x)
         y.sum().backward()
-    return {key: tuple(count) for key, count in traffic if key[1] != "agreement"}
+    return {key: tuple(count) for key, count in traffic}
 
 
 @pytest.mark.parametrize("name", RECIPES)

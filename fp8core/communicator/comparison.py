@@ -1,0 +1,158 @@
+"""Ranks compare texts by way of the key-value store of their group, and not by a collective.
+
+A rank that compares waits for the others here. So it does not disturb a rank that has nothing to
+compare and waits in a collective, and that rank can see why the collective does not end::
+
+    rank 0, still in its step               rank 1, whose recipe has changed
+    -------------------------------------   ------------------------------------------
+    gather ... does not end                 posts its claim: 17 collectives so far, text
+    looks into the store: rank 1 compares,  waits for the claims of all
+    and has not begun the 18th collective
+    posts its own claim
+    both raise what they have claimed
+
+A comparison has two phases: of digests, and, where those differ, of the texts. The rank whose claim
+is the last one reads all of them and posts the verdict, so that the others read one key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from fp8core.errors import CollectiveError
+
+__all__ = ["Claim", "Comparisons", "Store"]
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-4, 2e-2
+_SAME = "same"
+
+
+class Store(Protocol):
+    """The part of ``torch.distributed.Store`` that comparisons use."""
+
+    def set(self, key: str, value: str, /) -> None: ...  # noqa: D102
+    def get(self, key: str, /) -> bytes: ...  # noqa: D102
+    def add(self, key: str, amount: int, /) -> int: ...  # noqa: D102
+    def check(self, keys: list[str], /) -> bool: ...  # noqa: D102
+    def delete_key(self, key: str, /) -> bool: ...  # noqa: D102
+
+
+class Claim(NamedTuple):
+    """What one rank says: ``text`` describes ``subject``.
+
+    ``waits_in`` is the collective that the rank waits in, "" if it compares.
+    """
+
+    subject: str
+    text: str
+    waits_in: str = ""
+
+
+class Comparisons:
+    """The comparisons of one rank with the others of a group of ``size`` ranks, in order.
+
+    ``timeout_s`` is how long a rank waits for the others.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout_s = timeout_s
+        self._number = 0
+        # A group may have the name, and the keys, of one that was destroyed: each has a number,
+        # which follows from how many ranks have begun their first comparison.
+        self._group: int | None = None
+
+    def compare(self, claim: Claim, collectives: int) -> list[Claim] | None:
+        """Return the claims of all ranks if they differ, None if they do not.
+
+        ``collectives`` is how many collectives this rank has begun.
+
+        Raises:
+            CollectiveError: a rank did not compare anything before the timeout, or the store is
+                gone, as where the process that holds it has ended.
+        """
+        try:
+            return self._compare(claim, collectives)
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            stage = f"comparison of {claim.subject} by rank {self._rank}"
+            raise CollectiveError.of(stage, error) from None
+
+    def parted(self, collectives: int, claim: Callable[[str], Claim]) -> list[Claim] | None:
+        """Return the claims of all ranks if one compares that has not begun the collective in which
+        this rank waits, its number ``collectives``; None if there is no such rank.
+
+        ``claim(subject)`` is what this rank says about what is compared then.
+        """
+        if self._group is None:
+            begun = self._store.add("fp8core/begun", 0)
+            if not begun % self._size:
+                return None
+            prefix = self._prefix(begun // self._size, 0)
+        else:
+            prefix = self._prefix(self._group, self._number)
+        posts = [f"{prefix}/digest/{rank}" for rank in range(self._size) if rank != self._rank]
+        if not self._store.check([f"{prefix}/digest/count"]):
+            return None
+        found = [json.loads(self._store.get(key)) for key in posts if self._store.check([key])]
+        subjects = [subject for begun, _, subject in found if begun < collectives]
+        return self.compare(claim(subjects[0]), collectives) if subjects else None
+
+    def _compare(self, claim: Claim, collectives: int) -> list[Claim] | None:
+        if self._group is None:
+            self._group = (self._store.add("fp8core/begun", 1) - 1) // self._size
+        digest = hashlib.sha256(f"{claim.waits_in}\n{claim.text}".encode()).hexdigest()
+        verdict = self._meet("digest", [collectives, digest, claim.subject], claim.subject)
+        claims: list[Claim] | None = None
+        if verdict != _SAME:
+            texts = self._meet("text", [*claim], claim.subject)
+            claims = [Claim(*one) for one in json.loads(texts)]
+        self._number += 1
+        return claims
+
+    def _prefix(self, group: int | None, number: int) -> str:
+        return f"fp8core/{group}/{number}"
+
+    def _meet(self, phase: str, post: list[object], subject: str) -> str:
+        """Post what this rank says, and return the verdict: all posts as a list in JSON, or that
+        their digests are the same."""
+        prefix = f"{self._prefix(self._group, self._number)}/{phase}"
+        store, verdict = self._store, f"{prefix}/verdict"
+        store.set(f"{prefix}/{self._rank}", json.dumps(post))
+        if store.add(f"{prefix}/count", 1) < self._size:
+            self._wait(prefix, subject)
+            return store.get(verdict).decode()
+        keys = [f"{prefix}/{rank}" for rank in range(self._size)]
+        posts = [json.loads(store.get(key)) for key in keys]
+        is_same = phase == "digest" and all(one[1] == posts[0][1] for one in posts)
+        judged = _SAME if is_same else json.dumps(posts)
+        store.set(verdict, judged)
+        for key in (*keys, f"{prefix}/count"):
+            store.delete_key(key)
+        if self._number:  # all ranks are here, so all have read that verdict
+            before = self._prefix(self._group, self._number - 1)
+            store.delete_key(f"{before}/{phase}/verdict")
+        return judged
+
+    def _wait(self, prefix: str, subject: str) -> None:
+        end, pause = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
+        while not self._store.check([f"{prefix}/verdict"]):
+            if time.monotonic() > end:
+                keys = {rank: f"{prefix}/{rank}" for rank in range(self._size)}
+                missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+                raise CollectiveError(
+                    f"rank {self._rank} compares {subject} with the other ranks of its group, and "
+                    f"ranks {missing} did not take part within {self._timeout_s:g} s, the timeout "
+                    f"of the group (init_process_group(timeout=...), new_group(timeout=...)). Look "
+                    f"for a rank that raised an error, ended, or took another path through the "
+                    f"model."
+                )
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE_S)
