@@ -269,7 +269,9 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def is_traced() -> bool:
-    """Return whether make_fx records operators, outside of torch.compile as well."""
+    """Return whether make_fx or torch.jit.trace records operators, outside of torch.compile too."""
+    if torch._C._get_tracing_state() is not None:
+        return True
     tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")  # not imported: nothing is
     return tracer is not None and tracer.get_proxy_mode() is not None
 
