@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import sys
 from pathlib import Path
@@ -35,6 +36,11 @@ html_copy_source = False
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 
+# Frameworks that the documentation is built without; those of the tests are there as themselves.
+autodoc_mock_imports = ["lightning", "lightning_utilities", "megatron", "torchtitan"]
+autodoc_mock_imports += [
+    name for name in ("safetensors", "transformers") if importlib.util.find_spec(name) is None
+]
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

@@ -83,17 +83,17 @@ class Fp8CoreQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether adapters on the model train: yes."""
+        """True, as adapters on the model train."""
         return True
 
     @property
     def is_qat_trainable(self) -> bool:
-        """Whether the layers train without adapters: yes, which Trainer asks for."""
+        """True, as the layers train without adapters, which Trainer asks for."""
         return True
 
     @property
     def is_compileable(self) -> bool:
-        """Whether torch.compile takes the layers: yes."""
+        """True, as torch.compile takes the layers."""
         return True
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -14,6 +16,7 @@ from fp8core import recipe
 from fp8core.backend_api import OPS
 from tests.docs.pages import DOCS, PAGES
 
+ROOT = DOCS.parent
 PLOTS = sorted((DOCS / "plots").glob("*.py"))
 
 
@@ -78,3 +81,15 @@ def test_reference_documents_every_public_name(site: Path) -> None:
         homes |= {f"fp8core.recipe.{name}"} if getattr(recipe, name, None) is value else set()
         is_there = any(f'id="{home}"' in text for home in homes | {f"module-fp8core.{name}"})
         assert is_there, name
+
+
+@pytest.mark.parametrize(
+    "module", ["lightning", "huggingface", "megatron", "torchtitan", "compat.mindspeed"]
+)
+def test_reference_documents_every_name_of_a_plug_in(site: Path, module: str) -> None:
+    text = (site / "api" / "frameworks.html").read_text(encoding="utf-8")
+    path = ROOT.joinpath("fp8core", *module.split("."))
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    (names,) = re.findall(r"^__all__ = (\[[^]]*\])", source.read_text(encoding="utf-8"), re.M)
+    for name in ast.literal_eval(names):
+        assert f'id="fp8core.{module}.{name}"' in text, name
