@@ -36,10 +36,10 @@ class ComparedCalls:
         Raises:
             OperandError: the calls of ranks differ; raised on every rank.
         """
+        if rows is not None and type(rows) is not int:  # a symbol, while torch traces
+            return
         call = rows, tuple(needs_grad)
         if call in self._calls or torch.compiler.is_compiling() or is_traced():
-            return
-        if rows is not None and type(rows) is not int:  # a symbol, while torch traces
             return
         text = gradients_text(needs_grad)
         text = text if rows is None else f"{rows} rows, {text}"

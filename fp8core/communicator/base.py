@@ -75,8 +75,8 @@ class Communicator(ABC):
             return Started(x)
         if not x.numel():
             return Started(x.new_empty((self.size * x.shape[0], *x.shape[1:])))
-        num_bytes = (self.size - 1) * x.nbytes
-        if by is None or is_captured(x) or not by.takes(x.nbytes):
+        num_bytes = (self.size - 1) * _bytes_of(x)
+        if by is None or is_captured(x) or not by.takes(_bytes_of(x)):
             return self._start("gather", purpose, x, num_bytes, self._gather)
         way = IN_PARTS if in_parts else BESIDE
         move = partial(_gathered_by, by, self.size, self.rank)
@@ -98,7 +98,7 @@ class Communicator(ABC):
             )
         if self.size == 1 or not x.numel():
             return Started(x[: x.shape[0] // self.size])
-        part = x.nbytes // self.size
+        part = _bytes_of(x) // self.size
         num_bytes = part * (self.size - 1)
         if by is None or is_captured(x) or not by.takes(part):
             return self._start("scatter", purpose, x, num_bytes, self._scatter)
@@ -169,7 +169,7 @@ class Communicator(ABC):
             )
         if self.size == 1:
             return Started(x)
-        row_bytes = x.nbytes // x.shape[0] if x.shape[0] else 0
+        row_bytes = _bytes_of(x) // x.shape[0] if x.shape[0] else 0
         num_bytes = (x.shape[0] - send[self.rank]) * row_bytes
 
         def move(sent: torch.Tensor) -> tuple[torch.Tensor, Finish]:
@@ -252,7 +252,7 @@ class Communicator(ABC):
     def _reduced(self, op: str, purpose: str, x: torch.Tensor) -> Started:
         if self.size == 1 or not x.numel():
             return Started(x)
-        num_bytes = 2 * (self.size - 1) * x.nbytes // self.size
+        num_bytes = 2 * (self.size - 1) * _bytes_of(x) // self.size
 
         def move(sent: torch.Tensor) -> tuple[torch.Tensor, Finish]:
             return self._all_reduce(sent, op)
@@ -331,6 +331,11 @@ def _size_after(
         "exchange": sum(receive),
     }
     return (rows.get(collective, x.shape[0]), *x.shape[1:])
+
+
+def _bytes_of(x: torch.Tensor) -> int:
+    # x.nbytes has no symbols for sizes that torch traces.
+    return x.numel() * x.element_size()
 
 
 def _travels_as_bytes(dtype: torch.dtype) -> bool:
