@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fp8core.communicator import Communicator
+from fp8core.distributed.assigned import wrap_assigned
 from fp8core.distributed.gathered_weight import GatheredWeight, communicator_of
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
@@ -91,11 +92,14 @@ def gather_quantized(model: torch.nn.Module, recipe: Recipe | str | None = None)
         if parameter not in weights:
             weights[parameter] = group.add(site, plan)
         site.module._parameters[site.name] = weights[parameter]
+        group.by_site[site.module, site.name] = group.by_parameter[parameter]
     if not weights:
         raise OperandError(
             f"gather_quantized: no weight of {type(model).__name__} would be gathered quantized "
             f"under {chosen}. It takes layers of fp8core; fp8core.convert(model) makes them."
         )
+    for module in dict.fromkeys((model, *[module for module, _ in group.by_site])):
+        wrap_assigned(module, group.by_site)
     if skipped:
         log_once(f"gather_quantized: gathered in high precision are {some(skipped)}")
     return model
@@ -193,6 +197,8 @@ class _Weights:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
         self._weights: list[GatheredWeight] = []
+        self.by_parameter: dict[torch.nn.Parameter, GatheredWeight] = {}
+        self.by_site: dict[tuple[torch.nn.Module, str], GatheredWeight] = {}
         self._by_mesh: dict[Any, _Reduced] = {}
 
     def add(self, site: _Site, plan: TensorPlan) -> torch.nn.Parameter:
@@ -201,6 +207,7 @@ class _Weights:
         local = _local(old)
         weight = GatheredWeight(site.module, site.name, site.label, plan, local.shape, self.reduced)
         self._weights.append(weight)
+        self.by_parameter[old] = weight
         value: torch.Tensor = ShardedWeight(_value_of(local), weight)
         if isinstance(old, DTensor):
             value = DTensor.from_local(

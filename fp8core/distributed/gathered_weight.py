@@ -66,6 +66,7 @@ class GatheredWeight:
         self.amaxes: torch.Tensor | None = None
         self._reduce = reduce
         self._shard: ShardedWeight | None = None
+        self._held: torch.Tensor | None = None
         self.mesh: Any = None
         self._casts: list[RowCast] | None = None
 
@@ -80,7 +81,16 @@ class GatheredWeight:
                 local = parameter.to_local()
             if isinstance(local, ShardedWeight):
                 self._shard, self.mesh = local, parameter.device_mesh
+                self._held = parameter
         return self._shard
+
+    @property
+    def held(self) -> torch.Tensor:
+        """The parameter: this rank's rows as a DTensor, or the weight before ``fully_shard``."""
+        self.shard()
+        parameter = self._module._parameters[self._name] if self._held is None else self._held
+        assert parameter is not None
+        return parameter
 
     @property
     def writes(self) -> Writes | None:
