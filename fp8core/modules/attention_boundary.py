@@ -27,6 +27,7 @@ from fp8core.modules.inputs import check_input
 from fp8core.modules.layernorm_linear import LayerNormLinear
 from fp8core.modules.linear import Linear
 from fp8core.modules.run import run_joined
+from fp8core.recipe import PerLayer
 from fp8core.recipe.plan import LayerRole
 from fp8core.torch_ops.private import has_hooks, is_compiled, is_traced, is_transform_active
 
@@ -42,16 +43,17 @@ def attends_to_codes(layers: Sequence[torch.nn.Module]) -> bool:
     or a transform, stored weights, weight gradients that are left to a later call, or a class that
     is not one of the library. They then compute what ``fp8_dpa`` says.
     """
-    if torch.compiler.is_compiling() or is_traced() or is_transform_active():
+    if torch.compiler.is_compiling():
         return False
     for layer in layers:
         if isinstance(layer, DotProductAttention):
-            asked = active(layer.outside_autocast).quantize
-            chosen = recipe_in(asked, LayerRole(layer.kind, layer.name))
+            chosen = active(layer.outside_autocast).quantize
+            if isinstance(chosen, PerLayer):
+                chosen = recipe_in(chosen, LayerRole(layer.kind, layer.name))
             is_apart = layer.return_max_logit or layer.context_group.size > 1
             if not getattr(chosen, "fp8_mha", False) or is_apart:
                 return False
-    return all(map(_may_join, layers))
+    return not is_traced() and not is_transform_active() and all(map(_may_join, layers))
 
 
 def _may_join(layer: torch.nn.Module) -> bool:

@@ -69,10 +69,9 @@ def split_query_key_value(
     """Return query ``[..., num_heads, head_dim]``, key and value ``[..., num_groups, head_dim]`` of
     ``rows [..., (num_heads + 2 * num_groups) * head_dim]``, as views where the order allows."""
     if not sizes.is_interleaved:
-        columns = [sizes.query_size, sizes.key_size, sizes.key_size]
-        query, key, value = torch.split(rows, columns, dim=-1)
-        head_dim = sizes.head_dim
-        return as_heads(query, head_dim), as_heads(key, head_dim), as_heads(value, head_dim)
+        heads = [sizes.num_heads, sizes.num_groups, sizes.num_groups]
+        query, key, value = torch.split_with_sizes(as_heads(rows, sizes.head_dim), heads, -2)
+        return query, key, value
     share = sizes.num_heads // sizes.num_groups
     grouped = rows.view(*rows.shape[:-1], sizes.num_groups, share + 2, sizes.head_dim)
     query, key, value = torch.split(grouped, [share, 1, 1], dim=-2)
@@ -83,8 +82,9 @@ def split_key_value(rows: torch.Tensor, sizes: HeadSizes) -> tuple[torch.Tensor,
     """Return key and value ``[..., num_groups, head_dim]`` of ``rows [..., 2 * num_groups *
     head_dim]``, as views."""
     if not sizes.is_interleaved:
-        key, value = torch.split(rows, [sizes.key_size, sizes.key_size], dim=-1)
-        return as_heads(key, sizes.head_dim), as_heads(value, sizes.head_dim)
+        heads = [sizes.num_groups, sizes.num_groups]
+        key, value = torch.split_with_sizes(as_heads(rows, sizes.head_dim), heads, -2)
+        return key, value
     grouped = rows.view(*rows.shape[:-1], sizes.num_groups, 2, sizes.head_dim)
     key, value = torch.unbind(grouped, dim=-2)
     return key, value

@@ -70,7 +70,7 @@ class Linear(ParallelModule):
         params_dtype: dtype of the parameters; torch's default dtype if None.
         parameters_split: names of equal parts, or a mapping of names to sizes along out_features;
             the parts are quantized as one tensor. They lie one after the other in one allocation,
-            which saves a copy in each forward, until something gives them memory of their own.
+            which saves a copy of large ones in each forward, until they get memory of their own.
         device: of the parameters; None takes the selected backend's. ``"meta"`` allocates later.
         delay_wgrad_compute: backward leaves the gradients of the weights to ``backward_dw()``.
         save_original_input: hold the input as it is for backward, which casts it again, instead of

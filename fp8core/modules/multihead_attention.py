@@ -358,27 +358,29 @@ class MultiheadAttention(torch.nn.Module):
             and thd_attention_policies is None
             and attends_to_codes((self.core_attention, self.proj))
         )
-        options = AttentionOptions(
-            Lengths(
-                cu_seqlens_q,
-                cu_seqlens_kv,
-                cu_seqlens_q_padded,
-                cu_seqlens_kv_padded,
-                max_seqlen_q,
-                max_seqlen_kv,
-            ),
-            None,
-            attn_mask_type,
-            window_size,
-            bottom_right_diagonal,
-            softcap,
-            core_attention_bias_type,
-            core_attention_bias,
-            alibi_slopes,
-            inference_params if self.attention_type == "self" else None,
-            pad_between_seqs,
-        )
-        if joins and rotary_pos_emb is None and self._takes_rows(inference_params):
+        options: AttentionOptions | None = None
+        if joins:
+            options = AttentionOptions(
+                Lengths(
+                    cu_seqlens_q,
+                    cu_seqlens_kv,
+                    cu_seqlens_q_padded,
+                    cu_seqlens_kv_padded,
+                    max_seqlen_q,
+                    max_seqlen_kv,
+                ),
+                None,
+                attn_mask_type,
+                window_size,
+                bottom_right_diagonal,
+                softcap,
+                core_attention_bias_type,
+                core_attention_bias,
+                alibi_slopes,
+                inference_params if self.attention_type == "self" else None,
+                pad_between_seqs,
+            )
+        if options is not None and rotary_pos_emb is None and self._takes_rows(inference_params):
             return self._in_one_chain(hidden_states, attention_mask, options)
         query, key, value, normalized = self._project(
             hidden_states, encoder_output, is_first_microbatch
@@ -395,7 +397,7 @@ class MultiheadAttention(torch.nn.Module):
                 value = _without_its_neighbours(value)
         if not self.qk_norm_before_rope:
             query, key = self._normalize(query, key)
-        if joins:
+        if options is not None:
             call, inputs = self.core_attention.prepared(
                 Qkv(query, key, value), attention_mask, options
             )

@@ -12,6 +12,10 @@ from fp8core.torch_ops.private import forward_mode_level, is_traced, is_transfor
 __all__ = ["Buffer", "in_one_buffer"]
 
 
+_MIN_BYTES = 1 << 20
+"""Smaller tensors are copied, which takes the host less time than a view with a node of its own."""
+
+
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
@@ -49,9 +53,10 @@ class Buffer:
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return ``parts`` concatenated along the first dimension: a view of their buffer if they
-        still are its parameters and lie in it, else a copy."""
+        still are its parameters and lie in it, else a copy, as of few bytes."""
         if (
-            [*map(id, parts)] != self._identities
+            sum([part.nbytes for part in parts]) < _MIN_BYTES
+            or [*map(id, parts)] != self._identities
             or torch.compiler.is_compiling()
             or is_traced()
             or is_transform_active()

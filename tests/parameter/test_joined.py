@@ -15,8 +15,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8core
 from fp8core import Linear, recipe
+from fp8core.parameter import joined
 
 SIZES = {"q": 16, "k": 32, "v": 16}
+
+
+@pytest.fixture(autouse=True)
+def join_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined, "_MIN_BYTES", 0)
 
 
 def make(dtype: torch.dtype = torch.bfloat16) -> Linear:
@@ -87,6 +93,15 @@ def test_parts_are_used_where_they_lie() -> None:
     for change in TOGETHER.values():
         assert is_view(change(make()))
     assert [one.shape[0] for one in weights(make())] == [*SIZES.values()]
+
+
+def test_few_bytes_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert not is_view(make())
+    large = Linear(1024, 768, parameters_split=dict.fromkeys(SIZES, 256), device="cpu")
+    weight, bias = large.link_params()
+    assert weight.data_ptr() == large.q_weight.data_ptr()
+    assert bias.data_ptr() != large.q_bias.data_ptr()
 
 
 @pytest.mark.parametrize("change", APART)
