@@ -135,7 +135,7 @@ class _Program(Relay[MovingLink]):
         transfers, size = self._link.transfers, self._communicator.size
         rows, columns = a.data.shape[0], b.data.shape[0]
         part = rows // size
-        if transfers is None or rows % size or not _splits(a, size):
+        if transfers is None or rows % size or not _splits(a):
             return None
         if not transfers.takes(part * columns * dtype.itemsize):
             return None
@@ -149,12 +149,10 @@ class _Program(Relay[MovingLink]):
         return _Sum(started, rows)
 
 
-def _splits(a: Operand, size: int) -> bool:
-    """Say whether the scales of ``a`` are of whole parts of its rows, or of all of them."""
-    return all(
-        one is None or one.shape[0] == 1 or one.shape[0] % size == 0
-        for one in (a.scale_inv, a.global_scale_inv)
-    )
+def _splits(a: Operand) -> bool:
+    """Say whether each scale of ``a`` is of one row, or of all of them."""
+    scales = (a.scale_inv, a.global_scale_inv)
+    return all(one is None or one.shape[0] in (1, a.data.shape[0]) for one in scales)
 
 
 def _rows_of(a: Operand, rank: int, size: int) -> Operand:

@@ -6,7 +6,7 @@ import argparse
 
 from fp8core.commands.arguments import device_argument
 from fp8core.dispatch import plugins
-from fp8core.doctor import collectives, consult, findings, process
+from fp8core.doctor import collectives, consult, findings, over_ranks, process
 
 
 def main() -> None:
@@ -15,17 +15,19 @@ def main() -> None:
     parser.add_argument("--to", required=True)
     parts = parser.add_subparsers(dest="part", required=True)
     backend, all_plugins = parts.add_parser("backend"), parts.add_parser("plugins")
-    ranks = parts.add_parser("collectives")
-    for part in (backend, all_plugins, ranks):
+    ranks, laws = parts.add_parser("collectives"), parts.add_parser("laws")
+    for part in (backend, all_plugins, ranks, laws):
         part.add_argument("--without", nargs="*", default=[])
     backend.add_argument("name")
     backend.add_argument("--device", type=device_argument)
     backend.add_argument("--done", nargs="*", default=[])
     all_plugins.add_argument("--muted", nargs="*", default=[])
-    ranks.add_argument("--rank", type=int)
-    ranks.add_argument("--size", type=int)
-    ranks.add_argument("--device", type=device_argument)
-    ranks.add_argument("--folder")
+    laws.add_argument("name")
+    for part in (ranks, laws):
+        part.add_argument("--rank", type=int)
+        part.add_argument("--size", type=int)
+        part.add_argument("--device", type=device_argument)
+        part.add_argument("--folder")
     args = parser.parse_args()
     plugins.set_aside(dict.fromkeys(args.without, "set aside by the doctor"))
     with process.writing(args.to) as put:
@@ -34,6 +36,9 @@ def main() -> None:
             results = consult.records(args.muted)
         elif args.part == "collectives":
             results = collectives.records(args.rank, args.size, args.device, args.folder)
+        elif args.part == "laws":
+            group = (args.rank, args.size, args.device, args.folder)
+            results = over_ranks.records(args.name, *group)
         else:
             results = findings.records(args.name, args.device, args.done)
         for record in results:

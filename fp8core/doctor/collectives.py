@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +25,16 @@ from fp8core.doctor.findings import absent
 from fp8core.doctor.process import Ending, Record
 from fp8core.errors import Fp8CoreError
 
-__all__ = ["Collective", "apart", "device_for", "records"]
+__all__ = [
+    "NAMES",
+    "Collective",
+    "apart",
+    "device_for",
+    "failure",
+    "joined",
+    "records",
+    "tested",
+]
 
 ROWS, COLUMNS = 6, 40
 _NUMBERS = 31  # sums of so few integers up to this are exact in every dtype
@@ -118,13 +128,27 @@ def _input(case: _Case, rank: int, size: int) -> torch.Tensor:
     return (numbers % _NUMBERS - _NUMBERS // 2).to(case.dtype)
 
 
+NAMES = tuple(case.name for case in _CASES)
+"""The tested collectives, in their order."""
+
+
 def records(rank: int, size: int, device: torch.device, folder: str) -> Iterator[Record]:
     """Yield the results of rank ``rank`` of ``size``; each collective is announced before it.
 
     The ranks meet through a file in ``folder``.
     """
-    plugins.load()  # a plug-in may bring the device's collectives
     yield {"begin": "joining the group"}
+    with joined(rank, size, device, folder) as (communicator, mine):
+        yield from tested(communicator, mine)
+
+
+@contextmanager
+def joined(
+    rank: int, size: int, device: torch.device, folder: str
+) -> Iterator[tuple[Communicator, torch.device]]:
+    """Join the group of ``size`` ranks that meet in ``folder``; its communicator, and the rank's
+    device."""
+    plugins.load()  # a plug-in may bring the device's collectives
     if device.type != "cpu":
         torch.accelerator.set_device_index(rank)
         device = torch.device(device.type, rank)
@@ -135,13 +159,18 @@ def records(rank: int, size: int, device: torch.device, folder: str) -> Iterator
         world_size=size,
         timeout=timedelta(seconds=process.START_S),
     )
-    communicator = of_group()
+    yield of_group(), device
+    dist.destroy_process_group()
+
+
+def tested(communicator: Communicator, device: torch.device) -> Iterator[Record]:
+    """Yield the result of each collective, which is announced before it."""
+    rank, size = communicator.rank, communicator.size
     for case in _CASES:
         yield {"begin": case.name}
         inputs = [_input(case, of, size) for of in range(size)]
         received = case.run(communicator, inputs[rank].to(device)).cpu()
         yield {"collective": case.name, "failure": _compare(received, case.due(inputs, rank))}
-    dist.destroy_process_group()
 
 
 def _compare(received: torch.Tensor, due: torch.Tensor) -> str | None:
@@ -190,18 +219,18 @@ def apart(processes: int, device: torch.device, deadline: float) -> list[Collect
         outcomes = process.run_together(commands, deadline)
     results: list[Collective] = []
     for case in _CASES:
-        failures = [_failure(rank, case.name, *one) for rank, one in enumerate(outcomes)]
+        failures = [failure(rank, case.name, *one) for rank, one in enumerate(outcomes)]
         texts = [text for text in failures if text is not None]
         results.append(Collective(case.name, "; ".join(texts) or None))
     return results
 
 
-def _failure(rank: int, name: str, seen: list[Record], ending: Ending | None) -> str | None:
+def failure(rank: int, name: str, seen: list[Record], ending: Ending | None) -> str | None:
     """Return the failure of one rank in one collective, None if it received what was due."""
     for record in seen:
         if record.get("collective") == name:
-            failure = record["failure"]
-            return None if failure is None else f"rank {rank}: {failure}"
+            said = record["failure"]
+            return None if said is None else f"rank {rank}: {said}"
     step = process.last_step(seen)["begin"]
     text = "it did not run" if ending is None else ending.text
     return f"rank {rank}: {text}" if step == name else f"rank {rank}: not run, after {step}: {text}"

@@ -15,7 +15,7 @@ from fp8core.doctor import collectives, consult, findings
 from fp8core.doctor.render import render
 from fp8core.doctor.report import examine, with_collectives
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "number_of_processes", "run"]
 
 MAX_PROCESSES = 64
 DEADLINE_S = 120.0  # a backend may compile its kernels on first use
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--processes",
-        type=_processes,
+        type=number_of_processes,
         metavar="N",
         help="also test the collectives of layers over several ranks, between N processes on this "
         "machine: with an accelerator each, if there are so many, else on the CPU",
@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     return 1 if report.problems else 0
 
 
-def _processes(text: str) -> int:
+def number_of_processes(text: str) -> int:
+    """Return how many processes ``text`` asks for, as the type of an argument."""
     number = int(text) if text.isascii() and text.isdigit() else 0
     if not 2 <= number <= MAX_PROCESSES:
         raise argparse.ArgumentTypeError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from pathlib import Path
 from types import ModuleType
 
 from fp8core.errors import Fp8CoreError, UnsupportedError
@@ -13,6 +15,7 @@ from fp8core.testing.subject import find
 __all__ = ["add_arguments", "run"]
 
 USAGE_ERROR = 2
+DEADLINE_S = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,11 +35,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fail also if an operation has a method but no support, or no judge; "
         "FP8CORE_STRICT=1 does the same",
     )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="instead, start N processes and test what the backend moves between them: the "
+        "collectives of their group, rows beside products, and products in parts",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=DEADLINE_S,
+        metavar="SECONDS",
+        help="with --processes: how long a law may take before it counts as hung "
+        "(default: %(default)g)",
+    )
     parser.add_argument("-k", metavar="WORDS", help="only the checks whose id these words match")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the kit; return 0 if every law holds, 1 if one is broken, 2 if it could not run."""
+    if args.processes is not None:
+        return _over_ranks(args)
     try:
         pytest = _pytest()
         find(args.backend, args.device)
@@ -69,6 +89,30 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return int(status) if status in (0, 1) else USAGE_ERROR
+
+
+def _over_ranks(args: argparse.Namespace) -> int:
+    # On demand, as the doctor's self-tests are made of the kit's calls.
+    from fp8core.doctor import collectives, over_ranks
+    from fp8core.doctor.command import number_of_processes
+
+    try:
+        count = number_of_processes(str(args.processes))
+        unused = [name for name in ("xfail", "k", "strict") if getattr(args, name)]
+        if unused:
+            raise UnsupportedError(
+                f"--processes takes no --{unused[0]}: all laws run, on every rank at once."
+            )
+        device = find(args.backend, args.device).device
+        device = collectives.device_for(device, count)
+        outcomes = over_ranks.apart(args.backend, count, device, args.deadline)
+    except (Fp8CoreError, argparse.ArgumentTypeError) as error:
+        print(f"fp8core conformance: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    print(over_ranks.text(args.backend, count, device, outcomes))
+    if args.json:
+        Path(args.json).write_text(json.dumps(over_ranks.as_json(outcomes), indent=2))
+    return int(any(one.failure for one in outcomes))
 
 
 def _pytest() -> ModuleType:

@@ -168,6 +168,26 @@ class SwappedOrientation(Sound):
         return Quantized(made.columnwise, made.rowwise) if swap else made
 
 
+class EnlargesParts(Sound):
+    """Parts of its products are larger than the same rows of the whole."""
+
+    def bind(self, desc: OpDesc, device: torch.device) -> Run:
+        run = super().bind(desc, device)
+        if type(desc) is not GemmDesc or desc.accumulate:
+            return run
+
+        def whole(*arguments: Any, **given: Any) -> torch.Tensor:
+            return run(*arguments, **given)
+
+        def gemm_part(
+            rows: int, a: Operand, b: Operand, *, bias: Any = None, out: torch.Tensor
+        ) -> torch.Tensor:
+            return out.copy_(run(a, b, bias=bias) * 1.01)
+
+        whole.gemm_part = gemm_part  # type: ignore[attr-defined]
+        return whole
+
+
 class WritesAnInput(Sound):
     """Turns -0 into +0 where it lies."""
 
@@ -359,6 +379,7 @@ CAUGHT_BY: dict[type[Sound], str] = {
     TakesTheOthersSlots: "law3_quantize_pair_equals_two_calls",
     SumsWithoutTheLastRow: "law3_quantize_and_sum_equals_the_call_and_sums",
     LeavesOutTheLastChunk: "law3_quantize_chunked_equals_the_whole",
+    EnlargesParts: "law4_gemm_parts_have_the_bits_of_the_whole",
     PairsNeedAStream: "law7_optional_methods_can_be_called",
     SwappedOrientation: "law3_quantize_columnwise_is_the_operand_of_the_transpose",
     WritesAnInput: "law5_inputs_are_not_written",

@@ -11,7 +11,7 @@ import torch
 
 from fp8core.doctor import collectives
 from fp8core.doctor.collectives import Collective
-from fp8core.doctor.command import _processes
+from fp8core.doctor.command import number_of_processes
 from fp8core.doctor.report import with_collectives
 from fp8core.errors import Fp8CoreError
 from tests.doctor.test_report import examine
@@ -100,4 +100,4 @@ def test_ranks_without_a_device_each_are_refused(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("text", ["1", "0", "-2", "two", "65", "²"])
 def test_a_bad_number_of_processes_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected a number from 2 to 64"):
-        _processes(text)
+        number_of_processes(text)

@@ -17,6 +17,7 @@ from fp8core.testing.laws import (  # noqa: F401  each defines its laws when it 
     nonfinite,
     out,
     overflow,
+    parts,
     pointwise,
     quantize,
     rotary,
