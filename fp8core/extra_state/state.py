@@ -19,7 +19,6 @@ pytorch/ops/op.py, get_extra_state.
 from __future__ import annotations
 
 import io
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +34,7 @@ from fp8core.recipe.plan import AttentionPlan, LinearPlan, Plan
 from fp8core.reporting import log_once
 from fp8core.tensors.slots import BUFFERS, META, meta_text
 
-__all__ = ["READABLE", "format_named", "format_of_meta", "is_pickled", "read_extra_state"]
+__all__ = ["READABLE", "format_named", "is_pickled", "read_extra_state"]
 
 _ZIP, _PICKLE = b"PK", b"\x80"
 _WAYS = {"forward": "fwd", "backward": "bwd"}
@@ -220,14 +219,6 @@ def _format_of_maxima(content: Mapping[str, Any]) -> Format:
 
 
 _FORMATS = (Format("hybrid"), Format("e4m3"), Format("e5m2"))
-
-
-def format_of_meta(text: str) -> Format | None:
-    """Return the format of linears whose ``delayed_meta`` is ``text``; None if it is another's."""
-    for known in _FORMATS:
-        if json.loads(text)["formats"] == _slot_formats(known):
-            return known
-    return None
 
 
 def _slot_formats(pair: Format) -> list[str | None]:

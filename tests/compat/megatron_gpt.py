@@ -88,6 +88,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "recompute_mxfp8": {**MXFP8, **RECOMPUTE},
     "moe_bf16": MOE,
     "moe_sequential": {**MXFP8, **MOE},
+    "moe_sequential_delayed": {**DELAYED, **MOE},
     "moe_grouped": {**MXFP8, **MOE, "moe_grouped_gemm": True},
     "moe_grouped_delayed": {**DELAYED, **MOE, "moe_grouped_gemm": True},
     "first_last_bf16": {**MXFP8, **FIRST_BF16},
@@ -107,6 +108,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "sequence_parallel": {**MXFP8, "sequence_parallel": True},
 }
 STEPS = 4
+RESUMED = ("delayed", "moe_sequential_delayed", "moe_grouped_delayed")
 
 
 def _layers(model: torch.nn.Module) -> dict[str, Any]:
@@ -162,6 +164,10 @@ def train(name: str, ranks: int) -> dict[str, Any]:
             total += float(loss)
         optimizer.step()
         losses.append(total)
+
+    def evaluated(one: Any) -> Any:
+        return one(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean()
+
     layers = _layers(model)
     return {
         "losses": losses,
@@ -171,26 +177,30 @@ def train(name: str, ranks: int) -> dict[str, Any]:
         "quantized": sum(_is_quantized(parameter) for parameter in model.parameters()),
         # An operation of Transformer Engine has no sharded_state_dict, which Megatron calls.
         "sharded": [] if name == "activation" else sorted(model.sharded_state_dict()),
-        "moved": _moved_states(model, configuration) if name == "moe_grouped_delayed" else [],
+        "resumed": _resumed(model, configuration, evaluated) if name in RESUMED else {},
     }
 
 
-def _moved_states(model: Any, configuration: dict[str, Any]) -> list[str]:
-    """The buffers of delayed scaling of grouped experts that a model has which takes those of
-    ``model`` from its sharded_state_dict; Megatron writes files on a GPU alone."""
+def _resumed(model: Any, configuration: dict[str, Any], loss: Any) -> dict[str, Any]:
+    """A new model that takes what Megatron would save, as its files need a GPU: the buffers of
+    delayed scaling that are equal, and both losses of a forward in evaluation."""
     fresh = _model(configuration, 1)
-    data = {
-        key: value.data for key, value in model.sharded_state_dict().items() if "experts" in key
+    saved = model.sharded_state_dict()
+    data = {key: saved[key].data for key in fresh.sharded_state_dict()}  # what Megatron asks for
+    unexpected = fresh.load_state_dict(data, strict=False).unexpected_keys
+    assert not unexpected, unexpected
+    buffers = dict(fresh.named_buffers())
+    scales = {key: one for key, one in model.named_buffers() if "scale_" in key or "amax" in key}
+    losses = []
+    for one in (model, fresh):
+        one.set_is_first_microbatch()
+        with torch.no_grad():
+            losses.append(float(loss(one.eval())))
+    return {
+        "scales": len(scales),
+        "differ": [key for key, one in scales.items() if not torch.equal(buffers[key], one)],
+        "losses": losses,
     }
-    errors = fresh.load_state_dict(data, strict=False).unexpected_keys
-    assert not errors, errors
-    expected = {key: value for key, value in model.state_dict().items() if "experts" in key}
-    states = {key: value for key, value in fresh.state_dict().items() if key in expected}
-    return [
-        key
-        for key, value in expected.items()
-        if ("scale" in key or "amax" in key) and torch.equal(states[key], value)
-    ]
 
 
 def _is_quantized(parameter: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.compat.megatron_gpt import CONFIGURATIONS
+from tests.compat.megatron_gpt import CONFIGURATIONS, RESUMED
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {
@@ -136,10 +136,14 @@ def test_grouped_experts_have_a_sharded_state_dict(alone: dict[str, Any]) -> Non
     assert any("weight" in key for key in keys)
 
 
-def test_grouped_experts_take_their_delayed_scales_from_it(alone: dict[str, Any]) -> None:
-    moved = alone["moe_grouped_delayed"]["moved"]
-    assert len(moved) == 4 * 2 * 2  # buffers, linears of an expert, layers
-    assert any(key.endswith("linear_fc2.amax_history_bwd") for key in moved)
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_new_model_resumes_with_the_delayed_scales(alone: dict[str, Any], name: str) -> None:
+    resumed = alone[name]["resumed"]
+    experts = 2 if "moe" in name else 1
+    buffers = 4 * 2 * (2 + 2 * experts)  # of each of two layers: attention, and the MLPs
+    assert resumed["scales"] == (buffers if name != "moe_grouped_delayed" else 4 * 2 * 4)
+    assert resumed["differ"] == []
+    assert resumed["losses"][0] == resumed["losses"][1]
 
 
 @pytest.mark.parametrize("name", ON_TWO_RANKS)

@@ -6,6 +6,7 @@ Each is fp8core's layer, which does all the work. What differs:
 - ``dtype`` is another name of ``params_dtype``.
 - On one rank, options of communication change nothing; they stay readable as attributes.
 - ``_extra_state`` is in ``state_dict``, empty: delayed scales are buffers, as in fp8core's layers.
+  In Megatron's layers, which derive from these, it has them in the stead of the buffers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fp8core.compat.transformer_engine.experts import merge_states, split_state
+from fp8core.compat.transformer_engine.saving import merge_states, split_state, written_state
 from fp8core.context.autocast import active
 from fp8core.errors import OperandError, RecipeError
 from fp8core.modules import (
@@ -33,6 +34,7 @@ from fp8core.modules import (
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.parallel import ParallelModule
 from fp8core.recipe import get_default_recipe
+from fp8core.tensors.slots import BUFFERS
 
 __all__ = [
     "DotProductAttention",
@@ -215,14 +217,28 @@ class TransformerEngineBaseModule(_Layer, LowPrecisionModule):
         """Do nothing: state is created when a recipe first needs it."""
 
     def get_extra_state(self) -> torch.Tensor:
-        """Return an empty tensor: the state is in buffers of ``state_dict``."""
-        return torch.empty(0, dtype=torch.uint8)
+        """Return the delayed scaling in Transformer Engine's form, for Megatron's layers; an empty
+        tensor for others, whose ``state_dict`` has its buffers."""
+        if not self._is_megatron_s():
+            return torch.empty(0, dtype=torch.uint8)
+        return written_state(self._buffers, self.plan_type)
 
     def set_extra_state(self, state: Any) -> None:
         """Take what :meth:`get_extra_state` returned."""
 
     def _reads_extra_state(self) -> bool:
         return False
+
+    def _is_megatron_s(self) -> bool:
+        """Whether the layer is one of Megatron's, by the method that its checkpoints call."""
+        return hasattr(type(self), "sharded_state_dict")
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep: bool) -> None:
+        """Save the delayed scaling in one way: as buffers, or as the extra state."""
+        super()._save_to_state_dict(destination, prefix, keep)
+        if self._is_megatron_s() and destination[f"{prefix}{_EXTRA_STATE}"].numel():
+            for name in BUFFERS:
+                destination.pop(prefix + name, None)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load as fp8core's layers do, which take no extra state; put the key back for torch."""
@@ -284,7 +300,7 @@ class GroupedLinear(TransformerEngineBaseModule, grouped_linear.GroupedLinear):
             cls._split_extra_state = GroupedLinear._split_extra_state  # type: ignore[method-assign]  # see above
 
     def _split_extra_state(self, state: Any) -> list[torch.Tensor]:
-        """Return the ``_extra_state`` of each expert; ``state``, the layer's, is empty."""
+        """Return the ``_extra_state`` of each expert; ``state`` is that of all."""
         return split_state(self._buffers, self.num_gemms)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

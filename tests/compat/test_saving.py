@@ -13,11 +13,12 @@ import torch
 from fp8core import autocast
 from fp8core.compat import transformer_engine as alias
 from fp8core.compat.transformer_engine import finder
-from fp8core.compat.transformer_engine.experts import merge_states, split_state
+from fp8core.compat.transformer_engine.saving import merge_states, split_state
 from fp8core.errors import OperandError
 from fp8core.extra_state.state import read_extra_state
 from fp8core.recipe import DelayedScaling, Format
 from fp8core.tensors.slots import BUFFERS, META, meta_text
+from tests.extra_state.states import unpickled
 
 EXPERTS = 3
 
@@ -128,3 +129,32 @@ def test_formats_that_transformer_engine_lacks_are_left_out(
         split = split_state({META: meta}, 2)
     assert [state.numel() for state in split] == [0, 0]
     assert "start fresh" in caplog.text
+
+
+def megatron_s(kind: Any) -> Any:
+    return type(kind.__name__, (kind,), {"sharded_state_dict": lambda self: self.state_dict()})
+
+
+@pytest.mark.parametrize("backward", ["dequantized", "fp8"])
+def test_a_layer_of_megatron_saves_what_transformer_engine_does(te: Any, backward: str) -> None:
+    recipe = DelayedScaling(amax_history_len=4, fp8_dpa=True, fp8_dpa_backward=backward)
+    linear, attention = megatron_s(te.Linear)(32, 32), megatron_s(te.DotProductAttention)(2, 16)
+    x = torch.randn(8, 1, 32, requires_grad=True)
+    with autocast(recipe=recipe):
+        heads = linear(x).view(8, 1, 2, 16)
+        y = attention(heads, heads, heads, attn_mask_type="no_mask")
+    y.sum().backward()
+    for layer, gemms in ((linear, 1), (attention, 3)):
+        saved = layer.state_dict()
+        assert not set(saved) & set(BUFFERS)
+        theirs = unpickled(bytes(saved["_extra_state"].tolist()))
+        assert theirs["scale_fwd"].shape == (3 * gemms,)
+        assert theirs["recipe"].amax_history_len == 4
+    fresh = megatron_s(te.Linear)(32, 32)
+    assert not any(fresh.load_state_dict(linear.state_dict()))
+    for name in BUFFERS:
+        assert torch.equal(fresh.get_buffer(name), linear.get_buffer(name))
+
+
+def test_a_layer_of_megatron_without_a_state_saves_an_empty_one(te: Any) -> None:
+    assert megatron_s(te.Linear)(32, 32).state_dict()["_extra_state"].numel() == 0
