@@ -80,6 +80,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "mxfp8": MXFP8,
     "hif8": {"fp8": "hif8", "fp8_recipe": "tensorwise"},
     "nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
+    "fp8_attention": {**DELAYED, "fp8_dot_product_attention": True},
     "qk_layernorm": {**DELAYED, "qk_layernorm": True},
     "swiglu_rmsnorm": {**TENSORWISE, **LLAMA},
     "fp8_param": {**TENSORWISE, "fp8_param": True},
