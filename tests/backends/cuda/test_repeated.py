@@ -31,6 +31,9 @@ Layer = fp8core.Linear | fp8core.LayerNormLinear | fp8core.LayerNormMLP
 LAYERS: dict[str, Callable[..., Layer]] = {
     "linear": lambda **options: fp8core.Linear(HIDDEN, FFN, bias=False, **options),
     "linear bias": lambda **options: fp8core.Linear(HIDDEN, FFN, bias=True, **options),
+    "linear of parts": lambda **options: fp8core.Linear(
+        HIDDEN, 3 * FFN, parameters_split=("query", "key", "value"), **options
+    ),
     "norm_linear": lambda **options: fp8core.LayerNormLinear(
         HIDDEN, FFN, bias=False, normalization="RMSNorm", **options
     ),
