@@ -774,7 +774,9 @@ def _kept(call: Call) -> Saved:
 
 def _of_forward(call: Call, saved: Saved) -> Call:
     """Return ``call`` with the tensors that forward kept at the end of ``saved``."""
-    return call._replace(tensors=(*saved[-_NUM_KEPT:], None))
+    kept = saved[-_NUM_KEPT:]
+    is_empty = not any([one is not None for one in kept])
+    return call if is_empty else call._replace(tensors=(*kept, None))
 
 
 def _quantized(quantizer: Quantizer, x: torch.Tensor) -> Operand:
