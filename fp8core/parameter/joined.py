@@ -96,8 +96,8 @@ def _are_adjacent(parts: Sequence[torch.Tensor]) -> bool:
 
 
 def _whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return adjacent ``parts`` as one tensor, without a history."""
+    """Return adjacent ``parts`` as a view of the first, a parameter, without a history."""
     first = parts[0]
     size = (sum([part.shape[0] for part in parts]), *first.shape[1:])
     with torch.no_grad():
-        return first.as_strided(size, first.stride()).detach()
+        return first.as_strided(size, first.stride())

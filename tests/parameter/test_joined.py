@@ -14,8 +14,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8core
-from fp8core import Linear, recipe
+from fp8core import Linear, cpu_offload, recipe
 from fp8core.parameter import joined
+from fp8core.tensors.requantized import is_of_parameter
 
 SIZES = {"q": 16, "k": 32, "v": 16}
 
@@ -93,6 +94,7 @@ def test_parts_are_used_where_they_lie() -> None:
     for change in TOGETHER.values():
         assert is_view(change(make()))
     assert [one.shape[0] for one in weights(make())] == [*SIZES.values()]
+    assert is_of_parameter(make().link_params()[0])  # which requantize_weights saves
 
 
 def test_few_bytes_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +158,26 @@ def test_a_kept_weight_is_not_used_after_a_write_to_a_part() -> None:
             layer.v_weight.mul_(2)
         with pytest.raises(fp8core.OperandError):
             layer(x, is_first_microbatch=False)
+
+
+@pytest.mark.parametrize("name", [None, "current"])
+def test_an_offload_leaves_the_parts_where_they_are(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_offload, "MIN_ELEMENTS", 64)
+    layer, sizes = make(), []
+    for one in (layer, copy.deepcopy(layer)):
+        context, sync, manual = fp8core.get_cpu_offload_context(
+            True, model_layers=1, manual_synchronization=True
+        )
+        x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+        given = None if name is None else recipe.by_name(name)
+        with context, fp8core.autocast(enabled=given is not None, recipe=given):
+            y = one(x)
+        sync(y)
+        manual.start_offload_layer(0)
+        sizes.append(manual.get_offloaded_total_size_mb() * 2**20)
+    assert sizes[0] == sizes[1] > 0  # weights stay, copied or not
 
 
 def test_second_derivatives_are_those_of_a_copy() -> None:
