@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,13 +29,15 @@ from fp8core.errors import OperandError
 from fp8core.extra_state.attention import from_three_gemms
 from fp8core.extra_state.opcodes import Record
 from fp8core.extra_state.tensors import RECIPES, read_values
+from fp8core.extra_state.writing import EXPERT
 from fp8core.recipe.base import Format
 from fp8core.recipe.plan import AttentionPlan, LinearPlan, Plan
 from fp8core.reporting import log_once
 from fp8core.tensors.slots import BUFFERS, META, meta_text
 
-__all__ = ["READABLE", "format_named", "is_pickled", "read_extra_state"]
+__all__ = ["READABLE", "format_named", "is_pickled", "read_expert_state", "read_extra_state"]
 
+_T = TypeVar("_T")
 _ZIP, _PICKLE = b"PK", b"\x80"
 _WAYS = {"forward": "fwd", "backward": "bwd"}
 # Of one GEMM: the slots, and which of them an operation of Transformer Engine writes.
@@ -63,9 +65,28 @@ def read_extra_state(value: Any, plan_type: type[Plan] = LinearPlan) -> dict[str
         OperandError: it is damaged, or holds a class that no such state needs; nothing of the file
             was called.
     """
-    try:
+    return _refusing(lambda: _READERS[plan_type](read_values(_bytes_of(value))))
+
+
+def read_expert_state(value: Any) -> tuple[dict[str, torch.Tensor], bool]:
+    """Return the buffers of one expert of a grouped linear, and whether they are those of that
+    expert; if not, they are what Megatron's split of the layer's state puts into its place.
+
+    Raises:
+        OperandError: as :func:`read_extra_state`.
+    """
+
+    def read() -> tuple[dict[str, torch.Tensor], bool]:
         content = read_values(_bytes_of(value))
-        return _READERS[plan_type](content)
+        return _buffers(content), type(content) is dict and type(content.get(EXPERT)) is dict
+
+    return _refusing(read)
+
+
+def _refusing(read: Callable[[], _T]) -> _T:
+    """Return what ``read`` returns; its error says what to do."""
+    try:
+        return read()
     except OperandError as error:
         raise OperandError(
             f"the checkpoint's _extra_state is refused: {error}. Leave it out of the state_dict "
@@ -92,7 +113,9 @@ def _buffers(content: Any) -> dict[str, torch.Tensor]:
         return _operation_buffers(content)
     if not _is_delayed(content):
         return {}
-    tensors = {name: _tensor(content, name) for name in BUFFERS if name != META}
+    own = content.get(EXPERT)
+    given = {**content, **own} if type(own) is dict else content
+    tensors = {name: _tensor(given, name) for name in BUFFERS if name != META}
     return {**tensors, META: _meta(content, tensors)}
 
 

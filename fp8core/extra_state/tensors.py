@@ -125,31 +125,39 @@ def _member(arguments: tuple[Any, ...]) -> Record:
 
 
 def _tensor(arguments: tuple[Any, ...]) -> torch.Tensor:
-    """Return the contiguous tensor of a storage, an offset, a shape and strides."""
+    """Return a contiguous copy of the tensor of a storage, an offset, a shape and strides; it has
+    at most as many elements as the storage."""
     if len(arguments) < 4 or not isinstance(arguments[0], _Storage):
         raise OperandError("it is damaged: a tensor without a storage")
     storage, offset, shape, strides = arguments[:4]
-    sizes = [offset, *(shape if type(shape) is tuple else (None,))]
-    if not all(type(size) is int and 0 <= size < 2**48 for size in sizes) or len(sizes) > 9:
+    if not _are_sizes((offset,)) or not _are_sizes(shape):
         raise OperandError(f"it is damaged: a tensor of the shape {reprlib.repr(shape)}")
-    steps = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
     count = math.prod(shape)
-    is_whole = type(strides) is tuple and len(strides) == len(shape)
-    if not is_whole or any(
-        size > 1 and stride != step
-        for size, stride, step in zip(shape, strides, steps, strict=True)
+    width = storage.dtype.itemsize
+    held = len(storage.data) // width
+    is_strided = _are_sizes(strides) and len(strides) == len(shape)
+    if not is_strided or any(
+        size > 1 and not stride for size, stride in zip(shape, strides, strict=True)
     ):
         raise OperandError(f"it holds a tensor {list(shape)} with strides {reprlib.repr(strides)}")
-    width = storage.dtype.itemsize
-    first, last = offset * width, (offset + count) * width
-    if last > len(storage.data):
+    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if count and (last >= held or count > held):
         raise OperandError(
             f"it is damaged: a tensor {list(shape)} in a storage of {len(storage.data)} bytes"
         )
     if not count:
         return torch.empty(shape, dtype=storage.dtype, device="cpu")
-    piece = bytearray(storage.data[first:last])
-    return torch.frombuffer(piece, dtype=storage.dtype).reshape(shape)
+    whole = torch.frombuffer(bytearray(storage.data[: held * width]), dtype=storage.dtype)
+    return whole.as_strided(shape, strides, offset).clone(memory_format=torch.contiguous_format)
+
+
+def _are_sizes(values: Any) -> bool:
+    """Say whether ``values`` are at most 8 numbers that fit a tensor."""
+    return (
+        type(values) is tuple
+        and len(values) <= 8
+        and all(type(value) is int and 0 <= value < 2**48 for value in values)
+    )
 
 
 def _reference(identity: tuple[Any, ...]) -> _Reference:

@@ -16,7 +16,7 @@ from fp8core.extra_state.tensors import MAGIC, PROTOCOL, RECIPES
 from fp8core.recipe import DelayedScaling
 from fp8core.recipe.base import Format
 
-__all__ = ["fields_of", "write_extra_state"]
+__all__ = ["EXPERT", "fields_of", "write_extra_state"]
 
 _FIELDS = (
     *("margin", "fp8_format", "amax_history_len", "amax_compute_algo"),
@@ -29,7 +29,15 @@ def fields_of(recipe: DelayedScaling) -> dict[str, Any]:
     return {name: getattr(recipe, name) for name in _FIELDS}
 
 
-def write_extra_state(buffers: Mapping[str, torch.Tensor], fields: Mapping[str, Any]) -> bytes:
+EXPERT = "fp8core_expert"
+"""The key of an expert's delayed state, which Transformer Engine and Megatron pass over."""
+
+
+def write_extra_state(
+    buffers: Mapping[str, torch.Tensor],
+    fields: Mapping[str, Any],
+    expert: Mapping[str, torch.Tensor] | None = None,
+) -> bytes:
     """Return the pickle of a module's delayed state.
 
     Args:
@@ -37,6 +45,7 @@ def write_extra_state(buffers: Mapping[str, torch.Tensor], fields: Mapping[str, 
             ``amax_history_bwd [len, 2 g]``, float32, for g GEMMs.
         fields: those of Transformer Engine's DelayedScaling; ``fp8_format`` is a
             :class:`fp8core.recipe.Format`, the others are plain values.
+        expert: tensors by name that are added under :data:`EXPERT`.
     """
     pair: Format = fields["fp8_format"]
     maxima = int(pair.max_fwd), int(pair.max_bwd)
@@ -55,6 +64,8 @@ def write_extra_state(buffers: Mapping[str, torch.Tensor], fields: Mapping[str, 
         **{name: _tensor(value) for name, value in buffers.items()},
         "extra_fp8_variables": _dict({name: _plain(value) for name, value in extra.items()}),
     }
+    if expert is not None:
+        content[EXPERT] = _dict({name: _tensor(value) for name, value in expert.items()})
     return b"\x80\x04" + _dict(content) + b"."
 
 

@@ -15,10 +15,11 @@ from fp8core.compat import transformer_engine as alias
 from fp8core.compat.transformer_engine import finder
 from fp8core.compat.transformer_engine.saving import merge_states, split_state
 from fp8core.errors import OperandError
-from fp8core.extra_state.state import read_extra_state
+from fp8core.extra_state.state import read_expert_state
 from fp8core.recipe import DelayedScaling, Format
 from fp8core.tensors.slots import BUFFERS, META, meta_text
-from tests.extra_state.states import unpickled
+from tests.extra_state.states import DelayedScaling as TheirScaling
+from tests.extra_state.states import as_tensor, buffers, content, pickled, unpickled
 
 EXPERTS = 3
 
@@ -70,12 +71,68 @@ def test_a_layer_takes_back_the_states_of_its_experts(te: Any, pair: str) -> Non
 def test_a_state_is_that_of_its_expert_alone(te: Any) -> None:
     layer = trained(te)
     for number, state in enumerate(layer._split_extra_state(None)):
-        single = read_extra_state(state)
+        single, is_own = read_expert_state(state)
         at = slice(3 * number, 3 * number + 3)
+        assert is_own
         assert torch.equal(single["scale_fwd"], layer.scale_fwd[at])
         assert torch.equal(single["amax_history_fwd"], layer.amax_history_fwd[:, at])
     inputs = layer.scale_fwd[::3]
     assert len(inputs.unique()) == EXPERTS
+
+
+def megatron_split(state: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The tensors that Megatron 0.16.1 saves of each expert, of those of a layer."""
+    slots = {"fwd": 3, "bwd": 2}
+    experts = []
+    for number in range(EXPERTS):
+        one = {}
+        for way, count in slots.items():
+            scale, history = state[f"scale_{way}"], state[f"amax_history_{way}"]
+            one[f"scale_{way}"] = scale.view(count, -1)[:, number]
+            one[f"amax_history_{way}"] = history.view(len(history), count, -1)[:, :, number]
+        experts.append(one)
+    return experts
+
+
+def test_states_that_megatron_saved_from_transformer_engine_go_back_to_their_slots(te: Any) -> None:
+    layer, whole = grouped(te), buffers(gemms=EXPERTS)
+    split = [pickled(content(TheirScaling(), **one)) for one in megatron_split(whole)]
+    layer.load_state_dict(
+        {
+            **{f"weight{at}": torch.zeros(32, 32) for at in range(EXPERTS)},
+            **{f"_extra_state{at or ''}": as_tensor(one) for at, one in enumerate(split)},
+        }
+    )
+    for name, value in whole.items():
+        assert torch.equal(layer.get_buffer(name), value), name
+
+
+def test_megatron_merges_what_is_saved_for_transformer_engine(te: Any) -> None:
+    layer = trained(te)
+    whole = {name: layer.get_buffer(name) for name in BUFFERS if name != META}
+    saved = [unpickled(bytes(one.tolist())) for one in layer._split_extra_state(None)]
+    for one, expected in zip(saved, megatron_split(whole), strict=True):
+        assert all(torch.equal(one[name], value) for name, value in expected.items())
+
+
+def test_experts_move_between_one_layer_for_all_and_one_for_each(te: Any) -> None:
+    layer, single = trained(te), megatron_s(te.Linear)(32, 32, bias=False)
+    split = layer._split_extra_state(None)
+    states = []
+    for number, one in enumerate(split):
+        single.load_state_dict({"weight": torch.zeros(32, 32), "_extra_state": one})
+        at = slice(3 * number, 3 * number + 3)
+        assert torch.equal(single.scale_fwd, layer.scale_fwd[at])
+        states.append(single.state_dict()["_extra_state"])
+    merged = merge_states(states)
+    assert all(torch.equal(merged[name], layer.get_buffer(name)) for name in BUFFERS)
+
+
+def test_states_of_two_libraries_are_refused(te: Any) -> None:
+    ours = trained(te)._split_extra_state(None)
+    theirs = content(TheirScaling(amax_history_len=4), **buffers(gemms=1))
+    with pytest.raises(OperandError, match="two libraries"):
+        merge_states([*ours[:2], as_tensor(pickled(theirs))])
 
 
 def test_experts_change_their_rank(te: Any) -> None:

@@ -95,6 +95,14 @@ HOSTILE = {
     "a huge tensor": (tensor(old_file(2**40), (2**40,), (1,)), "cut off"),
     "a tensor beyond its storage": (tensor(old_file(1, bytes(4)), (2,), (1,)), "storage of 4"),
     "a negative size": (tensor(old_file(1, bytes(4)), (-1,), (1,)), "the shape"),
+    "strides beyond the storage": (
+        tensor(old_file(4, bytes(16)), (2,), (9,)),
+        "in a storage of 16 bytes",
+    ),
+    "more elements than the storage": (
+        tensor(old_file(4, bytes(16)), (3, 3), (1, 1)),
+        "in a storage of 16 bytes",
+    ),
     "an expanded tensor": (tensor(old_file(1, bytes(4)), (1000,), (0,)), "strides"),
     "many dimensions": (tensor(old_file(1, bytes(4)), (1,) * 100, (1,) * 100), "the shape"),
     "a storage in a storage": (

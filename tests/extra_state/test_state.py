@@ -135,6 +135,17 @@ def test_a_tensor_that_is_a_view_of_a_larger_one_is_read() -> None:
     assert torch.equal(state["scale_fwd"], expected)
 
 
+def test_a_tensor_with_strides_is_read() -> None:
+    """As Megatron writes the state of one of several experts."""
+    tensors = buffers()
+    expected = tensors["amax_history_fwd"]
+    wide = torch.zeros(4, 3, 2)
+    wide[:, :, 1] = expected
+    tensors["amax_history_fwd"] = wide[:, :, 1]
+    state = read_extra_state(as_tensor(pickled(content(DelayedScaling(), **tensors))))
+    assert torch.equal(state["amax_history_fwd"], expected)
+
+
 REFUSED = {
     "a user's recipe": (content(UserRecipe()), "'their.code.UserRecipe'"),
     "a function as algorithm": (content(DelayedScaling(amax_compute_algo=print)), "print"),

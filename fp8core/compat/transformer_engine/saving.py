@@ -2,8 +2,13 @@
 
 Megatron asks a new model for the names that it reads from a checkpoint, before a step has created
 the buffers of delayed scaling. It saves each expert of a grouped linear under its number among all
-experts, so that a checkpoint loads with another number of ranks; the state of one is that of a
-linear with one GEMM.
+experts, so that a checkpoint loads with another number of ranks; the state of one has the form of
+that of a linear with one GEMM.
+
+Megatron 0.16.1 takes slots ``i``, ``n + i`` and ``2 n + i`` for those of expert ``i`` of n, where
+Transformer Engine 2 has the slots of an expert side by side, and puts them back where they were if
+the number of experts is the same. States are written and read so, and have the expert's slots under
+a key of their own besides, which a layer of fp8core takes.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import torch
 
 from fp8core.errors import OperandError
 from fp8core.extra_state.attention import to_three_gemms
-from fp8core.extra_state.state import READABLE, read_extra_state
+from fp8core.extra_state.state import READABLE, read_expert_state
 from fp8core.extra_state.writing import fields_of, write_extra_state
 from fp8core.recipe import DelayedScaling
 from fp8core.recipe.base import plan_of
@@ -45,7 +50,8 @@ def written_state(
     tensors = _on_cpu(buffers)
     if plan_type is AttentionPlan:
         tensors = to_three_gemms(tensors)
-    return _as_tensor(write_extra_state(tensors, fields_of(recipe)))
+    # An empty one says that the slots are those of an expert, where the layer is one of several.
+    return _as_tensor(write_extra_state(tensors, fields_of(recipe), expert={}))
 
 
 def split_state(buffers: Mapping[str, torch.Tensor | None], num_experts: int) -> list[torch.Tensor]:
@@ -58,11 +64,12 @@ def split_state(buffers: Mapping[str, torch.Tensor | None], num_experts: int) ->
     recipe = _recipe_of(buffers, LinearPlan)
     if recipe is None:
         return [_empty()] * num_experts
-    parts = {name: one.chunk(num_experts, dim=-1) for name, one in _on_cpu(buffers).items()}
+    whole = _on_cpu(buffers)
     states = []
     for number in range(num_experts):
-        expert = {name: part[number] for name, part in parts.items()}
-        states.append(_as_tensor(write_extra_state(expert, fields_of(recipe))))
+        own = {name: one.chunk(num_experts, dim=-1)[number] for name, one in whole.items()}
+        theirs = {name: one[..., number::num_experts] for name, one in whole.items()}
+        states.append(_as_tensor(write_extra_state(theirs, fields_of(recipe), own)))
     return states
 
 
@@ -70,28 +77,36 @@ def merge_states(states: Sequence[Any]) -> dict[str, torch.Tensor]:
     """Return the buffers of a grouped linear whose experts have ``states``; none if all are empty.
 
     Raises:
-        OperandError: a state is missing (None), damaged, or of another recipe than the first.
+        OperandError: a state is missing (None), damaged, or of another recipe or library than the
+            first.
     """
-    read = [None if state is None else _read(state) for state in states]
-    absent = [number for number, one in enumerate(read) if not one]
-    if len(absent) == len(read) and None not in read:
+    read = [({}, True) if state is None else _read(state) for state in states]
+    absent = [number for number, (one, _) in enumerate(read) if not one]
+    if len(absent) == len(read) and not any(state is None for state in states):
         return {}
     if absent:
         raise OperandError(
             f"the checkpoint has no delayed state of the experts {absent} of {len(read)}, but has "
             f"that of the others. Leave out every _extra_state to start the scales fresh"
         )
-    experts = [one for one in read if one]
+    experts, are_own = [one for one, _ in read], {is_own for _, is_own in read}
     if any(not torch.equal(one[META], experts[0][META]) for one in experts):
         raise OperandError("the experts' delayed states in the checkpoint are of several recipes")
-    merged = {name: torch.cat([one[name] for one in experts], dim=-1) for name in _TENSORS}
+    if len(are_own) > 1:
+        raise OperandError("the experts' delayed states in the checkpoint are of two libraries")
+    merged = {}
+    for name in _TENSORS:
+        parts = [one[name] for one in experts]
+        merged[name] = (
+            torch.cat(parts, -1) if are_own == {True} else torch.stack(parts, -1).flatten(-2)
+        )
     return {**merged, META: experts[0][META]}
 
 
-def _read(state: Any) -> dict[str, torch.Tensor]:
-    """Return the buffers that one expert's state holds."""
+def _read(state: Any) -> tuple[dict[str, torch.Tensor], bool]:
+    """Return the buffers that one expert's state holds, and whether they are its own."""
     is_empty = isinstance(state, torch.Tensor) and not state.numel()
-    return {} if is_empty else read_extra_state(state)
+    return ({}, True) if is_empty else read_expert_state(state)
 
 
 def _recipe_of(
