@@ -156,6 +156,50 @@ def test_transformer_engine_takes_the_state_only_where_it_is_trusted(
         theirs.model.load_state_dict(transformer_engine_state_dict(ours.model, OURS))
 
 
+GROUPS = [64, 192]
+
+
+def _grouped(library: Any) -> Any:
+    torch.manual_seed(0)
+    options = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
+    return library.GroupedLinear(len(GROUPS), HIDDEN, FFN, **options)
+
+
+def _grouped_step(layer: Any, autocast: Any, seed: int) -> torch.Tensor:
+    """Run a step on groups of unequal sizes and values, and return the output."""
+    torch.manual_seed(seed)
+    parts = [torch.randn(rows, HIDDEN, device="cuda") * 30.0**at for at, rows in enumerate(GROUPS)]
+    x = (torch.cat(parts) * 20).bfloat16().requires_grad_()
+    with autocast():
+        y: torch.Tensor = layer(x, GROUPS)
+    y.backward(torch.randn_like(y))
+    return y.detach()
+
+
+def test_grouped_linears_take_each_other_s_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    te = pytest.importorskip("transformer_engine.pytorch")
+    monkeypatch.setenv(ALLOWED, "1")
+    contexts = (_ours().autocast, _theirs().autocast)
+    for sides in ((fp8core, te), (te, fp8core)):
+        autocasts = contexts if sides[0] is fp8core else contexts[::-1]
+        trained, other = _grouped(sides[0]), _grouped(sides[1])
+        for seed in range(STEPS):
+            _grouped_step(trained, autocasts[0], seed)
+        is_ours = sides[0] is fp8core
+        state = transformer_engine_state_dict(trained, OURS) if is_ours else trained.state_dict()
+        other.load_state_dict(state)
+        before, after = _state(trained), _state(other)
+        assert all(torch.equal(before[name], after[name]) for name in STATE)
+        assert before["scale_fwd"][0] > 10 * before["scale_fwd"][3]  # of the groups' inputs
+        steps = [
+            _grouped_step(layer, autocast, STEPS)
+            for layer, autocast in zip((trained, other), autocasts, strict=True)
+        ]
+        error = _relative(*steps)
+        print("output of grouped linears", f"{error:.2e}")
+        assert error < NEAR
+
+
 def _attend(layer: Any, autocast: Any) -> torch.Tensor:
     """Run a step of attention on inputs of three sizes, and return its output."""
     torch.manual_seed(0)
