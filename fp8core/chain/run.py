@@ -196,10 +196,17 @@ def prepared_run(
 ) -> Callable[..., torch.Tensor] | None:
     """Return what :func:`run` does in ``call``, as ``run(x, *params)``, if it computes from the
     tensors as they are."""
-    if not isinstance(links, Arranged) or not _is_direct(links, x, params):
+    if not isinstance(links, Arranged) or not _are_taken_as_given(x, params):
         return None
     if _needs_node(x, params):
-        return partial(_apply, links, call)
+        if type(links) is not Unfused or _is_one_piece(links, x, params):
+            return partial(_apply, links, call)
+        pieces = links
+
+        def run_pieces(x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+            return _run_in_pieces(pieces, x, params, call)
+
+        return run_pieces
     needs_grad = (False,) * (1 + len(params))
 
     def run(x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
@@ -210,6 +217,13 @@ def prepared_run(
 
 def _is_direct(links: Arranged, x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
     """Say whether :func:`run` computes from the tensors as they are, with at most one node."""
+    return _are_taken_as_given(x, params) and (
+        type(links) is not Unfused or _is_one_piece(links, x, params)
+    )
+
+
+def _are_taken_as_given(x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
+    """Say whether :func:`run` computes from the tensors as they are, in however many nodes."""
     return (
         type(x) in PLAIN
         and PLAIN.issuperset(map(type, params))
@@ -217,7 +231,6 @@ def _is_direct(links: Arranged, x: torch.Tensor, params: Sequence[torch.Tensor])
         and not is_under_torch_autocast(x)
         and not is_transform_active()
         and forward_mode_level() < 0
-        and (type(links) is not Unfused or _is_one_piece(links, x, params))
     )
 
 

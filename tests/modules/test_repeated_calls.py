@@ -337,8 +337,19 @@ def test_layers_of_several_links_remember_as_well(
     assert_same(got, story(without_a_past, name, other))
 
 
+@pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.__name__)
+def test_several_links_in_high_precision_remember_as_well(
+    other: Callable[[Any, str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = LAYERS["LayerNormMLP"]()
+    without_a_past = copy.deepcopy(layer)
+    got = story(layer, "none", other)
+    monkeypatch.setattr(chain, "likeness_to", lambda *tensors: None)
+    assert_same(got, story(without_a_past, "none", other))
+
+
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("name", ["delayed", "current"])
+@pytest.mark.parametrize("name", ["delayed", "current", "none"])
 def test_a_call_like_the_last_one_is_repeated(kind: str, name: str, repeats: list[bool]) -> None:
     layer = LAYERS[kind]()
     for rows in (16, 16, 24):
