@@ -200,8 +200,12 @@ def test_grouped_linears_take_each_other_s_state(monkeypatch: pytest.MonkeyPatch
         assert error < NEAR
 
 
-def _attend(layer: Any, autocast: Any) -> torch.Tensor:
-    """Run a step of attention on inputs of three sizes, and return its output."""
+def _attend(layer: Any, autocast: Any, before: Any = None) -> torch.Tensor:
+    """Run a step of attention on inputs of three sizes, and return its output.
+
+    ``before`` is a linear for the queries; without one Transformer Engine updates no backward
+    scale.
+    """
     torch.manual_seed(0)
     sizes = (2.0, 4.0, 8.0)
     q, k, v = (
@@ -209,7 +213,8 @@ def _attend(layer: Any, autocast: Any) -> torch.Tensor:
         for size in sizes
     )
     with autocast():
-        y: torch.Tensor = layer(q, k, v, qkv_format="bshd", attn_mask_type="causal")
+        queries = q if before is None else before(q.flatten(2)).view_as(q)
+        y: torch.Tensor = layer(queries, k, v, qkv_format="bshd", attn_mask_type="causal")
     y.backward(torch.randn_like(y))
     return y.detach()
 
@@ -230,8 +235,10 @@ ATTENTION = DelayedScaling(amax_history_len=HISTORY, fp8_dpa=True, fp8_dpa_backw
 
 def test_attention_takes_the_state_of_a_run() -> None:
     layer, autocast = _their_attention()
+    te = pytest.importorskip("transformer_engine.pytorch")
+    before = te.Linear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="cuda")
     for _ in range(STEPS):
-        _attend(layer, autocast)
+        _attend(layer, autocast, before)
     ours = fp8core.DotProductAttention(4, 128)
     ours.load_state_dict({"_extra_state": layer.get_extra_state()})
     theirs = _state(layer)
