@@ -55,9 +55,14 @@ def run(args: argparse.Namespace) -> int:
         raise UnsupportedError(obstacle)
     if words[0] == "python":  # the environment's, wherever PATH points
         words = [sys.executable, *words[1:]]
+    variables = environment(args.claimed)
+    sys.stdout.flush()
+    sys.stderr.flush()
     try:
-        return subprocess.run(words, env=environment(args.claimed), check=False).returncode
-    except (FileNotFoundError, PermissionError) as error:
+        if os.name == "posix":  # the command gets the signals that are sent to this process
+            os.execvpe(words[0], words, variables)
+        return subprocess.run(words, env=variables, check=False).returncode
+    except OSError as error:
         raise UnsupportedError(f"cannot run {words[0]!r}: {error.strerror}.") from None
 
 

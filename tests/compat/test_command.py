@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,23 +28,41 @@ print(te.Linear.__module__, open(sys.argv[1]).read())
 """
 
 
-def test_children_inherit_and_a_hidden_sitecustomize_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(finder, "_frameworks_that_looked", lambda: iter(()))
+RUN = [sys.executable, "-m", "fp8core", "run", "--as-transformer-engine"]
+
+
+def test_children_inherit_and_a_hidden_sitecustomize_runs(tmp_path: Path) -> None:
     script, marker, hidden = tmp_path / "script.py", tmp_path / "marker", tmp_path / "site"
     script.write_text(SCRIPT)
     hidden.mkdir()
     (hidden / "sitecustomize.py").write_text(f"open({str(marker)!r}, 'a').write('ran ')")
     path = f"{hidden}{os.pathsep}{Path(__file__).parents[2]}"
-    monkeypatch.setenv("PYTHONPATH", path)
-    words = ["--as-transformer-engine", "--version", "2.13.0", "python", str(script), str(marker)]
-    status, said = main(["run", *words]), capfd.readouterr()
-    assert status == 3, said.err
-    first, second, third = said.out.splitlines()
+    words = ["--version", "2.13.0", "python", str(script), str(marker)]
+    done = subprocess.run(
+        [*RUN, *words],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr
+    first, second, third = done.stdout.splitlines()
     assert first == f"2.13.0 {marker}"
     assert second == f"2.13.0 {marker} child"
     assert third.startswith("transformer_engine.pytorch.module.linear ran ran")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_the_command_gets_the_signals_and_its_status_is_the_process_s() -> None:
+    words = ["python", "-c", "import time; print('began', flush=True); time.sleep(100)"]
+    with subprocess.Popen([*RUN, *words], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "began\n"
+        process.terminate()
+        # The pipe closes when the last process that holds it has ended.
+        assert process.stdout.read() == ""
+        assert process.wait(timeout=60) == -signal.SIGTERM
 
 
 def test_the_folder_is_first_on_the_path_and_there_once() -> None:
@@ -86,6 +105,7 @@ def test_another_package_of_the_name_stops_a_child(tmp_path: Path) -> None:
     [
         ([], 2, "needs a command"),
         (["--version", "x", "python"], 2, "expected a version number"),
+        (["--", __file__], 1, "Permission denied"),
         (["--", "no-such-command-anywhere"], 1, "cannot run 'no-such-command-anywhere'"),
     ],
 )
