@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ __all__ = ["CONFIG", "INDEX", "Checkpoint", "Header", "ShardWriter", "read_json"
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-_SHARDS = "model*.safetensors"
+_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _MAX_JSON = 256 * 2**20
 
 
@@ -100,7 +101,7 @@ class Checkpoint:
             isinstance(file, str) and file and Path(file).name == file for file in places.values()
         ):
             raise OperandError(f"{path} has no weight_map of tensors to files beside it.")
-        absent = sorted({f for f in places.values() if not (self.directory / f).is_file()})
+        absent = sorted({f for f in places.values() if not os.path.isfile(self.directory / f)})
         if absent:
             raise OperandError(
                 f"{self.directory}: missing {some(absent)}, which {INDEX} lists. Nothing was "
@@ -165,7 +166,12 @@ class ShardWriter:
     """Writes tensors to files of at most ``limit`` bytes each, unless one tensor is larger.
 
     At most one file's tensors are held. The files appear in ``directory`` when all of them are
-    written, and the index after them; an error leaves the directory as it was.
+    written, and the index after them. An error or an interruption leaves the directory as it was;
+    a process that is killed while it renames them leaves the older checkpoint whole, in
+    ``.saving-*/former`` and the directory. Files of other names are never touched.
+
+    Raises:
+        OperandError: the directory cannot be written to, or a folder has the name of a file.
     """
 
     def __init__(self, directory: str | os.PathLike[str], limit: int) -> None:
@@ -178,8 +184,14 @@ class ShardWriter:
 
     def __enter__(self) -> ShardWriter:
         _safetensors()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(prefix=".saving-", dir=self.directory))
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix=".saving-", dir=self.directory))
+        except OSError as error:
+            raise OperandError(
+                f"save_pretrained: cannot write to {str(self.directory)!r}: {error.strerror}. "
+                f"Nothing was changed."
+            ) from None
         return self
 
     def __exit__(
@@ -225,12 +237,37 @@ class ShardWriter:
         for name, content in texts.items():
             text = json.dumps(content, indent=2) + "\n"
             (self._folder / name).write_text(text, encoding="utf-8")
-        for old in self.directory.glob(_SHARDS):
-            old.unlink()
-        for at, file in enumerate(files):
-            os.replace(self._folder / str(at), self.directory / file)
-        for name in texts:
-            os.replace(self._folder / name, self.directory / name)
+        news = {file: self._folder / str(at) for at, file in enumerate(files)}
+        news.update({name: self._folder / name for name in texts})
+        self._exchange(news)
+
+    def _exchange(self, news: Mapping[str, Path]) -> None:
+        """Put ``news``, files by their names, in the place of the older checkpoint's files."""
+        former = self._folder / "former"
+        former.mkdir()
+        olds = [
+            path
+            for path in self.directory.iterdir()
+            if path.name in news or _SHARD.fullmatch(path.name)
+        ]
+        folders = [path.name for path in olds if path.is_dir()]
+        if folders:
+            raise OperandError(
+                f"save_pretrained: {self.directory} has folders named {some(folders)}. Nothing was "
+                f"changed."
+            )
+        try:
+            for path in olds:
+                os.replace(path, former / path.name)
+            for name, path in news.items():
+                os.replace(path, self.directory / name)
+        except BaseException:  # an interruption, too, may not leave parts of two checkpoints
+            for name, path in news.items():
+                if not path.exists():  # it was moved
+                    (self.directory / name).unlink(missing_ok=True)
+            for path in former.iterdir():
+                os.replace(path, self.directory / path.name)
+            raise
 
 
 def _owned(tensor: torch.Tensor) -> torch.Tensor:

@@ -224,9 +224,9 @@ class StoredWeight:
 
     @property
     def is_power_of_two(self) -> bool:
-        """Whether all scales are powers of two."""
-        mantissa, _ = torch.frexp(self.scale)
-        return bool((mantissa == 0.5).all())
+        """Whether all scales are powers of two that e8m0 has, whose least is 2^-127."""
+        mantissa, exponent = torch.frexp(self.scale)
+        return bool(((mantissa == 0.5) & (exponent >= -126)).all())
 
     def _outer(self, outer: torch.Tensor) -> torch.Tensor:
         value = outer.to(torch.float32).reshape(-1)

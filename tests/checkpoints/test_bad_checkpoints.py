@@ -113,6 +113,11 @@ BAD: dict[str, tuple[Callable[[Path], object], type[Fp8CoreError], str]] = {
         OperandError,
         "no weight_map of tensors to files beside it",
     ),
+    "an index to a name too long": (
+        replace_text(INDEX, json.dumps({"weight_map": {WEIGHT: "x" * 5000}})),
+        OperandError,
+        "missing xxx",
+    ),
     "an index that is no JSON": (replace_text(INDEX, "{"), OperandError, "cannot be read"),
     "an index of nesting": (replace_text(INDEX, "[" * 100_000), OperandError, "cannot be read"),
     "an index without places": (replace_text(INDEX, "{}"), OperandError, "no weight_map"),

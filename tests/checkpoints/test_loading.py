@@ -237,6 +237,17 @@ def test_microscaling_is_read_from_bytes_and_from_powers_of_two(
     assert isinstance(recipe, MXFP8BlockScaling)
 
 
+def test_powers_of_two_that_a_byte_does_not_have_are_dequantized(tmp_path: Path) -> None:
+    codes, scale = codes_of((32, 64)), torch.full((32, 2), 2.0**-130)
+    config = {**FP8, "weight_block_size": [1, 32]}
+    tensors = {"fc.weight": codes, "fc.weight_scale_inv": scale}
+    weight, recipe = read_one(tmp_path, tensors, config)
+    assert torch.equal(weight, (codes.float() * 2.0**-130).to(torch.bfloat16))
+    assert recipe is None
+    with pytest.raises(UnsupportedError, match="no recipe multiplies e4m3 in blocks"):
+        read_one(tmp_path, tensors, config, native=True)
+
+
 def test_any_other_block_is_dequantized(tmp_path: Path) -> None:
     codes, scale = codes_of((100, 70)), torch.rand(2, 3) + 0.1
     config = {**FP8, "weight_block_size": [64, 32]}

@@ -135,6 +135,52 @@ def test_a_failed_save_leaves_the_directory_as_it_was(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("renamed", range(9))
+@pytest.mark.parametrize("error", [OSError(28, "no space"), KeyboardInterrupt()])
+def test_an_interrupted_save_leaves_the_older_checkpoint(
+    renamed: int, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = torch.nn.Sequential(fp8core.Linear(64, 64), fp8core.Linear(64, 64))
+    save_pretrained(net, tmp_path, "current", max_shard_size=1)
+    before, replace, calls = contents(tmp_path), os.replace, 0
+
+    def fail_once(source: Any, target: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == renamed + 1:
+            raise error
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail_once)
+    with torch.no_grad():
+        net[0].weight.zero_()
+    with pytest.raises(type(error)):
+        save_pretrained(net, tmp_path, "mxfp8", max_shard_size="1MB")
+    assert contents(tmp_path) == before
+
+
+def test_files_of_other_names_stay(tmp_path: Path) -> None:
+    other = tmp_path / "model_average.safetensors"
+    other.write_bytes(b"another checkpoint")
+    save_pretrained(torch.nn.Sequential(fp8core.Linear(64, 64)), tmp_path, "current")
+    assert other.read_bytes() == b"another checkpoint"
+
+
+def test_a_file_and_a_folder_in_the_way_are_named(tmp_path: Path) -> None:
+    net, file = torch.nn.Sequential(fp8core.Linear(64, 64)), tmp_path / "file"
+    file.touch()
+    with pytest.raises(OperandError, match=r"cannot write to .*file': File exists"):
+        save_pretrained(net, file, "current")
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(OperandError, match=r"folders named config\.json"):
+        save_pretrained(net, tmp_path, "current")
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "file"]
+
+
 def test_a_delayed_scale_is_the_layer_s(tmp_path: Path) -> None:
     net = model()
     recipe = DelayedScaling(amax_history_len=2)
