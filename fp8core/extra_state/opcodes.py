@@ -19,6 +19,10 @@ __all__ = ["MAX_OPCODES", "Budget", "ClassName", "Rebuild", "Record", "read_pick
 MAX_OPCODES = 1 << 17
 """Opcodes that one state may have; a layer's has a few hundred."""
 
+# How many times the bytes of a file its storages and tensors may have: each is copied from the file
+# inside the file, as a storage, and as a tensor, which may be a part that is read twice.
+_COPIES = 8
+
 
 class ClassName(NamedTuple):
     """A class or function that a pickle names."""
@@ -46,10 +50,15 @@ Rebuild = Callable[[tuple[Any, ...]], Any]
 
 
 class Budget:
-    """How many opcodes may still be read, over a file and the files inside it."""
+    """How many opcodes and bytes may still be read, over a file and the files inside it.
 
-    def __init__(self, left: int = MAX_OPCODES) -> None:
-        self._left = left
+    A pickle of a few bytes can name one storage many times. Tensors of a state do not share
+    storages, so that their bytes together are about those of the file.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._left = MAX_OPCODES
+        self._bytes = self._most = _COPIES * size
 
     def spend(self) -> None:
         """Count one opcode.
@@ -60,6 +69,16 @@ class Budget:
         self._left -= 1
         if self._left < 0:
             raise OperandError(f"it has more than {MAX_OPCODES} opcodes")
+
+    def copy(self, size: int) -> None:
+        """Count ``size`` bytes that are copied.
+
+        Raises:
+            OperandError: there were too many.
+        """
+        self._bytes -= size
+        if self._bytes < 0:
+            raise OperandError(f"its tensors and storages have more than {self._most} bytes")
 
 
 def read_pickle(

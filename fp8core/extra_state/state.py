@@ -19,7 +19,6 @@ pytorch/ops/op.py, get_extra_state.
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -129,9 +128,14 @@ def _attention_buffers(content: Any) -> dict[str, torch.Tensor]:
     recipe, extra = content.get("recipe"), content.get("extra_fp8_variables")
     if recipe is None or not _is_delayed(content):
         return {}
-    if not (recipe.fields.get("fp8_dpa") or recipe.fields.get("fp8_mha")):
+    flags = [recipe.fields.get(name) for name in ("fp8_dpa", "fp8_mha")]
+    if any(isinstance(flag, torch.Tensor) for flag in flags):
+        raise OperandError("its recipe's fp8_dpa or fp8_mha is a tensor")
+    if not any(flags):
         return {}
     recipes = extra.get("local_recipes", []) if type(extra) is dict else []
+    if type(recipes) not in (list, tuple):
+        raise OperandError(f"its local_recipes are a {type(recipes).__name__}")
     if any(type(one) is not Record or one.kind.name != "DelayedScaling" for one in recipes):
         return {}
     tensors = {name: _tensor(content, name) for name in BUFFERS if name != META}
@@ -261,9 +265,8 @@ def format_named(max_fwd: Any, max_bwd: Any) -> Format:
     Raises:
         OperandError: there is none.
     """
-    for known in _FORMATS:
-        if type(max_fwd) in (int, float) and type(max_bwd) in (int, float):
-            pair = known.forward.max, known.backward.max
-            if all(math.isclose(a, b) for a, b in zip(pair, (max_fwd, max_bwd), strict=True)):
+    if type(max_fwd) in (int, float) and type(max_bwd) in (int, float):
+        for known in _FORMATS:
+            if (max_fwd, max_bwd) == (known.forward.max, known.backward.max):
                 return known
     raise OperandError("its recipe's fp8_format is none of E4M3, E5M2 and HYBRID")

@@ -81,7 +81,7 @@ def read_values(data: bytes) -> Any:
     Raises:
         OperandError: see :func:`~fp8core.extra_state.opcodes.read_pickle`.
     """
-    budget = Budget()
+    budget = Budget(len(data))
     if data.startswith(b"PK"):
         return _read_zip(data, budget)
     return read_pickle(io.BytesIO(data), _classes(budget), budget)
@@ -93,10 +93,16 @@ def _classes(budget: Budget) -> Mapping[ClassName, Rebuild | None]:
     def load_from_bytes(arguments: tuple[Any, ...]) -> _Storage:
         if len(arguments) != 1 or type(arguments[0]) is not bytes:
             raise OperandError("it is damaged: a storage without bytes")
+        budget.copy(len(arguments[0]))
         return _read_old_file(io.BytesIO(arguments[0]), budget)
 
+    def tensor(arguments: tuple[Any, ...]) -> torch.Tensor:
+        value = _tensor(arguments)
+        budget.copy(value.nbytes)
+        return value
+
     return {
-        ClassName("torch._utils", "_rebuild_tensor_v2"): _tensor,
+        ClassName("torch._utils", "_rebuild_tensor_v2"): tensor,
         ClassName("torch.storage", "_load_from_bytes"): load_from_bytes,
         ClassName("collections", "OrderedDict"): _empty_dict,
         ClassName("builtins", "getattr"): _member,
@@ -145,6 +151,8 @@ def _tensor(arguments: tuple[Any, ...]) -> torch.Tensor:
         raise OperandError(
             f"it is damaged: a tensor {list(shape)} in a storage of {len(storage.data)} bytes"
         )
+    if math.prod(size or 1 for size in shape) >= 2**48:
+        raise OperandError(f"it is damaged: a tensor of the shape {reprlib.repr(shape)}")
     if not count:
         return torch.empty(shape, dtype=storage.dtype, device="cpu")
     whole = torch.frombuffer(bytearray(storage.data[: held * width]), dtype=storage.dtype)
@@ -218,6 +226,7 @@ def _read_zip(data: bytes, budget: Budget) -> Any:
     def storage(identity: tuple[Any, ...]) -> _Storage:
         dtype, key, count = _reference(identity)
         raw = content(f"{root}data/{key}")
+        budget.copy(len(raw))
         if len(raw) < count * dtype.itemsize:
             raise OperandError(f"it is damaged: a storage of {count} elements is cut off")
         return _Storage(dtype, raw)

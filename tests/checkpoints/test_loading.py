@@ -10,7 +10,7 @@ import torch
 import fp8core
 from fp8core import QuantizedTensor
 from fp8core.checkpoints import load_pretrained, save_pretrained
-from fp8core.errors import OperandError
+from fp8core.errors import OperandError, UnsupportedError
 from fp8core.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,

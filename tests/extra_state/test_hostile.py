@@ -53,6 +53,23 @@ def tensor(storage: bytes, shape: tuple[int, ...], strides: tuple[int, ...]) -> 
     return head(b"}" + text("scale_fwd") + TENSOR + arguments + b"\x89}tRs.")
 
 
+def file_bytes(count: int) -> bytes:
+    file = old_file(count, bytes(4 * count))
+    return b"B" + struct.pack("<I", len(file)) + file
+
+
+def stored(count: int) -> bytes:
+    return LOAD + b"(" + file_bytes(count) + b"tR"
+
+
+def copies(function: bytes, arguments: bytes, count: int) -> bytes:
+    """Return a list of results of one function for one tuple of arguments, written once."""
+    first = function + b"q\x01" + arguments + b"q\x02R"
+    return head(b"}" + text("a") + b"](" + first + b"h\x01h\x02R" * count + b"es.")
+
+
+ROW = b"K\x00K\x64\x85K\x01\x85\x89}t"
+
 HOSTILE = {
     "a command": (head(b"cos\nsystem\n" + text("touch HARM") + b"\x85R."), "'os.system'"),
     "a command by stack": (head(text("os") + text("system") + b"\x93."), "'os.system'"),
@@ -110,6 +127,12 @@ HOSTILE = {
         "_load_from_bytes",
     ),
     "a command in a storage": (tensor(head(b"cos\nsystem\n."), (1,), (1,)), "'os.system'"),
+    "a size that torch cannot count": (
+        tensor(old_file(1, bytes(4)), (2**47, 2**47, 0), (0, 0, 1)),
+        "the shape|strides",
+    ),
+    "one storage as many tensors": (copies(TENSOR, b"(" + stored(100) + ROW, 50), "more than"),
+    "one file as many storages": (copies(LOAD, b"(" + file_bytes(100) + b"t", 50), "more than"),
     "a deep tuple": (head(b")" + b"\x85" * 100_000 + b"."), "a tuple"),
 }
 

@@ -11,6 +11,7 @@ import torch
 
 from fp8core.errors import OperandError
 from fp8core.extra_state.state import is_pickled, read_extra_state
+from fp8core.recipe.plan import AttentionPlan
 from tests.extra_state.states import (
     NAMES,
     DelayedScaling,
@@ -157,6 +158,29 @@ REFUSED = {
         "scale_fwd is torch.float64",
     ),
 }
+
+
+OLD = content()
+OLD["extra_fp8_variables"] = {**OLD["extra_fp8_variables"], "fp8_max_fwd": 2**100_000}
+REFUSED["a maximum beyond float64"] = (OLD, "none of E4M3")
+
+OF_ATTENTION = {
+    "recipes that are a number": (
+        {**content(DelayedScaling(fp8_dpa=True)), "extra_fp8_variables": {"local_recipes": 3}},
+        "local_recipes are a int",
+    ),
+    "a flag that is a tensor": (
+        content(DelayedScaling(fp8_mha=torch.ones(2))),
+        "fp8_dpa or fp8_mha is a tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_ATTENTION)
+def test_another_state_of_attention_is_refused_by_name(name: str) -> None:
+    value, words = OF_ATTENTION[name]
+    with pytest.raises(OperandError, match=words):
+        read_extra_state(as_tensor(pickled(value)), AttentionPlan)
 
 
 @pytest.mark.parametrize("name", REFUSED)
