@@ -23,7 +23,6 @@ from fp8core.modules.parameters import (
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.run import run_layer
 from fp8core.parameter.init import make_weight
-from fp8core.parameter.joined import Buffer, in_one_buffer
 from fp8core.recipe.plan import LayerRole
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 
@@ -69,8 +68,7 @@ class Linear(ParallelModule):
             of the weight's shape that must exist in backward; ``weight.grad`` stays None.
         params_dtype: dtype of the parameters; torch's default dtype if None.
         parameters_split: names of equal parts, or a mapping of names to sizes along out_features;
-            the parts are quantized as one tensor. They lie one after the other in one allocation,
-            which saves a copy of large ones in each forward, until they get memory of their own.
+            the parts are quantized as one tensor.
         device: of the parameters; None takes the selected backend's. ``"meta"`` allocates later.
         delay_wgrad_compute: backward leaves the gradients of the weights to ``backward_dw()``.
         save_original_input: hold the input as it is for backward, which casts it again, instead of
@@ -126,7 +124,6 @@ class Linear(ParallelModule):
         self.save_original_input = save_original_input
         self.use_bias = bias
         self._init_method = init_method or default_init_method
-        self._buffers_of_parts = {"weight": Buffer(), "bias": Buffer()}
         self._parts = split_sizes(parameters_split, out_features)
         if parallel_mode == "row":
             self.in_features = self.parallel.part_of(owner, "in_features", in_features)
@@ -149,25 +146,16 @@ class Linear(ParallelModule):
             self.reset_parameters()
 
     def _make_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        names = [name for name, _ in self._parts]
-        rows = sum(rows for _, rows in self._parts)
-        role = LayerRole(self.kind, self.name)
-        weight = make_weight((rows, self.in_features), device, dtype, role)
-        bias = make_parameter(rows, device=device, dtype=dtype) if self.use_bias else None
-        if len(names) > 1:
-            _refuse_quantized(weight, names)
-        self._register_parts("weight", weight)
-        self._register_parts("bias", bias)
+        for prefix, rows in self._parts:
+            size, role = (rows, self.in_features), LayerRole(self.kind, self.name)
+            weight = make_weight(size, device, dtype, role)
+            if len(self._parts) > 1:
+                _refuse_quantized(weight, [name for name, _ in self._parts])
+            self.register_parameter(f"{prefix}weight", weight)
+        for prefix, rows in self._parts:
+            bias = make_parameter(rows, device=device, dtype=dtype) if self.use_bias else None
+            self.register_parameter(f"{prefix}bias", bias)
         self._mark_parameters()
-
-    def _register_parts(self, kind: str, whole: torch.nn.Parameter | None) -> None:
-        """Register the parts of ``whole``, which lie in its memory one after the other."""
-        parameters: Sequence[torch.nn.Parameter | None] = [whole] * len(self._parts)
-        if whole is not None and len(self._parts) > 1:
-            parameters = cut = in_one_buffer(whole, [rows for _, rows in self._parts])
-            self._buffers_of_parts[kind] = Buffer(cut)
-        for (prefix, _), parameter in zip(self._parts, parameters, strict=True):
-            self.register_parameter(f"{prefix}{kind}", parameter)
 
     def _mark_parameters(self) -> None:
         """Set the attributes that Megatron reads."""
@@ -300,8 +288,7 @@ class Linear(ParallelModule):
 
     def _merged(self, kind: str) -> torch.Tensor | None:
         parts = [self.parameter(f"{prefix}{kind}") for prefix, _ in self._parts]
-        given = [part for part in parts if part is not None]
-        return self._buffers_of_parts[kind].joined(given) if given else None
+        return None if parts[0] is None else torch.cat([part for part in parts if part is not None])
 
 
 def _refuse_quantized(weight: torch.Tensor, names: Sequence[str]) -> None:

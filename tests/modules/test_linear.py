@@ -169,6 +169,12 @@ def test_parameters_split_takes_sizes() -> None:
     assert [tuple(p.shape) for p in layer.parameters()] == [(6, 6), (2, 6)]
 
 
+def test_parts_have_storages_of_their_own() -> None:
+    """Accelerate's savers drop all but one of the tensors that share one."""
+    state = Linear(6, 9, parameters_split=("query", "key", "value"), device="cpu").state_dict()
+    assert len({one.untyped_storage().data_ptr() for one in state.values()}) == len(state) == 6
+
+
 SPLITS: list[Any] = [("a", "b", "c"), {"a": 3}, {"a": 9, "b": -1}, ("a", "a_"), ("",), (), 2]
 SPLITS += [("a.b", "c"), {"a": 4.0, "b": 4.0}, (1, 2)]
 
