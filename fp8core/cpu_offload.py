@@ -5,10 +5,12 @@ the context is offloaded, of any layer: activations, and the quantized inputs th
 save. The codes of their weights stay, as parameters do. Copies run on a stream of their own beside
 the computation. On a device without streams, such as the CPU, the same steps copy at once.
 
-In the default schedule the first ``num_layers`` of ``model_layers`` are offloaded. Layer i is
-copied out while the layers behind it compute, its memory is free when layer
-``model_layers - num_layers + i`` begins, and it comes back while backward of that layer runs: so
-``model_layers - num_layers`` layers are on the device at a time.
+In the default schedule the first ``num_layers`` of ``model_layers`` are offloaded, each tensor as
+soon as it is saved. With ``n = model_layers - num_layers`` the memory of layer i is free when layer
+``i + n`` begins, which waits for its copies, and the layer comes back while backward of layer
+``i + n - 1`` runs: so n layers are on the device at a time. With ``double_buffering`` there is one
+more, ``n = model_layers - num_layers + 1``, and copies run beside the whole of a layer: where they
+take longer than the layers compute, nothing else is waited for.
 """
 
 from __future__ import annotations
@@ -80,6 +82,10 @@ class _Streams:
         context: contextlib.AbstractContextManager[Any] = self._module.stream(self._stream)
         return context
 
+    def current(self) -> Any:
+        """Return the current stream of the device; None without streams."""
+        return self._current() if self.is_async else None
+
     def used_by_copies(self, tensor: torch.Tensor) -> None:
         """Keep the memory of ``tensor`` until the copies that are enqueued have run."""
         if self.is_async:
@@ -102,6 +108,7 @@ class _Saved:
         self._original: torch.Tensor | None = tensor.detach()
         self._version = tensor._version
         self._ready = streams.event(of_copies=False)
+        self._saved_on = streams.current()
         self._on_host = buffer
         self._copied: Any = None
         self._is_copied = False
@@ -132,6 +139,9 @@ class _Saved:
             return
         self._unwritten(self._original)
         self._streams.wait(self._copied, of_copies=False)
+        if self._saved_on != self._streams.current():
+            # The memory goes back to the stream that the layer ran on, which has to wait as well.
+            self._saved_on.wait_event(self._copied)
         self._original = None
 
     def copy_back(self) -> None:
@@ -180,7 +190,6 @@ class _Layer:
         self.saved: list[_Saved] = []
         self._known: dict[Any, _Saved] = {}
         self._buffers = buffers
-        self._is_out = False
 
     def push(self, tensor: torch.Tensor, streams: _Streams) -> _Saved:
         """Return the entry of ``tensor``; a tensor that several nodes save has one."""
@@ -209,10 +218,8 @@ class _Layer:
 
     def copy_out(self) -> None:
         """Enqueue the copies to the host."""
-        if not self._is_out:
-            self._is_out = True
-            for one in self.saved:
-                one.copy_out()
+        for one in self.saved:
+            one.copy_out()
 
     def release(self) -> None:
         """Free the memory on the device."""
@@ -221,8 +228,8 @@ class _Layer:
             one.release()
 
     def copy_back(self) -> None:
-        """Enqueue the copies to the device."""
-        for one in self.saved:
+        """Enqueue the copies to the device; backward needs first what was saved last."""
+        for one in reversed(self.saved):
             one.copy_back()
 
 
@@ -282,27 +289,38 @@ class _Synchronizer:
 class _DefaultSynchronizer(_Synchronizer):
     """Offloads the first ``num_offloaded`` layers, in the schedule of the module's description."""
 
-    def __init__(self, num_layers: int, num_offloaded: int, retains: bool) -> None:
+    def __init__(
+        self, num_layers: int, num_offloaded: int, retains: bool, *, double_buffering: bool
+    ) -> None:
         super().__init__(num_layers, retains, None)
         self._num_offloaded = num_offloaded
+        self._on_device = num_layers - num_offloaded + double_buffering
 
     def offloads(self, layer: int) -> bool:
         """Say whether ``layer`` is one of the first."""
         return layer < self._num_offloaded
 
     def enter(self) -> int:
-        """Begin the next layer: copy out the one before, free the one whose time has come."""
+        """Begin the next layer: free the one whose time has come."""
         layer = super().enter()
-        if layer and self.offloads(layer - 1):
-            self.layers[layer - 1].copy_out()
-        due = layer - (self.num_layers - self._num_offloaded)
+        due = layer - self._on_device
         if due >= 0 and self.offloads(due):
             self.layers[due].release()
         return layer
 
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd holds for a tensor that it saves; its copy begins at once."""
+        held = super().pack(tensor)
+        if isinstance(held, _Saved):
+            held.copy_out()
+        return held
+
     def leave_backward(self, layers: list[_Layer], layer: int) -> None:
         """Bring a layer back while backward of ``layer`` runs."""
-        due = layer - (self.num_layers - 1 - self._num_offloaded)
+        if layer == self.num_layers - 1:
+            for one in layers[: self._num_offloaded]:
+                one.release()
+        due = layer - self._on_device + 1
         if 0 <= due < self._num_offloaded:
             layers[due].copy_back()
 
@@ -409,7 +427,8 @@ def get_cpu_offload_context(
         model_layers: how many layers run in the context in a forward pass.
         offload_activations: offload what is saved; deprecated, as there is nothing else.
         offload_weights: deprecated, without effect.
-        double_buffering: without effect: copies back always run one layer ahead.
+        double_buffering: keep one more layer on the device, so that a layer's copies run beside the
+            whole of another one; without effect beside ``manual_synchronization``.
         manual_synchronization: return a :class:`ManualOffloadSynchronizer` as well, and offload the
             layers that it is told to.
         retain_pinned_cpu_buffers: keep the memory on the host for the next forward pass, which must
@@ -454,5 +473,8 @@ def get_cpu_offload_context(
             f"{owner}(num_layers={num_layers}, model_layers={model_layers}): expected 0 to "
             f"{model_layers - 1}, as the last layer's tensors are needed at once."
         )
-    context = _OffloadContext(_DefaultSynchronizer(model_layers, count, retain_pinned_cpu_buffers))
+    synchronizer = _DefaultSynchronizer(
+        model_layers, count, retain_pinned_cpu_buffers, double_buffering=double_buffering
+    )
+    context = _OffloadContext(synchronizer)
     return context, context.end_layer

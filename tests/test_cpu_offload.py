@@ -65,12 +65,15 @@ def plainly(layers: list[torch.nn.Module], x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+@pytest.mark.parametrize("doubles", [False, True])
 @pytest.mark.parametrize("retains", [False, True])
 @pytest.mark.parametrize("num_layers", [0, 1, 2, 3, None])
-def test_gradients_are_the_same(num_layers: int | None, retains: bool) -> None:
+def test_gradients_are_the_same(num_layers: int | None, retains: bool, doubles: bool) -> None:
     layers = torch_layers()
     expected = gradients(layers, lambda x: plainly(layers, x))
-    context, sync = get_cpu_offload_context(True, num_layers, 4, retain_pinned_cpu_buffers=retains)
+    context, sync = get_cpu_offload_context(
+        True, num_layers, 4, double_buffering=doubles, retain_pinned_cpu_buffers=retains
+    )
     for _ in range(3):
         found = gradients(layers, lambda x: forward(layers, x, context, sync))
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -119,9 +122,21 @@ def alive() -> list[bool]:
     return [one() is not None for one in Watched.seen]
 
 
-def test_memory_is_free_when_the_schedule_says_so() -> None:
+@pytest.mark.parametrize(
+    ("num_layers", "doubles", "expected"),
+    [
+        # Layer 0 is free when layer 2 begins, layer 1 when layer 3 does.
+        (2, False, [[], [True], [False, True], [False, False, True]]),
+        (3, True, [[], [True], [False, True], [False, False, True]]),
+        (3, False, [[], [False], [False, False], [False, False, False]]),
+        (2, True, [[], [True], [True, True], [False, True, True]]),
+    ],
+)
+def test_memory_is_free_when_the_schedule_says_so(
+    num_layers: int, doubles: bool, expected: list[list[bool]]
+) -> None:
     Watched.seen = []
-    context, sync = get_cpu_offload_context(True, 2, 4)
+    context, sync = get_cpu_offload_context(True, num_layers, 4, double_buffering=doubles)
     x = torch.randn(16, 32, requires_grad=True)
     y = x
     lives = []
@@ -130,8 +145,9 @@ def test_memory_is_free_when_the_schedule_says_so() -> None:
             lives.append(alive())
             y = Watched.apply(y)
         y = sync(y)
-    # Layer 0 is free when layer 2 begins, layer 1 when layer 3 does.
-    assert lives == [[], [True], [False, True], [False, False, True]]
+    assert lives == expected
+    # Nothing that is offloaded is left when backward begins, but for what it needs first.
+    assert alive()[-1]
     y.sum().backward()
     torch.testing.assert_close(x.grad, 16 * x.detach() ** 4)
     del y

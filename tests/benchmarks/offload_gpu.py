@@ -1,12 +1,12 @@
 """Offloading a stack of LayerNormMLPs, against the larger of its step and its copies over PCIe.
 
-    python -m tests.benchmarks.offload_gpu [--layers 4 --tokens 8192 --recipe mxfp8]
+    python -m tests.benchmarks.offload_gpu [--layers 4 --tokens 8192 --recipe mxfp8 --single]
 
 The layers are those of an 8B model: hidden 4096, feed-forward 14336, RMSNorm, SwiGLU, bfloat16.
-All but the last one are offloaded. Prints the step (forward and backward) without and with
-offloading, the bytes that go out and come back, the rates of copies between pinned memory and the
-device measured in this run, and the ratio of the step with offloading to the larger of the step
-without it and the copies.
+All but the last one are offloaded, with double buffering or, by ``--single``, without. Prints the
+step (forward and backward) without and with offloading, the bytes that go out and come back, the
+rates of copies between pinned memory and the device measured in this run, the ratio of the step
+with offloading to the larger of the step without it and the copies, and the peaks of memory.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Measured(NamedTuple):
     offloaded: int
     rate_out: float
     rate_back: float
+    peak_without: int = 0
+    peak_with: int = 0
 
     @property
     def copies(self) -> float:
@@ -55,6 +57,8 @@ class Measured(NamedTuple):
             f"PCIe back               {self.rate_back / 1e9:9.1f} GB/s",
             f"copies at these rates   {1e3 * self.copies:9.2f} ms",
             f"ratio to the larger one {self.ratio:9.3f} (bar 1.10, goal 1.03)",
+            f"peak without, and with  {self.peak_without / 2**20:9.1f} "
+            f"{self.peak_with / 2**20:9.1f} MiB",
         ]
 
 
@@ -88,11 +92,15 @@ class Stack:
             layer.zero_grad()
         x.grad = None
 
-    def offload(self) -> tuple[Any, Callable[[Any], Any]]:
+    def offload(self, *, double_buffering: bool = True) -> tuple[Any, Callable[[Any], Any]]:
         """Return a context that offloads all layers but the last one."""
         count = len(self.layers)
         context, sync = get_cpu_offload_context(
-            True, count - 1, count, retain_pinned_cpu_buffers=True
+            True,
+            count - 1,
+            count,
+            double_buffering=double_buffering,
+            retain_pinned_cpu_buffers=True,
         )
         return context, sync
 
@@ -120,13 +128,20 @@ def rates() -> tuple[float, float]:
     return COPIED / out, COPIED / back
 
 
-def measured(stack: Stack, x: torch.Tensor) -> Measured:
+def with_peak(call: Callable[[], Any]) -> tuple[float, int]:
+    """Return the median time of ``call``, and the most bytes that it allocates at a time."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    return seconds(call), torch.cuda.max_memory_allocated() - before
+
+
+def measured(stack: Stack, x: torch.Tensor, *, double_buffering: bool) -> Measured:
     """Measure on the device of ``x``."""
-    context, sync = stack.offload()
-    without = seconds(lambda: stack.step(x, contextlib.nullcontext(), lambda y: y))
-    with_offload = seconds(lambda: stack.step(x, context, sync))
+    context, sync = stack.offload(double_buffering=double_buffering)
+    without, peak = with_peak(lambda: stack.step(x, contextlib.nullcontext(), lambda y: y))
+    with_offload, peak_with = with_peak(lambda: stack.step(x, context, sync))
     offloaded = round(context.synchronizer.get_offloaded_total_size_mb() * 2**20)
-    return Measured(without, with_offload, offloaded, *rates())
+    return Measured(without, with_offload, offloaded, *rates(), peak, peak_with)
 
 
 def main() -> None:
@@ -135,11 +150,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--recipe", default="delayed")
+    parser.add_argument("--single", action="store_true", help="without double buffering")
     asked = parser.parse_args()
     stack = Stack(asked.layers, (HIDDEN, FFN), asked.recipe, "cuda")
     x = torch.randn(asked.tokens, HIDDEN, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     print(f"{torch.cuda.get_device_name()}, {asked.layers} layers, {asked.tokens} tokens", end=", ")
-    print(asked.recipe, *measured(stack, x).lines(), sep="\n")
+    found = measured(stack, x, double_buffering=not asked.single)
+    print(asked.recipe, *found.lines(), sep="\n")
 
 
 if __name__ == "__main__":
