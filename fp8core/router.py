@@ -37,6 +37,9 @@ class RoutingMapFormat(enum.IntEnum):
     BITMAP_U8 = 1
 
 
+_FORMATS = {one.name.lower(): one for one in RoutingMapFormat}  # the compiler iterates no Enum
+
+
 def fused_topk_with_score_function(
     logits: torch.Tensor,
     topk: int,
@@ -191,14 +194,13 @@ def fused_moe_aux_loss(
 
 
 def _format_of(owner: str, given: str | RoutingMapFormat | int) -> RoutingMapFormat:
-    names = {one.name.lower(): one for one in RoutingMapFormat}
-    if isinstance(given, str) and given in names:
-        return names[given]
-    if isinstance(given, int) and given in tuple(RoutingMapFormat):
+    if isinstance(given, str) and given in _FORMATS:
+        return _FORMATS[given]
+    if isinstance(given, int) and given in _FORMATS.values():
         return RoutingMapFormat(given)
     raise OperandError(
         f"{owner}(routing_map_format={given!r}): expected a RoutingMapFormat, its number, or one "
-        f"of {', '.join(names)}.{did_you_mean(str(given), names)}"
+        f"of {', '.join(_FORMATS)}.{did_you_mean(str(given), _FORMATS)}"
     )
 
 

@@ -61,18 +61,6 @@ def test_an_exported_program_takes_any_number_of_rows(
             assert torch.equal(made.module()(x), layer(x))
 
 
-@each_layer
-@pytest.mark.parametrize("example", [8, 32])
-def test_an_exported_program_pads_any_number_of_rows(kind: str, example: int) -> None:
-    layer, rows = make(kind).eval(), torch.export.Dim("rows", min=2, max=4096)
-    inputs = (rows_of(example).detach(),)
-    with torch.no_grad(), te.autocast(recipe="mxfp8"):
-        program = torch.export.export(layer, inputs, dynamic_shapes=({0: rows},)).module()
-        for count in (8, 64, 200):  # mxfp8 pads rows to a multiple of 32
-            x = rows_of(count).detach()
-            assert torch.equal(program(x), layer(x))
-
-
 # torch's own, about a tensor that is no leaf: what one node of a layer hands to the next.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @each_layer

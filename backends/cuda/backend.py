@@ -11,13 +11,19 @@ import torch
 from fp8core.backend_api import (
     ActivationBackwardDesc,
     ActivationDesc,
+    AdamDesc,
     AddNormDesc,
     Alignment,
     AmaxDesc,
     AttentionBackwardDesc,
     AttentionDesc,
     ColumnSumsDesc,
+    CombineBackwardDesc,
+    CombineDesc,
+    CrossEntropyBackwardDesc,
+    CrossEntropyDesc,
     DequantizeDesc,
+    DispatchDesc,
     FusedDesc,
     GemmDesc,
     GroupedGemmDesc,
@@ -30,7 +36,11 @@ from fp8core.backend_api import (
     Quantized,
     QuantizeDesc,
     RotaryDesc,
+    RouteDesc,
+    RouterBackwardDesc,
+    RouterDesc,
     ScaleUpdateDesc,
+    SgdDesc,
     has_amax,
 )
 from fp8core_backends.cuda import native, scaled_mm
@@ -39,6 +49,11 @@ from fp8core_backends.cuda.amax import bind_amax, bind_quantize_by_amax
 from fp8core_backends.cuda.attention import bind_attention, bind_attention_backward
 from fp8core_backends.cuda.attention_support import attention_backward_problem, attention_problem
 from fp8core_backends.cuda.column_sums import ColumnSums
+from fp8core_backends.cuda.cross_entropy import (
+    CrossEntropy,
+    CrossEntropyBackward,
+    cross_entropy_problem,
+)
 from fp8core_backends.cuda.dequantize import Dequantize
 from fp8core_backends.cuda.device_groups import DeviceGroupedGemm
 from fp8core_backends.cuda.fused import bind_fused, fused_problem
@@ -47,9 +62,18 @@ from fp8core_backends.cuda.grouped import bind_grouped_gemm
 from fp8core_backends.cuda.layout import BLOCKS, TILED, scale_mode
 from fp8core_backends.cuda.microscaling import TiledGemm, bind_byte_scaled, spec_problem
 from fp8core_backends.cuda.norm import AddNorm, Norm, NormBackward, norm_problem
+from fp8core_backends.cuda.optimizers import AdamStep, SgdStep, adam_problem, sgd_problem
+from fp8core_backends.cuda.permutation import (
+    CombineRows,
+    CombineRowsBackward,
+    DispatchRows,
+    Route,
+    route_problem,
+)
 from fp8core_backends.cuda.quantize import bind_quantize
 from fp8core_backends.cuda.recorder import Recorder, recorder
 from fp8core_backends.cuda.rotary import Rotary, rotary_problem
+from fp8core_backends.cuda.router import Router, RouterBackward, router_problem
 from fp8core_backends.cuda.scale_update import ScaleUpdate
 from fp8core_backends.cuda.stream import index_of
 
@@ -301,6 +325,10 @@ def _check_update(desc: ScaleUpdateDesc) -> str | None:
     return None if desc.algorithm in known else f"no algorithm {desc.algorithm!r}"
 
 
+def _check_rows(desc: DispatchDesc | CombineDesc | CombineBackwardDesc) -> str | None:
+    return None if desc.dtype in _FLOATS else f"no rows of {desc.dtype}"
+
+
 _CHECKS: dict[type, Callable[[Any], str | None]] = {
     ActivationBackwardDesc: activation_problem,
     ActivationDesc: activation_problem,
@@ -310,6 +338,16 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
     ColumnSumsDesc: _check_column_sums,
     AmaxDesc: _check_amax,
     ScaleUpdateDesc: _check_update,
+    RouteDesc: route_problem,
+    DispatchDesc: _check_rows,
+    CombineDesc: _check_rows,
+    CombineBackwardDesc: _check_rows,
+    RouterDesc: router_problem,
+    RouterBackwardDesc: router_problem,
+    CrossEntropyDesc: cross_entropy_problem,
+    CrossEntropyBackwardDesc: cross_entropy_problem,
+    AdamDesc: adam_problem,
+    SgdDesc: sgd_problem,
     NormDesc: norm_problem,
     NormBackwardDesc: lambda desc: norm_problem(desc.norm),
     AddNormDesc: lambda desc: norm_problem(desc.norm),
@@ -326,6 +364,16 @@ _BINDERS: dict[type, Callable[..., Any]] = {
     ColumnSumsDesc: ColumnSums,
     AmaxDesc: bind_amax,
     ScaleUpdateDesc: ScaleUpdate,
+    RouteDesc: Route,
+    DispatchDesc: DispatchRows,
+    CombineDesc: CombineRows,
+    CombineBackwardDesc: CombineRowsBackward,
+    RouterDesc: Router,
+    RouterBackwardDesc: RouterBackward,
+    CrossEntropyDesc: CrossEntropy,
+    CrossEntropyBackwardDesc: CrossEntropyBackward,
+    AdamDesc: AdamStep,
+    SgdDesc: SgdStep,
     NormDesc: Norm,
     NormBackwardDesc: NormBackward,
     AddNormDesc: AddNorm,

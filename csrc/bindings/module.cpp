@@ -8,14 +8,18 @@
 #include "arguments.h"
 #include "fp8core/activation.h"
 #include "fp8core/column_sums.h"
+#include "fp8core/cross_entropy.h"
 #include "fp8core/dequantize.h"
 #include "fp8core/gemm.h"
 #include "fp8core/grouped_gemm.h"
 #include "fp8core/microscaling.h"
 #include "fp8core/norm.h"
+#include "fp8core/permutation.h"
 #include "fp8core/quantize.h"
 #include "fp8core/rotary.h"
+#include "fp8core/router.h"
 #include "fp8core/scale_update.h"
+#include "fp8core/step.h"
 #include "repeat.h"
 
 namespace py = pybind11;
@@ -181,6 +185,51 @@ void register_grouped_gemm(py::module_& module) {
       .def("__call__", recorded<&grouped_gemm>);
 }
 
+void register_permutation(py::module_& module) {
+  module.attr("MOST_SLOTS") = kMostSlots;
+  module.def("route_workspace_ints", &route_workspace_ints);
+  module.def("route_by_mask", &route_by_mask);
+  module.def("route_by_rows", &route_by_rows);
+  py::class_<RowsDesc>(module, "Rows")
+      .def(py::init<InputType, int>())
+      .def("dispatch", &dispatch_rows)
+      .def("combine", &combine_rows)
+      .def("combine_backward", &combine_rows_backward);
+}
+
+void register_router(py::module_& module) {
+  py::enum_<ScoreFunction>(module, "ScoreFunction")
+      .value("softmax", ScoreFunction::kSoftmax)
+      .value("sigmoid", ScoreFunction::kSigmoid)
+      .value("sqrtsoftplus", ScoreFunction::kSqrtSoftplus);
+  module.attr("MOST_EXPERTS") = kMostExperts;
+  module.attr("MOST_EXPERT_GROUPS") = kMostExpertGroups;
+  py::class_<RouterDesc>(module, "Router")
+      .def(py::init<InputType, int, ScoreFunction, bool, int, int, float, bool, int>())
+      .def("__call__", &router)
+      .def("backward", &router_backward);
+}
+
+void register_cross_entropy(py::module_& module) {
+  py::class_<CrossEntropyDesc>(module, "CrossEntropy")
+      .def(py::init<InputType, float, std::int64_t, int>())
+      .def("__call__", &cross_entropy)
+      .def("backward", &cross_entropy_backward);
+}
+
+void register_steps(py::module_& module) {
+  py::enum_<MasterKind>(module, "MasterKind")
+      .value("none", MasterKind::kNone)
+      .value("float32", MasterKind::kFloat32)
+      .value("remainder", MasterKind::kRemainder);
+  py::class_<AdamDesc>(module, "Adam")
+      .def(py::init<InputType, InputType, InputType, MasterKind, bool, int>())
+      .def("__call__", &adam);
+  py::class_<SgdDesc>(module, "Sgd")
+      .def(py::init<InputType, InputType, InputType, bool, int>())
+      .def("__call__", &sgd);
+}
+
 }  // namespace
 }  // namespace fp8core
 
@@ -198,4 +247,8 @@ PYBIND11_MODULE(fp8core_cuda, module) {
   fp8core::register_column_sums(module);
   fp8core::register_grouped_gemm(module);
   fp8core::bindings::register_repeat(module);
+  fp8core::register_permutation(module);
+  fp8core::register_router(module);
+  fp8core::register_cross_entropy(module);
+  fp8core::register_steps(module);
 }

@@ -40,10 +40,7 @@ class LayerPadding:
 
     def for_call(self, rows: int, call: Call) -> PaddedCall | None:
         """Return the padding of a call with ``rows`` rows, None if it needs none."""
-        # An exported graph takes any number of rows, so that it pads by zero rows, too.
-        is_free = torch.compiler.is_exporting() and isinstance(rows, torch.SymInt)
-        is_uneven = self.tokens > 1 if is_free else rows % self.tokens
-        if not (call.groups or is_uneven or self.in_features or self.out_features):
+        if not (call.groups or rows % self.tokens or self.in_features or self.out_features):
             return None
         if call.has_device_groups:
             assert self.tokens == 1  # or it would not have been bound
@@ -53,7 +50,7 @@ class LayerPadding:
             return PaddedCall(self, rows, rows, None, call.groups)
         sizes = call.splits if call.groups else (rows,)
         padded = [size + -size % self.tokens for size in sizes]
-        if not is_free and sum(padded) == rows and not (self.in_features or self.out_features):
+        if sum(padded) == rows and not (self.in_features or self.out_features):
             return None
         self._report(is_grouped=bool(call.groups))
         if not call.groups:

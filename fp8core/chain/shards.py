@@ -258,20 +258,10 @@ class Shards:
         count, length = part.shape
 
         def beside_each_other(blocks: torch.Tensor) -> torch.Tensor:
-            wide, width = _widened(blocks, length)
-            turned = wide.reshape(size, count, width).transpose(0, 1)
-            return turned.reshape(count, size * width).view(blocks.dtype)
+            turned = blocks.reshape(size, count, length).transpose(0, 1)
+            return turned.reshape(count, size * length)
 
         return _Arriving(gather(part), beside_each_other, size)
-
-
-def _widened(x: torch.Tensor, length: int) -> tuple[torch.Tensor, int]:
-    """Return ``x``, whose rows of ``length`` elements are adjacent, and that length, both in the
-    widest elements that fit: a copy of single bytes takes a GPU five times as long."""
-    step = torch.int64.itemsize // x.dtype.itemsize
-    if step < 2 or length % step or x.storage_offset() % step or not x.is_contiguous():
-        return x, length
-    return x.view(torch.int64), length // step
 
 
 def _as_it_is(rows: torch.Tensor) -> torch.Tensor:

@@ -67,8 +67,7 @@ def named(group_name: str) -> Communicator:
     """Return the communicator of the group of that name.
 
     Raises:
-        OperandError: there is no such group, or this process is not in it, or the group that had
-            the name was destroyed, and no layer was given the one that has it now.
+        OperandError: there is no such group, or this process is not in it.
     """
     if not group_name:
         raise OperandError(
@@ -88,13 +87,6 @@ def named(group_name: str) -> Communicator:
             f"layer was made in another process. Give the layer its group again, by "
             f"set_tensor_parallel_group."
         ) from None
-    known = _communicators.get(group_name)
-    if known is not None and known.group is not group:
-        raise OperandError(
-            f"the process group {group_name!r} of the layer was destroyed, and another group has "
-            f"its name now. Give the layer that group, by set_tensor_parallel_group, or make it "
-            f"anew."
-        )
     return of_group(group)
 
 

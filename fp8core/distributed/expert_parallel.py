@@ -193,7 +193,7 @@ class TokenExchange:
         self.m_splits = list(self._routes.splits)
 
     def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of this rank's experts, by expert, from ``rows [n, ...]`` or ``[n]``, in
+        """Return the rows of this rank's experts, by expert, from ``rows [n, ...]``, which are in
         the order of all experts. Differentiable.
 
         Raises:
@@ -206,11 +206,11 @@ class TokenExchange:
         return self._run(CombineShape(self._communicator.group_name), rows, self._routes.received)
 
     def _run(self, shape: LinkShape, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        if not rows.dim() or rows.shape[0] != sum(counts):
-            raise OperandError(f"TokenExchange: {list(rows.shape)}; expected {sum(counts)} rows.")
+        if rows.shape[0] != sum(counts):
+            raise OperandError(f"TokenExchange: {rows.shape[0]} rows; expected {sum(counts)}.")
         binding = Binding(rows.device, rows.dtype)
         links = bind_chain((shape,), BindContext.of(HIGH_PRECISION, binding, "TokenExchange"))
-        flat = rows[:, None] if rows.dim() == 1 else rows.flatten(1)
+        flat = rows.flatten(1) if rows.dim() != 2 else rows
         out = chain.run(arranged(links), flat, (), Call(routes=self._routes))
         return out.view(out.shape[0], *rows.shape[1:])
 

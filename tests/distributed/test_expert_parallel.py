@@ -132,12 +132,6 @@ def test_a_mixture_gives_the_tokens_of_one_process(ranks: Ranks) -> None:
         assert torch.equal(found["moe"]["grad"], want["grad"])
 
 
-def test_one_number_a_row_is_exchanged_too(ranks: Ranks) -> None:
-    for one in ranks:
-        assert one["exchange"]["numbers"]
-        assert "TokenExchange: []; expected" in one["exchange"]["scalar"]
-
-
 def test_rows_arrive_by_expert_and_by_rank(ranks: Ranks) -> None:
     found = ranks[1]["exchange"]
     first, second = COUNTS["ragged"]

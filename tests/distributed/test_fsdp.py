@@ -51,14 +51,14 @@ CURRENT = recipe.Float8CurrentScaling()
 class Layers(nn.Module):
     """A block with more layers than one linear, recomputed by ``how``."""
 
-    def __init__(self, how: str = "", name: str = "") -> None:
+    def __init__(self, how: str = "", chosen: Any = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         given: dict[str, Any] = {"device": device(), "params_dtype": torch.bfloat16}
         self.mlp = fp8core.LayerNormMLP(COLUMNS, 192, activation="swiglu", **given)
         self.last = fp8core.Linear(COLUMNS, COLUMNS, **given)
         self.how = how
-        self.name = name
+        self.chosen = chosen
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.how == "fp8core":
@@ -74,7 +74,7 @@ class Layers(nn.Module):
         """Under autocast again on a GPU, whose backward runs in a thread without one."""
         if x.is_cpu:
             return self.mlp(x)
-        with emulated(self.name), fp8core.autocast(recipe=recipe.by_name(self.name)):
+        with fp8core.autocast(recipe=self.chosen):
             return self.mlp(x)
 
 
@@ -178,7 +178,7 @@ def microbatches() -> int:
 def recomputed(name: str) -> dict[str, bool]:
     gradients, chosen = {}, recipe.by_name(name)
     for how in ("", "fp8core", "torch"):
-        model = sharded(Layers(how, name), chosen)
+        model = sharded(Layers(how, chosen), chosen)
         with (
             emulated(name),
             fp8core.autocast(recipe=chosen),

@@ -10,12 +10,9 @@ import torch
 
 import fp8core
 from fp8core import recipe
-from fp8core.backend_api import Operand, OperandSpec
-from fp8core.chain.shards import Shards
 from fp8core.communicator import BESIDE, IN_PARTS, PLAIN, Communicator, of_group
 from fp8core.dispatch import plugins
 from fp8core.inspect.sent import sent_by
-from fp8core.recipe.plan import TensorPlan
 from fp8core.testing.in_process import communicators, run_in_threads
 from tests.modules import test_parallel as parallel
 from tests.overlapping_backend import LOG, NAME, PLAIN_NAME
@@ -202,22 +199,3 @@ def test_explain_says_how_each_collective_runs() -> None:
         "scatter/grad_input": BESIDE,
         "max/amax": PLAIN,
     }
-
-
-@pytest.mark.parametrize("rows", [16, 12, 6])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float32])
-def test_columnwise_shards_that_are_contiguous_come_to_lie_beside_each_other(
-    dtype: torch.dtype, rows: int
-) -> None:
-    spec = OperandSpec("e4m3", (0, 0), 448.0)
-    whole = torch.arange(5 * 2 * rows).reshape(5, 2 * rows) % 120
-    whole = whole.to(torch.uint8).view(dtype) if dtype.itemsize == 1 else whole.to(dtype)
-
-    def work(communicator: Communicator) -> torch.Tensor:
-        mine = whole.chunk(2, 1)[communicator.rank].clone(memory_format=torch.contiguous_format)
-        shards = Shards(communicator, TensorPlan(spec, spec), "input", is_gathered_again=True)
-        return shards.start_columnwise(Operand(mine, torch.ones(1, 1))).wait().data
-
-    for found in run_in_threads(work, 2):
-        assert found.dtype is dtype
-        assert torch.equal(found.float(), whole.float())

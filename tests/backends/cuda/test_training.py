@@ -1,0 +1,254 @@
+"""Permutation, router, cross entropy and steps on CUDA: sizes and conditions beyond the kit's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fp8core
+from fp8core.backend_api import (
+    AdamDesc,
+    CombineBackwardDesc,
+    CombineDesc,
+    CrossEntropyBackwardDesc,
+    CrossEntropyDesc,
+    DispatchDesc,
+    OperandError,
+    RouteDesc,
+    RouterDesc,
+    SgdDesc,
+    UnsupportedError,
+)
+from fp8core.router import fused_topk_with_score_function
+from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, nothing_waits
+
+pytestmark = pytest.mark.needs_accelerator("cuda")
+BF16 = torch.bfloat16
+
+
+def run(desc: Any, *given: Any, **named: Any) -> Any:
+    return backend("cuda").bind(desc, DEVICE)(*given, **named)
+
+
+def judged(desc: Any, *given: Any, **named: Any) -> Any:
+    """The reference's result on the device."""
+    return backend("reference").bind(desc, DEVICE)(*given, **named)
+
+
+def mask(tokens: int, experts: int, topk: int) -> torch.Tensor:
+    scores = torch.rand(tokens, experts, device=DEVICE)
+    return torch.zeros_like(scores).scatter(1, scores.topk(topk, 1).indices, 1).bool()
+
+
+@pytest.mark.parametrize("experts", [1, 8, 31, 32, 33, 64, 100, 256, 300, 2048])
+@pytest.mark.parametrize("tokens", [1, 255, 256, 257, 4096, 33000])
+def test_route_of_many(tokens: int, experts: int) -> None:
+    routing = mask(tokens, experts, min(8, experts))
+    rows = tokens * min(8, experts)
+    for dtype in (torch.bool, torch.int32):
+        desc = RouteDesc(dtype, "mask")
+        for one, other in zip(
+            run(desc, routing.to(dtype), rows), judged(desc, routing.to(dtype), rows), strict=True
+        ):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "hidden"), [(4096, 4096), (1000, 1001), (4097, 7168)])
+def test_rows_there_and_back(tokens: int, hidden: int, dtype: torch.dtype) -> None:
+    routing = mask(tokens, 64, 8)
+    index, sources = run(RouteDesc(torch.bool, "mask"), routing, tokens * 8)
+    x = torch.randn(tokens, hidden, device=DEVICE).to(dtype)
+    y, none = run(DispatchDesc(dtype), x, index, sources)
+    assert none is None
+    assert torch.equal(y, x[(sources // 64).long()])
+    weights = torch.rand(tokens, 64, device=DEVICE) * routing
+    total, _ = run(CombineDesc(dtype), y, index, weights=weights)
+    expected = x.double() * weights.double().sum(1, keepdim=True)
+    bound = (2.0**-20 + torch.finfo(dtype).eps) * expected.abs() + 2.0**-20
+    assert bool(((total.double() - expected).abs() <= bound).all())
+    grad = torch.randn(tokens, hidden, device=DEVICE).to(dtype)
+    grad_y, grad_weights = run(CombineBackwardDesc(dtype), grad, y, index, sources, weights)
+    flat = weights.flatten()[sources.long()][:, None]
+    torch.testing.assert_close(grad_y, (grad[(sources // 64).long()].float() * flat).to(dtype))
+    products = (grad.double() * x.double()).sum(1, keepdim=True) * routing
+    scale = (grad.double() * x.double()).abs().sum(1, keepdim=True)
+    assert bool(((grad_weights.double() - products).abs() <= scale * 2.0**-18).all())
+
+
+def test_rows_beyond_2_31_elements() -> None:
+    rows, hidden = 270_000, 8192
+    x = torch.randn(rows, hidden, device=DEVICE, dtype=BF16)
+    order = torch.randperm(rows, device=DEVICE, dtype=torch.int32)
+    index, sources = run(RouteDesc(torch.int32, "rows"), order[:, None], rows)
+    y, _ = run(DispatchDesc(BF16), x, index, sources)
+    assert torch.equal(y[order[-1]], x[-1])
+    assert torch.equal(y[-1], x[int(sources[-1])])
+    back, _ = run(CombineDesc(BF16), y, index)
+    assert torch.equal(back[-1000:], x[-1000:])
+    del back, x
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("classes", [32000, 32001, 128256])
+def test_cross_entropy_of_a_vocabulary(classes: int, dtype: torch.dtype) -> None:
+    x = torch.randn(300, classes, device=DEVICE).mul_(4).to(dtype)
+    target = torch.randint(0, classes, (300,), device=DEVICE)
+    target[7] = -100
+    loss, log_sum = run(CrossEntropyDesc(dtype, 0.1), x, target)
+    wide = judged(CrossEntropyDesc(torch.float64, 0.1), x.double(), target)
+    torch.testing.assert_close(loss.double(), wide[0], rtol=2.0**-18, atol=2.0**-18)
+    grad = torch.full((1,), 0.5, device=DEVICE).expand(300)
+    got = run(CrossEntropyBackwardDesc(dtype, 0.1), grad, x, target, log_sum)
+    want = judged(
+        CrossEntropyBackwardDesc(torch.float64, 0.1), grad.double(), x.double(), target, wide[1]
+    )
+    # exp(x - log_sum) in float32: the difference and log_sum are each rounded once, and each
+    # rounding is a relative error of the probability; exp itself and the product add 16 more.
+    probability = (x.double() - wide[1][:, None]).exp()
+    steps = (x.double() - wide[1][:, None]).abs() + wide[1].abs()[:, None] + 16
+    bound = torch.finfo(dtype).eps * want.abs() + 2.0**-24 * steps * probability + 2.0**-24
+    assert bool(((got.double() - want).abs() <= bound).all())
+
+
+def test_more_experts_than_the_kernels_take_are_named() -> None:
+    x = torch.randn(2, 1025, device=DEVICE)
+    with pytest.raises(UnsupportedError, match="router='reference'"):
+        run(RouterDesc(torch.float32, 2, "softmax"), x)
+    with pytest.raises(UnsupportedError, match="route='reference'"):
+        run(RouteDesc(torch.bool, "mask"), torch.ones(2, 2049, device=DEVICE).bool(), 4)
+
+
+def test_tensors_that_do_not_fit_are_named() -> None:
+    x = torch.randn(4, 8, device=DEVICE)
+    index = torch.zeros(4, 1, device=DEVICE, dtype=torch.int32)
+    with pytest.raises(OperandError, match="sources"):
+        run(DispatchDesc(torch.float32), x, index, index[:, 0].long())
+    with pytest.raises(OperandError, match="4 tokens, and an index of 3"):
+        run(DispatchDesc(torch.float32), x, index[:3], index[:, 0])
+    step = AdamDesc(BF16, BF16)
+    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
+    lists = [[x.to(BF16)], [x.to(BF16)], [x], [x[:2]], []]
+    with pytest.raises(OperandError, match="expected the same shape"):
+        run(step, *lists, **numbers)
+    with pytest.raises(OperandError, match=r"expected 1 of torch\.float32"):
+        run(step, [x.to(BF16)], [x.to(BF16)], [x], [], [], **numbers)
+
+
+@pytest.mark.parametrize("master", ["none", "float32", "remainder"])
+def test_steps_of_many_large_parameters(master: str) -> None:
+    shapes = [(4096, 1024), (1024,), (3,), (16385,), *[(7, 9)] * 100]
+    params = [torch.randn(shape, device=DEVICE) for shape in shapes]
+    grads = [torch.randn_like(one).to(BF16) for one in params]
+    lists: list[list[torch.Tensor]] = [grads, [one.to(BF16) for one in params]]
+    lists += [[torch.zeros_like(one) for one in params] for _ in range(2)]
+    extra = {"none": [], "float32": [one.to(BF16).float() for one in params]}
+    extra["remainder"] = [torch.zeros_like(one, dtype=torch.int16) for one in params]
+    lists.append(extra[master])
+    theirs = [[one.clone() for one in group] for group in lists]
+    desc = AdamDesc(BF16, BF16, master=master)
+    keywords = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    for step in (1, 2, 3):
+        run(desc, *lists, **keywords, step=step)
+        judged(desc, *theirs, **keywords, step=step)
+    for ours, other in zip(lists[:4], theirs[:4], strict=True):
+        for one, two in zip(ours, other, strict=True):
+            torch.testing.assert_close(one.float(), two.float(), rtol=2.0**-7, atol=1e-6)
+
+
+def test_a_step_counts_as_a_write() -> None:
+    lists = [[torch.ones(5, device=DEVICE)] for _ in range(3)]
+    before = [group[0]._version for group in lists]
+    desc = SgdDesc(torch.float32, torch.float32)
+    options = {"weight_decay": 0.0, "momentum": 0.9, "dampening": 0.0, "nesterov": False}
+    run(desc, *lists, [], lr=0.1, is_first=True, **options)
+    after = [group[0]._version for group in lists]
+    assert after[0] == before[0]
+    assert after[1] > before[1]
+    assert after[2] > before[2]
+
+
+def layer(x: torch.Tensor, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Everything at once, by the public functions."""
+    probs, routing = fused_topk_with_score_function(logits, 4, False, 4, 2, 2.5, "sigmoid", None)
+    rows, permuted, row_id_map = fp8core.moe_permute_with_probs(
+        x, probs.float(), routing, x.shape[0] * 4
+    )
+    y = fp8core.moe_unpermute(rows * permuted[:, None].to(x.dtype), row_id_map, probs)
+    return fp8core.parallel_cross_entropy(y[None], target, 0.1, reduce_loss=True)
+
+
+def leaves() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(512, 1024, generator=generator)
+    logits = torch.randn(512, 32, generator=generator)
+    target = torch.randint(0, 1024, (1, 512), generator=generator)
+    return [x.to(DEVICE, BF16), logits.to(DEVICE, BF16), target.to(DEVICE)]
+
+
+def test_gradients_are_those_of_the_reference() -> None:
+    results = []
+    for name in ("cuda", "reference"):
+        x, logits, target = leaves()
+        x.requires_grad_()
+        logits.requires_grad_()
+        with fp8core.use_backend(name):
+            loss = layer(x, logits, target)
+        loss.backward()
+        results.append((loss, x.grad, logits.grad))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        scale = float(theirs.detach().abs().max())
+        torch.testing.assert_close(ours, theirs, rtol=2.0**-6, atol=scale * 2.0**-7)
+
+
+def test_nothing_waits_and_a_graph_records_it() -> None:
+    x, logits, target = leaves()
+    x.requires_grad_()
+    logits.requires_grad_()
+
+    def step() -> torch.Tensor:
+        loss = layer(x, logits, target)
+        loss.backward()
+        return loss
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            x.grad = logits.grad = None
+            eager = step()
+        x.grad = logits.grad = None
+        with nothing_waits():
+            eager = step()
+    torch.cuda.current_stream().wait_stream(stream)
+    want = [eager.detach().clone(), x.grad.clone(), logits.grad.clone()]
+    x.grad = logits.grad = None
+    del eager  # with it the gradients' accumulators, which belong to the stream they began on
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        loss = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    for ours, theirs in zip((loss, x.grad, logits.grad), want, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+# torch 2.11's compiler looks at an autograd function that is given as an instance, and warns.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_in_one_graph() -> None:
+    x, logits, target = leaves()
+    x.requires_grad_()
+    logits.requires_grad_()
+    loss = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, logits, target)
+    loss.backward()
+    got = [loss, x.grad, logits.grad]
+    x.grad = logits.grad = None
+    expected = layer(x, logits, target)
+    expected.backward()
+    for ours, theirs in zip(got, (expected, x.grad, logits.grad), strict=True):
+        assert torch.equal(ours, theirs)
