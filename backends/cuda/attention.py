@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc
+from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc, AttentionPartBackwardDesc
 from fp8core_backends.cuda.attention_backward import GraphAttentionBackward
 from fp8core_backends.cuda.attention_forward import GraphAttention
-from fp8core_backends.cuda.attention_support import TORCH, KernelNames, kernels
+from fp8core_backends.cuda.attention_support import FRONTEND, TORCH, KernelNames, kernels
 from fp8core_backends.cuda.attention_torch import TorchAttention, TorchAttentionBackward
 
 __all__ = ["bind_attention", "bind_attention_backward"]
@@ -30,6 +30,8 @@ def bind_attention_backward(
     desc: AttentionBackwardDesc, device: torch.device
 ) -> Callable[..., Any]:
     """Return the callable of backward."""
+    if isinstance(desc, AttentionPartBackwardDesc):
+        return GraphAttentionBackward(desc, device, KernelNames(FRONTEND, ()))
     is_plain, names = _kernels(desc.attention)
     return (TorchAttentionBackward if is_plain else GraphAttentionBackward)(desc, device, names)
 

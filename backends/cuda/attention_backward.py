@@ -63,7 +63,8 @@ class GraphAttentionBackward(GraphOperation):
         )
         with torch.cuda.device(self.device):
             if self.is_empty(q, k, lengths):
-                return self._of_nothing((q, k, v), bias)
+                offset = self._grad_of_sink(grad_out, out, stats, softmax_offset)
+                return (*self._of_nothing((q, k, v), bias), offset)
             call = self.prepare((q, k, v), lengths, bias, mask, rng, in_backward=True)
             if call.q.shape != q.shape:
                 grad_out, out = (with_second(x, desc.layout) for x in (grad_out, out))
@@ -106,17 +107,14 @@ class GraphAttentionBackward(GraphOperation):
         self,
         operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         bias: torch.Tensor | None,
-    ) -> Gradients:
-        """Return the gradients without queries or keys."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the gradients but that of the sink, without queries or keys."""
         grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in operands)
         grad_bias = None
         if self._bias_grad:
             assert bias is not None
             grad_bias = bias.new_zeros(bias.shape)
-        is_learned = self.desc.softmax == "learnable"
-        wide = torch.float32
-        offset = grad_q.new_zeros(self.desc.heads, dtype=wide) if is_learned else None
-        return grad_q, grad_k, grad_v, grad_bias, offset
+        return grad_q, grad_k, grad_v, grad_bias
 
     def _grad_of_sink(
         self,

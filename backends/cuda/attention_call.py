@@ -269,7 +269,7 @@ class _Offsets:
 def _refuses_one_query(desc: AttentionDesc) -> bool:
     """Whether cuDNN has no forward of one query for each head and sequence. It has no backward of
     one query and one key."""
-    return desc.softmax != "vanilla"
+    return desc.low_precision or desc.softmax != "vanilla"
 
 
 def with_second(rows: torch.Tensor, layout: str) -> torch.Tensor:

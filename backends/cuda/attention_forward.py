@@ -1,10 +1,12 @@
-"""Forward of attention by cuDNN's frontend."""
+"""Forward of attention by cuDNN's frontend, of operands in high precision and in FP8."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from fp8core.backend_api import AttentionDesc
+from fp8core.backend_api import AttentionDesc, Operand, OperandError
 from fp8core_backends.cuda import attention_graph
 from fp8core_backends.cuda.attention_call import GraphCall, GraphOperation, first_alone
 from fp8core_backends.cuda.attention_graph import Uid
@@ -15,19 +17,36 @@ from fp8core_backends.cuda.attention_support import KernelNames
 __all__ = ["GraphAttention"]
 
 
+_LARGEST_E4M3 = 448.0
+_NUMBER_STEP = 4  # floats: 16 bytes, the alignment that cuDNN assumes of any tensor
+
+
+class _Scales(NamedTuple):
+    """The scales of a call in low precision, float32 of one element each; ``amax`` is the record of
+    the weights' amax, None without one."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    s: torch.Tensor
+    amax: torch.Tensor | None
+
+
 class GraphAttention(GraphOperation):
     """``(out, stats, max_logit)``; see AttentionDesc."""
 
     __slots__ = ()
 
     def __init__(self, desc: AttentionDesc, device: torch.device, names: KernelNames) -> None:
-        super().__init__(desc, device, names, attention_graph.forward)
+        in_fp8 = attention_graph.quantized_forward
+        add = in_fp8 if desc.low_precision else attention_graph.forward
+        super().__init__(desc, device, names, add)
 
     def __call__(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: torch.Tensor | Operand,
+        k: torch.Tensor | Operand,
+        v: torch.Tensor | Operand,
         *,
         bias: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
@@ -39,9 +58,14 @@ class GraphAttention(GraphOperation):
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
         rng: torch.Tensor | None = None,
+        s_scale: torch.Tensor | None = None,
+        s_amax_out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Attend; see the backend API."""
-        desc = self.desc
+        desc, scales = self.desc, None
+        if desc.low_precision:
+            scales = self._scales((q, k, v), s_scale, s_amax_out)
+        q, k, v = (x.data if isinstance(x, Operand) else x for x in (q, k, v))
         check_operands(desc, q, k, v, self.device)
         lengths = Keywords(
             *(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
@@ -52,24 +76,24 @@ class GraphAttention(GraphOperation):
             if self.is_empty(q, k, lengths):
                 return self._of_nothing(q, k, lengths, sink)
             call = self.prepare((q, k, v), lengths, bias, mask, rng, in_backward=False)
-            results = self._attend(call, sink)
+            results = self._attend(call, sink, scales)
         if call.q.shape == q.shape:
             return results
         return _of_first_query(*results, desc.layout)
 
     def _attend(
-        self, call: GraphCall, sink: torch.Tensor | None
+        self, call: GraphCall, sink: torch.Tensor | None, scales: _Scales | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         desc = self.desc
         # In thd cuDNN writes the rows of sequences alone.
         out = (torch.zeros if desc.layout == "thd" else torch.empty)(
             out_size(desc, call.q),
-            dtype=desc.dtype,
+            dtype=torch.uint8 if desc.low_precision else desc.dtype,
             device=self.device,
         )
         stats = torch.empty(self._statistics(call.q), dtype=torch.float32, device=self.device)
         tensors = call.tensors | {Uid.OUT: out}
-        largest = None
+        largest, amaxes = None, None
         if sink is not None:
             tensors[Uid.SINK] = sink
         if desc.max_logit:
@@ -77,7 +101,14 @@ class GraphAttention(GraphOperation):
             tensors |= {Uid.MAX_LOGIT: largest, Uid.SUM: stats}
         else:
             tensors[Uid.STATS] = stats
+        if scales is not None:
+            amaxes = stats.new_zeros(2, _NUMBER_STEP)
+            tensors |= self._numbers(scales, amaxes)
         self.graphs.run(call.problem, tensors)
+        if scales is not None and scales.amax is not None:
+            assert amaxes is not None
+            # A query without a key may leave NaN, which is no weight.
+            torch.fmax(scales.amax, amaxes[0, :1], out=scales.amax)
         if largest is not None:
             stats = stats.log_().add_(largest)
         if call.unseen is not None:
@@ -90,6 +121,56 @@ class GraphAttention(GraphOperation):
             return out, stats, None
         by_head = largest if desc.layout == "thd" else largest.transpose(0, 1).flatten(1).t()
         return out, stats, by_head.amax(0)
+
+    def _scales(
+        self,
+        operands: tuple[torch.Tensor | Operand, ...],
+        s_scale: torch.Tensor | None,
+        s_amax_out: torch.Tensor | None,
+    ) -> _Scales:
+        """Return the scales of a call in low precision, checked: cuDNN reads them by address."""
+        given = [x.scale_inv if isinstance(x, Operand) else None for x in operands]
+        given.append(s_scale)
+        names = ("scale_inv of q", "scale_inv of k", "scale_inv of v", "s_scale", "s_amax_out")
+        for name, one in zip(names, (*given, s_amax_out), strict=True):
+            if one is None and name == "s_amax_out":
+                continue
+            is_right = one is not None and one.dtype == torch.float32 and one.numel() == 1
+            if one is None or not is_right or one.device != self.device:
+                shown = None if one is None else f"{one.dtype} {list(one.shape)} on {one.device}"
+                raise OperandError(
+                    f"{self.desc}: {name} is {shown}; expected torch.float32 of one element on "
+                    f"{self.device}."
+                )
+        q, k, v, s = given
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        assert s is not None
+        return _Scales(q, k, v, s, s_amax_out)
+
+    def _numbers(self, scales: _Scales, amaxes: torch.Tensor) -> dict[Uid, torch.Tensor]:
+        """Return the scales and the amaxes as the tensors of a graph.
+
+        The result has the scale of the values, times ``1 - dropout``. cuDNN casts the weights of a
+        row before it divides them by their sum, when the largest is 1, so that a scale above the
+        format's largest value would saturate them; below it, a scale changes no rounding but that
+        of subnormals.
+        """
+        s_scale = scales.s.clamp(max=_LARGEST_E4M3)
+        of_out = scales.v.reciprocal()
+        if self.desc.dropout:
+            of_out *= 1 - self.desc.dropout
+        return {
+            Uid.SCALE_INV_Q: scales.q,
+            Uid.SCALE_INV_K: scales.k,
+            Uid.SCALE_INV_V: scales.v,
+            Uid.SCALE_INV_S: s_scale.reciprocal(),
+            Uid.SCALE_S: s_scale,
+            Uid.SCALE_OUT: of_out,
+            Uid.AMAX_S: amaxes[0],
+            Uid.AMAX_OUT: amaxes[1],
+        }
 
     def _statistics(self, q: torch.Tensor) -> tuple[int, ...]:
         layout = self.desc.layout

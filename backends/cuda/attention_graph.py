@@ -21,9 +21,11 @@ __all__ = [
     "contiguous_strides",
     "forward",
     "operand_type",
+    "quantized_forward",
 ]
 
 Strides = tuple[int, int, int, int]
+_ONE = [1, 1, 1, 1]  # the sizes, and the strides, of a number
 
 
 class Uid(IntEnum):
@@ -56,6 +58,14 @@ class Uid(IntEnum):
     STARTS_GRAD_Q = 24
     STARTS_GRAD_K = 25
     STARTS_GRAD_V = 26
+    SCALE_INV_Q = 28
+    SCALE_INV_K = 29
+    SCALE_INV_V = 30
+    SCALE_INV_S = 31
+    SCALE_S = 32
+    SCALE_OUT = 33
+    AMAX_S = 34
+    AMAX_OUT = 35
 
 
 class Problem(NamedTuple):
@@ -96,6 +106,40 @@ def forward(cudnn: Any, graph: Any, desc: AttentionDesc, problem: Problem) -> No
         **tensors.forward_options(),
     )
     tensors.forward_results(out, stats)
+
+
+def quantized_forward(cudnn: Any, graph: Any, desc: AttentionDesc, problem: Problem) -> None:
+    """Add the forward operation of quantized operands to ``graph``, as :func:`forward` does.
+
+    The result is quantized, too. ``AMAX_S`` and ``AMAX_OUT`` are those of the weights and of the
+    result, each before its scale.
+    """
+    tensors = _Tensors(cudnn, graph, desc, problem)
+    scales = {
+        "descale_q": Uid.SCALE_INV_Q,
+        "descale_k": Uid.SCALE_INV_K,
+        "descale_v": Uid.SCALE_INV_V,
+        "descale_s": Uid.SCALE_INV_S,
+        "scale_s": Uid.SCALE_S,
+        "scale_o": Uid.SCALE_OUT,
+    }
+    options = tensors.options()
+    for side in ("left", "right"):  # this operation has other names for them
+        bound = options.pop(f"diagonal_band_{side}_bound", None)
+        if bound is not None:
+            options[f"{side}_bound"] = bound
+    out, stats, *amaxes = graph.sdpa_fp8(
+        *(tensors.operand(uid) for uid in (Uid.Q, Uid.K, Uid.V)),
+        generate_stats=not desc.max_logit,
+        name="attention",
+        **{name: tensors.number(uid) for name, uid in scales.items()},
+        **options,
+        **tensors.forward_options(),
+    )
+    tensors.forward_results(out, stats)
+    for amax, uid in zip(amaxes, (Uid.AMAX_S, Uid.AMAX_OUT), strict=True):
+        amax.set_uid(int(uid)).set_output(True).set_dim(_ONE).set_stride(_ONE)
+        amax.set_data_type(cudnn.data_type.FLOAT)
 
 
 def backward(cudnn: Any, graph: Any, desc: AttentionDesc, problem: Problem) -> None:
@@ -155,6 +199,8 @@ def contiguous_strides(layout: str, dims: tuple[int, int, int, int]) -> Strides:
 def operand_type(cudnn: Any, desc: AttentionDesc) -> Any:
     """Return cuDNN's name of the dtype of queries, keys and values."""
     types = cudnn.data_type
+    if desc.low_precision:
+        return types.FP8_E4M3
     return types.HALF if desc.dtype == torch.float16 else types.BFLOAT16
 
 
@@ -184,6 +230,10 @@ class _Tensors:
     def dtype(self, dtype: torch.dtype) -> Any:
         """Return cuDNN's name of a dtype."""
         return self._types[dtype]
+
+    def number(self, uid: Uid) -> Any:
+        """Return a float32 tensor of one element."""
+        return self.plain(uid, tuple(_ONE), tuple(_ONE), self._cudnn.data_type.FLOAT)
 
     def plain(
         self,

@@ -43,6 +43,7 @@ def check_operands(
         OperandError: names all three tensors.
     """
     rank = 3 if desc.layout == "thd" else 4
+    dtype = torch.uint8 if desc.low_precision else desc.dtype
     batch = slice(1, 2) if desc.layout == "sbhd" else slice(0, 1)
     is_right = (
         q.dim() == k.dim() == v.dim() == rank
@@ -51,7 +52,7 @@ def check_operands(
         and v.shape[-2:] == (desc.groups, desc.head_dim_v)
         and k.shape[:-2] == v.shape[:-2]
         and (desc.layout == "thd" or q.shape[batch] == k.shape[batch])
-        and q.dtype == k.dtype == v.dtype == desc.dtype
+        and q.dtype == k.dtype == v.dtype == dtype
         and q.device == k.device == v.device == device
     )
     if not is_right:
@@ -62,7 +63,7 @@ def check_operands(
         raise OperandError(
             f"{desc}: {shown}; expected q [.., {desc.heads}, {desc.head_dim}], "
             f"k [.., {desc.groups}, {desc.head_dim}] and v [.., {desc.groups}, {desc.head_dim_v}] "
-            f"of {desc.dtype} on {device}."
+            f"of {dtype} on {device}."
         )
 
 

@@ -12,10 +12,14 @@ from fp8core.backend_api import (
     ATTENTION_SOFTMAXES,
     AttentionBackwardDesc,
     AttentionDesc,
+    AttentionPartBackwardDesc,
+    OperandSpec,
 )
 from fp8core_backends.cuda import cudnn_frontend
+from fp8core_backends.cuda.layout import scale_mode
 
 __all__ = [
+    "FP8",
     "FRONTEND",
     "TORCH",
     "KernelNames",
@@ -26,6 +30,7 @@ __all__ = [
 
 TORCH = "cuDNN's attention, by torch"
 FRONTEND = "cuDNN's attention, by its frontend"
+FP8 = "cuDNN's FP8 attention, by its frontend"
 
 
 class KernelNames(NamedTuple):
@@ -38,20 +43,27 @@ class KernelNames(NamedTuple):
 _DTYPES = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256
 _HEAD_STEP = 8  # elements: 16 bytes
+_FP8_HEAD_STEP = 16
+_CAUSAL_FP8_SIZES = ((16, 16), (32, 32), (64, 128), (128, 128))
 
 
 def attention_backward_problem(desc: AttentionBackwardDesc, device: torch.device) -> str | None:
     """Say why cuDNN cannot compute the gradients of attention on the device, or None."""
     if type(desc.attention) is not AttentionDesc:
         return f"no gradients of {type(desc.attention).__name__}"
-    if _is_quantized(desc.attention) or desc.grad_output is not None or desc.dp is not None:
+    if desc.low_precision or desc.grad_output is not None or desc.dp is not None:
         return (
-            "no FP8 backward of attention, which is slower than that of bfloat16 on Hopper: "
-            'fp8_dpa_backward="dequantized"'
+            "no FP8 backward of attention, which is slower than that of bfloat16 on Hopper; "
+            'fp8_dpa_backward="dequantized" runs'
         )
     if desc.bias_grad and desc.attention.bias is None:
         return "the gradient of a bias without a bias"
-    return attention_problem(desc.attention, device)
+    problem = attention_problem(desc.attention, device)
+    if problem is None and isinstance(desc, AttentionPartBackwardDesc):
+        # cuDNN takes the weights from the statistics and the products of rows from the result, as
+        # a part needs; torch's operator is not asked, whose single key has the weight 1.
+        problem = _frontend_problem(desc.attention)
+    return problem
 
 
 def attention_problem(desc: AttentionDesc, device: torch.device) -> str | None:
@@ -91,7 +103,7 @@ def attention_problem(desc: AttentionDesc, device: torch.device) -> str | None:
 def kernels(desc: AttentionDesc) -> dict[str, str | None]:
     """Return the kernels for attention in the order of preference, each with why it does not run
     ``desc``, or None; one of them alone has None."""
-    problems = {TORCH: _torch_problem, FRONTEND: _frontend_problem}
+    problems = {TORCH: _torch_problem, FRONTEND: _frontend_problem, FP8: _fp8_problem}
     reasons = {name: problem(desc) for name, problem in problems.items()}
     chosen = next((name for name, reason in reasons.items() if reason is None), None)
     return {
@@ -104,7 +116,7 @@ def _torch_problem(desc: AttentionDesc) -> str | None:
     """Say why torch's operator for cuDNN does not compute ``desc``, or None: it takes no mask, or a
     causal one with its diagonal at the top left corner, of sequences without padding."""
     features = (
-        (_is_quantized(desc), "FP8"),
+        (desc.low_precision, "FP8"),
         (desc.layout == "thd", "thd"),
         (desc.padding, "padding"),
         (desc.window not in ((-1, -1), (-1, 0)), "window"),
@@ -119,7 +131,7 @@ def _torch_problem(desc: AttentionDesc) -> str | None:
     missing = [name for is_asked, name in features if is_asked]
     if missing:
         return f"no {', no '.join(missing)}"
-    reason = _head_problem(desc)
+    reason = _head_problem(desc, _HEAD_STEP)
     is_built = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]  # torch's
     return reason or (None if is_built else "this torch is built without cuDNN")
 
@@ -129,7 +141,7 @@ def _frontend_problem(desc: AttentionDesc) -> str | None:
     is_at_the_end = desc.bottom_right and desc.window[1] >= 0
     has_bias = desc.bias is not None or desc.arbitrary
     problems = (
-        (_is_quantized(desc), "no FP8"),
+        (desc.low_precision, "it quantizes nothing"),
         (desc.softcap != 0, "no cap of logits beside masks"),
         (desc.bias == "alibi", "its ALiBi has slopes of its own, and takes none"),
         (has_bias and desc.layout == "thd", "no bias for sequences in thd"),
@@ -140,15 +152,60 @@ def _frontend_problem(desc: AttentionDesc) -> str | None:
         (desc.max_logit and desc.softmax != "vanilla", "no largest logit beside a sink"),
     )
     reason = next((text for wrong, text in problems if wrong), None)
-    return reason or _head_problem(desc) or cudnn_frontend.missing()
+    return reason or _head_problem(desc, _HEAD_STEP) or cudnn_frontend.missing()
 
 
-def _is_quantized(desc: AttentionDesc) -> bool:
-    return any(spec is not None for spec in (desc.qkv, desc.s, desc.out))
+def _fp8_problem(desc: AttentionDesc) -> str | None:
+    """Say why cuDNN's FP8 attention on Hopper does not compute ``desc``, or None."""
+    specs = (desc.qkv, desc.s, desc.out)
+    problems = (
+        (specs == (None, None, None), "nothing is quantized"),
+        (
+            desc.qkv is None or desc.s is None,
+            "q, k and v are quantized, and the weights or the result alone are not",
+        ),
+        (desc.out is None, 'on Hopper it returns FP8 alone; fp8_dpa_output="fp8" asks for that'),
+        (not all(map(_is_tensorwise_e4m3, specs)), "it takes tensorwise e4m3"),
+        (desc.softcap != 0, "no cap of logits"),
+        (desc.bias is not None or desc.arbitrary, "no bias and no arbitrary mask"),
+        (
+            desc.bottom_right and desc.window[1] >= 0,
+            "no diagonal at the bottom right corner on Hopper",
+        ),
+        (desc.layout == "thd", "thd ends in an illegal instruction"),
+        (desc.dropout > 0, "dropout ends in an illegal address"),
+        (desc.softmax != "vanilla", "no plan for a sink"),
+        (desc.max_logit, "the largest logits are wrong"),
+        (not _is_seen_in_fp8(desc), "this window and these head sizes were not seen to pass"),
+    )
+    reason = next((text for wrong, text in problems if wrong), None)
+    return reason or _head_problem(desc, _FP8_HEAD_STEP) or cudnn_frontend.missing()
 
 
-def _head_problem(desc: AttentionDesc) -> str | None:
+def _is_seen_in_fp8(desc: AttentionDesc) -> bool:
+    """Whether FP8 attention of this kind gave right results on a device: its check of support also
+    accepts kinds whose kernels crash."""
     sizes = (desc.head_dim, desc.head_dim_v)
-    if all(0 < one <= _LARGEST_HEAD and one % _HEAD_STEP == 0 for one in sizes):
+    left, right = desc.window
+    if sizes == (64, 64):
+        is_two_sided = left > 0 and right > 0 and not desc.bottom_right
+        is_open = desc.window == (-1, -1) and not desc.padding
+        return is_open or desc.window == (-1, 0) or is_two_sided
+    return sizes in _CAUSAL_FP8_SIZES and desc.window == (-1, 0) and not desc.padding
+
+
+def _head_problem(desc: AttentionDesc, step: int) -> str | None:
+    sizes = (desc.head_dim, desc.head_dim_v)
+    if all(0 < one <= _LARGEST_HEAD and one % step == 0 for one in sizes):
         return None
-    return f"head sizes {sizes}: it takes multiples of {_HEAD_STEP} up to {_LARGEST_HEAD}"
+    return f"head sizes {sizes}: it takes multiples of {step} up to {_LARGEST_HEAD}"
+
+
+def _is_tensorwise_e4m3(spec: OperandSpec | None) -> bool:
+    return (
+        spec is not None
+        and spec.format == "e4m3"
+        and scale_mode(spec) == "tensor"
+        and not spec.stochastic
+        and spec.transform is None
+    )

@@ -17,6 +17,7 @@ from fp8core.backend_api import (
     AmaxDesc,
     AttentionBackwardDesc,
     AttentionDesc,
+    AttentionPartBackwardDesc,
     ColumnSumsDesc,
     CombineBackwardDesc,
     CombineDesc,
@@ -94,8 +95,8 @@ class CudaBackend:
             return f"runs on cuda, not on {device.type}"
         if type(desc) is AttentionDesc:  # a subclass may ask for more
             return attention_problem(desc, device)
-        if type(desc) is AttentionBackwardDesc:
-            return attention_backward_problem(desc, device)
+        if type(desc) in (AttentionBackwardDesc, AttentionPartBackwardDesc):
+            return attention_backward_problem(desc, device)  # type: ignore[arg-type]  # as above
         missing = native.missing(device)
         if type(desc) in (GemmDesc, GroupedGemmDesc):  # a subclass may ask for more
             return _check_gemm(desc, device, missing)  # type: ignore[arg-type]  # as the line above
@@ -124,13 +125,16 @@ class CudaBackend:
         is cut off in the same way by each of the k / 32 instructions; without, every 128 products
         are added in float32.
         """
-        if not isinstance(desc, GemmDesc):
+        if not isinstance(desc, GemmDesc | AttentionDesc):
+            return Numerics()
+        if isinstance(desc, AttentionDesc) and not desc.low_precision:
             return Numerics()
         if not desc.low_precision:
             source = "tensor cores cut off float32 sums instead of rounding them"
             return Numerics(source, sum_error_per_term=2.0**-23)
         source = "DeepSeek-V3 technical report (arXiv:2412.19437) 3.3.2: 14 bits kept on Hopper"
-        per_term = 2.0**-18 if desc.fast_accumulation else 2.0**-24
+        is_fast = isinstance(desc, AttentionDesc) or desc.fast_accumulation
+        per_term = 2.0**-18 if is_fast else 2.0**-24
         return Numerics(source, sum_error=2.0**-9, sum_error_per_term=per_term)
 
     def bind(self, desc: OpDesc, device: torch.device) -> Callable[..., Any]:

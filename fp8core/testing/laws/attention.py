@@ -16,6 +16,7 @@ from fp8core.backend_api import (
     AttentionBackwardDesc,
     AttentionDesc,
     AttentionPartBackwardDesc,
+    Numerics,
     Operand,
     OperandSpec,
 )
@@ -30,6 +31,7 @@ __all__ = ["F64", "ROUND", "Sequence", "cases", "sequence", "sides_of"]
 ROUND = 2.0**-24  # largest relative error of one float32 rounding
 FUNCTION = 2.0**-20  # error of a float32 exponential
 F64 = torch.float64
+_DEFAULT = Numerics()
 SIZES = ((21, 37), (37, 21), (64, 64), (1, 70), (130, 5))
 EMPTY = ((0, 7), (7, 0), (0, 0), (7, 9, 0))
 
@@ -116,9 +118,16 @@ def _seen(desc: AttentionDesc, num_q: int, num_kv: int) -> torch.Tensor:
 
 
 def sequence(
-    desc: AttentionDesc, at: int, parts: tuple[torch.Tensor, ...], keywords: dict[str, Any]
+    desc: AttentionDesc,
+    at: int,
+    parts: tuple[torch.Tensor, ...],
+    keywords: dict[str, Any],
+    numerics: Numerics = _DEFAULT,
 ) -> Sequence:
-    """Compute sequence ``at`` from its queries, keys and values ``[length, heads, d]``."""
+    """Compute sequence ``at`` from its queries, keys and values ``[length, heads, d]``.
+
+    ``numerics`` bounds the sums of the products of queries and keys.
+    """
     q, k, v = (part.double().detach().requires_grad_() for part in parts)
     repeats = desc.heads // desc.groups
     keys, values = (torch.repeat_interleave(x, repeats, 1) for x in (k, v))
@@ -148,7 +157,9 @@ def sequence(
     is_open = (every > -torch.inf).any(-1, keepdim=True)
     weights = every.masked_fill(~is_open, 0).softmax(-1).masked_fill(~is_open, 0)[..., :num_kv]
     out = torch.einsum("hij,jhd->ihd", weights, values)
-    error = (desc.head_dim + 16) * ROUND * desc.scale * sizes + FUNCTION
+    declared = numerics.sum_error - _DEFAULT.sum_error
+    declared += desc.head_dim * (numerics.sum_error_per_term - _DEFAULT.sum_error_per_term)
+    error = ((desc.head_dim + 16) * ROUND + declared) * desc.scale * sizes + FUNCTION
     return Sequence((q, k, v), logits, weights, every.logsumexp(-1), out, error)
 
 
@@ -204,7 +215,7 @@ def _attention_within(subject: Subject, call: OpCall) -> float:
     eps = torch.finfo(desc.dtype).eps + _rounding(desc.s)
     for at in range(len(queries.lengths)):
         parts = queries.part(q, at), keys.part(k, at), keys.part(v, at)
-        one = sequence(desc, at, parts, keywords)
+        one = sequence(desc, at, parts, keywords, subject.numerics(desc))
         weights, values = one.weights.detach(), parts[2].double().abs()
         values = values.repeat_interleave(desc.heads // desc.groups, 1)
         off = one.error + (weights * one.error).sum(-1, keepdim=True) + 2 * eps

@@ -63,11 +63,18 @@ class _Sequence:
 
     def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         desc, problem = self.desc, self.problem
-        q = self.view(Uid.Q, problem.q, desc.heads, self.rows_q, desc.head_dim).double()
-        k = self.view(Uid.K, problem.k, desc.groups, self.rows_kv, desc.head_dim).double()
-        v = self.view(Uid.V, problem.v, desc.groups, self.rows_kv, desc.head_dim_v).double()
+        q = self.view(Uid.Q, problem.q, desc.heads, self.rows_q, desc.head_dim)
+        k = self.view(Uid.K, problem.k, desc.groups, self.rows_kv, desc.head_dim)
+        v = self.view(Uid.V, problem.v, desc.groups, self.rows_kv, desc.head_dim_v)
+        scales = (Uid.SCALE_INV_Q, Uid.SCALE_INV_K, Uid.SCALE_INV_V)
+        q, k, v = (self.values(x, uid) for x, uid in zip((q, k, v), scales, strict=True))
         repeats = desc.heads // desc.groups
         return q, k.repeat_interleave(repeats, 0), v.repeat_interleave(repeats, 0)
+
+    def values(self, x: torch.Tensor, scale_inv: Uid) -> torch.Tensor:
+        if scale_inv not in self.tensors:
+            return x.double()
+        return x.view(torch.float8_e4m3fn).double() * self.tensors[scale_inv].double().view(())
 
     def statistics(self, uid: Uid) -> torch.Tensor:
         heads, length = self.desc.heads, self.problem.s_q
@@ -101,8 +108,14 @@ class _Sequence:
         return (torch.rand(shape, generator=generator) >= p).double() / (1 - p)
 
 
+def _codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (x * scale.double().view(())).clamp(-448, 448).float().to(torch.float8_e4m3fn)
+
+
 def forward(desc: AttentionDesc, problem: Problem, tensors: Tensors) -> None:
-    assert problem.s_q > 1 or Uid.SINK not in tensors
+    is_quantized = desc.low_precision
+    assert is_quantized == (Uid.SCALE_S in tensors)
+    assert problem.s_q > 1 or not (is_quantized or Uid.SINK in tensors)
     for at in range(problem.batch):
         one = _Sequence(desc, problem, tensors, at)
         q, k, v = one.operands()
@@ -114,7 +127,14 @@ def forward(desc: AttentionDesc, problem: Problem, tensors: Tensors) -> None:
             sums = torch.logaddexp(sums, tensors[Uid.SINK].double()[:, None])
         weights = (logits - sums[..., None]).exp()  # NaN where nothing is seen
         weights = weights * one.kept(weights.shape)
+        if is_quantized:
+            amax = tensors[Uid.AMAX_S][:1]
+            amax.copy_(torch.cat((amax, weights.nan_to_num(0).flatten().float())).max())
+            weights = _codes(weights, tensors[Uid.SCALE_S]).double()
+            weights = weights * tensors[Uid.SCALE_INV_S].double()
         out = weights @ v
+        if is_quantized:
+            out = _codes(out, tensors[Uid.SCALE_OUT]).view(torch.uint8)
         size = desc.head_dim_v
         one.view(Uid.OUT, problem.out, desc.heads, one.rows_q, size).copy_(out)
         if desc.max_logit:
@@ -219,7 +239,7 @@ class StandIn:
         here.device = Device()
         for module in (attention_call, attention_forward, attention_backward, attention_torch):
             monkeypatch.setattr(module, "torch", here)
-        steps = {"forward": forward, "backward": backward}
+        steps = {"forward": forward, "quantized_forward": forward, "backward": backward}
 
         def run(graphs: Any, problem: Problem, tensors: Tensors) -> None:
             steps[graphs._add.__name__](graphs._desc, problem, tensors)
