@@ -360,7 +360,8 @@ __global__ void __launch_bounds__(kThreads, 4)
 TokenWarps warps_of(int64_t tokens, int64_t slots, int64_t cols, int multiprocessors) {
   constexpr int kWarpsOfMultiprocessor = 40;
   TokenWarps p;
-  p.warps = static_cast<int>(std::clamp<int64_t>(kMostSlots / std::max<int64_t>(slots, 1), 1, kWarps));
+  p.warps =
+      static_cast<int>(std::clamp<int64_t>(kMostSlots / std::max<int64_t>(slots, 1), 1, kWarps));
   p.blocks = static_cast<unsigned>((tokens + p.warps - 1) / p.warps);
   const int64_t steps = std::max<int64_t>((cols + kStep - 1) / kStep, 1);
   const int64_t wanted = int64_t{kWarpsOfMultiprocessor} * multiprocessors;
@@ -384,8 +385,7 @@ std::size_t list_bytes(const TokenWarps& p, int64_t slots) {
 
 void launch_dispatch(const RowsDesc& desc, const DispatchArguments& a, cudaStream_t stream) {
   const DeviceGuard guard(desc.device);
-  const TokenWarps p =
-      warps_of(a.x.rows, a.slots, a.x.cols, num_multiprocessors(desc.device));
+  const TokenWarps p = warps_of(a.x.rows, a.slots, a.x.cols, num_multiprocessors(desc.device));
   const dim3 grid = grid_of(p, a.rows, a.x.cols);
   const std::size_t shared = list_bytes(p, a.slots);
   with_type(desc.input, [&](auto type) {
