@@ -47,8 +47,10 @@ def _of_rows(x: torch.Tensor, at: int, rows: int, whole: int) -> torch.Tensor:
 
 @law(4, "gemm", applies=lambda desc: type(desc) is GemmDesc and not desc.accumulate)
 def gemm_parts_have_the_bits_of_the_whole(subject: Subject, desc: GemmDesc) -> None:
-    """``gemm_part``, if it is offered, writes what the call gives these rows, with and without a
-    bias, and nothing beside them."""
+    """``gemm_part``, if offered, writes what the call gives these rows, and nothing beside them.
+
+    With and without a bias.
+    """
     gemm_part = subject.offers(desc).gemm_part
     if gemm_part is None:
         return
