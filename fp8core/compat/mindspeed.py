@@ -4,7 +4,7 @@ MindSpeed fabricates ``transformer_engine`` out of empty classes, and has Megatr
 package replaced by its own. :func:`install` puts the alias there instead and leaves those patches
 out, so that Megatron's own classes run on fp8core's layers; MindSpeed's other patches stay.
 ``--fp8-format`` and ``--fp8-recipe`` choose the recipe as they do under MindSpeed, HiFloat8
-included. Call it first::
+included, under each Megatron that MindSpeed patches. Call it first::
 
     from fp8core.compat import mindspeed
 
@@ -14,6 +14,8 @@ included. Call it first::
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import importlib
 import logging
@@ -23,10 +25,20 @@ from typing import Any
 
 from fp8core.compat import transformer_engine
 from fp8core.compat.transformer_engine import recipes
+from fp8core.context.autocast import autocast
 from fp8core.errors import UnsupportedError
+from fp8core.parameter.init import quantized_model_init
+from fp8core.recipe.base import Recipe
 from fp8core.reporting import log_once
 
-__all__ = ["CLASSES", "classes", "get_fp8_recipe_wrapper", "install", "is_left_out"]
+__all__ = [
+    "CLASSES",
+    "classes",
+    "get_fp8_context_wrapper",
+    "get_fp8_recipe_wrapper",
+    "install",
+    "is_left_out",
+]
 
 _EXTENSION = "megatron.core.extensions.transformer_engine"
 CLASSES: Mapping[str, str] = {
@@ -43,11 +55,12 @@ _BELONGING = (
     *("TELinear", "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"),
     *("TEDelayedScaling", "Fp8Padding", "Fp8Unpadding", "te_checkpoint"),
 )
+_UTILITIES = "megatron.core.fp8_utils"
 _CONTEXT = (
-    *("megatron.core.fp8_utils.get_fp8_context", "megatron.core.fp8_utils.get_fp8_recipe"),
+    *(f"{_UTILITIES}.get_fp8_context", f"{_UTILITIES}.get_fp8_recipe"),
     "megatron.core.enums.Fp8Recipe",
 )
-_RECIPE = "megatron.core.fp8_utils.get_fp8_recipe"
+_ARGUMENTS = "mindspeed.args_utils"
 _MANAGER = "mindspeed.patch_utils"
 _ADAPTOR = "mindspeed.megatron_adaptor"
 
@@ -102,13 +115,24 @@ def _filtered(register: Callable[..., None]) -> Callable[..., None]:
         if is_left_out(orig_func_name):
             log_once(f"MindSpeed's patch of {orig_func_name} gives way to fp8core", logging.INFO)
             if orig_func_name in _CONTEXT and not taken:
-                taken.append(_RECIPE)
-                register(_RECIPE, get_fp8_recipe_wrapper)
+                taken.append(orig_func_name)
+                register(*_recipes_patch())
             return
         register(orig_func_name, *args, **kwargs)
 
     register_patch.leaves_out = True  # type: ignore[attr-defined]  # read by install
     return register_patch
+
+
+def _recipes_patch() -> tuple[str, Callable[..., Any]]:
+    """Return Megatron's function that chooses the recipe, and the patch of it.
+
+    MindSpeed has imported Megatron when it registers its patches of it.
+    """
+    utilities = sys.modules.get(_UTILITIES)
+    if utilities is not None and not hasattr(utilities, "get_fp8_recipe"):  # 0.12.1
+        return f"{_UTILITIES}.get_fp8_context", get_fp8_context_wrapper
+    return f"{_UTILITIES}.get_fp8_recipe", get_fp8_recipe_wrapper
 
 
 def get_fp8_recipe_wrapper(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -122,28 +146,78 @@ def get_fp8_recipe_wrapper(original: Callable[[Any], Any]) -> Callable[[Any], An
         """Return the recipe of a ``TransformerConfig``.
 
         Raises:
-            UnsupportedError: HiFloat8 in another recipe than ``tensorwise``; ``mxfp8-32x32``.
+            UnsupportedError: HiFloat8 in another recipe than ``tensorwise``; ``mxfp8-32x32``;
+                experts that ``--no-use-gmm-fp8`` leaves in high precision.
         """
-        name = str(getattr(config.fp8_recipe, "value", config.fp8_recipe))
-        if config.fp8 == "hif8":
-            if name != "tensorwise":
-                raise UnsupportedError(
-                    f"--fp8-format hif8 with --fp8-recipe {name}: HiFloat8 has one scale a tensor. "
-                    f"Choose --fp8-recipe tensorwise."
-                )
-            return recipes.Float8CurrentScaling(fp8_format="hif8")
-        if name == "mxfp8-32x32":
-            raise UnsupportedError(
-                "--fp8-recipe mxfp8-32x32: blocks of 32 x 32 are not offered. Choose mxfp8, whose "
-                "blocks are 1 x 32, or run MindSpeed's own layers."
-            )
-        if name == "blockwise":  # as MindSpeed computes it, and as Ascend's products need it
-            return recipes.Float8BlockScaling(
-                use_f32_scales=True, x_wgrad_block_scaling_dim=2, fp8_format=config.fp8
-            )
-        return original(config)
+        recipe = _added_recipe(config)
+        return original(config) if recipe is None else recipe
 
     return get_fp8_recipe
+
+
+def get_fp8_context_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Megatron's ``get_fp8_context``, ``original``, with the recipes that MindSpeed adds.
+
+    For a Megatron without ``get_fp8_recipe``, whose context chooses the recipe itself.
+    """
+
+    @functools.wraps(original)
+    def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> Any:
+        """Return the context of a layer, by a ``TransformerConfig``.
+
+        Raises:
+            UnsupportedError: as :func:`get_fp8_recipe_wrapper`.
+        """
+        recipe = _added_recipe(config)
+        if recipe is None:
+            return original(config, layer_no, is_init)
+        # Megatron decides whether the layer computes in low precision, by a recipe that it knows.
+        known = copy.copy(config)
+        known.fp8, known.fp8_recipe = "e4m3", "tensorwise"
+        context = original(known, layer_no, is_init)
+        if isinstance(context, contextlib.nullcontext):
+            return context
+        if is_init:
+            return quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True)
+        return autocast(recipe=recipe)
+
+    return get_fp8_context
+
+
+def _added_recipe(config: Any) -> Recipe | None:
+    """Return the recipe that MindSpeed adds to Megatron's; None if ``config`` asks for another."""
+    if not config.fp8:
+        return None
+    name = str(getattr(config.fp8_recipe, "value", config.fp8_recipe))
+    if name == "mxfp8-32x32" or (name == "mxfp8" and True in _options(config, "mxfp8_32x32")):
+        raise UnsupportedError(
+            "--fp8-recipe mxfp8-32x32: blocks of 32 x 32 are not offered. Choose mxfp8, whose "
+            "blocks are 1 x 32, or run MindSpeed's own layers."
+        )
+    if getattr(config, "num_moe_experts", None) and False in _options(config, "use_gmm_fp8"):
+        raise UnsupportedError(
+            "--no-use-gmm-fp8: experts in high precision beside layers in low precision are not "
+            "offered. Leave the option out, or run MindSpeed's own layers."
+        )
+    if config.fp8 == "hif8":
+        if name != "tensorwise":
+            raise UnsupportedError(
+                f"--fp8-format hif8 with --fp8-recipe {name}: HiFloat8 has one scale a tensor. "
+                f"Choose --fp8-recipe tensorwise."
+            )
+        return recipes.Float8CurrentScaling(fp8_format="hif8")
+    if name == "blockwise":  # as MindSpeed computes it, and as Ascend's products need it
+        return recipes.Float8BlockScaling(
+            use_f32_scales=True, x_wgrad_block_scaling_dim=2, fp8_format=config.fp8
+        )
+    return None
+
+
+def _options(config: Any, name: str) -> list[object]:
+    """Return the values of an option of MindSpeed, in ``config`` and on its command line."""
+    arguments = getattr(sys.modules.get(_ARGUMENTS), "get_full_args", None)
+    holders = (config, *([] if arguments is None else [arguments()]))
+    return [getattr(holder, name) for holder in holders if hasattr(holder, name)]
 
 
 def classes() -> dict[str, type]:
@@ -156,7 +230,8 @@ def classes() -> dict[str, type]:
         extension = importlib.import_module(_EXTENSION)
     except ModuleNotFoundError as error:
         raise UnsupportedError(f"megatron-core cannot be imported ({error}).") from None
-    if not (transformer_engine.is_installed() and extension.HAVE_TE):
+    # Megatron 0.12 imports the package or fails, and keeps no note of it.
+    if not (transformer_engine.is_installed() and getattr(extension, "HAVE_TE", True)):
         raise UnsupportedError(
             "Megatron does not run on fp8core. Call fp8core.compat.mindspeed.install() before it "
             "is imported."

@@ -5,6 +5,7 @@ MindSpeed needs an NPU to be imported; its manager of patches has a stand-in her
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from enum import Enum
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import fp8core
 from fp8core.compat import mindspeed, transformer_engine
 from fp8core.compat.transformer_engine import finder
 from fp8core.errors import UnsupportedError
@@ -93,10 +95,85 @@ def test_the_context_is_megatron_s_with_mindspeed_s_recipes(manager: type[Manage
     assert manager.registered == {"megatron.core.fp8_utils.get_fp8_recipe": wrapper}
 
 
-def recipe_of(fp8: str, name: object) -> Any:
+def test_the_context_of_a_megatron_that_chooses_there_is_decorated(
+    manager: type[Manager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron 0.12.1 has no function for the recipe alone."""
+    monkeypatch.setitem(sys.modules, "megatron.core.fp8_utils", ModuleType("fp8_utils"))
+    mindspeed.install()
+    manager.register_patch("megatron.core.fp8_utils.get_fp8_context", object())
+    wrapper = mindspeed.get_fp8_context_wrapper
+    assert manager.registered == {"megatron.core.fp8_utils.get_fp8_context": wrapper}
+
+
+def test_the_package_comes_back_where_it_is_taken_out(manager: type[Manager]) -> None:
+    """MindSpeed takes it out of ``sys.modules``, and leaves the modules below it."""
+    mindspeed.install()
+    import transformer_engine.pytorch
+
+    linear = transformer_engine.pytorch.Linear
+    del sys.modules["transformer_engine"]
+    import transformer_engine as again
+
+    assert again.pytorch.Linear is linear
+    assert again.common.recipe.Float8CurrentScaling is not None
+
+
+def recipe_of(fp8: str, name: object, **options: object) -> Any:
     return mindspeed.get_fp8_recipe_wrapper(lambda config: "Megatron's")(
-        SimpleNamespace(fp8=fp8, fp8_recipe=name)
+        SimpleNamespace(fp8=fp8, fp8_recipe=name, **options)
     )
+
+
+class Config(SimpleNamespace):
+    """What a context of Megatron 0.12.1 reads of its config; layer 0 is in high precision."""
+
+    def context(self, layer: int, is_init: bool = False) -> Any:
+        def megatron_s(config: Any, layer_no: int, is_init: bool) -> Any:
+            assert config.fp8_recipe in ("delayed", "tensorwise", "mxfp8")
+            assert config.fp8 in ("e4m3", "hybrid")
+            return contextlib.nullcontext() if layer_no == 0 else "Megatron's"
+
+        return mindspeed.get_fp8_context_wrapper(megatron_s)(self, layer, is_init)
+
+
+def test_a_context_has_mindspeed_s_recipe_in_the_layers_that_megatron_chooses() -> None:
+    config = Config(fp8="hif8", fp8_recipe="tensorwise")
+    assert isinstance(config.context(0), contextlib.nullcontext)
+    with config.context(1):
+        recipe = fp8core.context.autocast.active().quantize
+    assert isinstance(recipe, Float8CurrentScaling)
+    assert recipe.fp8_format == "hif8"
+    assert (config.fp8, config.fp8_recipe) == ("hif8", "tensorwise")
+    blocks = Config(fp8="e4m3", fp8_recipe="blockwise")
+    with blocks.context(1, is_init=True):
+        layer = fp8core.Linear(128, 128)
+    assert isinstance(layer.weight, fp8core.QuantizedTensor)
+    assert Config(fp8="e4m3", fp8_recipe="mxfp8").context(1) == "Megatron's"
+
+
+@pytest.mark.parametrize("is_of_config", [True, False], ids=["config", "command line"])
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("mxfp8_32x32", True, "mxfp8-32x32: blocks of 32 x 32"),
+        ("use_gmm_fp8", False, "--no-use-gmm-fp8: experts in high precision"),
+    ],
+)
+def test_an_option_that_changes_results_is_refused(
+    monkeypatch: pytest.MonkeyPatch, is_of_config: bool, option: str, value: bool, message: str
+) -> None:
+    arguments = ModuleType("args_utils")
+    given = {option: value}
+    if not is_of_config:
+        arguments.get_full_args = lambda: SimpleNamespace(**given)  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "mindspeed.args_utils", arguments)
+    with pytest.raises(UnsupportedError, match=message):
+        recipe_of("e4m3", "mxfp8", num_moe_experts=4, **(given if is_of_config else {}))
+
+
+def test_an_option_of_experts_is_nothing_to_a_model_without() -> None:
+    assert recipe_of("e4m3", "mxfp8", num_moe_experts=None, use_gmm_fp8=False) == "Megatron's"
 
 
 class Named(str, Enum):

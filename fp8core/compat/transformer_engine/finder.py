@@ -109,7 +109,9 @@ class Finder(MetaPathFinder, Loader):
         surface = importlib.import_module(_SURFACE)
         surface.fill(module, self.version)
         for child in surface.children(module.__name__):
-            importlib.import_module(child)
+            # Importing binds a name only where it loads the module; a module of before stays
+            # loaded where a program, as MindSpeed does, takes the package out of sys.modules.
+            setattr(module, child.rpartition(".")[2], importlib.import_module(child))
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
         """Yield the package's metadata if it is asked for, by either spelling or by none."""
