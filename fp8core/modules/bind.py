@@ -8,7 +8,7 @@ import torch
 
 from fp8core.chain import run as chain
 from fp8core.chain.bind import bind_chain
-from fp8core.chain.differentiable import arranged
+from fp8core.chain.differentiable import arranged, only_once
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.communicator import named
 from fp8core.context import recompute
@@ -104,7 +104,7 @@ def bind(
             bound = known or _bind(layer, recipe, mode, binding, chosen, first_gemm)
             layer._bindings.table[key] = bound
             layer._bindings.last = (key, bound)
-            _note_change(layer, recipe)
+            _note_change(layer, recipe, bound)
     if bound.states is not None and repeats:
         check_scales(layer, bound.states.forward)
     if bound.states is not None and records:
@@ -120,10 +120,13 @@ def _mode_text(mode: tuple[bool, bool, bool, bool]) -> str:
     return f"{grad}, {'training' if is_training else 'evaluation'}"
 
 
-def _note_change(layer: LowPrecisionModule, recipe: Recipe | None) -> None:
-    """Log once that a layer computes by another kind of recipe than the one before."""
+def _note_change(layer: LowPrecisionModule, recipe: Recipe | None, bound: Bound) -> None:
+    """Log once that a layer computes by another kind of recipe than the one before.
+
+    Not one that computes in high precision under any recipe, as a rotation does.
+    """
     chosen = recipe_in(recipe, LayerRole(layer.kind, layer.name))
-    if chosen is None:
+    if chosen is None or only_once(bound.links) is None:
         return
     before, layer._bindings.recipe = layer._bindings.recipe, type(chosen)
     kinds = before or type(chosen), type(chosen)

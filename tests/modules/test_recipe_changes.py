@@ -52,3 +52,14 @@ def test_the_layers_of_a_per_layer_recipe_keep_theirs(caplog: pytest.LogCaptureF
         with fp8core.autocast(recipe=recipe.PerLayer(rules, default="current")):
             model(torch.ones(32, 32))
     assert "recipe changed" not in caplog.text
+
+
+def test_a_layer_that_quantizes_nothing_has_no_recipe_to_change(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    norm, t = fp8core.RMSNorm(32), torch.ones(4, 1, 2, 32)
+    angles = fp8core.RotaryPositionEmbedding(32)(4)
+    for chosen in (recipe.Float8CurrentScaling(), recipe.DelayedScaling()):
+        with fp8core.autocast(recipe=chosen):
+            fp8core.apply_rotary_pos_emb(norm(t), angles)
+    assert "recipe changed" not in caplog.text
