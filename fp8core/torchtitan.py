@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import derive, override
 from torchtitan.models.common.linear import Linear as TitanLinear
@@ -19,8 +20,9 @@ from torchtitan.protocols.module import Module
 from fp8core.context.autocast import Active
 from fp8core.conversion.steps import delimit
 from fp8core.conversion.survey import check_patterns, is_match, is_named_head, is_named_router
-from fp8core.errors import RecipeError
+from fp8core.errors import OperandError, RecipeError
 from fp8core.modules.linear import Linear
+from fp8core.modules.parallel import ALONE
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.data import from_data
 from fp8core.recipe.plan import LayerRole, LinearPlan
@@ -39,7 +41,13 @@ class Fp8CoreLinear(Linear, Module):
 
     Its parameters have the names of torchtitan's linear, so that checkpoints fit. Under delayed
     scaling each call is a step, unless it is inside of :func:`fp8core.autocast`.
+
+    With tensor parallelism each rank quantizes its own part of the weight and of the input, and
+    torchtitan moves the activations, in high precision.
     """
+
+    # How the weight's gradient lies on the mesh of the DTensor in the forward that runs.
+    _gradient_layout: tuple[Placement, ...] | None = None
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanLinear.Config):
@@ -63,6 +71,70 @@ class Fp8CoreLinear(Linear, Module):
         role = LayerRole(self.kind, self.name)
         if plan_of(LinearPlan, recipe, role, self.dtype_of("weight")).delayed is not None:
             delimit(self)
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Shard the parameters as torchtitan does, and compute with this rank's part of them."""
+        super().parallelize(parallel_dims)
+        weight: Any = self.weight
+        rows, columns = (weight.to_local() if isinstance(weight, DTensor) else weight).shape
+        if columns != self.in_features:
+            if self.use_bias:
+                raise OperandError(
+                    f"{self.label}: a weight whose columns are sharded has a bias, which each rank "
+                    f"would add. Leave the layer out by filter_fqns."
+                )
+            self.set_share("row", ALONE, columns)
+        if rows != self.out_features:
+            self.set_share("column", ALONE, rows, [(prefix, rows) for prefix, _ in self.parts])
+        if isinstance(weight, DTensor):
+            self.local_part = self._part
+
+    def forward(  # type: ignore[override]  # one position, as torchtitan places arguments by name
+        self, input: torch.Tensor, **options: Any
+    ) -> Any:
+        """Compute as :meth:`fp8core.Linear.forward`; a DTensor from a DTensor.
+
+        Raises:
+            OperandError: layouts of input and weight of which no rank can compute a part.
+        """
+        if not isinstance(input, DTensor):
+            return super().forward(input, **options)
+        output, of_input, self._gradient_layout = self._layouts(input)
+        local = input.to_local(grad_placements=of_input)
+        result: Any = super().forward(local, **options)
+        return DTensor.from_local(result, input.device_mesh, output, run_check=False)
+
+    def _part(self, name: str, parameter: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the local tensor of a parameter, through which gradients flow back."""
+        if not isinstance(parameter, DTensor):
+            return parameter
+        return parameter.to_local(grad_placements=self._gradient_layout)
+
+    def _layouts(self, input: DTensor) -> tuple[tuple[Placement, ...], ...]:
+        """Return how the output, and the gradients of ``input`` and of the weight, lie."""
+        weight: Any = self.weight
+        last = input.dim() - 1
+        alike = isinstance(weight, DTensor) and weight.device_mesh == input.device_mesh
+        found: list[tuple[Placement, ...]] = []
+        for x, w in zip(input.placements, weight.placements if alike else (), strict=alike):
+            if isinstance(x, Replicate) and w == Shard(0):
+                found.append((Shard(last), Partial(), w))
+            elif x in (Shard(last), Shard(-1)) and w == Shard(1):
+                found.append((Partial(), x, w))
+            elif isinstance(x, Shard) and x.dim < last and isinstance(w, Replicate):
+                found.append((x, x, Partial()))
+            elif isinstance(x, Replicate) and isinstance(w, Replicate):
+                found.append((x, x, w))
+        if len(found) != input.device_mesh.ndim:
+            is_spread = isinstance(weight, DTensor)
+            lies = f"{weight.placements} of {weight.device_mesh}" if is_spread else "whole"
+            raise OperandError(
+                f"{self.label}: the input lies as {input.placements} of {input.device_mesh}, the "
+                f"weight {lies}. A rank takes a whole input with rows of the weight, columns of "
+                f"both, or rows of the input with a whole weight."
+            )
+        output, of_input, of_weight = zip(*found, strict=True)
+        return output, of_input, of_weight
 
 
 class Fp8CoreConverter(QuantizationConverter):
