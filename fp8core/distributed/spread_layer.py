@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,14 +16,24 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
+from torch.nn.utils import parametrize
 
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.linear import Linear
+from fp8core.modules.norm import LayerNorm, RMSNorm
 from fp8core.modules.parallel import Parallel
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 
-__all__ = ["LocalPart", "Spread", "distribute", "sequence_dim", "spreadable_linear"]
+__all__ = [
+    "LocalPart",
+    "Spread",
+    "distribute",
+    "refuse_rows",
+    "sequence_dim",
+    "spreadable_linear",
+    "spreadable_norm",
+]
 
 
 class Spread(NamedTuple):
@@ -64,8 +74,9 @@ def spreadable_linear(spread: Spread, module: LowPrecisionModule) -> tuple[Linea
             f"{name} is not offered: it takes Linear, LayerNormLinear and converted "
             f"torch.nn.Linear. Give other layers tp_group= where they are made."
         )
-    if module.tp_size > 1 or module.local_part is not None:
+    if module.tp_size > 1:
         raise OperandError(f"{name}: the layer is spread over {module.tp_size} ranks already.")
+    _check_spreadable(spread, module, [f"{prefix}weight" for prefix, _ in module.parts])
     if module.return_bias or module.fuse_wgrad_accumulation or module.wgrad_queue is not None:
         raise UnsupportedError(
             f"{name}: return_bias, fuse_wgrad_accumulation and delay_wgrad_compute are not offered "
@@ -76,11 +87,46 @@ def spreadable_linear(spread: Spread, module: LowPrecisionModule) -> tuple[Linea
             f"{name}: parameters of quantized_model_init are not spread. Make the layer outside "
             f"it; fp8core.distributed.gather_quantized gathers weights quantized."
         )
-    if spread.mesh.ndim != 1:
-        raise spread.refuse(
-            module, f"the mesh has {spread.mesh.ndim} dimensions", 'Give one, as mesh["tp"].'
-        )
     return module, Parallel.of(name, spread.mesh.get_group(), 1, False)
+
+
+def spreadable_norm(spread: Spread, module: LowPrecisionModule) -> LayerNorm | RMSNorm:
+    """Return the layer, or refuse it."""
+    if not isinstance(module, LayerNorm | RMSNorm):
+        raise UnsupportedError(
+            f"{spread.style} of {module.label} is not offered: it takes LayerNorm and RMSNorm. Use "
+            f"ColwiseParallel or RowwiseParallel for linears."
+        )
+    _check_spreadable(spread, module, ["weight"])
+    return module
+
+
+def _check_spreadable(spread: Spread, module: LowPrecisionModule, weights: list[str]) -> None:
+    """Refuse a layer that is spread already or computes its parameters, and a mesh that does not
+    fit."""
+    if module.local_part is not None:
+        raise OperandError(
+            f"{spread.style} of {module.label}: a style has spread the layer already. Name it once "
+            f"in the plans."
+        )
+    is_held = all(name in module._parameters for name in weights)
+    if not is_held or parametrize.is_parametrized(module):
+        raise UnsupportedError(
+            f"{spread.style} of {module.label} is not offered for parameters that are computed "
+            f"from other parameters. Remove the parametrization, or register it on the spread "
+            f"layer."
+        )
+    mesh = spread.mesh
+    if mesh.ndim != 1:
+        raise spread.refuse(
+            module, f"the mesh has {mesh.ndim} dimensions", 'Give one, as mesh["tp"].'
+        )
+    if mesh.get_coordinate() is None:
+        raise spread.refuse(
+            module,
+            f"this rank is not in {mesh}",
+            "Spread the layer on the ranks of the mesh alone.",
+        )
 
 
 def sequence_dim(
@@ -91,7 +137,12 @@ def sequence_dim(
         return None
     if isinstance(layout, Shard) and layout.dim in (0, 1) and layout.dim + 1 != ndim:
         return layout.dim
-    raise spread.refuse(
+    raise refuse_rows(spread, layer, layout)
+
+
+def refuse_rows(spread: Spread, layer: LowPrecisionModule, layout: Placement) -> OperandError:
+    """Return the error for a layout that shards no dimension of rows."""
+    return spread.refuse(
         layer,
         f"{layout} of its rows does not fit",
         "Choose Replicate(), Shard(0) or Shard(1), a dimension before the last.",
@@ -99,17 +150,35 @@ def sequence_dim(
 
 
 def distribute(
-    style: Any,
+    spread: Spread,
     module: LowPrecisionModule,
-    mesh: DeviceMesh,
     layouts: Mapping[str, Placement],
     other: Placement,
+    src_data_rank: int | None,
 ) -> None:
-    """Make the parameters of ``module`` DTensors, each in its layout or in ``other``."""
-    for name, parameter in list(module._parameters.items()):
-        if parameter is None or isinstance(parameter, DTensor):
-            continue
-        layout = [layouts.get(name, other)]
-        whole = distribute_tensor(parameter.data, mesh, layout, src_data_rank=style.src_data_rank)
-        spread = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
-        module.register_parameter(name, spread)
+    """Make the parameters of ``module`` DTensors, each in its layout or in ``other``.
+
+    Those that are DTensors already, as weights that another layer shares, stay. ``src_data_rank``:
+    the rank whose values all take; None: each has its own.
+
+    Raises:
+        OperandError: a DTensor that lies in another way; nothing is changed then.
+    """
+    mesh, held = spread.mesh, [(n, p) for n, p in module._parameters.items() if p is not None]
+    for name, parameter in held:
+        wanted = (layouts.get(name, other),)
+        if isinstance(parameter, DTensor) and (
+            parameter.placements != wanted or parameter.device_mesh != mesh
+        ):
+            raise spread.refuse(
+                module,
+                f"its {name} lies as {parameter.placements} on {parameter.device_mesh}; expected "
+                f"{wanted} on {mesh}",
+                "Share weights between layers of one style, or give plain ones.",
+            )
+    for name, parameter in held:
+        if not isinstance(parameter, DTensor):
+            layout = [layouts.get(name, other)]
+            whole = distribute_tensor(parameter.data, mesh, layout, src_data_rank=src_data_rank)
+            placed = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, placed)

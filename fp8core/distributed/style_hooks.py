@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fp8core.distributed.spread_layer import LocalPart, Spread, sequence_dim
+from fp8core.distributed.spread_layer import LocalPart, Spread, refuse_rows, sequence_dim
 from fp8core.modules.base import LowPrecisionModule
 
 __all__ = ["Columns", "Rows", "Sequence", "hook"]
@@ -24,7 +24,10 @@ class _Boundary:
     def enter(
         self, module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the input, the first argument or ``input=``."""
+        """Replace the input, the first argument or ``input=``; forward refuses one that is no
+        tensor, or none."""
+        if not isinstance(arguments[0] if arguments else keywords.get("input"), torch.Tensor):
+            return arguments, keywords
         if arguments:
             return (self._input(module, arguments[0]), *arguments[1:]), keywords
         return (), {**keywords, "input": self._input(module, keywords["input"])}
@@ -73,6 +76,13 @@ class Columns(_Boundary):
         placed = self._placed(module, x, self.style.input_layouts[0])
         layout = placed.placements[0]
         self.dim = sequence_dim(self.spread, module, layout, placed.ndim)
+        wanted = self.style.output_layouts[0]
+        if isinstance(wanted, Shard) and not -placed.ndim <= wanted.dim < placed.ndim:
+            raise self.spread.refuse(
+                module,
+                f"output_layouts={wanted} does not fit an input of {placed.ndim} dimensions",
+                "Choose Replicate(), or a dimension that the output has.",
+            )
         is_sequence = self.dim is not None
         if is_sequence != module.sequence_parallel:
             module.set_sequence(is_sequence)
@@ -119,14 +129,27 @@ class Rows(_Boundary):
 class Sequence(_Boundary):
     """Of a norm: each rank has some of the rows."""
 
+    def __init__(self, spread: Spread, style: Any) -> None:
+        super().__init__(spread, style)
+        self.uneven: torch.Size | None = None  # of a whole input that ranks have unequal shards of
+
     def _input(self, module: Any, x: Any) -> torch.Tensor:
         (layout,) = self.style.sequence_sharding
-        placed = self._placed(module, x, layout)
-        return placed.redistribute(placements=(layout,)).to_local()
+        if not -x.dim() <= layout.dim < x.dim() or layout.dim % x.dim() == x.dim() - 1:
+            raise refuse_rows(self.spread, module, layout)
+        placed = self._placed(module, x, layout).redistribute(placements=(layout,))
+        is_even = placed.shape[layout.dim] % self.spread.mesh.size() == 0
+        self.uneven = None if is_even else placed.shape
+        return placed.to_local()
 
     def _output(self, module: Any, y: torch.Tensor) -> torch.Tensor:
         (layout,) = self.style.sequence_sharding
-        return self._finished(y, layout, layout)
+        if self.uneven is None or self.style.use_local_output:
+            return self._finished(y, layout, layout)
+        stride = torch.empty(self.uneven, device="meta").stride()
+        return DTensor.from_local(
+            y, self.spread.mesh, (layout,), run_check=False, shape=self.uneven, stride=stride
+        )
 
 
 def hook(module: LowPrecisionModule, boundary: _Boundary) -> None:

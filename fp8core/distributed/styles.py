@@ -29,14 +29,15 @@ from fp8core.distributed.spread_layer import (
     LocalPart,
     Spread,
     distribute,
+    refuse_rows,
     sequence_dim,
     spreadable_linear,
+    spreadable_norm,
 )
 from fp8core.distributed.style_hooks import Columns, Rows, Sequence, hook
-from fp8core.errors import UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.layernorm_linear import LayerNormLinear
-from fp8core.modules.norm import LayerNorm, RMSNorm
+from fp8core.modules.linear import Linear
 
 __all__ = ["ColwiseParallel", "PrepareModuleInput", "RowwiseParallel", "SequenceParallel"]
 
@@ -66,6 +67,7 @@ class ColwiseParallel(torch_style.ColwiseParallel):
         linear, parallel = spreadable_linear(spread, module)
         (layout,) = self.input_layouts
         sequence_dim(spread, linear, layout)
+        _check_output(spread, linear, self)
         owner = f"{spread.style} of {linear.label}"
         out_features = parallel.part_of(owner, "out_features", linear.out_features)
         parts = [
@@ -74,7 +76,8 @@ class ColwiseParallel(torch_style.ColwiseParallel):
         ]
         norm = frozenset(name for name in linear._parameters if name.startswith("layer_norm_"))
         is_sequence = isinstance(layout, Shard)
-        distribute(self, linear, device_mesh, dict.fromkeys(norm, Replicate()), Shard(0))
+        replicated = dict.fromkeys(norm, Replicate())
+        distribute(spread, linear, replicated, Shard(0), self.src_data_rank)
         linear.local_part = LocalPart(norm if is_sequence else frozenset())
         linear.set_share("column", parallel._replace(sequence=is_sequence), out_features, parts)
         hook(linear, Columns(spread, self, norm))
@@ -112,7 +115,8 @@ class RowwiseParallel(torch_style.RowwiseParallel):
         owner = f"{spread.style} of {linear.label}"
         in_features = parallel.part_of(owner, "in_features", linear.in_features)
         biases = [name for name in linear._parameters if name.endswith("bias")]
-        distribute(self, linear, device_mesh, dict.fromkeys(biases, Replicate()), Shard(1))
+        replicated = dict.fromkeys(biases, Replicate())
+        distribute(spread, linear, replicated, Shard(1), self.src_data_rank)
         linear.local_part = LocalPart(frozenset(biases if is_sequence else ()))
         linear.set_share("row", parallel._replace(sequence=is_sequence), in_features)
         hook(linear, Rows(spread, self))
@@ -129,6 +133,7 @@ class SequenceParallel(torch_style.SequenceParallel):
         use_local_output: return a plain tensor instead of a DTensor.
 
     Raises:
+        OperandError: the last dimension, as a norm takes whole rows; or a norm that is spread.
         UnsupportedError: a layer of fp8core that is no norm.
     """
 
@@ -136,14 +141,13 @@ class SequenceParallel(torch_style.SequenceParallel):
         if not isinstance(module, LowPrecisionModule):
             return super()._apply(module, device_mesh)
         spread = Spread("SequenceParallel", device_mesh)
-        if not isinstance(module, LayerNorm | RMSNorm):
-            raise UnsupportedError(
-                f"SequenceParallel of {module.label} is not offered: it takes LayerNorm and "
-                f"RMSNorm. Use ColwiseParallel or RowwiseParallel for linears."
-            )
-        distribute(self, module, device_mesh, {}, Replicate())
-        module.local_part = LocalPart(frozenset(module._parameters))
-        hook(module, Sequence(spread, self))
+        norm = spreadable_norm(spread, module)
+        (layout,) = self.sequence_sharding
+        if layout.dim == -1:
+            raise refuse_rows(spread, norm, layout)
+        distribute(spread, norm, {}, Replicate(), self.src_data_rank)
+        norm.local_part = LocalPart(frozenset(norm._parameters))
+        hook(norm, Sequence(spread, self))
         return module
 
 
@@ -165,3 +169,22 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
         is_gather = isinstance(input_layout, Shard) and isinstance(desired_layout, Replicate)
         wanted = input_layout if is_gather and not self.use_local_output else desired_layout
         return super()._prepare_input_arg(input, mesh, input_layout, wanted)
+
+
+def _check_output(spread: Spread, linear: Linear, style: ColwiseParallel) -> None:
+    """Refuse an output that a column-parallel layer cannot return."""
+    (layout,) = style.output_layouts
+    if not isinstance(layout, Shard | Replicate):
+        raise spread.refuse(
+            linear,
+            f"output_layouts={layout} does not fit, as each rank has columns",
+            "Choose Shard(-1), another dimension, or Replicate().",
+        )
+    is_columns = isinstance(layout, Shard) and layout.dim == -1
+    if len(linear.parts) > 1 and not (is_columns and style.use_local_output):
+        raise spread.refuse(
+            linear,
+            f"with parameters_split each rank has columns of all of the {len(linear.parts)} parts, "
+            f"which are no consecutive columns of the whole",
+            "Take them with output_layouts=Shard(-1), use_local_output=True, and split them.",
+        )
