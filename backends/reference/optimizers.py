@@ -34,8 +34,11 @@ def adam(
     found_inf: torch.Tensor | None = None,
 ) -> None:
     """Update all tensors but the gradients in place; see the backend API."""
-    count = step.double().reshape(()) if isinstance(step, torch.Tensor) else step
+    lr, inv_scale, step = _scalar(lr), _scalar(inv_scale), _scalar(step)
+    count = step.double() if isinstance(step, torch.Tensor) else step
     divisors = [1.0 - beta**count if bias_correction else 1.0 for beta in (beta1, beta2)]
+    # A scalar parameter would become float64 with divisors of float64.
+    divisors = [one.float() if isinstance(one, torch.Tensor) else one for one in divisors]
     sets = itertools.zip_longest(grads, params, exp_avgs, exp_avg_sqs, masters)
     for grad, param, exp_avg, exp_avg_sq, master in sets:
         value = _stepped_value(desc, param, master)
@@ -50,6 +53,11 @@ def adam(
         _write(exp_avg, m, found_inf)
         _write(exp_avg_sq, v, found_inf)
         _write_value(desc, param, master, value - lr * update, found_inf)
+
+
+def _scalar(number: Number) -> Number:
+    """Return a tensor of one element without dimensions, which parameters without any need."""
+    return number.reshape(()) if isinstance(number, torch.Tensor) else number
 
 
 def _stepped_value(
@@ -77,7 +85,7 @@ def _write_value(
         if master is not None:
             _write(master, value, found_inf)
         return
-    value = torch.where(value.isnan(), torch.nan, value)  # whose lower bits are 0
+    value = value.masked_fill(value.isnan(), torch.nan)  # whose lower bits are 0
     bits = value.view(torch.int32)
     remainder = bits.to(torch.int16)  # the lower bits, as a signed number
     upper = ((bits - remainder.to(torch.int32)) >> 16).to(torch.int16)
@@ -102,6 +110,7 @@ def sgd(
     found_inf: torch.Tensor | None = None,
 ) -> None:
     """Update all tensors but the gradients in place; see the backend API."""
+    lr, scale = _scalar(lr), _scalar(scale)
     for grad, param, held, copy in itertools.zip_longest(grads, params, momenta, copies):
         value = param.float()
         g = grad.float() * scale

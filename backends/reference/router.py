@@ -77,5 +77,5 @@ def router_backward(
     if desc.score_function == "sigmoid":
         slope = scores * (1 - scores)
     else:  # d sqrt(softplus(x)) / dx = sigmoid(x) / (2 * score), where sigmoid(x) = 1 - exp(-s^2)
-        slope = torch.where(scores > 0, -torch.expm1(-scores.square()) / (2 * scores), 0)
+        slope = torch.where(scores == 0, 0, -torch.expm1(-scores.square()) / (2 * scores))
     return (grad * slope).to(desc.dtype)

@@ -413,3 +413,17 @@ def test_parameters_of_several_devices_are_stepped_apart(monkeypatch: pytest.Mon
 def test_numbers_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(OperandError, match="expected"):
         FusedAdam(parameters(), **wrong)
+
+
+@pytest.mark.parametrize("remainders", [False, True])
+def test_a_scalar_parameter_is_stepped_as_a_vector_of_one(remainders: bool) -> None:
+    params = [torch.tensor(1.5), torch.tensor([1.5])]
+    params = [torch.nn.Parameter(one.to(torch.bfloat16)) for one in params]
+    optimizer = FusedAdam(params, lr=1e-2, master_weights=True, store_param_remainders=remainders)
+    for _ in range(3):
+        for one in params:
+            one.grad = torch.full_like(one, 0.25)
+        optimizer.step()
+    assert float(params[0].detach()) == float(params[1].detach()) < 1.5
+    masters = [optimizer.state[one]["master_param"] for one in params]
+    assert masters[0].item() == masters[1].item()

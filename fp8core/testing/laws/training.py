@@ -295,6 +295,17 @@ def router_backward_is_within_the_bound(subject: Subject, desc: RouterBackwardDe
     return worst
 
 
+@law(4, "router_backward")
+def router_backward_passes_on_nan(subject: Subject, desc: RouterBackwardDesc) -> None:
+    """The gradient of an expert whose score is NaN is NaN, and other tokens' gradients are not."""
+    call = arguments(subject, desc, Case(size=(3, 1)))
+    grad, chosen, scores = on_cpu(call.arguments)
+    scores = torch.where((torch.arange(3) == 1)[:, None] & chosen, torch.nan, scores)
+    result = subject.run(desc, *subject.here((grad, chosen, scores))).cpu()
+    require(bool(result[1][chosen[1]].isnan().all()), "the gradient of a NaN score is a number")
+    require(bool(result[::2].isfinite().all()), "the NaN of a token reaches another")
+
+
 def _router_gradient(
     desc: RouterBackwardDesc,
     grad: torch.Tensor,
@@ -403,7 +414,7 @@ def _cross_entropy_backward_within(
 
 BETAS = {"beta1": 0.9, "beta2": 0.999}
 LISTS = ("grads", "params", "exp_avgs", "exp_avg_sqs", "masters")
-SHAPES = ((70, 130), (1,), (0, 5), (9,), (65537,), (3, 4, 5))
+SHAPES = ((70, 130), (1,), (), (0, 5), (9,), (65537,), (3, 4, 5))
 
 
 @law(4, "adam")
@@ -465,11 +476,11 @@ def adam_rounds_the_parameter_from_its_master(subject: Subject, desc: AdamDesc) 
 
 @law(4, "adam")
 def adam_takes_its_numbers_from_the_device(subject: Subject, desc: AdamDesc) -> float:
-    """lr, step and inv_scale as tensors give what the numbers give."""
-    ours = subject.here(step_lists(desc, 3))
+    """lr, step and inv_scale as tensors give what the numbers give, also to a scalar parameter."""
+    ours = subject.here(step_lists(desc, 3, ((70, 13), ())))
     theirs = on_cpu(ours)
     keywords: dict[str, Any] = dict(eps=1e-8, weight_decay=0.1, **BETAS)
-    numbers = {"lr": torch.tensor(0.01), "inv_scale": torch.tensor([0.5])}
+    numbers = {"lr": torch.tensor([0.01]), "inv_scale": torch.tensor([0.5])}
     numbers["step"] = torch.tensor([4], dtype=torch.int32)
     subject.run(desc, *ours, **keywords, **subject.here(numbers))
     subject.judging(desc)(*theirs, lr=0.01, step=4, inv_scale=0.5, **keywords)
