@@ -27,6 +27,7 @@ from fp8core.chain.alone import (
     plain,
 )
 from fp8core.errors import OperandError, did_you_mean
+from fp8core.torch_ops.companions import Companions
 from fp8core.torch_ops.shapes import is_captured
 
 __all__ = [
@@ -43,6 +44,9 @@ _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 _MAP_TYPES = ("mask", "index")
 
 Optional = torch.Tensor | None
+
+_inverses: Companions[torch.Tensor] = Companions()
+"""The ``sources`` of each ``row_id_map`` of a mask, so that backward needs not invert it again."""
 
 
 def moe_permute(
@@ -74,7 +78,7 @@ def moe_permute(
     _check_map(owner, inp, routing_map)
     rows = _check_count(owner, num_out_tokens)
     if map_type == "mask":
-        index, sources = _route("mask", routing_map, rows)
+        index, sources = _route_by_mask(routing_map, rows)
         return _dispatch(inp, None, index, sources)[0], index
     index, sources = _route("experts", routing_map, rows or routing_map.numel())
     # As Transformer Engine lays it out: the first row of each token, then the second of each.
@@ -99,7 +103,7 @@ def moe_permute_with_probs(
     inp = _check_rows(owner, "inp", inp)
     _check_map(owner, inp, routing_map)
     probs = _check_weights(owner, "probs", probs, routing_map)
-    index, sources = _route("mask", routing_map, _check_count(owner, num_out_tokens))
+    index, sources = _route_by_mask(routing_map, _check_count(owner, num_out_tokens))
     output, permuted = _dispatch(inp, probs, index, sources, skips_improbable=True)
     assert permuted is not None
     return output, permuted, index
@@ -429,6 +433,22 @@ def _route(kind: str, routing: torch.Tensor, rows: int) -> tuple[torch.Tensor, t
     return index, sources
 
 
+def _route_by_mask(routing_map: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the route of a mask, whose inverse is remembered."""
+    index, sources = _route("mask", routing_map, rows)
+    if not (is_captured(index) or is_transformed()):
+        _inverses.put(index, sources)
+    return index, sources
+
+
+def _inverse_of(index: torch.Tensor, rows: int) -> Optional:
+    """Return the ``sources`` of a route that is known to go to ``rows`` rows, None of another."""
+    if is_captured(index):
+        return None
+    sources = _inverses.get(index)
+    return sources if sources is not None and sources.shape[0] == rows else None
+
+
 def _dispatch(
     x: torch.Tensor,
     probs: Optional,
@@ -507,15 +527,17 @@ class _Combine(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weights: Optional, values: Optional, index: torch.Tensor
     ) -> tuple[torch.Tensor, Optional]:
-        ctx.save_for_backward(None if weights is None else x, weights, index)
+        kept = None if weights is None else x
+        ctx.save_for_backward(kept, weights, index, _inverse_of(index, x.shape[0]))
         ctx.rows = x.shape[0]
         run = bound(CombineDesc, (x.dtype,), x.device)
         return _run_combine(run, x, weights, values, index)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, grad_values: Optional) -> tuple[Optional, ...]:
-        x, weights, index = ctx.saved_tensors
-        index, sources = _route("rows", index, ctx.rows)
+        x, weights, index, sources = ctx.saved_tensors
+        if sources is None:
+            index, sources = _route("rows", index, ctx.rows)
         if not ctx.needs_input_grad[2]:
             grad_values = None
         if weights is None:

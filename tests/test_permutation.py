@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8core import permutation
 from fp8core.errors import OperandError
 from fp8core.permutation import (
     moe_permute,
@@ -183,6 +184,43 @@ def test_gradients_of_both_orders() -> None:
 
     assert torch.autograd.gradcheck(run, (x, probs))
     assert torch.autograd.gradgradcheck(run, (x, probs))
+
+
+@pytest.mark.parametrize("rows", [9, 14, 20])
+@pytest.mark.parametrize("weighs", [False, True])
+def test_gradients_do_not_depend_on_what_is_remembered_of_a_map(rows: int, weighs: bool) -> None:
+    x, mask = rand(7, 5), routing()
+    probs = torch.rand(7, 4) if weighs else None
+    output, row_id_map = moe_permute(x, mask, rows)
+    grads = []
+    for one in (row_id_map, row_id_map.clone()):
+        leaf = output.clone().requires_grad_()
+        moe_unpermute(leaf, one, probs).backward(rand(7, 5, seed=3))
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
+def test_backward_does_not_invert_a_map_that_was_made_by_a_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output, row_id_map = moe_permute(rand(7, 5), routing(), 14)
+    kinds: list[str] = []
+    route = permutation._route
+    monkeypatch.setattr(
+        permutation, "_route", lambda kind, *rest: [kinds.append(kind), route(kind, *rest)][1]
+    )
+    moe_unpermute(output.requires_grad_(), row_id_map).sum().backward()
+    assert kinds == []
+
+
+def test_a_map_that_was_written_is_inverted_again() -> None:
+    x, mask = rand(7, 5), routing()
+    output, row_id_map = moe_permute(x, mask, 14)
+    row_id_map[3] = -1
+    leaf = output.clone().requires_grad_()
+    moe_unpermute(leaf, row_id_map).sum().backward()
+    assert leaf.grad is not None
+    assert int(leaf.grad.any(1).sum()) == 12
 
 
 def test_gradient_of_dropped_tokens_is_0() -> None:
