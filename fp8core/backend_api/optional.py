@@ -4,7 +4,7 @@ A backend without them is complete. The callable that :meth:`fp8core.backend_api
 returns may have the members of these protocols, for the descriptors that each names. They are
 looked up once, when the operation is bound; a method that cannot be called as written here is an
 error then. A member that is None is not offered. :class:`RecordsCalls` and :class:`MovesBeside` are
-of the backend.
+of the backend, :class:`RecordsFunctions` of its recorder.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ __all__ = [
     "Recorder",
     "Recording",
     "RecordsCalls",
+    "RecordsFunctions",
     "Repeat",
     "Sending",
     "Transfers",
@@ -218,6 +219,19 @@ class Recorder(Protocol):
         scales, amaxes, counters. It has no other effect, and may empty ``saved`` if that is a list.
         Operations of torch within it are the recorder's to repeat, or to notice: then nothing is
         repeated.
+        """
+
+
+@runtime_checkable
+class RecordsFunctions(Recorder, Protocol):
+    """A recorder that also takes functions into a run that no backend has bound, as collectives."""
+
+    def call(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        """Return ``function(*tensors)``, called once within a run that this thread records.
+
+        Each repeat calls the function at this point of the run, with the tensors that stand for
+        these. They are given to the run or computed in it, or views of such tensors. The function
+        returns a tensor, which may be one of them; what it does itself is not recorded.
         """
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fp8core.backend_api import Recorder
 from fp8core.chain.call import DENSE, Call
 from fp8core.chain.protocol import Link, Program
-from fp8core.chain.repeated import Repeated
+from fp8core.chain.repeated import Repeated, records
 from fp8core.chain.series import Series
 from fp8core.torch_ops.likeness import Likeness
 
@@ -40,7 +40,7 @@ class Arranged(tuple[Link, ...]):
         if program is None:
             program = self._new_program(rows, needs_grad, call)
             held = None if self.recorder is None else program.held
-            if self.recorder is not None and held is not None:
+            if self.recorder is not None and held is not None and records(self.recorder, held):
                 program = Repeated(program, held, self.recorder)
             if len(self._programs) >= _MOST_PROGRAMS:  # ragged sizes without end
                 self._programs.clear()

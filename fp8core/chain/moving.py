@@ -29,7 +29,7 @@ from fp8core.chain.call import Call
 from fp8core.chain.compared import ComparedCalls
 from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.once import OnlyOnce, over_ranks
-from fp8core.chain.protocol import Backward, Forward, Out, Params, Program, Relay, SavedList
+from fp8core.chain.protocol import Backward, Forward, Held, Out, Params, Program, Relay, SavedList
 from fp8core.chain.request import Handover, ProductInParts, QuantizeRequest
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.chain.shards import GemmPart
@@ -98,6 +98,8 @@ class _Program(Relay[MovingLink]):
     """Base: takes what its neighbours hand over, tensors or shards of operands."""
 
     __slots__ = ()
+
+    held = Held(calls_functions=True)
 
     @property
     def _communicator(self) -> Communicator:

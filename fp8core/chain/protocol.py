@@ -68,14 +68,16 @@ class Unadded(NamedTuple):
 
 class Held(NamedTuple):
     """What a program refers to besides the tensors of a call, if it does nothing but operations of
-    backends with them.
+    backends with them, and collectives.
 
     ``constants`` are tensors that the operations read and write. ``backward_states`` are those in
-    which backward records.
+    which backward records. ``calls_functions``: it calls functions that no backend has bound, by
+    :func:`~fp8core.torch_ops.recorded.called_in_repeats`.
     """
 
     constants: tuple[torch.Tensor, ...] = ()
     backward_states: tuple[DelayedState, ...] = ()
+    calls_functions: bool = False
 
 
 class Program(Protocol):
@@ -90,8 +92,9 @@ class Program(Protocol):
 
     @property
     def held(self) -> Held | None:
-        """What it refers to; None if a dense call is more than operations of backends, as where it
-        looks at a version or draws random numbers. They are the same ones for tensors alike."""
+        """What it refers to; None if a dense call is more than operations of backends and
+        collectives, as where it looks at a version or draws random numbers. They are the same ones
+        for tensors alike."""
 
     @property
     def input_request(self) -> QuantizeRequest | None:

@@ -7,11 +7,12 @@ recorded, and whenever a call differs from the recorded one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from fp8core.backend_api import Recorder, Repeat
+from fp8core.backend_api import Recorder, RecordsFunctions, Repeat
 from fp8core.chain.call import Call
 from fp8core.chain.protocol import (
     Backward,
@@ -28,8 +29,9 @@ from fp8core.chain.unwrap import PLAIN
 from fp8core.tensors.offloading import is_noting
 from fp8core.tensors.scaling import update_after_backward
 from fp8core.torch_ops.likeness import Likeness, sameness_to
+from fp8core.torch_ops.recorded import recording
 
-__all__ = ["Repeated", "unrecorded"]
+__all__ = ["Repeated", "records", "unrecorded"]
 
 _FIRST = 1
 """Calls that run before one is recorded: the first one of a size chooses algorithms."""
@@ -67,7 +69,10 @@ class _Direction:
         """Call ``run``, which takes no arguments, and keep what repeats it, if anything does."""
         self._attempts_left -= 1
         is_same = sameness_to([*leading, *(one for one in saved if one is not None)])
-        _, repeat = self._recorder.record(run, leading, saved, constants)
+        recorder = self._recorder
+        taking = recording(recorder) if isinstance(recorder, RecordsFunctions) else nullcontext()
+        with taking:
+            _, repeat = recorder.record(run, leading, saved, constants)
         if is_same is not None:
             self.is_same, self.repeat = is_same, repeat
 
@@ -87,7 +92,7 @@ class Repeated:
         self.program = program
         self.held: Held | None = held
         self.frees_early = program.frees_early
-        self._constants, self._states = held
+        self._constants, self._states = held.constants, held.backward_states
         self._forward, self._backward = _Direction(recorder), _Direction(recorder)
         self._context: object = None  # of the recorded forward
 
@@ -185,6 +190,11 @@ def _is_constant(context: object) -> bool:
     if isinstance(context, list | tuple):
         return all(map(_is_constant, context))
     return context is None or isinstance(context, int)
+
+
+def records(recorder: Recorder, held: Held) -> bool:
+    """Say whether ``recorder`` records all that a program does which refers to ``held``."""
+    return isinstance(recorder, RecordsFunctions) or not held.calls_functions
 
 
 def unrecorded(program: Program) -> Program:

@@ -91,13 +91,15 @@ class Series:
         """What its programs refer to; None if one of them does more than operations."""
         constants: list[torch.Tensor] = []
         states: dict[DelayedState, None] = {}
+        calls_functions = False
         for step in self._steps:
             part = step.program.held
             if part is None:
                 return None
             constants += part.constants
             states.update(dict.fromkeys(part.backward_states))
-        return Held(tuple(constants), tuple(states))
+            calls_functions = calls_functions or part.calls_functions
+        return Held(tuple(constants), tuple(states), calls_functions)
 
     @property
     def input_request(self) -> QuantizeRequest | None:

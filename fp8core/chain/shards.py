@@ -61,7 +61,7 @@ class _Arriving(NamedTuple):
     size: int
 
     def wait(self) -> torch.Tensor:
-        return self.of(self.started.wait())
+        return self.started.wait() if self.of is _as_it_is else self.started.wait_as(self.of)
 
     def rows_of(self, rank: int) -> torch.Tensor:
         return self.of(self.started.rows_of(rank, self.size))

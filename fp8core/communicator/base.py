@@ -7,30 +7,27 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from fp8core.backend_api import Transfers
+from fp8core.communicator.collective import (
+    Collective,
+    Finish,
+    Moved,
+    SumInParts,
+    gathered_by,
+    scattered_by,
+    travels_as_bytes,
+)
 from fp8core.communicator.comparison import Claim
 from fp8core.communicator.started import Started
 from fp8core.communicator.traffic import BESIDE, IN_PARTS, PLAIN, Traffic
-from fp8core.errors import CollectiveError, Fp8CoreError, OperandError
+from fp8core.errors import CollectiveError, Fp8CoreError, OperandError, UnsupportedError
+from fp8core.torch_ops.recorded import called_in_repeats
 from fp8core.torch_ops.shapes import is_captured
 
 __all__ = ["Communicator", "Finish"]
-
-Finish = Callable[[], object]
-"""Blocks until a collective has written its result."""
-
-
-class _Moved(NamedTuple):
-    """What moving returns: a result, what blocks until it is complete, and, if they come one after
-    the other, until the rows of a rank are."""
-
-    result: torch.Tensor
-    finish: Finish
-    arrive: Callable[[int], object] | None = None
 
 
 class Communicator(ABC):
@@ -79,8 +76,8 @@ class Communicator(ABC):
         if by is None or is_captured(x) or not by.takes(_bytes_of(x)):
             return self._start("gather", purpose, x, num_bytes, self._gather)
         way = IN_PARTS if in_parts else BESIDE
-        move = partial(_gathered_by, by, self.size, self.rank)
-        return self._start("gather", purpose, x, num_bytes, move, way=way)
+        move = partial(gathered_by, by, self.size, self.rank)
+        return self._start("gather", purpose, x, num_bytes, move, way=way, arrives_in_parts=True)
 
     def scatter(self, x: torch.Tensor, purpose: str = "", by: Transfers | None = None) -> Started:
         """Start to add up the ``x`` of all ranks, of which each rank gets its part of dimension 0.
@@ -102,7 +99,7 @@ class Communicator(ABC):
         num_bytes = part * (self.size - 1)
         if by is None or is_captured(x) or not by.takes(part):
             return self._start("scatter", purpose, x, num_bytes, self._scatter)
-        move = partial(_scattered_by, by, self.size, self.rank)
+        move = partial(scattered_by, by, self.size, self.rank)
         return self._start("scatter", purpose, x, num_bytes, move, way=BESIDE)
 
     def scatter_in_parts(
@@ -120,27 +117,13 @@ class Communicator(ABC):
         backend while the next one is computed. ``like`` is a tensor on the device.
         """
         num_bytes = math.prod(size) * dtype.itemsize * (self.size - 1)
-        self.traffic.add("scatter", purpose, num_bytes, IN_PARTS)
-        mine = like.new_empty(size, dtype=dtype)
         if like.is_meta:
+            self.traffic.add("scatter", purpose, num_bytes, IN_PARTS)
+            mine = like.new_empty(size, dtype=dtype)
             for rank in range(self.size):
                 compute(rank, mine)
             return Started(mine)
-
-        def stage() -> str:
-            return self.describe("scatter", purpose, mine)
-
-        try:
-            sending = by.scatter(size, dtype)
-            for rank in sending.order:
-                compute(rank, sending.part(rank))
-                sending.send(rank)
-            compute(self.rank, mine)
-            return Started(*sending.finish(mine), mine, stage)
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            raise CollectiveError.of(stage(), error) from None
+        return SumInParts(self, purpose, tuple(size), dtype, num_bytes, by).start(like, compute)
 
     def sum(self, x: torch.Tensor, purpose: str = "") -> Started:
         """Start to add up the ``x`` of all ranks; the result is a new tensor."""
@@ -175,7 +158,7 @@ class Communicator(ABC):
         def move(sent: torch.Tensor) -> tuple[torch.Tensor, Finish]:
             return self._exchange(sent, send, receive)
 
-        return self._start("exchange", purpose, x, num_bytes, move, receive=receive)
+        return self._start("exchange", purpose, x, num_bytes, move, send=send, receive=receive)
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[Traffic]:
@@ -227,6 +210,16 @@ class Communicator(ABC):
         """Return what a rank claims that waits in a collective while others compare ``subject``."""
         return Claim(subject, self._claimed.get(subject, "not compared so far"), stage)
 
+    def _in_graph(
+        self, collective: str, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> torch.Tensor:
+        """Return the result of the collective of a contiguous ``x`` while torch captures a graph;
+        ``send`` and ``receive`` are those of an exchange."""
+        raise UnsupportedError(
+            f"a graph cannot hold the collectives of group {self.group_name!r}: torch.distributed "
+            f"does not know it. Keep the layer out of the graph with torch.compiler.disable."
+        )
+
     @abstractmethod
     def _compare(self, claim: Claim) -> list[Claim] | None:
         """Return the claims of all ranks, by rank; None if all are equal."""
@@ -265,60 +258,42 @@ class Communicator(ABC):
         purpose: str,
         x: torch.Tensor,
         num_bytes: int,
-        move: Callable[[torch.Tensor], tuple[torch.Tensor, Finish] | _Moved],
+        move: Callable[[torch.Tensor], Moved],
         *,
+        send: Sequence[int] = (),
         receive: Sequence[int] = (),
         way: str = PLAIN,
+        arrives_in_parts: bool = False,
     ) -> Started:
-        if x.is_meta or not is_captured(x):
-            self.traffic.add(collective, purpose, num_bytes, way)
-
-        def stage() -> str:
-            return self.describe(collective, purpose, x)
-
-        sent = x.detach().contiguous()
         if x.is_meta:  # shapes alone, which are counted
+            self.traffic.add(collective, purpose, num_bytes, way)
             return Started(x.new_empty(_size_after(collective, x, self.size, receive)))
-        is_coded = _travels_as_bytes(x.dtype) and collective in ("gather", "exchange")
-        if not is_captured(x):
-            self.begun += 1
-        self.starting = stage
+        if is_captured(x):
+            return self._captured(collective, purpose, x, send, receive)
+        is_coded = travels_as_bytes(collective, x.dtype)
+        one = Collective(self, collective, purpose, num_bytes, way, is_coded, move)
+        result = called_in_repeats(one.begin, x)
+        return Started(result, x, one.end, one.arrive if arrives_in_parts else None)
+
+    def _captured(
+        self,
+        collective: str,
+        purpose: str,
+        x: torch.Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+    ) -> Started:
+        """Record the collective in the graph that torch captures, which orders it by itself."""
+        sent = x.detach().contiguous()
         try:
-            moved = _Moved(*move(sent.view(torch.uint8) if is_coded else sent))
+            if travels_as_bytes(collective, x.dtype):
+                sent = self._in_graph(collective, sent.view(torch.uint8), send, receive)
+                return Started(sent.view(x.dtype))
+            return Started(self._in_graph(collective, sent, send, receive))
         except Fp8CoreError:
             raise
         except RuntimeError as error:
-            raise CollectiveError.of(stage(), error) from None
-        finally:
-            self.starting = str  # it refers to the tensor
-        result = moved.result.view(x.dtype) if is_coded else moved.result
-        return Started(result, moved.finish, sent, stage, moved.arrive)
-
-
-def _gathered_by(transfers: Transfers, size: int, rank: int, x: torch.Tensor) -> _Moved:
-    result, arrive = transfers.gather(x)
-    # This rank's own rows are the last to be copied: a product in parts does without.
-    coming = [(rank + step) % size for step in range(1, size + 1)]
-
-    def arrive_once(other: int) -> None:
-        if other in coming:
-            coming.remove(other)
-            arrive(other)
-
-    def finish() -> None:
-        while coming:
-            arrive_once(coming[0])
-
-    return _Moved(result, finish, arrive_once)
-
-
-def _scattered_by(transfers: Transfers, size: int, rank: int, x: torch.Tensor) -> _Moved:
-    parts = x.chunk(size)
-    sending = transfers.scatter(parts[rank].shape, x.dtype)
-    for other in sending.order:
-        sending.part(other).copy_(parts[other])
-        sending.send(other)
-    return _Moved(*sending.finish(parts[rank]))
+            raise CollectiveError.of(self.describe(collective, purpose, x), error) from None
 
 
 def _size_after(
@@ -336,10 +311,6 @@ def _size_after(
 def _bytes_of(x: torch.Tensor) -> int:
     # x.nbytes has no symbols for sizes that torch traces.
     return x.numel() * x.element_size()
-
-
-def _travels_as_bytes(dtype: torch.dtype) -> bool:
-    return dtype.itemsize == 1 and dtype not in (torch.uint8, torch.int8, torch.bool)
 
 
 def _difference(subject: str, group_name: str, claims: Sequence[Claim]) -> str:

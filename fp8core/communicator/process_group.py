@@ -11,7 +11,8 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from fp8core.communicator.base import Communicator, Finish
+from fp8core.communicator.base import Communicator
+from fp8core.communicator.collective import Finish
 from fp8core.communicator.comparison import Claim, Comparisons
 from fp8core.errors import OperandError
 from fp8core.torch_ops.private import (
@@ -23,7 +24,6 @@ from fp8core.torch_ops.private import (
     timeout_of,
     wait_for_result,
 )
-from fp8core.torch_ops.shapes import is_captured
 
 __all__ = ["named", "of_group", "register"]
 
@@ -110,20 +110,14 @@ class _GroupCommunicator(Communicator):
         self._options = {name: _reduce_options(name) for name in ("sum", "max")}
 
     def _gather(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
-        if is_captured(x):
-            return self._in_graph("all_gather_into_tensor", x, self.size)
         result = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         return result, self._end(start_all_gather(self.group, result, x), x)
 
     def _scatter(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
-        if is_captured(x):
-            return self._in_graph("reduce_scatter_tensor", x, "sum", self.size)
         result = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         return result, self._end(start_reduce_scatter(self.group, result, x), x)
 
     def _all_reduce(self, x: torch.Tensor, op: str) -> tuple[torch.Tensor, Finish]:
-        if is_captured(x):
-            return self._in_graph("all_reduce", x, op)
         result = x.clone()  # c10d reduces in place
         group: _ProcessGroup = self.group  # the stubs lack the options of allreduce
         return result, self._end(group.allreduce([result], self._options[op]), x)
@@ -131,8 +125,6 @@ class _GroupCommunicator(Communicator):
     def _exchange(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]
     ) -> tuple[torch.Tensor, Finish]:
-        if is_captured(x):
-            return self._in_graph("all_to_all_single", x, list(receive), list(send))
         result = x.new_empty((sum(receive), *x.shape[1:]))
         work = self.group.alltoall_base(result, x, list(receive), list(send))
         return result, self._end(work, x)
@@ -178,15 +170,20 @@ class _GroupCommunicator(Communicator):
             return None
         return self._comparisons.compare(claim, self.begun)
 
-    def _in_graph(self, name: str, x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, Finish]:
+    def _in_graph(
+        self, collective: str, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> torch.Tensor:
+        name, arguments = {
+            "gather": ("all_gather_into_tensor", (self.size,)),
+            "scatter": ("reduce_scatter_tensor", ("sum", self.size)),
+            "sum": ("all_reduce", ("sum",)),
+            "max": ("all_reduce", ("max",)),
+            "exchange": ("all_to_all_single", (list(receive), list(send))),
+        }[collective]
         started = functional_collective(name)(x, *arguments, self.group_name)
         # A graph orders its operators itself, so the wait is recorded here.
         result: torch.Tensor = wait_for_result(started)
-        return result, _nothing
-
-
-def _nothing() -> None:
-    """Wait for nothing: the graph holds the wait."""
+        return result
 
 
 def _comparisons_of(group: dist.ProcessGroup, rank: int) -> Comparisons | None:

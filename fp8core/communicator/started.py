@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
 
 import torch
 
-from fp8core.errors import CollectiveError, Fp8CoreError
+from fp8core.torch_ops.recorded import called_in_repeats
 
-__all__ = ["Started"]
+__all__ = ["Arrive", "End", "Started"]
+
+End: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Blocks until a result is complete, and returns it; called with the result and what was sent."""
+
+Arrive: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Blocks until the rows of a rank are complete, and returns the result; called with the rank, the
+result and what was sent."""
 
 
 class Started:
@@ -19,26 +28,20 @@ class Started:
     not the host.
     """
 
-    __slots__ = ("_arrive", "_finish", "_kept", "_result", "_stage")
+    __slots__ = ("_arrive", "_end", "_result", "_sent")
 
     def __init__(
         self,
         result: torch.Tensor,
-        finish: Callable[[], object] | None = None,
-        kept: torch.Tensor | None = None,
-        stage: Callable[[], str] = str,
-        arrive: Callable[[int], object] | None = None,
+        sent: torch.Tensor | None = None,
+        end: End | None = None,
+        arrive: Arrive | None = None,
     ) -> None:
-        """``finish`` blocks until ``result`` is complete; None: it is already.
-
-        ``kept`` is the tensor that is sent; ``stage()`` describes the collective for an error.
-        ``arrive(rank)`` blocks until the rows of a rank are complete, None where they all come
-        together.
-        """
+        """``sent`` is the tensor that is sent, None where ``result`` is complete already;
+        ``arrive`` is None where the rows of all ranks come together."""
         self._result = result
-        self._finish = finish
-        self._kept = kept
-        self._stage = stage
+        self._sent = sent
+        self._end = end
         self._arrive = arrive
 
     def rows_of(self, rank: int, size: int) -> torch.Tensor:
@@ -47,11 +50,10 @@ class Started:
         Raises:
             CollectiveError: as :meth:`wait`.
         """
-        arrive = self._arrive
-        if self._finish is None or arrive is None:
+        if self._sent is None or self._arrive is None:
             return self.wait().chunk(size)[rank]
-        self._blocking(lambda: arrive(rank))
-        return self._result.chunk(size)[rank]
+        result = called_in_repeats(partial(self._arrive, rank), self._result, self._sent)
+        return result.chunk(size)[rank]
 
     def wait(self) -> torch.Tensor:
         """Return the result; a second call returns it again.
@@ -61,15 +63,12 @@ class Started:
                 before the group's timeout.
             OperandError: another rank compares something meanwhile, and shows what differs.
         """
-        if self._finish is not None:
-            self._blocking(self._finish)
-            self._finish = self._kept = self._arrive = None
+        if self._sent is not None and self._end is not None:
+            self._result = called_in_repeats(self._end, self._result, self._sent)
+            self._sent = self._end = self._arrive = None
         return self._result
 
-    def _blocking(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except Fp8CoreError:
-            raise
-        except RuntimeError as error:
-            raise CollectiveError.of(self._stage(), error) from None
+    def wait_as(self, of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return ``of(self.wait())``, in repeats of a recorded run as well: a function of torch's
+        operators, which a recorder may not know."""
+        return called_in_repeats(of, self.wait())

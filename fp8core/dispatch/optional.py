@@ -14,6 +14,7 @@ from fp8core.backend_api import (
     OpDesc,
     Quantized,
     QuantizeDesc,
+    RecordsFunctions,
     ScaleUpdateDesc,
 )
 from fp8core.backend_api.optional import (
@@ -118,8 +119,11 @@ def recorder_of(backend: Backend, desc: OpDesc, device: torch.device, who: str) 
         offered.fail(f"{who} has recorder(desc, device), which failed")
     if offered is None:
         return None
-    record = _member(offered, "record", f"{who} has a recorder(), whose result")
+    where = f"{who} has a recorder(), whose result"
+    record, call = (_member(offered, name, where) for name in ("record", "call"))
     _check(record, _Method("record", Recorder, ("run", "leading", "saved", "constants")), who)
+    if call is not None:
+        _check(call, _Method("call", RecordsFunctions, ("function", "tensor", "tensor")), who)
     recorder: Recorder = offered
     return recorder
 

@@ -26,6 +26,7 @@ from fp8core.dispatch.select import Choice
 from fp8core.dispatch.table import Resolved
 from fp8core.errors import OperandError
 from fp8core.recipe.plan import TensorPlan
+from fp8core.torch_ops.recorded import called_in_repeats
 
 __all__ = [
     "BaseQuantizer",
@@ -95,8 +96,11 @@ class MaximumOverShards(NamedTuple):
         shared = amax_sizes(desc, 0, cols, groups)[1]
         if not shared:
             return amaxes
-        kept, reduced = amaxes[:-shared], self.maximum(amaxes[-shared:])
-        return torch.cat((kept, reduced))
+        return called_in_repeats(_joined, amaxes[:-shared], self.maximum(amaxes[-shared:]))
+
+
+def _joined(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat(parts)
 
 
 class Quantizer(Protocol):
@@ -115,8 +119,8 @@ class Quantizer(Protocol):
 
     @property
     def constants(self) -> tuple[torch.Tensor, ...] | None:
-        """The tensors besides its argument that a cast reads and writes, if it is one operation of
-        a backend; None if it does more."""
+        """The tensors besides its argument that a cast reads and writes, if it is operations of
+        backends and a reduction over ranks; None if it does more."""
 
     def __call__(
         self,
@@ -164,7 +168,7 @@ class BaseQuantizer:
 
     @property
     def constants(self) -> tuple[torch.Tensor, ...] | None:
-        """It is no single operation of a backend."""
+        """It does more than operations of backends."""
         return None
 
     def cast_to(self: Quantizer, *, rowwise: bool, columnwise: bool) -> Cast:
@@ -376,7 +380,7 @@ class ReducedLowPrecision(_Bound):
     result, as nobody knows which amaxes that one follows from.
     """
 
-    __slots__ = ()
+    __slots__ = ("_nonfinite",)
 
     def __init__(
         self,
@@ -385,6 +389,8 @@ class ReducedLowPrecision(_Bound):
         nonfinite: torch.Tensor | None,
         reduce_amax: ReduceAmax | MaximumOverShards,
     ) -> None:
+        self._nonfinite = nonfinite
+
         def bind(desc: QuantizeDesc) -> tuple[Cast, tuple[Choice, ...]]:
             if not has_amax(desc):  # this orientation's scales belong to blocks
                 plain = resolve(desc)
@@ -398,6 +404,11 @@ class ReducedLowPrecision(_Bound):
         self._both, self.choices = bind(desc)
         self._rowwise, _ = bind(rowwise)
         self._columnwise, _ = bind(columnwise)
+
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """The count of NaN and inf: what it does is two operations, and a reduction in between."""
+        return () if self._nonfinite is None else (self._nonfinite,)
 
 
 def _counting(run: Callable[..., Any], nonfinite: torch.Tensor | None) -> Callable[..., Any]:
@@ -416,7 +427,7 @@ def _reducing(
             num_groups = groups[0].numel() - 1 if groups else 1
             reduced = reduce_amax.of(desc, amaxes, x.shape[1], num_groups)
         else:
-            reduced = reduce_amax(amaxes)
+            reduced = called_in_repeats(reduce_amax, amaxes)
         _check_reduced(reduced, amaxes)
         return cast(x, *groups, amax=reduced, **keywords)
 

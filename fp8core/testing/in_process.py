@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from fp8core.communicator import Communicator, register
-from fp8core.communicator.base import Finish
+from fp8core.communicator.collective import Finish
 from fp8core.communicator.comparison import Claim
 from fp8core.errors import CollectiveError
 

@@ -11,9 +11,10 @@ import torch
 from fp8core.backend_api import Recording
 from fp8core.chain.call import DENSE
 from fp8core.chain.protocol import Backward, Forward, Held, Program, SavedList, TensorProgram
-from fp8core.chain.repeated import Repeated, unrecorded
+from fp8core.chain.repeated import Repeated, records, unrecorded
 from fp8core.tensors.scaling import DelayedState
 from fp8core.torch_ops.private import current_backward_pass
+from fp8core.torch_ops.recorded import called_in_repeats
 
 X, WEIGHT, GRAD = torch.ones(4, 8), torch.full((8,), 3.0), torch.ones(4, 8)
 
@@ -59,6 +60,18 @@ class Recorder:
         self.num_recorded += 1
         self.constants = constants
         return Recording(run(), self.repeat)
+
+
+class TakingRecorder(Recorder):
+    """Takes functions into its runs as well, and keeps them."""
+
+    def __init__(self, repeat: Any) -> None:
+        super().__init__(repeat)
+        self.functions: list[Any] = []
+
+    def call(self, function: Any, *tensors: torch.Tensor) -> Any:
+        self.functions.append(function)
+        return function(*tensors)
 
 
 def repeated(leading: tuple[torch.Tensor, ...], saved: Any = None) -> Any:
@@ -170,3 +183,23 @@ def test_torch_is_shown_the_program_itself() -> None:
     program = Scale()
     assert unrecorded(Repeated(program, Held(), Recorder(repeated))) is program
     assert unrecorded(program) is program
+
+
+@pytest.mark.parametrize(("calls_functions", "expected"), [(False, True), (True, False)])
+def test_a_recorder_that_takes_no_functions_records_no_collectives(
+    calls_functions: bool, expected: bool
+) -> None:
+    held = Held(calls_functions=calls_functions)
+    assert records(Recorder(repeated), held) is expected
+    assert records(TakingRecorder(repeated), held)
+
+
+def test_functions_of_a_run_go_to_its_recorder() -> None:
+    class Calling(Scale):
+        def forward(self, x: Any, params: Any, call: Any, out: Any = None) -> Forward:
+            return super().forward(called_in_repeats(torch.clone, x), params, call, out)
+
+    recorder = TakingRecorder(repeated)
+    chain = Repeated(Calling(), Held(calls_functions=True), recorder)
+    assert [forward(chain)[0][0, 0].item() for _ in range(3)] == [3.0, 3.0, 70.0]
+    assert recorder.functions == [torch.clone]

@@ -272,9 +272,14 @@ def test_a_backend_may_record_nothing_of_a_descriptor(monkeypatch: pytest.Monkey
     assert recording(monkeypatch, lambda: None).offers == Offers()
 
 
+class TakesNothing(Recorder):
+    def call(self) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("recorder", "text"),
     [
+        (TakesNothing, r"RecordsFunctions:\n  expected call\(function, tensor, tensor\)"),
         (
             Narrow,
             r"Recorder:\n  expected record\(run, leading, saved, constants\)\n  found    record",
@@ -282,7 +287,7 @@ def test_a_backend_may_record_nothing_of_a_descriptor(monkeypatch: pytest.Monkey
         (object, r"Recorder:\n  expected record"),
         (lambda: [][0], r"recorder\(desc, device\), which failed: IndexError"),
     ],
-    ids=["other parameters", "no method", "raises"],
+    ids=["call takes nothing", "other parameters", "no method", "raises"],
 )
 def test_a_recorder_that_cannot_record_is_an_error(
     recorder: Any, text: str, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,253 @@
+"""What a collective of a layer takes the host: ``python -m tests.benchmarks.host_of_collectives``.
+
+Microseconds of the host for a forward and backward of
+
+    parallel     a sequence-parallel LayerNormMLP of rank 0
+    unrecorded   the same, whose chains go through Python in each call
+    alone        the same shards on all tokens, without collectives
+    c10d         the calls of the process group that ``parallel`` makes, by themselves
+
+and the time of a collective beyond its call: ``(parallel - alone - c10d) / collectives``. The least
+of interleaved rounds, which other programs of the machine disturb least. A second step follows the
+first without a wait for the device.
+
+With ``--ranks 2`` that many processes have a GPU each, and NCCL. Without, neither a GPU nor other
+ranks are needed: as in :mod:`tests.benchmarks.host_path` the front end and the CUDA backend's
+Python run on tensors of the CPU and native calls do nothing; collectives are those of torch's fake
+process group, which return at once. Nothing is recorded there, ``parallel`` is ``unrecorded``.
+
+``--profile RECIPE`` prints the functions that take most of the time of ``parallel`` instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import platform
+import pstats
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fp8core
+from fp8core import recipe
+from fp8core.chain import arranged
+from fp8core.communicator import of_group
+from tests.benchmarks import host_path
+from tests.benchmarks.measuring.device import without_collections
+from tests.benchmarks.parallel_gpu.together import join
+
+__all__ = ["Calls", "main"]
+
+RANKS, TOKENS, HIDDEN, FFN = 2, 256, 512, 2048
+RECIPES = ("delayed", "current", "block")
+CPU, TIMEOUT_S = torch.device("cpu"), 300
+CALLS, WARM_UP, PROFILED_CALLS, SHOWN = 20, 12, 1000, 45
+STARTS = ("_allgather_base", "_reduce_scatter_base", "allreduce")
+
+Step = Callable[[], None]
+
+
+class Calls:
+    """The process group, whose calls are noted."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.noted: list[tuple[Callable[..., Any], Sequence[Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.group, name)
+        if name not in STARTS:
+            return found
+
+        def call(*arguments: Any) -> Any:
+            self.noted.append((found, arguments))
+            return found(*arguments)
+
+        return call
+
+    def repeat(self) -> None:
+        """Make the noted calls again, and wait for each."""
+        for start, arguments in self.noted:
+            start(*arguments).wait()
+
+
+def of_layer(name: str, *, is_alone: bool, device: torch.device = CPU) -> Step:
+    """Return a step of the MLP under a recipe."""
+    chosen, ffn, rows = recipe.by_name(name), FFN, TOKENS
+    options: dict[str, Any] = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False}
+    if is_alone:
+        ffn //= RANKS
+    else:
+        rows //= RANKS
+        options |= {"set_parallel_mode": True, "sequence_parallel": True}
+        options |= {"tp_group": dist.group.WORLD, "tp_size": RANKS}
+    layer = fp8core.LayerNormMLP(HIDDEN, ffn, params_dtype=torch.bfloat16, device="cpu", **options)
+    x = torch.randn(rows, HIDDEN).bfloat16().requires_grad_()
+    grad = torch.randn(rows, HIDDEN).bfloat16()
+    parameters = list(layer.parameters())
+    group = None if is_alone else dist.group.WORLD
+
+    def step() -> None:
+        x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+        with fp8core.autocast(recipe=chosen, amax_reduction_group=group):
+            y = layer(x)
+        y.backward(grad)
+
+    return step
+
+
+def calls_of(step: Step) -> Calls:
+    """Return the calls of the process group that a step makes."""
+    communicator: Any = of_group()
+    calls = Calls(communicator.group)
+    with patch.object(communicator, "group", calls):
+        step()
+    return calls
+
+
+def warmed_up(step: Step) -> Step:
+    """Return ``step``, which has chosen its algorithms and was recorded, where anything is."""
+    for _ in range(WARM_UP):
+        step()
+    return step
+
+
+def unrecorded(name: str, device: torch.device) -> Step:
+    """Return the parallel step whose chains are not recorded."""
+    with patch.object(arranged, "Repeated", lambda program, *others: program):
+        return warmed_up(of_layer(name, is_alone=False, device=device))
+
+
+def measure(
+    rounds: int, device: torch.device = CPU, wait: Callable[[], object] = lambda: None
+) -> dict[str, dict[str, float]]:
+    """Return the microseconds and the number of collectives by recipe; ``wait`` has the ranks and
+    their devices come to rest."""
+    steps: dict[tuple[str, str], Step] = {}
+    counts: dict[str, int] = {}
+    for name in RECIPES:
+        parallel = warmed_up(of_layer(name, is_alone=False, device=device))
+        calls = calls_of(unrecorded(name, device))
+        counts[name] = len(calls.noted)
+        steps |= {
+            (name, "parallel"): parallel,
+            (name, "unrecorded"): unrecorded(name, device),
+            (name, "alone"): warmed_up(of_layer(name, is_alone=True, device=device)),
+            (name, "c10d"): calls.repeat,
+        }
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
+    order, source = list(steps), random.Random(0)
+    for _ in range(rounds):
+        source.shuffle(order)
+        for key in order:
+            step = steps[key]
+            step()
+            wait()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                step()
+            times[key].append((time.perf_counter() - start) / CALLS * 1e6)
+    report = {}
+    for name in RECIPES:
+        us = {kind: min(times[name, kind]) for of, kind in steps if of == name}
+        beyond = {
+            f"us beyond, {kind}": (us[kind] - us["alone"] - us["c10d"]) / counts[name]
+            for kind in ("parallel", "unrecorded")
+        }
+        rounded = {key: round(value, 1) for key, value in (us | beyond).items()}
+        report[name] = {"collectives": counts[name], **rounded}
+    return report
+
+
+def profile(name: str, calls: int = PROFILED_CALLS) -> None:
+    """Print the functions with the most time of their own in a recipe's step."""
+    step = of_layer(name, is_alone=False)
+    for _ in range(WARM_UP):
+        step()
+    profiler = cProfile.Profile()
+    # In the calling thread, which alone is profiled.
+    with torch.autograd.set_multithreading_enabled(False):
+        profiler.enable()
+        for _ in range(calls):
+            step()
+        profiler.disable()
+    pstats.Stats(profiler, stream=sys.stdout).sort_stats("tottime").print_stats(SHOWN)
+
+
+def report_of(us: dict[str, dict[str, float]], device: str) -> str:
+    """Return the figures as JSON."""
+    shape = f"{TOKENS} tokens over {RANKS} ranks, {HIDDEN}, {FFN}, bfloat16, no bias"
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return json.dumps({"device": device, **versions, "shape": shape, "us": us}, indent=2)
+
+
+def of_rank(rank: int, size: int, folder: str, rounds: int) -> None:
+    """Measure as one of several ranks, each with a GPU; rank 0 prints the figures."""
+    ranks = join(rank, size, "cuda", folder)
+    with without_collections():
+        us = measure(rounds, ranks.device.torch_device, ranks.device.clock.synchronize)
+    if rank == 0:
+        print(report_of(us, torch.cuda.get_device_name()), flush=True)
+    ranks.device.clock.synchronize()
+
+
+def without_devices(rounds: int, profiled: str | None) -> None:
+    """Measure with tensors of the CPU and a process group that does nothing."""
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    with ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        host_path.without_a_device(stack)
+        if profiled is None:
+            print(report_of(measure(rounds), f"{platform.machine()} CPU, 1 thread"))
+        else:
+            profile(profiled)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the figures as JSON, or a profile."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--ranks", type=int, choices=(1, RANKS), default=1)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--profile", choices=RECIPES)
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if args.ranks == 1:
+        without_devices(args.rounds, args.profile)
+        return
+    if args.rank is not None:
+        of_rank(args.rank, args.ranks, args.folder, args.rounds)
+        sys.stdout.flush()
+        os._exit(0)  # threads of collectives may outlive the interpreter
+    command = [sys.executable, "-m", "tests.benchmarks.host_of_collectives", "--ranks", "2"]
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--folder", folder, "--rounds", str(args.rounds)]
+        children = [
+            subprocess.Popen([*command, *options, "--rank", str(rank)]) for rank in range(RANKS)
+        ]
+        try:
+            sys.exit(max(child.wait(TIMEOUT_S) for child in children))
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+
+
+if __name__ == "__main__":
+    main()
