@@ -283,7 +283,8 @@ def _sort_chunks(
     origin = torch.where(is_row & (origin >= 0) & (origin < rows), origin, -1)
     # The route from the result back to inp, turned around.
     sources, index = _route("rows", origin[:, None], rows)
-    return _dispatch(inp, probs, index[:, None], sources[:, 0])
+    column = None if probs is None else probs[:, None]
+    return _dispatch(inp, column, index[:, None], sources[:, 0])
 
 
 def _check_chunks(

@@ -223,6 +223,23 @@ def test_a_map_that_was_written_is_inverted_again() -> None:
     assert int(leaf.grad.any(1).sum()) == 12
 
 
+def test_gradients_of_sorted_chunks_with_probs() -> None:
+    x, probs = rand(10, 3).requires_grad_(), torch.rand(10).requires_grad_()
+    sizes, order = [3, 0, 2, 5], [3, 1, 0, 2]
+    weights, of_probs = rand(10, 3, seed=5), rand(10, seed=6)
+
+    def gradients(rows: torch.Tensor, permuted: torch.Tensor) -> Any:
+        total = (rows * weights).sum() + (permuted * of_probs).sum()
+        return torch.autograd.grad(total, (x, probs))
+
+    results = moe_sort_chunks_by_index_with_probs(
+        x, probs, torch.tensor(sizes), torch.tensor(order)
+    )
+    parts, ends = x.split(sizes), probs.split(sizes)
+    expected = (torch.cat([parts[at] for at in order]), torch.cat([ends[at] for at in order]))
+    assert all(map(torch.equal, gradients(*results), gradients(*expected)))
+
+
 def test_gradient_of_dropped_tokens_is_0() -> None:
     x, mask = rand(7, 5).requires_grad_(), routing()
     output, row_id_map = moe_permute(x, mask, 9)
