@@ -54,7 +54,7 @@ def linear_only_once(
 ) -> OnlyOnce | None:
     """Return the reason of a linear of ``plan``, None if there is none.
 
-    ``accumulates`` and ``delays_wgrad`` are as in :class:`~fp8core.chain.linear.LinearShape`;
+    ``accumulates`` and ``delays_wgrad`` are as in :class:`~fp8core.chain.linear.shape.LinearShape`;
     ``is_parallel``: its chain has collectives.
     """
     if is_parallel:

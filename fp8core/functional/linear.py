@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from fp8core.chain.linear import LinearShape
+from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.shape import LinkShape
 from fp8core.context.autocast import active
 from fp8core.errors import OperandError, UnsupportedError

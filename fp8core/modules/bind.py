@@ -55,9 +55,9 @@ def bind(
 ) -> Bound:
     """Return the links of ``layer`` for activations of ``dtype`` under the active recipe.
 
-    ``offsets_on_device``: as in :class:`~fp8core.chain.linear.LinearShape`, for a grouped layer in
-    eager. ``shapes``: the chain of a call whose arguments decide about it; None: the layer's own.
-    ``first_gemm`` is how many GEMMs the layer has before that chain.
+    ``offsets_on_device``: as in :class:`~fp8core.chain.linear.shape.LinearShape`, for a grouped
+    layer in eager. ``shapes``: the chain of a call whose arguments decide about it; None: the
+    layer's own. ``first_gemm`` is how many GEMMs the layer has before that chain.
 
     Raises:
         UnsupportedError: a recompute that cannot equal its forward.

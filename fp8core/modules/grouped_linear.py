@@ -10,7 +10,7 @@ import torch
 
 from fp8core.chain.call import Call
 from fp8core.chain.delayed_wgrad import DelayedCall
-from fp8core.chain.linear import LinearShape
+from fp8core.chain.linear.shape import LinearShape
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.bind import bind
 from fp8core.modules.bound import new_seed

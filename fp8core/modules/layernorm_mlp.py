@@ -9,7 +9,7 @@ import torch
 import torch.utils.checkpoint
 
 from fp8core.chain.activation import activation_shape
-from fp8core.chain.linear import LinearShape
+from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import BiasShape
 from fp8core.chain.shape import LinkShape

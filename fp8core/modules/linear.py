@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8core.chain.linear import LinearShape
+from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.pointwise import BiasShape, QuantizeShape
 from fp8core.chain.shape import LinkShape
 from fp8core.errors import RecipeError, UnsupportedError

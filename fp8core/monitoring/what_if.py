@@ -13,7 +13,7 @@ import torch
 from fp8core.backend_api import OperandSpec
 from fp8core.chain.bind import bind_chain
 from fp8core.chain.call import Call
-from fp8core.chain.linear import LinearLink
+from fp8core.chain.linear.link import LinearLink
 from fp8core.chain.padded import PaddedWeights
 from fp8core.chain.shape import BindContext
 from fp8core.errors import Fp8CoreError, OperandError, RecipeError, did_you_mean

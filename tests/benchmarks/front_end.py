@@ -22,7 +22,7 @@ import torch
 import fp8core as te
 from fp8core import recipe
 from fp8core.backend_api import Operand
-from fp8core.chain.linear import LinearLink
+from fp8core.chain.linear.link import LinearLink
 from fp8core.modules.bind import bind
 
 ROWS, SIZE = 16, 32

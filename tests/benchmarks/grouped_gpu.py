@@ -21,7 +21,7 @@ import torch
 
 from fp8core import GroupedLinear, autocast, recipe
 from fp8core.backend_api import GemmDesc, GroupedGemmDesc, QuantizeDesc
-from fp8core.chain.linear import LinearShape
+from fp8core.chain.linear.shape import LinearShape
 from fp8core.dispatch import plugins
 from fp8core.recipe.plan import LayerRole, TensorPlan
 

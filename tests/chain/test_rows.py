@@ -13,7 +13,7 @@ from fp8core import GroupedLinear, LayerNormLinear, OperandError, autocast, reci
 from fp8core import Linear as LinearLayer
 from fp8core.chain import run as chain
 from fp8core.chain.call import DENSE, Call
-from fp8core.chain.linear import LinearLink
+from fp8core.chain.linear.link import LinearLink
 from fp8core.chain.padding import LayerPadding
 from fp8core.chain.pointwise import OutputLink
 from fp8core.chain.protocol import (

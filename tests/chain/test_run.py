@@ -23,7 +23,7 @@ from fp8core import (
     recipe,
 )
 from fp8core.chain import run as chain
-from fp8core.chain.linear import LinearLink
+from fp8core.chain.linear.link import LinearLink
 from fp8core.chain.protocol import Wrapper
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fp8core.backend_api import GemmDesc, Operand, Quantized, QuantizeDesc
-from fp8core.chain.linear import LinearShape
+from fp8core.chain.linear.shape import LinearShape
 from fp8core.recipe.plan import TensorPlan
 from tests.benchmarks.layers_gpu.cases import HIGH, Case
 from tests.benchmarks.layers_gpu.data import Data, plan_of

@@ -26,7 +26,7 @@ from fp8core.backend_api import (
     QuantizeDesc,
 )
 from fp8core.chain.activation import activation_shape
-from fp8core.chain.linear import LinearShape
+from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.shape import LinkShape
 from fp8core.inspect.record import record

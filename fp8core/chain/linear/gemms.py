@@ -1,0 +1,72 @@
+"""The GEMMs of backends in the forms in which a linear calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fp8core.backend_api import Chunks, Operand
+from fp8core.chain.linear.spec import LinearSpec
+from fp8core.chain.shape import BindContext
+from fp8core.dispatch.table import Resolved
+
+__all__ = ["bind_fprop", "in_chunks", "in_dtype", "turning"]
+
+
+def bind_fprop(resolved: Resolved, shape: LinearSpec, context: BindContext) -> Callable[..., Any]:
+    """Return fprop; in high precision the bias has the activation dtype, as in torch.autocast."""
+    run, dtype, plan = resolved.run, context.dtype, context.gemm_plan.fprop
+    if shape.bias_dtype in (None, dtype) or plan.a is not None or plan.b is not None:
+        return run
+
+    def fprop(a: Operand, b: Any, *groups: torch.Tensor, bias: Any, **keywords: Any) -> Any:
+        cast = [one.to(dtype) for one in bias] if shape.groups else bias.to(dtype)
+        return run(a, b, *groups, bias=cast, **keywords)
+
+    return fprop
+
+
+def turning(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return dgrad or wgrad ``run`` for a second operand that is still to be transposed.
+
+    It comes as ``[k, n]``, one or one per group.
+    """
+
+    def turned(a: Operand, b: Any, *groups: torch.Tensor, **keywords: Any) -> Any:
+        if isinstance(b, Operand):
+            return run(a, Operand(b.data.t()), *groups, **keywords)
+        return run(a, [Operand(one.data.t()) for one in b], *groups, **keywords)
+
+    return turned
+
+
+def in_dtype(
+    wgrad: Callable[..., Any], computed: torch.dtype, dtype: torch.dtype
+) -> Callable[..., Any]:
+    """Return ``wgrad``, which computes in ``computed``, with its results in ``dtype``."""
+    if computed == dtype:
+        return wgrad
+
+    def run(dy: Operand, x: Operand, *groups: torch.Tensor) -> Any:
+        grads = wgrad(dy, x, *groups)
+        return [grad.to(dtype) for grad in grads] if groups else grads.to(dtype)
+
+    return run
+
+
+def in_chunks(dgrad: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """Return ``dgrad`` for a gradient that may come in chunks of rows, into one tensor."""
+
+    def run(dy: Operand | Chunks, weight: Operand) -> torch.Tensor:
+        grad_input: torch.Tensor
+        if isinstance(dy, Operand):
+            grad_input = dgrad(dy, weight)
+            return grad_input
+        grad_input = weight.data.new_empty((dy.rows, weight.data.shape[0]), dtype=dtype)
+        for start, end, chunk in dy:
+            dgrad(chunk, weight, out=grad_input[start:end])
+        return grad_input
+
+    return run

@@ -1,0 +1,167 @@
+"""A bound linear, which gives each call its program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fp8core.chain.call import Call
+from fp8core.chain.delayed_wgrad import Delaying
+from fp8core.chain.exchange import Exchanged, SentCast
+from fp8core.chain.groups import FlatWeights, Grouped
+from fp8core.chain.linear.operations import LinearOperations
+from fp8core.chain.linear.program import LinearProgram
+from fp8core.chain.link_defaults import LinkDefaults
+from fp8core.chain.main_grad import Accumulating
+from fp8core.chain.once import OnlyOnce
+from fp8core.chain.original_input import SavingInput
+from fp8core.chain.padded import Padded, PaddedWeights
+from fp8core.chain.padding import LayerPadding
+from fp8core.chain.protocol import Consumer, Program
+from fp8core.chain.requantized import Requantizing
+from fp8core.chain.stochastic import Stochastic
+from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.quantizer import Quantizer
+
+__all__ = ["LinearLink"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LinearLink(LinearOperations, LinkDefaults):
+    """``y[m, n] = x[m, k] @ w[n, k].T + bias[n]``, or the same for each group of rows.
+
+    Parameters come as ``(weight, bias)``, or ``(*weights, *biases)`` for a grouped link, without
+    biases where ``shape.bias_dtype`` is None. ``index`` tells the linears of one chain apart.
+    ``takes_chunks``: the gradient of the output stays in memory during backward, so that it may be
+    cast some rows at a time. ``input_again`` casts the input for wgrad where backward does that.
+    ``input_sent`` and ``grad_sent`` say how input and gradient are cast where their rows are
+    exchanged. ``only_once`` says why torch's operators may not replace the link, None if they may.
+    """
+
+    padding: LayerPadding | None
+    # field(): no default here, where LinkDefaults has one.
+    needs_rng: bool = field()
+    index: int
+    num_weights: int
+    num_params: int = field()
+    takes_chunks: bool = False
+    input_again: Quantizer | None = None
+    input_sent: SentCast | None = None
+    grad_sent: SentCast | None = None
+    only_once: OnlyOnce | None = None
+    # Programs by padding, by chunks, and by whose gradients are needed.
+    _programs: dict[tuple[bool, ...], Program] = field(default_factory=dict)
+
+    @property
+    def input_consumer(self) -> Consumer:
+        """How it quantizes its input."""
+        return Consumer(self.input, self.input_dtype)
+
+    @property
+    def grad_consumer(self) -> Consumer:
+        """How it quantizes the gradient of its output, summed for the bias."""
+        has_bias = self.shape.bias_dtype is not None
+        return Consumer(self.grad_output, self.grad_dtype, has_bias)
+
+    def in_torch(self, bind: Callable[[Any], Any]) -> LinearLink:
+        """Return the linear by torch's operators."""
+        link: LinearLink = bind(self.shape)
+        return link
+
+    def converted(
+        self, params: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> Sequence[torch.Tensor]:
+        """Return the parameters, the weights as plain tensors of ``dtype``."""
+        plain = list(params)
+        for at, weight in enumerate(params[: self.num_weights]):
+            value = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+            plain[at] = value.to(dtype)
+        return plain
+
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> Program:
+        """Return the program of a dense call, the same each time, wrapped as ``call`` needs it.
+
+        A gradient is cast in chunks where that lowers the peak of memory: while dgrad runs there
+        are the rowwise codes and those of the weight, ``rows n + k n`` bytes; while wgrad runs, at
+        least the ``2 k n`` bytes of grad_weight instead. A captured graph never chunks, so that
+        its rows guard nothing.
+        """
+        padded = None if self.padding is None else self.padding.for_call(rows, call)
+        chunked = self.takes_chunks and not call.groups and rows > self.shape.in_features
+        is_sharded = padded is None and not call.groups
+        sharded = tuple(
+            is_sharded and shards is not None and shards.fits(rows)
+            for shards in (self.input_shards, self.grad_shards)
+        )
+        key = (padded is not None, chunked, *sharded, *needs_grad)
+        program = self._programs.get(key) or self._new_program(key, needs_grad)
+        count = self.num_weights
+        if self.shape.accumulates:
+            program = Accumulating(program, self.wgrad, needs_grad[1 : 1 + count])
+        if self.shape.delays_wgrad and True in needs_grad[1 : 1 + count]:
+            program = Delaying(
+                program,
+                self.wgrad,
+                needs_grad[1 : 1 + count],
+                index=self.index,
+                is_grouped=bool(self.shape.groups),
+            )
+        if self.shape.groups:
+            bias_dtype = self.shape.bias_dtype
+            program = Grouped(
+                program,
+                needs_grad,
+                call,
+                rows=rows,
+                num_weights=count,
+                bias_dtype=bias_dtype,
+                travels=(None, None) if padded is not None else self._exchanged(call),
+            )
+        if padded is not None:
+            program = Padded(program, padded, call, num_weights=count)
+        if self.input_again is not None and True in needs_grad[1 : 1 + count]:
+            program = SavingInput(program, self.input_again)
+        if self.needs_rng and call.rng is not None:
+            program = Stochastic(program, call.rng, self.index)
+        return program
+
+    def _exchanged(self, call: Call) -> tuple[Exchanged | None, Exchanged | None]:
+        """Return how the operands of the input and of the gradient come from other ranks."""
+        routes, casts = call.routes, (self.input_sent, self.grad_sent)
+        if routes is None:
+            return None, None
+        row, column = (None if cast is None else cast.of_call(routes) for cast in casts)
+        return row, column
+
+    def _new_program(self, key: tuple[bool, ...], needs_grad: Sequence[bool]) -> Program:
+        is_padded, chunked, is_input_sharded, is_grad_sharded, *_ = key
+        weight = self.weight
+        if is_padded and self.padding is not None:
+            weight = PaddedWeights(weight, self.padding)
+        if self.shape.groups:
+            weight = FlatWeights(weight)
+            end = 1 + self.num_weights
+            # One program for all groups; the sums for biases come with the handover.
+            needs_grad = (needs_grad[0], True in needs_grad[1:end])
+        program: Program = LinearProgram(
+            self,
+            needs_grad,
+            weight,
+            chunked=chunked,
+            sharded=(is_input_sharded, is_grad_sharded),
+        )
+        if weight.requantizes and needs_grad[0]:
+            assert self.only_once is not None  # in low precision
+            program = Requantizing(
+                program,
+                weight,
+                3 if needs_grad[1] else 0,
+                shape=(self.shape.out_features, self.shape.in_features),
+                dtype=self.shape.weight_dtype,
+                device=self.choices["weight"].device,
+                owner=self.only_once.owner,
+            )
+        return self._programs.setdefault(key, program)

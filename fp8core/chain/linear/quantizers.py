@@ -1,0 +1,146 @@
+"""The quantizers of a linear's input, its weights and the gradient of its output."""
+
+from __future__ import annotations
+
+import torch
+
+from fp8core.chain.linear.spec import LinearSpec
+from fp8core.chain.linear.transfers import amax_reduction
+from fp8core.chain.shape import BindContext
+from fp8core.errors import RecipeError, UnsupportedError
+from fp8core.recipe.plan import HIGH_PRECISION, LinearPlan
+from fp8core.tensors.by_object import ObjectQuantizer
+from fp8core.tensors.quantizer import (
+    HighPrecision,
+    Quantizer,
+    Slot,
+    Unturned,
+    bind_columnwise,
+    bind_quantizer,
+)
+from fp8core.tensors.requantized import RequantizedWeight
+from fp8core.tensors.states import LayerStates
+from fp8core.tensors.storage import storage_plan
+from fp8core.tensors.weights import How, KeptWeight, PerGroup
+
+__all__ = ["bind_quantizers"]
+
+
+def bind_quantizers(
+    shape: LinearSpec,
+    context: BindContext,
+    states: LayerStates | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    *,
+    is_unturned: bool,
+) -> tuple[Quantizer, KeptWeight | PerGroup, Quantizer, Quantizer | None]:
+    """Return the quantizers of input, weight and grad_output, and that of the input in backward, if
+    it is cast there; ``dtypes`` are those of the input and of grad_output."""
+    plan, binding = context.plan, context.binding
+    is_grouped = bool(shape.groups)
+    count, propagates = context.nonfinite, plan.nonfinite == "propagate"
+    reductions = {"input": context.input_shards, "grad_output": context.grad_shards}
+    if propagates and any(reductions.values()):
+        raise UnsupportedError(
+            "nonfinite='propagate' marks the tensor that holds the NaN or inf, but of one whose "
+            "rows are on several ranks each rank casts a part. nonfinite='saturate' works there."
+        )
+    requantized = None  # by which spec backward quantizes weights again
+    if plan.requantize_weights and not binding.is_observing:
+        requantized = plan.weight.columnwise
+    unturned = Unturned(binding.activation_dtype) if is_unturned else None
+    dequantizes = plan.dequantizes and not binding.is_observing
+
+    makers = {} if binding.is_observing else dict(plan.makers)
+    if makers and is_grouped:
+        raise UnsupportedError(
+            f"a quantizer object for {', '.join(makers)} of groups is not offered: it would "
+            f"quantize all groups as one tensor. Let the factory return its plan for such a layer."
+        )
+
+    def made_by(tensor: str) -> Quantizer | None:
+        maker = makers.get(tensor)
+        if maker is None:
+            return None
+        role = f"{context.owner}: the {type(maker).__name__} of its {tensor}"
+        return ObjectQuantizer(maker, plan.tensors[tensor], role)
+
+    def slot_of(tensor: str, group: int | None = None) -> Slot | None:
+        if states is None or not plan.tensors[tensor].is_delayed:
+            return None
+        return states.slot(tensor) if group is None else states.slot_of_set(tensor, group)
+
+    def weight(group: int) -> KeptWeight:
+        slot = slot_of("weight", group)
+        quantizer = (
+            unturned
+            or made_by("weight")
+            or bind_quantizer(
+                plan.weight,
+                shape.weight_dtype,
+                binding,
+                purpose=context.purpose("weight"),
+                slot=slot,
+                nonfinite=count,
+                propagates=propagates,
+                dequantizes=dequantizes,
+            )
+        )
+        key = (
+            *(plan.weight, plan.nonfinite, dequantizes),
+            *(shape.weight_dtype, binding.device, quantizer.choices),
+        )
+        stored = HIGH_PRECISION.weight if binding.is_observing else storage_plan(plan.weight)
+        index = context.first_gemm + group
+        dtype = None if isinstance(quantizer, HighPrecision) else shape.weight_dtype
+        is_decoded = dequantizes and plan.weight.rowwise is not None
+        how = How(key, dtype, stored, context.owner, slot, is_decoded)
+        if requantized is None:
+            return KeptWeight(quantizer, index, how)
+        columnwise = bind_columnwise(
+            requantized,
+            shape.weight_dtype,
+            binding,
+            purpose=context.purpose("weight"),
+            propagates=propagates,
+        )
+        return RequantizedWeight(quantizer, index, how, plan.weight, columnwise)
+
+    def quantizer_of(
+        tensor: str, dtype: torch.dtype, slot: Slot | None, nonfinite: torch.Tensor | None
+    ) -> Quantizer:
+        return made_by(tensor) or bind_quantizer(
+            plan.tensors[tensor],
+            dtype,
+            binding,
+            purpose=context.purpose(tensor),
+            grouped=is_grouped,
+            offsets_on_device=shape.offsets_on_device,
+            slot=slot,
+            nonfinite=nonfinite,
+            propagates=propagates,
+            reduce_amax=amax_reduction(reductions[tensor]),
+            dequantizes=dequantizes and tensor == "input",
+        )
+
+    input_dtype, grad_dtype = dtypes
+    x = unturned or quantizer_of("input", input_dtype, slot_of("input"), count)
+    again = None
+    if shape.saves_input and plan.input.columnwise is not None and not binding.is_observing:
+        _check_saves_input(plan)
+        again = quantizer_of("input", input_dtype, None, None)
+    weights = PerGroup([weight(g) for g in range(shape.groups)]) if is_grouped else weight(0)
+    # Calibration sees the forward pass alone, as in Transformer Engine.
+    dy_slot = None if binding.is_observing else slot_of("grad_output")
+    dy = quantizer_of("grad_output", grad_dtype, dy_slot, count)
+    return x, weights, dy, again
+
+
+def _check_saves_input(plan: LinearPlan) -> None:
+    """Raise RecipeError if backward could not repeat the cast of the input."""
+    if plan.input.is_delayed:
+        raise RecipeError(
+            "save_original_input=True with delayed scaling: backward would cast the input by the "
+            "scale of the next step. Leave it out, or use a recipe whose scales follow from the "
+            "tensor, such as Float8CurrentScaling."
+        )
