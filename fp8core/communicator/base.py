@@ -48,8 +48,8 @@ class Communicator(ABC):
         self.traffic = Traffic()
         # How many collectives were begun, those of captured graphs apart.
         self.begun = 0
-        # Describes the one that is being started.
-        self.starting: Callable[[], str] = str
+        # The one that is being started, and its tensor.
+        self.starting: tuple[Collective, torch.Tensor] | None = None
         # What the ranks have compared last, by subject.
         self._claimed: dict[str, str] = {}
         # What the ranks have compared and need not compare again.
@@ -132,6 +132,12 @@ class Communicator(ABC):
     def max(self, x: torch.Tensor, purpose: str = "") -> Started:
         """Start to take the elementwise maximum over all ranks; the result is a new tensor."""
         return self._reduced("max", purpose, x)
+
+    def max_into(self, x: torch.Tensor, purpose: str = "") -> Started:
+        """Start to take the elementwise maximum over all ranks; the result is ``x``, written, or a
+        new tensor where that cannot be."""
+        move = partial(self._all_reduce, op="max", in_place=True)
+        return self._reduced_by("max", purpose, x, move)
 
     def exchange(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], purpose: str = ""
@@ -233,8 +239,10 @@ class Communicator(ABC):
         """As :meth:`_gather`."""
 
     @abstractmethod
-    def _all_reduce(self, x: torch.Tensor, op: str) -> tuple[torch.Tensor, Finish]:
-        """As :meth:`_gather`; ``op`` is sum or max."""
+    def _all_reduce(
+        self, x: torch.Tensor, op: str, *, in_place: bool = False
+    ) -> tuple[torch.Tensor, Finish]:
+        """As :meth:`_gather`; ``op`` is sum or max. ``in_place``: the result may be ``x``."""
 
     @abstractmethod
     def _exchange(
@@ -243,13 +251,14 @@ class Communicator(ABC):
         """As :meth:`_gather`."""
 
     def _reduced(self, op: str, purpose: str, x: torch.Tensor) -> Started:
+        return self._reduced_by(op, purpose, x, partial(self._all_reduce, op=op))
+
+    def _reduced_by(
+        self, op: str, purpose: str, x: torch.Tensor, move: Callable[[torch.Tensor], Moved]
+    ) -> Started:
         if self.size == 1 or not x.numel():
             return Started(x)
         num_bytes = 2 * (self.size - 1) * _bytes_of(x) // self.size
-
-        def move(sent: torch.Tensor) -> tuple[torch.Tensor, Finish]:
-            return self._all_reduce(sent, op)
-
         return self._start(op, purpose, x, num_bytes, move)
 
     def _start(

@@ -45,7 +45,7 @@ class _Counting(Protocol):
 
     traffic: Traffic
     begun: int
-    starting: Callable[[], str]
+    starting: tuple[Collective, torch.Tensor] | None
     rank: int
 
     def describe(self, collective: str, purpose: str, x: torch.Tensor) -> str: ...
@@ -56,7 +56,7 @@ _UNDER_WAY = "fp8core_collective"
 it in another, and has nothing but tensors in between."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # a frozen one takes three times as long to make
 class Collective:
     """One collective of ``communicator``, apart from its tensors; ``move`` starts it.
 
@@ -76,16 +76,16 @@ class Collective:
         communicator, is_coded = self.communicator, self.is_coded
         communicator.traffic.add(self.collective, self.purpose, self.num_bytes, self.way)
         communicator.begun += 1
-        communicator.starting = partial(self._describe, x)
+        communicator.starting = self, x
         sent = x.detach() if x.requires_grad else x
         if not sent.is_contiguous():
             sent = sent.contiguous()
         try:
             result, finish, *arrive = self.move(sent.view(torch.uint8) if is_coded else sent)
         except RuntimeError as error:
-            raise _named(error, self._describe(x)) from None
+            raise _named(error, self.describe(x)) from None
         finally:
-            communicator.starting = str  # it refers to the tensor
+            communicator.starting = None
         if is_coded:
             result = result.view(x.dtype)
         vars(result)[_UNDER_WAY] = finish, arrive, sent
@@ -97,7 +97,7 @@ class Collective:
         try:
             arrive(rank)
         except RuntimeError as error:
-            raise _named(error, self._describe(x)) from None
+            raise _named(error, self.describe(x)) from None
         return result
 
     def end(self, result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -106,11 +106,12 @@ class Collective:
         try:
             held[_UNDER_WAY][0]()
         except RuntimeError as error:
-            raise _named(error, self._describe(x)) from None
+            raise _named(error, self.describe(x)) from None
         del held[_UNDER_WAY]
         return result
 
-    def _describe(self, x: torch.Tensor) -> str:
+    def describe(self, x: torch.Tensor) -> str:
+        """Return it in words, for an error."""
         return self.communicator.describe(self.collective, self.purpose, x)
 
 

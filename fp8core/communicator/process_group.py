@@ -117,8 +117,10 @@ class _GroupCommunicator(Communicator):
         result = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         return result, self._end(start_reduce_scatter(self.group, result, x), x)
 
-    def _all_reduce(self, x: torch.Tensor, op: str) -> tuple[torch.Tensor, Finish]:
-        result = x.clone()  # c10d reduces in place
+    def _all_reduce(
+        self, x: torch.Tensor, op: str, *, in_place: bool = False
+    ) -> tuple[torch.Tensor, Finish]:
+        result = x if in_place else x.clone()  # c10d reduces in place
         group: _ProcessGroup = self.group  # the stubs lack the options of allreduce
         return result, self._end(group.allreduce([result], self._options[op]), x)
 
@@ -131,10 +133,14 @@ class _GroupCommunicator(Communicator):
 
     def _end(self, work: Any, x: torch.Tensor) -> Finish:
         """Return what waits for ``work``, the latest collective, of ``x``."""
-        if self._comparisons is None or x.device.type != "cpu":
+        if self._comparisons is None or not x.is_cpu:
             wait: Finish = work.wait  # of a device: its stream waits, and not the host
             return wait
-        return partial(self._wait_and_look, work, self.begun, self.starting)
+        stage: Callable[[], str] = str
+        if self.starting is not None:
+            collective, given = self.starting
+            stage = partial(collective.describe, given)
+        return partial(self._wait_and_look, work, self.begun, stage)
 
     def _wait_and_look(self, work: Any, number: int, stage: Callable[[], str]) -> None:
         """Wait for the collective ``number``, and look from time to time whether another rank

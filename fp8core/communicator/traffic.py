@@ -23,6 +23,21 @@ class Count(NamedTuple):
     bytes: int = 0
 
 
+class _Entry:
+    """A count that grows, and the way of the last call: a step of training makes no new ones."""
+
+    __slots__ = ("bytes", "calls", "way")
+
+    def __init__(self) -> None:
+        self.calls = self.bytes = 0
+        self.way = PLAIN
+
+    @property
+    def count(self) -> Count:
+        """What it has come to."""
+        return Count(self.calls, self.bytes)
+
+
 class Traffic:
     """Counts by ``(collective, purpose)``, such as ``("gather", "input")``.
 
@@ -32,37 +47,42 @@ class Traffic:
     captured graph are not counted.
     """
 
-    __slots__ = ("_counts", "_ways")
+    __slots__ = ("_counts",)
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], Count] = {}
-        self._ways: dict[tuple[str, str], str] = {}
+        self._counts: dict[tuple[str, str], _Entry] = {}
 
     def add(self, collective: str, purpose: str, num_bytes: int, way: str = PLAIN) -> None:
         """Count one call, which ran in the given ``way``."""
-        self._ways[collective, purpose] = way
-        calls, total = self._counts.get((collective, purpose), (0, 0))
-        self._counts[collective, purpose] = Count(calls + 1, total + num_bytes)
+        key = collective, purpose
+        entry = self._counts.get(key)
+        if entry is None:
+            entry = self._counts[key] = _Entry()
+        entry.calls += 1
+        entry.bytes += num_bytes
+        entry.way = way
 
     def way(self, collective: str, purpose: str) -> str:
         """Return how the last collective of that purpose ran: :data:`PLAIN`, :data:`BESIDE` or
         :data:`IN_PARTS`."""
-        return self._ways.get((collective, purpose), PLAIN)
+        entry = self._counts.get((collective, purpose))
+        return PLAIN if entry is None else entry.way
 
     def clear(self) -> None:
         """Start again from zero."""
         self._counts.clear()
-        self._ways.clear()
 
     @property
     def total(self) -> Count:
         """All collectives together."""
-        return Count(*(sum(column) for column in zip(Count(), *self._counts.values(), strict=True)))
+        counts = [one.count for one in self._counts.values()]
+        return Count(*(sum(column) for column in zip(Count(), *counts, strict=True)))
 
     def __getitem__(self, key: tuple[str, str]) -> Count:
         """Return the count of one collective and purpose; zeros if there was none."""
-        return self._counts.get(key, Count())
+        entry = self._counts.get(key)
+        return Count() if entry is None else entry.count
 
     def __iter__(self) -> Iterator[tuple[tuple[str, str], Count]]:
         """Yield ``((collective, purpose), count)`` in the order of the first calls."""
-        return iter(list(self._counts.items()))
+        return iter([(key, one.count) for key, one in self._counts.items()])

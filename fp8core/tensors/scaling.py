@@ -219,7 +219,13 @@ def _partition(
 
 
 def _reduce(states: Sequence[DelayedState], group: torch.distributed.ProcessGroup) -> None:
-    reducing = [state for state in states if state.plan.reduce_amax]
+    """Reduce amaxes over the group of ``autocast``, but for those that their layer's ranks, which
+    are that group, reduce anyway."""
+    reducing = [
+        state
+        for state in states
+        if state.plan.reduce_amax and getattr(state.communicator, "group", None) is not group
+    ]
     if not reducing:
         return
     newest = [state.amax_history[0] for state in reducing]
@@ -230,8 +236,10 @@ def _reduce(states: Sequence[DelayedState], group: torch.distributed.ProcessGrou
 
 def _reduce_over_layer(states: Sequence[DelayedState], communicator: Communicator) -> None:
     newest = [state.amax_history[0] for state in states]
-    flat = communicator.max(torch.cat(newest), "delayed amax").wait()
-    copy_all(newest, list(torch.split(flat, [part.numel() for part in newest])))
+    flat = newest[0] if len(newest) == 1 else torch.cat(newest)
+    reduced = communicator.max_into(flat, "delayed amax").wait()
+    if reduced is not newest[0]:
+        copy_all(newest, list(torch.split(reduced, [part.numel() for part in newest])))
 
 
 def _report_nonfinite(states: Sequence[DelayedState]) -> None:

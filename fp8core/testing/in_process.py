@@ -154,9 +154,13 @@ class _ThreadCommunicator(Communicator):
 
         return self._met(result, x, f"scatter {x.dtype} {[*x.shape]}", reduce)
 
-    def _all_reduce(self, x: torch.Tensor, op: str) -> tuple[torch.Tensor, Finish]:
+    def _all_reduce(
+        self, x: torch.Tensor, op: str, *, in_place: bool = False
+    ) -> tuple[torch.Tensor, Finish]:
         reduce = {"sum": _sum, "max": _max}[op]
-        return self._met(torch.empty_like(x), x, f"{op} {x.dtype} {[*x.shape]}", reduce)
+        return self._met(
+            x if in_place else torch.empty_like(x), x, f"{op} {x.dtype} {[*x.shape]}", reduce
+        )
 
     def _exchange(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]

@@ -94,9 +94,10 @@ def of_layer(name: str, *, is_alone: bool, device: torch.device = CPU) -> Step:
         rows //= RANKS
         options |= {"set_parallel_mode": True, "sequence_parallel": True}
         options |= {"tp_group": dist.group.WORLD, "tp_size": RANKS}
-    layer = fp8core.LayerNormMLP(HIDDEN, ffn, params_dtype=torch.bfloat16, device="cpu", **options)
-    x = torch.randn(rows, HIDDEN).bfloat16().requires_grad_()
-    grad = torch.randn(rows, HIDDEN).bfloat16()
+    given: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+    layer = fp8core.LayerNormMLP(HIDDEN, ffn, params_dtype=torch.bfloat16, device=device, **options)
+    x = torch.randn(rows, HIDDEN, **given).requires_grad_()
+    grad = torch.randn(rows, HIDDEN, **given)
     parameters = list(layer.parameters())
     group = None if is_alone else dist.group.WORLD
 

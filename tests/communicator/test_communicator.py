@@ -43,6 +43,8 @@ def collectives(communicator: Communicator) -> dict[str, Any]:
         "counts": {"/".join(key): list(count) for key, count in communicator.traffic},
     }
     returned["written"] = not torch.equal(x, kept)
+    into = x.float()
+    returned["max_into"] = [into, communicator.max_into(into).wait() is into]
     communicator.agree("the same", "their layers")
     with pytest.raises(OperandError) as caught:
         communicator.agree(f"recipe {communicator.rank}", "their recipes")
@@ -135,6 +137,13 @@ def test_sum_and_max_are_over_all_ranks(ranks: list[dict[str, Any]]) -> None:
 
 def test_inputs_are_not_written(ranks: list[dict[str, Any]]) -> None:
     assert not any(one["written"] for one in ranks)
+
+
+def test_a_maximum_into_a_tensor_is_that_tensor(ranks: list[dict[str, Any]]) -> None:
+    for one in ranks:
+        total, is_same = one["max_into"]
+        assert is_same
+        assert torch.equal(total, one["max"])
 
 
 def test_scatter_gives_each_rank_its_rows_of_the_sum(ranks: list[dict[str, Any]]) -> None:
