@@ -113,6 +113,7 @@ class _Saved:
         self._copied: Any = None
         self._is_copied = False
         self._returned: tuple[torch.Tensor, Any] | None = None
+        self._returned_on: Any = None  # the stream to which the memory goes back
 
     @property
     def nbytes(self) -> int:
@@ -156,6 +157,7 @@ class _Saved:
             tensor.copy_(self._on_host, non_blocking=True)
         self._streams.used_by_copies(tensor)
         self._returned = tensor, self._streams.event(of_copies=True)
+        self._returned_on = self._streams.current()
 
     def take(self) -> torch.Tensor:
         """Return the tensor on the device, for the current stream; a later backward pass of a graph
@@ -166,6 +168,9 @@ class _Saved:
         assert self._returned is not None
         (tensor, event), self._returned = self._returned, None
         self._streams.wait(event, of_copies=False)
+        current = self._streams.current()
+        if current != self._returned_on:
+            tensor.record_stream(current)  # the other stream does not see who reads it
         return tensor
 
     def _unwritten(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -364,7 +364,8 @@ class FusedAdam(torch.optim.Optimizer):
         for (desc, where), batch in batches.items():
             values = tuple(getattr(desc, name) for name in AdamDesc.__slots__)
             run = bound(AdamDesc, values, where)
-            run(*batch.lists, **keywords)
+            numbers = keywords if where == device else _moved(keywords, where)
+            run(*batch.lists, **numbers)
             for write in batch.after:
                 write()
 
@@ -439,6 +440,14 @@ class _Batch(NamedTuple):
 
     lists: list[list[torch.Tensor]]
     after: list[Callable[[], Any]]
+
+
+def _moved(numbers: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return numbers of a step with those that are tensors on ``device``."""
+    return {
+        name: one.to(device) if isinstance(one, torch.Tensor) else one
+        for name, one in numbers.items()
+    }
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

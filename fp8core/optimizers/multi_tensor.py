@@ -97,7 +97,10 @@ def _scale(noop_flag: torch.Tensor, tensor_lists: Lists, scale: Number) -> None:
         scale = scale.float().reshape(())
     scaled = [one.float() * scale for one in inputs]
     copy_all(list(outputs), scaled)
-    largest = torch.stack(foreach_norm(scaled, torch.inf)).max()
+    filled = [one for one in scaled if one.numel()]  # the largest of none has no value
+    if not filled:
+        return
+    largest = torch.stack(foreach_norm(filled, torch.inf)).max()
     noop_flag.copy_(torch.where(largest.isfinite(), noop_flag, 1))
 
 
@@ -242,22 +245,25 @@ def multi_tensor_adam_fp8(
     shaped = 5 if has_masters else 4  # the others hold one number a tensor
     grads, codes, averages, squares, *rest = _lists(tensor_lists, shaped + 3, shaped)
     *masters, scales, amaxes, inverses = rest
+    # Scales have one element and a dimension, which a parameter may lack.
     values = (
         list(masters[0])
         if has_masters
         else [
-            one.view(dtype).float() * inverse for one, inverse in zip(codes, inverses, strict=True)
+            one.view(dtype).float() * inverse.reshape(())
+            for one, inverse in zip(codes, inverses, strict=True)
         ]
     )
     numbers = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
     _adam(noop_flag, [grads, values, averages, squares], numbers, 1.0)
     largest = torch.finfo(dtype).max
     for at, value in enumerate(values):
-        scaled = (value * scales[at]).clamp(-largest, largest).to(dtype).view(torch.uint8)
-        goes_on = noop_flag == 0
-        codes[at].copy_(torch.where(goes_on, scaled, codes[at]))
-        amax = torch.maximum(amaxes[at], value.abs().amax().reshape(1))
-        amaxes[at].copy_(torch.where(goes_on, amax, amaxes[at]))
+        scaled = (value * scales[at].reshape(())).clamp(-largest, largest).to(dtype)
+        goes_on = (noop_flag == 0).reshape(())
+        codes[at].copy_(torch.where(goes_on, scaled.view(torch.uint8), codes[at]))
+        if value.numel():
+            amax = torch.maximum(amaxes[at], value.abs().amax())
+            amaxes[at].copy_(torch.where(goes_on, amax, amaxes[at]))
         inverses[at].copy_(1 / scales[at])
 
 

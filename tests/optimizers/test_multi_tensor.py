@@ -152,3 +152,33 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
     tensors = [[torch.ones(1)], *([torch.zeros(5)] for _ in range(3))]
     with pytest.raises(OperandError, match=r"position 0 are \[\[1\], \[5\], \[5\], \[5\]\]"):
         te.multi_tensor_adam(1, flag(), tensors, 0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0)
+
+
+def test_scale_takes_tensors_without_elements() -> None:
+    outputs = [torch.zeros(3), torch.zeros(0)]
+    noop = flag()
+    te.multi_tensor_scale(1, noop, [[torch.ones(3), torch.zeros(0)], outputs], 2.0)
+    assert outputs[0].tolist() == [2.0] * 3
+    te.multi_tensor_scale(1, noop, [[torch.zeros(0)], [torch.zeros(0)]], 2.0)
+    assert noop.item() == 0
+
+
+@pytest.mark.parametrize("shape", [(), (0,)])
+@pytest.mark.parametrize("has_masters", [True, False])
+def test_adam_of_fp8_parameters_of_any_shape(has_masters: bool, shape: tuple[int, ...]) -> None:
+    def ones() -> list[list[torch.Tensor]]:
+        zero = torch.zeros(shape)
+        given = [torch.ones(shape), torch.full(shape, 60, dtype=torch.uint8), zero, zero.clone()]
+        if has_masters:
+            given.append(torch.ones(shape))
+        numbers = [torch.tensor([value]) for value in (4.0, 0.0, 0.25)]
+        return [[one] for one in (*given, *numbers)]
+
+    given, vector = ones(), ones()
+    vector[:-3] = [[one.reshape(-1)] for (one,) in vector[:-3]]
+    for lists_ in (given, vector):
+        te.multi_tensor_adam_fp8(
+            1, flag(), lists_, 0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0, torch.float8_e4m3fn
+        )
+    for (one,), (other,) in zip(given, vector, strict=True):
+        assert torch.equal(one.reshape(-1), other)
