@@ -267,10 +267,10 @@ def _sort_chunks(
     rows = inp.shape[0]
     if _is_readable(inp) and _is_readable(split_sizes):
         _check_chunks(owner, rows, split_sizes, sorted_index)
-    if not rows or not split_sizes.numel():
-        return inp.clone(), None if probs is None else probs.clone()
     if probs is not None:
         probs = _check_weights(owner, "probs", probs, inp, (rows,))
+    if not rows or not split_sizes.numel():
+        return inp.clone(), None if probs is None else probs.clone()
     sizes = split_sizes.long()
     order = sorted_index.long().clamp(0, sizes.numel() - 1)
     ends, new_ends = sizes.cumsum(0), sizes[order].cumsum(0)
@@ -357,13 +357,13 @@ def _check_integers(
 
 
 def _check_count(owner: str, count: int) -> int:
-    count = int(count)  # of a tensor too
-    if count < 0:
+    number = -1 if count is None or isinstance(count, float) else int(count)  # of a tensor too
+    if number < 0:
         raise OperandError(
-            f"{owner}(num_out_tokens={count}): expected 0 or above; the number of rows that the "
-            f"tokens take is int(routing_map.sum())."
+            f"{owner}(num_out_tokens={count}): expected an integer of 0 or above; the number of "
+            f"rows that the tokens take is int(routing_map.sum())."
         )
-    return count
+    return number
 
 
 def _check_weights(

@@ -237,6 +237,11 @@ def _check_groups(
             f"{owner}(group_topk={group_topk}, num_groups={num_groups}): groups are chosen of how "
             f"many? Give num_groups too, or neither."
         )
+    if not all(type(one) is int and one > 0 for one in (num_groups, group_topk)):
+        raise OperandError(
+            f"{owner}(num_groups={num_groups!r}, group_topk={group_topk!r}): expected integers "
+            f"above 0, or None for all experts."
+        )
     problems = (
         (experts % num_groups != 0, f"num_groups={num_groups} does not divide {experts} experts"),
         (group_topk > num_groups, f"group_topk={group_topk} is above num_groups={num_groups}"),

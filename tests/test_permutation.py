@@ -316,7 +316,12 @@ ERRORS: dict[str, Any] = {
     ),
     "a row of routing_map for each token": lambda: moe_permute(rand(3, 4), routing(4), 6),
     "expected a tensor of integers": lambda: moe_permute(rand(3, 4), torch.rand(3, 4), 6),
-    "expected 0 or above": lambda: moe_permute(rand(3, 4), routing(3), -1),
+    "expected an integer of 0 or above": lambda: moe_permute(rand(3, 4), routing(3), -1),
+    "num_out_tokens=None)": lambda: moe_permute(rand(3, 4), routing(3), None),
+    "num_out_tokens=6.5)": lambda: moe_permute(rand(3, 4), routing(3), 6.5),
+    "probs is [7]": lambda: moe_sort_chunks_by_index_with_probs(
+        rand(0, 4), torch.rand(7), torch.zeros(1, dtype=torch.int64), torch.tensor([0])
+    ),
     "expected one of mask, index. Did you mean 'mask'?": lambda: moe_permute(
         rand(3, 4), routing(3), 6, map_type="masks"
     ),

@@ -254,6 +254,12 @@ ERRORS: dict[str, Any] = {
     "takes 3 experts of a group, which has 2": lambda: route(
         logits(), 3, num_groups=4, group_topk=1
     ),
+    "group_topk=-1): expected integers above 0": lambda: route(
+        logits(), 2, num_groups=2, group_topk=-1
+    ),
+    "num_groups=2.0, group_topk=1): expected integers": lambda: route(
+        logits(), 2, num_groups=2.0, group_topk=1
+    ),
     "Give num_groups too": lambda: route(logits(), 2, group_topk=2),
     "leave it at None for softmax": lambda: route(logits(), 2, expert_bias=torch.ones(8)),
     "expert_bias is torch.float32 [7]": lambda: route(
