@@ -13,12 +13,22 @@ from fp8core.chain.boundary import Boundary
 from fp8core.chain.call import Call
 from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.once import OnlyOnce, in_low_precision
-from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved, TensorProgram, Unadded
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Held,
+    Out,
+    Params,
+    Saved,
+    TensorProgram,
+    Unadded,
+)
 from fp8core.chain.request import QuantizeRequest
 from fp8core.chain.shape import BindContext, CallInputs, LinkShape
 from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError
 from fp8core.torch_ops import fused
+from fp8core.torch_ops.recorded import called_in_repeats
 
 __all__ = [
     "AddLink",
@@ -191,14 +201,20 @@ class BiasLink(LinkDefaults):
         return BiasProgram(self, needs_grad)
 
 
+def _biased(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return (x + bias).to(x.dtype)
+
+
 class BiasProgram(TensorProgram[BiasLink]):
     """Adds the bias; nothing is saved."""
 
     __slots__ = ()
 
+    held = Held(calls_functions=True)
+
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Add the bias."""
-        return _hand((x + params[0]).to(x.dtype), out), (), None
+        return _hand(called_in_repeats(_biased, x, params[0]), out), (), None
 
     def backward(
         self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
