@@ -25,12 +25,54 @@ __device__ inline void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Stores `value` where block `rank` has what this block has at `shared`.
-__device__ inline void store_in_block(float* shared, unsigned rank, float value) {
-  const auto here = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+__device__ inline uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+// Where block `rank` has what this block has at `shared`.
+__device__ inline uint32_t address_in_block(const void* shared, unsigned rank) {
   uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(there)
+      : "r"(shared_address(shared)), "r"(rank));
+  return there;
+}
+
+// A barrier in shared memory at which one thread says how many bytes are to come. Other blocks see
+// it after the cluster's barrier.
+__device__ inline void init_barrier(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ inline void expect_bytes(uint64_t* barrier, int bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+// Waits until the bytes of phase 0, 1, 2 ... have come, of which `parity` is the last bit.
+__device__ inline void wait_for_bytes(uint64_t* barrier, unsigned parity) {
+  const uint32_t at = shared_address(barrier);
+  uint32_t is_done = 0;
+  while (is_done == 0) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(is_done)
+        : "r"(at), "r"(parity)
+        : "memory");
+  }
+}
+
+// Begins to store `value` where block `rank` has what this block has at `shared`. It counts as four
+// bytes at that block's `barrier` when it is there.
+__device__ inline void store_in_block(float* shared, uint64_t* barrier, unsigned rank,
+                                      float value) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+          address_in_block(shared, rank)),
+      "f"(value), "r"(address_in_block(barrier, rank))
+      : "memory");
 }
 
 }  // namespace fp8core

@@ -136,7 +136,7 @@ struct ActivationSource : ActivationInputsOf<T, kGated, false, kGated ? 3 : 4> {
   using Base = ActivationInputsOf<T, kGated, false, kGated ? 3 : 4>;
   using typename Base::Row;
   static constexpr int kParts = 1;
-  static constexpr bool kSums = false;
+  static constexpr bool kSums = false, kReadBefore = false;
   static constexpr int kBlocks = 3, kDirectedBlocks = 3;
   static constexpr Formats kFormats = Formats::kE4M3;
   static constexpr bool takes(Granularity granularity) {
@@ -166,7 +166,7 @@ struct ActivationBackwardSource : ActivationInputsOf<T, kGated, true, 3> {
   using Base = ActivationInputsOf<T, kGated, true, 3>;
   using typename Base::Row;
   static constexpr int kParts = kGated ? 2 : 1;
-  static constexpr bool kSums = kHasSums;
+  static constexpr bool kSums = kHasSums, kReadBefore = false;
   static constexpr int kBlocks = kGated ? 2 : 3, kDirectedBlocks = kGated ? 2 : 3;
   static constexpr Formats kFormats = Formats::kShared;
   static constexpr bool takes(Granularity granularity) {

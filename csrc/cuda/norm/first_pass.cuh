@@ -62,12 +62,14 @@ __global__ void __launch_bounds__(kFirstPassThreads, first_pass_blocks<kVectors,
   for (auto& eight : maxima) clear(eight);
   uint32_t largest_pair = 0;  // of the tensor
   int turn = 0;
-  for (int64_t at = team.first_row(); at < m.rows; at += team.row_step(), turn ^= 1) {
-    Eight<T> raw[kVectors];
-    load_row(raw, m.data, at * m.stride, team);
+  const int64_t step = team.row_step();
+  Eight<T> next[kVectors];  // the row after, which is on its way meanwhile
+  if (team.first_row() < m.rows) load_row(next, m.data, team.first_row() * m.stride, team);
+  for (int64_t at = team.first_row(); at < m.rows; at += step, turn ^= 1) {
     float x[kVectors][8];
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) unpack(x[i], raw[i]);
+    for (int i = 0; i < kVectors; ++i) unpack(x[i], next[i]);
+    if (at + step < m.rows) load_row(next, m.data, (at + step) * m.stride, team);
     const RowStatistics row =
         statistics_of<kLayerNorm>(x, team, p.inverse_count, p.eps, chunks, stride, turn);
     if (team.warp == 0 && team.lane == 0) {

@@ -24,7 +24,7 @@ struct NormSource {
     bool is_inside;
   };
   static constexpr int kParts = 1, kRows = 2, kStages = 4;
-  static constexpr bool kSums = false;
+  static constexpr bool kSums = false, kReadBefore = true;
   static constexpr int kBlocks = 3, kDirectedBlocks = kLayerNorm ? 2 : 3;
   static constexpr Formats kFormats = Formats::kShared;
   static constexpr bool takes(Granularity granularity) {

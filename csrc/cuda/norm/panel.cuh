@@ -1,7 +1,7 @@
 // Norms with casts, in one pass over x: a cluster of blocks takes a panel of kRows rows, and each
 // block of it a slice of their columns, which it copies to shared memory and reads from there.
 //
-//     1. each warp adds up chunks of the slice (statistics.cuh) and stores the sums in all blocks
+//     1. each warp adds up chunks of the slice (statistics.cuh) and gives the sums to all blocks
 //        of the cluster; for LayerNorm twice, as the squares are those of deviations from the mean
 //     2. each block adds up the chunks of whole rows, and so has their statistics
 //     3. it normalizes and casts its slice, a pass of 32 or 64 KiB at a time, 8 x 8 elements a
@@ -16,9 +16,9 @@
 // are adjacent anyway.
 #pragma once
 
-#include "../cluster.cuh"
 #include "../copies.cuh"
 #include "../quantize/tile_parts.cuh"
+#include "exchange.cuh"
 #include "row.cuh"
 
 namespace fp8core {
@@ -46,23 +46,24 @@ struct PanelShape {
     return (slice * kChunk + kPass - 1) / kPass;
   }
 
-  // Shared memory: slots, sums of chunks, statistics; then maxima of columns and their scales. The
-  // sums of two rows are an odd number of floats apart, so that threads that each read a row meet
-  // in few banks.
+  // Shared memory: slots, two buffers of sums of chunks, statistics; then maxima of columns and
+  // their scales. The sums of two rows are an odd number of floats apart, so that threads that each
+  // read a row meet in few banks.
   __host__ __device__ static constexpr int sums_stride(int chunks) { return chunks | 1; }
   __host__ __device__ static constexpr int slots_bytes(int slots) {
     return slots * kPassElements * 2;
   }
   __host__ __device__ static constexpr int sums_bytes(int chunks) {
-    return kRows * sums_stride(chunks) * 4;
+    return 2 * kRows * sums_stride(chunks) * 4;
   }
   __host__ __device__ static constexpr int bytes(int slots, int chunks) {
     return slots_bytes(slots) + sums_bytes(chunks) + kRows * 8 +
            (kHasMaxima ? (kWarps + 1) * kPass * 4 : 0);
   }
 
-  __device__ static int unit_at(int group, int thread, int j) {
-    return (j * kGroups + group) * kThreads + (thread ^ (group / 2 * (32 / kGroups)));
+  static constexpr int kColumnUnits = kGroups * kThreads;  // from a thread's column to its next
+  __device__ static int unit_at(int group, int thread) {   // of its first
+    return group * kThreads + (thread ^ (group / 2 * (32 / kGroups)));
   }
 };
 
@@ -127,12 +128,11 @@ struct Ring {
     const int64_t row = next_row + first;
     const T* from = static_cast<const T*>(x.data) + row * x.stride + slice.first_column + column;
     T* to = slots + next_slot * Shape::kPassElements + first * Shape::kPass + thread * 8;
+    const int rows = column < slice.columns ? left_before(slice.rows, row) : 0;
+    const int64_t step = Shape::kGroups * x.stride;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const bool is_wanted = row + i * Shape::kGroups < slice.rows && column < slice.columns;
-      copy_16_bytes(to + i * Shape::kGroups * Shape::kPass,
-                    is_wanted ? from + i * Shape::kGroups * x.stride : x.data, is_wanted);
-    }
+    for (int i = 0; i < 8; ++i, from += step)
+      copy_16_bytes(to + i * Shape::kGroups * Shape::kPass, from, i * Shape::kGroups < rows);
   }
   // Waits for the passes of the present panel, which all threads have then copied.
   __device__ void wait_for_panel() const {
@@ -155,14 +155,15 @@ __device__ Eight<T> eight_at(const T* shared) {
   return x;
 }
 
-// Stores what share(eight elements, row, how many of them are in the row) gives, summed over each
-// chunk, in all blocks.
+// Gives all blocks what share(eight elements, row, how many of them are in the row) gives, summed
+// over each chunk.
 template <typename T, typename Shape, typename Share>
-__device__ void share_sums(const Ring<T, Shape>& ring, float* sums, const Slice& slice,
+__device__ void share_sums(const Ring<T, Shape>& ring, const Exchange& exchange, const Slice& slice,
                            const Share& share) {
   constexpr int kAtOnce = 4, kLanes = 32 / kAtOnce;
   const int lane = threadIdx.x % 32, stride = Shape::sums_stride(slice.chunks);
   const unsigned blocks = cluster_blocks();
+  exchange.begin();
   for (int chunk = 0; chunk < slice.own_chunks; ++chunk) {
     const int column = chunk * kChunk + lane * 8, inside = column < slice.columns ? 8 : 0;
     const T* from = ring.at(0, column);
@@ -175,8 +176,9 @@ __device__ void share_sums(const Ring<T, Shape>& ring, float* sums, const Slice&
       }
       const float of_chunk = sum_over_lanes(shares);
       const int row = first + lane / kLanes * Shape::kWarps;
+#pragma unroll 1
       for (unsigned block = lane % kLanes; block < blocks; block += kLanes)
-        store_in_block(sums + row * stride + slice.first_chunk + chunk, block, of_chunk);
+        exchange.give(row * stride + slice.first_chunk + chunk, block, of_chunk);
     }
   }
 }
@@ -191,33 +193,28 @@ __device__ void for_row_sums(const float* sums, const Slice& slice, const Take& 
   }
 }
 
-// The statistics of all rows of the panel, to shared and, by one block, to global memory. Threads
-// have arrived at the cluster's barrier since they read the sums of the panel before.
+// The statistics of all rows of the panel, to shared and, by one block, to global memory.
 template <bool kLayerNorm, typename T, typename Shape>
-__device__ void find_statistics(const Ring<T, Shape>& ring, float* sums, RowStatistics* statistics,
-                                const PanelParams& p, const Slice& slice) {
-  cluster_wait();
+__device__ void find_statistics(const Ring<T, Shape>& ring, Exchange* exchange,
+                                RowStatistics* statistics, const PanelParams& p,
+                                const Slice& slice) {
   if constexpr (kLayerNorm) {
-    share_sums(ring, sums, slice, [](const Eight<T>& x, int, int) {
-      return sum_of_eight([&](int j) { return x[j]; });
+    share_sums(ring, *exchange, slice, [](const Eight<T>& x, int, int) {
+      float values[8];
+      unpack(values, x);
+      return sum_of_eight([&](int j) { return values[j]; });
     });
-    cluster_arrive();
-    cluster_wait();
-    for_row_sums<Shape>(sums, slice, [&](int row, float sum) {
+    for_row_sums<Shape>(exchange->take(), slice, [&](int row, float sum) {
       statistics[row].mean = __fmul_rn(sum, p.inverse_count);
     });
     __syncthreads();
-    cluster_arrive();  // all blocks have read the sums
-    cluster_wait();
   }
-  share_sums(ring, sums, slice, [&](const Eight<T>& x, int row, int inside) {
+  share_sums(ring, *exchange, slice, [&](const Eight<T>& x, int row, int inside) {
     float deviations[8];
     deviate<kLayerNorm>(deviations, x, kLayerNorm ? statistics[row].mean : 0.0f, inside);
     return squares_of_eight(deviations);
   });
-  cluster_arrive();
-  cluster_wait();
-  for_row_sums<Shape>(sums, slice, [&](int row, float sum) {
+  for_row_sums<Shape>(exchange->take(), slice, [&](int row, float sum) {
     const float rstd = rstd_of(sum, p.inverse_count, p.eps);
     statistics[row].rstd = rstd;
     if (slice.first_chunk == 0 && slice.first_row + row < slice.rows) {
@@ -226,7 +223,13 @@ __device__ void find_statistics(const Ring<T, Shape>& ring, float* sums, RowStat
     }
   });
   __syncthreads();
-  cluster_arrive();
+}
+
+template <typename V, typename Scale>
+__device__ uint2 encode_unpacked(const Eight<V>& y, const Scale& scale) {
+  float values[8];
+  unpack(values, y);
+  return encode_row<Format::kE4M3>(rounded<float>(values), scale);
 }
 
 // A thread's 8 x 8 elements of a pass, in shared memory.
@@ -238,6 +241,7 @@ struct PanelUnit {
   int64_t row;
   int rows;  // how many are left in x from the first of the eight on; none if the columns are not
   int column;
+  uint8_t* codes;  // of the first row
   float gamma[8], beta[8];
 
   __device__ PanelUnit(const PanelParams& p, const Slice& slice, const T* slot,
@@ -247,9 +251,11 @@ struct PanelUnit {
         statistics(of_panel + group * 8),
         row(slice.first_row + group * 8),
         rows(0),
-        column(slice.first_column + first + thread * 8) {
+        column(slice.first_column + first + thread * 8),
+        codes(p.tile.args.rowwise.codes) {
     if (first + thread * 8 >= slice.columns) return;
-    rows = static_cast<int>(min(int64_t{8}, slice.rows - row));
+    rows = left_before(slice.rows, row);
+    if (codes != nullptr) codes += row * p.tile.args.x.cols + column;
     p.affine.read_gamma(gamma, column, 8, true);
     if constexpr (kLayerNorm) p.affine.read_beta(beta, column, 8, true);
   }
@@ -262,22 +268,24 @@ struct PanelUnit {
     if (i >= rows) return y;
     const Eight<T> x = eight_at(elements + i * Shape::kPass);
     const RowStatistics of_row = statistics[i];
-    float exact[8];
+    float values[8], exact[8];
+    unpack(values, x);
 #pragma unroll
     for (int j = 0; j < 8; ++j)
-      exact[j] = normalized<kLayerNorm>(x[j], of_row, gamma[j], kLayerNorm ? beta[j] : 0.0f);
+      exact[j] = normalized<kLayerNorm>(values[j], of_row, gamma[j], kLayerNorm ? beta[j] : 0.0f);
     return rounded<V>(exact);
   }
-  __device__ void store_row(int i, uint2 codes) const {
-    if (p.tile.args.rowwise.codes == nullptr || i >= rows) return;
-    uint8_t* to = p.tile.args.rowwise.codes + (row + i) * p.tile.args.x.cols + column;
-    __stcs(reinterpret_cast<uint2*>(to), codes);
+  __device__ void store_row(int i, uint2 of_row) const {
+    if (codes == nullptr || i >= rows) return;
+    uint8_t* to = codes + i * static_cast<int>(p.tile.args.x.cols);
+    __stcs(reinterpret_cast<uint2*>(to), of_row);
   }
 };
 
 // Puts the thread's codes into the memory of its pass, transposed; the threads have read it.
 template <typename Shape>
 __device__ void park_units(const uint2 (&codes)[8], uint2* units, int group, int thread) {
+  units += Shape::unit_at(group, thread);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // columns 0-3, 4-7 of the thread
     uint32_t top[4], bottom[4];
@@ -290,33 +298,35 @@ __device__ void park_units(const uint2 (&codes)[8], uint2* units, int group, int
     transpose4(bottom);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      units[Shape::unit_at(group, thread, half * 4 + j)] = make_uint2(top[j], bottom[j]);
+      units[(half * 4 + j) * Shape::kColumnUnits] = make_uint2(top[j], bottom[j]);
   }
 }
 
+// A thread stores 16 codes of each second of eight adjacent columns.
 template <typename Shape>
 __device__ void store_units(const uint2* units, const PanelParams& p, const Slice& slice,
                             int first) {
   constexpr int kVectors = Shape::kRows / 16;  // of 16 codes of a column
+  static_assert(Shape::kBlock == 2 * kVectors * Shape::kThreads);
+  const int vector = threadIdx.x % kVectors, thread = threadIdx.x / kVectors % Shape::kThreads,
+            odd = threadIdx.x / (kVectors * Shape::kThreads);
+  const int64_t row = slice.first_row + vector * 16;
+  const int rows = left_before(slice.rows, row), in_slice = first + thread * 8;
+  if (in_slice >= slice.columns || rows <= 0) return;
+  const int64_t pitch = p.tile.args.column_pitch;
+  uint8_t* to = p.tile.args.columnwise.codes + (slice.first_column + in_slice + odd) * pitch + row;
+  const bool is_whole = p.tile.vector_columns && rows >= 16;
+  const uint2 *lower = units + Shape::unit_at(2 * vector, thread) + odd * Shape::kColumnUnits,
+              *upper = units + Shape::unit_at(2 * vector + 1, thread) + odd * Shape::kColumnUnits;
 #pragma unroll
-  for (int turn = 0; turn < Shape::kPassElements / 16 / Shape::kBlock; ++turn) {
-    const int index = turn * Shape::kBlock + threadIdx.x;
-    const int vector = index % kVectors, thread = index / kVectors % Shape::kThreads,
-              j = index / kVectors / Shape::kThreads;
-    const uint2 low = units[Shape::unit_at(2 * vector, thread, j)];
-    const uint2 high = units[Shape::unit_at(2 * vector + 1, thread, j)];
-    const uint4 codes = make_uint4(low.x, low.y, high.x, high.y);
-    const int in_slice = first + thread * 8 + j;
-    const int64_t row = slice.first_row + vector * 16;
-    if (in_slice >= slice.columns || row >= slice.rows) continue;
-    uint8_t* to = p.tile.args.columnwise.codes +
-                  (slice.first_column + in_slice) * p.tile.args.column_pitch + row;
-    if (p.tile.vector_columns && row + 16 <= slice.rows) {
-      __stcs(reinterpret_cast<uint4*>(to), codes);
-      continue;
+  for (int j = 0; j < 8; j += 2, to += 2 * pitch) {
+    const uint2 low = lower[j * Shape::kColumnUnits], high = upper[j * Shape::kColumnUnits];
+    if (is_whole) {
+      __stcs(reinterpret_cast<uint4*>(to), make_uint4(low.x, low.y, high.x, high.y));
+    } else {
+      store_bytes(to, low, rows);
+      store_bytes(to + 8, high, rows - 8);
     }
-    const auto* bytes = reinterpret_cast<const uint8_t*>(&codes);
-    for (int i = 0; i < 16 && row + i < slice.rows; ++i) to[i] = bytes[i];
   }
 }
 
@@ -350,7 +360,7 @@ __device__ float cast_pass(T* slot, const RowStatistics* statistics, float scale
     const Eight<V> y = unit.template values_as<V>(i);
 #pragma unroll
     for (int j = 0; j < Eight<V>::kWords; ++j) largest.take(y.word(j));
-    codes[i] = encode_row<Format::kE4M3>(y, scale);
+    codes[i] = encode_unpacked(y, scale);
     unit.store_row(i, codes[i]);
   }
   float amax = 0.0f;
@@ -416,7 +426,7 @@ __device__ void cast_pass_in_blocks(T* slot, const RowStatistics* statistics,
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float row_scale = __shfl_sync(0xFFFFFFFFu, scale, 2 * i, 16);
-      unit.store_row(i, encode_row<Format::kE4M3>(y[i], row_scale));
+      unit.store_row(i, encode_unpacked(y[i], row_scale));
     }
   }
   if (columnwise.codes == nullptr) return;
@@ -438,7 +448,7 @@ __device__ void cast_pass_in_blocks(T* slot, const RowStatistics* statistics,
 #pragma unroll
   for (int j = 0; j < 8; ++j) scale[j] = scales[thread * 8 + j];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) codes[i] = encode_row<Format::kE4M3>(y[i], scale);
+  for (int i = 0; i < 8; ++i) codes[i] = encode_unpacked(y[i], scale);
   auto* units = reinterpret_cast<uint2*>(slot);
   park_units<Shape>(codes, units, group, thread);
   __syncthreads();
@@ -452,13 +462,15 @@ __global__ void __launch_bounds__(kBlock, kBlock == 256 ? 3 : 1)
   static_assert(G == Granularity::kDelayed || (G == Granularity::kVec128 && Shape::kHasMaxima));
   extern __shared__ float4 dynamic[];
   __shared__ float shared[kBlock / 32];
+  __shared__ uint64_t barriers[2];
   Slice slice(p);
   auto* bytes = reinterpret_cast<uint8_t*>(dynamic);
   float* sums = reinterpret_cast<float*>(bytes + Shape::slots_bytes(p.slots));
   auto* statistics =
-      reinterpret_cast<RowStatistics*>(sums + kRows * Shape::sums_stride(slice.chunks));
+      reinterpret_cast<RowStatistics*>(sums + 2 * kRows * Shape::sums_stride(slice.chunks));
   auto* maxima = reinterpret_cast<float (*)[Shape::kPass]>(statistics + kRows);
   Ring<T, Shape> ring(p, slice, reinterpret_cast<T*>(dynamic));
+  Exchange exchange(sums, barriers, kRows * Shape::sums_stride(slice.chunks), kRows * slice.chunks);
   cluster_arrive();
   float scale = 1.0f, amax = 0.0f;
   if constexpr (G == Granularity::kDelayed) {
@@ -467,9 +479,10 @@ __global__ void __launch_bounds__(kBlock, kBlock == 256 ? 3 : 1)
   }
   slice.first_row = ring.next_row;
   for (int i = 0; i < p.slots; ++i) ring.copy_next();
+  cluster_wait();
   for (; slice.first_row < slice.rows; slice.first_row += ring.panel_step) {
     ring.wait_for_panel();
-    find_statistics<kLayerNorm>(ring, sums, statistics, p, slice);
+    find_statistics<kLayerNorm>(ring, &exchange, statistics, p, slice);
     for (int pass = 0; pass < ring.passes; ++pass) {
       T* slot = ring.slot_of(pass);
       const int first = pass * Shape::kPass;
@@ -488,7 +501,6 @@ __global__ void __launch_bounds__(kBlock, kBlock == 256 ? 3 : 1)
     }
     ring.leave_panel();
   }
-  cluster_wait();
   if constexpr (G == Granularity::kDelayed) {
     if (p.tile.args.amax_out == nullptr) return;
     amax = block_max<kBlock>(amax, shared);

@@ -94,10 +94,16 @@ __device__ void forget(Eight<T>& x) {
   asm volatile("" : "+r"(x.bits.x), "+r"(x.bits.y), "+r"(x.bits.z), "+r"(x.bits.w) : : "memory");
 }
 
+// A bfloat16 is the upper half of a float: an instruction each.
 template <typename T>
 __device__ void unpack(float (&values)[8], const Eight<T>& x) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) values[i] = x[i];
+  for (int i = 0; i < 8; ++i) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>)
+      values[i] = __uint_as_float(i % 2 == 0 ? x.word(i / 2) << 16 : x.word(i / 2) & 0xFFFF0000u);
+    else
+      values[i] = x[i];
+  }
 }
 
 // The bits of element i.

@@ -4,6 +4,7 @@
 //     Value      their type
 //     kParts     the parts of the result, side by side, of which a tile of inputs gives a tile each
 //     kSums      whether kernels that know the scale before add up the result's columns
+//     kReadBefore  whether a kernel has just read the inputs, whatever the granularity
 //     tile_sums  of the inputs: where those sums of each tile go, or null
 //     kBlocks, kDirectedBlocks    blocks of threads a multiprocessor: of uniform_tile, and of the
 //                kernels that hold all elements
@@ -47,7 +48,7 @@ struct MatrixSource {
     static constexpr float* tile_sums = nullptr;
   };
   static constexpr int kParts = 1;
-  static constexpr bool kSums = false;
+  static constexpr bool kSums = false, kReadBefore = false;
   // 64 registers a thread: 1 to 5 % faster than three blocks; with five, registers spill, and a
   // cast takes a third longer.
   static constexpr int kBlocks = 4, kDirectedBlocks = sizeof(T) == 4 ? 2 : 4;

@@ -118,7 +118,7 @@ __device__ float tensor_scale(const TileParams& p, float* shared) {
 template <typename Source, typename Encoding, Granularity G>
 __device__ void cast_computed_tiles(const CastParams<Source>& params) {
   constexpr int kParts = Source::kParts;
-  constexpr bool kFromEnd = G == Granularity::kTensor;
+  constexpr bool kFromEnd = G == Granularity::kTensor || Source::kReadBefore;
   __shared__ alignas(16) uint2 parked[kTile * 16];
   __shared__ alignas(16) float parked_sums[Source::kSums ? kTileThreads / 32 : 1][kTile];
   __shared__ float shared[kTileThreads / 32];
@@ -305,7 +305,8 @@ __global__ void __launch_bounds__(kTileThreads, Source::kDirectedBlocks)
       store_columns(p, here, parked, thread);
     }
   };
-  for_tiles(params, place_of_thread, cast_tile);
+  // The end of what was read before is still cached.
+  for_tiles<G == Granularity::kRow || Source::kReadBefore>(params, place_of_thread, cast_tile);
 }
 
 // Amaxes of whole rows, and of columns over all rows or over those of each group. The workspace
