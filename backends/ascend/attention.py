@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc
-from fp8core_backends.ascend import ops
 from fp8core_backends.ascend.dense_attention import (
     LAYOUTS,
     dense_attention,
     dense_attention_backward,
 )
+from fp8core_backends.ascend.operators import arguments
 from fp8core_backends.ascend.packed_attention import packed_attention, packed_attention_backward
 
 __all__ = ["attention", "attention_backward", "refused_attention"]
@@ -45,7 +45,7 @@ def refused_attention(desc: AttentionDesc) -> str | None:
         return f"no attention in {desc.layout}"
     if desc.layout == "thd" and not desc.padding:
         return "no thd without lengths of its sequences"
-    if desc.dtype not in ops.QUANTIZABLE:
+    if desc.dtype not in arguments.QUANTIZABLE:
         return f"no attention in {desc.dtype}"
     if desc != plain:
         return "no bias, softcap, sink, dropout or largest logit in attention"

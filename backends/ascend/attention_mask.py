@@ -9,7 +9,12 @@ from typing import NamedTuple
 import torch
 
 from fp8core.backend_api import AttentionDesc
-from fp8core_backends.ascend import ops
+from fp8core_backends.ascend.operators.fused_attention import (
+    BAND,
+    CAUSAL_BOTTOM_RIGHT,
+    CAUSAL_TOP_LEFT,
+    NO_MASK,
+)
 
 __all__ = ["NEVER", "Mask", "mask_of"]
 
@@ -40,9 +45,9 @@ def mask_of(desc: AttentionDesc, device: torch.device) -> Mask:
     """Return the mask's arguments for the window of ``desc``."""
     left, right = desc.window
     if desc.window == (-1, -1):
-        return Mask(ops.NO_MASK)
+        return Mask(NO_MASK)
     if desc.window == (-1, 0):
-        mode = ops.CAUSAL_BOTTOM_RIGHT if desc.bottom_right else ops.CAUSAL_TOP_LEFT
+        mode = CAUSAL_BOTTOM_RIGHT if desc.bottom_right else CAUSAL_TOP_LEFT
         return Mask(mode, _causal(device))
     before, after = (_NO_LIMIT if limit < 0 else limit for limit in (left, right))
-    return Mask(ops.BAND, _causal(device), before, after)
+    return Mask(BAND, _causal(device), before, after)

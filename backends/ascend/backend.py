@@ -27,7 +27,6 @@ from fp8core.backend_api import (
     RotaryDesc,
     bind_method,
 )
-from fp8core_backends.ascend import ops
 from fp8core_backends.ascend.attention import attention, attention_backward, refused_attention
 from fp8core_backends.ascend.gemm import gemm
 from fp8core_backends.ascend.grouped import grouped_gemm
@@ -39,6 +38,7 @@ from fp8core_backends.ascend.layers import (
     norm,
     norm_backward,
 )
+from fp8core_backends.ascend.operators import arguments, library
 from fp8core_backends.ascend.quantize import dequantize, quantize
 from fp8core_backends.ascend.rotary import refused_rotary, rotary
 
@@ -74,7 +74,7 @@ class AscendBackend:
         Raises:
             UnsupportedError: it cannot be imported.
         """
-        ops.load()
+        library.load()
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
         """Return the reason why ``desc`` cannot run on ``device``, or None."""
@@ -112,7 +112,7 @@ class AscendBackend:
 
 
 def _check_soc(device: torch.device) -> str | None:
-    name = ops.device_name(device)
+    name = library.device_name(device)
     if name.startswith("Ascend950"):
         return None
     return (
@@ -131,7 +131,7 @@ def _check_quantize(desc: QuantizeDesc) -> str | None:
     specs = [spec for spec in (desc.rowwise, desc.columnwise) if spec is not None]
     is_delayed = any(spec.delayed for spec in specs)
     is_one = all(spec.block == (0, 0) for spec in specs)
-    dtypes = ops.SCALABLE if is_delayed or is_one else ops.QUANTIZABLE
+    dtypes = arguments.SCALABLE if is_delayed or is_one else arguments.QUANTIZABLE
     if desc.dtype not in dtypes:
         return f"the cast takes {', '.join(map(str, dtypes))}, not {desc.dtype}"
     if len({spec.delayed for spec in specs}) > 1:
@@ -151,7 +151,7 @@ def _check_gemm(desc: GemmDesc) -> str | None:
         return "products in high precision are torch's own, which `reference` calls"
     if desc.a is None or desc.b is None:
         return "it has no product of a quantized operand and one in high precision"
-    if desc.out_dtype not in ops.RESULTS:
+    if desc.out_dtype not in arguments.RESULTS:
         return f"no product in {desc.out_dtype}"
     if isinstance(desc, GroupedGemmDesc) and desc.offsets_on_device:
         return "it would wait for the sizes of groups on the device; give them as a list"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc
-from fp8core_backends.ascend import ops
 from fp8core_backends.ascend.attention_mask import NEVER, Mask, mask_of
+from fp8core_backends.ascend.operators import fused_attention
 
 __all__ = ["LAYOUTS", "dense_attention", "dense_attention_backward"]
 
@@ -25,7 +25,7 @@ def _mask(desc: AttentionDesc, q: torch.Tensor, kv: int, mask: torch.Tensor | No
     assert mask is not None
     sequences, queries = _sizes(desc, q)
     full = torch.broadcast_to(mask, (sequences, desc.heads, queries, kv))
-    return Mask(ops.FULL_MASK, full.contiguous())
+    return Mask(fused_attention.FULL_MASK, full.contiguous())
 
 
 def _sizes(desc: AttentionDesc, q: torch.Tensor) -> tuple[int, int]:
@@ -66,7 +66,7 @@ def dense_attention(
         return out, stats, None
     part = q.narrow(dim, first, queries - first)
     given = _mask(desc, part, keys, mask)
-    result, largest, total = ops.fusion_attention(
+    result, largest, total = fused_attention.fusion_attention(
         _flat(desc, part),
         _flat(desc, k),
         _flat(desc, v),
@@ -77,7 +77,7 @@ def dense_attention(
     )
     out.narrow(dim, first, queries - first).copy_(result.reshape(part.shape))
     stats[:, :, first:] = largest[..., 0] + torch.log(total[..., 0])
-    if given.mode == ops.FULL_MASK and given.mask is not None:
+    if given.mode == fused_attention.FULL_MASK and given.mask is not None:
         is_blind = given.mask.all(-1)  # [b, heads, s]
         stats = stats.masked_fill(is_blind, -torch.inf)
         by_query = is_blind.permute(2, 0, 1) if desc.layout == "sbhd" else is_blind.permute(0, 2, 1)
@@ -111,7 +111,7 @@ def dense_attention_backward(
     seen = seen.masked_fill(seen == -torch.inf, NEVER)
     largest = seen[..., None].expand(*seen.shape, 8).contiguous()
     grad_part, query, result = (_flat(forward, part) for part in parts)
-    found = ops.fusion_attention_grad(
+    found = fused_attention.fusion_attention_grad(
         grad_part,
         (query, _flat(forward, k), _flat(forward, v)),
         result,

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from fp8core.backend_api import GemmDesc, Operand, OperandSpec
-from fp8core_backends.ascend import ops
 from fp8core_backends.ascend.kinds import Kind, groups_of, kind_of
+from fp8core_backends.ascend.operators import arguments, products
 
 __all__ = ["dense", "gemm", "is_transposed", "store"]
 
@@ -79,14 +79,14 @@ def gemm(
     pair = (desc.a.format, desc.b.format)
     if bias is None and _adds_in_place(desc, a.data, b.data, out):
         assert out is not None
-        ops.add_quant_matmul_(out, first.codes, x2, scales, pair, groups=groups)
+        products.add_quant_matmul_(out, first.codes, x2, scales, pair, groups=groups)
         return out
     wide = bias if bias is None else bias.to(torch.float32)
-    adds_later = groups in (ops.BLOCK_GROUPS, ops.SQUARE_GROUPS) and bias is not None
+    adds_later = groups in (arguments.BLOCK_GROUPS, arguments.SQUARE_GROUPS) and bias is not None
     dtype = torch.float32 if out is not None or adds_later else desc.out_dtype
     given = None if adds_later else wide
     # x1 [m, k] times x2 [k, n] -> [m, n]
-    product = ops.quant_matmul(first.codes, x2, scales, pair, dtype, groups=groups, bias=given)
+    product = products.quant_matmul(first.codes, x2, scales, pair, dtype, groups=groups, bias=given)
     return store(desc, product + wide if adds_later and wide is not None else product, out)
 
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 
 from fp8core.backend_api import GroupedGemmDesc, Operand, OperandSpec, split_groups
-from fp8core_backends.ascend import ops
 from fp8core_backends.ascend.gemm import dense, gemm, is_transposed, store
 from fp8core_backends.ascend.kinds import Kind, groups_of, kind_of
+from fp8core_backends.ascend.operators import grouped_products
 
 __all__ = ["grouped_gemm"]
 
@@ -92,7 +92,7 @@ def _rows(
     if kind_of(desc.a) in _VECTORS:
         rows_scale = rows_scale.reshape(-1)
     weight, weight_scale = _weights(desc.b, b)
-    product = ops.grouped_quant_matmul(
+    product = grouped_products.grouped_quant_matmul(
         a.data.contiguous(),
         weight,
         (rows_scale, weight_scale),
@@ -211,10 +211,12 @@ def _terms(
     groups = groups_of(desc.a, desc.b)
     whole = None if outs is None else _target(desc, outs)
     if whole is not None and outs is not None:
-        ops.add_quant_gmm_(whole, *given, formats, groups=groups)
+        grouped_products.add_quant_gmm_(whole, *given, formats, groups=groups)
         return outs
     dtype = desc.out_dtype if outs is None else torch.float32
-    products = ops.grouped_quant_matmul(*given, formats, dtype, groups=groups, has_terms=True)
+    products = grouped_products.grouped_quant_matmul(
+        *given, formats, dtype, groups=groups, has_terms=True
+    )
     results = list(products.unbind(0))
     for result, (start, end) in zip(results, itertools.pairwise(bounds), strict=True):
         if start == end:  # the operator need not write it

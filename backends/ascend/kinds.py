@@ -6,7 +6,13 @@ from enum import Enum
 
 from fp8core import formats
 from fp8core.backend_api import OperandSpec
-from fp8core_backends.ascend.ops import BLOCK_GROUPS, HIF8_TARGETS, MX_GROUPS, SQUARE_GROUPS, Groups
+from fp8core_backends.ascend.operators.arguments import (
+    BLOCK_GROUPS,
+    HIF8_TARGETS,
+    MX_GROUPS,
+    SQUARE_GROUPS,
+    Groups,
+)
 
 __all__ = ["Kind", "groups_of", "kind_of", "refusal", "refused_product"]
 

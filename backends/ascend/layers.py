@@ -17,7 +17,7 @@ from fp8core.backend_api import (
     NormBackwardDesc,
     NormDesc,
 )
-from fp8core_backends.ascend import ops
+from fp8core_backends.ascend.operators import activations, norms
 
 __all__ = ["ACTIVATIONS", "activation", "activation_backward", "norm", "norm_backward"]
 
@@ -30,12 +30,12 @@ class _Kernels(NamedTuple):
 
 
 ACTIVATIONS = {
-    "geglu": _Kernels(ops.geglu, ops.geglu_backward),
-    "gelu": _Kernels(ops.gelu, ops.gelu_backward),
-    "qgelu": _Kernels(ops.fast_gelu, ops.fast_gelu_backward),
-    "relu": _Kernels(ops.relu, ops.relu_backward),
-    "silu": _Kernels(ops.silu, ops.silu_backward),
-    "swiglu": _Kernels(ops.swiglu, ops.swiglu_backward),
+    "geglu": _Kernels(activations.geglu, activations.geglu_backward),
+    "gelu": _Kernels(activations.gelu, activations.gelu_backward),
+    "qgelu": _Kernels(activations.fast_gelu, activations.fast_gelu_backward),
+    "relu": _Kernels(activations.relu, activations.relu_backward),
+    "silu": _Kernels(activations.silu, activations.silu_backward),
+    "swiglu": _Kernels(activations.swiglu, activations.swiglu_backward),
 }
 """The activations that there are kernels for, forward and backward."""
 
@@ -49,14 +49,14 @@ def norm(
     if desc.kind == "layernorm":
         wide = (x if x.dtype == desc.out_dtype else x.to(torch.float32)).contiguous()
         shift = None if bias is None else bias.to(torch.float32).contiguous()
-        y, mean, rstd = ops.layer_norm(wide, _gamma(desc, weight), shift, desc.eps)
+        y, mean, rstd = norms.layer_norm(wide, _gamma(desc, weight), shift, desc.eps)
         return y.to(desc.out_dtype), mean.reshape(-1), rstd.reshape(-1)
     is_plain = x.dtype == weight.dtype == desc.out_dtype and not desc.zero_centered
     if is_plain:
-        y, rstd = ops.rms_norm(x.contiguous(), weight.contiguous(), desc.eps)
+        y, rstd = norms.rms_norm(x.contiguous(), weight.contiguous(), desc.eps)
     else:
         wide = x.to(torch.float32).contiguous()
-        y, rstd = ops.rms_norm(wide, _gamma(desc, weight), desc.eps)
+        y, rstd = norms.rms_norm(wide, _gamma(desc, weight), desc.eps)
     return y.to(desc.out_dtype), None, rstd.reshape(-1)
 
 
@@ -96,7 +96,7 @@ def norm_backward(
             (one if is_same else one.to(torch.float32)).contiguous() for one in (grad_output, x)
         )
         statistics = (mean.reshape(-1, 1), rstd.reshape(-1, 1))
-        found = ops.layer_norm_backward(grad, values, _gamma(desc.norm, weight), *statistics)
+        found = norms.layer_norm_backward(grad, values, _gamma(desc.norm, weight), *statistics)
         return found[0].to(desc.norm.dtype), found[1], found[2]
     is_plain = x.dtype == grad_output.dtype == weight.dtype and not desc.norm.zero_centered
     if is_plain:
@@ -104,7 +104,7 @@ def norm_backward(
     else:
         grad, values = (one.to(torch.float32).contiguous() for one in (grad_output, x))
         gamma = _gamma(desc.norm, weight)
-    grad_x, grad_weight = ops.rms_norm_backward(grad, values, gamma, rstd.reshape(-1, 1))
+    grad_x, grad_weight = norms.rms_norm_backward(grad, values, gamma, rstd.reshape(-1, 1))
     return grad_x.to(desc.norm.dtype), grad_weight, None
 
 

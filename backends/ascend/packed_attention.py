@@ -15,8 +15,8 @@ import torch
 
 from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc
 from fp8core.errors import OperandError
-from fp8core_backends.ascend import ops
 from fp8core_backends.ascend.attention_mask import NEVER, Mask, mask_of
+from fp8core_backends.ascend.operators import fused_attention
 
 __all__ = ["packed_attention", "packed_attention_backward"]
 
@@ -172,7 +172,7 @@ def packed_attention(
     packing = _packing(desc, q, k, cu_seqlens, cu_seqlens_padded)
     if packing is None:
         return out, _laid(desc, stats), None
-    result, largest, total = ops.fusion_attention(
+    result, largest, total = fused_attention.fusion_attention(
         packing.queries.taken(q),
         packing.keys.taken(k),
         packing.keys.taken(v),
@@ -229,7 +229,7 @@ def packed_attention_backward(
     seen = seen.masked_fill(seen == -torch.inf, NEVER)
     flat = _heads_first(seen, queries.lengths)
     largest = flat[:, None].expand(-1, 8).reshape(seen.shape[0], forward.heads, 8)
-    found = ops.fusion_attention_grad(
+    found = fused_attention.fusion_attention_grad(
         queries.taken(grad_out),
         (queries.taken(q), keys.taken(k), keys.taken(v)),
         queries.taken(out),

@@ -20,8 +20,8 @@ from fp8core.backend_api import (
     QuantizeDesc,
     scale_inverses,
 )
-from fp8core_backends.ascend import ops
 from fp8core_backends.ascend.kinds import Kind, kind_of
+from fp8core_backends.ascend.operators import casts
 
 __all__ = ["dequantize", "quantize"]
 
@@ -84,7 +84,7 @@ def _quantize(
             None if column is None else _columnwise(column, x),
         )
     elif kind_of(first) is Kind.MX:
-        codes, exponents, column_codes, column_exponents = ops.mx_quant_both(x, first.format)
+        codes, exponents, column_codes, column_exponents = casts.mx_quant_both(x, first.format)
         return Quantized(
             Operand(codes, _blocks_of(exponents, x.shape[1])),
             _mx_columnwise(column_codes, column_exponents, x.shape[0]),
@@ -125,7 +125,7 @@ def _delayed(
 
     No document says whether the amax of values with NaN is NaN, which would stay in the history.
     """
-    codes, amax = ops.quant_max(x, scale.reshape(1), spec.format)
+    codes, amax = casts.quant_max(x, scale.reshape(1), spec.format)
     if amax_out is not None:
         seen = amax.to(torch.float32).reshape(amax_out.shape)
         amax_out.copy_(torch.where(seen > amax_out, seen, amax_out))
@@ -136,14 +136,14 @@ def _rowwise(spec: OperandSpec, x: torch.Tensor) -> Operand:
     """Return the operand of ``x`` itself, with scales derived from it."""
     kind = kind_of(spec)
     if kind is Kind.MX:
-        codes, exponents = ops.mx_quant(x, spec.format, -1)
+        codes, exponents = casts.mx_quant(x, spec.format, -1)
         return Operand(codes, _blocks_of(exponents, x.shape[1]))
     if kind is Kind.BLOCK or kind is Kind.SQUARE:
-        return Operand(*ops.block_quant(x, spec.format, 1 if kind is Kind.BLOCK else 128))
+        return Operand(*casts.block_quant(x, spec.format, 1 if kind is Kind.BLOCK else 128))
     if x.dtype == torch.float32:
         return _by_amax(spec, x)
-    mode: ops.QuantMode = "pertensor" if kind is Kind.TENSOR else "pertoken"
-    codes, scale = ops.dynamic_quant(x, spec.format, spec.target, mode)
+    mode: casts.QuantMode = "pertensor" if kind is Kind.TENSOR else "pertoken"
+    codes, scale = casts.dynamic_quant(x, spec.format, spec.target, mode)
     return Operand(codes, scale.reshape(-1, 1))
 
 
@@ -154,7 +154,7 @@ def _by_amax(spec: OperandSpec, x: torch.Tensor) -> Operand:
     amax = torch.where(magnitudes.isnan(), 0.0, magnitudes).amax().reshape(1)
     scale = (torch.full_like(amax, spec.target) / amax).clamp(max=torch.finfo(torch.float32).max)
     scale = torch.where((amax == 0) | torch.isinf(amax), 1.0, scale)
-    codes, _ = ops.quant_max(x, scale, spec.format)
+    codes, _ = casts.quant_max(x, scale, spec.format)
     return Operand(codes, torch.reciprocal(scale).reshape(1, 1))
 
 
@@ -162,9 +162,9 @@ def _columnwise(spec: OperandSpec, x: torch.Tensor) -> Operand:
     """Return the operand of ``x.T``, with scales derived from ``x``."""
     kind = kind_of(spec)
     if kind is Kind.MX:
-        return _mx_columnwise(*ops.mx_quant(x, spec.format, -2), x.shape[0])
+        return _mx_columnwise(*casts.mx_quant(x, spec.format, -2), x.shape[0])
     if kind is Kind.ROW:
-        codes, scale = ops.dynamic_quant(x, spec.format, spec.target, "perchannel")
+        codes, scale = casts.dynamic_quant(x, spec.format, spec.target, "perchannel")
         return Operand(codes.t(), scale.reshape(-1, 1))
     if kind is Kind.BLOCK:
         return _rowwise(spec, x.t().contiguous())
@@ -188,7 +188,7 @@ def _mx_columnwise(codes: torch.Tensor, exponents: torch.Tensor, k: int) -> Oper
 def dequantize(desc: DequantizeDesc, operand: Operand) -> torch.Tensor:
     """Return the values of ``operand [rows, k]`` in ``desc.dtype``, rounded once."""
     spec = desc.operand
-    values = ops.decode(operand.data, spec.format)
+    values = casts.decode(operand.data, spec.format)
     if spec.scale_format == "e8m0":  # torch_npu has no tensors in e8m0
         assert operand.scale_inv is not None
         factors = torch.exp2(operand.scale_inv.to(torch.float32) - 127)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fp8core.backend_api import RotaryDesc
-from fp8core_backends.ascend import ops
+from fp8core_backends.ascend.operators import arguments, rotation
 
 __all__ = ["refused_rotary", "rotary"]
 
@@ -14,7 +14,7 @@ def refused_rotary(desc: RotaryDesc) -> str | None:
     """Return why ``desc`` is not computed, or None."""
     if desc.layout not in ("sbhd", "bshd"):
         return f"no rotary embedding in {desc.layout}, whose sequences' ends are on the device"
-    is_known = desc.dtype in (torch.float32, *ops.QUANTIZABLE)
+    is_known = desc.dtype in (torch.float32, *arguments.QUANTIZABLE)
     return None if is_known else f"no rotary embedding of {desc.dtype}"
 
 
@@ -66,6 +66,6 @@ def _rotated(desc: RotaryDesc, x: torch.Tensor, angles: torch.Tensor) -> torch.T
     by_position = angles[:, None, None] if desc.layout == "sbhd" else angles[None, :, None]
     values = x[..., :size].to(torch.float32).contiguous()
     pair = (by_position.cos().contiguous(), by_position.sin().contiguous())
-    run = ops.rotary_mul_backward if desc.inverse else ops.rotary_mul
+    run = rotation.rotary_mul_backward if desc.inverse else rotation.rotary_mul
     rotated = run(values, *pair, interleaved=desc.interleaved).to(desc.dtype)
     return torch.cat((rotated, x[..., size:].to(desc.dtype)), dim=-1).contiguous()

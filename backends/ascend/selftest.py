@@ -15,7 +15,8 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api import Finding
-from fp8core_backends.ascend import hif8, ops, selftest_recipes
+from fp8core_backends.ascend import hif8, selftest_recipes
+from fp8core_backends.ascend.operators import activations, casts, library, norms, products
 from fp8core_backends.ascend.selftest_question import Question
 
 __all__ = ["run"]
@@ -28,7 +29,7 @@ _FAULTS = (RuntimeError, ValueError, TypeError, IndexError)
 def run() -> Iterator[Finding]:
     """Yield a finding for each question, also if the device refuses to answer it."""
     device = torch.device("npu:0")
-    ops.load()
+    library.load()
     for question in itertools.chain(_questions(), selftest_recipes.questions()):
         try:
             expected, found = question.ask(device)
@@ -84,7 +85,7 @@ def _questions() -> Iterator[Question]:
 def _given(device: torch.device, name: str, x: torch.Tensor) -> list[int]:
     """Return the codes of ``x [n]`` at scale 1."""
     one = torch.ones(1, dtype=torch.float32, device="cpu").to(device)
-    codes, _ = ops.quant_max(x.reshape(1, -1).to(device), one, name)
+    codes, _ = casts.quant_max(x.reshape(1, -1).to(device), one, name)
     return [int(code) for code in codes.cpu().flatten()]
 
 
@@ -107,7 +108,7 @@ def _midpoints(name: str, device: torch.device) -> tuple[object, object]:
 
 def _zeros(name: str, device: torch.device) -> tuple[object, object]:
     x = torch.zeros(4, 64, dtype=torch.bfloat16, device="cpu").to(device)
-    codes, scale = ops.dynamic_quant(x, name, _target(name), "pertensor")
+    codes, scale = casts.dynamic_quant(x, name, _target(name), "pertensor")
     return (True, True), (bool((codes.cpu() == 0).all()), bool(scale.cpu().isfinite().all()))
 
 
@@ -120,7 +121,7 @@ def _scale(name: str, device: torch.device) -> tuple[object, object]:
     found = []
     for one in largest:
         x = one.repeat(2, 64).to(device)
-        found.append(ops.dynamic_quant(x, name, _target(name), "pertensor")[1].cpu().item())
+        found.append(casts.dynamic_quant(x, name, _target(name), "pertensor")[1].cpu().item())
     inverse = torch.ones(1, device="cpu") / torch.tensor([_target(name)], device="cpu")
     return (largest.float() * inverse).tolist(), found
 
@@ -128,7 +129,7 @@ def _scale(name: str, device: torch.device) -> tuple[object, object]:
 def _amax_of_nan(device: torch.device) -> tuple[object, object]:
     x = torch.tensor([[math.nan, -3.0, 1.0, 0.0]], dtype=torch.float32, device="cpu").to(device)
     one = torch.ones(1, dtype=torch.float32, device="cpu").to(device)
-    return 3.0, ops.quant_max(x, one, "e4m3")[1].cpu().item()
+    return 3.0, casts.quant_max(x, one, "e4m3")[1].cpu().item()
 
 
 def _exponents(device: torch.device) -> tuple[object, object]:
@@ -136,7 +137,7 @@ def _exponents(device: torch.device) -> tuple[object, object]:
     amaxes = torch.tensor([448.0, 450.0, 446.0, 1.75, 1.7578125, 0.0], device="cpu")
     x = torch.zeros(amaxes.numel(), 64, device="cpu")
     x[:, 3] = amaxes
-    found = ops.mx_quant(x.to(torch.bfloat16).to(device), "e4m3", -1)[1].cpu()
+    found = casts.mx_quant(x.to(torch.bfloat16).to(device), "e4m3", -1)[1].cpu()
     exact = amaxes.to(torch.bfloat16).float() / torch.full_like(amaxes, 448.0)
     expected = formats.by_name("e8m0").encode(exact, rounding="up")
     return expected.tolist(), found[:, 0, 0].tolist()
@@ -145,7 +146,7 @@ def _exponents(device: torch.device) -> tuple[object, object]:
 def _hybrid(device: torch.device) -> tuple[object, object]:
     generator = torch.Generator(device="cpu").manual_seed(0)
     x = torch.exp2(torch.rand(4096, generator=generator, device="cpu") * 30 - 15)
-    npu = ops.load()
+    npu = library.load()
     one = torch.ones(1, dtype=torch.float32, device="cpu").to(device)
     codes = npu.npu_quant_max(
         x.reshape(1, -1).to(device),
@@ -167,7 +168,7 @@ def _product(name: str, device: torch.device) -> tuple[object, object]:
     ]
     one = torch.ones(1, dtype=torch.float32, device="cpu").to(device)
     a, b = (part.to(device) for part in codes)
-    found = ops.quant_matmul(a, b.t(), (one, one), (name, name), torch.float32).cpu().double()
+    found = products.quant_matmul(a, b.t(), (one, one), (name, name), torch.float32).cpu().double()
     exact, other = (known.decode(part).double() for part in codes)
     error = (found - exact @ other.t()).abs() / (exact.abs() @ other.abs().t())
     return True, bool(error.max() <= 2.0**-12)
@@ -185,7 +186,7 @@ def _values() -> torch.Tensor:
 
 def _rms_norm(device: torch.device) -> tuple[object, object]:
     x, weight = _values(), _values()[0]
-    y, _ = ops.rms_norm(x.to(device), weight.to(device), 1e-5)
+    y, _ = norms.rms_norm(x.to(device), weight.to(device), 1e-5)
     wide = x.double()
     exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
     return True, _near(y, exact)
@@ -193,7 +194,7 @@ def _rms_norm(device: torch.device) -> tuple[object, object]:
 
 def _layer_norm(device: torch.device) -> tuple[object, object]:
     x, weight = _values(), _values()[0].float()
-    y, *_ = ops.layer_norm(x.to(device), weight.to(device), None, 1e-5)
+    y, *_ = norms.layer_norm(x.to(device), weight.to(device), None, 1e-5)
     wide = x.double() - x.double().mean(-1, keepdim=True)
     exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
     return True, _near(y, exact)
@@ -202,4 +203,4 @@ def _layer_norm(device: torch.device) -> tuple[object, object]:
 def _swiglu(device: torch.device) -> tuple[object, object]:
     x = _values()
     a, b = x.double().chunk(2, -1)
-    return True, _near(ops.swiglu(x.to(device)), a * torch.sigmoid(a) * b)
+    return True, _near(activations.swiglu(x.to(device)), a * torch.sigmoid(a) * b)

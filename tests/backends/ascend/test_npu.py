@@ -135,7 +135,7 @@ def test_device_before_the_950_is_refused_by_the_name_that_it_gives(softcann_fol
 def test_missing_cann_is_an_error_that_says_what_to_install(softcann_folder: Path) -> None:
     variables = {**environment(softcann_folder), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     del variables["LD_LIBRARY_PATH"]
-    script = "from fp8core_backends.ascend import ops; ops.load()"
+    script = "from fp8core_backends.ascend.operators import library; library.load()"
     command = [str(softcann_folder / "bin" / "python"), "-c", script]
     ran = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert "UnsupportedError: torch_npu cannot be imported: " in ran.stderr

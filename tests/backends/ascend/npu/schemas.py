@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from fp8core_backends.ascend import ops
+from fp8core_backends.ascend import operators
+from fp8core_backends.ascend.operators import library
 
 __all__ = ["FILE", "schemas"]
 
@@ -19,14 +20,15 @@ FILE = Path(__file__).with_name("schemas.json")
 
 
 def called() -> list[str]:
-    """The names of the operators that ``ops`` calls."""
-    source = Path(ops.__file__).read_text(encoding="utf-8")
+    """The names of the operators that the package ``operators`` calls."""
+    files = sorted(Path(operators.__path__[0]).glob("*.py"))
+    source = "".join(file.read_text(encoding="utf-8") for file in files)
     return sorted(set(re.findall(r"(?:npu|load\(\))\.(npu_\w+)\(", source)))
 
 
 def schemas() -> dict[str, str]:
     """The schema of each operator in the torch_npu that is installed."""
-    ops.load()
+    library.load()
     return {name: str(getattr(torch.ops.npu, name).default._schema) for name in called()}
 
 

@@ -23,8 +23,8 @@ from fp8core.backend_api import (
     QuantizeDesc,
 )
 from fp8core.dispatch.table import resolve
-from fp8core_backends.ascend import ops
 from fp8core_backends.ascend.layers import ACTIVATIONS
+from fp8core_backends.ascend.operators import casts
 from tests.backends.ascend.softcann.device import Call
 
 CPU, NPU = torch.device("cpu"), torch.device("npu:0")
@@ -173,13 +173,13 @@ def test_nonfinite_elements_are_counted() -> None:
 def test_amax_of_nan_does_not_stay_in_the_history(
     given: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = ops.quant_max
+    original = casts.quant_max
 
     def spreads_nan(x: torch.Tensor, scale: torch.Tensor, format: str) -> object:
         codes, amax = original(x, scale, format)
         return codes, amax + math.nan
 
-    monkeypatch.setattr(ops, "quant_max", spreads_nan)
+    monkeypatch.setattr(casts, "quant_max", spreads_nan)
     spec = OperandSpec("e4m3", (0, 0), 448.0, delayed=True)
     amax, scale = torch.full((1,), 0.5, device=NPU), torch.ones(1, device=NPU)
     x = torch.tensor([given], dtype=BF16)

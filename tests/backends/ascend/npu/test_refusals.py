@@ -11,8 +11,16 @@ import fp8core as te
 from fp8core import recipe
 from fp8core.backend_api import OperandSpec
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core_backends.ascend import ops
 from fp8core_backends.ascend.attention_mask import Mask
+from fp8core_backends.ascend.operators import (
+    activations,
+    arguments,
+    casts,
+    fused_attention,
+    grouped_products,
+    library,
+    products,
+)
 from tests.backends.ascend.softcann.device import Call
 
 BF16 = torch.bfloat16
@@ -56,7 +64,7 @@ def test_recipe_is_refused_with_what_would_work(
 
 
 def test_older_soc_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "device_name", lambda device: "Ascend910B3")
+    monkeypatch.setattr(library, "device_name", lambda device: "Ascend910B3")
     with pytest.raises(UnsupportedError, match=r"Ascend910B3 has no FP8 product.*'reference'"):
         linear(recipe.Float8CurrentScaling(fp8_format="e5m2"))  # a recipe that nobody resolved yet
 
@@ -82,11 +90,11 @@ def matmul(
     scale_dtype: torch.dtype = FLOAT,
     formats: tuple[str, str] = ("e4m3", "e4m3"),
     dtype: torch.dtype = BF16,
-    groups: ops.Groups | None = None,
+    groups: arguments.Groups | None = None,
     bias: torch.Tensor | None = None,
 ) -> None:
     scales = (ones(*scale1, dtype=scale_dtype), ones(*scale2, dtype=scale_dtype))
-    ops.quant_matmul(codes(*x1), codes(*x2), scales, formats, dtype, groups=groups, bias=bias)
+    products.quant_matmul(codes(*x1), codes(*x2), scales, formats, dtype, groups=groups, bias=bias)
 
 
 def grouped(
@@ -98,10 +106,10 @@ def grouped(
     ends: torch.dtype = torch.int64,
     formats: tuple[str, str] = ("e4m3", "e4m3"),
     dtype: torch.dtype = BF16,
-    groups: ops.Groups | None = None,
+    groups: arguments.Groups | None = None,
     has_terms: bool = False,
 ) -> None:
-    ops.grouped_quant_matmul(
+    grouped_products.grouped_quant_matmul(
         codes(64, 128) if x1 is None else x1,
         codes(*x2),
         (ones(*scale1, dtype=FLOAT), ones(*scale2, dtype=FLOAT)),
@@ -116,7 +124,7 @@ def grouped(
 def add_grouped(
     formats: tuple[str, str] = ("hif8", "hif8"), out: torch.Tensor | None = None
 ) -> None:
-    ops.add_quant_gmm_(
+    grouped_products.add_quant_gmm_(
         ones(2, 64, 32, dtype=FLOAT) if out is None else out,
         codes(128, 64).t(),
         codes(128, 32),
@@ -137,40 +145,40 @@ def attend(
     mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu() if mode else None
     given = Mask(mode, mask, query_ends=query_ends, key_ends=key_ends)
     q = ones(8, 2, 32, dtype=dtype)
-    ops.fusion_attention(q, q, q, heads=2, layout=layout, scale=1.0, mask=given)
+    fused_attention.fusion_attention(q, q, q, heads=2, layout=layout, scale=1.0, mask=given)
 
 
 VIOLATIONS: dict[str, tuple[Callable[[], object], str]] = {
     "float32 input": (
-        lambda: ops.dynamic_quant(ones(4, 8, dtype=FLOAT), "e4m3", 448.0, "pertensor"),
+        lambda: casts.dynamic_quant(ones(4, 8, dtype=FLOAT), "e4m3", 448.0, "pertensor"),
         "x is torch.float32",
     ),
     "three dimensions": (
-        lambda: ops.dynamic_quant(ones(2, 4, 8), "e4m3", 448.0, "pertensor"),
+        lambda: casts.dynamic_quant(ones(2, 4, 8), "e4m3", 448.0, "pertensor"),
         "has 3 dimensions",
     ),
-    "empty input": (lambda: ops.mx_quant(ones(0, 64), "e4m3", -1), "is empty"),
-    "transposed input": (lambda: ops.block_quant(ones(8, 4).t(), "e4m3", 1), "strides"),
+    "empty input": (lambda: casts.mx_quant(ones(0, 64), "e4m3", -1), "is empty"),
+    "transposed input": (lambda: casts.block_quant(ones(8, 4).t(), "e4m3", 1), "strides"),
     "unknown mode": (
-        lambda: ops.dynamic_quant(ones(4, 8), "e4m3", 448.0, "perblock"),  # type: ignore[arg-type]
+        lambda: casts.dynamic_quant(ones(4, 8), "e4m3", 448.0, "perblock"),  # type: ignore[arg-type]
         "quant_mode 'perblock'",
     ),
     "target of e4m3": (
-        lambda: ops.dynamic_quant(ones(4, 8), "e4m3", 240.0, "pertensor"),
+        lambda: casts.dynamic_quant(ones(4, 8), "e4m3", 240.0, "pertensor"),
         "target 240.0 of e4m3, expected 448",
     ),
     "target of hif8": (
-        lambda: ops.dynamic_quant(ones(4, 8), "hif8", 16.0, "pertensor"),
+        lambda: casts.dynamic_quant(ones(4, 8), "hif8", 16.0, "pertensor"),
         "target 16.0 of hif8",
     ),
-    "mx in hif8": (lambda: ops.mx_quant(ones(4, 64), "hif8", -1), "format 'hif8'"),
-    "mx in fp4": (lambda: ops.mx_quant_both(ones(4, 64), "e2m1"), "format 'e2m1'"),
+    "mx in hif8": (lambda: casts.mx_quant(ones(4, 64), "hif8", -1), "format 'hif8'"),
+    "mx in fp4": (lambda: casts.mx_quant_both(ones(4, 64), "e2m1"), "format 'e2m1'"),
     "blocks of 64 rows": (
-        lambda: ops.block_quant(ones(64, 128), "e4m3", 64),  # type: ignore[arg-type]
+        lambda: casts.block_quant(ones(64, 128), "e4m3", 64),  # type: ignore[arg-type]
         "blocks of 64 rows",
     ),
     "scale in bfloat16": (
-        lambda: ops.quant_max(ones(4, 8), ones(1), "e4m3"),
+        lambda: casts.quant_max(ones(4, 8), ones(1), "e4m3"),
         "scale is torch.bfloat16",
     ),
     "hif8 times e4m3": (lambda: matmul(formats=("hif8", "e4m3")), "hif8 goes with hif8 alone"),
@@ -182,22 +190,22 @@ VIOLATIONS: dict[str, tuple[Callable[[], object], str]] = {
     "bfloat16 bias": (lambda: matmul(bias=ones(32)), "bias is torch.bfloat16"),
     "bias with blocks": (
         lambda: matmul(
-            scale1=(64, 1), scale2=(1, 1), groups=ops.BLOCK_GROUPS, bias=ones(32, dtype=FLOAT)
+            scale1=(64, 1), scale2=(1, 1), groups=arguments.BLOCK_GROUPS, bias=ones(32, dtype=FLOAT)
         ),
         "a bias does not go with blocks",
     ),
     "block scales the other way round": (
         lambda: matmul(
-            x1=(64, 256), x2=(256, 32), scale1=(64, 2), scale2=(1, 2), groups=ops.BLOCK_GROUPS
+            x1=(64, 256), x2=(256, 32), scale1=(64, 2), scale2=(1, 2), groups=arguments.BLOCK_GROUPS
         ),
         "scale of x2",
     ),
     "mx scales as float32": (
-        lambda: matmul(scale1=(64, 2, 2), scale2=(2, 32, 2), groups=ops.MX_GROUPS),
+        lambda: matmul(scale1=(64, 2, 2), scale2=(2, 32, 2), groups=arguments.MX_GROUPS),
         "exponents torch.float32",
     ),
     "adding e4m3 in place": (
-        lambda: ops.add_quant_matmul_(
+        lambda: products.add_quant_matmul_(
             ones(64, 32, dtype=FLOAT),
             codes(128, 64).t(),
             codes(128, 32),
@@ -207,7 +215,7 @@ VIOLATIONS: dict[str, tuple[Callable[[], object], str]] = {
         "takes MX or tensorwise hif8",
     ),
     "adding to bfloat16": (
-        lambda: ops.add_quant_matmul_(
+        lambda: products.add_quant_matmul_(
             ones(64, 32),
             codes(128, 64).t(),
             codes(128, 32),
@@ -217,7 +225,7 @@ VIOLATIONS: dict[str, tuple[Callable[[], object], str]] = {
         "out is torch.bfloat16",
     ),
     "adding a product of operands the wrong way round": (
-        lambda: ops.add_quant_matmul_(
+        lambda: products.add_quant_matmul_(
             ones(64, 32, dtype=FLOAT),
             codes(64, 128),
             codes(128, 32),
@@ -244,7 +252,7 @@ VIOLATIONS: dict[str, tuple[Callable[[], object], str]] = {
         "ends of groups torch.int32",
     ),
     "groups of rows of 128 x 128 blocks": (
-        lambda: grouped(scale1=(1, 1), scale2=(2, 1, 1), groups=ops.SQUARE_GROUPS),
+        lambda: grouped(scale1=(1, 1), scale2=(2, 1, 1), groups=arguments.SQUARE_GROUPS),
         r"groups of \(128, 128, 128\)",
     ),
     "groups of rows of hif8 and e5m2": (
@@ -258,7 +266,7 @@ VIOLATIONS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "groups of terms in blocks": (
         lambda: grouped(
-            x1=codes(128, 64).t(), x2=(128, 32), groups=ops.BLOCK_GROUPS, has_terms=True
+            x1=codes(128, 64).t(), x2=(128, 32), groups=arguments.BLOCK_GROUPS, has_terms=True
         ),
         "along the terms",
     ),
@@ -285,7 +293,7 @@ VIOLATIONS: dict[str, tuple[Callable[[], object], str]] = {
         "other sequences of keys than queries",
     ),
     "queries that see no key": (
-        lambda: attend(ops.CAUSAL_BOTTOM_RIGHT, [5, 8], [3, 8]),
+        lambda: attend(fused_attention.CAUSAL_BOTTOM_RIGHT, [5, 8], [3, 8]),
         "queries before the first key",
     ),
     "ends of sequences of a batch": (
@@ -293,8 +301,8 @@ VIOLATIONS: dict[str, tuple[Callable[[], object], str]] = {
         "ends of sequences in SBH",
     ),
     "float32 attention": (lambda: attend(0, [8], [8], dtype=FLOAT), "expected bfloat16 or float16"),
-    "empty swiglu": (lambda: ops.swiglu(ones(0, 8)), "is empty"),
-    "strided swiglu": (lambda: ops.swiglu(ones(8, 4).t()), "strides"),
+    "empty swiglu": (lambda: activations.swiglu(ones(0, 8)), "is empty"),
+    "strided swiglu": (lambda: activations.swiglu(ones(8, 4).t()), "strides"),
 }
 
 

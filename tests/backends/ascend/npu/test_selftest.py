@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from fp8core_backends.ascend import ops, selftest
+from fp8core_backends.ascend import selftest
+from fp8core_backends.ascend.operators import (
+    activations,
+    casts,
+    fused_attention,
+    grouped_products,
+    products,
+)
 
 
 def test_software_device_does_what_is_assumed() -> None:
@@ -28,13 +35,13 @@ def test_command_writes_the_findings(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_device_that_differs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ops.quant_max
+    original = casts.quant_max
 
     def wraps(x: object, scale: object, format: str) -> object:
         codes, amax = original(x, scale, format)  # type: ignore[arg-type]  # tensors
         return (codes.cpu() ^ 1).to(codes.device), amax
 
-    monkeypatch.setattr(ops, "quant_max", wraps)
+    monkeypatch.setattr(casts, "quant_max", wraps)
     found = {one.name: one for one in selftest.run()}
     assert not found["hif8 rounding"].holds
     assert "assumed 0" in found["hif8 rounding"].answer
@@ -44,7 +51,7 @@ def test_operator_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
     def fails(*arguments: object, **keywords: object) -> None:
         raise RuntimeError("call aclnnSwiGlu failed\nmore")
 
-    monkeypatch.setattr(ops, "swiglu", fails)
+    monkeypatch.setattr(activations, "swiglu", fails)
     (found,) = [one for one in selftest.run() if one.name == "SwiGLU"]
     assert (found.holds, found.answer) == (False, "error: call aclnnSwiGlu failed")
 
@@ -56,7 +63,7 @@ def test_result_of_another_shape_is_a_finding(
     def fails(*arguments: object, **keywords: object) -> None:
         raise fault
 
-    monkeypatch.setattr(ops, "grouped_quant_matmul", fails)
+    monkeypatch.setattr(grouped_products, "grouped_quant_matmul", fails)
     found = {one.name: one for one in selftest.run()}
     assert not found["current groups"].holds
     assert found["current groups"].answer.startswith("error: ")
@@ -64,19 +71,19 @@ def test_result_of_another_shape_is_a_finding(
 
 
 def test_product_that_is_off_is_reported_by_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ops.quant_matmul
+    original = products.quant_matmul
 
     def wrong(*arguments: object, **keywords: object) -> object:
         return original(*arguments, **keywords) * 1.2  # type: ignore[arg-type]  # as given
 
-    monkeypatch.setattr(ops, "quant_matmul", wrong)
+    monkeypatch.setattr(products, "quant_matmul", wrong)
     differs = {one.name for one in selftest.run() if not one.holds}
     recipes = ("current", "rowwise", "block", "mxfp8", "hif8")
     assert differs >= {f"{name} products" for name in recipes}
 
 
 def test_statistics_laid_out_otherwise_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ops.fusion_attention
+    original = fused_attention.fusion_attention
 
     def by_token(*arguments: object, **keywords: object) -> object:
         out, largest, total = original(*arguments, **keywords)  # type: ignore[arg-type]  # as given
@@ -84,7 +91,7 @@ def test_statistics_laid_out_otherwise_are_reported(monkeypatch: pytest.MonkeyPa
             largest = largest.flip(0)
         return out, largest, total
 
-    monkeypatch.setattr(ops, "fusion_attention", by_token)
+    monkeypatch.setattr(fused_attention, "fusion_attention", by_token)
     differs = {one.name for one in selftest.run() if not one.holds}
     assert "attention, packed" in differs
     assert "attention, causal" not in differs

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fp8core as te
-from fp8core_backends.ascend import ops
+from fp8core_backends.ascend.operators import casts, products
 from tests.backends.ascend.npu.layers import RECIPES, error
 
 BF16 = torch.bfloat16
@@ -101,14 +101,16 @@ def test_step_that_fails_changes_nothing_of_the_next(
 ) -> None:
     layer, other = linear("npu"), linear("npu")
     assert same(step(layer, name), step(other, name))
-    casts = {"current": "dynamic_quant", "mxfp8": "mx_quant_both"}
-    failing = casts.get(name, "quant_max") if operator == "cast" else operator
+    calls = {"current": "dynamic_quant", "mxfp8": "mx_quant_both"}
+    module, failing = products, operator
+    if operator == "cast":
+        module, failing = casts, calls.get(name, "quant_max")
 
     def fails(*arguments: object, **keywords: object) -> None:
         raise RuntimeError("the device is lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ops, failing, fails)
+        patch.setattr(module, failing, fails)
         with pytest.raises(RuntimeError, match="the device is lost"):
             step(layer, name)
     assert same(step(layer, name), step(other, name))
