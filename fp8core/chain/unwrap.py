@@ -16,6 +16,7 @@ import torch
 
 from fp8core.errors import OperandError
 from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.sharded_weight import ShardedWeight
 from fp8core.tensors.values import Values
 from fp8core.torch_ops.private import (
     FakeTensor,
@@ -43,9 +44,10 @@ _STAND_INS = (FakeTensor, FunctionalTensor)
 def unwrap(x: torch.Tensor, role: str) -> torch.Tensor:
     """Return ``x`` as a plain tensor of the same values; ``role`` is its name in messages.
 
-    A :class:`QuantizedTensor` is dequantized, a collective that is still running is awaited, and a
-    subclass over ordinary memory becomes a plain tensor of that memory. Gradients flow back through
-    all of these. Tensors that torch traces with stay as they are.
+    A :class:`QuantizedTensor` is dequantized, a :class:`ShardedWeight` that FSDP does not manage is
+    its values, a collective that is still running is awaited, and a subclass over ordinary memory
+    becomes a plain tensor of that memory. Gradients flow back through all of these. Tensors that
+    torch traces with stay as they are.
 
     Raises:
         OperandError: a subclass that holds its values elsewhere, such as a DTensor.
@@ -126,6 +128,8 @@ def _rule_of(x: torch.Tensor) -> Callable[[Any], torch.Tensor] | None:
         return _as_it_is
     if isinstance(x, QuantizedTensor | Values):
         return methodcaller("dequantize")
+    if isinstance(x, ShardedWeight):
+        return methodcaller("plain")
     if type(x).__torch_dispatch__ is no_torch_dispatch and not _is_lazy(x):
         return methodcaller("as_subclass", torch.Tensor)
     if type(x).__name__ == "AsyncCollectiveTensor":  # torch's class, of a private module

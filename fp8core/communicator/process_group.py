@@ -50,6 +50,11 @@ def of_group(group: dist.ProcessGroup | Communicator | None = None) -> Communica
         )
     if group is None:
         group = dist.group.WORLD
+    if isinstance(group, bool) or not isinstance(group, dist.ProcessGroup | int):
+        raise OperandError(
+            f"{group!r} is no process group of torch.distributed. Give the group itself, as "
+            f'dist.new_group or DeviceMesh.get_group("tp") returns it.'
+        )
     rank = dist.get_rank(group)
     if rank < 0 or not isinstance(group, dist.ProcessGroup):
         raise OperandError(

@@ -105,6 +105,12 @@ def gather_quantized(model: torch.nn.Module, recipe: Recipe | str | None = None)
     return model
 
 
+_OTHER_RECIPE = (
+    "Choose sizes that each rank's part keeps to, or give this layer another recipe by "
+    "recipe.PerLayer."
+)
+
+
 class _Site(NamedTuple):
     """A weight of a layer: where it is, and what messages call it."""
 
@@ -140,7 +146,7 @@ def _plan_of(site: _Site, recipe: Recipe) -> TensorPlan | None:
         stored = storage_plan(plan)
         if stored.rowwise is None:
             return None
-        check_parameter(stored, tuple(_local(parameter).shape))
+        check_parameter(stored, tuple(_local(parameter).shape), _OTHER_RECIPE)
         for spec in filter(None, stored):
             if per_byte(spec) != 1:
                 raise UnsupportedError(

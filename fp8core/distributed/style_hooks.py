@@ -77,7 +77,7 @@ class Columns(_Boundary):
         layout = placed.placements[0]
         self.dim = sequence_dim(self.spread, module, layout, placed.ndim)
         wanted = self.style.output_layouts[0]
-        if isinstance(wanted, Shard) and not -placed.ndim <= wanted.dim < placed.ndim:
+        if isinstance(wanted, Shard) and wanted.dim not in range(-max(placed.ndim, 1), placed.ndim):
             raise self.spread.refuse(
                 module,
                 f"output_layouts={wanted} does not fit an input of {placed.ndim} dimensions",

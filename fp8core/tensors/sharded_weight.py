@@ -92,6 +92,14 @@ class ShardedWeight(torch.Tensor):
         """The plain tensor, for reading; a write to it would not be noticed."""
         return self._value
 
+    def plain(self) -> torch.Tensor:
+        """Return the values as a plain tensor of the same memory; gradients flow back through it.
+
+        Layers compute with it while FSDP does not manage the weight.
+        """
+        result: torch.Tensor = _Plain.apply(self)  # type: ignore[no-untyped-call]  # torch's
+        return result
+
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -160,6 +168,16 @@ class ShardedWeight(torch.Tensor):
             return tensor
 
         return pytree.tree_map_only(torch.Tensor, wrap, out)
+
+
+class _Plain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: ShardedWeight) -> torch.Tensor:
+        return weight.value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
 
 def plain_for_writing(tensor: torch.Tensor) -> torch.Tensor:

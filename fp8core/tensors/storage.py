@@ -128,8 +128,16 @@ def _is_turned(operands: Orientations, plan: TensorPlan) -> bool:
     return per_byte(spec) == 1 and turned.stride() == codes.t().stride()
 
 
-def check_parameter(plan: TensorPlan, shape: tuple[int, ...]) -> None:
-    """Raise UnsupportedError unless a parameter of ``shape`` can be stored by ``plan``."""
+OUTSIDE_OF_INIT = (
+    "Make this layer outside quantized_model_init, or inside quantized_model_init(enabled=False)."
+)
+
+
+def check_parameter(
+    plan: TensorPlan, shape: tuple[int, ...], remedy: str = OUTSIDE_OF_INIT
+) -> None:
+    """Raise UnsupportedError unless a parameter of ``shape`` can be stored by ``plan``; ``remedy``
+    says what to do if its sizes do not fit."""
     asked = f"a parameter {list(shape)} stored as {plan.rowwise}"
     if plan.rowwise is None:
         raise UnsupportedError(f"{asked}: the recipe leaves its weight in high precision.")
@@ -138,10 +146,7 @@ def check_parameter(plan: TensorPlan, shape: tuple[int, ...]) -> None:
             raise UnsupportedError(f"{asked}: {spec} is not for parameters; they round to nearest.")
         block = _whole_along_k(spec)
         if any(size % block for size in shape):
-            raise UnsupportedError(
-                f"{asked}: both sizes must be multiples of {block}. Make this layer outside "
-                f"quantized_model_init, or inside quantized_model_init(enabled=False)."
-            )
+            raise UnsupportedError(f"{asked}: both sizes must be multiples of {block}. {remedy}")
 
 
 def check(plan: TensorPlan, rows: int, columns: int) -> None:

@@ -144,6 +144,7 @@ def refused(group: dist.ProcessGroup, rank: int) -> dict[str, str]:
         "experts": raised(lambda: few(x, counts)),
         "exchange": raised(lambda: TokenExchange(counts if rank else [-1, *counts[1:]], group)),
         "odd": raised(lambda: TokenExchange([1, 2, 3], group)),
+        "no group": raised(lambda: experts(rank * 2, 2, group="experts")),
     }
 
 

@@ -169,6 +169,7 @@ MESSAGES = {
     "experts": ("1 experts on each rank; rank 1: 2 experts", "differ in the layer Experts"),
     "exchange": ("tokens_per_expert=[-1, 0, 31, 12]", "rank 0 of group"),
     "odd": ("3 experts over 2 ranks", "3 experts over 2 ranks"),
+    "no group": ("'experts' is no process group", "'experts' is no process group"),
 }
 
 
