@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fp8core.chain.attention import AttentionLink, AttentionProgram
+from fp8core.chain.attention.link import AttentionLink, AttentionProgram
 from fp8core.chain.call import Call
 from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.once import OnlyOnce

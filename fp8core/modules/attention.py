@@ -11,7 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fp8core.chain import run as chain
-from fp8core.chain.attention import AttentionShape, AttentionTensors
+from fp8core.chain.attention.shape import AttentionShape
+from fp8core.chain.attention.tensors import AttentionTensors
 from fp8core.chain.call import Call
 from fp8core.chain.compared import gradients_text
 from fp8core.chain.shape import LinkShape

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8core.chain.arranged import Arranged
-from fp8core.chain.attention import AttentionLink
+from fp8core.chain.attention.link import AttentionLink
 from fp8core.chain.differentiable import arranged
 from fp8core.chain.packed_attention import PackedAttentionLink
 from fp8core.chain.protocol import Link

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fp8core.chain.attention import AttentionShape
+from fp8core.chain.attention.shape import AttentionShape
 from fp8core.chain.context_binding import CONTEXT_WAYS
 from fp8core.communicator import of_group
 from fp8core.errors import OperandError, UnsupportedError, did_you_mean
@@ -73,7 +73,7 @@ class ContextGroup(NamedTuple):
 
     @property
     def context(self) -> tuple[str, ...]:
-        """The field of :class:`~fp8core.chain.attention.AttentionShape`."""
+        """The field of :class:`~fp8core.chain.attention.shape.AttentionShape`."""
         return (self.way, *self.names) if self.names else ()
 
 

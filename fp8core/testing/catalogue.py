@@ -38,7 +38,7 @@ from fp8core.backend_api import (
     has_amax,
 )
 from fp8core.chain.activation import activation_shape
-from fp8core.chain.attention import AttentionShape
+from fp8core.chain.attention.shape import AttentionShape
 from fp8core.chain.linear.shape import LinearShape
 from fp8core.chain.norm import NormShape
 from fp8core.chain.pointwise import AddShape

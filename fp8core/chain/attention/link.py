@@ -1,0 +1,175 @@
+"""Attention in high precision as a link: the rows of the chain are the queries."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fp8core.chain.attention.fallback import check_memory
+from fp8core.chain.attention.spec import AttentionSpec
+from fp8core.chain.attention.tensors import (
+    NUM_KEPT,
+    AttentionTensors,
+    hand_out,
+    kept,
+    of_forward,
+)
+from fp8core.chain.call import Call
+from fp8core.chain.link_defaults import LinkDefaults
+from fp8core.chain.once import OnlyOnce
+from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved, TensorProgram
+from fp8core.dispatch.select import Choice
+
+__all__ = ["AttentionLink", "AttentionProgram"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionLink(LinkDefaults):
+    """Computes rows ``[tokens, heads * head_dim_v]`` from queries ``[tokens, heads * head_dim]``.
+
+    ``run_bias_backward`` also returns the gradient of the bias. ``fallback`` is the choice of a
+    backend for other devices that nobody asked for, whose memory may be that of all logits; None
+    without such a choice.
+    """
+
+    shape: AttentionSpec
+    run: Callable[..., Any]
+    run_backward: Callable[..., Any]
+    run_bias_backward: Callable[..., Any]
+    num_params: int = field()  # these three have no defaults, unlike in LinkDefaults
+    needs_rng: bool = field()
+    only_once: OnlyOnce | None = field()
+    fallback: Choice | None
+
+    def in_torch(self, bind: Callable[[Any], Any]) -> AttentionLink:
+        """Return attention whose statistics belong to the graph, too."""
+        link: AttentionLink = bind(self.shape)
+        values = [getattr(link, f.name) for f in dataclasses.fields(link)]
+        return _DifferentiableAttention(*values)
+
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> AttentionProgram:
+        """Return the program; the sizes of the batch come with the call."""
+        return AttentionProgram(self, needs_grad)
+
+    def keywords(self, params: Params, call: Call) -> Mapping[str, Any]:
+        """Return the operation's keywords in a call with the parameters ``params``."""
+        shape = self.shape
+        keywords: dict[str, Any] = {}
+        if shape.padding or shape.arbitrary or shape.bias == "alibi":
+            keywords |= AttentionTensors(*call.tensors).keywords()
+        if shape.has_bias:
+            keywords["bias"] = params[2]
+        if shape.has_offset:
+            keywords["softmax_offset"] = params[-1]
+        if shape.layout == "thd":
+            keywords["max_seqlen_q"], keywords["max_seqlen_kv"] = call.sizes
+        if shape.dropout:
+            keywords["rng"] = call.rng
+        return keywords
+
+
+class AttentionProgram(TensorProgram[AttentionLink]):
+    """Attends; saves queries, keys, values, the result and its statistics."""
+
+    __slots__ = ()
+
+    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
+        """Return queries, keys, values, and the bias and the offset, if any."""
+        return saved[: 1 + self._link.num_params]
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Compute the rows of the result, and fill ``max_logit_out``."""
+        link, shape = self._link, self._link.shape
+        keywords = link.keywords(params, call)
+        q = self._in_layout(x, shape.head_dim, call)
+        check_memory(link.fallback, shape, q, params[0], call)
+        y, stats, max_logit = link.run(q, params[0], params[1], **keywords)
+        if max_logit is not None:
+            hand_out(max_logit, call)
+        rows = y.reshape(x.shape[0], shape.heads * shape.head_dim_v)
+        saved: Saved = ()
+        if True in self._needs_grad:
+            saved = (x, *params, rows, stats, *kept(call))
+        return rows if out is None else out(rows), saved, None
+
+    def backward(
+        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Compute the gradients of the queries and of the parameters."""
+        link, shape = self._link, self._link.shape
+        x, *params, rows, stats = saved[:-NUM_KEPT]
+        call = of_forward(call, saved)
+        assert x is not None
+        assert rows is not None
+        results = self._run_backward(
+            self._in_layout(grad, shape.head_dim_v, call),
+            self._in_layout(x, shape.head_dim, call),
+            *params[:2],
+            self._in_layout(rows, shape.head_dim_v, call),
+            stats,
+            **link.keywords(params, call),
+        )
+        return self._gradients(results, params, x.shape, out)
+
+    def _run_backward(self, *given: Any, **keywords: Any) -> Any:
+        """Run backward, with the gradient of the bias if it is needed."""
+        link = self._link
+        needs_bias = link.shape.has_bias and self._needs_grad[3]
+        return (link.run_bias_backward if needs_bias else link.run_backward)(*given, **keywords)
+
+    def _gradients(
+        self, results: Any, params: Params, size: torch.Size, out: Out = None
+    ) -> Backward:
+        """Return the gradient of the rows of queries, of ``size``, and of ``params``."""
+        shape, needs = self._link.shape, self._needs_grad
+        grad_q, grad_k, grad_v, grad_bias, grad_offset = results
+        grads = [grad_k, grad_v]
+        if shape.has_bias:
+            grads.append(grad_bias)
+        if shape.has_offset:
+            grads.append(grad_offset.to(params[-1].dtype))
+        grad_params = [
+            one if needed else None for one, needed in zip(grads, needs[1:], strict=True)
+        ]
+        if not needs[0]:
+            return (None, *grad_params)
+        grad_x = grad_q.reshape(size)
+        return (grad_x if out is None else out(grad_x), *grad_params)
+
+    def _in_layout(self, rows: torch.Tensor, head_dim: int, call: Call) -> torch.Tensor:
+        """Return ``rows [tokens, heads * head_dim]`` in the layout of the queries."""
+        shape = self._link.shape
+        tokens = (rows.shape[0],) if shape.layout == "thd" else call.sizes
+        return rows.reshape(*tokens, shape.heads, head_dim)
+
+
+class _DifferentiableAttention(AttentionLink):
+    """Attention whose result and statistics are differentiated, too."""
+
+    __slots__ = ()
+
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> AttentionProgram:
+        """Return the program, which computes the statistics again in backward."""
+        return _DifferentiableAttentionProgram(self, needs_grad)
+
+
+class _DifferentiableAttentionProgram(AttentionProgram):
+    __slots__ = ()
+
+    def backward(
+        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Compute the gradients from queries, keys and values, and the statistics from those."""
+        link = self._link
+        x, *params = saved[: 1 + link.num_params]
+        call = of_forward(call, saved)
+        assert x is not None
+        q = self._in_layout(x, link.shape.head_dim, call)
+        y, stats, _ = link.run(q, *params[:2], **link.keywords(params, call))
+        rows = y.reshape(x.shape[0], y.shape[-2] * y.shape[-1])
+        again = [x, *params, rows, stats, *kept(call)]
+        return AttentionProgram.backward(self, grad, again, context, call, out)
