@@ -9,8 +9,10 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -19,6 +21,9 @@ import torch
 
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.reporting import some
+
+if sys.platform != "win32":
+    import fcntl
 
 __all__ = ["CONFIG", "INDEX", "Checkpoint", "Header", "ShardWriter", "read_json"]
 
@@ -51,17 +56,39 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in the JSON file ``path``.
 
     Raises:
-        OperandError: it is no such file, or holds something else.
+        OperandError: it is no such file, or holds something else, or a key twice, of which other
+            readers may take the other value.
     """
+    _check_regular(path)
     try:
-        if path.stat().st_size > _MAX_JSON:
-            raise OperandError(f"{path} has more than {_MAX_JSON} bytes.")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        size = path.stat().st_size
+        text = path.read_text(encoding="utf-8") if size <= _MAX_JSON else "null"
+        content = json.loads(text, object_pairs_hook=_once_each)
     except (OSError, ValueError, RecursionError) as error:
         raise OperandError(f"{path} cannot be read: {error}.") from None
+    if size > _MAX_JSON:
+        raise OperandError(f"{path} has more than {_MAX_JSON} bytes.")
     if not isinstance(content, dict):
         raise OperandError(f"{path} holds a {type(content).__name__}, expected an object.")
     return content
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it has {some([k for k in content if keys.count(k) > 1])} twice")
+    return content
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse what is no file, as reading a pipe may wait, and a device may never end.
+
+    Raises:
+        OperandError: ``path`` is something else.
+    """
+    if path.exists() and not path.is_file():
+        raise OperandError(f"{path} is no regular file.")
 
 
 class Checkpoint:
@@ -94,7 +121,7 @@ class Checkpoint:
 
     def _index(self) -> dict[str, str] | None:
         path = self.directory / INDEX
-        if not path.exists():
+        if not os.path.lexists(path):
             return None
         places = read_json(path).get("weight_map")
         if not isinstance(places, dict) or not all(
@@ -131,6 +158,7 @@ class Checkpoint:
     def open(self, file: str) -> Any:
         """Return ``file`` opened by safetensors, as a context manager."""
         library = _safetensors()
+        _check_regular(self.directory / file)
         try:
             return library.safe_open(self.directory / file, framework="pt", device="cpu")
         except (library.SafetensorError, OSError) as error:
@@ -159,7 +187,7 @@ class Checkpoint:
     def config(self) -> dict[str, Any]:
         """Return the content of the model's config; empty if there is none."""
         path = self.directory / CONFIG
-        return read_json(path) if path.exists() else {}
+        return read_json(path) if os.path.lexists(path) else {}
 
 
 class ShardWriter:
@@ -168,7 +196,8 @@ class ShardWriter:
     At most one file's tensors are held. The files appear in ``directory`` when all of them are
     written, and the index after them. An error or an interruption leaves the directory as it was;
     a process that is killed while it renames them leaves the older checkpoint whole, in
-    ``.saving-*/former`` and the directory. Files of other names are never touched.
+    ``.saving-*/former`` and the directory. Files of other names are never touched. Of processes
+    that save to one directory at a time the last one's files are there in the end.
 
     Raises:
         OperandError: the directory cannot be written to, or a folder has the name of a file.
@@ -239,7 +268,8 @@ class ShardWriter:
             (self._folder / name).write_text(text, encoding="utf-8")
         news = {file: self._folder / str(at) for at, file in enumerate(files)}
         news.update({name: self._folder / name for name in texts})
-        self._exchange(news)
+        with _locked(self.directory):
+            self._exchange(news)
 
     def _exchange(self, news: Mapping[str, Path]) -> None:
         """Put ``news``, files by their names, in the place of the older checkpoint's files."""
@@ -268,6 +298,22 @@ class ShardWriter:
             for path in former.iterdir():
                 os.replace(path, self.directory / path.name)
             raise
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Have other processes that exchange files of ``directory`` wait, where the system offers it:
+    ranks that all save to one directory would else leave files of several checkpoints."""
+    if sys.platform == "win32":
+        yield
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _owned(tensor: torch.Tensor) -> torch.Tensor:

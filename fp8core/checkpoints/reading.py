@@ -149,6 +149,7 @@ class _Plan:
             if name not in self._stored:
                 _check_plain(headers[name], piece, self._targets[piece.target].value)
         self._joined = self._join()
+        self._differing = self._differing_ties(targets, found)
         self._recipe = _common_recipe(self._weights.values())
         self._native = self._keeping() if native else set()
         # Tensors whose pieces are being read, and how many are left.
@@ -198,6 +199,32 @@ class _Plan:
                 joined[name] = StoredWeight.of_pieces(name, shape, weights)
         return joined
 
+    def _differing_ties(
+        self, targets: dict[str, _Target], found: dict[str, Stored | None]
+    ) -> list[tuple[str, str]]:
+        """Return pairs of names of one tensor of the model, the first of which is loaded, whose
+        values differ in the file."""
+        chosen = {id(target.value): name for name, target in self._targets.items()}
+        differing = []
+        for name in [n for n in targets if n in found and n not in self._targets]:
+            first = chosen[id(targets[name].value)]
+            ours, theirs = (found.get(n) or (n,) for n in (first, name))
+            same = len(ours) == len(theirs) and all(map(self._is_same, ours, theirs))
+            if not same:
+                differing.append((first, name))
+        return differing
+
+    def _is_same(self, one: str | None, other: str | None) -> bool:
+        """Return whether two tensors of the file have the same bytes."""
+        if one is None or other is None:
+            return one is other
+        headers = self._checkpoint.headers
+        if headers[one][1:] != headers[other][1:]:
+            return False
+        values = [value for _, value in self._checkpoint.read([one, other])]
+        first, second = (value.reshape(-1).view(torch.uint8) for value in values)
+        return torch.equal(first, second)
+
     def _keeping(self) -> set[str]:
         """Return the names of the parameters that keep the file's codes."""
         faults: dict[str, str] = {}
@@ -234,6 +261,12 @@ class _Plan:
             log_once(
                 f"load_pretrained: {some(self._unread)} are not read: activations are quantized by "
                 f"their own amax"
+            )
+        for first, name in self._differing:
+            logger.warning(
+                "load_pretrained: %r and %r are one tensor of the model, and differ in the "
+                "checkpoint; the values of %r are loaded",
+                *(first, name, first),
             )
         native = [name for name in self._joined if name in self._native]
         others = [name for name in self._joined if name not in self._native]

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     obstacle = None if finder.installed() else finder.obstacle()
     if obstacle is not None:
         raise UnsupportedError(obstacle)
-    if words[0] == "python":  # the environment's, wherever PATH points
+    if words[0] in ("python", "python3"):  # the environment's, wherever PATH points
         words = [sys.executable, *words[1:]]
     variables = environment(args.claimed)
     sys.stdout.flush()

@@ -157,9 +157,11 @@ def _in_blocks(spec: OperandSpec, x: torch.Tensor, factors: torch.Tensor) -> tor
 
 
 def _amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Return each block's largest magnitude; NaN elements are ignored."""
+    """Return each block's largest magnitude, 0 for a tensor without rows; NaNs are ignored."""
     magnitude = torch.where(x.isnan(), 0.0, x.to(torch.float32)).abs()
     if block == (0, 0):
+        if isinstance(x.shape[0], int) and x.shape[0] == 0:  # not the free number of rows
+            return magnitude.new_zeros(1, 1)
         return magnitude.amax((0, 1), keepdim=True)
     if block[1] == 0:
         return magnitude.amax(1, keepdim=True)

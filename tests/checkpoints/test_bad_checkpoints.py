@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,16 @@ def header_bytes(old: bytes, new: bytes) -> Callable[[Path], None]:
 
 def replace_text(name: str, text: str) -> Callable[[Path], object]:
     return lambda directory: (directory / name).write_text(text)
+
+
+def in_the_place_of(name: str, action: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Return a change of the file ``name`` to what ``action`` puts there."""
+
+    def run(directory: Path) -> None:
+        (directory / name).unlink()
+        action(directory / name)
+
+    return run
 
 
 def remap(change: Callable[[dict[str, str]], object]) -> Callable[[Path], None]:
@@ -231,6 +242,32 @@ BAD: dict[str, tuple[Callable[[Path], object], type[Fp8CoreError], str]] = {
         OperandError,
         "two codes a byte, the file differs",
     ),
+    "a key twice in the index": (
+        replace_text(INDEX, '{"weight_map": {"a": "x", "a": "y"}}'),
+        OperandError,
+        "it has a twice",
+    ),
+    "a key twice in the config": (
+        replace_text("config.json", '{"quantization_config": {}, "quantization_config": {}}'),
+        OperandError,
+        "it has quantization_config twice",
+    ),
+    "a pipe for a config": (
+        in_the_place_of("config.json", os.mkfifo),
+        OperandError,
+        "is no regular file",
+    ),
+    "a pipe for an index": (in_the_place_of(INDEX, os.mkfifo), OperandError, "is no regular file"),
+    "a link to nothing for an index": (
+        in_the_place_of(INDEX, lambda path: path.symlink_to("nowhere")),
+        OperandError,
+        "No such file",
+    ),
+    "a link to nothing for a config": (
+        in_the_place_of("config.json", lambda path: path.symlink_to("nowhere")),
+        OperandError,
+        "No such file",
+    ),
     "no config": (
         replace_text("config.json", "{}"),
         OperandError,
@@ -267,6 +304,12 @@ def test_a_bad_checkpoint_changes_nothing(
     for key, value in net.state_dict().items():
         assert type(value) is torch.Tensor
         assert torch.equal(value, before[key])
+
+
+def test_a_pipe_for_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(OperandError, match="is no regular file"):
+        load_pretrained(tmp_path, model())
 
 
 def test_the_unchanged_checkpoint_loads(saved: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import fp8core
 from fp8core import QuantizedTensor
@@ -106,6 +107,24 @@ def test_tied_weights_are_loaded_and_stay_tied(tmp_path: Path) -> None:
     net, _ = loaded_into(tmp_path)
     assert net.lm_head.weight is net.embed.weight
     assert torch.equal(net.embed.weight, model().embed.weight)
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_one_tensor_of_two_values_in_the_file_is_named(
+    is_equal: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = torch.nn.Module()
+    other.first, other.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    if is_equal:
+        other.second.load_state_dict(other.first.state_dict())
+    save_file(other.state_dict(), tmp_path / "model.safetensors")
+    tied = torch.nn.Module()
+    tied.first = tied.second = torch.nn.Linear(8, 8)
+    load_pretrained(tmp_path, tied)
+    assert torch.equal(tied.second.weight, other.first.weight)
+    lines = [line for line in caplog.messages if "one tensor of the model" in line]
+    assert len(lines) == (0 if is_equal else 2)
+    assert all("the values of 'first." in line for line in lines)
 
 
 def test_a_model_on_meta_gets_its_memory(tmp_path: Path) -> None:

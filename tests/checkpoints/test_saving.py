@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,37 @@ def test_an_interrupted_save_leaves_the_older_checkpoint(
     with pytest.raises(type(error)):
         save_pretrained(net, tmp_path, "mxfp8", max_shard_size="1MB")
     assert contents(tmp_path) == before
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks of POSIX")
+def test_of_two_saves_at_a_time_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one begins to rename files while the first one does."""
+    nets = [torch.nn.Sequential(fp8core.Linear(64, 64), fp8core.Linear(64, 64)) for _ in range(2)]
+    shared, alone = tmp_path / "shared", tmp_path / "alone"
+    replace, failed = os.replace, []
+
+    def save_second() -> None:
+        try:
+            save_pretrained(nets[1], shared, "current", max_shard_size=1)
+        except BaseException as error:  # noqa: BLE001  asserted below, as a thread's is lost
+            failed.append(error)
+
+    second = threading.Thread(target=save_second)
+
+    def begin_second(source: Any, target: Any) -> None:
+        replace(source, target)
+        if threading.current_thread() is not second and not second.ident:
+            second.start()
+            second.join(timeout=1)
+
+    monkeypatch.setattr(os, "replace", begin_second)
+    save_pretrained(nets[0], shared, "current", max_shard_size=1)
+    second.join()
+    assert not failed
+    save_pretrained(nets[1], alone, "current", max_shard_size=1)
+    assert contents(shared) == contents(alone)
 
 
 def test_files_of_other_names_stay(tmp_path: Path) -> None:

@@ -65,6 +65,15 @@ def test_the_command_gets_the_signals_and_its_status_is_the_process_s() -> None:
         assert process.wait(timeout=60) == -signal.SIGTERM
 
 
+def test_python_is_the_interpreter_that_runs_fp8core() -> None:
+    words = ["python3", "-c", "import sys; print(sys.executable)"]
+    environment = {**os.environ, "PATH": ""}
+    done = subprocess.run(
+        [*RUN, *words], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.strip() == sys.executable, done.stderr
+
+
 def test_the_folder_is_first_on_the_path_and_there_once() -> None:
     once = command.environment("2.14.0", {"PYTHONPATH": "elsewhere"})
     assert command.environment("2.14.0", once) == once

@@ -200,6 +200,16 @@ class Model(torch.nn.Module):
         return y, self.experts(y.flatten(0, 1), [4, 0, 12])
 
 
+def test_a_file_of_no_rows_returns_none(tmp_path: Path) -> None:
+    both = Each(
+        {"current": te.Linear(64, 48), "nvfp4": te.Linear(64, 48)},
+        {"current": CURRENT, "nvfp4": RECIPES["nvfp4"]},
+    ).eval()
+    x = torch.randn(0, 64)
+    to_onnx(both, (x,), tmp_path / "model.onnx")
+    assert [result.shape for result in run(tmp_path / "model.onnx", x)] == [(0, 48), (0, 48)]
+
+
 @pytest.fixture(scope="module")
 def transformer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sequence[Any], Sequence[Any]]:
     """What a model with a Transformer layer gives, in fp8core and in onnxruntime."""
