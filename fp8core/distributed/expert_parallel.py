@@ -28,7 +28,7 @@ from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
 from fp8core.modules.bound import new_seed
 from fp8core.modules.grouped_linear import GroupedLinear
-from fp8core.modules.inputs import check_input
+from fp8core.modules.inputs import check_chained, check_input
 from fp8core.modules.operation import Operation
 from fp8core.modules.run import run_links
 from fp8core.recipe.plan import HIGH_PRECISION
@@ -62,7 +62,8 @@ class Experts(LowPrecisionModule):
         name: the layer's name in messages.
 
     Raises:
-        OperandError: no grouped linear, or numbers of experts that differ.
+        OperandError: no grouped linear, numbers of experts that differ, or a layer that does not
+            take the columns of the one before it.
         UnsupportedError: a layer with ``delay_wgrad_compute`` or ``return_bias``, or an operation
             that takes further inputs.
     """
@@ -238,6 +239,7 @@ def _check_layers(layers: Sequence[object]) -> int:
                 "Experts: a GroupedLinear with delay_wgrad_compute or return_bias is not offered; "
                 "make it without."
             )
+    check_chained("Experts: layer", [one for one in layers if isinstance(one, LowPrecisionModule)])
     return linears[0].num_gemms
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fp8core.chain.run import is_under_torch_autocast
+from fp8core.chain.shape import input_columns_of
 from fp8core.chain.unwrap import PLAIN
 from fp8core.errors import OperandError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.parameter.init import DTYPES
 
-__all__ = ["cast_to_weight", "check_input", "check_is_whole", "check_kind"]
+__all__ = ["cast_to_weight", "check_chained", "check_input", "check_is_whole", "check_kind"]
 
 
 def check_input(
@@ -52,6 +55,27 @@ def check_input(
             f"one, or run under torch.autocast({input.device.type!r}, dtype=...)."
         )
     return input.dtype
+
+
+def check_chained(owner: str, layers: Sequence[LowPrecisionModule], first: int = 0) -> None:
+    """Refuse ``layers`` of which one does not take the columns that those before it return.
+
+    ``owner`` names them in messages, and ``first`` is the number of the first of them.
+
+    Raises:
+        OperandError: a layer takes another number of columns than it gets.
+    """
+    width = input_columns_of([shape for layer in layers for shape in layer.link_shapes()])
+    if width is None:  # no layer has a size
+        return
+    for number, layer in enumerate(layers, first):
+        for shape in layer.link_shapes():
+            expected = shape.expected_columns(width)
+            if expected is not None:
+                raise OperandError(
+                    f"{owner} {number}, {layer.label}, takes {expected} columns, but gets {width}."
+                )
+            width = shape.columns(width)
 
 
 def check_is_whole(label: object, name: str, tensor: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.basic_operation import FusedOperation, fused, has_fusions
 from fp8core.modules.bind import bind
 from fp8core.modules.extra_tensors import ExtraTensors
-from fp8core.modules.inputs import cast_to_weight, check_input, check_kind
+from fp8core.modules.inputs import cast_to_weight, check_chained, check_input, check_kind
 from fp8core.modules.run import delaying, run_layer, run_links
 
 __all__ = ["Sequential"]
@@ -256,23 +256,9 @@ class Sequential(LowPrecisionModule):
         index = 0
         for group in self._groups():
             if isinstance(group, _Chain):
-                self._check_sizes(group, index)
+                check_chained("ops.Sequential: operation", group.operations, index)
             index += len(group.operations) if isinstance(group, _Chain) else 1
         self._is_checked = True
-
-    def _check_sizes(self, chain: _Chain, index: int) -> None:
-        width = input_columns_of(chain.shapes)
-        if width is None:  # no operation has a size
-            return
-        for at, operation in enumerate(chain.operations):
-            for shape in operation.link_shapes():
-                expected = shape.expected_columns(width)
-                if expected is not None:
-                    raise OperandError(
-                        f"ops.Sequential: operation {index + at}, {operation.label}, takes "
-                        f"{expected} columns, but gets {width}."
-                    )
-                width = shape.columns(width)
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the shapes of all chains."""

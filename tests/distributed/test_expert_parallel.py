@@ -179,6 +179,14 @@ def test_bad_input_is_named_on_every_rank(ranks: Ranks, case: str) -> None:
         assert message in rank["refused"][case]
 
 
+def test_layers_of_other_sizes_are_refused() -> None:
+    fc1, fc2 = expert_work.linears(0, 2)
+    with pytest.raises(
+        OperandError, match=r"layer 1, GroupedLinear.* takes 128 columns.* gets 256"
+    ):
+        Experts(fc1, fc2)
+
+
 def test_layers_of_other_numbers_of_experts_are_refused() -> None:
     (fc1, _), (_, fc2) = expert_work.linears(0, 2), expert_work.linears(0, 3)
     with pytest.raises(OperandError, match=r"grouped linears with \[2, 3\] experts"):
