@@ -11,6 +11,7 @@ import torch
 from fp8core.backend_api import ACTIVATIONS, GATED, ActivationBackwardDesc, ActivationDesc
 from fp8core.chain.call import Call
 from fp8core.chain.fusion import Fusion, bind_fusion
+from fp8core.chain.gating import GatedShape
 from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.protocol import (
     Backward,
@@ -22,8 +23,8 @@ from fp8core.chain.protocol import (
     SavedList,
     TensorProgram,
 )
-from fp8core.chain.shape import BindContext, LinkShape
-from fp8core.errors import OperandError, RecipeError, did_you_mean
+from fp8core.chain.shape import BindContext
+from fp8core.errors import RecipeError, did_you_mean
 
 __all__ = ["GATED", "ActivationLink", "ActivationShape", "activation_shape"]
 
@@ -31,32 +32,11 @@ _PARAMS = {"clamped_swiglu": {"limit": 7.0, "alpha": 1.702, "glu_linear_offset":
 
 
 @dataclass(frozen=True, slots=True)
-class ActivationShape(LinkShape):
+class ActivationShape(GatedShape):
     """Which activation, and its parameters in the order of :class:`ActivationDesc`."""
 
     name: str
     params: tuple[float, ...] = ()
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether it takes twice as many columns as it gives."""
-        return self.name in GATED
-
-    def columns(self, columns: int) -> int:
-        """Return half of ``columns`` for a gated one."""
-        return columns // 2 if self.is_gated else columns
-
-    def input_columns(self, columns: int | None) -> int | None:
-        """Return twice the ``columns`` for a gated one."""
-        return 2 * columns if self.is_gated and columns is not None else columns
-
-    def expected_columns(self, columns: int) -> str | None:
-        """Refuse two halves of an odd number of columns."""
-        return "an even number of" if self.is_gated and columns % 2 else None
-
-    def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return float32, in which it computes."""
-        return torch.float32
 
     def grad_input_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return float32, but ``dtype`` for a gated one, whose gradient is rounded."""
@@ -138,10 +118,7 @@ class ActivationProgram(TensorProgram[ActivationLink]):
         """
         link = self._link
         if link.shape.is_gated and x.shape[-1] % 2:
-            raise OperandError(
-                f"{link.shape.name}: input {list(x.shape)} has no two halves; expected an even "
-                f"number of columns."
-            )
+            raise link.shape.no_halves(x)
         y: Any
         if out is not None and link.fusion is not None and out.is_plain:
             y = link.fusion(out, x)[0]

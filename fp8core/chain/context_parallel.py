@@ -178,12 +178,7 @@ class HeadExchange:
     def forward(self, q: Given, k: Given, v: Given, **keywords: Any) -> Any:
         """Return ``out``; the statistics of this rank's heads, for backward; and ``max_logit``."""
         queries, keys = self._chunks(keywords)
-        pairs = ((q, queries), (k, keys), (v, keys))
-        started = [self._to_heads(codes_of(x)) for x, _ in pairs]
-        whole = [
-            with_codes(x, chunks.whole(one.wait()))
-            for (x, chunks), one in zip(pairs, started, strict=True)
-        ]
+        whole = self._whole((q, queries), (k, keys), (v, keys))
         out, stats, largest = self._inner.forward(*whole, **self._of_heads(keywords))
         moved = self._to_tokens(out, queries).wait()
         if largest is not None:
@@ -202,12 +197,7 @@ class HeadExchange:
     ) -> Any:
         """Return the gradients of what forward was given."""
         queries, keys = self._chunks(keywords)
-        pairs = ((grad, queries), (q, queries), (k, keys), (v, keys), (out, queries))
-        started = [self._to_heads(codes_of(x)) for x, _ in pairs]
-        whole = [
-            with_codes(x, chunks.whole(one.wait()))
-            for (x, chunks), one in zip(pairs, started, strict=True)
-        ]
+        whole = self._whole((grad, queries), (q, queries), (k, keys), (v, keys), (out, queries))
         results = self._inner.backward(*whole, stats, **self._of_heads(keywords))
         moved = [
             self._to_tokens(x, chunks)
@@ -219,6 +209,14 @@ class HeadExchange:
             every[self._communicator.rank] = offset
             offset = every.flatten()
         return (*[_joined(one.wait()) for one in moved], None, offset)
+
+    def _whole(self, *parts: tuple[Given, Chunks]) -> list[Given]:
+        """Return whole sequences, of the heads of this rank, of tensors with its tokens."""
+        started = [self._to_heads(codes_of(x)) for x, _ in parts]
+        return [
+            with_codes(x, chunks.whole(one.wait()))
+            for (x, chunks), one in zip(parts, started, strict=True)
+        ]
 
     def _chunks(self, keywords: Mapping[str, Any]) -> tuple[Chunks, Chunks]:
         layout, size = self._desc.layout, self._communicator.size

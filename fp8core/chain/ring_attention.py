@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,15 @@ class _Part(NamedTuple):
 
     queries: int | None = None
     keys: int | None = None
+
+
+class _Round(NamedTuple):
+    """The keys and values that came from the rank ``source``, and the chunks that take part."""
+
+    source: int
+    part: _Part
+    keys: Given
+    values: Given
 
 
 def _part(rank: int, source: int, *, is_causal: bool) -> _Part:
@@ -106,15 +115,9 @@ class KeysInParts:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the results with the keys of the other ranks taken into account."""
         layout, (q, k, v) = self._desc.layout, qkv
-        rank, size = self._communicator.rank, self._communicator.size
         merged, largest = Merged(layout, *first[:2]), first[2]
         along = 0 if layout == "thd" else 2
-        for step in range(1, size):
-            source = (rank - step) % size
-            part = _part(rank, source, is_causal=self._is_causal)
-            assert coming is not None
-            keys, values = self._arrived(sides, coming, part.keys, k, v)
-            coming = self._start(sides, step + 1, k, v) if step + 1 < size else None
+        for source, part, keys, values in self._rounds(sides, coming, k, v):
             queries = self._half(sides, q, part.queries)
             out, stats, one = self._others.forward(
                 queries, keys, values, **self._keywords(sides, keywords, source)
@@ -154,12 +157,9 @@ class KeysInParts:
         totals = [one.to(wide) for one in (grad_q, *grads)]
         along = 0 if self._desc.layout == "thd" else 2
         returning: list[tuple[Started, int | None]] = []
-        for step in range(1, size):
-            source = (rank - step) % size
-            part = _part(rank, source, is_causal=self._is_causal)
-            assert coming is not None
-            keys, values = self._arrived(sides, coming, part.keys, k, v)
-            coming = self._start(sides, step + 1, k, v) if step + 1 < size else None
+        for step, (source, part, keys, values) in enumerate(
+            self._rounds(sides, coming, k, v), start=1
+        ):
             grad_q, *grads, _, _ = self._others.backward(
                 self._half(sides, grad, part.queries),
                 self._half(sides, q, part.queries),
@@ -177,6 +177,18 @@ class KeysInParts:
         for started, half in returning:
             self._add_returned(sides, totals[1:], started.wait(), half)
         return (*[total.to(dtype) for total in totals], None, offset)
+
+    def _rounds(self, sides: Sides, coming: Started | None, k: Given, v: Given) -> Iterator[_Round]:
+        """Yield the keys and values of each other rank, the first of which are ``coming``; those of
+        the next rank come while the caller computes."""
+        rank, size = self._communicator.rank, self._communicator.size
+        for step in range(1, size):
+            source = (rank - step) % size
+            part = _part(rank, source, is_causal=self._is_causal)
+            assert coming is not None
+            keys, values = self._arrived(sides, coming, part.keys, k, v)
+            coming = self._start(sides, step + 1, k, v) if step + 1 < size else None
+            yield _Round(source, part, keys, values)
 
     def _sides(self, keywords: Mapping[str, Any], q: Given, k: Given) -> Sides:
         return Sides(self._desc, self._communicator.size, keywords, codes_of(q), codes_of(k))

@@ -14,6 +14,7 @@ import torch
 
 from fp8core.backend_api import GATED, ActivationBackwardDesc, ActivationDesc
 from fp8core.chain.call import Call
+from fp8core.chain.gating import GatedShape
 from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.protocol import (
     Backward,
@@ -24,7 +25,7 @@ from fp8core.chain.protocol import (
     SavedList,
     TensorProgram,
 )
-from fp8core.chain.shape import BindContext, CallInputs, LinkShape
+from fp8core.chain.shape import BindContext, CallInputs
 from fp8core.chain.unwrap import unwrap
 from fp8core.errors import OperandError
 
@@ -77,7 +78,7 @@ _IN_TORCH = {
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledActivationShape(LinkShape):
+class ScaledActivationShape(GatedShape):
     """The activation ``name`` with ``params``; with ``has_scales`` the call brings one for each
     row."""
 
@@ -95,22 +96,6 @@ class ScaledActivationShape(LinkShape):
     def num_params(self) -> int:
         """The scales."""
         return int(self.has_scales)
-
-    def columns(self, columns: int) -> int:
-        """Return half of ``columns`` for a gated one."""
-        return columns // 2 if self.is_gated else columns
-
-    def input_columns(self, columns: int | None) -> int | None:
-        """Return twice the ``columns`` for a gated one."""
-        return 2 * columns if self.is_gated and columns is not None else columns
-
-    def expected_columns(self, columns: int) -> str | None:
-        """Refuse two halves of an odd number of columns."""
-        return "an even number of" if self.is_gated and columns % 2 else None
-
-    def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return float32, in which it computes."""
-        return torch.float32
 
     def example(self, x: torch.Tensor) -> CallInputs:
         """Return the scales."""
@@ -181,10 +166,7 @@ class ScaledActivationProgram(TensorProgram[ScaledActivationLink]):
         """
         link = self._link
         if link.shape.is_gated and x.shape[-1] % 2:
-            raise OperandError(
-                f"{link.shape.name}: input {list(x.shape)} has no two halves; expected an even "
-                f"number of columns."
-            )
+            raise link.shape.no_halves(x)
         y, shape = link.value(x), None
         saved: Saved = (x,)
         if params:

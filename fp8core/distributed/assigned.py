@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fp8core.distributed.gathered_weight import GatheredWeight
+from fp8core.distributed.gathered_weight import GatheredWeight, local_part
 from fp8core.errors import OperandError
 from fp8core.tensors.sharded_weight import ShardedWeight
 
@@ -53,7 +53,7 @@ def _wrapped(key: str, value: torch.Tensor, weight: GatheredWeight) -> torch.Ten
         OperandError: it is no shard of the size, dtype and mesh of the weight's.
     """
     held = weight.held
-    local, expected = _local(value), _local(held)
+    local, expected = local_part(value), local_part(held)
     if isinstance(value, DTensor) != isinstance(held, DTensor):
         problem = f"a {type(value).__name__}; the parameter is a {type(held).__name__}"
     elif local.dtype != expected.dtype or local.shape != expected.shape:
@@ -66,17 +66,7 @@ def _wrapped(key: str, value: torch.Tensor, weight: GatheredWeight) -> torch.Ten
         problem += f"{held.device_mesh} as {held.placements}"
     else:
         plain = local.value if isinstance(local, ShardedWeight) else local
-        shard: torch.Tensor = ShardedWeight(plain, weight)
-        if isinstance(value, DTensor):
-            shard = DTensor.from_local(
-                shard,
-                value.device_mesh,
-                value.placements,
-                run_check=False,
-                shape=value.shape,
-                stride=value.stride(),
-            )
-        return torch.nn.Parameter(shard, held.requires_grad)
+        return torch.nn.Parameter(weight.placed(plain, value), held.requires_grad)
     raise OperandError(
         f"load_state_dict(assign=True): {key} is {problem}. Only a tensor with the size, dtype and "
         f"placement of the parameter can take the place of a weight that gather_quantized has "
@@ -87,8 +77,3 @@ def _wrapped(key: str, value: torch.Tensor, weight: GatheredWeight) -> torch.Ten
 
 def _lies_as(value: DTensor, held: DTensor) -> bool:
     return value.device_mesh == held.device_mesh and value.placements == held.placements
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from fp8core.communicator import Communicator
 from fp8core.distributed.assigned import wrap_assigned
-from fp8core.distributed.gathered_weight import GatheredWeight, communicator_of
+from fp8core.distributed.gathered_weight import GatheredWeight, communicator_of, local_part
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.prepare import prepare
@@ -23,7 +22,6 @@ from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
 from fp8core.reporting import log_once, some
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.sharded_weight import ShardedWeight
 from fp8core.tensors.storage import check_parameter, per_byte, storage_plan
 from fp8core.torch_ops.private import reshards_to_fewer_ranks
 
@@ -146,7 +144,7 @@ def _plan_of(site: _Site, recipe: Recipe) -> TensorPlan | None:
         stored = storage_plan(plan)
         if stored.rowwise is None:
             return None
-        check_parameter(stored, tuple(_local(parameter).shape), _OTHER_RECIPE)
+        check_parameter(stored, tuple(local_part(parameter).shape), _OTHER_RECIPE)
         for spec in filter(None, stored):
             if per_byte(spec) != 1:
                 raise UnsupportedError(
@@ -172,12 +170,6 @@ def _refuse_sharded(model: torch.nn.Module) -> None:
                 f"parameters are taken already. Call gather_quantized(model, recipe) before "
                 f"fully_shard; other wrappers gather in high precision."
             )
-
-
-def _local(parameter: Any) -> torch.Tensor:
-    """Return this rank's part of a DTensor, another tensor as it is."""
-    with torch.no_grad():
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def _value_of(local: torch.Tensor) -> torch.Tensor:
@@ -210,21 +202,11 @@ class _Weights:
     def add(self, site: _Site, plan: TensorPlan) -> torch.nn.Parameter:
         """Return the parameter that takes the place of the one at ``site``."""
         old = site.parameter
-        local = _local(old)
+        local = local_part(old)
         weight = GatheredWeight(site.module, site.name, site.label, plan, local.shape, self.reduced)
         self._weights.append(weight)
         self.by_parameter[old] = weight
-        value: torch.Tensor = ShardedWeight(_value_of(local), weight)
-        if isinstance(old, DTensor):
-            value = DTensor.from_local(
-                value,
-                old.device_mesh,
-                old.placements,
-                run_check=False,
-                shape=old.shape,
-                stride=old.stride(),
-            )
-        new = torch.nn.Parameter(value, old.requires_grad)
+        new = torch.nn.Parameter(weight.placed(_value_of(local), old), old.requires_grad)
         attributes = vars(new)
         attributes.update({n: v for n, v in vars(old).items() if n not in attributes})
         return new
