@@ -149,7 +149,7 @@ class Experts(LowPrecisionModule):
         return run_links(self, bound, bound.parts[0], value, params, call)
 
     def _layers(self) -> Iterator[LowPrecisionModule]:
-        for layer in self.children():
+        for layer in self._modules.values():  # children() leaves out what appears twice
             assert isinstance(layer, LowPrecisionModule)
             yield layer
 

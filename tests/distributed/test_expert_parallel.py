@@ -5,6 +5,7 @@ One start of two ranks serves all tests.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -177,6 +178,25 @@ MESSAGES = {
 def test_bad_input_is_named_on_every_rank(ranks: Ranks, case: str) -> None:
     for rank, message in zip(ranks, MESSAGES[case], strict=True):
         assert message in rank["refused"][case]
+
+
+@pytest.mark.parametrize("name", ["none", "current", "delayed"])
+def test_layers_that_appear_twice_run_twice(name: str) -> None:
+    gelu = ops.GELU()
+    given: dict[str, Any] = {"bias": False, "params_dtype": torch.bfloat16, "device": "cpu"}
+    linear = GroupedLinear(2, 64, 64, **given)
+    first, second = copy.deepcopy(linear), copy.deepcopy(linear)
+    x, grad = torch.randn(2, 32, 64).bfloat16()
+    shared = expert_work.run(Experts(linear, gelu, linear, gelu), RECIPES[name], x, grad, [16, 16])
+    apart = expert_work.run(
+        Experts(first, ops.GELU(), second, ops.GELU()), RECIPES[name], x, grad, [16, 16]
+    )
+    assert torch.equal(shared["out"], apart["out"])
+    assert torch.equal(shared["grad"], apart["grad"])
+    sums = [
+        one + other for one, other in zip(apart["weights"][:2], apart["weights"][2:], strict=True)
+    ]
+    assert all(map(torch.equal, shared["weights"], sums))
 
 
 def test_layers_of_other_sizes_are_refused() -> None:
