@@ -12,7 +12,8 @@ from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.reporting import log_once
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import Orientations, bind_quantizer
+from fp8core.tensors.quantizer import Orientations
+from fp8core.tensors.quantizer_binding import bind_quantizer
 from fp8core.tensors.storage import check, kept, per_byte
 from fp8core.torch_ops.shapes import is_captured
 

@@ -24,7 +24,7 @@ from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.dispatch import policy, table
 from fp8core.errors import Fp8CoreError, UnsupportedError
 from fp8core.recipe.plan import HIGH_PRECISION
-from fp8core.tensors.quantizer import Binding
+from fp8core.tensors.quantizer_binding import Binding
 from fp8core.torch_ops.private import interpreter_stack
 
 __all__ = [

@@ -35,7 +35,8 @@ from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.chain.shards import GemmPart
 from fp8core.communicator import Communicator, Started, named
 from fp8core.errors import OperandError
-from fp8core.tensors.quantizer import HighPrecision, Orientations
+from fp8core.tensors.high_precision import HighPrecision
+from fp8core.tensors.quantizer import Orientations
 
 __all__ = ["AllReduceShape", "GatherShape", "MovingLink", "ReplicateShape", "ScatterShape"]
 

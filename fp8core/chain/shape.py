@@ -19,7 +19,7 @@ from fp8core.communicator import Communicator, named
 from fp8core.dispatch.resolver import Purpose
 from fp8core.dispatch.table import Resolved
 from fp8core.recipe.plan import HIGH_PRECISION, AttentionPlan, LinearPlan, Plan, TensorPlan
-from fp8core.tensors.quantizer import Binding
+from fp8core.tensors.quantizer_binding import Binding
 from fp8core.tensors.states import LayerStates
 
 __all__ = [

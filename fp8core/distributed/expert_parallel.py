@@ -32,7 +32,7 @@ from fp8core.modules.inputs import check_chained, check_input
 from fp8core.modules.operation import Operation
 from fp8core.modules.run import run_links
 from fp8core.recipe.plan import HIGH_PRECISION
-from fp8core.tensors.quantizer import Binding
+from fp8core.tensors.quantizer_binding import Binding
 
 __all__ = ["Experts", "TokenExchange"]
 

@@ -16,7 +16,7 @@ from fp8core.dispatch.resolver import Purpose
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.table import Resolved
 from fp8core.recipe.plan import Plan
-from fp8core.tensors.quantizer import Binding
+from fp8core.tensors.quantizer_binding import Binding
 
 __all__ = ["Request", "record"]
 

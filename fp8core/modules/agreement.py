@@ -21,7 +21,7 @@ from fp8core.errors import Fp8CoreError
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole, Plan
-from fp8core.tensors.quantizer import Binding
+from fp8core.tensors.quantizer_binding import Binding
 
 __all__ = ["Agreement", "agree", "communicators_of"]
 

@@ -33,7 +33,7 @@ from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole
 from fp8core.reporting import log_once
-from fp8core.tensors.quantizer import Binding
+from fp8core.tensors.quantizer_binding import Binding
 from fp8core.torch_ops.private import (
     NO_BACKWARD_PASS,
     current_backward_pass,

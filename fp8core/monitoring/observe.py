@@ -34,7 +34,8 @@ from fp8core.monitoring.record import CastKey, GemmKey, KeptTensors, Recorder
 from fp8core.monitoring.statistics import ObservedCast, Tally, measure
 from fp8core.recipe.plan import LinearPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import Binding, Groups, Orientations
+from fp8core.tensors.quantizer import Groups, Orientations
+from fp8core.tensors.quantizer_binding import Binding
 from fp8core.tensors.requantized import Unquantized, is_unquantized
 from fp8core.tensors.weights import Keeping, WeightQuantizer, WeightWrapper
 

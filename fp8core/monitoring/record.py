@@ -14,7 +14,7 @@ from fp8core.errors import NonFiniteError
 from fp8core.monitoring.statistics import Tally
 from fp8core.reporting import logger
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import Binding
+from fp8core.tensors.quantizer_binding import Binding
 
 __all__ = [
     "CastKey",

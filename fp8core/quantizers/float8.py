@@ -16,7 +16,8 @@ from fp8core.quantizers.base import Quantizer
 from fp8core.quantizers.dtype import format_of
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.quantizer import ReduceAmax, Slot
+from fp8core.tensors.quantizer import Slot
+from fp8core.tensors.reduced_amax import ReduceAmax
 
 __all__ = [
     "Float8BlockQuantizer",

@@ -28,7 +28,8 @@ from fp8core.tensors.casts import Casts
 from fp8core.tensors.checks import check_stored, matrix_size, plan_from
 from fp8core.tensors.coded import fit_codes
 from fp8core.tensors.collectives import collected
-from fp8core.tensors.quantizer import Orientations, ReduceAmax, Slot
+from fp8core.tensors.quantizer import Orientations, Slot
+from fp8core.tensors.reduced_amax import ReduceAmax
 from fp8core.tensors.storage import (
     FLOATS,
     PARTS,
@@ -178,7 +179,7 @@ class QuantizedTensor(Casts):
 
         An orientation that is None in ``plan`` is not held. ``slot`` holds a delayed scale, which
         later writes take too; ``reduce_amax`` is as in
-        :func:`~fp8core.tensors.quantizer.bind_quantizer`.
+        :func:`~fp8core.tensors.quantizer_binding.bind_quantizer`.
 
         Raises:
             OperandError: ``value`` has no dimension, or another dtype than float32, bfloat16 and

@@ -13,7 +13,9 @@ from fp8core.backend_api import INVERSES, DequantizeDesc, Operand, OperandSpec
 from fp8core.dispatch import table
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan
-from fp8core.tensors.quantizer import Binding, Orientations, ReduceAmax, Slot, bind_quantizer
+from fp8core.tensors.quantizer import Orientations, Slot
+from fp8core.tensors.quantizer_binding import Binding, bind_quantizer
+from fp8core.tensors.reduced_amax import ReduceAmax
 from fp8core.torch_ops.counted import counter_of
 from fp8core.torch_ops.shapes import is_captured
 
@@ -87,8 +89,8 @@ def make_operands(
     """Quantize ``value [n, k]`` by ``plan``, a result of :func:`storage_plan`.
 
     With ``slot`` the scale is the one there, and the amax is recorded there. ``reduce_amax`` is as
-    in :func:`~fp8core.tensors.quantizer.bind_quantizer`. Stochastic rounding draws a seed from
-    torch's CPU generator.
+    in :func:`~fp8core.tensors.quantizer_binding.bind_quantizer`. Stochastic rounding draws a seed
+    from torch's CPU generator.
     """
     both = TensorPlan(plan.rowwise or plan.columnwise, plan.columnwise or plan.rowwise)
     if slot is not None:

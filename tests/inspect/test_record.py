@@ -26,7 +26,7 @@ from fp8core.inspect.record import record
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.plan import LayerRole
-from fp8core.tensors.quantizer import Binding
+from fp8core.tensors.quantizer_binding import Binding
 
 LAYERS = {
     "linear": lambda: fp8core.Linear(32, 32),

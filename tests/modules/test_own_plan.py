@@ -22,7 +22,8 @@ from fp8core.dispatch import table
 from fp8core.modules.delayed import DelayedModule
 from fp8core.plan import DelayedPlan, LayerRole, Plan, SlotNames, TensorPlan
 from fp8core.recipe.base import plan_of
-from fp8core.tensors.quantizer import Binding, Quantizer, bind_quantizer
+from fp8core.tensors.quantizer import Quantizer
+from fp8core.tensors.quantizer_binding import Binding, bind_quantizer
 from fp8core.tensors.scaling import update_after_backward
 from fp8core.tensors.states import LayerStates
 

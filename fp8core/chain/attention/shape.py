@@ -25,7 +25,9 @@ from fp8core.dispatch.select import Choice, is_fallback
 from fp8core.dispatch.table import Resolved
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import AttentionPlan
-from fp8core.tensors.quantizer import Quantizer, ReduceAmax, bind_quantizer
+from fp8core.tensors.quantizer import Quantizer
+from fp8core.tensors.quantizer_binding import bind_quantizer
+from fp8core.tensors.reduced_amax import ReduceAmax
 
 __all__ = ["AttentionShape"]
 

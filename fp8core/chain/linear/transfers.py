@@ -10,7 +10,8 @@ from fp8core.chain.shape import BindContext
 from fp8core.chain.shards import GemmPart, Shards
 from fp8core.communicator import Communicator
 from fp8core.dispatch.table import Resolved
-from fp8core.tensors.quantizer import MaximumOverShards, bind_quantizer
+from fp8core.tensors.quantizer_binding import bind_quantizer
+from fp8core.tensors.reduced_amax import MaximumOverShards
 
 __all__ = ["amax_reduction", "bind_parts", "bind_sent", "bind_shards"]
 
