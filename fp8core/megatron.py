@@ -41,7 +41,7 @@ from fp8core.recipe import (
     Recipe,
 )
 from fp8core.recipe.base import plan_of
-from fp8core.recipe.plan import LayerRole, LinearPlan
+from fp8core.recipe.plan import LayerRole
 from fp8core.reporting import log_once
 
 __all__ = ["Fp8CoreSpecProvider", "get_gpt_layer_spec", "recipe_of"]
@@ -136,16 +136,19 @@ def _leave(weight: torch.Tensor) -> None:
 
 
 def _adopt(layer: LowPrecisionModule, config: Any) -> None:
-    """Give ``layer`` the recipe of ``config``; under delayed scaling each call is then a step."""
+    """Give ``layer`` the recipe of ``config``; under delayed scaling each call is then a step.
+
+    Its scales are there from the beginning, as a distributed checkpoint loads what the model has.
+    """
     recipe = recipe_of(config)
     if recipe is None:
         return
     layer.outside_autocast = Active(quantize=recipe)
-    weight = next((p for p in layer.parameters() if p.dim() > 1), None)
-    if weight is None:
-        return
-    plan = plan_of(LinearPlan, recipe, LayerRole(layer.kind, layer.name), weight.dtype)
+    dtype = next((one.dtype for one in layer.parameters()), config.params_dtype)
+    plan = plan_of(layer.plan_type, recipe, LayerRole(layer.kind, layer.name), dtype)
     if plan.delayed is not None:
+        with torch.device(_device(config)):  # attention has no parameters, whose device it takes
+            layer.prepare_delayed_state(plan)
         delimit(layer)
 
 

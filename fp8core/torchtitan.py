@@ -48,6 +48,7 @@ class Fp8CoreLinear(Linear, Module):
 
     # How the weight's gradient lies on the mesh of the DTensor in the forward that runs.
     _gradient_layout: tuple[Placement, ...] | None = None
+    _plan: LinearPlan | None = None
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanLinear.Config):
@@ -69,11 +70,19 @@ class Fp8CoreLinear(Linear, Module):
             return
         self.outside_autocast = Active(quantize=recipe)
         role = LayerRole(self.kind, self.name)
-        if plan_of(LinearPlan, recipe, role, self.dtype_of("weight")).delayed is not None:
+        self._plan = plan_of(LinearPlan, recipe, role, self.dtype_of("weight"))
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Under delayed scaling create the scales, as a distributed checkpoint loads what the model
+        has, and make each call a step."""
+        if self._plan is not None and self._plan.delayed is not None:
+            self.prepare_delayed_state(self._plan)
             delimit(self)
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Shard the parameters as torchtitan does, and compute with this rank's part of them."""
+        self.forget_delayed_state()  # of which torchtitan would ask for a layout
         super().parallelize(parallel_dims)
         weight: Any = self.weight
         rows, columns = (weight.to_local() if isinstance(weight, DTensor) else weight).shape
@@ -88,6 +97,7 @@ class Fp8CoreLinear(Linear, Module):
             self.set_share("column", ALONE, rows, [(prefix, rows) for prefix, _ in self.parts])
         if isinstance(weight, DTensor):
             self.local_part = self._part
+        self._prepare()
 
     def forward(  # type: ignore[override]  # one position, as torchtitan places arguments by name
         self, input: torch.Tensor, **options: Any

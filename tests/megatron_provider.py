@@ -33,6 +33,7 @@ def main() -> None:
             "losses": {name: losses(**given) for name, given in CONFIGURATIONS.items()},
             "ran": ran(**CONFIGURATIONS["delayed"]),
             "scale": delayed_scale(),
+            "attention": delayed_attention(),
             "logged": logged(),
             "layer": distance_from_torch(),
             "keys": list(model().sharded_state_dict()),
@@ -155,6 +156,27 @@ def delayed_scale() -> tuple[float, float]:
     for rows in (8 * x, x):
         layer(rows)[0].sum().backward()
     return layer.scale_fwd[0].item(), 448 / (8 * x).abs().max().item()
+
+
+def delayed_attention() -> dict[str, Any]:
+    """Scales of attention after two steps, and the keys of a checkpoint before and after."""
+    own = model(**CONFIGURATIONS["delayed"], fp8_dot_product_attention=True)
+    before = sorted(own.sharded_state_dict())
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
+    for _ in range(2):
+        step(own, optimizer)
+    attention = own.decoder.layers[0].self_attention.core_attention
+    after = own.sharded_state_dict()
+    fresh = model(**CONFIGURATIONS["delayed"], fp8_dot_product_attention=True)
+    fresh.load_state_dict(own.state_dict())
+    with torch.no_grad():
+        results = [one.eval()(TOKENS, POSITIONS, None) for one in (own, fresh)]
+    return {
+        "scales": attention.scale_fwd[:3].tolist(),
+        "before": before,
+        "after": sorted(after),
+        "is_resumed": torch.equal(*results),
+    }
 
 
 def logged() -> list[str]:

@@ -59,6 +59,23 @@ def test_a_delayed_scale_follows_the_largest_of_microbatches(seen: Any) -> None:
     assert scale == pytest.approx(want)
 
 
+def test_scales_of_attention_follow_its_inputs(seen: Any) -> None:
+    assert all(scale > 2 for scale in seen["attention"]["scales"])  # of q, k and v, all below 224
+
+
+def test_a_distributed_checkpoint_has_the_delayed_scales_before_a_step(seen: Any) -> None:
+    """It loads what the model has then; all else in it is left unread, in silence."""
+    keys = seen["attention"]["before"]
+    assert keys == seen["attention"]["after"]
+    for part in ("self_attention.linear_qkv", "self_attention.core_attention", "mlp.linear_fc2"):
+        assert f"decoder.layers.0.{part}.scale_fwd" in keys
+        assert f"decoder.layers.0.{part}.amax_history_bwd" in keys
+
+
+def test_a_loaded_model_computes_as_the_saved_one(seen: Any) -> None:
+    assert seen["attention"]["is_resumed"]
+
+
 def test_scales_that_follow_the_last_microbatch_alone_are_logged(seen: Any) -> None:
     (line,) = [line for line in seen["logged"] if "most_recent" in line]
     assert "fp8_amax_compute_algo='max'" in line

@@ -111,6 +111,16 @@ def test_delayed_scales_are_updated_with_each_call() -> None:
     assert model.w1.scale_fwd[0].item() == pytest.approx(448 / x.abs().max().item())
 
 
+def test_a_checkpoint_has_the_delayed_scales_before_a_step() -> None:
+    """A distributed one loads what the model has then, and says nothing of the rest."""
+    model = converted(as_data(DelayedScaling(amax_history_len=4)))
+    keys = model.state_dict().keys()
+    assert {f"{name}.scale_fwd" for name in ("w1", "w2", "w3")} <= keys
+    assert torch.equal(model.w1.scale_fwd, torch.ones(3))
+    model(torch.randn(32, 32)).sum().backward()
+    assert model.state_dict().keys() == keys
+
+
 def test_llama_is_converted_but_its_head() -> None:
     converter = Fp8CoreConverter.Config(recipe="mxfp8")
     config = model_registry("debugmodel", converters=[converter]).model
