@@ -36,12 +36,14 @@ class Method:
     """How a config says that weights are quantized.
 
     ``block`` is None where the shape of the scales tells a scale for the tensor from one for each
-    row. ``is_fp4``: two codes of e2m1 in a byte, under two levels of scales.
+    row. ``is_fp4``: two codes of e2m1 in a byte, under two levels of scales. ``element``: the
+    format of codes of a byte, None where the config leaves it to the files.
     """
 
     name: str
     block: tuple[int, int] | None
     is_fp4: bool = False
+    element: str | None = None
 
 
 def method_of(config: Mapping[str, Any]) -> Method | None:
@@ -58,9 +60,10 @@ def method_of(config: Mapping[str, Any]) -> Method | None:
         raise OperandError(f"the quantization_config is a {type(asked).__name__}.")
     name = asked.get("quant_method")
     if name == "fp8":
-        if asked.get("fmt", "e4m3") not in ("e4m3", "e5m2"):
-            raise UnsupportedError(f"the quantization_config has fmt={asked['fmt']!r}.")
-        return Method("fp8", _block(asked.get("weight_block_size")))
+        element = asked.get("fmt")
+        if element not in (None, "e4m3", "e5m2"):
+            raise UnsupportedError(f"the quantization_config has fmt={element!r}.")
+        return Method("fp8", _block(asked.get("weight_block_size")), element=element)
     if name == "compressed-tensors":
         return _compressed_method(asked)
     raise UnsupportedError(
@@ -103,11 +106,11 @@ def _scheme(weights: Mapping[str, Any]) -> Method:
         raise UnsupportedError("the quantization_config has weights with zero points.")
     group = weights.get("group_size")
     if kind == ("float", 8, "block"):
-        return Method("compressed-tensors", _block(weights.get("block_structure")))
+        return _float8(_block(weights.get("block_structure")))
     if kind in (("float", 8, "tensor"), ("float", 8, "channel")):
-        return Method("compressed-tensors", (0, 0) if kind[2] == "tensor" else (1, 0))
+        return _float8((0, 0) if kind[2] == "tensor" else (1, 0))
     if kind == ("float", 8, "group") and type(group) is int:
-        return Method("compressed-tensors", _block([1, group]))
+        return _float8(_block([1, group]))
     if kind == ("float", 4, "tensor_group") and group == 16:
         return Method("compressed-tensors", (1, 16), is_fp4=True)
     raise UnsupportedError(
@@ -115,6 +118,11 @@ def _scheme(weights: Mapping[str, Any]) -> Method:
         f"{kind[2]!r}, group_size {group!r}. Read are 8 bits of float by tensor, channel, block "
         f"and group, and 4 bits of float by tensor_group of 16."
     )
+
+
+def _float8(block: tuple[int, int] | None) -> Method:
+    """Return compressed-tensors' 8 bits of float, which are e4m3 there."""
+    return Method("compressed-tensors", block, element="e4m3")
 
 
 class Stored(NamedTuple):
@@ -190,6 +198,11 @@ class StoredWeight:
                 f"{name!r}: the quantization_config says {wanted}, the file differs."
             )
         self.element = "e2m1" if method.is_fp4 else _CODES[header.dtype]
+        if method.element not in (None, self.element):
+            raise OperandError(
+                f"{name!r} holds {self.element} in the checkpoint; the quantization_config says "
+                f"{method.element}."
+            )
         stored = (*self.shape[:-1], self.shape[-1] // 2) if method.is_fp4 else self.shape
         if method.is_fp4 and (header.dtype != "U8" or self.shape[-1] % 2):
             raise OperandError(f"{name!r} is {header.dtype} in the checkpoint, expected U8.")
@@ -229,6 +242,8 @@ class StoredWeight:
         return bool(((mantissa == 0.5) & (exponent >= -126)).all())
 
     def _outer(self, outer: torch.Tensor) -> torch.Tensor:
+        if not outer.is_floating_point():
+            raise OperandError(f"{self.name!r} has a global scale in {outer.dtype}.")
         value = outer.to(torch.float32).reshape(-1)
         if value.numel() != 1 or not bool((value.isfinite() & (value > 0)).all()):
             raise OperandError(

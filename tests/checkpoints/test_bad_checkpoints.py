@@ -222,6 +222,11 @@ BAD: dict[str, tuple[Callable[[Path], object], type[Fp8CoreError], str]] = {
         r"blocks of \[128, -1\]",
     ),
     "an unknown format": (configure(fmt="e3m4"), UnsupportedError, "fmt='e3m4'"),
+    "another format than that of the codes": (
+        configure(fmt="e5m2"),
+        OperandError,
+        "holds e4m3 in the checkpoint; the quantization_config says e5m2",
+    ),
     "integers": (
         groups(type="int", num_bits=4, strategy="group", group_size=128),
         UnsupportedError,

@@ -292,6 +292,18 @@ def test_e5m2_codes_are_dequantized(tmp_path: Path) -> None:
     assert torch.equal(net.fc.weight, (codes.float() * 0.5).bfloat16())
 
 
+def test_a_global_scale_of_integers_is_refused(tmp_path: Path) -> None:
+    tensors = {
+        "fc.weight_packed": torch.zeros(32, 16, dtype=torch.uint8),
+        "fc.weight_scale": torch.ones(32, 2).to(torch.float8_e4m3fn),
+        "fc.weight_global_scale": torch.ones(1, dtype=torch.int32),
+    }
+    weights = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"all": {"weights": weights}}}
+    with pytest.raises(OperandError, match=r"a global scale in torch\.int32"):
+        load_pretrained(write(tmp_path, tensors, config), One(32, 32))
+
+
 def test_scales_of_zero_belong_to_zeros(tmp_path: Path) -> None:
     tensors = {
         "fc.weight": torch.zeros(32, 32).to(E4M3),
