@@ -366,8 +366,8 @@ def _forward(
     if is_rows and has_rows:
         return y, saved, context, program
     leading: Sequence[int] = shape[:-1]
-    if not has_rows:  # gathered, scattered
-        leading = _leading_of(y, shape, program.num_rows(rows), links)
+    if not has_rows or not rows:  # gathered, scattered; without rows neither is seen
+        leading = _leading_of(y, shape, program, links)
     if not is_rows:
         y = y.reshape(*leading, y.shape[-1])
         if type(links) is Unfused and saved and saved[0] is value:
@@ -376,23 +376,26 @@ def _forward(
 
 
 def _leading_of(
-    y: torch.Tensor, shape: torch.Size, due: int, links: Sequence[Link]
+    y: torch.Tensor, shape: torch.Size, program: Program, links: Sequence[Link]
 ) -> Sequence[int]:
-    """Return the leading dimensions of ``y``, which has other rows than the input ``[*shape]``.
+    """Return the leading dimensions of ``y``, which ``program`` returned for ``[*shape]``.
 
     Raises:
-        OperandError: it does not have the ``due`` rows, or they do not fill those dimensions.
+        OperandError: it has other rows than are due, or they do not fill those dimensions.
     """
-    num_rows, inner = y.shape[0], math.prod(shape[1:-1])
+    num_rows, inner, rows = y.shape[0], math.prod(shape[1:-1]), math.prod(shape[:-1])
+    due = program.num_rows(rows)
     if num_rows != due:  # of a lone link; a series has looked at the rows of each
-        rows = math.prod(shape[:-1])
         raise row_error(links, 0, "forward", rows=rows, due=due, returned=num_rows)
-    if not inner or num_rows % inner:
+    if not inner:  # no row says how many the first dimension has
+        return (program.num_rows(shape[0]), *shape[1:-1])
+    if num_rows % inner:
         raise OperandError(
-            f"input {list(shape)}: the links {', '.join(type(link).__name__ for link in links)} "
-            f"returned {num_rows} rows, which are no multiple of {inner}, the product of the "
-            f"dimensions between the first and the last. Give the input as [rows, "
-            f"{shape[-1]}], or a first dimension that the links can divide."
+            f"{', '.join(type(link).__name__ for link in links)}: input {list(shape)} became "
+            f"{num_rows} rows, which are no multiple of {inner}, the product of the dimensions "
+            f"between the first and the last. Ranks of sequence parallelism split the first "
+            f"dimension, here {shape[0]}: pad it to a multiple of their number, or give the input "
+            f"as [rows, {shape[-1]}]."
         )
     return (num_rows // inner, *shape[1:-1])
 

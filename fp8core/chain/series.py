@@ -116,7 +116,11 @@ class Series:
 
     def num_rows(self, rows: int) -> int:
         """Return how many rows the last program returns."""
-        return self._rows_out
+        if rows == self._steps[0].rows:
+            return self._rows_out
+        for step in self._steps:
+            rows = step.program.num_rows(rows)
+        return rows
 
     def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
         """Return nothing: saved tensors of inner links stand for no input of the chain."""

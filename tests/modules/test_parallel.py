@@ -14,6 +14,7 @@ import torch
 import fp8core
 from fp8core import autocast, recipe
 from fp8core.communicator import Communicator, of_group
+from fp8core.errors import OperandError
 from fp8core.testing.in_process import communicators, run_in_threads
 from tests.ranks import device, emulated, run_ranks
 
@@ -457,3 +458,43 @@ def test_four_processes_differ_by_the_order_of_bfloat16_sums_alone(tmp_path: Pat
     for errors in run_ranks(over_four, tmp_path, world_size=4):
         assert len(errors) == 2 * len(FOUR)
         assert max(errors.values()) < 0.004, errors
+
+
+def with_rows(communicator: Communicator, mode: str, *leading: int) -> torch.Tensor:
+    """What a layer with sequence parallelism returns for an input of ``leading`` dimensions."""
+    given: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device()}
+    layer = fp8core.Linear(
+        64, 64, tp_group=communicator, sequence_parallel=True, parallel_mode=mode, **given
+    )
+    x = torch.ones(*leading, layer.in_features, device=device()).bfloat16().requires_grad_()
+    y: torch.Tensor = layer(x)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+    return y
+
+
+def test_a_first_dimension_that_the_ranks_do_not_divide_is_named() -> None:
+    def said(communicator: Communicator) -> str:
+        with pytest.raises(OperandError) as caught:
+            with_rows(communicator, "row", 9, 4)
+        return str(caught.value)
+
+    messages = run_in_threads(said, 2)
+    assert all("split the first dimension, here 9" in one for one in messages)
+
+
+@pytest.mark.parametrize(
+    ("mode", "leading", "expected"),
+    [
+        ("column", (8, 0), [16, 0, 32]),
+        ("column", (0, 8), [0, 8, 32]),
+        ("row", (8, 0), [4, 0, 64]),
+        ("row", (0,), [0, 64]),
+    ],
+)
+def test_inputs_without_rows_are_gathered_and_scattered(
+    mode: str, leading: tuple[int, ...], expected: list[int]
+) -> None:
+    results = run_in_threads(lambda one: with_rows(one, mode, *leading), 2)
+    assert [list(one.shape) for one in results] == [expected] * 2
