@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,6 +17,15 @@ from fp8core.chain.shape import LinkShape
 from fp8core.communicator import named
 from fp8core.context.checkpoint import checkpoint
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
+from fp8core.modules.attention_arguments import (
+    checked_choice,
+    checked_dropout,
+    checked_heads,
+    checked_scale,
+    checked_softcap,
+    refuse_given,
+)
+from fp8core.modules.attention_bias import alibi_slopes_of, bias_kind
 from fp8core.modules.attention_cache import mask_type_with_cache, with_cache
 from fp8core.modules.attention_inputs import (
     Heads,
@@ -39,9 +46,8 @@ from fp8core.modules.bind import bind
 from fp8core.modules.bound import Bound
 from fp8core.modules.context_group import ContextGroup, check_context
 from fp8core.modules.inference import InferenceParams
-from fp8core.modules.inputs import check_is_whole, check_kind
-from fp8core.modules.parallel import Parallel, ParallelModule
-from fp8core.modules.parameters import check_size, fill, resolve_device
+from fp8core.modules.parallel import ParallelModule
+from fp8core.modules.parameters import fill, resolve_device
 from fp8core.modules.run import remember, run_again, run_links
 from fp8core.recipe.plan import AttentionPlan
 from fp8core.reporting import log_once
@@ -51,8 +57,6 @@ from fp8core.torch_ops.operators import constant_in_graph
 __all__ = ["AttentionCall", "AttentionOptions", "DotProductAttention"]
 
 _SOFTMAXES = ("vanilla", "off-by-one", "learnable")
-_BIASES = {"no_bias": None, "pre_scale_bias": "pre_scale", "post_scale_bias": "post_scale"}
-_BIAS_TYPES = (*_BIASES, "alibi")
 _MOST_CALLS = 256
 
 
@@ -131,22 +135,24 @@ class DotProductAttention(ParallelModule):
         self._agreed: set[str] = set()
         arguments = (tp_group, tp_size, sequence_parallel)
         self._set_parallel(None, arguments, get_rng_state_tracker)
-        heads = _heads(owner, num_attention_heads, num_gqa_groups, kv_channels)
+        heads = checked_heads(owner, num_attention_heads, num_gqa_groups, kv_channels)
         self.heads = heads._replace(
             heads=self.parallel.part_of(owner, "num_attention_heads", heads.heads),
             groups=self.parallel.part_of(owner, "num_gqa_groups", heads.groups),
         )
-        self.attention_dropout = _probability(owner, attention_dropout)
+        self.attention_dropout = checked_dropout(owner, attention_dropout)
         self.qkv_format = check_layout(owner, qkv_format)
         self.attn_mask_type = mask_type_of(owner, attn_mask_type)
         self.window_size = window_size
         self.bottom_right_diagonal = bottom_right_diagonal
         mask_of(owner, self.attn_mask_type, window_size, bottom_right_diagonal, has_alibi=False)
-        self.softcap = _cap(owner, softcap)
+        self.softcap = checked_softcap(owner, softcap)
         self.layer_number = 1 if layer_number is None else layer_number
-        self.attention_type = _one_of(owner, "attention_type", attention_type, ("self", "cross"))
-        self.softmax_scale = _scale(owner, softmax_scale, self.heads.head_dim)
-        self.softmax_type = _one_of(owner, "softmax_type", softmax_type, _SOFTMAXES)
+        self.attention_type = checked_choice(
+            owner, "attention_type", attention_type, ("self", "cross")
+        )
+        self.softmax_scale = checked_scale(owner, softmax_scale, self.heads.head_dim)
+        self.softmax_type = checked_choice(owner, "softmax_type", softmax_type, _SOFTMAXES)
         self.return_max_logit = bool(return_max_logit)
         if softmax_type == "learnable":
             offset = torch.empty(self.heads.heads, device=resolve_device(device))
@@ -288,7 +294,7 @@ class DotProductAttention(ParallelModule):
                 if again is not None:
                     return again
         owner = _Owner(self)
-        _refuse(
+        refuse_given(
             owner,
             fp8_output=fp8_output or None,
             num_splits=None if num_splits == 1 else num_splits,
@@ -360,7 +366,7 @@ class DotProductAttention(ParallelModule):
             mask_type = mask_type_with_cache(owner, mask_type)
             bottom_right = True
         bias, slopes = options.core_attention_bias, options.alibi_slopes
-        bias_type = _bias_of(owner, options.core_attention_bias_type, bias, slopes)
+        bias_type = bias_kind(owner, options.core_attention_bias_type, bias, slopes)
         mask = self._mask(layout, mask_type, options.window_size, bottom_right, bias_type)
         lengths = options.lengths
         if cache is not None:
@@ -373,13 +379,13 @@ class DotProductAttention(ParallelModule):
             bias = check_bias(owner, qkv, layout, heads, lengths, bias)
         batch = batch_of(layout, qkv, lengths)
         tensors = AttentionTensors(
-            _slopes(owner, heads, batch, qkv.q, slopes, self.parallel)
+            alibi_slopes_of(owner, heads, batch, qkv.q, slopes, self.parallel)
             if bias_type == "alibi"
             else None,
             check_mask(owner, qkv, layout, heads, attention_mask) if mask.arbitrary else None,
             *lengths.offsets.values(),
         )
-        cap = self.softcap if options.softcap is None else _cap(owner, options.softcap)
+        cap = self.softcap if options.softcap is None else checked_softcap(owner, options.softcap)
         shape = self._shape(layout, mask, bias_type, cap, bf16_backward=options.bf16_backward)
         if shape.context:
             self._agree(shape, qkv, lengths, cache)
@@ -626,140 +632,3 @@ def _log_ignored() -> None:
 
 
 constant_in_graph(_log_ignored)
-
-
-def _refuse(owner: object, **arguments: object) -> None:
-    """Raise for the first argument that is not None: these are not offered."""
-    for name, value in arguments.items():
-        if value is not None:
-            shown = repr(value) if isinstance(value, bool | int) else type(value).__name__
-            raise UnsupportedError(f"{owner}: {name}={shown} is not offered; leave it out.")
-
-
-def _heads(owner: str, heads: int, groups: int | None, channels: int | tuple[int, int]) -> Heads:
-    pair = channels if isinstance(channels, tuple | list) else (channels, channels)
-    if len(pair) != 2:
-        raise OperandError(
-            f"{owner}(kv_channels={channels!r}): expected a size, or those of a key's and a "
-            f"value's head."
-        )
-    sizes = [check_size(owner, "kv_channels", size) for size in pair]
-    heads = check_size(owner, "num_attention_heads", heads)
-    groups = heads if groups is None else check_size(owner, "num_gqa_groups", groups)
-    if heads % groups:
-        divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
-        raise OperandError(
-            f"{owner}(num_attention_heads={heads}, num_gqa_groups={groups}): the heads are no "
-            f"multiple of the groups; expected one of {', '.join(divisors)} groups."
-        )
-    return Heads(heads, groups, *sizes)
-
-
-def _probability(owner: object, dropout: float) -> float:
-    if not _is_number(dropout) or not 0 <= dropout < 1:
-        raise OperandError(f"{owner}(attention_dropout={dropout!r}): expected 0 <= p < 1.")
-    return float(dropout)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real)
-
-
-def _scale(owner: object, scale: float | None, head_dim: int) -> float:
-    if scale is None:
-        return 1 / math.sqrt(head_dim)
-    if not _is_number(scale) or not math.isfinite(scale):
-        raise OperandError(f"{owner}(softmax_scale={scale!r}): expected a finite number, or None.")
-    return float(scale)
-
-
-def _cap(owner: object, softcap: float) -> float:
-    if not _is_number(softcap) or not 0 <= softcap < math.inf:
-        raise OperandError(f"{owner}: softcap={softcap!r}; expected a finite number, 0 for none.")
-    return float(softcap)
-
-
-def _one_of(owner: object, name: str, value: str, known: Sequence[str]) -> str:
-    if value not in known:
-        raise OperandError(
-            f"{owner}({name}={value!r}): expected one of {', '.join(map(repr, known))}."
-        )
-    return value
-
-
-def _bias_of(
-    owner: object, name: str, bias: torch.Tensor | None, slopes: torch.Tensor | None
-) -> str | None:
-    """Return the descriptor's word for a type of bias, and check that its tensors are given."""
-    if name not in _BIAS_TYPES:
-        known = ", ".join(map(repr, _BIAS_TYPES))
-        raise OperandError(f"{owner}: core_attention_bias_type={name!r}; expected one of {known}.")
-    if slopes is not None and name != "alibi":
-        raise OperandError(
-            f"{owner}: alibi_slopes with core_attention_bias_type={name!r}; expected 'alibi'."
-        )
-    kind = _BIASES.get(name)
-    if (bias is None) != (kind is None):
-        given = "None" if bias is None else "given"
-        raise OperandError(
-            f"{owner}: core_attention_bias is {given} with core_attention_bias_type={name!r}; "
-            f"'pre_scale_bias' and 'post_scale_bias' take one, the other types none."
-        )
-    return "alibi" if name == "alibi" else kind
-
-
-def _slopes(
-    owner: object,
-    heads: int,
-    batch: int,
-    q: torch.Tensor,
-    given: torch.Tensor | None,
-    spread: Parallel,
-) -> torch.Tensor:
-    """Return the slopes of ALiBi, float32 ``[heads]`` or ``[b, heads]``."""
-    if given is None:
-        return torch.tensor(
-            _slopes_of_rank(owner, heads, spread), dtype=torch.float32, device=q.device
-        )
-    check_kind(owner, "alibi_slopes", given)
-    check_is_whole(owner, "alibi_slopes", given)
-    is_one_row = given.dim() == 1 or (given.dim() == 2 and given.shape[0] in (1, batch))
-    if not is_one_row or given.shape[-1] != heads or given.device != q.device:
-        raise OperandError(
-            f"{owner}: alibi_slopes {list(given.shape)} on {given.device}; expected [{heads}] or "
-            f"[{batch}, {heads}], batch and heads, on {q.device}."
-        )
-    if given.requires_grad:
-        raise UnsupportedError(
-            f"{owner}: alibi_slopes requires a gradient, which is not offered; pass "
-            f"alibi_slopes.detach(), or the bias itself as core_attention_bias."
-        )
-    return given.to(torch.float32)
-
-
-def _slopes_of_rank(owner: object, heads: int, spread: Parallel) -> list[float]:
-    """Return the slopes of the ALiBi paper for the ``heads`` that a rank has of all.
-
-    Raises:
-        OperandError: the heads are spread over ranks, and the layer does not know its own.
-    """
-    if spread.size > 1 and not spread.group:
-        raise OperandError(
-            f"{owner}: ALiBi with tp_size={spread.size} needs the rank of the layer. Give it "
-            f"tp_group, call set_tensor_parallel_group, or give alibi_slopes of its heads."
-        )
-    return _alibi_slopes(heads * spread.size)[heads * spread.rank :][:heads]
-
-
-def _alibi_slopes(heads: int) -> list[float]:
-    """Return the slopes of the ALiBi paper: powers of ``2^(-8 / n)`` for n heads, n a power of two;
-    further heads take every other power of ``2^(-4 / n)``.
-
-    Source: Press et al., "Train Short, Test Long", section 3, and its code for other numbers.
-
-    >>> _alibi_slopes(3)
-    [0.0625, 0.00390625, 0.25]
-    """
-    whole = 2 ** math.floor(math.log2(heads))
-    slopes = [2 ** (-8 * at / whole) for at in range(1, whole + 1)]
-    return slopes + [2 ** (-4 * at / whole) for at in range(1, 2 * (heads - whole) + 1, 2)]
