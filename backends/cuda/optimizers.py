@@ -157,13 +157,14 @@ def _number(
     """Return the number, and the address of the one on the device, 0 for none, with its tensor."""
     if not isinstance(value, torch.Tensor):
         return float(value), (0, None)
-    if value.device.type == "cpu":
-        return float(value), (0, None)
-    if value.numel() != 1 or value.device != device:
+    is_on_host = value.device.type == "cpu"
+    if value.numel() != 1 or not (is_on_host or value.device == device):
         raise OperandError(
             f"a number of the step is a tensor {list(value.shape)} on {value.device}; expected one "
             f"element on {device}."
         )
+    if is_on_host:
+        return float(value), (0, None)
     value = value.to(dtype)
     return 0.0, (value.data_ptr(), value)
 

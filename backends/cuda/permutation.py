@@ -21,6 +21,7 @@ from fp8core_backends.cuda.stream import index_of, raw_stream
 
 __all__ = ["CombineRows", "CombineRowsBackward", "DispatchRows", "Route", "route_problem"]
 
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -32,7 +33,7 @@ def route_problem(desc: RouteDesc) -> str | None:
 
 
 class Route:
-    """The callable of a RouteDesc: a mask is read twice; experts are sorted by torch."""
+    """The callable of a RouteDesc: a large mask is read twice; experts are sorted by torch."""
 
     __slots__ = ("_desc", "_empty", "_index", "_native", "kernel")
 
@@ -111,8 +112,10 @@ class _Rows:
         return self._native.InputType.__members__[DTYPES[dtype]]
 
     def _check(self, op: str, x: torch.Tensor, index: torch.Tensor) -> None:
-        if x.dtype != self._dtype:
-            raise OperandError(f"{op} of {x.dtype}; bound for {self._dtype}.")
+        if x.dtype != self._dtype or x.dim() != 2:
+            raise OperandError(
+                f"{op} of {x.dtype} {list(x.shape)}; bound for {self._dtype}, two dimensions."
+            )
         _check_integers(f"{op}: index", index, x, 2)
         _check_slots(self._native, index.shape[1])
 
@@ -123,11 +126,7 @@ class _Rows:
         self, op: str, weights: torch.Tensor, index: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
         """Return weights as the kernel reads them, and their type."""
-        if weights.shape != index.shape or weights.device != index.device:
-            raise OperandError(
-                f"{op}: weights {list(weights.shape)} on {weights.device}; expected "
-                f"{list(index.shape)} on {index.device}."
-            )
+        _check_floats(f"{op}: weights", weights, index, tuple(index.shape))
         if weights.dtype not in DTYPES:
             weights = weights.float()
         weights = weights.contiguous()
@@ -170,11 +169,7 @@ class DispatchRows(_Rows):
         if probs is None:
             self._native_rows.dispatch(arguments, raw_stream(self._index))
             return y, None
-        if probs.shape != index.shape or probs.device != x.device:
-            raise OperandError(
-                f"dispatch_rows: probs {list(probs.shape)} on {probs.device}; expected "
-                f"{list(index.shape)} on {x.device}."
-            )
+        _check_floats("dispatch_rows: probs", probs, index, tuple(index.shape))
         probs = probs.contiguous()  # held until the kernel is enqueued
         permuted = self._empty((rows,), (1,), probs.dtype)
         more = (probs.data_ptr(), permuted.data_ptr(), probs.element_size(), self._skips)
@@ -183,7 +178,7 @@ class DispatchRows(_Rows):
 
 
 class CombineRows(_Rows):
-    """The callable of a CombineDesc: each row of ``x`` is read once, four of a token at a time."""
+    """The callable of a CombineDesc: each row of ``x`` is read once, two of a token at a time."""
 
     __slots__ = ()
 
@@ -219,11 +214,7 @@ class CombineRows(_Rows):
             arguments = (*arguments, 0 if weights is None else weights.data_ptr(), kind)
         values = None
         if row_values is not None:
-            if row_values.shape != (rows,) or row_values.device != x.device:
-                raise OperandError(
-                    f"combine_rows: row_values {list(row_values.shape)} on {row_values.device}; "
-                    f"expected [{rows}] on {x.device}."
-                )
+            _check_floats("combine_rows: row_values", row_values, index, (rows,))
             row_values = row_values.contiguous()
             values = self._result(tokens, slots, row_values.dtype)
             more = (row_values.data_ptr(), values.data_ptr(), row_values.element_size())
@@ -299,4 +290,12 @@ def _check_integers(name: str, x: torch.Tensor, beside: torch.Tensor, dims: int)
         raise OperandError(
             f"{name} is {x.dtype} {list(x.shape)} on {x.device}; expected torch.int32, "
             f"{dims} dimensions, on {beside.device}."
+        )
+
+
+def _check_floats(name: str, x: torch.Tensor, beside: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if x.dtype not in _FLOATS or tuple(x.shape) != shape or x.device != beside.device:
+        raise OperandError(
+            f"{name} is {x.dtype} {list(x.shape)} on {x.device}; expected floats of 16, 32 or 64 "
+            f"bits, {list(shape)}, on {beside.device}."
         )

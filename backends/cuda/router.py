@@ -102,10 +102,11 @@ class Router(_Router):
         self._check_experts(experts)
         kind = self._native.InputType.float32
         if expert_bias is not None:
-            if expert_bias.shape != (experts,) or expert_bias.device != logits.device:
+            is_right = expert_bias.is_floating_point() and expert_bias.shape == (experts,)
+            if not is_right or expert_bias.device != logits.device:
                 raise OperandError(
-                    f"router: expert_bias {list(expert_bias.shape)} on {expert_bias.device}; "
-                    f"expected [{experts}] on {logits.device}."
+                    f"router: expert_bias {expert_bias.dtype} {list(expert_bias.shape)} on "
+                    f"{expert_bias.device}; expected floats [{experts}] on {logits.device}."
                 )
             if expert_bias.dtype not in DTYPES:
                 expert_bias = expert_bias.float()

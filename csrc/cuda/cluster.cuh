@@ -75,4 +75,10 @@ __device__ inline void store_in_block(float* shared, uint64_t* barrier, unsigned
       : "memory");
 }
 
+// Stores `value` where block `rank` has what this block has at `shared`.
+__device__ inline void store_in_block(int* shared, unsigned rank, int value) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_block(shared, rank)), "r"(value)
+               : "memory");
+}
+
 }  // namespace fp8core

@@ -116,6 +116,23 @@ class ForgetsTheSum(Sound):
         return router.router_backward(replace(desc, topk=1), grad, *given)
 
 
+class TakesNaNForZero(Sound):
+    """Gives a score of NaN the gradient 0."""
+
+    def router_backward(self, desc: Any, *given: Any) -> Any:
+        return router.router_backward(desc, *given).nan_to_num(0)
+
+
+class ScalesBeforeItSubtracts(Sound):
+    """Turns logits into exponents of 2 before it subtracts the largest."""
+
+    def cross_entropy(self, desc: Any, x: torch.Tensor, target: torch.Tensor) -> Any:
+        loss, log_sum = cross_entropy.cross_entropy(desc, x, target)
+        scaled = x.to(log_sum.dtype) * 1.4426950408889634
+        overflows = scaled.isinf().any(1) & x.isfinite().all(1)
+        return loss, torch.where(overflows, torch.nan, log_sum)
+
+
 class ReadsUnknownTargets(Sound):
     """Takes a target that is no class for the class 0."""
 
@@ -185,6 +202,8 @@ CAUGHT_BY: dict[type[Sound], str] = {
     TakesTheLastOfTwoAlike: "law4_router_takes_the_lower_expert_of_two_alike",
     ChoosesWithoutNaN: "law4_router_passes_on_nan",
     ForgetsTheSum: "law4_router_backward_is_within_the_bound",
+    TakesNaNForZero: "law4_router_backward_passes_on_nan",
+    ScalesBeforeItSubtracts: "law4_cross_entropy_takes_the_largest_floats",
     ReadsUnknownTargets: "law4_cross_entropy_is_within_the_bound",
     Overflows: "law4_cross_entropy_is_within_the_bound",
     TrainsIgnoredTargets: "law4_cross_entropy_backward_is_within_the_bound",

@@ -1,6 +1,6 @@
 // Cross entropy with a block of threads for each row, which is read once in forward and once in
-// backward. Exponentials are powers of 2 of scaled logits: one instruction, of a relative error of
-// 2^-22.
+// backward. An exponential is a power of 2, one instruction, of a relative error of 2^-22. Logits
+// are subtracted before they are scaled: scaled, the largest floats overflow.
 #include "cross_entropy.h"
 
 #include "../element.h"
@@ -19,22 +19,22 @@ constexpr int kBlocks = sizeof(T) == 4 ? 2 : 3;
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.693147180559945309417f;
 
-__device__ float power_of_2(float x) {
+__device__ float exponential(float x) {
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(__fmul_rn(x, kLog2E)));
   return y;
 }
 
-// A sum of 2^(scaled - largest), and the largest of the scaled values; -inf and 0 for none.
+// A sum of exp(x - largest), and the largest x; -inf and 0 for none.
 struct Sum {
   float largest = -INFINITY, sum = 0.0f;
 
-  // What the exponents are taken from: 0 where all values are -inf, so that their difference is.
+  // What is subtracted: 0 where all values are -inf, so that their difference is.
   __device__ static float origin(float largest) { return largest == -INFINITY ? 0.0f : largest; }
 
   __device__ void add(const Sum& other) {
     const float both = fmaxf(largest, other.largest), from = origin(both);
-    sum = sum * power_of_2(largest - from) + other.sum * power_of_2(other.largest - from);
+    sum = sum * exponential(largest - from) + other.sum * exponential(other.largest - from);
     largest = both;
   }
 };
@@ -74,13 +74,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       float largest = own.largest;
 #pragma unroll
       for (int j = 0; j < 8; ++j)
-        if (kVectors || j < count) largest = fmaxf(largest, __fmul_rn(eights[i][j], kLog2E));
+        if (kVectors || j < count) largest = fmaxf(largest, eights[i][j]);
       const float from = Sum::origin(largest);
-      float sum = own.sum * power_of_2(own.largest - from);
+      float sum = own.sum * exponential(own.largest - from);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         if (!kVectors && j >= count) break;
-        sum += power_of_2(__fmaf_rn(eights[i][j], kLog2E, -from));
+        sum += exponential(eights[i][j] - from);
         if (kSmooth) total += eights[i][j];
       }
       own.largest = largest;
@@ -105,12 +105,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     own.add(sums[i]);
     if (kSmooth) total += totals[i];
   }
-  const float log_sum = (own.largest + log2f(own.sum)) * kLn2;
+  const float of_sum = log2f(own.sum) * kLn2, log_sum = own.largest + of_sum;
   const int64_t target = a.target[row * a.target_stride];
   float loss = 0.0f;
   if (target != desc.ignore_index) {
     const bool is_class = target >= 0 && target < cols;
-    loss = log_sum - (is_class ? static_cast<float>(x[target]) : -INFINITY);
+    loss = (own.largest - (is_class ? static_cast<float>(x[target]) : -INFINITY)) + of_sum;
     if (kSmooth) {
       const float smoothing = desc.label_smoothing;
       const float of_mean = log_sum - total / static_cast<float>(cols);
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
   const int64_t target = a.target[row * a.target_stride];
   const bool is_ignored = target == desc.ignore_index;
   const float grad = a.grad[row * a.grad_stride];
-  const float from = a.log_sum[row] * kLog2E;
+  const float log_sum = a.log_sum[row];
   const float of_all = desc.label_smoothing / static_cast<float>(cols);
   const float of_target = 1.0f - desc.label_smoothing;
   for (int64_t start = threadIdx.x * 8; start < cols; start += kThreads * 8 * kAtOnce) {
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       float values[8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        float slope = power_of_2(__fmaf_rn(eights[i][j], kLog2E, -from)) - of_all;
+        float slope = exponential(eights[i][j] - log_sum) - of_all;
         if (at == j) slope -= of_target;
         values[j] = is_ignored ? 0.0f : grad * slope;
       }

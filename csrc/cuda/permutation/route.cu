@@ -1,7 +1,9 @@
 // Routes from masks: the tokens of each expert are counted in blocks of 256 tokens and 32 experts,
-// the counts are added up expert by expert, and the blocks are read again to number the rows.
+// the counts are added up expert by expert, and the blocks are read again to number the rows. A
+// cluster of blocks does it in one launch where the mask is small.
 #include <algorithm>
 
+#include "../cluster.cuh"
 #include "permutation.h"
 
 namespace fp8core {
@@ -11,6 +13,9 @@ constexpr int kThreads = kTokensPerBlock;
 constexpr int kWarps = kThreads / 32;
 constexpr int kScanThreads = 1024;
 constexpr int64_t kMostFillBlocks = 1024;
+constexpr int kClusterBlocks = 8;
+constexpr int kTokensPerThread = 8;  // at most, in the cluster
+constexpr int kClusterTokens = kClusterBlocks * kThreads * kTokensPerThread;
 
 struct Mask {
   const void* routing;
@@ -43,12 +48,12 @@ __device__ uint32_t flags_of(const Mask& mask, int64_t token, int64_t expert) {
 }
 
 // How many tokens of each of eight warps go to the block's experts. Lane e of a warp returns the
-// number of its warp's tokens that go to expert e.
-__device__ int count_in_warp(uint32_t flags) {
+// number of its warp's tokens that go to expert e, of the first `experts`.
+__device__ int count_in_warp(uint32_t flags, int experts) {
   const int lane = threadIdx.x % 32;
   int own = 0;
-#pragma unroll
-  for (int e = 0; e < 32; ++e) {
+#pragma unroll 8
+  for (int e = 0; e < min(experts, 32); ++e) {
     const int count = __popc(__ballot_sync(0xFFFFFFFFu, flags >> e & 1u));
     if (lane == e) own = count;
   }
@@ -62,7 +67,8 @@ __global__ void __launch_bounds__(kThreads) count_mask(const Mask mask, int32_t*
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t token = int64_t{blockIdx.x} * kTokensPerBlock + threadIdx.x;
   const int64_t expert = int64_t{blockIdx.y} * kExpertsPerBlock;
-  shared[warp][lane] = count_in_warp(flags_of<T>(mask, token, expert));
+  const int experts = static_cast<int>(min(mask.slots - expert, int64_t{32}));
+  shared[warp][lane] = count_in_warp(flags_of<T>(mask, token, expert), experts);
   __syncthreads();
   if (warp != 0 || expert + lane >= mask.slots) return;
   int total = 0;
@@ -112,6 +118,34 @@ __global__ void __launch_bounds__(kScanThreads) add_up(int32_t* counts, int64_t 
   if (threadIdx.x == 0) counts[size] = before;
 }
 
+// Numbers the rows of a warp's tokens, lane l's being first_token + l, that go to the 32 experts
+// from `expert` on; `first` is the row of the first of them that goes to expert `expert` + lane.
+__device__ void number_of_warp(const Mask& mask, uint32_t flags, int64_t first_token,
+                               int64_t expert, int first, int64_t rows, int32_t (*places)[33],
+                               int32_t* index, int32_t* sources) {
+  const int lane = threadIdx.x % 32;
+  const int experts = static_cast<int>(min(mask.slots - expert, int64_t{32}));
+  const int64_t entry = (first_token + lane) * mask.slots + expert;
+#pragma unroll 8
+  for (int e = 0; e < experts; ++e) {
+    const bool goes = flags >> e & 1u;
+    const unsigned tokens = __ballot_sync(0xFFFFFFFFu, goes);
+    const int row = __shfl_sync(0xFFFFFFFFu, first, e) + __popc(tokens & ((1u << lane) - 1u));
+    const bool is_row = goes && row < rows;
+    places[lane][e] = is_row ? row : -1;
+    if (is_row) sources[row] = static_cast<int32_t>(entry + e);
+  }
+  __syncwarp();
+  const int tokens = static_cast<int>(min(mask.tokens - first_token, int64_t{32}));
+  int32_t* to = index + first_token * mask.slots + expert;
+  if (experts == mask.slots) {  // the entries of all tokens are adjacent
+    for (int i = lane; i < tokens * experts; i += 32) to[i] = places[i / experts][i % experts];
+  } else if (lane < experts) {
+    for (int i = 0; i < tokens; ++i) to[i * mask.slots + lane] = places[i][lane];
+  }
+  __syncwarp();
+}
+
 // Numbers the rows; firsts [experts, token_blocks] and the number of all rows behind them.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
@@ -123,27 +157,15 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t token = int64_t{blockIdx.x} * kTokensPerBlock + threadIdx.x;
   const int64_t expert = int64_t{blockIdx.y} * kExpertsPerBlock;
   const uint32_t flags = flags_of<T>(mask, token, expert);
-  counts[warp][lane] = count_in_warp(flags);
+  const int experts = static_cast<int>(min(mask.slots - expert, int64_t{32}));
+  counts[warp][lane] = count_in_warp(flags, experts);
   __syncthreads();
   int first = 0;  // the row of the first token of this warp that goes to expert `lane`
   if (expert + lane < mask.slots) {
     first = firsts[(expert + lane) * mask.token_blocks + blockIdx.x];
     for (int i = 0; i < warp; ++i) first += counts[i][lane];
   }
-#pragma unroll
-  for (int e = 0; e < 32; ++e) {
-    const bool goes = flags >> e & 1u;
-    const unsigned tokens = __ballot_sync(0xFFFFFFFFu, goes);
-    const int row = __shfl_sync(0xFFFFFFFFu, first, e) + __popc(tokens & ((1u << lane) - 1u));
-    const bool is_row = goes && row < rows;
-    places[warp][lane][e] = is_row ? row : -1;
-    if (is_row) sources[row] = static_cast<int32_t>(token * mask.slots + expert + e);
-  }
-  __syncwarp();
-  const int64_t first_token = token - lane;
-  for (int i = 0; i < 32 && first_token + i < mask.tokens; ++i)
-    if (expert + lane < mask.slots)
-      index[(first_token + i) * mask.slots + expert + lane] = places[warp][i][lane];
+  number_of_warp(mask, flags, token - lane, expert, first, rows, places[warp], index, sources);
   // Rows behind the last one take no token.
   const int64_t used = firsts[mask.slots * mask.token_blocks];
   const int64_t block = blockIdx.x + int64_t{blockIdx.y} * gridDim.x;
@@ -152,11 +174,93 @@ __global__ void __launch_bounds__(kThreads)
     sources[row] = -1;
 }
 
+// The same by one cluster, of at most 32 experts: each block has `tokens_per_block` tokens, a
+// multiple of 32, and each thread one of every kThreads of them.
+template <typename T>
+__global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThreads)
+    route_in_cluster(const Mask mask, int tokens_per_block, int64_t rows, int32_t* index,
+                     int32_t* sources) {
+  __shared__ int32_t places[kWarps][32][33];
+  __shared__ int counts[kTokensPerThread][kWarps][32];  // of a warp's tokens, then before them
+  __shared__ int of_blocks[kClusterBlocks][32], before[32];
+  __shared__ int used;
+  cluster_arrive();  // once all blocks run, they may write into each other's memory
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int rank = static_cast<int>(cluster_rank()), experts = static_cast<int>(mask.slots);
+  const int64_t first = int64_t{rank} * tokens_per_block;
+  const int64_t end = min(first + tokens_per_block, mask.tokens);
+  uint32_t flags[kTokensPerThread];
+#pragma unroll
+  for (int i = 0; i < kTokensPerThread; ++i) {
+    const int64_t token = first + i * kThreads + threadIdx.x;
+    flags[i] = token < end ? flags_of<T>(mask, token, 0) : 0;
+  }
+#pragma unroll
+  for (int i = 0; i < kTokensPerThread; ++i)
+    if (i * kThreads < tokens_per_block) counts[i][warp][lane] = count_in_warp(flags[i], experts);
+  __syncthreads();
+  cluster_wait();
+  if (warp == 0) {
+    int sum = 0;
+    for (int i = 0; i < kTokensPerThread && i * kThreads < tokens_per_block; ++i) {
+      int own[kWarps];
+#pragma unroll
+      for (int j = 0; j < kWarps; ++j) own[j] = counts[i][j][lane];
+#pragma unroll
+      for (int j = 0; j < kWarps; ++j) {
+        counts[i][j][lane] = sum;
+        sum += own[j];
+      }
+    }
+#pragma unroll
+    for (int block = 0; block < kClusterBlocks; ++block)
+      store_in_block(&of_blocks[rank][lane], block, sum);
+  }
+  cluster_arrive();
+  cluster_wait();
+  if (warp == 0) {
+    int of_expert = 0, of_earlier = 0;
+#pragma unroll
+    for (int block = 0; block < kClusterBlocks; ++block) {
+      if (block == rank) of_earlier = of_expert;
+      of_expert += of_blocks[block][lane];
+    }
+    int up_to = of_expert;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(0xFFFFFFFFu, up_to, step);
+      if (lane >= step) up_to += other;
+    }
+    before[lane] = up_to - of_expert + of_earlier;
+    if (lane == 31) used = up_to;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kTokensPerThread; ++i) {
+    const int64_t first_token = first + i * kThreads + warp * 32;
+    if (first_token >= end) break;
+    number_of_warp(mask, flags[i], first_token, /*expert=*/0, before[lane] + counts[i][warp][lane],
+                   rows, places[warp], index, sources);
+  }
+  // Rows behind the last one take no token.
+  const int64_t step = kClusterBlocks * kThreads;
+  for (int64_t row = used + int64_t{rank} * kThreads + threadIdx.x; row < rows; row += step)
+    sources[row] = -1;
+}
+
 template <typename T>
 void launch_mask(const MaskRouteArguments& a, cudaStream_t stream) {
   const int64_t token_blocks = (a.tokens + kTokensPerBlock - 1) / kTokensPerBlock;
   const int64_t expert_blocks = (a.slots + kExpertsPerBlock - 1) / kExpertsPerBlock;
   const Mask mask{a.routing, a.tokens, a.slots, token_blocks};
+  if (a.slots <= kExpertsPerBlock && a.tokens <= kClusterTokens) {
+    const int64_t each = (a.tokens + kClusterBlocks - 1) / kClusterBlocks;
+    const int tokens_per_block = static_cast<int>((each + 31) / 32 * 32);
+    route_in_cluster<T><<<kClusterBlocks, kThreads, 0, stream>>>(mask, tokens_per_block, a.rows,
+                                                                 a.index, a.sources);
+    FP8CORE_CUDA(cudaGetLastError());
+    return;
+  }
   const dim3 grid(static_cast<unsigned>(token_blocks), static_cast<unsigned>(expert_blocks));
   count_mask<T><<<grid, kThreads, 0, stream>>>(mask, a.workspace);
   FP8CORE_CUDA(cudaGetLastError());

@@ -1,6 +1,7 @@
-// Rows sent along a route. A warp works on a token and all of its rows, or on a part of their
-// columns, so that what all of them share is read once; warps behind those of the tokens fill the
-// rows that no token writes.
+// Rows sent along a route. A block of threads works on a token and all of its rows, so that what
+// all of them share is read once; the first blocks fill the rows that no token writes. What does
+// not depend on the route is read before the rows of a token are listed, so that both are on their
+// way.
 #include <cuda_bf16.h>
 
 #include <algorithm>
@@ -13,16 +14,20 @@
 namespace fp8core {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
-constexpr int kAtOnce = 4;     // rows of a token of which a warp takes products at once
-constexpr int kStep = 32 * 8;  // columns of a row that a warp reads with one instruction
-constexpr int kPair = 2;       // rows of a token that a warp adds at once
+constexpr int kMostThreads = 256;  // of a block that copies rows
+constexpr int kMostAdders = 128;   // of a block that adds or multiplies
+constexpr int kAhead = 1024;       // tokens from one to that whose route is fetched beside it
+constexpr int kFilled = 32;        // rows that a block looks at which fills rows
+constexpr int kPair = 2;           // rows of a token that a thread reads at once
+constexpr int kProducts = 16;      // rows of a token whose products are added up at once
 
-// How many steps of columns a warp reads before it waits for the first: what is under way has to
-// cover the latency of the memory, in the registers that leave a multiprocessor four blocks.
+// How many times eight columns a thread reads of a row before it waits for the first of them, at
+// 16 bits an element; half as many of float32.
+constexpr int kSendSteps = 4, kAddSteps = 2;
 template <typename T>
-constexpr int kSteps = sizeof(T) == 4 ? 1 : 2;
+constexpr int steps_of(int steps) {
+  return sizeof(T) == 4 ? steps / 2 : steps;
+}
 
 // Eight columns of a row; as vectors they are adjacent.
 template <typename T, bool kVectors>
@@ -87,25 +92,41 @@ __device__ bool is_zero(unsigned long long bits, int bytes) {  // 0 or -0
   return (bits & ~(1ull << (bytes * 8 - 1))) == 0;
 }
 
-// A row of a token: its number, its slot, and two words of whoever lists it.
+// RowOfToken::bits of a row that is sent.
+constexpr int kCopied = 0, kImprobable = 1, kWrittenByAnother = 2;
+
+// A row of a token: its number, its slot, and the bits of its weight.
 struct RowOfToken {
-  int row, slot, bits, kind;
+  int row, slot, bits;
 };
 
+// Has the L2 cache fetch the entries of a later token, which a block would wait for. The first warp
+// of a block calls it.
+template <typename T>
+__device__ void fetch_ahead(const T* entries, int64_t token, int64_t tokens, int64_t slots) {
+  constexpr int kLine = 128 / sizeof(T);
+  if (token + kAhead >= tokens) return;
+  const T* later = entries + (token + kAhead) * slots;
+  for (int64_t slot = threadIdx.x % 32 * kLine; slot < slots; slot += 32 * kLine)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(later + slot));
+}
+
 // Lists a token's rows in the order of their slots, calls missing(slot) for each slot without a
-// row, and returns the number of rows. A whole warp calls it, with a list of `slots` of its own.
-template <typename Missing>
+// row, and returns the number of rows. `bits_of(slot)` is read of every slot, beside its row. The
+// first warp of a block calls it.
+template <typename BitsOf, typename Missing>
 __device__ int list_rows(const int32_t* index, int slots, int64_t rows, RowOfToken* list,
-                         const Missing& missing) {
+                         const BitsOf& bits_of, const Missing& missing) {
   constexpr int kReads = 4;  // of a lane, before it waits for the first
   const int lane = threadIdx.x % 32;
   int total = 0;
   for (int base = 0; base < slots; base += 32 * kReads) {
-    int row[kReads];
+    int row[kReads], bits[kReads];
 #pragma unroll
     for (int i = 0; i < kReads; ++i) {
       const int slot = base + i * 32 + lane;
       row[i] = slot < slots ? __ldg(index + slot) : -1;
+      bits[i] = slot < slots ? bits_of(slot) : 0;
     }
 #pragma unroll
     for (int i = 0; i < kReads; ++i) {
@@ -113,302 +134,339 @@ __device__ int list_rows(const int32_t* index, int slots, int64_t rows, RowOfTok
       const bool is_row = row[i] >= 0 && row[i] < rows;
       const unsigned listed = __ballot_sync(0xFFFFFFFFu, is_row);
       if (is_row)
-        list[total + __popc(listed & ((1u << lane) - 1u))] = {row[i], slot, 0, 0};
+        list[total + __popc(listed & ((1u << lane) - 1u))] = {row[i], slot, bits[i]};
       else if (slot < slots)
         missing(slot);
       total += __popc(listed);
     }
   }
-  __syncwarp();
   return total;
 }
 
-// Calls complete(row) for each of the rows, a lane for each. A whole warp calls it.
-template <typename Complete>
-__device__ void complete_rows(RowOfToken* list, int count, const Complete& complete) {
-  for (int i = threadIdx.x % 32; i < count; i += 32) complete(list[i]);
-  __syncwarp();
-}
-
-// The warps that work on tokens, and the columns of each.
-struct TokenWarps {
-  unsigned blocks;  // of warps that work on tokens
-  int warps;        // of a block
-  int64_t columns;  // of a warp, a multiple of kStep
-
-  __device__ int64_t token() const { return int64_t{blockIdx.x} * warps + threadIdx.x / 32; }
-  __device__ int64_t row() const {
-    return (int64_t{blockIdx.x} - blocks) * warps + threadIdx.x / 32;
+// The columns of a block's rows that a thread works on: kSteps times eight, those of one step of
+// all threads behind each other, and so on behind those of all steps.
+template <int kSteps>
+struct Span {
+  int64_t cols;
+  __device__ int64_t begin() const { return threadIdx.x * 8; }
+  __device__ int64_t step() const { return blockDim.x * 8; }
+  __device__ int64_t size() const { return kSteps * step(); }
+  // Calls run(i, column) for the columns from `column` on of each step.
+  template <typename Run>
+  __device__ void for_steps(int64_t column, const Run& run) const {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i)
+      if (column + i * step() < cols) run(i, column + i * step());
   }
-  __device__ int64_t begin() const { return blockIdx.y * columns + threadIdx.x % 32 * 8; }
-  __device__ int64_t end(int64_t cols) const { return min(cols, (blockIdx.y + 1) * columns); }
-  __device__ RowOfToken* list(RowOfToken* shared, int64_t slots) const {
-    return shared + threadIdx.x / 32 * slots;
+  template <typename T, bool kVectors>
+  __device__ void load(const T* row, int64_t column, Columns<T, kVectors> (&to)[kSteps]) const {
+    for_steps(column, [&](int i, int64_t at) { to[i].load(row, at, cols); });
+  }
+  template <typename T, bool kVectors>
+  __device__ void store(const Columns<T, kVectors> (&from)[kSteps], T* row, int64_t column) const {
+    for_steps(column, [&](int i, int64_t at) { from[i].store(row, at, cols); });
   }
 };
 
-constexpr int kCopied = 0, kImprobable = 1, kWrittenByAnother = 2;  // RowOfToken::kind
-
-template <typename T, bool kVectors>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 4 : 5)
-    send_rows(const __grid_constant__ DispatchArguments a, const __grid_constant__ TokenWarps p) {
-  extern __shared__ RowOfToken lists[];
-  const int64_t cols = a.x.cols, entries = a.x.rows * a.slots;
-  T* y = static_cast<T*>(a.y);
-  Columns<T, kVectors> zeros;
-  zeros.clear();
-  if (blockIdx.x < p.blocks) {
-    const int64_t token = p.token(), first = token * a.slots;
-    if (token >= a.x.rows) return;
-    RowOfToken* list = p.list(lists, a.slots);
-    const int count =
-        list_rows(a.index + first, static_cast<int>(a.slots), a.rows, list, [](int) {});
-    complete_rows(list, count, [&](RowOfToken& entry) {
-      if (a.sources[entry.row] != first + entry.slot) {
-        entry.kind = kWrittenByAnother;
-      } else if (a.probs != nullptr) {
-        const unsigned long long prob = load_bits(a.probs, a.prob_bytes, first + entry.slot);
-        if (blockIdx.y == 0) store_bits(a.permuted, a.prob_bytes, entry.row, prob);
-        if (a.skips_improbable && is_zero(prob, a.prob_bytes)) entry.kind = kImprobable;
-      }
-    });
-    if (count == 0) return;
-    const T* x = static_cast<const T*>(a.x.data) + token * a.x.stride;
-    const int64_t end = p.end(cols);
-    for (int64_t column = p.begin(); column < end; column += kSteps<T> * kStep) {
-      Columns<T, kVectors> columns[kSteps<T>];
-#pragma unroll
-      for (int step = 0; step < kSteps<T>; ++step)
-        if (column + step * kStep < end) columns[step].load(x, column + step * kStep, cols);
-#pragma unroll 4
-      for (int i = 0; i < count; ++i) {
-        const RowOfToken entry = list[i];
-        if (entry.kind == kWrittenByAnother) continue;
-        T* to = y + entry.row * cols;
-#pragma unroll
-        for (int step = 0; step < kSteps<T>; ++step) {
-          if (column + step * kStep >= end) break;
-          if (entry.kind == kImprobable)
-            zeros.store(to, column + step * kStep, cols);
-          else
-            columns[step].store(to, column + step * kStep, cols);
-        }
-      }
-    }
-    return;
-  }
-  const int64_t row = p.row();
-  if (row >= a.rows) return;
-  const int lane = threadIdx.x % 32, source = a.sources[row];
-  const bool is_known = source >= 0 && source < entries;
-  if (is_known && a.index[source] == row) return;  // the warps of its token write it
-  bool is_copy = is_known;
-  if (a.probs != nullptr) {
-    const unsigned long long prob = is_known ? load_bits(a.probs, a.prob_bytes, source) : 0;
-    if (lane == 0 && blockIdx.y == 0) store_bits(a.permuted, a.prob_bytes, row, prob);
-    is_copy = is_copy && !(a.skips_improbable && is_zero(prob, a.prob_bytes));
-  }
-  const T* x = static_cast<const T*>(a.x.data) + (is_known ? source / a.slots : 0) * a.x.stride;
-  for (int64_t column = p.begin(); column < p.end(cols); column += kStep) {
-    Columns<T, kVectors> columns;
-    if (is_copy)
-      columns.load(x, column, cols);
-    else
-      columns.clear();
-    columns.store(y + row * cols, column, cols);
+// Calls fill(row, source) for the rows of a block that no token writes: `source` is the entry that
+// the row is said to come from, or negative. All threads of the block call it.
+template <typename Fill>
+__device__ void for_unwritten(const int32_t* index, const int32_t* sources, int64_t entries,
+                              int64_t rows, const Fill& fill) {
+  const int64_t first = int64_t{blockIdx.x} * kFilled, row = first + threadIdx.x % 32;
+  int source = row < rows ? sources[row] : -1;
+  if (source >= entries) source = -1;
+  const bool is_written = row >= rows || (source >= 0 && index[source] == row);
+  unsigned unwritten = __ballot_sync(0xFFFFFFFFu, !is_written);
+  for (; unwritten != 0; unwritten &= unwritten - 1) {
+    const int lane = __ffs(unwritten) - 1;
+    fill(first + lane, __shfl_sync(0xFFFFFFFFu, source, lane));
   }
 }
 
 template <typename T, bool kVectors>
-__global__ void __launch_bounds__(kThreads, 4)
-    add_rows(const __grid_constant__ CombineArguments a, const __grid_constant__ TokenWarps p) {
-  extern __shared__ RowOfToken lists[];
-  const int64_t token = p.token(), first = token * a.slots, cols = a.x.cols;
-  if (token >= a.tokens) return;
-  RowOfToken* list = p.list(lists, a.slots);
-  const bool has_values = a.values != nullptr && blockIdx.y == 0;
-  const int count =
-      list_rows(a.index + first, static_cast<int>(a.slots), a.x.rows, list, [&](int slot) {
-        if (has_values) store_bits(a.values, a.value_bytes, first + slot, 0);
-      });
-  complete_rows(list, count, [&](RowOfToken& entry) {
-    if (has_values)
-      store_bits(a.values, a.value_bytes, first + entry.slot,
-                 load_bits(a.row_values, a.value_bytes, entry.row));
-    entry.bits = __float_as_int(
-        a.weights == nullptr ? 1.0f : load_float(a.weights, a.weight_type, first + entry.slot));
+__device__ void fill_rows(const DispatchArguments& a) {
+  const Span<1> span{a.x.cols};
+  for_unwritten(a.index, a.sources, a.x.rows * a.slots, a.rows, [&](int64_t row, int source) {
+    bool is_copy = source >= 0;
+    if (a.permuted != nullptr) {
+      const unsigned long long prob = is_copy ? load_bits(a.probs, a.prob_bytes, source) : 0;
+      if (threadIdx.x == 0) store_bits(a.permuted, a.prob_bytes, row, prob);
+      is_copy = is_copy && !(a.skips_improbable && is_zero(prob, a.prob_bytes));
+    }
+    const T* x = static_cast<const T*>(a.x.data) + (is_copy ? source / a.slots : 0) * a.x.stride;
+    for (int64_t column = span.begin(); column < span.cols; column += span.step()) {
+      Columns<T, kVectors> columns;
+      columns.clear();
+      if (is_copy) columns.load(x, column, span.cols);
+      columns.store(static_cast<T*>(a.y) + row * span.cols, column, span.cols);
+    }
   });
-  const T* x = static_cast<const T*>(a.x.data);
-  T* y = static_cast<T*>(a.y) + token * cols;
-  const int64_t end = p.end(cols);
-  for (int64_t column = p.begin(); column < end; column += kSteps<T> * kStep) {
-    float sums[kSteps<T>][8] = {};
-    for (int start = 0; start < count; start += kPair) {
-      Columns<T, kVectors> rows[kPair][kSteps<T>];
-#pragma unroll
-      for (int i = 0; i < kPair; ++i) {
-        if (start + i >= count) break;
-        const T* row = x + list[start + i].row * a.x.stride;
-#pragma unroll
-        for (int step = 0; step < kSteps<T>; ++step)
-          if (column + step * kStep < end) rows[i][step].load(row, column + step * kStep, cols);
+}
+
+template <typename T, bool kVectors, int kSteps>
+__global__ void __launch_bounds__(kMostThreads, 4)
+    send_rows(const __grid_constant__ DispatchArguments a, const unsigned fill_blocks) {
+  extern __shared__ RowOfToken list[];
+  __shared__ int count;
+  if (blockIdx.x < fill_blocks) return fill_rows<T, kVectors>(a);
+  const Span<kSteps> span{a.x.cols};
+  const int64_t token = blockIdx.x - fill_blocks, first = token * a.slots;
+  const T* x = static_cast<const T*>(a.x.data) + token * a.x.stride;
+  T* y = static_cast<T*>(a.y);
+  Columns<T, kVectors> columns[kSteps];
+  span.load(x, span.begin(), columns);
+  if (threadIdx.x < 32) {
+    fetch_ahead(a.index, token, a.x.rows, a.slots);
+    const int listed = list_rows(
+        a.index + first, static_cast<int>(a.slots), a.rows, list, [](int) { return 0; },
+        [](int) {});
+    __syncwarp();
+    for (int i = threadIdx.x; i < listed; i += 32) {
+      RowOfToken& entry = list[i];
+      if (a.sources[entry.row] != first + entry.slot) {
+        entry.bits = kWrittenByAnother;
+      } else if (a.permuted != nullptr) {
+        const unsigned long long prob = load_bits(a.probs, a.prob_bytes, first + entry.slot);
+        store_bits(a.permuted, a.prob_bytes, entry.row, prob);
+        if (a.skips_improbable && is_zero(prob, a.prob_bytes)) entry.bits = kImprobable;
       }
+    }
+    if (threadIdx.x == 0) count = listed;
+  }
+  __syncthreads();
+  Columns<T, kVectors> zeros[kSteps];
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) zeros[i].clear();
+  for (int64_t column = span.begin(); column < span.cols; column += span.size()) {
+    if (column != span.begin()) span.load(x, column, columns);
+    for (int i = 0; i < count; ++i) {
+      const RowOfToken entry = list[i];
+      if (entry.bits == kCopied)
+        span.store(columns, y + entry.row * span.cols, column);
+      else if (entry.bits == kImprobable)
+        span.store(zeros, y + entry.row * span.cols, column);
+    }
+  }
+}
+
+template <typename T, bool kVectors, int kSteps>
+__global__ void __launch_bounds__(kMostAdders, 8)
+    add_rows(const __grid_constant__ CombineArguments a) {
+  extern __shared__ RowOfToken list[];
+  __shared__ int count;
+  const Span<kSteps> span{a.x.cols};
+  const int64_t token = blockIdx.x, first = token * a.slots;
+  if (threadIdx.x < 32) {
+    fetch_ahead(a.index, token, a.tokens, a.slots);
+    if (a.weights != nullptr && a.weight_type == InputType::kFloat32)
+      fetch_ahead(static_cast<const float*>(a.weights), token, a.tokens, a.slots);
+    const int listed = list_rows(
+        a.index + first, static_cast<int>(a.slots), a.x.rows, list,
+        [&](int slot) {
+          return __float_as_int(
+              a.weights == nullptr ? 1.0f : load_float(a.weights, a.weight_type, first + slot));
+        },
+        [&](int slot) {
+          if (a.values != nullptr) store_bits(a.values, a.value_bytes, first + slot, 0);
+        });
+    if (threadIdx.x == 0) count = listed;
+  }
+  __syncthreads();
+  if (a.values != nullptr)
+    for (int i = threadIdx.x; i < count; i += blockDim.x)
+      store_bits(a.values, a.value_bytes, first + list[i].slot,
+                 load_bits(a.row_values, a.value_bytes, list[i].row));
+  const T* x = static_cast<const T*>(a.x.data);
+  T* y = static_cast<T*>(a.y) + token * span.cols;
+  for (int64_t column = span.begin(); column < span.cols; column += span.size()) {
+    float sums[kSteps][8] = {};
+    for (int start = 0; start < count; start += kPair) {
+      Columns<T, kVectors> rows[kPair][kSteps];
+#pragma unroll
+      for (int i = 0; i < kPair; ++i)
+        if (start + i < count) span.load(x + list[start + i].row * a.x.stride, column, rows[i]);
 #pragma unroll
       for (int i = 0; i < kPair; ++i) {
         if (start + i >= count) break;
         const float weight = __int_as_float(list[start + i].bits);
 #pragma unroll
-        for (int step = 0; step < kSteps<T>; ++step)
+        for (int step = 0; step < kSteps; ++step)
 #pragma unroll
           for (int j = 0; j < 8; ++j)
             sums[step][j] = __fmaf_rn(rows[i][step][j], weight, sums[step][j]);
       }
     }
+    Columns<T, kVectors> results[kSteps];
 #pragma unroll
-    for (int step = 0; step < kSteps<T>; ++step) {
-      if (column + step * kStep >= end) break;
-      Columns<T, kVectors> result;
-      result.eight = rounded<T>(sums[step]);
-      result.store(y, column + step * kStep, cols);
-    }
+    for (int step = 0; step < kSteps; ++step) results[step].eight = rounded<T>(sums[step]);
+    span.store(results, y, column);
   }
 }
 
-// Eight columns times a weight.
-template <typename T, bool kVectors>
-__device__ void store_scaled(const Columns<T, kVectors>& grad, float weight, T* row, int64_t column,
-                             int64_t cols) {
-  float scaled[8];
+// Columns times a weight.
+template <typename T, bool kVectors, int kSteps>
+__device__ void store_scaled(const Span<kSteps>& span, const Columns<T, kVectors> (&grad)[kSteps],
+                             float weight, T* row, int64_t column) {
+  Columns<T, kVectors> results[kSteps];
 #pragma unroll
-  for (int j = 0; j < 8; ++j) scaled[j] = __fmul_rn(grad[j], weight);
-  Columns<T, kVectors> result;
-  result.eight = rounded<T>(scaled);
-  result.store(row, column, cols);
+  for (int i = 0; i < kSteps; ++i) {
+    float scaled[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) scaled[j] = __fmul_rn(grad[i][j], weight);
+    results[i].eight = rounded<T>(scaled);
+  }
+  span.store(results, row, column);
 }
 
-// The products of a token's gradient with its rows are sums over whole rows, so that a warp has all
-// columns of its token.
-template <typename T, bool kVectors>
-__global__ void __launch_bounds__(kThreads, 4)
+template <typename T, bool kVectors, int kSteps>
+__device__ void fill_gradients(const CombineBackwardArguments& a) {
+  const Span<kSteps> span{a.x.cols};
+  for_unwritten(a.index, a.sources, a.grad.rows * a.slots, a.x.rows, [&](int64_t row, int source) {
+    const bool is_known = source >= 0;
+    const float weight = is_known ? load_float(a.weights, a.weight_type, source) : 0.0f;
+    const T* grad =
+        static_cast<const T*>(a.grad.data) + (is_known ? source / a.slots : 0) * a.grad.stride;
+    T* to = static_cast<T*>(a.grad_x) + row * span.cols;
+    for (int64_t column = span.begin(); column < span.cols; column += span.size()) {
+      Columns<T, kVectors> g[kSteps];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) g[i].clear();
+      if (is_known) span.load(grad, column, g);
+      store_scaled(span, g, weight, to, column);
+    }
+  });
+}
+
+// The products of a token's gradient with its rows are sums over whole rows: of each warp in
+// `sums`, then of the block.
+template <typename T, bool kVectors, int kSteps>
+__global__ void __launch_bounds__(kMostAdders, 8)
     add_rows_backward(const __grid_constant__ CombineBackwardArguments a,
-                      const __grid_constant__ TokenWarps p) {
-  extern __shared__ RowOfToken lists[];
-  const int lane = threadIdx.x % 32;
-  const int64_t tokens = a.grad.rows, rows = a.x.rows, cols = a.x.cols, slots = a.slots;
-  const T* grad = static_cast<const T*>(a.grad.data);
+                      const unsigned fill_blocks) {
+  extern __shared__ RowOfToken list[];
+  __shared__ int count;
+  __shared__ float sums[kProducts][kMostAdders / 32];
+  if (blockIdx.x < fill_blocks) return fill_gradients<T, kVectors, kSteps>(a);
+  const Span<kSteps> span{a.x.cols};
+  const int64_t token = blockIdx.x - fill_blocks, first = token * a.slots;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const T* grad = static_cast<const T*>(a.grad.data) + token * a.grad.stride;
+  const T* x = static_cast<const T*>(a.x.data);
   T* grad_x = static_cast<T*>(a.grad_x);
-  if (blockIdx.x < p.blocks) {
-    const int64_t token = p.token(), first = token * slots;
-    if (token >= tokens) return;
-    RowOfToken* list = p.list(lists, slots);
-    const int count = list_rows(a.index + first, static_cast<int>(slots), rows, list,
-                                [&](int slot) { a.grad_weights[first + slot] = 0.0f; });
-    complete_rows(list, count, [&](RowOfToken& entry) {
-      entry.bits = __float_as_int(load_float(a.weights, a.weight_type, first + entry.slot));
-      entry.kind = a.sources[entry.row] == first + entry.slot ? kCopied : kWrittenByAnother;
-    });
-    const T* of_token = grad + token * a.grad.stride;
-    const T* x = static_cast<const T*>(a.x.data);
-    for (int start = 0; start < count; start += kAtOnce) {
-      float products[kAtOnce] = {};
-      for (int64_t column = p.begin(); column < cols; column += kStep) {
-        Columns<T, kVectors> g, values[kAtOnce];
-        g.load(of_token, column, cols);
+  Columns<T, kVectors> g[kSteps];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i)
-          if (start + i < count) values[i].load(x + list[start + i].row * a.x.stride, column, cols);
+  for (int i = 0; i < kSteps; ++i) g[i].clear();
+  span.load(grad, span.begin(), g);
+  if (warp == 0) {
+    fetch_ahead(a.index, token, a.grad.rows, a.slots);
+    if (a.weight_type == InputType::kFloat32)
+      fetch_ahead(static_cast<const float*>(a.weights), token, a.grad.rows, a.slots);
+    const int listed = list_rows(
+        a.index + first, static_cast<int>(a.slots), a.x.rows, list,
+        [&](int slot) {
+          return __float_as_int(load_float(a.weights, a.weight_type, first + slot));
+        },
+        [&](int slot) { a.grad_weights[first + slot] = 0.0f; });
+    if (lane == 0) count = listed;
+  }
+  __syncthreads();
+  for (int base = 0; base < count; base += kProducts) {
+    const int end = min(count, base + kProducts);
+    for (int i = lane; i < end - base; i += 32) sums[i][warp] = 0.0f;
+    __syncwarp();
+    // All lanes of a warp go on together, also those behind the last column.
+    for (int64_t start = 0; start < span.cols; start += span.size()) {
+      const int64_t column = start + span.begin();
+      if (start != 0 || base != 0) span.load(grad, column, g);
+      for (int at = base; at < end; at += kPair) {
+        Columns<T, kVectors> rows[kPair][kSteps];
+        float products[kPair] = {};
+        bool is_written[kPair] = {};  // by this token
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          if (start + i >= count) break;
-          const RowOfToken entry = list[start + i];
+        for (int i = 0; i < kPair; ++i) {
 #pragma unroll
-          for (int j = 0; j < 8; ++j) products[i] = __fmaf_rn(g[j], values[i][j], products[i]);
-          if (entry.kind == kCopied)
-            store_scaled(g, __int_as_float(entry.bits), grad_x + entry.row * cols, column, cols);
+          for (int step = 0; step < kSteps; ++step) rows[i][step].clear();
+          if (at + i >= end) continue;
+          const int row = list[at + i].row;
+          span.load(x + row * a.x.stride, column, rows[i]);
+          is_written[i] = a.sources[row] == first + list[at + i].slot;
+        }
+#pragma unroll
+        for (int i = 0; i < kPair; ++i) {
+          if (at + i >= end) continue;
+          span.for_steps(column, [&](int step, int64_t) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+              products[i] = __fmaf_rn(g[step][j], rows[i][step][j], products[i]);
+          });
+          if (is_written[i])
+            store_scaled(span, g, __int_as_float(list[at + i].bits),
+                         grad_x + list[at + i].row * span.cols, column);
+        }
+#pragma unroll
+        for (int i = 0; i < kPair; ++i) {
+#pragma unroll
+          for (int other = 16; other > 0; other /= 2)
+            products[i] += __shfl_xor_sync(0xFFFFFFFFu, products[i], other);
+          if (lane == 0 && at + i < end) sums[at + i - base][warp] += products[i];
         }
       }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (start + i >= count) break;
-#pragma unroll
-        for (int other = 16; other > 0; other /= 2)
-          products[i] += __shfl_xor_sync(0xFFFFFFFFu, products[i], other);
-        if (lane == 0) a.grad_weights[first + list[start + i].slot] = products[i];
-      }
     }
-    return;
-  }
-  const int64_t row = p.row();
-  if (row >= rows) return;
-  const int source = a.sources[row];
-  const bool is_known = source >= 0 && source < tokens * slots;
-  if (is_known && a.index[source] == row) return;  // the warp of its token writes it
-  const float weight = is_known ? load_float(a.weights, a.weight_type, source) : 0.0f;
-  const T* of_token = grad + (is_known ? source / slots : 0) * a.grad.stride;
-  for (int64_t column = lane * 8; column < cols; column += kStep) {
-    Columns<T, kVectors> g;
-    if (is_known)
-      g.load(of_token, column, cols);
-    else
-      g.clear();
-    store_scaled(g, is_known ? weight : 0.0f, grad_x + row * cols, column, cols);
+    __syncthreads();
+    if (threadIdx.x < end - base) {
+      float sum = sums[threadIdx.x][0];
+      for (int i = 1; i < warps; ++i) sum += sums[threadIdx.x][i];
+      a.grad_weights[first + list[base + threadIdx.x].slot] = sum;
+    }
+    __syncthreads();  // sums are read
   }
 }
 
-// A block for as many tokens as leave room for their lists; warps of a part of the columns each
-// where whole rows would leave multiprocessors without work.
-TokenWarps warps_of(int64_t tokens, int64_t slots, int64_t cols, int multiprocessors) {
-  constexpr int kWarpsOfMultiprocessor = 40;
-  TokenWarps p;
-  p.warps =
-      static_cast<int>(std::clamp<int64_t>(kMostSlots / std::max<int64_t>(slots, 1), 1, kWarps));
-  p.blocks = static_cast<unsigned>((tokens + p.warps - 1) / p.warps);
-  const int64_t steps = std::max<int64_t>((cols + kStep - 1) / kStep, 1);
-  const int64_t wanted = int64_t{kWarpsOfMultiprocessor} * multiprocessors;
-  const int64_t parts = std::clamp<int64_t>(wanted / std::max<int64_t>(tokens, 1), 1, steps);
-  p.columns = (steps + parts - 1) / parts * kStep;
-  return p;
+// As many threads of a block as have columns, but no more than `most`.
+unsigned threads_of(int64_t cols, int steps, int most) {
+  const int64_t warps = (cols + 32 * 8 * steps - 1) / (32 * 8 * steps);
+  return static_cast<unsigned>(std::clamp<int64_t>(warps, 1, most / 32) * 32);
 }
 
-// The blocks of warps for tokens and, behind them, for rows; and the parts of their columns.
-dim3 grid_of(const TokenWarps& p, int64_t rows, int64_t cols) {
-  const int64_t parts = std::max<int64_t>((cols + p.columns - 1) / p.columns, 1);
-  return dim3(p.blocks + static_cast<unsigned>((rows + p.warps - 1) / p.warps),
-              static_cast<unsigned>(parts));
+unsigned fill_blocks_of(int64_t rows) {
+  return static_cast<unsigned>((rows + kFilled - 1) / kFilled);
 }
 
-std::size_t list_bytes(const TokenWarps& p, int64_t slots) {
-  return p.warps * slots * sizeof(RowOfToken);
-}
+// Of a pair more than the slots: a thread may read what lies behind the last row, to throw it away.
+std::size_t list_bytes(int64_t slots) { return (slots + kPair) * sizeof(RowOfToken); }
 
 }  // namespace
 
 void launch_dispatch(const RowsDesc& desc, const DispatchArguments& a, cudaStream_t stream) {
   const DeviceGuard guard(desc.device);
-  const TokenWarps p = warps_of(a.x.rows, a.slots, a.x.cols, num_multiprocessors(desc.device));
-  const dim3 grid = grid_of(p, a.rows, a.x.cols);
-  const std::size_t shared = list_bytes(p, a.slots);
+  const unsigned fill_blocks = fill_blocks_of(a.rows);
+  const unsigned blocks = fill_blocks + static_cast<unsigned>(a.x.rows);
+  const std::size_t shared = list_bytes(a.slots);
   with_type(desc.input, [&](auto type) {
     using T = ElementOf<type()>;
+    constexpr int kSteps = steps_of<T>(kSendSteps);
+    const unsigned threads = threads_of(a.x.cols, kSteps, kMostThreads);
     if (reads_vectors(a.x, desc.input))
-      send_rows<T, /*kVectors=*/true><<<grid, 32 * p.warps, shared, stream>>>(a, p);
+      send_rows<T, /*kVectors=*/true, kSteps><<<blocks, threads, shared, stream>>>(a, fill_blocks);
     else
-      send_rows<T, /*kVectors=*/false><<<grid, 32 * p.warps, shared, stream>>>(a, p);
+      send_rows<T, /*kVectors=*/false, kSteps><<<blocks, threads, shared, stream>>>(a, fill_blocks);
   });
   FP8CORE_CUDA(cudaGetLastError());
 }
 
 void launch_combine(const RowsDesc& desc, const CombineArguments& a, cudaStream_t stream) {
   const DeviceGuard guard(desc.device);
-  const TokenWarps p = warps_of(a.tokens, a.slots, a.x.cols, num_multiprocessors(desc.device));
-  const dim3 grid = grid_of(p, 0, a.x.cols);
-  const std::size_t shared = list_bytes(p, a.slots);
+  const auto blocks = static_cast<unsigned>(a.tokens);
+  const std::size_t shared = list_bytes(a.slots);
   with_type(desc.input, [&](auto type) {
     using T = ElementOf<type()>;
+    constexpr int kSteps = steps_of<T>(kAddSteps);
+    const unsigned threads = threads_of(a.x.cols, kSteps, kMostAdders);
     if (reads_vectors(a.x, desc.input))
-      add_rows<T, /*kVectors=*/true><<<grid, 32 * p.warps, shared, stream>>>(a, p);
+      add_rows<T, /*kVectors=*/true, kSteps><<<blocks, threads, shared, stream>>>(a);
     else
-      add_rows<T, /*kVectors=*/false><<<grid, 32 * p.warps, shared, stream>>>(a, p);
+      add_rows<T, /*kVectors=*/false, kSteps><<<blocks, threads, shared, stream>>>(a);
   });
   FP8CORE_CUDA(cudaGetLastError());
 }
@@ -416,16 +474,19 @@ void launch_combine(const RowsDesc& desc, const CombineArguments& a, cudaStream_
 void launch_combine_backward(const RowsDesc& desc, const CombineBackwardArguments& a,
                              cudaStream_t stream) {
   const DeviceGuard guard(desc.device);
-  TokenWarps p = warps_of(a.grad.rows, a.slots, a.x.cols, num_multiprocessors(desc.device));
-  p.columns = std::max<int64_t>((a.x.cols + kStep - 1) / kStep, 1) * kStep;
-  const dim3 grid = grid_of(p, a.x.rows, a.x.cols);
-  const std::size_t shared = list_bytes(p, a.slots);
+  const unsigned fill_blocks = fill_blocks_of(a.x.rows);
+  const unsigned blocks = fill_blocks + static_cast<unsigned>(a.grad.rows);
+  const std::size_t shared = list_bytes(a.slots);
   with_type(desc.input, [&](auto type) {
     using T = ElementOf<type()>;
+    constexpr int kSteps = steps_of<T>(kAddSteps);
+    const unsigned threads = threads_of(a.x.cols, kSteps, kMostAdders);
     if (reads_vectors(a.x, desc.input) && reads_vectors(a.grad, desc.input))
-      add_rows_backward<T, /*kVectors=*/true><<<grid, 32 * p.warps, shared, stream>>>(a, p);
+      add_rows_backward<T, /*kVectors=*/true, kSteps>
+          <<<blocks, threads, shared, stream>>>(a, fill_blocks);
     else
-      add_rows_backward<T, /*kVectors=*/false><<<grid, 32 * p.warps, shared, stream>>>(a, p);
+      add_rows_backward<T, /*kVectors=*/false, kSteps>
+          <<<blocks, threads, shared, stream>>>(a, fill_blocks);
   });
   FP8CORE_CUDA(cudaGetLastError());
 }

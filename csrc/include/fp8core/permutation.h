@@ -13,7 +13,8 @@ namespace fp8core {
 constexpr std::int64_t kMostSlots = 2048;
 
 // routing [tokens, slots], contiguous, of elements of `bytes` (1, 2, 4 or 8): not 0 where a token
-// goes to an expert. workspace: route_workspace_ints(tokens, slots). Three launches.
+// goes to an expert. workspace: route_workspace_ints(tokens, slots). One launch of a small mask,
+// three of others.
 struct MaskRouteArguments {
   const void* routing = nullptr;
   int bytes = 1;

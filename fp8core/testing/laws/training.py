@@ -375,6 +375,28 @@ def cross_entropy_takes_infinite_logits(subject: Subject, desc: CrossEntropyDesc
     require(not bool(loss[2:5].isfinite().any()), "a row with NaN, inf or -inf alone is finite")
 
 
+@law(4, "cross_entropy", "cross_entropy_backward")
+def cross_entropy_takes_the_largest_floats(
+    subject: Subject, desc: CrossEntropyDesc | CrossEntropyBackwardDesc
+) -> None:
+    """A row of equal logits has the loss log(classes), also at the ends of the dtype."""
+    largest, classes = torch.finfo(desc.dtype).max, 1030
+    ends = torch.tensor([largest, -largest, largest / 2, 0.0], dtype=desc.dtype)
+    x = ends[:, None].expand(4, classes).contiguous()
+    target = torch.tensor([0, 5, 1029, 7])
+    log_sum = x.double().logsumexp(1)
+    if isinstance(desc, CrossEntropyDesc):
+        plain = replace(desc, label_smoothing=0.0)
+        result = on_cpu(subject.run(plain, subject.here(x), subject.here(target)))[1].double()
+        within("log_sum", result, log_sum, log_sum.abs() * 2.0**-20)
+        return
+    kept = log_sum.to(torch.float64 if desc.dtype == torch.float64 else torch.float32)
+    one = torch.ones_like(kept)
+    result = subject.run(desc, *subject.here((one, x, target, kept)))
+    expected = subject.judged(desc, one, x, target, kept)
+    within("grad_x", result, expected, 2.0**-18 + ulp(expected.double(), desc.dtype))
+
+
 @law(4, "cross_entropy_backward")
 def cross_entropy_backward_is_within_the_bound(
     subject: Subject, desc: CrossEntropyBackwardDesc

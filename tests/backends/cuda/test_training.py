@@ -252,3 +252,84 @@ def test_compiled_in_one_graph() -> None:
     expected.backward()
     for ours, theirs in zip(got, (expected, x.grad, logits.grad), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("experts", [1, 8, 31, 32])
+@pytest.mark.parametrize("tokens", [1, 33, 2048, 2049, 16383, 16384, 16385])
+def test_route_of_a_small_mask(tokens: int, experts: int) -> None:
+    scores = torch.rand(tokens, experts, device=DEVICE)
+    for share in (0.0, 0.3, 1.0):
+        routing = scores < share
+        used = int(routing.sum())
+        for rows in (used, used // 2, used + 1000):
+            desc = RouteDesc(torch.bool, "mask")
+            pairs = zip(run(desc, routing, rows), judged(desc, routing, rows), strict=True)
+            assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def strange_route(kind: str, tokens: int, slots: int, rows: int) -> list[torch.Tensor]:
+    """An index and sources that do not belong together."""
+    highs = {"wild": (rows + 3, tokens * slots + 3), "one row": (1, 1)}[kind]
+    sizes = ((tokens, slots), (rows,))
+    pairs = zip(highs, sizes, strict=True)
+    low = {"wild": -3, "one row": 0}[kind]
+    found = [torch.randint(low, high, size, device=DEVICE).int() for high, size in pairs]
+    if kind == "wild":
+        for one in found:
+            one.view(-1)[0], one.view(-1)[-1] = 2**31 - 1, -(2**31)
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", [7, 64, 1000, 2056, 4104, 10000])
+@pytest.mark.parametrize("slots", [2, 33, 300])
+@pytest.mark.parametrize("kind", ["wild", "one row"])
+def test_rows_of_any_numbers(kind: str, slots: int, hidden: int, dtype: torch.dtype) -> None:
+    tokens, rows = 65, 300
+    index, sources = strange_route(kind, tokens, slots, rows)
+    x = torch.randn(tokens, hidden, device=DEVICE).to(dtype)
+    probs = torch.rand(tokens, slots, device=DEVICE).round()
+    for desc in (DispatchDesc(dtype), DispatchDesc(dtype, skips_improbable=True)):
+        ours, theirs = (how(desc, x, index, sources, probs=probs) for how in (run, judged))
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    y = torch.randn(rows, hidden, device=DEVICE).to(dtype)
+    weights = torch.rand(tokens, slots, device=DEVICE)
+    values = torch.randn(rows, device=DEVICE)
+    ours, theirs = (
+        how(CombineDesc(dtype), y, index, weights=weights, row_values=values)
+        for how in (run, judged)
+    )
+    largest = float(theirs[0].float().abs().max())
+    tolerance = {"rtol": max(torch.finfo(dtype).eps, 2.0**-18)}  # a step of the dtype
+    torch.testing.assert_close(ours[0], theirs[0], atol=largest * 2.0**-18, **tolerance)
+    assert torch.equal(ours[1], theirs[1])
+    ours, theirs = (
+        how(CombineBackwardDesc(dtype), x, y, index, sources, weights) for how in (run, judged)
+    )
+    torch.testing.assert_close(ours[0], theirs[0], atol=2.0**-20, **tolerance)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=2.0**-16, atol=hidden * 2.0**-18)
+
+
+def test_rows_of_no_tokens_have_probability_0() -> None:
+    index = torch.empty(0, 4, device=DEVICE, dtype=torch.int32)
+    sources = torch.full((3000,), -1, device=DEVICE, dtype=torch.int32)
+    torch.full((3000,), torch.nan, device=DEVICE)  # what new memory may hold
+    probs = torch.empty(0, 4, device=DEVICE)
+    y, permuted = run(DispatchDesc(BF16), probs[:, :0].to(BF16), index, sources, probs=probs)
+    assert y.shape == (3000, 0)
+    assert not bool(permuted.any())
+
+
+def test_numbers_and_dtypes_that_do_not_fit_are_named() -> None:
+    x = torch.randn(4, 8, device=DEVICE)
+    index = torch.zeros(4, 2, device=DEVICE, dtype=torch.int32)
+    with pytest.raises(OperandError, match="two dimensions"):
+        run(CombineDesc(torch.float32), x[0], index)
+    with pytest.raises(OperandError, match="expected floats of 16, 32 or 64 bits"):
+        run(DispatchDesc(torch.float32), x, index, index[:, 0].contiguous(), probs=index)
+    bias = torch.ones(8, device=DEVICE).int()
+    with pytest.raises(OperandError, match=r"expected floats \[8\]"):
+        run(RouterDesc(torch.float32, 2, "sigmoid"), x, expert_bias=bias)
+    numbers = {"beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
+    with pytest.raises(OperandError, match="expected one element"):
+        run(AdamDesc(x.dtype, x.dtype), *[[x]] * 4, [], lr=torch.ones(2), **numbers)
