@@ -12,6 +12,8 @@ A test hands over a function of its module; each process imports that module and
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import gc
 import importlib
 import os
 import subprocess
@@ -29,6 +31,7 @@ from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 240
+ENDING_S = 30
 DEVICE_TYPE = os.environ.get("TEST_DEVICE", "cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -114,7 +117,12 @@ def main(
     )
     returned = getattr(importlib.import_module(module), function)(int(rank), *arguments)
     torch.save(returned, result_of(Path(folder), int(rank)))
+    # NCCL waits until no captured graph holds one of its collectives, and graphs of modules are
+    # in reference cycles. What still holds one is named instead of waited for.
+    gc.collect()
+    faulthandler.dump_traceback_later(ENDING_S, exit=True)
     dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

@@ -53,6 +53,8 @@ OPTIONAL = {"cudnn", "matplotlib", "pytest", "rich", "torch.utils.tensorboard", 
 OPTIONAL |= {"safetensors", "safetensors.torch"}
 # torch's own, which takes a second to import and is loaded where there is a sharded tensor.
 OPTIONAL |= {"torch.distributed.tensor"}
+# torch's as well, for ranks whose GPUs read each other's memory.
+OPTIONAL |= {"torch.distributed._symmetric_memory"}
 VAGUE_NAMES = {"common", "helper", "helpers", "manager", "managers", "types", "util", "utils"}
 
 # Where private names of torch are written: those of fp8core in one file, a backend's in its own.

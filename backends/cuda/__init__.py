@@ -33,7 +33,10 @@ def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
             probe=_probe,
             priority=10,
             preferred_recipe="current",
-            environment=("FP8CORE_AUTOTUNE", "FP8CORE_BUILD", "FP8CORE_CACHE_DIR"),
+            environment=(
+                *("FP8CORE_AUTOTUNE", "FP8CORE_BUILD", "FP8CORE_CACHE_DIR"),
+                "FP8CORE_TRANSFERS",
+            ),
             transposes=True,
         )
     )

@@ -25,7 +25,15 @@ from fp8core.backend_api import UnsupportedError
 from fp8core_backends.cuda import cache, settings
 from fp8core_backends.cuda.reporting import logger
 
-__all__ = ["MAX_WORKSPACE", "NUM_CANDIDATES", "Addresses", "bucket", "choose"]
+__all__ = [
+    "MAX_WORKSPACE",
+    "NUM_CANDIDATES",
+    "Addresses",
+    "bucket",
+    "choose",
+    "same_algorithm",
+    "takes_the_first",
+]
 
 MAX_WORKSPACE = 32 << 20
 """Bytes of scratch memory that an algorithm may take; Transformer Engine gives as much."""
@@ -57,6 +65,11 @@ def bucket(size: int) -> int:
     return -(-size // step) * step
 
 
+def takes_the_first() -> bool:
+    """Say whether the first algorithm runs, the same in every process, and none is timed."""
+    return not settings.read().autotune or torch.are_deterministic_algorithms_enabled()
+
+
 def choose(
     gemm: Any,
     problem: str,
@@ -70,9 +83,9 @@ def choose(
     The timed products overwrite d, or a tensor like ``accumulated``, which is d where the product
     adds to it. Without memory to time in, the first candidate runs, and nothing is remembered.
     """
-    chosen = settings.read()
-    if not chosen.autotune or torch.are_deterministic_algorithms_enabled():
+    if takes_the_first():
         return 0
+    chosen = settings.read()
     file = _file(chosen.cache_dir, gemm, device)
     with _lock:
         known = _known.get(file)
@@ -97,14 +110,27 @@ def choose(
 def _recall(gemm: Any, kept: str, problem: str) -> int | None:
     """Return the index of a remembered algorithm, None if this cuBLASLt does not take it."""
     try:
-        algorithm = bytes.fromhex(kept)
-        for index in range(gemm.num_candidates):
-            if gemm.algorithm(index) == algorithm:
-                return index
-        added: int = gemm.add_candidate(algorithm)
+        return _index_of(gemm, bytes.fromhex(kept))
     except (ValueError, RuntimeError) as error:
         logger.warning("the remembered algorithm of %s is timed anew: %s", problem, error)
         return None
+
+
+def same_algorithm(gemm: Any, other: Any, problem: str) -> int:
+    """Return the index by which ``gemm`` runs the first algorithm of ``other``, a problem with more
+    rows; its own first one, with a warning, if it does not take that."""
+    try:
+        return _index_of(gemm, other.algorithm(0))
+    except (ValueError, RuntimeError) as error:
+        _warn(f"parts of {problem} may have other bits than the whole: {error}")
+        return 0
+
+
+def _index_of(gemm: Any, algorithm: bytes) -> int:
+    for index in range(gemm.num_candidates):
+        if gemm.algorithm(index) == algorithm:
+            return index
+    added: int = gemm.add_candidate(algorithm)
     return added
 
 

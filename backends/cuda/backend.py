@@ -36,6 +36,7 @@ from fp8core.backend_api import (
     QuantizeByAmaxDesc,
     Quantized,
     QuantizeDesc,
+    Ranks,
     RotaryDesc,
     RouteDesc,
     RouterBackwardDesc,
@@ -77,6 +78,7 @@ from fp8core_backends.cuda.rotary import Rotary, rotary_problem
 from fp8core_backends.cuda.router import Router, RouterBackward, router_problem
 from fp8core_backends.cuda.scale_update import ScaleUpdate
 from fp8core_backends.cuda.stream import index_of
+from fp8core_backends.cuda.transfers import Transfers, transfers_between
 
 __all__ = ["CudaBackend"]
 
@@ -163,6 +165,10 @@ class CudaBackend:
         if not is_native or native.missing(device) is not None:
             return None
         return recorder(index_of(device), native.load())
+
+    def transfers(self, ranks: Ranks, device: torch.device) -> Transfers | None:
+        """Return copies between devices of one host, None for other ranks."""
+        return transfers_between(ranks, device)
 
 
 _RECORDED = (

@@ -63,12 +63,17 @@ class LowPrecisionGemm:
         "_native",
         "_now",
         "_out_dtype",
+        "_parts",
         "_plans",
+        "_whole_rows",
         "_wide",
         "kernel",
     )
 
-    def __init__(self, desc: GemmDesc, device: torch.device, native: Any) -> None:
+    def __init__(
+        self, desc: GemmDesc, device: torch.device, native: Any, whole_rows: int = 0
+    ) -> None:
+        """``whole_rows``: the products are parts of one of so many rows; 0: they are whole."""
         assert desc.a is not None
         assert desc.b is not None
         self._desc = desc
@@ -84,6 +89,8 @@ class LowPrecisionGemm:
         self._modes: tuple[str, str] = (modes[0], modes[1])
         self._plans: dict[_Key, _Plan] = {}
         self._wide: LowPrecisionGemm | None = None
+        self._whole_rows = whole_rows
+        self._parts: dict[int, LowPrecisionGemm] = {}
         self.kernel = f"cublasLtMatmul, {modes[0]} x {modes[1]} scales"
 
     def __call__(
@@ -121,6 +128,22 @@ class LowPrecisionGemm:
             addresses = (*addresses, workspace.data_ptr(), workspace_bytes)
         run(candidate, addresses, raw_stream(self._index))
         return d
+
+    def gemm_part(
+        self,
+        rows: int,
+        a: Operand,
+        b: Operand,
+        *,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Multiply some of ``rows`` rows; see the backend API."""
+        parts = self._parts.get(rows)
+        if parts is None:
+            parts = LowPrecisionGemm(self._desc, self._device, self._native, rows)
+            self._parts[rows] = parts
+        return parts(a, b, bias=bias, out=out)
 
     def _run(self, plan: _Plan, addresses: autotune.Addresses) -> None:
         size = plan.workspace_bytes
@@ -213,24 +236,23 @@ class LowPrecisionGemm:
         """Add a bias that cuBLASLt does not take to the float32 product."""
         if self._wide is None:
             desc = dataclasses.replace(self._desc, out_dtype=torch.float32, accumulate=False)
-            self._wide = LowPrecisionGemm(desc, self._device, self._native)
+            self._wide = LowPrecisionGemm(desc, self._device, self._native, self._whole_rows)
         return store(self._wide(a, b), self._desc, bias, out)
 
     def _plan(self, key: _Key, addresses: autotune.Addresses, d: torch.Tensor) -> _Plan:
         m, n, k, _, is_unbiased, alignment = key
-        native, desc = self._native, self._desc
-        problem = self._describe((m, n, k), is_unbiased, alignment)
-        try:
-            gemm = native.Gemm(
-                problem, self._index, autotune.MAX_WORKSPACE, autotune.NUM_CANDIDATES
-            )
-        except ValueError as error:
-            raise UnsupportedError(f"{desc} with m={m}, n={n}, k={k}: {error}") from None
-        sizes = autotune.bucket(m), n, autotune.bucket(k)
-        name = str(self._describe(sizes, is_unbiased, alignment))
-        # Timing runs many times, so it must not run on the caller's sum.
-        accumulated = d if desc.accumulate else None
-        candidate = autotune.choose(gemm, name, addresses, d.device, accumulated)
+        desc = self._desc
+        gemm = self._native_gemm((m, n, k), is_unbiased, alignment)
+        if self._whole_rows and autotune.takes_the_first():
+            # The bits of the whole product's rows.
+            whole = self._native_gemm((self._whole_rows, n, k), is_unbiased, alignment)
+            candidate = autotune.same_algorithm(gemm, whole, str(desc))
+        else:
+            sizes = autotune.bucket(m), n, autotune.bucket(k)
+            name = str(self._describe(sizes, is_unbiased, alignment))
+            # Timing runs many times, so it must not run on the caller's sum.
+            accumulated = d if desc.accumulate else None
+            candidate = autotune.choose(gemm, name, addresses, d.device, accumulated)
         strides = [
             None if mode == "tensor" or mode in TILED else scale_strides(mode, rows, k)
             for mode, rows in zip(self._modes, (m, n), strict=True)
@@ -241,6 +263,16 @@ class LowPrecisionGemm:
                 self._plans.clear()
             self._plans[key] = plan
         return plan
+
+    def _native_gemm(self, sizes: tuple[int, int, int], is_unbiased: bool, alignment: int) -> Any:
+        problem = self._describe(sizes, is_unbiased, alignment)
+        try:
+            return self._native.Gemm(
+                problem, self._index, autotune.MAX_WORKSPACE, autotune.NUM_CANDIDATES
+            )
+        except ValueError as error:
+            m, n, k = sizes
+            raise UnsupportedError(f"{self._desc} with m={m}, n={n}, k={k}: {error}") from None
 
     def _describe(self, sizes: tuple[int, int, int], is_unbiased: bool, alignment: int) -> Any:
         """Return the native descriptor of a product of these m, n and k."""

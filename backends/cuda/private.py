@@ -7,7 +7,9 @@ which sees each operator that torch runs within it, an ImportError.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
@@ -22,8 +24,12 @@ __all__ = [
     "cudnn_attention_backward",
     "current_device",
     "empty_strided",
+    "group_of",
     "raw_stream",
     "scaled_mm",
+    "symmetric_empty",
+    "symmetric_handle",
+    "timeout_of",
 ]
 
 Empty: TypeAlias = "Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]"
@@ -55,3 +61,31 @@ cudnn_attention: Callable[..., Any] = torch.ops.aten._scaled_dot_product_cudnn_a
 cudnn_attention_backward: Callable[..., Any] = (
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 )
+
+
+def group_of(name: str) -> Any:
+    """Return the process group ``name`` of this process."""
+    groups: Any = torch.distributed.distributed_c10d
+    return groups._resolve_process_group(name)
+
+
+def timeout_of(name: str, device: torch.device) -> timedelta:
+    """Return how long a collective of the process group ``name`` may take on ``device``."""
+    timeout: timedelta = group_of(name)._get_backend(device).options._timeout
+    return timeout
+
+
+def _symmetric_memory() -> Any:
+    # Takes 0.3 s to import, and only ranks that share memory need it.
+    return importlib.import_module("torch.distributed._symmetric_memory")
+
+
+def symmetric_empty(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return memory that the other ranks of a group may map, too."""
+    memory: torch.Tensor = _symmetric_memory().empty(num_bytes, dtype=torch.uint8, device=device)
+    return memory
+
+
+def symmetric_handle(memory: torch.Tensor, group_name: str) -> Any:
+    """Have the ranks of a group exchange such memory: a collective, which waits on the host."""
+    return _symmetric_memory().rendezvous(memory, group_name)

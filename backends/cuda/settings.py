@@ -13,20 +13,25 @@ __all__ = ["Settings", "read", "toolkits"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``autotune``: time cuBLASLt's algorithms once a shape; ``builds``: compile on first use."""
+    """``autotune``: time cuBLASLt's algorithms once a shape; ``builds``: compile on first use;
+    ``transfers``: copy rows between ranks beside products, None where ranks are known to be on one
+    host."""
 
     autotune: bool
     builds: bool
     cache_dir: Path
+    transfers: bool | None = None
 
 
 def read() -> Settings:
-    """Read ``FP8CORE_AUTOTUNE`` (1), ``FP8CORE_BUILD`` (1) and ``FP8CORE_CACHE_DIR``.
+    """Read ``FP8CORE_AUTOTUNE`` (1), ``FP8CORE_BUILD`` (1), ``FP8CORE_CACHE_DIR`` and
+    ``FP8CORE_TRANSFERS`` (None).
 
     Raises:
         RecipeError: a flag is neither 0 nor 1, or the user has no home folder and names no other.
     """
-    return Settings(_flag("FP8CORE_AUTOTUNE"), _flag("FP8CORE_BUILD"), _cache_dir())
+    transfers = _flag("FP8CORE_TRANSFERS") if os.environ.get("FP8CORE_TRANSFERS") else None
+    return Settings(_flag("FP8CORE_AUTOTUNE"), _flag("FP8CORE_BUILD"), _cache_dir(), transfers)
 
 
 def toolkits() -> list[Path]:

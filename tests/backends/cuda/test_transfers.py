@@ -1,0 +1,400 @@
+"""Copies between ranks: which rows go where, and when a buffer is written again; over stand-ins for
+memory and streams that every rank shares, with a thread for each rank."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8core
+from fp8core.dispatch import plugins
+from fp8core.testing.in_process import run_in_threads
+from fp8core_backends.cuda import layout, settings, transfers
+from fp8core_backends.cuda.transfers import Transfers
+from tests import overlapping_backend
+from tests.modules import test_parallel as parallel
+
+WAIT_S = 20
+
+
+class Host:
+    """What the ranks share: buffers by their number, and a barrier."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size)
+        self.buffers: dict[tuple[int, int], torch.Tensor] = {}
+
+
+class Slot:
+    """A buffer of bytes on every rank."""
+
+    def __init__(self, host: Host, rank: int, number: int, num_bytes: int) -> None:
+        self.host, self.rank, self.number, self.num_bytes = host, rank, number, num_bytes
+        host.buffers[rank, number] = torch.full((num_bytes,), 255, dtype=torch.uint8)
+        host.barrier.wait(WAIT_S)
+
+    def of(
+        self, rank: int, size: Sequence[int], dtype: torch.dtype, index: int = 0
+    ) -> torch.Tensor:
+        count = torch.Size(size).numel() * dtype.itemsize
+        part = self.host.buffers[rank, self.number][index * count : (index + 1) * count]
+        return part.view(dtype).view(*size)
+
+    def barrier(self) -> None:
+        self.host.barrier.wait(WAIT_S)
+
+
+class Lane:
+    """Copies at once; ``is_captured`` and ``current``, the stream's number, as a test sets them."""
+
+    is_captured = False
+    current = 0
+
+    def follow(self) -> None: ...
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> Any:
+        return self._enqueue(lambda: to.copy_(source))
+
+    def add(self, to: torch.Tensor, addend: torch.Tensor) -> Any:
+        return self._enqueue(lambda: to.add_(addend))
+
+    def wait(self, event: Any) -> None:
+        assert event == "done"
+
+    def _enqueue(self, work: Callable[[], object]) -> Any:
+        work()
+        return "done"
+
+
+class LateLane(Lane):
+    """Copies as late as it may: when they are waited for."""
+
+    def __init__(self) -> None:
+        self._queue: list[Callable[[], object]] = []
+
+    def wait(self, event: int) -> None:
+        while len(self._queue) and event > self._done:
+            self._queue.pop(0)()
+            self._done += 1
+
+    _done = 0
+
+    def _enqueue(self, work: Callable[[], object]) -> int:
+        self._queue.append(work)
+        return self._done + len(self._queue)
+
+
+class NotedLane(Lane):
+    """Notes in ``log`` when it follows the current stream, and when copies start."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def follow(self) -> None:
+        self.log.append("follow")
+
+    def _enqueue(self, work: Callable[[], object]) -> Any:
+        self.log.append("start")
+        work()
+        self.log.append("started")
+        return "done"
+
+
+class Operators(TorchDispatchMode):
+    """Notes in ``log`` each operator that allocates or writes."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.log = log
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        if not func.is_view:
+            self.log.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def over(
+    size: int,
+    work: Callable[[Transfers, Any], Any],
+    new_lane: Callable[[], Any] = Lane,
+) -> list[Any]:
+    """Run ``work(transfers, slots)`` for each rank in a thread; ``slots`` are those it has."""
+    host, results, errors = Host(size), [None] * size, []
+
+    def run(rank: int) -> None:
+        slots: list[Slot] = []
+
+        def new_slot(num_bytes: int) -> Slot:
+            slots.append(Slot(host, rank, len(slots), num_bytes))
+            return slots[-1]
+
+        ranks = SimpleNamespace(size=size, rank=rank, group_name="g")
+        try:
+            results[rank] = work(Transfers(ranks, new_slot, new_lane), slots)
+        except BaseException as error:  # noqa: BLE001  raised in the test's thread
+            errors.append(error)
+            host.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def shard(rank: int, round_: int = 0) -> torch.Tensor:
+    return (torch.arange(12).reshape(4, 3) + 100 * rank + 7 * round_).to(torch.bfloat16)
+
+
+def gathered(moves: Transfers, x: torch.Tensor) -> torch.Tensor:
+    result, arrive = moves.gather(x)
+    for step in range(1, moves.size + 1):
+        arrive(moves.after(step))
+    return result.clone()
+
+
+def summed(moves: Transfers, round_: int = 0) -> torch.Tensor:
+    sending = moves.scatter((4, 3), torch.bfloat16)
+    for rank in sending.order:
+        sending.part(rank).copy_(addend(moves.rank, rank, round_))
+        sending.send(rank)
+    result, finish = sending.finish(addend(moves.rank, moves.rank, round_))
+    finish()
+    return result
+
+
+def addend(rank: int, to: int, round_: int) -> torch.Tensor:
+    return shard(rank, round_) % 32 + to
+
+
+@pytest.mark.parametrize("lane", [Lane, LateLane])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_gather_has_the_rows_of_all_ranks(size: int, lane: Callable[[], Any]) -> None:
+    whole = torch.cat([shard(rank) for rank in range(size)])
+    for result in over(size, lambda moves, slots: gathered(moves, shard(moves.rank)), lane):
+        assert torch.equal(result, whole)
+
+
+@pytest.mark.parametrize("lane", [Lane, LateLane])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_each_rank_gets_its_rows_of_the_sum(size: int, lane: Callable[[], Any]) -> None:
+    for rank, result in enumerate(over(size, lambda moves, slots: summed(moves), lane)):
+        expected = sum(addend(other, rank, 0).float() for other in range(size))
+        assert torch.equal(result.float(), expected)
+
+
+def test_nothing_is_written_once_copies_may_start() -> None:
+    """torch.empty fills memory on the current stream, with deterministic algorithms."""
+    logs: list[list[str]] = [[], []]
+
+    def work(moves: Transfers, slots: list[Slot]) -> None:
+        moves.lane = NotedLane(logs[moves.rank])
+        with Operators(logs[moves.rank]):
+            gathered(moves, shard(moves.rank))
+            summed(moves)
+
+    over(2, work)
+    for log in logs:
+        followed = [log[at + 1] for at, event in enumerate(log) if event == "follow"]
+        assert followed == ["start"] * 3  # of a gather, of a sum's part, and of the addition
+
+
+@pytest.mark.parametrize("lane", [Lane, LateLane])
+def test_a_buffer_serves_again_after_a_barrier_behind_its_copies(lane: Callable[[], Any]) -> None:
+    def work(moves: Transfers, slots: list[Slot]) -> list[Any]:
+        rounds = [(gathered(moves, shard(moves.rank, at)), summed(moves, at)) for at in range(6)]
+        return [len(slots), *rounds]
+
+    for rank, (count, *rounds) in enumerate(over(2, work, lane)):
+        assert count == 2  # one alone would be written while another rank reads it
+        for at, (whole, total) in enumerate(rounds):
+            assert torch.equal(whole, torch.cat([shard(0, at), shard(1, at)]))
+            assert torch.equal(total, addend(0, rank, at) + addend(1, rank, at))
+
+
+@pytest.mark.parametrize("lane", [Lane, LateLane])
+def test_transfers_under_way_have_buffers_of_their_own(lane: Callable[[], Any]) -> None:
+    def work(moves: Transfers, slots: list[Slot]) -> list[torch.Tensor]:
+        started = [moves.gather(shard(moves.rank, at)) for at in range(3)]
+        assert len({id(slot) for slot in slots}) == 3
+        for _, arrive in started:
+            for step in (1, 2):
+                arrive(moves.after(step))
+        return [result for result, _ in started]
+
+    for results in over(2, work, lane):
+        for at, result in enumerate(results):
+            assert torch.equal(result, torch.cat([shard(0, at), shard(1, at)]))
+
+
+def test_a_graph_takes_buffers_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "FEWEST_BYTES", 1)
+
+    def work(moves: Transfers, slots: list[Slot]) -> list[bool]:
+        moves.lane.is_captured = True
+        before = moves.takes(24)
+        moves.lane.is_captured = False
+        gathered(moves, shard(moves.rank))
+        moves.lane.is_captured = True
+        return [before, moves.takes(24), moves.takes(1 << 30)]
+
+    assert over(2, work) == [[False, True, False]] * 2
+
+
+def test_each_stream_has_buffers_of_its_own() -> None:
+    def work(moves: Transfers, slots: list[Slot]) -> list[int]:
+        counts = []
+        for stream in (1, 2, 1, 2, 1, 2):
+            moves.lane.current = stream
+            gathered(moves, shard(moves.rank))
+            counts.append(len(slots))
+        return counts
+
+    # A stream's first buffer waits for another barrier on that stream, not on the other one.
+    assert over(2, work) == [[1, 2, 3, 4, 4, 4]] * 2
+
+
+def test_barriers_of_a_graph_free_no_buffer_of_a_stream() -> None:
+    def work(moves: Transfers, slots: list[Slot]) -> int:
+        for _ in range(2):
+            gathered(moves, shard(moves.rank))
+        moves.lane.is_captured = True
+        gathered(moves, shard(moves.rank))  # into the first buffer, which is the graph's from now
+        moves.lane.is_captured = False
+        gathered(moves, shard(moves.rank))
+        return len(slots)
+
+    assert over(2, work) == [3, 3]
+
+
+def test_buffers_of_sizes_that_vary_are_shared() -> None:
+    def work(moves: Transfers, slots: list[Slot]) -> list[int]:
+        for rows in range(1, 5):
+            x = torch.zeros(rows, 1 << 20, dtype=torch.uint8)
+            for _ in range(2):
+                gathered(moves, x)
+        return [slot.num_bytes >> 20 for slot in slots]
+
+    assert over(2, work) == [[2, 2, 4, 4]] * 2
+
+
+def test_another_group_of_the_same_name_has_transfers_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Group:
+        pass
+
+    groups = [Group(), Group()]
+    ranks, device = SimpleNamespace(size=2, rank=0, group_name="0"), torch.device("cuda", 0)
+    monkeypatch.setattr(transfers, "_is_one_host", lambda group: True)
+    monkeypatch.setattr(transfers, "_reach_each_other", lambda index, size: True)
+    found = []
+    for group in (groups[0], groups[0], groups[1]):
+        monkeypatch.setattr(transfers, "_group_of", lambda ranks, group=group: group)
+        found.append(transfers.transfers_between(ranks, device))
+    assert found[0] is found[1] is not found[2]
+    gone = weakref.ref(found[2])
+    monkeypatch.undo()  # which refers to the group
+    del found, groups, group
+    assert gone() is None
+
+
+@pytest.mark.parametrize(("count", "reaches"), [(1, False), (2, True), (8, True)])
+def test_devices_that_a_process_does_not_see_are_out_of_reach(
+    monkeypatch: pytest.MonkeyPatch, count: int, reaches: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda index, other: True)
+    assert transfers._reach_each_other(0, 2) is reaches
+
+
+def test_small_tensors_are_left_to_collectives() -> None:
+    moves = Transfers(SimpleNamespace(size=2, rank=0, group_name="g"), Slot, Lane)
+    assert [moves.takes(1 << 16), moves.takes(1 << 25)] == [False, True]
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A backend on the CPU that computes products in parts, and moves rows by these transfers."""
+    hosts: dict[str, Host] = {}
+
+    def moved(self: Any, ranks: Any, device: torch.device) -> Transfers:
+        group = ranks.group_name.split(",")[0]  # of threads, each has a name of its own
+        host = hosts.setdefault(group, Host(ranks.size))
+        numbers = itertools.count()
+        return Transfers(ranks, lambda size: Slot(host, ranks.rank, next(numbers), size), Lane)
+
+    monkeypatch.setenv("FP8CORE_PLUGINS", "tests.overlapping_backend")
+    monkeypatch.setattr(overlapping_backend.Backend, "transfers", cached_by_rank(moved))
+    monkeypatch.setattr(transfers, "FEWEST_BYTES", 2048)
+    plugins.reload()
+    yield
+    monkeypatch.undo()
+    plugins.reload()
+
+
+def cached_by_rank(make: Callable[..., Transfers]) -> Callable[..., Transfers]:
+    """As the backend, which has one object for each group."""
+    known: dict[Any, Transfers] = {}
+
+    def transfers_of(self: Any, ranks: Any, device: torch.device) -> Transfers:
+        key = ranks.group_name
+        if key not in known:
+            known[key] = make(self, ranks, device)
+        return known[key]
+
+    return transfers_of
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["current", "rowwise", "mxfp8"])
+def test_parallel_layers_compute_the_same(plugin: None, name: str, size: int) -> None:
+    results = {}
+    for backend in (overlapping_backend.NAME, overlapping_backend.PLAIN_NAME):
+
+        def work(communicator: Any, backend: str = backend) -> Any:
+            with fp8core.use_backend(backend):
+                return parallel.parallel_mlp(communicator, name, sequence=True)
+
+        results[backend] = run_in_threads(work, size)
+    for found, plain in zip(*results.values(), strict=True):
+        assert found["traffic"] == plain["traffic"]
+        for key in ("y", "dx", "fc1_weight", "fc2_weight"):
+            if size == 2:
+                assert torch.equal(found[key], plain[key]), key
+            else:  # sums in another order, of three roundings to bfloat16 each
+                error = (found[key].float() - plain[key].float()).norm() / plain[key].norm()
+                assert error < 2 * (size - 1) * 2**-9, key
+
+
+def test_ranks_that_are_threads_have_no_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8CORE_TRANSFERS", "1")
+    assert settings.read().transfers is True
+    ranks = SimpleNamespace(size=2, rank=0, group_name="threads 1, rank 0")
+    assert transfers.transfers_between(ranks, torch.device("cuda", 0)) is None
+
+
+@pytest.mark.parametrize("rows", [16, 12, 8])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+def test_turned_codes_come_to_lie_by_rows(
+    dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "_LARGE", 1)
+    codes = (torch.arange(40 * rows).reshape(40, rows) % 120).to(torch.uint8).view(dtype)
+    turned = layout.k_contiguous(codes.t())
+    assert turned.is_contiguous()
+    assert torch.equal(turned.float(), codes.float().t())
