@@ -17,13 +17,13 @@ from fp8core_backends.cuda.layout import (
     BLOCKS,
     DTYPES,
     TILED,
-    k_contiguous,
     scale_mode,
     scale_strides,
     scales,
 )
 from fp8core_backends.cuda.memory import allocator, allocator_now
 from fp8core_backends.cuda.stream import index_of, raw_stream
+from fp8core_backends.cuda.transposition import RowsAdjacent
 
 __all__ = ["LowPrecisionGemm", "high_precision_gemm", "store"]
 
@@ -65,6 +65,7 @@ class LowPrecisionGemm:
         "_out_dtype",
         "_parts",
         "_plans",
+        "_rows_adjacent",
         "_whole_rows",
         "_wide",
         "kernel",
@@ -88,6 +89,7 @@ class LowPrecisionGemm:
         assert modes[1] is not None
         self._modes: tuple[str, str] = (modes[0], modes[1])
         self._plans: dict[_Key, _Plan] = {}
+        self._rows_adjacent = RowsAdjacent(device, native)
         self._wide: LowPrecisionGemm | None = None
         self._whole_rows = whole_rows
         self._parts: dict[int, LowPrecisionGemm] = {}
@@ -177,7 +179,7 @@ class LowPrecisionGemm:
                 d.zero_()
         assert a.scale_inv is not None
         assert b.scale_inv is not None
-        a_data, b_data = k_contiguous(a.data), k_contiguous(b.data)
+        a_data, b_data = self._rows_adjacent(a.data), self._rows_adjacent(b.data)
         a_mode, b_mode = self._modes
         a_scale_inv, b_scale_inv = scales(a_mode, a.scale_inv), scales(b_mode, b.scale_inv)
         addresses = (

@@ -53,10 +53,6 @@ _BYTE_MODES = {
 }
 
 
-_LARGE = 1 << 22
-"""Bytes of a matrix from which on a second copy of it is worth its launch."""
-
-
 def wrong_dtype(op: str, found: torch.dtype, bound: torch.dtype) -> OperandError:
     """Return the error of a tensor of which a kernel, bound for another dtype, would read another
     number of bytes than it has."""
@@ -134,22 +130,7 @@ def adjacent_columns(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (x.contiguous(), x.shape[1]) if stride is None else (x, stride)
 
 
-def _rows_adjacent(data: torch.Tensor) -> torch.Tensor:
-    """Copy codes ``[rows, k]`` so that rows are adjacent.
-
-    torch turns a matrix element by element: eight rows of bytes at a time, as one element each, and
-    then the bytes of each eight rows, take less time than every byte alone.
-    """
-    rows, k = data.shape
-    is_turned = data.t().is_contiguous() and data.dtype.itemsize == 1
-    if not is_turned or rows % 8 or data.storage_offset() % 8 or data.numel() < _LARGE:
-        return data.contiguous()
-    eights = data.t().view(torch.int64).t().clone(memory_format=torch.contiguous_format)
-    bytes_of = eights.view(torch.uint8).view(rows // 8, k, 8)  # from [rows / 8, k]
-    return bytes_of.transpose(1, 2).contiguous().view(rows, k).view(data.dtype)
-
-
 def k_contiguous(data: torch.Tensor) -> torch.Tensor:
     """Return codes ``[rows, k]`` as the library reads them: whole, rows adjacent, aligned."""
-    data = data.contiguous() if data.is_contiguous() else _rows_adjacent(data)
+    data = data.contiguous()
     return data if data.data_ptr() % ALIGNMENT == 0 else data.clone()

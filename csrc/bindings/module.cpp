@@ -20,6 +20,7 @@
 #include "fp8core/router.h"
 #include "fp8core/scale_update.h"
 #include "fp8core/step.h"
+#include "fp8core/transpose.h"
 #include "repeat.h"
 
 namespace py = pybind11;
@@ -114,6 +115,12 @@ void register_column_sums(py::module_& module) {
       .def("workspace_floats", &ColumnSumsDesc::workspace_floats)
       .def("__call__", recorded<&column_sums>);
   module.def("add_tile_sums", recorded<&add_tile_sums>);
+}
+
+void register_transpose(py::module_& module) {
+  py::class_<TransposeDesc>(module, "Transpose")
+      .def(py::init<int>())
+      .def("__call__", recorded<&transpose>);
 }
 
 void register_norm(py::module_& module) {
@@ -245,6 +252,7 @@ PYBIND11_MODULE(fp8core_cuda, module) {
   fp8core::register_gemm(module);
   fp8core::register_dequantize(module);
   fp8core::register_column_sums(module);
+  fp8core::register_transpose(module);
   fp8core::register_grouped_gemm(module);
   fp8core::bindings::register_repeat(module);
   fp8core::register_permutation(module);

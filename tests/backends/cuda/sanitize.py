@@ -51,6 +51,7 @@ from fp8core.recipe.plan import LayerRole
 from fp8core_backends.cuda import native, quantize_chunked
 from fp8core_backends.cuda.fused_norm import FusedNorm
 from fp8core_backends.cuda.microscaling import TiledGemm
+from fp8core_backends.cuda.transposition import RowsAdjacent
 from tests.backends.cuda.cuda_cases import DEVICE, DTYPES, backend, spec
 
 OURS = ("--kernel-name", "kns=fp8core")
@@ -171,6 +172,13 @@ def dequantize_and_column_sums() -> None:
         inputs = [torch.randn(shape).to(dtype).to(DEVICE) for shape in (*SHAPES, (700, 264))]
         for x in (*inputs, whole[:, 8:264], whole[1:, 1:], whole.t()):
             backend("cuda").bind(ColumnSumsDesc(dtype), DEVICE)(x)
+
+
+def transposed_codes() -> None:
+    """Transpose codes: whole tiles and partial ones."""
+    rows_adjacent = RowsAdjacent(DEVICE, native.load())
+    for rows, k in ((128, 128), (16, 16), (144, 272), (400, 48)):
+        rows_adjacent(torch.zeros(k, rows, dtype=torch.uint8, device=DEVICE).t())
 
 
 def fused_activations() -> None:
@@ -364,6 +372,7 @@ GROUPS = {
     "activations": activations,
     "fused_activations": fused_activations,
     "dequantize_and_column_sums": dequantize_and_column_sums,
+    "transposed_codes": transposed_codes,
     "microscaling": microscaling,
     "device_groups": device_groups,
     "norms": norms,

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8core
 from fp8core.dispatch import plugins
 from fp8core.testing.in_process import run_in_threads
-from fp8core_backends.cuda import layout, settings, transfers
+from fp8core_backends.cuda import settings, transfers
 from fp8core_backends.cuda.transfers import Transfers
 from tests import overlapping_backend
 from tests.modules import test_parallel as parallel
@@ -386,15 +386,3 @@ def test_ranks_that_are_threads_have_no_transfers(monkeypatch: pytest.MonkeyPatc
     assert settings.read().transfers is True
     ranks = SimpleNamespace(size=2, rank=0, group_name="threads 1, rank 0")
     assert transfers.transfers_between(ranks, torch.device("cuda", 0)) is None
-
-
-@pytest.mark.parametrize("rows", [16, 12, 8])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
-def test_turned_codes_come_to_lie_by_rows(
-    dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layout, "_LARGE", 1)
-    codes = (torch.arange(40 * rows).reshape(40, rows) % 120).to(torch.uint8).view(dtype)
-    turned = layout.k_contiguous(codes.t())
-    assert turned.is_contiguous()
-    assert torch.equal(turned.float(), codes.float().t())

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import random
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +19,7 @@ from fp8core.communicator import BESIDE, IN_PARTS, Communicator, of_group
 from fp8core_backends.cuda import transfers
 from tests.modules import test_parallel as parallel
 from tests.modules import test_parallel_graphs as graphs
-from tests.ranks import DEVICE_TYPE, device, run_ranks
+from tests.ranks import DEVICE_TYPE, device, result_of, run_ranks
 
 pytestmark = [
     pytest.mark.needs_accelerator("cuda"),
@@ -22,17 +28,17 @@ pytestmark = [
 RECIPES = ("none", "current", "delayed", "rowwise", "block")
 ROWS = 4096
 LARGE = {"hidden": 2048, "ffn": 8192}
+SIZES = (4096, 1024)
+STEPS = int(os.environ.get("STRESS_STEPS", "40"))
 
 
 def ways(communicator: Communicator) -> dict[str, str]:
     return {"/".join(key): communicator.traffic.way(*key) for key, _ in communicator.traffic}
 
 
-def large(communicator: Communicator, name: str) -> list[torch.Tensor]:
-    """Three steps of an MLP whose rows take megabytes, without a wait between them."""
-    chosen, rank = parallel.RECIPES[name](), communicator.rank
-    torch.manual_seed(rank)
-    mlp = fp8core.LayerNormMLP(
+def new_mlp(communicator: Communicator) -> Any:
+    torch.manual_seed(communicator.rank)
+    return fp8core.LayerNormMLP(
         LARGE["hidden"],
         LARGE["ffn"],
         bias=False,
@@ -44,13 +50,21 @@ def large(communicator: Communicator, name: str) -> list[torch.Tensor]:
         sequence_parallel=True,
         set_parallel_mode=True,
     )
+
+
+def values(rank: int, step: int, rows: int = ROWS) -> list[torch.Tensor]:
+    """An input and the gradient of an output."""
+    source = torch.Generator(device()).manual_seed(10 * step + rank)
+    size = (rows, LARGE["hidden"])
+    return [torch.randn(size, generator=source, device=device()).bfloat16() for _ in range(2)]
+
+
+def large(communicator: Communicator, name: str) -> list[torch.Tensor]:
+    """Three steps of an MLP whose rows take megabytes, without a wait between them."""
+    chosen, mlp = parallel.RECIPES[name](), new_mlp(communicator)
     results: list[torch.Tensor] = []
     for step in range(3):
-        source = torch.Generator(device()).manual_seed(10 * step + rank)
-        x, dy = (
-            torch.randn(ROWS, LARGE["hidden"], generator=source, device=device()).bfloat16()
-            for _ in range(2)
-        )
+        x, dy = values(communicator.rank, step)
         mlp.zero_grad(set_to_none=True)
         with fp8core.autocast(enabled=chosen is not None, recipe=chosen):
             y = mlp(x.requires_grad_())
@@ -96,6 +110,153 @@ def mlp(communicator: Communicator, name: str) -> dict[str, Any]:
     return parallel.parallel_mlp(communicator, name, sequence=True)
 
 
+class Pauses:
+    """Keeps this rank behind at random, or ahead: its host, its device, or neither."""
+
+    def __init__(self, rank: int) -> None:
+        self._random = random.Random(rank)
+
+    def __call__(self, _: Any = None) -> None:
+        kind, length = self._random.randrange(4), self._random.random()
+        if kind == 0:
+            time.sleep(0.003 * length)
+        elif kind == 1:
+            torch.cuda._sleep(int(4e6 * length))  # 2 ms at most
+
+
+class Layer:
+    """An MLP, and its results on inputs of several sizes as the group alone moves rows."""
+
+    def __init__(self, communicator: Communicator, name: str) -> None:
+        self.rank, self.recipe = communicator.rank, parallel.RECIPES[name]()
+        self.mlp = new_mlp(communicator)
+        self.inputs = {
+            (rows, seed): values(self.rank, seed, rows) for rows in SIZES for seed in range(2)
+        }
+        self.expected = {key: self.run(key, ahead) for key in self.inputs}
+
+    def forward(self, key: Any, *, recomputes: bool = False) -> tuple[Any, Any]:
+        x = self.inputs[key][0].detach().requires_grad_()
+        with fp8core.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            y = fp8core.checkpoint(self.mlp, x) if recomputes else self.mlp(x)
+        return x, y
+
+    def backward(self, key: Any, x: Any, y: Any, pause: Any) -> list[torch.Tensor]:
+        self.mlp.zero_grad(set_to_none=True)
+        y.register_hook(pause)
+        y.backward(self.inputs[key][1])
+        return [y.detach(), x.grad, *(one.grad for one in self.mlp.parameters())]
+
+    def run(self, key: Any, pause: Any, *, recomputes: bool = False) -> list[torch.Tensor]:
+        x, y = self.forward(key, recomputes=recomputes)
+        pause()
+        return self.backward(key, x, y, pause)
+
+
+def differing(found: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Tensor:
+    """How many elements differ, counted on the device."""
+    pairs = zip(found, expected, strict=True)
+    return torch.stack([(one != other).sum() for one, other in pairs]).sum()
+
+
+class Graph:
+    """A captured step of a layer."""
+
+    def __init__(self, layer: Layer, key: Any) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # the buffers that the graph takes over
+                layer.run(key, ahead)
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._results = layer.run(key, ahead)
+        self.expected = layer.expected[key]
+
+    def run(self) -> list[torch.Tensor]:
+        self._graph.replay()
+        return self._results
+
+
+def ahead(_: Any = None) -> None:
+    """No pause."""
+
+
+def step(layers: list[Layer], graph: Graph, shared: random.Random, pause: Any) -> torch.Tensor:
+    """One of several ways to train two layers, the same one on all ranks."""
+    first, second = shared.sample(layers, 2)
+    keys = [(shared.choice(SIZES), shared.randrange(2)) for _ in range(2)]
+    pause()
+    way = shared.randrange(5)
+    if way == 0:  # one after the other
+        pairs = [(first, keys[0]), (second, keys[1])]
+        results = [(one.run(key, pause), one.expected[key]) for one, key in pairs]
+    elif way == 1:  # a layer recomputes its forward
+        results = [(first.run(keys[0], pause, recomputes=True), first.expected[keys[0]])]
+    elif way == 2:  # two microbatches under way, the second goes back first
+        started = [first.forward(key) for key in keys]
+        results = []
+        for key, (x, y) in reversed(list(zip(keys, started, strict=True))):
+            pause()
+            found = [one.clone() for one in first.backward(key, x, y, pause)]
+            results.append((found, first.expected[key]))
+    elif way == 3:  # a graph, and a layer
+        results = [
+            ([one.clone() for one in graph.run()], graph.expected),
+            (first.run(keys[0], pause), first.expected[keys[0]]),
+        ]
+    else:  # on another stream, and then again on this one
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            found = second.run(keys[1], pause)
+        torch.cuda.current_stream().wait_stream(side)
+        results = [
+            (found, second.expected[keys[1]]),
+            (first.run(keys[0], pause), first.expected[keys[0]]),
+        ]
+    return torch.stack([differing(*one) for one in results]).sum()
+
+
+def paused(rank: int) -> dict[str, list[int]]:
+    """Steps in which ranks run ahead of each other: how many elements differ in each."""
+    transfers.FEWEST_BYTES = 1 << 60
+    other = of_group(dist.new_group([0, 1]))
+    layers = [Layer(of_group(None), "current"), Layer(of_group(None), "block")]
+    layers += [Layer(other, "current"), Layer(other, "none")]
+    transfers.FEWEST_BYTES = 1 << 16
+    graph = Graph(layers[0], (SIZES[0], 0))
+    returned = {}
+    for fills in (False, True):  # with it, torch.empty fills memory
+        torch.use_deterministic_algorithms(fills)
+        shared, pause = random.Random(0), Pauses(rank)
+        counts = [step(layers, graph, shared, pause) for _ in range(STEPS)]
+        returned["deterministic" if fills else "as usual"] = torch.stack(counts).tolist()
+    torch.use_deterministic_algorithms(False)
+    print({key: (len(one), sum(map(bool, one))) for key, one in returned.items()}, flush=True)
+    dist.barrier()
+    return returned
+
+
+def deserted(rank: int, folder: str) -> None:
+    """Rank 1 takes no part in the second step; what rank 0 says."""
+    torch.save("", result_of(Path(folder), rank))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
+    mlp, (x, dy) = new_mlp(of_group(group)), values(rank, 0)
+    mlp(x.requires_grad_()).backward(dy)
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(12)
+    else:
+        try:
+            mlp(x).backward(dy)
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            torch.save(str(error), result_of(Path(folder), rank))
+    os._exit(0)  # the device's context is lost
+
+
 def over_nccl(rank: int) -> dict[str, Any]:
     communicator = of_group(None)
     returned: dict[str, Any] = {}
@@ -113,13 +274,19 @@ def over_nccl(rank: int) -> dict[str, Any]:
     return returned
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FP8CORE_TRANSFERS", "1")
         patch.setenv("FP8CORE_AUTOTUNE", "0")
         patch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        return run_ranks(over_nccl, tmp_path_factory.mktemp("transfers"))
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by deterministic products
+        yield
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(over_nccl, tmp_path_factory.mktemp("transfers"))
 
 
 @pytest.mark.parametrize("kind", ["mlp", "pair", "large"])
@@ -145,3 +312,13 @@ def test_rows_travelled_by_copies(ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("name", ["none", "current", "block"])
 def test_graphs_hold_copies(ranks: list[dict[str, Any]], name: str, how: str) -> None:
     assert [one[f"{name} {how}"] for one in ranks] == [[True] * 3] * 2
+
+
+def test_ranks_that_run_ahead_compute_the_same(tmp_path: Path) -> None:
+    for one in run_ranks(paused, tmp_path):
+        assert one == {"as usual": [0] * STEPS, "deterministic": [0] * STEPS}
+
+
+def test_a_rank_that_is_left_alone_ends_in_an_error(tmp_path: Path) -> None:
+    said, _ = run_ranks(deserted, tmp_path, str(tmp_path))
+    assert "CUDA error" in said
