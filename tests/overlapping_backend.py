@@ -129,6 +129,12 @@ class Transfers:
 
         return result, arrive
 
+    def maximum(self, x: torch.Tensor) -> torch.Tensor | None:
+        note(self._rank, f"maximum of {x.dtype} {list(x.shape)}")
+        result, finish = self._communicator._all_reduce(x, "max")
+        finish()
+        return result
+
     def scatter(self, size: Sequence[int], dtype: torch.dtype) -> Sending:
         note(self._rank, f"scatter of {dtype} {list(size)}")
         return Sending(self._communicator, size, dtype)

@@ -36,6 +36,9 @@ FEWEST_BYTES = 2 << 20
 """Below, a collective of NCCL is as fast: it has two barriers and a copy less."""
 
 
+MOST_BYTES_READ = 1 << 18
+"""Above, copy engines or NCCL read a tensor of other ranks faster than a kernel does."""
+
 _LEAST_SLOT = 2 << 20
 """Bytes of the smallest buffer: the driver gives no less."""
 
@@ -54,6 +57,11 @@ class _Lease:
         return self.barriers >= 0 and self.slot.num_bytes >= num_bytes
 
 
+def _size(lease: _Lease) -> int:
+    num_bytes: int = lease.slot.num_bytes
+    return num_bytes
+
+
 class _Pool:
     """The buffers of one stream, and how many barriers it has been given."""
 
@@ -64,11 +72,10 @@ class _Pool:
         self.barriers = 0
 
     def free(self, num_bytes: int) -> _Lease | None:
-        """Return a buffer that no rank reads any more: all of them have been at a barrier since."""
-        for lease in self.leases:
-            if lease.fits(num_bytes) and lease.barriers < self.barriers:
-                return lease
-        return None
+        """Return the smallest buffer of so many bytes that no rank reads any more: all of them have
+        been at a barrier since."""
+        free = [one for one in self.leases if one.fits(num_bytes) and one.barriers < self.barriers]
+        return min(free, key=_size, default=None)
 
 
 class Transfers:
@@ -129,6 +136,22 @@ class Transfers:
         """Start a sum of tensors of which each rank gets a part of this ``size``."""
         num_bytes = math.prod(size) * dtype.itemsize * (self.size - 1)
         return Sending(self, self.lease(num_bytes), size, dtype)
+
+    def maximum(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Take the maximum of the ``x`` of all ranks: each reads those of the others. None if that
+        is more than some numbers, and in a graph for which there is no buffer."""
+        if x.nbytes > MOST_BYTES_READ:
+            return None
+        if self.lane.is_captured and self._for_graph(x.nbytes) is None:
+            return None
+        lease = self.lease(x.nbytes)
+        lease.slot.of(self.rank, x.shape, x.dtype).copy_(x)
+        self.barrier(lease)
+        result = x
+        for step in self.steps:
+            result = torch.maximum(result, lease.slot.of(self.after(step), x.shape, x.dtype))
+        self.release(lease)
+        return result
 
     @property
     def steps(self) -> range:

@@ -91,6 +91,7 @@ from fp8core.backend_api.optional import (
     RecordsFunctions,
     Repeat,
     Sending,
+    TakesMaxima,
     Transfers,
 )
 from fp8core.backend_api.permutation import (
@@ -188,6 +189,7 @@ __all__ = [
     "ScaleUpdateDesc",
     "Sending",
     "SgdDesc",
+    "TakesMaxima",
     "Transfers",
     "UnsupportedError",
     "amax_extent",

@@ -37,6 +37,7 @@ __all__ = [
     "RecordsFunctions",
     "Repeat",
     "Sending",
+    "TakesMaxima",
     "Transfers",
 ]
 
@@ -321,6 +322,17 @@ class Transfers(Protocol):
 
     def scatter(self, size: Sequence[int], dtype: torch.dtype) -> Sending:
         """Start a sum of tensors of which each rank gets a part of this ``size``."""
+
+
+class TakesMaxima(Protocol):
+    """Transfers that also take the maximum of a few numbers of each rank, such as amaxes, in less
+    time than a collective of the process group."""
+
+    def maximum(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the elementwise maximum of the ``x`` of all ranks, a new tensor.
+
+        None, on every rank, of tensors that the process group had better reduce.
+        """
 
 
 @runtime_checkable

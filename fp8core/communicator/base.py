@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import torch
 
@@ -27,7 +28,14 @@ from fp8core.errors import CollectiveError, Fp8CoreError, OperandError, Unsuppor
 from fp8core.torch_ops.recorded import called_in_repeats
 from fp8core.torch_ops.shapes import is_captured
 
-__all__ = ["Communicator", "Finish"]
+__all__ = ["Communicator", "Finish", "Maximum"]
+
+Maximum: TypeAlias = Callable[[torch.Tensor], "torch.Tensor | None"]
+"""What :class:`fp8core.backend_api.TakesMaxima` offers."""
+
+
+def _done() -> None:
+    """Wait for nothing: the current stream has the result."""
 
 
 class Communicator(ABC):
@@ -129,9 +137,19 @@ class Communicator(ABC):
         """Start to add up the ``x`` of all ranks; the result is a new tensor."""
         return self._reduced("sum", purpose, x)
 
-    def max(self, x: torch.Tensor, purpose: str = "") -> Started:
-        """Start to take the elementwise maximum over all ranks; the result is a new tensor."""
-        return self._reduced("max", purpose, x)
+    def max(self, x: torch.Tensor, purpose: str = "", by: Maximum | None = None) -> Started:
+        """Start to take the elementwise maximum over all ranks; the result is a new tensor.
+
+        ``by`` takes it in less time than a collective does, or returns None.
+        """
+        if by is None or is_captured(x):
+            return self._reduced("max", purpose, x)
+
+        def move(sent: torch.Tensor) -> Moved:
+            largest = by(sent)
+            return self._all_reduce(sent, "max") if largest is None else (largest, _done)
+
+        return self._reduced_by("max", purpose, x, move)
 
     def max_into(self, x: torch.Tensor, purpose: str = "") -> Started:
         """Start to take the elementwise maximum over all ranks; the result is ``x``, written, or a

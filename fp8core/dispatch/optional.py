@@ -32,6 +32,7 @@ from fp8core.backend_api.optional import (
     Ranks,
     Recorder,
     RecordsCalls,
+    TakesMaxima,
     Transfers,
 )
 from fp8core.dispatch.isolation import Failure, attempt, shown
@@ -151,6 +152,9 @@ def transfers_of(
         _Method("scatter", Transfers, ("size", "dtype")),
     ):
         _check(_member(offered, method.name, where), method, where)
+    maximum = _member(offered, "maximum", where)
+    if maximum is not None:
+        _check(maximum, _Method("maximum", TakesMaxima, ("x",)), where)
     transfers: Transfers = offered
     return transfers
 

@@ -115,6 +115,29 @@ def rows_that_arrive_one_rank_after_the_other(ranks: RankSubject) -> None:
     same_bits("all rows", whole, _of_all(ranks, rows, torch.bfloat16))
 
 
+def maxima_of_a_few_numbers(ranks: RankSubject) -> None:
+    """Maxima over ranks are exact, for one number and for thousands, again and again without a
+    wait, and leave what they are taken of as it was."""
+    communicator, found = ranks.communicator, []
+    rank, size = communicator.rank, communicator.size
+    maximum = getattr(ranks.moves, "maximum", None)
+    if maximum is None:
+        raise Unjudged("the backend takes no maxima: the group does")
+
+    def numbers(rank: int, count: int, round_: int) -> torch.Tensor:
+        x = torch.arange(count) * 7 + 11 * rank + 3 * round_
+        return ranks.subject.here((x % _NUMBERS).float() / 8)  # type: ignore[no-any-return]  # a tensor
+
+    for round_ in range(_ROUNDS):
+        for count in (1, 2, 4099):
+            x = numbers(rank, count, round_)
+            found.append((count, round_, x, communicator.max(x, "kit", maximum).wait()))
+    for count, round_, x, largest in found:
+        same_bits(f"{count} numbers given", x, numbers(rank, count, round_))
+        addends = torch.stack([numbers(other, count, round_) for other in range(size)])
+        same_bits(f"the maxima of {count}", largest, addends.amax(0))
+
+
 def several_transfers_under_way(ranks: RankSubject) -> None:
     """Gathers and sums that are started before others are waited for, again and again, mix up
     nothing: memory is written anew only when nobody reads it any more."""
@@ -265,6 +288,7 @@ LAWS: dict[str, Callable[[RankSubject], None]] = {
         rows_gathered_beside_products,
         rows_that_arrive_one_rank_after_the_other,
         sums_scattered_beside_products,
+        maxima_of_a_few_numbers,
         several_transfers_under_way,
         products_of_rows_that_arrive,
         products_that_are_summed_in_parts,

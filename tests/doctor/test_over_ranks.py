@@ -15,7 +15,8 @@ from fp8core.doctor.over_ranks import Outcome
 from fp8core.testing.ranks import LAWS
 
 CPU = torch.device("cpu")
-# Rank 1 receives other rows, sums are too large, parts of products are not those of the whole.
+# Rank 1 receives other rows, sums are too large, maxima are of one rank, parts of products are not
+# those of the whole.
 BROKEN = """
 from tests import overlapping_backend as rightly
 from tests.overlapping_backend import fp8core_register_backends
@@ -32,6 +33,9 @@ def shifted(self, x):
 
 def doubled(self, mine):
     return finish(self, mine * 2)
+
+def of_this_rank(self, x):
+    return x.clone()
 
 def rounded(self, rows, a, b, *, bias=None, out):
     return gemm_part(self, rows, a, b, bias=bias, out=out).mul_(1.01)
@@ -65,6 +69,7 @@ def test_a_broken_law_is_named_with_its_ranks(plugin: Path) -> None:
         plugin,
         "rightly.Transfers.gather = shifted\n"
         "rightly.Sending.finish = doubled\n"
+        "rightly.Transfers.maximum = of_this_rank\n"
         "rightly.ProductInParts.gemm_part = rounded",
     )
     broken = {name: one.failure for name, one in found.items() if one.failure is not None}

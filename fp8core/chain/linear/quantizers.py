@@ -114,7 +114,7 @@ def bind_quantizers(
             slot=slot,
             nonfinite=nonfinite,
             propagates=propagates,
-            reduce_amax=amax_reduction(reductions[tensor]),
+            reduce_amax=amax_reduction(reductions[tensor], context),
             dequantizes=dequantizes and tensor == "input",
         )
 

@@ -81,13 +81,16 @@ def bind_sent(
         purpose=context.purpose(tensor),
         grouped=True,
         nonfinite=context.nonfinite,
-        reduce_amax=amax_reduction(communicator),
+        reduce_amax=amax_reduction(communicator, context),
     )
     return SentCast(communicator, specs, quantizer, tensor)
 
 
-def amax_reduction(communicator: Communicator | None) -> MaximumOverShards | None:
+def amax_reduction(
+    communicator: Communicator | None, context: BindContext
+) -> MaximumOverShards | None:
     """Return what reduces the amaxes of a tensor whose rows are on several ranks."""
     if communicator is None:
         return None
-    return MaximumOverShards(lambda amaxes: communicator.max(amaxes, "amax").wait())
+    maximum = getattr(context.transfers(communicator), "maximum", None)
+    return MaximumOverShards(lambda amaxes: communicator.max(amaxes, "amax", maximum).wait())

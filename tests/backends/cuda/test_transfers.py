@@ -4,15 +4,13 @@ memory and streams that every rank shares, with a thread for each rank."""
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8core
 from fp8core.dispatch import plugins
@@ -20,140 +18,16 @@ from fp8core.testing.in_process import run_in_threads
 from fp8core_backends.cuda import settings, transfers
 from fp8core_backends.cuda.transfers import Transfers
 from tests import overlapping_backend
+from tests.backends.cuda.transfers_stand_in import (
+    Host,
+    Lane,
+    LateLane,
+    NotedLane,
+    Operators,
+    Slot,
+    over,
+)
 from tests.modules import test_parallel as parallel
-
-WAIT_S = 20
-
-
-class Host:
-    """What the ranks share: buffers by their number, and a barrier."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.barrier = threading.Barrier(size)
-        self.buffers: dict[tuple[int, int], torch.Tensor] = {}
-
-
-class Slot:
-    """A buffer of bytes on every rank."""
-
-    def __init__(self, host: Host, rank: int, number: int, num_bytes: int) -> None:
-        self.host, self.rank, self.number, self.num_bytes = host, rank, number, num_bytes
-        host.buffers[rank, number] = torch.full((num_bytes,), 255, dtype=torch.uint8)
-        host.barrier.wait(WAIT_S)
-
-    def of(
-        self, rank: int, size: Sequence[int], dtype: torch.dtype, index: int = 0
-    ) -> torch.Tensor:
-        count = torch.Size(size).numel() * dtype.itemsize
-        part = self.host.buffers[rank, self.number][index * count : (index + 1) * count]
-        return part.view(dtype).view(*size)
-
-    def barrier(self) -> None:
-        self.host.barrier.wait(WAIT_S)
-
-
-class Lane:
-    """Copies at once; ``is_captured`` and ``current``, the stream's number, as a test sets them."""
-
-    is_captured = False
-    current = 0
-
-    def follow(self) -> None: ...
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> Any:
-        return self._enqueue(lambda: to.copy_(source))
-
-    def add(self, to: torch.Tensor, addend: torch.Tensor) -> Any:
-        return self._enqueue(lambda: to.add_(addend))
-
-    def wait(self, event: Any) -> None:
-        assert event == "done"
-
-    def _enqueue(self, work: Callable[[], object]) -> Any:
-        work()
-        return "done"
-
-
-class LateLane(Lane):
-    """Copies as late as it may: when they are waited for."""
-
-    def __init__(self) -> None:
-        self._queue: list[Callable[[], object]] = []
-
-    def wait(self, event: int) -> None:
-        while len(self._queue) and event > self._done:
-            self._queue.pop(0)()
-            self._done += 1
-
-    _done = 0
-
-    def _enqueue(self, work: Callable[[], object]) -> int:
-        self._queue.append(work)
-        return self._done + len(self._queue)
-
-
-class NotedLane(Lane):
-    """Notes in ``log`` when it follows the current stream, and when copies start."""
-
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
-
-    def follow(self) -> None:
-        self.log.append("follow")
-
-    def _enqueue(self, work: Callable[[], object]) -> Any:
-        self.log.append("start")
-        work()
-        self.log.append("started")
-        return "done"
-
-
-class Operators(TorchDispatchMode):
-    """Notes in ``log`` each operator that allocates or writes."""
-
-    def __init__(self, log: list[str]) -> None:
-        super().__init__()
-        self.log = log
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> torch.Tensor:
-        if not func.is_view:
-            self.log.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def over(
-    size: int,
-    work: Callable[[Transfers, Any], Any],
-    new_lane: Callable[[], Any] = Lane,
-) -> list[Any]:
-    """Run ``work(transfers, slots)`` for each rank in a thread; ``slots`` are those it has."""
-    host, results, errors = Host(size), [None] * size, []
-
-    def run(rank: int) -> None:
-        slots: list[Slot] = []
-
-        def new_slot(num_bytes: int) -> Slot:
-            slots.append(Slot(host, rank, len(slots), num_bytes))
-            return slots[-1]
-
-        ranks = SimpleNamespace(size=size, rank=rank, group_name="g")
-        try:
-            results[rank] = work(Transfers(ranks, new_slot, new_lane), slots)
-        except BaseException as error:  # noqa: BLE001  raised in the test's thread
-            errors.append(error)
-            host.barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    if errors:
-        raise errors[0]
-    return results
 
 
 def shard(rank: int, round_: int = 0) -> torch.Tensor:
@@ -195,6 +69,34 @@ def test_each_rank_gets_its_rows_of_the_sum(size: int, lane: Callable[[], Any]) 
     for rank, result in enumerate(over(size, lambda moves, slots: summed(moves), lane)):
         expected = sum(addend(other, rank, 0).float() for other in range(size))
         assert torch.equal(result.float(), expected)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_maxima_are_those_of_all_ranks(size: int) -> None:
+    def numbers(rank: int, round_: int) -> torch.Tensor:
+        return torch.tensor([rank * 1.5, -rank - round_, float(round_)])
+
+    def work(moves: Transfers, slots: list[Slot]) -> list[Any]:
+        rounds = [moves.maximum(numbers(moves.rank, at)) for at in range(5)]
+        return [len(slots), moves.maximum(torch.zeros(1 << 20)), *rounds]
+
+    for count, of_many, *rounds in over(size, work):
+        assert (count, of_many) == (2, None)
+        for at, found in enumerate(rounds):
+            expected = torch.stack([numbers(rank, at) for rank in range(size)]).amax(0)
+            assert torch.equal(found, expected)
+
+
+def test_the_smallest_buffer_that_fits_is_taken() -> None:
+    def work(moves: Transfers, slots: list[Slot]) -> list[int]:
+        large = torch.zeros(1, 4 << 20, dtype=torch.uint8)
+        for _ in range(3):
+            gathered(moves, large)
+            moves.maximum(torch.zeros(1))
+        return sorted(slot.num_bytes >> 20 for slot in slots)
+
+    # One of each: a buffer is free behind the other's barrier.
+    assert over(2, work) == [[2, 4]] * 2
 
 
 def test_nothing_is_written_once_copies_may_start() -> None:
