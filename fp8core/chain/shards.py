@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -21,6 +20,7 @@ from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.communicator import Communicator, Started
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantizer import Orientations
+from fp8core.torch_ops.recorded import called_in_repeats
 from fp8core.torch_ops.shapes import is_captured
 
 __all__ = ["ArrivingOperand", "ArrivingRows", "GemmPart", "Shards", "here"]
@@ -70,6 +70,23 @@ class _Arriving(NamedTuple):
 
     def rows_of(self, rank: int) -> torch.Tensor:
         return self.of(self.started.rows_of(rank, self.size))
+
+
+class _ArrivingColumns(NamedTuple):
+    """A tensor whose columns are on several ranks; ``mine`` are those of this ``rank``."""
+
+    started: Started
+    mine: torch.Tensor
+    size: int
+    rank: int
+
+    def wait(self) -> torch.Tensor:
+        order = [(self.rank + step) % self.size for step in range(self.size)]  # of their arrival
+        parts = {rank: self.rows_of(rank) for rank in order}
+        return called_in_repeats(_side_by_side, *(parts[rank] for rank in range(self.size)))
+
+    def rows_of(self, rank: int) -> torch.Tensor:
+        return self.mine if rank == self.rank else self.started.rows_of(rank, self.size)
 
 
 class ArrivingOperand:
@@ -260,7 +277,16 @@ class Shards:
             return _Arriving(gather(part), of, size)
         if part.t().is_contiguous():
             return _Arriving(gather(part.t()), torch.Tensor.t, size)
-        return _Arriving(gather(part), partial(_beside_each_other, size), size)
+        return _ArrivingColumns(gather(part), part, size, self.communicator.rank)
+
+
+def _side_by_side(*columns: torch.Tensor) -> torch.Tensor:
+    first = columns[0]
+    if first.dtype.itemsize != 1 or first.shape[1] % _WORD or is_captured(first):
+        return torch.cat(columns, dim=1)
+    # Torch copies element by element, which for bytes takes several times as long.
+    words = [one.contiguous().view(torch.int64) for one in columns]
+    return torch.cat(words, dim=1).view(first.dtype)
 
 
 def _as_it_is(rows: torch.Tensor) -> torch.Tensor:
@@ -269,16 +295,6 @@ def _as_it_is(rows: torch.Tensor) -> torch.Tensor:
 
 def _column_major(rows: torch.Tensor) -> torch.Tensor:
     return rows.t().contiguous().t()
-
-
-def _beside_each_other(size: int, blocks: torch.Tensor) -> torch.Tensor:
-    """Return ``size`` blocks that lie below each other side by side."""
-    count, length = blocks.shape[0] // size, blocks.shape[1]
-    if blocks.dtype.itemsize == 1 and length % _WORD == 0 and not is_captured(blocks):
-        # Torch copies element by element, which for bytes takes several times as long.
-        words = blocks.view(torch.int64).reshape(size, count, length // _WORD).transpose(0, 1)
-        return words.reshape(count, size * length // _WORD).view(blocks.dtype)
-    return blocks.reshape(size, count, length).transpose(0, 1).reshape(count, size * length)
 
 
 def _transposed(operand: Operand) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
