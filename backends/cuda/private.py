@@ -27,6 +27,7 @@ __all__ = [
     "group_of",
     "raw_stream",
     "scaled_mm",
+    "store_of",
     "symmetric_empty",
     "symmetric_handle",
     "timeout_of",
@@ -67,6 +68,12 @@ def group_of(name: str) -> Any:
     """Return the process group ``name`` of this process."""
     groups: Any = torch.distributed.distributed_c10d
     return groups._resolve_process_group(name)
+
+
+def store_of(name: str) -> Any:
+    """Return the key-value store that the ranks of the process group ``name`` share."""
+    groups: Any = torch.distributed.distributed_c10d
+    return groups._get_process_group_store(group_of(name))
 
 
 def timeout_of(name: str, device: torch.device) -> timedelta:

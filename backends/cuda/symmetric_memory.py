@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,16 +12,35 @@ import torch
 from fp8core_backends.cuda.private import symmetric_empty, symmetric_handle, timeout_of
 from fp8core_backends.cuda.stream import index_of, raw_stream
 
-__all__ = ["Lane", "Slot"]
+__all__ = ["Lane", "Slot", "meet"]
 
 _MOST_VIEWS = 64
 """Views of a buffer that are remembered; more than these many sizes vary from step to step."""
 
 
+def meet(store: Any, number: int, rank: int, size: int, timeout: timedelta) -> None:
+    """Wait on the host until every rank is at its meeting of this ``number``.
+
+    Raises:
+        RuntimeError: one did not come in time; it is named. torch, which would wait for it in what
+            follows, waits as long as the store of the group does, and names nobody.
+    """
+    keys = [f"fp8core shares memory {number}, rank {one}" for one in range(size)]
+    store.set(keys[rank], "here")
+    for other, key in enumerate(keys):
+        try:
+            store.wait([key], timeout)
+        except RuntimeError:
+            raise RuntimeError(
+                f"rank {other} did not come to share memory with rank {rank} within "
+                f"{timeout.total_seconds():g} s"
+            ) from None
+
+
 class Slot:
     """A buffer of ``num_bytes`` on every rank of a group, that all of them read.
 
-    Allocating it is a collective of the group.
+    Allocating it is a collective of the group, for which the ranks :func:`meet`.
     """
 
     def __init__(self, num_bytes: int, group_name: str, device: torch.device) -> None:

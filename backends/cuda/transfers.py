@@ -15,6 +15,7 @@ with torch.use_deterministic_algorithms.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -26,9 +27,9 @@ import torch.distributed as dist
 
 from fp8core.backend_api import Ranks
 from fp8core_backends.cuda import settings
-from fp8core_backends.cuda.private import group_of
+from fp8core_backends.cuda.private import group_of, store_of, timeout_of
 from fp8core_backends.cuda.stream import index_of
-from fp8core_backends.cuda.symmetric_memory import Lane, Slot
+from fp8core_backends.cuda.symmetric_memory import Lane, Slot, meet
 
 __all__ = ["Transfers", "transfers_between"]
 
@@ -281,9 +282,10 @@ _known: WeakKeyDictionary[Any, dict[int, Transfers]] = WeakKeyDictionary()
 
 
 def _new_transfers(ranks: Ranks, device: torch.device) -> Transfers:
-    name = ranks.group_name
+    name, rank, size, numbers = ranks.group_name, ranks.rank, ranks.size, itertools.count()
 
     def new_slot(num_bytes: int) -> Slot:
+        meet(store_of(name), next(numbers), rank, size, timeout_of(name, device))
         return Slot(num_bytes, name, device)
 
     return Transfers(ranks, new_slot, lambda: Lane(device))

@@ -6,16 +6,19 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fp8core
 from fp8core.dispatch import plugins
 from fp8core.testing.in_process import run_in_threads
 from fp8core_backends.cuda import settings, transfers
+from fp8core_backends.cuda.symmetric_memory import meet
 from fp8core_backends.cuda.transfers import Transfers
 from tests import overlapping_backend
 from tests.backends.cuda.transfers_stand_in import (
@@ -213,6 +216,15 @@ def test_another_group_of_the_same_name_has_transfers_of_its_own(
     monkeypatch.undo()  # which refers to the group
     del found, groups, group
     assert gone() is None
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    store = dist.HashStore()
+    for number in range(2):  # each meeting has keys of its own
+        store.set(f"fp8core shares memory {number}, rank 0", "here")
+    meet(store, 0, 1, 2, timedelta(seconds=1))
+    with pytest.raises(RuntimeError, match=r"rank 2 did not come .* rank 1 within 0.05 s"):
+        meet(store, 1, 1, 3, timedelta(seconds=0.05))
 
 
 @pytest.mark.parametrize(("count", "reaches"), [(1, False), (2, True), (8, True)])

@@ -240,20 +240,28 @@ def paused(rank: int) -> dict[str, list[int]]:
 
 
 def deserted(rank: int, folder: str) -> None:
-    """Rank 1 takes no part in the second step; what rank 0 says."""
-    torch.save("", result_of(Path(folder), rank))
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
-    mlp, (x, dy) = new_mlp(of_group(group)), values(rank, 0)
-    mlp(x.requires_grad_()).backward(dy)
+    """Rank 1 takes part in some steps; what rank 0 says then, whose next step begins on the host,
+    by sharing memory, or waits for it on the device."""
+    said = []
+    torch.save(said, result_of(Path(folder), rank))
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=3)) for _ in range(2)]
+    (x, dy), known = values(rank, 0), []
+    for steps, group in zip((1, 4), groups, strict=True):
+        mlp = new_mlp(of_group(group))
+        for _ in range(steps):  # the second allocates, later ones do not
+            mlp(x.requires_grad_()).backward(dy)
+        known.append(mlp)
     torch.cuda.synchronize()
     if rank == 1:
-        time.sleep(12)
-    else:
+        time.sleep(15)
+    for mlp in known if rank == 0 else ():
         try:
             mlp(x).backward(dy)
             torch.cuda.synchronize()
         except RuntimeError as error:
-            torch.save(str(error), result_of(Path(folder), rank))
+            said.append(f"{type(error).__name__}: {error}")
+            print(said[-1], flush=True)
+    torch.save(said, result_of(Path(folder), rank))
     os._exit(0)  # the device's context is lost
 
 
@@ -319,6 +327,8 @@ def test_ranks_that_run_ahead_compute_the_same(tmp_path: Path) -> None:
         assert one == {"as usual": [0] * STEPS, "deterministic": [0] * STEPS}
 
 
-def test_a_rank_that_is_left_alone_ends_in_an_error(tmp_path: Path) -> None:
-    said, _ = run_ranks(deserted, tmp_path, str(tmp_path))
-    assert "CUDA error" in said
+def test_a_rank_that_is_left_alone_ends_in_errors(tmp_path: Path) -> None:
+    (on_host, on_device), _ = run_ranks(deserted, tmp_path, str(tmp_path))
+    assert "CollectiveError: gather" in on_host
+    assert "rank 1 did not come to share memory with rank 0 within 3 s" in on_host
+    assert "CUDA error" in on_device
