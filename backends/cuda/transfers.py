@@ -117,7 +117,10 @@ class Transfers:
         lease.slot.of(self.rank, x.shape, x.dtype).copy_(x)
         self.barrier(lease)
         lane.follow()
-        parts, others = result.chunk(self.size), [self.after(step) for step in self.steps]
+        # Views of another tensor of that memory: whoever keeps ``arrive`` on the result keeps no
+        # more than it needs.
+        parts = result.detach().chunk(self.size)
+        others = [self.after(step) for step in self.steps]
         here = {
             other: lane.copy(parts[other], lease.slot.of(other, x.shape, x.dtype))
             for other in others

@@ -74,6 +74,19 @@ def test_each_rank_gets_its_rows_of_the_sum(size: int, lane: Callable[[], Any]) 
         assert torch.equal(result.float(), expected)
 
 
+def test_a_result_that_is_dropped_is_freed_with_what_waits_for_it() -> None:
+    def work(moves: Transfers, slots: list[Slot]) -> list[str]:
+        result, arrive = moves.gather(shard(moves.rank))
+        freed: list[str] = []
+        weakref.finalize(result, freed.append, "freed")
+        vars(result)["arrive"] = arrive  # as a collective under way has it
+        arrive(moves.after(1))
+        del result, arrive
+        return freed
+
+    assert over(2, work) == [["freed"]] * 2
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_maxima_are_those_of_all_ranks(size: int) -> None:
     def numbers(rank: int, round_: int) -> torch.Tensor:
