@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fp8core.backend_api import Ranks
+from fp8core.backend_api import Ranks, UnsupportedError
 from fp8core_backends.cuda import settings
 from fp8core_backends.cuda.private import group_of, store_of, timeout_of
 from fp8core_backends.cuda.stream import index_of
@@ -167,10 +167,18 @@ class Transfers:
         return (self.rank + step) % self.size
 
     def lease(self, num_bytes: int) -> _Lease:
-        """Return a buffer that no rank reads any more."""
+        """Return a buffer that no rank reads any more.
+
+        Raises:
+            UnsupportedError: a graph is being captured, and there is none.
+        """
         if self.lane.is_captured:
             lease = self._for_graph(num_bytes)
-            assert lease is not None, "a graph starts what takes() has accepted"
+            if lease is None:
+                raise UnsupportedError(
+                    f"a graph that is being captured cannot share {num_bytes} bytes more between "
+                    f"ranks: run the layer on inputs of these sizes before the capture."
+                )
             lease.barriers = -1
             self.barrier(lease)
             return lease

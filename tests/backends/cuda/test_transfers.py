@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fp8core
+from fp8core.backend_api import UnsupportedError
 from fp8core.dispatch import plugins
 from fp8core.testing.in_process import run_in_threads
 from fp8core_backends.cuda import settings, transfers
@@ -168,6 +169,8 @@ def test_a_graph_takes_buffers_that_are_there(monkeypatch: pytest.MonkeyPatch) -
         moves.lane.is_captured = False
         gathered(moves, shard(moves.rank))
         moves.lane.is_captured = True
+        with pytest.raises(UnsupportedError, match="before the capture"):
+            moves.gather(torch.zeros(1 << 23))
         return [before, moves.takes(24), moves.takes(1 << 30)]
 
     assert over(2, work) == [[False, True, False]] * 2
