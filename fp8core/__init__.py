@@ -58,11 +58,8 @@ from fp8core.modules.multihead_attention import MultiheadAttention
 from fp8core.modules.norm import LayerNorm, RMSNorm
 from fp8core.modules.padding import Fp8Padding, Fp8Unpadding
 from fp8core.modules.prepare import prepare
-from fp8core.modules.rotary import (
-    RotaryPositionEmbedding,
-    apply_fused_qkv_rotary_pos_emb,
-    apply_rotary_pos_emb,
-)
+from fp8core.modules.rotary import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
+from fp8core.modules.rotary_angles import RotaryPositionEmbedding
 from fp8core.modules.transformer_layer import TransformerLayer
 from fp8core.monitoring import monitor
 from fp8core.parameter import (

@@ -1,13 +1,8 @@
-"""Rotary position embedding: the angles of positions, and the rotation of queries and keys."""
+"""The rotation of queries and keys by the angles of their positions."""
 
 from __future__ import annotations
 
-import itertools
-import math
-import numbers
-import operator
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
@@ -15,168 +10,15 @@ from fp8core.backend_api import ATTENTION_LAYOUTS
 from fp8core.chain.call import Call
 from fp8core.chain.rotary import RotaryShape
 from fp8core.chain.sequence_chunks import Chunks
-from fp8core.chain.unwrap import made_readable, unwrap
 from fp8core.errors import OperandError, UnsupportedError, did_you_mean
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
 from fp8core.modules.inputs import check_input, check_is_whole, check_kind
-from fp8core.modules.parameters import check_size, resolve_device
 from fp8core.modules.refusals import refuse_arguments
+from fp8core.modules.rotary_spans import spans_of
 from fp8core.modules.run import run_links
-from fp8core.torch_ops.private import is_transform_active
-from fp8core.torch_ops.shapes import is_captured
 
-__all__ = [
-    "Rotary",
-    "RotaryPositionEmbedding",
-    "apply_fused_qkv_rotary_pos_emb",
-    "apply_rotary_pos_emb",
-]
-
-
-class RotaryPositionEmbedding(torch.nn.Module):
-    """Makes the angles by which :func:`apply_rotary_pos_emb` rotates queries and keys.
-
-    Position ``p`` rotates pair ``i`` of the r rotated elements by
-    ``p * rotary_base ** (-2 * i / r)``. The factors are the buffer ``inv_freq``, which stays
-    float32 when the module is converted to another dtype.
-
-    Source: Su et al., RoFormer, section 3.2.2 (arXiv 2104.09864); position interpolation: Chen et
-    al. (arXiv 2306.15595).
-
-    Args:
-        dim: the size of a head.
-        rotary_percent: the share of ``dim`` that is rotated.
-        seq_len_interpolation_factor: positions are divided by it; needs
-            ``pretrained_max_position_embeddings``.
-        pretrained_max_position_embeddings: the length that the model was trained for. Sequences
-            that are longer than it times the factor are squeezed into this length.
-        rotary_base: the base of the powers.
-        interleaved: pairs are neighbours, ``(0, 1), (2, 3)``, else halves apart.
-        device: of the factors; None takes the selected backend's.
-
-    Raises:
-        OperandError: a number of rotated elements that is odd or below 2, or a size or factor that
-            is not positive.
-    """
-
-    inv_freq: torch.Tensor
-
-    def __init__(
-        self,
-        dim: int,
-        rotary_percent: float = 1.0,
-        seq_len_interpolation_factor: float | None = None,
-        pretrained_max_position_embeddings: int | None = None,
-        rotary_base: float = 10000.0,
-        interleaved: bool = False,
-        *,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__()
-        size = _rotated_size(dim, rotary_percent)
-        _check_positive("rotary_base", rotary_base)
-        factor, trained = seq_len_interpolation_factor, pretrained_max_position_embeddings
-        if factor is not None:
-            _check_positive("seq_len_interpolation_factor", factor)
-            if trained is None:
-                raise OperandError(
-                    f"RotaryPositionEmbedding(seq_len_interpolation_factor={factor!r}) needs "
-                    f"pretrained_max_position_embeddings, the length that the model was trained "
-                    f"for; it is None."
-                )
-        if trained is not None:
-            _check_positive("pretrained_max_position_embeddings", trained)
-        self.seq_len_interpolation_factor = seq_len_interpolation_factor
-        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
-        self.rotary_base = rotary_base
-        self.interleaved = interleaved
-        even = torch.arange(0, size, 2, dtype=torch.float32, device=resolve_device(device))
-        self.register_buffer("inv_freq", 1.0 / (rotary_base ** (even / size)))
-
-    def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
-        """Return the angles of the positions ``offset`` to ``offset + max_seq_len - 1``.
-
-        float32 ``[max_seq_len, 1, 1, r]``, with r the number of rotated elements. An ``offset`` is
-        a position, before interpolation.
-
-        Raises:
-            OperandError: one of them is no integer of at least 0.
-        """
-        _check_count("max_seq_len", max_seq_len)
-        _check_count("offset", offset)
-        factors = self.inv_freq
-        positions = torch.arange(max_seq_len, device=factors.device, dtype=factors.dtype) + offset
-        factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
-        if factor is not None and trained is not None:
-            is_longer = max_seq_len > trained * factor
-            positions = positions * (1 / (max_seq_len / trained) if is_longer else 1 / factor)
-        angles = positions[:, None] * factors
-        if self.interleaved:
-            angles = angles.repeat_interleave(2, dim=-1)
-        else:
-            angles = torch.cat((angles, angles), dim=-1)
-        return angles[:, None, None, :]
-
-    def _apply(
-        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
-    ) -> RotaryPositionEmbedding:
-        """Move the factors, without a change of their dtype: the last bits of a factor are whole
-        turns at large positions."""
-        before = self.inv_freq
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        if self.inv_freq.dtype != before.dtype:
-            self.inv_freq = before.to(self.inv_freq.device)
-        return self
-
-    def extra_repr(self) -> str:
-        """Return the number of rotated elements, the base and how they are paired."""
-        size = 2 * self.inv_freq.shape[0]
-        return f"{size}, rotary_base={self.rotary_base}, interleaved={self.interleaved}"
-
-
-def _rotated_size(dim: int, percent: float) -> int:
-    """Return how many elements of a head are rotated.
-
-    Raises:
-        OperandError: not an even number of at least 2.
-    """
-    check_size("RotaryPositionEmbedding", "dim", dim)
-    if not _is_number(percent) or not 0 < percent <= 1:
-        raise OperandError(
-            f"RotaryPositionEmbedding(rotary_percent={percent!r}): expected a share of dim, above "
-            f"0 and at most 1."
-        )
-    size = int(dim * percent)
-    if size < 2 or size % 2:
-        raise OperandError(
-            f"RotaryPositionEmbedding(dim={dim!r}, rotary_percent={percent!r}) rotates {size} "
-            f"elements of a head; expected an even number of at least 2, as they are rotated in "
-            f"pairs."
-        )
-    return size
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not _is_number(value) or not 0 < value < math.inf:
-        raise OperandError(
-            f"RotaryPositionEmbedding({name}={value!r}): expected a positive number, not infinite."
-        )
-
-
-def _check_count(name: str, value: object) -> None:
-    """Refuse what is no position: tensors too, whose values would have to be waited for."""
-    is_integer = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
-    if is_integer and value >= 0:  # type: ignore[operator]  # an integer
-        return
-    shown = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
-    raise OperandError(
-        f"RotaryPositionEmbedding: {name} is {shown}; expected an integer of at least 0."
-    )
+__all__ = ["Rotary", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"]
 
 
 class Rotary(LowPrecisionModule):
@@ -185,7 +27,7 @@ class Rotary(LowPrecisionModule):
 
     Args:
         tensor_format: the order of the dimensions: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
-        interleaved: as in :class:`RotaryPositionEmbedding`.
+        interleaved: as in :class:`~fp8core.RotaryPositionEmbedding`.
         name: the layer's name in messages.
     """
 
@@ -218,7 +60,7 @@ class Rotary(LowPrecisionModule):
                 f"{label}: t is {list(t.shape)}; expected {', '.join(layout)}, none of h and d 0."
             )
         _check_freqs(label, t, freqs)
-        spans = _spans_of(label, layout, t, start_positions, cu_seqlens)
+        spans = spans_of(label, layout, t, start_positions, cu_seqlens)
         spans.check(label, layout, t, freqs.shape[0])
         freqs = freqs if freqs.dtype == torch.float32 else freqs.float()
         bound = bind(self, t.device, dtype)
@@ -248,12 +90,12 @@ def apply_rotary_pos_emb(
         t: ``[s, b, h, d]``, ``[b, s, h, d]`` or ``[t, h, d]``, as ``tensor_format`` says; any
             strides.
         freqs: angles of positions 0 and up, ``[positions, 1, 1, r]``, as
-            :class:`RotaryPositionEmbedding` makes them; the first r of the d elements of a head are
-            rotated, r even.
+            :class:`~fp8core.RotaryPositionEmbedding` makes them; the first r of the d elements of a
+            head are rotated, r even.
         tensor_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
         start_positions: integers ``[b]`` on the device of ``t``: the position of the first token of
             each sequence; None stands for 0.
-        interleaved: as in :class:`RotaryPositionEmbedding`.
+        interleaved: as in :class:`~fp8core.RotaryPositionEmbedding`.
         fused: has no effect, as a backend always computes it as one operation.
         cu_seqlens: integers ``[b + 1]`` on the device of ``t``, for ``"thd"``: where sequences
             begin and end among the tokens; tokens of no sequence become zeros. In the other formats
@@ -433,106 +275,6 @@ def _check_freqs(label: str, t: torch.Tensor, freqs: torch.Tensor) -> None:
             f"{label}: freqs {list(freqs.shape)} rotates {size} of the {t.shape[-1]} elements of a "
             f"head; expected an even number of them, as they are rotated in pairs."
         )
-
-
-class _Spans(NamedTuple):
-    """The first positions of the sequences, int32 ``[b]``, and where these lie among the tokens, or
-    sums of their lengths, int32 ``[b + 1]``; None where the call does not say."""
-
-    starts: torch.Tensor | None
-    cu_seqlens: torch.Tensor | None
-
-    def check(self, label: str, layout: str, t: torch.Tensor, positions: int) -> None:
-        """Refuse a token at a position that is not below ``positions``, and sequences that do not
-        lie among the tokens, where the host knows the values without waiting for a device."""
-        if self.cu_seqlens is None:
-            _check_end(label, t.shape[layout.index("s")], positions)
-            if self.starts is None:
-                return
-        if t.device.type == "cpu" and not (is_captured(t) or is_transform_active()):
-            self._check_values(label, layout, t, positions)
-
-    def _check_values(self, label: str, layout: str, t: torch.Tensor, positions: int) -> None:
-        if self.cu_seqlens is None:
-            lengths = [t.shape[layout.index("s")]] * t.shape[layout.index("b")]
-        else:
-            bounds = self.cu_seqlens.tolist()
-            lengths = [after - before for before, after in itertools.pairwise(bounds)]
-            is_thd = layout == "thd"
-            last = bounds[-1] if is_thd else max(lengths, default=0)
-            limit = t.shape[0 if is_thd else layout.index("s")]
-            if bounds[0] < 0 or last > limit or min(lengths, default=0) < 0:
-                what = "bounds that rise from 0 to at most that" if is_thd else "no longer sequence"
-                raise OperandError(
-                    f"{label}: cu_seqlens {bounds} of {limit} tokens; expected {what}."
-                )
-        starts = [0] * len(lengths) if self.starts is None else self.starts.tolist()
-        if min(starts, default=0) < 0:
-            raise OperandError(
-                f"{label}: start_positions {starts} has one below 0; expected the number of tokens "
-                f"before each sequence."
-            )
-        _check_end(label, max(map(operator.add, lengths, starts), default=0), positions)
-
-
-def _check_end(label: str, end: int, positions: int) -> None:
-    if end > positions:
-        raise OperandError(
-            f"{label}: a sequence reaches position {end - 1}, but freqs has the angles of "
-            f"{positions} positions; ask RotaryPositionEmbedding for at least {end}."
-        )
-
-
-def _spans_of(
-    label: str,
-    layout: str,
-    t: torch.Tensor,
-    starts: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-) -> _Spans:
-    """Return the sequences of a call, their numbers as int32.
-
-    Raises:
-        OperandError: numbers of another kind or on another device, or not one for each sequence.
-    """
-    if cu_seqlens is None and layout == "thd":
-        raise OperandError(
-            f"{label}: cu_seqlens is None for tensor_format='thd'; expected int32 [b + 1], where "
-            f"its sequences begin and end."
-        )
-    batch = 0 if layout == "thd" else t.shape[layout.index("b")]
-    if cu_seqlens is not None:
-        cu_seqlens = _integers(label, "cu_seqlens", cu_seqlens, t)
-        batch = cu_seqlens.shape[0] - 1 if layout == "thd" else batch
-        if cu_seqlens.shape[0] != batch + 1 or batch < 0:
-            raise OperandError(
-                f"{label}: cu_seqlens has {cu_seqlens.shape[0]} entries; expected one more than "
-                f"there are sequences."
-            )
-    if starts is not None:
-        starts = _integers(label, "start_positions", starts, t)
-        if starts.shape[0] != batch:
-            raise OperandError(
-                f"{label}: start_positions has {starts.shape[0]} entries; expected one for each of "
-                f"the {batch} sequences."
-            )
-    return _Spans(starts, cu_seqlens)
-
-
-def _integers(label: str, name: str, given: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    """Return a vector of integers as int32."""
-    if not isinstance(given, torch.Tensor):
-        raise OperandError(f"{label}: {name} is {type(given).__name__}; expected a torch.Tensor.")
-    if not torch.compiler.is_compiling():
-        given = made_readable(unwrap(given, name), t.device, f"{label}: {name}")
-    if given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):
-        raise OperandError(
-            f"{label}: {name} is {given.dtype} {list(given.shape)}; expected a vector of int32."
-        )
-    if given.dtype == torch.int64:  # beyond int32 is beyond all angles, and must not wrap around
-        limits = torch.iinfo(torch.int32)
-        given = given.clamp(limits.min, limits.max)
-    return given.to(torch.int32)
 
 
 _LAYERS = {

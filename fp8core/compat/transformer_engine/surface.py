@@ -9,11 +9,8 @@ from typing import Any
 import fp8core
 from fp8core import not_offered, ops, optimizers, permutation, recipe, router
 from fp8core.compat.transformer_engine import distributed, global_state, layers, recipes, recompute
-from fp8core.modules.rotary import (
-    RotaryPositionEmbedding,
-    apply_fused_qkv_rotary_pos_emb,
-    apply_rotary_pos_emb,
-)
+from fp8core.modules.rotary import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
+from fp8core.modules.rotary_angles import RotaryPositionEmbedding
 
 __all__ = ["children", "fill", "has_module", "refusal"]
 
