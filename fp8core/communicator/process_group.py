@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -25,7 +26,7 @@ from fp8core.torch_ops.private import (
     wait_for_result,
 )
 
-__all__ = ["named", "of_group", "register"]
+__all__ = ["named", "of_group", "register", "wait_patiently"]
 
 _PATIENCE = timedelta(seconds=0.5)
 """How long a rank waits for a collective before it looks whether another rank compares."""
@@ -100,6 +101,29 @@ def register(communicator: Communicator) -> None:
     _registered[communicator.group_name] = communicator
 
 
+def wait_patiently(work: Any, look: Callable[[], object]) -> None:
+    """Wait for ``work`` of a process group, and call ``look()`` from time to time meanwhile.
+
+    Raises:
+        RuntimeError: the work failed, as where the group's timeout is over.
+    """
+    while True:
+        begun = time.monotonic()
+        try:
+            work.wait(_PATIENCE)
+        except RuntimeError:
+            if work.is_completed():  # meanwhile, or it failed
+                work.wait()
+                return
+            # A reduce-scatter of gloo that has failed never says that it is completed (torch 2.13):
+            # it raises at once, and not after the time that it was given.
+            if time.monotonic() - begun < _PATIENCE.total_seconds() / 2:
+                raise
+        else:
+            return
+        look()
+
+
 class _ProcessGroup(Protocol):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any: ...
 
@@ -155,16 +179,7 @@ class _GroupCommunicator(Communicator):
             OperandError: one does, and shows what differs.
             CollectiveError: one does, of something that this rank does not know.
         """
-        while True:
-            try:
-                work.wait(_PATIENCE)
-            except RuntimeError:
-                if work.is_completed():  # or the time is over that the group gives it
-                    work.wait()
-                    return
-            else:
-                return
-            self._look(number, stage)
+        wait_patiently(work, partial(self._look, number, stage))
 
     def _look(self, number: int, stage: Callable[[], str]) -> None:
         assert self._comparisons is not None
