@@ -29,6 +29,7 @@ from fp8core.backend_api import (
 )
 from fp8core_backends.cuda.device_groups import checked_offsets
 from fp8core_backends.cuda.layout import DTYPES, adjacent_columns, wrong_dtype
+from fp8core_backends.cuda.memory import allocator_now
 from fp8core_backends.cuda.quantize import bind_quantize
 from fp8core_backends.cuda.quantize_compose import join
 from fp8core_backends.cuda.stream import index_of, raw_stream
@@ -39,7 +40,7 @@ __all__ = ["bind_amax", "bind_quantize_by_amax"]
 class _Amax:
     """One native call: the amax of the tensor, or of its rows and of its columns; or of groups."""
 
-    __slots__ = ("_dtype", "_index", "_is_of_rows", "_native_amax", "_num_partials")
+    __slots__ = ("_dtype", "_index", "_is_of_rows", "_native_amax", "_now", "_num_partials")
 
     def __init__(self, extent: str, dtype: torch.dtype, index: int, native: Any) -> None:
         self._is_of_rows = extent == "row"
@@ -49,11 +50,13 @@ class _Amax:
         kind = native.InputType.__members__[DTYPES[dtype]]
         self._native_amax = native.Amax(granularity, kind, index)
         self._num_partials = native.MAX_PARTIALS
+        self._now = allocator_now(index)
 
     def __call__(
         self, x: torch.Tensor, group_offsets: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the entries of the rowwise orientation and of the columnwise one."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the entries of the rowwise orientation, of the columnwise one, and those of both,
+        one behind the other or, where they are the same ones, once."""
         if x.dtype is not self._dtype:
             raise wrong_dtype("amax", x.dtype, self._dtype)
         rows, cols = x.shape
@@ -63,8 +66,9 @@ class _Amax:
             offsets, groups = checked_offsets(group_offsets, x.device)
             offsets_address = offsets.data_ptr()
         size = rows + groups * cols if self._is_of_rows else groups
-        amax = torch.empty(max(size, 1), dtype=torch.float32, device=x.device)
-        workspace = torch.empty(self._num_partials, dtype=torch.float32, device=x.device)
+        empty = self._now()
+        amax = empty((max(size, 1),), (1,), torch.float32)
+        workspace = empty((self._num_partials,), (1,), torch.float32)
         arguments = (
             x.data_ptr(),
             rows,
@@ -78,7 +82,9 @@ class _Amax:
             0,
         )
         self._native_amax(arguments, raw_stream(self._index))
-        return (amax[:rows], amax[rows:size]) if self._is_of_rows else (amax, amax)
+        if not self._is_of_rows:
+            return amax, amax, amax
+        return amax[:rows], amax[rows:size], amax if size else amax[:0]
 
 
 def bind_amax(desc: AmaxDesc, device: torch.device, native: Any) -> Callable[..., torch.Tensor]:
@@ -91,6 +97,8 @@ def bind_amax(desc: AmaxDesc, device: torch.device, native: Any) -> Callable[...
 
     def run(x: torch.Tensor, *groups: torch.Tensor) -> torch.Tensor:
         made = {extent: call(x, *groups) for extent, call in calls.items()}
+        if wanted == ["row", "row"]:
+            return made["row"][2]
         parts = [
             made[extent][turned] for turned, extent in enumerate(extents) if extent is not None
         ]

@@ -159,7 +159,8 @@ class CudaBackend:
 
         Operations in groups read sizes, and a product in high precision is one of torch's.
         """
-        is_native = type(desc) in _RECORDED and not getattr(desc, "grouped", False)
+        rows = desc.quantize if isinstance(desc, AmaxDesc) else desc
+        is_native = type(desc) in _RECORDED and not getattr(rows, "grouped", False)
         if isinstance(desc, GemmDesc):
             is_native = is_native and desc.low_precision
         if not is_native or native.missing(device) is not None:
@@ -172,8 +173,9 @@ class CudaBackend:
 
 
 _RECORDED = (
-    *(ActivationBackwardDesc, ActivationDesc, AddNormDesc, ColumnSumsDesc, DequantizeDesc),
-    *(FusedDesc, GemmDesc, NormBackwardDesc, NormDesc, QuantizeDesc),
+    *(ActivationBackwardDesc, ActivationDesc, AddNormDesc, AmaxDesc, ColumnSumsDesc),
+    *(DequantizeDesc, FusedDesc, GemmDesc, NormBackwardDesc, NormDesc, QuantizeByAmaxDesc),
+    QuantizeDesc,
 )
 
 

@@ -2,7 +2,8 @@
 
 Where a later torch lacks one of the first four, the public way next to its use takes its place and
 costs more time on the host. The others raise an AttributeError at import; ``TorchDispatchMode``,
-which sees each operator that torch runs within it, an ImportError.
+which sees each operator that torch runs within it, and ``apart_from_modes``, which hides them, an
+ImportError.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as apart_from_modes
 
 __all__ = [
     "Empty",
     "TorchDispatchMode",
+    "apart_from_modes",
     "count_writes",
     "cudnn_attention",
     "cudnn_attention_backward",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,13 +19,18 @@ import torch
 from fp8core.backend_api import Recording
 from fp8core_backends.cuda import memory
 from fp8core_backends.cuda.layout import ALIGNMENT_OF_ALLOCATIONS, round_up
-from fp8core_backends.cuda.private import TorchDispatchMode
+from fp8core_backends.cuda.private import TorchDispatchMode, apart_from_modes
 from fp8core_backends.cuda.stream import raw_stream
 
 __all__ = ["Recorder", "recorder"]
 
 _aten = torch.ops.aten
-_VIEWS = frozenset((_aten.slice.Tensor, _aten.t.default, _aten.transpose.int, _aten.view.default))
+_VIEWS = frozenset(
+    (
+        *(_aten.slice.Tensor, _aten.split.Tensor, _aten.t.default),
+        *(_aten.transpose.int, _aten.view.default),
+    )
+)
 """They compute nothing. A view is noticed where it is a result or its address is passed."""
 
 _REPEATED = frozenset((_aten._to_copy.default, _aten.clone.default))
@@ -121,6 +127,60 @@ class _Called(NamedTuple):
         native.add_call(created, self.function, list(self.others), numbers, dict(self.keywords))
 
 
+class _View(NamedTuple):
+    """How a tensor lies in the one that holds it; ``offset`` is in elements."""
+
+    size: Size
+    stride: Size
+    dtype: torch.dtype
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, holder: _Known | None, offset: int) -> _View | None:
+        """Return it for a tensor ``offset`` bytes behind the start of ``holder``; None if it is
+        that tensor.
+
+        Raises:
+            _Refused: the holder has another dtype, or its memory is not one block.
+        """
+        known = _Known.of(tensor)
+        if known == holder:
+            return None
+        if holder is None or holder.dtype != known.dtype:
+            raise _Refused("a view of another dtype, given to a function")
+        return cls(known.size, known.stride, known.dtype, offset // tensor.itemsize)
+
+    def __call__(self, holder: torch.Tensor) -> torch.Tensor:
+        return holder.as_strided(self.size, self.stride, holder.storage_offset() + self.offset)
+
+
+class _OnViews(NamedTuple):
+    """A function that is given views of tensors, as one that is given the tensors."""
+
+    function: Callable[..., torch.Tensor]
+    views: Sequence[_View | None]
+
+    def __call__(self, *holders: Any, **keywords: Any) -> torch.Tensor:
+        pairs = zip(self.views, holders, strict=True)
+        given = (one if view is None else view(one) for view, one in pairs)
+        return self.function(*given, **keywords)
+
+
+class _Arguments(NamedTuple):
+    """The numbers of arguments that are tensors, or lie in them as ``views`` say; -1 stands for one
+    of ``others``."""
+
+    numbers: Sequence[int]
+    others: Sequence[Any]
+    views: Sequence[_View | None]
+
+    def called(self, creates: int, function: Any, keywords: Mapping[str, Any]) -> _Called:
+        """Return the step that calls ``function`` with them."""
+        if any(view is not None for view in self.views):
+            function = _OnViews(function, self.views)
+        return _Called(creates, function, self.numbers, self.others, keywords)
+
+
 _Step: TypeAlias = "_Empty | _Launched | _Called"
 Where: TypeAlias = "Callable[[int], tuple[int, int]]"
 """Returns the number of a tensor in the native program, and where it begins there, in bytes."""
@@ -137,9 +197,14 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
     in the place of a tensor that is not there.
     """
 
-    def __init__(self, source: memory.Source, given: Sequence[torch.Tensor | None]) -> None:
+    def __init__(
+        self, source: memory.Source, library: Any, given: Sequence[torch.Tensor | None]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._source = source
+        self._library = library
+        self._is_in_function = False  # of which nothing is noted but its result
+        self.num_unheard = 0  # native calls in functions that are not recorded
         self.known = [None if one is None else _Known.of(one) for one in given]
         self.steps: list[_Step] = []
         self.problem: str | None = None
@@ -155,12 +220,16 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
     def empty(self, size: Size, stride: Size, dtype: torch.dtype) -> torch.Tensor:
         """Allocate a tensor, and note it."""
         tensor = self._source.now()(size, stride, dtype)
+        if self._is_in_function:
+            return tensor
         number = self._number(tensor)
         self.steps.append(_Empty(number, size, stride, dtype))
         return tensor
 
     def launched(self, launch: Any) -> None:
         """Note a native call."""
+        if self._is_in_function:
+            return
         try:
             places = [self.place_of(one) if one else (-1, 0) for one in launch.addresses()]
         except _Refused as refused:
@@ -168,37 +237,64 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
             return
         self.steps.append(_Launched(launch, places))
 
+    def called(
+        self, function: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Call ``function(*tensors)``, and note the call alone."""
+        arguments = None
+        try:
+            arguments = self._found(tensors)
+        except _Refused as refused:
+            self.problem = str(refused)
+        before = self._library.num_unheard()
+        self._is_in_function = True
+        try:
+            with apart_from_modes():
+                result = function(*tensors)
+        finally:
+            self._is_in_function = False
+            self.num_unheard += self._library.num_unheard() - before
+        if arguments is not None:
+            self.steps.append(arguments.called(self._number(result), function, {}))
+        return result
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operator of torch, and note it."""
         keywords = {} if kwargs is None else kwargs
         if func in _VIEWS:
             return func(*args, **keywords)
         try:
-            numbers = self._numbers_of(func, args, keywords)
+            arguments = self._arguments_of(func, args, keywords)
         except _Refused as refused:
             self.problem = str(refused)
             return func(*args, **keywords)
         result = func(*args, **keywords)
-        number = self._number(result)
-        others = [None if at >= 0 else one for at, one in zip(numbers, args, strict=True)]
-        self.steps.append(_Called(number, func, numbers, others, keywords))
+        self.steps.append(arguments.called(self._number(result), func, keywords))
         return result
 
-    def _numbers_of(self, func: Any, args: Sequence[Any], keywords: dict[str, Any]) -> list[int]:
-        """Return the number of each argument that is a tensor, -1 of each other one."""
+    def _arguments_of(self, func: Any, args: Sequence[Any], keywords: dict[str, Any]) -> _Arguments:
         if func not in _REPEATED or any(isinstance(one, torch.Tensor) for one in keywords.values()):
             raise _Refused(f"the operator {func}")
-        return [self._number_of(one) if isinstance(one, torch.Tensor) else -1 for one in args]
+        return self._found(args)
+
+    def _found(self, args: Sequence[Any]) -> _Arguments:
+        """Return which tensor each argument is, or lies in; the others as they are."""
+        numbers: list[int] = []
+        views: list[_View | None] = []
+        for one in args:
+            if not isinstance(one, torch.Tensor):
+                numbers.append(-1)
+                views.append(None)
+                continue
+            number, offset = self.place_of(one.data_ptr())
+            numbers.append(number)
+            views.append(_View.of(one, self.known[number], offset))
+        others = [one if number < 0 else None for number, one in zip(numbers, args, strict=True)]
+        return _Arguments(numbers, others, tuple(views))
 
     def _number(self, tensor: torch.Tensor) -> int:
         self.known.append(_Known.of(tensor))
         return len(self.known) - 1
-
-    def _number_of(self, tensor: torch.Tensor) -> int:
-        number, _ = self.place_of(tensor.data_ptr())
-        if self.known[number] != _Known.of(tensor):
-            raise _Refused("an operator on a view")
-        return number
 
     def place_of(self, address: int) -> tuple[int, int]:
         """Return the number of the latest tensor that ``address`` lies in, and the offset there."""
@@ -216,7 +312,7 @@ class Recorder:
     ``problem`` says why the latest run is not repeated.
     """
 
-    __slots__ = ("_library", "_memory", "_source", "problem")
+    __slots__ = ("_library", "_logs", "_memory", "_source", "problem")
 
     def __init__(self, index: int, library: Any) -> None:
         self._library = library
@@ -225,7 +321,13 @@ class Recorder:
         self._memory = library.Memory(
             index, source.current, source.here, source.elsewhere, *functions
         )
+        self._logs: dict[int, _Log] = {}  # by thread, while it records a run
         self.problem: str | None = None
+
+    def call(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        """Call ``function(*tensors)`` in the run that this thread records; see the backend API."""
+        log = self._logs.get(threading.get_ident())
+        return function(*tensors) if log is None else log.called(function, tensors)
 
     def record(
         self,
@@ -239,13 +341,17 @@ class Recorder:
             self.problem = "a CUDA graph is being captured"
             return Recording(run(), None)
         distinct = [*{id(one): one for one in constants}.values()]
-        log = _Log(self._source, [*leading, *saved, *distinct])
+        log = _Log(self._source, self._library, [*leading, *saved, *distinct])
         program = _Program(self._library.Program(self._memory, ALIGNMENT_OF_ALLOCATIONS), log)
         program.give(leading, len(saved), distinct)
-        before = self._library.num_unheard()
-        with log, memory.noting(self._source.device_index, log.empty):
-            results = self._library.listening(log.launched, run)
-        if self._library.num_unheard() != before:
+        before, thread = self._library.num_unheard(), threading.get_ident()
+        self._logs[thread] = log
+        try:
+            with log, memory.noting(self._source.device_index, log.empty):
+                results = self._library.listening(log.launched, run)
+        finally:
+            del self._logs[thread]
+        if self._library.num_unheard() != before + log.num_unheard:
             log.problem = "a native call that is not recorded"
         self.problem = log.problem or program.finish(results)
         return Recording(results, None if self.problem else program.native)

@@ -286,7 +286,8 @@ def test_repeated_steps_have_the_program_s_bits_and_traffic(
     assert [one[case]["differ"] for one in ranks] == [[[]] * STEPS] * 2
 
 
-@pytest.mark.parametrize("case", CASES)
+# A product that takes rows as they arrive allocates by torch, which the recorder of CUDA refuses.
+@pytest.mark.parametrize("case", [case for case in CASES if LARGE not in case])
 def test_chains_with_collectives_are_recorded(ranks: list[dict[str, Any]], case: str) -> None:
     assert [one[case]["recorded"] for one in ranks] == [[True]] * 2
     assert [one[case]["not recorded"] for one in ranks] == [[]] * 2

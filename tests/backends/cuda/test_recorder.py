@@ -244,6 +244,50 @@ def test_a_conversion_by_torch_is_called_again(library: Library) -> None:
     ]
 
 
+def test_an_operator_on_a_view_is_called_on_that_view_again(library: Library) -> None:
+    x = torch.arange(32.0).view(SIZE)
+    program, problem = record(library, lambda: [x[1:, 2:].t().clone()], (x,))
+    assert problem is None
+    (function,) = [one[2] for one in program.added if one[0] == "call"]
+    other = torch.rand(SIZE)
+    assert torch.equal(function(other), other[1:, 2:].t())
+
+
+def test_a_function_is_one_step_with_the_tensors_that_it_is_given(library: Library) -> None:
+    x, empty, one = torch.ones(SIZE), memory.allocator(0), recorder.Recorder(0, library)
+
+    def arrive(result: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+        return result
+
+    def send(codes: torch.Tensor) -> torch.Tensor:
+        library.launch(empty(SIZE, STRIDE, torch.float32))  # not a step of the run
+        library.unheard += 1
+        return codes + 1  # nor is this
+
+    def run() -> Sequence[torch.Tensor]:
+        codes = empty(SIZE, STRIDE, torch.uint8)
+        library.launch(x, codes)
+        started = one.call(send, codes)
+        y = empty(SIZE, STRIDE, torch.bfloat16)
+        library.launch(x, y)
+        arrived = one.call(arrive, started, codes)
+        assert arrived is started
+        library.launch(arrived, y)
+        return (y,)
+
+    program: Any = one.record(run, (x,)).repeat
+    assert one.problem is None
+    assert program.steps == [
+        *(("empty", 1), ("launch", 0, 1), ("call", send, [1]), ("empty", 3), ("launch", 0, 3)),
+        *(("call", arrive, [2, 1]), ("release", 1), ("release", 2)),
+        *(("launch", 4, 3), ("release", 4), ("result", 3)),
+    ]
+
+
+def test_a_function_outside_of_a_recorded_run_is_called(library: Library) -> None:
+    assert recorder.Recorder(0, library).call(torch.neg, torch.ones(1)) == -1
+
+
 def test_a_result_that_is_a_view_of_a_new_tensor_is_viewed_again(library: Library) -> None:
     empty = memory.allocator(0)
 
@@ -260,7 +304,7 @@ def test_a_result_that_is_a_view_of_a_new_tensor_is_viewed_again(library: Librar
         (lambda x, library: [torch.empty(3)], "aten.empty"),
         (lambda x, library: [None] * int(x.sum().item() > 0), "aten"),
         (lambda x, library: [x[1:]], "shares the memory"),
-        (lambda x, library: [x.t().to(torch.float64)], "an operator on a view"),
+        (lambda x, library: [x.view(torch.int32).clone()], "a view of another dtype"),
         (lambda x, library: library.launch(1) and [], "lies in no tensor"),
     ],
     ids=["arithmetic", "allocation", "value", "view of the input", "of a view", "address"],
