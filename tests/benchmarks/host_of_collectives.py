@@ -6,6 +6,7 @@ Microseconds of the host for a forward and backward of
     unrecorded   the same, whose chains go through Python in each call
     alone        the same shards on all tokens, without collectives
     c10d         the calls of the process group that ``parallel`` makes, by themselves
+    within       the same calls, timed in a step of ``parallel``, where they are slower
 
 and the time of a collective beyond its call: ``(parallel - alone - c10d) / collectives``. The least
 of interleaved rounds, which other programs of the machine disturb least. A second step follows the
@@ -34,7 +35,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -84,6 +85,36 @@ class Calls:
             start(*arguments).wait()
 
 
+class Timed(Calls):
+    """The process group, the seconds of whose calls, and of the waits for them, are added up."""
+
+    seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.group, name)
+        if name not in STARTS:
+            return found
+
+        def call(*arguments: Any) -> Timed.Work:
+            start = time.perf_counter()
+            work = found(*arguments)
+            self.seconds += time.perf_counter() - start
+            return Timed.Work(self, work)
+
+        return call
+
+    class Work(NamedTuple):
+        """A call under way."""
+
+        calls: Timed
+        work: Any
+
+        def wait(self) -> None:
+            start = time.perf_counter()
+            self.work.wait()
+            self.calls.seconds += time.perf_counter() - start
+
+
 def of_layer(name: str, *, is_alone: bool, device: torch.device = CPU) -> Step:
     """Return a step of the MLP under a recipe."""
     chosen, ffn, rows = recipe.by_name(name), FFN, TOKENS
@@ -121,6 +152,15 @@ def calls_of(step: Step) -> Calls:
     return calls
 
 
+def seconds_within(step: Step) -> float:
+    """Return the seconds that a step spends in calls of the process group."""
+    communicator: Any = of_group()
+    timed = Timed(communicator.group)
+    with patch.object(communicator, "group", timed):
+        step()
+    return timed.seconds
+
+
 def warmed_up(step: Step) -> Step:
     """Return ``step``, which has chosen its algorithms and was recorded, where anything is."""
     for _ in range(WARM_UP):
@@ -152,6 +192,7 @@ def measure(
             (name, "c10d"): calls.repeat,
         }
     times: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
+    within: dict[str, list[float]] = {name: [] for name in RECIPES}
     order, source = list(steps), random.Random(0)
     for _ in range(rounds):
         source.shuffle(order)
@@ -163,9 +204,13 @@ def measure(
             for _ in range(CALLS):
                 step()
             times[key].append((time.perf_counter() - start) / CALLS * 1e6)
+        for name in RECIPES:
+            wait()
+            within[name].append(seconds_within(steps[name, "parallel"]) * 1e6)
     report = {}
     for name in RECIPES:
         us = {kind: min(times[name, kind]) for of, kind in steps if of == name}
+        us["within"] = min(within[name])
         beyond = {
             f"us beyond, {kind}": (us[kind] - us["alone"] - us["c10d"]) / counts[name]
             for kind in ("parallel", "unrecorded")
