@@ -11,8 +11,8 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import Numerics, Operand, OperandSpec, Quantized, QuantizeDesc
 from fp8core.testing import inputs
-from fp8core.testing.calls import group_offsets, quantize_keywords, quantize_size, up
 from fp8core.testing.compare import require, same_bits, same_form, within
+from fp8core.testing.operands import group_offsets, quantize_keywords, quantize_size, up
 from fp8core.testing.subject import Subject, on_cpu, storage_step
 
 __all__ = [

@@ -17,10 +17,10 @@ from fp8core.backend_api import GemmDesc, Operand, QuantizeDesc, Transfers
 from fp8core.communicator import Communicator
 from fp8core.dispatch import plugins
 from fp8core.errors import OperandError
-from fp8core.testing.calls import gemm_operands
 from fp8core.testing.catalogue import catalogue
 from fp8core.testing.compare import Unjudged, require, same_bits
 from fp8core.testing.laws.parts import repeatable, rows_of
+from fp8core.testing.operands import gemm_operands
 from fp8core.testing.subject import Subject
 
 __all__ = ["LAWS", "RankSubject", "subject_of"]

@@ -21,14 +21,7 @@ from fp8core.backend_api import (
     split_amax,
 )
 from fp8core.testing import inputs
-from fp8core.testing.calls import (
-    amax_of,
-    group_offsets,
-    offsets_for,
-    quantize_keywords,
-    quantize_size,
-    up,
-)
+from fp8core.testing.calls import amax_of
 from fp8core.testing.checks import BY_AMAX, law
 from fp8core.testing.compare import require, same_bits
 from fp8core.testing.judged import (
@@ -39,6 +32,13 @@ from fp8core.testing.judged import (
     same_codes,
     same_operands,
     same_scales,
+)
+from fp8core.testing.operands import (
+    group_offsets,
+    offsets_for,
+    quantize_keywords,
+    quantize_size,
+    up,
 )
 from fp8core.testing.subject import Subject, on_cpu, storage_step
 

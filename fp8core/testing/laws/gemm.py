@@ -11,9 +11,9 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import GemmDesc, Numerics, Operand
 from fp8core.testing import inputs
-from fp8core.testing.calls import gemm_operands, operand, up
 from fp8core.testing.checks import law
 from fp8core.testing.compare import require, same_bits, same_form, ulp, within
+from fp8core.testing.operands import gemm_operands, operand, up
 from fp8core.testing.subject import Subject, on_cpu
 
 SIZES = ((1, 1, 32), (5, 7, 160), (33, 17, 96), (140, 270, 520))

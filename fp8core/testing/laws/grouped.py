@@ -9,10 +9,10 @@ import torch
 
 from fp8core.backend_api import GroupedGemmDesc, split_groups
 from fp8core.testing import inputs
-from fp8core.testing.calls import Groups, grouped_operands, step_of
 from fp8core.testing.checks import law
 from fp8core.testing.compare import require, same_bits
 from fp8core.testing.laws.gemm import product_within
+from fp8core.testing.operands import Groups, grouped_operands, step_of
 from fp8core.testing.subject import Subject, on_cpu
 
 

@@ -11,18 +11,12 @@ import torch
 
 from fp8core.backend_api import FusedDesc, Operand, QuantizeDesc
 from fp8core.testing import inputs
-from fp8core.testing.calls import (
-    OpCall,
-    arguments,
-    group_offsets,
-    offsets_for,
-    quantize_keywords,
-    quantize_size,
-)
+from fp8core.testing.calls import OpCall, arguments
 from fp8core.testing.checks import law
 from fp8core.testing.compare import require
 from fp8core.testing.judged import group_sizes
 from fp8core.testing.laws.fused import CASES, FUSED, pair
+from fp8core.testing.operands import group_offsets, offsets_for, quantize_keywords, quantize_size
 from fp8core.testing.subject import Subject, on_cpu, storage_step
 
 SHAPES = ((5, 7), (130, 200), (260, 1030), (0, 5), (5, 0))

@@ -10,11 +10,11 @@ import torch
 
 from fp8core.backend_api import GemmDesc, GroupedGemmDesc
 from fp8core.testing import inputs
-from fp8core.testing.calls import Groups, gemm_operands, grouped_operands
 from fp8core.testing.checks import law
 from fp8core.testing.compare import require
 from fp8core.testing.laws.gemm import aligned, product_within
 from fp8core.testing.laws.grouped import each_within
+from fp8core.testing.operands import Groups, gemm_operands, grouped_operands
 from fp8core.testing.subject import Subject
 
 FILL = 77.0

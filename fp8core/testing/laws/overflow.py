@@ -23,18 +23,17 @@ from fp8core.backend_api import (
     split_groups,
 )
 from fp8core.testing import inputs
-from fp8core.testing.calls import (
-    ORDINARY,
-    arguments,
+from fp8core.testing.calls import ORDINARY, arguments
+from fp8core.testing.checks import law
+from fp8core.testing.compare import Broken, require, within
+from fp8core.testing.laws.gemm import aligned
+from fp8core.testing.operands import (
     grouped_operands,
     operand,
     quantize_keywords,
     quantize_size,
     step_of,
 )
-from fp8core.testing.checks import law
-from fp8core.testing.compare import Broken, require, within
-from fp8core.testing.laws.gemm import aligned
 from fp8core.testing.subject import Subject, on_cpu
 
 F16, F64 = torch.float16, torch.float64

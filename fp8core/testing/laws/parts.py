@@ -9,10 +9,10 @@ import torch
 
 from fp8core.backend_api import GemmDesc, Operand
 from fp8core.testing import inputs
-from fp8core.testing.calls import gemm_operands
 from fp8core.testing.checks import law
 from fp8core.testing.compare import require, same_bits
 from fp8core.testing.laws.gemm import aligned
+from fp8core.testing.operands import gemm_operands
 from fp8core.testing.subject import Subject
 
 PARTS = 2, 4

@@ -19,13 +19,6 @@ from fp8core.backend_api import (
     split_groups,
 )
 from fp8core.testing import inputs
-from fp8core.testing.calls import (
-    group_offsets,
-    offsets_for,
-    quantize_keywords,
-    quantize_size,
-    step_of,
-)
 from fp8core.testing.checks import law
 from fp8core.testing.compare import require, same_bits, same_form, within
 from fp8core.testing.judged import (
@@ -38,6 +31,13 @@ from fp8core.testing.judged import (
     same_codes,
     same_operands,
     same_scales,
+)
+from fp8core.testing.operands import (
+    group_offsets,
+    offsets_for,
+    quantize_keywords,
+    quantize_size,
+    step_of,
 )
 from fp8core.testing.subject import Subject, on_cpu
 

@@ -9,10 +9,10 @@ import torch
 
 from fp8core.backend_api import GemmDesc, GroupedGemmDesc, Operand
 from fp8core.testing import inputs
-from fp8core.testing.calls import gemm_operands, grouped_operands, operand
 from fp8core.testing.checks import law
 from fp8core.testing.laws.gemm import aligned, product_within
 from fp8core.testing.laws.grouped import each_within
+from fp8core.testing.operands import gemm_operands, grouped_operands, operand
 from fp8core.testing.subject import Subject
 from fp8core.torch_ops.private import pytree
 

@@ -9,10 +9,10 @@ import torch
 from fp8core import formats
 from fp8core.backend_api import OperandSpec, Quantized, QuantizeDesc
 from fp8core.testing import inputs
-from fp8core.testing.calls import offsets_for, quantize_size, up
 from fp8core.testing.checks import law
 from fp8core.testing.compare import require, same_bits, within
 from fp8core.testing.judged import is_nearest
+from fp8core.testing.operands import offsets_for, quantize_size, up
 from fp8core.testing.subject import Subject, on_cpu, storage_step
 
 REPEATS, SEEDS = 256, 48
