@@ -178,8 +178,8 @@ class QuantizedTensor(Casts):
         """Return ``value [..., k]`` stored by ``plan``, without its history.
 
         An orientation that is None in ``plan`` is not held. ``slot`` holds a delayed scale, which
-        later writes take too; ``reduce_amax`` is as in
-        :func:`~fp8core.tensors.quantizer_binding.bind_quantizer`.
+        later writes take too. ``reduce_amax``, if given, reduces the amaxes that scales follow
+        from over all parts of a tensor of which ``value`` is one.
 
         Raises:
             OperandError: ``value`` has no dimension, or another dtype than float32, bfloat16 and
