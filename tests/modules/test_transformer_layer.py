@@ -19,6 +19,7 @@ from fp8core import (
     checkpoint,
     explain,
     recipe,
+    reporting,
 )
 from tests.modules.transformer_oracle import (
     F64,
@@ -343,7 +344,10 @@ def test_a_compiled_layer_computes_the_same(name: str | None) -> None:
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
-def test_the_layer_of_the_documentation_runs(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_layer_of_the_documentation_runs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporting, "_logged", set())
     te = fp8core
     layer = te.TransformerLayer(
         hidden_size=64,

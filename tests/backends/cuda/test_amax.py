@@ -63,7 +63,7 @@ class KernelAmax:
     def __call__(self, x: torch.Tensor, *groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
         desc = dataclasses.replace(self._desc, grouped=bool(groups), offsets_on_device=bool(groups))
         made = reference(AmaxDesc(desc))(x, *groups)
-        return (made[: len(x)], made[len(x) :]) if self._is_of_rows else (made, made)
+        return (made[: len(x)], made[len(x) :], made) if self._is_of_rows else (made,) * 3
 
 
 def kernel_cast(desc: QuantizeDesc, device: torch.device, native: Any) -> Callable[..., Quantized]:

@@ -129,7 +129,7 @@ class _Named:
         __members__: ClassVar = {name: name for name in ("mx32", "nv16")}
 
 
-_Named.OperandDesc = _Named.GemmDesc = _Named
+_Named.OperandDesc = _Named.GemmDesc = _Named.Transpose = _Named
 
 
 @pytest.mark.parametrize(("spec", "k"), [(MX, 64), (FP4, 128)], ids=["mxfp8", "nvfp4"])
