@@ -23,11 +23,9 @@ process group, which return at once. Nothing is recorded there, ``parallel`` is 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
 import os
 import platform
-import pstats
 import random
 import subprocess
 import sys
@@ -55,7 +53,7 @@ __all__ = ["Calls", "main"]
 RANKS, TOKENS, HIDDEN, FFN = 2, 256, 512, 2048
 RECIPES = ("delayed", "current", "block")
 CPU, TIMEOUT_S = torch.device("cpu"), 300
-CALLS, WARM_UP, PROFILED_CALLS, SHOWN = 20, 12, 1000, 45
+CALLS, WARM_UP, PROFILED_CALLS = 20, 12, 1000
 STARTS = ("_allgather_base", "_reduce_scatter_base", "allreduce")
 
 Step = Callable[[], None]
@@ -220,21 +218,6 @@ def measure(
     return report
 
 
-def profile(name: str, calls: int = PROFILED_CALLS) -> None:
-    """Print the functions with the most time of their own in a recipe's step."""
-    step = of_layer(name, is_alone=False)
-    for _ in range(WARM_UP):
-        step()
-    profiler = cProfile.Profile()
-    # In the calling thread, which alone is profiled.
-    with torch.autograd.set_multithreading_enabled(False):
-        profiler.enable()
-        for _ in range(calls):
-            step()
-        profiler.disable()
-    pstats.Stats(profiler, stream=sys.stdout).sort_stats("tottime").print_stats(SHOWN)
-
-
 def report_of(us: dict[str, dict[str, float]], device: str) -> str:
     """Return the figures as JSON."""
     shape = f"{TOKENS} tokens over {RANKS} ranks, {HIDDEN}, {FFN}, bfloat16, no bias"
@@ -261,7 +244,7 @@ def without_devices(rounds: int, profiled: str | None) -> None:
         if profiled is None:
             print(report_of(measure(rounds), f"{platform.machine()} CPU, 1 thread"))
         else:
-            profile(profiled)
+            host_path.print_profile(of_layer(profiled, is_alone=False), PROFILED_CALLS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -200,9 +200,8 @@ def measure(rounds: int) -> dict[str, list[float]]:
     }
 
 
-def profile(name: str, calls: int = PROFILED_CALLS) -> None:
-    """Print the functions with the most time of their own in a recipe's step."""
-    step = of_layer(name)
+def print_profile(step: Callable[[], object], calls: int = PROFILED_CALLS) -> None:
+    """Print the functions with the most time of their own in ``step``."""
     for _ in range(WARM_UP):
         step()
     profiler = cProfile.Profile()
@@ -225,7 +224,7 @@ def main() -> None:
     with ExitStack() as stack:
         without_a_device(stack)
         if args.profile is not None:
-            profile(args.profile)
+            print_profile(of_layer(args.profile))
             return
         report = {
             "device": f"{platform.machine()} CPU, 1 thread",
