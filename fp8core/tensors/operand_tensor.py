@@ -1,0 +1,176 @@
+"""A tensor whose memory is the operands of a GEMM: what it holds, and how it is created anew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from fp8core.backend_api import Operand
+from fp8core.errors import OperandError
+from fp8core.recipe.plan import TensorPlan
+from fp8core.tensors.casts import Casts
+from fp8core.tensors.checks import matrix_size
+from fp8core.tensors.quantizer import Orientations, Slot
+from fp8core.tensors.storage import PARTS, Held, decode_operand, split, turn
+from fp8core.torch_ops.private import (
+    IS_PARAMETER,
+    make_wrapper,
+    no_torch_function,
+    refuse_address,
+)
+
+__all__ = ["OperandTensor"]
+
+_Self = TypeVar("_Self", bound="OperandTensor")
+
+
+class OperandTensor(Casts):
+    """A tensor ``[..., k]`` without memory of its own, of the plain tensors of its operands.
+
+    What it does in torch's operators is its subclass's, :class:`fp8core.QuantizedTensor`.
+    """
+
+    plan: TensorPlan
+    _rowwise_data: torch.Tensor | None
+    _rowwise_scale_inv: torch.Tensor | None
+    _initial_value: torch.Tensor | None
+    _keeps_initial_value: bool
+    # The delayed scale by which a written value is quantized, from a Float8Quantizer.
+    _slot: Slot | None
+    # Whether it has such a scale elsewhere: torch rebuilt it for a graph, from its operands alone.
+    _lacks_slot: bool
+    # Whether scales cover more than this tensor: it is a part of another one.
+    _shares_scales: bool
+    # Whether it is a parameter without its history, as ``data`` and ``detach`` give it.
+    _is_of_parameter: bool
+
+    __torch_function__: ClassVar[Any] = no_torch_function
+
+    @staticmethod
+    def __new__(
+        cls: type[_Self],
+        rowwise: Operand | None,
+        columnwise: Operand | None,
+        plan: TensorPlan,
+        dtype: torch.dtype,
+        *,
+        shape: Sequence[int] | None = None,
+    ) -> _Self:
+        """Wrap the operands; ``columnwise`` is None if it is a view of ``rowwise``, or not planned.
+
+        ``shape`` is that of the tensor, ``[n, k]`` if None.
+
+        Raises:
+            OperandError: their sizes or dtypes do not fit ``plan``, or ``shape``.
+        """
+        nothing = (None,) * len(Operand._fields)
+        parts = (*(rowwise or nothing), *(columnwise or nothing))
+        size = matrix_size(parts, plan)
+        if shape is not None and (math.prod(shape[:-1]), *shape[-1:]) != size:
+            raise OperandError(
+                f"a QuantizedTensor {list(shape)} of operands for {size[0]} rows of {size[1]}: "
+                f"leading dimensions are rows."
+            )
+        device = next(part.device for part in parts if part is not None)
+        self: _Self = make_wrapper(
+            cls, size if shape is None else tuple(shape), dtype=dtype, device=device
+        )
+        refuse_address(self)
+        for name, part in zip(PARTS, parts, strict=True):
+            setattr(self, name, part)
+        self.plan = plan
+        self._initial_value = None
+        self._keeps_initial_value = False
+        self._slot = None
+        self._lacks_slot = False
+        self._shares_scales = False
+        self._is_of_parameter = False
+        return self
+
+    @property
+    def parts(self) -> list[torch.Tensor | None]:
+        """The plain tensors of its rowwise operand, then of its columnwise one, None for those that
+        it lacks."""
+        return [getattr(self, name) for name in PARTS]
+
+    @property
+    def held(self) -> Held:
+        """The operands that it stores, None for one that is a view of the other, or not planned."""
+        return split(self.parts)
+
+    @property
+    def operands(self) -> Orientations:
+        """The operands, ``rowwise [n, k]`` and ``columnwise [k, n]``, None if not planned."""
+        rowwise, columnwise = self.held
+        if columnwise is None and rowwise is not None and self.plan.columnwise is not None:
+            columnwise = turn(rowwise)
+        return Orientations(rowwise, columnwise)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the plain tensors of its operands, for a collective or a count of bytes."""
+        return [part for part in self.parts if part is not None]
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # torch's is read-only too, but for its stub
+        """The bytes of its operands, scales included."""
+        return sum(part.nbytes for part in self.tensors())
+
+    @property
+    def is_of_parameter(self) -> bool:
+        """Whether it is a parameter, or one without its history."""
+        return self._is_of_parameter or getattr(self, IS_PARAMETER, False)
+
+    def decoded(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the values as a plain tensor without history, in the nominal dtype if None."""
+        rowwise, columnwise = self.held
+        row, column = self.plan
+        dtype = dtype or self.dtype
+        if rowwise is not None and row is not None:
+            values = decode_operand(rowwise, row, dtype)
+        else:
+            assert columnwise is not None
+            assert column is not None
+            values = decode_operand(columnwise, column, dtype).t().contiguous()
+        return values if self.dim() == 2 else values.reshape(self.shape)
+
+    def rebuilt(
+        self: _Self,
+        rowwise: Operand | None,
+        columnwise: Operand | None,
+        shape: Sequence[int],
+        *,
+        shares_scales: bool | None = None,
+    ) -> _Self:
+        """Return a tensor of ``shape`` of other operands that are stored alike.
+
+        ``shares_scales``: whether their scales cover more than they do; None as this tensor's.
+        """
+        with torch.inference_mode(False):  # as a view that torch creates outside of it
+            made = type(self)(rowwise, columnwise, self.plan, self.dtype, shape=shape)
+        made._slot, made._lacks_slot = self._slot, self._lacks_slot
+        made._shares_scales = self._shares_scales if shares_scales is None else shares_scales
+        return made
+
+    def with_dtype(self: _Self, dtype: torch.dtype) -> _Self:
+        """Return the same operands under another nominal dtype."""
+        renamed = type(self)(*self.held, self.plan, dtype, shape=self.shape)
+        renamed._slot, renamed._lacks_slot = self._slot, self._lacks_slot
+        renamed._shares_scales = self._shares_scales
+        renamed._is_of_parameter = self.is_of_parameter
+        renamed._initial_value = self._initial_value
+        renamed._keeps_initial_value = self._keeps_initial_value
+        return renamed
+
+    def bound_to(self: _Self, slot: Slot | None) -> _Self:
+        """Return this tensor, to which values are written by the delayed scale of ``slot``; None:
+        by a scale from their amax."""
+        self._slot, self._lacks_slot = slot, False
+        return self
+
+    def pinned(self: _Self) -> _Self:
+        """Return a copy in pinned memory of the CPU."""
+        copies = [None if part is None else part.pin_memory() for part in self.parts]
+        return self.rebuilt(*split(copies), self.shape, shares_scales=False)

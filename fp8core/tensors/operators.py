@@ -1,0 +1,260 @@
+"""What torch's operators do with a tensor of operands.
+
+Copies, moves and padding act on the operands, bit for bit, as views and copies of whole blocks do;
+other operators compute with the decoded values, and what they write is quantized again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fp8core.errors import UnsupportedError
+from fp8core.reporting import log_once
+from fp8core.tensors.collectives import collected
+from fp8core.tensors.operand_tensor import OperandTensor
+from fp8core.tensors.storage import kept, make_operands, pad_operand, split
+from fp8core.tensors.values import as_view, decomposed, written
+from fp8core.tensors.views import COPIES, VIEWS, say_dequantized
+from fp8core.tensors.writing import assign, refuse_part, write
+from fp8core.torch_ops.private import COLLECTIVES, pytree
+
+__all__ = ["run"]
+
+_MASTERS = (
+    "Step high-precision masters: make masters = fp8core.MasterWeights(model) and the optimizer "
+    "of masters.parameters(), then masters.attach(optimizer)."
+)
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the operator ``func``, of whose arguments one is a tensor of operands.
+
+    Raises:
+        UnsupportedError: a view cuts blocks, or ``func`` writes what the operands cannot hold.
+    """
+    handler = _HANDLERS.get(func.overloadpacket) or decomposed(func) or _on_values
+    return handler(func, args, kwargs)
+
+
+def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` on the values; a value that it writes is quantized again."""
+    targets = []
+    for target in written(func, args, kwargs):
+        if isinstance(target, OperandTensor):
+            targets.append(target)
+        elif isinstance(target, (list, tuple)) and any(
+            isinstance(item, OperandTensor) for item in target
+        ):
+            raise UnsupportedError(
+                f"{func} updates several parameters at once, and cannot write to "
+                f"{next(t for t in target if isinstance(t, OperandTensor))}: an optimizer "
+                f"with foreach=True or fused=True.\n  {_MASTERS}"
+            )
+    if func.namespace == "c10d":  # in place, or into lists
+        raise UnsupportedError(
+            f"{func} of a QuantizedTensor: pass each of its .tensors(), or .dequantize()."
+        )
+    if func.namespace == COLLECTIVES:
+        made = collected(func, args)
+        if made is not None:
+            return made
+    for target in targets:
+        refuse_part(target)
+        _refuse_arithmetic(func, target)
+    values: dict[int, torch.Tensor] = {}
+
+    def value_of(tensor: OperandTensor) -> torch.Tensor:
+        return values.setdefault(id(tensor), tensor.decoded())
+
+    plain_args, plain_kwargs = pytree.tree_map_only(OperandTensor, value_of, (args, kwargs))
+    out = func(*plain_args, **plain_kwargs)
+    owners = {id(values[id(target)]): target for target in targets}
+    for target in targets:
+        value = values[id(target)]
+        if value.shape != target.shape:
+            raise UnsupportedError(f"{func} changes the shape of {target}; that is not offered.")
+        if func.overloadpacket in _UPDATES:
+            log_once(
+                f"an optimizer updates parameters stored as {target.plan.rowwise} in place: a "
+                f"step smaller than half a unit of that format is lost. {_MASTERS}"
+            )
+        write(target, value)
+    out = pytree.tree_map_only(torch.Tensor, lambda value: owners.get(id(value), value), out)
+    if targets:
+        return out
+    viewed = as_view(func, out)
+    if viewed is out and not _is_dequantize(func, args):
+        say_dequantized(func, _first(args, kwargs))
+    return viewed
+
+
+def _refuse_arithmetic(func: Any, target: OperandTensor) -> None:
+    """Refuse to compute in place, but on parameters, whose optimizers do so and are warned."""
+    if func.overloadpacket in _RESHAPES:
+        raise UnsupportedError(
+            f"{func} changes the shape of {target} in place; that is not offered. Its other names, "
+            f"such as transpose(), return a view of the values."
+        )
+    if func.overloadpacket in _SETTERS or target.is_of_parameter:
+        return
+    raise UnsupportedError(
+        f"{func.overloadpacket} computes in place on {target}, and would round what it holds once "
+        f"more: a change of less than half a unit would be lost without a trace. Compute with "
+        f"x = q.dequantize(torch.float32), which keeps its precision, then q.copy_(x)."
+    )
+
+
+def _is_dequantize(func: Any, args: tuple[Any, ...]) -> bool:
+    """Say whether this is a product with 1, which is how ``dequantize`` is differentiable."""
+    return func is _aten.mul.Tensor and type(args[1]) is int and args[1] == 1
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperandTensor:
+    leaves = pytree.tree_leaves((args, kwargs))
+    return next(one for one in leaves if isinstance(one, OperandTensor))
+
+
+def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator of :data:`COPIES` on the operands, or on the values."""
+    first = args[0] if isinstance(args[0], OperandTensor) else None
+    if first is None and isinstance(args[0], (list, tuple)):
+        first = args[0][0]
+    made = None
+    if isinstance(first, OperandTensor):
+        made = COPIES[func.overloadpacket](func, args, kwargs)
+    return _on_values(func, args, kwargs) if made is None else made
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[:2]
+    if not isinstance(target, OperandTensor):
+        return func(target, source.decoded(), *args[2:], **kwargs)
+    if not isinstance(source, OperandTensor):
+        write(target, source)
+    elif source.plan == target.plan and source.shape == target.shape:
+        refuse_part(target)
+        assign(target, source.operands)
+    else:
+        write(target, source.decoded(torch.float32))
+    return target
+
+
+def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperandTensor:
+    with torch.inference_mode(False):  # as a view that torch creates outside of it
+        return args[0].with_dtype(args[0].dtype)  # type: ignore[no-any-return]
+
+
+def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the tensor itself for its own strides, as FSDP asks for them; else its values."""
+    tensor, size, stride = args[:3]
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    asked = (tuple(size), tuple(stride), offset or 0)
+    if asked == (tuple(tensor.shape), tensor.stride(), 0):
+        return _detach(func, args, kwargs)
+    return _on_values(func, args, kwargs)
+
+
+def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperandTensor:
+    tensor: OperandTensor = args[0]
+    copies = [None if part is None else part.clone() for part in tensor.parts]
+    clone = type(tensor)(*split(copies), tensor.plan, tensor.dtype, shape=tensor.shape)
+    clone._slot, clone._lacks_slot = tensor._slot, tensor._lacks_slot
+    return clone
+
+
+def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    tensor: OperandTensor = args[0]
+    dtype = kwargs.get("dtype") or tensor.dtype
+    device = kwargs.get("device") or tensor.device
+    if dtype != tensor.dtype:
+        return tensor.decoded(dtype).to(device)
+    if device == tensor.device:
+        return _clone(func, args, {})
+    moved = _like(tensor, device)
+    assign(moved, tensor.operands)
+    moved._initial_value = tensor._initial_value
+    return moved
+
+
+def _like(tensor: OperandTensor, device: torch.device) -> OperandTensor:
+    """Return zeros stored as ``tensor`` is, on ``device``, in the layout of the backend there."""
+    rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
+    zeros = torch.zeros(rows, columns, dtype=tensor.dtype, device=device)
+    stored = kept(make_operands(zeros, tensor.plan), tensor.plan)
+    like = type(tensor)(*stored, tensor.plan, tensor.dtype, shape=tensor.shape)
+    like._keeps_initial_value = tensor._keeps_initial_value
+    return like
+
+
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    tensor, device = args[0], kwargs.get("device")
+    is_deferred = func.overloadpacket is _aten.empty_like and tensor.is_meta
+    if is_deferred and device is not None and device.type != "meta":  # Module.to_empty
+        return _like(tensor, device)
+    if func.overloadpacket is _aten.new_zeros and tensor.is_of_parameter:
+        log_once(
+            f"zeros like the parameter {tensor} are a plain tensor. If fully_shard makes its "
+            f"shards of them, the parameter becomes its dequantized value: call "
+            f"fp8core.distributed.gather_quantized(model, recipe) before fully_shard, which keeps "
+            f"initial values and gathers codes.",
+            about="new_zeros of a quantized parameter",
+        )
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return func(plain, *args[1:], **kwargs)  # type: ignore[no-any-return]
+
+
+def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for part in args[0].tensors():
+        func(part, *args[1:], **kwargs)
+
+
+def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    tensor, amounts = args[0], list(args[1])
+    value = args[2] if len(args) > 2 else kwargs.get("value", 0)
+    is_plain = len(amounts) == 4 and not amounts[0] and not amounts[2] and min(amounts) >= 0
+    rowwise, columnwise = tensor.held
+    plan = tensor.plan
+    if value != 0 or not is_plain or tensor.dim() != 2 or rowwise is None:
+        return _on_values(func, args, kwargs)  # type: ignore[no-any-return]
+    _, columns, _, rows = amounts
+    padded: OperandTensor = type(tensor)(
+        pad_operand(rowwise, plan.rowwise, rows, columns),
+        None if columnwise is None else pad_operand(columnwise, plan.columnwise, columns, rows),
+        plan,
+        tensor.dtype,
+    )
+    return padded
+
+
+_aten = torch.ops.aten
+# They write a value that does not depend on the present one.
+_SETTERS = {
+    *(_aten.zero_, _aten.fill_, _aten.normal_, _aten.uniform_, _aten.random_, _aten.bernoulli_),
+    *(_aten.exponential_, _aten.cauchy_, _aten.geometric_, _aten.log_normal_),
+}
+# Refused for the shape that they change.
+_RESHAPES = {
+    *(_aten.t_, _aten.transpose_, _aten.squeeze_, _aten.unsqueeze_, _aten.as_strided_),
+    *(_aten.resize_, _aten.resize_as_, _aten.set_),
+}
+_UPDATES = {_aten.add_, _aten.sub_, _aten.mul_, _aten.addcdiv_, _aten.addcmul_, _aten.lerp_}
+_HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    _aten.copy_: _copy,
+    _aten.detach: _detach,
+    _aten.clone: _clone,
+    _aten._to_copy: _to_copy,
+    _aten.constant_pad_nd: _pad,
+    _aten.alias: _detach,
+    _aten.record_stream: _record_stream,
+    _aten.as_strided: _as_strided,
+    **VIEWS,
+    **dict.fromkeys(COPIES, _copied),
+}
+for _name in ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"):
+    _HANDLERS[getattr(_aten, _name)] = _new
+for _name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"):
+    _HANDLERS[getattr(_aten, _name)] = _new
