@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core import permutation
 from fp8core.errors import OperandError
 from fp8core.permutation import (
     moe_permute,
@@ -17,6 +16,7 @@ from fp8core.permutation import (
     moe_sort_chunks_by_index,
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
+    routes,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -205,9 +205,9 @@ def test_backward_does_not_invert_a_map_that_was_made_by_a_mask(
 ) -> None:
     output, row_id_map = moe_permute(rand(7, 5), routing(), 14)
     kinds: list[str] = []
-    route = permutation._route
+    route = routes.route
     monkeypatch.setattr(
-        permutation, "_route", lambda kind, *rest: [kinds.append(kind), route(kind, *rest)][1]
+        routes, "route", lambda kind, *rest: [kinds.append(kind), route(kind, *rest)][1]
     )
     moe_unpermute(output.requires_grad_(), row_id_map).sum().backward()
     assert kinds == []
