@@ -9,6 +9,7 @@ nothing can have changed since the forward, or if the model's output keeps the s
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,14 +28,15 @@ __all__ = ["Tape", "TapeEntry", "current", "is_in_backward", "keep_scales", "pla
 class TapeEntry(NamedTuple):
     """One layer's forward: its label, what it was bound for, its weights and delayed scales.
 
-    ``versions`` count the writes to its parameters, ``scale`` is a copy of the delayed scales.
+    ``versions`` count the writes to its parameters, by name; ``scale`` is a copy of the delayed
+    scales.
     ``first_microbatch`` is the argument of the call, ``weights`` are the stored quantized weights
     that the call used because of it.
     """
 
     label: str
     key: tuple[object, ...]
-    versions: tuple[int, ...]
+    versions: dict[str, int]
     scale: torch.Tensor | None
     first_microbatch: bool | None
     weights: dict[int, Kept]
@@ -73,22 +75,23 @@ class Tape:
         self,
         label: str,
         key: tuple[object, ...],
-        weights: Sequence[torch.Tensor],
+        layer: torch.nn.Module,
         state: DelayedState | None,
         first_microbatch: bool | None = None,
     ) -> TapeEntry:
-        """Record one layer's forward, or return the recorded one that it repeats.
+        """Record the forward of ``layer``, or return the recorded one that it repeats.
 
         Raises:
             OperandError: another layer, recipe, dtype or weight than in forward.
         """
         if self.is_replaying:
-            return self._take(label, key, weights)
+            return self._take(label, key, layer)
         if self._outer is None:
             scale = None if state is None else state.scale.clone()
-            entry = TapeEntry(label, key, _versions(weights), scale, first_microbatch, {})
+            versions = {name: _writes(weight) for name, weight in layer.named_parameters()}
+            entry = TapeEntry(label, key, versions, scale, first_microbatch, {})
         else:
-            entry = self._outer.visit(label, key, weights, state, first_microbatch)
+            entry = self._outer.visit(label, key, layer, state, first_microbatch)
         self._entries.append(entry)
         return entry
 
@@ -96,9 +99,7 @@ class Tape:
         """Have the next layer that is checked repeat ``entry``, which another tape recorded."""
         self._entries.append(entry)
 
-    def _take(
-        self, label: str, key: tuple[object, ...], weights: Sequence[torch.Tensor]
-    ) -> TapeEntry:
+    def _take(self, label: str, key: tuple[object, ...], layer: torch.nn.Module) -> TapeEntry:
         if self._next >= len(self._entries):
             raise OperandError(f"recompute of {label}: the forward ran fewer layers.")
         entry = self._entries[self._next]
@@ -110,7 +111,7 @@ class Tape:
                 f"recompute of {label}: recipe, dtype, device or backend differ from the forward: "
                 f"{key} instead of {entry.key}."
             )
-        if entry.versions != _versions(weights):
+        if any(_writes_now(layer, name) != seen for name, seen in entry.versions.items()):
             raise OperandError(
                 f"recompute of {label}: a parameter was written between forward and backward; "
                 f"step the optimizer after backward."
@@ -184,5 +185,17 @@ def _write(state: DelayedState, scale: torch.Tensor) -> None:
         state.scale.copy_(scale)
 
 
-def _versions(weights: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    return tuple(0 if weight.is_inference() else weight._version for weight in weights)
+def _writes(weight: torch.Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
+
+
+def _writes_now(layer: torch.nn.Module, name: str) -> int | None:
+    """Return the writes to what ``layer`` has by the name of a parameter; None if it has nothing.
+
+    FSDP1 gathers a parameter in backward into an attribute, of which ``named_parameters`` does not
+    tell.
+    """
+    try:
+        return _writes(operator.attrgetter(name)(layer))
+    except AttributeError:
+        return None

@@ -186,7 +186,7 @@ def run_links(
             return chain.run(links, input, params, call)
     state = None if bound.states is None else bound.states.forward
     key = (bound.recipe, input.device, input.dtype, policy.current())
-    entry = tape.visit(layer.label, key, list(layer.parameters()), state, first)
+    entry = tape.visit(layer.label, key, layer, state, first)
     if not tape.is_repeating:
         if first is not None and tape.is_grad_enabled and call.keeping is not None:
             call = call._replace(keeping=call.keeping._replace(used=entry.weights))
@@ -216,7 +216,7 @@ def run_joined(
             state, scale = None if bound.states is None else bound.states.forward, None
             if tape is not None:
                 key = (bound.recipe, input.device, input.dtype, policy.current())
-                entry = tape.visit(layer.label, key, list(layer.parameters()), state, None)
+                entry = tape.visit(layer.label, key, layer, state, None)
                 scale = entry.scale if tape.is_repeating else None
             elif state is not None and recompute.is_in_backward():
                 scale = offered_scale(state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -22,24 +22,16 @@ __all__ = [
 
 
 class _Recorded(NamedTuple):
-    """A layer's forward; the weights and state are held so that no other object gets their id."""
+    """A layer's forward; the layer is held so that no other object gets its id."""
 
     entry: TapeEntry
-    held: tuple[object, ...]
+    layer: torch.nn.Module
 
 
 # The forwards of each layer that no recompute has repeated yet, oldest first. A framework repeats
 # its layers in any order, but the microbatches of one layer in theirs.
-_waiting: dict[tuple[int, ...], deque[_Recorded]] = {}
+_waiting: dict[int, deque[_Recorded]] = {}
 _waiting_lock = threading.Lock()
-
-
-def _key(
-    label: str, weights: Sequence[torch.Tensor], state: DelayedState | None
-) -> tuple[int, ...]:
-    if state is not None:
-        return (id(state),)
-    return tuple(map(id, weights)) or (hash(label),)
 
 
 class _Forward(Tape):
@@ -49,15 +41,15 @@ class _Forward(Tape):
         self,
         label: str,
         key: tuple[object, ...],
-        weights: Sequence[torch.Tensor],
+        layer: torch.nn.Module,
         state: DelayedState | None,
         first_microbatch: bool | None = None,
     ) -> TapeEntry:
         """Record one layer's forward."""
-        entry = super().visit(label, key, weights, state, first_microbatch)
+        entry = super().visit(label, key, layer, state, first_microbatch)
         with _waiting_lock:
-            queue = _waiting.setdefault(_key(label, weights, state), deque())
-            queue.append(_Recorded(entry, (*weights, state)))
+            queue = _waiting.setdefault(id(layer), deque())
+            queue.append(_Recorded(entry, layer))
         return entry
 
 
@@ -72,7 +64,7 @@ class _Repeat(Tape):
         self,
         label: str,
         key: tuple[object, ...],
-        weights: Sequence[torch.Tensor],
+        layer: torch.nn.Module,
         state: DelayedState | None,
         first_microbatch: bool | None = None,
     ) -> TapeEntry:
@@ -81,9 +73,8 @@ class _Repeat(Tape):
         Raises:
             OperandError: there is none, or it ran with another recipe, dtype or weight.
         """
-        at = _key(label, weights, state)
         with _waiting_lock:
-            queue = _waiting.get(at)
+            queue = _waiting.get(id(layer))
             if not queue:
                 raise OperandError(
                     f"recompute of {label}: its forward did not run within "
@@ -91,9 +82,9 @@ class _Repeat(Tape):
                 )
             entry = queue.popleft().entry
             if not queue:
-                del _waiting[at]
+                del _waiting[id(layer)]
         self.expect(entry)
-        return super().visit(label, key, weights, state, first_microbatch)
+        return super().visit(label, key, layer, state, first_microbatch)
 
 
 class _Phase(threading.local):
