@@ -15,7 +15,7 @@ import torch
 from fp8core.backend_api import AdamDesc, SgdDesc
 from fp8core.chain.alone import bound
 from fp8core.errors import OperandError
-from fp8core.tensors.sharded_weight import plain_for_writing
+from fp8core.tensors.sharded_weight import local_part, plain_for_writing
 from fp8core.torch_ops.private import copy_all, foreach_norm
 
 __all__ = [
@@ -58,11 +58,7 @@ class MultiTensorApply:
                 f"tensors; expected as many in each."
             )
         local = [
-            [
-                plain_for_writing(one.to_local() if hasattr(one, "to_local") else one)
-                for one in tensors
-            ]
-            for tensors in tensor_lists
+            [plain_for_writing(local_part(one)) for one in tensors] for tensors in tensor_lists
         ]
         kept = [at for at, one in enumerate(local[0]) if one.numel()] if local else []
         if not kept:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -11,6 +10,7 @@ from fp8core.errors import OperandError
 from fp8core.parameter.shared_grad import Stepping, share_grad
 from fp8core.reporting import log_once
 from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.sharded_weight import local_part
 
 __all__ = ["fits", "forget_initial_values", "is_rounded", "make_master"]
 
@@ -74,13 +74,8 @@ def is_rounded(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     stored = parameter.detach()
     again = stored.clone()
     again.copy_(value)
-    expected, present = _local(again.float()), _local(stored.float())
+    expected, present = local_part(again.float()), local_part(stored.float())
     if torch.allclose(expected, present, _SCALE_MOVES, 0.0, equal_nan=True):
         return True
     # Codes whose scale does not follow from their amax change when they are quantized again.
     return isinstance(stored, QuantizedTensor) and torch.equal(present, value.float())
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local

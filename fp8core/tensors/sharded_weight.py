@@ -21,7 +21,7 @@ from fp8core.torch_ops.private import (
     pytree,
 )
 
-__all__ = ["Gathering", "ShardedWeight", "Writes", "plain_for_writing"]
+__all__ = ["Gathering", "ShardedWeight", "Writes", "local_part", "plain_for_writing"]
 
 
 class Writes:
@@ -117,8 +117,7 @@ class ShardedWeight(torch.Tensor):
         """Return the gathered weight and the tensors with its memory, or complete ``out``."""
         if out is None:
             return self.gathering.assembled(all_gather_outputs, metadata, param_dtype)
-        local = out.to_local() if hasattr(out, "to_local") else out
-        self.gathering.write(all_gather_outputs, metadata, local)
+        self.gathering.write(all_gather_outputs, metadata, local_part(out))
         return None
 
     def __tensor_flatten__(self) -> tuple[list[str], Gathering]:
@@ -178,6 +177,12 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """Return this rank's part of a DTensor, another tensor as it is."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 def plain_for_writing(tensor: torch.Tensor) -> torch.Tensor:
