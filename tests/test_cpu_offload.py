@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fp8core
-from fp8core import cpu_offload, recipe
-from fp8core.cpu_offload import get_cpu_offload_context, mark_not_offload
+from fp8core import recipe
+from fp8core.cpu_offload import get_cpu_offload_context, mark_not_offload, selection
 from fp8core.errors import OperandError
 from fp8core.tensors import offloading
 
@@ -21,7 +21,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_offload, "MIN_ELEMENTS", 64)
+    monkeypatch.setattr(selection, "MIN_ELEMENTS", 64)
 
 
 def torch_layers(count: int = 4) -> list[torch.nn.Module]:
