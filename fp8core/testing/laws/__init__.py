@@ -8,6 +8,7 @@ from fp8core.testing.laws import (  # noqa: F401  each defines its laws when it 
     amax,
     attention,
     attention_parts,
+    cross_entropy,
     declaration,
     every_op,
     fused,
@@ -15,15 +16,17 @@ from fp8core.testing.laws import (  # noqa: F401  each defines its laws when it 
     grouped,
     memory,
     nonfinite,
+    optimizers,
     out,
     overflow,
     parts,
+    permutation,
     pointwise,
     quantize,
     rotary,
+    router,
     sizes,
     stochastic,
-    training,
 )
 
 __all__ = ["LAWS"]

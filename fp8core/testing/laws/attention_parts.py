@@ -8,7 +8,8 @@ from fp8core.backend_api import AttentionBackwardDesc, AttentionPartBackwardDesc
 from fp8core.testing.calls import arguments
 from fp8core.testing.checks import law
 from fp8core.testing.compare import same_form, ulp, within
-from fp8core.testing.laws.attention import F64, ROUND, Sequence, cases, sequence, sides_of
+from fp8core.testing.laws.attention import cases
+from fp8core.testing.sequences import F64, ROUND, Sequence, sequence, sides_of
 from fp8core.testing.subject import Subject, on_cpu
 
 
