@@ -11,7 +11,7 @@ from fp8core.backend_api import Operand, OperandSpec
 from fp8core.tensors.pieces import shares_scales
 from fp8core.torch_ops.private import WAITING, gathered_rows
 
-__all__ = ["collected"]
+__all__ = ["broadcast", "collected"]
 
 
 def collected(func: Any, args: Sequence[Any]) -> Any:
@@ -33,6 +33,27 @@ def collected(func: Any, args: Sequence[Any]) -> Any:
         held.append(None if operand is None else _gathered(operand, along, group_size, group_name))
     shape = [group_size * tensor.shape[0], *tensor.shape[1:]]
     return tensor.rebuilt(*held, shape, shares_scales=False)
+
+
+def broadcast(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a broadcast of ``c10d`` in place on the operands of a tensor, or of its flat view.
+
+    Codes and scales arrive as they are on the rank that sends. What is returned waits for all.
+    """
+    (tensor,), *others = args
+    work: Any = None
+    for part in getattr(tensor, "whole", tensor).tensors():
+        if work is not None:
+            work.wait()
+        sent = part if part.is_contiguous() else part.contiguous()
+        coded = sent.view(torch.uint8) if sent.itemsize == 1 else sent
+        _, work = func([coded], *others, **kwargs)
+        if sent is not part:
+            work.wait()
+            part.copy_(sent)
+        if not part.is_inference():
+            torch.autograd.graph.increment_version(part)
+    return [tensor], work
 
 
 def _is_whole(tensor: Any, spec: OperandSpec, along: int) -> bool:

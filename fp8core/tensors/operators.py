@@ -14,7 +14,7 @@ import torch
 
 from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
-from fp8core.tensors.collectives import collected
+from fp8core.tensors.collectives import broadcast, collected
 from fp8core.tensors.operand_tensor import OperandTensor
 from fp8core.tensors.storage import kept, make_operands, pad_operand, split
 from fp8core.tensors.values import as_view, decomposed, written
@@ -54,6 +54,8 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"{next(t for t in target if isinstance(t, OperandTensor))}: an optimizer "
                 f"with foreach=True or fused=True.\n  {_MASTERS}"
             )
+    if func is torch.ops.c10d.broadcast_.default:
+        return broadcast(func, args, kwargs)
     if func.namespace == "c10d":  # in place, or into lists
         raise UnsupportedError(
             f"{func} of a QuantizedTensor: pass each of its .tensors(), or .dequantize()."

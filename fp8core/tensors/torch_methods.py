@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from fp8core.errors import OperandError, UnsupportedError
+from fp8core.tensors.flat_view import FlatView
 from fp8core.tensors.operand_tensor import OperandTensor
 from fp8core.tensors.views import say_dequantized
 
@@ -27,10 +28,13 @@ class TorchMethods(OperandTensor):
         values, which is logged once."""
         sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         try:
-            return self.view(*sizes)
+            view = self.view(*sizes)
         except UnsupportedError:
-            say_dequantized(torch.ops.aten.view.default, self)
-            return self.dequantize().reshape(*sizes)
+            view = None
+        if view is not None and not isinstance(view, FlatView):
+            return view
+        say_dequantized(torch.ops.aten.view.default, self)
+        return self.dequantize().reshape(*sizes)
 
     def reshape_as(self, other: torch.Tensor) -> torch.Tensor:
         """Return the tensor in the shape of ``other``, as :meth:`reshape` does."""

@@ -2,7 +2,8 @@
 
 Leading dimensions are rows, so a view is quantized where it keeps the last dimension, or cuts it
 where blocks end: it shares codes and scales with its base, and a write to it reaches the base.
-Where blocks are cut, a view raises, and a copy is made from the dequantized values.
+Where blocks are cut, a view raises, but for the flat view of the whole, and a copy is made from the
+dequantized values.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from fp8core.backend_api import Operand, OperandSpec
 from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
+from fp8core.tensors.flat_view import FlatView
 from fp8core.tensors.pieces import (
     cut,
     gather_columns,
@@ -85,12 +87,15 @@ def _view(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 
 
 def _refolded(func: Any, tensor: Any, shape: Sequence[int]) -> Any:
-    """Return the view ``[shape]``, whose last dimension is another one."""
+    """Return the view ``[shape]``, whose last dimension is another one: quantized where no block is
+    cut, else, of one dimension, its values."""
     (rowwise, columnwise), (row, column) = tensor.held, tensor.plan
     is_view = column is None or columnwise is None
     folded = None
     if shape and rowwise is not None and is_view and (column is None or row.block == (0, 0)):
         folded = refold(rowwise, row, math.prod(shape[:-1]), shape[-1])
+    if folded is None and len(shape) == 1:
+        return FlatView(tensor)
     if folded is None:
         raise _refuse(func, tensor, f"a view as {list(shape)}")
     return tensor.rebuilt(folded, None, shape)

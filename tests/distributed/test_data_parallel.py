@@ -99,6 +99,39 @@ def ddp_of_quantized() -> nn.Module:
     return nn.parallel.DistributedDataParallel(quantized())
 
 
+QUANTIZED = {
+    "current": CURRENT,
+    "block": BLOCK,
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "rowwise": recipe.Float8RowwiseScaling(),
+    "nvfp4": recipe.NVFP4BlockScaling(),
+}
+
+
+def sent_by_ddp(chosen: Any, layers: int) -> list[bool]:
+    """Whether quantized weights of all ranks are rank 0's once DDP has wrapped them; a single one
+    is sent by itself, as large ones are."""
+    torch.manual_seed(dist.get_rank())
+    with fp8core.quantized_model_init(recipe=chosen):
+        model = nn.Sequential(*[new_linear() for _ in range(layers)])
+    before = [one.dequantize() for one in model.parameters()]
+    nn.parallel.DistributedDataParallel(model)
+    equal = []
+    for one, was in zip(model.parameters(), before, strict=True):
+        first = was.clone()
+        dist.broadcast(first, 0)
+        equal += [
+            torch.equal(one.dequantize(), first),
+            (dist.get_rank() == 0) == bool(torch.equal(was, first)),
+        ]
+    return equal
+
+
+def new_linear() -> nn.Module:
+    sizes: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu", "bias": False}
+    return fp8core.Linear(COLUMNS, 2 * COLUMNS, **sizes)
+
+
 # Checkpoints
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -194,6 +227,11 @@ def work(rank: int, folder: str) -> dict[str, Any]:
         "ddp": wrapped(nn.parallel.DistributedDataParallel),
         "fsdp1": wrapped(fsdp1),
         "quantized, fsdp1": refused_by_fsdp1(),
+        "sent by ddp": {
+            f"{name} {layers}": sent_by_ddp(chosen, layers)
+            for name, chosen in QUANTIZED.items()
+            for layers in (1, 2)
+        },
         "masters": {
             "gathered quantized": with_masters(lambda: sharded(make(), CURRENT), make),
             "gathered in bfloat16": with_masters(lambda: sharded(make()), make),
@@ -244,6 +282,13 @@ def test_masters_train_as_those_of_the_unsharded_model(
 ) -> None:
     for rank in ranks:
         assert all(rank["masters"][name]), rank["masters"][name]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_ddp_sends_quantized_weights(ranks: list[dict[str, Any]], name: str, layers: int) -> None:
+    for rank in ranks:
+        assert all(rank["sent by ddp"][f"{name} {layers}"]), rank["sent by ddp"]
 
 
 def test_fsdp1_refuses_quantized_parameters(ranks: list[dict[str, Any]]) -> None:

@@ -122,7 +122,6 @@ def test_rows_of_a_rowwise_tensor_are_written_one_by_one(name: str) -> None:
 
 
 CUTS: dict[str, Callable[[torch.Tensor], object]] = {
-    "view": lambda x: x.view(-1),
     "view_columns": lambda x: x.view(128, 8, 32),
     "narrow": lambda x: x.narrow(1, 5, 20),
     "slice": lambda x: x[:, :40],
@@ -143,6 +142,23 @@ def test_a_view_that_cuts_a_block_is_refused(cut: str, name: str) -> None:
     with pytest.raises(UnsupportedError, match=r"cuts a block[\s\S]*dequantize"):
         CUTS[cut](tensor)
     assert same(tensor, before)
+
+
+@pytest.mark.parametrize("name", ["tensor", "mx", "nv", "square", "row"])
+def test_the_flat_view_has_the_values_and_is_written_as_a_whole(name: str) -> None:
+    x = value(128, 256)
+    tensor = quantized(name, "both", x)
+    flat, other = tensor.view(-1), quantized(name, "both", x.flip(0))
+    assert torch.equal(torch.cat([flat, x.view(-1)]), torch.cat([tensor.dequantize(), x]).view(-1))
+    assert same(flat.view(128, 256), tensor)
+    flat.copy_(x.flip(0).view(-1))
+    assert same(tensor, other)
+    assert torch.equal(flat.detach() * 1, other.dequantize().view(-1))
+    if name == "tensor":  # a quantized view
+        return
+    with pytest.raises(UnsupportedError, match="a view of a QuantizedTensor"):
+        flat.zero_()
+    assert same(tensor, other)
 
 
 def test_rows_cut_the_blocks_of_the_columnwise_orientation() -> None:
