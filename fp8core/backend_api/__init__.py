@@ -73,7 +73,9 @@ from fp8core.backend_api.operations import OPS, OPTIONAL_OPS, OpDesc
 from fp8core.backend_api.optimizers import MASTER_KINDS, AdamDesc, SgdDesc
 from fp8core.backend_api.optional import (
     Chunks,
+    ComputedRows,
     ComputesParts,
+    FusesChunked,
     MovesBeside,
     NamesKernel,
     NamesOtherKernels,
@@ -144,6 +146,7 @@ __all__ = [
     "ColumnSumsDesc",
     "CombineBackwardDesc",
     "CombineDesc",
+    "ComputedRows",
     "ComputesParts",
     "CrossEntropyBackwardDesc",
     "CrossEntropyDesc",
@@ -153,6 +156,7 @@ __all__ = [
     "Finding",
     "FormatSpec",
     "FusedDesc",
+    "FusesChunked",
     "GemmDesc",
     "GroupedGemmDesc",
     "MovesBeside",

@@ -10,7 +10,7 @@ of the backend, :class:`RecordsFunctions` of its recorder.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -19,7 +19,9 @@ from fp8core.backend_api.operations import OpDesc
 
 __all__ = [
     "Chunks",
+    "ComputedRows",
     "ComputesParts",
+    "FusesChunked",
     "MovesBeside",
     "NamesKernel",
     "NamesOtherKernels",
@@ -99,6 +101,45 @@ class QuantizesChunked(Protocol):
 
         ``scale`` and ``amax_out`` are given for delayed specs alone. The amax and the count are
         complete when all chunks are read.
+        """
+
+
+class ComputedRows(Protocol):
+    """A tensor whose ``shape`` is ``[rows, cols]``, computed while it is read, once, some rows at a
+    time."""
+
+    shape: Sequence[int]
+
+    def rows_of(self, start: int, end: int) -> torch.Tensor:
+        """Return those rows, contiguous and on a multiple of 16 bytes.
+
+        Called for all rows, in order, and for no more at once than in the first call. The next call
+        may overwrite the memory.
+        """
+
+
+class FusesChunked(Protocol):
+    """A callable of a :class:`~fp8core.backend_api.FusedDesc` of an
+    :class:`~fp8core.backend_api.ActivationBackwardDesc` and a dense cast of both orientations by
+    specs that round to nearest, which can compute and quantize chunks of rows. Its backend offers
+    :class:`QuantizesChunked` of that cast as well."""
+
+    def run_chunked(
+        self,
+        grad_output: torch.Tensor | ComputedRows,
+        x: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        amax_out: torch.Tensor | None = None,
+        nonfinite_out: torch.Tensor | None = None,
+    ) -> tuple[Any, ...]:
+        """Return what the call does, with :class:`QuantizedChunks` in the place of
+        :class:`~fp8core.backend_api.Quantized` unless that saves nothing.
+
+        ``grad_output`` may come as rows that are computed when a chunk is read. The keywords are as
+        of :class:`QuantizesChunked`; the amax, the count and the column sums, if
+        :class:`~fp8core.backend_api.FusedDesc` asks for them, are complete when all chunks are
+        read.
         """
 
 
@@ -249,7 +290,7 @@ class RecordsCalls(Protocol):
 
 class ComputesParts(Protocol):
     """A callable of a dense GemmDesc that can compute a product some rows at a time, while others
-    travel between ranks."""
+    travel between ranks or are cast."""
 
     def gemm_part(
         self,

@@ -23,6 +23,8 @@ from fp8core.chain.protocol import (
     SavedList,
     TensorProgram,
 )
+from fp8core.chain.request import QuantizeRequest
+from fp8core.chain.rows import ComputedProduct, rows_request
 from fp8core.chain.shape import BindContext
 from fp8core.errors import RecipeError, did_you_mean
 
@@ -42,6 +44,11 @@ class ActivationShape(GatedShape):
         """Return float32, but ``dtype`` for a gated one, whose gradient is rounded."""
         return dtype if self.is_gated else torch.float32
 
+    @property
+    def reads_grad_rows(self) -> bool:
+        """Its gradient is computed and cast in one operation, if the backend has one."""
+        return True
+
     def bind(self, context: BindContext) -> ActivationLink:
         """Return the link."""
         output, gradient = context.output_consumer, context.grad_input_consumer
@@ -50,12 +57,15 @@ class ActivationShape(GatedShape):
         step, backward_step = self.name, f"{self.name} backward"
         desc = ActivationDesc(self.name, context.dtype, out_dtype, self.params)
         backward = ActivationBackwardDesc(self.name, context.dtype, grad_dtype, self.params)
+        backward_fusion = bind_fusion(backward_step, backward, gradient, context)
+        reads_rows = backward_fusion is not None and backward_fusion.gives_chunks
         return ActivationLink(
             self,
             context.resolve(step, desc).run,
             context.resolve(backward_step, backward).run,
             bind_fusion(step, desc, output, context),
-            bind_fusion(backward_step, backward, gradient, context),
+            backward_fusion,
+            rows_request(context.dtype) if reads_rows else None,
         )
 
 
@@ -81,13 +91,17 @@ def activation_shape(name: str, params: dict[str, float] | None = None) -> Activ
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActivationLink(LinkDefaults):
-    """``y [rows, n]`` from ``x [rows, n]``, or ``[rows, 2 n]`` for a gated one."""
+    """``y [rows, n]`` from ``x [rows, n]``, or ``[rows, 2 n]`` for a gated one.
+
+    ``grad_request`` is how it takes the gradient of y: None for a tensor.
+    """
 
     shape: ActivationShape
     run: Callable[..., Any]
     run_backward: Callable[..., Any]
     fusion: Fusion | None
     backward_fusion: Fusion | None
+    grad_request: QuantizeRequest | None
 
     def in_torch(self, bind: Callable[[Any], Any]) -> ActivationLink:
         """Return the activation by torch's operators."""
@@ -105,6 +119,10 @@ class ActivationProgram(TensorProgram[ActivationLink]):
     __slots__ = ()
 
     held = Held()
+
+    def request_grad(self, call: Call) -> QuantizeRequest | None:
+        """Return the request for rows that are computed when they are read, if it reads such."""
+        return self._link.grad_request if self._needs_grad[0] else None
 
     def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
         """Return the input."""
@@ -135,7 +153,20 @@ class ActivationProgram(TensorProgram[ActivationLink]):
             return (None,)
         link = self._link
         if out is not None and link.backward_fusion is not None and out.is_plain:
-            return (link.backward_fusion(out, grad, saved[0])[0],)
+            return (_fused(link.backward_fusion, out, grad, saved),)
+        if isinstance(grad, ComputedProduct):
+            grad = grad.whole()
         grad_x = link.run_backward(grad, saved[0])
         saved.clear()  # freed before the gradient is cast, if the graph is not retained
         return (grad_x if out is None else out(grad_x),)
+
+
+def _fused(fusion: Fusion, out: QuantizeRequest, grad: Any, saved: SavedList) -> Any:
+    """Return the gradient of the saved input, as ``out`` requests it."""
+    handed = fusion.in_chunks(out, grad, saved[0])
+    if handed is None:
+        if isinstance(grad, ComputedProduct):
+            grad = grad.whole()
+        handed = fusion(out, grad, saved[0])
+    saved.clear()  # chunks hold the input until they are read
+    return handed[0]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from fp8core import formats
 from fp8core.backend_api import (
     ActivationBackwardDesc,
     ActivationDesc,
+    Chunks,
     FusedDesc,
     NormBackwardDesc,
     NormDesc,
     Operand,
     Quantized,
+    QuantizedChunks,
 )
 from fp8core.chain.protocol import Consumer
 from fp8core.chain.request import Handover, QuantizeRequest
@@ -29,27 +31,46 @@ Variant: TypeAlias = tuple[bool, bool, bool]
 
 
 class Fusion:
-    """The fused operation for each of its :func:`variants`."""
+    """The fused operation for each of its :func:`variants`; ``chunked`` computes those in chunks of
+    rows that the backend offers so."""
 
-    __slots__ = ("_is_checked", "_packing", "_runs")
+    __slots__ = ("_chunked", "_is_checked", "_packing", "_runs")
 
     def __init__(
         self,
         runs: dict[Variant, Callable[..., Any]],
+        chunked: dict[Variant, Callable[..., Any]],
         packing: tuple[int, int],
         is_checked: bool,
     ) -> None:
         self._runs = runs
+        self._chunked = chunked
         self._packing = packing
         self._is_checked = is_checked
+
+    @property
+    def gives_chunks(self) -> bool:
+        """Whether the backend offers chunks."""
+        return bool(self._chunked)
 
     def __call__(self, out: QuantizeRequest, *arguments: Any) -> list[Any]:
         """Return the producer's results, the first of them as ``out`` requests it."""
         run = self._runs[out.rowwise, out.columnwise, out.has_sums]
         keywords = {} if out.rng is None else {"rng": out.rng}
-        quantized, *rest = run(*arguments, **keywords)
+        return self._handed(run(*arguments, **keywords), out, arguments[0].shape[0])
+
+    def in_chunks(self, out: QuantizeRequest, *arguments: Any) -> list[Any] | None:
+        """Return the same with a rowwise operand that may come in chunks, the first argument with
+        rows that may be computed while it is read; None where this is not offered, or ``out`` does
+        not take chunks."""
+        if not out.takes_chunks or out.rng is not None:
+            return None
+        run = self._chunked.get((out.rowwise, out.columnwise, out.has_sums))
+        return None if run is None else self._handed(run(*arguments), out, arguments[0].shape[0])
+
+    def _handed(self, results: Sequence[Any], out: QuantizeRequest, rows: int) -> list[Any]:
+        quantized, *rest = results
         sums = [rest.pop()] if out.has_sums else ()
-        rows = arguments[0].shape[0]
         if self._is_checked:
             _check_orientations(quantized, out, rows, self._packing)
         return [Handover(quantized, rows, sums), *rest]
@@ -84,18 +105,21 @@ def bind_fusion(
     quantizer = None if consumer is None else consumer.quantizer
     if consumer is None or not isinstance(quantizer, LowPrecision):
         return None
-    runs = {}
+    runs, chunked = {}, {}
     backend = quantizer.choices[0].backend
     for key, desc in variants(FusedDesc(producer, quantizer.desc, consumer.has_sums)).items():
         fused = context.resolve_optional(f"{step} with cast", desc, backend)
         if fused is None:
             return None
         runs[key] = quantizer.with_slot(fused.run)
+        if fused.offers.run_chunked is not None:
+            chunked[key] = quantizer.with_slot(fused.offers.run_chunked)
     both = quantizer.desc.rowwise, quantizer.desc.columnwise
     row_packing, column_packing = (
         1 if spec is None else _elements_a_byte(spec.format) for spec in both
     )
-    return Fusion(runs, (row_packing, column_packing), is_checked=settings.read().debug)
+    packing = row_packing, column_packing
+    return Fusion(runs, chunked, packing, is_checked=settings.read().debug)
 
 
 def _elements_a_byte(format: str) -> int:
@@ -103,7 +127,10 @@ def _elements_a_byte(format: str) -> int:
 
 
 def _check_orientations(
-    quantized: Quantized, out: QuantizeRequest, rows: int, packing: tuple[int, int]
+    quantized: Quantized | QuantizedChunks,
+    out: QuantizeRequest,
+    rows: int,
+    packing: tuple[int, int],
 ) -> None:
     """Refuse a result that is not the orientations asked for of a tensor of ``rows`` rows.
 
@@ -121,12 +148,17 @@ def _check_orientations(
         raise UnsupportedError(
             f"a fused operation's rowwise operand is {row}; the tensor has {rows} rows."
         )
-    if column is not None and (column[1] != rows or (row is not None and column[0] != row[1])):
+    columns = [] if row is None else row[1:]
+    if column is not None and (column[1] != rows or columns not in ([], column[:1])):
         raise UnsupportedError(
             f"a fused operation's columnwise operand is {column}, not the transpose of a tensor "
             f"of {rows} rows{'' if row is None else f', {row}'}."
         )
 
 
-def _elements(operand: Operand | None, packing: int) -> list[int] | None:
-    return None if operand is None else [operand.data.shape[0], operand.data.shape[1] * packing]
+def _elements(operand: Operand | Chunks | None, packing: int) -> list[int] | None:
+    if operand is None:
+        return None
+    if not isinstance(operand, Operand):  # its columns are seen when it is read
+        return [operand.rows]
+    return [operand.data.shape[0], operand.data.shape[1] * packing]

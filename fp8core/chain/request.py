@@ -79,7 +79,9 @@ class QuantizeRequest:
     sums as well. ``column_sums`` computes those of ``y`` or of a group of its rows; only with
     ``has_sums`` either is called. If ``rows`` is given, ``y`` must have that many. ``shards`` says
     how the operands travel if each rank has some of the rows; None: ``y`` has to be whole. If
-    ``product`` is given, ``y`` may be left to it where that is a matrix product.
+    ``product`` is given, ``y`` may be left to it where that is a matrix product; with
+    ``is_computed_later`` that only takes note of it. With ``takes_chunks`` the rowwise operand is
+    read once, and may come as :class:`fp8core.backend_api.Chunks`.
     """
 
     quantizer: Quantizer
@@ -97,6 +99,8 @@ class QuantizeRequest:
     rows: int | None = None
     shards: Travel | None = None
     product: ProductInParts | None = None
+    is_computed_later: bool = False
+    takes_chunks: bool = False
 
     @property
     def is_plain(self) -> bool:

@@ -121,6 +121,11 @@ class LinkShape:
         return False
 
     @property
+    def reads_grad_rows(self) -> bool:
+        """Whether its link may take the gradient of its output some rows at a time."""
+        return False
+
+    @property
     def leaves_sum(self) -> bool:
         """Whether its link can leave an addition to the next one."""
         return False

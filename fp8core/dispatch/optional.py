@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.backend_api import (
+    ActivationBackwardDesc,
     Backend,
+    FusedDesc,
     GemmDesc,
     OpDesc,
     Quantized,
@@ -19,6 +21,7 @@ from fp8core.backend_api import (
 )
 from fp8core.backend_api.optional import (
     ComputesParts,
+    FusesChunked,
     MovesBeside,
     NamesKernel,
     NamesOtherKernels,
@@ -50,6 +53,7 @@ class Offers(NamedTuple):
     quantize_chunked_and_sum: (
         Callable[..., tuple[Quantized | QuantizedChunks, torch.Tensor]] | None
     ) = None
+    run_chunked: Callable[..., tuple[Any, ...]] | None = None
     bind_pair: Callable[[Callable[..., Quantized]], PairCast | None] | None = None
     prepare: Callable[..., Callable[[], None]] | None = None
     gemm_part: Callable[..., torch.Tensor] | None = None
@@ -186,6 +190,8 @@ def _methods(desc: OpDesc) -> Sequence[_Method]:
         return (_Method("prepare", PreparesUpdates, parameters),)
     if type(desc) is GemmDesc and not desc.accumulate:
         return (_Method("gemm_part", ComputesParts, ("rows", "a", "b"), ("bias", "out")),)
+    if isinstance(desc, FusedDesc):
+        return _methods_of_fused(desc)
     # By given amaxes nothing but the call is defined.
     if type(desc) is not QuantizeDesc or desc.grouped:
         return ()
@@ -199,6 +205,15 @@ def _methods(desc: OpDesc) -> Sequence[_Method]:
         _Method("quantize_chunked_and_sum", QuantizesChunkedAndSums, ("x",), keywords),
         _Method("bind_pair", QuantizesPairs, ("other",)),
     )
+
+
+def _methods_of_fused(desc: FusedDesc) -> Sequence[_Method]:
+    cast = desc.quantize
+    if not isinstance(desc.producer, ActivationBackwardDesc) or cast.grouped:
+        return ()
+    if cast.rowwise is None or cast.columnwise is None:
+        return ()
+    return (_Method("run_chunked", FusesChunked, ("grad_output", "x"), _keywords(cast)),)
 
 
 def _keywords(desc: QuantizeDesc) -> Sequence[str]:

@@ -10,6 +10,7 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api import (
+    ActivationBackwardDesc,
     AddNormDesc,
     FusedDesc,
     GemmDesc,
@@ -129,6 +130,74 @@ class TakesTheOthersSlots(GivesChunks):
 
 class LeavesOutTheLastChunk(GivesChunks):
     class chunks(Chunked):
+        def __iter__(self) -> Iterator[tuple[int, int, Operand]]:
+            yield from list(super().__iter__())[:-1]
+
+
+class FusedChunks:
+    """The gradient of an activation, computed and cast 128 rows at a time as it is read."""
+
+    def __init__(self, run: Run, made: Quantized, sums: torch.Tensor, tensors: Any, given: Any):
+        self._run, self._column, self._sums = run, made.columnwise, sums
+        self._tensors, self._given = tensors, given
+        self.rows = len(tensors[1])
+
+    def __iter__(self) -> Iterator[tuple[int, int, Operand]]:
+        grad, x = self._tensors
+        for start in range(0, self.rows, 128):
+            end = min(start + 128, self.rows)
+            part = grad[start:end] if isinstance(grad, torch.Tensor) else grad.rows_of(start, end)
+            (row, column), *sums = self._run(part, x[start:end], **self._given)
+            self._column.data[:, start:end] = column.data
+            if self._column.scale_inv.shape[1] == 1:
+                self._column.scale_inv.copy_(column.scale_inv)
+            else:
+                self._column.scale_inv[:, start // 128 : start // 128 + 1] = column.scale_inv
+            for total in sums:
+                self._sums += total
+            yield start, end, row
+
+
+class GivesFusedChunks(GivesChunks):
+    """Sound, and computes the gradient of an activation in chunks where each has its scales."""
+
+    fused_chunks = FusedChunks
+
+    def bind(self, desc: OpDesc, device: torch.device) -> Run:
+        run = super().bind(desc, device)
+        if type(desc) is not FusedDesc or type(desc.producer) is not ActivationBackwardDesc:
+            return run
+        cast = desc.quantize
+        if None in (cast.rowwise, cast.columnwise) or cast.grouped:
+            return run
+        is_whole = cast.rowwise.block == (0, 0) and cast.rowwise.delayed
+        if cast.rowwise != cast.columnwise or not (is_whole or cast.rowwise.block == (1, 128)):
+            return run
+
+        def whole(*tensors: Any, **given: Any) -> Any:
+            return run(*tensors, **given)
+
+        def run_chunked(grad_output: Any, x: torch.Tensor, **given: Any) -> Any:
+            rows, cols = x.shape
+            if rows < 256:
+                if not isinstance(grad_output, torch.Tensor):
+                    grad_output = grad_output.rows_of(0, rows)
+                return run(grad_output, x, **given)
+            empty = torch.zeros(rows, cols, dtype=cast.dtype)
+            scale = {name: value for name, value in given.items() if name == "scale"}
+            made = self.part(cast, empty, **scale)
+            made.columnwise.data.fill_(0x55)
+            sums = torch.zeros(cols)
+            tensors = grad_output, x
+            chunks = made._replace(rowwise=self.fused_chunks(run, made, sums, tensors, given))
+            return (chunks, sums) if desc.sums else (chunks,)
+
+        whole.run_chunked = run_chunked  # type: ignore[attr-defined]
+        return whole
+
+
+class LeavesOutTheLastFusedChunk(GivesFusedChunks):
+    class fused_chunks(FusedChunks):
         def __iter__(self) -> Iterator[tuple[int, int, Operand]]:
             yield from list(super().__iter__())[:-1]
 
@@ -379,6 +448,7 @@ CAUGHT_BY: dict[type[Sound], str] = {
     TakesTheOthersSlots: "law3_quantize_pair_equals_two_calls",
     SumsWithoutTheLastRow: "law3_quantize_and_sum_equals_the_call_and_sums",
     LeavesOutTheLastChunk: "law3_quantize_chunked_equals_the_whole",
+    LeavesOutTheLastFusedChunk: "law6_fused_chunks_equal_the_call",
     EnlargesParts: "law4_gemm_parts_have_the_bits_of_the_whole",
     PairsNeedAStream: "law7_optional_methods_can_be_called",
     SwappedOrientation: "law3_quantize_columnwise_is_the_operand_of_the_transpose",

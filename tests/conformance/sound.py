@@ -9,7 +9,7 @@ import torch
 from fp8core.backend_api import Alignment, GemmDesc, Operand, QuantizeDesc
 from fp8core_backends.reference.gemm import gemm, grouped_gemm
 from fp8core_backends.reference.quantize import quantize
-from tests.conformance.broken import GivesChunks, Sound, operands
+from tests.conformance.broken import GivesChunks, GivesFusedChunks, Sound, operands
 
 
 class Aligned(Sound):
@@ -62,4 +62,4 @@ def _with_gaps(part: torch.Tensor | None) -> torch.Tensor | None:
     return wide[:, :cols]
 
 
-SOUND = (Sound, Aligned, Copies, GivesChunks, Padded)
+SOUND = (Sound, Aligned, Copies, GivesChunks, GivesFusedChunks, Padded)

@@ -40,6 +40,8 @@ LABELS = {
     "rmsnorm.bfloat16.float32.backward",
     "delayed.layernorm.bfloat16",
     "gelu.bfloat16.bfloat16",
+    "delayed.gelu.backward.sums.bfloat16",
+    "block.swiglu.backward.bfloat16",
     "current.grad_output.float16.rowwise",
     "current.fprop.float16.float16",
     "current.grouped.fprop.float16.float16",

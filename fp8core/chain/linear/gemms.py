@@ -9,7 +9,9 @@ import torch
 
 from fp8core.backend_api import Chunks, Operand
 from fp8core.chain.linear.spec import LinearSpec
+from fp8core.chain.rows import empty_rows
 from fp8core.chain.shape import BindContext
+from fp8core.chain.shards import GemmPart
 from fp8core.dispatch.table import Resolved
 
 __all__ = ["bind_fprop", "in_chunks", "in_dtype", "turning"]
@@ -56,17 +58,25 @@ def in_dtype(
     return run
 
 
-def in_chunks(dgrad: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Return ``dgrad`` for a gradient that may come in chunks of rows, into one tensor."""
+def in_chunks(
+    dgrad: Callable[..., Any], gemm_part: GemmPart | None, dtype: torch.dtype
+) -> Callable[..., Any]:
+    """Return ``dgrad`` for a gradient that may come in chunks of rows, into one tensor.
+
+    ``gemm_part`` gives the rows the bits of the whole product; without it, each is a product.
+    """
 
     def run(dy: Operand | Chunks, weight: Operand) -> torch.Tensor:
         grad_input: torch.Tensor
         if isinstance(dy, Operand):
             grad_input = dgrad(dy, weight)
             return grad_input
-        grad_input = weight.data.new_empty((dy.rows, weight.data.shape[0]), dtype=dtype)
+        grad_input = empty_rows(weight.data, dy.rows, dtype)
         for start, end, chunk in dy:
-            dgrad(chunk, weight, out=grad_input[start:end])
+            if gemm_part is None:
+                dgrad(chunk, weight, out=grad_input[start:end])
+            else:
+                gemm_part(dy.rows, chunk, weight, out=grad_input[start:end])
         return grad_input
 
     return run

@@ -35,10 +35,11 @@ class LinearLink(LinearOperations, LinkDefaults):
 
     Parameters come as ``(weight, bias)``, or ``(*weights, *biases)`` for a grouped link, without
     biases where ``shape.bias_dtype`` is None. ``index`` tells the linears of one chain apart.
-    ``takes_chunks``: the gradient of the output stays in memory during backward, so that it may be
-    cast some rows at a time. ``input_again`` casts the input for wgrad where backward does that.
-    ``input_sent`` and ``grad_sent`` say how input and gradient are cast where their rows are
-    exchanged. ``only_once`` says why torch's operators may not replace the link, None if they may.
+    ``takes_chunks``: the gradient of the output may be cast some rows at a time; ``casts_chunks``:
+    it stays in memory during backward, so that the link's own cast had better do so.
+    ``input_again`` casts the input for wgrad where backward does that. ``input_sent`` and
+    ``grad_sent`` say how input and gradient are cast where their rows are exchanged. ``only_once``
+    says why torch's operators may not replace the link, None if they may.
     """
 
     padding: LayerPadding | None
@@ -48,6 +49,7 @@ class LinearLink(LinearOperations, LinkDefaults):
     num_weights: int
     num_params: int = field()
     takes_chunks: bool = False
+    casts_chunks: bool = False
     input_again: Quantizer | None = None
     input_sent: SentCast | None = None
     grad_sent: SentCast | None = None
@@ -151,6 +153,7 @@ class LinearLink(LinearOperations, LinkDefaults):
             needs_grad,
             weight,
             chunked=chunked,
+            casts_chunks=chunked and self.casts_chunks,
             sharded=(is_input_sharded, is_grad_sharded),
         )
         if weight.requantizes and needs_grad[0]:

@@ -30,7 +30,8 @@ class LinearOperations:
     ``decode_input`` and ``decode_weight`` make the operand of wgrad and dgrad from that of fprop,
     None where forward makes both. ``input_shards`` and ``grad_shards`` say how the two tensors
     travel where each rank has some of their rows. ``fprop_part`` and ``dgrad_part`` compute some
-    rows of a product, None unless others may travel meanwhile.
+    rows of a product, None unless others may travel or be cast meanwhile; ``dgrad_rows`` those of a
+    gradient that comes in chunks, None where dgrad itself does.
     """
 
     shape: LinearSpec
@@ -51,6 +52,7 @@ class LinearOperations:
     grad_shards: Shards | None = None
     fprop_part: GemmPart | None = None
     dgrad_part: GemmPart | None = None
+    dgrad_rows: GemmPart | None = None
 
     @property
     def output_dtype(self) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,12 +36,15 @@ class LinearProgram:
     """``y[m, n] = x[m, k] @ w[n, k].T + bias[n]`` for one answer to whose gradients are needed.
 
     ``needs_grad`` is the input's, the weight's and, if there is one, the bias's. With ``chunked``
-    the gradient is cast some rows at a time. ``sharded`` says of the input and of the gradient of
-    the output whether each rank casts its rows, which then travel as codes and scales.
+    the gradient of the output may come cast some rows at a time; with ``casts_chunks`` its own cast
+    does that, unless the gradient of the input is computed later. ``sharded`` says of the input and
+    of the gradient of the output whether each rank casts its rows, which then travel as codes and
+    scales.
     """
 
     __slots__ = (
-        *("_backward_state", "_bias_dtype", "_cast_and_sum", "_cast_grad", "_cast_input"),
+        *("_backward_state", "_bias_dtype", "_calls_functions", "_cast_input"),
+        *("_casts", "_casts_of_later"),
         *("_dgrad", "_fprop"),
         *("_grad_request", "_has_bias", "_needs_bias", "_needs_input", "_needs_weight", "_pair"),
         *("_decode_input", "_restore", "_weight", "_weight_dtype", "_wgrad"),
@@ -58,6 +61,7 @@ class LinearProgram:
         weight: WeightQuantizer,
         *,
         chunked: bool = False,
+        casts_chunks: bool = False,
         sharded: tuple[bool, bool] = (False, False),
     ) -> None:
         rowwise, columnwise, *bias = needs_grad
@@ -81,13 +85,19 @@ class LinearProgram:
             operations.grad_input_dtype,
         )
         self._wgrad = in_dtype(operations.wgrad, operations.grad_weight_dtype, shape.weight_dtype)
-        if chunked and rowwise and columnwise:
-            self._dgrad = in_chunks(operations.dgrad, operations.grad_input_dtype)
-        self._cast_grad = _cast_grad(operations, rowwise, columnwise, chunked)
-        self._backward_state = None if self._cast_grad is None else operations.backward_state
-        self._cast_and_sum: CastAndSum | None = None
-        if self._needs_bias:
-            self._cast_and_sum = _cast_and_sum(operations, rowwise, columnwise, chunked)
+        chunked = chunked and rowwise and columnwise
+        if chunked:
+            self._dgrad = in_chunks(
+                operations.dgrad, operations.dgrad_rows, operations.grad_input_dtype
+            )
+        # What allocates memory for rows in turn is a function.
+        self._calls_functions = chunked or (rowwise and operations.dgrad_part is not None)
+        asked = rowwise, columnwise, self._needs_bias
+        self._casts_of_later = _casts_of(operations, *asked, chunked=False)
+        self._casts = self._casts_of_later
+        if chunked and casts_chunks:
+            self._casts = _casts_of(operations, *asked, chunked=True)
+        self._backward_state = None if self._casts.cast is None else operations.backward_state
         self._quantizers = (operations.input, weight, operations.grad_output)
         self._arrives = operations.input_shards if sharded[0] else None
         self.input_request = QuantizeRequest(
@@ -105,9 +115,10 @@ class LinearProgram:
             has_sums=self._needs_bias,
             column_sums=operations.column_sums,
             is_gradient=True,
-            cast=self._cast_grad,
-            cast_and_sum=self._cast_and_sum,
+            cast=self._casts.cast,
+            cast_and_sum=self._casts.cast_and_sum,
             shards=operations.grad_shards if sharded[1] else None,
+            takes_chunks=chunked and not sharded[1],
         )
 
     @property
@@ -119,7 +130,7 @@ class LinearProgram:
                 return None
             constants += quantizer.constants
         states = () if self._backward_state is None else (self._backward_state,)
-        return Held(tuple(constants), states)
+        return Held(tuple(constants), states, self._calls_functions)
 
     def request_grad(self, call: Call) -> QuantizeRequest:
         """Return the request for grad_output: rowwise for dgrad, columnwise for wgrad, its sums.
@@ -134,7 +145,7 @@ class LinearProgram:
         """Whether ``grad_output`` is stored quantized as its cast would store it."""
         request = self._grad_request
         ways = {"rowwise": request.rowwise, "columnwise": request.columnwise}
-        return self._cast_grad is not None and is_stored_as(
+        return self._casts.cast is not None and is_stored_as(
             grad_output, request.quantizer.plan, **ways
         )
 
@@ -195,11 +206,14 @@ class LinearProgram:
             sums = ()
             if self._backward_state is not None:
                 update_after_backward(self._backward_state, call.backward_pass)
-            if self._cast_and_sum is not None:
-                (dy_row, dy_column), total = self._cast_and_sum(grad)
+            has_parts = self._dgrad_part is not None
+            is_later = has_parts and out is not None and out.is_computed_later
+            cast, cast_and_sum = self._casts_of_later if is_later else self._casts
+            if cast_and_sum is not None:
+                (dy_row, dy_column), total = cast_and_sum(grad)
                 sums = (total,)
-            elif self._cast_grad is not None:
-                dy_row, dy_column = self._cast_grad(grad)
+            elif cast is not None:
+                dy_row, dy_column = cast(grad)
         arriving = None
         if self._arrives is not None and self._needs_weight:
             # This rank's part of the input, from all ranks while dgrad runs.
@@ -246,15 +260,16 @@ class LinearProgram:
         return out.product(part, x_row, w_row, dtype)
 
     def _backward_in_parts(self, dy_row: Any, weight: Operand, call: Call, out: Out) -> Any:
-        """As :meth:`_forward_in_parts`, of grad_input. Its sum over ranks travels beside wgrad, if
-        there is one."""
+        """As :meth:`_forward_in_parts`, of grad_input, which its reader may compute later. Its sum
+        over ranks travels beside wgrad, if there is one."""
         part, dtype = self._dgrad_part, self._grad_input_dtype
         assert part is not None
         if isinstance(dy_row, ArrivingRows):
             grad_input = dy_row.product(part, weight, dtype, out=call.grad_input)
             return grad_input if out is None else out(grad_input)
-        is_left = call.grad_input is None and not self._needs_weight
-        if not is_left or out is None or out.product is None or not isinstance(dy_row, Operand):
+        if call.grad_input is not None or out is None or out.product is None:
+            return None
+        if (self._needs_weight and not out.is_computed_later) or not isinstance(dy_row, Operand):
             return None
         return out.product(part, dy_row, weight, dtype)
 
@@ -273,25 +288,37 @@ def _decoding(
     return restored
 
 
-def _cast_grad(
-    operations: LinearOperations, rowwise: bool, columnwise: bool, chunked: bool
-) -> Cast | None:
-    """Return the cast of the gradient in these orientations, None for neither."""
-    if not (rowwise or columnwise):
-        return None
-    if chunked and rowwise and columnwise:
-        return operations.grad_output.cast_chunked()
-    return operations.grad_output.cast_to(rowwise=rowwise, columnwise=columnwise)
+class _Casts(NamedTuple):
+    """The cast of the gradient, None if no operand of it is needed; and that with the gradient of
+    the bias in one call, None if that is not needed."""
+
+    cast: Cast | None
+    cast_and_sum: CastAndSum | None
 
 
-def _cast_and_sum(
-    operations: LinearOperations, rowwise: bool, columnwise: bool, chunked: bool
-) -> CastAndSum:
-    """Return that cast and the gradient of the bias in one call."""
-    sums = operations.column_sums
-    assert sums is not None  # there is a bias
+def _casts_of(
+    operations: LinearOperations,
+    rowwise: bool,
+    columnwise: bool,
+    needs_bias: bool,
+    *,
+    chunked: bool,
+) -> _Casts:
+    """Return the casts in these orientations, which are both if they are ``chunked``."""
+    quantizer, sums = operations.grad_output, operations.column_sums
     if not (rowwise or columnwise):
-        return lambda grad: (_NO_OPERANDS, sums(grad))
-    if chunked and rowwise and columnwise:
-        return operations.grad_output.cast_chunked_and_sum(sums)
-    return operations.grad_output.cast_and_sum(sums, rowwise=rowwise, columnwise=columnwise)
+        if not needs_bias:
+            return _Casts(None, None)
+        assert sums is not None  # there is a bias
+        only_sums = sums
+        return _Casts(None, lambda grad: (_NO_OPERANDS, only_sums(grad)))
+    if chunked:
+        cast = quantizer.cast_chunked()
+    else:
+        cast = quantizer.cast_to(rowwise=rowwise, columnwise=columnwise)
+    if not needs_bias:
+        return _Casts(cast, None)
+    assert sums is not None
+    if chunked:
+        return _Casts(cast, quantizer.cast_chunked_and_sum(sums))
+    return _Casts(cast, quantizer.cast_and_sum(sums, rowwise=rowwise, columnwise=columnwise))

@@ -90,18 +90,20 @@ def _bind(shape: LinearShape, context: BindContext) -> LinearLink:
         choices=choices,
         num_weights=shape.num_weights,
         num_params=shape.num_params,
+        takes_chunks=dy.casts_chunks,
         # Autograd keeps the last one's gradient until backward returns.
-        takes_chunks=context.after is None and dy.casts_chunks,
+        casts_chunks=context.after is None,
         decode_input=bind_decode(
             "input", context, is_grouped=is_grouped, offsets_on_device=shape.offsets_on_device
         ),
         decode_weight=bind_decode("weight", context),
         input_again=input_again,
-        input_shards=bind_shards(shape, context, "input", parts["fprop"]),
-        grad_shards=bind_shards(shape, context, "grad_output", parts["dgrad"]),
+        input_shards=bind_shards(shape, context, "input", parts.fprop_part),
+        grad_shards=bind_shards(shape, context, "grad_output", parts.dgrad_part),
         input_sent=bind_sent(shape, context, "input", input_dtype),
         grad_sent=bind_sent(shape, context, "grad_output", grad_dtype),
-        fprop_part=parts["fprop"],
-        dgrad_part=parts["dgrad"],
+        fprop_part=parts.fprop_part,
+        dgrad_part=parts.dgrad_part,
+        dgrad_rows=parts.dgrad_rows,
         only_once=only_once,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from fp8core.chain.exchange import SentCast
@@ -13,19 +15,33 @@ from fp8core.dispatch.table import Resolved
 from fp8core.tensors.quantizer_binding import bind_quantizer
 from fp8core.tensors.reduced_amax import MaximumOverShards
 
-__all__ = ["amax_reduction", "bind_parts", "bind_sent", "bind_shards"]
+__all__ = ["Parts", "amax_reduction", "bind_parts", "bind_sent", "bind_shards"]
 
 
-def bind_parts(
-    gemms: dict[str, Resolved], context: BindContext, *, is_left: bool
-) -> dict[str, GemmPart | None]:
-    """Return what computes some rows of fprop and of dgrad, where ranks beside the link have parts
-    of the rows; ``is_left``: the products are torch's to differentiate, and are whole."""
+class Parts(NamedTuple):
+    """What computes some rows of fprop and of dgrad: see
+    :class:`~fp8core.chain.linear.operations.LinearOperations`."""
+
+    fprop_part: GemmPart | None = None
+    dgrad_part: GemmPart | None = None
+    dgrad_rows: GemmPart | None = None
+
+
+def bind_parts(gemms: dict[str, Resolved], context: BindContext, *, is_left: bool) -> Parts:
+    """Return what computes some rows of a product, where ranks beside the link have parts of the
+    rows, and where others are cast meanwhile. ``is_left``: the products are torch's to
+    differentiate, and are whole; so are those that are watched."""
+    if is_left or context.watch is not None:
+        return Parts()
     neighbours = [one.shape for one in (context.before, context.after) if one is not None]
-    has_movers = not is_left and any(one.moved_over is not None for one in neighbours)
-    return {
-        name: gemms[name].offers.gemm_part if has_movers else None for name in ("fprop", "dgrad")
-    }
+    has_movers = any(one.moved_over is not None for one in neighbours)
+    reads_rows = context.before is not None and context.before.shape.reads_grad_rows
+    fprop, dgrad = (gemms[name].offers.gemm_part for name in ("fprop", "dgrad"))
+    return Parts(
+        fprop_part=fprop if has_movers else None,
+        dgrad_part=dgrad if has_movers or reads_rows else None,
+        dgrad_rows=dgrad,
+    )
 
 
 def bind_shards(

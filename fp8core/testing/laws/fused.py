@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fp8core.backend_api import AddNormDesc, FusedDesc
+from fp8core.backend_api import AddNormDesc, FusedDesc, Operand, Quantized
 from fp8core.testing.calls import ORDINARY, Case, OpCall, arguments
 from fp8core.testing.checks import EVERY_OP, law
-from fp8core.testing.compare import same_bits, within
+from fp8core.testing.chunks import ReadOnce, joined
+from fp8core.testing.compare import require, same_bits, within
+from fp8core.testing.judged import LARGE
 from fp8core.testing.subject import Subject, on_cpu
 from fp8core.torch_ops.private import pytree
 
@@ -67,6 +70,49 @@ def _fused_equals_pair(subject: Subject, call: OpCall) -> float:
     if "amax_out" in call.keywords:
         same_bits("amax_out", call.keywords["amax_out"], again.keywords["amax_out"])
     return worst
+
+
+def _has_chunks(desc: FusedDesc) -> bool:
+    cast = desc.quantize
+    return cast.rowwise is not None and cast.columnwise is not None and not cast.grouped
+
+
+@law(6, "activation_backward_quantize", applies=_has_chunks)
+def fused_chunks_equal_the_call(subject: Subject, desc: FusedDesc) -> float | None:
+    """In chunks, of a gradient that is there or is computed while it is read, nothing changes."""
+    run_chunked, worst = subject.offers(desc).run_chunked, 0.0
+    if run_chunked is None:
+        return None
+    cases = (*CASES, Case(size=LARGE))
+    for case, is_computed in itertools.product(cases, (False, True)):
+        call = arguments(subject, desc, case)
+        worst = max(worst, _chunks_equal_call(subject, run_chunked, call, is_computed))
+    return worst if desc.sums else None
+
+
+def _chunks_equal_call(
+    subject: Subject, run_chunked: Callable[..., Any], call: OpCall, is_computed: bool
+) -> float:
+    desc, again = call.desc, call.again()
+    assert isinstance(desc, FusedDesc)
+    assert desc.quantize.rowwise is not None
+    grad, x = call.arguments
+    counts = [torch.zeros(1, dtype=torch.int64, device=subject.device) for _ in range(2)]
+    given = {**call.keywords, "nonfinite_out": counts[0]}
+    made, *sums = run_chunked(ReadOnce(grad) if is_computed else grad, x, **given)
+    if not isinstance(made.rowwise, Operand):
+        made = Quantized(joined(desc.quantize.rowwise, made.rowwise, len(x)), made.columnwise)
+    again = again._replace(keywords={**again.keywords, "nonfinite_out": counts[1]})
+    expected, *totals = again.run(subject)
+    _same(made, expected)
+    for name, value in given.items():
+        same_bits(name, value, again.keywords[name])
+    if not desc.sums:
+        return 0.0
+    value = on_cpu(subject.run(desc.producer, grad, x)).double()
+    bound = (len(value) + 4) * 2.0**-24 * value.abs().sum(0)
+    require(len(sums) == len(totals) == 1, f"{len(sums)} column sums")
+    return within("column sums", sums[0], value.sum(0), bound)
 
 
 @law(6, "add_norm")

@@ -11,7 +11,6 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api import (
-    Chunks,
     Operand,
     OperandSpec,
     Quantized,
@@ -20,7 +19,8 @@ from fp8core.backend_api import (
 )
 from fp8core.testing import inputs
 from fp8core.testing.checks import law
-from fp8core.testing.compare import require, same_bits, same_form, within
+from fp8core.testing.chunks import joined
+from fp8core.testing.compare import same_bits, same_form, within
 from fp8core.testing.judged import (
     LARGE,
     Judged,
@@ -229,7 +229,7 @@ def quantize_chunked_equals_the_whole(subject: Subject, desc: QuantizeDesc) -> N
         given = [quantize_keywords(subject, desc) for _ in range(2)]
         rowwise, columnwise = quantize_chunked(subject.here(x), **given[0])
         if not isinstance(rowwise, Operand | None):
-            rowwise = _joined(desc.rowwise, rowwise, len(x))
+            rowwise = joined(desc.rowwise, rowwise, len(x))
         quantized = Quantized(rowwise, columnwise)
         same_operands(desc, f"{list(shape)}", quantized, run(subject.here(x), **given[1]))
         for name, value in given[0].items():
@@ -255,7 +255,7 @@ def _sums_within(
     counts = [torch.zeros(1, dtype=torch.int64, device=subject.device) for _ in range(2)]
     (row, column), sums = method(subject.here(x), **given[0], nonfinite_out=counts[0])
     if desc.rowwise is not None and not isinstance(row, Operand | None):
-        row = _joined(desc.rowwise, row, len(x))
+        row = joined(desc.rowwise, row, len(x))
     alone = subject.run(desc, subject.here(x), **given[1], nonfinite_out=counts[1])
     same_operands(desc, title, Quantized(row, column), alone)
     for name, value in given[0].items():
@@ -265,20 +265,6 @@ def _sums_within(
     bound = (len(x) + 4) * 2.0**-24 * wide.abs().sum(0).nan_to_num(0.0, 0.0)
     same_form(f"sums of {title}", sums, torch.empty(x.shape[1], dtype=torch.float32))
     return within(f"sums of {title}", sums, wide.sum(0), bound)
-
-
-def _joined(spec: OperandSpec, chunks: Chunks, rows: int) -> Operand:
-    """Return the operand of all chunks, each copied before the next one overwrites it."""
-    require(chunks.rows == rows, f"the chunks have {chunks.rows} rows, x has {rows}")
-    data, scales, at = [], [], 0
-    for start, end, part in chunks:
-        require(start == at, f"a chunk begins at row {start}, the one before ended at {at}")
-        assert part.scale_inv is not None
-        data.append(part.data.clone())
-        scales.append(part.scale_inv.clone())
-        at = end
-    require(at == rows, f"the chunks end at row {at} of {rows}")
-    return Operand(torch.cat(data), torch.cat(scales) if spec.block[0] else scales[-1])
 
 
 @law(3, "quantize", applies=lambda desc: _has_both(desc) and _is_plain(desc))
