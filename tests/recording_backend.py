@@ -149,10 +149,14 @@ class Recorder:
         return Recording(results, None if log.problem else program)
 
     def call(self, function: Callable[..., Any], *tensors: Any, **keywords: Any) -> Any:
-        log = self.logs[threading.get_ident()]
-        given = log.numbered(tensors), log.numbered(keywords)
-        with _disable_current_modes():
-            result = function(*tensors, **keywords)
+        thread = threading.get_ident()
+        log = self.logs.pop(thread)  # what the function calls is part of the function
+        try:
+            given = log.numbered(tensors), log.numbered(keywords)
+            with _disable_current_modes():
+                result = function(*tensors, **keywords)
+        finally:
+            self.logs[thread] = log
         log.note(function, *given, result)
         return result
 

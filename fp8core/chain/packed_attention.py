@@ -8,12 +8,22 @@ from typing import Any
 
 import torch
 
+from fp8core.chain.attention.fallback import check_memory
 from fp8core.chain.attention.link import AttentionLink, AttentionProgram
-from fp8core.chain.call import Call
+from fp8core.chain.call import DENSE, Call
 from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.once import OnlyOnce
-from fp8core.chain.protocol import Backward, Forward, Out, Params, Saved, TensorProgram
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Held,
+    Out,
+    Params,
+    Saved,
+    TensorProgram,
+)
 from fp8core.chain.request import QuantizeRequest
+from fp8core.torch_ops.recorded import called_in_repeats
 
 __all__ = ["PackedAttentionLink"]
 
@@ -24,10 +34,14 @@ class PackedAttentionLink(LinkDefaults):
     keys, then all values; with ``is_interleaved`` those of one group after another.
 
     The parameters are those of ``attention`` behind keys and values.
+
+    ``sizes``: of attention in high precision that takes nothing but queries, keys and values, the
+    first two dimensions of all its queries; () if calls bring what it takes besides.
     """
 
     attention: AttentionLink
     is_interleaved: bool = False
+    sizes: tuple[int, ...] = ()
 
     @property
     def num_params(self) -> int:  # type: ignore[override]  # which is a field there
@@ -46,38 +60,49 @@ class PackedAttentionLink(LinkDefaults):
 
     def in_torch(self, bind: Callable[[Any], Any]) -> PackedAttentionLink:
         """Return attention by torch's operators, of the same rows."""
-        return PackedAttentionLink(self.attention.in_torch(bind), self.is_interleaved)
+        return PackedAttentionLink(self.attention.in_torch(bind), self.is_interleaved, self.sizes)
 
-    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> PackedAttentionProgram:
-        """Return the program; the sizes of the batch come with the call."""
+    def program(
+        self, rows: int, needs_grad: Sequence[bool], call: Call
+    ) -> PackedAttentionProgram | SizedAttentionProgram:
+        """Return the program; the sizes of the batch come with the call unless they are known."""
+        if self.sizes:
+            return SizedAttentionProgram(self, needs_grad)
         needs_rows, *rest = needs_grad
         inner = self.attention.program(rows, (needs_rows,) * 3 + tuple(rest), call)
         return PackedAttentionProgram(self, needs_grad, inner)
 
     def split(self, rows: torch.Tensor, call: Call) -> Sequence[torch.Tensor]:
         """Return the rows of the queries, and keys and values in the layout of the call."""
+        tokens = rows.shape[:1] if self.attention.shape.layout == "thd" else call.sizes
+        q, keys, values = self.heads(rows, tokens)
+        shape = self.attention.shape
+        return q.reshape(rows.shape[0], shape.heads * shape.head_dim), keys, values
+
+    def heads(self, rows: torch.Tensor, tokens: Sequence[int]) -> Sequence[torch.Tensor]:
+        """Return queries, keys and values ``[*tokens, heads, head_dim]``, views where they can be
+        views of the rows."""
         shape = self.attention.shape
         heads, groups, size = shape.heads, shape.gqa_groups, shape.head_dim
-        if self.is_interleaved:
-            share = heads // groups
-            by_group = rows.view(rows.shape[0], groups, share + 2, size)
-            q, k, v = torch.split(by_group, [share, 1, 1], dim=2)
-        else:
-            by_head = rows.view(rows.shape[0], heads + 2 * groups, size)
-            q, k, v = torch.split(by_head, [heads, groups, groups], dim=1)
-        tokens = rows.shape[:1] if shape.layout == "thd" else call.sizes
-        keys, values = (x.reshape(*tokens, groups, size) for x in (k, v))
-        return q.reshape(rows.shape[0], heads * size), keys, values
-
-    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the rows of what :meth:`split` returned."""
-        rows = parts[0].shape[0]
-        shape = self.attention.shape
         if not self.is_interleaved:
-            return torch.cat([part.reshape(rows, -1) for part in parts], dim=1)
-        size = shape.head_dim
-        by_group = [part.reshape(rows, shape.gqa_groups, -1, size) for part in parts]
-        return torch.cat(by_group, dim=2).view(rows, -1)
+            by_head = rows.view(*tokens, heads + 2 * groups, size)
+            return torch.split_with_sizes(by_head, [heads, groups, groups], -2)
+        share = heads // groups
+        by_group = rows.view(*tokens, groups, share + 2, size)
+        q, k, v = torch.split_with_sizes(by_group, [share, 1, 1], -2)
+        return q.reshape(*tokens, heads, size), k.squeeze(-2), v.squeeze(-2)
+
+    def join(
+        self, num_rows: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the ``num_rows`` rows of what :meth:`heads` returned."""
+        shape = self.attention.shape
+        heads, groups, size = shape.heads, shape.gqa_groups, shape.head_dim
+        if not self.is_interleaved:
+            return torch.cat((q, k, v), dim=-2).view(num_rows, (heads + 2 * groups) * size)
+        by_group = q.reshape(*q.shape[:-2], groups, heads // groups, size)
+        together = torch.cat((by_group, k.unsqueeze(-2), v.unsqueeze(-2)), dim=-2)
+        return together.view(num_rows, (heads + 2 * groups) * size)
 
 
 class PackedAttentionProgram(TensorProgram[PackedAttentionLink]):
@@ -107,5 +132,62 @@ class PackedAttentionProgram(TensorProgram[PackedAttentionLink]):
         q, k, v, *rest = self._inner.backward(grad, saved, context, call)
         if not self._needs_grad[0]:
             return (None, *rest)
-        packed = self._link.join((q, k, v))
+        shape, num_rows = self._link.attention.shape, q.shape[0]
+        by_head = q.view(*k.shape[:-2], shape.heads, shape.head_dim)
+        packed = self._link.join(num_rows, by_head, k, v)
         return (packed if out is None else out(packed), *rest)
+
+
+class SizedAttentionProgram(TensorProgram[PackedAttentionLink]):
+    """Attends to the three parts of its rows, which it saves as they are, with the result and its
+    statistics. Each direction is a function of tensors, which a recorded run calls again."""
+
+    __slots__ = ()
+
+    held = Held(calls_functions=True)
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Attend."""
+        rows = called_in_repeats(self._attended, x)
+        saved: Saved = ()
+        if self._needs_grad[0]:
+            saved = (x, rows, called_in_repeats(_taken_statistics, rows))
+        return rows if out is None else out(rows), saved, None
+
+    def backward(
+        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Compute the gradient of the rows."""
+        if not self._needs_grad[0]:
+            return (None,)
+        x, rows, stats = saved
+        assert x is not None  # forward saved them
+        assert rows is not None
+        assert stats is not None
+        packed = called_in_repeats(self._gradient, grad, x, rows, stats)
+        return (packed if out is None else out(packed),)
+
+    def _attended(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the result; their statistics are an attribute until they are taken."""
+        link, attention = self._link, self._link.attention
+        q, k, v = link.heads(x, link.sizes)
+        check_memory(attention.fallback, attention.shape, q, k, DENSE)
+        out, stats, _ = attention.run(q, k, v)
+        rows: torch.Tensor = out.reshape(x.shape[0], -1)
+        if self._needs_grad[0]:
+            rows.attention_statistics = stats  # type: ignore[attr-defined]
+        return rows
+
+    def _gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, stats: torch.Tensor
+    ) -> torch.Tensor:
+        link = self._link
+        q, k, v = link.heads(x, link.sizes)
+        grad_out, out = grad.reshape(q.shape), rows.view(q.shape)
+        grad_q, grad_k, grad_v, *_ = link.attention.run_backward(grad_out, q, k, v, out, stats)
+        return link.join(x.shape[0], grad_q, grad_k, grad_v)
+
+
+def _taken_statistics(rows: torch.Tensor) -> torch.Tensor:
+    stats: torch.Tensor = rows.__dict__.pop("attention_statistics")
+    return stats

@@ -284,10 +284,7 @@ class DotProductAttention(ParallelModule):
                 *(core_attention_bias_type, core_attention_bias, alibi_slopes, inference_params),
                 *(pad_between_seqs, fp8_output, bf16_backward, num_splits, score_mod),
                 *(score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors, qkv_layer, kv_layer),
-                *(thd_attention_policies, self.qkv_format, self.attn_mask_type, self.window_size),
-                *(self.bottom_right_diagonal, self.softcap, self.softmax_scale, self.heads),
-                *(self.attention_dropout, self.return_max_logit, self.softmax_type),
-                self.context_group.context,
+                *(thd_attention_policies, *self.options),
             )
             if query_layer is not None and key_layer is not None and value_layer is not None:
                 again = run_again(self, query_layer, (key_layer, value_layer), arguments)
@@ -346,6 +343,15 @@ class DotProductAttention(ParallelModule):
                 )
         output: torch.Tensor = repeat(attend.run, *inputs, use_reentrant=False)
         return output
+
+    @property
+    def options(self) -> tuple[object, ...]:
+        """What a call depends on besides its arguments, plain values."""
+        return (
+            *(self.qkv_format, self.attn_mask_type, self.window_size, self.bottom_right_diagonal),
+            *(self.softcap, self.softmax_scale, self.heads, self.attention_dropout),
+            *(self.return_max_logit, self.softmax_type, self.context_group.context),
+        )
 
     def prepared(
         self, qkv: Qkv, attention_mask: PaddingMask, options: AttentionOptions

@@ -25,13 +25,16 @@ from fp8core.modules.bound import Bound, recipe_in
 from fp8core.modules.head_split import HeadSizes
 from fp8core.modules.inputs import check_input
 from fp8core.modules.layernorm_linear import LayerNormLinear
+from fp8core.modules.layernorm_mlp import LayerNormMLP
 from fp8core.modules.linear import Linear
 from fp8core.modules.run import run_joined
 from fp8core.recipe import PerLayer
 from fp8core.recipe.plan import LayerRole
 from fp8core.torch_ops.private import has_hooks, is_compiled, is_traced, is_transform_active
 
-__all__ = ["Joins", "attends_to_codes"]
+__all__ = ["Joins", "attends_to_codes", "may_join"]
+
+_JOINED = (DotProductAttention, LayerNormLinear, LayerNormMLP, Linear)
 
 _Layers = Sequence[tuple[LowPrecisionModule, Bound]]
 
@@ -53,11 +56,13 @@ def attends_to_codes(layers: Sequence[torch.nn.Module]) -> bool:
             is_apart = layer.return_max_logit or layer.context_group.size > 1
             if not getattr(chosen, "fp8_mha", False) or is_apart:
                 return False
-    return not is_traced() and not is_transform_active() and all(map(_may_join, layers))
+    return not is_traced() and not is_transform_active() and all(map(may_join, layers))
 
 
-def _may_join(layer: torch.nn.Module) -> bool:
-    if type(layer) not in (DotProductAttention, LayerNormLinear, Linear):
+def may_join(layer: torch.nn.Module) -> bool:
+    """Return whether ``layer`` may run as a part of a chain with others: nothing has to see its own
+    call, and it is one of the library's."""
+    if type(layer) not in _JOINED or "forward" in layer.__dict__:
         return False
     assert isinstance(layer, LowPrecisionModule)
     bindings = layer._bindings
@@ -66,7 +71,7 @@ def _may_join(layer: torch.nn.Module) -> bool:
         and not is_compiled(layer)
         and bindings.watch is None
         and bindings.weights.scope is None
-        and (not isinstance(layer, Linear) or layer.wgrad_queue is None)
+        and layer.wgrad_queue is None
     )
 
 

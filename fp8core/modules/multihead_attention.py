@@ -27,6 +27,7 @@ from fp8core.modules.parameters import InitMethod
 from fp8core.modules.qk_norm import make_qk_norms
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.rotary import apply_rotary_pos_emb
+from fp8core.torch_ops.private import has_hooks
 
 __all__ = ["ATTENTION_TYPES", "MultiheadAttention", "check_main_grad"]
 
@@ -436,6 +437,20 @@ class MultiheadAttention(torch.nn.Module):
         if not self.return_layernorm_output:
             return outputs
         return (*outputs, normalized) if self.return_bias else (outputs, normalized)
+
+    def parts(self) -> tuple[LayerNormLinear, DotProductAttention, Linear, HeadSizes] | None:
+        """Return the layers of self attention to a normalized input, and how heads lie in what the
+        first of them returns; None where more than these layers takes part in a call."""
+        modules = self._modules
+        first, has_norms = modules.get("layernorm_qkv"), self.q_norm is not None
+        if has_norms or self.k_norm is not None or self.return_bias or has_hooks(self):
+            return None
+        if not isinstance(first, LayerNormLinear) or "forward" in self.__dict__:
+            return None
+        attention, proj = modules["core_attention"], modules["proj"]
+        if not isinstance(attention, DotProductAttention) or not isinstance(proj, Linear):
+            return None
+        return first, attention, proj, self._sizes
 
     def _takes_rows(self, cache: InferenceParams | None) -> bool:
         """Whether attention to the rows of the projection needs nothing in between."""

@@ -14,9 +14,10 @@ from fp8core.chain.call import DENSE, Call
 from fp8core.chain.delayed_wgrad import DelayedCall
 from fp8core.chain.shape import LinkShape
 from fp8core.context import recompute
-from fp8core.context.autocast import active
+from fp8core.context.autocast import Active, active
 from fp8core.context.scopes import touch
 from fp8core.dispatch import policy
+from fp8core.dispatch.policy import Policy
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
 from fp8core.modules.bindings import Repeat
@@ -32,7 +33,10 @@ from fp8core.torch_ops.private import (
     is_transform_active,
 )
 
-__all__ = ["delaying", "remember", "run_again", "run_joined", "run_layer", "run_links"]
+__all__ = [
+    *("delaying", "is_ordinary_call", "is_remembered", "remember", "run_again", "run_joined"),
+    *("run_layer", "run_links"),
+]
 
 
 def run_layer(
@@ -121,6 +125,34 @@ def remember(
     )
 
 
+def is_ordinary_call(asked: Active, before: tuple[Active, Policy], has_grad: bool) -> bool:
+    """Say whether a call that is asked for ``asked`` is like one of before in all that surrounds
+    it, and no transform, trace or recompute sees it."""
+    asked_before, backends = before
+    policy_now = policy.current()
+    return (
+        asked is asked_before
+        and (policy_now is backends or policy_now == backends)
+        and recompute.current() is None
+        and current_backward_pass() == NO_BACKWARD_PASS
+        and torch.is_grad_enabled() is has_grad
+        and not is_transform_active()
+        and not is_traced()
+        and forward_mode_level() < 0
+    )
+
+
+def is_remembered(
+    before: Sequence[LowPrecisionModule], lasts: Sequence[object], now: Sequence[LowPrecisionModule]
+) -> bool:
+    """Say whether ``now`` are the layers of ``before``, and each is bound as it was: to ``lasts``,
+    the keys and links of their bindings."""
+    for layer, last, one in zip(before, lasts, now, strict=True):
+        if one is not layer or one._bindings.last is not last:
+            return False
+    return True
+
+
 _address = torch.Tensor.data_ptr  # 0 of memory that was freed
 
 
@@ -138,19 +170,12 @@ def run_again(
     repeat = bindings.repeat
     if repeat is None or repeat[0] != arguments:
         return None
-    _, is_like, run, num_params, (asked, backends), (has_grad, is_training), states = repeat
-    policy_now = policy.current()
+    _, is_like, run, num_params, before, (has_grad, is_training), states = repeat
+    asked = active(layer.outside_autocast)
     if (
-        active(layer.outside_autocast) is not asked
-        or (policy_now is not backends and policy_now != backends)
-        or recompute.current() is not None
-        or current_backward_pass() != NO_BACKWARD_PASS
-        or torch.is_grad_enabled() is not has_grad
+        not is_ordinary_call(asked, before, has_grad)
         or layer.training is not is_training
         or bindings.weights.scope is not None
-        or is_transform_active()
-        or is_traced()
-        or forward_mode_level() >= 0
         or len(params) != num_params
         or not is_like(input, *params)
         or not input.data_ptr()

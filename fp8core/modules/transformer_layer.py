@@ -18,6 +18,7 @@ from fp8core.modules.parallel import set_group
 from fp8core.modules.parameters import InitMethod
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.residual import DropPath, check_rate
+from fp8core.modules.transformer_chain import TransformerChain, TransformerParts
 
 __all__ = ["LAYER_TYPES", "TransformerLayer"]
 
@@ -25,6 +26,7 @@ LAYER_TYPES = ("encoder", "decoder")
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 # The other ub_ arguments refine ub_tp_comm_overlap, and have no effect without it.
 _NOT_OFFERED = ("ub_tp_comm_overlap",)
+_NOTHING = (None,) * 17
 
 
 class TransformerLayer(torch.nn.Module):
@@ -149,6 +151,7 @@ class TransformerLayer(torch.nn.Module):
         self.output_layernorm = output_layernorm
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp
+        self._chain = TransformerChain()
         self.hidden_dropout = check_rate("TransformerLayer", "hidden_dropout", hidden_dropout)
         common: dict[str, Any] = {
             "bias": bias,
@@ -289,6 +292,19 @@ class TransformerLayer(torch.nn.Module):
         Raises:
             OperandError: tensors that do not fit, or an encoder output that is missing or unused.
         """
+        if not torch.compiler.is_compiling():
+            plain = (
+                *(attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal),
+                *(encoder_output, enc_dec_attn_mask, is_first_microbatch, inference_params),
+                *(rotary_pos_emb, core_attention_bias, alibi_slopes, cu_seqlens_q),
+                *(cu_seqlens_q_padded, max_seqlen_q, pad_between_seqs, thd_attention_policies),
+                softcap,
+            )
+            if core_attention_bias_type == "no_bias" and not checkpoint_core_attention:
+                parts = self._parts() if plain == _NOTHING else None
+                output = None if parts is None else self._chain.run(parts, hidden_states)
+                if output is not None:
+                    return output
         check_kind("TransformerLayer", "hidden_states", hidden_states)
         self._check_encoder_arguments(encoder_output, enc_dec_attn_mask)
         if is_under_torch_autocast(hidden_states):
@@ -350,6 +366,27 @@ class TransformerLayer(torch.nn.Module):
             return residual + branch
         normalized: torch.Tensor = self.layernorm(branch, residual=residual)
         return normalized
+
+    def _parts(self) -> TransformerParts | None:
+        """Return the layers that run one after the other, None if there is more between them than
+        the two residual sums."""
+        if (
+            self.layer_type != "encoder"
+            or self.output_layernorm
+            or self.apply_residual_connection_post_layernorm
+            or self.parallel_attention_mlp
+            or self.drop_path is not None
+            or (self.hidden_dropout and self.training)
+        ):
+            return None
+        block, mlp = self._modules["self_attention"], self._modules["layernorm_mlp"]
+        if type(block) is not MultiheadAttention or not isinstance(mlp, LayerNormMLP):
+            return None
+        parts = block.parts()
+        if parts is None:
+            return None
+        first, attention, proj, sizes = parts
+        return TransformerParts(first, attention, proj, mlp, sizes)
 
     def _dropped(
         self, branch: Any, residual: torch.Tensor, samples: torch.Tensor | None

@@ -218,12 +218,15 @@ always_called_hooks: Callable[[torch.nn.Module], dict[int, bool]] = attrgetter(
     "_forward_hooks_always_called"
 )
 
-_HOOKS = (*("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),)
-
 
 def has_hooks(module: torch.nn.Module) -> bool:
     """Return whether a call of ``module`` runs hooks besides its forward."""
-    if any(getattr(module, name) for name in _HOOKS):
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ):
         return True
     is_any_global: Any = torch.nn.modules.module._has_any_global_hook
     return bool(is_any_global())

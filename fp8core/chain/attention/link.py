@@ -45,6 +45,13 @@ class AttentionLink(LinkDefaults):
     only_once: OnlyOnce | None = field()
     fallback: Choice | None
 
+    @property
+    def takes_rows_alone(self) -> bool:
+        """Whether calls bring nothing but queries, keys and values of a dense batch."""
+        shape = self.shape
+        brings = shape.padding or shape.arbitrary or shape.dropout or shape.bias or shape.max_logit
+        return not brings and self.num_params == 2 and shape.layout != "thd"
+
     def in_torch(self, bind: Callable[[Any], Any]) -> AttentionLink:
         """Return attention whose statistics belong to the graph, too."""
         link: AttentionLink = bind(self.shape)

@@ -1,0 +1,113 @@
+"""The branch of a residual block as one link: links whose input is added to their output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp8core.chain.call import Call
+from fp8core.chain.link_defaults import LinkDefaults
+from fp8core.chain.once import OnlyOnce
+from fp8core.chain.protocol import (
+    Backward,
+    Forward,
+    Held,
+    Link,
+    Out,
+    Params,
+    Program,
+    Saved,
+    SavedList,
+    TensorProgram,
+)
+from fp8core.chain.series import Series, row_error
+from fp8core.torch_ops.recorded import called_in_repeats
+
+__all__ = ["ResidualLink"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResidualLink(LinkDefaults):
+    """``x + branch(x)``, where the branch runs ``links``, which keep rows and columns.
+
+    The gradient of ``x`` is the sum that torch's engine would accumulate from the two paths.
+    """
+
+    links: tuple[Link, ...]
+
+    @property
+    def num_params(self) -> int:  # type: ignore[override]  # a field's default there
+        """Those of the branch."""
+        return sum(link.num_params for link in self.links)
+
+    @property
+    def needs_rng(self) -> bool:  # type: ignore[override]  # likewise
+        """Whether a link of the branch does."""
+        return any(link.needs_rng for link in self.links)
+
+    @property
+    def only_once(self) -> OnlyOnce | None:
+        """The reason of the first link of the branch that has one."""
+        return next((link.only_once for link in self.links if link.only_once is not None), None)
+
+    def compare(self, rows: int, needs_grad: Sequence[bool]) -> None:
+        """As each link of the branch."""
+        for link in self.links:
+            link.compare(rows, needs_grad)
+
+    def in_torch(self, bind: Callable[[Any], Any]) -> ResidualLink:
+        """Return the same branch by torch's operators."""
+        return ResidualLink(tuple([link.in_torch(bind) for link in self.links]))
+
+    def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> ResidualProgram:
+        """Return the program around that of the branch.
+
+        Raises:
+            OperandError: the branch returns another number of rows than it is given.
+        """
+        branch = Series(self.links, rows, needs_grad, call)
+        num_rows = branch.num_rows(rows)
+        if num_rows != rows:
+            last = len(self.links) - 1
+            raise row_error(self.links, last, "forward", rows=rows, due=rows, returned=num_rows)
+        return ResidualProgram(self, needs_grad, branch)
+
+
+class ResidualProgram(TensorProgram[ResidualLink]):
+    """Runs the branch, and adds; saves what the branch saves."""
+
+    __slots__ = ("_branch", "frees_early")
+
+    def __init__(self, link: ResidualLink, needs_grad: Sequence[bool], branch: Program) -> None:
+        super().__init__(link, needs_grad)
+        self._branch = branch
+        self.frees_early = branch.frees_early
+
+    @property
+    def held(self) -> Held | None:  # type: ignore[override]  # a class attribute there
+        """As the branch; the sums are functions of torch."""
+        held = self._branch.held
+        return None if held is None else held._replace(calls_functions=True)
+
+    def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
+        """Return the sum of ``x`` and its branch."""
+        y, saved, context = self._branch.forward(x, params, call)
+        total = called_in_repeats(torch.add, x, y)
+        return total if out is None else out(total), saved, context
+
+    def backward(
+        self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
+    ) -> Backward:
+        """Return the sum of the gradients of both paths, and those of the parameters."""
+        grad_x, *grads = self._branch.backward(grad, saved, context, call)
+        if grad_x is None:
+            return (None, *grads)
+        total = called_in_repeats(torch.add, grad, grad_x)
+        return (total if out is None else out(total), *grads)
+
+    def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
+        """Return nothing: saved tensors of inner links stand for no input of the chain."""
+        return ()
