@@ -25,7 +25,7 @@ from fp8core.dispatch.optional import Offers, pair_of
 from fp8core.dispatch.registry import Bound
 from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
-from fp8core.torch_ops import calls, operators
+from fp8core.torch_ops import calls, definition
 from fp8core.torch_ops.encoding import Operation
 
 __all__ = [
@@ -237,4 +237,4 @@ def _bind_for(
     return registry.bind(spec, desc, device).run
 
 
-operators.set_binder(_bind_named)
+definition.set_binder(_bind_named)

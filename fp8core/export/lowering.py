@@ -14,8 +14,8 @@ import torch
 
 from fp8core.backend_api import OperandSpec
 from fp8core.export import operands
+from fp8core.torch_ops.definition import Tensors, implementation
 from fp8core.torch_ops.encoding import decode
-from fp8core.torch_ops.operators import Tensors, implementation
 
 __all__ = ["LOWERED", "operand_specs", "refusal_of"]
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc, Operand, OperandSpec
+from fp8core.torch_ops.definition import bound, define, empty, settle_all
 from fp8core.torch_ops.encoding import Operation, decode
-from fp8core.torch_ops.operators import bound, define, empty, settle_all
 from fp8core.torch_ops.shapes import ResultShape, with_records
 
 __all__ = ["attention_backward_call", "attention_call", "flat_call"]

@@ -16,15 +16,9 @@ from fp8core.backend_api import (
 )
 from fp8core.torch_ops import shapes
 from fp8core.torch_ops.counted import run_counted
+from fp8core.torch_ops.definition import bound, define, empty, given, settle_all
 from fp8core.torch_ops.encoding import decode
-from fp8core.torch_ops.operators import (
-    bound,
-    define,
-    empty,
-    flat,
-    given,
-    settle_all,
-)
+from fp8core.torch_ops.operators import flat
 from fp8core.torch_ops.private import (
     enter_legacy_vmap,
     exit_legacy_vmap,

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from fp8core.torch_ops.definition import Tensors, bound, define, empty, given, settle_all
 from fp8core.torch_ops.encoding import Operation, decode
-from fp8core.torch_ops.operators import Tensors, bound, define, empty, given, settle_all
 from fp8core.torch_ops.shapes import ResultShape
 
 __all__ = ["TRAINING_CALLS", "training_call"]

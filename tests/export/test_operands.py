@@ -13,8 +13,8 @@ import fp8core as te
 from fp8core import formats
 from fp8core.backend_api import OperandSpec, Quantized, QuantizeDesc
 from fp8core.export import operands
+from fp8core.torch_ops.definition import bound
 from fp8core.torch_ops.encoding import Operation, encode
-from fp8core.torch_ops.operators import bound
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

@@ -1,0 +1,98 @@
+"""How an operation of the backend API becomes an operator of torch: defined, bound, settled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fp8core.backend_api import OpDesc
+from fp8core.torch_ops import shapes
+from fp8core.torch_ops.encoding import decode
+from fp8core.torch_ops.shapes import ResultShape, settle
+
+__all__ = [
+    "Tensors",
+    "bound",
+    "define",
+    "empty",
+    "given",
+    "implementation",
+    "set_binder",
+    "settle_all",
+]
+
+Binder = Callable[[str, OpDesc, torch.device], Callable[..., Any]]
+Tensors = Sequence[torch.Tensor]
+
+_MUTATED = re.compile(r"!\)\S* (\w+)")
+
+_binder: list[Binder] = []
+_implementations: dict[str, Callable[..., Any]] = {}
+
+
+def set_binder(binder: Binder) -> None:
+    """Bind the operations of graphs with ``binder(backend, desc, device)``."""
+    _binder[:] = [binder]
+
+
+def bound(text: str, device: torch.device) -> Callable[..., Any]:
+    """Return the callable that runs the operation encoded in ``text`` on ``device``."""
+    operation = decode(text)
+    return _binder[0](operation.backend, operation.desc, device)
+
+
+def define(
+    schema: str, fake: Callable[..., Any], *, tags: Sequence[torch.Tag] = ()
+) -> Callable[[Callable[..., Any]], Any]:
+    """Register the decorated function as the operator of its name."""
+
+    def register(run: Callable[..., Any]) -> Any:
+        name = run.__name__.strip("_")
+        _implementations[name] = run
+        result = torch.library.custom_op(
+            f"fp8core::{name}",
+            run,
+            mutates_args=_MUTATED.findall(schema),
+            schema=schema,
+            tags=tags,
+        )
+        result.register_fake(fake)
+        return result
+
+    return register
+
+
+def implementation(name: str) -> Callable[..., Any]:
+    """Return what the operator ``name`` runs, for a graph to hold what it does instead of it."""
+    return _implementations[name]
+
+
+def empty(results: Sequence[ResultShape], device: torch.device) -> list[torch.Tensor]:
+    """Return unfilled tensors of these shapes, the results of a fake kernel."""
+    return [shape.empty(device) for shape in results]
+
+
+def settle_all(
+    results: Sequence[torch.Tensor | None], wanted: Sequence[ResultShape]
+) -> list[torch.Tensor]:
+    """Return the results that are not None in their shapes, none of them in the memory of another:
+    the scale that two orientations share is copied. Tensors that torch traces with have none."""
+    settled: list[torch.Tensor] = []
+    taken: set[int] = set()
+    present = [tensor for tensor in results if tensor is not None]
+    for tensor, shape in zip(present, wanted, strict=True):
+        result = settle(tensor, shape)
+        if not shapes.is_captured(result):
+            if result.numel() and result.untyped_storage().data_ptr() in taken:
+                result = result.clone()
+            taken.add(result.untyped_storage().data_ptr())
+        settled.append(result)
+    return settled
+
+
+def given(**keywords: Any) -> dict[str, Any]:
+    """Return the keywords that are not None."""
+    return {name: value for name, value in keywords.items() if value is not None}
