@@ -53,7 +53,9 @@ def shard_layout(model: torch.nn.Module) -> dict[str, tuple[ShardLayout, ...]]:
     on, and ``(axis, rank, num_ranks)``.
 
     Raises:
-        UnsupportedError: a layer with ``tp_size`` that has no group yet.
+        UnsupportedError: a layer with ``tp_size`` that has no group yet, or whose parameters are
+            DTensors: those of ``parallelize_module`` say themselves how they are split, those of
+            ``fully_shard`` tell of its own ranks alone.
     """
     return {name: tuple(parts) for name, (_, parts) in _layouts(model).items()}
 
@@ -67,9 +69,8 @@ def sharded_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     ``tp_size``. Delayed scales need their buffers before a load, see :func:`fp8core.prepare`.
 
     Raises:
-        UnsupportedError: a quantized parameter that is split, as its scales are those of a rank; a
-            parameter that is a DTensor already, whose own state dict says how it is split; or as
-            :func:`shard_layout`.
+        UnsupportedError: a quantized parameter that is split, as its scales are those of a rank; or
+            as :func:`shard_layout`.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     kept = model.state_dict(keep_vars=True)
@@ -94,11 +95,26 @@ def _refuse(name: str, tensor: torch.Tensor) -> None:
             f"the ranks of another model have other parts. Save the high-precision masters: "
             f"masters.state_dict() on each rank."
         )
-    if isinstance(tensor, DTensor):
+
+
+def _refuse_sharded(name: str, parameter: DTensor, layer: ParallelModule) -> None:
+    """Refuse a DTensor, by what it says of the ranks of the layer."""
+    mesh, (_, size, group) = parameter.device_mesh, _ranks_of(layer)
+    known = [mesh.get_group(at).group_name for at in range(mesh.ndim)]
+    if group.group_name in known:
         raise UnsupportedError(
             f"sharded_state_dict: {name} is a DTensor, which says itself how it is split. Use "
             f"torch.distributed.checkpoint.state_dict.get_model_state_dict(model)."
         )
+    raise UnsupportedError(
+        f"sharded_state_dict: {name} is a DTensor over {known}, as fully_shard makes it, and says "
+        f"nothing of the {size} ranks of the layer's tp_group, {group.group_name!r}: one "
+        f"checkpoint of get_model_state_dict(model) would keep the parts of one of them alone. "
+        f"Save one for each: dcp.save(state, checkpoint_id=f'{{path}}/{{tp_rank}}', "
+        f"process_group=the ranks that fully_shard has). For a checkpoint that loads on other "
+        f"numbers of tensor-parallel ranks spread the model by parallelize_module and the styles "
+        f"of fp8core.distributed."
+    )
 
 
 def _distributed(rows: torch.Tensor, axis: int, group: Any) -> torch.Tensor:
@@ -160,7 +176,7 @@ def _split_parameters(module: torch.nn.Module) -> dict[str, tuple[int, ParallelM
         return {}
     for name, parameter in module.named_parameters(recurse=False):
         if isinstance(parameter, DTensor):  # without the attributes of the parameter before
-            _refuse(f"{module.label}.{name}", parameter)
+            _refuse_sharded(f"{module.label}.{name}", parameter, module)
     return {
         name: (parameter.partition_dim, module)  # type: ignore[attr-defined]  # beside the other
         for name, parameter in module.named_parameters(recurse=False)

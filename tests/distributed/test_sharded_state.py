@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -108,7 +109,33 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     with pytest.raises(UnsupportedError) as caught:
         sharded_state_dict(sharded)
     found["refused"] = str(caught.value)
+    found["two meshes"] = under_fsdp(rank, f"{folder}/meshes")
     return found
+
+
+def under_fsdp(rank: int, folder: str) -> list[Any]:
+    """What is said of a tensor-parallel layer under ``fully_shard`` over other ranks, and whether
+    a checkpoint for each tensor-parallel rank has its parts."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    of_rank = mesh["dp"].get_group()
+
+    def new(seed: int) -> Any:
+        torch.manual_seed(seed + rank)
+        layer: Any = fp8core.Linear(
+            HIDDEN, FFN, parallel_mode="column", tp_group=mesh["tp"].get_group(), **CPU
+        )
+        return fully_shard(layer, mesh=mesh["dp"])
+
+    saved, loaded = new(0), new(10)
+    with pytest.raises(UnsupportedError) as caught:
+        sharded_state_dict(saved)
+    mine = {"checkpoint_id": f"{folder}/{rank}", "process_group": of_rank}
+    dcp.save(get_model_state_dict(saved), **mine)
+    state = get_model_state_dict(loaded)
+    dcp.load(state, **mine)
+    set_model_state_dict(loaded, state)
+    pairs = zip(saved.parameters(), loaded.parameters(), strict=True)
+    return [str(caught.value), all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)]
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +155,13 @@ def test_a_checkpoint_loads_on_another_number_of_tensor_parallel_ranks(
 
 def test_parameters_that_are_sharded_besides_are_refused(ranks: list[dict[str, Any]]) -> None:
     assert all("is a DTensor" in rank["refused"] for rank in ranks)
+
+
+def test_parts_under_a_mesh_of_other_ranks_are_saved_by_each(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        said, equal = rank["two meshes"]
+        assert "the parts of one of them alone" in said
+        assert equal
 
 
 # In one process
