@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -16,6 +16,7 @@ from fp8core.modules.basic_operation import FusedOperation, fused, has_fusions
 from fp8core.modules.bind import bind
 from fp8core.modules.extra_tensors import ExtraTensors
 from fp8core.modules.inputs import cast_to_weight, check_chained, check_input, check_kind
+from fp8core.modules.operation_list import OperationList
 from fp8core.modules.run import delaying, run_layer, run_links
 
 __all__ = ["Sequential"]
@@ -40,7 +41,7 @@ class _Chain(NamedTuple):
         return next(params, None)
 
 
-class Sequential(LowPrecisionModule):
+class Sequential(OperationList):
     """Runs its modules in order; operations and layers that follow one another are one chain.
 
     A container as ``torch.nn.Sequential`` is: it takes modules, or a dict of them, and is indexed,
@@ -61,111 +62,23 @@ class Sequential(LowPrecisionModule):
     """
 
     kind = "sequential"
+    _is_checked = False
 
     def __init__(
         self,
         *operations: torch.nn.Module | Mapping[str, torch.nn.Module],
         name: str | None = None,
     ) -> None:
-        super().__init__(name)
-        self._is_checked = False
-        if len(operations) == 1 and isinstance(operations[0], Mapping):
-            for key, module in operations[0].items():
-                self.add_module(key, module)
-        else:
-            for operation in operations:
-                self.append(operation)  # type: ignore[arg-type]  # add_module looks at each
+        super().__init__(*operations, name=name)
         self._check()
-
-    # --- the container ---
-
-    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
-        """Add ``module`` at the end, as ``name``."""
-        if not isinstance(module, torch.nn.Module):
-            raise OperandError(
-                f"ops.Sequential: operation {len(self._modules)} is {type(module).__name__}; "
-                f"expected a torch.nn.Module, as the operations of fp8core.ops are."
-            )
-        super().add_module(name, module)
-        self._changed()
-
-    def append(self, module: torch.nn.Module) -> Sequential:
-        """Add ``module`` at the end; return the container."""
-        numbers = [int(key) for key in self._modules if key.isdecimal()]
-        self.add_module(str(max(numbers, default=-1) + 1), module)
-        return self
-
-    def extend(self, modules: Iterable[torch.nn.Module]) -> Sequential:
-        """Add ``modules`` at the end; return the container."""
-        for module in list(modules):
-            self.append(module)
-        return self
-
-    def insert(self, index: int, module: torch.nn.Module) -> Sequential:
-        """Add ``module`` before the one at ``index``; return the container."""
-        modules = list(self)
-        modules.insert(index, module)
-        self.append(module)  # which looks at it
-        self._modules.update(zip(self._modules, modules, strict=True))
-        self._changed()
-        return self
-
-    def pop(self, index: int | slice) -> torch.nn.Module:
-        """Remove and return the module at ``index``, or a Sequential of those of a slice."""
-        removed: torch.nn.Module = self[index]
-        del self[index]
-        return removed
-
-    def __getitem__(self, index: int | slice) -> Any:
-        keys = self._keys(index)
-        if isinstance(index, slice):
-            return Sequential().extend(self._at(key) for key in keys)
-        return self._at(keys[0])
-
-    def __setitem__(self, index: int, module: torch.nn.Module) -> None:
-        (key,) = self._keys(index)
-        if not isinstance(module, torch.nn.Module):
-            raise OperandError(f"ops.Sequential: {type(module).__name__} is no torch.nn.Module.")
-        self._modules[key] = module
-        self._changed()
-
-    def __delitem__(self, index: int | slice) -> None:
-        for key in self._keys(index):
-            del self._modules[key]
-        self._changed()
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[torch.nn.Module]:
-        return iter([self._at(key) for key in self._modules])
-
-    def __add__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
-        return Sequential().extend(self).extend(modules)
-
-    def __iadd__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
-        return self.extend(modules)
-
-    def _keys(self, index: int | slice) -> list[str]:
-        keys = list(self._modules)
-        if isinstance(index, slice):
-            return keys[index]
-        if not -len(keys) <= index < len(keys):
-            raise IndexError(f"ops.Sequential: index {index} of {len(keys)} operations")
-        return [keys[index]]
-
-    def _at(self, key: str) -> torch.nn.Module:
-        module = self._modules[key]
-        assert module is not None  # add_module takes none
-        return module
 
     def _changed(self) -> None:
         """Look at the modules before the next call; forget the state of another chain."""
         self._is_checked = False
-        if self._buffers:
-            self.forget_delayed_state()
-        else:
-            self.unbind()
+        super()._changed()
+
+    def _empty(self) -> Sequential:
+        return Sequential()
 
     def reset(self) -> None:
         """Give every operation its first values, and forget the delayed state."""
@@ -175,8 +88,6 @@ class Sequential(LowPrecisionModule):
             again = again or getattr(module, "reset_parameters", None)
             if again is not None:
                 again()
-
-    # --- chains ---
 
     @property
     def is_link(self) -> bool:
