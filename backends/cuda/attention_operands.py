@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 
 from fp8core.backend_api import AttentionDesc, OperandError
 
 __all__ = [
+    "Kind",
     "aligned",
     "by_heads",
     "check_operands",
     "check_rows",
     "in_layout",
     "in_order",
+    "kind_of",
     "out_size",
 ]
 
 _ALIGNMENT = 16  # bytes, of addresses and strides
+
+Kind: TypeAlias = "list[object]"
+"""What checks of tensors look at, from :func:`kind_of`."""
+
+
+def kind_of(*tensors: torch.Tensor) -> Kind | None:
+    """Return what :func:`check_operands`, :func:`check_rows` and :func:`in_order` look at: for
+    tensors of an equal kind they say and return the same. None where an address is not aligned."""
+    kind: Kind = []
+    for x in tensors:
+        if x.data_ptr() % _ALIGNMENT:
+            return None
+        kind += (x.shape, x.stride(), x.dtype, x.device)
+    return kind
 
 
 def by_heads(x: torch.Tensor, layout: str) -> torch.Tensor:
