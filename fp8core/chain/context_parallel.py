@@ -409,5 +409,5 @@ class GatheredKeys:
     def _largest(self, results: Any) -> Any:
         out, stats, largest = results
         if largest is not None:
-            largest = self._communicator.max(largest, "largest logits").wait()
+            largest = self._communicator.max(largest, "largest logits", at_once=True).wait()
         return out, stats, largest

@@ -114,13 +114,13 @@ class _Program(Relay[MovingLink]):
     def _gathered(self, x: Any, out: Out, purpose: str) -> Any:
         """Return the rows of all ranks, as ``out`` requests them."""
         if out is None:
-            return self._communicator.gather(x, purpose).wait()
+            return self._communicator.gather(x, purpose, at_once=True).wait()
         if out.shards is None:
-            return out(self._communicator.gather(x, purpose).wait())
+            return out(self._communicator.gather(x, purpose, at_once=True).wait())
         mine = x if isinstance(x, Handover) else out.shards.request(out)(x)
         return out.shards.gather(mine, out)
 
-    def _scattered(self, x: torch.Tensor, purpose: str) -> Started:
+    def _scattered(self, x: torch.Tensor, purpose: str, *, at_once: bool = False) -> Started:
         size = self._communicator.size
         if x.shape[0] % size:
             raise OperandError(
@@ -128,7 +128,7 @@ class _Program(Relay[MovingLink]):
                 f"{self._communicator.group_name!r} do not divide {x.shape[0]} rows. With sequence "
                 f"parallelism each rank gets as many rows: pad the input to a multiple of {size}."
             )
-        return self._communicator.scatter(x, purpose, self._link.transfers)
+        return self._communicator.scatter(x, purpose, self._link.transfers, at_once=at_once)
 
     def _scattered_in_parts(
         self, gemm_part: GemmPart, a: Operand, b: Operand, dtype: torch.dtype, purpose: str
@@ -262,7 +262,7 @@ class _Scatter(_Program):
 
     def start_sum(self, x: torch.Tensor) -> Started:
         """Start the sum of the input, of which a rank gets its rows."""
-        return self._scattered(x, "output")
+        return self._scattered(x, "output", at_once=True)
 
     def num_rows(self, rows: int) -> int:
         """Return a rank's rows."""
@@ -285,7 +285,7 @@ class _AllReduce(_Program):
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Sum."""
-        y = self._communicator.sum(x, "output").wait()
+        y = self._communicator.sum(x, "output", at_once=True).wait()
         return y if out is None else out(y), (), None
 
     def backward(

@@ -102,7 +102,7 @@ class KeysInParts:
                 sides, keywords, (q, k, v), coming, (out, stats, largest)
             )
         if largest is not None:
-            largest = self._communicator.max(largest, "largest logits").wait()
+            largest = self._communicator.max(largest, "largest logits", at_once=True).wait()
         return out, stats, largest
 
     def _with_others(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -132,7 +133,10 @@ class ArrivingRows(ArrivingOperand):
         """Return the product ``[m, n]`` of the rows of all ranks with ``b [n, k]``."""
         size, first = self._communicator.size, self._communicator.rank
         rows, mine = size * self._mine.data.shape[0], self._mine.data.shape[0]
-        y = out if out is not None else b.data.new_empty((rows, b.data.shape[0]), dtype=dtype)
+        y = out
+        if y is None:
+            like = partial(torch.Tensor.new_empty, size=(rows, b.data.shape[0]), dtype=dtype)
+            y = called_in_repeats(like, b.data)
         for step in range(size):
             rank = (first + step) % size
             a = self._rows_of(rank) if step else self._mine
@@ -213,10 +217,12 @@ class Shards:
         in_parts = self.in_parts and row is not None and self._moves_beside(row.data)
         rows: Any = None
         if row is not None:
-            rows = self._start(row, self.plan.rowwise, 0, self.purpose, in_parts=in_parts)
+            rows = self._start(row, self.plan.rowwise, 0, self.purpose, in_parts, not in_parts)
         columns: Any = column
         if column is not None and not self.is_gathered_again:
-            columns = self._start(column, self.plan.columnwise, 1, self.purpose)
+            columns = self._start(
+                column, self.plan.columnwise, 1, self.purpose, at_once=not in_parts
+            )
         elif whole.columnwise and not self.is_gathered_again and rows is not None:
             columns = _Turned(rows)
         if not in_parts:
@@ -246,16 +252,17 @@ class Shards:
         spec: OperandSpec | None,
         along: int,
         purpose: str,
-        *,
         in_parts: bool = False,
+        at_once: bool = False,
     ) -> ArrivingOperand:
-        """Start to gather ``mine``, in which the rows of the tensor are dimension ``along``."""
+        """Start to gather ``mine``, in which the rows of the tensor are dimension ``along``;
+        ``at_once``: the caller waits for it at once."""
         is_of_rows = amax_extent(spec) == "row" and along == 0
         moves_scale = spec is not None and spec.block[along] != 0
         moves = (True, moves_scale, is_of_rows and spec is not None and spec.row_scaled)
         names = (purpose, f"{purpose} scales", f"{purpose} scales")
         tensors = [
-            self._tensor(part, along, name, in_parts=in_parts)
+            self._tensor(part, along, partial(self._gathered, name, in_parts, at_once))
             if moved and part is not None
             else _Given(part)
             for part, moved, name in zip(mine, moves, names, strict=True)
@@ -264,12 +271,16 @@ class Shards:
             return ArrivingRows(tensors, mine, self.communicator)
         return ArrivingOperand(tensors)
 
-    def _tensor(self, part: torch.Tensor, along: int, purpose: str, *, in_parts: bool) -> _Tensor:
+    def _gathered(
+        self, purpose: str, in_parts: bool, at_once: bool, shard: torch.Tensor
+    ) -> Started:
+        gather = self.communicator.gather
+        return gather(shard, purpose, self.transfers, in_parts=in_parts, at_once=at_once)
+
+    def _tensor(
+        self, part: torch.Tensor, along: int, gather: Callable[[torch.Tensor], Started]
+    ) -> _Tensor:
         size = self.communicator.size
-
-        def gather(shard: torch.Tensor) -> Started:
-            return self.communicator.gather(shard, purpose, self.transfers, in_parts=in_parts)
-
         is_transposed = not part.is_contiguous() and part.t().is_contiguous()
         if along == 0:
             # Strides belong to the backend that cast the part.

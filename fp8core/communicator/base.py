@@ -46,7 +46,8 @@ class Communicator(ABC):
     call the same collectives in the same order with tensors of equal shapes. In a group of one rank
     they return the tensor that they are given, and of a tensor on meta they return one of the
     result's size, without the other ranks. A ``purpose`` is a word for the counts and for
-    errors, such as ``"input"``.
+    errors, such as ``"input"``. ``at_once`` says that the caller waits for the result at once, so
+    that nothing can run beside the collective: it may take the stream of the caller.
     """
 
     def __init__(self, size: int, rank: int, group_name: str) -> None:
@@ -70,6 +71,7 @@ class Communicator(ABC):
         by: Transfers | None = None,
         *,
         in_parts: bool = False,
+        at_once: bool = False,
     ) -> Started:
         """Start to concatenate the ``x`` of all ranks along dimension 0, in the order of ranks.
 
@@ -82,12 +84,19 @@ class Communicator(ABC):
             return Started(x.new_empty((self.size * x.shape[0], *x.shape[1:])))
         num_bytes = (self.size - 1) * _bytes_of(x)
         if by is None or is_captured(x) or not by.takes(_bytes_of(x)):
-            return self._start("gather", purpose, x, num_bytes, self._gather)
+            return self._start("gather", purpose, x, num_bytes, self._gather, at_once=at_once)
         way = IN_PARTS if in_parts else BESIDE
         move = partial(gathered_by, by, self.size, self.rank)
         return self._start("gather", purpose, x, num_bytes, move, way=way, arrives_in_parts=True)
 
-    def scatter(self, x: torch.Tensor, purpose: str = "", by: Transfers | None = None) -> Started:
+    def scatter(
+        self,
+        x: torch.Tensor,
+        purpose: str = "",
+        by: Transfers | None = None,
+        *,
+        at_once: bool = False,
+    ) -> Started:
         """Start to add up the ``x`` of all ranks, of which each rank gets its part of dimension 0.
 
         ``by`` moves it beside products, if it takes so many bytes.
@@ -106,7 +115,7 @@ class Communicator(ABC):
         part = _bytes_of(x) // self.size
         num_bytes = part * (self.size - 1)
         if by is None or is_captured(x) or not by.takes(part):
-            return self._start("scatter", purpose, x, num_bytes, self._scatter)
+            return self._start("scatter", purpose, x, num_bytes, self._scatter, at_once=at_once)
         move = partial(scattered_by, by, self.size, self.rank)
         return self._start("scatter", purpose, x, num_bytes, move, way=BESIDE)
 
@@ -133,29 +142,36 @@ class Communicator(ABC):
             return Started(mine)
         return SumInParts(self, purpose, tuple(size), dtype, num_bytes, by).start(like, compute)
 
-    def sum(self, x: torch.Tensor, purpose: str = "") -> Started:
+    def sum(self, x: torch.Tensor, purpose: str = "", *, at_once: bool = False) -> Started:
         """Start to add up the ``x`` of all ranks; the result is a new tensor."""
-        return self._reduced("sum", purpose, x)
+        return self._reduced("sum", purpose, x, at_once=at_once)
 
-    def max(self, x: torch.Tensor, purpose: str = "", by: Maximum | None = None) -> Started:
+    def max(
+        self,
+        x: torch.Tensor,
+        purpose: str = "",
+        by: Maximum | None = None,
+        *,
+        at_once: bool = False,
+    ) -> Started:
         """Start to take the elementwise maximum over all ranks; the result is a new tensor.
 
         ``by`` takes it in less time than a collective does, or returns None.
         """
         if by is None or is_captured(x):
-            return self._reduced("max", purpose, x)
+            return self._reduced("max", purpose, x, at_once=at_once)
 
         def move(sent: torch.Tensor) -> Moved:
             largest = by(sent)
             return self._all_reduce(sent, "max") if largest is None else (largest, _done)
 
-        return self._reduced_by("max", purpose, x, move)
+        return self._reduced_by("max", purpose, x, move, at_once=at_once)
 
-    def max_into(self, x: torch.Tensor, purpose: str = "") -> Started:
+    def max_into(self, x: torch.Tensor, purpose: str = "", *, at_once: bool = False) -> Started:
         """Start to take the elementwise maximum over all ranks; the result is ``x``, written, or a
         new tensor where that cannot be."""
         move = partial(self._all_reduce, op="max", in_place=True)
-        return self._reduced_by("max", purpose, x, move)
+        return self._reduced_by("max", purpose, x, move, at_once=at_once)
 
     def exchange(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], purpose: str = ""
@@ -268,16 +284,23 @@ class Communicator(ABC):
     ) -> tuple[torch.Tensor, Finish]:
         """As :meth:`_gather`."""
 
-    def _reduced(self, op: str, purpose: str, x: torch.Tensor) -> Started:
-        return self._reduced_by(op, purpose, x, partial(self._all_reduce, op=op))
+    def _reduced(self, op: str, purpose: str, x: torch.Tensor, *, at_once: bool) -> Started:
+        move = partial(self._all_reduce, op=op)
+        return self._reduced_by(op, purpose, x, move, at_once=at_once)
 
     def _reduced_by(
-        self, op: str, purpose: str, x: torch.Tensor, move: Callable[[torch.Tensor], Moved]
+        self,
+        op: str,
+        purpose: str,
+        x: torch.Tensor,
+        move: Callable[[torch.Tensor], Moved],
+        *,
+        at_once: bool,
     ) -> Started:
         if self.size == 1 or not x.numel():
             return Started(x)
         num_bytes = 2 * (self.size - 1) * _bytes_of(x) // self.size
-        return self._start(op, purpose, x, num_bytes, move)
+        return self._start(op, purpose, x, num_bytes, move, at_once=at_once)
 
     def _start(
         self,
@@ -291,6 +314,7 @@ class Communicator(ABC):
         receive: Sequence[int] = (),
         way: str = PLAIN,
         arrives_in_parts: bool = False,
+        at_once: bool = False,
     ) -> Started:
         if x.is_meta:  # shapes alone, which are counted
             self.traffic.add(collective, purpose, num_bytes, way)
@@ -298,7 +322,7 @@ class Communicator(ABC):
         if is_captured(x):
             return self._captured(collective, purpose, x, send, receive)
         is_coded = travels_as_bytes(collective, x.dtype)
-        one = Collective(self, collective, purpose, num_bytes, way, is_coded, move)
+        one = Collective(self, collective, purpose, num_bytes, way, is_coded, at_once, move)
         result = called_in_repeats(one.begin, x)
         return Started(result, x, one.end, one.arrive if arrives_in_parts else None)
 

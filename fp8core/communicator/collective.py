@@ -60,7 +60,7 @@ it in another, and has nothing but tensors in between."""
 class Collective:
     """One collective of ``communicator``, apart from its tensors; ``move`` starts it.
 
-    ``is_coded``: the tensor is sent as uint8.
+    ``is_coded``: the tensor is sent as uint8. ``at_once``: its end follows its beginning.
     """
 
     communicator: _Counting
@@ -69,6 +69,7 @@ class Collective:
     num_bytes: int
     way: str
     is_coded: bool
+    at_once: bool
     move: Callable[[torch.Tensor], Moved]
 
     def begin(self, x: torch.Tensor) -> torch.Tensor:

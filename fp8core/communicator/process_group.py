@@ -18,7 +18,9 @@ from fp8core.communicator.comparison import Claim, Comparisons
 from fp8core.errors import OperandError
 from fp8core.torch_ops.private import (
     functional_collective,
+    gather_options,
     group_by_name,
+    scatter_options,
     start_all_gather,
     start_reduce_scatter,
     store_of,
@@ -136,22 +138,25 @@ class _GroupCommunicator(Communicator):
         super().__init__(group.size(), rank, group.group_name)
         self.group = group
         self._comparisons = _comparisons_of(group, rank)
-        self._options = {name: _reduce_options(name) for name in ("sum", "max")}
+        self._options = {at_once: _Options(at_once) for at_once in (False, True)}
 
     def _gather(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
         result = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        return result, self._end(start_all_gather(self.group, result, x), x)
+        options = self._options[self._is_at_once].gather
+        return result, self._end(start_all_gather(self.group, result, x, options), x)
 
     def _scatter(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
         result = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        return result, self._end(start_reduce_scatter(self.group, result, x), x)
+        options = self._options[self._is_at_once].scatter
+        return result, self._end(start_reduce_scatter(self.group, result, x, options), x)
 
     def _all_reduce(
         self, x: torch.Tensor, op: str, *, in_place: bool = False
     ) -> tuple[torch.Tensor, Finish]:
         result = x if in_place else x.clone()  # c10d reduces in place
         group: _ProcessGroup = self.group  # the stubs lack the options of allreduce
-        return result, self._end(group.allreduce([result], self._options[op]), x)
+        options = self._options[self._is_at_once].reduce[op]
+        return result, self._end(group.allreduce([result], options), x)
 
     def _exchange(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]
@@ -159,6 +164,10 @@ class _GroupCommunicator(Communicator):
         result = x.new_empty((sum(receive), *x.shape[1:]))
         work = self.group.alltoall_base(result, x, list(receive), list(send))
         return result, self._end(work, x)
+
+    @property
+    def _is_at_once(self) -> bool:
+        return self.starting is not None and self.starting[0].at_once
 
     def _end(self, work: Any, x: torch.Tensor) -> Finish:
         """Return what waits for ``work``, the latest collective, of ``x``."""
@@ -217,6 +226,17 @@ def _comparisons_of(group: dist.ProcessGroup, rank: int) -> Comparisons | None:
     if group.size() == 1 or dist.get_backend(group) == "fake":
         return None
     return Comparisons(store_of(group), rank, group.size(), timeout_of(group).total_seconds())
+
+
+class _Options:
+    """Those of the process group's calls. With ``at_once`` NCCL runs on the current stream, which
+    need not wait for another one, nor another for it."""
+
+    def __init__(self, at_once: bool) -> None:
+        self.gather, self.scatter = gather_options(), scatter_options()
+        self.reduce = {op: _reduce_options(op) for op in ("sum", "max")}
+        for options in (self.gather, self.scatter, *self.reduce.values()):
+            options.asyncOp = not at_once
 
 
 def _reduce_options(name: str) -> Any:

@@ -64,6 +64,7 @@ __all__ = [
     "forward_pre_hooks",
     "function_modes",
     "functional_collective",
+    "gather_options",
     "gathered_rows",
     "group_by_name",
     "has_hooks",
@@ -88,6 +89,7 @@ __all__ = [
     "refuse_address",
     "reshards_to_fewer_ranks",
     "saved_tensor_hooks",
+    "scatter_options",
     "schema_of",
     "start_all_gather",
     "start_reduce_scatter",
@@ -334,14 +336,30 @@ def timeout_of(group: Any) -> timedelta:
     return max(timeouts, default=groups.default_pg_timeout)
 
 
-def start_all_gather(group: Any, result: torch.Tensor, part: torch.Tensor) -> Any:
-    """Start the gather that torch.distributed.all_gather_into_tensor checks, logs and calls."""
-    return group._allgather_base(result, part)
+def gather_options() -> Any:
+    """Return new options of a gather; ``asyncOp`` has it run beside the current stream."""
+    groups: Any = torch.distributed.distributed_c10d
+    return groups.AllgatherOptions()
 
 
-def start_reduce_scatter(group: Any, result: torch.Tensor, whole: torch.Tensor) -> Any:
-    """Start the sum that torch.distributed.reduce_scatter_tensor checks, logs and calls."""
-    return group._reduce_scatter_base(result, whole)
+def scatter_options() -> Any:
+    """Return new options of a reduce-scatter, as :func:`gather_options`."""
+    groups: Any = torch.distributed.distributed_c10d
+    return groups.ReduceScatterOptions()
+
+
+def start_all_gather(group: Any, result: torch.Tensor, part: torch.Tensor, options: Any) -> Any:
+    """Start the gather that torch.distributed.all_gather_into_tensor checks, logs and calls;
+    ``options`` are :func:`gather_options`."""
+    return group._allgather_base(result, part, options)
+
+
+def start_reduce_scatter(
+    group: Any, result: torch.Tensor, whole: torch.Tensor, options: Any
+) -> Any:
+    """Start the sum that torch.distributed.reduce_scatter_tensor checks, logs and calls;
+    ``options`` are :func:`scatter_options`."""
+    return group._reduce_scatter_base(result, whole, options)
 
 
 def reshards_to_fewer_ranks(module: Any) -> bool:

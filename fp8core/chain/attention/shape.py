@@ -185,7 +185,7 @@ def _reduce_amax(shape: AttentionShape) -> ReduceAmax | None:
 
     def reduce(amaxes: torch.Tensor) -> torch.Tensor:
         for communicator in communicators:
-            amaxes = communicator.max(amaxes, "amax").wait()
+            amaxes = communicator.max(amaxes, "amax", at_once=True).wait()
         return amaxes
 
     return reduce

@@ -109,4 +109,8 @@ def amax_reduction(
     if communicator is None:
         return None
     maximum = getattr(context.transfers(communicator), "maximum", None)
-    return MaximumOverShards(lambda amaxes: communicator.max(amaxes, "amax", maximum).wait())
+
+    def largest(amaxes: torch.Tensor) -> torch.Tensor:
+        return communicator.max(amaxes, "amax", maximum, at_once=True).wait()
+
+    return MaximumOverShards(largest)
