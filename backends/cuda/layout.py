@@ -109,6 +109,8 @@ def scales(mode: str, scale_inv: torch.Tensor) -> torch.Tensor:
     )
     if fits and scale_inv.data_ptr() % ALIGNMENT == 0:
         return scale_inv
+    if mode == "vec128" and rows % 4 == 0:
+        return scale_inv.t().clone(memory_format=torch.contiguous_format).t()
     length = (rows - 1) * wanted[0] + (blocks - 1) * wanted[1] + 1
     copy = torch.empty(round_up(length, 4), dtype=torch.float32, device=scale_inv.device)
     return copy.as_strided((rows, blocks), wanted).copy_(scale_inv)

@@ -17,6 +17,7 @@ from fp8core.communicator.collective import (
     Finish,
     Moved,
     SumInParts,
+    done,
     gathered_by,
     scattered_by,
     travels_as_bytes,
@@ -32,10 +33,6 @@ __all__ = ["Communicator", "Finish", "Maximum"]
 
 Maximum: TypeAlias = Callable[[torch.Tensor], "torch.Tensor | None"]
 """What :class:`fp8core.backend_api.TakesMaxima` offers."""
-
-
-def _done() -> None:
-    """Wait for nothing: the current stream has the result."""
 
 
 class Communicator(ABC):
@@ -163,7 +160,7 @@ class Communicator(ABC):
 
         def move(sent: torch.Tensor) -> Moved:
             largest = by(sent)
-            return self._all_reduce(sent, "max") if largest is None else (largest, _done)
+            return self._all_reduce(sent, "max") if largest is None else (largest, done)
 
         return self._reduced_by("max", purpose, x, move, at_once=at_once)
 

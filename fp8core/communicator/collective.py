@@ -24,6 +24,7 @@ __all__ = [
     "Finish",
     "Moved",
     "SumInParts",
+    "done",
     "gathered_by",
     "scattered_by",
     "travels_as_bytes",
@@ -31,6 +32,10 @@ __all__ = [
 
 Finish = Callable[[], object]
 """Blocks until a collective has written its result."""
+
+
+def done() -> None:
+    """Wait for nothing: the current stream has the result."""
 
 
 Moved: TypeAlias = (

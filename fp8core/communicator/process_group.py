@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fp8core.communicator.base import Communicator
-from fp8core.communicator.collective import Finish
+from fp8core.communicator.collective import Finish, done
 from fp8core.communicator.comparison import Claim, Comparisons
 from fp8core.errors import OperandError
 from fp8core.torch_ops.private import (
@@ -171,6 +171,8 @@ class _GroupCommunicator(Communicator):
 
     def _end(self, work: Any, x: torch.Tensor) -> Finish:
         """Return what waits for ``work``, the latest collective, of ``x``."""
+        if work is None:  # on the current stream, which has the result in its turn
+            return done
         if self._comparisons is None or not x.is_cpu:
             wait: Finish = work.wait  # of a device: its stream waits, and not the host
             return wait

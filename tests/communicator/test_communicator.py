@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8core.communicator import Communicator, named, of_group
 from fp8core.errors import CollectiveError, OperandError
@@ -43,6 +45,12 @@ def collectives(communicator: Communicator) -> dict[str, Any]:
         "counts": {"/".join(key): list(count) for key, count in communicator.traffic},
     }
     returned["written"] = not torch.equal(x, kept)
+    returned["at once"] = [
+        communicator.gather(x, "at once", at_once=True).wait(),
+        communicator.scatter(x, "at once", at_once=True).wait(),
+        communicator.sum(x, "at once", at_once=True).wait(),
+        communicator.max(x.float(), "at once", at_once=True).wait(),
+    ]
     into = x.float()
     returned["max_into"] = [into, communicator.max_into(into).wait() is into]
     communicator.agree("the same", "their layers")
@@ -133,6 +141,12 @@ def test_sum_and_max_are_over_all_ranks(ranks: list[dict[str, Any]]) -> None:
     for one in ranks:
         assert torch.equal(one["sum"], shard(0) + shard(1))
         assert torch.equal(one["max"], shard(1).float())
+
+
+def test_results_that_are_waited_for_at_once_are_the_same(ranks: list[dict[str, Any]]) -> None:
+    for one in ranks:
+        for name, result in zip(("gather", "scatter", "sum", "max"), one["at once"], strict=True):
+            assert torch.equal(result, one[name])
 
 
 def test_inputs_are_not_written(ranks: list[dict[str, Any]]) -> None:
@@ -232,3 +246,36 @@ def test_threads_that_call_different_collectives_are_told() -> None:
 def test_without_torch_distributed_a_group_is_refused() -> None:
     with pytest.raises(OperandError, match="init_process_group first"):
         of_group(None)
+
+
+class Calls:
+    """A process group that notes how it is called, and has nothing to wait for."""
+
+    def __init__(self) -> None:
+        self.beside: list[bool] = []
+
+    def _allgather_base(self, result: torch.Tensor, part: torch.Tensor, options: Any) -> None:
+        self.beside.append(options.asyncOp)
+
+    def _reduce_scatter_base(self, result: torch.Tensor, whole: torch.Tensor, options: Any) -> None:
+        self.beside.append(options.asyncOp)
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
+        self.beside.append(options.asyncOp)
+
+
+def test_a_collective_that_is_waited_for_at_once_takes_the_current_stream() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        communicator = of_group()
+        calls = Calls()
+        x = shard(0)
+        with patch.object(communicator, "group", calls):
+            for at_once in (True, False):
+                communicator.gather(x, at_once=at_once).wait()
+                communicator.scatter(x, at_once=at_once).wait()
+                communicator.sum(x, at_once=at_once).wait()
+                communicator.max(x, at_once=at_once).wait()
+        assert calls.beside == [False] * 4 + [True] * 4
+    finally:
+        dist.destroy_process_group()
