@@ -67,7 +67,7 @@ def bucket(size: int) -> int:
 
 def takes_the_first() -> bool:
     """Say whether the first algorithm runs, the same in every process, and none is timed."""
-    return not settings.read().autotune or torch.are_deterministic_algorithms_enabled()
+    return not settings.autotunes() or torch.are_deterministic_algorithms_enabled()
 
 
 def choose(

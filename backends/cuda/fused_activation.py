@@ -15,6 +15,7 @@ from fp8core.backend_api import (
     FusedDesc,
     OperandSpec,
     Quantized,
+    QuantizeDesc,
 )
 from fp8core_backends.cuda.activation import (
     Activation,
@@ -23,6 +24,7 @@ from fp8core_backends.cuda.activation import (
     native_activation,
 )
 from fp8core_backends.cuda.column_sums import ColumnSums
+from fp8core_backends.cuda.fused_chunked import CHUNKED_MODES, FusedCall, RunChunked
 from fp8core_backends.cuda.layout import adjacent_columns, scale_mode
 from fp8core_backends.cuda.memory import allocator
 from fp8core_backends.cuda.microscaling import ByteScaled
@@ -180,7 +182,7 @@ class FusedActivation(_Fused):
 class FusedActivationBackward(_Fused):
     """``(quantized grad_x,)`` from ``grad_output`` and ``x``, and column sums if asked for."""
 
-    __slots__ = ("_backward", "_column_sums", "_empty", "_has_sums", "_num_parts")
+    __slots__ = ("_backward", "_column_sums", "_empty", "_has_sums", "_num_parts", "run_chunked")
 
     def __init__(self, desc: FusedDesc, device: torch.device, native: Any) -> None:
         super().__init__(desc, device, native)
@@ -190,6 +192,28 @@ class FusedActivationBackward(_Fused):
         self._empty = allocator(self._index)
         self._has_sums = desc.sums
         self._num_parts = 2 if desc.producer.name in GATED else 1
+        self.run_chunked = self._chunked(desc.quantize, native)
+
+    def _chunked(self, cast: QuantizeDesc, native: Any) -> RunChunked | None:
+        """Return what computes chunks, None where a chunk has no scale of its own yet."""
+        row = cast.rowwise
+        if row is None or cast.columnwise is None:
+            return None
+        mode = scale_mode(row)
+        if mode not in CHUNKED_MODES or (mode == "tensor" and not row.delayed):
+            return None
+        call = FusedCall(
+            self.__call__,
+            self._native_fused,
+            native,
+            self._index,
+            self._dtype,
+            mode,
+            self._num_parts,
+            self._step,
+            self._has_sums,
+        )
+        return RunChunked(call)
 
     def __call__(
         self,

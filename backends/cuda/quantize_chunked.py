@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
-from fp8core.backend_api import Operand, Quantized, QuantizedChunks, QuantizeDesc
-from fp8core_backends.cuda.layout import (
-    DTYPES,
-    empty_scales,
-    row_stride,
-    scale_mode,
-    wrong_dtype,
-)
+from fp8core.backend_api import Quantized, QuantizedChunks, QuantizeDesc
+from fp8core_backends.cuda.chunks import LEAST_SAVED, ChunkedResult, Chunks, Part, Slots
+from fp8core_backends.cuda.layout import DTYPES, row_stride, scale_mode, wrong_dtype
 from fp8core_backends.cuda.memory import Empty, allocator
 from fp8core_backends.cuda.quantize_and_sum import QuantizeAndSum
 from fp8core_backends.cuda.quantize_compose import Cast
@@ -22,24 +18,8 @@ from fp8core_backends.cuda.stream import index_of, raw_stream
 
 __all__ = ["QuantizeChunked", "QuantizeChunkedAndSum"]
 
-CHUNK_ROWS = 5120
+CHUNK_ROWS = 4096
 """Rows of a chunk, a multiple of 128: a product of as many fills the chip."""
-LEAST_SAVED = 2**24
-"""Bytes that are worth three launches more: a cast, and a product that clears its counters."""
-
-
-class _Source(NamedTuple):
-    """A tensor, the slots of its cast, the columnwise operand that the cast fills, and the column
-    sums if they are asked for."""
-
-    x: torch.Tensor
-    stride: int
-    columnwise: Operand
-    column_pitch: int
-    scale: torch.Tensor | None
-    amax_out: torch.Tensor | None
-    nonfinite_out: torch.Tensor | None
-    sums: torch.Tensor | None = None
 
 
 class QuantizeChunked:
@@ -101,62 +81,32 @@ class QuantizeChunked:
         (rows, cols), stride = x.shape, row_stride(x)
         if (rows - CHUNK_ROWS) * cols < LEAST_SAVED or stride is None:
             return None
-        codes = self._empty((cols, rows), (rows, 1), torch.uint8)
-        scale_inv, pitch = empty_scales(self._mode, cols, rows, self._empty)
-        columnwise = Operand(codes, scale_inv)
-        source = _Source(x, stride, columnwise, pitch, scale, amax_out, nonfinite_out, sums)
-        return QuantizedChunks(_Chunks(self, source), columnwise)
+        slots = Slots(scale, amax_out, nonfinite_out)
+        result = ChunkedResult(self._mode, (rows, cols), CHUNK_ROWS, slots, self._empty, sums)
+        parts = partial(self._parts_of, x, stride, result)
+        return QuantizedChunks(Chunks(rows, parts), result.columnwise)
 
-    def chunks_of(self, source: _Source) -> Iterator[tuple[int, int, Operand]]:
+    def _parts_of(self, x: torch.Tensor, stride: int, result: ChunkedResult) -> Iterator[Part]:
         """Quantize one chunk after the other, into the memory of the one before."""
-        x, (rows, cols) = source.x, source.x.shape
+        rows, cols = x.shape
         stream = raw_stream(self._index)
-        codes, scale_inv, _ = source.columnwise
-        assert scale_inv is not None
-        row_codes = self._empty((CHUNK_ROWS, cols), (cols, 1), torch.uint8)
         partials, num_partials = None, 0
         if self._amax is not None:
             partials = self._empty((self._native.MAX_PARTIALS,), (1,), torch.float32)
-            arguments = (x.data_ptr(), rows, cols, source.stride, partials.data_ptr())
+            arguments = (x.data_ptr(), rows, cols, stride, partials.data_ptr())
             num_partials = self._amax.partials(arguments, stream)
-        tile_sums = None
-        if source.sums is not None:
-            size = self._native_cast.tile_sums_floats(rows, cols)
-            tile_sums = self._empty((size,), (1,), torch.float32)
-        for start in range(0, rows, CHUNK_ROWS):
-            end = min(start + CHUNK_ROWS, rows)
-            row_scale, row_pitch = scale_inv, 1
-            column_scale_address = scale_inv.data_ptr()
-            if self._mode != "tensor":
-                row_scale, row_pitch = empty_scales(self._mode, end - start, cols, self._empty)
-                column_scale_address += start // 128 * source.column_pitch * scale_inv.itemsize
-            addresses = (
-                x.data_ptr() + start * source.stride * x.itemsize,
-                end - start,
-                cols,
-                source.stride,
-                row_codes.data_ptr(),
-                row_scale.data_ptr(),
-                row_pitch,
-                codes.data_ptr() + start,
-                column_scale_address,
-                source.column_pitch,
-                0 if source.scale is None else source.scale.data_ptr(),
-                0 if source.amax_out is None else source.amax_out.data_ptr(),
-                0 if source.nonfinite_out is None else source.nonfinite_out.data_ptr(),
-                0 if partials is None else partials.data_ptr(),
-                rows,  # bytes between the rows of the columnwise codes
-                num_partials,
-            )
-            if tile_sums is None or source.sums is None:
+        for start, end in result.spans():
+            operand, results = result.part(start, end, partials, num_partials)
+            first = x.data_ptr() + start * stride * x.itemsize
+            addresses = (first, end - start, cols, stride, *results)
+            tile_sums = result.tile_sums(start, self._native_cast)
+            if not tile_sums:
                 self._native_cast(addresses, stream)
             else:
-                part = tile_sums.data_ptr() + start // 128 * cols * tile_sums.itemsize
-                self._native_cast.and_sum((0, part, *addresses), stream)  # sums of tiles alone
-                if end == rows:
-                    added = (tile_sums.data_ptr(), rows, cols, source.sums.data_ptr())
-                    self._native.add_tile_sums(added, self._index, stream)
-            yield start, end, Operand(row_codes[: end - start], row_scale)
+                self._native_cast.and_sum((0, tile_sums, *addresses), stream)
+            if end == rows:
+                result.add_sums(self._native, self._index, stream)
+            yield start, end, operand
 
 
 class QuantizeChunkedAndSum:
@@ -183,17 +133,3 @@ class QuantizeChunkedAndSum:
         if chunks is None:
             return self._whole(x, scale=scale, amax_out=amax_out, nonfinite_out=nonfinite_out)
         return chunks, sums
-
-
-class _Chunks:
-    """A rowwise operand in chunks; see :class:`fp8core.backend_api.Chunks`."""
-
-    __slots__ = ("_cast", "_source", "rows")
-
-    def __init__(self, cast: QuantizeChunked, source: _Source) -> None:
-        self._cast = cast
-        self._source = source
-        self.rows = source.x.shape[0]
-
-    def __iter__(self) -> Iterator[tuple[int, int, Operand]]:
-        return self._cast.chunks_of(self._source)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fp8core.backend_api import RecipeError
 
-__all__ = ["Settings", "read", "toolkits"]
+__all__ = ["Settings", "autotunes", "read", "toolkits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,12 @@ def read() -> Settings:
         RecipeError: a flag is neither 0 nor 1, or the user has no home folder and names no other.
     """
     transfers = _flag("FP8CORE_TRANSFERS") if os.environ.get("FP8CORE_TRANSFERS") else None
-    return Settings(_flag("FP8CORE_AUTOTUNE"), _flag("FP8CORE_BUILD"), _cache_dir(), transfers)
+    return Settings(autotunes(), _flag("FP8CORE_BUILD"), _cache_dir(), transfers)
+
+
+def autotunes() -> bool:
+    """Read ``FP8CORE_AUTOTUNE`` alone, which costs less; raises as :func:`read`."""
+    return _flag("FP8CORE_AUTOTUNE")
 
 
 def toolkits() -> list[Path]:

@@ -56,7 +56,7 @@ void check_cast(const CastActivationDesc<CastDesc>& desc,
   const std::int64_t step = columns_step(desc.cast, arguments.cast);
   FP8CORE_CHECK(!has_two_parts || n % step == 0, "quantize_activation: halves of ", n,
                 " columns; rows in blocks of ", step, " take a multiple of that");
-  FP8CORE_CHECK(arguments.sums == nullptr || function.is_backward,
+  FP8CORE_CHECK(arguments.tile_sums == nullptr || function.is_backward,
                 "quantize_activation: sums are those of a gradient");
   if (arguments.sums != nullptr)
     FP8CORE_CHECK_ADDRESS(arguments.tile_sums, "quantize_activation: tile_sums");

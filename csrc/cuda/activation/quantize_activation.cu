@@ -40,7 +40,7 @@ ActivationSourceInputs source_inputs(const ActivationDesc& desc,
   inputs.stride = given.x.stride;
   inputs.grad = given.grad;
   inputs.grad_stride = given.grad_stride;
-  inputs.tile_sums = arguments.sums == nullptr ? nullptr : arguments.tile_sums;
+  inputs.tile_sums = arguments.tile_sums;
   return inputs;
 }
 

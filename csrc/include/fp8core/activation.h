@@ -70,8 +70,9 @@ using QuantizeActivationNvfp4Desc = CastActivationDesc<Nvfp4Desc>;
 template <typename CastArguments>
 struct CastActivationArguments {
   ActivationInputs inputs;
-  float* sums = nullptr;       // [columns], of the result before the cast; or null
-  float* tile_sums = nullptr;  // tile_sums_floats, for sums
+  // [columns], of the result before the cast; null: none, or the tile_sums of a part of it alone.
+  float* sums = nullptr;
+  float* tile_sums = nullptr;  // tile_sums_floats, or null
   CastArguments cast;
 
   static constexpr int kOptional = CastArguments::kOptional;

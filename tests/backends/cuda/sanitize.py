@@ -48,7 +48,7 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
 )
 from fp8core.recipe.plan import LayerRole
-from fp8core_backends.cuda import native, quantize_chunked
+from fp8core_backends.cuda import fused_chunked, native, quantize_chunked
 from fp8core_backends.cuda.fused_norm import FusedNorm
 from fp8core_backends.cuda.microscaling import TiledGemm
 from fp8core_backends.cuda.transposition import RowsAdjacent
@@ -121,6 +121,27 @@ def parts() -> None:
             run = backend("cuda").bind(QuantizeDesc(dtype, own, own), DEVICE)
             for shape in ((256, 128), (300, 130), (272, 264)):
                 made = run.quantize_chunked(torch.randn(shape).to(dtype).to(DEVICE), **given)
+                for _ in made.rowwise:
+                    pass
+
+
+def fused_parts() -> None:
+    """Compute and cast gradients of activations some rows at a time, with column sums and
+    without."""
+    with patch.multiple(fused_chunked, CHUNK_ROWS=128, LEAST_SAVED=1):
+        recipes, names = ("delayed", "vector"), ("gelu", "swiglu")
+        for recipe_name, name, sums in itertools.product(recipes, names, (False, True)):
+            own, dtype, given = spec(recipe_name), torch.bfloat16, {}
+            if own.delayed:
+                given = {"scale": torch.ones(1).to(DEVICE), "amax_out": torch.zeros(1).to(DEVICE)}
+            rounds = name in GATED or not own.delayed
+            out_dtype = dtype if rounds else torch.float32
+            producer = ActivationBackwardDesc(name, dtype, out_dtype)
+            desc = FusedDesc(producer, QuantizeDesc(out_dtype, own, own), sums)
+            run = backend("cuda").bind(desc, DEVICE)
+            for rows, n in ((256, 128), (300, 256), (272, 384)):
+                x = torch.randn(rows, 2 * n if name in GATED else n).to(dtype).to(DEVICE)
+                made, *_ = run.run_chunked(torch.randn(rows, n).to(dtype).to(DEVICE), x, **given)
                 for _ in made.rowwise:
                     pass
 
@@ -368,6 +389,7 @@ GROUPS = {
     "quantize": quantize,
     "pairs": pairs,
     "parts": parts,
+    "fused_parts": fused_parts,
     "amax_and_scale_update": amax_and_scale_update,
     "activations": activations,
     "fused_activations": fused_activations,

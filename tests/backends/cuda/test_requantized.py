@@ -103,7 +103,7 @@ def test_the_codes_take_no_memory_between_forward_and_backward(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
 def test_a_gradient_in_chunks_meets_one_weight(name: str) -> None:
-    """16,384 rows of 4,096 features are quantized 5,120 rows at a time for dgrad."""
+    """16,384 rows of 4,096 features are quantized 4,096 rows at a time for dgrad."""
     found = []
     for chosen in recipes(name):
         torch.manual_seed(3)
