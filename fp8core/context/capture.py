@@ -7,8 +7,10 @@ have to be captured in the order of their replays; see :class:`Pass`.
 
 from __future__ import annotations
 
+import gc
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,18 @@ Hooks = Mapping[str, Mapping[Any, Callable[[torch.nn.Module], None]]]
 ``backward_hooks``, which run at capture and outside of it, and are not replayed."""
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Leave garbage for later: a CUDA graph in it, whose end invalidates a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class Graph:
     """A CUDA graph of one function."""
 
@@ -35,7 +49,8 @@ class Graph:
         # invalidate a capture that watches all threads.
         has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         mode = "thread_local" if has_ranks else "global"
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode=mode):
+        graph = torch.cuda.graph(self._graph, pool=pool, capture_error_mode=mode)
+        with _without_collections(), graph:
             return function()
 
     def replay(self) -> None:

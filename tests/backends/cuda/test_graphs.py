@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
 
 import fp8core
 from fp8core import UnsupportedError, recipe
+from fp8core.context import capture
 
 # Warming up and capturing run on a stream of their own.
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
@@ -195,6 +197,30 @@ def test_microbatches_add_up_and_keywords_and_hooks_are_taken() -> None:
     assert torch.equal(totals[1], 2 * totals[0])
     once, thrice = (run(x, scale=factor * scale).clone() for factor in (1, 4))
     assert torch.equal(thrice, 4 * once)
+
+
+@pytest.mark.needs_accelerator("cuda")
+def test_a_graph_that_is_garbage_does_not_end_a_capture() -> None:
+    x = torch.ones(4, device="cuda")
+    old, new = capture.Graph(), capture.Graph()
+    old.record(lambda: x + 1, torch.cuda.graph_pool_handle())
+    cycle = [old]
+    cycle.append(cycle)
+    threshold = gc.get_threshold()
+
+    def collecting() -> torch.Tensor:
+        gc.set_threshold(1)
+        assert len([[] for _ in range(10_000)]) == 10_000  # objects that have the collector run
+        return x + 2
+
+    del old, cycle
+    try:
+        y = new.record(collecting, torch.cuda.graph_pool_handle())
+    finally:
+        gc.set_threshold(*threshold)
+    assert gc.isenabled()
+    new.replay()
+    assert torch.equal(y, x + 2)
 
 
 @pytest.mark.needs_accelerator("cuda")
