@@ -45,7 +45,8 @@ def main(recipe: str, steps: int, hidden: int, checkpoint: str, device: str) -> 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model, chosen = GPT(hidden), by_name(recipe)
-    gather_quantized(model, chosen)  # before fully_shard
+    if recipe != "nvfp4":  # weights of 4 bits are gathered in bfloat16
+        gather_quantized(model, chosen)  # before fully_shard
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model.blocks, model):
         fully_shard(module, mp_policy=policy)

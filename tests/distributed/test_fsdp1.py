@@ -17,7 +17,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import fp8core
 from fp8core import recipe
 from tests.distributed.programs import average_gradients, batch, sgd
-from tests.ranks import device, run_ranks
+from tests.ranks import device, emulated, run_ranks
 
 COLUMNS = 128
 MICROBATCHES = 2
@@ -115,7 +115,12 @@ def stepped(model: Any, chosen: Any, x: torch.Tensor, first: bool | None) -> tor
 
 
 def work(rank: int) -> dict[str, Any]:
-    return {name: trained(**options) for name, options in CASES.items()}
+    found = {}
+    for case, options in CASES.items():
+        name: Any = options.get("name", "current")
+        with emulated(name):
+            found[case] = trained(**options)
+    return found
 
 
 @pytest.fixture(scope="module")
