@@ -43,7 +43,7 @@ from fp8core.torch_ops.likeness import Likeness
 
 __all__ = ["TransformerChain", "TransformerParts"]
 
-_MOST_CHAINS = 16
+_MOST_CHAINS = 64
 _DENSE_LAYOUTS = ("bshd", "sbhd")
 
 
@@ -128,7 +128,8 @@ class TransformerChain:
     def run(self, parts: TransformerParts, x: torch.Tensor) -> torch.Tensor | None:
         """Return the layer's output for ``x``; None where its layers have to run one by one."""
         asked = active(parts.first.outside_autocast)
-        if asked.quantize is None or not parts.may_join():
+        is_refused = self._refused is not None and self._refused == (asked, policy.current())
+        if asked.quantize is None or is_refused or not parts.may_join():
             return None
         settings, params = _settings(parts, x), parts.params()
         repeat = self._repeat
@@ -155,7 +156,7 @@ class TransformerChain:
         settings: tuple[object, ...],
     ) -> torch.Tensor | None:
         asked, backends = active(parts.first.outside_autocast), policy.current()
-        if (asked, backends) == self._refused or not _takes(parts, x):
+        if not _takes(parts, x):
             return None
         shapes = parts.attention.link_shapes()
         bounds = [

@@ -261,6 +261,30 @@ def test_what_high_precision_offers_is_left_to_the_layers() -> None:
     assert is_one_chain(layer, inputs())
 
 
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_weights_that_are_stored_quantized_compute_the_same(name: str) -> None:
+    layers = []
+    for _ in range(2):
+        with fp8core.quantized_model_init(recipe=recipe.by_name(name)):
+            layers.append(make(fuse_qkv_params=True))
+    ours, theirs = layers
+    for seed in range(3):
+        with one_by_one():
+            expected = step(theirs, inputs(seed), name)
+        assert_same(step(ours, inputs(seed), name), expected)
+
+
+def test_a_recipe_that_draws_numbers_is_left_to_the_layers() -> None:
+    layer = make(fuse_qkv_params=True, params_dtype=torch.bfloat16)
+    x = inputs().detach().bfloat16().requires_grad_()
+    for _ in range(2):
+        with fp8core.autocast(recipe=recipe.by_name("nvfp4")):
+            assert len(nodes_of(layer(x))) > 2
+    assert layer._chain._refused is not None
+    with fp8core.autocast(recipe=recipe.by_name("current")):
+        assert len(nodes_of(layer(x))) == 2
+
+
 def test_a_monitor_sees_each_layer() -> None:
     ours, theirs = make(fuse_qkv_params=True), make(fuse_qkv_params=True)
     step(ours, inputs())
