@@ -8,9 +8,10 @@ Microseconds of the host for a forward and backward of
     c10d         the calls of the process group that ``parallel`` makes, by themselves
     within       the same calls, timed in a step of ``parallel``, where they are slower
 
-and the time of a collective beyond its call: ``(parallel - alone - c10d) / collectives``. The least
-of interleaved rounds, which other programs of the machine disturb least. A second step follows the
-first without a wait for the device.
+and the time of a collective beyond its call: ``(parallel - alone - c10d) / collectives``, and the
+same with ``within``. Ranks and devices rest before each step that is timed: behind several steps
+that were enqueued the host waits for the device. The least of interleaved rounds, which other
+programs of the machine disturb least.
 
 With ``--ranks 2`` that many processes have a GPU each, and NCCL. Without, neither a GPU nor other
 ranks are needed: as in :mod:`tests.benchmarks.host_path` the front end and the CUDA backend's
@@ -53,7 +54,7 @@ __all__ = ["Calls", "main"]
 RANKS, TOKENS, HIDDEN, FFN = 2, 256, 512, 2048
 RECIPES = ("delayed", "current", "block")
 CPU, TIMEOUT_S = torch.device("cpu"), 300
-CALLS, WARM_UP, PROFILED_CALLS = 20, 12, 1000
+WARM_UP, PROFILED_CALLS = 12, 1000
 STARTS = ("_allgather_base", "_reduce_scatter_base", "allreduce")
 
 Step = Callable[[], None]
@@ -80,7 +81,9 @@ class Calls:
     def repeat(self) -> None:
         """Make the noted calls again, and wait for each."""
         for start, arguments in self.noted:
-            start(*arguments).wait()
+            work = start(*arguments)
+            if work is not None:
+                work.wait()
 
 
 class Timed(Calls):
@@ -93,11 +96,11 @@ class Timed(Calls):
         if name not in STARTS:
             return found
 
-        def call(*arguments: Any) -> Timed.Work:
+        def call(*arguments: Any) -> Timed.Work | None:
             start = time.perf_counter()
             work = found(*arguments)
             self.seconds += time.perf_counter() - start
-            return Timed.Work(self, work)
+            return None if work is None else Timed.Work(self, work)
 
         return call
 
@@ -199,9 +202,8 @@ def measure(
             step()
             wait()
             start = time.perf_counter()
-            for _ in range(CALLS):
-                step()
-            times[key].append((time.perf_counter() - start) / CALLS * 1e6)
+            step()
+            times[key].append((time.perf_counter() - start) * 1e6)
         for name in RECIPES:
             wait()
             within[name].append(seconds_within(steps[name, "parallel"]) * 1e6)
@@ -210,8 +212,9 @@ def measure(
         us = {kind: min(times[name, kind]) for of, kind in steps if of == name}
         us["within"] = min(within[name])
         beyond = {
-            f"us beyond, {kind}": (us[kind] - us["alone"] - us["c10d"]) / counts[name]
+            f"us beyond {calls}, {kind}": (us[kind] - us["alone"] - us[calls]) / counts[name]
             for kind in ("parallel", "unrecorded")
+            for calls in ("c10d", "within")
         }
         rounded = {key: round(value, 1) for key, value in (us | beyond).items()}
         report[name] = {"collectives": counts[name], **rounded}
@@ -250,7 +253,7 @@ def without_devices(rounds: int, profiled: str | None) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the figures as JSON, or a profile."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--ranks", type=int, choices=(1, RANKS), default=1)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
