@@ -1,0 +1,20 @@
+"""Records of the benchmark of layers, written by hand."""
+
+from __future__ import annotations
+
+from tests.benchmarks.layers_gpu.cases import Case
+from tests.benchmarks.measuring import records
+
+CASE = Case("mlp_swiglu", "8B")
+
+
+TURNS = 12
+
+
+def turn_record(measure: str, case: Case = CASE, **us: float | list[float]) -> records.Record:
+    """A record of 12 turns; underscores in names are spaces, a number is the time of every turn."""
+    times = {
+        name.replace("_", " "): [value] * TURNS if isinstance(value, float) else value
+        for name, value in us.items()
+    }
+    return {"layer": case[0], "size": case[1], "measure": measure, "us": times}
