@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8core.chain import run as chain
+from fp8core.chain.alone import is_transformed
 from fp8core.chain.arranged import Arranged
 from fp8core.chain.attention.link import AttentionLink
 from fp8core.chain.call import DENSE
@@ -40,6 +41,7 @@ from fp8core.modules.linear import Linear
 from fp8core.modules.run import is_ordinary_call, is_remembered, run_joined
 from fp8core.tensors.scaling import DelayedState
 from fp8core.torch_ops.likeness import Likeness
+from fp8core.torch_ops.private import is_traced
 
 __all__ = ["TransformerChain", "TransformerParts"]
 
@@ -156,7 +158,7 @@ class TransformerChain:
         settings: tuple[object, ...],
     ) -> torch.Tensor | None:
         asked, backends = active(parts.first.outside_autocast), policy.current()
-        if not _takes(parts, x):
+        if is_traced() or is_transformed() or not _takes(parts, x):
             return None
         shapes = parts.attention.link_shapes()
         bounds = [

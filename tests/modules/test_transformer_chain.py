@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8core
 from fp8core import recipe
@@ -294,6 +295,20 @@ def test_a_monitor_sees_each_layer() -> None:
         step(theirs, inputs())
     assert str(report) == str(expected)
     assert_same(step(ours, inputs()), step(theirs, inputs()))
+
+
+def test_a_trace_and_a_transform_see_the_layers() -> None:
+    layer, x = make(fuse_qkv_params=True), inputs().detach()
+    with fp8core.autocast(recipe=recipe.Float8CurrentScaling()):
+        traced = make_fx(lambda x: layer(x))(x)
+        with one_by_one():
+            expected = make_fx(lambda x: layer(x))(x)
+        assert traced.code == expected.code
+        assert layer._chain._repeat is None
+        assert not layer._chain._known
+        with pytest.raises(UnsupportedError, match=r"torch\.func\.vmap"):
+            torch.func.vmap(layer)(x[None])
+    assert is_one_chain(layer, inputs())
 
 
 def test_a_second_derivative_is_refused() -> None:
