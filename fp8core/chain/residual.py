@@ -33,10 +33,12 @@ __all__ = ["ResidualLink"]
 class ResidualLink(LinkDefaults):
     """``x + branch(x)``, where the branch runs ``links``, which keep rows and columns.
 
-    The gradient of ``x`` is the sum that torch's engine would accumulate from the two paths.
+    ``owner`` names the layer in messages, which would name that of one link otherwise. The
+    gradient of ``x`` is the sum that torch's engine would accumulate from the two paths.
     """
 
     links: tuple[Link, ...]
+    owner: str
 
     @property
     def num_params(self) -> int:  # type: ignore[override]  # a field's default there
@@ -50,8 +52,9 @@ class ResidualLink(LinkDefaults):
 
     @property
     def only_once(self) -> OnlyOnce | None:
-        """The reason of the first link of the branch that has one."""
-        return next((link.only_once for link in self.links if link.only_once is not None), None)
+        """The reason of the first link of the branch that has one, said of the owner."""
+        first = next((link.only_once for link in self.links if link.only_once is not None), None)
+        return None if first is None else first._replace(owner=self.owner)
 
     def compare(self, rows: int, needs_grad: Sequence[bool]) -> None:
         """As each link of the branch."""
@@ -60,7 +63,7 @@ class ResidualLink(LinkDefaults):
 
     def in_torch(self, bind: Callable[[Any], Any]) -> ResidualLink:
         """Return the same branch by torch's operators."""
-        return ResidualLink(tuple([link.in_torch(bind) for link in self.links]))
+        return ResidualLink(tuple([link.in_torch(bind) for link in self.links]), self.owner)
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> ResidualProgram:
         """Return the program around that of the branch.

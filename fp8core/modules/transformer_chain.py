@@ -51,22 +51,29 @@ _DENSE_LAYOUTS = ("bshd", "sbhd")
 
 class TransformerParts(NamedTuple):
     """The layers of a Transformer layer in the order in which they run, and how the heads lie in
-    what the first of them returns."""
+    what the first of them returns; ``name`` is that of the Transformer layer."""
 
     first: LayerNormLinear
     attention: DotProductAttention
     proj: Linear
     mlp: LayerNormMLP
     sizes: HeadSizes
+    name: str | None
 
     @property
     def layers(self) -> tuple[LowPrecisionModule, ...]:
         """The four layers."""
         return self[:4]
 
+    @property
+    def label(self) -> str:
+        """What messages call the Transformer layer."""
+        label = f"TransformerLayer({self.first.in_features}, {self.mlp.ffn_hidden_size})"
+        return label if self.name is None else f"{self.name!r} ({label})"
+
     def may_join(self) -> bool:
         """Whether nothing has to see a layer's own call, and each takes and returns one tensor."""
-        first, attention, proj, mlp, _ = self
+        first, attention, proj, mlp, *_ = self
         outside = first.outside_autocast
         return (
             attention.qkv_format in _DENSE_LAYOUTS
@@ -88,7 +95,7 @@ class TransformerParts(NamedTuple):
 
     def params(self) -> list[torch.Tensor]:
         """Return the chain's parameters, in order."""
-        first, _, proj, mlp, _ = self
+        first, _, proj, mlp, *_ = self
         return [*first.link_params(), *proj.link_params(), *mlp.link_params()]
 
 
@@ -168,22 +175,27 @@ class TransformerChain:
         if not _is_one_chain(bounds):
             self._refused = asked, backends
             return None
-        links = self._links(bounds, parts.sizes, tuple(x.shape[:2]))
+        links = self._links(parts, bounds, tuple(x.shape[:2]))
         layers = list(zip(parts.layers, bounds, strict=True))
         output = run_joined(layers, links, x, params, DENSE)
         self._remember(parts, bounds, links, x, params, settings)
         return output
 
     def _links(
-        self, bounds: Sequence[Bound], sizes: HeadSizes, tokens: tuple[int, ...]
+        self, parts: TransformerParts, bounds: Sequence[Bound], tokens: tuple[int, ...]
     ) -> Arranged:
+        sizes = parts.sizes
         key = (*map(id, bounds), sizes, tokens)
         known = self._known.get(key)
         if known is None:
             first, (attention,), proj, mlp = (bound.links for bound in bounds)
             assert isinstance(attention, AttentionLink)
             packed = PackedAttentionLink(attention, sizes.is_interleaved, tokens)
-            blocks: list[Link] = [ResidualLink((*first, packed, *proj)), ResidualLink(mlp)]
+            owner = parts.label
+            blocks: list[Link] = [
+                ResidualLink((*first, packed, *proj), owner),
+                ResidualLink(mlp, owner),
+            ]
             if len(self._known) >= _MOST_CHAINS:  # sizes without end
                 self._known.clear()
             known = _Known(bounds, arranged(tuple(blocks), _recorder_of(bounds)))
@@ -225,7 +237,7 @@ class TransformerChain:
 
 def _settings(parts: TransformerParts, x: torch.Tensor) -> tuple[object, ...]:
     """Return what a call depends on besides the layers' bindings: sizes, options, modes."""
-    first, attention, proj, mlp, sizes = parts
+    first, attention, proj, mlp, sizes, _ = parts
     modes = first.training, attention.training, proj.training, mlp.training
     return tuple(x.shape), sizes, modes, attention.options
 

@@ -386,7 +386,7 @@ class TransformerLayer(torch.nn.Module):
         if parts is None:
             return None
         first, attention, proj, sizes = parts
-        return TransformerParts(first, attention, proj, mlp, sizes)
+        return TransformerParts(first, attention, proj, mlp, sizes, self.name)
 
     def _dropped(
         self, branch: Any, residual: torch.Tensor, samples: torch.Tensor | None
