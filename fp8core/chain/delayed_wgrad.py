@@ -17,6 +17,7 @@ import torch
 from fp8core.chain.call import Call, DelayedWgrads
 from fp8core.chain.protocol import Forward, Out, Params, Program, Wrapper
 from fp8core.errors import UnsupportedError
+from fp8core.torch_ops.private import FSDP_FLATTENED
 
 __all__ = ["DelayedCall", "Delaying", "PendingWgrad", "WgradQueue"]
 
@@ -112,7 +113,17 @@ class DelayedCall:
         self._stand_ins: list[torch.Tensor] = []
 
     def stand_in(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a tensor without history that stands for ``weight``, trained if that is."""
+        """Return a tensor without history that stands for ``weight``, trained if that is.
+
+        Raises:
+            UnsupportedError: it is computed from a parameter that FSDP1 has gathered.
+        """
+        if weight.grad_fn is not None and _is_of_fsdp1(weight.grad_fn):
+            raise UnsupportedError(
+                f"delay_wgrad_compute=True under FullyShardedDataParallel: it reduces gradients in "
+                f"backward, and that of a weight {list(weight.shape)} would come later and reach "
+                f"nobody. Leave out delay_wgrad_compute."
+            )
         stand_in = weight.detach().requires_grad_(weight.requires_grad)
         self._sources[id(stand_in)] = weight
         self._stand_ins.append(stand_in)  # so that no other tensor gets its id
@@ -138,6 +149,19 @@ class DelayedCall:
         if latest is None or latest.is_over or index in latest.pending:
             latest = self._latest = self._queue.add()  # the graph may be used again
         latest.pending[index] = pending
+
+
+def _is_of_fsdp1(node: Any) -> bool:
+    """Say whether what ``node`` computes comes from a parameter that FSDP1 has made of others."""
+    seen, left = {node}, [node]
+    while left:
+        node = left.pop()
+        if getattr(getattr(node, "variable", None), FSDP_FLATTENED, False):
+            return True
+        new = {one for one, _ in node.next_functions if one is not None} - seen
+        seen |= new
+        left += new
+    return False
 
 
 class Delaying(Wrapper):

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fp8core
-from fp8core import recipe
+from fp8core import UnsupportedError, recipe
 from tests.distributed.programs import average_gradients, batch, sgd
 from tests.ranks import device, emulated, run_ranks
 
@@ -120,7 +120,25 @@ def work(rank: int) -> dict[str, Any]:
         name: Any = options.get("name", "current")
         with emulated(name):
             found[case] = trained(**options)
+    for split in (False, True):
+        found[f"refused {split}"] = refused(split=split)
     return found
+
+
+def refused(*, split: bool) -> list[str]:
+    """What is said of weight gradients that backward leaves to later, as one parameter and not;
+    ``split``: the weight is computed from several."""
+    said = []
+    for use_orig_params in (True, False):
+        sizes: dict[str, Any] = {"device": device(), "params_dtype": torch.bfloat16, "bias": False}
+        parts = {"parameters_split": {"a": COLUMNS, "b": COLUMNS}} if split else {}
+        late = fp8core.Linear(COLUMNS, 2 * COLUMNS, delay_wgrad_compute=True, **parts, **sizes)
+        model = FullyShardedDataParallel(late, use_orig_params=use_orig_params, device_id=device())
+        try:
+            model(batch(0, COLUMNS))
+        except UnsupportedError as error:
+            said.append(str(error))
+    return said
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +152,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_a_wrapped_model_trains_as_by_itself(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
         assert all(rank[name]), rank[name]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_weight_gradients_after_backward_are_refused(
+    ranks: list[dict[str, Any]], *, split: bool
+) -> None:
+    for rank in ranks:
+        first, second = rank[f"refused {split}"]
+        assert "Leave out delay_wgrad_compute" in first
+        assert "Leave out delay_wgrad_compute" in second
