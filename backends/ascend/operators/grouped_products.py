@@ -14,7 +14,14 @@ from fp8core_backends.ascend.operators.arguments import (
     require,
 )
 from fp8core_backends.ascend.operators.library import load
-from fp8core_backends.ascend.operators.products import check_product, check_scales, operands_of
+from fp8core_backends.ascend.operators.products import (
+    check_product,
+    check_scales,
+    check_sum,
+    check_terms,
+    operands_of,
+    operands_to_add,
+)
 
 __all__ = ["add_quant_gmm_", "grouped_quant_matmul"]
 
@@ -31,9 +38,7 @@ def _check_grouped(
 ) -> None:
     """Check ``[m, k]`` times ``[k, n]`` whose terms are in groups that end at ``ends [g]``."""
     check_product(operator, x1, x2, formats)
-    is_turned = x1.t().is_contiguous() and x2.is_contiguous()
-    strides = f"strides {x1.stride()} and {x2.stride()}, expected x1 transposed, x2 not"
-    require(is_turned, operator, strides)
+    check_terms(operator, x1, x2)
     _check_ends(operator, ends)
     (m, k), n, count = x1.shape, x2.shape[1], ends.numel()
     for name, scale, size in zip(("x1", "x2"), scales, (m, n), strict=True):
@@ -146,25 +151,11 @@ def add_quant_gmm_(
     n]``: of MX operands, and of HiFloat8 with one scale a group."""
     operator = "npu_add_quant_gmm_"
     _check_grouped(operator, x1, x2, scales, ends, formats, groups=groups)
-    check_scale(operator, "out", out, (ends.numel(), x1.shape[0], x2.shape[1]))
-    require(out.is_contiguous(), operator, f"out has the strides {out.stride()}")
-    npu = load()
-    first, second, hif8 = operands_of(x1, x2, formats)
-    is_mx = groups == MX_GROUPS
+    check_sum(operator, out, (ends.numel(), x1.shape[0], x2.shape[1]))
     is_one = scales[0].dim() == scales[1].dim() == 1
-    require(is_mx or (hif8 is not None and is_one), operator, "takes MX or tensorwise hif8")
-    exponents = npu.float8_e8m0fnu if is_mx else None
-    npu.npu_add_quant_gmm_(
-        out,
-        first,
-        second,
-        scales[1],
-        ends,
-        x1_scale=scales[0],
-        group_list_type=0,
-        group_sizes=None,
-        x1_dtype=hif8,
-        x2_dtype=hif8,
-        x1_scale_dtype=exponents,
-        x2_scale_dtype=exponents,
+    first, second, keywords = operands_to_add(
+        operator, x1, x2, scales, formats, is_mx=groups == MX_GROUPS, has_one_scale=is_one
+    )
+    load().npu_add_quant_gmm_(
+        out, first, second, scales[1], ends, group_list_type=0, group_sizes=None, **keywords
     )

@@ -18,7 +18,16 @@ from fp8core_backends.ascend.operators.arguments import (
 )
 from fp8core_backends.ascend.operators.library import load
 
-__all__ = ["add_quant_matmul_", "check_product", "check_scales", "operands_of", "quant_matmul"]
+__all__ = [
+    "add_quant_matmul_",
+    "check_product",
+    "check_scales",
+    "check_sum",
+    "check_terms",
+    "operands_of",
+    "operands_to_add",
+    "quant_matmul",
+]
 
 
 def check_scales(
@@ -56,6 +65,19 @@ def check_product(
     require(not mixed, operator, f"{formats[0]} times {formats[1]}: hif8 goes with hif8 alone")
 
 
+def check_terms(operator: str, x1: torch.Tensor, x2: torch.Tensor) -> None:
+    """Check that the terms of ``[m, k]`` times ``[k, n]`` lie one after the other in memory."""
+    is_turned = x1.t().is_contiguous() and x2.is_contiguous()
+    strides = f"strides {x1.stride()} and {x2.stride()}, expected x1 transposed, x2 not"
+    require(is_turned, operator, strides)
+
+
+def check_sum(operator: str, out: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Check what a product is added to: float32, contiguous."""
+    check_scale(operator, "out", out, shape)
+    require(out.is_contiguous(), operator, f"out has the strides {out.stride()}")
+
+
 def operands_of(
     x1: torch.Tensor, x2: torch.Tensor, formats: tuple[str, str]
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -63,6 +85,32 @@ def operands_of(
     if formats == ("hif8", "hif8"):
         return x1, x2, load().hifloat8
     return x1.view(FLOAT8[formats[0]]), x2.view(FLOAT8[formats[1]]), None
+
+
+def operands_to_add(
+    operator: str,
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    formats: tuple[str, str],
+    *,
+    is_mx: bool,
+    has_one_scale: bool,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Return both operands of an operator that adds a product, and its keywords of their scales;
+    ``has_one_scale``: each has one, or one a group."""
+    first, second, hif8 = operands_of(x1, x2, formats)
+    is_known = is_mx or (hif8 is not None and has_one_scale)
+    require(is_known, operator, "takes MX or tensorwise hif8")
+    exponents = load().float8_e8m0fnu if is_mx else None
+    keywords = {
+        "x1_scale": scales[0],
+        "x1_dtype": hif8,
+        "x2_dtype": hif8,
+        "x1_scale_dtype": exponents,
+        "x2_scale_dtype": exponents,
+    }
+    return first, second, keywords
 
 
 def quant_matmul(
@@ -128,28 +176,13 @@ def add_quant_matmul_(
     """
     operator = "npu_add_quant_matmul_"
     check_product(operator, x1, x2, formats)
-    is_turned = x1.t().is_contiguous() and x2.is_contiguous()
-    strides = f"strides {x1.stride()} and {x2.stride()}, expected x1 transposed, x2 not"
-    require(is_turned, operator, strides)
-    check_scale(operator, "out", out, (x1.shape[0], x2.shape[1]))
-    require(out.is_contiguous(), operator, f"out has the strides {out.stride()}")
-    sizes = (x1.shape[0], x2.shape[1], x1.shape[1])
-    check_scales(operator, sizes, scales, groups)
-    npu = load()
-    first, second, hif8 = operands_of(x1, x2, formats)
+    check_terms(operator, x1, x2)
+    check_sum(operator, out, (x1.shape[0], x2.shape[1]))
+    check_scales(operator, (x1.shape[0], x2.shape[1], x1.shape[1]), scales, groups)
     is_mx = groups == MX_GROUPS
     is_one = scales[0].numel() == scales[1].numel() == 1
-    require(is_mx or (hif8 is not None and is_one), operator, "takes MX or tensorwise hif8")
-    exponents = npu.float8_e8m0fnu if is_mx else None
-    npu.npu_add_quant_matmul_(
-        out,
-        first,
-        second,
-        scales[1],
-        x1_scale=scales[0],
-        group_sizes=list(MX_GROUPS) if is_mx else [0, 0, 0],
-        x1_dtype=hif8,
-        x2_dtype=hif8,
-        x1_scale_dtype=exponents,
-        x2_scale_dtype=exponents,
+    first, second, keywords = operands_to_add(
+        operator, x1, x2, scales, formats, is_mx=is_mx, has_one_scale=is_one
     )
+    sizes = list(MX_GROUPS) if is_mx else [0, 0, 0]
+    load().npu_add_quant_matmul_(out, first, second, scales[1], group_sizes=sizes, **keywords)
