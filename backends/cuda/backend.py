@@ -63,7 +63,8 @@ from fp8core_backends.cuda.gemm import LowPrecisionGemm, high_precision_gemm
 from fp8core_backends.cuda.grouped import bind_grouped_gemm
 from fp8core_backends.cuda.layout import BLOCKS, TILED, scale_mode
 from fp8core_backends.cuda.microscaling import TiledGemm, bind_byte_scaled, spec_problem
-from fp8core_backends.cuda.norm import AddNorm, Norm, NormBackward, norm_problem
+from fp8core_backends.cuda.norm import AddNorm, Norm, norm_problem
+from fp8core_backends.cuda.norm_residual import ResidualNormBackward
 from fp8core_backends.cuda.optimizers import AdamStep, SgdStep, adam_problem, sgd_problem
 from fp8core_backends.cuda.permutation import (
     CombineRows,
@@ -387,7 +388,7 @@ _BINDERS: dict[type, Callable[..., Any]] = {
     AdamDesc: AdamStep,
     SgdDesc: SgdStep,
     NormDesc: Norm,
-    NormBackwardDesc: NormBackward,
+    NormBackwardDesc: ResidualNormBackward,
     AddNormDesc: AddNorm,
     RotaryDesc: Rotary,
     FusedDesc: bind_fused,

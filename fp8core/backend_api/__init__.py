@@ -72,6 +72,7 @@ from fp8core.backend_api.operands import Operand, Quantized, scale_inverses
 from fp8core.backend_api.operations import OPS, OPTIONAL_OPS, OpDesc
 from fp8core.backend_api.optimizers import MASTER_KINDS, AdamDesc, SgdDesc
 from fp8core.backend_api.optional import (
+    AddsGradients,
     Chunks,
     ComputedRows,
     ComputesParts,
@@ -134,6 +135,7 @@ __all__ = [
     "ActivationDesc",
     "AdamDesc",
     "AddNormDesc",
+    "AddsGradients",
     "Alignment",
     "AmaxDesc",
     "Amaxes",

@@ -18,6 +18,7 @@ from fp8core.backend_api.operands import Operand, Quantized
 from fp8core.backend_api.operations import OpDesc
 
 __all__ = [
+    "AddsGradients",
     "Chunks",
     "ComputedRows",
     "ComputesParts",
@@ -140,6 +141,25 @@ class FusesChunked(Protocol):
         of :class:`QuantizesChunked`; the amax, the count and the column sums, if
         :class:`~fp8core.backend_api.FusedDesc` asks for them, are complete when all chunks are
         read.
+        """
+
+
+class AddsGradients(Protocol):
+    """A callable of a :class:`~fp8core.backend_api.NormBackwardDesc` that can add another gradient
+    of its input, as that of a residual."""
+
+    def run_added(
+        self,
+        grad_output: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        mean: torch.Tensor | None,
+        rstd: torch.Tensor,
+        added: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return what the call does, with ``grad_x + added`` in the place of ``grad_x``.
+
+        ``added`` has the shape and dtype of ``grad_x``, which is rounded before the sum is.
         """
 
 

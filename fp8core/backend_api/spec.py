@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 __all__ = ["API_VERSION", "BackendSpec", "Finding"]
 
-API_VERSION = (3, 8)
+API_VERSION = (3, 9)
 """(major, minor). A backend written for another major, or a newer minor, is not loaded.
 
 The minor rises with a change that an old backend can ignore: a new operation, a new optional

@@ -52,6 +52,11 @@ class LinkDefaults:
         return False
 
     @property
+    def adds_gradient(self) -> bool:
+        """It is asked for its gradient alone."""
+        return False
+
+    @property
     def is_left_to_next(self) -> bool:
         """It computes its output itself."""
         return False

@@ -15,6 +15,7 @@ from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.protocol import (
     Backward,
     Forward,
+    GradientSum,
     Held,
     Out,
     Params,
@@ -81,6 +82,7 @@ class NormShape(LinkShape):
             fusion,
             backward_fusion,
             None if added is None else added.run,
+            backward.offers.run_added,
             self.num_params,
         )
 
@@ -90,7 +92,7 @@ class NormLink(LinkDefaults):
     """Normalizes each row of ``x [rows, n]``; its parameters are ``(weight, bias)``.
 
     ``run_added`` adds a residual first, where a backend does both in one go: then the link before
-    hands over the two :class:`Unadded`.
+    hands over the two :class:`Unadded`. ``run_backward_added`` adds a gradient at the end.
     """
 
     shape: NormShape
@@ -99,6 +101,7 @@ class NormLink(LinkDefaults):
     fusion: Fusion | None
     backward_fusion: Fusion | None
     run_added: Callable[..., Any] | None
+    run_backward_added: Callable[..., Any] | None
     num_params: int = field()  # which has no default, unlike in LinkDefaults
 
     @property
@@ -106,11 +109,16 @@ class NormLink(LinkDefaults):
         """Whether a backend adds and normalizes at once."""
         return self.run_added is not None
 
+    @property
+    def adds_gradient(self) -> bool:
+        """Its program adds, at once where the backend does."""
+        return True
+
     def in_torch(self, bind: Callable[[Any], Any]) -> NormLink:
         """Return a norm whose statistics belong to the graph, too."""
         link: NormLink = bind(self.shape)
         return _DifferentiableNorm(
-            link.shape, link.run, link.run_backward, None, None, None, link.num_params
+            link.shape, link.run, link.run_backward, None, None, None, None, link.num_params
         )
 
     def program(self, rows: int, needs_grad: Sequence[bool], call: Call) -> NormProgram:
@@ -145,12 +153,18 @@ class NormProgram(TensorProgram[NormLink]):
         return y, (x, params[0], mean, rstd) if True in self._needs_grad else (), None
 
     def backward(
-        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
+        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out | GradientSum = None
     ) -> Backward:
         """Compute the three gradients; those of the parameters are summed in float32."""
         grad_x: Any
         link, needs = self._link, self._needs_grad
-        if out is not None and link.backward_fusion is not None and out.is_plain:
+        if isinstance(out, GradientSum):
+            if link.run_backward_added is not None:
+                grad_x, *grads = link.run_backward_added(grad, *saved, out.added)
+                out = None
+            else:
+                grad_x, *grads = link.run_backward(grad, *saved)
+        elif out is not None and link.backward_fusion is not None and out.is_plain:
             grad_x, *grads = link.backward_fusion(out, grad, *saved)
             out = None
         else:
@@ -178,7 +192,7 @@ class _DifferentiableNormProgram(NormProgram):
     __slots__ = ()
 
     def backward(
-        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out = None
+        self, grad: Any, saved: Saved, context: Any, call: Call, out: Out | GradientSum = None
     ) -> Backward:
         """Compute the gradients from the saved input, and its statistics from that."""
         x, weight = saved[:2]

@@ -17,12 +17,14 @@ from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.dispatch.select import Choice
 from fp8core.tensors.quantizer import Quantizer
 from fp8core.tensors.scaling import DelayedState
+from fp8core.torch_ops.recorded import called_in_repeats
 
 __all__ = [
     *(
         "Backward",
         "Consumer",
         "Forward",
+        "GradientSum",
         "Held",
         "Link",
         "Out",
@@ -64,6 +66,17 @@ class Unadded(NamedTuple):
     def rows(self) -> int:
         """The rows of the sum."""
         return self.x.shape[0]
+
+
+class GradientSum(NamedTuple):
+    """Stands for a request of a gradient: it is added to ``added [rows, n]``, another gradient of
+    the same tensor. A link that :attr:`Link.adds_gradient` may add it itself."""
+
+    added: torch.Tensor
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the sum."""
+        return called_in_repeats(torch.add, self.added, grad)
 
 
 class Held(NamedTuple):
@@ -176,6 +189,10 @@ class Link(Protocol):
     @property
     def adds_residual(self) -> bool:
         """Whether it also takes an :class:`Unadded`, and adds the two tensors itself."""
+
+    @property
+    def adds_gradient(self) -> bool:
+        """Whether its program takes a :class:`GradientSum` for the gradient of its input."""
 
     @property
     def is_left_to_next(self) -> bool:

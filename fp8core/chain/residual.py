@@ -14,6 +14,7 @@ from fp8core.chain.once import OnlyOnce
 from fp8core.chain.protocol import (
     Backward,
     Forward,
+    GradientSum,
     Held,
     Link,
     Out,
@@ -105,11 +106,14 @@ class ResidualProgram(TensorProgram[ResidualLink]):
         self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Return the sum of the gradients of both paths, and those of the parameters."""
-        grad_x, *grads = self._branch.backward(grad, saved, context, call)
-        if grad_x is None:
-            return (None, *grads)
-        total = called_in_repeats(torch.add, grad, grad_x)
-        return (total if out is None else out(total), *grads)
+        both = GradientSum(grad)
+        if self._needs_grad[0] and self._link.links[0].adds_gradient:
+            request: Any = both
+            total, *grads = self._branch.backward(grad, saved, context, call, request)
+        else:
+            grad_x, *grads = self._branch.backward(grad, saved, context, call)
+            total = None if grad_x is None else both(grad_x)
+        return (total if out is None or total is None else out(total), *grads)
 
     def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:
         """Return nothing: saved tensors of inner links stand for no input of the chain."""

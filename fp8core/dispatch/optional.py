@@ -13,6 +13,7 @@ from fp8core.backend_api import (
     Backend,
     FusedDesc,
     GemmDesc,
+    NormBackwardDesc,
     OpDesc,
     Quantized,
     QuantizeDesc,
@@ -20,6 +21,7 @@ from fp8core.backend_api import (
     ScaleUpdateDesc,
 )
 from fp8core.backend_api.optional import (
+    AddsGradients,
     ComputesParts,
     FusesChunked,
     MovesBeside,
@@ -54,6 +56,7 @@ class Offers(NamedTuple):
         Callable[..., tuple[Quantized | QuantizedChunks, torch.Tensor]] | None
     ) = None
     run_chunked: Callable[..., tuple[Any, ...]] | None = None
+    run_added: Callable[..., tuple[Any, ...]] | None = None
     bind_pair: Callable[[Callable[..., Quantized]], PairCast | None] | None = None
     prepare: Callable[..., Callable[[], None]] | None = None
     gemm_part: Callable[..., torch.Tensor] | None = None
@@ -190,6 +193,9 @@ def _methods(desc: OpDesc) -> Sequence[_Method]:
         return (_Method("prepare", PreparesUpdates, parameters),)
     if type(desc) is GemmDesc and not desc.accumulate:
         return (_Method("gemm_part", ComputesParts, ("rows", "a", "b"), ("bias", "out")),)
+    if isinstance(desc, NormBackwardDesc):
+        arguments = ("grad_output", "x", "weight", "mean", "rstd", "added")
+        return (_Method("run_added", AddsGradients, arguments),)
     if isinstance(desc, FusedDesc):
         return _methods_of_fused(desc)
     # By given amaxes nothing but the call is defined.

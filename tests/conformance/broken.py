@@ -14,6 +14,7 @@ from fp8core.backend_api import (
     AddNormDesc,
     FusedDesc,
     GemmDesc,
+    NormBackwardDesc,
     OpDesc,
     Operand,
     OperandSpec,
@@ -257,6 +258,25 @@ class EnlargesParts(Sound):
         return whole
 
 
+class AddsGradientsOfAResidualTwice(Sound):
+    def bind(self, desc: OpDesc, device: torch.device) -> Run:
+        run = super().bind(desc, device)
+        if not isinstance(desc, NormBackwardDesc):
+            return run
+
+        def gradients(*tensors: Any) -> Any:
+            return run(*tensors)
+
+        def run_added(
+            grad_output: Any, x: Any, weight: Any, mean: Any, rstd: Any, added: Any
+        ) -> Any:
+            grad_x, *rest = run(grad_output, x, weight, mean, rstd)
+            return grad_x + 2 * added, *rest
+
+        gradients.run_added = run_added  # type: ignore[attr-defined]
+        return gradients
+
+
 class WritesAnInput(Sound):
     """Turns -0 into +0 where it lies."""
 
@@ -450,6 +470,7 @@ CAUGHT_BY: dict[type[Sound], str] = {
     LeavesOutTheLastChunk: "law3_quantize_chunked_equals_the_whole",
     LeavesOutTheLastFusedChunk: "law6_fused_chunks_equal_the_call",
     EnlargesParts: "law4_gemm_parts_have_the_bits_of_the_whole",
+    AddsGradientsOfAResidualTwice: "law4_a_norm_adds_gradients_as_the_pair",
     PairsNeedAStream: "law7_optional_methods_can_be_called",
     SwappedOrientation: "law3_quantize_columnwise_is_the_operand_of_the_transpose",
     WritesAnInput: "law5_inputs_are_not_written",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fp8core
-from fp8core.backend_api import OpDesc, QuantizeDesc, Recording
+from fp8core.backend_api import NormBackwardDesc, NormDesc, OpDesc, QuantizeDesc, Recording
 from fp8core.dispatch import table
 from fp8core.dispatch.optional import Offers
 from fp8core.dispatch.resolver import UNNAMED, Noting
@@ -60,6 +60,9 @@ def pairs(other: Any) -> Callable[..., Any]:
 def update(histories: Any, scales: Any, targets: Any, nonfinite: Any = ()) -> None: ...
 
 
+def added(grad_output: Any, x: Any, weight: Any, mean: Any, rstd: Any, added: Any) -> None: ...
+
+
 def part(rows: int, a: Any, b: Any, *, bias: Any = None, out: Any) -> None: ...
 
 
@@ -76,6 +79,11 @@ def part(rows: int, a: Any, b: Any, *, bias: Any = None, out: Any) -> None: ...
         (toys.SCALE_UPDATE, "prepare", update),
         (toys.GEMM, "kernel", "toy::gemm"),
         (toys.GEMM, "gemm_part", part),
+        (
+            NormBackwardDesc(NormDesc("rmsnorm", torch.float32, torch.float32, 1e-5)),
+            "run_added",
+            added,
+        ),
     ],
 )
 def test_member_that_fits_is_offered(desc: OpDesc, name: str, member: Any) -> None:

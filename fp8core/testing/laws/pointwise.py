@@ -159,6 +159,23 @@ def _norm_backward_within(subject: Subject, desc: NormBackwardDesc, call: OpCall
     return worst
 
 
+@law(4, "norm_backward")
+def a_norm_adds_gradients_as_the_pair(subject: Subject, desc: NormBackwardDesc) -> None:
+    """``run_added``, if offered, gives the bits of the call and of a sum behind it."""
+    run_added = subject.offers(desc).run_added
+    if run_added is None:
+        return
+    for size in SIZES:
+        call = arguments(subject, desc, Case(size=size))
+        grad_x, *rest = call.run(subject)
+        added = subject.here(inputs.normal(tuple(grad_x.shape), desc.norm.dtype, 5))
+        total, *others = run_added(*call.arguments, added)
+        same_bits(f"grad_x {list(size)}", total, grad_x + added)
+        for name, one, other in zip(("grad_weight", "grad_bias"), others, rest, strict=True):
+            if other is not None:
+                same_bits(f"{name} {list(size)}", one, other)
+
+
 @law(4, "column_sums")
 def column_sums_are_within_the_bound(subject: Subject, desc: ColumnSumsDesc) -> float:
     """Added in float32 whatever the dtype, of any number of rows and columns, none included."""
