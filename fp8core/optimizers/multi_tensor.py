@@ -181,14 +181,12 @@ def _adam(
     has_masters = len(tensor_lists) == 5
     grads, params, averages, squares, *masters = _lists(tensor_lists, 5 if has_masters else 4)
     kind = "float32" if has_masters else "none"
-    alike: dict[tuple[Any, ...], list[list[torch.Tensor]]] = {}
-    for at, param in enumerate(params):
-        key = (param.dtype, grads[at].dtype, averages[at].dtype, kind, bool(mode))
-        lists = alike.setdefault(key, [[] for _ in range(5)])
-        given = (grads[at], param, averages[at], squares[at], *(one[at] for one in masters))
-        for tensors, one in zip(lists, given, strict=False):
-            tensors.append(one)
-    for key, lists in alike.items():
+    given = (grads, params, averages, squares, *(masters or [[]]))
+    keys = [
+        (param.dtype, grad.dtype, average.dtype, kind, bool(mode))
+        for grad, param, average in zip(grads, params, averages, strict=True)
+    ]
+    for key, lists in _alike(keys, given):
         bound(AdamDesc, key, lists[1][0].device)(
             *lists,
             lr=lr,
@@ -281,15 +279,12 @@ def multi_tensor_sgd(
     copies of the parameters in another dtype. With ``first_run`` the momenta are not read."""
     has_copies = len(tensor_lists) == 4
     grads, params, momenta, *copies = _lists(tensor_lists, 4 if has_copies else 3)
-    alike: dict[tuple[Any, ...], list[list[torch.Tensor]]] = {}
-    for at, param in enumerate(params):
-        copy_dtype = copies[0][at].dtype if copies else None
-        key = (param.dtype, grads[at].dtype, copy_dtype, bool(wd_after_momentum))
-        lists = alike.setdefault(key, [[] for _ in range(4)])
-        given = (grads[at], param, momenta[at], *(one[at] for one in copies))
-        for tensors, one in zip(lists, given, strict=False):
-            tensors.append(one)
-    for key, lists in alike.items():
+    copy_dtypes = [one.dtype for one in copies[0]] if copies else [None] * len(params)
+    keys = [
+        (param.dtype, grad.dtype, copy_dtype, bool(wd_after_momentum))
+        for grad, param, copy_dtype in zip(grads, params, copy_dtypes, strict=True)
+    ]
+    for key, lists in _alike(keys, (grads, params, momenta, *(copies or [[]]))):
         bound(SgdDesc, key, lists[1][0].device)(
             *lists,
             lr=lr,
@@ -301,6 +296,23 @@ def multi_tensor_sgd(
             scale=scale,
             found_inf=noop_flag,
         )
+
+
+def _alike(
+    keys: Sequence[tuple[Any, ...]], tensor_lists: Lists
+) -> list[tuple[tuple[Any, ...], list[list[torch.Tensor]]]]:
+    """Return each of ``keys`` once, with the lists of the tensors whose key it is; a list without
+    tensors stays one."""
+    return [
+        (
+            key,
+            [
+                [one for one, own in zip(tensors, keys, strict=False) if own == key]
+                for tensors in tensor_lists
+            ],
+        )
+        for key in dict.fromkeys(keys)
+    ]
 
 
 def _lists(tensor_lists: Lists, count: int, shaped: int | None = None) -> Lists:

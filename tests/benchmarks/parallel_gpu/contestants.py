@@ -164,12 +164,6 @@ def _collectives(size: Size, ranks: Ranks) -> Entrant:
     return Entrant(step)
 
 
-class _SwiGLU(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        activated, factor = x.chunk(2, dim=-1)
-        return torch.nn.functional.silu(activated) * factor
-
-
 class _TorchMLP(torch.nn.Module):
     """The same MLP of torch's modules; the gate and the factor are two linears, so that columns can
     be split evenly."""

@@ -18,7 +18,6 @@ NPU = torch.device("npu:0")
 BF16, FLOAT = torch.bfloat16, torch.float32
 IN, OUT, SPLITS = 128, 64, [64, 0, 128]
 ROWS = sum(SPLITS)
-ONE_CALL = {"current", "delayed", "rowwise", "mxfp8", "mxfp8-hybrid", "hif8", "hif8-delayed"}
 QUANTIZED = [name for name in RECIPES if name != "none"]
 
 
