@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -181,6 +182,19 @@ def _value_of(local: torch.Tensor) -> torch.Tensor:
     return initial.to(local.device, local.dtype)
 
 
+def _described(weights: Iterable[GatheredWeight]) -> str:
+    """Return the weights in words, those of one plan together."""
+    by_plan: dict[TensorPlan, list[str]] = {}
+    for one in weights:
+        by_plan.setdefault(one.plan, []).append(f"{one.label} {list(one.size)}")
+    parts = []
+    for plan, labels in by_plan.items():
+        ways = dict.fromkeys(str(spec) for spec in plan if spec is not None)
+        rest = hashlib.sha256(repr(plan).encode()).hexdigest()[:8]
+        parts.append(f"{' and '.join(ways)} (plan {rest}): {', '.join(labels)}")
+    return "; ".join(parts)
+
+
 class _Reduced:
     """The amaxes of the weights on one mesh: stale since a write to any of their shards."""
 
@@ -232,8 +246,7 @@ class _Weights:
         self._refuse_fewer_ranks()
         shards = [one for one in self._weights if one.shard() is not None]
         weights = [one for one in shards if one.mesh == weight.mesh]
-        text = "; ".join(f"{one.label} {list(one.size)} as {one.plan}" for one in weights)
-        communicator_of(mesh).agree(text, "the weights that they gather quantized")
+        communicator_of(mesh).agree(_described(weights), "the weights that they gather quantized")
         return _Reduced(weights)
 
     def _refuse_fewer_ranks(self) -> None:
