@@ -79,9 +79,11 @@ def checkpoint_of_a_rank(rank: int, folder: str) -> None:
     loaded.load_state_dict(state)
     assert equal(saved, loaded)
     with pytest.raises(fp8core.UnsupportedError, match=r"\.tensors\(\)"):
-        dist.broadcast(loaded.fc1_weight.detach(), 0)
-    for part in loaded.fc1_weight.tensors():
-        dist.broadcast(part, 0)
+        dist.all_reduce(loaded.fc1_weight.detach())
+    other = make(RECIPES["mxfp8"], 2 + rank)
+    dist.broadcast(other.fc1_weight.detach(), 0)
+    expected = make(RECIPES["mxfp8"], 2).fc1_weight.tensors()
+    assert all(map(torch.equal, other.fc1_weight.tensors(), expected))
 
 
 def test_distributed_checkpoint_of_two_processes_is_bit_exact(tmp_path: Path) -> None:
