@@ -29,7 +29,7 @@ from fp8core.dispatch.optional import Offers, offers_of, recorder_of, transfers_
 from fp8core.errors import PluginError, RecipeError, did_you_mean
 from fp8core.reporting import some
 
-__all__ = ["Bound", "PluginRow", "Registry", "known_devices"]
+__all__ = ["Bound", "PluginRow", "Registry", "known_devices", "unknown_fields"]
 
 _METHODS = ("unsupported", "alignment", "bind")
 
@@ -108,9 +108,9 @@ class Registry:
         reason = self.unusable(spec)
         if reason is not None:
             return reason
-        unknown = [name for name in _later_fields(desc) if name not in spec.operand_fields]
-        if unknown:
-            return f"it does not know {some(unknown)} of an OperandSpec"
+        unknown = unknown_fields(spec, desc)
+        if unknown is not None:
+            return unknown
         answer = attempt(lambda: self.instance(spec).unsupported(desc, device))
         if isinstance(answer, Failure):
             return f"its unsupported() failed: {answer}"
@@ -190,6 +190,15 @@ class Registry:
 
 
 @functools.lru_cache(maxsize=4096)
+def unknown_fields(spec: BackendSpec, desc: OpDesc) -> str | None:
+    """Say that ``spec``'s backend does not know a field that ``desc`` uses, None: it knows all.
+
+    It is not asked about such a descriptor, for which it would do something else.
+    """
+    unknown = sorted(name for name in _later_fields(desc) if name not in spec.operand_fields)
+    return f"it does not know {some(unknown)} of an OperandSpec" if unknown else None
+
+
 def _later_fields(desc: object) -> frozenset[str]:
     """Return the later fields that the specs of ``desc``, a descriptor, use."""
     if isinstance(desc, OperandSpec):

@@ -12,6 +12,7 @@ from fp8core import formats
 from fp8core.backend_api import (
     Alignment,
     Backend,
+    BackendSpec,
     DeclaresNumerics,
     DequantizeDesc,
     GemmDesc,
@@ -24,6 +25,7 @@ from fp8core.backend_api import (
 from fp8core.dispatch import plugins
 from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.dispatch.optional import Offers, offers_of
+from fp8core.dispatch.registry import unknown_fields
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.testing.compare import Unjudged
 from fp8core.torch_ops.private import pytree
@@ -38,25 +40,34 @@ class Subject:
     """A backend, the device it is tested on, and its judge, which computes on the CPU.
 
     ``subject.run(desc, ...)`` has the backend compute, ``subject.judged(desc, ...)`` the judge,
-    with arguments copied to the CPU.
+    with arguments copied to the CPU. A backend without a ``spec`` knows every field of operands.
     """
 
-    def __init__(self, name: str, backend: Backend, device: torch.device, judge: Backend) -> None:
+    def __init__(
+        self,
+        name: str,
+        backend: Backend,
+        device: torch.device,
+        judge: Backend,
+        spec: BackendSpec | None = None,
+    ) -> None:
         self.name = name
+        self.spec = spec
         self.backend = backend
         self.device = device
         self.judge = judge
         self.kept: dict[Any, Any] = {}
 
     def refuses(self, desc: OpDesc) -> str | None:
-        """Return why the backend does not support ``desc``, None if it does.
+        """Return why the backend does not support ``desc``, or is not asked; None if it does.
 
         An ``unsupported()`` that raises counts as a refusal; a law about ``unsupported()`` reports
         it as a fault.
         """
         key = ("refuses", desc)
         if key not in self.kept:
-            said = attempt(lambda: self.backend.unsupported(desc, self.device))
+            unknown = None if self.spec is None else unknown_fields(self.spec, desc)
+            said = unknown or attempt(lambda: self.backend.unsupported(desc, self.device))
             if isinstance(said, Failure):
                 self.kept[key] = f"its unsupported() failed: {said}"
             else:
@@ -197,4 +208,4 @@ def find(name: str, device: str | None = None) -> Subject:
         wanted = torch.empty(0, device=wanted).device  # "cuda" is "cuda:0" from here on
     except (RuntimeError, AssertionError) as error:
         raise UnsupportedError(f"device {wanted} cannot be used here: {error}") from None
-    return Subject(name, registry.instance(spec), wanted, registry.instance(judge))
+    return Subject(name, registry.instance(spec), wanted, registry.instance(judge), spec)

@@ -165,7 +165,8 @@ def report(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_json_holds_versions_support_laws_and_failures() -> None:
-    toys.register(toys.backend("toy", refuse=takes_too_much))
+    fields = ("row_scaled", "four_over_six", "scale_max")
+    toys.register(toys.backend("toy", refuse=takes_too_much, operand_fields=fields))
     words = "law7_unknown_values or law4_gemm_adds_the_bias/current.fprop.bfloat16"
     status, found = report("-k", words)
     assert status == 1

@@ -12,7 +12,7 @@ from fp8core.backend_api import OPTIONAL_OPS, GemmDesc, GroupedGemmDesc, Operand
 from fp8core.testing.catalogue import DTYPES, CatalogueEntry, catalogue
 from fp8core.testing.checks import Check, checks, supported
 from fp8core.testing.laws import LAWS
-from fp8core.testing.subject import find
+from fp8core.testing.subject import Subject, find
 
 # What no recipe has: odd blocks, e2m1 under other scales, an epsilon, a transform of e4m3.
 TRANSFORMED = OperandSpec("e4m3", (16, 16), 448.0, scale_format="e4m3", transform="hadamard16")
@@ -102,3 +102,15 @@ def test_catalogue_has_every_option_of_an_operand() -> None:
         assert len(used) > 1 or field.name == "amax_epsilon", field.name  # among SPECS
     assert {"hadamard16", "hadamard16_unsigned"} <= {spec.transform for spec in specs}
     assert {"MAE", "MSE"} <= {spec.four_over_six for spec in specs}
+
+
+def test_a_backend_is_not_tested_by_fields_that_it_does_not_list() -> None:
+    found = find("reference")
+    assert found.spec is not None
+    older = replace(found.spec, operand_fields=("four_over_six", "scale_max"))
+    subject = Subject("older", found.backend, found.device, found.judge, older)
+    entries = [entry for entry in catalogue() if entry.label.startswith("nvfp4-rows.input")]
+    reasons = {subject.refuses(entry.desc) for entry in entries}
+    assert reasons == {"it does not know row_scaled of an OperandSpec"}
+    assert not list(checks(subject, [LAWS["quantize_codes_equal_the_reference"]], entries))
+    assert list(checks(found, [LAWS["quantize_codes_equal_the_reference"]], entries))
