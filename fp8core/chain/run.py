@@ -74,6 +74,11 @@ class _Chain(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[2:]
         y, saved, ctx.context, ctx.program = _forward(links, call, x, shape, params, needs_grad)
         ctx.save_for_backward(*saved)
+        base = y._base
+        if base is not None and base is not x and base is not x._base:
+            # torch refuses writes to a view that a function returns. Its version stays shared, so
+            # that one to what backward reads is noticed.
+            return y.detach()
         return y
 
     @staticmethod
