@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -27,6 +27,7 @@ from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
 from fp8core.torch_ops import calls, definition
 from fp8core.torch_ops.encoding import Operation
+from fp8core.torch_ops.lasting import lasting
 
 __all__ = [
     "Kernels",
@@ -40,6 +41,9 @@ __all__ = [
     "transfers",
 ]
 
+
+_Key: TypeAlias = "tuple[policy.Policy, settings.Settings, plugins.Registry, int]"
+"""What a choice depends on besides the descriptor: the last are the plug-ins and their number."""
 
 # Another backend may need memory that is quadratic in the sequence length for them.
 _ATTENTION = (AttentionDesc, AttentionBackwardDesc)
@@ -147,7 +151,17 @@ def _resolve(
     device: torch.device,
     backend: str | None,
     is_captured: bool,
-    key: tuple[policy.Policy, settings.Settings, plugins.Registry, int],
+    key: _Key,
+) -> Resolved:
+    return lasting(functools.partial(_resolved, desc, device, backend, is_captured, key))
+
+
+def _resolved(
+    desc: OpDesc,
+    device: torch.device,
+    backend: str | None,
+    is_captured: bool,
+    key: _Key,
 ) -> Resolved:
     asked, _, registry, _ = key
     choice = select.choose(desc, device, asked, backend)
@@ -234,7 +248,7 @@ def _bind_for(
     reason = registry.unsupported(spec, desc, device)
     if reason is not None:
         raise UnsupportedError(f"a compiled graph has {desc} for {backend} on {device}: {reason}")
-    return registry.bind(spec, desc, device).run
+    return lasting(functools.partial(registry.bind, spec, desc, device)).run
 
 
 definition.set_binder(_bind_named)

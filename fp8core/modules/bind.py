@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import torch
 
@@ -34,6 +35,7 @@ from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole
 from fp8core.reporting import log_once
 from fp8core.tensors.quantizer_binding import Binding
+from fp8core.torch_ops.lasting import lasting
 from fp8core.torch_ops.private import (
     NO_BACKWARD_PASS,
     current_backward_pass,
@@ -101,7 +103,10 @@ def bind(
         with bind_lock:
             known: Bound | None = layer._bindings.table.get(key)
             binding = Binding(device, dtype, is_observing)
-            bound = known or _bind(layer, recipe, mode, binding, chosen, first_gemm)
+            if known is None:
+                arguments = (layer, recipe, mode, binding, chosen, first_gemm)
+                known = lasting(partial(_bind, *arguments))
+            bound = known
             layer._bindings.table[key] = bound
             layer._bindings.last = (key, bound)
             _note_change(layer, recipe, bound)

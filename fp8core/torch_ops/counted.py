@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from fp8core.torch_ops.lasting import lasting
 from fp8core.torch_ops.private import without_modes
 
 __all__ = ["counter_of", "counters", "new_counter", "run_counted"]
@@ -28,8 +30,8 @@ def new_counter(device: torch.device) -> torch.Tensor:
     Entry 0 is for calls that record gradients, and for those of which that is unknown. Entry 1 is
     for the other calls.
     """
-    with without_modes(), torch.inference_mode(False):
-        return torch.zeros(2, dtype=torch.int64, device=device)
+    with without_modes():
+        return lasting(partial(torch.zeros, 2, dtype=torch.int64, device=device))
 
 
 def counter_of(device: torch.device) -> torch.Tensor:
