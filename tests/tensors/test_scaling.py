@@ -348,7 +348,7 @@ class OneRank:
     def __init__(self, group: Any) -> None:
         self.group = group
 
-    def max_into(self, x: torch.Tensor, purpose: str) -> Started:
+    def max_into(self, x: torch.Tensor, purpose: str, *, at_once: bool) -> Started:
         return Started(x.fill_(9.0))
 
 
