@@ -47,9 +47,8 @@ def main(recipe: str, steps: int, hidden: int, checkpoint: str, device: str) -> 
     model, chosen = GPT(hidden), by_name(recipe)
     if recipe != "nvfp4":  # weights of 4 bits are gathered in bfloat16
         gather_quantized(model, chosen)  # before fully_shard
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model.blocks, model):
-        fully_shard(module, mp_policy=policy)
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     if checkpoint and Path(checkpoint).exists():
         state = get_state_dict(model, optimizer)
