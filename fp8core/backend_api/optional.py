@@ -392,7 +392,8 @@ class TakesMaxima(Protocol):
     def maximum(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the elementwise maximum of the ``x`` of all ranks, a new tensor.
 
-        None, on every rank, of tensors that the process group had better reduce.
+        None, on every rank, of tensors that the process group had better reduce. For one on meta,
+        by which ``explain`` asks, nothing is read.
         """
 
 

@@ -20,12 +20,13 @@ from __future__ import annotations
 from fp8core.communicator.base import Communicator
 from fp8core.communicator.process_group import named, of_group, register
 from fp8core.communicator.started import Started
-from fp8core.communicator.traffic import BESIDE, IN_PARTS, PLAIN, Count, Traffic
+from fp8core.communicator.traffic import BESIDE, IN_PARTS, PLAIN, READ, Count, Traffic
 
 __all__ = [
     "BESIDE",
     "IN_PARTS",
     "PLAIN",
+    "READ",
     "Communicator",
     "Count",
     "Started",

@@ -24,7 +24,7 @@ from fp8core.communicator.collective import (
 )
 from fp8core.communicator.comparison import Claim
 from fp8core.communicator.started import Started
-from fp8core.communicator.traffic import BESIDE, IN_PARTS, PLAIN, Traffic
+from fp8core.communicator.traffic import BESIDE, IN_PARTS, PLAIN, READ, Traffic
 from fp8core.errors import CollectiveError, Fp8CoreError, OperandError, UnsupportedError
 from fp8core.torch_ops.recorded import called_in_repeats
 from fp8core.torch_ops.shapes import is_captured
@@ -155,14 +155,17 @@ class Communicator(ABC):
 
         ``by`` takes it in less time than a collective does, or returns None.
         """
-        if by is None or is_captured(x):
+        if by is None or is_captured(x) or (x.is_meta and by(x) is None):
             return self._reduced("max", purpose, x, at_once=at_once)
 
         def move(sent: torch.Tensor) -> Moved:
             largest = by(sent)
-            return self._all_reduce(sent, "max") if largest is None else (largest, done)
+            if largest is not None:
+                return largest, done
+            self.traffic.note_way("max", purpose, PLAIN)
+            return self._all_reduce(sent, "max")
 
-        return self._reduced_by("max", purpose, x, move, at_once=at_once)
+        return self._reduced_by("max", purpose, x, move, READ, at_once=at_once)
 
     def max_into(self, x: torch.Tensor, purpose: str = "", *, at_once: bool = False) -> Started:
         """Start to take the elementwise maximum over all ranks; the result is ``x``, written, or a
@@ -291,13 +294,14 @@ class Communicator(ABC):
         purpose: str,
         x: torch.Tensor,
         move: Callable[[torch.Tensor], Moved],
+        way: str = PLAIN,
         *,
         at_once: bool,
     ) -> Started:
         if self.size == 1 or not x.numel():
             return Started(x)
         num_bytes = 2 * (self.size - 1) * _bytes_of(x) // self.size
-        return self._start(op, purpose, x, num_bytes, move, at_once=at_once)
+        return self._start(op, purpose, x, num_bytes, move, way=way, at_once=at_once)
 
     def _start(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["BESIDE", "IN_PARTS", "PLAIN", "Count", "Traffic"]
+__all__ = ["BESIDE", "IN_PARTS", "PLAIN", "READ", "Count", "Traffic"]
 
 PLAIN = "plain"
 """A collective of the process group."""
@@ -14,6 +14,8 @@ BESIDE = "beside products"
 IN_PARTS = "in parts"
 """Such copies, of a product's operand or result: each rank's rows are multiplied by themselves,
 while others travel."""
+READ = "read by each rank"
+"""Numbers that a backend reads from the memory of the other ranks."""
 
 
 class Count(NamedTuple):
@@ -62,9 +64,13 @@ class Traffic:
         entry.bytes += num_bytes
         entry.way = way
 
+    def note_way(self, collective: str, purpose: str, way: str) -> None:
+        """Note that the latest call of that purpose ran in another way than was counted."""
+        self._counts[collective, purpose].way = way
+
     def way(self, collective: str, purpose: str) -> str:
-        """Return how the last collective of that purpose ran: :data:`PLAIN`, :data:`BESIDE` or
-        :data:`IN_PARTS`."""
+        """Return how the last collective of that purpose ran: :data:`PLAIN`, :data:`BESIDE`,
+        :data:`IN_PARTS` or :data:`READ`."""
         entry = self._counts.get((collective, purpose))
         return PLAIN if entry is None else entry.way
 

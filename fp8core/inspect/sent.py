@@ -33,7 +33,8 @@ class Sent(NamedTuple):
         fixed: bytes that it sends whatever the number of rows.
         way: how it runs: ``plain``, a collective of the process group; ``beside products``, copies
             by the backend; ``in parts``, such copies while the product that reads or writes the
-            tensor computes other rows.
+            tensor computes other rows; ``read by each rank``, numbers that the backend reads from
+            the memory of other ranks.
     """
 
     collective: str

@@ -104,6 +104,14 @@ def test_maxima_are_those_of_all_ranks(size: int) -> None:
             assert torch.equal(found, expected)
 
 
+def test_maxima_on_meta_read_nothing() -> None:
+    def work(moves: Transfers, slots: list[Slot]) -> list[Any]:
+        few, many = (moves.maximum(torch.zeros(size, device="meta")) for size in (4, 1 << 20))
+        return [few is not None and few.shape == (4,), many is None, len(slots)]
+
+    assert over(2, work) == [[True, True, 0]] * 2
+
+
 def test_the_smallest_buffer_that_fits_is_taken() -> None:
     def work(moves: Transfers, slots: list[Slot]) -> list[int]:
         large = torch.zeros(1, 4 << 20, dtype=torch.uint8)
