@@ -303,15 +303,12 @@ def _alike(
 ) -> list[tuple[tuple[Any, ...], list[list[torch.Tensor]]]]:
     """Return each of ``keys`` once, with the lists of the tensors whose key it is; a list without
     tensors stays one."""
+    places: dict[tuple[Any, ...], list[int]] = {}
+    for at, key in enumerate(keys):
+        places.setdefault(key, []).append(at)
     return [
-        (
-            key,
-            [
-                [one for one, own in zip(tensors, keys, strict=False) if own == key]
-                for tensors in tensor_lists
-            ],
-        )
-        for key in dict.fromkeys(keys)
+        (key, [[tensors[at] for at in alike] if tensors else [] for tensors in tensor_lists])
+        for key, alike in places.items()
     ]
 
 
