@@ -19,12 +19,11 @@ from fp8core import OperandError, UnsupportedError, recipe
 from fp8core.communicator import of_group
 from fp8core.distributed import gather_quantized
 from tests.distributed.programs import (
-    average_gradients,
     batch,
     compared,
     linears,
-    sgd,
     sharded,
+    train_as_one,
     train_step,
     whole,
 )
@@ -309,16 +308,7 @@ def replicated() -> bool:
     mesh = init_device_mesh(device().type, (2, 1), mesh_dim_names=("replicas", "shards"))
     model: Any = gather_quantized(linears(COLUMNS, 256), CURRENT)
     model, reference = fully_shard(model, mesh=mesh), linears(COLUMNS, 256)
-    optimizers = [sgd(one.parameters()) for one in (model, reference)]
-    equal = []
-    for step in range(3):
-        x = batch(step, COLUMNS)
-        equal.append(torch.equal(*[train_step(one, CURRENT, x) for one in (model, reference)]))
-        average_gradients(reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return all(equal)
+    return train_as_one(model, reference, CURRENT, COLUMNS)
 
 
 def of_tensor_parallel_weights(rank: int) -> list[Any]:

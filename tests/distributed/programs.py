@@ -77,6 +77,21 @@ def average_gradients(model: nn.Module) -> None:
             dist.all_reduce(parameter.grad)
 
 
+def train_as_one(model: Any, reference: nn.Module, recipe: Any, columns: int) -> bool:
+    """Whether each of three steps of ``model`` has the result of ``reference``, of which each rank
+    averages the gradients."""
+    optimizers = [sgd(one.parameters()) for one in (model, reference)]
+    equal = []
+    for step in range(3):
+        x = batch(step, columns)
+        equal.append(torch.equal(*[train_step(one, recipe, x) for one in (model, reference)]))
+        average_gradients(reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return all(equal)
+
+
 def compared(
     make: Callable[[], nn.Module],
     recipe: Any,

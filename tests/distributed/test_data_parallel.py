@@ -29,6 +29,7 @@ from tests.distributed.programs import (
     linears,
     sgd,
     sharded,
+    train_as_one,
     train_step,
     whole,
 )
@@ -52,16 +53,7 @@ def quantized() -> nn.Sequential:
 def wrapped(wrap: Callable[[nn.Module], Any]) -> bool:
     """Whether a wrapper trains as the module by itself does on the average of the gradients."""
     model, reference = wrap(make()), make()
-    steps = [sgd(one.parameters()) for one in (model, reference)]
-    equal = []
-    for step in range(3):
-        x = batch(step, COLUMNS)
-        equal.append(torch.equal(*[train_step(one, CURRENT, x) for one in (model, reference)]))
-        average_gradients(reference)
-        for one in steps:
-            one.step()
-            one.zero_grad()
-    return all(equal)
+    return train_as_one(model, reference, CURRENT, COLUMNS)
 
 
 def fsdp1(model: nn.Module) -> Any:
