@@ -13,6 +13,7 @@ from fp8core.context.autocast import activated, active_name
 from fp8core.context.recompute import Tape, current, playing
 from fp8core.dispatch import policy
 from fp8core.errors import UnsupportedError
+from fp8core.torch_ops.private import pytree
 
 __all__ = ["checkpoint"]
 
@@ -55,7 +56,8 @@ def checkpoint(
             tape.replay()
         is_first = False
         with activated(asked), policy.activated(chosen), playing(tape):
-            return function(*inputs, **named)
+            outputs = function(*inputs, **named)
+        return pytree.tree_map_only(torch.Tensor, _apart, outputs) if use_reentrant else outputs
 
     if use_reentrant and kwargs:  # torch takes no keywords there: gradients would get lost
         for name, value in kwargs.items():
@@ -66,3 +68,11 @@ def checkpoint(
                 )
         run, kwargs = partial(run, **kwargs), {}
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)
+
+
+def _apart(output: torch.Tensor) -> torch.Tensor:
+    """Return ``output``, but a view of a parameter, as a layer with ``return_bias`` returns it.
+
+    torch's function makes what it returns its own result: the parameter would be no leaf any more.
+    """
+    return output.view_as(output) if output.is_leaf and output.requires_grad else output

@@ -320,3 +320,21 @@ def test_a_keyword_whose_gradient_would_get_lost_is_refused() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     with pytest.raises(UnsupportedError, match="needs use_reentrant=False"):
         fp8core.checkpoint(lambda a, *, b: a + b, x, b=x)
+
+
+@BOTH
+def test_a_bias_that_is_returned_stays_a_parameter(use_reentrant: bool) -> None:
+    gradients = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(0)
+        layer = fp8core.LayerNormMLP(32, 64, return_bias=True)
+        x = torch.randn(8, 32, requires_grad=True)
+        with autocast(recipe=recipe.Float8CurrentScaling()):
+            if is_checkpointed:
+                y, bias = fp8core.checkpoint(layer, x, use_reentrant=use_reentrant)
+            else:
+                y, bias = layer(x)
+        (y + bias).square().sum().backward()
+        assert all(parameter.is_leaf for parameter in layer.parameters())
+        gradients.append([own.grad for own in (x, *layer.parameters())])
+    assert same(*gradients)
