@@ -113,13 +113,13 @@ class Bindings:
 
         It is entry 0 of the stored counter for calls that record gradients (``is_training``), and
         entry 1 for the others: an evaluation between two steps is no part of a step. None on meta.
+        Called where a layer is bound, see :func:`fp8core.torch_ops.lasting.lasting`.
         """
         if device.type == "meta":
             return None
         if device not in self.nonfinite:
             self.nonfinite[device] = new_counter(device)
-        with torch.inference_mode(False):  # training could not update an inference tensor
-            return self.nonfinite[device].narrow(0, 0 if is_training else 1, 1)
+        return self.nonfinite[device].narrow(0, 0 if is_training else 1, 1)
 
     def set_watch(self, watch: Watch | None) -> None:
         """Have the layer bind its links for ``watch``; None restores the links without one."""
