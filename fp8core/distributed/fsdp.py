@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from fp8core.communicator import Communicator
 from fp8core.distributed.assigned import wrap_assigned
 from fp8core.distributed.gathered_weight import GatheredWeight, communicator_of, local_part
+from fp8core.distributed.weak_module import WeakModule
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.prepare import prepare
@@ -81,24 +81,24 @@ def gather_quantized(model: torch.nn.Module, recipe: Recipe | str | None = None)
     plans = [_plan_of(site, chosen) for site in sites]
     others = _users(model)
     others.subtract(site.parameter for site in sites)
-    weights: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    by_site: dict[tuple[torch.nn.Module, str], GatheredWeight] = {}
+    made: dict[torch.nn.Parameter, tuple[GatheredWeight, torch.nn.Parameter]] = {}
     skipped: list[str] = []
     for site, plan in zip(sites, plans, strict=True):
         parameter = site.parameter
         if plan is None or others[parameter]:
             skipped.append(site.label)
             continue
-        if parameter not in weights:
-            weights[parameter] = group.add(site, plan)
-        site.module._parameters[site.name] = weights[parameter]
-        group.by_site[site.module, site.name] = group.by_parameter[parameter]
-    if not weights:
+        if parameter not in made:
+            made[parameter] = group.add(site, plan)
+        by_site[site.module, site.name], site.module._parameters[site.name] = made[parameter]
+    if not made:
         raise OperandError(
             f"gather_quantized: no weight of {type(model).__name__} would be gathered quantized "
             f"under {chosen}. It takes layers of fp8core; fp8core.convert(model) makes them."
         )
-    for module in dict.fromkeys((model, *[module for module, _ in group.by_site])):
-        wrap_assigned(module, group.by_site)
+    for module in dict.fromkeys((model, *[module for module, _ in by_site])):
+        wrap_assigned(module, by_site)
     if skipped:
         log_once(f"gather_quantized: gathered in high precision are {some(skipped)}")
     return model
@@ -207,23 +207,21 @@ class _Weights:
     """The weights of one model, whose amaxes are reduced together."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = weakref.ref(model)
+        self._model = WeakModule(model)
         self._weights: list[GatheredWeight] = []
-        self.by_parameter: dict[torch.nn.Parameter, GatheredWeight] = {}
-        self.by_site: dict[tuple[torch.nn.Module, str], GatheredWeight] = {}
         self._by_mesh: dict[Any, _Reduced] = {}
 
-    def add(self, site: _Site, plan: TensorPlan) -> torch.nn.Parameter:
-        """Return the parameter that takes the place of the one at ``site``."""
+    def add(self, site: _Site, plan: TensorPlan) -> tuple[GatheredWeight, torch.nn.Parameter]:
+        """Return how the weight at ``site`` is gathered, and the parameter that takes the place of
+        the one there."""
         old = site.parameter
         local = local_part(old)
         weight = GatheredWeight(site.module, site.name, site.label, plan, local.shape, self.reduced)
         self._weights.append(weight)
-        self.by_parameter[old] = weight
         new = torch.nn.Parameter(weight.placed(_value_of(local), old), old.requires_grad)
         attributes = vars(new)
         attributes.update({n: v for n, v in vars(old).items() if n not in attributes})
-        return new
+        return weight, new
 
     def reduced(self, weight: GatheredWeight, mesh: Any) -> torch.Tensor:
         """Return the amaxes of ``weight``, reduced over the ranks of ``mesh``.

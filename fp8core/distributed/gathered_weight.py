@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8core.backend_api import Operand
 from fp8core.communicator import Communicator, of_group
+from fp8core.distributed.weak_module import WeakModule
 from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
@@ -64,7 +65,9 @@ class GatheredWeight:
         size: torch.Size,
         reduce: Reduce,
     ) -> None:
-        self._module = module
+        # FSDP's state keeps the shard as the base of a view, a reference of torch's own that
+        # garbage collection does not follow: a shard that kept its module would keep itself.
+        self._module = WeakModule(module)
         self._name = name
         self.label = label
         self.plan = plan
@@ -78,9 +81,13 @@ class GatheredWeight:
 
     # The shard
 
+    def _parameter(self) -> torch.nn.Parameter | None:
+        module = self._module()
+        return None if module is None else module._parameters.get(self._name)
+
     def shard(self) -> ShardedWeight | None:
         """Return this rank's rows, also while the module has the gathered weight."""
-        parameter: Any = self._module._parameters.get(self._name)
+        parameter: Any = self._parameter()
         if isinstance(parameter, DTensor):
             # In inference mode torch returns a plain view in place of the shard itself.
             with torch.inference_mode(False), torch.no_grad():
@@ -109,7 +116,7 @@ class GatheredWeight:
     def held(self) -> torch.Tensor:
         """The parameter: this rank's rows as a DTensor, or the weight before ``fully_shard``."""
         self.shard()
-        parameter = self._module._parameters[self._name] if self._held is None else self._held
+        parameter = self._parameter() if self._held is None else self._held
         assert parameter is not None
         return parameter
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8core
@@ -40,6 +44,31 @@ def test_a_number_of_ranks_to_reshard_to_is_refused() -> None:
     fully_shard(model, mesh=init_device_mesh(device().type, (4,)), reshard_after_forward=2)
     with pytest.raises(UnsupportedError, match="reshard_after_forward=N"):
         train_step(model, CURRENT, torch.randn(32, COLUMNS).to(device(), torch.bfloat16))
+
+
+@pytest.mark.usefixtures("four_ranks_without_transport")
+def test_whole_weights_are_freed_once_they_are_sharded() -> None:
+    model: Any = linears(COLUMNS, 256, 256)
+    whole = [StorageWeakRef(one.untyped_storage()) for one in model.parameters()]
+    gather_quantized(model, CURRENT)
+    fully_shard(model, mesh=init_device_mesh(device().type, (4,)))
+    assert [one.expired() for one in whole] == [True] * len(whole)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.usefixtures("four_ranks_without_transport")
+def test_a_model_is_freed_after_training(copies: bool) -> None:
+    model: Any = gather_quantized(linears(COLUMNS, 256), CURRENT)
+    if copies:
+        model = copy.deepcopy(model)
+        gc.collect()  # the first model: weights of the copy gather without it
+    for module in (*model, model):
+        fully_shard(module, mesh=init_device_mesh(device().type, (4,)))
+    train_step(model, CURRENT, torch.randn(32, COLUMNS).to(device(), torch.bfloat16))
+    freed = weakref.ref(model)
+    del model, module
+    gc.collect()
+    assert freed() is None
 
 
 @pytest.mark.usefixtures("four_ranks_without_transport")
