@@ -23,6 +23,7 @@ from fp8core.communicator.collective import (
     travels_as_bytes,
 )
 from fp8core.communicator.comparison import Claim
+from fp8core.communicator.group_reference import GroupReference
 from fp8core.communicator.started import Started
 from fp8core.communicator.traffic import BESIDE, IN_PARTS, PLAIN, READ, Traffic
 from fp8core.errors import CollectiveError, Fp8CoreError, OperandError, UnsupportedError
@@ -44,8 +45,11 @@ class Communicator(ABC):
     they return the tensor that they are given, and of a tensor on meta they return one of the
     result's size, without the other ranks. A ``purpose`` is a word for the counts and for
     errors, such as ``"input"``. ``at_once`` says that the caller waits for the result at once, so
-    that nothing can run beside the collective: it may take the stream of the caller.
+    that nothing can run beside the collective: it may take the stream of the caller. ``reference``
+    is that of the process group, None where there is none.
     """
+
+    reference: GroupReference | None = None
 
     def __init__(self, size: int, rank: int, group_name: str) -> None:
         self.size = size

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fp8core.communicator.base import Communicator
 from fp8core.communicator.collective import Finish, done
 from fp8core.communicator.comparison import Claim, Comparisons
+from fp8core.communicator.group_reference import GroupReference, existing
 from fp8core.errors import OperandError
 from fp8core.torch_ops.private import (
     functional_collective,
@@ -66,7 +67,7 @@ def of_group(group: dist.ProcessGroup | Communicator | None = None) -> Communica
         )
     name = group.group_name
     known = _communicators.get(name)
-    if known is None or known.group is not group:
+    if known is None or known.reference() is not group:
         known = _communicators[name] = _GroupCommunicator(group, rank)
     return known
 
@@ -136,9 +137,18 @@ class _GroupCommunicator(Communicator):
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
         super().__init__(group.size(), rank, group.group_name)
-        self.group = group
+        self.reference: GroupReference = ref(group)
         self._comparisons = _comparisons_of(group, rank)
         self._options = {at_once: _Options(at_once) for at_once in (False, True)}
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            OperandError: it was destroyed.
+        """
+        return existing(self.reference, "a collective of a layer")
 
     def _gather(self, x: torch.Tensor) -> tuple[torch.Tensor, Finish]:
         result = x.new_empty((self.size * x.shape[0], *x.shape[1:]))

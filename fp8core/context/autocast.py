@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed
 
+from fp8core.communicator.group_reference import GroupReference
 from fp8core.context import timeline
 from fp8core.context.scopes import close_scope, open_scope
 from fp8core.errors import RecipeError
@@ -40,12 +42,17 @@ class Active:
     """What an ``autocast`` asks of the layers inside it.
 
     ``quantize`` is the recipe to compute with, ``observe`` the one to record amaxes for while
-    computing in high precision; at most one is set.
+    computing in high precision; at most one is set. ``group`` is the one to reduce amaxes over.
     """
 
     quantize: Recipe | None = None
     observe: Recipe | None = None
-    group: torch.distributed.ProcessGroup | None = None
+    group: GroupReference | None = None
+
+    @property
+    def process_group(self) -> torch.distributed.ProcessGroup | None:
+        """The group itself; None as well once it is destroyed."""
+        return None if self.group is None else self.group()
 
 
 # Every request of an autocast, by a name of its own. A compiled graph is guarded by the name: a
@@ -227,7 +234,7 @@ class _Request(NamedTuple):
     enabled: bool
     calibrating: bool
     given: Recipe
-    group: torch.distributed.ProcessGroup | None
+    group: GroupReference | None
     name: str
 
 
@@ -245,18 +252,23 @@ def _ask(
     """Check the arguments of an autocast, and return the name of its request."""
     global _latest
     latest = _latest
+    # A group that was destroyed is none, and a request for it not one without a group.
     if (
         latest is not None
         and given is latest.given
         and enabled is latest.enabled
         and calibrating is latest.calibrating
-        and group is latest.group
+        and (
+            latest.group is None
+            if group is None
+            else latest.group is not None and latest.group() is group
+        )
         and not torch.compiler.is_compiling()  # where _check keeps the recipe alive
     ):
         return latest.name
     name = _check(enabled, calibrating, given, group)
     if isinstance(given, Recipe):  # the recipe that None or a name stands for may change
-        _latest = _Request(enabled, calibrating, given, group, name)
+        _latest = _Request(enabled, calibrating, given, _asked[name].group, name)
     return name
 
 
@@ -283,7 +295,8 @@ def _check(
     elif isinstance(given, Recipe) and torch.compiler.is_compiling():
         _compared_by_address.append(given)
     observe = recipe if calibrating and not enabled else None
-    return _name(Active(quantize=recipe if enabled else None, observe=observe, group=group))
+    reference = None if group is None else weakref.ref(group)
+    return _name(Active(quantize=recipe if enabled else None, observe=observe, group=reference))
 
 
 constant_in_graph(_ask)

@@ -10,9 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-import torch.distributed
-
+from fp8core.communicator.group_reference import GroupReference
 from fp8core.tensors import scaling
 from fp8core.tensors.scaling import DelayedState, Recorded
 
@@ -47,7 +45,7 @@ class _Scope(NamedTuple):
     is_running: Callable[[], bool]
     touched: dict[int, DelayedState]
     before: dict[int, Recorded]
-    groups: dict[DelayedState, tuple[DelayedState, torch.distributed.ProcessGroup | None]]
+    groups: dict[DelayedState, tuple[DelayedState, GroupReference | None]]
 
 
 # Without the Python function of a NamedTuple: each autocast creates one.
@@ -130,7 +128,7 @@ def _close_around(depth: int, *, failed: bool) -> None:
 def touch(
     forward: DelayedState,
     backward: DelayedState,
-    group: torch.distributed.ProcessGroup | None,
+    group: GroupReference | None,
 ) -> None:
     """Enter ``forward`` in the innermost scope, and have both states reduced over ``group``.
 

@@ -19,6 +19,7 @@ import torch.distributed
 
 from fp8core.backend_api import ScaleUpdateDesc
 from fp8core.communicator import Communicator
+from fp8core.communicator.group_reference import GroupReference, existing
 from fp8core.dispatch import table
 from fp8core.recipe.plan import DelayedPlan
 from fp8core.reporting import log_once
@@ -81,7 +82,7 @@ class DelayedState:
         if desc is not None:
             resolved = table.resolve(desc, scale.device)
             self.advance, self.prepare = resolved.run, resolved.offers.prepare
-        self.group: torch.distributed.ProcessGroup | None = None
+        self.group: GroupReference | None = None
         # The ranks over which the layer is spread: they exchange codes, and need equal scales.
         self.communicator: Communicator | None = None
         self.order = order
@@ -218,16 +219,18 @@ def _partition(
     return list(parts.items())
 
 
-def _reduce(states: Sequence[DelayedState], group: torch.distributed.ProcessGroup) -> None:
+def _reduce(states: Sequence[DelayedState], reference: GroupReference) -> None:
     """Reduce amaxes over the group of ``autocast``, but for those that their layer's ranks, which
     are that group, reduce anyway."""
     reducing = [
         state
         for state in states
-        if state.plan.reduce_amax and getattr(state.communicator, "group", None) is not group
+        if state.plan.reduce_amax
+        and (state.communicator is None or state.communicator.reference is not reference)
     ]
     if not reducing:
         return
+    group = existing(reference, "autocast(amax_reduction_group=...)")
     newest = [state.amax_history[0] for state in reducing]
     flat = torch.cat(newest)
     torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)

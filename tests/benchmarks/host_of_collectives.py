@@ -148,7 +148,7 @@ def calls_of(step: Step) -> Calls:
     """Return the calls of the process group that a step makes."""
     communicator: Any = of_group()
     calls = Calls(communicator.group)
-    with patch.object(communicator, "group", calls):
+    with patch.object(type(communicator), "group", calls):
         step()
     return calls
 
@@ -157,7 +157,7 @@ def seconds_within(step: Step) -> float:
     """Return the seconds that a step spends in calls of the process group."""
     communicator: Any = of_group()
     timed = Timed(communicator.group)
-    with patch.object(communicator, "group", timed):
+    with patch.object(type(communicator), "group", timed):
         step()
     return timed.seconds
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from typing import Any
 from unittest.mock import patch
+from weakref import ref
 
 import pytest
 import torch
@@ -243,6 +244,16 @@ def test_threads_that_call_different_collectives_are_told() -> None:
         run_in_threads(work, 2)
 
 
+def test_a_communicator_leaves_its_group_to_be_destroyed() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = ref(dist.group.WORLD)
+    communicator: Any = of_group()
+    dist.destroy_process_group()
+    assert group() is None
+    with pytest.raises(OperandError, match=r"a collective of a layer: .* was destroyed"):
+        assert communicator.group
+
+
 def test_without_torch_distributed_a_group_is_refused() -> None:
     with pytest.raises(OperandError, match="init_process_group first"):
         of_group(None)
@@ -270,7 +281,7 @@ def test_a_collective_that_is_waited_for_at_once_takes_the_current_stream() -> N
         communicator = of_group()
         calls = Calls()
         x = shard(0)
-        with patch.object(communicator, "group", calls):
+        with patch.object(type(communicator), "group", calls):
             for at_once in (True, False):
                 communicator.gather(x, at_once=at_once).wait()
                 communicator.scatter(x, at_once=at_once).wait()

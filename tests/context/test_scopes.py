@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, cast
 
 import pytest
 import torch
-from torch.distributed import ProcessGroup
+import torch.distributed as dist
 
-from fp8core import Linear, RecipeError, autocast, recipe
+from fp8core import Linear, OperandError, RecipeError, autocast, recipe
+from fp8core.communicator.group_reference import GroupReference
 from fp8core.context import scopes
 from fp8core.context.autocast import active
 
@@ -158,10 +160,44 @@ def test_a_function_whose_body_would_run_outside_is_refused(function: Any) -> No
         autocast(recipe=FIRST)(function)
 
 
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_group_is_destroyed_though_layers_have_reduced_over_it() -> None:
+    layer, group = Linear(32, 16, device="cpu"), weakref.ref(dist.group.WORLD)
+    with autocast(recipe=FIRST, amax_reduction_group=dist.group.WORLD):
+        layer(rows(2.0)).sum().backward()
+    dist.destroy_process_group()
+    assert group() is None
+    with autocast(recipe=FIRST):  # the request without a group is another one
+        layer(rows(2.0)).sum().backward()
+    assert active().process_group is None
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_an_autocast_whose_group_was_destroyed_says_so() -> None:
+    layer = Linear(32, 16, device="cpu")
+    context = autocast(recipe=FIRST, amax_reduction_group=dist.group.WORLD)
+    with context:
+        layer(rows(2.0))
+    before = [one.clone() for one in layer.buffers()]
+    dist.destroy_process_group()
+    with pytest.raises(OperandError, match=r"amax_reduction_group=.* was destroyed"), context:
+        layer(rows(4.0))
+    for one, kept in zip(layer.buffers(), before, strict=True):
+        assert torch.equal(one, kept)
+
+
 @pytest.mark.parametrize("num_around", [0, 1])
 @pytest.mark.parametrize("failed", [False, True])
 def test_one_that_fails_leaves_the_group_of_those_before(failed: bool, num_around: int) -> None:
-    layer, group = Linear(32, 16, device="cpu"), cast(ProcessGroup, object())
+    layer, group = Linear(32, 16, device="cpu"), cast(GroupReference, object())
     with autocast(recipe=FIRST):
         layer(rows(2.0))
     (states,) = layer._bindings.states.values()

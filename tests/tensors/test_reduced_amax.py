@@ -5,6 +5,7 @@ The group is the other half in the same process, or two gloo processes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -298,7 +299,7 @@ def delayed_steps_of_rank(rank: int, group: Any) -> dict[str, Any]:
     state = DelayedState(
         "layer", delayed, chosen, scale=scale, amax_history=history, maxima=[448.0], order=0
     )
-    state.group = group
+    state.group = weakref.ref(group)
     quantizer = bound(plan, unexpected, slot=Slot(scale, history[0]))
     quantizer(x)
     recorded = history[0].clone()

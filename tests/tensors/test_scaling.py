@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -343,10 +344,10 @@ def test_update_needs_no_group_for_the_world(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class OneRank:
-    """Ranks of a layer whose maximum is 9; ``group`` is their process group."""
+    """Ranks of a layer whose maximum is 9; ``reference`` is that of their process group."""
 
-    def __init__(self, group: Any) -> None:
-        self.group = group
+    def __init__(self, reference: Any) -> None:
+        self.reference = reference
 
     def max_into(self, x: torch.Tensor, purpose: str, *, at_once: bool) -> Started:
         return Started(x.fill_(9.0))
@@ -363,10 +364,10 @@ def test_a_group_that_is_that_of_the_layer_s_ranks_reduces_once(
 
     monkeypatch.setattr(torch.distributed, "all_reduce", note)
     states: list[Any] = [make_state(), make_state()]
-    group = object()
+    group: Any = torch.nn.Identity()
     for state in states:
-        state.group = group
-        state.communicator = OneRank(group if is_same else object())
+        state.group = weakref.ref(group)
+        state.communicator = OneRank(state.group if is_same else None)
     scaling.update(states)
     assert reduced == ([] if is_same else [group])
     assert all(state.amax_history[-1].tolist() == [9.0, 9.0] for state in states)

@@ -48,7 +48,7 @@ class FP8GlobalStateManager(metaclass=_Refusing):
     @classmethod
     def get_fp8_group(cls) -> Any:
         """Return the process group over which delayed amaxes are reduced, or None."""
-        return active().group
+        return active().process_group
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:

@@ -211,7 +211,7 @@ class TransformerEngineBaseModule(_Layer, LowPrecisionModule):
         """The recipe and process group of the active autocast, to read."""
         request = active(self.outside_autocast)
         recipe = request.quantize or request.observe or get_default_recipe()
-        return {"fp8_checkpoint": False, "fp8_group": request.group, "recipe": recipe}
+        return {"fp8_checkpoint": False, "fp8_group": request.process_group, "recipe": recipe}
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Do nothing: state is created when a recipe first needs it."""
