@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 import torch
@@ -47,7 +46,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="mxfp8", choices=te.recipe.names())
     chosen = te.recipe.by_name(parser.parse_args().recipe)
     is_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_gpu else torch.device("cpu")
+    device = torch.device("cuda", dist.get_node_local_rank()) if is_gpu else torch.device("cpu")
     dist.init_process_group("nccl" if is_gpu else "gloo", device_id=device if is_gpu else None)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # weights that are split over the ranks differ
@@ -72,6 +71,7 @@ def main() -> None:
         dist.all_reduce(loss := loss.detach() / ranks)
         if rank == 0 and step % 10 == 9:
             print(f"step {step + 1}: {traffic.total.bytes} bytes sent, loss {loss:.3f}")
+    dist.barrier()  # of nothing: gloo's threads let go of the tensors of what came before
     dist.destroy_process_group()
 
 
