@@ -4,6 +4,7 @@ Each message names the request, the value at fault, and what would work::
 
     Fp8CoreError
     |-- RecipeError       an unknown recipe, format, backend name or setting
+    |   |-- FormatNameError     an attribute of recipe.Format that is no format
     |   `-- FrozenFieldError    a field of a recipe was written
     |-- OperandError      a tensor that does not fit: wrong k, dtype, device, stored state
     |-- UnsupportedError  a valid request that no installed backend can run
@@ -20,6 +21,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "CollectiveError",
+    "FormatNameError",
     "Fp8CoreError",
     "FrozenFieldError",
     "NonFiniteError",
@@ -37,6 +39,10 @@ class Fp8CoreError(Exception):
 
 class RecipeError(Fp8CoreError, ValueError):
     """A recipe, format name, backend name or setting is unknown or invalid."""
+
+
+class FormatNameError(RecipeError, AttributeError):
+    """``recipe.Format`` has no format of the name by which an attribute was asked for."""
 
 
 class FrozenFieldError(RecipeError, dataclasses.FrozenInstanceError):

@@ -12,7 +12,13 @@ import torch
 
 from fp8core import formats
 from fp8core.backend_api import OperandSpec
-from fp8core.errors import FrozenFieldError, RecipeError, UnsupportedError, did_you_mean
+from fp8core.errors import (
+    FormatNameError,
+    FrozenFieldError,
+    RecipeError,
+    UnsupportedError,
+    did_you_mean,
+)
 from fp8core.recipe.plan import (
     ATTENTION_BACKWARDS,
     ATTENTION_OUTPUTS,
@@ -40,7 +46,10 @@ class _FormatNames(type):
     def __getattr__(cls, name: str) -> Format:
         if name.startswith("_"):
             raise AttributeError(name)
-        return Format(name)
+        try:
+            return Format(name)
+        except RecipeError as error:  # hasattr and inspect expect the error of an attribute
+            raise FormatNameError(str(error)) from None
 
     def __getitem__(cls, name: str) -> Format:
         return Format(name)

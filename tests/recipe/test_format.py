@@ -73,6 +73,11 @@ def test_unknown_attribute_gets_the_same_error() -> None:
         _ = Format.E4M4
 
 
+def test_a_name_that_is_no_format_is_a_missing_attribute() -> None:
+    assert not hasattr(Format, "cache_info")  # as tools ask of each object
+    assert getattr(Format, "E4M4", None) is None
+
+
 @pytest.mark.parametrize("name", [8, None, 1.5])
 def test_what_is_no_name_is_refused(name: object) -> None:
     with pytest.raises(RecipeError, match="expected the name of a format"):
