@@ -66,7 +66,8 @@ class DelayedScaling(Recipe):
         margin: the amax maps to ``max * 2^-margin``.
         fp8_format: E4M3 or HYBRID (e4m3 forward, e5m2 backward).
         amax_history_len: the number of updates for which an amax is remembered.
-        amax_compute_algo: ``"max"`` of the window, ``"most_recent"``, or a function of the history.
+        amax_compute_algo: ``"max"`` of the window, ``"most_recent"``, or a function of the history
+            ``[amax_history_len, slots]``, whose row 0 holds the newest amaxes.
         scaling_factor_compute_algo: a function instead of ``max * 2^-margin / amax``, or None.
         reduce_amax: take the maximum over ``autocast``'s amax_reduction_group, where one is given.
         fp8_dpa: attention quantizes q, k, v and the weights.

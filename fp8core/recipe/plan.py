@@ -41,7 +41,8 @@ __all__ = [
 ]
 
 AmaxAlgorithm: TypeAlias = str | Callable[[torch.Tensor], torch.Tensor]
-"""``"max"``, ``"most_recent"``, or ``f(amax_history [length, slots]) -> amax [slots]``."""
+"""``"max"``, ``"most_recent"``, or ``f(amax_history [length, slots]) -> amax [slots]``, where row 0
+of the history holds the newest amaxes, the others older ones, the oldest first."""
 
 ScalingAlgorithm: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor

@@ -280,11 +280,10 @@ def _advanced_by_user(state: DelayedState) -> _Advanced:
     history, plan = state.amax_history, state.plan
     newest = history[0]
     recorded = torch.isfinite(newest) & (newest > 0)
-    window = torch.cat((history[1:], newest[None]))
     if callable(plan.amax_algorithm):
-        amax = plan.amax_algorithm(window)
+        amax = plan.amax_algorithm(history.clone())  # the function may write what it gets
     else:
-        amax = window.amax(0) if plan.amax_algorithm == "max" else newest
+        amax = history.amax(0) if plan.amax_algorithm == "max" else newest
     if plan.scaling_algorithm is None:
         scale = state.targets / amax
     else:
@@ -292,7 +291,7 @@ def _advanced_by_user(state: DelayedState) -> _Advanced:
     good = recorded & torch.isfinite(scale) & (scale > 0)
     return _Advanced(
         torch.where(good, scale, state.scale),
-        torch.where(recorded, window, history),
+        torch.where(recorded, history.roll(-1, 0), history),
         (~torch.isfinite(newest)).sum(),
     )
 

@@ -38,7 +38,7 @@ def factory(role: QuantizerRole) -> OperandSpec:
 
 
 def latest(history: torch.Tensor) -> torch.Tensor:
-    return history[-1]
+    return history[0]
 
 
 # Each recipe with values that are not its defaults, and one field changed.

@@ -178,6 +178,30 @@ def test_a_function_may_compute_the_amax() -> None:
     assert seen[0] == (4, 3)
 
 
+def test_a_function_gets_the_newest_amax_in_row_0_and_older_ones_the_oldest_first() -> None:
+    seen = []
+
+    def largest(history: torch.Tensor) -> torch.Tensor:
+        seen.append(history[:, INPUT].tolist())
+        return history.amax(0)
+
+    windows(Linear(8, 8), 2.0, 3.0, 5.0, amax_compute_algo=largest)
+    assert seen == [[2.0, 0.0, 0.0, 0.0], [3.0, 0.0, 0.0, 2.0], [5.0, 0.0, 2.0, 3.0]]
+
+
+def test_a_function_that_writes_the_history_and_raises_changes_nothing() -> None:
+    def fail(history: torch.Tensor) -> torch.Tensor:
+        history.fill_(1.0)
+        raise ArithmeticError
+
+    layer = Linear(8, 8)
+    windows(layer, 2.0)
+    before = layer.amax_history_fwd.clone()
+    with pytest.raises(ArithmeticError):
+        windows(layer, 7.0, amax_compute_algo=fail)
+    assert torch.equal(layer.amax_history_fwd, before)
+
+
 def test_a_function_may_compute_the_scale() -> None:
     seen = []
 
@@ -205,7 +229,7 @@ def test_a_function_that_gives_nonsense_changes_no_scale() -> None:
 
 def test_functions_follow_the_same_rules_as_the_built_in() -> None:
     def newest(history: torch.Tensor) -> torch.Tensor:
-        return history[-1]
+        return history[0]
 
     values = (2.0, math.inf, 0.0, 7.0, 1.0)
     built_in = windows(Linear(8, 8), *values, amax_compute_algo="most_recent")
