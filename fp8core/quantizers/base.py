@@ -148,7 +148,8 @@ class Quantizer:
     ) -> QuantizedTensor:
         """Quantize ``src`` into ``dst``, in the orientations that ``dst`` holds, and return it.
 
-        Nothing is written where ``noop_flag``, one number on the device, is not 0.
+        Nothing is written, and no amax recorded, where ``noop_flag``, one number on the device, is
+        not 0.
 
         Raises:
             OperandError: ``dst`` is not stored as this quantizer stores, or has another shape.

@@ -12,10 +12,11 @@ operators treat it in three ways:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -200,31 +201,34 @@ class QuantizedTensor(TorchMethods):
     ) -> QuantizedTensor:
         """Quantize the plain ``value`` into this tensor, with ``slot`` and ``reduce_amax`` as in
         :meth:`of` and ``noop_flag`` as in :meth:`quantize_`; return this tensor."""
-        before = [] if noop_flag is None else [part.clone() for part in self.tensors()]
-        with torch.no_grad():
+        with torch.no_grad(), self._kept_where(noop_flag, slot or self._slot):
             write(self, value, slot=slot, reduce_amax=reduce_amax)
-            self._keep_where(noop_flag, before)
         torch.autograd.graph.increment_version(self)
         return self
 
-    def _keep_where(self, flag: torch.Tensor | None, before: Sequence[torch.Tensor]) -> None:
-        """Undo a write where ``flag`` is not 0, without waiting to read it."""
-        if flag is not None:
-            for part, old in zip(self.tensors(), before, strict=True):
-                part.copy_(torch.where(flag.reshape(-1)[:1] != 0, old, part))
+    @contextlib.contextmanager
+    def _kept_where(self, flag: torch.Tensor | None, slot: Slot | None) -> Iterator[None]:
+        """Undo a write, and what it records in ``slot``, where ``flag`` is not 0, without waiting
+        to read it."""
+        if flag is None:
+            yield
+            return
+        written = [*self.tensors(), *([] if slot is None or slot.amax is None else [slot.amax])]
+        before = [one.clone() for one in written]
+        yield
+        for one, old in zip(written, before, strict=True):
+            one.copy_(torch.where(flag.reshape(-1)[:1] != 0, old, one))
 
     def quantize_(
         self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None
     ) -> QuantizedTensor:
         """Quantize ``tensor`` into this one, which keeps its format, and return this one.
 
-        Nothing is written where ``noop_flag``, one number on the device, is not 0; the host does
-        not wait to read it.
+        Nothing is written, and no amax recorded, where ``noop_flag``, one number on the device, is
+        not 0; the host does not wait to read it.
         """
-        before = [] if noop_flag is None else [part.clone() for part in self.tensors()]
-        with torch.no_grad():
+        with torch.no_grad(), self._kept_where(noop_flag, self._slot):
             self.copy_(tensor)
-            self._keep_where(noop_flag, before)
         return self
 
     def update_usage(

@@ -113,6 +113,16 @@ def test_update_quantized_leaves_the_tensor_where_the_flag_is_set(quantizer: Qua
     assert not out.dequantize().any()
 
 
+def test_no_amax_is_recorded_of_what_a_flag_leaves_out() -> None:
+    quantizer = Float8Quantizer(torch.ones(1), torch.full((1,), 0.5), E4M3)
+    out = quantizer.make_empty((16, 16), device="cpu")
+    for set_ in (1.0, 0.0):
+        flag = torch.tensor([set_])
+        quantizer.update_quantized(torch.full((16, 16), 7.0), out, noop_flag=flag)
+        out.quantize_(torch.full((16, 16), 7.0), noop_flag=flag)
+        assert quantizer.amax.item() == (0.5 if set_ else 7.0)
+
+
 def test_update_quantized_counts_a_write() -> None:
     quantizer = MXFP8Quantizer(E4M3)
     out = quantizer.make_empty((32, 32), device="cpu")
