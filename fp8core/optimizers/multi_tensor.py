@@ -1,7 +1,8 @@
 """Functions of lists of tensors, with the arguments of Transformer Engine's and Apex's.
 
 The first argument of each, the size of a chunk, has no effect. ``noop_flag``, int32 ``[1]``, stops
-a step if it is not 0; functions that scale set it to 1 where a result is not finite.
+a step if it is not 0: nothing is written. Functions that scale or take norms set it to 1 where a
+result is not finite.
 ``tensor_lists`` holds lists of as many tensors. Nothing waits for the device.
 """
 
@@ -91,13 +92,16 @@ def _scale(noop_flag: torch.Tensor, tensor_lists: Lists, scale: Number) -> None:
         return
     if isinstance(scale, torch.Tensor):
         scale = scale.float().reshape(())
-    scaled = [one.float() * scale for one in inputs]
-    copy_all(list(outputs), scaled)
-    filled = [one for one in scaled if one.numel()]  # the largest of none has no value
-    if not filled:
-        return
-    largest = torch.stack(foreach_norm(filled, torch.inf)).max()
-    noop_flag.copy_(torch.where(largest.isfinite(), noop_flag, 1))
+    copy_all(list(outputs), [one.float() * scale for one in inputs])
+    filled = [one for one in outputs if one.numel()]  # the largest of none has no value
+    if filled:
+        largest = [one.float() for one in foreach_norm(filled, torch.inf)]
+        _report(torch.stack(largest).max(), noop_flag)
+
+
+def _report(result: torch.Tensor, noop_flag: torch.Tensor) -> None:
+    """Set ``noop_flag`` to 1 where the one element of ``result`` is not finite."""
+    noop_flag.copy_(torch.where(result.isfinite(), noop_flag, 1))
 
 
 @torch.no_grad()
@@ -112,9 +116,11 @@ def multi_tensor_l2norm(
         return empty, empty[:0]
     norms = torch.stack(foreach_norm(list(tensors), 2.0, dtype=torch.float32))
     total = torch.linalg.vector_norm(norms).reshape(1)
+    _report(total, noop_flag)
     return total, norms if per_tensor else norms[:0]
 
 
+@torch.no_grad()
 def multi_tensor_unscale_l2norm(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -124,9 +130,9 @@ def multi_tensor_unscale_l2norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`multi_tensor_l2norm`, of the elements times ``inv_scale``, a tensor of one
     element."""
-    total, norms = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
-    factor = inv_scale.float().abs().reshape(())
-    return total * factor, norms * factor
+    (tensors,) = _lists(tensor_lists, 1)
+    unscaled = [one.float() * inv_scale.float().reshape(()) for one in tensors]
+    return multi_tensor_l2norm(chunk_size, noop_flag, [unscaled], per_tensor)
 
 
 def multi_tensor_adam(
@@ -251,14 +257,14 @@ def multi_tensor_adam_fp8(
     numbers = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
     _adam(noop_flag, [grads, values, averages, squares], numbers, 1.0)
     largest = torch.finfo(dtype).max
+    goes_on = (noop_flag == 0).reshape(())
     for at, value in enumerate(values):
         scaled = (value * scales[at].reshape(())).clamp(-largest, largest).to(dtype)
-        goes_on = (noop_flag == 0).reshape(())
-        codes[at].copy_(torch.where(goes_on, scaled.view(torch.uint8), codes[at]))
+        results = [(codes[at], scaled.view(torch.uint8)), (inverses[at], 1 / scales[at])]
         if value.numel():
-            amax = torch.maximum(amaxes[at], value.abs().amax())
-            amaxes[at].copy_(torch.where(goes_on, amax, amaxes[at]))
-        inverses[at].copy_(1 / scales[at])
+            results.append((amaxes[at], torch.maximum(amaxes[at], value.abs().amax())))
+        for to, result in results:
+            to.copy_(torch.where(goes_on, result, to))
 
 
 @torch.no_grad()

@@ -57,6 +57,29 @@ def test_scale_says_what_is_not_finite(value: float) -> None:
     assert noop.item() == 1
 
 
+def test_scale_says_which_results_are_beyond_their_dtype() -> None:
+    outputs = [torch.zeros(3), torch.zeros(3, dtype=torch.float16)]
+    noop = flag()
+    te.multi_tensor_scale(1, noop, [[torch.ones(3), torch.full((3,), 70000.0)], outputs], 1.0)
+    assert noop.item() == 1
+
+
+@pytest.mark.parametrize("function", [te.multi_tensor_l2norm, te.multi_tensor_unscale_l2norm])
+def test_norms_say_what_is_not_finite(function: Any) -> None:
+    by = [torch.ones(1)] if function is te.multi_tensor_unscale_l2norm else []
+    for value, expected in ((torch.nan, 1), (torch.inf, 1), (1.0, 0)):
+        noop = flag()
+        function(1, noop, [[torch.ones(2), torch.tensor([value])]], *by)
+        assert noop.item() == expected
+
+
+def test_norms_of_gradients_that_are_squared_after_unscaling() -> None:
+    total, _ = te.multi_tensor_unscale_l2norm(
+        1, flag(), [[torch.tensor([3e30, 4e30])]], torch.tensor([1e-30])
+    )
+    torch.testing.assert_close(total, torch.tensor([5.0]))
+
+
 def test_norms() -> None:
     (tensors,) = lists(BF16)
     total, each = te.multi_tensor_applier(te.multi_tensor_l2norm, flag(), [tensors], True)
@@ -105,6 +128,18 @@ def test_flag_stops_a_step(function: str) -> None:
     te.multi_tensor_applier(getattr(te, function), flag(1), given, *numbers)
     for ours, theirs in zip(given, before, strict=True):
         assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("has_masters", [True, False])
+def test_flag_stops_a_step_of_fp8_parameters(has_masters: bool) -> None:
+    codes = torch.full((3,), 60, dtype=torch.uint8)
+    shaped = [torch.ones(3), codes, *(torch.zeros(3) for _ in range(3 if has_masters else 2))]
+    # The scale was updated since the codes were written by the one that scale_inv is of.
+    numbers = [torch.tensor([value]) for value in (4.0, 0.0, 0.125)]
+    given = [[one] for one in (*shaped, *numbers)]
+    before = [one.clone() for (one,) in given]
+    te.multi_tensor_adam_fp8(1, flag(1), given, *(0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0), "e4m3")
+    assert all(torch.equal(one, two) for (one,), two in zip(given, before, strict=True))
 
 
 @pytest.mark.parametrize("has_masters", [True, False])
