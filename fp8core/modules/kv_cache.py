@@ -109,7 +109,7 @@ class _OwnManager(KVCacheManager):
         self.head_dim_k, self.head_dim_v = head_dims
         self.dtype = dtype
         self.max_batch_size, self.max_seqlen = limits
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else resolve_device(device)
         # By layer, the sequences whose tokens it holds and how many, in the order of its last step.
         self._stored: dict[int, Sequences] = {}
         self._before: Mapping[Hashable, int] = {}

@@ -62,16 +62,16 @@ def fill(parameter: torch.Tensor | None, method: InitMethod) -> None:
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
-    """Return ``device``; if None, torch's default device if one was set, else the backend's.
+    """Return the device that a tensor created on ``device`` has: "cuda" is the current one.
 
-    ``with torch.device(...)`` and ``torch.set_default_device`` set one.
+    None is torch's default device if one was set, as by ``with torch.device(...)`` or
+    ``torch.set_default_device``; else the selected backend's.
     """
-    if device is not None:
-        return torch.device(device)
-    # torch.get_default_device() answers cpu also where nobody has set one.
-    if any(isinstance(mode, DeviceContext) for mode in function_modes()):
-        return torch.get_default_device()
-    return select.default_device(policy.current())
+    if device is None:
+        # torch.get_default_device() answers cpu also where nobody has set one.
+        is_set = any(isinstance(mode, DeviceContext) for mode in function_modes())
+        device = None if is_set else select.default_device(policy.current())
+    return torch.empty(0, device=device).device
 
 
 def materialize(module: torch.nn.Module, device: torch.device) -> None:

@@ -319,6 +319,12 @@ def test_tensors_that_do_not_fit_are_named(changed: dict[str, Any], text: str) -
     assert state(cache) == before
 
 
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_device_by_another_of_its_names_is_that_device(kind: str) -> None:
+    cache = make(kind, device="cpu:0")  # tensors on it say "cpu", as those on "cuda" say "cuda:0"
+    Lists((1,)).step(cache, {0: 2, 1: 1}, "bshd")
+
+
 def test_a_step_without_pre_step_is_refused() -> None:
     cache = make()
     new_k = torch.zeros(0, 3, HEADS, K_SIZE, dtype=F64)
