@@ -24,7 +24,7 @@ from fp8core.tensors.quantizer import Orientations
 from fp8core.tensors.requantized import is_unquantized
 from fp8core.tensors.weights import Keeping, WeightQuantizer, WeightWrapper
 
-__all__ = ["Padded", "PaddedWeights"]
+__all__ = ["Padded", "padded_weights"]
 
 
 class PaddedWeights(WeightWrapper):
@@ -59,6 +59,13 @@ class PaddedWeights(WeightWrapper):
         return self._inner.requantize(padded)
 
 
+def padded_weights(weight: WeightQuantizer, padding: LayerPadding | None) -> WeightQuantizer:
+    """Return ``weight`` itself where no feature is padded: padded rows leave weights alone."""
+    if padding is None or not padding.is_of_features:
+        return weight
+    return PaddedWeights(weight, padding)
+
+
 class Padded(Wrapper):
     """Around a linear program: pads its inputs as ``padded`` says, and cuts its results.
 
@@ -82,8 +89,10 @@ class Padded(Wrapper):
 
     def forward(self, x: Any, params: Params, call: Call, out: Out = None) -> Forward:
         """Pad the biases; the weight's quantizer pads weights, the request the input."""
-        padded, count = self._padded, self._num_weights
-        given = (*params[:count], *map(padded.layer.pad_bias, params[count:]))
+        padded, given = self._padded, params
+        if padded.layer.out_features:
+            count = self._num_weights
+            given = (*params[:count], *map(padded.layer.pad_bias, params[count:]))
         inner_call = call._replace(groups=padded.groups, output=None)
         y, saved, context = super().forward(x, given, inner_call)
         y = padded.cut(y, padded.layer.out_features)

@@ -30,29 +30,37 @@ class RowsChanged(OperandError):
 
 @dataclass(frozen=True, slots=True)
 class LayerPadding:
-    """What a linear layer has to add: ``tokens`` is the multiple that the rows of each group are
-    padded to, ``in_features`` and ``out_features`` are the zero columns that are added."""
+    """What a linear layer has to add: the rows of each group are padded to a multiple of those of
+    ``tokens``, for fprop, dgrad and wgrad, that a call computes; ``in_features`` and
+    ``out_features`` are the zero columns that are added."""
 
     owner: str
-    tokens: int
+    tokens: tuple[int, int, int]
     in_features: int
     out_features: int
 
-    def for_call(self, rows: int, call: Call) -> PaddedCall | None:
-        """Return the padding of a call with ``rows`` rows, None if it needs none."""
-        if not (call.groups or rows % self.tokens or self.in_features or self.out_features):
+    def for_call(
+        self, rows: int, call: Call, *, needs_input: bool = True, needs_weight: bool = True
+    ) -> PaddedCall | None:
+        """Return the padding of a call with ``rows`` rows, None if it needs none.
+
+        ``needs_input`` and ``needs_weight`` say which gradients the call will compute.
+        """
+        fprop, dgrad, wgrad = self.tokens
+        multiple = math.lcm(fprop, dgrad if needs_input else 1, wgrad if needs_weight else 1)
+        if not (call.groups or rows % multiple or self.is_of_features):
             return None
         if call.has_device_groups:
-            assert self.tokens == 1  # or it would not have been bound
-            if not (self.in_features or self.out_features):
+            assert multiple == 1  # or it would not have been bound
+            if not self.is_of_features:
                 return None
-            self._report(is_grouped=True)
+            self._report(multiple, is_grouped=True)
             return PaddedCall(self, rows, rows, None, call.groups)
         sizes = call.splits if call.groups else (rows,)
-        padded = [size + -size % self.tokens for size in sizes]
-        if sum(padded) == rows and not (self.in_features or self.out_features):
+        padded = [size + -size % multiple for size in sizes]
+        if sum(padded) == rows and not self.is_of_features:
             return None
-        self._report(is_grouped=bool(call.groups))
+        self._report(multiple, is_grouped=bool(call.groups))
         if not call.groups:
             return PaddedCall(self, rows, padded[0], None, ())
         # The sizes are on the CPU, whatever torch's default device is.
@@ -83,17 +91,17 @@ class LayerPadding:
         rows, columns = grad.shape
         return grad[: rows - self.out_features, : columns - self.in_features]
 
-    def _report(self, *, is_grouped: bool) -> None:
+    def _report(self, multiple: int, *, is_grouped: bool) -> None:
         """Log the padding: of features once for each layer, of rows alone once for all layers."""
         features = (("input features", self.in_features), ("output features", self.out_features))
         parts = [f"{name} by {added}" for name, added in features if added]
-        rows = f"rows to a multiple of {self.tokens}{' in each group' if is_grouped else ''}"
+        rows = f"rows to a multiple of {multiple}{' in each group' if is_grouped else ''}"
         first = f"{self.owner}: pads with zeros, as its recipe takes no such sizes"
         if not parts:
             line = f"{first}: {rows}; other layers that pad rows do not say so again"
             log_once(line, about="padding of rows")
             return
-        if self.tokens > 1:
+        if multiple > 1:
             parts.append(rows)
         log_once(f"{first}: {', '.join(parts)}")
 
@@ -114,14 +122,15 @@ def layer_padding(
     """
     fprop, dgrad, wgrad = alignments
     # fprop is [tokens, out, in] as m, n, k; dgrad [tokens, in, out]; wgrad [out, in, tokens]
-    tokens = math.lcm(fprop.m, dgrad.m, wgrad.k)
+    tokens = fprop.m, dgrad.m, wgrad.k
     in_features = math.lcm(fprop.k, dgrad.n, wgrad.n)
     out_features = math.lcm(fprop.n, dgrad.k, wgrad.m)
-    if tokens == out_features == in_features == 1:
+    multiple = math.lcm(*tokens)
+    if multiple == out_features == in_features == 1:
         return None
-    if tokens > 1 and offsets_on_device:
+    if multiple > 1 and offsets_on_device:
         raise UnsupportedError(
-            f"the rows of each group have to be a multiple of {tokens}, and sizes that only the "
+            f"the rows of each group have to be a multiple of {multiple}, and sizes that only the "
             f"device knows cannot be padded. Give m_splits as a list of integers."
         )
     return LayerPadding(owner, tokens, -features[0] % in_features, -features[1] % out_features)

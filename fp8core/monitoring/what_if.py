@@ -14,7 +14,7 @@ from fp8core.backend_api import OperandSpec
 from fp8core.chain.bind import bind_chain
 from fp8core.chain.call import Call
 from fp8core.chain.linear.link import LinearLink
-from fp8core.chain.padded import PaddedWeights
+from fp8core.chain.padded import padded_weights
 from fp8core.chain.shape import BindContext
 from fp8core.errors import Fp8CoreError, OperandError, RecipeError, did_you_mean
 from fp8core.modules.base import LowPrecisionModule
@@ -231,7 +231,7 @@ def _cast(
     context = BindContext(plan, binding, layer.label, None, watch)
     links = bind_chain(layer.link_shapes(), context)
     link = next(one for one in links if isinstance(one, LinearLink) and one.index == index)
-    weight = link.weight if link.padding is None else PaddedWeights(link.weight, link.padding)
+    weight = padded_weights(link.weight, link.padding)
     # Gradients of input and weights need both orientations; that of a bias needs no operand.
     needs = [True] * (1 + link.num_weights) + [False] * (link.num_params - link.num_weights)
     for name in ("input", "weight", "grad_output"):

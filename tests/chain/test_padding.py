@@ -138,18 +138,52 @@ def test_padded_results_are_contiguous() -> None:
 
 
 def test_a_call_that_fits_is_left_alone() -> None:
-    assert LayerPadding("layer", 16, 0, 0).for_call(32, Call()) is None
+    assert LayerPadding("layer", (16, 16, 16), 0, 0).for_call(32, Call()) is None
 
 
 def test_groups_are_padded_each_and_cut_back() -> None:
     offsets = torch.tensor([0, 2, 2, 5])
-    padded = LayerPadding("groups_are_padded", 4, 1, 0).for_call(5, Call((offsets,), (2, 0, 3)))
+    padded = LayerPadding("groups_are_padded", (1, 4, 2), 1, 0).for_call(
+        5, Call((offsets,), (2, 0, 3))
+    )
     assert padded is not None
     assert padded.groups[0].tolist() == [0, 4, 4, 8]
     x = torch.arange(1.0, 6.0)[:, None]
     made = padded.pad_input(x)
     assert made.tolist() == [[v, 0.0] for v in (1.0, 2.0, 0.0, 0.0, 3.0, 4.0, 5.0, 0.0)]
     assert torch.equal(padded.cut(made, padded.layer.in_features), x)
+
+
+def test_rows_are_padded_for_the_gemms_of_the_call_alone() -> None:
+    padding = LayerPadding("rows_of_gemms", (1, 4, 6), 0, 0)
+    rows = {
+        (needs_input, needs_weight): padding.for_call(
+            1, Call(), needs_input=needs_input, needs_weight=needs_weight
+        )
+        for needs_input in (False, True)
+        for needs_weight in (False, True)
+    }
+    assert rows.pop((False, False)) is None
+    assert {needs: padded.rows for needs, padded in rows.items() if padded is not None} == {
+        (True, False): 4,
+        (False, True): 6,
+        (True, True): 12,
+    }
+
+
+@pytest.mark.parametrize("name", WHOLE_BLOCKS)
+def test_padded_rows_leave_the_weight_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, multiple = WHOLE_BLOCKS[name]
+    layer, x = Linear(2 * multiple, multiple), torch.randn(3, 2 * multiple)
+    padded = []
+    pad_weight = torch.nn.functional.pad
+    monkeypatch.setattr(
+        torch.nn.functional, "pad", lambda x, *sizes: padded.append(x) or pad_weight(x, *sizes)
+    )
+    with autocast(recipe=chosen):
+        layer(x).sum().backward()
+    assert padded
+    assert all(one is not layer.weight and one.shape != layer.weight.shape for one in padded)
 
 
 def test_alignment_takes_any_size_unless_told() -> None:

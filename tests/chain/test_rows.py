@@ -234,7 +234,7 @@ def test_an_undeclared_gather_before_groups_is_refused_by_name(name: str) -> Non
 
 @pytest.mark.parametrize("rows", [48, 8, 0])
 def test_padding_of_other_rows_is_refused_by_its_owner_s_name(rows: int) -> None:
-    padded = LayerPadding("fc1", 32, 0, 0).for_call(ROWS, DENSE)
+    padded = LayerPadding("fc1", (1, 1, 32), 0, 0).for_call(ROWS, DENSE)
     assert padded is not None
     for pad in (padded.pad_input, padded.pad_grad_output):
         with pytest.raises(OperandError, match=f"fc1: .*24 rows.*{rows}"):
@@ -243,7 +243,7 @@ def test_padding_of_other_rows_is_refused_by_its_owner_s_name(rows: int) -> None
 
 def test_padding_of_groups_with_other_rows_is_refused() -> None:
     call = Call((torch.tensor([0, 8, 24]),), (8, 16))
-    padded = LayerPadding("fc1", 32, 0, 0).for_call(ROWS, call)
+    padded = LayerPadding("fc1", (1, 1, 32), 0, 0).for_call(ROWS, call)
     assert padded is not None
     with pytest.raises(OperandError, match=r"fc1: .*24 rows.*\[48, 64\]"):
         padded.pad_input(torch.ones(48, 64))

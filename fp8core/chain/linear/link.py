@@ -18,7 +18,7 @@ from fp8core.chain.link_defaults import LinkDefaults
 from fp8core.chain.main_grad import Accumulating
 from fp8core.chain.once import OnlyOnce
 from fp8core.chain.original_input import SavingInput
-from fp8core.chain.padded import Padded, PaddedWeights
+from fp8core.chain.padded import Padded, padded_weights
 from fp8core.chain.padding import LayerPadding
 from fp8core.chain.protocol import Consumer, Program
 from fp8core.chain.requantized import Requantizing
@@ -91,7 +91,14 @@ class LinearLink(LinearOperations, LinkDefaults):
         least the ``2 k n`` bytes of grad_weight instead. A captured graph never chunks, so that
         its rows guard nothing.
         """
-        padded = None if self.padding is None else self.padding.for_call(rows, call)
+        count = self.num_weights
+        padded = None
+        if self.padding is not None:
+            needs = {
+                "needs_input": needs_grad[0],
+                "needs_weight": True in needs_grad[1 : 1 + count],
+            }
+            padded = self.padding.for_call(rows, call, **needs)
         chunked = self.takes_chunks and not call.groups and rows > self.shape.in_features
         is_sharded = padded is None and not call.groups
         sharded = tuple(
@@ -100,7 +107,6 @@ class LinearLink(LinearOperations, LinkDefaults):
         )
         key = (padded is not None, chunked, *sharded, *needs_grad)
         program = self._programs.get(key) or self._new_program(key, needs_grad)
-        count = self.num_weights
         if self.shape.accumulates:
             program = Accumulating(program, self.wgrad, needs_grad[1 : 1 + count])
         if self.shape.delays_wgrad and True in needs_grad[1 : 1 + count]:
@@ -140,9 +146,7 @@ class LinearLink(LinearOperations, LinkDefaults):
 
     def _new_program(self, key: tuple[bool, ...], needs_grad: Sequence[bool]) -> Program:
         is_padded, chunked, is_input_sharded, is_grad_sharded, *_ = key
-        weight = self.weight
-        if is_padded and self.padding is not None:
-            weight = PaddedWeights(weight, self.padding)
+        weight = padded_weights(self.weight, self.padding) if is_padded else self.weight
         if self.shape.groups:
             weight = FlatWeights(weight)
             end = 1 + self.num_weights
