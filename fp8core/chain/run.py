@@ -26,6 +26,8 @@ from fp8core.chain.repeated import unrecorded
 from fp8core.chain.series import row_error
 from fp8core.chain.unwrap import (
     PLAIN,
+    WEIGHTS,
+    address_of,
     are_readable,
     has_no_plain_form,
     is_strided,
@@ -180,11 +182,13 @@ def run(
 class Prepared(NamedTuple):
     """What :func:`run` does for the tensors of a call, ``run(x, *params)``.
 
-    It is right for others if they have memory and ``is_like(x, *params)``, outside of forward-mode
-    differentiation and where gradients are enabled, or not, as before.
+    It is right for others if they have memory, each parameter by ``address``, and
+    ``is_like(x, *params)``, outside of forward-mode differentiation and where gradients are
+    enabled, or not, as before.
     """
 
     is_like: Likeness
+    address: Callable[[torch.Tensor], int]
     run: Callable[..., torch.Tensor]
 
 
@@ -193,7 +197,10 @@ def prepared(links: Links, x: torch.Tensor, params: Sequence[torch.Tensor]) -> P
     they are."""
     is_like = likeness_to(x, params)
     run = None if is_like is None else prepared_run(links, x, params, DENSE)
-    return None if is_like is None or run is None else Prepared(is_like, run)
+    if is_like is None or run is None:
+        return None
+    is_plain = PLAIN.issuperset(map(type, params))
+    return Prepared(is_like, torch.Tensor.data_ptr if is_plain else address_of, run)
 
 
 def prepared_run(
@@ -231,7 +238,7 @@ def _are_taken_as_given(x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool
     """Say whether :func:`run` computes from the tensors as they are, in however many nodes."""
     return (
         type(x) in PLAIN
-        and PLAIN.issuperset(map(type, params))
+        and WEIGHTS.issuperset(map(type, params))
         and are_readable(x, params)
         and not is_under_torch_autocast(x)
         and not is_transform_active()

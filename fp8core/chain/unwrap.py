@@ -30,12 +30,16 @@ from fp8core.torch_ops.private import (
 )
 
 __all__ = [
-    *("PLAIN", "are_readable", "has_no_plain_form", "is_strided", "made_readable"),
+    *("PLAIN", "WEIGHTS", "address_of", "are_readable", "has_no_plain_form", "is_strided"),
+    "made_readable",
     "unwrap",
 ]
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 """The types of tensors that a backend may see."""
+
+WEIGHTS = PLAIN | {QuantizedTensor}
+"""The types of parameters that a backend may see, or whose stored operands it may."""
 
 # What torch traces with: operators know their shapes, and nobody reads their memory.
 _STAND_INS = (FakeTensor, FunctionalTensor)
@@ -64,18 +68,32 @@ def has_no_plain_form(x: torch.Tensor) -> bool:
 
 
 def are_readable(x: torch.Tensor, others: Sequence[torch.Tensor] = ()) -> bool:
-    """Say whether a kernel on the device of ``x`` may read each of the plain tensors as it is.
+    """Say whether a kernel on the device of ``x`` may read each of the tensors as it is: plain
+    ones, and the operands of quantized ones.
 
     False also for empty ones; :func:`made_readable` looks closer.
     """
     device = x.get_device()
     try:
         for tensor in (x, *others):
-            if not tensor.data_ptr() or tensor.is_neg() or tensor.get_device() != device:
+            if not address_of(tensor) or tensor.is_neg() or tensor.get_device() != device:
                 return False
     except RuntimeError:  # it has no storage
         return False
     return True
+
+
+def address_of(x: torch.Tensor) -> int:
+    """Return where the memory of ``x`` begins, 0 if it was freed; of a quantized tensor, that of
+    the last of its operands' tensors, 0 if one was freed."""
+    if type(x) is not QuantizedTensor:
+        return x.data_ptr()
+    address = 0
+    for part in x.tensors():
+        address = part.data_ptr()
+        if not address:
+            break
+    return address
 
 
 def is_strided(x: torch.Tensor) -> bool:

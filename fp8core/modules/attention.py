@@ -14,6 +14,7 @@ from fp8core.chain.attention.tensors import AttentionTensors
 from fp8core.chain.call import Call
 from fp8core.chain.compared import gradients_text
 from fp8core.chain.shape import LinkShape
+from fp8core.chain.unwrap import PLAIN
 from fp8core.communicator import named
 from fp8core.context.checkpoint import checkpoint
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
@@ -612,7 +613,8 @@ class AttentionCall(NamedTuple):
         output = self.run(*inputs)
         q, k, v, bias = inputs
         others = (bias, self.layer.softmax_offset, *self.tensors)
-        if type(output) is not torch.Tensor or any(one is not None for one in others):
+        is_plain = PLAIN.issuperset(map(type, (output, k, v)))
+        if not is_plain or any(one is not None for one in others):
             return output
         bound, call = self.bind(q)
         is_same = sameness_to(inputs[:3])
@@ -622,7 +624,8 @@ class AttentionCall(NamedTuple):
             def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
                 return run(q.flatten(-2), k, v)
 
-            remember(self.layer, bound, chain.Prepared(is_same, attend), 2, arguments)
+            prepared = chain.Prepared(is_same, torch.Tensor.data_ptr, attend)
+            remember(self.layer, bound, prepared, 2, arguments)
         return output
 
 

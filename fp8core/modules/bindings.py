@@ -35,6 +35,7 @@ class Repeat(NamedTuple):
     Attributes:
         arguments: the call's arguments besides the tensors that it computes from.
         is_like: whether the input and the parameters of another call are like its own.
+        address: the address of a parameter's memory, 0 if it was freed.
         run: computes the output from the input and the parameters.
         num_params: how many parameters there were.
         asked: the active request, and the backends that the program named.
@@ -44,6 +45,7 @@ class Repeat(NamedTuple):
 
     arguments: tuple[object, ...]
     is_like: Likeness
+    address: Callable[[torch.Tensor], int]
     run: Callable[..., torch.Tensor]
     num_params: int
     asked: tuple[Active, Policy]

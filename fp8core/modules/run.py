@@ -116,8 +116,7 @@ def remember(
         states = bound.states.forward, bound.states.backward
     layer._bindings.repeat = Repeat(
         arguments,
-        prepared.is_like,
-        prepared.run,
+        *prepared,
         num_params,
         (asked, policy.current()),
         (is_grad_enabled, layer.training),
@@ -153,9 +152,6 @@ def is_remembered(
     return True
 
 
-_address = torch.Tensor.data_ptr  # 0 of memory that was freed
-
-
 def run_again(
     layer: LowPrecisionModule,
     input: torch.Tensor,
@@ -170,7 +166,7 @@ def run_again(
     repeat = bindings.repeat
     if repeat is None or repeat[0] != arguments:
         return None
-    _, is_like, run, num_params, before, (has_grad, is_training), states = repeat
+    _, is_like, address, run, num_params, before, (has_grad, is_training), states = repeat
     asked = active(layer.outside_autocast)
     if (
         not is_ordinary_call(asked, before, has_grad)
@@ -179,7 +175,7 @@ def run_again(
         or len(params) != num_params
         or not is_like(input, *params)
         or not input.data_ptr()
-        or not all(map(_address, params))
+        or not all(map(address, params))
     ):
         return None
     if states is not None:

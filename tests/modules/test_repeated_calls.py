@@ -32,6 +32,12 @@ LAYERS: dict[str, Callable[[], LowPrecisionModule]] = {
 RECIPES = ("delayed", "current", "block", "none")
 
 
+def stored(kind: str, name: str) -> LowPrecisionModule:
+    """A layer whose weights are stored quantized."""
+    with fp8core.quantized_model_init(recipe=recipe.by_name(name)):
+        return LAYERS[kind]()
+
+
 def call(layer: Any, x: torch.Tensor, name: str, **arguments: Any) -> Any:
     chosen = None if name == "none" else recipe.by_name(name)
     with fp8core.autocast(enabled=chosen is not None, recipe=chosen):
@@ -324,6 +330,17 @@ def test_calls_after_another_one_are_those_of_a_layer_that_remembers_none(
     assert_same(got, story(without_a_past, name, other))
 
 
+@pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.__name__)
+def test_layers_with_stored_weights_remember_as_well(
+    other: Callable[[Any, str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = stored("Linear", "current")
+    without_a_past = copy.deepcopy(layer)
+    got = story(layer, "current", other)
+    monkeypatch.setattr(chain, "likeness_to", lambda *tensors: None)
+    assert_same(got, story(without_a_past, "current", other))
+
+
 @pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
 @pytest.mark.parametrize("name", ["delayed", "none"])
 @pytest.mark.parametrize("other", [negated, other_rows, no_input_gradient, freed_weight])
@@ -355,6 +372,32 @@ def test_a_call_like_the_last_one_is_repeated(kind: str, name: str, repeats: lis
     for rows in (16, 16, 24):
         train(layer, inputs(rows), name)
     assert repeats == [False, True, True]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_call_with_stored_weights_is_repeated(
+    kind: str, mode: Callable[[], Any], repeats: list[bool]
+) -> None:
+    layer = stored(kind, "current")
+    with mode():
+        for rows in (16, 16, 24):
+            train(layer, inputs(rows), "current")
+    assert repeats == [False, True, True]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_call_with_stored_weights_that_were_freed_is_no_repetition(
+    kind: str, repeats: list[bool]
+) -> None:
+    layer = stored(kind, "current")
+    train(layer, inputs(), "current")
+    weight = next(p for p in layer.parameters() if p.dim() == 2)
+    assert isinstance(weight, fp8core.QuantizedTensor)
+    weight.tensors()[0].untyped_storage().resize_(0)
+    with pytest.raises((Fp8CoreError, RuntimeError)):
+        train(layer, inputs(), "current")
+    assert repeats == [False, False]
 
 
 def test_a_change_of_recipe_is_forgotten_with_the_next_call(repeats: list[bool]) -> None:
