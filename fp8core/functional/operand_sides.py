@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ __all__ = [
     "sides_of",
     "spec_of",
     "transposed",
+    "wide_sides",
 ]
 
 
@@ -87,9 +89,11 @@ def padded(side: Side, rows: int, columns: int) -> Side:
     return Side(pad_operand(side.operand, side.spec, rows, columns), side.spec)
 
 
-def gradient_sides(grad: torch.Tensor, way: str, other: torch.Tensor) -> tuple[Side, Side]:
-    """Return the sides of a gradient: of ``a`` by the rowwise ``grad [m, n]`` and ``b [k, n]``, of
-    ``b`` by the columnwise ``grad [n, m]`` and ``a [k, m]``."""
+def gradient_sides(
+    grad: torch.Tensor, way: str, other: torch.Tensor, dtype: torch.dtype
+) -> tuple[Side, Side]:
+    """Return the sides of a gradient in ``dtype``: of ``a`` by the rowwise ``grad [m, n]`` and
+    ``b [k, n]``, of ``b`` by the columnwise ``grad [n, m]`` and ``a [k, m]``."""
     if isinstance(grad, QuantizedTensor) and isinstance(other, QuantizedTensor):
         left = _rowwise(grad) if way == "rowwise" else _columnwise(grad)
         right = _columnwise(other)
@@ -97,9 +101,15 @@ def gradient_sides(grad: torch.Tensor, way: str, other: torch.Tensor) -> tuple[S
         is_pair = left.spec is not None and right.spec is not None
         if is_pair and left.spec.transform == right.spec.transform:  # type: ignore[union-attr]  # both are there
             return left, right
-    dtype = (other if not isinstance(other, QuantizedTensor) else grad).dtype
-    left, right = plain_side(grad, dtype), transposed(plain_side(other, dtype))
+    left, right = wide_sides(grad, other, dtype)
     return (left if way == "rowwise" else transposed(left)), right
+
+
+def wide_sides(grad: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> tuple[Side, Side]:
+    """Return ``grad`` and ``other``, transposed, in the widest of their dtypes and ``dtype``, that
+    of their product, so that none of them is rounded first."""
+    widest = functools.reduce(torch.promote_types, (grad.dtype, other.dtype, dtype))
+    return plain_side(grad, widest), transposed(plain_side(other, widest))
 
 
 def in_groups(side: Side, groups: int) -> Operand:

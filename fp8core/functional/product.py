@@ -38,7 +38,8 @@ def gemm(
 
     Two quantized tensors are multiplied as they are, by their rowwise operands. If one is plain,
     the other is dequantized to its dtype. In backward a quantized gradient meets columnwise
-    operands in the same way, and everything else is computed from the dequantized tensors.
+    operands in the same way, and everything else is computed from the dequantized tensors, in the
+    widest dtype among those of both operands and of the gradient that is returned.
 
     Args:
         a, b: quantized or plain, float32, bfloat16 or float16.

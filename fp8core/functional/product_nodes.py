@@ -22,6 +22,7 @@ from fp8core.functional.operand_sides import (
     plain_side,
     sides_of,
     transposed,
+    wide_sides,
 )
 
 __all__ = ["Gemm", "GroupedGemm", "Settings", "apply"]
@@ -87,10 +88,10 @@ class Gemm(torch.autograd.Function):
         a_dtype, b_dtype, bias_dtype = ctx.dtypes
         grad_a = grad_b = grad_bias = None
         if b is not None:
-            left, right = gradient_sides(grad, "rowwise", b)
+            left, right = gradient_sides(grad, "rowwise", b, a_dtype)
             grad_a = _multiply(left, right, Settings(a_dtype)).reshape(ctx.shape)
         if a is not None:
-            left, right = gradient_sides(grad, "columnwise", a)
+            left, right = gradient_sides(grad, "columnwise", a, b_dtype)
             grad_b = _multiply(left, right, Settings(b_dtype))
         if bias_dtype is not None and ctx.needs_input_grad[3]:
             grad_bias = _column_sums(plain_side(grad).operand.data).to(bias_dtype)
@@ -167,23 +168,21 @@ class GroupedGemm(torch.autograd.Function):
         splits, (a_dtype, *dtypes) = ctx.splits, ctx.dtypes
         groups, needs = len(splits), ctx.needs_input_grad[1:]
         grads: list[torch.Tensor | None] = [None] * (1 + len(dtypes))
-        dy = plain_side(grad)
-        dtype = dy.operand.data.dtype
         if bs:
-            rights = [transposed(plain_side(b, dtype)) for b in bs]  # [k, n]
+            dys, rights = zip(*(wide_sides(grad, b, a_dtype) for b in bs), strict=True)  # [k, n]
             desc = GroupedGemmDesc(None, None, a_dtype)
-            resolved = _grouped(desc, splits, (rights[0].rows, dy.operand.data.shape[1]), grad)
+            resolved = _grouped(desc, splits, (rights[0].rows, length_of(dys[0])), grad)
             grads[0] = resolved.run(
-                dy.operand, [right.operand for right in rights], _offsets(splits)
+                dys[0].operand, [right.operand for right in rights], _offsets(splits)
             )
         if a is not None:
-            x = plain_side(a, dtype)
+            dy, x = wide_sides(grad, a, dtypes[0])
             desc = GroupedGemmDesc(None, None, dtypes[0], contract_groups=True)
             resolved = table.resolve(desc, grad.device)
-            made = resolved.run(transposed(dy).operand, transposed(x).operand, _offsets(splits))
+            made = resolved.run(transposed(dy).operand, x.operand, _offsets(splits))
             for group, one in enumerate(made):
                 grads[1 + group] = one if needs[1 + group] else None
-        parts = torch.split(dy.operand.data, list(splits))
+        parts = torch.split(plain_side(grad).operand.data, list(splits))
         for at, part in enumerate(parts if len(dtypes) > groups else ()):
             if needs[1 + groups + at]:
                 grads[1 + groups + at] = _column_sums(part).to(dtypes[groups + at])

@@ -105,6 +105,35 @@ def test_gradients_are_those_of_the_values(quantizer: Quantizer, kinds: str) -> 
     close(bias.grad, dy.sum(0))
 
 
+@pytest.mark.parametrize("groups", [None, 1])
+def test_backward_rounds_no_operand_before_it_multiplies(groups: int | None) -> None:
+    # 1 + 2^-12 has no bfloat16, and in that dtype each of these gradients would be 0.
+    fine, opposite = torch.tensor([1 + 2**-12, 1.0]), torch.tensor([1.0, -1.0])
+
+    def gradients(dtype: torch.dtype, out: torch.dtype, given: list[torch.Tensor]) -> list[float]:
+        a, b, grad = given
+        a, b = (x.to(dtype, copy=True).requires_grad_() for x in (a, b))
+        run = functional.gemm if groups is None else functional.grouped_gemm
+        made = run(a, b, out) if groups is None else run(a, [b], [len(a)], out)
+        made.backward(grad.to(out))
+        return [a.grad.float().sum().item(), b.grad.float().sum().item()]
+
+    one = torch.ones(1, 1)
+    by_grad = [one, opposite[:, None], fine[None]]
+    assert gradients(torch.bfloat16, torch.float32, by_grad)[0] == 2**-12
+    by_b = [one, fine[:, None], opposite[None]]
+    assert gradients(torch.float32, torch.bfloat16, by_b)[0] == 2**-12
+    by_a = [fine[:, None], one, opposite[:, None]]
+    assert gradients(torch.float32, torch.bfloat16, by_a)[1] == 2**-12
+
+
+def test_backward_dequantizes_to_the_dtype_of_forward() -> None:
+    b = Float8CurrentScalingQuantizer("e4m3", "cpu")(rand(32, 32))
+    a = rand(32, 32, dtype=torch.float32).requires_grad_()
+    functional.gemm(a, b, torch.bfloat16).backward(torch.eye(32, dtype=torch.bfloat16))
+    assert torch.equal(a.grad, b.dequantize(torch.float32))
+
+
 def test_a_quantized_gradient_meets_columnwise_operands() -> None:
     quantizer = MXFP8Quantizer("e4m3")
     a, b = (quantizer(rand(*size)).detach().requires_grad_() for size in ((M, K), (N, K)))
