@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from fp8core.communicator import Communicator
+from fp8core.context.recompute import is_in_backward
 from fp8core.distributed.assigned import wrap_assigned
 from fp8core.distributed.gathered_weight import GatheredWeight, communicator_of, local_part
 from fp8core.distributed.weak_module import WeakModule
@@ -24,7 +26,7 @@ from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
 from fp8core.reporting import log_once, some
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.storage import check_parameter, per_byte, storage_plan
-from fp8core.torch_ops.private import reshards_to_fewer_ranks
+from fp8core.torch_ops.private import forward_root, reshards_to_fewer_ranks
 
 __all__ = ["gather_quantized"]
 
@@ -196,11 +198,39 @@ def _described(weights: Iterable[GatheredWeight]) -> str:
 
 
 class _Reduced:
-    """The amaxes of the weights on one mesh: stale since a write to any of their shards."""
+    """The amaxes of weights that are gathered below one root of FSDP2, reduced together.
 
-    def __init__(self, weights: list[GatheredWeight]) -> None:
+    ``sharded`` is a module of that root; None: ``fully_shard`` took a module around the model.
+    """
+
+    def __init__(self, weights: list[GatheredWeight], sharded: WeakModule | None) -> None:
         self.weights = weights
-        self.is_stale = True
+        self._sharded = sharded
+        self._is_due = True
+        self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def is_due(self) -> bool:
+        """Say whether the gather that asks reduces them: the first one in each forward of the root,
+        and each one outside of forward and backward.
+
+        All ranks know that alike. Which shards were written since the last reduction each of them
+        knows of its own alone, so that cannot decide about a collective.
+        """
+        if is_in_backward():
+            return self.weights[0].amaxes is None
+        module = None if self._sharded is None else self._sharded()
+        root = None if module is None else forward_root(module)
+        if root is None:
+            return True
+        if root not in self._roots:
+            self._roots.add(root)
+            root.register_forward_pre_hook(self._begin_forward, prepend=True)
+            self._is_due = True
+        is_due, self._is_due = self._is_due, False
+        return is_due
+
+    def _begin_forward(self, module: torch.nn.Module, arguments: object) -> None:
+        self._is_due = True
 
 
 class _Weights:
@@ -209,7 +239,7 @@ class _Weights:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = WeakModule(model)
         self._weights: list[GatheredWeight] = []
-        self._by_mesh: dict[Any, _Reduced] = {}
+        self._reduced: dict[GatheredWeight, _Reduced] = {}
 
     def add(self, site: _Site, plan: TensorPlan) -> tuple[GatheredWeight, torch.nn.Parameter]:
         """Return how the weight at ``site`` is gathered, and the parameter that takes the place of
@@ -230,40 +260,63 @@ class _Weights:
             OperandError: the ranks have other weights, or store them in another way.
             UnsupportedError: the weights are resharded to fewer ranks after forward.
         """
-        writes = weight.writes
-        state = self._by_mesh.get(weight.mesh)
+        state = self._reduced.get(weight)
         if state is None:
-            state = self._by_mesh[weight.mesh] = self._begin(weight, mesh)
-        if state.is_stale or writes is None or writes.watched is not state:
-            self._reduce(state, communicator_of(mesh), mesh.device_type)
+            state = self._begin(weight, mesh)
+        if state.is_due():
+            _reduce(state.weights, communicator_of(mesh), mesh.device_type)
         assert weight.amaxes is not None
         return weight.amaxes
 
     def _begin(self, weight: GatheredWeight, mesh: Any) -> _Reduced:
-        """Return the weights on the mesh of ``weight``, which are the same on all of its ranks."""
-        self._refuse_fewer_ranks()
-        shards = [one for one in self._weights if one.shard() is not None]
-        weights = [one for one in shards if one.mesh == weight.mesh]
-        communicator_of(mesh).agree(_described(weights), "the weights that they gather quantized")
-        return _Reduced(weights)
-
-    def _refuse_fewer_ranks(self) -> None:
+        """Return what is reduced with ``weight``, the same weights on all ranks of ``mesh``."""
         model = self._model()
-        for path, module in model.named_modules() if model is not None else ():
-            if isinstance(module, FSDPModule) and reshards_to_fewer_ranks(module):
-                raise UnsupportedError(
-                    f"fully_shard(reshard_after_forward=N) of {path or 'the model'} is not offered "
-                    f"for weights that are gathered quantized: torch would keep N-th parts of the "
-                    f"codes, and cannot gather them again. Pass True or False."
-                )
+        sharded = {} if model is None else _innermost(model)
+        root = _root_of(weight, sharded)
+        weights = [
+            one
+            for one in self._weights
+            if one.shard() is not None
+            and one.mesh == weight.mesh
+            and _root_of(one, sharded) is root
+        ]
+        communicator_of(mesh).agree(_described(weights), "the weights that they gather quantized")
+        state = _Reduced(weights, None if root is None else WeakModule(root))
+        self._reduced.update(dict.fromkeys(weights, state))
+        return state
 
-    def _reduce(self, state: _Reduced, communicator: Communicator, device: str) -> None:
-        own = [weight.own_amaxes(communicator).to(device) for weight in state.weights]
-        reduced = communicator.max(torch.cat(own), "weight amaxes").wait()
-        parts = torch.split(reduced, [len(one) for one in own])
-        for weight, amaxes in zip(state.weights, parts, strict=True):
-            weight.amaxes = amaxes
-            writes = weight.writes
-            if writes is not None:
-                writes.watched = state
-        state.is_stale = False
+
+def _innermost(model: torch.nn.Module) -> dict[torch.nn.Module, torch.nn.Module]:
+    """Return the module of FSDP2 around each module of ``model`` that has one, the innermost."""
+    found: dict[torch.nn.Module, torch.nn.Module] = {}
+    for path, module in model.named_modules():  # outer ones come first
+        if not issubclass(type(module), FSDPModule):
+            continue
+        if reshards_to_fewer_ranks(module):
+            raise UnsupportedError(
+                f"fully_shard(reshard_after_forward=N) of {path or 'the model'} is not offered "
+                f"for weights that are gathered quantized: torch would keep N-th parts of the "
+                f"codes, and cannot gather them again. Pass True or False."
+            )
+        found.update(dict.fromkeys(module.modules(), module))
+    return found
+
+
+def _root_of(
+    weight: GatheredWeight, sharded: Mapping[torch.nn.Module, torch.nn.Module]
+) -> torch.nn.Module | None:
+    """Return the root whose forward gathers ``weight`` now, else the module of FSDP2 around it;
+    None where that is outside of the model."""
+    module = weight.module()
+    inner = None if module is None else sharded.get(module)
+    if inner is None:
+        return None
+    return forward_root(inner) or inner
+
+
+def _reduce(weights: list[GatheredWeight], communicator: Communicator, device: str) -> None:
+    own = [weight.own_amaxes(communicator).to(device) for weight in weights]
+    reduced = communicator.max(torch.cat(own), "weight amaxes").wait()
+    parts = torch.split(reduced, [len(one) for one in own])
+    for weight, amaxes in zip(weights, parts, strict=True):
+        weight.amaxes = amaxes

@@ -16,7 +16,7 @@ from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.row_shards import RowCast, RowPart, RowShard
-from fp8core.tensors.sharded_weight import ShardedWeight, Writes
+from fp8core.tensors.sharded_weight import ShardedWeight
 
 __all__ = ["GatheredWeight", "Reduce", "communicator_of", "local_part"]
 
@@ -67,7 +67,7 @@ class GatheredWeight:
     ) -> None:
         # FSDP's state keeps the shard as the base of a view, a reference of torch's own that
         # garbage collection does not follow: a shard that kept its module would keep itself.
-        self._module = WeakModule(module)
+        self.module = WeakModule(module)
         self._name = name
         self.label = label
         self.plan = plan
@@ -82,7 +82,7 @@ class GatheredWeight:
     # The shard
 
     def _parameter(self) -> torch.nn.Parameter | None:
-        module = self._module()
+        module = self.module()
         return None if module is None else module._parameters.get(self._name)
 
     def shard(self) -> ShardedWeight | None:
@@ -119,12 +119,6 @@ class GatheredWeight:
         parameter = self._parameter() if self._held is None else self._held
         assert parameter is not None
         return parameter
-
-    @property
-    def writes(self) -> Writes | None:
-        """The record of writes to the shard."""
-        shard = self.shard()
-        return None if shard is None else shard.writes
 
     # Amaxes and casts
 

@@ -25,23 +25,17 @@ __all__ = ["Gathering", "ShardedWeight", "Writes", "local_part", "plain_for_writ
 
 
 class Writes:
-    """What has to be computed again after a write to a tensor, shared by all its views.
+    """What has to be computed again after a write to a tensor, shared by all its views: the
+    ``amaxes`` of its rows, None since a write."""
 
-    ``amaxes`` are those of its rows, None since a write. A write also sets ``is_stale`` of
-    ``watched``, the record of whoever reduced them.
-    """
-
-    __slots__ = ("amaxes", "watched")
+    __slots__ = ("amaxes",)
 
     def __init__(self) -> None:
         self.amaxes: torch.Tensor | None = None
-        self.watched: Any = None
 
     def mark(self) -> None:
         """Note a write."""
         self.amaxes = None
-        if self.watched is not None:
-            self.watched.is_stale = True
 
 
 class Gathering(Protocol):

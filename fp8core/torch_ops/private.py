@@ -62,6 +62,7 @@ __all__ = [
     "forward_hooks",
     "forward_mode_level",
     "forward_pre_hooks",
+    "forward_root",
     "function_modes",
     "functional_collective",
     "gather_options",
@@ -360,6 +361,14 @@ def start_reduce_scatter(
     """Start the sum that torch.distributed.reduce_scatter_tensor checks, logs and calls;
     ``options`` are :func:`scatter_options`."""
     return group._reduce_scatter_base(result, whole, options)
+
+
+def forward_root(module: Any) -> torch.nn.Module | None:
+    """Return the outermost module of FSDP2 around ``module`` whose forward is running, None outside
+    of it."""
+    state = module._get_fsdp_state()._state_ctx.iter_forward_root
+    root: torch.nn.Module | None = None if state is None else state._modules[0]
+    return root
 
 
 def reshards_to_fewer_ranks(module: Any) -> bool:

@@ -172,6 +172,43 @@ def microbatches() -> int:
     return of_group().traffic["max", "weight amaxes"].calls
 
 
+def blocks_alone() -> bool:
+    """Whether blocks train as one model where none is sharded around them, and ranks have other
+    numbers of rows."""
+    sizes = (COLUMNS, 129, 129, COLUMNS)
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    model, reference = gather_quantized(linears(*sizes), CURRENT), linears(*sizes)
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    return train_as_one(model, reference, CURRENT, COLUMNS)
+
+
+def written_by_one_rank(rank: int) -> bool:
+    """Outputs after rank 1 alone has written its rows, beside a model with the same weights."""
+    sizes = (COLUMNS, 256, COLUMNS)
+    model, reference = sharded(linears(*sizes), CURRENT), linears(*sizes)
+    x = batch(0, COLUMNS)
+    train_step(model, CURRENT, x)
+    with torch.no_grad():
+        reference[1].weight.chunk(dist.get_world_size())[1].mul_(3)
+        if rank == 1:
+            rows_of(model[1].weight).mul_(3)
+    return torch.equal(*[train_step(one, CURRENT, x) for one in (model, reference)])
+
+
+def unsharded_first() -> bool:
+    """Outputs after a write and ``unshard()``, beside a model with the same weights."""
+    sizes = (COLUMNS, 256, COLUMNS)
+    model, reference = sharded(linears(*sizes), CURRENT), linears(*sizes)
+    x = batch(0, COLUMNS)
+    train_step(model, CURRENT, x)
+    with torch.no_grad():
+        for one in (model, reference):
+            one[1].weight.mul_(3)
+    model[1].unshard()
+    return torch.equal(*[train_step(one, CURRENT, x) for one in (model, reference)])
+
+
 def recomputed(name: str) -> dict[str, bool]:
     gradients, chosen = {}, recipe.by_name(name)
     for how in ("", "fp8core", "torch"):
@@ -354,6 +391,9 @@ def work(rank: int) -> dict[str, Any]:
         "evaluated first": evaluated_first(),
         "replaced": replaced(),
         "microbatches": microbatches(),
+        "blocks alone": blocks_alone(),
+        "written by one rank": written_by_one_rank(rank),
+        "unsharded first": unsharded_first(),
         "recomputed": {name: recomputed(name) for name in ("current", "block", "mxfp8")},
         "frozen": frozen(),
         "clipped": {name: clipped(name) for name in OPTIMIZERS},

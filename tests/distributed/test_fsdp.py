@@ -60,14 +60,28 @@ def test_gathers_move_codes_and_scales(ranks: list[dict[str, Any]], name: str) -
     ("name", "count"),
     [("current", 3), ("block", 0), ("block, blocks span ranks", 3), ("mxfp8", 0), ("rowwise", 3)],
 )
-def test_all_weights_share_one_reduction_a_step(
+def test_all_weights_share_one_reduction_a_forward(
     ranks: list[dict[str, Any]], name: str, count: int
 ) -> None:
     assert [rank["trained"][name]["reductions"] for rank in ranks] == [count] * 2
 
 
-def test_microbatches_and_evaluations_reduce_nothing_again(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["microbatches"] for rank in ranks] == [1, 1]
+def test_two_microbatches_and_an_evaluation_reduce_once_each(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["microbatches"] for rank in ranks] == [3, 3]
+
+
+def test_blocks_that_are_sharded_alone_train_as_unsharded(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["blocks alone"] for rank in ranks] == [True, True]
+
+
+def test_a_write_of_one_rank_alone_is_seen_by_all(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["written by one rank"] for rank in ranks] == [True, True]
+
+
+def test_a_weight_that_is_gathered_before_forward_is_up_to_date(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert [rank["unsharded first"] for rank in ranks] == [True, True]
 
 
 def test_gathered_weights_are_freed_after_forward_and_after_backward(
