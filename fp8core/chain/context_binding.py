@@ -10,7 +10,7 @@ from fp8core.chain.context_parallel import GatheredKeys, HeadExchange, Pair
 from fp8core.chain.ring_attention import KeysInParts, descs_of_parts
 from fp8core.communicator import Communicator, named
 
-__all__ = ["CONTEXT_WAYS", "bind_context", "reduces_amax"]
+__all__ = ["CONTEXT_WAYS", "bind_context"]
 
 CONTEXT_WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """How the ranks of a context-parallel group share attention, as Transformer Engine names it."""
@@ -46,11 +46,6 @@ def bind_context(
         outer_size = groups[1].size
     exchange = HeadExchange(fewer, groups[0], inner, outer_size)
     return Pair(exchange.forward, exchange.backward)
-
-
-def reduces_amax(context: tuple[str, ...]) -> list[Communicator]:
-    """Return the communicators over which the amaxes of what is cast are reduced, in order."""
-    return [named(name) for name in context[1:]]
 
 
 def _in_parts(

@@ -91,6 +91,11 @@ class LinkShape:
         return None
 
     @property
+    def process_groups(self) -> tuple[str, ...]:
+        """The names of the groups whose ranks compute together, and so have to bind it alike."""
+        return () if self.moved_over is None else (self.moved_over,)
+
+    @property
     def gathers_rows(self) -> bool:
         """Whether its output has the rows of all ranks, of which its input has a rank's."""
         return False

@@ -27,9 +27,9 @@ __all__ = ["Agreement", "agree", "communicators_of"]
 
 
 def communicators_of(shapes: Sequence[LinkShape]) -> list[Communicator]:
-    """Return the communicators of the groups that ``shapes`` move tensors between, each once."""
-    names = dict.fromkeys(shape.moved_over for shape in shapes)
-    return [named(name) for name in names if name is not None]
+    """Return the communicators of the groups whose ranks compute ``shapes`` together, each once."""
+    names = dict.fromkeys(name for shape in shapes for name in shape.process_groups)
+    return [named(name) for name in names]
 
 
 _MOST_TIMES = 3
@@ -119,15 +119,23 @@ def _joined(parts: Mapping[str, str]) -> str:
 
 
 def _description(shape: LinkShape) -> str:
-    """Return ``shape`` in words, without the name of its group, which ranks may call otherwise."""
+    """Return ``shape`` in words, without the names of groups, which ranks may call otherwise."""
     fields = {
         field.name: getattr(shape, field.name)
         for field in dataclasses.fields(shape)  # type: ignore[arg-type]  # each shape is one
     }
-    if shape.moved_over is not None:
-        del fields["group"]
-    values = ", ".join(f"{name}={value}" for name, value in fields.items())
+    values = ", ".join(
+        f"{name}={_without(shape.process_groups, value)}"
+        for name, value in fields.items()
+        if value not in shape.process_groups
+    )
     return f"{type(shape).__name__.removesuffix('Shape')}({values})"
+
+
+def _without(names: Sequence[str], value: object) -> object:
+    if not isinstance(value, tuple):
+        return value
+    return tuple(one for one in value if one not in names)
 
 
 def _plan_text(plan: Plan) -> str:

@@ -86,7 +86,7 @@ def bind(
     else:
         chosen = shapes or _shapes(layer, offsets_on_device)
         agreement = layer._bindings.agreement
-        if key not in layer._bindings.table and any(shape.moved_over for shape in chosen):
+        if key not in layer._bindings.table and any(shape.process_groups for shape in chosen):
             text = agree(
                 layer.label,
                 LayerRole(layer.kind, layer.name),

@@ -15,7 +15,7 @@ from fp8core.chain.sequence_chunks import Chunks
 from fp8core.communicator import of_group
 from fp8core.distributed import gather_from_cp_ranks, get_batch_on_this_cp_rank
 from fp8core.errors import Fp8CoreError
-from fp8core.recipe import DelayedScaling, Float8CurrentScaling
+from fp8core.recipe import DelayedScaling, Float8CurrentScaling, Format
 
 SEED = 3
 HEADS, GROUPS, DIM = 8, 4, 16
@@ -272,6 +272,27 @@ def refused(group: dist.ProcessGroup, across: dist.ProcessGroup, rank: int) -> d
     return errors
 
 
+def recipes(group: dist.ProcessGroup, rank: int, way: str) -> dict[str, str]:
+    """The errors of calls under a recipe that differs between the ranks."""
+    mine = of_rank(CASES["current"], 2, rank)
+    current = Float8CurrentScaling(fp8_dpa=True, fp8_dpa_backward="dequantized")
+    e5m2 = Float8CurrentScaling(
+        fp8_dpa=True, fp8_dpa_backward="dequantized", fp8_format=Format.E5M2
+    )
+    pairs = {"one rank alone": (current, None), "formats": (current, e5m2)}
+    return {
+        name: raised(
+            lambda pair=pair: attend(
+                CASES["current"]._replace(recipe=pair[rank]),
+                mine,
+                cp_group=group,
+                cp_comm_type=way,
+            )
+        )
+        for name, pair in pairs.items()
+    }
+
+
 def without_tokens(group: dist.ProcessGroup, way: str) -> list[int]:
     """The shape of the gradient of an input that has no tokens."""
     layer = layer_of(CASES["causal"])
@@ -325,6 +346,7 @@ def work(rank: int) -> dict[str, Any]:
         found[f"dropped {way}"] = dropped(pair, rank % 2, way)
         if way != "all_gather" and rank < 2:
             found[f"compiled {way}"] = compiled(pair, rank % 2, way)
+        found[f"recipes {way}"] = recipes(pair, rank % 2, way)
         found[f"largest {way}"] = largest(pair, rank % 2, way)
     layer = block()
     layer.set_context_parallel_group(pair, None, None, "p2p")

@@ -206,6 +206,21 @@ def test_bad_input_is_named_on_every_rank(ranks: list[dict[str, Any]], case: str
         assert MESSAGES[case] in rank["refused"][case]
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("case", "second"), {"one rank alone": "high precision", "formats": "q e5m2"}.items()
+)
+def test_recipes_that_differ_are_named_on_every_rank(
+    ranks: list[dict[str, Any]], way: str, case: str, second: str
+) -> None:
+    for rank in ranks:
+        said = rank[f"recipes {way}"][case]
+        assert "differ in the layer DotProductAttention(8, 16)" in said
+        first_rank, second_rank = said.split("; rank 1: ")
+        assert "recipe: q e4m3" in first_rank
+        assert f"recipe: {second}" in second_rank
+
+
 def test_batches_are_split_and_joined_again(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["helpers"] for rank in ranks[:2])
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH)

@@ -17,10 +17,11 @@ from fp8core.backend_api import (
 from fp8core.chain.attention.link import AttentionLink
 from fp8core.chain.attention.low_precision import LowPrecisionAttentionLink
 from fp8core.chain.attention.spec import AttentionSpec
-from fp8core.chain.context_binding import bind_context, reduces_amax
+from fp8core.chain.context_binding import bind_context
 from fp8core.chain.context_parallel import Pair
 from fp8core.chain.once import OnlyOnce, in_low_precision
 from fp8core.chain.shape import BindContext
+from fp8core.communicator import named
 from fp8core.dispatch.select import Choice, is_fallback
 from fp8core.dispatch.table import Resolved
 from fp8core.errors import UnsupportedError
@@ -181,7 +182,7 @@ def _reduce_amax(shape: AttentionShape) -> ReduceAmax | None:
     """Return how the ranks that share the tokens find one scale for all of them."""
     if not shape.context:
         return None
-    communicators = reduces_amax(shape.context)
+    communicators = [named(name) for name in shape.process_groups]
 
     def reduce(amaxes: torch.Tensor) -> torch.Tensor:
         for communicator in communicators:

@@ -53,6 +53,11 @@ class AttentionSpec(LinkShape):
         return self.context[1] if len(self.context) == 2 else None
 
     @property
+    def process_groups(self) -> tuple[str, ...]:
+        """The names of the groups whose ranks share the tokens."""
+        return self.context[1:]
+
+    @property
     def has_bias(self) -> bool:
         """Whether a bias is among its parameters."""
         return self.bias in ("pre_scale", "post_scale")
