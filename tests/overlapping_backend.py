@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import BackendSpec, GemmDesc, OpDesc, Operand, Ranks, hookimpl
+from fp8core.backend_api import API_VERSION, BackendSpec, GemmDesc, OpDesc, Operand, Ranks, hookimpl
 from fp8core.communicator import named
 from fp8core.formats import by_name
 from fp8core_backends.reference.backend import ReferenceBackend
@@ -31,6 +31,7 @@ def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
                 device_types=("cpu",),
                 factory=f"tests.overlapping_backend:{kind}",
                 priority=-1,
+                api_version=API_VERSION,
                 operand_fields=("row_scaled", "four_over_six", "scale_max"),
             )
         )

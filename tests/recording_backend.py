@@ -15,7 +15,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fp8core.backend_api import BackendSpec, NormBackwardDesc, OpDesc, Recording, hookimpl
+from fp8core.backend_api import (
+    API_VERSION,
+    BackendSpec,
+    NormBackwardDesc,
+    OpDesc,
+    Recording,
+    hookimpl,
+)
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.overlapping_backend import Backend as OverlappingBackend
 
@@ -31,6 +38,7 @@ def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
                 device_types=("cpu",),
                 factory=f"tests.recording_backend:{kind}",
                 priority=-1,
+                api_version=API_VERSION,
                 operand_fields=("row_scaled", "four_over_six", "scale_max"),
             )
         )

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 
-from fp8core.backend_api import BackendSpec, hookimpl
+from fp8core.backend_api import API_VERSION, BackendSpec, hookimpl
 from fp8core.formats import FormatSpec
 from fp8core.recipe import Float8CurrentScaling, Recipe
 from fp8core_backends.ascend.hif8 import HIF8
@@ -45,6 +45,7 @@ def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
             factory="fp8core_backends.ascend.backend:AscendBackend",
             probe=_probe,
             priority=10,
+            api_version=API_VERSION,
             preferred_recipe="current",
             selftest="fp8core_backends.ascend.selftest:run",
         )

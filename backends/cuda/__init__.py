@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from fp8core.backend_api import BackendSpec, hookimpl
+from fp8core.backend_api import API_VERSION, BackendSpec, hookimpl
 from fp8core_backends.cuda import native
 
 __all__ = ["fp8core_doctor", "fp8core_register_backends"]
@@ -32,6 +32,7 @@ def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
             builder="fp8core_backends.cuda.build:build",
             probe=_probe,
             priority=10,
+            api_version=API_VERSION,
             preferred_recipe="current",
             environment=(
                 *("FP8CORE_AUTOTUNE", "FP8CORE_BUILD", "FP8CORE_CACHE_DIR"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fp8core.backend_api import BackendSpec, hookimpl
+from fp8core.backend_api import API_VERSION, BackendSpec, hookimpl
 
 __all__ = ["fp8core_register_backends"]
 
@@ -18,6 +18,7 @@ def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
             device_types=("cpu", "meta"),
             factory="fp8core_backends.reference.backend:ReferenceBackend",
             priority=0,
+            api_version=API_VERSION,
             portable=True,
             preferred_recipe="current",
             operand_fields=("row_scaled", "four_over_six", "scale_max"),

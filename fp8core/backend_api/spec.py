@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-__all__ = ["API_VERSION", "BackendSpec", "Finding"]
+__all__ = ["API_VERSION", "BREAKING_CHANGES", "BackendSpec", "Finding"]
 
-API_VERSION = (3, 9)
+API_VERSION = (4, 0)
 """(major, minor). A backend written for another major, or a newer minor, is not loaded.
 
 The minor rises with a change that an old backend can ignore: a new operation, a new optional
 method, a new field with a default. The major rises with every other change.
 """
 
+BREAKING_CHANGES: Mapping[int, str] = {
+    2: "quantize and fused operations take nonfinite_out",
+    3: "AmaxDesc holds a QuantizeDesc, amax takes group_offsets and quantize takes amax",
+    4: "BackendSpec requires api_version",
+}
+"""What each major version changed that a backend of an older one does not know."""
+
 
 @dataclass(frozen=True, slots=True)
 class BackendSpec:
     """A backend as its plug-in registers it, before its code is imported.
 
-    The first three fields are all that a first backend needs.
+    The first three fields and ``api_version`` are all that a first backend needs.
 
     Attributes:
         name: the name for ``FP8CORE_BACKEND`` and ``use_backend``.
@@ -39,7 +46,8 @@ class BackendSpec:
             for each question.
         transposes: for compiled graphs alone, which have to know strides before anything is
             computed: its columnwise operands are contiguous, not transposed views.
-        api_version: the :data:`API_VERSION` it was written for.
+        api_version: the version it was written for, in numbers, ``(4, 0)``. The constant
+            :data:`API_VERSION` would claim whatever version is installed.
         operand_fields: the later fields of :class:`OperandSpec` that it knows: ``row_scaled``,
             ``four_over_six``, ``scale_max``. It is not asked about a spec that uses another one.
     """
@@ -55,7 +63,7 @@ class BackendSpec:
     builder: str = ""
     transposes: bool = False
     selftest: str = ""
-    api_version: tuple[int, int] = API_VERSION
+    api_version: tuple[int, int] = field(kw_only=True)
     operand_fields: Sequence[str] = ()
 
 

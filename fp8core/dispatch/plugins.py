@@ -21,6 +21,7 @@ import pluggy
 
 from fp8core import formats
 from fp8core.backend_api import API_VERSION, BackendSpec, FormatSpec, hooks
+from fp8core.backend_api.spec import BREAKING_CHANGES
 from fp8core.dispatch import settings
 from fp8core.dispatch.isolation import Failure, attempt, name_of_class, shown
 from fp8core.dispatch.registry import PluginRow, Registry
@@ -323,7 +324,7 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "transposes": (lambda value: isinstance(value, bool), "True or False"),
     "api_version": (
         lambda value: isinstance(value, tuple) and [*map(type, value)] == [int, int],
-        "two whole numbers, as API_VERSION",
+        "two whole numbers, as (4, 0)",
     ),
     "priority": (lambda value: isinstance(value, int), "a whole number"),
     "preferred_recipe": (lambda value: isinstance(value, str), "a recipe's name"),
@@ -347,12 +348,7 @@ def _check(registry: Registry, staged: _Staged) -> None:
                 raise PluginError(
                     f"backend {spec.name!r}: {name}={shown(value)}; expected {expected}"
                 )
-        major, minor = spec.api_version
-        if major != API_VERSION[0] or minor > API_VERSION[1]:
-            raise PluginError(
-                f"backend {spec.name!r} is written for backend API {major}.{minor}; "
-                f"this fp8core offers {API_VERSION[0]}.{API_VERSION[1]}"
-            )
+        _check_version(spec)
     for kind, mine, theirs in (
         ("backend", registry.backends.keys(), staged.backends.keys()),
         ("recipe", registry.recipes.keys(), staged.recipes.keys()),
@@ -361,6 +357,22 @@ def _check(registry: Registry, staged: _Staged) -> None:
             raise PluginError(f"{kind} {taken!r} is already registered by another plug-in")
     for taken in _reserved_recipes & staged.recipes.keys():
         raise PluginError(f"recipe {taken!r} is fp8core's own")
+
+
+def _check_version(spec: BackendSpec) -> None:
+    major, minor = spec.api_version
+    if major == API_VERSION[0] and minor <= API_VERSION[1]:
+        return
+    changes = [f"{new}.0: {text}" for new, text in BREAKING_CHANGES.items() if new > major]
+    remedy = (
+        f"Changed since: {'; '.join(changes)}. Install the plug-in for {API_VERSION[0]}.x"
+        if changes
+        else "Install a newer fp8core"
+    )
+    raise PluginError(
+        f"backend {spec.name!r} is written for backend API {major}.{minor}; "
+        f"this fp8core offers {API_VERSION[0]}.{API_VERSION[1]}. {remedy}"
+    )
 
 
 formats.set_discovery(load)

@@ -116,8 +116,6 @@ def _members(cls: type) -> Iterator[str]:
 def _default(value: Any) -> str:
     if value is dataclasses.MISSING:
         return ""
-    if value is backend_api.API_VERSION:
-        return " = API_VERSION"
     return " = <function>" if callable(value) else f" = {value!r}"
 
 

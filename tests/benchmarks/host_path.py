@@ -28,7 +28,7 @@ import torch
 
 import fp8core
 from fp8core import recipe
-from fp8core.backend_api import BackendSpec, OpDesc
+from fp8core.backend_api import API_VERSION, BackendSpec, OpDesc
 from fp8core.dispatch import plugins
 from fp8core.tensors import scaling
 from fp8core_backends.cuda import autotune, backend, gemm, memory, native
@@ -132,6 +132,7 @@ def without_a_device(stack: ExitStack) -> None:
         "tests.benchmarks.host_path:HostBackend",
         priority=100,
         transposes=True,
+        api_version=API_VERSION,
     )
     stack.enter_context(patch.dict(plugins.load().backends, {"host": spec}))
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fp8core.backend_api import (
+    API_VERSION,
     AddNormDesc,
     BackendSpec,
     FusedDesc,
@@ -108,7 +109,8 @@ def installed(
 
     @hookimpl
     def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
-        register(BackendSpec("fused_toy", ("cpu",), "fused_toy_made:Made", priority=100))
+        fields = {"priority": 100, "api_version": API_VERSION}
+        register(BackendSpec("fused_toy", ("cpu",), "fused_toy_made:Made", **fields))
 
     plugin.fp8core_register_backends = fp8core_register_backends  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:

@@ -13,7 +13,7 @@ import torch
 
 import fp8core
 from fp8core import LayerNormMLP, Linear, recipe, use_backend
-from fp8core.backend_api import BackendSpec, Operand, hookimpl
+from fp8core.backend_api import API_VERSION, BackendSpec, Operand, hookimpl
 from fp8core.dispatch import plugins, table
 from tests.conformance import broken
 
@@ -59,7 +59,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[int], list[int
 
     @hookimpl
     def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
-        register(BackendSpec("chunks", ("cpu",), "chunks_made:Made"))
+        register(BackendSpec("chunks", ("cpu",), "chunks_made:Made", api_version=API_VERSION))
 
     plugin.fp8core_register_backends = fp8core_register_backends  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -13,7 +13,7 @@ import torch
 
 import fp8core
 from fp8core import LayerNormMLP, recipe, use_backend
-from fp8core.backend_api import BackendSpec, GemmDesc, Operand, hookimpl
+from fp8core.backend_api import API_VERSION, BackendSpec, GemmDesc, Operand, hookimpl
 from fp8core.dispatch import plugins, table
 from tests.conformance import broken
 from tests.recording_backend import RECORDER, Operation
@@ -72,7 +72,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     @hookimpl
     def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
         for kind in kinds:
-            register(BackendSpec(kind.__name__, ("cpu",), f"fused_chunks_made:{kind.__name__}"))
+            factory = f"fused_chunks_made:{kind.__name__}"
+            register(BackendSpec(kind.__name__, ("cpu",), factory, api_version=API_VERSION))
 
     plugin.fp8core_register_backends = fp8core_register_backends  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)

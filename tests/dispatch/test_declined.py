@@ -108,7 +108,7 @@ def test_high_precision_and_other_operations_are_not_news(
 
 
 PLUGIN = """
-from fp8core.backend_api import BackendSpec, hookimpl
+from fp8core.backend_api import API_VERSION, BackendSpec, hookimpl
 from fp8core_backends.reference.backend import ReferenceBackend
 
 class Declining(ReferenceBackend):
@@ -117,7 +117,8 @@ class Declining(ReferenceBackend):
 
 @hookimpl
 def fp8core_register_backends(register):
-    register(BackendSpec("toy_fast", ("cpu",), "toy_declining:Declining", priority=9))
+    fields = {"priority": 9, "api_version": API_VERSION}
+    register(BackendSpec("toy_fast", ("cpu",), "toy_declining:Declining", **fields))
 """
 TRAINING = """
 import torch, fp8core

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 GOOD = """
-from fp8core.backend_api import BackendSpec, hookimpl
+from fp8core.backend_api import API_VERSION, BackendSpec, hookimpl
 from fp8core.formats import minifloat
 from fp8core.recipe import Float8RowwiseScaling
 
@@ -23,7 +23,8 @@ def fp8core_register_formats(register):
 @hookimpl
 def fp8core_register_backends(register):
     factory = "fp8core_backends.reference.backend:ReferenceBackend"
-    register(BackendSpec("toy", ("cpu",), factory, environment=("FP8CORE_TOY_TILES",)))
+    fields = {"environment": ("FP8CORE_TOY_TILES",), "api_version": API_VERSION}
+    register(BackendSpec("toy", ("cpu",), factory, **fields))
 
 @hookimpl
 def fp8core_register_recipes(register):

@@ -17,11 +17,14 @@ from tests.dispatch import toys
 
 # The good half of every broken plug-in: all of it has to go when the other half is wrong.
 GOOD = """
-from fp8core.backend_api import BackendSpec, hookimpl
+from fp8core.backend_api import API_VERSION, BackendSpec, hookimpl
 from fp8core.formats import minifloat
 from fp8core.recipe import Float8RowwiseScaling
 
 FACTORY = "fp8core_backends.reference.backend:ReferenceBackend"
+
+def spec(*fields, api_version=API_VERSION, **more):
+    return BackendSpec(*fields, api_version=api_version, **more)
 
 @hookimpl
 def fp8core_register_formats(register):
@@ -39,7 +42,7 @@ def fp8core_select_backend(op):
 
 def backends(*arguments: str) -> str:
     """Source that registers one backend for each text of arguments."""
-    calls = "".join(f"    register(BackendSpec({text}))\n" for text in arguments)
+    calls = "".join(f"    register(spec({text}))\n" for text in arguments)
     return f"{GOOD}\n@hookimpl\ndef fp8core_register_backends(register):\n{calls}"
 
 
@@ -83,10 +86,21 @@ BROKEN = {
         f"{GOOD}\n@hookimpl\ndef fp8core_register_backends(register): 1 / 0",
         "ZeroDivisionError: division by zero",
     ),
-    "other_major": (
+    "newer_major": (
         backends(f"'toy', ('cpu',), FACTORY, api_version=({MAJOR + 1}, 0)"),
         f"backend 'toy' is written for backend API {MAJOR + 1}.0; this fp8core offers "
-        f"{MAJOR}.{MINOR}",
+        f"{MAJOR}.{MINOR}. Install a newer fp8core",
+    ),
+    "older_major": (
+        backends("'toy', ('cpu',), FACTORY, api_version=(2, 1)"),
+        f"backend 'toy' is written for backend API 2.1; this fp8core offers {MAJOR}.{MINOR}. "
+        f"Changed since: 3.0: AmaxDesc holds a QuantizeDesc, amax takes group_offsets and "
+        f"quantize takes amax; 4.0: BackendSpec requires api_version",
+    ),
+    "no_version": (
+        f"{GOOD}\n@hookimpl\ndef fp8core_register_backends(register):\n"
+        f"    register(BackendSpec('toy', ('cpu',), FACTORY))",
+        "missing 1 required keyword-only argument: 'api_version'",
     ),
     "newer_minor": (
         backends(f"'toy', ('cpu',), FACTORY, api_version=({MAJOR}, {MINOR + 1})"),
@@ -199,7 +213,7 @@ def test_broken_plugin_named_by_the_environment_gives_the_reason(
 def test_asking_for_the_backend_that_a_refused_plugin_brings_gives_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "toy_broken.py").write_text(BROKEN["other_major"][0])
+    (tmp_path / "toy_broken.py").write_text(BROKEN["newer_major"][0])
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("FP8CORE_PLUGINS", "toy_broken")
     with pytest.raises(PluginError, match=f"backend 'toy'.* written for backend API {MAJOR + 1}.0"):
@@ -324,7 +338,7 @@ def unusable(request: pytest.FixtureRequest) -> str:
     """Register a backend ``toy`` that cannot be used; return the reason to expect."""
     fields, reason = UNUSABLE[request.param]
     spec = {"factory": "fp8core_backends.reference.backend:ReferenceBackend", **fields}
-    toys.register(plugins.BackendSpec("toy", ("cpu",), priority=9, **spec))
+    toys.register(plugins.BackendSpec("toy", ("cpu",), priority=9, api_version=API_VERSION, **spec))
     return reason
 
 

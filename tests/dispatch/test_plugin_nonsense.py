@@ -15,7 +15,7 @@ import torch
 
 import fp8core
 from fp8core import formats
-from fp8core.backend_api import Alignment, GemmDesc, UnsupportedError, hookimpl
+from fp8core.backend_api import API_VERSION, Alignment, GemmDesc, UnsupportedError, hookimpl
 from fp8core.dispatch import isolation, plugins, policy, select
 from fp8core.errors import PluginError, RecipeError
 from tests.dispatch import toys
@@ -169,7 +169,7 @@ FIELDS = {
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, own in FIELDS.items() for v in own])
 def test_a_field_that_means_nothing_is_refused_by_name(name: str, value: Any) -> None:
     fields: dict[str, Any] = {"name": "toy", "device_types": ("cpu",), "factory": "a:B"}
-    spec = toys.BackendSpec(**{**fields, name: value})
+    spec = toys.BackendSpec(**{**fields, "api_version": API_VERSION, name: value})
     with pytest.raises(PluginError, match=rf"{name}=.*; expected "):
         plugins.register(toys.plugin(backends=[spec]), "toy")
 

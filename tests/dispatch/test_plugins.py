@@ -17,7 +17,7 @@ from fp8core.errors import PluginError, RecipeError
 from tests.dispatch import toys
 
 MODULE = """
-from fp8core.backend_api import BackendSpec, hookimpl
+from fp8core.backend_api import API_VERSION, BackendSpec, hookimpl
 from fp8core.formats import minifloat
 
 @hookimpl
@@ -26,7 +26,8 @@ def fp8core_register_formats(register):
 
 @hookimpl
 def fp8core_register_backends(register):
-    register(BackendSpec("toy", ("cpu",), "fp8core_backends.reference.backend:ReferenceBackend"))
+    factory = "fp8core_backends.reference.backend:ReferenceBackend"
+    register(BackendSpec("toy", ("cpu",), factory, api_version=API_VERSION))
 """
 
 

@@ -19,6 +19,7 @@ import torch
 
 from fp8core import formats, reporting
 from fp8core.backend_api import (
+    API_VERSION,
     Alignment,
     AmaxDesc,
     BackendSpec,
@@ -138,6 +139,7 @@ def backend(
     record = [] if calls is None else calls
     module.Made = lambda: ToyBackend(refuse, record, bind)  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module
+    fields.setdefault("api_version", API_VERSION)
     return BackendSpec(name, device_types, f"{module.__name__}:Made", **fields)
 
 

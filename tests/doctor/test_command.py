@@ -165,7 +165,7 @@ def test_command_fails_for_a_device_that_is_not_here(command: Command) -> None:
 
 PLUGIN = """
 import os, signal, sys, time
-from fp8core.backend_api import BackendSpec, hookimpl
+from fp8core.backend_api import API_VERSION, BackendSpec, hookimpl
 from fp8core_backends.reference.backend import ReferenceBackend
 
 def crash():
@@ -199,7 +199,8 @@ def fp8core_doctor(report):
 
 @hookimpl
 def fp8core_register_backends(register):
-    register(BackendSpec("wild", ("cpu",), "toy_wild:{factory}", priority={priority}))
+    fields = {{"priority": {priority}, "api_version": API_VERSION}}
+    register(BackendSpec("wild", ("cpu",), "toy_wild:{factory}", **fields))
 """
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import fp8core
 from fp8core import ops
-from fp8core.backend_api import BackendSpec, hookimpl
+from fp8core.backend_api import API_VERSION, BackendSpec, hookimpl
 from fp8core.dispatch import plugins
 from fp8core.modules.base import LowPrecisionModule
 
@@ -163,7 +163,9 @@ def backend_on_meta() -> Iterator[str]:
         @hookimpl
         def fp8core_register_backends(self, register: Callable[[BackendSpec], None]) -> None:
             factory = "fp8core_backends.reference.backend:ReferenceBackend"
-            register(BackendSpec("on_meta", ("meta",), factory, priority=-1))
+            register(
+                BackendSpec("on_meta", ("meta",), factory, priority=-1, api_version=API_VERSION)
+            )
 
     plugins.register(Plugin(), "on_meta")
     yield "on_meta"

@@ -31,7 +31,8 @@ def fp8core_register_formats(register):
 
 @hookimpl
 def fp8core_register_backends(register):
-    register(BackendSpec("e3m4", ("cpu",), "fp8core_e3m4:E3M4Backend", preferred_recipe="e3m4"))
+    factory = "fp8core_e3m4:E3M4Backend"
+    register(BackendSpec("e3m4", ("cpu",), factory, preferred_recipe="e3m4", api_version=(4, 0)))
 
 
 @hookimpl

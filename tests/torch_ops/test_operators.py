@@ -112,7 +112,9 @@ class Fusing:
 @pytest.fixture
 def fusing() -> Iterator[str]:
     registry = plugins.load()
-    registry.backends["fusing"] = BackendSpec("fusing", ("cpu",), "", transposes=True)
+    registry.backends["fusing"] = BackendSpec(
+        "fusing", ("cpu",), "", transposes=True, api_version=backend_api.API_VERSION
+    )
     registry._instances["fusing"] = Fusing()
     yield "fusing"
     plugins.reload()
