@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from fp8core import formats
 from fp8core.backend_api import (
     GATED,
     ActivationBackwardDesc,
@@ -152,7 +151,6 @@ def dequantize_knows_every_code(subject: Subject, desc: DequantizeDesc) -> float
     codes = torch.arange(quantized.data.numel(), device=subject.device) % 256
     quantized.data.copy_(codes.reshape(quantized.data.shape))
     expected = subject.values(spec, quantized).to(desc.dtype).double()
-    assert formats.by_name(spec.format).bits == 4 or not bool(expected.isfinite().all())
     limit = torch.finfo(desc.dtype)
     bound = limit.eps * expected.abs().nan_to_num(0.0, 0.0, 0.0) + limit.tiny
     return within("x", subject.run(desc, quantized), expected, bound)
