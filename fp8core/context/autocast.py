@@ -20,6 +20,7 @@ from fp8core.context.scopes import close_scope, open_scope
 from fp8core.errors import RecipeError
 from fp8core.recipe import Recipe, get_default_recipe
 from fp8core.recipe.choice import recipe_from
+from fp8core.recipe.custom import may_reduce_amaxes
 from fp8core.torch_ops.operators import constant_in_graph
 
 __all__ = [
@@ -42,12 +43,14 @@ class Active:
     """What an ``autocast`` asks of the layers inside it.
 
     ``quantize`` is the recipe to compute with, ``observe`` the one to record amaxes for while
-    computing in high precision; at most one is set. ``group`` is the one to reduce amaxes over.
+    computing in high precision; at most one is set. ``group`` is the one to reduce amaxes over;
+    ``reduces`` says whether the recipe may have any to reduce.
     """
 
     quantize: Recipe | None = None
     observe: Recipe | None = None
     group: GroupReference | None = None
+    reduces: bool = False
 
     @property
     def process_group(self) -> torch.distributed.ProcessGroup | None:
@@ -153,8 +156,10 @@ class autocast(contextlib.ContextDecorator):
         calibrating: with ``enabled=False``, record the amaxes that a delayed-scaling recipe will
             need, and turn them into scales on exit; works without gradients too.
         recipe: a Recipe, or the name of one; None takes :func:`fp8core.get_default_recipe`.
-        amax_reduction_group: process group over which delayed amaxes are reduced (MAX). None
-            reduces nothing; there is no implicit WORLD group.
+        amax_reduction_group: process group over which delayed amaxes are reduced (MAX), those of
+            each layer with those of the same layer on other ranks. All ranks have to enter the
+            autocast, but may skip layers in it. None reduces nothing; there is no implicit WORLD
+            group.
 
     Raises:
         RecipeError: ``recipe`` is neither a Recipe nor the name of one, or ``amax_reduction_group``
@@ -190,9 +195,18 @@ class autocast(contextlib.ContextDecorator):
             self._exit_before_others(failed=kind is not None)
             return
         thread.active = opened.pop()[1]
+        group = None
         if not timeline.is_traced():
             timeline.leave()
-        close_scope(failed=kind is not None)
+            group = self._reducing()
+        close_scope(failed=kind is not None, group=group)
+
+    def _reducing(self) -> GroupReference | None:
+        """Return the group that reduces amaxes because of this autocast, whatever ran in it."""
+        asked = _asked[self._active]
+        if asked.reduces and (asked.observe is not None or torch.is_grad_enabled()):
+            return asked.group
+        return None
 
     def _exit_before_others(self, *, failed: bool) -> None:
         """End this autocast while others that were entered later stay open, as those in a generator
@@ -210,7 +224,7 @@ class autocast(contextlib.ContextDecorator):
         _, around = opened.pop(at)
         opened[at] = (opened[at][0], around)
         timeline.leave(depth)
-        close_scope(failed=failed, depth=depth)
+        close_scope(failed=failed, depth=depth, group=self._reducing())
 
     def __call__(self, func: _Function) -> _Function:
         """Run ``func`` in the autocast, each time that it is called.
@@ -296,7 +310,9 @@ def _check(
         _compared_by_address.append(given)
     observe = recipe if calibrating and not enabled else None
     reference = None if group is None else weakref.ref(group)
-    return _name(Active(quantize=recipe if enabled else None, observe=observe, group=reference))
+    quantize = recipe if enabled else None
+    reduces = reference is not None and may_reduce_amaxes(quantize or observe)
+    return _name(Active(quantize, observe, reference, reduces))
 
 
 constant_in_graph(_ask)

@@ -38,6 +38,8 @@ class _Scope(NamedTuple):
         before: the earlier content of buffers in which a scope around had recorded.
         groups: for each forward state whose process group the scope changed, its backward state and
             the group of before.
+        reducing: the groups over which autocasts inside it reduce. All ranks enter them, whatever
+            layers they run there, and so all take part.
     """
 
     owner: object
@@ -46,6 +48,7 @@ class _Scope(NamedTuple):
     touched: dict[int, DelayedState]
     before: dict[int, Recorded]
     groups: dict[DelayedState, tuple[DelayedState, GroupReference | None]]
+    reducing: dict[GroupReference, None]
 
 
 # Without the Python function of a NamedTuple: each autocast creates one.
@@ -69,29 +72,32 @@ def open_scope() -> None:
     """Open the scope of an autocast."""
     thread = _thread
     ends_step = not thread.num_autocasts
-    thread.scopes.append(_new_scope(_Scope, (None, ends_step, _always, {}, {}, {})))
+    thread.scopes.append(_new_scope(_Scope, (None, ends_step, _always, {}, {}, {}, {})))
     thread.num_autocasts += 1
 
 
-def close_scope(*, failed: bool, depth: int = 0) -> None:
+def close_scope(*, failed: bool, depth: int = 0, group: GroupReference | None = None) -> None:
     """Close the scope of the autocast that has ``depth`` others in it; 0: the innermost.
 
-    Steps in it that an interrupt left open are closed as failed.
+    ``group`` is the one over which the autocast reduces amaxes, whatever ran in it. Steps in it
+    that an interrupt left open are closed as failed.
     """
     thread = _thread
     thread.num_autocasts -= 1
     scopes = thread.scopes
     if depth:
-        _close_around(depth, failed=failed)
+        _close_around(depth, failed=failed, group=group)
         return
     scope = scopes.pop()
     while scope.owner is not None:
         _close(scope, failed=True)
         scope = scopes.pop()
+    if group is not None:
+        scope.reducing[group] = None
     _close(scope, failed=failed)
 
 
-def _close_around(depth: int, *, failed: bool) -> None:
+def _close_around(depth: int, *, failed: bool, group: GroupReference | None) -> None:
     """Close the scope of an autocast around ``depth`` others, which stay open.
 
     The next autocast inside ends the step in its stead, with the amaxes of both.
@@ -104,6 +110,9 @@ def _close_around(depth: int, *, failed: bool) -> None:
     scopes[at : following + 1] = [
         inner._replace(ends_step=inner.ends_step or scope.ends_step) for inner in inside
     ]
+    inside[-1].reducing.update(scope.reducing)
+    if group is not None:
+        inside[-1].reducing[group] = None
     touched_inside = {key for inner in inside for key in inner.touched}
     if failed:
         alone = [state for key, state in scope.touched.items() if key not in touched_inside]
@@ -166,8 +175,10 @@ def _close(scope: _Scope, *, failed: bool) -> None:
     The scales of its states are updated, or its states are handed on to the scope around it, or, if
     it ``failed``, the amaxes of before are restored.
     """
-    touched = scope.touched
-    if not touched:
+    touched, reducing = scope.touched, scope.reducing
+    if reducing and not scope.ends_step:
+        _thread.scopes[-1].reducing.update(reducing)
+    if not touched and (failed or not reducing):
         return
     before, groups = scope.before, scope.groups
     if not scope.ends_step and not failed:
@@ -182,7 +193,7 @@ def _close(scope: _Scope, *, failed: bool) -> None:
         return
     try:
         if not failed:
-            scaling.update(touched.values())
+            scaling.update(touched.values(), reducing)
     except BaseException:
         failed = True
         raise
@@ -204,7 +215,7 @@ def begin_step(owner: object, is_running: Callable[[], bool] = _always) -> None:
     """
     end_step(owner, failed=True)
     forget_interrupted()
-    _thread.scopes.append(_Scope(owner, not _thread.num_autocasts, is_running, {}, {}, {}))
+    _thread.scopes.append(_Scope(owner, not _thread.num_autocasts, is_running, {}, {}, {}, {}))
 
 
 def forget_interrupted() -> None:

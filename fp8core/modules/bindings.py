@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from fp8core.context.autocast import Active
 from fp8core.dispatch.policy import Policy
 from fp8core.modules.agreement import Agreement
 from fp8core.recipe import Recipe
+from fp8core.tensors.creation import Creation
 from fp8core.tensors.scaling import DelayedState
 from fp8core.tensors.states import LayerStates
 from fp8core.tensors.weights import WeightStore
@@ -25,8 +25,6 @@ __all__ = ["Bindings", "Repeat", "bind_lock"]
 bind_lock = threading.RLock()
 """Held while a layer is bound: two threads that use it for the first time must not each create its
 delayed state."""
-
-_creation_order = itertools.count()
 
 
 class Repeat(NamedTuple):
@@ -69,8 +67,8 @@ class Bindings:
             "_last",
             "_unwatched",
             "agreement",
+            "creation",
             "nonfinite",
-            "order",
             "recipe",
             "repeat",
             "states",
@@ -79,9 +77,9 @@ class Bindings:
         *("watch", "weights"),
     )
 
-    def __init__(self, order: int | None = None, watch: Watch | None = None) -> None:
+    def __init__(self, creation: Creation | None = None, watch: Watch | None = None) -> None:
         # Ranks create their layers in the same order, whatever order they first run them in.
-        self.order = next(_creation_order) if order is None else order
+        self.creation = creation or Creation()
         self.table: dict[tuple[object, ...], Any] = {}
         self.agreement = Agreement()
         self._last: tuple[tuple[object, ...], Any] | None = None
@@ -106,7 +104,7 @@ class Bindings:
 
     def fresh(self) -> Bindings:
         """Return one without links, under the same watch and with the same counters."""
-        empty = Bindings(self.order, self.watch)
+        empty = Bindings(self.creation, self.watch)
         empty.nonfinite = self.nonfinite
         return empty
 

@@ -224,7 +224,7 @@ class DelayedModule(torch.nn.Module):
             scale=scale,
             amax_history=history,
             maxima=maxima,
-            order=self._bindings.order,
+            order=self._bindings.creation.order,
         )
 
     def _stored_meta(self) -> str | None:

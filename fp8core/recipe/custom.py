@@ -371,3 +371,15 @@ def _tensor_plan(tensor: str, asked: _Answer) -> TensorPlan:
             f"return a DelayedScalingRequest, which also says how the scale is found."
         )
     return plan
+
+
+def may_reduce_amaxes(recipe: Recipe | None) -> bool:
+    """Say whether ``recipe`` may have delayed scales in some layer whose amaxes ranks reduce."""
+    if recipe is None:
+        return False
+    if isinstance(recipe, PerLayer):
+        return any(map(may_reduce_amaxes, [recipe.default, *(one for _, one in recipe.rules)]))
+    if recipe.reads_names:
+        return True
+    delayed = recipe.plan(LayerRole(), torch.bfloat16).delayed
+    return delayed is not None and delayed.reduce_amax

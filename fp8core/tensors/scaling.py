@@ -1,4 +1,4 @@
-"""The state of delayed scaling, and its updates, in which recorded amaxes become scales.
+"""The updates of delayed scaling, in which recorded amaxes become scales.
 
 Forward scales are updated when the outermost ``autocast`` exits, backward scales once for each
 backward pass, whatever the order of the modules in it.
@@ -12,17 +12,15 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed
 
-from fp8core.backend_api import ScaleUpdateDesc
 from fp8core.communicator import Communicator
-from fp8core.communicator.group_reference import GroupReference, existing
-from fp8core.dispatch import table
-from fp8core.recipe.plan import DelayedPlan
+from fp8core.communicator.group_reference import GroupReference
 from fp8core.reporting import log_once
+from fp8core.tensors.delayed_state import DelayedState, update_desc
+from fp8core.tensors.reduced_amaxes import reduced_after_backward, reduced_after_forward
 from fp8core.torch_ops.private import (
     copy_all,
     count_writes,
@@ -44,64 +42,7 @@ __all__ = [
 ]
 
 
-class DelayedState:
-    """Scale and amax history of one direction of one layer, in the layer's buffers.
-
-    ``scale [slots]`` and ``amax_history [length, slots]`` are float32 and updated in place; row 0
-    of the history holds the amax since the last update, rows 1 to length - 1 older ones, the
-    oldest first. ``fp8_max [slots]`` is the largest value of each slot's format, ``nonfinite [1]``
-    int64 counts the amaxes that were not recorded because they were inf. States are reduced in the
-    sequence of ``order``, which has to be the same on all ranks.
-    """
-
-    def __init__(
-        self,
-        owner: str,
-        plan: DelayedPlan,
-        recipe: Any,
-        *,
-        scale: torch.Tensor,
-        amax_history: torch.Tensor,
-        maxima: Sequence[float],
-        order: int,
-    ) -> None:
-        self.owner = owner
-        self.plan = plan
-        self.recipe = recipe
-        self.scale = scale
-        self.amax_history = amax_history
-        # States with the same buffers have the same key, as long as one of them is alive.
-        self.key = id(amax_history)
-        self.fp8_max = torch.tensor(maxima, dtype=torch.float32, device=scale.device)
-        self.targets = self.fp8_max * 2.0**-plan.margin
-        self.nonfinite = torch.zeros(1, dtype=torch.int64, device=scale.device)
-        # The backend's update, bound like every other operation; None for the user's own functions.
-        self.advance: Callable[..., None] | None = None
-        self.prepare: Callable[..., Callable[[], None]] | None = None
-        desc = update_desc(plan)
-        if desc is not None:
-            resolved = table.resolve(desc, scale.device)
-            self.advance, self.prepare = resolved.run, resolved.offers.prepare
-        self.group: GroupReference | None = None
-        # The ranks over which the layer is spread: they exchange codes, and need equal scales.
-        self.communicator: Communicator | None = None
-        self.order = order
-        # Whether a backward pass that recorded here has failed. Its amaxes are discarded at once,
-        # but on the stream of the engine's thread, and a kernel on another stream may still record.
-        # So they are discarded again where the next pass begins to record.
-        self.is_abandoned = False
-        # The batch of states that was last updated together, if this state is its first member.
-        self.batch: _Batch | None = None
-
-
-def update_desc(plan: DelayedPlan | None) -> ScaleUpdateDesc | None:
-    """Return the update of delayed scales, without a ``plan`` that of the defaults; None where the
-    user's own functions do it."""
-    if plan is None:
-        return ScaleUpdateDesc("max")
-    if isinstance(plan.amax_algorithm, str) and plan.scaling_algorithm is None:
-        return ScaleUpdateDesc(plan.amax_algorithm)
-    return None
+_Reduce: TypeAlias = Callable[[GroupReference, Sequence[DelayedState]], list[DelayedState]]
 
 
 class _Batch:
@@ -136,14 +77,7 @@ class _Batch:
                 )
 
     def update(self) -> None:
-        """Reduce the newest amaxes over each state's group and over the ranks of its layer, and
-        turn them into scales."""
-        for state in self.members:
-            if state.group is not None:
-                for group, states in _partition(self._ordered, _group_of):
-                    if group is not None:
-                        _reduce(states, group)
-                break
+        """Reduce the newest amaxes over the ranks of each layer, and turn them into scales."""
         for state in self.members:
             if state.communicator is not None:
                 for communicator, states in _partition(self._ordered, _communicator_of):
@@ -162,13 +96,29 @@ class _Batch:
         count_writes(self._scales)
 
 
-def update(states: Iterable[DelayedState]) -> None:
-    """Turn the newest amaxes of ``states`` into scales, reduced over each state's group.
+def update(states: Iterable[DelayedState], groups: Iterable[GroupReference] = ()) -> None:
+    """Turn the newest amaxes of the forward ``states`` into scales.
 
-    Called twice in each step, so its time counts for a single layer. It needs no
-    ``torch.no_grad()``, as states are buffers, which require no gradient.
+    They are reduced over the group of each, and over ``groups``, of which this rank takes part in
+    the reduction even if it has no state there. With them go the layers of the group that this rank
+    has skipped.
+
+    Called in each step, so its time counts for a single layer. It needs no ``torch.no_grad()``, as
+    states are buffers, which require no gradient.
     """
-    members = tuple(states)
+    _update(tuple(states), groups, reduced_after_forward)
+
+
+def _update(
+    members: tuple[DelayedState, ...], groups: Iterable[GroupReference], reduce: _Reduce
+) -> None:
+    own = (state.reduced_over for state in members if state.group is not None)
+    reducing = dict.fromkeys([*groups, *(group for group in own if group is not None)])
+    if reducing:
+        found = [state for state in members if state.reduced_over is None]
+        for group in reducing:
+            found += reduce(group, members)
+        members = tuple(found)
     if not members:
         return
     batch = members[0].batch
@@ -178,7 +128,6 @@ def update(states: Iterable[DelayedState]) -> None:
 
 
 _order_of = attrgetter("order")
-_group_of = attrgetter("group")
 _communicator_of = attrgetter("communicator")
 _advance_of = attrgetter("advance")
 
@@ -217,24 +166,6 @@ def _partition(
     for state in states:
         parts.setdefault(key(state), []).append(state)
     return list(parts.items())
-
-
-def _reduce(states: Sequence[DelayedState], reference: GroupReference) -> None:
-    """Reduce amaxes over the group of ``autocast``, but for those that their layer's ranks, which
-    are that group, reduce anyway."""
-    reducing = [
-        state
-        for state in states
-        if state.plan.reduce_amax
-        and (state.communicator is None or state.communicator.reference is not reference)
-    ]
-    if not reducing:
-        return
-    group = existing(reference, "autocast(amax_reduction_group=...)")
-    newest = [state.amax_history[0] for state in reducing]
-    flat = torch.cat(newest)
-    torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
-    copy_all(newest, list(torch.split(flat, [part.numel() for part in newest])))
 
 
 def _reduce_over_layer(states: Sequence[DelayedState], communicator: Communicator) -> None:
@@ -316,7 +247,7 @@ class _Pass:
     def finish(self) -> None:
         """Update the states; the engine calls this when the pass has succeeded."""
         try:
-            update(self.states)
+            _update(tuple(self.states), (), reduced_after_backward)
         except BaseException:
             discard(self.states)
             raise

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import weakref
 from typing import Any
 
 import pytest
 import torch
 
 from fp8core import Linear, autocast, recipe
-from fp8core.communicator import Started
 from fp8core.modules.bind import bind
 from fp8core.recipe.plan import DelayedPlan
 from fp8core.tensors import scaling
@@ -365,36 +363,6 @@ def test_update_needs_no_group_for_the_world(monkeypatch: pytest.MonkeyPatch) ->
     state.amax_history[0] = 7.0
     scaling.update([state])
     assert state.scale[0] == 64.0
-
-
-class OneRank:
-    """Ranks of a layer whose maximum is 9; ``reference`` is that of their process group."""
-
-    def __init__(self, reference: Any) -> None:
-        self.reference = reference
-
-    def max_into(self, x: torch.Tensor, purpose: str, *, at_once: bool) -> Started:
-        return Started(x.fill_(9.0))
-
-
-@pytest.mark.parametrize("is_same", [True, False])
-def test_a_group_that_is_that_of_the_layer_s_ranks_reduces_once(
-    is_same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reduced: list[Any] = []
-
-    def note(flat: torch.Tensor, op: Any, group: Any) -> None:
-        reduced.append(group)
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", note)
-    states: list[Any] = [make_state(), make_state()]
-    group: Any = torch.nn.Identity()
-    for state in states:
-        state.group = weakref.ref(group)
-        state.communicator = OneRank(state.group if is_same else None)
-    scaling.update(states)
-    assert reduced == ([] if is_same else [group])
-    assert all(state.amax_history[-1].tolist() == [9.0, 9.0] for state in states)
 
 
 def test_discard_forgets_the_newest_amax_alone() -> None:

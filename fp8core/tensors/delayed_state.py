@@ -1,0 +1,81 @@
+"""The state of delayed scaling of one direction of one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fp8core.backend_api import ScaleUpdateDesc
+from fp8core.communicator import Communicator
+from fp8core.communicator.group_reference import GroupReference
+from fp8core.dispatch import table
+from fp8core.recipe.plan import DelayedPlan
+
+__all__ = ["DelayedState", "update_desc"]
+
+
+class DelayedState:
+    """Scale and amax history of one direction of one layer, in the layer's buffers.
+
+    ``scale [slots]`` and ``amax_history [length, slots]`` are float32 and updated in place; row 0
+    of the history holds the amax since the last update, rows 1 to length - 1 older ones, the
+    oldest first. ``fp8_max [slots]`` is the largest value of each slot's format, ``nonfinite [1]``
+    int64 counts the amaxes that were not recorded because they were inf. ``order`` is that of the
+    layer's :class:`~fp8core.tensors.creation.Creation`.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        plan: DelayedPlan,
+        recipe: Any,
+        *,
+        scale: torch.Tensor,
+        amax_history: torch.Tensor,
+        maxima: Sequence[float],
+        order: int,
+    ) -> None:
+        self.owner = owner
+        self.plan = plan
+        self.recipe = recipe
+        self.scale = scale
+        self.amax_history = amax_history
+        # States with the same buffers have the same key, as long as one of them is alive.
+        self.key = id(amax_history)
+        self.fp8_max = torch.tensor(maxima, dtype=torch.float32, device=scale.device)
+        self.targets = self.fp8_max * 2.0**-plan.margin
+        self.nonfinite = torch.zeros(1, dtype=torch.int64, device=scale.device)
+        # The backend's update, bound like every other operation; None for the user's own functions.
+        self.advance: Callable[..., None] | None = None
+        self.prepare: Callable[..., Callable[[], None]] | None = None
+        desc = update_desc(plan)
+        if desc is not None:
+            resolved = table.resolve(desc, scale.device)
+            self.advance, self.prepare = resolved.run, resolved.offers.prepare
+        self.group: GroupReference | None = None
+        # The ranks over which the layer is spread: they exchange codes, and need equal scales.
+        self.communicator: Communicator | None = None
+        self.order = order
+        # Whether a backward pass that recorded here has failed. Its amaxes are discarded at once,
+        # but on the stream of the engine's thread, and a kernel on another stream may still record.
+        # So they are discarded again where the next pass begins to record.
+        self.is_abandoned = False
+        # The batch of states that was last updated together, if this state is its first member.
+        self.batch: Any = None
+
+    @property
+    def reduced_over(self) -> GroupReference | None:
+        """The group over which the amaxes are reduced, besides the layer's ranks."""
+        return self.group if self.plan.reduce_amax else None
+
+
+def update_desc(plan: DelayedPlan | None) -> ScaleUpdateDesc | None:
+    """Return the update of delayed scales, without a ``plan`` that of the defaults; None where the
+    user's own functions do it."""
+    if plan is None:
+        return ScaleUpdateDesc("max")
+    if isinstance(plan.amax_algorithm, str) and plan.scaling_algorithm is None:
+        return ScaleUpdateDesc(plan.amax_algorithm)
+    return None

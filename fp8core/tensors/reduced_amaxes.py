@@ -1,0 +1,327 @@
+"""The delayed amaxes that the ranks of a process group reduce together, matched layer by layer.
+
+Ranks skip layers: dropped ones, experts without tokens. So what is reduced is not what one rank has
+recorded, but a list of layers that all ranks have agreed on::
+
+    [is_new, is_used, is_idle, amaxes of layer 0, amaxes of layer 1, ...]    one all-reduce (MAX)
+
+A layer that a rank skipped adds zeros there, and takes the maximum of the others. ``is_new`` says
+that a rank has recorded in a layer that is not in the list: then all ranks exchange what they have
+used, and the list becomes the union. ``is_used`` says that a rank has recorded in a layer, and
+``is_idle`` that one has in none: no backward pass of that one could take part in a collective, so
+from then on backward amaxes wait for the next reduction of forward ones.
+
+On the CPU the flags are read at once. On other devices the host would wait for the device, so
+they are read at the next reduction, and the amaxes of a layer that is not in the list wait as long.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fp8core.communicator.group_reference import GroupReference, existing
+from fp8core.errors import OperandError, UnsupportedError
+from fp8core.tensors.creation import orders_of_all
+from fp8core.tensors.delayed_state import DelayedState
+from fp8core.torch_ops.private import copy_all
+
+__all__ = ["reduced_after_backward", "reduced_after_forward"]
+
+_USE: Final = "autocast(amax_reduction_group=...)"
+_NUM_FLAGS: Final = 3
+
+
+def reduced_after_forward(
+    reference: GroupReference, recorded: Sequence[DelayedState]
+) -> list[DelayedState]:
+    """Reduce forward amaxes, and backward amaxes that wait; return the states that hold the
+    maximum over the ranks now.
+
+    Every rank of the group has to call it, also one that recorded nothing. ``recorded`` are the
+    forward states in which this rank recorded, of all groups.
+
+    Raises:
+        OperandError: the group was destroyed, or the ranks' layers differ; then on every rank.
+        UnsupportedError: a graph captures a layer that the ranks have not compared.
+    """
+    ways = _of_group(reference)
+    reduced = ways.forward.reduce(recorded)
+    if ways.forward.has_idle_ranks and not ways.forward.is_captured(recorded):
+        waiting, ways.waiting = ways.waiting, []
+        reduced += ways.backward.reduce(_existing(waiting))
+    return reduced
+
+
+def reduced_after_backward(
+    reference: GroupReference, recorded: Sequence[DelayedState]
+) -> list[DelayedState]:
+    """As :func:`reduced_after_forward`, of a backward pass; no states where its amaxes wait."""
+    ways = _of_group(reference)
+    if not ways.forward.is_captured(recorded):
+        ways.forward.read_flags()
+        if ways.forward.has_idle_ranks:
+            ways.waiting += map(weakref.ref, recorded)
+            return []
+    return ways.backward.reduce(recorded)
+
+
+class _Layer(NamedTuple):
+    """What a rank says about a layer that it has used.
+
+    ``position`` is that among the layers of its process in the order of their creation, ``slots``
+    how many amaxes the group reduces for it.
+    """
+
+    position: int
+    owner: str
+    slots: int
+    device_type: str
+
+    @property
+    def shown(self) -> str:
+        """The layer in words."""
+        return f"{self.owner} with {self.slots} amaxes as layer {self.position} of its process"
+
+
+class _Used(NamedTuple):
+    """What a rank says in an exchange: how many layers its process has, and those it has used."""
+
+    num_layers: int
+    layers: list[_Layer]
+
+
+class _Entry(NamedTuple):
+    """A layer in the list that is reduced; ``order`` is that of this rank's layer."""
+
+    order: int
+    slots: int
+
+
+class _Reduction:
+    """The states of one way, forward or backward, that the ranks of a group reduce."""
+
+    def __init__(self, reference: GroupReference) -> None:
+        self._reference = reference
+        # The latest state in which each layer of this rank has recorded, by its order.
+        self._used: dict[int, weakref.ref[DelayedState]] = {}
+        self._agreed: list[_Entry] | None = None
+        self._device_type = "cpu"
+        self._is_announced = False
+        # The flags of the last reduction on a device, and what tells that they have arrived.
+        self._flags: tuple[torch.Tensor, torch.Event] | None = None
+        self.has_idle_ranks = False
+
+    def reduce(self, recorded: Sequence[DelayedState]) -> list[DelayedState]:
+        """Reduce the newest amaxes; return the states that hold the maximum over the ranks now.
+
+        ``recorded`` may have states of other groups, which have no part in it.
+        """
+        group = existing(self._reference, _USE)
+        own = [state for state in recorded if state.reduced_over is self._reference]
+        if dist.get_world_size(group) == 1:
+            return own
+        for state in own:
+            self._used[state.order] = weakref.ref(state)
+        if self.is_captured(recorded):
+            return self._reduce_captured(own, group)
+        self.read_flags()
+        if self._agreed is None or self._is_announced:
+            self._agreed = self._agree(group)
+        foreign = {one.order for one in recorded if one.reduced_over is not self._reference}
+        reduced = self._reduce_agreed(self._agreed, foreign, is_used=bool(own), group=group)
+        if self._is_announced:  # known at once
+            self._agreed = self._agree(group)
+            reduced = self._reduce_agreed(self._agreed, foreign, is_used=bool(own), group=group)
+        return reduced
+
+    def is_captured(self, recorded: Sequence[DelayedState]) -> bool:
+        """Say whether a CUDA graph captures the reduction of ``recorded``."""
+        is_cuda = self._device_type == "cuda" or any(one.scale.is_cuda for one in recorded)
+        return is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def read_flags(self) -> None:
+        """Read the flags of the last reduction, unless they were read at once."""
+        if self._flags is not None:
+            flags, arrived = self._flags
+            self._flags = None
+            arrived.synchronize()
+            self._note(flags)
+
+    def _note(self, flags: torch.Tensor) -> None:
+        is_new, is_used, is_idle = flags.tolist()
+        self._is_announced = is_new > 0
+        self.has_idle_ranks |= is_used > 0 and is_idle > 0
+
+    def _reduce_agreed(
+        self, agreed: list[_Entry], foreign: set[int], *, is_used: bool, group: dist.ProcessGroup
+    ) -> list[DelayedState]:
+        """Reduce the layers ``agreed``, of which those of the orders ``foreign`` add nothing."""
+        states = self._states()
+        is_new = not {entry.order for entry in agreed}.issuperset(states)
+        members = [None if entry.order in foreign else states.get(entry.order) for entry in agreed]
+        flags = self._flags_tensor((is_new, is_used, not is_used))
+        newest = [
+            state.amax_history[0] if state is not None and slots else flags.new_zeros(slots)
+            for state, (_, slots) in zip(members, agreed, strict=True)
+        ]
+        flat = torch.cat([flags, *newest])
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+        flags, *reduced = torch.split(flat, [_NUM_FLAGS, *(slots for _, slots in agreed)])
+        if newest:
+            copy_all(newest, reduced)
+        self._keep(flags)
+        return [state for state in members if state is not None]
+
+    def _flags_tensor(self, flags: tuple[bool, ...]) -> torch.Tensor:
+        """Return ``flags`` on the device, where a copy from the host would wait for it."""
+        device = torch.device(self._device_type)
+        if device.type != "cpu":
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        values = torch.zeros(_NUM_FLAGS, dtype=torch.float32, device=device)
+        for at, flag in enumerate(flags):
+            if flag:
+                values[at].fill_(1.0)
+        return values
+
+    def _keep(self, flags: torch.Tensor) -> None:
+        """Read ``flags``, or start to copy them to the host."""
+        if flags.is_cpu:
+            self._note(flags)
+            return
+        copied = torch.empty(_NUM_FLAGS, dtype=torch.float32, device="cpu", pin_memory=True)
+        copied.copy_(flags, non_blocking=True)
+        arrived = torch.Event(flags.device)
+        arrived.record()
+        self._flags = copied, arrived
+
+    def _reduce_captured(
+        self, own: list[DelayedState], group: dist.ProcessGroup
+    ) -> list[DelayedState]:
+        """Reduce in a graph, which runs the same layers in each replay."""
+        slots = {entry.order: entry.slots for entry in self._agreed or ()}
+        for state in own:
+            if state.order not in slots:
+                raise UnsupportedError(
+                    f"{_USE}: a CUDA graph captures {state.owner} before the ranks have compared "
+                    f"their layers. Run it once before the capture."
+                )
+        newest = [state.amax_history[0] for state in own if slots[state.order]]
+        if newest:
+            flat = torch.cat(newest)
+            dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+            copy_all(newest, list(torch.split(flat, [part.numel() for part in newest])))
+        return own
+
+    def _agree(self, group: dist.ProcessGroup) -> list[_Entry]:
+        """Exchange the layers that each rank has used, and return their union."""
+        orders, states = orders_of_all(), self._states()
+        own = [
+            self._describe(at, states[order]) for at, order in enumerate(orders) if order in states
+        ]
+        said: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(said, _Used(len(orders), own), group=group)
+        union = _union(said)
+        if any(used.num_layers != len(orders) for used in said):
+            places = [layer.position for layer in own]  # all ranks use as many layers
+        else:
+            places = [layer.position for layer in union]
+        self._device_type = union[0].device_type if union else _device_type_of(group)
+        self._is_announced = False
+        return [_Entry(orders[at], layer.slots) for at, layer in zip(places, union, strict=True)]
+
+    def _states(self) -> dict[int, DelayedState]:
+        """Return the states that exist, by the order of their layers."""
+        self._used = {order: one for order, one in self._used.items() if one() is not None}
+        return {state.order: state for state in _existing([*self._used.values()])}
+
+    def _describe(self, position: int, state: DelayedState) -> _Layer:
+        """Return what the others have to know; a layer whose own ranks, which are this group,
+        reduce its amaxes anyway has none here."""
+        communicator, scale = state.communicator, state.scale
+        is_reduced = communicator is not None and communicator.reference is self._reference
+        return _Layer(position, state.owner, 0 if is_reduced else scale.numel(), scale.device.type)
+
+
+def _device_type_of(group: dist.ProcessGroup) -> str:
+    """Return a type of device whose tensors the group reduces."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or dist.get_backend(group) == "gloo":
+        return "cpu"
+    return accelerator.type
+
+
+def _union(said: Sequence[_Used]) -> list[_Layer]:
+    """Return the layers that any rank has used, by their positions.
+
+    Processes with other numbers of layers have to use the same ones, as positions do not tell then
+    which of them a rank skipped.
+
+    Raises:
+        OperandError: the layers differ.
+    """
+    if len({used.num_layers for used in said}) > 1:
+        for rank, used in enumerate(said):
+            _check_same(said[0].layers, used.layers, rank)
+        return said[0].layers
+    union: dict[int, tuple[int, _Layer]] = {}
+    for rank, used in enumerate(said):
+        for layer in used.layers:
+            first, known = union.setdefault(layer.position, (rank, layer))
+            if layer[1:3] != known[1:3]:
+                raise _difference(first, known, rank, layer)
+    return [layer for _, (_, layer) in sorted(union.items())]
+
+
+def _check_same(first: Sequence[_Layer], other: Sequence[_Layer], rank: int) -> None:
+    """Raise OperandError at the first layer in which rank 0 and ``rank`` differ."""
+    for one, another in itertools.zip_longest(first, other):
+        if one is None or another is None:
+            raise _difference(0, one, rank, another)
+        gaps = one.position - first[0].position, another.position - other[0].position
+        if one[1:3] != another[1:3] or gaps[0] != gaps[1]:
+            raise _difference(0, one, rank, another)
+
+
+def _difference(first: int, one: _Layer | None, second: int, other: _Layer | None) -> OperandError:
+    found = [
+        f"rank {rank} of the group has {'no other layer' if layer is None else layer.shown}"
+        for rank, layer in ((first, one), (second, other))
+    ]
+    return OperandError(
+        f"{_USE} reduces the amaxes of each layer over the ranks, whose layers differ: "
+        f"{', '.join(found)}. Every rank has to create the same layers in the same order; it may "
+        f"skip some of them in a step. Where a rank has layers of its own besides, all ranks have "
+        f"to run the same layers in the first step."
+    )
+
+
+class _Ways:
+    """Both ways of a group; ``waiting`` are backward states whose amaxes wait."""
+
+    def __init__(self, reference: GroupReference) -> None:
+        self.forward = _Reduction(reference)
+        self.backward = _Reduction(reference)
+        self.waiting: list[weakref.ref[DelayedState]] = []
+
+
+_groups: dict[GroupReference, _Ways] = {}
+
+
+def _of_group(reference: GroupReference) -> _Ways:
+    known = _groups.get(reference)
+    if known is None:
+        for gone in [one for one in _groups if one() is None]:
+            del _groups[gone]
+        known = _groups[reference] = _Ways(reference)
+    return known
+
+
+def _existing(references: Sequence[weakref.ref[DelayedState]]) -> list[DelayedState]:
+    found = (reference() for reference in references)
+    return [state for state in found if state is not None]

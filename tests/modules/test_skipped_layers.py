@@ -1,0 +1,299 @@
+"""Amaxes reduced over ranks that run different layers: two gloo processes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fp8core import GroupedLinear, Linear, OperandError, autocast, checkpoint, recipe
+from tests.ranks import run_ranks
+
+E4M3_MAX, E5M2_MAX = 448.0, 57344.0
+DELAYED = recipe.DelayedScaling(amax_history_len=4)
+
+
+def within(group: Any, chosen: recipe.Recipe = DELAYED) -> autocast:
+    return autocast(recipe=chosen, amax_reduction_group=group)
+
+
+def layers(count: int, **options: Any) -> list[Linear]:
+    return [Linear(8, 8, device="cpu", **options) for _ in range(count)]
+
+
+def run(layer: torch.nn.Module, value: float, *more: Any) -> torch.Tensor:
+    output: torch.Tensor = layer(torch.full((4, 8), value), *more)
+    return output.sum() * value
+
+
+def step(group: Any, used: dict[int, float], of: list[Linear]) -> None:
+    """Run the layers of these numbers on inputs and gradients of these values."""
+    with within(group):
+        losses = [run(of[at], value) for at, value in used.items()]
+    if losses:
+        torch.stack(losses).sum().backward()
+
+
+def amaxes(of: list[Linear], way: str = "fwd") -> list[float]:
+    """The amaxes of inputs, or of gradients, that the scales of the layers stand for."""
+    largest = E4M3_MAX if way == "fwd" else E5M2_MAX
+    found = [layer._buffers.get(f"scale_{way}") for layer in of]
+    # Rounded, as a scale is.
+    return [0.0 if one is None else round(largest / one[0].item(), 4) for one in found]
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[str]]:
+    """The collectives of torch.distributed that run within."""
+    names: list[str] = []
+
+    def noting(name: str) -> Callable[..., Any]:
+        plain = getattr(dist, name)
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            names.append(name)
+            return plain(*args, **kwargs)
+
+        return note
+
+    with contextlib.ExitStack() as stack:
+        for name in ("all_reduce", "all_gather_object"):
+            stack.enter_context(mock.patch.object(dist, name, noting(name)))
+        yield names
+
+
+def dropped(rank: int, group: Any) -> dict[str, Any]:
+    """Each rank skips another layer, in the first step and in later ones."""
+    three = layers(3)
+    step(group, [{0: 1.0, 1: 2.0}, {0: 3.0, 2: 8.0}][rank], three)
+    first = {"first": amaxes(three), "first bwd": amaxes(three, "bwd")}
+    step(group, [{2: 4.0}, {1: 7.0}][rank], three)
+    return {**first, "second": amaxes(three), "second bwd": amaxes(three, "bwd")}
+
+
+def idle(rank: int, group: Any) -> dict[str, Any]:
+    """Rank 1 runs no layer at all in the second step, and all in the third."""
+    two = layers(2)
+    step(group, {0: 1.0, 1: 2.0 + rank}, two)
+    step(group, [{0: 7.0, 1: 8.0}, {}][rank], two)
+    second = amaxes(two)
+    step(group, {0: 3.0, 1: 4.0}, two)
+    with within(group):
+        pass
+    return {"second": second, "third": amaxes(two), "third bwd": amaxes(two, "bwd")}
+
+
+def later(rank: int, group: Any) -> dict[str, Any]:
+    """Layers are made, and freed, between steps."""
+    some = layers(2)
+    step(group, {0: 1.0, 1: 2.0}, some)
+    some += layers(1)
+    step(group, {0: 1.0, 2: 3.0 + rank}, some)
+    del some[0]
+    gc.collect()
+    step(group, {0: 9.0 if rank else 5.0}, some)
+    return {"fwd": amaxes(some), "bwd": amaxes(some, "bwd")}
+
+
+def microbatches(rank: int, group: Any) -> dict[str, Any]:
+    """Two forwards and backwards in one autocast, of which each rank skips another one; the first
+    layer is recomputed."""
+    two = layers(2)
+    with within(group):
+        for at, batch in enumerate((1.0, 5.0)):
+            x = torch.full((4, 8), batch + rank, requires_grad=True)
+            y = checkpoint(two[0], x, use_reentrant=False)
+            (y.sum() + (two[1](x).sum() if at == rank else 0.0)).backward()
+    return {"fwd": amaxes(two), "bwd": amaxes(two, "bwd")}
+
+
+def two_groups(rank: int, group: Any) -> dict[str, Any]:
+    """A layer that one autocast runs in one group and one inside it in another."""
+    other, two = dist.new_group([0, 1]), layers(2)
+    for value in (1.0, 2.0):
+        with within(group):
+            run(two[0], value + rank)
+            with within(other):
+                if rank:
+                    run(two[1], 3 * value)
+        with within(other):
+            run(two[0], 2 * value + rank)
+    return {"fwd": amaxes(two)}
+
+
+def raised(group: Any, of: dict[torch.nn.Module, tuple[Any, ...]]) -> str:
+    try:
+        with within(group):
+            for layer, more in of.items():
+                run(layer, 1.0, *more)
+    except OperandError as error:
+        return str(error)
+    return "nothing"
+
+
+def linear() -> torch.nn.Module:
+    return Linear(8, 8, device="cpu")
+
+
+def grouped() -> torch.nn.Module:
+    return GroupedLinear(2, 8, 8, device="cpu")
+
+
+def differing(rank: int) -> dict[str, Any]:
+    """Ranks whose layers differ, in groups of their own."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    found = {"number": raised(groups[0], dict.fromkeys(layers(2 + rank), ()))}
+    gc.collect()
+    made = [make() for make in (linear, grouped)[:: -1 if rank else 1]]
+    arguments = {Linear: (), GroupedLinear: ([2, 2],)}
+    found["order"] = raised(groups[1], {layer: arguments[type(layer)] for layer in made})
+    del made
+    gc.collect()
+    same = layers(1)
+    step(groups[0], {0: 1.0 + rank}, same)
+    return {**found, "afterwards": amaxes(same)}
+
+
+def collectives(rank: int, group: Any) -> dict[str, Any]:
+    """How many collectives a step has after the first one."""
+    two = layers(2)
+    found: dict[str, Any] = {}
+    step(group, {0: 1.0, 1: 1.0}, two)
+    with counted() as names:
+        step(group, {0: 1.0, 1: 1.0}, two)
+    found["step"] = names
+    with counted() as names, torch.no_grad(), within(group):
+        run(two[0], 1.0)
+    found["evaluation"] = names
+    for name, other in {
+        "not reducing": recipe.DelayedScaling(amax_history_len=4, reduce_amax=False),
+        "no delayed scales": recipe.PerLayer({}, recipe.MXFP8BlockScaling()),
+    }.items():
+        with counted() as names, within(group, other):
+            run(layers(1)[0], 1.0).backward()
+        found[name] = names
+    column = layers(1, parallel_mode="column", tp_group=group, tp_size=2)
+    step(group, {0: 1.0 + rank}, column)
+    return {**found, "column": amaxes(column)}
+
+
+def work(rank: int) -> dict[str, Any]:
+    """Run every scenario as ``rank`` of two."""
+    torch.manual_seed(0)
+    scenarios = (dropped, idle, later, microbatches, two_groups, collectives)
+    found = {one.__name__: one(rank, dist.new_group([0, 1])) for one in scenarios}
+    return {**found, "differing": differing(rank)}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes found."""
+    return run_ranks(work, tmp_path_factory.mktemp("gloo"))
+
+
+def of_both(ranks: list[dict[str, Any]], scenario: str, name: str) -> Any:
+    first, second = (rank[scenario][name] for rank in ranks)
+    assert first == second
+    return first
+
+
+def test_a_layer_that_a_rank_skips_first_takes_the_amax_of_the_others(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert ranks[0]["dropped"]["first"] == [3.0, 2.0, 0.0]
+    assert ranks[1]["dropped"]["first"] == [3.0, 0.0, 8.0]
+
+
+def test_so_does_the_gradient_of_a_layer(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["dropped"]["first bwd"] == [3.0, 2.0, 0.0]
+    assert ranks[1]["dropped"]["first bwd"] == [3.0, 0.0, 8.0]
+
+
+@pytest.mark.parametrize("name", ["second", "second bwd"])
+def test_ranks_that_skip_different_layers_mix_no_amaxes(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    assert [rank["dropped"][name][0] for rank in ranks] == [3.0, 3.0]
+    # A layer that a rank had not used before begins there without the amaxes of the first step.
+    assert ranks[0]["dropped"][name][1:] == [7.0, 4.0]
+    assert ranks[1]["dropped"][name][1:] == [7.0, 8.0]
+
+
+def test_a_rank_that_runs_no_layer_takes_part(ranks: list[dict[str, Any]]) -> None:
+    assert of_both(ranks, "idle", "second") == [7.0, 8.0]
+    assert of_both(ranks, "idle", "third") == [7.0, 8.0]
+
+
+def test_gradients_wait_for_a_rank_that_has_run_no_layer(ranks: list[dict[str, Any]]) -> None:
+    assert of_both(ranks, "idle", "third bwd") == [7.0, 8.0]
+
+
+@pytest.mark.parametrize("way", ["fwd", "bwd"])
+def test_layers_that_are_made_or_freed_later_are_matched(
+    ranks: list[dict[str, Any]], way: str
+) -> None:
+    assert of_both(ranks, "later", way) == [9.0, 4.0]
+
+
+def test_microbatches_and_recomputes_are_matched(ranks: list[dict[str, Any]]) -> None:
+    assert of_both(ranks, "microbatches", "fwd") == [6.0, 6.0]
+    assert of_both(ranks, "microbatches", "bwd") == [1.0, 1.0]
+
+
+def test_a_layer_of_two_groups_is_reduced_in_that_of_its_autocast(
+    ranks: list[dict[str, Any]],
+) -> None:
+    first, second = (rank["two_groups"]["fwd"] for rank in ranks)
+    assert first[0] == second[0] == 5.0
+    assert second[1] == 6.0
+
+
+@pytest.mark.parametrize(
+    ("name", "difference"),
+    [
+        (
+            "number",
+            r"rank 0 of the group has no other layer, "
+            r"rank 1 of the group has Linear\(8, 8\) fwd with 3 amaxes",
+        ),
+        (
+            "order",
+            r"rank 0 of the group has Linear\(8, 8\) fwd with 3 amaxes .*, "
+            r"rank 1 of the group has GroupedLinear.* fwd with 6 amaxes",
+        ),
+    ],
+    ids=["number", "order"],
+)
+def test_layers_that_differ_raise_on_every_rank(
+    ranks: list[dict[str, Any]], name: str, difference: str
+) -> None:
+    message = of_both(ranks, "differing", name)
+    assert re.search(difference, message), message
+
+
+def test_the_group_goes_on_after_that(ranks: list[dict[str, Any]]) -> None:
+    assert of_both(ranks, "differing", "afterwards") == [2.0]
+
+
+def test_a_step_has_one_collective_for_each_way(ranks: list[dict[str, Any]]) -> None:
+    assert of_both(ranks, "collectives", "step") == ["all_reduce"] * 2
+
+
+@pytest.mark.parametrize("name", ["evaluation", "not reducing", "no delayed scales"])
+def test_what_records_nothing_that_is_reduced_has_no_collective(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    assert of_both(ranks, "collectives", name) == []
+
+
+def test_a_layer_over_the_ranks_of_the_group_is_reduced_by_them(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert of_both(ranks, "collectives", "column") == [2.0]
