@@ -25,6 +25,7 @@ from fp8core_backends.reference.attention_sequences import (
     excluded,
     sequences_of,
 )
+from fp8core_backends.reference.products import product
 from fp8core_backends.reference.quantize import dequantize, quantize
 
 __all__ = ["attention", "attention_backward"]
@@ -83,7 +84,7 @@ def attention(
     weights = _drop(desc, softmax.weights, rng)
     if desc.s is not None:
         weights = _rounded(desc.s, weights, s_scale, s_amax_out)
-    products = weights @ values
+    products = product(weights, values)
     if desc.out is None:
         products = products.to(desc.dtype)
     out = sequences.queries.in_layout(products, desc.layout)
@@ -144,8 +145,8 @@ def attention_backward(
     kept = _drop(forward, weights, rng)
     if forward.s is not None:
         kept = _rounded(forward.s, kept, s_scale, None)
-    grad_values = kept.mT @ grad
-    grad_weights = _drop(forward, grad @ values.mT, rng)
+    grad_values = product(kept.mT, grad)
+    grad_weights = _drop(forward, product(grad, values.mT), rng)
     if isinstance(desc, AttentionPartBackwardDesc):
         whole = sequences.queries.dense(out, forward.layout).to(values.dtype)
         row_sums = (grad * whole).sum(-1)
@@ -162,7 +163,9 @@ def attention_backward(
         groups = x.reshape(size).sum(2).to(forward.dtype)
         return sequences.keys.in_layout(groups, forward.layout)
 
-    grad_q = sequences.queries.in_layout((grad_products @ keys).to(forward.dtype), forward.layout)
+    grad_q = sequences.queries.in_layout(
+        product(grad_products, keys).to(forward.dtype), forward.layout
+    )
     grad_bias = None
     if desc.bias_grad:
         assert bias is not None
@@ -174,7 +177,13 @@ def attention_backward(
         sink = torch.exp(softmax_offset.to(log_sums.dtype)[:, None] - log_sums)
         of_sink = -sink * row_sums
         grad_offset = of_sink.masked_fill(log_sums == -torch.inf, 0).sum((0, 2))
-    return grad_q, shared(grad_products.mT @ queries), shared(grad_values), grad_bias, grad_offset
+    return (
+        grad_q,
+        shared(product(grad_products.mT, queries)),
+        shared(grad_values),
+        grad_bias,
+        grad_offset,
+    )
 
 
 def _values(spec: OperandSpec | None, x: torch.Tensor | Operand) -> torch.Tensor:
@@ -242,7 +251,7 @@ def _logits(
     alibi_slopes: torch.Tensor | None,
     mask: torch.Tensor | None,
 ) -> _Logits:
-    logits = queries @ keys.mT
+    logits = product(queries, keys.mT)
     if desc.bias == "pre_scale":
         assert bias is not None
         logits = logits + bias.to(logits.dtype)

@@ -15,6 +15,7 @@ from fp8core.backend_api import (
     OperandSpec,
     split_groups,
 )
+from fp8core_backends.reference.products import product
 from fp8core_backends.reference.quantize import bounds_of, dequantize_float32
 
 __all__ = ["gemm", "grouped_gemm"]
@@ -81,8 +82,8 @@ def grouped_gemm(
 def _float32_gemm(
     desc: GemmDesc, a: Operand, b: Operand, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    product = _values(desc.a, a) @ _values(desc.b, b).t()  # [m, k] x [n, k] -> [m, n]
-    return product if bias is None else product.add_(bias.to(product.dtype))
+    d = product(_values(desc.a, a), _values(desc.b, b).t())  # [m, k] x [n, k] -> [m, n]
+    return d if bias is None else d.add_(bias.to(d.dtype))
 
 
 def _values(spec: OperandSpec | None, operand: Operand) -> torch.Tensor:
@@ -93,7 +94,7 @@ def _values(spec: OperandSpec | None, operand: Operand) -> torch.Tensor:
     return operand.data.to(wide)
 
 
-def _store(product: torch.Tensor, desc: GemmDesc, out: torch.Tensor | None) -> torch.Tensor:
+def _store(d: torch.Tensor, desc: GemmDesc, out: torch.Tensor | None) -> torch.Tensor:
     if out is None:
-        return product.to(desc.out_dtype)
-    return out.copy_(product.add_(out) if desc.accumulate else product)
+        return d.to(desc.out_dtype)
+    return out.copy_(d.add_(out) if desc.accumulate else d)

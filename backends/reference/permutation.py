@@ -31,7 +31,9 @@ def _by_experts(routing: torch.Tensor) -> torch.Tensor:
     """Return the rows ``[t, k]``, expert by expert; negative for an expert that is negative."""
     experts = routing.flatten().long()
     order = experts.argsort(stable=True)
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)).to(order))
+    places = torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), device=order.device)
+    )
     return (places - (experts < 0).sum()).reshape(routing.shape)
 
 

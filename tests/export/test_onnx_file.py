@@ -211,20 +211,27 @@ def test_a_file_of_no_rows_returns_none(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def transformer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sequence[Any], Sequence[Any]]:
-    """What a model with a Transformer layer gives, in fp8core and in onnxruntime."""
+def transformer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sequence[Any], ...]:
+    """What a model with a Transformer layer gives, in fp8core and in onnxruntime, and its nodes."""
     torch.manual_seed(0)
     model, x = te.prepare(Model().eval()), torch.randn(8, 2, 32)
     path = tmp_path_factory.mktemp("transformer") / "model.onnx"
     to_onnx(model, (torch.randn(8, 2, 32),), path, MIXED)
     with torch.no_grad(), te.use_backend("reference"), te.autocast(recipe=MIXED):
-        return model(x), run(path, x)
+        return model(x), run(path, x), onnx.load(path).graph.node
 
 
 @pytest.mark.parametrize("at", [0, 1], ids=["transformer_layer", "grouped_linear"])
 def test_a_transformer_model_equals_forward(transformer: Any, at: int) -> None:
-    want, results = transformer
+    want, results, _ = transformer
     assert distance(results[at], want[at]) < BOUND
+
+
+def test_attention_multiplies_in_float32(transformer: Any) -> None:
+    casts = [node for node in transformer[2] if node.op_type == "Cast"]
+    targets = {attribute.i for node in casts for attribute in node.attribute}
+    assert targets
+    assert onnx.TensorProto.DOUBLE not in targets
 
 
 # What is refused, by name
