@@ -20,6 +20,12 @@ from fp8core_backends.reference.quantize import bounds_of, dequantize_float32
 
 __all__ = ["gemm", "grouped_gemm"]
 
+# Without AVX-512 torch multiplies half-precision matrices in plain loops, which take ten to forty
+# times as long as the product in float32 with its casts (docs/measured.md).
+_HAS_SLOW_HALF = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+_ROWS_WORTH_A_CAST = 16
+"""With fewer the cast of the other matrix takes longer than the product."""
+
 
 def gemm(
     desc: GemmDesc,
@@ -31,7 +37,8 @@ def gemm(
 ) -> torch.Tensor:
     """``d[m, n] = a[m, k] @ b[n, k].T + bias``; see the backend API."""
     is_plain = not desc.low_precision and a.data.dtype == b.data.dtype == desc.out_dtype
-    if is_plain and out is None and (bias is None or bias.dtype == desc.out_dtype):
+    is_torch_product = is_plain and out is None and (bias is None or bias.dtype == desc.out_dtype)
+    if is_torch_product and not _is_slow_in_half(a.data):
         # [m, k] x [n, k] -> [m, n]: torch's own kernel, which also accumulates in float32
         return torch.nn.functional.linear(a.data, b.data, bias)
     return _store(_float32_gemm(desc, a, b, bias), desc, out)
@@ -77,6 +84,12 @@ def grouped_gemm(
     if not desc.accumulate:
         out[bounds[-1] :] = 0
     return out
+
+
+def _is_slow_in_half(x: torch.Tensor) -> bool:
+    """Whether torch multiplies ``x [m, k]`` faster after a cast to float32."""
+    is_half_on_cpu = x.dtype.itemsize == 2 and x.device.type == "cpu"
+    return _HAS_SLOW_HALF and is_half_on_cpu and x.shape[0] >= _ROWS_WORTH_A_CAST
 
 
 def _float32_gemm(
