@@ -42,7 +42,7 @@ from fp8core.modules.attention_inputs import (
     lengths_of,
     unpacked,
 )
-from fp8core.modules.attention_masks import MASK_TYPES, Mask, mask_of, mask_type_of
+from fp8core.modules.attention_masks import MASK_TYPES, UNLIMITED, Mask, mask_of, mask_type_of
 from fp8core.modules.bind import bind
 from fp8core.modules.bound import Bound
 from fp8core.modules.context_group import ContextGroup, check_context
@@ -439,6 +439,26 @@ class DotProductAttention(ParallelModule):
                 f"lengths; expected one of {expected}."
             )
         return mask
+
+    def refuse_positions(
+        self, mask_type: str | None, window_size: tuple[int, int] | None, bias_type: str
+    ) -> None:
+        """Refuse what depends on where queries are among the keys, for the queries of a step whose
+        keys are not those of its cache; the arguments are those of a call.
+
+        Raises:
+            UnsupportedError: a causal mask, a window or ALiBi.
+        """
+        mask = self._mask(self.qkv_format, mask_type, window_size, None, bias_type)
+        if mask.window == UNLIMITED and bias_type != "alibi":
+            return
+        asked = "ALiBi" if bias_type == "alibi" else f"a causal mask or window {mask.window}"
+        raise UnsupportedError(
+            f"{_Owner(self)}: {asked} in cross attention with inference_params is not offered: a "
+            f"step has some of the queries, whose positions among the encoder's keys follow from "
+            f"all. Use 'no_mask' or 'padding' without a window, or leave out inference_params and "
+            f"give all queries."
+        )
 
     def _lengths(
         self, layout: str, mask: Mask, qkv: Qkv, padding_mask: PaddingMask, given: Lengths

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fp8core.errors import OperandError, did_you_mean
 
-__all__ = ["MASK_TYPES", "Mask", "MaskType", "mask_of", "mask_type_of"]
+__all__ = ["MASK_TYPES", "UNLIMITED", "Mask", "MaskType", "mask_of", "mask_type_of"]
 
 Window = tuple[int, int]
 UNLIMITED: Window = (-1, -1)

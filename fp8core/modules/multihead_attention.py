@@ -351,8 +351,14 @@ class MultiheadAttention(torch.nn.Module):
 
         Raises:
             OperandError: tensors that do not fit, or an encoder output that is missing or unused.
+            UnsupportedError: cross attention with ``inference_params`` and a causal mask, a window
+                or ALiBi, as a step does not say where its queries are among the keys.
         """
         self._check_encoder_output(encoder_output)
+        if self.attention_type == "cross" and inference_params is not None:
+            self.core_attention.refuse_positions(
+                attn_mask_type, window_size, core_attention_bias_type
+            )
         joins = (
             is_first_microbatch is None
             and not checkpoint_core_attention
