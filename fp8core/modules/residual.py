@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from fp8core.communicator import named
 from fp8core.errors import OperandError
 
-__all__ = ["DropPath", "check_rate"]
+__all__ = ["DropPath", "SampleSplit", "check_rate"]
 
 _BATCH_DIM = {"sbhd": 1, "bshd": 0}
 
@@ -22,9 +25,26 @@ def check_rate(owner: str, name: str, value: float) -> float:
     return value
 
 
+class SampleSplit(NamedTuple):
+    """How ranks share the tokens of samples.
+
+    ``groups`` are the names of the groups whose ranks have tokens of the same samples. In thd each
+    rank has one ``parts``-th of each sample, one sample after the other, and of those the rows of
+    number ``at`` of equally many.
+    """
+
+    groups: tuple[str, ...] = ()
+    parts: int = 1
+    at: int = 0
+
+
+_WHOLE = SampleSplit()
+
+
 class DropPath(torch.nn.Module):
     """Stochastic depth: in training a sample's branch is zero with probability ``rate``, and is
-    multiplied by ``1 / (1 - rate)`` otherwise. torch's generator decides.
+    multiplied by ``1 / (1 - rate)`` otherwise. torch's generator decides; that of the first of the
+    ranks that share a sample.
 
     Args:
         rate: the probability.
@@ -38,33 +58,48 @@ class DropPath(torch.nn.Module):
         self.rate = check_rate("DropPath", "rate", rate)
         self.layout = layout
 
-    def forward(self, branch: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        branch: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        split: SampleSplit = _WHOLE,
+    ) -> torch.Tensor:
         """Drop samples of ``branch``: ``[s, b, n]``, ``[b, s, n]`` or, in thd, ``[t, n]``, where
-        ``cu_seqlens [b + 1]`` says which tokens are a sample's.
+        ``cu_seqlens [b + 1]`` says which tokens of whole samples are a sample's.
 
         Raises:
             OperandError: thd without ``cu_seqlens``.
         """
         if not self.rate or not self.training:
             return branch
-        return torch.where(self._is_kept(branch, cu_seqlens), branch / (1 - self.rate), 0)
+        return torch.where(self._is_kept(branch, cu_seqlens, split), branch / (1 - self.rate), 0)
 
-    def _is_kept(self, branch: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    def _is_kept(
+        self, branch: torch.Tensor, cu_seqlens: torch.Tensor | None, split: SampleSplit
+    ) -> torch.Tensor:
         if self.layout in _BATCH_DIM:
             dim = _BATCH_DIM[self.layout]
             sizes = [1] * branch.dim()
             sizes[dim] = branch.shape[dim]
-            return torch.rand(sizes, device=branch.device) >= self.rate
+            return self._draw(branch.shape[dim], branch.device, split).view(sizes)
         if cu_seqlens is None:
             raise OperandError(
                 f"DropPath(layout={self.layout!r}) drops whole sequences; cu_seqlens_q says where "
                 f"they begin, and it is None."
             )
-        num_samples = cu_seqlens.numel() - 1
-        is_kept = torch.rand(num_samples, device=branch.device) >= self.rate
-        tokens = torch.arange(branch.shape[0], device=branch.device)
-        sample = torch.bucketize(tokens, cu_seqlens.to(branch.device)[1:], right=True)
+        num_samples, rows = cu_seqlens.numel() - 1, branch.shape[0]
+        is_kept = self._draw(num_samples, branch.device, split)
+        tokens = torch.arange(split.at * rows, (split.at + 1) * rows, device=branch.device)
+        ends = cu_seqlens.to(branch.device)[1:] // split.parts
+        sample = torch.bucketize(tokens, ends, right=True)
         return is_kept[sample.clamp(max=num_samples - 1)].unsqueeze(-1)
+
+    def _draw(self, num_samples: int, device: torch.device, split: SampleSplit) -> torch.Tensor:
+        """Return which samples are kept, the same on all ranks that share them."""
+        drawn = torch.rand(num_samples, device=device)
+        for group in split.groups:
+            drawn = named(group).gather(drawn, "dropped samples").wait()[:num_samples]
+        return drawn >= self.rate
 
     def extra_repr(self) -> str:
         """Return the rate."""

@@ -17,7 +17,7 @@ from fp8core.modules.norm import LayerNorm, RMSNorm
 from fp8core.modules.parallel import set_group
 from fp8core.modules.parameters import InitMethod
 from fp8core.modules.refusals import refuse_arguments
-from fp8core.modules.residual import DropPath, check_rate
+from fp8core.modules.residual import DropPath, SampleSplit, check_rate
 from fp8core.modules.transformer_chain import TransformerChain, TransformerParts
 
 __all__ = ["LAYER_TYPES", "TransformerLayer"]
@@ -398,8 +398,15 @@ class TransformerLayer(torch.nn.Module):
         if self.hidden_dropout and self.training:
             branch = torch.nn.functional.dropout(branch, self.hidden_dropout)
         if self.drop_path is not None:
-            branch = self.drop_path(branch, samples)
+            branch = self.drop_path(branch, samples, self._sample_split())
         return branch, residual
+
+    def _sample_split(self) -> SampleSplit:
+        """Return how ranks share the tokens of samples outside of the blocks."""
+        attention = self.self_attention.core_attention
+        context, tensor = attention.context_group, attention.parallel
+        groups = context.names if tensor.size == 1 else (*context.names, tensor.group)
+        return SampleSplit(groups, context.size, tensor.rank if tensor.sequence else 0)
 
     def _check_encoder_arguments(
         self, encoder_output: torch.Tensor | None, enc_dec_attn_mask: object

@@ -293,6 +293,45 @@ def recipes(group: dist.ProcessGroup, rank: int, way: str) -> dict[str, str]:
     }
 
 
+def kept_samples(pair: dist.ProcessGroup, rank: int, way: str, layout: str) -> list[list[bool]]:
+    """By sample, which of this rank's tokens a layer with dropped paths keeps; each rank draws
+    other numbers. ``way``: its tokens are shared by context or by sequence parallelism."""
+    spread = {
+        "context": {},
+        "sequence": {"tp_group": pair, "sequence_parallel": True, "set_parallel_mode": True},
+    }
+    layer = fp8core.TransformerLayer(
+        64,
+        128,
+        4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        drop_path_rate=0.5,
+        parallel_attention_mlp=True,
+        self_attn_mask_type="padding" if layout == "thd" else "no_mask",
+        attn_input_format=layout,
+        device="cpu",
+        **spread[way],
+    )
+    if way == "context":
+        layer.set_context_parallel_group(pair, None, None, "p2p")
+    # Eight samples of four or eight tokens.
+    starts = torch.tensor([0, 8, 12, 20, 24, 32, 36, 44, 48], dtype=torch.int32)
+    sample = torch.bucketize(torch.arange(48), starts[1:], right=True)
+    given: dict[str, Any] = {"cu_seqlens_q": starts, "max_seqlen_q": 8}
+    if layout != "thd":
+        sample, given = torch.arange(8).expand(4, 8), {}
+    if way == "context":
+        packed = starts if layout == "thd" else None
+        sample = get_batch_on_this_cp_rank(sample, pair, 0, packed)
+    else:
+        sample = sample.chunk(2)[rank]
+    torch.manual_seed(rank)
+    x = torch.randn(*sample.shape, 64)
+    is_kept = (layer(x, **given) != x).all(-1)
+    return [is_kept[sample == at].tolist() for at in range(8)]
+
+
 def without_tokens(group: dist.ProcessGroup, way: str) -> list[int]:
     """The shape of the gradient of an input that has no tokens."""
     layer = layer_of(CASES["causal"])
@@ -348,6 +387,9 @@ def work(rank: int) -> dict[str, Any]:
             found[f"compiled {way}"] = compiled(pair, rank % 2, way)
         found[f"recipes {way}"] = recipes(pair, rank % 2, way)
         found[f"largest {way}"] = largest(pair, rank % 2, way)
+    for way in ("context", "sequence"):
+        for layout in ("thd", "sbhd"):
+            found[f"kept {way} {layout}"] = kept_samples(pair, rank % 2, way, layout)
     layer = block()
     layer.set_context_parallel_group(pair, None, None, "p2p")
     x = get_batch_on_this_cp_rank(block_input(), pair)

@@ -221,6 +221,18 @@ def test_recipes_that_differ_are_named_on_every_rank(
         assert f"recipe: {second}" in second_rank
 
 
+@pytest.mark.parametrize("way", ["context", "sequence"])
+@pytest.mark.parametrize("layout", ["thd", "sbhd"])
+def test_a_dropped_path_drops_whole_samples(
+    ranks: list[dict[str, Any]], way: str, layout: str
+) -> None:
+    by_rank = [rank[f"kept {way} {layout}"] for rank in ranks[:2]]
+    tokens = [first + second for first, second in zip(*by_rank, strict=True)]
+    assert {sum(map(len, tokens))} == {48 if layout == "thd" else 32}
+    assert all(len(set(one)) == 1 for one in tokens)
+    assert {one[0] for one in tokens} == {True, False}
+
+
 def test_batches_are_split_and_joined_again(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["helpers"] for rank in ranks[:2])
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH)
