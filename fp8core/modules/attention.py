@@ -47,7 +47,7 @@ from fp8core.modules.bind import bind
 from fp8core.modules.bound import Bound
 from fp8core.modules.context_group import ContextGroup, check_context
 from fp8core.modules.inference import InferenceParams
-from fp8core.modules.parallel import ParallelModule
+from fp8core.modules.parallel import ParallelModule, mark_weight
 from fp8core.modules.parameters import fill, resolve_device
 from fp8core.modules.run import remember, run_again, run_links
 from fp8core.recipe.plan import AttentionPlan
@@ -158,6 +158,8 @@ class DotProductAttention(ParallelModule):
         if softmax_type == "learnable":
             offset = torch.empty(self.heads.heads, device=resolve_device(device))
             self.softmax_offset = torch.nn.Parameter(offset.float())
+            if self.tp_size > 1:
+                mark_weight(self.softmax_offset, 0)
         else:
             self.register_parameter("softmax_offset", None)
         self._fill_parameters()

@@ -218,6 +218,7 @@ class MultiheadAttention(torch.nn.Module):
             device=device,
             dtype=params_dtype,
             name=name,
+            splits_heads=size > 1,
         )
         self.core_attention = core_attention
         self.proj = Linear(

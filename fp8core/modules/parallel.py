@@ -228,7 +228,7 @@ def mark_weight(parameter: torch.Tensor | None, dim: int) -> None:
 
 def mark_norm(parameters: Iterable[torch.Tensor | None], sequence_parallel: bool) -> None:
     """Set the attribute by which Megatron knows a parameter whose gradient it has to sum over
-    ranks, as each sees some of the rows."""
+    ranks, as each sees some of the rows or heads."""
     for parameter in parameters:
         if parameter is not None:
             vars(parameter).update(sequence_parallel=sequence_parallel)

@@ -37,10 +37,12 @@ def make_qk_norms(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
     name: str | None,
+    splits_heads: bool,
 ) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
     """Return the norms of queries and of keys; both None if ``kind`` is.
 
     ``name`` is that of the attention layer, in which they are ``q_norm`` and ``k_norm``.
+    ``splits_heads``: each rank of a group has some of the heads, and the gradients of those alone.
 
     Raises:
         RecipeError: an unknown kind; lists the known.
@@ -61,6 +63,7 @@ def make_qk_norms(
             eps,
             params_dtype=dtype,
             device=device,
+            sequence_parallel=splits_heads,
             name=None if name is None else f"{name}.{part}",
         )
         for part in ("q_norm", "k_norm")
