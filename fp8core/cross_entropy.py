@@ -36,8 +36,8 @@ def parallel_cross_entropy(
     """Return the cross entropy of each position, or its mean; float32, float64 from float64.
 
     Computed in that precision: ``(1 - s) * (log_sum - inp[target]) + s * (log_sum - inp.mean())``
-    with ``s = label_smoothing`` and the logarithm of the summed exponentials. ``inp`` is kept for
-    backward as it is, neither copied nor written.
+    with ``s = label_smoothing`` and the logarithm of the summed exponentials, from the differences
+    of logits to the largest one. ``inp`` is kept for backward as it is, neither copied nor written.
 
     Args:
         inp: logits ``[..., classes]``.
@@ -124,18 +124,18 @@ class _Losses(torch.autograd.Function):
     def forward(
         ctx: Any, values: tuple[torch.dtype, float, int], x: torch.Tensor, target: torch.Tensor
     ) -> torch.Tensor:
-        loss, log_sum = bound(CrossEntropyDesc, values, x.device)(x, target)
-        ctx.save_for_backward(x, target, log_sum)
+        loss, *sums = bound(CrossEntropyDesc, values, x.device)(x, target)
+        ctx.save_for_backward(x, target, *sums)
         ctx.values = values
         return loss  # type: ignore[no-any-return]  # bound callables are untyped
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:
-        x, target, log_sum = ctx.saved_tensors
+        x, target, *sums = ctx.saved_tensors
         if torch.is_grad_enabled():
             run = in_torch(CrossEntropyDesc, ctx.values, x.device)
             (grad_x,) = derivatives(lambda x: run(x, target)[:1], (x,), (grad,))
         else:
             run = bound(CrossEntropyBackwardDesc, ctx.values, x.device)
-            grad_x = run(grad, x, target, log_sum)
+            grad_x = run(grad, x, target, *sums)
         return None, grad_x, None

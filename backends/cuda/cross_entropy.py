@@ -59,8 +59,10 @@ class CrossEntropy(_CrossEntropy):
         super().__init__(desc, device, native)
         self.kernel = "fp8core::log_sums"
 
-    def __call__(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``loss`` and ``log_sum``; see the backend API.
+    def __call__(
+        self, x: torch.Tensor, target: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return ``loss``, ``largest`` and ``log_sum``; see the backend API.
 
         Raises:
             OperandError: a tensor of another dtype, shape or device than the kernel reads.
@@ -69,13 +71,14 @@ class CrossEntropy(_CrossEntropy):
         rows, cols = x.shape
         x, stride = adjacent_columns(x)
         loss = self._empty((rows,), (1,), torch.float32)
+        largest = self._empty((rows,), (1,), torch.float32)
         log_sum = self._empty((rows,), (1,), torch.float32)
         targets = (target.data_ptr(), target.stride(0) if rows else 1)
-        results = (loss.data_ptr(), log_sum.data_ptr())
+        results = (loss.data_ptr(), largest.data_ptr(), log_sum.data_ptr())
         self._native_loss(
             (x.data_ptr(), rows, cols, stride, *targets, *results), raw_stream(self._index)
         )
-        return loss, log_sum
+        return loss, largest, log_sum
 
 
 class CrossEntropyBackward(_CrossEntropy):
@@ -88,7 +91,12 @@ class CrossEntropyBackward(_CrossEntropy):
         self.kernel = "fp8core::gradients"
 
     def __call__(
-        self, grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, log_sum: torch.Tensor
+        self,
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        target: torch.Tensor,
+        largest: torch.Tensor,
+        log_sum: torch.Tensor,
     ) -> torch.Tensor:
         """Return ``grad_x``; see the backend API.
 
@@ -96,7 +104,7 @@ class CrossEntropyBackward(_CrossEntropy):
             OperandError: a tensor of another dtype, shape or device than the kernel reads.
         """
         self._check(x, target)
-        for one in (grad, log_sum):
+        for one in (grad, largest, log_sum):
             if one.dtype != torch.float32 or one.shape != x.shape[:1] or one.device != x.device:
                 raise OperandError(
                     f"cross_entropy_backward: {one.dtype} {list(one.shape)} on {one.device}; "
@@ -104,12 +112,14 @@ class CrossEntropyBackward(_CrossEntropy):
                 )
         rows, cols = x.shape
         x, stride = adjacent_columns(x)
-        log_sum = log_sum.contiguous()  # held until the kernel is enqueued
+        # Held until the kernel is enqueued.
+        largest, log_sum = largest.contiguous(), log_sum.contiguous()
         grad_x = self._empty((rows, cols), (max(cols, 1), 1), self._desc.dtype)
         targets = (target.data_ptr(), target.stride(0) if rows else 1)
-        of_loss = (log_sum.data_ptr(), grad.data_ptr(), grad.stride(0) if rows else 1)
+        sums = (largest.data_ptr(), log_sum.data_ptr())
+        of_loss = (grad.data_ptr(), grad.stride(0) if rows else 1)
         self._native_loss.backward(
-            (x.data_ptr(), rows, cols, stride, *targets, *of_loss, grad_x.data_ptr()),
+            (x.data_ptr(), rows, cols, stride, *targets, *sums, *of_loss, grad_x.data_ptr()),
             raw_stream(self._index),
         )
         return grad_x

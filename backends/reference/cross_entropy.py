@@ -11,16 +11,18 @@ __all__ = ["cross_entropy", "cross_entropy_backward"]
 
 def cross_entropy(
     desc: CrossEntropyDesc, x: torch.Tensor, target: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``loss [t]`` and ``log_sum [t]``; see the backend API."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ``loss``, ``largest`` and ``log_sum``, each ``[t]``; see the backend API."""
     values, smoothing = _wide(x), desc.label_smoothing
-    log_sum = values.logsumexp(-1)
+    largest = values.detach().amax(-1)  # a constant: the loss is the same for any other number
+    below = largest[:, None] - values
+    log_sum = (-below).exp().sum(-1).log()
     is_class = (target >= 0) & (target < x.shape[1])
-    at_target = values.gather(1, torch.where(is_class, target, 0)[:, None])[:, 0]
-    loss = log_sum - torch.where(is_class, at_target, -torch.inf)
+    at_target = below.gather(1, torch.where(is_class, target, 0)[:, None])[:, 0]
+    loss = torch.where(is_class, at_target, torch.inf)
     if smoothing:
-        loss = (1 - smoothing) * loss + smoothing * (log_sum - values.mean(-1))
-    return torch.where(target == desc.ignore_index, 0, loss), log_sum
+        loss = (1 - smoothing) * loss + smoothing * below.mean(-1)
+    return torch.where(target == desc.ignore_index, 0, loss + log_sum), largest, log_sum
 
 
 def cross_entropy_backward(
@@ -28,13 +30,14 @@ def cross_entropy_backward(
     grad: torch.Tensor,
     x: torch.Tensor,
     target: torch.Tensor,
+    largest: torch.Tensor,
     log_sum: torch.Tensor,
 ) -> torch.Tensor:
     """Return ``grad_x [t, v]``; see the backend API."""
     values, smoothing = _wide(x), desc.label_smoothing
     is_class = (target >= 0) & (target < x.shape[1])
     part = is_class.to(values.dtype) * (1 - smoothing)
-    slope = (values - log_sum[:, None]).exp() - smoothing / x.shape[1]
+    slope = (values - largest[:, None] - log_sum[:, None]).exp() - smoothing / x.shape[1]
     at_target = torch.where(is_class, target, 0)[:, None]
     slope = slope.scatter_add(1, at_target, -part[:, None])
     is_ignored = (target == desc.ignore_index)[:, None]

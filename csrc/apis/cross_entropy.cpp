@@ -23,6 +23,7 @@ void cross_entropy(const CrossEntropyDesc& desc, const CrossEntropyArguments& ar
   check_logits("cross_entropy", arguments.x, arguments.target);
   if (arguments.x.rows == 0) return;
   FP8CORE_CHECK_ADDRESS(arguments.loss, "cross_entropy: loss");
+  FP8CORE_CHECK_ADDRESS(arguments.largest, "cross_entropy: largest");
   FP8CORE_CHECK_ADDRESS(arguments.log_sum, "cross_entropy: log_sum");
   launch_cross_entropy(desc, arguments, as_stream(stream));
 }
@@ -31,6 +32,7 @@ void cross_entropy_backward(const CrossEntropyDesc& desc,
                             const CrossEntropyBackwardArguments& arguments, StreamHandle stream) {
   check_logits("cross_entropy_backward", arguments.x, arguments.target);
   if (arguments.x.rows == 0) return;
+  FP8CORE_CHECK_ADDRESS(arguments.largest, "cross_entropy_backward: largest");
   FP8CORE_CHECK_ADDRESS(arguments.log_sum, "cross_entropy_backward: log_sum");
   FP8CORE_CHECK_ADDRESS(arguments.grad, "cross_entropy_backward: the gradient of the loss");
   FP8CORE_CHECK_ADDRESS(arguments.grad_x, "cross_entropy_backward: the result");

@@ -14,13 +14,17 @@ __all__ = ["CrossEntropyBackwardDesc", "CrossEntropyDesc"]
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropyDesc:
-    """``cross_entropy(x, target) -> (loss, log_sum)`` of logits ``x [t, v]`` in ``dtype``.
+    """``cross_entropy(x, target) -> (loss, largest, log_sum)`` of logits ``x [t, v]`` in ``dtype``.
 
-    ``target [t]`` is int64. Both results are float32 ``[t]`` (float64 from float64), computed in
-    that precision: ``log_sum = log(sum(exp(x)))``, without overflow, and with
-    ``s = label_smoothing``::
+    ``target [t]`` is int64. The results are float32 ``[t]`` (float64 from float64), computed in
+    that precision, and with ``s = label_smoothing``::
 
-        loss = (1 - s) * (log_sum - x[target]) + s * (log_sum - mean(x))
+        largest = max(x)
+        log_sum = log(sum(exp(x - largest)))
+        loss = (1 - s) * (largest - x[target]) + s * mean(largest - x) + log_sum
+
+    One number would not do for ``largest`` and ``log_sum``: their sum is rounded to the precision
+    of the larger one, by which every probability would be off.
 
     ``loss`` is 0 where the target is ``ignore_index``, and inf where it is another number outside
     of 0 to v - 1: the host does not read targets, and they must be no addresses.
@@ -38,12 +42,12 @@ class CrossEntropyDesc:
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropyBackwardDesc:
-    """``cross_entropy_backward(grad, x, target, log_sum) -> grad_x [t, v]`` in ``dtype``.
+    """``cross_entropy_backward(grad, x, target, largest, log_sum) -> grad_x [t, v]`` in ``dtype``.
 
     From ``grad [t]``, the gradient of ``loss`` in its dtype and of any stride, with
     ``s = label_smoothing``::
 
-        grad_x = grad * (exp(x - log_sum) - (1 - s) * one_hot(target) - s / v)
+        grad_x = grad * (exp(x - largest - log_sum) - (1 - s) * one_hot(target) - s / v)
 
     Zeros where the target is ``ignore_index``; the one_hot of another number outside of 0 to v - 1
     is zeros. Computed in float32 (float64 from float64), rounded once.

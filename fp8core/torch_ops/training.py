@@ -138,7 +138,7 @@ def _router_backward(
 
 
 def _cross_entropy_shapes(x: torch.Tensor) -> list[ResultShape]:
-    return [ResultShape((x.shape[0],), _wide(x.dtype))] * 2
+    return [ResultShape((x.shape[0],), _wide(x.dtype))] * 3
 
 
 @define(
@@ -150,17 +150,19 @@ def _cross_entropy(text: str, x: torch.Tensor, target: torch.Tensor) -> list[tor
 
 
 @define(
-    "(str operation, Tensor grad, Tensor x, Tensor target, Tensor log_sum) -> Tensor",
-    lambda text, grad, x, target, log_sum: ResultShape(tuple(x.shape), x.dtype).empty(x.device),
+    "(str operation, Tensor grad, Tensor x, Tensor target, Tensor largest, Tensor log_sum) "
+    "-> Tensor",
+    lambda text, grad, x, *_: ResultShape(tuple(x.shape), x.dtype).empty(x.device),
 )
 def _cross_entropy_backward(
     text: str,
     grad: torch.Tensor,
     x: torch.Tensor,
     target: torch.Tensor,
+    largest: torch.Tensor,
     log_sum: torch.Tensor,
 ) -> torch.Tensor:
-    result = bound(text, x.device)(grad, x, target, log_sum)
+    result = bound(text, x.device)(grad, x, target, largest, log_sum)
     return settle_all([result], [ResultShape(tuple(x.shape), x.dtype)])[0]
 
 

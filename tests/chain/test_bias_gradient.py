@@ -10,7 +10,7 @@ import torch
 
 import fp8core
 from fp8core import ops, recipe
-from fp8core.backend_api import OPTIONAL_OPS, OpDesc, QuantizeDesc
+from fp8core.backend_api import API_VERSION, OPTIONAL_OPS, OpDesc, QuantizeDesc
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.dispatch import toys
 from tests.dispatch.toys import Bind
@@ -88,7 +88,7 @@ def test_backend_of_an_older_contract_leaves_it_to_the_reference(name: str, chos
         return f"knows no {desc.op}" if desc.op in ("column_sums", *OPTIONAL_OPS) else None
 
     expected = train(made(name), RECIPES[chosen])
-    toys.register(toys.backend("toy", refuse=refuse, api_version=(3, 0), priority=50))
+    toys.register(toys.backend("toy", refuse=refuse, api_version=(API_VERSION[0], 0), priority=50))
     grads = train(made(name), RECIPES[chosen])
     assert all(map(torch.equal, grads, expected))
     assert len(grads) == len(expected)

@@ -127,10 +127,10 @@ class ScalesBeforeItSubtracts(Sound):
     """Turns logits into exponents of 2 before it subtracts the largest."""
 
     def cross_entropy(self, desc: Any, x: torch.Tensor, target: torch.Tensor) -> Any:
-        loss, log_sum = cross_entropy.cross_entropy(desc, x, target)
-        scaled = x.to(log_sum.dtype) * 1.4426950408889634
+        loss, *sums = cross_entropy.cross_entropy(desc, x, target)
+        scaled = x.to(loss.dtype) * 1.4426950408889634
         overflows = scaled.isinf().any(1) & x.isfinite().all(1)
-        return loss, torch.where(overflows, torch.nan, log_sum)
+        return torch.where(overflows, torch.nan, loss), *sums
 
 
 class ReadsUnknownTargets(Sound):
@@ -145,9 +145,19 @@ class Overflows(Sound):
     """Adds up the exponentials of the logits themselves."""
 
     def cross_entropy(self, desc: Any, x: torch.Tensor, target: torch.Tensor) -> Any:
-        loss, log_sum = cross_entropy.cross_entropy(desc, x, target)
-        naive = x.to(log_sum.dtype).exp().sum(1).log()
-        return torch.where(target == desc.ignore_index, 0, loss + (naive - log_sum)), naive
+        loss, largest, log_sum = cross_entropy.cross_entropy(desc, x, target)
+        naive = x.to(log_sum.dtype).exp().sum(1).log() - largest
+        return torch.where(target == desc.ignore_index, 0, loss + (naive - log_sum)), largest, naive
+
+
+class AddsTheLargestLogit(Sound):
+    """Rounds the largest logit plus the logarithm of the sum."""
+
+    def cross_entropy_backward(
+        self, desc: Any, grad: Any, x: Any, target: Any, largest: Any, log_sum: Any
+    ) -> Any:
+        given = (grad, x, target, largest + log_sum, torch.zeros_like(log_sum))
+        return cross_entropy.cross_entropy_backward(desc, *given)
 
 
 class TrainsIgnoredTargets(Sound):
@@ -206,6 +216,7 @@ CAUGHT_BY: dict[type[Sound], str] = {
     ScalesBeforeItSubtracts: "law4_cross_entropy_takes_the_largest_floats",
     ReadsUnknownTargets: "law4_cross_entropy_is_within_the_bound",
     Overflows: "law4_cross_entropy_is_within_the_bound",
+    AddsTheLargestLogit: "law4_cross_entropy_backward_is_within_the_bound",
     TrainsIgnoredTargets: "law4_cross_entropy_backward_is_within_the_bound",
     CountsFromZero: "law4_adam_steps_as_the_reference",
     MovesTheParameterOn: "law4_adam_rounds_the_parameter_from_its_master",

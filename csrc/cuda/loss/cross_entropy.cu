@@ -57,6 +57,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t row = blockIdx.x, cols = a.x.cols;
   const T* x = static_cast<const T*>(a.x.data) + row * a.x.stride;
+  // What is subtracted before values are added for their mean, so that it is as exact as they are.
+  const float first = kSmooth ? static_cast<float>(x[0]) : 0.0f;
+  const float base = isfinite(first) ? first : 0.0f;
   Sum own;
   float total = 0.0f;
   for (int64_t start = threadIdx.x * 8; start < cols; start += kThreads * 8 * kAtOnce) {
@@ -81,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       for (int j = 0; j < 8; ++j) {
         if (!kVectors && j >= count) break;
         sum += exponential(eights[i][j] - from);
-        if (kSmooth) total += eights[i][j];
+        if (kSmooth) total += eights[i][j] - base;
       }
       own.largest = largest;
       own.sum = sum;
@@ -105,18 +108,20 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     own.add(sums[i]);
     if (kSmooth) total += totals[i];
   }
-  const float of_sum = log2f(own.sum) * kLn2, log_sum = own.largest + of_sum;
+  const float log_sum = log2f(own.sum) * kLn2;
   const int64_t target = a.target[row * a.target_stride];
   float loss = 0.0f;
   if (target != desc.ignore_index) {
     const bool is_class = target >= 0 && target < cols;
-    loss = (own.largest - (is_class ? static_cast<float>(x[target]) : -INFINITY)) + of_sum;
+    loss = own.largest - (is_class ? static_cast<float>(x[target]) : -INFINITY);
     if (kSmooth) {
       const float smoothing = desc.label_smoothing;
-      const float of_mean = log_sum - total / static_cast<float>(cols);
+      const float of_mean = (own.largest - base) - total / static_cast<float>(cols);
       loss = (1.0f - smoothing) * loss + smoothing * of_mean;
     }
+    loss += log_sum;
   }
+  a.largest[row] = own.largest;
   a.log_sum[row] = log_sum;
   a.loss[row] = loss;
 }
@@ -131,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
   const int64_t target = a.target[row * a.target_stride];
   const bool is_ignored = target == desc.ignore_index;
   const float grad = a.grad[row * a.grad_stride];
-  const float log_sum = a.log_sum[row];
+  const float largest = a.largest[row], log_sum = a.log_sum[row];
   const float of_all = desc.label_smoothing / static_cast<float>(cols);
   const float of_target = 1.0f - desc.label_smoothing;
   for (int64_t start = threadIdx.x * 8; start < cols; start += kThreads * 8 * kAtOnce) {
@@ -149,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       float values[8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        float slope = exponential(eights[i][j] - log_sum) - of_all;
+        float slope = exponential(eights[i][j] - largest - log_sum) - of_all;
         if (at == j) slope -= of_target;
         values[j] = is_ignored ? 0.0f : grad * slope;
       }

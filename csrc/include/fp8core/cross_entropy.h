@@ -17,10 +17,10 @@ struct CrossEntropyArguments {
   Matrix x;
   const std::int64_t* target = nullptr;  // [rows]
   std::int64_t target_stride = 1;
-  float *loss = nullptr, *log_sum = nullptr;  // [rows]
+  float *loss = nullptr, *largest = nullptr, *log_sum = nullptr;  // [rows]
 
   static constexpr int kOptional = 0;
-  auto fields() { return std::tie(x, target, target_stride, loss, log_sum); }
+  auto fields() { return std::tie(x, target, target_stride, loss, largest, log_sum); }
 };
 
 void cross_entropy(const CrossEntropyDesc& desc, const CrossEntropyArguments& arguments,
@@ -31,13 +31,15 @@ struct CrossEntropyBackwardArguments {
   Matrix x;
   const std::int64_t* target = nullptr;
   std::int64_t target_stride = 1;
-  const float* log_sum = nullptr;  // [rows], contiguous
+  const float *largest = nullptr, *log_sum = nullptr;  // [rows], contiguous
   const float* grad = nullptr;
   std::int64_t grad_stride = 1;
   void* grad_x = nullptr;
 
   static constexpr int kOptional = 0;
-  auto fields() { return std::tie(x, target, target_stride, log_sum, grad, grad_stride, grad_x); }
+  auto fields() {
+    return std::tie(x, target, target_stride, largest, log_sum, grad, grad_stride, grad_x);
+  }
 };
 
 void cross_entropy_backward(const CrossEntropyDesc& desc,

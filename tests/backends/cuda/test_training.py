@@ -98,18 +98,19 @@ def test_cross_entropy_of_a_vocabulary(classes: int, dtype: torch.dtype) -> None
     x = torch.randn(300, classes, device=DEVICE).mul_(4).to(dtype)
     target = torch.randint(0, classes, (300,), device=DEVICE)
     target[7] = -100
-    loss, log_sum = run(CrossEntropyDesc(dtype, 0.1), x, target)
+    loss, *sums = run(CrossEntropyDesc(dtype, 0.1), x, target)
     wide = judged(CrossEntropyDesc(torch.float64, 0.1), x.double(), target)
     torch.testing.assert_close(loss.double(), wide[0], rtol=2.0**-18, atol=2.0**-18)
     grad = torch.full((1,), 0.5, device=DEVICE).expand(300)
-    got = run(CrossEntropyBackwardDesc(dtype, 0.1), grad, x, target, log_sum)
+    got = run(CrossEntropyBackwardDesc(dtype, 0.1), grad, x, target, *sums)
     want = judged(
-        CrossEntropyBackwardDesc(torch.float64, 0.1), grad.double(), x.double(), target, wide[1]
+        CrossEntropyBackwardDesc(torch.float64, 0.1), grad.double(), x.double(), target, *wide[1:]
     )
-    # exp(x - log_sum) in float32: the difference and log_sum are each rounded once, and each
-    # rounding is a relative error of the probability; exp itself and the product add 16 more.
-    probability = (x.double() - wide[1][:, None]).exp()
-    steps = (x.double() - wide[1][:, None]).abs() + wide[1].abs()[:, None] + 16
+    # exp(x - largest - log_sum) in float32: both differences and log_sum are each rounded once, and
+    # each rounding is a relative error of the probability; exp itself and the product add 16 more.
+    below, log_sum = (wide[1][:, None] - x.double()), wide[2][:, None]
+    probability = (-below - log_sum).exp()
+    steps = 2 * below + 2 * log_sum + 16
     bound = torch.finfo(dtype).eps * want.abs() + 2.0**-24 * steps * probability + 2.0**-24
     assert bool(((got.double() - want).abs() <= bound).all())
 
