@@ -10,6 +10,7 @@ import torch
 
 import fp8core
 from fp8core import OperandError, UnsupportedError, autocast, ops
+from fp8core.modules.qk_norm import make_qk_norms
 
 BF16 = torch.bfloat16
 
@@ -69,6 +70,9 @@ def inputs(has_scales: bool, dtype: torch.dtype) -> list[torch.Tensor]:
     return [tensor.to(dtype).requires_grad_() for tensor in tensors]
 
 
+NO_OPTIONS: dict[str, Any] = {"device": None, "dtype": None, "name": None}
+
+
 def both(function: Callable[..., Any], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     y = function(*tensors)
     grads = torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), tensors)
@@ -86,6 +90,16 @@ def test_values_and_gradients_are_torchs_rounded_once(name: str, dtype: torch.dt
         assert mine.dtype == dtype
         unit = torch.finfo(dtype).eps * (1 + 16 * (dtype == torch.float32))
         torch.testing.assert_close(mine.double(), theirs, rtol=unit, atol=4 * unit)
+
+
+@pytest.mark.parametrize("size", [1e-14, 1e15])
+def test_gradient_of_a_length_whose_cube_has_no_float32(size: float) -> None:
+    norms = ops.L2Normalization(eps=0.0), make_qk_norms("L2Normalization", 16, 0.0, **NO_OPTIONS)[0]
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)) * size
+    exact = both(lambda x: x / x.norm(dim=-1, keepdim=True), [x.double().requires_grad_()])[1]
+    for norm in norms:
+        grad = both(norm, [x.clone().requires_grad_()])[1]
+        torch.testing.assert_close(grad.double() * size, exact * size, rtol=0, atol=2.0**-18)
 
 
 @pytest.mark.parametrize("name", KINDS)

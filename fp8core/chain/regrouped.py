@@ -162,15 +162,15 @@ class L2NormProgram(TensorProgram[L2NormLink]):
     def backward(
         self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
     ) -> Backward:
-        """Return ``r dy - r^3 x sum(x dy)``, where ``r`` is 1 over the length."""
+        """Return ``r (dy - y sum(y dy))``, where ``r`` is 1 over the length and ``y = r x``."""
         if not self._needs_grad[0]:
             return (None,)
         x = saved[0]
         assert x is not None  # forward saved it
         values, inverse = self._inverse(x)
         dy = grad.to(values.dtype)
-        along = (values * dy).sum(-1, keepdim=True)
-        grad_x = inverse * dy - inverse.pow(3) * values * along
+        y = values * inverse
+        grad_x = inverse * (dy - y * (y * dy).sum(-1, keepdim=True))
         return (_hand(grad_x.to(x.dtype), out),)
 
     def _inverse(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,27 +6,11 @@ import torch
 
 from fp8core.errors import RecipeError, did_you_mean
 from fp8core.modules.norm import LayerNorm, RMSNorm
+from fp8core.modules.tensor_operations import L2Normalization
 
-__all__ = ["L2Normalization", "make_qk_norms"]
+__all__ = ["make_qk_norms"]
 
 _WITH_WEIGHT = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
-
-
-class L2Normalization(torch.nn.Module):
-    """``x / sqrt(sum(x^2) + eps)`` over the last dimension, computed in float32; no parameters."""
-
-    def __init__(self, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize ``input [..., n]``; its dtype stays, and float64 is computed as such."""
-        x = input if input.dtype == torch.float64 else input.float()
-        return (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)).to(input.dtype)
-
-    def extra_repr(self) -> str:
-        """Return the constant under the root."""
-        return f"eps={self.eps}"
 
 
 def make_qk_norms(
@@ -50,7 +34,7 @@ def make_qk_norms(
     if kind is None:
         return None, None
     if kind == "L2Normalization":
-        return L2Normalization(eps), L2Normalization(eps)
+        return L2Normalization(eps=eps), L2Normalization(eps=eps)
     if kind not in _WITH_WEIGHT:
         known = ("L2Normalization", *_WITH_WEIGHT)
         raise RecipeError(
