@@ -129,7 +129,7 @@ def fused_compute_score_for_moe_aux_loss(
             :func:`fused_topk_with_score_function`.
 
     The scores are float32 in the shape of ``logits``, and differentiable: softmax over all experts,
-    or, of the other functions, divided by their sum over all where ``topk`` is above 1.
+    or, of the other functions, divided by their sum over all.
 
     Raises:
         OperandError: as :func:`fused_topk_with_score_function`.

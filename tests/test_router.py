@@ -130,7 +130,7 @@ def test_scores_of_all_for_the_loss(function: str, topk: int) -> None:
     x = logits(dtype=torch.bfloat16)
     chosen, scores = fused_compute_score_for_moe_aux_loss(x, topk, function)
     expected = scores_of(x.float(), function)
-    if function != "softmax" and topk > 1:
+    if function != "softmax":
         expected = expected / expected.sum(1, keepdim=True)
     torch.testing.assert_close(scores, expected)
     assert torch.equal(chosen, torch.zeros(9, 8).scatter(1, x.topk(topk).indices, 1).bool())
@@ -193,11 +193,12 @@ def test_second_derivative(name: str) -> None:
     torch.testing.assert_close(x.grad, other.grad, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("topk", [1, 2])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_gradient_of_the_scores_of_all(function: str) -> None:
+def test_gradient_of_the_scores_of_all(function: str, topk: int) -> None:
     x, other = logits().requires_grad_(), logits().requires_grad_()
     weights = torch.randn(9, 8, generator=torch.Generator().manual_seed(2))
-    (fused_compute_score_for_moe_aux_loss(x, 2, function)[1] * weights).sum().backward()
+    (fused_compute_score_for_moe_aux_loss(x, topk, function)[1] * weights).sum().backward()
     scores = scores_of(other, function)
     if function != "softmax":
         scores = scores / scores.sum(1, keepdim=True)

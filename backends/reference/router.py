@@ -28,7 +28,7 @@ def router(
     if is_softmax and not (desc.pre_softmax or desc.of_all):
         scores = torch.where(chosen, x, -torch.inf).softmax(-1)
     probs = scores if desc.of_all else torch.where(chosen, scores, 0)
-    if not is_softmax and desc.topk > 1:
+    if not is_softmax and _divides(desc):
         probs = probs / (probs.sum(-1, keepdim=True) + TINY)
     if desc.of_all:
         return probs, chosen, scores
@@ -43,6 +43,11 @@ def _scores(desc: RouterDesc, x: torch.Tensor) -> torch.Tensor:
             return x.sigmoid()
     # log(1 + exp(x)); torch's softplus is x itself above a threshold
     return (x.clamp(min=0) + (-x.abs()).exp().log1p()).sqrt()
+
+
+def _divides(desc: RouterDesc | RouterBackwardDesc) -> bool:
+    """Say whether scores other than softmax are divided by their sum."""
+    return desc.of_all or desc.topk > 1
 
 
 def _of_best_groups(desc: RouterDesc, ranked: torch.Tensor) -> torch.Tensor:
@@ -68,7 +73,7 @@ def router_backward(
         grad = torch.where(routing_map, grad * desc.scaling_factor, 0)
     if desc.score_function == "softmax":
         return (scores * (grad - (grad * scores).sum(-1, keepdim=True))).to(desc.dtype)
-    if desc.topk > 1:
+    if _divides(desc):
         part = scores if desc.of_all else torch.where(routing_map, scores, 0)
         total = part.sum(-1, keepdim=True) + TINY
         grad = grad / total - (grad * part).sum(-1, keepdim=True) / total.square()

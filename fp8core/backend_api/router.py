@@ -36,8 +36,7 @@ class RouterDesc:
     highest ranks have the largest sums.
 
     With ``of_all``, for an auxiliary loss, ``probs [t, e]`` are float32 and those of every expert:
-    softmax over all, or the scores divided by their sum over all, plus 1e-20, where ``topk`` is
-    above 1.
+    softmax over all, or the scores divided by their sum over all, plus 1e-20, for any ``topk``.
 
     ``scores [t, e]``, float32, is what :class:`RouterBackwardDesc` needs besides: the scores before
     the division, of a softmax over the chosen experts 0 for the others.

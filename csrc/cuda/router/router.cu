@@ -129,6 +129,11 @@ __device__ void softmax(uint32_t among, float (&values)[kEach]) {
   for (int i = 0; i < kEach; ++i) values[i] = __fdiv_rn(values[i], sum);
 }
 
+// Whether scores are divided by their sum; those of a softmax are anyway.
+__device__ bool divides(const RouterDesc& desc) {
+  return desc.function != ScoreFunction::kSoftmax && (desc.is_of_all || desc.topk > 1);
+}
+
 __device__ float score_of(ScoreFunction function, float x) {
   if (function == ScoreFunction::kSigmoid) return __fdiv_rn(1.0f, 1.0f + expf(-x));
   return __fsqrt_rn(fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))) + (isnan(x) ? x : 0.0f));
@@ -177,7 +182,7 @@ __global__ void __launch_bounds__(kThreads)
   if (is_softmax_of_chosen) softmax(chosen, scores);
   const uint32_t among = desc.is_of_all ? present : chosen;
   float total = 1.0f;
-  if (!is_softmax && desc.topk > 1) {
+  if (divides(desc)) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
@@ -190,7 +195,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t at = token * experts + i * 32 + lane;
     const bool is_chosen = chosen >> i & 1u;
     float prob = among >> i & 1u ? scores[i] : 0.0f;
-    if (!is_softmax && desc.topk > 1) prob = __fdiv_rn(prob, total);
+    if (divides(desc)) prob = __fdiv_rn(prob, total);
     a.scores[at] = scores[i];
     a.routing_map[at] = is_chosen;
     if (desc.is_of_all)
@@ -240,7 +245,7 @@ __global__ void __launch_bounds__(kThreads)
     if (is_softmax) {
       grad = score * (grad - product);
     } else {
-      if (desc.topk > 1)
+      if (divides(desc))
         grad = among >> i & 1u ? __fdiv_rn(grad - __fdiv_rn(product, total), total) : 0.0f;
       float slope = score * (1.0f - score);
       if (desc.function == ScoreFunction::kSqrtSoftplus)

@@ -133,7 +133,7 @@ def _router_gradient(
     if desc.score_function == "softmax":
         return scores * (grad - sign * (grad * scores).sum(1, keepdim=True))
     part = scores if desc.of_all else torch.where(chosen, scores, 0)
-    if desc.topk > 1:
+    if desc.of_all or desc.topk > 1:
         total = part.sum(1, keepdim=True) + 1e-20
         grad = (grad - sign * (grad * part / total).sum(1, keepdim=True)) / total
         grad = grad if desc.of_all else torch.where(chosen, grad, 0)
