@@ -17,6 +17,7 @@ from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError, did_you
 from fp8core.modules.delayed import DelayedModule
 from fp8core.recipe import Float8BlockScaling, Recipe
 from fp8core.reporting import log_once, logger, some
+from fp8core.tensors.checks import is_sharded
 from fp8core.tensors.slots import BUFFERS
 
 __all__ = ["Loaded", "load_pretrained"]
@@ -110,7 +111,7 @@ def _targets(model: torch.nn.Module) -> dict[str, _Target]:
             is_delayed = isinstance(module, DelayedModule) and name in BUFFERS
             if value is None or is_delayed or full not in names:
                 continue
-            if _is_sharded(value) and value.is_meta:
+            if is_sharded(value) and value.is_meta:
                 raise UnsupportedError(
                     f"{full!r} is sharded and on meta. Give the model memory first, by "
                     f"model.to_empty(device=...)."
@@ -231,12 +232,12 @@ class _Plan:
         for name, weight in self._joined.items():
             target = self._targets[name].value
             fault = weight if isinstance(weight, str) else weight.native_fault(target.dtype)
-            if _is_sharded(target):
+            if is_sharded(target):
                 fault = "it is sharded over processes"
             if fault is not None:
                 faults[name] = fault
         values = {name: self._targets[name].value for name in faults}
-        flat = [name for name, one in values.items() if one.dim() == 2 or _is_sharded(one)]
+        flat = [name for name, one in values.items() if one.dim() == 2 or is_sharded(one)]
         if flat:
             raise UnsupportedError(
                 f"native=True cannot keep the codes of {some(flat)}: {faults[flat[0]]}. "
@@ -372,11 +373,7 @@ def _fill(target: _Target, value: torch.Tensor) -> None:
         _replace(target, value.to(held.dtype))
         return
     with torch.no_grad():
-        held.copy_(_share(value, held) if _is_sharded(held) else value)
-
-
-def _is_sharded(value: torch.Tensor) -> bool:
-    return hasattr(value, "device_mesh")  # a DTensor, whose class takes a second to import
+        held.copy_(_share(value, held) if is_sharded(held) else value)
 
 
 def _share(value: torch.Tensor, like: Any) -> torch.Tensor:

@@ -10,8 +10,9 @@ import torch
 from fp8core.errors import OperandError
 from fp8core.optimizers.fused import FusedOptimizer
 from fp8core.optimizers.scaled_state import LARGEST, ScaledState
+from fp8core.tensors.checks import is_sharded, misfit
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.tensors.sharded_weight import local_part
+from fp8core.tensors.sharded_weight import as_part_of, local_part
 
 __all__ = ["AVERAGES", "MASTER", "AdamState"]
 
@@ -46,10 +47,11 @@ class AdamState(FusedOptimizer):
         if state_name not in self.state[param]:
             self._make_state(param, state_name)
         held: Any = self.state[param][state_name]
+        value = local_part(unscaled_state)
         if isinstance(held, ScaledState):
-            held.write(unscaled_state)
+            held.write(value)
         else:
-            local_part(held).copy_(local_part(unscaled_state))
+            local_part(held).copy_(value)
 
     @torch.no_grad()
     def initialize_state(
@@ -78,7 +80,7 @@ class AdamState(FusedOptimizer):
 
     def _make_state(self, param: torch.Tensor, name: str) -> None:
         dtype = self.name_to_dtype_map[name]
-        if name == MASTER and self._has_remainder(param):
+        if self._is_remainder(param, name):
             dtype = torch.int16
         elif dtype == torch.uint8:
             dtype = torch.float8_e4m3fn
@@ -91,62 +93,81 @@ class AdamState(FusedOptimizer):
             self.state[param][name] = torch.zeros_like(like, dtype=dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with its values in float32; remainders as they are."""
+        """Return the state with its values in float32, and remainders in int32.
+
+        The state of a parameter that is a DTensor is one as well, placed as the parameter.
+        """
         stored = super().state_dict()
         saved = chain.from_iterable(group["params"] for group in stored["param_groups"])
         for key, param in zip(saved, self._all_params(), strict=True):
             if key in stored["state"]:
                 stored["state"][key] = {
-                    name: self._whole(param, name) for name in stored["state"][key]
+                    name: self._saved(param, name) for name in stored["state"][key]
                 }
         return stored
 
-    def _whole(self, param: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a value as torch saves it: of a DTensor, a DTensor."""
-        held: Any = self.state[param][name]
-        if not isinstance(held, ScaledState) and type(held) is not torch.Tensor:
-            whole: torch.Tensor = held
-            return whole.float() if whole.dtype == torch.bfloat16 else whole
-        return self.get_unscaled_state(param, name)
+    def _saved(self, param: torch.Tensor, name: str) -> torch.Tensor:
+        value = self.get_unscaled_state(param, name)
+        # gloo and NCCL gather and broadcast no int16.
+        return as_part_of(value.int() if value.dtype == torch.int16 else value, param)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned; values are stored in the dtypes of this optimizer.
 
+        Masters of float32 parameters, which Transformer Engine saves, are their values and are left
+        out.
+
         Raises:
-            OperandError: values of another shape; or masters are remainders there and values here,
-                or the other way round. Nothing is loaded then.
+            OperandError: values of another shape or placement; a parameter has other states there
+                than here, as without ``master_weights``; or masters are remainders there and values
+                here, or the other way round. Nothing is loaded then.
         """
-        saved = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
-        params = list(self._all_params())
-        loaded = [
-            (param, name, value)
-            for key, param in zip(saved, params, strict=False)
-            for name, value in state_dict["state"].get(key, {}).items()
-            if value is not None
-        ]
-        for param, name, value in loaded:
-            self._check_loaded(param, name, value)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        loaded: list[tuple[torch.Tensor, str, torch.Tensor]] = []
+        for key, param in zip(saved, self._all_params(), strict=False):
+            state = self._given(param, state_dict["state"].get(key, {}))
+            loaded += [(param, name, value) for name, value in state.items()]
         # Without the values, which torch would convert to the parameters' dtypes.
         super().load_state_dict({**state_dict, "state": {}})
         for param, name, value in loaded:
-            value = value if value.dtype == torch.int16 else value.float()
-            self.set_scaled_state(param, name, local_part(value).to(param.device))
+            value = value if self._is_remainder(param, name) else value.float()
+            self.set_scaled_state(param, name, value.to(param.device))
 
-    def _check_loaded(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        is_remainder = name == MASTER and self._has_remainder(param)
-        if is_remainder != (value.dtype == torch.int16):
+    def _given(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return this rank's part of ``state``, saved for ``param``, or raise OperandError."""
+        state = {name: value for name, value in state.items() if value is not None}
+        if not self._has_master(param) and param.dtype == torch.float32:
+            state.pop(MASTER, None)
+        expected = {*AVERAGES, MASTER} if self._has_master(param) else {*AVERAGES}
+        if state and set(state) != expected:
             raise OperandError(
-                f"FusedAdam.load_state_dict: {name} is {value.dtype}; with "
-                f"store_param_remainders={self.store_param_remainders} it would be "
-                f"{'torch.int16' if is_remainder else 'a float'}."
+                f"FusedAdam.load_state_dict: a parameter {list(param.shape)} of {param.dtype} has "
+                f"the states {sorted(state)}; with master_weights={self.master_weights} it has "
+                f"{sorted(expected)}. Make the optimizer with the options of the one that was "
+                f"saved."
             )
-        given, expected = list(local_part(value).shape), list(local_part(param).shape)
-        if given != expected:
+        return {name: self._placed(param, name, value) for name, value in state.items()}
+
+    def _placed(self, param: torch.Tensor, name: str, value: Any) -> torch.Tensor:
+        """Return this rank's part of ``value``, or raise OperandError if it does not fit."""
+        is_remainder = self._is_remainder(param, name)
+        like = param.detach().view(torch.int16) if is_remainder else param
+        fault = misfit(value, like)
+        if fault is not None:
             raise OperandError(
-                f"FusedAdam.load_state_dict: {name} is {given}, its parameter {expected}. Load the "
-                f"state of the same model."
+                f"FusedAdam.load_state_dict: {name} {fault}, "
+                f"store_param_remainders={self.store_param_remainders}. Load the state of the same "
+                f"model and options; on other ranks by torch.distributed.checkpoint."
             )
+        placed: Any = value
+        if is_sharded(value):
+            like_it: Any = param
+            placed = placed.redistribute(placements=like_it.placements)
+        return local_part(placed)
+
+    def _is_remainder(self, param: torch.Tensor, name: str) -> bool:
+        return name == MASTER and self._has_remainder(param)
 
 
 def _value_of(param: torch.Tensor) -> torch.Tensor:

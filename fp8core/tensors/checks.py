@@ -19,7 +19,15 @@ from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.storage import FLOATS, PARTS, per_byte, split, storage_plan, turn
 from fp8core.torch_ops.private import FakeTensor
 
-__all__ = ["check_stored", "fault_of", "kind_fault", "matrix_size", "misfit", "plan_from"]
+__all__ = [
+    "check_stored",
+    "fault_of",
+    "is_sharded",
+    "kind_fault",
+    "matrix_size",
+    "misfit",
+    "plan_from",
+]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -102,18 +110,20 @@ def misfit(value: Any, target: torch.Tensor, *, replaces: bool = False) -> str |
         return kind
     if value.shape != target.shape:
         return f"is {list(value.shape)} in the checkpoint, {list(target.shape)} here"
-    if not value.is_floating_point():
-        return f"is {value.dtype} in the checkpoint, expected floating point"
+    if value.is_floating_point() != target.is_floating_point():
+        kind = "floating point" if target.is_floating_point() else "integers"
+        return f"is {value.dtype} in the checkpoint, expected {kind}"
     if value.is_meta and not target.is_meta and not replaces:
         return "is on the meta device in the checkpoint, where it has no values"
     if _lacks_memory(value):
         return "has no memory for its elements in the checkpoint, as where its storage was freed"
-    if _is_sharded(value) != _is_sharded(target) and not replaces:
+    if is_sharded(value) != is_sharded(target) and not replaces:
         return f"is a {type(value).__name__} in the checkpoint, a {type(target).__name__} here"
     return None
 
 
-def _is_sharded(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Say whether ``tensor`` is a DTensor."""
     return hasattr(tensor, "device_mesh")  # a DTensor, whose class takes a second to import
 
 

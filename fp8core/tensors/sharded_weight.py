@@ -21,7 +21,7 @@ from fp8core.torch_ops.private import (
     pytree,
 )
 
-__all__ = ["Gathering", "ShardedWeight", "Writes", "local_part", "plain_for_writing"]
+__all__ = ["Gathering", "ShardedWeight", "Writes", "as_part_of", "local_part", "plain_for_writing"]
 
 
 class Writes:
@@ -177,6 +177,22 @@ def local_part(tensor: Any) -> torch.Tensor:
     """Return this rank's part of a DTensor, another tensor as it is."""
     local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
+
+
+def as_part_of(local: torch.Tensor, whole: Any) -> torch.Tensor:
+    """Return ``local`` as this rank's part of a DTensor that is placed as ``whole``; where that is
+    a plain tensor, as it is."""
+    if not hasattr(whole, "to_local"):
+        return local
+    part: torch.Tensor = type(whole).from_local(
+        local,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    return part
 
 
 def plain_for_writing(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import fp8core
 from fp8core import recipe
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.optimizers import FusedAdam, fused_adam
+from fp8core.optimizers.scaled_state import ScaledState
 
 BF16 = torch.bfloat16
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -322,8 +323,52 @@ def test_sparse_gradient_is_named() -> None:
 def test_masters_in_another_form_are_not_loaded() -> None:
     saved = trained(FusedAdam, parameters(BF16), 1, master_weights=True, **OPTIONS).state_dict()
     other = FusedAdam(parameters(BF16), master_weights=True, store_param_remainders=True, **OPTIONS)
-    with pytest.raises(OperandError, match=r"master_param is torch\.float32"):
+    with pytest.raises(OperandError, match=r"master_param is torch\.float32.*expected integers"):
         other.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_state_with_masters_on_one_side_alone_is_not_loaded(saves: bool) -> None:
+    saved = trained(FusedAdam, parameters(BF16), 1, master_weights=saves).state_dict()
+    other = FusedAdam(parameters(BF16), master_weights=not saves)
+    with pytest.raises(OperandError, match=f"with master_weights={not saves} it has"):
+        other.load_state_dict(saved)
+    assert not other.state
+
+
+def test_a_state_of_another_optimizer_is_not_loaded() -> None:
+    saved = trained(torch.optim.AdamW, parameters(), 1).state_dict()
+    with pytest.raises(OperandError, match=r"has the states .*'step'"):
+        FusedAdam(parameters()).load_state_dict(saved)
+
+
+def test_masters_of_float32_parameters_are_left_out() -> None:
+    optimizer = trained(FusedAdam, parameters(), 1)
+    saved = optimizer.state_dict()
+    for number, param in enumerate(parameters()):
+        saved["state"][number]["master_param"] = param.detach()
+    optimizer.load_state_dict(saved)
+    assert all(set(state) == {"exp_avg", "exp_avg_sq"} for state in optimizer.state.values())
+
+
+def test_remainders_are_saved_in_a_dtype_that_collectives_take() -> None:
+    options = {"master_weights": True, "store_param_remainders": True}
+    optimizer = trained(FusedAdam, parameters(BF16), 1, **options)
+    saved = optimizer.state_dict()["state"][0]["master_param"]
+    assert saved.dtype == torch.int32
+    held = optimizer.get_unscaled_state(optimizer.param_groups[0]["params"][0], "master_param")
+    assert torch.equal(saved, held)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_values_of_a_scaled_state_are_stored_again_without_a_change(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(64):  # a scale each
+        held = ScaledState.zeros(torch.empty(16), dtype)
+        held.write(torch.randn(16, generator=generator))
+        again = ScaledState.zeros(torch.empty(16), dtype)
+        again.write(held.value())
+        assert torch.equal(again.value(), held.value())
 
 
 def test_a_refused_gradient_leaves_every_parameter_unstepped() -> None:
