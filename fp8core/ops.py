@@ -260,7 +260,7 @@ class GroupedLinear(GroupedLinearLayer):
     ) -> torch.Tensor:
         """Compute as :meth:`fp8core.GroupedLinear.forward` does; ``output`` and ``grad_input`` are
         its ``out`` and ``dgrad_out``."""
-        like = self.parameter("weight0")
+        like = self._all("weight")[0]
         result = super().forward(
             cast_to_weight(input, like), split_sizes, out=output, dgrad_out=grad_input
         )

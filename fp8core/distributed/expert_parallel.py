@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import index
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from fp8core.chain.exchange import CombineShape, DispatchShape
 from fp8core.chain.routes import Routes
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.communicator import Communicator, named, of_group
+from fp8core.distributed.expert_state import SavedScales
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
@@ -33,6 +35,7 @@ from fp8core.modules.operation import Operation
 from fp8core.modules.run import run_links
 from fp8core.recipe.plan import HIGH_PRECISION
 from fp8core.tensors.quantizer_binding import Binding
+from fp8core.tensors.slots import BUFFERS, META
 
 __all__ = ["Experts", "TokenExchange"]
 
@@ -54,6 +57,11 @@ class Experts(LowPrecisionModule):
     Else, and under NVFP4, rows travel in the dtype of the activations and are cast where they
     arrive. So do gradients if ``fc2`` has biases, whose gradient needs them. Results and gradients
     equal those of one process that has all experts, with the rows of each in the order of ranks.
+
+    Parameters carry the numbers of all experts: ``0.weight2`` is the first linear's of the third
+    expert, on whichever rank. So ``torch.distributed.checkpoint`` keeps all of them, and those of
+    the optimizer, and loads them on another number of ranks. Delayed scales are saved as DTensors
+    ``[..., linears, experts, slots]``.
 
     Args:
         layers: ``fp8core.GroupedLinear``, of one number of experts, and operations of
@@ -86,6 +94,9 @@ class Experts(LowPrecisionModule):
         self.group_name = "" if is_alone or communicator is None else communicator.group_name
         self.num_ranks = 1 if communicator is None else communicator.size
         self._is_agreed = False
+        first = 0 if communicator is None else communicator.rank * self.num_local_experts
+        for linear in self._linears():
+            linear.number_groups(first)
 
     @property
     def num_experts(self) -> int:
@@ -132,7 +143,7 @@ class Experts(LowPrecisionModule):
             told = f"{self.num_local_experts} experts on each rank"
             communicator.agree(told, f"the layer {self.label}")
             self._is_agreed = True
-        (layer, *_) = (one for one in self._layers() if isinstance(one, GroupedLinear))
+        layer = next(self._linears())
         problem: Fp8CoreError | None = None
         try:
             dtype = check_input(self, rows, params[0], layer.in_features)
@@ -152,6 +163,30 @@ class Experts(LowPrecisionModule):
         for layer in self._modules.values():  # children() leaves out what appears twice
             assert isinstance(layer, LowPrecisionModule)
             yield layer
+
+    def _linears(self) -> Iterator[GroupedLinear]:
+        return (layer for layer in self._layers() if isinstance(layer, GroupedLinear))
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        saved = self._saved_scales()
+        for key in self._keys_of_scales(prefix, destination):
+            destination[key] = saved.saved(destination[key])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        saved = self._saved_scales()
+        for key in self._keys_of_scales(prefix, state_dict):
+            state_dict[key] = saved.held(state_dict[key])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _saved_scales(self) -> SavedScales:
+        communicator = named(self.group_name) if self.group_name else None
+        return SavedScales(len([*self._linears()]), self.num_local_experts, communicator)
+
+    def _keys_of_scales(self, prefix: str, state_dict: dict[str, Any]) -> list[str]:
+        return [prefix + name for name in BUFFERS if name != META and prefix + name in state_dict]
 
     def _describe(self) -> list[str]:
         return [f"num_experts={self.num_experts}", f"num_ranks={self.num_ranks}"]

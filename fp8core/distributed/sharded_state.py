@@ -60,28 +60,28 @@ def shard_layout(model: torch.nn.Module) -> dict[str, tuple[ShardLayout, ...]]:
     return {name: tuple(parts) for name, (_, parts) in _layouts(model).items()}
 
 
-def sharded_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def sharded_state_dict(model: torch.nn.Module) -> dict[str, Any]:
     """Return the state of ``model`` for ``torch.distributed.checkpoint``, by the keys of
     :func:`shard_layout`.
 
     Parts are DTensors over their layer's group, and share memory with the model: ``dcp.save``
     writes the whole tensors, and ``dcp.load`` writes to the model, also to one with another
-    ``tp_size``. Delayed scales need their buffers before a load, see :func:`fp8core.prepare`.
+    ``tp_size``. Delayed scales need their buffers before a load, see :func:`fp8core.prepare`. What
+    no rank splits is as in the model's ``state_dict``, extra states among it.
 
     Raises:
         UnsupportedError: a quantized parameter that is split, as its scales are those of a rank; or
             as :func:`shard_layout`.
     """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    kept = model.state_dict(keep_vars=True)
-    state: dict[str, torch.Tensor] = {}
-    for name, (group, parts) in _layouts(model).items():
-        if name not in kept:
+    layouts = _layouts(model)
+    state: dict[str, Any] = {}
+    for name, kept in model.state_dict(keep_vars=True).items():
+        group, parts = layouts.get(name, (None, []))
+        if len(parts) <= 1 and all(part.axis is None for part in parts):
+            state[name] = kept.detach() if isinstance(kept, torch.Tensor) else kept
             continue
-        tensor = tensors[name].detach()
-        is_split = any(part.axis is not None for part in parts)
-        if is_split or len(parts) > 1:
-            _refuse(name, tensor)
+        tensor = kept.detach()
+        _refuse(name, tensor)
         for part in parts:
             rows = tensor if len(parts) == 1 else tensor[part.start : part.start + part.length]
             state[part.key] = rows if part.axis is None else _distributed(rows, part.axis, group)
@@ -125,11 +125,12 @@ def _distributed(rows: torch.Tensor, axis: int, group: Any) -> torch.Tensor:
 def _layouts(model: torch.nn.Module) -> dict[str, tuple[Any, list[ShardLayout]]]:
     """Return the group and the parts of each parameter and buffer, by name."""
     blocks: dict[str, tuple[int, ...]] = {}
-    for path, module in model.named_modules():
+    modules = [*model.named_modules(remove_duplicate=False)]  # each name of what is shared
+    for path, module in modules:
         if isinstance(module, LayerNormMLP | MultiheadAttention):
             blocks |= {_joined(path, name): rows for name, rows in module.row_blocks().items()}
     found: dict[str, tuple[Any, list[ShardLayout]]] = {}
-    for path, module in model.named_modules():
+    for path, module in modules:
         split = _split_parameters(module)
         tensors = itertools.chain(
             module.named_parameters(recurse=False), module.named_buffers(recurse=False)

@@ -65,6 +65,7 @@ class GroupedLinear(ParallelModule, ExtraTensors):
     kind = "grouped_linear"
     num_extra_inputs = 1  # the sizes of the groups, in an ops.Sequential
     is_link = False
+    first_group = 0  # the number that the names of the parameters begin with
 
     def __init__(
         self,
@@ -139,10 +140,32 @@ class GroupedLinear(ParallelModule, ExtraTensors):
         for bias in self._all("bias"):
             fill(bias, torch.nn.init.zeros_)
 
+    def number_groups(self, first: int) -> None:
+        """Name the parameters ``weight{first}``, ``bias{first}`` and so on, in their order.
+
+        Raises:
+            OperandError: a parametrization computes one of them, under its name.
+        """
+        if first == self.first_group:
+            return
+        names = self._names_of("weight") + self._names_of("bias")
+        computed = [name for name in names if name not in self._parameters]
+        if computed:
+            raise OperandError(
+                f"{self.label}: {computed[0]} is computed by a parametrization and cannot be "
+                f"renamed. Register it after the layer became one of fp8core.distributed.Experts."
+            )
+        self.first_group = first
+        renamed = dict(zip(names, self._names_of("weight") + self._names_of("bias"), strict=True))
+        held = {renamed[name]: parameter for name, parameter in self._parameters.items()}
+        self._parameters.clear()
+        self._parameters.update(held)
+
     def link_shapes(self) -> tuple[LinearShape]:
         """Return the shape of the one grouped linear."""
-        dtype = self.dtype_of("weight0")
-        bias_dtype = self.dtype_of("bias0") if self.use_bias and not self.return_bias else None
+        dtype = self.dtype_of(self._names_of("weight")[0])
+        has_bias = self.use_bias and not self.return_bias
+        bias_dtype = self.dtype_of(self._names_of("bias")[0]) if has_bias else None
         sizes = self.in_features, self.out_features
         return (
             LinearShape(
@@ -292,8 +315,11 @@ class GroupedLinear(ParallelModule, ExtraTensors):
             )
         return tuple(given)
 
+    def _names_of(self, kind: str) -> list[str]:
+        return [f"{kind}{self.first_group + at}" for at in range(self.num_gemms)]
+
     def _all(self, kind: str) -> list[torch.Tensor]:
-        named = (self.parameter(f"{kind}{i}") for i in range(self.num_gemms))
+        named = (self.parameter(name) for name in self._names_of(kind))
         return [parameter for parameter in named if parameter is not None]
 
 

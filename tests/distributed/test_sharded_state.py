@@ -197,6 +197,21 @@ def test_a_model_of_one_rank_has_the_same_keys_as_several() -> None:
     assert run_in_threads(keys, 2) == [alone, alone]
 
 
+def test_a_shared_weight_is_there_under_each_of_its_names() -> None:
+    first, second = (fp8core.Linear(8, 8, bias=False, device="cpu") for _ in range(2))
+    second.weight = first.weight
+    state = sharded_state_dict(nn.Sequential(first, second, first))
+    assert set(state) == {"0.weight", "1.weight", "2.weight"}
+
+
+def test_an_extra_state_is_in_the_state() -> None:
+    class Counting(nn.Module):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"steps": 3}
+
+    assert sharded_state_dict(Counting()) == {"_extra_state": {"steps": 3}}
+
+
 def test_a_state_shares_memory_with_its_model() -> None:
     of = model()
     for tensor in sharded_state_dict(of).values():
