@@ -37,10 +37,8 @@ def gemm(
 ) -> torch.Tensor:
     """``d[m, n] = a[m, k] @ b[n, k].T + bias``; see the backend API."""
     is_plain = not desc.low_precision and a.data.dtype == b.data.dtype == desc.out_dtype
-    is_torch_product = is_plain and out is None and (bias is None or bias.dtype == desc.out_dtype)
-    if is_torch_product and not _is_slow_in_half(a.data):
-        # [m, k] x [n, k] -> [m, n]: torch's own kernel, which also accumulates in float32
-        return torch.nn.functional.linear(a.data, b.data, bias)
+    if is_plain and out is None and (bias is None or bias.dtype == desc.out_dtype):
+        return _torch_product(a.data, b.data, bias)
     return _store(_float32_gemm(desc, a, b, bias), desc, out)
 
 
@@ -86,10 +84,13 @@ def grouped_gemm(
     return out
 
 
-def _is_slow_in_half(x: torch.Tensor) -> bool:
-    """Whether torch multiplies ``x [m, k]`` faster after a cast to float32."""
-    is_half_on_cpu = x.dtype.itemsize == 2 and x.device.type == "cpu"
-    return _HAS_SLOW_HALF and is_half_on_cpu and x.shape[0] >= _ROWS_WORTH_A_CAST
+def _torch_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return ``a [m, k] @ b [n, k].T + bias`` in their dtype, by torch's own float32 sums."""
+    is_half_on_cpu = a.dtype.itemsize == 2 and a.device.type == "cpu"
+    if _HAS_SLOW_HALF and is_half_on_cpu and a.shape[0] >= _ROWS_WORTH_A_CAST:
+        wide_bias = None if bias is None else bias.float()
+        return torch.nn.functional.linear(a.float(), b.float(), wide_bias).to(a.dtype)
+    return torch.nn.functional.linear(a, b, bias)
 
 
 def _float32_gemm(

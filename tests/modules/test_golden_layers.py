@@ -2,7 +2,7 @@
 
 With the sums of Hopper's tensor cores (tests/hopper_gemm.py) and cuDNN's roundings in attention
 (tests/cudnn_attention.py) the layers equal the file: almost all tensors bit for bit, the others to
-3e-4. In bfloat16 alone this file sums products in float64, so that no processor's order of sums
+3e-4. In bfloat16 alone products are summed in float64 here, so that no processor's order of sums
 counts. Exponentials still differ by an ulp of float32 between processors, and a rounding to
 bfloat16 near a tie flips then: ``y`` may be as far off as one flip of its largest value. Gradients
 of biases are summed in another order than theirs: each value may be a step of bfloat16 off, which
@@ -31,9 +31,7 @@ import pytest
 import torch
 
 from fp8core import TransformerLayer
-from fp8core.backend_api import GemmDesc, Operand
 from fp8core.testing.compare import ulp
-from fp8core_backends.reference import gemm
 from tests import golden_layers
 from tests.cudnn_attention import CudnnAttention
 from tests.hopper_gemm import use_hopper_sums
@@ -89,12 +87,10 @@ def split(step: golden_layers.Step) -> tuple[dict[str, float], dict[str, float]]
     return outputs, {n: error for n, error in step.errors.items() if n not in skipped}
 
 
-def exact_product(
-    desc: GemmDesc, a: Operand, b: Operand, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Return ``a @ b.T + bias`` of high-precision operands, summed in float64, in float32."""
-    product = a.data.double() @ b.data.double().t()  # [m, k] x [n, k] -> [m, n]
-    return (product if bias is None else product + bias.double()).float()
+def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return ``x @ weight.T + bias``, summed in float64, in the dtype of ``x``."""
+    product = x.double() @ weight.double().t()  # [m, k] x [n, k] -> [m, n]
+    return (product if bias is None else product + bias.double()).to(x.dtype)
 
 
 def one_flip(theirs: torch.Tensor) -> float:
@@ -106,8 +102,7 @@ def one_flip(theirs: torch.Tensor) -> float:
 def test_bf16_with_the_roundings_of_cudnn_is_theirs(
     case: str, arrays: Arrays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gemm, "_is_slow_in_half", lambda x: True)
-    monkeypatch.setattr(gemm, "_float32_gemm", exact_product)
+    monkeypatch.setattr(torch.nn.functional, "linear", exact_linear)
     (step,) = golden_layers.run(layer(case, attention_of_cudnn=True), case, "bf16", arrays)
     outputs, gradients = split(step)
     assert outputs["y"] <= one_flip(golden_layers.tensor(arrays[f"{step.prefix}/y"])), step
