@@ -241,8 +241,9 @@ def _train_all(
 ) -> list[RunResult]:
     """Train in bf16, then in each recipe; print how each ended if there is no progress bar."""
     runs = []
-    with report.progress(console, settings.steps) as start:
-        for name, recipe in {BASELINE: None, **recipes}.items():
+    all_recipes = {BASELINE: None, **recipes}
+    with report.progress(console, len(all_recipes), settings.steps) as start:
+        for name, recipe in all_recipes.items():
             on_step = start(name)
             runs.append(train_run(name, recipe, corpus, settings, device, on_step=on_step))
             if not console.file.isatty():

@@ -31,7 +31,7 @@ class ModelConfig:
     """
 
     d_model: int = 128
-    num_layers: int = 2
+    num_layers: int = 1
     num_heads: int = 4
     context: int = 64
     embedded_bytes: int = 3
@@ -68,7 +68,7 @@ class ByteGPT(nn.Module):
             config.d_model // config.num_heads, rotary_base=ROTARY_BASE
         )
         self.norm = nn.LayerNorm(config.d_model)
-        self.head = nn.Linear(config.d_model, NUM_BYTE_VALUES, bias=False)
+        self.head = te.Linear(config.d_model, NUM_BYTE_VALUES, bias=False)
         te.prepare(self)
         self.to(device)
         self._fill(config, seed)
@@ -105,7 +105,8 @@ class ByteGPT(nn.Module):
         angles = self.rotary(context)
         for block in self.blocks:
             stream = block(stream, rotary_pos_emb=angles, inference_params=cache)
-        logits: Tensor = self.head(self.norm(stream))
+        with te.autocast(enabled=False):
+            logits: Tensor = self.head(self.norm(stream))
         return logits
 
     def num_parameters(self) -> int:

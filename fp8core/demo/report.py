@@ -37,6 +37,8 @@ __all__ = [
 
 # Okabe and Ito's palette, which most colour-blind readers can tell apart; bf16 is black.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6d31", "#7f7f7f")
+SPEED_SECONDS = 60.0
+"""The time that is left follows from the speed of the last seconds, which spans several runs."""
 SMOOTHED_FRACTION = 0.04
 """One point of a curve is the mean over this share of all steps."""
 
@@ -94,27 +96,47 @@ def distance(run: RunResult, baseline: RunResult) -> float:
 
 @contextmanager
 def progress(
-    console: Console, num_steps: int
+    console: Console, num_runs: int, num_steps: int
 ) -> Iterator[Callable[[str], Callable[[float], None]]]:
-    """Show one progress bar per run, on a terminal only, as it would fill any other output.
+    """Show a bar for all runs and one per run, each with the time that is left.
 
-    The context yields a function that starts the bar of a run, given its name, and returns a
-    function to call with the training loss after each step.
+    They are shown on a terminal only, as they would fill any other output. The context yields a
+    function that starts the bar of a run, given its name, and returns a function to call with the
+    training loss after each step.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         TextColumn("{task.description:<10}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("left  {task.fields[loss]}"),
     )
-    with Progress(*columns, console=console, disable=not console.file.isatty()) as bars:
+    with Progress(
+        *columns,
+        console=console,
+        disable=not console.file.isatty(),
+        speed_estimate_period=SPEED_SECONDS,
+    ) as bars:
+        total = bars.add_task("all runs", total=num_runs * num_steps, loss="")
 
         def start(name: str) -> Callable[[float], None]:
-            task = bars.add_task(name, total=num_steps, loss=math.nan)
-            return lambda loss: bars.update(task, advance=1, loss=loss)
+            num_started = len(bars.task_ids) - 1
+            bars.update(total, completed=num_started * num_steps)  # a diverged run ended early
+            task = bars.add_task(name, total=num_steps, loss="")
+
+            def on_step(loss: float) -> None:
+                bars.update(task, advance=1, loss=f"loss {loss:.3f}")
+                bars.update(total, advance=1)
+
+            return on_step
 
         yield start
 

@@ -37,14 +37,14 @@ class TrainSettings:
     model.
     """
 
-    steps: int = 150
-    batch_size: int = 16
+    steps: int = 120
+    batch_size: int = 8
     learning_rate: float = 1.5e-3
     outer_factor: float = 3.0
     warmup_fraction: float = 0.5
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
-    num_heldout_windows: int = 512
+    num_heldout_windows: int = 256
     threads: int = 1
     seed: int = 0
     sample_bytes: int = 0

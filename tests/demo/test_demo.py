@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from fp8core import InferenceParams, OperandError, UnsupportedError, recipe
 from fp8core.__main__ import main
@@ -103,6 +105,32 @@ def test_table_names_every_run(
     assert "held-out loss" in output
     assert "current" in output
     assert "reference" in output
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_shows_the_time_that_is_left_of_all_runs() -> None:
+    console = Console(file=Terminal(), force_terminal=True, width=100)
+    with report.progress(console, num_runs=2, num_steps=3) as start:
+        for name in ("bf16", "current"):
+            on_step = start(name)
+            for _ in range(3):
+                on_step(5.5)
+    *_, total = (line for line in console.file.getvalue().splitlines() if "all runs" in line)
+    assert "6/6" in total
+    assert "0:00:00" in total
+
+
+def test_a_diverged_run_counts_as_done() -> None:
+    console = Console(file=Terminal(), force_terminal=True, width=100)
+    with report.progress(console, num_runs=2, num_steps=3) as start:
+        start("bf16")(float("nan"))
+        start("current")(5.5)
+    *_, total = (line for line in console.file.getvalue().splitlines() if "all runs" in line)
+    assert "4/6" in total
 
 
 def test_threads_are_given_back(text: Path, tmp_path: Path) -> None:
