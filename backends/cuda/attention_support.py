@@ -51,6 +51,8 @@ def attention_backward_problem(desc: AttentionBackwardDesc, device: torch.device
     """Say why cuDNN cannot compute the gradients of attention on the device, or None."""
     if type(desc.attention) is not AttentionDesc:
         return f"no gradients of {type(desc.attention).__name__}"
+    if desc.low_precision and desc.grad_output is None:
+        return "no backward that reads codes: the scales of its logits are numbers of the host"
     if desc.low_precision or desc.grad_output is not None or desc.dp is not None:
         return (
             "no FP8 backward of attention, which is slower than that of bfloat16 on Hopper; "

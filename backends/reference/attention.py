@@ -143,7 +143,8 @@ def attention_backward(
     log_sums = sequences.dense_statistics(stats)
     weights = torch.exp(logits.values - _finite(log_sums)[..., None])
     kept = _drop(forward, weights, rng)
-    if forward.s is not None:
+    if desc.grad_output is not None:
+        assert forward.s is not None
         kept = _rounded(forward.s, kept, s_scale, None)
     grad_values = product(kept.mT, grad)
     grad_weights = _drop(forward, product(grad, values.mT), rng)

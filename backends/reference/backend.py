@@ -217,9 +217,9 @@ def _check_attention(desc: AttentionDesc) -> str | None:
 
 
 def _check_attention_backward(desc: AttentionBackwardDesc) -> str | None:
-    quantized = [spec is not None for spec in (desc.attention.qkv, desc.grad_output, desc.dp)]
-    if len(set(quantized)) > 1:
-        return "either all of q, k, v, the gradient and those of the logits are quantized, or none"
+    gradients = [spec is not None for spec in (desc.grad_output, desc.dp)]
+    if len(set(gradients)) > 1 or (any(gradients) and not desc.low_precision):
+        return "both the gradient and those of logits are quantized, with q, k and v, or neither"
     specs = map(_check_spec, (desc.grad_output, desc.dp))
     return _check_attention(desc.attention) or next(filter(None, specs), None)
 

@@ -140,10 +140,13 @@ class AttentionBackwardDesc:
     ``bias``, summed in float32, None unless ``bias_grad`` asks for it; ``grad_softmax_offset``
     float32 ``[heads]`` (float64 from float64), None unless the offset is learned.
 
-    In low precision q, k, v and ``grad_out`` are operands, as in forward, and the weights are
-    rounded by ``s_scale``, that of forward. The gradients of the logits are quantized by the spec
-    ``dp`` before they are multiplied with queries and keys: by ``dp_scale``, recording
-    ``dp_amax_out``, if it is delayed; else by a scale that follows from their amax.
+    In low precision q, k and v are operands, as in forward. With ``grad_output`` the gradient of
+    the result is one, too, and the weights are rounded by ``s_scale``, that of forward. The
+    gradients of the logits are quantized by the spec ``dp`` before they are multiplied with queries
+    and keys: by ``dp_scale``, recording ``dp_amax_out``, if it is delayed; else by a scale that
+    follows from their amax. Without ``grad_output`` nothing is rounded but the results, to
+    ``attention.dtype``: the logits are those of the exact values of the operands, whose statistics
+    forward returned, where values rounded to ``attention.dtype`` have others.
     """
 
     op: ClassVar[str] = "attention_backward"

@@ -289,11 +289,13 @@ def _quantized_attentions(
     asked = dataclasses.replace(chosen, fp8_dpa=True, fp8_dpa_backward="fp8")  # type: ignore[type-var]  # each recipe is a dataclass
     plan = plan_of(AttentionPlan, asked, LayerRole("attention", name="layer"), dtype)
     wide = dataclasses.replace(plan, o=None)
+    codes = dataclasses.replace(plan, grad_output=None, dp=None)
     variants = [(variant, "", plan) for variant in _QUANTIZED_ATTENTIONS]
-    for variant, output, one in (*variants, ("causal", "high_precision_out", wide)):
+    options = (("high_precision_out", wide), ("high_precision_backward", codes))
+    for variant, output, one in (*variants, *(("causal", *option) for option in options)):
         shape = dataclasses.replace(_ATTENTION, **_ATTENTIONS[variant])
         for _, desc in record([shape], one, dtype):
-            if isinstance(desc, AttentionDesc | AttentionBackwardDesc):
+            if isinstance(desc, AttentionDesc | AttentionBackwardDesc) and desc.low_precision:
                 way = "backward" if isinstance(desc, AttentionBackwardDesc) else ""
                 words = (name, "attention", variant, output, _word(dtype), way)
                 yield CatalogueEntry(".".join(filter(None, words)), desc)

@@ -26,7 +26,8 @@ class LowPrecisionAttentionLink(AttentionLink):
     """Quantizes queries, keys and values, which backward reads as codes.
 
     ``casts`` are by the names of the plan's tensors; with ``"grad_output"`` among them backward
-    computes in low precision, else in high precision from the dequantized tensors. ``s_slot`` and
+    computes in low precision, else in high precision, from the codes if ``reads_codes``, and if not
+    from the tensors dequantized to the dtype of the activations. ``s_slot`` and
     ``dp_slot`` hold the delayed scales of the weights and of the gradients of logits; without them
     the scale of the weights is ``s_scale``, and that of the gradients follows from them.
     ``dequantize_out`` is None where the result is not quantized. ``gradient_state`` is None without
@@ -43,6 +44,7 @@ class LowPrecisionAttentionLink(AttentionLink):
     gradient_state: DelayedState | None
     spec: OperandSpec
     dtype: torch.dtype
+    reads_codes: bool
 
     def in_torch(self, bind: Callable[[Any], Any]) -> AttentionLink:
         """Rounding has no derivative, so torch's operators never take its place."""
@@ -154,22 +156,20 @@ class LowPrecisionAttentionProgram(AttentionProgram):
         else:
             rows = link.dequantize(Operand(result, result_scale))
             rows = rows.t() if is_turned else rows
-        cast = link.casts.get("grad_output")
-        if cast is None:
-            values = [_dequantized(link.dequantize, operand) for operand in operands]
-            plain = [values[0].reshape(size), *values[1:], *more, rows, stats, *kept(call)]
-            return AttentionProgram.backward(self, grad, plain, None, call, out)
         params = (*operands[1:], *more)
-        keywords: dict[str, Any] = {**link.keywords(params, call), "s_scale": scale}
-        if link.dp_slot is not None:
-            keywords |= {"dp_scale": link.dp_slot.scale, "dp_amax_out": link.dp_slot.amax}
-        results = self._run_backward(
-            self._quantized_grad(grad, call),
-            *operands,
-            self._in_layout(rows, shape.head_dim_v, call),
-            stats,
-            **keywords,
-        )
+        keywords: dict[str, Any] = dict(link.keywords(params, call))
+        given: list[Any] = operands
+        if "grad_output" in link.casts:
+            grad = self._quantized_grad(grad, call)
+            keywords["s_scale"] = scale
+            if link.dp_slot is not None:
+                keywords |= {"dp_scale": link.dp_slot.scale, "dp_amax_out": link.dp_slot.amax}
+        else:
+            grad = self._in_layout(grad, shape.head_dim_v, call)
+            if not link.reads_codes:
+                given = [_dequantized(link.dequantize, operand) for operand in operands]
+        rows = self._in_layout(rows, shape.head_dim_v, call)
+        results = self._run_backward(grad, *given, rows, stats, **keywords)
         return self._gradients(results, params, size, out)
 
     def _quantized_grad(self, grad: Any, call: Call) -> Operand:

@@ -122,11 +122,10 @@ def _bound_low_precision(
     result = None if plan.o is None or not is_whole else _with_given_scale(plan.o)
     desc = dataclasses.replace(high, qkv=plan.qkv, s=_with_given_scale(plan.s), out=result)
     is_quantized = plan.grad_output is not None and not shape.bf16_backward
-    backward_desc = (
-        AttentionBackwardDesc(desc, grad_output=plan.grad_output, dp=plan.dp)
-        if is_quantized
-        else AttentionBackwardDesc(high)
-    )
+    if is_quantized:
+        backward_desc = AttentionBackwardDesc(desc, grad_output=plan.grad_output, dp=plan.dp)
+    else:
+        backward_desc = _high_precision_backward(context, desc, high)
     states = context.states
     link = _bound(shape, context, desc, backward_desc)
     s_slot = states.slot("s") if plan.s.delayed and states is not None else None
@@ -160,7 +159,23 @@ def _bound_low_precision(
         gradient_state=gradient_state,
         spec=plan.qkv,
         dtype=context.dtype,
+        reads_codes=backward_desc.low_precision,
     )
+
+
+def _high_precision_backward(
+    context: BindContext, desc: AttentionDesc, high: AttentionDesc
+) -> AttentionBackwardDesc:
+    """Return the backward that reads the codes of ``desc``, if its backend offers it, else the one
+    of tensors dequantized to the dtype of the activations, ``high``.
+
+    Rounded to bfloat16, queries and keys have other logits than those whose statistics forward
+    kept.
+    """
+    codes = AttentionBackwardDesc(desc)
+    backend = context.resolve(_STEP, desc).choice.backend
+    offered = context.resolve_optional(_BACKWARD_STEP, codes, backend)
+    return AttentionBackwardDesc(high) if offered is None else codes
 
 
 def _with_given_scale(spec: OperandSpec) -> OperandSpec:
