@@ -17,7 +17,7 @@ from torchtitan.config import derive, override
 from torchtitan.models.common.linear import Linear as TitanLinear
 from torchtitan.protocols.module import Module
 
-from fp8core.context.autocast import Active
+from fp8core.context.autocast import request
 from fp8core.conversion.steps import delimit
 from fp8core.conversion.survey import check_patterns, is_match, is_named_head, is_named_router
 from fp8core.errors import OperandError, RecipeError
@@ -68,7 +68,7 @@ class Fp8CoreLinear(Linear, Module):
         recipe = from_data(config.recipe, "Fp8CoreLinear.Config(recipe=...)")
         if recipe is None:
             return
-        self.outside_autocast = Active(quantize=recipe)
+        self.outside_autocast = request(quantize=recipe)
         role = LayerRole(self.kind, self.name)
         self._plan = plan_of(LinearPlan, recipe, role, self.dtype_of("weight"))
         self._prepare()

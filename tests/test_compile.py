@@ -220,6 +220,16 @@ def test_autocast_inside_the_graph(asked: recipe.Recipe | str) -> None:
     assert graphs() == 1
 
 
+@pytest.mark.parametrize("recipe_name", ["current", "mxfp8"])
+def test_converted_model_equals_eager(recipe_name: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.GELU(), torch.nn.Linear(32, 64))
+    te.convert(model.to(BF16), recipe_name)
+    fast = compiled(model)
+    assert_same(model, fast, model, rand(32, 64))
+    with te.autocast(enabled=False):
+        assert_same(model, fast, model, rand(32, 64))
+
+
 @on_torch_2_11
 def test_torch_autocast_inside_and_outside() -> None:
     layer = te.LayerNormMLP(64, 32)

@@ -7,7 +7,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,6 +32,7 @@ __all__ = [
     "fp8_autocast",
     "is_switched_off",
     "named",
+    "request",
 ]
 
 
@@ -44,13 +45,18 @@ class Active:
 
     ``quantize`` is the recipe to compute with, ``observe`` the one to record amaxes for while
     computing in high precision; at most one is set. ``group`` is the one to reduce amaxes over;
-    ``reduces`` says whether the recipe may have any to reduce.
+    ``reduces`` says whether the recipe may have any to reduce. :func:`request` makes them, one of
+    each value, which ``name`` stands for in this process.
     """
 
-    quantize: Recipe | None = None
-    observe: Recipe | None = None
-    group: GroupReference | None = None
-    reduces: bool = False
+    quantize: Recipe | None
+    observe: Recipe | None
+    group: GroupReference | None
+    reduces: bool
+    name: str = field(compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[Callable[..., Active], tuple[object, ...]]:
+        return request, (self.quantize, self.observe, self.group)
 
     @property
     def process_group(self) -> torch.distributed.ProcessGroup | None:
@@ -62,22 +68,31 @@ class Active:
 # string is compared by value, an object by an address that another object may get later. There are
 # as many entries as a program has different recipes and groups.
 _asked: dict[str, Active] = {}
-_names: dict[Active, str] = {}
-_names_lock = threading.Lock()
+_known: dict[tuple[object, ...], Active] = {}
+_known_lock = threading.Lock()
 # Recipes that a compiled graph knows by their address: kept alive, so that no other object gets it.
 _compared_by_address: list[Recipe] = []
 
 
-def _name(asked: Active) -> str:
-    with _names_lock:
-        name = _names.setdefault(asked, f"autocast {len(_names)}")
-        _asked.setdefault(name, asked)  # the same object each time, which callers compare
-    return name
+def request(
+    quantize: Recipe | None = None,
+    observe: Recipe | None = None,
+    group: GroupReference | None = None,
+) -> Active:
+    """Return the request of these values: the same object each time, which callers compare."""
+    values = (quantize, observe, group)
+    reduces = group is not None and may_reduce_amaxes(quantize or observe)
+    with _known_lock:
+        asked = _known.get(values)
+        if asked is None:
+            asked = _known[values] = Active(*values, reduces, f"autocast {len(_known)}")
+            _asked[asked.name] = asked
+        return asked
 
 
 # Outside any autocast a converted layer's recipe counts; in autocast(enabled=False) it does not.
 _OUTSIDE = "no autocast"
-_asked[_OUTSIDE] = Active()
+_asked[_OUTSIDE] = Active(None, None, None, False, _OUTSIDE)
 
 
 class _ThreadState(threading.local):
@@ -99,9 +114,7 @@ def active(default: Active | None = None) -> Active:
 def active_name(default: Active | None = None) -> str:
     """Return the name of :func:`active`: equal names, equal requests."""
     name = _thread.active
-    if default is None or name != _OUTSIDE:
-        return name
-    return _ask(default.quantize is not None, False, default.quantize, None)
+    return name if default is None or name != _OUTSIDE else default.name
 
 
 def active_before(
@@ -310,9 +323,7 @@ def _check(
         _compared_by_address.append(given)
     observe = recipe if calibrating and not enabled else None
     reference = None if group is None else weakref.ref(group)
-    quantize = recipe if enabled else None
-    reduces = reference is not None and may_reduce_amaxes(quantize or observe)
-    return _name(Active(quantize, observe, reference, reduces))
+    return request(recipe if enabled else None, observe, reference).name
 
 
 constant_in_graph(_ask)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
-from fp8core.context.autocast import Active
+from fp8core.context.autocast import request
 from fp8core.conversion.experts import (
     ConvertedExperts,
     adopt_experts,
@@ -89,7 +89,7 @@ def convert(
     refuse_watched(f"convert({type(model).__name__})", {p.module: p.path for p in surveyed.native})
     plans = _plans(surveyed, chosen)
     report = _report(model, surveyed, chosen, plans)
-    conversion = Conversion(None if chosen is None else Active(quantize=chosen))
+    conversion = Conversion(None if chosen is None else request(quantize=chosen))
     _swap([*surveyed.chosen, *surveyed.native], conversion)
     # torch.compile's wrapper runs outside its graph, where it is not known which layers ran.
     root = getattr(model, COMPILED_MODULE, model)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core.utils import get_pg_size
 
-from fp8core.context.autocast import Active
+from fp8core.context.autocast import request
 from fp8core.conversion.steps import delimit
 from fp8core.errors import UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
@@ -106,7 +106,7 @@ def adopt(layer: LowPrecisionModule, config: Any) -> None:
     recipe = recipe_of(config)
     if recipe is None:
         return
-    layer.outside_autocast = Active(quantize=recipe)
+    layer.outside_autocast = request(quantize=recipe)
     dtype = next((one.dtype for one in layer.parameters()), config.params_dtype)
     plan = plan_of(layer.plan_type, recipe, LayerRole(layer.kind, layer.name), dtype)
     if plan.delayed is not None:

@@ -11,7 +11,7 @@ import torch
 
 import fp8core
 from fp8core import Linear, RecipeError, autocast, fp8_autocast, recipe
-from fp8core.context.autocast import Active, active
+from fp8core.context.autocast import active, request
 from fp8core.modules.bind import bind
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
@@ -19,7 +19,7 @@ torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 
 CURRENT = recipe.Float8CurrentScaling()
 MXFP8 = recipe.MXFP8BlockScaling()
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
-OUTSIDE = Active()
+OUTSIDE = request()
 
 
 def run_in_threads(*functions: Callable[[], None]) -> None:
@@ -47,7 +47,7 @@ def test_nothing_is_active_outside() -> None:
 
 def test_the_recipe_is_active_inside_and_only_there() -> None:
     with autocast(recipe=CURRENT):
-        assert active() == Active(quantize=CURRENT)
+        assert active() == request(quantize=CURRENT)
     assert active() == OUTSIDE
 
 
@@ -73,7 +73,7 @@ def test_the_alias_has_the_older_names_order_and_defaults() -> None:
 
 def test_the_alias_does_what_autocast_does() -> None:
     with fp8_autocast(enabled=False, calibrating=True, fp8_recipe=DELAYED):
-        assert active() == Active(observe=DELAYED)
+        assert active() == request(observe=DELAYED)
 
 
 def test_no_recipe_means_the_default_recipe() -> None:
@@ -113,7 +113,7 @@ def test_the_group_of_the_outer_autocast_is_not_inherited() -> None:
 
 def test_enabled_wins_over_calibrating() -> None:
     with autocast(enabled=True, calibrating=True, recipe=DELAYED):
-        assert active() == Active(quantize=DELAYED)
+        assert active() == request(quantize=DELAYED)
 
 
 def test_one_object_can_be_entered_while_it_is_active() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8core import LayerNormMLP, Linear, UnsupportedError, autocast, recipe, use_backend
-from fp8core.context.autocast import Active, active
+from fp8core.context.autocast import active, request
 from fp8core.tensors import scaling
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
@@ -152,7 +152,7 @@ def test_an_update_that_raises_leaves_no_amax() -> None:
     with pytest.raises(ArithmeticError), autocast(recipe=failing):
         layer(torch.full((4, 32), 1e6))
     assert not layer.amax_history_fwd.any()
-    assert active() == Active()
+    assert active() == request()
 
 
 class Failing(torch.autograd.Function):
