@@ -70,7 +70,10 @@ def inputs(has_scales: bool, dtype: torch.dtype) -> list[torch.Tensor]:
     return [tensor.to(dtype).requires_grad_() for tensor in tensors]
 
 
-NO_OPTIONS: dict[str, Any] = {"device": None, "dtype": None, "name": None}
+NO_OPTIONS: dict[str, Any] = {
+    **{"device": None, "dtype": None, "name": None},
+    "splits_heads": False,
+}
 
 
 def both(function: Callable[..., Any], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
