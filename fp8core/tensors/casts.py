@@ -21,21 +21,25 @@ class Casts(torch.Tensor):
         raise NotImplementedError
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return ``dequantize().to(...)`` if a dtype, or a tensor that has one, is given.
+        """Return a plain tensor, rounded once, if a dtype, or a tensor that has one, is given.
 
         A move to another device alone, or a copy, stays quantized.
         """
-        if any(isinstance(a, torch.dtype | torch.Tensor) for a in (*args, *kwargs.values())):
-            return self.dequantize().to(*args, **kwargs)
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, torch.dtype | torch.Tensor):
+                dtype = given.dtype if isinstance(given, torch.Tensor) else given
+                return self.dequantize(dtype).to(*args, **kwargs)
         return super().to(*args, **kwargs)
 
     def type(self, dtype: Any = None, non_blocking: bool = False) -> Any:
         """Return the values as a plain tensor of ``dtype``; without one, the type's name."""
-        return super().type() if dtype is None else self.dequantize().type(dtype, non_blocking)
+        if dtype is None:
+            return super().type()
+        return self.dequantize(torch.float32).type(dtype, non_blocking)
 
     def type_as(self, other: torch.Tensor) -> torch.Tensor:
         """Return the values as a plain tensor with dtype and device of ``other``."""
-        return self.dequantize().type_as(other)
+        return self.to(other)
 
     def float(self, memory_format: Any = None) -> torch.Tensor:
         """Return the values as a plain float32 tensor, without rounding."""

@@ -58,10 +58,12 @@ class OperandTensor(Casts):
         dtype: torch.dtype,
         *,
         shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
     ) -> _Self:
         """Wrap the operands; ``columnwise`` is None if it is a view of ``rowwise``, or not planned.
 
-        ``shape`` is that of the tensor, ``[n, k]`` if None.
+        ``shape`` is that of the tensor, ``[n, k]`` if None. ``strides`` are those of a view of a
+        plain tensor like it, None for a contiguous one: they tell views with gaps.
 
         Raises:
             OperandError: their sizes or dtypes do not fit ``plan``, or ``shape``.
@@ -76,7 +78,11 @@ class OperandTensor(Casts):
             )
         device = next(part.device for part in parts if part is not None)
         self: _Self = make_wrapper(
-            cls, size if shape is None else tuple(shape), dtype=dtype, device=device
+            cls,
+            size if shape is None else tuple(shape),
+            strides=None if strides is None else tuple(strides),
+            dtype=dtype,
+            device=device,
         )
         refuse_address(self)
         for name, part in zip(PARTS, parts, strict=True):
@@ -142,21 +148,24 @@ class OperandTensor(Casts):
         columnwise: Operand | None,
         shape: Sequence[int],
         *,
+        strides: Sequence[int] | None = None,
         shares_scales: bool | None = None,
     ) -> _Self:
-        """Return a tensor of ``shape`` of other operands that are stored alike.
+        """Return a tensor of ``shape`` and ``strides`` of other operands that are stored alike.
 
         ``shares_scales``: whether their scales cover more than they do; None as this tensor's.
         """
         with torch.inference_mode(False):  # as a view that torch creates outside of it
-            made = type(self)(rowwise, columnwise, self.plan, self.dtype, shape=shape)
+            made = type(self)(
+                rowwise, columnwise, self.plan, self.dtype, shape=shape, strides=strides
+            )
         made._slot, made._lacks_slot = self._slot, self._lacks_slot
         made._shares_scales = self._shares_scales if shares_scales is None else shares_scales
         return made
 
     def with_dtype(self: _Self, dtype: torch.dtype) -> _Self:
         """Return the same operands under another nominal dtype."""
-        renamed = type(self)(*self.held, self.plan, dtype, shape=self.shape)
+        renamed = type(self)(*self.held, self.plan, dtype, shape=self.shape, strides=self.stride())
         renamed._slot, renamed._lacks_slot = self._slot, self._lacks_slot
         renamed._shares_scales = self._shares_scales
         renamed._is_of_parameter = self.is_of_parameter

@@ -134,7 +134,7 @@ def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[:2]
     if not isinstance(target, OperandTensor):
-        return func(target, source.decoded(), *args[2:], **kwargs)
+        return func(target, source.decoded(target.dtype), *args[2:], **kwargs)
     if not isinstance(source, OperandTensor):
         write(target, source)
     elif source.plan == target.plan and source.shape == target.shape:

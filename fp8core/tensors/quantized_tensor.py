@@ -64,7 +64,7 @@ class QuantizedTensor(TorchMethods):
 
     ``dtype`` is float32, bfloat16 or float16: the dtype of ``dequantize``, of other operators'
     arithmetic, and of the gradient, which is a plain tensor. A gradient passes ``dequantize``
-    unchanged. ``to(dtype)`` is ``dequantize().to(dtype)``; a move to a device stays quantized.
+    unchanged. ``to(dtype)`` is ``dequantize(dtype)``; a move to a device stays quantized.
     The quantizers (``fp8core.MXFP8Quantizer`` and others), :class:`fp8core.quantized_model_init`,
     :meth:`quantize` and :meth:`from_codes` create one.
 
@@ -308,7 +308,9 @@ class QuantizedTensor(TorchMethods):
     ) -> QuantizedTensor:
         rowwise, columnwise = split([inner.get(name) for name in PARTS])
         plan, dtype, *refusals = context
-        made = QuantizedTensor(rowwise, columnwise, plan, dtype, shape=outer_size)
+        made = QuantizedTensor(
+            rowwise, columnwise, plan, dtype, shape=outer_size, strides=outer_stride
+        )
         made._shares_scales, made._lacks_slot = refusals or (False, False)
         return made
 

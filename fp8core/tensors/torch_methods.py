@@ -29,7 +29,7 @@ class TorchMethods(OperandTensor):
         sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         try:
             view = self.view(*sizes)
-        except UnsupportedError:
+        except RuntimeError:  # UnsupportedError, and torch's where a view has gaps
             view = None
         if view is not None and not isinstance(view, FlatView):
             return view
@@ -53,8 +53,8 @@ class TorchMethods(OperandTensor):
         return self.reshape(self.numel())
 
     def contiguous(self, memory_format: torch.memory_format | None = None) -> torch.Tensor:
-        """Return the tensor itself: the strides of operands are the backend's."""
-        return self
+        """Return the tensor itself, or a copy of a view with gaps, as every second row."""
+        return self if self.is_contiguous() else self.clone()
 
     def share_memory_(self: _Self) -> _Self:
         """Move the operands to shared memory, as torch does a tensor's storage."""

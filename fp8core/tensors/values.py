@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from fp8core.errors import UnsupportedError
+from fp8core.errors import OperandError, UnsupportedError
 from fp8core.torch_ops.private import (
     COMPOSITE,
     make_wrapper,
@@ -103,6 +104,23 @@ class Values(torch.Tensor):
         inner: dict[str, torch.Tensor], context: None, outer_size: Any, outer_stride: Any
     ) -> Values:
         return Values(inner["_plain"])
+
+    def __copy__(self) -> Values:
+        return self.view_as(self)  # type: ignore[return-value]  # a view is of this class
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return the values as a plain tensor, as saving and loading does.
+
+        Raises:
+            OperandError: it has a history, with which torch copies no tensor either.
+        """
+        if not self.is_leaf:
+            raise OperandError(
+                "deepcopy of a view with a history, of a QuantizedTensor that requires a gradient: "
+                "take its detach()."
+            )
+        copied = copy.deepcopy(self._plain, memo).requires_grad_(self.requires_grad)
+        return memo.setdefault(id(self), copied)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's

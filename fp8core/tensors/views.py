@@ -58,8 +58,16 @@ def _refuse(func: Any, tensor: Any, asked: str) -> UnsupportedError:
     )
 
 
-def _whole(tensor: Any, shape: Sequence[int]) -> Any:
-    return tensor.rebuilt(*tensor.held, shape)
+def _strides(tensor: Any, shape: Sequence[int]) -> Sequence[int] | None:
+    """Return those of the view ``shape``, None for contiguous ones; torch raises if there are none.
+
+    Raises:
+        RuntimeError: ``tensor`` is a view with gaps that are not between its new dimensions.
+    """
+    if tensor.is_contiguous():
+        return None
+    plain = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+    return plain.view(list(shape)).stride()
 
 
 def _size(given: Sequence[int], count: int) -> list[int]:
@@ -82,13 +90,14 @@ def _view(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     if math.prod(shape) != tensor.numel():
         raise RuntimeError(f"shape '{list(args[1])}' is invalid for {tensor}")
     if shape and shape[-1] == tensor.shape[-1]:
-        return _whole(tensor, shape)
+        return tensor.rebuilt(*tensor.held, shape, strides=_strides(tensor, shape))
     return _refolded(func, tensor, shape)
 
 
 def _refolded(func: Any, tensor: Any, shape: Sequence[int]) -> Any:
     """Return the view ``[shape]``, whose last dimension is another one: quantized where no block is
     cut, else, of one dimension, its values."""
+    strides = _strides(tensor, shape)
     (rowwise, columnwise), (row, column) = tensor.held, tensor.plan
     is_view = column is None or columnwise is None
     folded = None
@@ -98,7 +107,7 @@ def _refolded(func: Any, tensor: Any, shape: Sequence[int]) -> Any:
         return FlatView(tensor)
     if folded is None:
         raise _refuse(func, tensor, f"a view as {list(shape)}")
-    return tensor.rebuilt(folded, None, shape)
+    return tensor.rebuilt(folded, None, shape, strides=strides)
 
 
 def _cut_rows(tensor: Any, dim: int, start: int, stop: int, step: int) -> tuple[Held, bool] | None:
@@ -132,21 +141,22 @@ def _cut_rows(tensor: Any, dim: int, start: int, stop: int, step: int) -> tuple[
 def _part(
     func: Any, tensor: Any, dim: int, start: int, stop: int, step: int = 1, *, drops: bool = False
 ) -> Any:
-    shape = list(tensor.shape)
+    shape, strides = list(tensor.shape), list(tensor.stride())
     length = shape[dim]
     if drops and dim == len(shape) - 1:
         raise _refuse(func, tensor, f"index {start} along the last dimension")
     is_whole = (start, stop, step) == (0, length, 1)
     shape[dim] = -(-(stop - start) // step)
+    strides[dim] *= step
     if drops:
-        del shape[dim]
+        del shape[dim], strides[dim]
     if is_whole:
-        return _whole(tensor, shape)
+        return tensor.rebuilt(*tensor.held, shape, strides=strides)
     made = _cut_rows(tensor, dim, start, stop, step)
     if made is None:
         raise _refuse(func, tensor, f"{start}:{stop}:{step} along dimension {dim}")
     held, is_shared = made
-    return tensor.rebuilt(*held, shape, shares_scales=is_shared or None)
+    return tensor.rebuilt(*held, shape, strides=strides, shares_scales=is_shared or None)
 
 
 def _argument(args: Arguments, kwargs: dict[str, Any], at: int, name: str, default: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 
@@ -381,3 +382,45 @@ def test_a_transformed_orientation_alone_has_the_values() -> None:
         tensor = QuantizedTensor.of(x, TensorPlan(None, spec))
         error = (tensor.dequantize(torch.float32) - x.float()).norm() / x.float().norm()
         assert error < 0.15
+
+
+GAPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "every second row": lambda x: x[::2],
+    "one row of every second": lambda x: x[::2][:1],
+    "columns": lambda x: x[:, :128],
+    "columns, with a dimension more": lambda x: x[:, :128].unsqueeze(1),
+    "some rows": lambda x: x[128:],
+}
+
+
+@pytest.mark.parametrize("cut", GAPS)
+def test_contiguous_copies_where_torch_copies(cut: str, way: str) -> None:
+    x = value(256, 256)
+    part, plain = GAPS[cut](quantized("tensor", way, x)), GAPS[cut](x)
+    assert part.stride() == plain.stride()
+    copied = part.contiguous()
+    assert (copied is part) == (plain.contiguous() is plain)
+    assert torch.equal(copied.dequantize(), part.dequantize())
+
+
+def test_reshape_copies_where_torch_finds_no_view() -> None:
+    tensor = quantized("tensor", "rowwise", value(256, 256))
+    assert type(tensor[:, :128].reshape(-1)) is torch.Tensor
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        tensor[:, :128].view(-1)
+
+
+def test_deepcopy_of_a_view_for_reading_is_a_plain_tensor(name: str, way: str) -> None:
+    turned = quantized(name, way, value(256, 256)).t()
+    copied = copy.deepcopy({"a": turned, "b": turned})
+    assert type(copied["a"]) is torch.Tensor
+    assert copied["a"] is copied["b"]
+    assert torch.equal(copied["a"], turned.dequantize())
+    assert type(copy.copy(turned)) is type(turned)
+
+
+def test_deepcopy_of_a_view_with_a_history_is_refused() -> None:
+    turned = quantized("tensor", "both", value(256, 256)).requires_grad_().t()
+    with pytest.raises(OperandError, match="take its detach"):
+        copy.deepcopy(turned)
+    assert copy.deepcopy(turned.detach().requires_grad_()).requires_grad
