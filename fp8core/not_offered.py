@@ -20,7 +20,9 @@ _COMMUNICATION_GROUPS: Mapping[str, tuple[str, ...]] = {
         "destroy_ub",
         "initialize_ub",
     ),
-    "context parallelism is not offered": ("CPLoadBalancingStrategy",),
+    "set_context_parallel_group balances by two chunks of each sequence a rank": (
+        "CPLoadBalancingStrategy",
+    ),
     "it needs cuSOLVERMp across ranks; torch.optim.Muon has Newton-Schulz on one": (
         "CusolverMpCtx",
         "newton_schulz",

@@ -7,6 +7,7 @@ import importlib.util
 
 import pytest
 
+import fp8core
 from fp8core.not_offered import COMMUNICATION, NOT_OFFERED
 from tests.te_surface import HOMES, PAGE, Name, page, share, stored
 
@@ -30,6 +31,11 @@ def test_a_name_is_either_offered_or_has_a_reason(name: Name) -> None:
 def test_every_reason_is_of_a_name_of_theirs() -> None:
     """The list of what is not offered is the table without what is offered."""
     assert {name.here for name in NAMES if not name.is_offered} == set(NOT_OFFERED)
+
+
+def test_reason_about_context_parallelism_names_the_method_that_offers_it() -> None:
+    method = NOT_OFFERED["CPLoadBalancingStrategy"].split()[0]
+    assert hasattr(fp8core.DotProductAttention, method)
 
 
 def test_communication_is_a_part_of_what_is_not_offered() -> None:
