@@ -113,6 +113,7 @@ class _Repeat(NamedTuple):
     lasts: Sequence[Any]
     settings: tuple[object, ...]
     is_like: Likeness
+    address: Callable[[torch.Tensor], int]
     run: Callable[..., torch.Tensor]
     num_params: int
     asked: tuple[Active, Policy]
@@ -150,7 +151,7 @@ class TransformerChain:
             and len(params) == repeat.num_params
             and repeat.is_like(x, *params)
             and x.data_ptr()
-            and all(map(torch.Tensor.data_ptr, params))
+            and all(map(repeat.address, params))
         ):
             for forward, backward in repeat.states:
                 touch(forward, backward, asked.group)
@@ -222,8 +223,7 @@ class TransformerChain:
             parts.layers,
             [layer._bindings.last for layer in parts.layers],
             settings,
-            prepared.is_like,
-            prepared.run,
+            *prepared,
             len(params),
             (active(parts.first.outside_autocast), policy.current()),
             has_grad,
