@@ -32,16 +32,10 @@ class ScaledState(NamedTuple):
         return self.codes.float() * self.scale.reshape(())
 
     def write(self, value: torch.Tensor) -> None:
-        """Store ``value``, float32, by a scale that its largest magnitude takes.
-
-        What :meth:`value` returns is stored without a change.
-        """
+        """Store ``value``, float32, by a scale that its largest magnitude takes."""
         amax = value.abs().amax() if value.numel() else value.new_zeros(())
-        largest = LARGEST[self.codes.dtype]
-        # Of the scales with the same product, the one that the product gives back. A smaller scale
-        # than ``tiny`` has no finite reciprocal.
-        scale = (amax / largest).clamp(min=torch.finfo(torch.float32).tiny)
-        scale = scale * largest / largest
+        # A smaller scale has no finite reciprocal.
+        scale = (amax / LARGEST[self.codes.dtype]).clamp(min=torch.finfo(torch.float32).tiny)
         scale = torch.where(amax != 0, scale, 0)
         factor = torch.where(scale > 0, 1 / scale, 0)
         self.codes.copy_((value * factor).to(self.codes.dtype))

@@ -12,7 +12,6 @@ import fp8core
 from fp8core import recipe
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.optimizers import FusedAdam, fused_adam
-from fp8core.optimizers.scaled_state import ScaledState
 
 BF16 = torch.bfloat16
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -358,17 +357,6 @@ def test_remainders_are_saved_in_a_dtype_that_collectives_take() -> None:
     assert saved.dtype == torch.int32
     held = optimizer.get_unscaled_state(optimizer.param_groups[0]["params"][0], "master_param")
     assert torch.equal(saved, held)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
-def test_values_of_a_scaled_state_are_stored_again_without_a_change(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(64):  # a scale each
-        held = ScaledState.zeros(torch.empty(16), dtype)
-        held.write(torch.randn(16, generator=generator))
-        again = ScaledState.zeros(torch.empty(16), dtype)
-        again.write(held.value())
-        assert torch.equal(again.value(), held.value())
 
 
 def test_a_refused_gradient_leaves_every_parameter_unstepped() -> None:
