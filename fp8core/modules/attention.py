@@ -38,6 +38,7 @@ from fp8core.modules.attention_inputs import (
     check_layout,
     check_mask,
     check_pad_between,
+    check_unread_lengths,
     checked_qkv,
     lengths_of,
     unpacked,
@@ -248,7 +249,8 @@ class DotProductAttention(ParallelModule):
                 sequence, or a tuple of two, of queries and of keys; for ``"arbitrary"``, bool
                 that broadcasts to ``[b, heads, s_q, s_kv]``, True where a key is excluded. Other
                 mask types ignore it, which is logged once.
-            cu_seqlens_q, cu_seqlens_kv: int32 ``[b + 1]``: the lengths of the sequences, added up.
+            cu_seqlens_q, cu_seqlens_kv: int32 ``[b + 1]``: the lengths of the sequences, added up;
+                a mask without padding leaves them unread.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: in thd, where sequences begin if there is
                 padding between them.
             max_seqlen_q, max_seqlen_kv: in thd, lengths that no sequence exceeds. Without them the
@@ -266,7 +268,7 @@ class DotProductAttention(ParallelModule):
                 long sequences are, so that cu_seqlens and a padding mask are not read, and causal
                 mask types have their diagonal where the last query of a sequence sees all keys.
             pad_between_seqs: whether thd has padding between sequences; it follows from the padded
-                cu_seqlens.
+                cu_seqlens, which True needs.
             qkv_layer: queries, keys and values in one tensor; ``kv_layer``: keys and values.
                 ``qkv_interleave_dim`` is the dimension of 3 or 2: -3 or -2.
 
@@ -465,16 +467,12 @@ class DotProductAttention(ParallelModule):
     def _lengths(
         self, layout: str, mask: Mask, qkv: Qkv, padding_mask: PaddingMask, given: Lengths
     ) -> Lengths:
-        """Return the lengths of a call; without padding, none."""
+        """Return the lengths of a call; none where the mask has no padding."""
         owner = _Owner(self)
         if not mask.padding:
             if padding_mask is not None and not mask.arbitrary:
                 _log_ignored()
-            if any(one is not None for one in given[:4]):
-                raise OperandError(
-                    f"{owner}: cu_seqlens without padding; expected a mask type with padding, "
-                    f"'padding' or 'padding_causal'."
-                )
+            check_unread_lengths(owner, layout, qkv, given)
             return Lengths()
         is_pair = isinstance(padding_mask, tuple | list)
         if padding_mask is not None and not is_pair and self.attention_type == "cross":

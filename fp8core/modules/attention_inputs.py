@@ -25,6 +25,7 @@ __all__ = [
     "check_layout",
     "check_mask",
     "check_pad_between",
+    "check_unread_lengths",
     "checked_qkv",
     "lengths_of",
     "unpacked",
@@ -223,12 +224,7 @@ def lengths_of(
         _check_starts(owner, "cu_seqlens_q_padded", lengths.cu_seqlens_q_padded, cu_q)
         _check_starts(owner, "cu_seqlens_kv_padded", lengths.cu_seqlens_kv_padded, cu_kv)
     if layout != "thd":
-        batch = q.shape[layout.index("b")]
-        if cu_q.shape[0] != batch + 1:
-            raise OperandError(
-                f"{owner}: cu_seqlens_q has {cu_q.shape[0]} entries for a batch of {batch}; "
-                f"expected {batch + 1}."
-            )
+        _check_batch(owner, "cu_seqlens_q", cu_q, q.shape[layout.index("b")])
         return lengths._replace(
             cu_seqlens_q_padded=None,
             cu_seqlens_kv_padded=None,
@@ -243,6 +239,26 @@ def lengths_of(
             owner, "max_seqlen_kv", lengths.max_seqlen_kv, cu_kv, num_ranks * k.shape[0]
         ),
     )
+
+
+def check_unread_lengths(owner: object, layout: str, qkv: Qkv, given: Lengths) -> None:
+    """Check shapes and dtypes of cu_seqlens that a mask without padding leaves unused.
+
+    Raises:
+        OperandError: one is not int32 ``[batch + 1]`` on the device of the queries.
+    """
+    for name, cu_seqlens in given.offsets.items():
+        if cu_seqlens is not None:
+            checked = _checked_cu_seqlens(owner, name, cu_seqlens, qkv.q.device)
+            _check_batch(owner, name, checked, qkv.q.shape[layout.index("b")])
+
+
+def _check_batch(owner: object, name: str, cu_seqlens: torch.Tensor, batch: int) -> None:
+    if cu_seqlens.shape[0] != batch + 1:
+        raise OperandError(
+            f"{owner}: {name} has {cu_seqlens.shape[0]} entries for a batch of {batch}; "
+            f"expected {batch + 1}."
+        )
 
 
 def _checked_cu_seqlens(
@@ -378,18 +394,15 @@ def _check_is_at_the_end(owner: object, mask: torch.Tensor) -> None:
 
 
 def check_pad_between(owner: object, asked: bool | None, lengths: Lengths) -> None:
-    """Refuse an answer to whether there is padding between sequences that lengths contradict."""
+    """Refuse padding between sequences of which nothing says where they begin.
+
+    Where offsets with padding are given, they say it, also if no padding is announced.
+    """
     has_padded = lengths.cu_seqlens_q_padded is not None or lengths.cu_seqlens_kv_padded is not None
-    is_same = all(one is other for one, other in zip(lengths[:2], lengths[2:4], strict=True))
     if asked is True and not has_padded:
         raise OperandError(
             f"{owner}: pad_between_seqs=True needs cu_seqlens_q_padded and cu_seqlens_kv_padded, "
             f"where sequences begin, in qkv_format='thd'."
-        )
-    if asked is False and has_padded and not is_same:
-        raise OperandError(
-            f"{owner}: pad_between_seqs=False, but cu_seqlens_q_padded or cu_seqlens_kv_padded say "
-            f"where sequences begin; leave one of them out."
         )
 
 

@@ -237,8 +237,8 @@ class Linear(ParallelModule):
         """Compute ``[..., out_features]`` from ``[..., in_features]``; see the class.
 
         ``is_first_microbatch`` None quantizes the weight; True also stores the quantized weight,
-        and False computes with the stored one, which is refused after a write to the weight that
-        torch counted. Without a recipe it has no effect.
+        and False computes with the stored one, or stores it if there is none of this recipe; it is
+        refused after a write to the weight that torch counted. Without a recipe it has no effect.
 
         ``fp8_output``: the output is a :class:`~fp8core.QuantizedTensor` as the recipe casts an
         input, which a next layer takes as it is; ``fp8_grad``: so is the gradient of the input, as

@@ -15,13 +15,13 @@ _BATCH_DIM = {"sbhd": 1, "bshd": 0}
 
 
 def check_rate(owner: str, name: str, value: float) -> float:
-    """Return ``value`` if it is a probability below 1.
+    """Return ``value`` if it is a probability.
 
     Raises:
         OperandError: it is not.
     """
-    if not 0 <= value < 1:
-        raise OperandError(f"{owner}({name}={value!r}): expected 0 <= {name} < 1.")
+    if not 0 <= value <= 1:
+        raise OperandError(f"{owner}({name}={value!r}): expected 0 <= {name} <= 1.")
     return value
 
 
@@ -72,7 +72,8 @@ class DropPath(torch.nn.Module):
         """
         if not self.rate or not self.training:
             return branch
-        return torch.where(self._is_kept(branch, cu_seqlens, split), branch / (1 - self.rate), 0)
+        kept_rate = 1 - self.rate or 1  # 0 would give a gradient of NaN where nothing is kept
+        return torch.where(self._is_kept(branch, cu_seqlens, split), branch / kept_rate, 0)
 
     def _is_kept(
         self, branch: torch.Tensor, cu_seqlens: torch.Tensor | None, split: SampleSplit

@@ -248,9 +248,9 @@ class KeptWeight:
 
         Raises:
             OperandError: the weight has another dtype than was bound. With
-                ``is_first_microbatch=False``: no operands of this weight are kept, torch has
-                counted a write to it since, or it is another tensor. In the scope of frozen
-                weights: torch has counted a write. A QuantizedTensor is stored for another recipe.
+                ``is_first_microbatch=False``: torch has counted a write to the weight since its
+                operands were kept, or it is another tensor. In the scope of frozen weights: torch
+                has counted a write. A QuantizedTensor is stored for another recipe.
             UnsupportedError: ``is_first_microbatch`` is False while a CUDA graph is captured.
         """
         if isinstance(weight, QuantizedTensor):
@@ -294,6 +294,8 @@ class KeptWeight:
                 raise OperandError(f"{self._how.owner}: {_WRITTEN}")
             kept = None
         if kept is None or (columnwise and kept.operands.columnwise is None):
+            if _is_capturing():  # microbatches of graphs, of which none was the first
+                raise UnsupportedError(f"{self._how.owner}: {_IN_GRAPH}")
             kept = None
             entries.pop(self._index, None)  # frees its memory for the new ones
             # Later calls may train, and tensors created in inference mode cannot be saved.
@@ -329,18 +331,12 @@ class KeptWeight:
     def _entry(
         self, entries: dict[int, Kept], first: bool | None, scale_version: int
     ) -> Kept | None:
-        """Return what is kept of this GEMM's weight under this recipe, None for nothing.
-
-        Raises:
-            OperandError: nothing is kept, and ``first`` is False.
-        """
+        """Return what is kept of this GEMM's weight under this recipe, None for nothing."""
         kept = entries.get(self._index)
-        if kept is not None and kept.key == self._how.key:
-            # Within a step, microbatches use one delayed scale.
-            return None if first is None and kept.scale_version != scale_version else kept
-        if first is False:
-            raise OperandError(f"{self._how.owner}: {_NOTHING_KEPT}")
-        return None
+        if kept is None or kept.key != self._how.key:
+            return None
+        # Within a step, microbatches use one delayed scale.
+        return None if first is None and kept.scale_version != scale_version else kept
 
     @property
     def constants(self) -> tuple[torch.Tensor, ...] | None:
@@ -391,11 +387,6 @@ _IN_GRAPH = (
 _NOT_AGAIN = (
     "cache_quantized_params with a weight that is computed from others, or padded, is not offered: "
     "nothing could quantize it again outside of the graph. Leave it out."
-)
-_NOTHING_KEPT = (
-    "is_first_microbatch=False takes the weight quantized by the call with "
-    "is_first_microbatch=True, but there was none with this recipe. Pass True for the first "
-    "microbatch, which keeps the weight, or None, which quantizes it in every call."
 )
 _WRITTEN = (
     "the weight was written since it was quantized and kept, or is another by now. Pass "

@@ -252,3 +252,23 @@ def test_the_seed_of_a_cuda_graph_is_drawn_on_its_device(monkeypatch: pytest.Mon
         for device in (torch.device("cuda", 0), torch.device("cpu"), None):
             new_seed(device)
     assert drawn == ["cpu", "cpu", "cpu", "cuda", "cpu", "cpu"]
+
+
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+def test_lengths_are_left_unread_by_a_mask_without_padding(mask: str) -> None:
+    q, k, v = qkv(5, 2)
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    unread = torch.full((3,), -7, dtype=torch.int32)
+    attend = layer(attn_mask_type=mask)
+    given = dict.fromkeys(names, unread)
+    equal([attend(q, k, v, **given, pad_between_seqs=False)], [attend(q, k, v)])
+
+
+def test_equal_offsets_with_padding_announce_none() -> None:
+    q, k, v = qkv(8)
+    attend = layer(qkv_format="thd", attn_mask_type="padding")
+    lengths = {"cu_seqlens_q": cu([5, 3]), "cu_seqlens_kv": cu([5, 3])}
+    padded = {f"{name}_padded": offsets.clone() for name, offsets in lengths.items()}
+    equal(
+        [attend(q, k, v, **lengths, **padded, pad_between_seqs=False)], [attend(q, k, v, **lengths)]
+    )

@@ -100,7 +100,8 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"attn_mask_type": "padding"},
         {"cu_seqlens_q": cu([5, 6]), "cu_seqlens_kv": cu([5, 5])},
     ),
-    "cu_seqlens without padding": ({}, {"cu_seqlens_q": cu([5, 5]), "cu_seqlens_kv": cu([5, 5])}),
+    "cu_seqlens_q has 2 entries for a batch of 2": ({}, {"cu_seqlens_q": cu([5])}),
+    "cu_seqlens_kv_padded is torch.int64": ({}, {"cu_seqlens_kv_padded": cu([5, 5]).long()}),
     "qkv_format='thd', whose sequences have lengths": (
         {"qkv_format": "thd"},
         {

@@ -198,6 +198,16 @@ def test_a_dropped_path_is_a_sample_s(layout: str) -> None:
     assert abs(kept - (1 - rate)) < 4 * math.sqrt(rate * (1 - rate) / num)
 
 
+@pytest.mark.parametrize("drops", ["hidden_dropout", "drop_path_rate"])
+def test_a_block_that_is_always_dropped_leaves_the_residual(drops: str) -> None:
+    layer = new_layer(**{drops: 1.0})
+    x = states(2, 4, H).requires_grad_()
+    y = layer(x)
+    y.sum().backward()
+    assert torch.equal(y, x)
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
 def test_hidden_dropout_has_its_rate() -> None:
     layer = new_layer(hidden_dropout=0.25, parallel_attention_mlp=True)
     x = states(64, 8, H)

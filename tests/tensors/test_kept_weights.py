@@ -1,4 +1,4 @@
-"""``is_first_microbatch=False`` takes the weight of True, or says that it is another by now."""
+"""``is_first_microbatch=False`` takes the kept weight, or says that it is another by now."""
 
 from __future__ import annotations
 

@@ -102,9 +102,13 @@ def test_the_first_microbatch_makes_it_anew_and_the_others_take_it(
     assert found == [WITH_WEIGHT, INPUT_ALONE, INPUT_ALONE, WITH_WEIGHT]
 
 
-def test_a_later_microbatch_without_a_first_is_refused(forward: Forward) -> None:
-    with pytest.raises(OperandError, match="is_first_microbatch=True"):
-        forward(layer(), False)
+@pytest.mark.parametrize("name", ["delayed", "current", "nvfp4"])
+def test_a_later_microbatch_without_a_first_quantizes_and_keeps(
+    name: str, forward: Forward
+) -> None:
+    own = layer()
+    assert forward(own, False, name) == WITH_WEIGHT
+    assert forward(own, False, name) == INPUT_ALONE
 
 
 def test_a_later_microbatch_outside_any_recipe_computes_as_ever() -> None:
@@ -113,14 +117,6 @@ def test_a_later_microbatch_outside_any_recipe_computes_as_ever() -> None:
     assert torch.equal(own(x, is_first_microbatch=False), want)
     with torch.autocast("cpu", torch.bfloat16):
         assert own(x, is_first_microbatch=False).dtype == torch.bfloat16
-
-
-def test_what_was_refused_leaves_the_kept_weight(forward: Forward) -> None:
-    own = layer()
-    forward(own, True)
-    with pytest.raises(OperandError, match="with this recipe"):
-        forward(own, False, "block")
-    assert forward(own, False) == INPUT_ALONE
 
 
 def test_a_later_microbatch_of_a_changed_weight_is_refused(forward: Forward) -> None:
@@ -132,11 +128,11 @@ def test_a_later_microbatch_of_a_changed_weight_is_refused(forward: Forward) -> 
         forward(own, False)
 
 
-def test_a_later_microbatch_of_another_recipe_is_refused(forward: Forward) -> None:
-    own = layer()
+def test_a_later_microbatch_of_another_recipe_quantizes_for_it(forward: Forward) -> None:
+    own, x = layer(), torch.randn(4, 32)
     forward(own, True, "current")
-    with pytest.raises(OperandError, match="with this recipe"):
-        forward(own, False, "block")
+    with autocast(recipe=recipe.by_name("block")):
+        assert torch.equal(own(x, is_first_microbatch=False), own(x))
 
 
 @pytest.mark.parametrize("name", STATELESS)
