@@ -34,7 +34,13 @@ from fp8core.recipe.plan import AttentionPlan, LinearPlan, Plan
 from fp8core.reporting import log_once
 from fp8core.tensors.slots import BUFFERS, META, meta_text
 
-__all__ = ["READABLE", "format_named", "is_pickled", "read_expert_state", "read_extra_state"]
+__all__ = [
+    "READABLE",
+    "format_named",
+    "may_be_transformer_engine_s",
+    "read_expert_state",
+    "read_extra_state",
+]
 
 _T = TypeVar("_T")
 _ZIP, _PICKLE = b"PK", b"\x80"
@@ -47,9 +53,10 @@ _STATELESS = (
 )
 
 
-def is_pickled(value: Any) -> bool:
-    """Say whether ``value`` of a checkpoint is a pickle, as Transformer Engine's states are."""
-    return _bytes_of(value).startswith((_PICKLE, _ZIP))
+def may_be_transformer_engine_s(value: Any) -> bool:
+    """Say whether ``value`` of a checkpoint may be a state of Transformer Engine, perhaps a damaged
+    one: bytes, or a tensor. Other libraries have dicts and objects of their own there."""
+    return isinstance(value, torch.Tensor | io.BytesIO | bytes | bytearray)
 
 
 def read_extra_state(value: Any, plan_type: type[Plan] = LinearPlan) -> dict[str, torch.Tensor]:
@@ -94,12 +101,32 @@ def _refusing(read: Callable[[], _T]) -> _T:
 
 
 def _bytes_of(value: Any) -> bytes:
-    """Return the bytes of an extra state; empty for another kind of value."""
+    """Return the bytes of an extra state.
+
+    Raises:
+        OperandError: it is no pickle, and no zip file of one.
+    """
+    data = _content_of(value)
+    if not data.startswith((_PICKLE, _ZIP)):
+        raise OperandError(
+            f"it begins with the bytes {data[:4]!r}, and a state of Transformer Engine is a pickle "
+            f"or a zip file by torch.save"
+        )
+    return data
+
+
+def _content_of(value: Any) -> bytes:
     if isinstance(value, io.BytesIO):
         return value.getvalue()
-    is_bytes = type(value) in (torch.Tensor, torch.nn.Parameter) and value.dtype == torch.uint8
-    if not is_bytes or value.is_meta or value.dim() != 1:
-        return b""
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        raise OperandError(f"it is a {type(value).__name__}, expected a tensor uint8 [bytes]")
+    if value.dtype != torch.uint8 or value.is_meta or value.dim() != 1:
+        raise OperandError(
+            f"it is {value.dtype} {list(value.shape)} on {value.device.type}, expected torch.uint8 "
+            f"[bytes] with values"
+        )
     return value.detach().cpu().contiguous().numpy().tobytes()  # type: ignore[no-any-return]
 
 

@@ -55,8 +55,8 @@ _LONGEST = 2**64 - 1
 
 # What zipfile raises for a damaged file, an encrypted one, and one of a later version.
 _ZIP_ERRORS = (
-    *(zipfile.BadZipFile, EOFError, NotImplementedError, OSError, RuntimeError, ValueError),
-    struct.error,
+    *(zipfile.BadZipFile, EOFError, NotImplementedError, OSError, OverflowError, RuntimeError),
+    *(ValueError, struct.error),
 )
 
 

@@ -12,6 +12,7 @@ from fp8core.dispatch import policy
 from fp8core.errors import RecipeError
 from fp8core.modules.bindings import Bindings
 from fp8core.modules.loading import (
+    EXTRA_STATE,
     Imported,
     has_weights,
     import_extra_state,
@@ -24,8 +25,9 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.scaling import DelayedState
 from fp8core.tensors.slots import BUFFERS, META, covers, describe, maxima, read_meta
 from fp8core.tensors.states import LayerStates
+from fp8core.torch_ops.private import CHECKPOINTED_MODULE, WRAPPED_MODULES, check_before_load
 
-__all__ = ["DelayedModule"]
+__all__ = ["DelayedModule", "check_load"]
 
 
 _KEPT = ("_bindings", "_state_is_from_checkpoint", "_prepared", "_is_fresh")
@@ -279,24 +281,14 @@ class DelayedModule(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        key, imported = f"{prefix}_extra_state", Imported({}, [])
-        slots = self._names_of_slots()
-        if key in state_dict and not self._reads_extra_state():
-            kind = self.plan_type if any(slots) else None
-            imported = import_extra_state(state_dict.pop(key), self.label, kind)
-        names = [name for name in BUFFERS if any(slots) and prefix + name in state_dict]
-        state = {name: state_dict.pop(prefix + name) for name in names} or imported.state
-        errors = imported.errors + parameter_errors(
-            self._parameters,
-            state_dict,
-            prefix,
-            assigns=bool(local_metadata.get("assign_to_params_buffers", False)),
-        )
-        if state:
-            errors += state_errors(state, slots, self._stored_meta())
+        assigns = bool(local_metadata.get("assign_to_params_buffers", False))
+        errors = self.load_errors(state_dict, prefix, assigns=assigns)
         if errors:  # a layer is loaded whole or not at all
-            error_msgs.extend(f"{self.label}: {error}" for error in errors)
+            error_msgs.extend(errors)
             return
+        state = self._saved_state(state_dict, prefix).state
+        for key in self._state_keys(prefix):
+            state_dict.pop(key, None)
         kept = {name: self._buffers.pop(name) for name in BUFFERS if name in self._buffers}
         try:
             super()._load_from_state_dict(
@@ -321,6 +313,42 @@ class DelayedModule(torch.nn.Module):
             return
         self.unbind()
         self._take_state(state)
+
+    def load_errors(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        *,
+        assigns: bool = False,
+        checks_parameters: bool = True,
+    ) -> list[str]:
+        """Return a line for all that the layer cannot take from ``state_dict``; changes nothing."""
+        state, errors = self._saved_state(state_dict, prefix)
+        if checks_parameters:
+            errors = errors + parameter_errors(
+                self._parameters, state_dict, prefix, assigns=assigns
+            )
+        if state:
+            errors = errors + state_errors(state, self._names_of_slots(), self._stored_meta())
+        return [f"{self.label}: {error}" for error in errors]
+
+    def _saved_state(self, state_dict: Mapping[str, Any], prefix: str) -> Imported:
+        """Return the delayed state of ``state_dict``: the layer's buffers, or what another library
+        saved in their stead."""
+        slots, key = self._names_of_slots(), f"{prefix}{EXTRA_STATE}"
+        imported = Imported({}, [])
+        if key in state_dict and not self._reads_extra_state():
+            kind = self.plan_type if any(slots) else None
+            imported = import_extra_state(state_dict[key], self.label, kind)
+        names = [name for name in BUFFERS if any(slots) and prefix + name in state_dict]
+        own = {name: state_dict[prefix + name] for name in names}
+        return imported._replace(state=own or imported.state)
+
+    def _state_keys(self, prefix: str) -> list[str]:
+        """Return the keys of what :meth:`_saved_state` reads."""
+        names = list(BUFFERS) if any(self._names_of_slots()) else []
+        extra = [] if self._reads_extra_state() else [EXTRA_STATE]
+        return [prefix + name for name in (*names, *extra)]
 
     def _take_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Copy ``state``, a delayed state that fits the layer, into new buffers."""
@@ -382,3 +410,43 @@ def _apply_quantized(weight: QuantizedTensor, fn: Callable[[torch.Tensor], torch
         torch.utils.swap_tensors(weight, moved)  # type: ignore[no-untyped-call]  # torch's
         weight.grad = grad
     return weight
+
+
+def _prefixes(path: str) -> set[str]:
+    """Return the prefixes that the keys of the module at ``path`` may have in a state_dict, in
+    which those of torch's wrappers for checkpoints and FSDP1 lack the wrappers' names."""
+    names = path.split(".")
+    paths = {path, ".".join(name for name in names if name not in WRAPPED_MODULES)}
+    return {f"{one}." if one else "" for one in paths}
+
+
+def check_load(model: torch.nn.Module, state_dict: Any, *, assigns: bool) -> None:
+    """Refuse ``state_dict`` before ``model`` loads anything of it, if one of its layers would.
+
+    What a hook changes before it is loaded, as FSDP1 does with parameters, is left to the layers.
+
+    Raises:
+        RuntimeError: as torch's load_state_dict does.
+    """
+    if not isinstance(state_dict, Mapping):
+        return
+    changed = any(
+        module._load_state_dict_pre_hooks and CHECKPOINTED_MODULE not in module._modules
+        for module in model.modules()
+    )
+    errors = []
+    for path, layer in model.named_modules(remove_duplicate=False):
+        if isinstance(layer, DelayedModule):
+            for prefix in _prefixes(path):
+                errors += layer.load_errors(
+                    state_dict, prefix, assigns=assigns, checks_parameters=not changed
+                )
+    if errors:
+        lines = "\n\t".join(errors)
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{lines}\n"
+            f"Nothing was loaded."
+        )
+
+
+check_before_load(check_load)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.extra_state.state import READABLE, is_pickled, read_extra_state
+from fp8core.extra_state.state import READABLE, may_be_transformer_engine_s, read_extra_state
 from fp8core.recipe.plan import Plan, SlotNames
 from fp8core.reporting import log_once
 from fp8core.tensors.checks import fault_of, kind_fault, misfit
@@ -16,7 +16,17 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.slots import BUFFERS, META, read_meta
 from fp8core.tensors.storage import PARTS
 
-__all__ = ["Imported", "has_weights", "import_extra_state", "parameter_errors", "state_errors"]
+__all__ = [
+    "EXTRA_STATE",
+    "Imported",
+    "has_weights",
+    "import_extra_state",
+    "parameter_errors",
+    "state_errors",
+]
+
+EXTRA_STATE: Final = "_extra_state"
+"""The key, behind a layer's prefix, of what torch saves besides tensors."""
 
 
 class Imported(NamedTuple):
@@ -34,7 +44,7 @@ def import_extra_state(value: Any, label: str, plan_type: type[Plan] | None) -> 
     is_empty = value is None or (isinstance(value, torch.Tensor) and not value.numel())
     if is_empty:
         return Imported({}, [])
-    if plan_type not in READABLE or not is_pickled(value):
+    if plan_type not in READABLE or not may_be_transformer_engine_s(value):
         log_once(f"{label}: the checkpoint's _extra_state is another library's; not read")
         return Imported({}, [])
     try:

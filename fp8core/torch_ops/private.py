@@ -14,6 +14,7 @@ operators in ``torch.ops.aten``, by which torch calls ``__torch_dispatch__``.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,6 +28,7 @@ from torch.autograd import forward_ad
 from torch.optim import optimizer
 
 __all__ = [
+    "CHECKPOINTED_MODULE",
     "CHECKPOINT_FRAME",
     "CHECKPOINT_HOOK",
     "COLLECTIVES",
@@ -50,6 +52,7 @@ __all__ = [
     "TensorMeta",
     "TorchDispatchMode",
     "always_called_hooks",
+    "check_before_load",
     "compile_variables",
     "copy_all",
     "count_writes",
@@ -240,9 +243,10 @@ def has_hooks(module: torch.nn.Module) -> bool:
 COMPILED_MODULE: Final = "_orig_mod"
 """What torch.compile calls the module inside its wrapper."""
 
-WRAPPED_MODULES: Final = frozenset(
-    (COMPILED_MODULE, "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-)
+CHECKPOINTED_MODULE: Final = "_checkpoint_wrapped_module"
+"""What torch's checkpoint_wrapper calls it, whose hook renames keys of a state_dict and no more."""
+
+WRAPPED_MODULES: Final = frozenset((COMPILED_MODULE, CHECKPOINTED_MODULE, "_fsdp_wrapped_module"))
 """What torch's wrappers call the module inside them, where the name is no ordinary one."""
 
 DDP_IGNORED: Final = "_ddp_params_and_buffers_to_ignore"
@@ -403,3 +407,21 @@ a collective of lists of tensors, reads address 0, which ends the process."""
 
 foreach_types: list[type] = getattr(optimizer, "_foreach_supported_types", [])
 """The exact types of parameters that optimizers take all at once; without it, one by one."""
+
+
+def check_before_load(check: Callable[..., None]) -> None:
+    """Have ``check(model, state_dict, assigns=...)`` called before ``model.load_state_dict`` loads.
+
+    torch loads one module after the other, calls hooks of a module as late as that, and raises when
+    all others are loaded: no hook of a layer can keep what torch loads before it.
+    """
+    plain = torch.nn.Module.load_state_dict
+
+    @functools.wraps(plain)
+    def load_state_dict(
+        self: torch.nn.Module, state_dict: Any, strict: bool = True, assign: bool = False
+    ) -> Any:
+        check(self, state_dict, assigns=assign)
+        return plain(self, state_dict, strict, assign)
+
+    torch.nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]  # as said

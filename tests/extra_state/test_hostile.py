@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
 import struct
@@ -223,3 +224,12 @@ def test_a_changed_byte_ends_in_a_state_or_in_the_error(is_zip: bool) -> None:
         except OperandError:
             continue
         assert set(state) <= {*content(), "delayed_meta"}
+
+
+def test_a_changed_byte_of_a_zip_file_s_directory_ends_in_the_error() -> None:
+    file = io.BytesIO()
+    torch.save(content(), file)
+    data = file.getvalue()
+    for at in range(data.index(b"PK\x06\x06"), len(data)):
+        with contextlib.suppress(OperandError):
+            read_extra_state(io.BytesIO(data[:at] + b"\xff" + data[at + 1 :]))

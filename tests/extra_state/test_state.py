@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8core.errors import OperandError
-from fp8core.extra_state.state import is_pickled, read_extra_state
+from fp8core.extra_state.state import may_be_transformer_engine_s, read_extra_state
 from fp8core.recipe.plan import AttentionPlan
 from tests.extra_state.states import (
     NAMES,
@@ -190,8 +190,22 @@ def test_another_state_is_refused_by_name(name: str) -> None:
         read_extra_state(as_tensor(pickled(value)))
 
 
+@pytest.mark.parametrize("value", ["text", None, {"of": "another library"}, 3.0])
+def test_other_values_than_bytes_and_tensors_are_another_library_s(value: Any) -> None:
+    assert not may_be_transformer_engine_s(value)
+
+
 @pytest.mark.parametrize(
-    "value", [torch.zeros(8), torch.zeros(7, dtype=torch.uint8), io.BytesIO(b"te"), "text", None]
+    ("value", "words"),
+    [
+        (torch.zeros(7, dtype=torch.uint8), "begins with the bytes"),
+        (io.BytesIO(b"te"), "begins with the bytes b'te'"),
+        (b"te", "begins with the bytes b'te'"),
+        (torch.zeros(1, 8, dtype=torch.uint8), r"torch.uint8 \[1, 8\] on cpu"),
+        (torch.zeros(8, dtype=torch.int8), r"torch.int8 \[8\] on cpu"),
+        (torch.zeros(8, dtype=torch.uint8, device="meta"), r"torch.uint8 \[8\] on meta"),
+    ],
 )
-def test_what_is_no_pickle_is_another_library_s(value: Any) -> None:
-    assert not is_pickled(value)
+def test_bytes_that_are_no_pickle_are_refused_by_what_they_are(value: Any, words: str) -> None:
+    with pytest.raises(OperandError, match=words):
+        read_extra_state(value)

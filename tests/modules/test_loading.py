@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fp8core
 from fp8core import GroupedLinear, Linear, autocast, ops, recipe
@@ -220,16 +222,70 @@ def test_delayed_state_for_a_layer_without_gemms_is_unexpected() -> None:
         ops.GELU().load_state_dict(saved)
 
 
-def test_a_wrong_entry_of_one_layer_stops_no_other() -> None:
-    model = torch.nn.ModuleList([Linear(32, 16), GroupedLinear(2, 32, 16)])
-    saved: dict[str, Any] = {key: own + 1 for key, own in model.state_dict().items()}
-    saved["0.weight"] = "weights"
+class Model(torch.nn.Module):
+    """Layers of torch before and behind those of fp8core, with delayed scales of two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(8, 32)
+        self.layers = torch.nn.ModuleList()
+        self.layers.append(Linear(32, 32))
+        self.layers.append(GroupedLinear(2, 32, 32))
+        self.head = torch.nn.Linear(32, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        first, second = self.layers
+        y: torch.Tensor = self.head(second(first(self.embed(tokens)), [2, 2]))
+        return y
+
+
+def used_model() -> Model:
+    model = Model()
+    step(model, torch.tensor([0, 3, 5, 7]))
+    return model
+
+
+def as_extra_state(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+# What is wrong with the second layer of fp8core, and how a model is asked to load it.
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a weight": ({"layers.1.weight1": "weights"}, {}),
+    "a scale": ({"layers.1.scale_fwd": torch.zeros(6)}, {"strict": False}),
+    "a damaged state": ({"layers.1._extra_state": as_extra_state(b"\x80\x04}")}, {"assign": True}),
+    "its first byte": ({"layers.1._extra_state": as_extra_state(b"\x81\x04}.")}, {}),
+    "its dtype": ({"layers.1._extra_state": torch.ones(4, dtype=torch.int8)}, {"strict": False}),
+}
+
+
+@pytest.mark.parametrize("at", ["", "layers"], ids=["the model", "a part"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_entry_of_one_layer_leaves_the_whole_model_as_it_was(case: str, at: str) -> None:
+    wrong, options = REFUSED[case]
+    model = used_model()
+    saved: dict[str, Any] = {key: own + 1 for key, own in used_model().state_dict().items()}
+    saved.update({key: own for key, own in used_model().state_dict().items() if "_meta" in key})
+    saved.update(wrong)
+    part, prefix = model.get_submodule(at), f"{at}." if at else ""
+    before, parameters = snapshot(model), [*model.parameters()]
+    with pytest.raises(RuntimeError, match=r"GroupedLinear.*(\n.*)*Nothing was loaded"):
+        part.load_state_dict(
+            {key.removeprefix(prefix): own for key, own in saved.items() if key.startswith(prefix)},
+            **options,
+        )
+    assert same(snapshot(model), before)
+    assert all(map(operator.is_, model.parameters(), parameters))
+
+
+def test_a_wrong_entry_within_a_checkpoint_wrapper_leaves_the_model_as_it_was() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), checkpoint_wrapper(Linear(32, 32)))
     before = snapshot(model)
-    with pytest.raises(RuntimeError, match="weight is str"):
-        model.load_state_dict(saved)
-    after = snapshot(model)
-    assert torch.equal(after["0.bias"], before["0.bias"])
-    assert torch.equal(after["1.weight0"], saved["1.weight0"])
+    for wrong in ({"1.weight": torch.ones(3)}, {"1._extra_state": as_extra_state(b"\x81.")}):
+        saved = {key: own + 1 for key, own in before.items()} | wrong
+        with pytest.raises(RuntimeError, match="Nothing was loaded"):
+            model.load_state_dict(saved)
+        assert same(snapshot(model), before)
 
 
 class WithExtraState(Base):

@@ -142,8 +142,8 @@ def test_transformer_engine_s_state_dict_loads(option: str) -> None:
             ["layernorm_qkv"] if prefix == "self_attention" else ["layernorm_query", "key_value"]
         )
         for child in (*linears, "core_attention", "proj"):
-            state[f"{prefix}.{child}._extra_state"] = torch.zeros(3, dtype=torch.uint8)
-    state["layernorm_mlp._extra_state"] = torch.zeros(3, dtype=torch.uint8)
+            state[f"{prefix}.{child}._extra_state"] = torch.zeros(0, dtype=torch.uint8)
+    state["layernorm_mlp._extra_state"] = torch.zeros(0, dtype=torch.uint8)
     fresh.load_state_dict(state, strict=True)
     for name, value in saved.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], value)

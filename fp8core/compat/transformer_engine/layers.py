@@ -32,6 +32,7 @@ from fp8core.modules import (
     transformer_layer,
 )
 from fp8core.modules.base import LowPrecisionModule
+from fp8core.modules.loading import EXTRA_STATE, Imported
 from fp8core.modules.parallel import ParallelModule
 from fp8core.recipe import get_default_recipe
 from fp8core.tensors.slots import BUFFERS
@@ -49,7 +50,6 @@ __all__ = [
     "TransformerLayer",
 ]
 
-_EXTRA_STATE = "_extra_state"
 # Options of how several ranks exchange tensors: without effect on one rank, whatever their value.
 _OVERLAP = (
     *("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"),
@@ -236,7 +236,7 @@ class TransformerEngineBaseModule(_Layer, LowPrecisionModule):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep: bool) -> None:
         """Save the delayed scaling in one way: as buffers, or as the extra state."""
         super()._save_to_state_dict(destination, prefix, keep)
-        if self._is_megatron_s() and destination[f"{prefix}{_EXTRA_STATE}"].numel():
+        if self._is_megatron_s() and destination[f"{prefix}{EXTRA_STATE}"].numel():
             for name in BUFFERS:
                 destination.pop(prefix + name, None)
 
@@ -244,7 +244,7 @@ class TransformerEngineBaseModule(_Layer, LowPrecisionModule):
         """Load as fp8core's layers do, which take no extra state; put the key back for torch."""
         super()._load_from_state_dict(state_dict, prefix, *args)
         missing: list[str] = args[2]
-        key = f"{prefix}{_EXTRA_STATE}"
+        key = f"{prefix}{EXTRA_STATE}"
         if key in missing:
             missing.remove(key)
 
@@ -303,20 +303,25 @@ class GroupedLinear(TransformerEngineBaseModule, grouped_linear.GroupedLinear):
         """Return the ``_extra_state`` of each expert; ``state`` is that of all."""
         return split_state(self._buffers, self.num_gemms)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load states of single experts, too, before Megatron would unpickle them."""
-        errors: list[str] = args[4]
-        keys = [f"{prefix}{_EXTRA_STATE}{number or ''}" for number in range(self.num_gemms)]
-        if any(key in state_dict for key in keys[1:]):
-            states = [state_dict.pop(key, None) for key in keys]
-            try:
-                merged = merge_states(states)
-            except OperandError as error:
-                errors.append(f"{self.label}: {error}")
-                return
-            for name, value in merged.items():
-                state_dict.setdefault(prefix + name, value)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _saved_state(self, state_dict: Mapping[str, Any], prefix: str) -> Imported:
+        """Return the delayed state, also that of single experts, which Megatron would unpickle."""
+        keys = self._expert_keys(prefix)
+        if not any(key in state_dict for key in keys[1:]):
+            return super()._saved_state(state_dict, prefix)
+        buffers = [key for key in super()._state_keys(prefix) if key not in keys]
+        given = {key: state_dict[key] for key in buffers if key in state_dict}
+        own = super()._saved_state(given, prefix)
+        try:
+            merged = merge_states([state_dict.get(key) for key in keys])
+        except OperandError as error:
+            return Imported({}, [str(error)])
+        return own._replace(state=own.state or merged)
+
+    def _state_keys(self, prefix: str) -> list[str]:
+        return [*super()._state_keys(prefix), *self._expert_keys(prefix)]
+
+    def _expert_keys(self, prefix: str) -> list[str]:
+        return [f"{prefix}{EXTRA_STATE}{number or ''}" for number in range(self.num_gemms)]
 
 
 class _Norm(_Layer):
