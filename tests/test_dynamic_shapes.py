@@ -61,6 +61,16 @@ def test_an_exported_program_takes_any_number_of_rows(
             assert torch.equal(made.module()(x), layer(x))
 
 
+def test_an_exported_program_pads_any_number_of_rows() -> None:
+    layer = make("linear").eval()
+    with torch.no_grad(), te.autocast(recipe=recipe.MXFP8BlockScaling()):
+        rows = ({0: torch.export.Dim("rows")},)
+        program = torch.export.export(layer, (rows_of(32),), dynamic_shapes=rows)
+        for count in (5, 64, 77):
+            x = rows_of(count)
+            assert torch.equal(program.module()(x), layer(x))
+
+
 # torch's own, about a tensor that is no leaf: what one node of a layer hands to the next.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @each_layer

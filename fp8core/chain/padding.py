@@ -44,11 +44,13 @@ class LayerPadding:
     ) -> PaddedCall | None:
         """Return the padding of a call with ``rows`` rows, None if it needs none.
 
-        ``needs_input`` and ``needs_weight`` say which gradients the call will compute.
+        ``needs_input`` and ``needs_weight`` say which gradients the call will compute. An exported
+        program whose rows are free always pads them, as it holds no branches.
         """
         fprop, dgrad, wgrad = self.tokens
         multiple = math.lcm(fprop, dgrad if needs_input else 1, wgrad if needs_weight else 1)
-        if not (call.groups or rows % multiple or self.is_of_features):
+        is_free = isinstance(rows, torch.SymInt) and torch.compiler.is_exporting() and multiple > 1
+        if not (call.groups or is_free or rows % multiple or self.is_of_features):
             return None
         if call.has_device_groups:
             assert multiple == 1  # or it would not have been bound
@@ -58,7 +60,7 @@ class LayerPadding:
             return PaddedCall(self, rows, rows, None, call.groups)
         sizes = call.splits if call.groups else (rows,)
         padded = [size + -size % multiple for size in sizes]
-        if sum(padded) == rows and not self.is_of_features:
+        if not (is_free or self.is_of_features) and sum(padded) == rows:
             return None
         self._report(multiple, is_grouped=bool(call.groups))
         if not call.groups:

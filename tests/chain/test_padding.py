@@ -206,3 +206,20 @@ def test_padding_does_not_depend_on_torch_s_default_device(name: str, kind: str)
     finally:
         torch.set_default_device(None)
     assert y.device.type == "cpu"
+
+
+class _Padded(torch.nn.Module):
+    """Its input ``[rows, 4]`` with rows padded to a multiple of 16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        padding = LayerPadding("layer", (16, 1, 1), 0, 0).for_call(x.shape[0], Call())
+        return x if padding is None else padding.pad_input(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # torch's own
+def test_an_exported_program_pads_any_number_of_rows() -> None:
+    rows = ({0: torch.export.Dim("rows")},)
+    program = torch.export.export(_Padded(), (torch.ones(32, 4),), dynamic_shapes=rows)
+    for count in (5, 16, 33):
+        x = torch.randn(count, 4)
+        assert torch.equal(program.module()(x), _Padded()(x))
