@@ -233,7 +233,9 @@ class InferenceParams:
         Raises:
             OperandError: the cache is full, or a number of tokens makes no sense; the cache is as
                 it was.
+            UnsupportedError: torch.export captures the call.
         """
+        _refuse_export()
         if not isinstance(step_dict, Mapping):
             raise OperandError(
                 f"KV cache: pre_step({step_dict!r}); expected the number of new tokens by the id "
@@ -303,7 +305,9 @@ class InferenceParams:
             OperandError: shapes, dtypes or devices that do not fit; a gradient that would be lost;
                 no ``pre_step`` before; a layer that did not take part in an earlier step. The cache
                 is as it was.
+            UnsupportedError: torch.export captures the call.
         """
+        _refuse_export()
         formats = self.input_qkv_format, self.output_qkv_format
         self._take_format(qkv_format)
         try:
@@ -371,6 +375,14 @@ class InferenceParams:
                 f"KV cache: {name} requires a gradient, which a cache does not keep. Generate "
                 f"inside torch.no_grad() or torch.inference_mode()."
             )
+
+
+def _refuse_export() -> None:
+    if torch.compiler.is_exporting():
+        raise UnsupportedError(
+            "a KV cache under torch.export is not offered: a program keeps no keys and values from "
+            "one call to the next. Export the model without inference_params."
+        )
 
 
 def _count(name: Hashable, value: int) -> int:
