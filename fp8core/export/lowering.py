@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.onnx import ops
 from torch.overrides import TorchFunctionMode
 
 from fp8core.backend_api import OperandSpec
@@ -18,7 +19,7 @@ from fp8core.export import operands
 from fp8core.torch_ops.definition import Tensors, implementation
 from fp8core.torch_ops.encoding import decode
 
-__all__ = ["LOWERED", "operand_specs", "refusal_of"]
+__all__ = ["DECOMPOSITIONS", "LOWERED", "operand_specs", "refusal_of"]
 
 _Optional = torch.Tensor | None
 
@@ -149,3 +150,31 @@ LOWERED: dict[str, Callable[..., Any]] = {
     **{name: implementation(name) for name in _TRACED},
 }
 """The function of each operator that has a translation, by the operator's name."""
+
+
+def _sort(
+    x: torch.Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False
+) -> Sequence[torch.Tensor]:
+    """Sort by TopK, which leaves equal values in their order."""
+    # Runtimes have TopK of few types; conversions to these keep order and values.
+    held = torch.float32 if x.is_floating_point() else torch.int64
+    wide = x.dtype if x.dtype == torch.float64 else held
+    values, indices = ops.symbolic_multi_out(
+        "TopK",
+        (x.to(wide), torch.full((1,), x.shape[dim], dtype=torch.int64)),
+        {"axis": dim % x.dim(), "largest": int(descending)},
+        dtypes=(wide, torch.int64),
+        shapes=(x.shape, x.shape),
+    )
+    return values.to(x.dtype), indices
+
+
+def _argsort(x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    return _sort(x, **keywords)[1]
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.sort.stable: _sort,
+    torch.ops.aten.argsort.stable: _argsort,
+}
+"""The functions of torch's operators that its exporter does not translate."""

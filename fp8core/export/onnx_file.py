@@ -16,6 +16,7 @@ from fp8core.dispatch.policy import use_backend
 from fp8core.errors import OperandError, RecipeError
 from fp8core.export.program import lower
 from fp8core.recipe import Recipe
+from fp8core.torch_ops.private import pytree
 
 __all__ = ["to_onnx"]
 
@@ -65,9 +66,11 @@ def to_onnx(
         # torch's own exporter copies a container that torch has deprecated (torch 2.13).
         warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
         with torch.no_grad(), use_backend("reference"), scope:
-            program = torch.export.export(
-                model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes
+            # Copies: torch takes an input that is given twice for one.
+            copies = pytree.tree_map_only(
+                torch.Tensor, torch.clone, (tuple(args), dict(kwargs or {}))
             )
+            program = torch.export.export(model, *copies, dynamic_shapes=dynamic_shapes)
             lowered = lower(program)
         exported = torch.onnx.export(
             lowered,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,8 +32,10 @@ def lower(program: ExportedProgram) -> ExportedProgram:
     Raises:
         UnsupportedError: the program holds an operation without a translation, or writes a buffer.
     """
+    _drop_seeds(program)
+    program = _functional(program)
     _refuse_writes(program)
-    _drop_unused(program)  # seeds that no rounding uses, before anything is asked about them
+    _drop_unused(program)
     _refuse_operators(program)
     _Folding(program).run()
     for node in program.graph.nodes:
@@ -40,7 +43,7 @@ def lower(program: ExportedProgram) -> ExportedProgram:
         if name is not None:
             node.target = lowering.LOWERED[name]
     program.graph_module.recompile()
-    result: ExportedProgram = program.run_decompositions({})
+    result: ExportedProgram = program.run_decompositions(lowering.DECOMPOSITIONS)
     return result
 
 
@@ -48,6 +51,32 @@ def _operator_name(node: Node) -> str | None:
     """Return the name of fp8core's operator that ``node`` calls, None for another's."""
     namespace, _, rest = str(node.target).partition(".")  # fp8core.norm.default
     return rest.partition(".")[0] if namespace == _NAMESPACE else None
+
+
+def _drop_seeds(program: ExportedProgram) -> None:
+    """Remove the draws of seeds that no rounding uses, which are ordered effects for torch.
+
+    Raises:
+        UnsupportedError: one is used.
+    """
+    program.graph.eliminate_dead_code()  # what would use one, but keeps what writes
+    for node in program.graph.nodes:
+        if _operator_name(node) != "draw_seed":
+            continue
+        if node.users:
+            raise _refusal(node, "a seed is drawn in every call, and ONNX defines no such numbers")
+        program.graph.erase_node(node)
+
+
+def _functional(program: ExportedProgram) -> ExportedProgram:
+    """Return ``program`` without writes: what is written, through views too, is a new value, and
+    a result by the signature where state is written."""
+    for name, value in program.state_dict.items():
+        if isinstance(value, torch.nn.Parameter):
+            # Codes of a quantized parameter become parameters, and integers have no gradients.
+            program.state_dict[name] = torch.nn.Parameter(value.detach(), requires_grad=False)
+    result: ExportedProgram = program.run_decompositions({})
+    return result
 
 
 def _refuse_writes(program: ExportedProgram) -> None:
@@ -58,8 +87,8 @@ def _refuse_writes(program: ExportedProgram) -> None:
     ]
     if written:
         raise UnsupportedError(
-            f"to_onnx: the model writes {written[0]!r} when it runs, and a file holds no state. "
-            f"Export a model that writes none of its inputs and buffers."
+            f"to_onnx: the model writes {_name_in_model(written[0])!r} when it runs, and a file "
+            f"holds no state. Export one that writes no input, parameter or buffer."
         )
 
 
@@ -69,15 +98,16 @@ def _refuse_operators(program: ExportedProgram) -> None:
         if name == "refuse":  # a layer that could not be captured
             kind, message = node.args[2:4]
             raise getattr(errors, kind)(message)
-        if name == "draw_seed":
-            reason: str | None = "a seed is drawn in every call, and ONNX defines no such numbers"
-        else:
-            reason = None if name is None else lowering.refusal_of(name, node.args)
+        reason = None if name is None else lowering.refusal_of(name, node.args)
         if reason is not None:
-            raise UnsupportedError(
-                f"to_onnx{_module_of(node)}: {reason}. torch.export.export takes the model as it "
-                f"is; docs/export.md lists what ONNX takes."
-            )
+            raise _refusal(node, reason)
+
+
+def _refusal(node: Node, reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"to_onnx{_module_of(node)}: {reason}. torch.export.export takes the model as it is; "
+        f"docs/export.md lists what ONNX takes."
+    )
 
 
 def _module_of(node: Node) -> str:
@@ -85,6 +115,12 @@ def _module_of(node: Node) -> str:
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     name = modules[-1][0] if modules else ""
     return f" of {name!r}" if name else ""
+
+
+def _name_in_model(target: str | None) -> str:
+    """Return the name of a parameter, buffer or input; torch calls the parts of a quantized
+    parameter ``parametrizations.NAME.original0`` and so on."""
+    return re.sub(r"parametrizations\.(\w+)\.original\d+$", r"\1", str(target))
 
 
 def _drop_unused(program: ExportedProgram) -> None:
@@ -147,7 +183,7 @@ class _Folding:
                 state = self.program.state_dict
                 value = state.get(spec.target)
                 self.values[node] = self.program.constants[spec.target] if value is None else value
-                self.names[node] = spec.target
+                self.names[node] = _name_in_model(spec.target)
 
     def _is_constant(self, node: Node) -> bool:
         sources = node.all_input_nodes
