@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -296,6 +297,7 @@ def tensors(path: str, state: Any) -> Iterator[tuple[str, Any]]:
 
 def differences(case: Case, folder: str) -> list[str]:
     """What is not as it was in the model that loads; on the first rank."""
+    gc.collect()  # models of other cases, whose layers ranks would compare with those of this one
     rank, losses, values = dist.get_rank(), [], []
     if rank < case.saves:
         job = Job(case, MESHES[case.saves], seed=0)
