@@ -101,10 +101,10 @@ def is_detached(program: Program, saved: Saved, needs_grad: Sequence[bool]) -> b
 
 
 class _Refusing(torch.autograd.Function):
-    """Returns the first ``count`` tensors, gradients that cannot be differentiated.
+    """Returns the first ``count`` tensors, which cannot be differentiated, gradients for one.
 
     A derivative of them by any of ``tensors`` raises ``error``. Without this node torch would treat
-    them as constants, and a penalty on the gradients would silently train nothing.
+    them as constants, and a penalty on gradients would silently train nothing.
     """
 
     @staticmethod
@@ -117,6 +117,15 @@ class _Refusing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
         raise ctx.error
+
+
+def without_gradient(
+    error: Fp8CoreError, tensors: Sequence[torch.Tensor], origins: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Return ``tensors``, copies of ``origins`` without history, with one: backward raises
+    ``error``."""
+    guarded: tuple[torch.Tensor, ...] = _Refusing.apply(error, len(tensors), *tensors, *origins)  # type: ignore[no-untyped-call]  # torch's
+    return guarded
 
 
 def refusing(

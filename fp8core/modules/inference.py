@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from fp8core.chain.differentiable import without_gradient
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.kv_cache import (
     KVCacheManager,
@@ -302,10 +303,10 @@ class InferenceParams:
         those of the one before.
 
         Raises:
-            OperandError: shapes, dtypes or devices that do not fit; a gradient that would be lost;
-                no ``pre_step`` before; a layer that did not take part in an earlier step. The cache
-                is as it was.
-            UnsupportedError: torch.export captures the call.
+            OperandError: shapes, dtypes or devices that do not fit; no ``pre_step`` before; a layer
+                that did not take part in an earlier step. The cache is as it was.
+            UnsupportedError: torch.export captures the call; in backward, if ``new_k`` or ``new_v``
+                requires a gradient.
         """
         _refuse_export()
         formats = self.input_qkv_format, self.output_qkv_format
@@ -315,6 +316,12 @@ class InferenceParams:
         except BaseException:
             self.input_qkv_format, self.output_qkv_format = formats
             raise
+        if torch.is_grad_enabled() and (new_k.requires_grad or new_v.requires_grad):
+            error = UnsupportedError(
+                "backward through a KV cache: it keeps no history of earlier keys and values. "
+                "Compute all tokens at once, without inference_params."
+            )
+            keys, values = without_gradient(error, (keys, values), (new_k, new_v))
         sums = self.cu_seqlens_q[: self.batch_size + 1], self.cu_seqlens_kv[: self.batch_size + 1]
         return CachedKeys(keys, values, *sums, self.max_seqlen_kv, self.output_qkv_format)
 
@@ -331,7 +338,8 @@ class InferenceParams:
             )
         sums = self.cu_seqlens_q[: self.batch_size + 1], self.cu_seqlens_kv[: self.batch_size + 1]
         layout = self.input_qkv_format
-        keys, values = self.cache_manager.step(layer_number, new_k, new_v, *sums, layout)
+        new = new_k.detach(), new_v.detach()
+        keys, values = self.cache_manager.step(layer_number, *new, *sums, layout)
         return self.convert_paged_to_nonpaged(layer_number) if self.is_paged else (keys, values)
 
     def _take_format(self, qkv_format: str) -> None:
@@ -369,11 +377,6 @@ class InferenceParams:
             raise OperandError(
                 f"KV cache: {name} is {new.dtype} on {new.device}, the cache {self.dtype} on "
                 f"{self.device}. Give InferenceParams the dtype and the device of the model."
-            )
-        if new.requires_grad and torch.is_grad_enabled():
-            raise OperandError(
-                f"KV cache: {name} requires a gradient, which a cache does not keep. Generate "
-                f"inside torch.no_grad() or torch.inference_mode()."
             )
 
 

@@ -253,12 +253,30 @@ def test_a_call_that_failed_does_not_take_the_number_of_another_layer() -> None:
             first(q, k, k[..., :V_SIZE], inference_params=cache)
 
 
-def test_a_gradient_that_the_cache_would_lose_is_refused() -> None:
-    (q, k, v), _ = random_sequences([(3, 3)])
-    cache = cache_for()
-    cache.pre_step({0: 3})
-    with pytest.raises(OperandError, match=r"torch\.no_grad"):
-        layer_of("bshd")(q[None], k[None].requires_grad_(), v[None], inference_params=cache)
+@pytest.mark.parametrize("kind", ["rows", "pages"])
+def test_a_step_with_gradients_computes_the_same_and_refuses_backward(kind: str) -> None:
+    def steps(layer: fp8core.TransformerLayer) -> torch.Tensor:
+        cache = cache_for(kind, head_dim_v=K_SIZE)
+        for counts in ((3, 2), (1, 1)):
+            cache.pre_step(dict(enumerate(counts)))
+            x = torch.full((max(counts), len(counts), HEADS * K_SIZE), 0.5, dtype=F64)
+            y = layer(x, inference_params=cache)
+        return y
+
+    layer = fp8core.TransformerLayer(
+        HEADS * K_SIZE,
+        16,
+        HEADS,
+        num_gqa_groups=GROUPS,
+        layer_number=1,
+        params_dtype=F64,
+        self_attn_mask_type="causal",
+    ).eval()
+    y = steps(layer)
+    with torch.no_grad():
+        assert torch.equal(y, steps(layer))
+    with pytest.raises(UnsupportedError, match="backward through a KV cache"):
+        y.sum().backward()
 
 
 # A model

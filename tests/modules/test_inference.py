@@ -306,7 +306,6 @@ def keys_and_values(**changed: Any) -> dict[str, Any]:
         ({"new_k": torch.zeros(6, HEADS, K_SIZE, dtype=F64)}, r"\[6, 2, 4\]"),
         ({"new_k": torch.zeros(2, 3, HEADS, K_SIZE)}, "float32 on cpu, the cache torch.float64"),
         ({"new_k": torch.zeros(2, 3, HEADS, K_SIZE, dtype=F64, device="meta")}, "on meta"),
-        ({"new_k": torch.zeros(2, 3, HEADS, K_SIZE, dtype=F64, requires_grad=True)}, "no_grad"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(changed: dict[str, Any], text: str) -> None:
