@@ -49,7 +49,7 @@ class LayerPadding:
         """
         fprop, dgrad, wgrad = self.tokens
         multiple = math.lcm(fprop, dgrad if needs_input else 1, wgrad if needs_weight else 1)
-        is_free = isinstance(rows, torch.SymInt) and torch.compiler.is_exporting() and multiple > 1
+        is_free = type(rows) is not int and torch.compiler.is_exporting() and multiple > 1
         if not (call.groups or is_free or rows % multiple or self.is_of_features):
             return None
         if call.has_device_groups:

@@ -175,9 +175,15 @@ def layers() -> Each:
     te.convert(converted, filter=lambda module, name: True, recipe=CURRENT)
     with te.quantized_model_init(recipe=CURRENT):
         odd = te.GroupedLinear(3, 40, 48)
-    no_dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     decoder = te.TransformerLayer(
-        64, 96, 4, layer_type="decoder", window_size=(3, 0), softcap=5.0, **no_dropout
+        64,
+        96,
+        4,
+        layer_type="decoder",
+        window_size=(3, 0),
+        softcap=5.0,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
     )
     attention = te.MultiheadAttention(
         64,
