@@ -103,25 +103,20 @@ def cross_entropy_backward_is_within_the_bound(
     worst = 0.0
     for size in ((9, 70), (64, 64), (1, 1), (4100, 3), (5, 4100), (3, 33000), (0, 9)):
         call = arguments(subject, desc, Case(size=size))
-        worst = max(worst, _cross_entropy_backward_within(subject, desc, *on_cpu(call.arguments)))
+        worst = max(worst, _cross_entropy_backward_within(subject, desc, on_cpu(call.arguments)))
     far = torch.tensor([0, 69, 70, -1, -100, 2**62, -(2**62), 2**31, 5])
     one = torch.tensor(0.125).expand(9)
     for x in (inputs.moderate(9, 70, desc.dtype), _far_from_zero(desc.dtype)):
         largest, log_sum = sums_of(x.float())
         given = (one, x, far, largest, log_sum)
-        worst = max(worst, _cross_entropy_backward_within(subject, desc, *given))
+        worst = max(worst, _cross_entropy_backward_within(subject, desc, given))
     return worst
 
 
 def _cross_entropy_backward_within(
-    subject: Subject,
-    desc: CrossEntropyBackwardDesc,
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    target: torch.Tensor,
-    largest: torch.Tensor,
-    log_sum: torch.Tensor,
+    subject: Subject, desc: CrossEntropyBackwardDesc, given: tuple[torch.Tensor, ...]
 ) -> float:
+    grad, x, target, largest, log_sum = given
     moved = grad.to(subject.device)  # its stride is kept
     result = subject.run(desc, moved, *subject.here((x, target, largest, log_sum)))
     wide = replace(desc, dtype=F64)
