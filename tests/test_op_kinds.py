@@ -95,6 +95,13 @@ def test_values_and_gradients_are_torchs_rounded_once(name: str, dtype: torch.dt
         torch.testing.assert_close(mine.double(), theirs, rtol=unit, atol=4 * unit)
 
 
+def test_a_scale_takes_a_tensor_of_no_dimension() -> None:
+    scale = ops.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(0.25))
+    x = torch.tensor(3.0, requires_grad=True)
+    y, grad = both(scale, [x])
+    assert (y.shape, y.item(), grad.item()) == ((), 1.5, -0.5)
+
+
 @pytest.mark.parametrize("size", [1e-14, 1e15])
 def test_gradient_of_a_length_whose_cube_has_no_float32(size: float) -> None:
     norms = ops.L2Normalization(eps=0.0), make_qk_norms("L2Normalization", 16, 0.0, **NO_OPTIONS)[0]

@@ -52,11 +52,15 @@ def run_layer(
 ) -> list[torch.Tensor]:
     """Run ``layer`` with ``params`` on ``input [..., columns]``.
 
+    Where ``columns`` is None a tensor of no dimension is one of one element.
     Returns the output, and a value that leaves the chain within, if one does: ``num_inner`` of the
     parameters belong to the links before it. The input is compared with the parameter ``like``, see
     :func:`~fp8core.modules.inputs.check_input`. ``shapes``: the chain of a call whose arguments
     decide about it, with the parameters of the layer's; None: the layer's own.
     """
+    if columns is None and isinstance(input, torch.Tensor) and not input.dim():
+        like_one = run_layer(layer, input.reshape(1), params, like=like, columns=None)
+        return [output.reshape(()) for output in like_one]
     may_repeat = first_microbatch is None and shapes is None and not torch.compiler.is_compiling()
     if may_repeat:
         output = run_again(layer, input, params)

@@ -18,6 +18,7 @@ from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.reduced_amax import ReduceAmax
+from fp8core.tensors.storage import matrix_shape
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -131,7 +132,7 @@ class Float8Quantizer(Quantizer):
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Set ``amax`` to that of ``tensor``."""
         desc = AmaxDesc(QuantizeDesc(tensor.dtype, self.plan.rowwise, None))
-        matrix = tensor.detach().reshape(-1, tensor.shape[-1])
+        matrix = tensor.detach().reshape(matrix_shape(tensor.shape))
         amax = table.resolve(desc, tensor.device).run(matrix)
         self.amax.detach().copy_(amax.reshape(self.amax.shape))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -14,7 +13,7 @@ from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.casts import Casts
 from fp8core.tensors.checks import matrix_size
 from fp8core.tensors.quantizer import Orientations, Slot
-from fp8core.tensors.storage import PARTS, Held, decode_operand, split, turn
+from fp8core.tensors.storage import PARTS, Held, decode_operand, matrix_shape, split, turn
 from fp8core.torch_ops.private import (
     IS_PARAMETER,
     make_wrapper,
@@ -71,7 +70,7 @@ class OperandTensor(Casts):
         nothing = (None,) * len(Operand._fields)
         parts = (*(rowwise or nothing), *(columnwise or nothing))
         size = matrix_size(parts, plan)
-        if shape is not None and (math.prod(shape[:-1]), *shape[-1:]) != size:
+        if shape is not None and matrix_shape(shape) != size:
             raise OperandError(
                 f"a QuantizedTensor {list(shape)} of operands for {size[0]} rows of {size[1]}: "
                 f"leading dimensions are rows."

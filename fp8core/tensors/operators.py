@@ -6,7 +6,6 @@ other operators compute with the decoded values, and what they write is quantize
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from fp8core.errors import UnsupportedError
 from fp8core.reporting import log_once
 from fp8core.tensors.collectives import broadcast, collected
 from fp8core.tensors.operand_tensor import OperandTensor
-from fp8core.tensors.storage import kept, make_operands, pad_operand, split
+from fp8core.tensors.storage import kept, make_operands, matrix_shape, pad_operand, split
 from fp8core.tensors.values import as_view, decomposed, written
 from fp8core.tensors.views import COPIES, VIEWS, say_dequantized
 from fp8core.tensors.writing import assign, refuse_part, write
@@ -184,7 +183,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
 
 def _like(tensor: OperandTensor, device: torch.device) -> OperandTensor:
     """Return zeros stored as ``tensor`` is, on ``device``, in the layout of the backend there."""
-    rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
+    rows, columns = matrix_shape(tensor.shape)
     zeros = torch.zeros(rows, columns, dtype=tensor.dtype, device=device)
     stored = kept(make_operands(zeros, tensor.plan), tensor.plan)
     like = type(tensor)(*stored, tensor.plan, tensor.dtype, shape=tensor.shape)

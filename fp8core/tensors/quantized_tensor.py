@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -36,6 +35,7 @@ from fp8core.tensors.storage import (
     check_parameter,
     kept,
     make_operands,
+    matrix_shape,
     per_byte,
     split,
     storage_plan,
@@ -111,14 +111,14 @@ class QuantizedTensor(TorchMethods):
         from over all parts of a tensor of which ``value`` is one.
 
         Raises:
-            OperandError: ``value`` has no dimension, or another dtype than float32, bfloat16 and
-                float16; or ``plan`` holds neither orientation.
+            OperandError: ``value`` has another dtype than float32, bfloat16 and float16; or
+                ``plan`` holds neither orientation.
             UnsupportedError: blocks do not divide the sizes, or no backend quantizes like that.
         """
-        if not value.dim() or value.dtype not in FLOATS:
+        if value.dtype not in FLOATS:
             raise OperandError(
-                f"QuantizedTensor of {list(value.shape)} {value.dtype}: expected at least one "
-                f"dimension, in float32, bfloat16 or float16."
+                f"QuantizedTensor of {list(value.shape)} {value.dtype}: expected float32, bfloat16 "
+                f"or float16."
             )
         plan = storage_plan(plan)
         if plan == (None, None):
@@ -126,8 +126,7 @@ class QuantizedTensor(TorchMethods):
                 "a QuantizedTensor of neither orientation: a quantizer needs rowwise or columnwise "
                 "usage, as by set_usage(rowwise=True)."
             )
-        columns = value.shape[-1]
-        rows = math.prod(value.shape[:-1])
+        rows, columns = matrix_shape(value.shape)
         check(plan, rows, columns)
         matrix = value.detach().reshape(rows, columns)
         operands = make_operands(matrix, plan, slot=slot, reduce_amax=reduce_amax)
@@ -184,12 +183,9 @@ class QuantizedTensor(TorchMethods):
         """Raise unless blocks of ``plan`` divide a tensor of ``shape``.
 
         Raises:
-            OperandError: it has no dimension.
             UnsupportedError: they do not.
         """
-        if not shape:
-            raise OperandError("a QuantizedTensor has at least one dimension.")
-        check(storage_plan(plan), math.prod(shape[:-1]), shape[-1])
+        check(storage_plan(plan), *matrix_shape(shape))
 
     def write(
         self,
@@ -351,7 +347,7 @@ def _rebuild(
     plan = plan_from(specs)
     check_stored(parts, plan, dtype)
     is_shape = shape is None or (
-        isinstance(shape, list) and shape and all(type(size) is int and size >= 0 for size in shape)
+        isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
     )
     if not is_shape:
         raise OperandError(f"a stored QuantizedTensor has the shape {reprlib.repr(shape)}.")

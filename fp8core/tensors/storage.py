@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -28,6 +29,7 @@ __all__ = [
     "decode_operand",
     "kept",
     "make_operands",
+    "matrix_shape",
     "pad_operand",
     "per_byte",
     "split",
@@ -58,6 +60,12 @@ def storage_plan(plan: TensorPlan) -> TensorPlan:
         return dataclasses.replace(spec, format=str(spec.format), delayed=False, cast_first=True)
 
     return TensorPlan(stored(plan.rowwise), stored(plan.columnwise))
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the size of the matrix as which a tensor of ``shape`` is stored: leading dimensions
+    are rows; one of no dimension is a row of one element."""
+    return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
 def per_byte(spec: OperandSpec) -> int:

@@ -28,7 +28,7 @@ class TorchMethods(OperandTensor):
         values, which is logged once."""
         sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         try:
-            view = self.view(*sizes)
+            view = self.view(tuple(sizes))
         except RuntimeError:  # UnsupportedError, and torch's where a view has gaps
             view = None
         if view is not None and not isinstance(view, FlatView):
@@ -42,6 +42,8 @@ class TorchMethods(OperandTensor):
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> torch.Tensor:
         """Return the tensor with some dimensions as one, as :meth:`reshape` does."""
+        if not self.dim():
+            return self.reshape(1)
         first, last = start_dim % self.dim(), end_dim % self.dim()
         if first > last:
             raise OperandError(f"flatten({start_dim}, {end_dim}) of {self}: no such dimensions.")

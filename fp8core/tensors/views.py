@@ -26,7 +26,7 @@ from fp8core.tensors.pieces import (
     refold,
     shares_scales,
 )
-from fp8core.tensors.storage import Held
+from fp8core.tensors.storage import Held, matrix_shape
 from fp8core.torch_ops.private import pytree
 
 __all__ = ["COPIES", "VIEWS", "say_dequantized"]
@@ -89,7 +89,7 @@ def _view(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     shape = _size(args[1], tensor.numel())
     if math.prod(shape) != tensor.numel():
         raise RuntimeError(f"shape '{list(args[1])}' is invalid for {tensor}")
-    if shape and shape[-1] == tensor.shape[-1]:
+    if matrix_shape(shape) == matrix_shape(tensor.shape):
         return tensor.rebuilt(*tensor.held, shape, strides=_strides(tensor, shape))
     return _refolded(func, tensor, shape)
 
@@ -101,8 +101,8 @@ def _refolded(func: Any, tensor: Any, shape: Sequence[int]) -> Any:
     (rowwise, columnwise), (row, column) = tensor.held, tensor.plan
     is_view = column is None or columnwise is None
     folded = None
-    if shape and rowwise is not None and is_view and (column is None or row.block == (0, 0)):
-        folded = refold(rowwise, row, math.prod(shape[:-1]), shape[-1])
+    if rowwise is not None and is_view and (column is None or row.block == (0, 0)):
+        folded = refold(rowwise, row, *matrix_shape(shape))
     if folded is None and len(shape) == 1:
         return FlatView(tensor)
     if folded is None:

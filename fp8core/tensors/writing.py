@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from fp8core.errors import UnsupportedError
 from fp8core.tensors.operand_tensor import OperandTensor
 from fp8core.tensors.quantizer import Orientations, Slot
 from fp8core.tensors.reduced_amax import ReduceAmax
-from fp8core.tensors.storage import FLOATS, make_operands
+from fp8core.tensors.storage import FLOATS, make_operands, matrix_shape
 
 __all__ = ["assign", "refuse_part", "write"]
 
@@ -37,7 +35,7 @@ def write(
     if value.dtype not in FLOATS:
         value = value.to(torch.float32 if value.is_floating_point() else tensor.dtype)
     if value.dim() != 2:
-        value = value.reshape(math.prod(value.shape[:-1]), value.shape[-1])
+        value = value.reshape(matrix_shape(value.shape))
     slot = tensor._slot if slot is None else slot
     if slot is None and tensor._lacks_slot:
         raise UnsupportedError(

@@ -141,6 +141,19 @@ def test_any_number_of_rows_rowwise(shape: tuple[int, ...]) -> None:
             assert quantizer.make_empty(shape, device="cpu").shape == shape
 
 
+@pytest.mark.parametrize("name", ["delayed", "current", "block2d"])
+def test_a_tensor_of_no_dimension_is_a_row_of_one_element(quantizer: Quantizer) -> None:
+    x = torch.tensor(3.1)
+    made, row = quantizer(x), quantizer(x.view(1))
+    assert made.shape == ()
+    assert torch.equal(made.dequantize(), row.dequantize()[0])
+    assert same(made.view(1), row)
+    assert same(made.flatten(), row)
+    assert same(copy.deepcopy(made), made)
+    empty = quantizer.make_empty([], dtype=torch.float32)
+    assert same(quantizer.update_quantized(x, empty), made)
+
+
 def test_the_gradient_passes_quantize_and_dequantize_unchanged(quantizer: Quantizer) -> None:
     x = value(64, 256).requires_grad_()
     made = quantizer(x)
@@ -198,7 +211,11 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "float64",
     ),
     "a number": (lambda: MXFP8Quantizer(E4M3)(3.0), OperandError, "float"),  # type: ignore[arg-type]
-    "no dimension": (lambda: MXFP8Quantizer(E4M3)(torch.zeros(())), OperandError, "dimension"),
+    "no dimension": (
+        lambda: MXFP8Quantizer(E4M3)(torch.zeros(())),
+        UnsupportedError,
+        "columns of 32",
+    ),
     "partial blocks": (
         lambda: MXFP8Quantizer(E4M3)(torch.zeros(32, 40)),
         UnsupportedError,
