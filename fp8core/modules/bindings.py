@@ -13,7 +13,7 @@ from fp8core.context.autocast import Active
 from fp8core.dispatch.policy import Policy
 from fp8core.modules.agreement import Agreement
 from fp8core.recipe import Recipe
-from fp8core.tensors.creation import Creation
+from fp8core.tensors.creation import new_order
 from fp8core.tensors.scaling import DelayedState
 from fp8core.tensors.states import LayerStates
 from fp8core.tensors.weights import WeightStore
@@ -67,8 +67,8 @@ class Bindings:
             "_last",
             "_unwatched",
             "agreement",
-            "creation",
             "nonfinite",
+            "order",
             "recipe",
             "repeat",
             "states",
@@ -77,9 +77,9 @@ class Bindings:
         *("watch", "weights"),
     )
 
-    def __init__(self, creation: Creation | None = None, watch: Watch | None = None) -> None:
+    def __init__(self, order: int | None = None, watch: Watch | None = None) -> None:
         # Ranks create their layers in the same order, whatever order they first run them in.
-        self.creation = creation or Creation()
+        self.order = new_order() if order is None else order
         self.table: dict[tuple[object, ...], Any] = {}
         self.agreement = Agreement()
         self._last: tuple[tuple[object, ...], Any] | None = None
@@ -104,7 +104,7 @@ class Bindings:
 
     def fresh(self) -> Bindings:
         """Return one without links, under the same watch and with the same counters."""
-        empty = Bindings(self.creation, self.watch)
+        empty = Bindings(self.order, self.watch)
         empty.nonfinite = self.nonfinite
         return empty
 

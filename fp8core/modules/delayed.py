@@ -226,7 +226,7 @@ class DelayedModule(torch.nn.Module):
             scale=scale,
             amax_history=history,
             maxima=maxima,
-            order=self._bindings.creation.order,
+            order=self._bindings.order,
         )
 
     def _stored_meta(self) -> str | None:

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from weakref import WeakValueDictionary
 
-__all__ = ["Creation", "orders_of_all"]
+__all__ = ["new_order", "num_created"]
 
 _orders = itertools.count()
+_latest = -1
 
 
-class Creation:
-    """The creation of a layer, which holds this object as long as it exists."""
-
-    __slots__ = ("__weakref__", "order")
-
-    def __init__(self) -> None:
-        self.order = next(_orders)
-        _existing[self.order] = self
+def new_order() -> int:
+    """Return the number of a layer that is created now."""
+    global _latest
+    _latest = next(_orders)
+    return _latest
 
 
-_existing: WeakValueDictionary[int, Creation] = WeakValueDictionary()
-
-
-def orders_of_all() -> list[int]:
-    """Return the orders of all layers that exist, the first created first."""
-    return sorted(_existing)
+def num_created() -> int:
+    """Return how many layers were created so far, whether they still exist or not."""
+    return _latest + 1

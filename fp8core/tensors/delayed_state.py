@@ -22,8 +22,8 @@ class DelayedState:
     ``scale [slots]`` and ``amax_history [length, slots]`` are float32 and updated in place; row 0
     of the history holds the amax since the last update, rows 1 to length - 1 older ones, the
     oldest first. ``fp8_max [slots]`` is the largest value of each slot's format, ``nonfinite [1]``
-    int64 counts the amaxes that were not recorded because they were inf. ``order`` is that of the
-    layer's :class:`~fp8core.tensors.creation.Creation`.
+    int64 counts the amaxes that were not recorded because they were inf. ``order`` is the
+    layer's number in the order of creation.
     """
 
     def __init__(

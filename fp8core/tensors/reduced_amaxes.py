@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from fp8core.communicator.group_reference import GroupReference, existing
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.tensors.creation import orders_of_all
+from fp8core.tensors.creation import num_created
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.torch_ops.private import copy_all
 
@@ -72,13 +72,12 @@ def reduced_after_backward(
 
 
 class _Layer(NamedTuple):
-    """What a rank says about a layer that it has used.
+    """What a rank says about a layer that it has used and the ranks have not agreed on.
 
-    ``position`` is that among the layers of its process in the order of their creation, ``slots``
-    how many amaxes the group reduces for it.
+    ``order`` is its number in the order of creation, ``slots`` how many amaxes the group reduces.
     """
 
-    position: int
+    order: int
     owner: str
     slots: int
     device_type: str
@@ -86,13 +85,20 @@ class _Layer(NamedTuple):
     @property
     def shown(self) -> str:
         """The layer in words."""
-        return f"{self.owner} with {self.slots} amaxes as layer {self.position} of its process"
+        return f"{self.owner} with {self.slots} amaxes, layer {self.order} of its process"
 
 
-class _Used(NamedTuple):
-    """What a rank says in an exchange: how many layers its process has, and those it has used."""
+class _News(NamedTuple):
+    """What a rank says in an exchange.
 
-    num_layers: int
+    Attributes:
+        num_created: how many layers its process has created.
+        exist: for each layer agreed on so far, whether the rank still has used it.
+        layers: those that it has used since.
+    """
+
+    num_created: int
+    exist: list[bool]
     layers: list[_Layer]
 
 
@@ -138,7 +144,10 @@ class _Reduction:
         if self._is_announced:  # known at once
             self._agreed = self._agree(group)
             reduced = self._reduce_agreed(self._agreed, foreign, is_used=bool(own), group=group)
-        return reduced
+        # The ranks over which a layer is spread reduce next. One that they skipped may exist on one
+        # of them alone, as garbage: it keeps the amax for its next update.
+        used = set(own)
+        return [state for state in reduced if state.communicator is None or state in used]
 
     def is_captured(self, recorded: Sequence[DelayedState]) -> bool:
         """Say whether a CUDA graph captures the reduction of ``recorded``."""
@@ -219,33 +228,42 @@ class _Reduction:
         return own
 
     def _agree(self, group: dist.ProcessGroup) -> list[_Entry]:
-        """Exchange the layers that each rank has used, and return their union."""
-        orders, states = orders_of_all(), self._states()
-        own = [
-            self._describe(at, states[order]) for at, order in enumerate(orders) if order in states
-        ]
+        """Exchange the layers that the ranks have used since they agreed last, and return all.
+
+        Those that no rank has any more are left out.
+        """
+        states, agreed = self._states(), self._agreed or []
+        known = {entry.order for entry in agreed}
+        own = [self._describe(states[order]) for order in sorted(states) if order not in known]
+        exist = [entry.order in states for entry in agreed]
         said: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, _Used(len(orders), own), group=group)
-        union = _union(said)
-        if any(used.num_layers != len(orders) for used in said):
-            places = [layer.position for layer in own]  # all ranks use as many layers
-        else:
-            places = [layer.position for layer in union]
-        self._device_type = union[0].device_type if union else _device_type_of(group)
+        dist.all_gather_object(said, _News(num_created(), exist, own), group=group)
         self._is_announced = False
-        return [_Entry(orders[at], layer.slots) for at, layer in zip(places, union, strict=True)]
+        try:
+            matched = _matched(said, dist.get_rank(group))
+        except OperandError:
+            for layer in own:  # which may never run again
+                del self._used[layer.order]
+            raise
+        if matched:
+            self._device_type = matched[0].device_type
+        elif self._agreed is None:
+            self._device_type = _device_type_of(group)
+        kept = [entry for at, entry in enumerate(agreed) if any(news.exist[at] for news in said)]
+        return kept + [_Entry(layer.order, layer.slots) for layer in matched]
 
     def _states(self) -> dict[int, DelayedState]:
         """Return the states that exist, by the order of their layers."""
         self._used = {order: one for order, one in self._used.items() if one() is not None}
         return {state.order: state for state in _existing([*self._used.values()])}
 
-    def _describe(self, position: int, state: DelayedState) -> _Layer:
+    def _describe(self, state: DelayedState) -> _Layer:
         """Return what the others have to know; a layer whose own ranks, which are this group,
         reduce its amaxes anyway has none here."""
         communicator, scale = state.communicator, state.scale
         is_reduced = communicator is not None and communicator.reference is self._reference
-        return _Layer(position, state.owner, 0 if is_reduced else scale.numel(), scale.device.type)
+        slots = 0 if is_reduced else scale.numel()
+        return _Layer(state.order, state.owner, slots, scale.device.type)
 
 
 def _device_type_of(group: dist.ProcessGroup) -> str:
@@ -256,25 +274,25 @@ def _device_type_of(group: dist.ProcessGroup) -> str:
     return accelerator.type
 
 
-def _union(said: Sequence[_Used]) -> list[_Layer]:
-    """Return the layers that any rank has used, by their positions.
+def _matched(said: Sequence[_News], rank: int) -> list[_Layer]:
+    """Return the new layers that any rank has used, by the orders that they have in ``rank``.
 
-    Processes with other numbers of layers have to use the same ones, as positions do not tell then
-    which of them a rank skipped.
+    Processes that have created other numbers of layers have to use the same ones, as the order does
+    not tell then which of them a rank skipped.
 
     Raises:
         OperandError: the layers differ.
     """
-    if len({used.num_layers for used in said}) > 1:
-        for rank, used in enumerate(said):
-            _check_same(said[0].layers, used.layers, rank)
-        return said[0].layers
+    if len({news.num_created for news in said}) > 1:
+        for other, news in enumerate(said):
+            _check_same(said[0].layers, news.layers, other)
+        return said[rank].layers
     union: dict[int, tuple[int, _Layer]] = {}
-    for rank, used in enumerate(said):
-        for layer in used.layers:
-            first, known = union.setdefault(layer.position, (rank, layer))
+    for other, news in enumerate(said):
+        for layer in news.layers:
+            first, known = union.setdefault(layer.order, (other, layer))
             if layer[1:3] != known[1:3]:
-                raise _difference(first, known, rank, layer)
+                raise _difference(first, known, other, layer)
     return [layer for _, (_, layer) in sorted(union.items())]
 
 
@@ -283,7 +301,7 @@ def _check_same(first: Sequence[_Layer], other: Sequence[_Layer], rank: int) -> 
     for one, another in itertools.zip_longest(first, other):
         if one is None or another is None:
             raise _difference(0, one, rank, another)
-        gaps = one.position - first[0].position, another.position - other[0].position
+        gaps = one.order - first[0].order, another.order - other[0].order
         if one[1:3] != another[1:3] or gaps[0] != gaps[1]:
             raise _difference(0, one, rank, another)
 
@@ -296,8 +314,8 @@ def _difference(first: int, one: _Layer | None, second: int, other: _Layer | Non
     return OperandError(
         f"{_USE} reduces the amaxes of each layer over the ranks, whose layers differ: "
         f"{', '.join(found)}. Every rank has to create the same layers in the same order; it may "
-        f"skip some of them in a step. Where a rank has layers of its own besides, all ranks have "
-        f"to run the same layers in the first step."
+        f"skip some of them in a step. Where a rank has created layers of its own besides, all "
+        f"ranks have to run the same layers in the first step."
     )
 
 

@@ -146,6 +146,17 @@ def grouped() -> torch.nn.Module:
     return GroupedLinear(2, 8, 8, device="cpu")
 
 
+def garbage(rank: int, group: Any) -> dict[str, Any]:
+    """One rank alone keeps a model of before, and each uses another layer of a new one."""
+    before = layers(2)
+    step(group, {0: 1.0, 1: 1.0}, before)
+    if rank:
+        del before
+    model = layers(2)
+    step(group, [{0: 2.0}, {1: 3.0}][rank], model)
+    return {"fwd": amaxes(model)}
+
+
 def differing(rank: int) -> dict[str, Any]:
     """Ranks whose layers differ, in groups of their own."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
@@ -187,7 +198,7 @@ def collectives(rank: int, group: Any) -> dict[str, Any]:
 def work(rank: int) -> dict[str, Any]:
     """Run every scenario as ``rank`` of two."""
     torch.manual_seed(0)
-    scenarios = (dropped, idle, later, microbatches, two_groups, collectives)
+    scenarios = (dropped, idle, later, microbatches, two_groups, collectives, garbage)
     found = {one.__name__: one(rank, dist.new_group([0, 1])) for one in scenarios}
     return {**found, "differing": differing(rank)}
 
@@ -242,6 +253,12 @@ def test_layers_that_are_made_or_freed_later_are_matched(
     assert of_both(ranks, "later", way) == [9.0, 4.0]
 
 
+def test_layers_are_matched_whatever_garbage_a_rank_has_collected(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert [rank["garbage"]["fwd"] for rank in ranks] == [[2.0, 0.0], [0.0, 3.0]]
+
+
 def test_microbatches_and_recomputes_are_matched(ranks: list[dict[str, Any]]) -> None:
     assert of_both(ranks, "microbatches", "fwd") == [6.0, 6.0]
     assert of_both(ranks, "microbatches", "bwd") == [1.0, 1.0]
@@ -265,7 +282,7 @@ def test_a_layer_of_two_groups_is_reduced_in_that_of_its_autocast(
         ),
         (
             "order",
-            r"rank 0 of the group has Linear\(8, 8\) fwd with 3 amaxes .*, "
+            r"rank 0 of the group has Linear\(8, 8\) fwd with 3 amaxes.*, "
             r"rank 1 of the group has GroupedLinear.* fwd with 6 amaxes",
         ),
     ],
