@@ -9,7 +9,7 @@ Rows go to the rank of their expert and back::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import index
 from typing import Any
 
@@ -31,6 +31,7 @@ from fp8core.modules.bind import bind
 from fp8core.modules.bound import new_seed
 from fp8core.modules.grouped_linear import GroupedLinear
 from fp8core.modules.inputs import check_chained, check_input
+from fp8core.modules.loading import Imported
 from fp8core.modules.operation import Operation
 from fp8core.modules.run import run_links
 from fp8core.recipe.plan import HIGH_PRECISION
@@ -172,21 +173,21 @@ class Experts(LowPrecisionModule):
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         saved = self._saved_scales()
-        for key in self._keys_of_scales(prefix, destination):
-            destination[key] = saved.saved(destination[key])
+        for key in (prefix + name for name in BUFFERS if name != META):
+            if key in destination:
+                destination[key] = saved.saved(destination[key])
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        saved = self._saved_scales()
-        for key in self._keys_of_scales(prefix, state_dict):
-            state_dict[key] = saved.held(state_dict[key])
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _saved_state(self, state_dict: Mapping[str, Any], prefix: str) -> Imported:
+        imported, saved = super()._saved_state(state_dict, prefix), self._saved_scales()
+        state = {
+            name: value if name == META else saved.held(value)
+            for name, value in imported.state.items()
+        }
+        return imported._replace(state=state)
 
     def _saved_scales(self) -> SavedScales:
         communicator = named(self.group_name) if self.group_name else None
         return SavedScales(len([*self._linears()]), self.num_local_experts, communicator)
-
-    def _keys_of_scales(self, prefix: str, state_dict: dict[str, Any]) -> list[str]:
-        return [prefix + name for name in BUFFERS if name != META and prefix + name in state_dict]
 
     def _describe(self) -> list[str]:
         return [f"num_experts={self.num_experts}", f"num_ranks={self.num_ranks}"]
