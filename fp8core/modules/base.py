@@ -190,7 +190,8 @@ class LowPrecisionModule(DelayedModule):
         """
         if defer_init:
             return
-        materialize(self, resolve_device(None))
+        if any(one is not None and one.is_meta for one in self._parameters.values()):
+            materialize(self, resolve_device(None))
         self.reset_delayed_state()
         self._fill_parameters()
 

@@ -25,7 +25,12 @@ from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.scaling import DelayedState
 from fp8core.tensors.slots import BUFFERS, META, covers, describe, maxima, read_meta
 from fp8core.tensors.states import LayerStates
-from fp8core.torch_ops.private import CHECKPOINTED_MODULE, WRAPPED_MODULES, check_before_load
+from fp8core.torch_ops.private import (
+    CHECKPOINTED_MODULE,
+    WRAPPED_MODULES,
+    check_before_load,
+    load_pre_hooks,
+)
 
 __all__ = ["DelayedModule", "check_load"]
 
@@ -431,7 +436,7 @@ def check_load(model: torch.nn.Module, state_dict: Any, *, assigns: bool) -> Non
     if not isinstance(state_dict, Mapping):
         return
     changed = any(
-        module._load_state_dict_pre_hooks and CHECKPOINTED_MODULE not in module._modules
+        load_pre_hooks(module) and CHECKPOINTED_MODULE not in module._modules
         for module in model.modules()
     )
     errors = []

@@ -83,6 +83,7 @@ __all__ = [
     "is_zero_tensor",
     "lazily_negated",
     "lazy_zeros",
+    "load_pre_hooks",
     "make_wrapper",
     "next_node_number",
     "no_torch_dispatch",
@@ -220,6 +221,9 @@ NO_BACKWARD_PASS: Final = -1
 # alone, which a copy of the module lacks.
 forward_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_hooks")
 forward_pre_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
+load_pre_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter(
+    "_load_state_dict_pre_hooks"
+)
 always_called_hooks: Callable[[torch.nn.Module], dict[int, bool]] = attrgetter(
     "_forward_hooks_always_called"
 )
