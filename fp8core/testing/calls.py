@@ -268,7 +268,8 @@ def _attention_backward(subject: Subject, desc: AttentionBackwardDesc, case: Cas
     size = out.shape
     grad = grad_of(desc.attention, size, case.seed)
     gradient = _in_heads(subject, desc.grad_output, grad, SEED + case.seed)
-    named = {name: one for name, one in forward.keywords.items() if name != "s_amax_out"}
+    unread = {"s_amax_out"} if desc.grad_output is not None else {"s_amax_out", "s_scale"}
+    named = {name: one for name, one in forward.keywords.items() if name not in unread}
     if desc.dp is not None and desc.dp.delayed:
         named["dp_scale"] = torch.full((1,), 300.0 - 10 * case.seed, device=subject.device)
         named["dp_amax_out"] = torch.full((1,), 0.5, device=subject.device)

@@ -230,7 +230,7 @@ def _limits(
     of_logits = 4 * weights * (off * (flow + mean) + (weights * off * flow).sum(-1, keepdim=True))
     of_logits = of_logits + _rounding(backward.dp) * weights * (flow + mean)
     scaled = desc.scale * of_logits * (4 if desc.softcap else 1)
-    rounded = off + _rounding(desc.s)
+    rounded = off + (0.0 if backward.grad_output is None else _rounding(desc.s))
     of_v = torch.einsum("hij,ihd->jhd", rounded * weights, grad.abs())
     of_k = torch.einsum("hij,ihd->jhd", scaled, q)
     of_q = torch.einsum("hij,jhd->ihd", scaled, keys)
