@@ -13,6 +13,7 @@ import torch
 
 from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc, AttentionPartBackwardDesc
 from fp8core_backends.cuda.attention_backward import GraphAttentionBackward
+from fp8core_backends.cuda.attention_codes import CodesAttentionBackward
 from fp8core_backends.cuda.attention_forward import GraphAttention
 from fp8core_backends.cuda.attention_support import FRONTEND, TORCH, KernelNames, kernels
 from fp8core_backends.cuda.attention_torch import TorchAttention, TorchAttentionBackward
@@ -30,6 +31,8 @@ def bind_attention_backward(
     desc: AttentionBackwardDesc, device: torch.device
 ) -> Callable[..., Any]:
     """Return the callable of backward."""
+    if desc.low_precision:
+        return CodesAttentionBackward(desc, device, KernelNames(FRONTEND, ()))
     if isinstance(desc, AttentionPartBackwardDesc):
         return GraphAttentionBackward(desc, device, KernelNames(FRONTEND, ()))
     is_plain, names = _kernels(desc.attention)

@@ -15,7 +15,7 @@ from fp8core_backends.cuda.attention_lengths import Keywords, in_rows
 from fp8core_backends.cuda.attention_operands import aligned, check_operands, check_rows
 from fp8core_backends.cuda.attention_support import KernelNames
 
-__all__ = ["GraphAttentionBackward"]
+__all__ = ["Gradients", "GraphAttentionBackward"]
 
 Gradients: TypeAlias = (
     "tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]"
@@ -23,7 +23,7 @@ Gradients: TypeAlias = (
 
 
 class GraphAttentionBackward(GraphOperation):
-    """The gradients; see AttentionBackwardDesc."""
+    """The gradients; see AttentionBackwardDesc. A ``logit_scale`` as in forward."""
 
     __slots__ = ("_bias_grad",)
 
@@ -52,6 +52,7 @@ class GraphAttentionBackward(GraphOperation):
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
         rng: torch.Tensor | None = None,
+        logit_scale: torch.Tensor | None = None,
     ) -> Gradients:
         """Return the gradients; see the backend API."""
         desc = self.desc
@@ -66,6 +67,7 @@ class GraphAttentionBackward(GraphOperation):
                 offset = self._grad_of_sink(grad_out, out, stats, softmax_offset)
                 return (*self._of_nothing((q, k, v), bias), offset)
             call = self.prepare((q, k, v), lengths, bias, mask, rng, in_backward=True)
+            call = call.scaled_by(logit_scale)
             if call.q.shape != q.shape:
                 grad_out, out = (with_second(x, desc.layout) for x in (grad_out, out))
                 stats = torch.nn.functional.pad(stats, (0, 1), value=-torch.inf)

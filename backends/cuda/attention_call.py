@@ -44,6 +44,16 @@ class GraphCall(NamedTuple):
     sequences: Sequences | None
     unseen: Unseen | None
 
+    def scaled_by(self, logit_scale: torch.Tensor | None) -> GraphCall:
+        """Return the call with a scale of logits on the device, float32 of one element; with None,
+        the call as it is, with the scale of its descriptor."""
+        if logit_scale is None:
+            return self
+        return self._replace(
+            problem=self.problem._replace(reads_logit_scale=True),
+            tensors=self.tensors | {Uid.LOGIT_SCALE: logit_scale},
+        )
+
 
 class GraphOperation:
     """What forward and backward share."""

@@ -6,12 +6,17 @@ from typing import NamedTuple
 
 import torch
 
-from fp8core.backend_api import AttentionDesc, Operand, OperandError
+from fp8core.backend_api import AttentionDesc, Operand
 from fp8core_backends.cuda import attention_graph
 from fp8core_backends.cuda.attention_call import GraphCall, GraphOperation, first_alone
 from fp8core_backends.cuda.attention_graph import Uid
 from fp8core_backends.cuda.attention_lengths import Keywords, in_rows, sequences_of, unseen
-from fp8core_backends.cuda.attention_operands import by_heads, check_operands, out_size
+from fp8core_backends.cuda.attention_operands import (
+    by_heads,
+    check_number,
+    check_operands,
+    out_size,
+)
 from fp8core_backends.cuda.attention_support import KernelNames
 
 __all__ = ["GraphAttention"]
@@ -33,7 +38,8 @@ class _Scales(NamedTuple):
 
 
 class GraphAttention(GraphOperation):
-    """``(out, stats, max_logit)``; see AttentionDesc."""
+    """``(out, stats, max_logit)``; see AttentionDesc. A ``logit_scale`` on the device, float32 of
+    one element, takes the place of the descriptor's scale."""
 
     __slots__ = ()
 
@@ -60,6 +66,7 @@ class GraphAttention(GraphOperation):
         rng: torch.Tensor | None = None,
         s_scale: torch.Tensor | None = None,
         s_amax_out: torch.Tensor | None = None,
+        logit_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Attend; see the backend API."""
         desc, scales = self.desc, None
@@ -76,7 +83,7 @@ class GraphAttention(GraphOperation):
             if self.is_empty(q, k, lengths):
                 return self._of_nothing(q, k, lengths, sink)
             call = self.prepare((q, k, v), lengths, bias, mask, rng, in_backward=False)
-            results = self._attend(call, sink, scales)
+            results = self._attend(call.scaled_by(logit_scale), sink, scales)
         if call.q.shape == q.shape:
             return results
         return _of_first_query(*results, desc.layout)
@@ -130,23 +137,13 @@ class GraphAttention(GraphOperation):
     ) -> _Scales:
         """Return the scales of a call in low precision, checked: cuDNN reads them by address."""
         given = [x.scale_inv if isinstance(x, Operand) else None for x in operands]
-        given.append(s_scale)
-        names = ("scale_inv of q", "scale_inv of k", "scale_inv of v", "s_scale", "s_amax_out")
-        for name, one in zip(names, (*given, s_amax_out), strict=True):
-            if one is None and name == "s_amax_out":
-                continue
-            is_right = one is not None and one.dtype == torch.float32 and one.numel() == 1
-            if one is None or not is_right or one.device != self.device:
-                shown = None if one is None else f"{one.dtype} {list(one.shape)} on {one.device}"
-                raise OperandError(
-                    f"{self.desc}: {name} is {shown}; expected torch.float32 of one element on "
-                    f"{self.device}."
-                )
-        q, k, v, s = given
-        assert q is not None
-        assert k is not None
-        assert v is not None
-        assert s is not None
+        names = ("scale_inv of q", "scale_inv of k", "scale_inv of v", "s_scale")
+        q, k, v, s = (
+            check_number(self.desc, name, one, self.device)
+            for name, one in zip(names, (*given, s_scale), strict=True)
+        )
+        if s_amax_out is not None:
+            check_number(self.desc, "s_amax_out", s_amax_out, self.device)
         return _Scales(q, k, v, s, s_amax_out)
 
     def _numbers(self, scales: _Scales, amaxes: torch.Tensor) -> dict[Uid, torch.Tensor]:

@@ -66,6 +66,7 @@ class Uid(IntEnum):
     SCALE_OUT = 33
     AMAX_S = 34
     AMAX_OUT = 35
+    LOGIT_SCALE = 36
 
 
 class Problem(NamedTuple):
@@ -74,7 +75,8 @@ class Problem(NamedTuple):
     ``s_q`` and ``s_kv`` are, in thd, lengths that no sequence exceeds, and ``rows_q`` and
     ``rows_kv`` numbers of rows that are not exceeded; both numbers are 0 in the other layouts.
     Strides are in elements, in the order ``[b, heads, s, d]``. ``bias`` has sizes, strides and
-    dtype, None without one.
+    dtype, None without one. With ``reads_logit_scale`` the scale of the logits is the tensor
+    ``LOGIT_SCALE``, and the descriptor's is not used.
     """
 
     batch: int
@@ -90,6 +92,7 @@ class Problem(NamedTuple):
     bias: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = None
     bias_grad: bool = False
     deterministic: bool = False
+    reads_logit_scale: bool = False
 
 
 def forward(cudnn: Any, graph: Any, desc: AttentionDesc, problem: Problem) -> None:
@@ -322,7 +325,10 @@ class _Tensors:
         cudnn, desc, problem = self._cudnn, self._desc, self._problem
         left, right = desc.window
         alignment = cudnn.diagonal_alignment
-        options: dict[str, Any] = {"attn_scale": desc.scale}
+        reads_scale = problem.reads_logit_scale
+        options: dict[str, Any] = {
+            "attn_scale": self.number(Uid.LOGIT_SCALE) if reads_scale else desc.scale
+        }
         if desc.window != (-1, -1):
             is_end = desc.bottom_right
             options["diagonal_alignment"] = alignment.BOTTOM_RIGHT if is_end else alignment.TOP_LEFT

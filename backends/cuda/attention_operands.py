@@ -12,6 +12,7 @@ __all__ = [
     "Kind",
     "aligned",
     "by_heads",
+    "check_number",
     "check_operands",
     "check_rows",
     "in_layout",
@@ -116,6 +117,22 @@ def check_rows(
             f"{desc}: {shown}; expected grad_out and out {list(size)} of {desc.dtype} and stats "
             f"{list(statistics)} of torch.float32 on {q.device}."
         )
+
+
+def check_number(
+    desc: AttentionDesc, name: str, x: torch.Tensor | None, device: torch.device
+) -> torch.Tensor:
+    """Return ``x``, float32 of one element, which cuDNN reads by address.
+
+    Raises:
+        OperandError: it is missing, or another tensor.
+    """
+    if x is not None and (x.dtype, x.numel(), x.device) == (torch.float32, 1, device):
+        return x
+    shown = None if x is None else f"{x.dtype} {list(x.shape)} on {x.device}"
+    raise OperandError(
+        f"{desc}: {name} is {shown}; expected torch.float32 of one element on {device}."
+    )
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:

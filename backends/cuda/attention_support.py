@@ -51,17 +51,18 @@ def attention_backward_problem(desc: AttentionBackwardDesc, device: torch.device
     """Say why cuDNN cannot compute the gradients of attention on the device, or None."""
     if type(desc.attention) is not AttentionDesc:
         return f"no gradients of {type(desc.attention).__name__}"
-    if desc.low_precision and desc.grad_output is None:
-        return "no backward that reads codes: the scales of its logits are numbers of the host"
-    if desc.low_precision or desc.grad_output is not None or desc.dp is not None:
+    is_part = isinstance(desc, AttentionPartBackwardDesc)
+    if desc.grad_output is not None or desc.dp is not None:
         return (
             "no FP8 backward of attention, which is slower than that of bfloat16 on Hopper; "
             'fp8_dpa_backward="dequantized" runs'
         )
+    if is_part and desc.low_precision:
+        return "no gradients of a part of the keys from codes: it attends to all keys once more"
     if desc.bias_grad and desc.attention.bias is None:
         return "the gradient of a bias without a bias"
     problem = attention_problem(desc.attention, device)
-    if problem is None and isinstance(desc, AttentionPartBackwardDesc):
+    if problem is None and is_part:
         # cuDNN takes the weights from the statistics and the products of rows from the result, as
         # a part needs; torch's operator is not asked, whose single key has the weight 1.
         problem = _frontend_problem(desc.attention)

@@ -44,6 +44,9 @@ class _Sequence:
         is_ragged = desc.layout == "thd"
         self.rows_q = self.length_q if is_ragged else problem.s_q
         self.rows_kv = self.length_kv if is_ragged else problem.s_kv
+        reads_scale = problem.reads_logit_scale
+        assert reads_scale == (Uid.LOGIT_SCALE in tensors)
+        self.scale = float(tensors[Uid.LOGIT_SCALE]) if reads_scale else desc.scale
 
     def view(self, uid: Uid, strides: Strides, heads: int, rows: int, size: int) -> torch.Tensor:
         tensor = self.tensors[uid]
@@ -85,7 +88,7 @@ class _Sequence:
 
     def logits(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         desc = self.desc
-        logits = desc.scale * (q @ k.mT)
+        logits = self.scale * (q @ k.mT)
         if self.problem.bias is not None:
             sizes, strides, _ = self.problem.bias
             bias = self.tensors[Uid.BIAS].as_strided(sizes, strides)
@@ -159,8 +162,8 @@ def backward(desc: AttentionDesc, problem: Problem, tensors: Tensors) -> None:
         if problem.bias_grad:
             tensors[Uid.GRAD_BIAS][at].copy_(grad_logits)
         grads = (
-            (Uid.GRAD_Q, desc.scale * grad_logits @ k, problem.s_q),
-            (Uid.GRAD_K, desc.scale * grad_logits.mT @ q, problem.s_kv),
+            (Uid.GRAD_Q, one.scale * grad_logits @ k, problem.s_q),
+            (Uid.GRAD_K, one.scale * grad_logits.mT @ q, problem.s_kv),
             (Uid.GRAD_V, (weights * kept).mT @ grad, problem.s_kv),
         )
         for uid, value, length in grads:

@@ -126,16 +126,20 @@ def both_ways(
     device: torch.device,
     name: str = "cuda",
 ) -> Results:
-    """Return the results of forward and of backward with a gradient that the seed decides."""
+    """Return the results of forward, and of backward with :func:`gradient_of`."""
     bias_grad = desc.bias is not None
     run, back = (
         bound(one) if name == "cuda" else backend(name).bind(one, device)
         for one in (desc, AttentionBackwardDesc(desc, bias_grad))
     )
     out, stats, largest = run(*tensors, **keywords)
+    return (out, stats, largest, *back(gradient_of(out), *tensors, out, stats, **keywords))
+
+
+def gradient_of(out: torch.Tensor) -> torch.Tensor:
+    """Return a gradient of the result, of the same values for any dtype and device."""
     generator = torch.Generator().manual_seed(99)
-    grad = torch.randn(out.shape, generator=generator).bfloat16().to(device, out.dtype)
-    return (out, stats, largest, *back(grad, *tensors, out, stats, **keywords))
+    return torch.randn(out.shape, generator=generator).bfloat16().to(out.device, out.dtype)
 
 
 def judge(

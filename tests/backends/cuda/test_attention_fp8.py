@@ -1,4 +1,5 @@
-"""FP8 attention on CUDA, forward: within the noise of its roundings of float64.
+"""FP8 attention on CUDA: forward within the noise of its roundings of float64, and the gradients
+from its codes within those of bfloat16.
 
 e4m3 rounds the weights and the result, each by up to a sixteenth: two independent errors that leave
 28 dB of signal, with a scatter of 4 dB in a head of some tens of elements. The kit's laws hold each
@@ -13,13 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core.backend_api import AttentionDesc, Operand, OperandSpec
+from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc, Operand, OperandSpec
 from fp8core.errors import OperandError
 from tests.backends.cuda.cuda_cases import DEVICE, backend, nothing_waits, same_bits
-from tests.backends.cuda.test_attention import bound, call_of, here, judge
+from tests.backends.cuda.test_attention import bound, call_of, gradient_of, here, judge
 
 pytestmark = pytest.mark.needs_accelerator("cuda")
 FLOOR = 23.0  # dB, of each head
+# 1 %: to bfloat16 are rounded the weights, the result, the gradients of logits, their products, and
+# these times their scale, each by 2^-9 at most.
+BACKWARD = 5 * 2.0**-9
 SPEC = OperandSpec("e4m3", (0, 0), 448.0, delayed=True)
 WIDE = AttentionDesc(torch.bfloat16, "sbhd", 4, 2, 64, 64, 0.125, window=(-1, 0))
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -138,6 +142,73 @@ def test_codes_do_not_overflow_where_all_values_are_the_largest() -> None:
     out = run(desc, operands, keywords)[0]
     largest = values(operands[2]).max()
     assert bool(((out.cpu() - largest).abs() <= largest / 8).all())
+
+
+def backward_call(
+    desc: AttentionDesc, deviation: float, length: int
+) -> tuple[list[Operand], dict[str, Any]]:
+    """Return a call whose logits have this standard deviation."""
+    wide = dataclasses.replace(desc, qkv=None, s=None, out=None)
+    (q, k, v), keywords = call_of(wide, length, length)
+    factor = (deviation / (desc.scale * desc.head_dim**0.5)) ** 0.5
+    return [quantized(x) for x in (factor * q, factor * k, v)], keywords
+
+
+def gradients(
+    desc: AttentionDesc, operands: list[Operand], keywords: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Return the gradients of queries, keys and values from the codes."""
+    out, stats, *_ = run(desc, operands, keywords)
+    placed = [on_device(one) for one in operands]
+    out = out.to(desc.dtype)
+    back = bound(AttentionBackwardDesc(desc))
+    return list(back(gradient_of(out), *placed, out, stats, **here(keywords))[:3])
+
+
+def check_gradients(desc: AttentionDesc, deviation: float, length: int) -> None:
+    operands, keywords = backward_call(desc, deviation, length)
+    wide = dataclasses.replace(desc, qkv=None, s=None, out=None)
+    wanted = judge(wide, tuple(map(values, operands)), keywords)[3:6]
+    for name, got, want in zip("qkv", gradients(desc, operands, keywords), wanted, strict=True):
+        assert want is not None
+        share = float((got.cpu() - want).norm() / want.norm())
+        assert share < BACKWARD, f"grad_{name}: {share:.3g} of the norm"
+        assert torch.equal(got.cpu()[want == 0].double(), want[want == 0])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_of_steep_rows_are_within_1_percent(name: str) -> None:
+    check_gradients(desc_of(name), 10.0, 512)
+
+
+@pytest.mark.parametrize("sizes", HEAD_SIZES)
+def test_gradients_of_any_head_sizes_are_within_1_percent(sizes: tuple[int, int]) -> None:
+    scale = sizes[0] ** -0.5
+    for dtype in (torch.bfloat16, torch.float16):
+        changed = {"head_dim": sizes[0], "head_dim_v": sizes[1], "scale": scale, "dtype": dtype}
+        check_gradients(desc_of("causal", **changed), 10.0, 512)
+
+
+@pytest.mark.parametrize("lengths", [(0, 7), (1, 1), (1, 70), (37, 21)])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_of_any_lengths_are_finite(name: str, lengths: tuple[int, int]) -> None:
+    desc = desc_of(name)
+    operands, keywords = call(desc, *lengths)
+    for one, got in zip(operands, gradients(desc, operands, keywords), strict=True):
+        assert got.shape == one.data.shape
+        assert bool(got.isfinite().all())
+
+
+def test_gradients_wait_for_nothing_on_the_device() -> None:
+    desc = desc_of("padding")
+    operands, keywords = call(desc, 130, 130)
+    placed, given = [on_device(one) for one in operands], here(keywords)
+    out, stats, *_ = run(desc, operands, keywords)
+    out, back = out.to(desc.dtype), bound(AttentionBackwardDesc(desc))
+    grad = gradient_of(out)
+    back(grad, *placed, out, stats, **given)
+    with nothing_waits():
+        back(grad, *placed, out, stats, **given)
 
 
 @pytest.mark.parametrize("name", ["causal", "padding"])

@@ -7,11 +7,17 @@ see nothing. What cuDNN computes from them is tested in test_attention.py, on a 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
-from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc
+from fp8core.backend_api import (
+    AttentionBackwardDesc,
+    AttentionDesc,
+    AttentionPartBackwardDesc,
+    OperandSpec,
+)
 from fp8core.testing import laws  # noqa: F401  importing fills the laws
 from fp8core.testing.catalogue import catalogue
 from fp8core.testing.checks import LAWS
@@ -36,7 +42,9 @@ def subject(monkeypatch: pytest.MonkeyPatch) -> Subject:
 
 
 def _runs_in_fp8(desc: AttentionDesc | AttentionBackwardDesc) -> bool:
-    if isinstance(desc, AttentionBackwardDesc) or desc.qkv is None or desc.out is None:
+    if isinstance(desc, AttentionBackwardDesc):
+        return desc.grad_output is None and _runs_in_fp8(desc.attention)
+    if desc.qkv is None or desc.out is None:
         return False
     is_seen = desc.window == (-1, 0) or not desc.padding
     is_dense = desc.dropout == 0 and desc.layout != "thd"
@@ -77,8 +85,39 @@ def test_every_law_of_the_kit_holds(subject: Subject, label: str) -> None:
         or (forward.low_precision and not _runs_in_fp8(desc))
     )
     assert is_refused == is_declined, subject.refuses(desc)
-    if is_refused:
-        return
+    if not is_refused:
+        obeys(subject, desc)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"padding": True, "layout": "bshd", "window": (7, 3)},
+        {"dtype": torch.float16, "window": (-1, -1), "groups": 4},
+    ],
+    ids=["padding.bshd.window", "no_mask.float16"],
+)
+def test_backward_from_codes_obeys_the_laws(subject: Subject, changed: dict[str, Any]) -> None:
+    e4m3 = OperandSpec("e4m3", (0, 0), 448.0, delayed=True)
+    causal = AttentionDesc(torch.bfloat16, "sbhd", 4, 2, 64, 64, 0.125, window=(-1, 0))
+    forward = dataclasses.replace(causal, qkv=e4m3, s=e4m3, out=e4m3, **changed)
+    desc = AttentionBackwardDesc(forward)
+    assert subject.refuses(desc) is None
+    obeys(subject, desc)
+
+
+def test_backward_of_a_part_from_codes_is_declined(subject: Subject) -> None:
+    desc = AttentionPartBackwardDesc(
+        next(
+            entry.desc
+            for entry in ENTRIES
+            if isinstance(entry.desc, AttentionDesc) and _runs_in_fp8(entry.desc)
+        )
+    )
+    assert "attends to all keys once more" in str(subject.refuses(desc))
+
+
+def obeys(subject: Subject, desc: AttentionDesc | AttentionBackwardDesc) -> None:
     for law in LAWS.values():
         if desc.op in law.ops and law.applies(desc) and not law.is_strict:
             law.test(subject, desc)
