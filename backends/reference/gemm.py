@@ -37,9 +37,9 @@ def gemm(
 ) -> torch.Tensor:
     """``d[m, n] = a[m, k] @ b[n, k].T + bias``; see the backend API."""
     is_plain = not desc.low_precision and a.data.dtype == b.data.dtype == desc.out_dtype
-    if is_plain and not desc.accumulate and (bias is None or bias.dtype == desc.out_dtype):
-        d = _torch_product(a.data, b.data, bias)
-        return d if out is None else out.copy_(d)
+    is_rounded_once = not desc.accumulate or desc.out_dtype.itemsize > 2
+    if is_plain and is_rounded_once and (bias is None or bias.dtype == desc.out_dtype):
+        return _store(_torch_product(a.data, b.data, bias), desc, out)
     return _store(_float32_gemm(desc, a, b, bias), desc, out)
 
 
