@@ -188,7 +188,7 @@ py::object Program::run(const py::tuple& leading, const py::object& saved) const
   }
   if (frame.saved != nullptr && PyList_SetSlice(frame.saved, 0, num_saved, nullptr) != 0)
     throw py::error_already_set();
-  return std::move(results);
+  return results;
 }
 
 void register_repeat(py::module_& module) {

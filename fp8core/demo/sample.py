@@ -25,7 +25,7 @@ def continue_text(
     Keys and values of the bytes so far are kept. When they fill the context, the last half of it is
     computed again as a new beginning. The caller's precision is that of the model.
     """
-    device = model.head.weight.device
+    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     text = prompt.to(torch.int64)[-config.context :]
     cache = _cache(config, device)

@@ -173,7 +173,9 @@ def check_gradients(desc: AttentionDesc, deviation: float, length: int) -> None:
         assert want is not None
         share = float((got.cpu() - want).norm() / want.norm())
         assert share < BACKWARD, f"grad_{name}: {share:.3g} of the norm"
-        assert torch.equal(got.cpu()[want == 0].double(), want[want == 0])
+        # The difference of two equal numbers, each rounded, where a query sees one key.
+        rest = got.cpu()[want == 0].double().abs()
+        assert bool((rest <= BACKWARD * want.abs().max()).all())
 
 
 @pytest.mark.parametrize("name", OPTIONS)
