@@ -105,11 +105,14 @@ def made_readable(x: torch.Tensor, device: torch.device, role: str) -> torch.Ten
     """Return ``x`` with its values in memory of ``device``; ``role`` is its name in messages.
 
     A pending negation is carried out, and pending zeros are written. Subclasses, and tensors that
-    torch traces or transforms with, stay as they are.
+    torch traces or transforms with, stay as they are; the operands of quantized ones are checked.
 
     Raises:
         OperandError: it is on another device or in another layout, or its memory was freed.
     """
+    if type(x) is QuantizedTensor:
+        for part in x.tensors():
+            made_readable(part, device, f"an operand of {role}")
     if type(x) not in PLAIN or _is_wrapped(x) or is_functional(x):
         return x
     if x.is_nested:

@@ -141,6 +141,19 @@ def test_freed_memory_is_refused_by_name(name: str | None, kind: str) -> None:
         storage.resize_(size)
 
 
+@pytest.mark.parametrize("at", [0, 1], ids=["codes", "scales"])
+def test_a_freed_operand_of_a_stored_weight_is_refused_by_name(at: int) -> None:
+    with te.quantized_model_init(recipe=recipe.MXFP8BlockScaling()):
+        own = made("Linear")
+    storage = own.weight.tensors()[at].untyped_storage()
+    for _ in range(2):  # the second call repeats the first
+        with autocast("mxfp8"):
+            own(values())
+    storage.resize_(0)
+    with autocast("mxfp8"), pytest.raises(OperandError, match=r"operand of a parameter .*freed"):
+        own(values())
+
+
 def test_a_freed_residual_is_refused_by_name() -> None:
     chain = ops.Sequential(ops.Linear(32, 32), ops.AddExtraInput(), ops.RMSNorm(32))
     with autocast("current"), pytest.raises(OperandError, match="freed"):
