@@ -97,6 +97,14 @@ def test_extra_tensors_go_in_and_out() -> None:
     assert torch.equal(extra.grad, torch.full((2, 4), -2.0))
 
 
+def test_a_derivative_by_the_gradient_of_an_extra_output_is_refused() -> None:
+    x, extra = torch.randn(2, 4, requires_grad=True), torch.randn(2, 4)
+    grads = torch.randn(2, 4), torch.randn(2, 4, requires_grad=True)
+    grad = torch.autograd.grad(Split()(x, extra), x, grads, create_graph=True)[0]
+    with pytest.raises(UnsupportedError, match="a second derivative is not offered"):
+        torch.autograd.grad(grad.sum(), grads[1])
+
+
 def test_channels_connect_them() -> None:
     made = ops.Sequential(
         ops.MakeExtraOutput().set_extra_output_channel(0, "skip", output_to_caller=False),

@@ -129,17 +129,20 @@ def without_gradient(
 
 
 def refusing(
-    grads: Sequence[torch.Tensor | None], error: Fp8CoreError, node: Any, grad_output: torch.Tensor
+    grads: Sequence[torch.Tensor | None],
+    error: Fp8CoreError,
+    node: Any,
+    grad_outputs: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor | None, ...]:
     """Return ``grads`` as tensors whose derivatives raise ``error``.
 
-    ``node`` computed them from ``grad_output``. ``torch.autograd.grad`` walks only the paths to the
-    tensors it is given, so every leaf that ``node`` depends on is connected.
+    ``node`` computed them from ``grad_outputs``. ``torch.autograd.grad`` walks only the paths to
+    the tensors it is given, so every leaf that ``node`` depends on is connected.
     """
     given = [grad.detach().requires_grad_() for grad in grads if grad is not None]
     if not given:
         return tuple(grads)
-    origins = [*_leaves(node), *([grad_output] if grad_output.requires_grad else ())]
+    origins = [*_leaves(node), *(one for one in grad_outputs if one.requires_grad)]
     guarded = iter(_Refusing.apply(error, len(given), *given, *origins))  # type: ignore[no-untyped-call]  # torch's
     return tuple(None if grad is None else next(guarded) for grad in grads)
 
@@ -162,7 +165,7 @@ def gradients_once(
     error = UnsupportedError(
         f"{owner}: a second derivative is not offered. Compute it from torch's own operators."
     )
-    return refusing(computed, error, ctx, grads[0])
+    return refusing(computed, error, ctx, grads)
 
 
 def _leaves(node: Any) -> list[torch.Tensor]:

@@ -529,7 +529,7 @@ def _refused(
     with torch.no_grad():
         grads = _backward(ctx, grad_output)
     error = reason.error("a second derivative (create_graph=True)")
-    return refusing(grads, error, ctx, grad_output)
+    return refusing(grads, error, ctx, [grad_output])
 
 
 def _any_requires_grad(params: Sequence[torch.Tensor]) -> bool:
