@@ -388,6 +388,13 @@ def test_sequential_with_dropout_equals_eager(recipe_name: str) -> None:
     assert graphs() == 1
 
 
+def test_an_extra_output_equals_eager() -> None:
+    norm, linear = te.ops.RMSNorm(64, params_dtype=BF16), te.ops.Linear(64, 32, params_dtype=BF16)
+    model = te.ops.Sequential(te.ops.MakeExtraOutput(), norm, linear)
+    with te.autocast(recipe=CURRENT):
+        assert_same(model, compiled(model), model, rand(32, 64))
+
+
 @pytest.mark.parametrize("recipe_name", ["current", "mxfp8"])
 def test_fused_operations_equal_eager(recipe_name: str) -> None:
     with fused_toy.installed(*backend_api.OPTIONAL_OPS) as calls:

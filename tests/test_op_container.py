@@ -231,6 +231,80 @@ def test_an_extra_output_leaves_and_brings_its_gradient(chosen: Any) -> None:
         assert (got - first - second).norm() <= 0.1 * got.norm()
 
 
+@pytest.mark.parametrize(("chosen", "dtype"), [(None, torch.float16), ("current", torch.bfloat16)])
+def test_an_rms_norm_adds_the_gradient_of_an_extra_output_before_rounding(
+    chosen: Any, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    made = ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "skip", output_to_caller=False),
+        ops.RMSNorm(32, dtype=dtype),
+        ops.Linear(32, 32, dtype=dtype),
+        ops.AddExtraInput().set_extra_input_channel(0, "skip"),
+    )
+    x, grad = (torch.randn(2, 16, 32, dtype=dtype) for _ in range(2))
+    x.requires_grad_()
+    wide = x.detach().float().requires_grad_()
+    with autocast(enabled=chosen is not None, recipe=chosen):
+        got = torch.autograd.grad(made(x), x, grad)[0]
+        between = made[1](x.detach()).requires_grad_()
+        grad_norm = torch.autograd.grad(made[2](between), between, grad)[0]
+    normed = torch.nn.functional.rms_norm(wide, (32,), eps=made[1].eps)
+    exact = torch.autograd.grad(normed, wide, grad_norm.float())[0] + grad.float()
+    # torch adds the 32 terms of a row's means in another order, 64 steps of 2^-24 of their size
+    # apart, with a margin of 2; a second rounding is off by up to a whole step of the dtype.
+    slack = 2**-17 * (exact.abs() + grad.float().abs() + 1)
+    error = (got.float() - exact).abs()
+    half_step = torch.finfo(dtype).eps / 2 * exact.abs()
+    assert (error <= half_step + slack).all()
+
+
+@pytest.mark.parametrize(
+    ("following", "in_place"),
+    [(ops.LayerNorm(32), False), (ops.RMSNorm(32), True), (ops.Linear(32, 32), False)],
+)
+def test_gradients_of_other_extra_outputs_are_added_rounded(following: Any, in_place: bool) -> None:
+    torch.manual_seed(0)
+    following = copy.deepcopy(following).bfloat16()
+    made = ops.Sequential(ops.MakeExtraOutput(in_place=in_place), following)
+    x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+    grads = [torch.randn_like(x), torch.randn_like(x)]
+    own = torch.autograd.grad(following(x), x, grads[0])[0]
+    assert torch.equal(torch.autograd.grad(made(x), x, grads)[0], own + grads[1])
+
+
+def test_one_output_of_two_may_have_no_gradient() -> None:
+    made = ops.Sequential(ops.MakeExtraOutput(), ops.RMSNorm(32))
+    x = torch.randn(4, 32, requires_grad=True)
+    y, extra = made(x)
+    alone = torch.autograd.grad(made[1](x).sum(), x)[0]
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], alone)
+    extra.sum().backward()
+    assert torch.equal(x.grad, torch.ones(4, 32))
+    assert made[1].weight.grad is None
+
+
+def test_second_derivatives_see_the_gradient_of_an_extra_output() -> None:
+    torch.manual_seed(0)
+    made = ops.Sequential(ops.MakeExtraOutput(), ops.RMSNorm(8))
+    x = torch.randn(4, 8, requires_grad=True)
+    weights = torch.randn(2, 4, 8)
+
+    def second(y: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
+        loss = (weights[0] * y).sum() + (weights[1] * extra**3).sum()
+        grad = torch.autograd.grad(loss, x, create_graph=True)[0]
+        return torch.autograd.grad(grad.square().sum(), x)[0]
+
+    want = second(torch.nn.functional.rms_norm(x, (8,), eps=made[1].eps), x)
+    torch.testing.assert_close(second(*made(x)), want)
+
+
+def test_an_extra_output_is_not_converted() -> None:
+    made = ops.Sequential(ops.MakeExtraOutput(), ops.RMSNorm(8, dtype=torch.bfloat16))
+    x = torch.randn(4, 8, requires_grad=True)
+    assert made(x)[1] is x
+
+
 @pytest.mark.parametrize("is_public", [False, True])
 def test_a_channel_leads_to_a_later_operation(is_public: bool) -> None:
     torch.manual_seed(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -82,9 +82,29 @@ class NormShape(LinkShape):
             fusion,
             backward_fusion,
             None if added is None else added.run,
-            backward.offers.run_added,
+            self._summed_once(desc, context) or backward.offers.run_added,
             self.num_params,
         )
+
+    def _summed_once(self, desc: NormDesc, context: BindContext) -> Callable[..., Any] | None:
+        """Return the backward that adds another gradient of the input before it rounds, where the
+        input leaves the chain, of an RMSNorm alone, as in Transformer Engine.
+
+        Source: Transformer Engine, ops/fused/backward_add_rmsnorm.py.
+        """
+        leaves = context.before is not None and context.before.shape.leaves_chain
+        if not leaves or self.kind != "rmsnorm":
+            return None
+        wide = torch.promote_types(desc.dtype, torch.float32)
+        wide_desc = NormBackwardDesc(replace(desc, dtype=wide, out_dtype=wide))
+        run = context.resolve("norm backward", wide_desc).run
+
+        def run_added(grad: Any, x: Any, *others: Any) -> Sequence[Any]:
+            *parameters, added = others
+            grad_x, *grads = run(grad.to(wide), x.to(wide), *parameters)
+            return (grad_x + added).to(added.dtype), *grads
+
+        return run_added
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,7 +34,7 @@ __all__ = [
         "Saved",
         "SavedList",
     ),
-    *("TensorProgram", "Unadded", "Wrapper"),
+    *("TensorProgram", "Unadded", "Wrapper", "backward_with"),
 ]
 
 Saved: TypeAlias = "Sequence[torch.Tensor | None]"
@@ -216,6 +216,25 @@ class Link(Protocol):
 
 
 _Link = TypeVar("_Link")
+
+
+def backward_with(
+    added: GradientSum,
+    program: Program,
+    grad: Any,
+    saved: SavedList,
+    context: object,
+    call: Call,
+    *,
+    first: Link,
+) -> Backward:
+    """Return what the backward of ``program`` does, with the sum in the place of the gradient of
+    its input; ``first`` is the link that computes that one, and adds if it can."""
+    if first.adds_gradient:
+        request: Any = added
+        return program.backward(grad, saved, context, call, request)
+    grad_x, *grads = program.backward(grad, saved, context, call)
+    return (None if grad_x is None else added(grad_x), *grads)
 
 
 class TensorProgram(Generic[_Link]):

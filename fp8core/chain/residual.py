@@ -23,6 +23,7 @@ from fp8core.chain.protocol import (
     Saved,
     SavedList,
     TensorProgram,
+    backward_with,
 )
 from fp8core.chain.series import Series, row_error
 from fp8core.torch_ops.recorded import called_in_repeats
@@ -106,13 +107,12 @@ class ResidualProgram(TensorProgram[ResidualLink]):
         self, grad: Any, saved: SavedList, context: Any, call: Call, out: Out = None
     ) -> Backward:
         """Return the sum of the gradients of both paths, and those of the parameters."""
-        both = GradientSum(grad)
-        if self._needs_grad[0] and self._link.links[0].adds_gradient:
-            request: Any = both
-            total, *grads = self._branch.backward(grad, saved, context, call, request)
+        branch, first = self._branch, self._link.links[0]
+        if self._needs_grad[0]:
+            both = GradientSum(grad)
+            total, *grads = backward_with(both, branch, grad, saved, context, call, first=first)
         else:
-            grad_x, *grads = self._branch.backward(grad, saved, context, call)
-            total = None if grad_x is None else both(grad_x)
+            total, *grads = branch.backward(grad, saved, context, call)
         return (total if out is None or total is None else out(total), *grads)
 
     def origins(self, saved: Saved) -> Sequence[torch.Tensor | None]:

@@ -21,7 +21,7 @@ from fp8core.chain.differentiable import (
     twins,
 )
 from fp8core.chain.once import COMPUTED_AS_ONE, OnlyOnce
-from fp8core.chain.protocol import Link, Program, Saved
+from fp8core.chain.protocol import GradientSum, Link, Program, Saved, backward_with
 from fp8core.chain.repeated import unrecorded
 from fp8core.chain.series import row_error
 from fp8core.chain.unwrap import (
@@ -48,11 +48,15 @@ from fp8core.torch_ops.private import (
 
 __all__ = [
     *("Links", "Prepared", "Refusal", "capture", "is_under_torch_autocast", "prepared"),
-    *("prepared_run", "refuse_transform", "run"),
+    *("prepared_run", "refuse_transform", "run", "run_returning_input"),
 ]
 
 Links: TypeAlias = "tuple[Link, ...] | int"
 """The links of a chain, or, while torch compiles or exports, their number from :func:`capture`."""
+
+
+_Brought: TypeAlias = "tuple[list[torch.Tensor], list[int], list[torch.Tensor | None], list[int]]"
+"""A call's groups, splits, tensors and sizes, as torch.compile hands them over."""
 
 
 class Refusal(NamedTuple):
@@ -84,30 +88,58 @@ class _Chain(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_output: torch.Tensor, added: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
-            return _backward_again(ctx, grad_output)
+            return _backward_again(ctx, grad_output, added)
         if torch.compiler.is_compiling():  # compiled autograd reads this, and knows no batches
-            return _backward(ctx, grad_output)
+            return _backward(ctx, grad_output, added)
         if is_transform_active():
-            return _backward_again(ctx, grad_output)
+            return _backward_again(ctx, grad_output, added)
         links = ctx.links
         like = links.like_grad
         if like is not None and like(grad_output) and grad_output.data_ptr():
-            return _gradients(ctx, grad_output, frees_early=True)
+            return _gradients(ctx, grad_output, added, frees_early=True)
         if is_legacy_batched(grad_output):
-            return _backward_again(ctx, grad_output)
+            return _backward_again(ctx, grad_output, added)
         if type(grad_output) is torch.Tensor:
             if not are_readable(grad_output):
                 grad_output = _readable_grad(ctx, grad_output)
             elif not is_under_torch_autocast(grad_output):
                 links.like_grad = likeness_to(grad_output)
-        return _backward(ctx, grad_output)
+        return _backward(ctx, grad_output, added)
 
 
-# The C++ function that _Chain.apply ends in. apply first looks for torch.func's transforms, under
-# which no call arrives here, and for tensors left over from one.
+class _ReturningInput(_Chain):
+    """The chain with its input as a second output, whose gradient ``added`` is that of the same
+    tensor: a link that adds gradients adds it before autograd sees a rounded one."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]  # one tensor more
+        ctx: Any, links: Arranged, call: Call, x: torch.Tensor, *params: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        return _Chain.forward(ctx, links, call, x, *params), x.detach()
+
+    @staticmethod
+    def backward(  # type: ignore[override]  # either gradient may be missing
+        ctx: Any, grad_output: torch.Tensor | None, added: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        if grad_output is None:
+            return None, None, added, *(None for _ in ctx.needs_input_grad[3:])
+        if added is None:
+            return _Chain.backward(ctx, grad_output)
+        if is_legacy_batched(added):
+            return _backward_again(ctx, grad_output, added)
+        added = unwrap(added, "the gradient of the extra output")
+        return _Chain.backward(ctx, grad_output, _readable_grad(ctx, added))
+
+
+# The C++ functions that apply of the classes ends in. apply first looks for torch.func's
+# transforms, under which no call arrives here, and for tensors left over from one.
 _apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Chain).apply
+_apply_returning: Callable[..., Any] = super(torch.autograd.Function, _ReturningInput).apply
 
 
 # Graphs refer to entries by number for as long as they live, so none is ever removed.
@@ -121,25 +153,43 @@ def capture(links: tuple[Link, ...] | Refusal) -> int:
     torch.compile does not read the code of :func:`run` for a number. It records the torch operators
     that the links are bound to: those of forward, and of backward by way of autograd.
     """
-    torch.compiler.allow_in_graph(_run_captured)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    torch.compiler.allow_in_graph([_run_captured, _run_captured_returning])  # type: ignore[no-untyped-call]  # torch leaves it untyped
     with _captured_lock:
         _captured.append(links)
         return len(_captured) - 1
 
 
 def _run_captured(
+    number: int, x: torch.Tensor, params: list[torch.Tensor], brought: _Brought
+) -> torch.Tensor:
+    y: torch.Tensor = _run_number(number, x, params, brought, _apply)
+    return y
+
+
+def _run_captured_returning(
+    number: int, x: torch.Tensor, params: list[torch.Tensor], brought: _Brought
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _with_input(_run_number(number, x, params, brought, _apply_returning), x)
+
+
+def _run_number(
     number: int,
     x: torch.Tensor,
     params: list[torch.Tensor],
-    brought: tuple[list[torch.Tensor], list[int], list[torch.Tensor | None], list[int]],
-) -> torch.Tensor:
+    brought: _Brought,
+    apply: Callable[..., Any],
+) -> Any:
     links = _captured[number]
     if isinstance(links, Refusal):
         return operators.refuse(x, links.columns(x.shape[-1]), links.error)
     rng = operators.draw_seed() if any(link.needs_rng for link in links) else None
     groups, splits, tensors, sizes = brought
     call = Call(tuple(groups), tuple(splits), rng, tensors=tuple(tensors), sizes=tuple(sizes))
-    return run(links, x, params, call)
+    return _run(links, x, params, call, apply)
+
+
+def _brought(call: Call) -> _Brought:
+    return list(call.groups), list(call.splits), list(call.tensors), list(call.sizes)
 
 
 def run(
@@ -151,11 +201,43 @@ def run(
     switched off around the backends, whose arithmetic its casts would change.
     """
     if isinstance(links, int):
-        brought = (list(call.groups), list(call.splits), list(call.tensors), list(call.sizes))
-        return _run_captured(links, x, list(params), brought)
+        return _run_captured(links, x, list(params), _brought(call))
+    y: torch.Tensor = _run(links, x, params, call, _apply)
+    return y
+
+
+def run_returning_input(
+    links: Links, x: torch.Tensor, params: Sequence[torch.Tensor], call: Call = DENSE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what :func:`run` does, and ``x``, of the same memory, for other uses of it.
+
+    The gradient of these is added to that of the links where it is computed, by the first of them
+    if it adds gradients.
+    """
+    if type(x) not in PLAIN or not x.requires_grad or not torch.is_grad_enabled():
+        return run(links, x, params, call), x
+    if isinstance(links, int):
+        return _run_captured_returning(links, x, list(params), _brought(call))
+    return _with_input(_run(links, x, params, call, _apply_returning), x)
+
+
+def _with_input(result: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both outputs of a node that returned ``result``; without one, as under a transform,
+    ``x`` itself is the second."""
+    return result if isinstance(result, tuple) else (result, x)
+
+
+def _run(
+    links: tuple[Link, ...],
+    x: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    call: Call,
+    apply: Callable[..., Any],
+) -> Any:
+    """Return what ``apply`` does in the place of :data:`_apply`, or the output without a node."""
     chain = links if isinstance(links, Arranged) else Arranged(links)
     if _is_direct(chain, x, params):
-        return _run_direct(chain, x, params, call)
+        return _run_direct(chain, x, params, call, apply)
     if type(x) not in PLAIN or not PLAIN.issuperset(map(type, params)):
         if type(chain) is Unfused and any(map(has_no_plain_form, (x, *params))):
             with torch.autocast(x.device.type, enabled=False):
@@ -169,14 +251,14 @@ def run(
         x, params = _readable(x, params)
     if is_under_torch_autocast(x):
         with torch.autocast(x.device.type, enabled=False):
-            return run(chain, x, params, call)
+            return _run(chain, x, params, call, apply)
     if is_transform_active() or forward_mode_level() >= 0:
         transform = transform_of((x, *params))
         if transform is not None:
             return _run_in_torch(chain, x, params, call, transform)
     if type(chain) is Unfused and _needs_node(x, params) and not _is_one_piece(chain, x, params):
-        return _run_in_pieces(chain, x, params, call)
-    return _run_direct(chain, x, params, call)
+        return _run_in_pieces(chain, x, params, call, apply)
+    return _run_direct(chain, x, params, call, apply)
 
 
 class Prepared(NamedTuple):
@@ -216,7 +298,8 @@ def prepared_run(
         pieces = links
 
         def run_pieces(x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
-            return _run_in_pieces(pieces, x, params, call)
+            y: torch.Tensor = _run_in_pieces(pieces, x, params, call, _apply)
+            return y
 
         return run_pieces
     needs_grad = (False,) * (1 + len(params))
@@ -247,10 +330,14 @@ def _are_taken_as_given(x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool
 
 
 def _run_direct(
-    links: Arranged, x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
-) -> torch.Tensor:
+    links: Arranged,
+    x: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    call: Call,
+    apply: Callable[..., Any],
+) -> Any:
     if _needs_node(x, params):
-        return _apply(links, call, x, *params)
+        return apply(links, call, x, *params)
     return _forward(links, call, x, x.shape, params, (False,) * (1 + len(params)))[0]
 
 
@@ -309,24 +396,30 @@ def is_under_torch_autocast(x: torch.Tensor) -> bool:
 
 
 def _run_in_pieces(
-    links: Unfused, x: torch.Tensor, params: Sequence[torch.Tensor], call: Call
-) -> torch.Tensor:
-    """Run ``links`` with one autograd node for each piece.
+    links: Unfused,
+    x: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    call: Call,
+    apply: Callable[..., Any],
+) -> Any:
+    """Run ``links`` with one autograd node for each piece, that of the first by ``apply``.
 
     Weights are converted to the dtype of ``x`` by torch, outside of the nodes, so that the
     conversion is differentiated too. Biases are converted inside, so that their gradients are
     rounded once, from the float32 sum.
     """
     first, dtype = 0, x.dtype
+    others: Sequence[torch.Tensor] = ()  # besides the output of the first piece
     for piece in links.pieces:
         end = first + sum(link.num_params for link in piece)
         given = piece[0].converted(params[first:end], dtype)
         if x.requires_grad or _any_requires_grad(given):
-            x = _apply(piece, call, x, *given)
+            result = apply(piece, call, x, *given)
+            x, *others = result if isinstance(result, tuple) else (result, *others)
         else:
             x = _forward(piece, call, x, x.shape, given, (False,) * (1 + len(given)))[0]
-        first = end
-    return x
+        first, apply = end, _apply
+    return (x, *others) if others else x
 
 
 def refuse_transform(links: tuple[Link, ...]) -> None:
@@ -418,22 +511,25 @@ def _readable_grad(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
     return made_readable(grad_output, grad_output.device, "grad_output")
 
 
-def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(
+    ctx: Any, grad_output: torch.Tensor, added: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
     if is_under_torch_autocast(grad_output):
         with torch.autocast(grad_output.device.type, enabled=False):
-            return _backward(ctx, grad_output)
+            return _backward(ctx, grad_output, added)
     if type(grad_output) is not torch.Tensor and not ctx.program.takes_grad(grad_output):
         grad_output = unwrap(grad_output, "grad_output")
         grad_output = made_readable(grad_output, grad_output.device, "grad_output")
-    return _gradients(ctx, grad_output, frees_early=not torch.compiler.is_compiling())
+    return _gradients(ctx, grad_output, added, frees_early=not torch.compiler.is_compiling())
 
 
 def _gradients(
-    ctx: Any, grad_output: torch.Tensor, *, frees_early: bool
+    ctx: Any, grad_output: torch.Tensor, added: torch.Tensor | None, *, frees_early: bool
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients from a ``grad_output`` that can be read.
 
-    ``frees_early``: saved tensors may be freed as they are read; not while torch compiles.
+    ``added`` is another gradient of the input. ``frees_early``: saved tensors may be freed as they
+    are read; not while torch compiles.
     """
     program, call, input_shape = ctx.program, ctx.call, ctx.input_shape
     if not frees_early:
@@ -446,7 +542,7 @@ def _gradients(
         ctx.maybe_clear_saved_tensors()  # of a graph that is not retained: each is freed once read
     if isinstance(value, QuantizedTensor):
         value = program.request_grad(call)(value)
-    grad_input, *grad_params = program.backward(value, saved, ctx.context, call)
+    grad_input, *grad_params = _added_backward(ctx, program, value, saved, added)
     if grad_input is not None and grad_input.shape != input_shape:
         # Of a lone link; a series has looked at the rows of each.
         if grad_input.numel() != input_shape.numel():
@@ -454,6 +550,21 @@ def _gradients(
             raise row_error(ctx.links, 0, "backward", rows=rows, due=rows, returned=returned)
         grad_input = grad_input.reshape(input_shape)
     return None, None, grad_input, *grad_params
+
+
+def _added_backward(
+    ctx: Any,
+    program: Program,
+    grad: Any,
+    saved: list[torch.Tensor | None],
+    added: torch.Tensor | None,
+) -> Sequence[Any]:
+    """Return what the backward of ``program`` does; ``added``, if there is one, is added to the
+    gradient of the input."""
+    if added is None:
+        return program.backward(grad, saved, ctx.context, ctx.call)
+    rows = GradientSum(added.reshape(-1, added.shape[-1]))
+    return backward_with(rows, program, grad, saved, ctx.context, ctx.call, first=ctx.links[0])
 
 
 def _saved(ctx: Any) -> list[torch.Tensor | None]:
@@ -495,7 +606,9 @@ def _saved(ctx: Any) -> list[torch.Tensor | None]:
     return saved
 
 
-def _backward_again(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward_again(
+    ctx: Any, grad_output: torch.Tensor, added: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
     """Return gradients that can be differentiated (create_graph), or those of a batch.
 
     The backward of a single link consists of torch's operators on the saved tensors, so it saves no
@@ -503,33 +616,34 @@ def _backward_again(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor |
     """
     if is_under_torch_autocast(grad_output):
         with torch.autocast(grad_output.device.type, enabled=False):
-            return _backward_again(ctx, grad_output)
+            return _backward_again(ctx, grad_output, added)
     links, needs = ctx.links, ctx.needs_input_grad[2:]
     if type(links) is not Unfused or len(links) > 1:
-        return _refused(ctx, grad_output, only_once(links) or COMPUTED_AS_ONE)
+        return _refused(ctx, grad_output, added, only_once(links) or COMPUTED_AS_ONE)
     program = ctx.program
     with torch.enable_grad():  # the input reshaped to rows has to keep its history
         saved = _saved(ctx)
     if is_detached(program, saved, needs):
-        return _refused(ctx, grad_output, COMPUTED_AS_ONE)
+        return _refused(ctx, grad_output, added, COMPUTED_AS_ONE)
     value = grad_output.reshape(-1, grad_output.shape[-1])
     twin = twins(links, grad_output)[0].program(value.shape[0], needs, ctx.call)
-    grad_input, *grad_params = twin.backward(value, saved, ctx.context, ctx.call)
+    grad_input, *grad_params = _added_backward(ctx, twin, value, saved, added)
     if grad_input is not None:
         grad_input = grad_input.reshape(ctx.input_shape)
     return None, None, grad_input, *grad_params
 
 
 def _refused(
-    ctx: Any, grad_output: torch.Tensor, reason: OnlyOnce
+    ctx: Any, grad_output: torch.Tensor, added: torch.Tensor | None, reason: OnlyOnce
 ) -> tuple[torch.Tensor | None, ...]:
     """Return first derivatives that raise when differentiated; raise for a batch of them."""
-    if is_legacy_batched(grad_output) or is_transform_active():
+    given = [grad_output] if added is None else [grad_output, added]
+    if any(map(is_legacy_batched, given)) or is_transform_active():
         raise reason.error("a batch of gradients in one backward (is_grads_batched, vectorize)")
     with torch.no_grad():
-        grads = _backward(ctx, grad_output)
+        grads = _backward(ctx, grad_output, added)
     error = reason.error("a second derivative (create_graph=True)")
-    return refusing(grads, error, ctx, [grad_output])
+    return refusing(grads, error, ctx, given)
 
 
 def _any_requires_grad(params: Sequence[torch.Tensor]) -> bool:

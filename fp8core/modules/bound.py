@@ -186,10 +186,12 @@ _Item = TypeVar("_Item")
 
 
 def parts_of(shapes: Sequence[LinkShape], items: tuple[_Item, ...]) -> list[tuple[_Item, ...]]:
-    """Split ``items``, one a shape, where a value leaves the chain."""
+    """Split ``items``, one a shape, where a value leaves the chain: if that is its input, there is
+    no part before."""
     leaves = [at for at, shape in enumerate(shapes) if shape.leaves_chain]
     starts = [0, *(at + 1 for at in leaves)]
-    return [items[a:b] for a, b in zip(starts, [*leaves, len(items)], strict=True)]
+    parts = [items[a:b] for a, b in zip(starts, [*leaves, len(items)], strict=True)]
+    return [part for part in parts if part]
 
 
 def reads_names(asked: str) -> bool:

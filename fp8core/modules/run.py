@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -35,8 +36,10 @@ from fp8core.torch_ops.private import (
 
 __all__ = [
     *("delaying", "is_ordinary_call", "is_remembered", "remember", "run_again", "run_joined"),
-    *("run_layer", "run_links"),
+    *("run_layer", "run_links", "run_links_by"),
 ]
+
+_Result = TypeVar("_Result")
 
 
 def run_layer(
@@ -199,29 +202,44 @@ def run_links(
 
     ``links`` is one of ``bound.parts``. A graph that torch captures has no tape.
     """
+    return run_links_by(layer, bound, links, input, params, call, run=chain.run)
+
+
+def run_links_by(
+    layer: LowPrecisionModule,
+    bound: Bound,
+    links: chain.Links,
+    input: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    call: Call,
+    *,
+    run: Callable[..., _Result],
+) -> _Result:
+    """Return what ``run`` does, a function like :func:`fp8core.chain.run.run`, as in
+    :func:`run_links`."""
     if isinstance(links, int):
-        return chain.run(links, input, params, call)
+        return run(links, input, params, call)
     first, store, tape = call.first_microbatch, layer._bindings.weights, recompute.current()
     if first is not None or store.scope is not None:
         call = call._replace(keeping=store.keeping(first, partial(_weight_origins, layer)))
     if tape is None:
         if bound.states is None or not recompute.is_in_backward():
-            return chain.run(links, input, params, call)
+            return run(links, input, params, call)
         with recompute.scale_of(bound.states.forward, offered_scale(bound.states.forward)):
-            return chain.run(links, input, params, call)
+            return run(links, input, params, call)
     state = None if bound.states is None else bound.states.forward
     key = (bound.recipe, input.device, input.dtype, policy.current())
     entry = tape.visit(layer.label, key, layer, state, first)
     if not tape.is_repeating:
         if first is not None and tape.is_grad_enabled and call.keeping is not None:
             call = call._replace(keeping=call.keeping._replace(used=entry.weights))
-        return chain.run(links, input, params, call)
+        return run(links, input, params, call)
     keeping = store.keeping(entry.first_microbatch, partial(_weight_origins, layer))
     if keeping is not None and entry.weights:
         keeping = keeping._replace(used=entry.weights)
     call = call._replace(backward_pass=tape.backward_pass, keeping=keeping)
     with recompute.scale_of(state, entry.scale):
-        return chain.run(links, input, params, call)
+        return run(links, input, params, call)
 
 
 def run_joined(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from fp8core.chain.delayed_wgrad import DelayedCall, WgradQueue
+from fp8core.chain.run import run_returning_input
 from fp8core.chain.shape import LinkShape, input_columns_of
 from fp8core.context.autocast import active
 from fp8core.errors import OperandError, UnsupportedError
@@ -17,7 +18,8 @@ from fp8core.modules.bind import bind
 from fp8core.modules.extra_tensors import ExtraTensors
 from fp8core.modules.inputs import cast_to_weight, check_chained, check_input, check_kind
 from fp8core.modules.operation_list import OperationList
-from fp8core.modules.run import delaying, run_layer, run_links
+from fp8core.modules.run import delaying, run_layer, run_links, run_links_by
+from fp8core.modules.tensor_operations import MakeExtraOutput
 
 __all__ = ["Sequential"]
 
@@ -29,6 +31,11 @@ class _Chain(NamedTuple):
 
     operations: tuple[LowPrecisionModule, ...]
     first_gemm: int
+
+    @property
+    def returns_input(self) -> bool:
+        """Whether the input is an extra output."""
+        return isinstance(self.operations[0], MakeExtraOutput)
 
     @property
     def shapes(self) -> tuple[LinkShape, ...]:
@@ -148,6 +155,8 @@ class Sequential(OperationList):
                 close()
                 groups.append(module)
                 continue
+            if isinstance(module, MakeExtraOutput) or _is_fed(module, chain):
+                close()
             param = next(module.parameters(), None)
             if param is not None:
                 # Links take vectors in float32 beside weights of another dtype.
@@ -212,7 +221,8 @@ class Sequential(OperationList):
             if isinstance(group, _Chain):
                 extra = [tensors.take(one) for one in group.operations]
                 is_whole = len(groups) == 1
-                value = self._run_chain(group, value, extra, delayed, is_whole=is_whole)
+                result = self._run_chain(group, value, extra, delayed, is_whole=is_whole)
+                value = tensors.keep(group.operations[0], result)
             else:
                 result = group(value, *tensors.take(group), **kwargs.pop(id(group), {}))
                 value = tensors.keep(group, result)
@@ -226,17 +236,18 @@ class Sequential(OperationList):
         delayed: DelayedCall | None,
         *,
         is_whole: bool,
-    ) -> torch.Tensor:
+    ) -> Any:
+        """Return the output of ``chain``, followed by its input if that is an extra output."""
         params: list[torch.Tensor] = []
         for operation, given in zip(chain.operations, extra, strict=True):
             self._check_extra(given, input)
             params += given or operation.link_params()
         like, shapes = chain.like, chain.shapes
-        if not shapes:  # ops.Identity alone
-            return input
-        input = cast_to_weight(input, like)
+        if all(shape.leaves_chain for shape in shapes):  # ops.Identity, ops.MakeExtraOutput
+            return (input, input) if chain.returns_input else input
+        given_input, input = input, cast_to_weight(input, like)
         columns = input_columns_of(shapes)
-        if is_whole:
+        if is_whole and not chain.returns_input:
             return run_layer(self, input, params, like=like, columns=columns)[0]
         dtype = check_input(self, input, like, columns)
         bound = bind(self, input.device, dtype, shapes=shapes, first_gemm=chain.first_gemm)
@@ -245,7 +256,12 @@ class Sequential(OperationList):
         if delayed is not None:
             call, given_params = delaying(shapes, delayed, call, params)
         value = input if input.dtype == dtype else input.to(dtype)
-        return run_links(self, bound, bound.parts[0], value, given_params, call)
+        arguments = self, bound, bound.parts[0], value, given_params, call
+        if not chain.returns_input:
+            return run_links(*arguments)
+        if value is not given_input:  # the extra output is not converted
+            return run_links(*arguments), given_input
+        return run_links_by(*arguments, run=run_returning_input)
 
     def _check_extra(self, given: Sequence[torch.Tensor], input: torch.Tensor) -> None:
         for index, tensor in enumerate(given):
@@ -347,6 +363,15 @@ def _num_slot_sets(module: torch.nn.Module) -> int:
 
 def _is_link(module: torch.nn.Module) -> bool:
     return isinstance(module, LowPrecisionModule) and module.is_link
+
+
+def _is_fed(module: torch.nn.Module, chain: Sequence[torch.nn.Module]) -> bool:
+    """Return whether ``module`` takes an extra output of ``chain``."""
+    if not isinstance(module, ExtraTensors) or not chain:
+        return False
+    first = chain[0]  # no other operation of a chain has any
+    filled = first.output_channels if isinstance(first, ExtraTensors) else []
+    return any(channel in module.input_channels for channel, _ in filled if channel is not None)
 
 
 def _open_inputs(module: torch.nn.Module) -> int:

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
-from fp8core.chain.pointwise import AddShape
+from fp8core.chain.pointwise import AddShape, OutputShape
 from fp8core.chain.regrouped import L2NormShape, ScaleShape
 from fp8core.chain.shape import LinkShape
 from fp8core.errors import OperandError
-from fp8core.modules.extra_tensors import ExtraTensors
 from fp8core.modules.inputs import check_kind
 from fp8core.modules.operation import Operation
 
@@ -122,20 +121,33 @@ class AddExtraInput(Operation):
         return extra.add_(input)
 
 
-class MakeExtraOutput(torch.nn.Module, ExtraTensors):
+class MakeExtraOutput(Operation):
     """Returns its input as an extra output too: for a residual around what follows.
 
-    autograd adds the gradients of both; ``in_place`` allows Transformer Engine to do so in the
-    memory of one, which torch decides by itself.
+    The gradients of both are added in the input's dtype, each rounded before. A
+    :class:`~fp8core.ops.RMSNorm` that follows in a Sequential adds the other one in float32 to its
+    own, and rounds the sum alone, unless ``in_place`` is set: it allows Transformer Engine to add
+    in the memory of one, which torch decides by itself.
     """
 
     num_extra_outputs = 1
 
     def __init__(self, *, in_place: bool = False) -> None:
-        super().__init__()
+        super().__init__(None)
         self.in_place = in_place
 
-    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def is_link(self) -> bool:
+        """Whether it begins a chain, whose first link adds the gradients."""
+        return not self.in_place
+
+    def link_shapes(self) -> tuple[LinkShape, ...]:
+        """Return the place at which the value leaves the chain."""
+        return (OutputShape(),)
+
+    def forward(  # type: ignore[override]  # the extra output
+        self, input: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the input twice."""
         return input, input
 
