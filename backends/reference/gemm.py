@@ -23,8 +23,6 @@ __all__ = ["gemm", "grouped_gemm"]
 # Without AVX-512 torch multiplies half-precision matrices in plain loops, which take ten to forty
 # times as long as the product in float32 with its casts (docs/measured.md).
 _HAS_SLOW_HALF = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
-_ROWS_WORTH_A_CAST = 16
-"""With fewer the cast of the other matrix takes longer than the product."""
 
 
 def gemm(
@@ -88,7 +86,7 @@ def grouped_gemm(
 def _torch_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return ``a [m, k] @ b [n, k].T + bias`` in their dtype, by torch's own float32 sums."""
     is_half_on_cpu = a.dtype.itemsize == 2 and a.device.type == "cpu"
-    if _HAS_SLOW_HALF and is_half_on_cpu and a.shape[0] >= _ROWS_WORTH_A_CAST:
+    if _HAS_SLOW_HALF and is_half_on_cpu:  # whatever the rows, so that parts have the whole's bits
         wide_bias = None if bias is None else bias.float()
         return torch.nn.functional.linear(a.float(), b.float(), wide_bias).to(a.dtype)
     return torch.nn.functional.linear(a, b, bias)

@@ -309,12 +309,3 @@ def test_slow_half_precision_of_a_processor_is_rounded_once_from_float32(
     got = gemm(GemmDesc(None, None, dtype), Operand(x), Operand(weight), bias)
     wide = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
     assert torch.equal(got, wide.to(dtype))
-
-
-def test_a_single_row_in_half_precision_is_not_worth_a_cast(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("fp8core_backends.reference.gemm._HAS_SLOW_HALF", True)
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, weight, bias: x)
-    x, weight = torch.randn(1, 32, dtype=BF16), torch.randn(16, 32, dtype=BF16)
-    assert gemm(GemmDesc(None, None, BF16), Operand(x), Operand(weight)) is x
