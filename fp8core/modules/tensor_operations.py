@@ -125,7 +125,7 @@ class MakeExtraOutput(Operation):
     """Returns its input as an extra output too: for a residual around what follows.
 
     The gradients of both are added in the input's dtype, each rounded before. A
-    :class:`~fp8core.ops.RMSNorm` that follows in a Sequential adds the other one in float32 to its
+    :class:`~fp8core.RMSNorm` that follows in a Sequential adds the other one in float32 to its
     own, and rounds the sum alone, unless ``in_place`` is set: it allows Transformer Engine to add
     in the memory of one, which torch decides by itself.
     """

@@ -108,10 +108,8 @@ def norm_of_experts(rank: int | None) -> torch.Tensor:
     """The gradient of the norm, summed over the ranks, each of which has three rows."""
     layer = Routed(None if rank is None else dist.group.WORLD)
     with torch.no_grad():
-        for at, name in enumerate(("weight0", "weight1")):
-            weight = getattr(layer.up, name if rank is None else "weight0")
-            if rank in (None, at):
-                weight.copy_(values(FFN, HIDDEN, seed=at))
+        for at in range(2) if rank is None else (rank,):
+            getattr(layer.up, f"weight{at}").copy_(values(FFN, HIDDEN, seed=at))
     # By expert: two rows of rank 0 and one of rank 1, one of rank 0 and two of rank 1.
     x, dy = values(6, HIDDEN, seed=100), values(6, FFN, seed=101)
     rows, counts = {None: ([0, 1, 2, 3, 4, 5], [3, 3]), 0: ([0, 1, 3], [2, 1])}.get(
