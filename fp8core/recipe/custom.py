@@ -132,12 +132,17 @@ class PerLayer(Recipe):
         return HIGH_PRECISION if chosen is None else chosen.plan(role, dtype)
 
 
+# Layers whose tensors a factory is asked for as those of the dense products in them.
+_LINEAR_KINDS = ("linear", "layernorm_linear", "layernorm_mlp", "sequential")
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizerRole:
     """The tensor that a quantizer casts.
 
     Attributes:
-        module_type: the kind of the layer, ``"linear"``, ``"grouped_linear"`` or another.
+        module_type: ``"linear"`` for every layer of dense products, also behind a norm or in a
+            chain; ``"grouped_linear"``, or the kind of another layer.
         tensor_type: ``"input"``, ``"weight"`` or ``"grad_output"``.
         name: the layer's name; empty for a layer without one.
     """
@@ -283,8 +288,9 @@ class CustomRecipe(Recipe):
         if self.qfactory is None:
             request = self._request()
             return delayed_linear_plan(self, request.fp8_format, request.delayed())
+        module_type = "linear" if role.kind in _LINEAR_KINDS else role.kind
         answers = {
-            tensor: self.qfactory(QuantizerRole(role.kind, tensor, role.name or ""))
+            tensor: self.qfactory(QuantizerRole(module_type, tensor, role.name or ""))
             for tensor in ("input", "weight", "grad_output")
         }
         delayed = [a for a in answers.values() if isinstance(a, DelayedScalingRequest)]

@@ -52,9 +52,9 @@ ScalingAlgorithm: TypeAlias = Callable[
 
 @dataclass(frozen=True, slots=True)
 class LayerRole:
-    """What a layer is to its model: ``kind`` is ``"linear"``, ``"grouped_linear"``, or the kind of
-    a layer with a plan of its own; ``name`` is its path in the model where the model was prepared
-    or the layer was given one."""
+    """What a layer is to its model: ``kind`` is ``"linear"``, ``"layernorm_linear"``,
+    ``"layernorm_mlp"``, ``"grouped_linear"``, ``"sequential"``, or the kind of another layer;
+    ``name`` is its path in the model where the model was prepared or the layer was given one."""
 
     kind: str = "linear"
     name: str | None = None

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8core import GroupedLinear, Linear, RecipeError, UnsupportedError, autocast, prepare, recipe
+from fp8core import (
+    GroupedLinear,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    RecipeError,
+    UnsupportedError,
+    autocast,
+    ops,
+    prepare,
+    recipe,
+)
 from fp8core.backend_api import OperandSpec
 
 torch.set_num_threads(1)  # on a busy machine a second thread costs small GEMMs 20 times the work
@@ -138,6 +149,26 @@ def test_a_factory_is_asked_for_three_tensors_of_the_layer() -> None:
     step(Linear(32, 16, name="head"), torch.randn(4, 32), recipe.CustomRecipe(factory))
     tensors = ("input", "weight", "grad_output")
     assert seen == [recipe.QuantizerRole("linear", tensor, "head") for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        LayerNormLinear(32, 16),
+        LayerNormMLP(32, 64),
+        ops.Sequential(ops.LayerNorm(32), ops.Linear(32, 16)),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_a_factory_is_asked_for_dense_products_as_linear(layer: torch.nn.Module) -> None:
+    asked = set()
+
+    def factory(role: recipe.QuantizerRole) -> OperandSpec:
+        asked.add(role.module_type)
+        return ROWWISE
+
+    step(layer, torch.randn(4, 32), recipe.CustomRecipe(factory))
+    assert asked == {"linear"}
 
 
 def test_a_factory_of_one_spec_has_the_bits_of_the_named_recipe() -> None:
