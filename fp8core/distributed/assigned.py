@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fp8core.distributed.gathered_weight import GatheredWeight, local_part
+from fp8core.distributed.gathered_weight import GatheredWeight
 from fp8core.errors import OperandError
-from fp8core.tensors.sharded_weight import ShardedWeight
+from fp8core.tensors.sharded_weight import ShardedWeight, local_part
 
 __all__ = ["wrap_assigned"]
 
@@ -53,7 +53,7 @@ def _wrapped(key: str, value: torch.Tensor, weight: GatheredWeight) -> torch.Ten
         OperandError: it is no shard of the size, dtype and mesh of the weight's.
     """
     held = weight.held
-    local, expected = local_part(value), local_part(held)
+    local, expected = local_part(value.detach()), local_part(held.detach())
     if isinstance(value, DTensor) != isinstance(held, DTensor):
         problem = f"a {type(value).__name__}; the parameter is a {type(held).__name__}"
     elif local.dtype != expected.dtype or local.shape != expected.shape:

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
 
 from fp8core.communicator import Communicator
 from fp8core.context.recompute import is_in_backward
 from fp8core.distributed.assigned import wrap_assigned
-from fp8core.distributed.gathered_weight import GatheredWeight, communicator_of, local_part
+from fp8core.distributed.gathered_weight import GatheredWeight, communicator_of
 from fp8core.distributed.weak_module import WeakModule
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
@@ -25,6 +26,7 @@ from fp8core.recipe.choice import recipe_from
 from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
 from fp8core.reporting import log_once, some
 from fp8core.tensors.quantized_tensor import QuantizedTensor
+from fp8core.tensors.sharded_weight import local_part
 from fp8core.tensors.storage import check_parameter, per_byte, storage_plan
 from fp8core.torch_ops.private import forward_root, reshards_to_fewer_ranks
 
@@ -147,7 +149,8 @@ def _plan_of(site: _Site, recipe: Recipe) -> TensorPlan | None:
         stored = storage_plan(plan)
         if stored.rowwise is None:
             return None
-        check_parameter(stored, tuple(local_part(parameter).shape), _OTHER_RECIPE)
+        for shape in (tuple(parameter.shape), _largest_part(parameter)):
+            check_parameter(stored, shape, _OTHER_RECIPE)
         for spec in filter(None, stored):
             if per_byte(spec) != 1:
                 raise UnsupportedError(
@@ -158,6 +161,19 @@ def _plan_of(site: _Site, recipe: Recipe) -> TensorPlan | None:
     except Fp8CoreError as error:
         raise type(error)(f"{site.label}: {error}") from None
     return stored
+
+
+def _largest_part(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the size of the largest part of a DTensor, that of another tensor.
+
+    All ranks know it. Parts of all ranks are multiples of a block if it and the whole are.
+    """
+    sizes = list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        for at, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                sizes[placement.dim] = -(-sizes[placement.dim] // tensor.device_mesh.size(at))
+    return tuple(sizes)
 
 
 def _refuse_sharded(model: torch.nn.Module) -> None:
@@ -245,7 +261,7 @@ class _Weights:
         """Return how the weight at ``site`` is gathered, and the parameter that takes the place of
         the one there."""
         old = site.parameter
-        local = local_part(old)
+        local = local_part(old.detach())
         weight = GatheredWeight(site.module, site.name, site.label, plan, local.shape, self.reduced)
         self._weights.append(weight)
         new = torch.nn.Parameter(weight.placed(_value_of(local), old), old.requires_grad)

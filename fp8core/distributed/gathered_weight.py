@@ -16,9 +16,9 @@ from fp8core.errors import UnsupportedError
 from fp8core.recipe.plan import TensorPlan
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.row_shards import RowCast, RowPart, RowShard
-from fp8core.tensors.sharded_weight import ShardedWeight
+from fp8core.tensors.sharded_weight import ShardedWeight, as_part_of
 
-__all__ = ["GatheredWeight", "Reduce", "communicator_of", "local_part"]
+__all__ = ["GatheredWeight", "Reduce", "communicator_of"]
 
 
 class _Sent(NamedTuple):
@@ -41,12 +41,6 @@ Reduce = Callable[["GatheredWeight", Any], torch.Tensor]
 def communicator_of(mesh: Any) -> Communicator:
     """Return the communicator of the ranks of ``mesh``, which has one dimension."""
     return of_group(mesh.get_group())
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, another tensor as it is; without history."""
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class GatheredWeight:
@@ -100,17 +94,7 @@ class GatheredWeight:
     def placed(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return ``value`` as a shard that is gathered by this weight, over the same memory: of a
         DTensor with the mesh, placements and size of ``like``, if that is one."""
-        shard: torch.Tensor = ShardedWeight(value, self)
-        if isinstance(like, DTensor):
-            shard = DTensor.from_local(
-                shard,
-                like.device_mesh,
-                like.placements,
-                run_check=False,
-                shape=like.shape,
-                stride=like.stride(),
-            )
-        return shard
+        return as_part_of(ShardedWeight(value, self), like)
 
     @property
     def held(self) -> torch.Tensor:

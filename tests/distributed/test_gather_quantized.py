@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -89,6 +90,19 @@ def test_shards_of_quantized_parameters_without_a_quantized_gather_are_logged(
     with caplog.at_level("INFO", logger="fp8core"):
         fully_shard(model, mesh=init_device_mesh(device().type, (4,)))
     assert "gather_quantized(model, recipe) before fully_shard" in caplog.text
+
+
+@pytest.mark.usefixtures("four_ranks_without_transport")
+def test_a_part_of_another_rank_that_blocks_do_not_divide_is_refused() -> None:
+    model = linears(COLUMNS, 127)  # 32 rows here, 31 on the last rank
+    mesh = init_device_mesh(device().type, (4,))
+    part = model[0].weight.detach()[:32]
+    placed = DTensor.from_local(
+        part, mesh, [Shard(0)], run_check=False, shape=(127, COLUMNS), stride=(COLUMNS, 1)
+    )
+    model[0].weight = nn.Parameter(placed)
+    with pytest.raises(UnsupportedError, match=r"0.weight: .*\[127, 128\].*multiples of 32"):
+        gather_quantized(model, "mxfp8")
 
 
 def test_a_model_without_layers_is_refused() -> None:
