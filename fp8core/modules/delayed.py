@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -27,9 +27,10 @@ from fp8core.tensors.slots import BUFFERS, META, covers, describe, maxima, read_
 from fp8core.tensors.states import LayerStates
 from fp8core.torch_ops.private import (
     CHECKPOINTED_MODULE,
-    WRAPPED_MODULES,
+    RENAMED_MODULES,
     check_before_load,
     load_pre_hooks,
+    load_pre_hooks_called,
 )
 
 __all__ = ["DelayedModule", "check_load"]
@@ -286,38 +287,31 @@ class DelayedModule(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        assigns = bool(local_metadata.get("assign_to_params_buffers", False))
-        errors = self.load_errors(state_dict, prefix, assigns=assigns)
-        if errors:  # a layer is loaded whole or not at all
-            error_msgs.extend(errors)
-            return
-        state = self._saved_state(state_dict, prefix).state
-        for key in self._state_keys(prefix):
-            state_dict.pop(key, None)
-        kept = {name: self._buffers.pop(name) for name in BUFFERS if name in self._buffers}
-        try:
-            super()._load_from_state_dict(
-                state_dict,
-                prefix,
-                local_metadata,
-                strict,
-                missing_keys,
-                unexpected_keys,
-                error_msgs,
-            )
-        except BaseException:
-            self._buffers.update(kept)
-            raise
-        if not state:
-            if not has_weights(self._parameters, state_dict, prefix):
-                self._buffers.update(kept)
+        messages = (missing_keys, unexpected_keys, error_msgs)
+        with load_pre_hooks_called(self, state_dict, prefix, local_metadata, strict, *messages):
+            assigns = bool(local_metadata.get("assign_to_params_buffers", False))
+            errors = self.load_errors(state_dict, prefix, assigns=assigns)
+            if errors:  # a layer is loaded whole or not at all
+                error_msgs.extend(errors)
                 return
+            state = self._saved_state(state_dict, prefix).state
+            for key in self._state_keys(prefix):
+                state_dict.pop(key, None)
+            kept = {name: self._buffers.pop(name) for name in BUFFERS if name in self._buffers}
+            try:
+                super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *messages)
+            except BaseException:
+                self._buffers.update(kept)
+                raise
+        if state:
+            self.unbind()
+            self._take_state(state)
+        elif has_weights(self._parameters, state_dict, prefix):
             if kept:
                 log_once(f"{self.label}: no delayed state in the checkpoint; it starts fresh")
             self.reset_delayed_state()
-            return
-        self.unbind()
-        self._take_state(state)
+        else:
+            self._buffers.update(kept)
 
     def load_errors(
         self,
@@ -417,35 +411,56 @@ def _apply_quantized(weight: QuantizedTensor, fn: Callable[[torch.Tensor], torch
     return weight
 
 
-def _prefixes(path: str) -> set[str]:
-    """Return the prefixes that the keys of the module at ``path`` may have in a state_dict, in
-    which those of torch's wrappers for checkpoints and FSDP1 lack the wrappers' names."""
-    names = path.split(".")
-    paths = {path, ".".join(name for name in names if name not in WRAPPED_MODULES)}
-    return {f"{one}." if one else "" for one in paths}
+class _Asked(NamedTuple):
+    """A layer, where its entries are in a state_dict, and whether it gets its parameters as they
+    are there; its delayed state it does."""
+
+    layer: DelayedModule
+    prefix: str
+    gets_parameters: bool
+
+
+def _layers_below(
+    module: torch.nn.Module, prefix: str, gets_parameters: bool = True
+) -> Iterator[_Asked]:
+    """Yield the layers in and below ``module`` that load what a state_dict has for them.
+
+    Not those behind a hook, or a method that loads, of the user's, who may repair the entries there
+    first. Those of torch shard, gather or wrap parameters, or rename the keys of a wrapped module.
+    """
+    hooks = [one.hook for one in load_pre_hooks(module).values()]
+    if not all(map(_is_of_a_library, [*hooks, module._load_from_state_dict])):
+        return
+    if hooks and CHECKPOINTED_MODULE not in module._modules:
+        gets_parameters = False
+    if isinstance(module, DelayedModule):
+        yield _Asked(module, prefix, gets_parameters)
+    for name, child in module._modules.items():
+        if child is not None:
+            below = prefix if name in RENAMED_MODULES else f"{prefix}{name}."
+            yield from _layers_below(child, below, gets_parameters)
+
+
+def _is_of_a_library(function: Any) -> bool:
+    """Return whether ``function`` is one of torch or fp8core, by the module that defines it."""
+    return str(getattr(function, "__module__", None)).startswith(("torch.", "fp8core."))
 
 
 def check_load(model: torch.nn.Module, state_dict: Any, *, assigns: bool) -> None:
     """Refuse ``state_dict`` before ``model`` loads anything of it, if one of its layers would.
 
-    What a hook changes before it is loaded, as FSDP1 does with parameters, is left to the layers.
+    What is not known before torch loads a layer (:func:`_layers_below`) is left to the layer.
 
     Raises:
         RuntimeError: as torch's load_state_dict does.
     """
     if not isinstance(state_dict, Mapping):
         return
-    changed = any(
-        load_pre_hooks(module) and CHECKPOINTED_MODULE not in module._modules
-        for module in model.modules()
-    )
-    errors = []
-    for path, layer in model.named_modules(remove_duplicate=False):
-        if isinstance(layer, DelayedModule):
-            for prefix in _prefixes(path):
-                errors += layer.load_errors(
-                    state_dict, prefix, assigns=assigns, checks_parameters=not changed
-                )
+    errors: list[str] = []
+    for layer, prefix, gets_parameters in _layers_below(model, ""):
+        errors += layer.load_errors(
+            state_dict, prefix, assigns=assigns, checks_parameters=gets_parameters
+        )
     if errors:
         lines = "\n\t".join(errors)
         raise RuntimeError(

@@ -14,9 +14,11 @@ operators in ``torch.ops.aten``, by which torch calls ``__torch_dispatch__``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter, methodcaller
@@ -43,6 +45,7 @@ __all__ = [
     "NO_BACKWARD_PASS",
     "ORDERED",
     "PIN_MEMORY",
+    "RENAMED_MODULES",
     "UNSCALE_GRADS",
     "WAITING",
     "WRAPPED_MODULES",
@@ -84,6 +87,7 @@ __all__ = [
     "lazily_negated",
     "lazy_zeros",
     "load_pre_hooks",
+    "load_pre_hooks_called",
     "make_wrapper",
     "next_node_number",
     "no_torch_dispatch",
@@ -221,12 +225,26 @@ NO_BACKWARD_PASS: Final = -1
 # alone, which a copy of the module lacks.
 forward_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_hooks")
 forward_pre_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
+# They are objects that have the function itself as ``hook``.
 load_pre_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter(
     "_load_state_dict_pre_hooks"
 )
 always_called_hooks: Callable[[torch.nn.Module], dict[int, bool]] = attrgetter(
     "_forward_hooks_always_called"
 )
+
+
+@contextlib.contextmanager
+def load_pre_hooks_called(module: torch.nn.Module, *arguments: Any) -> Iterator[None]:
+    """Call the hooks that torch calls first when ``module`` loads; within, it calls none again."""
+    hooks = load_pre_hooks(module)
+    for hook in hooks.values():
+        hook(*arguments)
+    module._load_state_dict_pre_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        module._load_state_dict_pre_hooks = hooks
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
@@ -250,7 +268,11 @@ COMPILED_MODULE: Final = "_orig_mod"
 CHECKPOINTED_MODULE: Final = "_checkpoint_wrapped_module"
 """What torch's checkpoint_wrapper calls it, whose hook renames keys of a state_dict and no more."""
 
-WRAPPED_MODULES: Final = frozenset((COMPILED_MODULE, CHECKPOINTED_MODULE, "_fsdp_wrapped_module"))
+RENAMED_MODULES: Final = frozenset((CHECKPOINTED_MODULE, "_fsdp_wrapped_module"))
+"""What those wrappers of torch call the module inside them whose hooks leave these names out of the
+keys of a state_dict."""
+
+WRAPPED_MODULES: Final = RENAMED_MODULES | {COMPILED_MODULE}
 """What torch's wrappers call the module inside them, where the name is no ordinary one."""
 
 DDP_IGNORED: Final = "_ddp_params_and_buffers_to_ignore"

@@ -1,4 +1,5 @@
-"""``load_state_dict(assign=True)`` of models whose weights FSDP2 gathers quantized, on one rank."""
+"""``load_state_dict`` of models that FSDP2 has sharded, on one rank: ``assign=True`` where it
+gathers weights quantized, and a load while weights are whole."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import fp8core
 from fp8core import recipe
 from fp8core.distributed import gather_quantized
+from fp8core.distributed.gathered_weight import local_part
 from fp8core.tensors.sharded_weight import ShardedWeight
 
 CURRENT = recipe.Float8CurrentScaling()
@@ -97,3 +99,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_assigned(given: str, me
     assert message in str(caught.value)
     model.zero_grad()
     assert torch.equal(run(model), before)
+
+
+def test_shards_are_loaded_where_forward_has_left_whole_weights() -> None:
+    model, other = (fp8core.Linear(HIDDEN, HIDDEN, device="cpu") for _ in range(2))
+    for layer in (model, other):
+        fully_shard(layer, reshard_after_forward=False)
+    with torch.no_grad():
+        model(torch.ones(1, HIDDEN))
+    model.load_state_dict({key: own.clone() for key, own in other.state_dict().items()})
+    assert torch.equal(*(local_part(layer.weight) for layer in (model, other)))

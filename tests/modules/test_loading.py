@@ -288,6 +288,80 @@ def test_a_wrong_entry_within_a_checkpoint_wrapper_leaves_the_model_as_it_was() 
         assert same(snapshot(model), before)
 
 
+def test_a_damaged_state_under_a_key_that_a_compiled_model_lacks_is_not_read() -> None:
+    model = torch.nn.ModuleDict({"_orig_mod": trained()})  # as torch.compile's wrapper names it
+    model.load_state_dict({"_extra_state": as_extra_state(b"\x81.")}, strict=False)
+
+
+Entries = dict[str, Any]
+
+
+def repair(entries: Entries, prefix: str) -> None:
+    """Give the bias, saved with another length, and the scales, saved under another name."""
+    entries[f"{prefix}bias"] = entries[f"{prefix}bias"][:32]
+    entries[f"{prefix}scale_fwd"] = entries.pop(f"{prefix}forward_scale")
+    entries.pop(f"{prefix}_extra_state")
+
+
+def repair_first(module: torch.nn.Module, entries: Entries, prefix: str, *_: object) -> None:
+    repair(entries, prefix if isinstance(module, Linear) else f"{prefix}layers.0.")
+
+
+class RepairingModel(Model):
+    def _load_from_state_dict(self, state_dict: Entries, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        repair(state_dict, f"{prefix}layers.0.")
+
+
+class RepairingLayer(Linear):
+    def _load_from_state_dict(self, state_dict: Entries, prefix: str, *args: Any) -> None:
+        repair(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def with_hook(at: str) -> Model:
+    model = Model()
+    model.get_submodule(at).register_load_state_dict_pre_hook(repair_first)
+    return model
+
+
+def with_layer() -> Model:
+    model = Model()
+    model.layers[0] = RepairingLayer(32, 32)
+    return model
+
+
+REPAIRED: dict[str, Callable[[], Model]] = {
+    "a hook of the model": lambda: with_hook(""),
+    "a hook of the layer": lambda: with_hook("layers.0"),
+    "a method of the model": RepairingModel,
+    "a method of the layer": with_layer,
+}
+
+
+def old_format(saved: Entries) -> Entries:
+    saved["layers.0.forward_scale"] = saved.pop("layers.0.scale_fwd")
+    saved["layers.0.bias"] = torch.cat((saved["layers.0.bias"], torch.zeros(4)))
+    saved["layers.0._extra_state"] = as_extra_state(b"\x81.")
+    return saved
+
+
+@pytest.mark.parametrize("case", REPAIRED)
+def test_what_a_users_hook_or_method_repairs_is_loaded(case: str) -> None:
+    saved, model = used_model(), REPAIRED[case]()
+    model.load_state_dict(old_format(snapshot(saved)))
+    assert same(snapshot(model), snapshot(saved))
+
+
+@pytest.mark.parametrize("case", ["a hook of the layer", "a method of the layer"])
+def test_another_layer_is_asked_first_where_a_users_hook_repairs_one(case: str) -> None:
+    model = REPAIRED[case]()
+    before, saved = snapshot(model), old_format(snapshot(used_model()))
+    with pytest.raises(RuntimeError, match=r"GroupedLinear.*(\n.*)*Nothing was loaded"):
+        model.load_state_dict({**saved, "layers.1.bias0": torch.ones(3)})
+    assert same(snapshot(model), before)
+
+
 class WithExtraState(Base):
     def __init__(self, extra: Any = None) -> None:
         super().__init__(32, 16)
