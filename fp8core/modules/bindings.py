@@ -13,7 +13,7 @@ from fp8core.context.autocast import Active
 from fp8core.dispatch.policy import Policy
 from fp8core.modules.agreement import Agreement
 from fp8core.recipe import Recipe
-from fp8core.tensors.creation import new_order
+from fp8core.tensors.creation import Order, new_order
 from fp8core.tensors.scaling import DelayedState
 from fp8core.tensors.states import LayerStates
 from fp8core.tensors.weights import WeightStore
@@ -77,7 +77,7 @@ class Bindings:
         *("watch", "weights"),
     )
 
-    def __init__(self, order: int | None = None, watch: Watch | None = None) -> None:
+    def __init__(self, order: Order | None = None, watch: Watch | None = None) -> None:
         # Ranks create their layers in the same order, whatever order they first run them in.
         self.order = new_order() if order is None else order
         self.table: dict[tuple[object, ...], Any] = {}
@@ -132,3 +132,6 @@ class Bindings:
 
     def __reduce__(self) -> tuple[type[Bindings], tuple[()]]:
         return Bindings, ()
+
+    def __deepcopy__(self, memo: object) -> Bindings:
+        return Bindings(new_order(self.order))

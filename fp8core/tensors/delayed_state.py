@@ -12,6 +12,7 @@ from fp8core.communicator import Communicator
 from fp8core.communicator.group_reference import GroupReference
 from fp8core.dispatch import table
 from fp8core.recipe.plan import DelayedPlan
+from fp8core.tensors.creation import Order
 
 __all__ = ["DelayedState", "update_desc"]
 
@@ -23,7 +24,7 @@ class DelayedState:
     of the history holds the amax since the last update, rows 1 to length - 1 older ones, the
     oldest first. ``fp8_max [slots]`` is the largest value of each slot's format, ``nonfinite [1]``
     int64 counts the amaxes that were not recorded because they were inf. ``order`` is the
-    layer's number in the order of creation.
+    layer's number, see :mod:`fp8core.tensors.creation`.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class DelayedState:
         scale: torch.Tensor,
         amax_history: torch.Tensor,
         maxima: Sequence[float],
-        order: int,
+        order: Order,
     ) -> None:
         self.owner = owner
         self.plan = plan

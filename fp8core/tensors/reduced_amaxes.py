@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from fp8core.communicator.group_reference import GroupReference, existing
 from fp8core.errors import OperandError, UnsupportedError
-from fp8core.tensors.creation import num_created
+from fp8core.tensors.creation import Family, Order, family_of, num_created, shown
 from fp8core.tensors.delayed_state import DelayedState
 from fp8core.torch_ops.private import copy_all
 
@@ -74,10 +75,10 @@ def reduced_after_backward(
 class _Layer(NamedTuple):
     """What a rank says about a layer that it has used and the ranks have not agreed on.
 
-    ``order`` is its number in the order of creation, ``slots`` how many amaxes the group reduces.
+    ``order`` is its number, ``slots`` how many amaxes the group reduces.
     """
 
-    order: int
+    order: Order
     owner: str
     slots: int
     device_type: str
@@ -85,19 +86,19 @@ class _Layer(NamedTuple):
     @property
     def shown(self) -> str:
         """The layer in words."""
-        return f"{self.owner} with {self.slots} amaxes, layer {self.order} of its process"
+        return f"{self.owner} with {self.slots} amaxes, {shown(self.order)}"
 
 
 class _News(NamedTuple):
     """What a rank says in an exchange.
 
     Attributes:
-        num_created: how many layers its process has created.
+        num_created: how many layers of each family its process has created.
         exist: for each layer agreed on so far, whether the rank still has used it.
         layers: those that it has used since.
     """
 
-    num_created: int
+    num_created: Counter[Family]
     exist: list[bool]
     layers: list[_Layer]
 
@@ -105,7 +106,7 @@ class _News(NamedTuple):
 class _Entry(NamedTuple):
     """A layer in the list that is reduced; ``order`` is that of this rank's layer."""
 
-    order: int
+    order: Order
     slots: int
 
 
@@ -115,7 +116,7 @@ class _Reduction:
     def __init__(self, reference: GroupReference) -> None:
         self._reference = reference
         # The latest state in which each layer of this rank has recorded, by its order.
-        self._used: dict[int, weakref.ref[DelayedState]] = {}
+        self._used: dict[Order, weakref.ref[DelayedState]] = {}
         self._agreed: list[_Entry] | None = None
         self._device_type = "cpu"
         self._is_announced = False
@@ -168,7 +169,7 @@ class _Reduction:
         self.has_idle_ranks |= is_used > 0 and is_idle > 0
 
     def _reduce_agreed(
-        self, agreed: list[_Entry], foreign: set[int], *, is_used: bool, group: dist.ProcessGroup
+        self, agreed: list[_Entry], foreign: set[Order], *, is_used: bool, group: dist.ProcessGroup
     ) -> list[DelayedState]:
         """Reduce the layers ``agreed``, of which those of the orders ``foreign`` add nothing."""
         states = self._states()
@@ -252,7 +253,7 @@ class _Reduction:
         kept = [entry for at, entry in enumerate(agreed) if any(news.exist[at] for news in said)]
         return kept + [_Entry(layer.order, layer.slots) for layer in matched]
 
-    def _states(self) -> dict[int, DelayedState]:
+    def _states(self) -> dict[Order, DelayedState]:
         """Return the states that exist, by the order of their layers."""
         self._used = {order: one for order, one in self._used.items() if one() is not None}
         return {state.order: state for state in _existing([*self._used.values()])}
@@ -277,17 +278,18 @@ def _device_type_of(group: dist.ProcessGroup) -> str:
 def _matched(said: Sequence[_News], rank: int) -> list[_Layer]:
     """Return the new layers that any rank has used, by the orders that they have in ``rank``.
 
-    Processes that have created other numbers of layers have to use the same ones, as the order does
-    not tell then which of them a rank skipped.
+    Processes that have created other numbers of layers of a family have to use the same ones, as
+    the order does not tell then which of them a rank skipped.
 
     Raises:
         OperandError: the layers differ.
     """
-    if len({news.num_created for news in said}) > 1:
+    uncertain = _uncertain(said)
+    if uncertain:
         for other, news in enumerate(said):
-            _check_same(said[0].layers, news.layers, other)
+            _check_same(said[0].layers, news.layers, other, uncertain)
         return said[rank].layers
-    union: dict[int, tuple[int, _Layer]] = {}
+    union: dict[Order, tuple[int, _Layer]] = {}
     for other, news in enumerate(said):
         for layer in news.layers:
             first, known = union.setdefault(layer.order, (other, layer))
@@ -296,14 +298,43 @@ def _matched(said: Sequence[_News], rank: int) -> list[_Layer]:
     return [layer for _, (_, layer) in sorted(union.items())]
 
 
-def _check_same(first: Sequence[_Layer], other: Sequence[_Layer], rank: int) -> None:
+def _uncertain(said: Sequence[_News]) -> set[Family]:
+    """Return the families, of those that any rank has used, whose numbers differ between ranks."""
+    families = {(), *(family_of(layer.order) for news in said for layer in news.layers)}
+    differing = {
+        family for family in families if len({news.num_created[family] for news in said}) > 1
+    }
+    return families if () in differing else differing  # a copy's number starts with its original's
+
+
+def _check_same(
+    first: Sequence[_Layer], other: Sequence[_Layer], rank: int, uncertain: set[Family]
+) -> None:
     """Raise OperandError at the first layer in which rank 0 and ``rank`` differ."""
+    places = zip(_places(first, uncertain), _places(other, uncertain), strict=False)
     for one, another in itertools.zip_longest(first, other):
         if one is None or another is None:
             raise _difference(0, one, rank, another)
-        gaps = one.order - first[0].order, another.order - other[0].order
-        if one[1:3] != another[1:3] or gaps[0] != gaps[1]:
+        place, other_place = next(places)
+        if one[1:3] != another[1:3] or place != other_place:
             raise _difference(0, one, rank, another)
+
+
+def _places(layers: Sequence[_Layer], uncertain: set[Family]) -> list[list[int]]:
+    """Return the numbers of ``layers``; of uncertain families, how far after the first of them.
+
+    Where only some ranks have copied a layer, they may use the copy in its stead.
+    """
+    firsts: dict[Family, int] = {}
+    places = []
+    for order, *_ in layers:
+        place = []
+        for at, number in enumerate(order):
+            family = order[:at]
+            start = firsts.setdefault(family, number) if family in uncertain else 0
+            place.append(number - start)
+        places.append([*place, 0] if order in uncertain else place)
+    return places
 
 
 def _difference(first: int, one: _Layer | None, second: int, other: _Layer | None) -> OperandError:
@@ -315,7 +346,8 @@ def _difference(first: int, one: _Layer | None, second: int, other: _Layer | Non
         f"{_USE} reduces the amaxes of each layer over the ranks, whose layers differ: "
         f"{', '.join(found)}. Every rank has to create the same layers in the same order; it may "
         f"skip some of them in a step. Where a rank has created layers of its own besides, all "
-        f"ranks have to run the same layers in the first step."
+        f"ranks have to run the same layers in the first step: run each of them once, or create "
+        f"the layers of that rank alone afterwards."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import re
 from collections.abc import Callable, Iterator
@@ -157,6 +158,18 @@ def garbage(rank: int, group: Any) -> dict[str, Any]:
     return {"fwd": amaxes(model)}
 
 
+def copied(rank: int, group: Any) -> dict[str, Any]:
+    """Rank 1 alone copies a layer, then ranks skip layers of the model, and of a copy of it."""
+    model = layers(2)
+    extra = [copy.deepcopy(model[0]) for _ in range(rank)]
+    step(group, [{0: 2.0}, {1: 3.0}][rank], model)
+    copies = copy.deepcopy(model)
+    del extra
+    found = {"fwd": amaxes(model), "differing": raised(group, {copies[rank]: ()})}
+    step(group, {0: 5.0 + rank, 1: 8.0}, copies)
+    return {**found, "copies": amaxes(copies)}
+
+
 def differing(rank: int) -> dict[str, Any]:
     """Ranks whose layers differ, in groups of their own."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
@@ -198,7 +211,7 @@ def collectives(rank: int, group: Any) -> dict[str, Any]:
 def work(rank: int) -> dict[str, Any]:
     """Run every scenario as ``rank`` of two."""
     torch.manual_seed(0)
-    scenarios = (dropped, idle, later, microbatches, two_groups, collectives, garbage)
+    scenarios = (dropped, idle, later, microbatches, two_groups, collectives, garbage, copied)
     found = {one.__name__: one(rank, dist.new_group([0, 1])) for one in scenarios}
     return {**found, "differing": differing(rank)}
 
@@ -257,6 +270,21 @@ def test_layers_are_matched_whatever_garbage_a_rank_has_collected(
     ranks: list[dict[str, Any]],
 ) -> None:
     assert [rank["garbage"]["fwd"] for rank in ranks] == [[2.0, 0.0], [0.0, 3.0]]
+
+
+def test_a_copy_on_one_rank_changes_no_numbers_of_layers(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["copied"]["fwd"] for rank in ranks] == [[2.0, 0.0], [0.0, 3.0]]
+
+
+def test_copies_that_ranks_cannot_match_raise_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    message = of_both(ranks, "copied", "differing")
+    assert re.search(
+        r"rank 1 .*, copy 0 of layer \d+ of its process.*run each of them once", message
+    )
+
+
+def test_copies_that_all_ranks_run_are_matched(ranks: list[dict[str, Any]]) -> None:
+    assert of_both(ranks, "copied", "copies") == [6.0, 8.0]
 
 
 def test_microbatches_and_recomputes_are_matched(ranks: list[dict[str, Any]]) -> None:

@@ -297,7 +297,7 @@ def delayed_steps_of_rank(rank: int, group: Any) -> dict[str, Any]:
     delayed = chosen.plan(LayerRole("linear"), BF16).delayed
     assert delayed is not None
     state = DelayedState(
-        "layer", delayed, chosen, scale=scale, amax_history=history, maxima=[448.0], order=0
+        "layer", delayed, chosen, scale=scale, amax_history=history, maxima=[448.0], order=(0,)
     )
     state.group = weakref.ref(group)
     quantizer = bound(plan, unexpected, slot=Slot(scale, history[0]))

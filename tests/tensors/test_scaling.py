@@ -328,7 +328,7 @@ def make_state(*, length: int = 3, margin: float = 0.0, algorithm: str = "max") 
         scale=torch.ones(2),
         amax_history=history,
         maxima=[E4M3_MAX, E5M2_MAX],
-        order=0,
+        order=(0,),
     )
 
 
