@@ -15,6 +15,7 @@ from fp8core.checkpoints.stored import Method, Stored, StoredWeight, method_of, 
 from fp8core.checkpoints.writing import unwrapped
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError, did_you_mean
 from fp8core.modules.delayed import DelayedModule
+from fp8core.modules.inventory import keyed_modules
 from fp8core.recipe import Float8BlockScaling, Recipe
 from fp8core.reporting import log_once, logger, some
 from fp8core.tensors.checks import is_sharded
@@ -105,7 +106,7 @@ def _targets(model: torch.nn.Module) -> dict[str, _Target]:
     targets: dict[str, _Target] = {}
     holders: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     names = set(model.state_dict(keep_vars=True))
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in keyed_modules(model):
         for name, value in {**module._parameters, **module._buffers}.items():
             full = f"{path}.{name}" if path else name
             is_delayed = isinstance(module, DelayedModule) and name in BUFFERS

@@ -17,14 +17,16 @@ from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bound import recipe_in
 from fp8core.modules.foreign import experts_of
-from fp8core.modules.inventory import ModuleNode
+from fp8core.modules.inventory import ModuleNode, keyed_modules
 from fp8core.modules.parallel import ParallelModule
 from fp8core.recipe import Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import LayerRole, LinearPlan, TensorPlan
+from fp8core.tensors.checks import is_sharded
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.quantizer import Slot
 from fp8core.tensors.storage import make_operands, storage_plan
+from fp8core.torch_ops.private import FSDP_FLATTENED
 
 __all__ = ["Weight", "operand_of", "weights_of"]
 
@@ -83,25 +85,31 @@ def weights_of(
 
 def _layers(model: torch.nn.Module, filter: Filter, skip: Sequence[str]) -> list[ModuleNode]:
     """Return the layers whose weights are stored quantized, each once."""
-    native = [node for node in _nodes(model) if _is_native(node.module)]
+    nodes = list(_nodes(model))
     if not any(isinstance(module, LowPrecisionModule) for module in model.modules()):
-        chosen = survey(model, filter, skip).chosen
-        return [node for node in chosen if _is_foreign(node.module)]
+        chosen = {node.module for node in survey(model, filter, skip).chosen}
+        return _each_once(
+            [one for one in nodes if one.module in chosen and _is_foreign(one.module)]
+        )
+    native = [node for node in nodes if _is_native(node.module)]
     check_patterns(filter, skip, [node.path for node in native], {})
     reason = unwanted(model, filter, skip, kinds=(torch.nn.Linear, LowPrecisionModule))
     # What convert() converted was chosen there, unless the caller chooses here.
     is_asked = filter is not None or bool(skip)
-    firsts = {
-        node.module: node
-        for node in reversed(native)
-        if (RECORD in vars(node.module) and not is_asked) or not reason(node)
-    }
-    return [node for node in native if firsts.get(node.module) is node]
+    return _each_once(
+        [one for one in native if (RECORD in vars(one.module) and not is_asked) or not reason(one)]
+    )
+
+
+def _each_once(nodes: Sequence[ModuleNode]) -> list[ModuleNode]:
+    """Return the first node of each module."""
+    firsts = {node.module: node for node in reversed(nodes)}
+    return [node for node in nodes if firsts[node.module] is node]
 
 
 def _nodes(model: torch.nn.Module) -> Iterator[ModuleNode]:
     """Yield every module by its path in the state_dict, also those inside fp8core's layers."""
-    parents: dict[str, torch.nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    parents: dict[str, torch.nn.Module] = dict(keyed_modules(model))
     for path, module in parents.items():
         yield ModuleNode(path, module, parents[path.rpartition(".")[0]] if path else None)
 
@@ -200,7 +208,7 @@ def _parameter(layer: torch.nn.Module, prefix: str, name: str) -> torch.Tensor:
             f"save_pretrained: {prefix + name!r} is computed by a parametrization or a hook. "
             f"Remove it first, with its value left in place."
         )
-    if hasattr(parameter, "device_mesh"):
+    if is_sharded(parameter) or getattr(parameter, FSDP_FLATTENED, False):
         raise UnsupportedError(
             f"save_pretrained: {prefix + name!r} is sharded over processes. Gather the model "
             f"first, as torch's get_model_state_dict does with full_state_dict=True."

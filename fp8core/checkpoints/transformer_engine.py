@@ -13,6 +13,7 @@ from fp8core.extra_state.writing import fields_of, write_extra_state
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bound import recipe_in
 from fp8core.modules.delayed import DelayedModule
+from fp8core.modules.inventory import keyed_modules
 from fp8core.recipe import DelayedScaling, Recipe
 from fp8core.recipe.base import plan_of
 from fp8core.recipe.choice import recipe_from
@@ -51,7 +52,7 @@ def transformer_engine_state_dict(
         raise OperandError(f"{_ASKED}({model!r}): expected a torch.nn.Module.")
     chosen = recipe_from(recipe, f"{_ASKED}(recipe=...)")
     state: dict[str, Any] = dict(model.state_dict())
-    for path, layer in model.named_modules(remove_duplicate=False):
+    for path, layer in keyed_modules(model):
         if not isinstance(layer, DelayedModule):
             continue
         prefix = f"{path}." if path else ""

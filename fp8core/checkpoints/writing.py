@@ -19,6 +19,7 @@ from fp8core.checkpoints.selection import Weight, operand_of, weights_of
 from fp8core.conversion.survey import Filter
 from fp8core.errors import OperandError, RecipeError, UnsupportedError
 from fp8core.modules.delayed import DelayedModule
+from fp8core.modules.inventory import keyed_modules
 from fp8core.recipe import Recipe
 from fp8core.recipe.choice import recipe_from
 from fp8core.reporting import logger, some
@@ -160,13 +161,16 @@ def _as_float32(weights: Sequence[Weight]) -> OperandSpec:
 
 def _left(model: torch.nn.Module, weights: Sequence[Weight]) -> list[str]:
     """Return the paths of the modules with parameters of which none is quantized."""
-    quantized = {id(weight.module) for weight in weights}
+    quantized = {weight.module for weight in weights}
     naming = Naming(model)
+    paths: dict[torch.nn.Module, str] = {}
+    for path, module in keyed_modules(model):
+        paths.setdefault(module, path)
     return [
         naming.of(path)
-        for path, module in model.named_modules()
+        for module, path in paths.items()
         if path
-        and id(module) not in quantized
+        and module not in quantized
         and any(parameter is not None for parameter in module._parameters.values())
     ]
 
@@ -190,13 +194,13 @@ def _tensors(
     naming = Naming(model)
     internal = {
         f"{path}.{name}" if path else name
-        for path, module in model.named_modules(remove_duplicate=False)
+        for path, module in keyed_modules(model)
         if isinstance(module, DelayedModule)
         for name in (*BUFFERS, "_extra_state")
     }
     experts = {
         f"{path}.{name}" if path else name
-        for path, module in model.named_modules(remove_duplicate=False)
+        for path, module in keyed_modules(model)
         if holds_experts(module)
         for name in module._parameters
     }

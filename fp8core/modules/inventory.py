@@ -11,9 +11,9 @@ from torch.nn.utils import parametrize
 
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.foreign import conv1d_sizes, experts_of
-from fp8core.torch_ops.private import WRAPPED_MODULES
+from fp8core.torch_ops.private import RENAMED_MODULES, WRAPPED_MODULES
 
-__all__ = ["ModuleNode", "flops_of", "module_nodes"]
+__all__ = ["ModuleNode", "flops_of", "keyed_modules", "module_nodes"]
 
 # The wrappers that call the module inside them `module`: an ordinary name elsewhere.
 _WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
@@ -50,6 +50,16 @@ def _below(node: ModuleNode) -> Iterator[ModuleNode]:
         is_wrapped = name in WRAPPED_MODULES or (name == "module" and isinstance(module, _WRAPPERS))
         words = [path] if is_wrapped else [path, name]
         yield from _below(ModuleNode(".".join(filter(None, words)), child, module))
+
+
+def keyed_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield each module of ``model`` under the path that its keys in a state_dict have.
+
+    Wrappers of torch leave out their own names there, so that a wrapper and the module inside have
+    the same path. A shared module comes once for each of its paths.
+    """
+    for path, module in model.named_modules(remove_duplicate=False):
+        yield ".".join(name for name in path.split(".") if name not in RENAMED_MODULES), module
 
 
 def flops_of(module: torch.nn.Module) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fp8core
 from fp8core import QuantizedTensor
@@ -23,7 +24,8 @@ from fp8core.recipe import (
     NVFP4BlockScaling,
     PerLayer,
 )
-from tests.checkpoints.models import QUANTIZED, RECIPES, H, model, tensors_of
+from fp8core.torch_ops.private import FSDP_FLATTENED
+from tests.checkpoints.models import QUANTIZED, RECIPES, H, Model, model, tensors_of
 
 BLOCK = Float8BlockScaling(use_f32_scales=True)
 
@@ -290,6 +292,37 @@ def test_the_wrapped_model_s_names_are_written(tmp_path: Path) -> None:
     assert "embed.weight" in tensors_of(tmp_path)
 
 
+def in_wrapper(kind: str) -> Model:
+    net = model()
+    if kind == "compiled":
+        net.blocks[0] = torch.compile(net.blocks[0], backend="eager")
+        return net
+    net.blocks[0] = checkpoint_wrapper(net.blocks[0])
+    if kind == "converted":
+        fp8core.convert(net, BLOCK)
+    return net
+
+
+@pytest.mark.parametrize("kind", ["plain", "converted", "compiled"])
+def test_weights_within_a_wrapper_are_quantized_and_loaded(kind: str, tmp_path: Path) -> None:
+    net = in_wrapper(kind)
+    saved = save_pretrained(net, tmp_path, BLOCK)
+    tensors, keys = tensors_of(tmp_path), net.state_dict().keys()
+    assert len(saved.quantized) == len(QUANTIZED)
+    assert all(tensors[name].dtype == torch.float8_e4m3fn for name in saved.quantized)
+    assert keys >= {*saved.quantized}
+    assert all(any(key.startswith(name) for key in keys) for name in saved.high_precision)
+    loaded = in_wrapper(kind)
+    assert load_pretrained(tmp_path, loaded).dequantized == saved.quantized
+    assert torch.equal(loaded.state_dict()["embed.weight"], net.state_dict()["embed.weight"])
+
+
+def sharded_by_fsdp1() -> torch.nn.Module:
+    net = torch.nn.Sequential(fp8core.Linear(64, 64))
+    setattr(net[0].weight, FSDP_FLATTENED, True)
+    return net
+
+
 def computed_weight() -> torch.nn.Module:
     net = torch.nn.Sequential(fp8core.Linear(64, 64))
     torch.nn.utils.parametrizations.weight_norm(net[0])
@@ -314,6 +347,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
         UnsupportedError,
         "stores",
     ),
+    "a shard of FSDP1": (sharded_by_fsdp1(), "block", {}, UnsupportedError, "is sharded over"),
     "a computed weight": (computed_weight(), "block", {}, UnsupportedError, "parametrization"),
     "a model on meta": (
         torch.nn.Sequential(torch.nn.Linear(64, 64, device="meta")),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fp8core import (
     GroupedLinear,
@@ -109,6 +110,14 @@ def test_a_layer_without_delayed_state_has_an_empty_one() -> None:
     for key in ("0._extra_state", "1._extra_state"):
         assert state[key].dtype == torch.uint8
         assert state[key].numel() == 0
+
+
+def test_a_layer_within_a_checkpoint_wrapper_has_the_key_that_is_loaded() -> None:
+    model = torch.nn.Sequential(checkpoint_wrapper(Linear(32, 16)))
+    prepare(model, RECIPE)
+    state = transformer_engine_state_dict(model, RECIPE)
+    assert state.keys() == {"0.weight", "0.bias", "0._extra_state"}
+    model.load_state_dict(state)
 
 
 def test_a_container_of_operations_has_none() -> None:
