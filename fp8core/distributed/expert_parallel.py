@@ -25,11 +25,12 @@ from fp8core.chain.routes import Routes
 from fp8core.chain.shape import BindContext, LinkShape
 from fp8core.communicator import Communicator, named, of_group
 from fp8core.distributed.expert_state import SavedScales
+from fp8core.distributed.other_experts import others
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.modules.base import LowPrecisionModule
 from fp8core.modules.bind import bind
 from fp8core.modules.bound import new_seed
-from fp8core.modules.grouped_linear import GroupedLinear
+from fp8core.modules.grouped_linear import KINDS, GroupedLinear
 from fp8core.modules.inputs import check_chained, check_input
 from fp8core.modules.loading import Imported
 from fp8core.modules.operation import Operation
@@ -61,8 +62,9 @@ class Experts(LowPrecisionModule):
 
     Parameters carry the numbers of all experts: ``0.weight2`` is the first linear's of the third
     expert, on whichever rank. So ``torch.distributed.checkpoint`` keeps all of them, and those of
-    the optimizer, and loads them on another number of ranks. Delayed scales are saved as DTensors
-    ``[..., linears, experts, slots]``.
+    the optimizer, and loads them on another number of ranks. In a ``state_dict`` a DTensor without
+    memory stands for each parameter of another rank, and ``full_state_dict=True`` gathers them.
+    Delayed scales are saved as DTensors ``[..., linears, experts, slots]``.
 
     Args:
         layers: ``fp8core.GroupedLinear``, of one number of experts, and operations of
@@ -97,7 +99,9 @@ class Experts(LowPrecisionModule):
         self._is_agreed = False
         first = 0 if communicator is None else communicator.rank * self.num_local_experts
         for linear in self._linears():
-            linear.number_groups(first)
+            linear.number_groups(first, self.num_experts)
+        hook = _add_other_experts
+        self.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]  # torch's
 
     @property
     def num_experts(self) -> int:
@@ -166,7 +170,12 @@ class Experts(LowPrecisionModule):
             yield layer
 
     def _linears(self) -> Iterator[GroupedLinear]:
-        return (layer for layer in self._layers() if isinstance(layer, GroupedLinear))
+        return (linear for _, linear in self._named_linears())
+
+    def _named_linears(self) -> Iterator[tuple[str, GroupedLinear]]:
+        for name, layer in self._modules.items():  # children() leaves out what appears twice
+            if isinstance(layer, GroupedLinear):
+                yield name, layer
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -176,6 +185,13 @@ class Experts(LowPrecisionModule):
         for key in (prefix + name for name in BUFFERS if name != META):
             if key in destination:
                 destination[key] = saved.saved(destination[key])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for path, linear in self._named_linears():
+            for number in {*range(self.num_experts)} - {*linear.numbers}:
+                for kind in KINDS:
+                    state_dict.pop(f"{prefix}{path}.{kind}{number}", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _saved_state(self, state_dict: Mapping[str, Any], prefix: str) -> Imported:
         imported, saved = super()._saved_state(state_dict, prefix), self._saved_scales()
@@ -250,6 +266,21 @@ class TokenExchange:
         flat = rows.flatten(1) if rows.dim() != 2 else rows
         out = chain.run(arranged(links), flat, (), Call(routes=self._routes))
         return out.view(out.shape[0], *rows.shape[1:])
+
+
+def _add_other_experts(
+    experts: Experts, state: dict[str, Any], prefix: str, metadata: object
+) -> None:
+    """Add to ``state`` a tensor in the stead of each parameter of another rank's expert."""
+    group = experts._saved_scales().group
+    if group is None:
+        return
+    for path, linear in experts._named_linears():
+        for kind in KINDS:
+            name = f"{prefix}{path}.{kind}"
+            own = [state[f"{name}{at}"] for at in linear.numbers if f"{name}{at}" in state]
+            for number, tensor in others(own, group):
+                state[f"{name}{number}"] = tensor
 
 
 def _check_layers(layers: Sequence[object]) -> int:

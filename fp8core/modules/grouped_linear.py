@@ -30,8 +30,10 @@ from fp8core.modules.run import delaying, run_links
 from fp8core.parameter.init import make_weight
 from fp8core.recipe.plan import LayerRole
 
-__all__ = ["GroupedLinear"]
+__all__ = ["KINDS", "GroupedLinear"]
 
+KINDS = ("weight", "bias")
+"""What the names of parameters begin with; the number of a group follows."""
 
 _NOT_OFFERED = (
     "ub_overlap_rs",
@@ -140,13 +142,14 @@ class GroupedLinear(ParallelModule, ExtraTensors):
         for bias in self._all("bias"):
             fill(bias, torch.nn.init.zeros_)
 
-    def number_groups(self, first: int) -> None:
-        """Name the parameters ``weight{first}``, ``bias{first}`` and so on, in their order.
+    def number_groups(self, first: int, total: int) -> None:
+        """Name the parameters ``weight{first}``, ``bias{first}`` and so on, in their order; those
+        of the other groups, of ``total``, are None.
 
         Raises:
             OperandError: a parametrization computes one of them, under its name.
         """
-        if first == self.first_group:
+        if total == self.num_gemms:
             return
         names = self._names_of("weight") + self._names_of("bias")
         computed = [name for name in names if name not in self._parameters]
@@ -160,6 +163,9 @@ class GroupedLinear(ParallelModule, ExtraTensors):
         held = {renamed[name]: parameter for name, parameter in self._parameters.items()}
         self._parameters.clear()
         self._parameters.update(held)
+        for number in {*range(total)} - {*self.numbers}:
+            for kind in KINDS:
+                self.register_parameter(f"{kind}{number}", None)
 
     def link_shapes(self) -> tuple[LinearShape]:
         """Return the shape of the one grouped linear."""
@@ -315,8 +321,13 @@ class GroupedLinear(ParallelModule, ExtraTensors):
             )
         return tuple(given)
 
+    @property
+    def numbers(self) -> range:
+        """The numbers of the groups, in the names of their parameters."""
+        return range(self.first_group, self.first_group + self.num_gemms)
+
     def _names_of(self, kind: str) -> list[str]:
-        return [f"{kind}{self.first_group + at}" for at in range(self.num_gemms)]
+        return [f"{kind}{number}" for number in self.numbers]
 
     def _all(self, kind: str) -> list[torch.Tensor]:
         named = (self.parameter(name) for name in self._names_of(kind))

@@ -47,6 +47,8 @@ class Case(NamedTuple):
     is_scaled: bool = False
     # How many of the next steps have the same loss: sums over other ranks are rounded otherwise.
     steps: int = 2
+    # One file of whole tensors, which the first rank writes, reads and sends to the others.
+    is_one_file: bool = False
 
 
 class Tied(nn.Module):
@@ -180,6 +182,8 @@ CASES: dict[str, Case] = {
     "experts, three": Case(experts, 3, 2, "current", remainders),
     "experts, to one": Case(experts, 4, 1, "delayed", few_bits, FLAT),
     "experts, as many": Case(experts, 2, 2, None, adamw),
+    "experts, in one file": Case(experts, 2, 4, "delayed", is_one_file=True),
+    "in one file": Case(fsdp, 3, 4, "delayed", masters, is_one_file=True),
     "stored, current": Case(stored, 2, 1, "current", masters),
     "stored, delayed": Case(stored, 3, 4, "delayed", masters, FLAT),
     "stored, block": Case(stored, 4, 2, "block", masters),
@@ -242,7 +246,7 @@ class Job:
         state = {
             "model": sharded_state_dict(self.model)
             if is_spread
-            else torch_state.get_model_state_dict(self.model)
+            else torch_state.get_model_state_dict(self.model, options=chosen)
         }
         if self.masters is not None:
             state["masters"] = self.masters.state_dict()
@@ -253,7 +257,29 @@ class Job:
             )
         return state
 
+    def save(self, folder: str) -> None:
+        group = self.mesh.get_group()
+        if not self.case.is_one_file:
+            dcp.save(self.state(**self.case.options), checkpoint_id=folder, process_group=group)
+            return
+        state = self.state(full_state_dict=True, cpu_offload=True)
+        if dist.get_rank() == 0:
+            torch.save(state, f"{folder}.pt")
+
+    def load_one_file(self, file: str) -> None:
+        options = torch_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        is_first = dist.get_rank() == 0
+        state = torch.load(file) if is_first else {"model": {}, "optimizer": {}}
+        torch_state.set_model_state_dict(self.model, state["model"], options=options)
+        if self.optimizer is not None:
+            torch_state.set_optimizer_state_dict(
+                self.model, self.optimizer, state["optimizer"], options=options
+            )
+
     def load(self, folder: str) -> None:
+        if self.case.is_one_file:
+            self.load_one_file(f"{folder}.pt")
+            return
         state = self.state(**self.case.options)
         dcp.load(state, checkpoint_id=folder, process_group=self.mesh.get_group())
         if self.case.build is not tensor_parallel:
@@ -303,8 +329,7 @@ def differences(case: Case, folder: str) -> list[str]:
         job = Job(case, MESHES[case.saves], seed=0)
         for number in range(2):
             job.step(number)
-        group = job.mesh.get_group()
-        dcp.save(job.state(**case.options), checkpoint_id=folder, process_group=group)
+        job.save(folder)
         values.append(job.values())
         losses.append([job.step(number) for number in (2, 3)])
     dist.barrier()
