@@ -14,6 +14,7 @@ import torch
 from fp8core.context.autocast import autocast
 from fp8core.dispatch.policy import use_backend
 from fp8core.errors import OperandError, RecipeError
+from fp8core.export.capture import capture
 from fp8core.export.program import lower
 from fp8core.recipe import Recipe
 from fp8core.torch_ops.private import pytree
@@ -67,11 +68,10 @@ def to_onnx(
         warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
         with torch.no_grad(), use_backend("reference"), scope:
             # Copies: torch takes an input that is given twice for one.
-            copies = pytree.tree_map_only(
+            positional, named = pytree.tree_map_only(
                 torch.Tensor, torch.clone, (tuple(args), dict(kwargs or {}))
             )
-            program = torch.export.export(model, *copies, dynamic_shapes=dynamic_shapes)
-            lowered = lower(program)
+            lowered = lower(capture(model, positional, named, dynamic_shapes))
         exported = torch.onnx.export(
             lowered,
             input_names=input_names,

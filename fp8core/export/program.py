@@ -16,12 +16,14 @@ from fp8core import errors
 from fp8core.errors import UnsupportedError
 from fp8core.export import lowering, operands
 from fp8core.torch_ops.encoding import decode
-from fp8core.torch_ops.private import FakeTensor
+from fp8core.torch_ops.private import FakeTensor, schema_of
 
 __all__ = ["lower"]
 
 _CONSTANTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 _NAMESPACE = "fp8core"
+# Arguments of torch's random operators that are 0 or False where nothing is drawn.
+_SWITCHES = ("p", "dropout", "dropout_p", "train", "training")
 
 
 def lower(program: ExportedProgram) -> ExportedProgram:
@@ -98,9 +100,24 @@ def _refuse_operators(program: ExportedProgram) -> None:
         if name == "refuse":  # a layer that could not be captured
             kind, message = node.args[2:4]
             raise getattr(errors, kind)(message)
-        reason = None if name is None else lowering.refusal_of(name, node.args)
-        if reason is not None:
-            raise _refusal(node, reason)
+        refusal = _refusal_of_draw(node) if name is None else lowering.refusal_of(name, node.args)
+        if refusal is not None:
+            raise _refusal(node, refusal)
+
+
+def _refusal_of_draw(node: Node) -> str | None:
+    """Say that torch's operator draws random numbers; None if it does not, as dropout of 0."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return None
+    arguments = schema_of(node.target).arguments
+    values = {one.name: one.default_value for one in arguments}
+    values |= dict(zip(values, node.args, strict=False)) | node.kwargs
+    if any(values.get(name) == 0 for name in _SWITCHES):
+        return None
+    return (
+        f"{node.target} draws random numbers in every call, and those of a runtime are others; "
+        f"evaluate all of its modules, or draw them outside and pass them as an input"
+    )
 
 
 def _refusal(node: Node, reason: str) -> UnsupportedError:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 import fp8core as te
 from fp8core import OperandError, RecipeError, UnsupportedError, recipe
@@ -128,6 +130,14 @@ def written(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return y @ weight
 
 
+def undrawn(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Operators that draw in training alone, and the data of a parameter and of a value."""
+    heads, y = x.reshape(1, 4, 8, 64), functional.dropout(x * 3, 0.5, False)
+    y.data.mul_(2)
+    kept = functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.0)
+    return y @ module.weight.data.t() + kept.reshape(32, 64)[:, :48]
+
+
 def routed(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Tokens to the best of eight experts and back; many scores are equal."""
     logits = x[:, :8].round()
@@ -210,6 +220,7 @@ def layers() -> Each:
         "grouped_nvfp4": Called(te.GroupedLinear(3, 40, 48), grouped),
         "grouped_quantized": Called(odd, grouped),
         "writes_to_views": Called(torch.nn.Linear(64, 48), written),
+        "undrawn": Called(torch.nn.Linear(64, 48), undrawn),
         "router": Called(torch.nn.Identity(), routed),
         "cross_attention": Called(decoder, decoded),
         "packed_attention": Called(attention, packed),
@@ -224,7 +235,7 @@ def layers() -> Each:
 LAYERS = [*(f"linear_{name}" for name in RECIPES), "norm", "rms_norm", "layernorm_linear"]
 LAYERS += ["layernorm_mlp", "sequential", "quantized", "converted", "bfloat16_layer"]
 LAYERS += ["bfloat16_mlp", "grouped_mxfp8", "grouped_nvfp4", "grouped_quantized"]
-LAYERS += ["writes_to_views", "router", "cross_attention", "packed_attention"]
+LAYERS += ["writes_to_views", "undrawn", "router", "cross_attention", "packed_attention"]
 
 
 class Compared:
@@ -393,18 +404,67 @@ class Writing(torch.nn.Module):
         return result
 
 
-WRITES: dict[str, Callable[[Any, torch.Tensor], object]] = {
-    "count": lambda model, x: model.count[0].add_(1),
-    "layer.weight": lambda model, x: model.layer.weight.t().mul_(2),
-    "quantized.weight": lambda model, x: model.quantized.weight.copy_(model.layer.weight),
-    "x": lambda model, x: x[:1].zero_(),
+WRITES: dict[str, tuple[str, Callable[[Any, torch.Tensor], object]]] = {
+    "view": ("count", lambda model, x: model.count[0].add_(1)),
+    "parameter": ("layer.weight", lambda model, x: model.layer.weight.t().mul_(2)),
+    "quantized": ("quantized.weight", lambda model, x: model.quantized.weight.copy_(x.new_ones(1))),
+    "input": ("x", lambda model, x: x[:1].zero_()),
+    "data": ("count", lambda model, x: model.count.data.add_(1)),
+    "parameter_data": ("layer.weight", lambda model, x: model.layer.weight.data.mul_(2)),
 }
 
 
-@pytest.mark.parametrize("name", WRITES)
-def test_a_model_that_writes_state_is_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("kind", WRITES)
+def test_a_model_that_writes_state_is_refused(tmp_path: Path, kind: str) -> None:
+    name, write = WRITES[kind]
     with pytest.raises(UnsupportedError, match=rf"the model writes '{name}' when it runs"):
-        refused(tmp_path, Writing(WRITES[name]))
+        refused(tmp_path, Writing(write))
+
+
+def test_an_assignment_to_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"assigns to \.data of a tensor \[3\]"):
+        refused(tmp_path, Writing(lambda model, x: setattr(model.count, "data", model.count + 1)))
+
+
+SETS: dict[str, Callable[[Any, torch.Tensor], object]] = {
+    "'calls' (0 before, 1 after)": lambda model, x: setattr(model, "calls", model.calls + 1),
+    "'seen[0]' (absent before, 8 after)": lambda model, x: model.seen.append(len(x)),
+    "'layer.is_ready' (absent before, True after)": (
+        lambda model, x: setattr(model.layer, "is_ready", True)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", SETS)
+def test_a_model_that_changes_a_number_is_refused(tmp_path: Path, change: str) -> None:
+    model: Any = Writing(SETS[change])
+    model.calls, model.seen = 0, []
+    with pytest.raises(UnsupportedError, match=re.escape(f"forward changes {change}")):
+        refused(tmp_path, model)
+    assert (model.calls, hasattr(model.layer, "is_ready")) == (0, False)
+
+
+def test_a_model_keeps_no_tensor_of_the_export(tmp_path: Path) -> None:
+    model = Writing(lambda model, x: setattr(model, "last", x)).eval()
+    with pytest.warns(UserWarning, match=r"self\.last was assigned during export"):
+        to_onnx(model, (torch.randn(8, 64),), tmp_path / "model.onnx", CURRENT)
+    assert not hasattr(model, "last")
+
+
+DRAWS: dict[str, Callable[[Any, torch.Tensor], object]] = {
+    "rand_like": lambda layer, x: layer(x + torch.rand_like(x)),
+    "native_dropout": lambda layer, x: functional.dropout(layer(x), 0.5, training=True),
+    "scaled_dot_product_attention": lambda layer, x: functional.scaled_dot_product_attention(
+        x, layer(x), x, dropout_p=0.5
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_model_that_draws_random_numbers_is_refused(tmp_path: Path, name: str) -> None:
+    model = torch.nn.Sequential(te.Linear(64, 64), Called(te.Linear(64, 64), DRAWS[name]))
+    with pytest.raises(UnsupportedError, match=rf"to_onnx of '1': aten\.{name}\.default draws"):
+        refused(tmp_path, model)
 
 
 def test_a_kv_cache_is_refused(tmp_path: Path) -> None:
