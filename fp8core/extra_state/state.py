@@ -32,6 +32,7 @@ from fp8core.extra_state.writing import EXPERT
 from fp8core.recipe.base import Format
 from fp8core.recipe.plan import AttentionPlan, LinearPlan, Plan
 from fp8core.reporting import log_once
+from fp8core.tensors.checks import kind_fault, lacks_memory
 from fp8core.tensors.slots import BUFFERS, META, meta_text
 
 __all__ = [
@@ -117,17 +118,24 @@ def _bytes_of(value: Any) -> bytes:
 
 def _content_of(value: Any) -> bytes:
     if isinstance(value, io.BytesIO):
+        if value.closed:
+            raise OperandError("it is a file in memory that is closed")
         return value.getvalue()
     if isinstance(value, bytes | bytearray):
         return bytes(value)
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         raise OperandError(f"it is a {type(value).__name__}, expected a tensor uint8 [bytes]")
+    fault = kind_fault(value)
+    if fault is not None:
+        raise OperandError(f"it {fault}")
     if value.dtype != torch.uint8 or value.is_meta or value.dim() != 1:
         raise OperandError(
             f"it is {value.dtype} {list(value.shape)} on {value.device.type}, expected torch.uint8 "
             f"[bytes] with values"
         )
-    return value.detach().cpu().contiguous().numpy().tobytes()  # type: ignore[no-any-return]
+    if lacks_memory(value):
+        raise OperandError("it has no memory for its elements")
+    return value.detach().cpu().contiguous().resolve_neg().numpy().tobytes()  # type: ignore[no-any-return]
 
 
 def _buffers(content: Any) -> dict[str, torch.Tensor]:

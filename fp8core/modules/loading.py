@@ -11,7 +11,7 @@ from fp8core.errors import OperandError
 from fp8core.extra_state.state import READABLE, may_be_transformer_engine_s, read_extra_state
 from fp8core.recipe.plan import Plan, SlotNames
 from fp8core.reporting import log_once
-from fp8core.tensors.checks import fault_of, kind_fault, misfit
+from fp8core.tensors.checks import fault_of, kind_fault, lacks_memory, misfit
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.slots import BUFFERS, META, read_meta
 from fp8core.tensors.storage import PARTS
@@ -41,8 +41,7 @@ def import_extra_state(value: Any, label: str, plan_type: type[Plan] | None) -> 
 
     ``plan_type``: that of the layer; None if it has no slots.
     """
-    is_empty = value is None or (isinstance(value, torch.Tensor) and not value.numel())
-    if is_empty:
+    if value is None or (kind_fault(value) is None and not value.numel()):
         return Imported({}, [])
     if plan_type not in READABLE or not may_be_transformer_engine_s(value):
         log_once(f"{label}: the checkpoint's _extra_state is another library's; not read")
@@ -124,6 +123,8 @@ def _plain_error(value: Any) -> str | None:
         return f"is a {type(value).__name__} in the checkpoint, expected a plain tensor"
     if value.is_meta:
         return "is on the meta device in the checkpoint, where it has no values"
+    if lacks_memory(value):
+        return "has no memory for its elements in the checkpoint"
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
         return "is expanded in the checkpoint, so that its elements share memory"
     return None

@@ -24,6 +24,7 @@ __all__ = [
     "fault_of",
     "is_sharded",
     "kind_fault",
+    "lacks_memory",
     "matrix_size",
     "misfit",
     "plan_from",
@@ -78,7 +79,7 @@ def fault_of(parts: Sequence[Any], plan: TensorPlan) -> str | None:
     return error or next(_scale_errors(parts, plan), None)
 
 
-def _lacks_memory(tensor: torch.Tensor) -> bool:
+def lacks_memory(tensor: torch.Tensor) -> bool:
     """Say whether the storage of a plain ``tensor`` is too small for its elements, or was freed.
 
     Reading such a tensor may crash the process.
@@ -115,7 +116,7 @@ def misfit(value: Any, target: torch.Tensor, *, replaces: bool = False) -> str |
         return f"is {value.dtype} in the checkpoint, expected {kind}"
     if value.is_meta and not target.is_meta and not replaces:
         return "is on the meta device in the checkpoint, where it has no values"
-    if _lacks_memory(value):
+    if lacks_memory(value):
         return "has no memory for its elements in the checkpoint, as where its storage was freed"
     if is_sharded(value) != is_sharded(target) and not replaces:
         return f"is a {type(value).__name__} in the checkpoint, a {type(target).__name__} here"
@@ -206,7 +207,7 @@ def _memory_errors(parts: Sequence[torch.Tensor | None]) -> Iterator[str]:
             size > 1 and not step for size, step in zip(part.shape, part.stride(), strict=True)
         ):
             yield f"{name} is expanded, so that its elements share memory"
-        elif _lacks_memory(part):
+        elif lacks_memory(part):
             yield f"{name} has no memory for its elements"
 
 

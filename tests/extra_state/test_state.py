@@ -195,9 +195,24 @@ def test_other_values_than_bytes_and_tensors_are_another_library_s(value: Any) -
     assert not may_be_transformer_engine_s(value)
 
 
+def freed() -> torch.Tensor:
+    value = torch.zeros(7, dtype=torch.uint8)
+    value.untyped_storage().resize_(0)
+    return value
+
+
+def closed() -> io.BytesIO:
+    file = io.BytesIO(b"PK")
+    file.close()
+    return file
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
+        (freed(), "has no memory for its elements"),
+        (closed(), "is closed"),
+        (torch.zeros(7, dtype=torch.uint8).to_sparse(), "is torch.sparse_coo"),
         (torch.zeros(7, dtype=torch.uint8), "begins with the bytes"),
         (io.BytesIO(b"te"), "begins with the bytes b'te'"),
         (b"te", "begins with the bytes b'te'"),

@@ -57,6 +57,12 @@ def without_memory(own: torch.Tensor) -> torch.Tensor:
     return own
 
 
+def behind_memory(own: torch.Tensor) -> torch.Tensor:
+    longer = torch.cat((own, own))[len(own) :]
+    longer.untyped_storage().resize_(own.nbytes)
+    return longer
+
+
 def with_value(at: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     def change(own: torch.Tensor) -> torch.Tensor:
         own = own.clone()
@@ -140,7 +146,8 @@ WRONG: dict[str, tuple[str, Callable[[torch.Tensor], Any], str]] = {
     "weight is nested": ("weight", lambda own: torch.nested.nested_tensor([own]), "weight is nest"),
     "weight without memory": ("weight", without_memory, "weight has no memory for its elements"),
     "bias without memory": ("bias", without_memory, "bias has no memory for its elements"),
-    "scale without memory": ("scale_fwd", without_memory, "scale_fwd is expanded"),
+    "scale without memory": ("scale_fwd", without_memory, "scale_fwd has no memory"),
+    "scale behind its memory": ("scale_fwd", behind_memory, "scale_fwd has no memory"),
     "bias is nothing": ("bias", lambda own: None, "bias is NoneType .*expected a tensor"),
     "bias of no dimension": ("bias", lambda own: own[0], r"bias is \[\] in the checkpoint"),
 }
