@@ -48,16 +48,26 @@ def shard_layout(model: torch.nn.Module) -> dict[str, tuple[ShardLayout, ...]]:
     """Return the parts that each parameter and buffer of ``model`` holds, by name.
 
     It follows from the ``tp_group`` and ``parallel_mode`` of fp8core's layers; parameters of other
-    modules, norms and delayed scales are whole on each rank. Of Megatron's
+    modules, norms and delayed scales are whole on each rank. A rank's experts are whole too, under
+    names that no other rank has; their delayed scales are a part of those of all ranks' experts,
+    as the ``state_dict`` gives them: ``[..., linears, experts, slots]``. Of Megatron's
     ``ShardedTensor.from_rank_offsets`` the arguments are ``key``, the tensor's rows from ``start``
     on, and ``(axis, rank, num_ranks)``.
 
     Raises:
-        UnsupportedError: a layer with ``tp_size`` that has no group yet, or whose parameters are
-            DTensors: those of ``parallelize_module`` say themselves how they are split, those of
+        UnsupportedError: a layer with ``tp_size`` that has no group yet, or a parameter that is a
+            DTensor: those of ``parallelize_module`` say themselves how they are split, those of
             ``fully_shard`` tell of its own ranks alone.
     """
-    return {name: tuple(parts) for name, (_, parts) in _layouts(model).items()}
+    layouts = _layouts(model)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise UnsupportedError(
+                f"shard_layout: {name} is a DTensor, which says itself how it is split: by its "
+                f"device_mesh and placements. Save torch.distributed.checkpoint.state_dict."
+                f"get_model_state_dict(model)."
+            )
+    return {name: tuple(parts) for name, (_, parts) in layouts.items()}
 
 
 def sharded_state_dict(model: torch.nn.Module) -> dict[str, Any]:
@@ -77,7 +87,8 @@ def sharded_state_dict(model: torch.nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, kept in model.state_dict(keep_vars=True).items():
         group, parts = layouts.get(name, (None, []))
-        if len(parts) <= 1 and all(part.axis is None for part in parts):
+        is_whole = len(parts) <= 1 and all(part.axis is None for part in parts)
+        if is_whole or isinstance(kept, DTensor):
             state[name] = kept.detach() if isinstance(kept, torch.Tensor) else kept
             continue
         tensor = kept.detach()
@@ -129,6 +140,7 @@ def _layouts(model: torch.nn.Module) -> dict[str, tuple[Any, list[ShardLayout]]]
     for path, module in modules:
         if isinstance(module, LayerNormMLP | MultiheadAttention):
             blocks |= {_joined(path, name): rows for name, rows in module.row_blocks().items()}
+    saved = model.state_dict(keep_vars=True)
     found: dict[str, tuple[Any, list[ShardLayout]]] = {}
     for path, module in modules:
         split = _split_parameters(module)
@@ -137,12 +149,27 @@ def _layouts(model: torch.nn.Module) -> dict[str, tuple[Any, list[ShardLayout]]]
         )
         for name, tensor in tensors:
             key = _joined(path, name)
+            as_saved: Any = saved.get(key, tensor)
+            if isinstance(as_saved, DTensor) and not isinstance(tensor, DTensor):
+                found[key] = None, [_part_of(key, as_saved)]
+                continue
             axis, layer = split.get(name, (None, None))
             rank, size, group = (0, 1, None) if layer is None else _ranks_of(layer)
-            rows = blocks.get(key, (tensor.shape[0] if tensor.dim() else 1,))
-            parts = _parts(key, tuple(tensor.shape), axis, (rank, size), rows)
+            shape = tuple(as_saved.shape)
+            rows = blocks.get(key, shape[:1] or (1,))
+            parts = _parts(key, shape, axis, (rank, size), rows)
             found[key] = group, list(parts)
     return found
+
+
+def _part_of(key: str, scales: DTensor) -> ShardLayout:
+    """Return the part of the delayed scales of experts, which their layer saves as a DTensor."""
+    local, rank = scales.to_local(), scales.device_mesh.get_local_rank()
+    axis = scales.dim() - 2
+    offset = [0] * scales.dim()
+    offset[axis] = rank * local.shape[axis]
+    num_ranks, shape = scales.device_mesh.size(), tuple(scales.shape)
+    return ShardLayout(key, axis, rank, num_ranks, shape, tuple(offset), 0, local.shape[0])
 
 
 def _parts(

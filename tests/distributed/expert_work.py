@@ -169,6 +169,15 @@ def exchange(group: dist.ProcessGroup, rank: int) -> dict[str, Any]:
     }
 
 
+def layout(group: dist.ProcessGroup, rank: int) -> dict[str, list[Any]]:
+    """Axis, rank, number of ranks, shape, offset and rows of the first linear's state."""
+    layer = experts(rank * 2, 2, group=group)
+    fp8core.prepare(layer, RECIPES["delayed"])
+    parts = fp8core.distributed.shard_layout(layer)
+    found = ("scale_fwd", "amax_history_bwd", f"0.weight{2 * rank}")
+    return {name.rstrip("02"): [list(part[1:]) for part in parts[name]] for name in found}
+
+
 def work(rank: int) -> dict[str, Any]:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
     traffic, found = of_group(group).traffic, {}
@@ -188,5 +197,6 @@ def work(rank: int) -> dict[str, Any]:
     found["refused"] = refused(group, rank)
     found["exchange"] = exchange(group, rank)
     layer = experts(rank * 2, 2, group=group)
+    found["layout"] = layout(group, rank)
     found["explain"] = [str(fp8core.explain(layer, RECIPES[name])) for name in ("block", "current")]
     return found

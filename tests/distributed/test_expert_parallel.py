@@ -133,6 +133,16 @@ def test_a_mixture_gives_the_tokens_of_one_process(ranks: Ranks) -> None:
         assert torch.equal(found["moe"]["grad"], want["grad"])
 
 
+def test_a_layout_states_whose_delayed_scales_a_rank_has(ranks: Ranks) -> None:
+    length = RECIPES["delayed"].amax_history_len
+    for rank, found in enumerate(one["layout"] for one in ranks):
+        # Slots of input, weight and output, and in backward of the gradients.
+        assert found["scale_fwd"] == [[1, rank, 2, (2, EXPERTS, 3), (0, 2 * rank, 0), 0, 2]]
+        shape, offset = (length, 2, EXPERTS, 2), (0, 0, 2 * rank, 0)
+        assert found["amax_history_bwd"] == [[2, rank, 2, shape, offset, 0, length]]
+        assert found["0.weight"][0][:3] == [None, 0, 1]
+
+
 def test_rows_arrive_by_expert_and_by_rank(ranks: Ranks) -> None:
     found = ranks[1]["exchange"]
     first, second = COUNTS["ragged"]

@@ -109,6 +109,11 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     with pytest.raises(UnsupportedError) as caught:
         sharded_state_dict(sharded)
     found["refused"] = str(caught.value)
+    alone_layer: Any = fully_shard(
+        fp8core.Linear(8, 8, device="cpu"), mesh=init_device_mesh("cpu", (2,))
+    )
+    with pytest.raises(UnsupportedError, match="shard_layout: weight is a DTensor"):
+        shard_layout(alone_layer)
     found["two meshes"] = under_fsdp(rank, f"{folder}/meshes")
     return found
 
