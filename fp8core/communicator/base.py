@@ -229,6 +229,12 @@ class Communicator(ABC):
             raise self._differing(claims)
         self._claimed[subject] = text
 
+    def agree_once(self, text: str, subject: str) -> None:
+        """As :meth:`agree`, unless the ranks have agreed on ``text`` before."""
+        if text not in self.agreed:
+            self.agree(text, subject)
+            self.agreed.add(text)
+
     def describe(self, collective: str, purpose: str, x: torch.Tensor) -> str:
         """Return one collective in words, for an error."""
         what = f" ({purpose})" if purpose else ""

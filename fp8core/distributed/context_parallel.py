@@ -81,9 +81,14 @@ def gather_from_cp_ranks(
     cu_seqlens_padded: Tensor | None = None,
 ) -> Tensor:
     """Return whole sequences from the tokens of all ranks: the inverse of
-    ``get_batch_on_this_cp_rank``. Nothing is differentiated."""
+    ``get_batch_on_this_cp_rank``. Nothing is differentiated.
+
+    Raises:
+        OperandError: ranks have other sizes or dtypes; raised on every rank.
+    """
     communicator = of_group(cp_group)
     local = x.detach().movedim(seq_dim, 0).contiguous()
+    communicator.agree(f"{local.dtype} {list(local.shape)}", "tokens to gather")
     parts = communicator.gather(local, "tokens").wait()
     parts = parts.view(communicator.size, *local.shape)
     layout = "sbhd" if cu_seqlens_padded is None else "thd"

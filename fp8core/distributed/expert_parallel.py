@@ -226,23 +226,20 @@ class TokenExchange:
 
     def __init__(self, tokens_per_expert: Counts, group: dist.ProcessGroup) -> None:
         self._communicator = of_group(group)
-        owner, size = "TokenExchange", self._communicator.size
-        device = torch.device("cpu")
-        num_experts = len(tokens_per_expert)
+        owner, device = "TokenExchange", torch.device("cpu")
         if isinstance(tokens_per_expert, torch.Tensor):
             device = tokens_per_expert.device
-        if not num_experts or num_experts % size:
-            raise OperandError(
-                f"{owner}: {num_experts} experts over {size} ranks, which do not divide them; give "
-                f"each rank as many experts."
-            )
-        self._communicator.agree(str(num_experts), "the number of experts")
         problem: Fp8CoreError | None = None
         try:
-            counts = _counts(owner, None, tokens_per_expert, num_experts)
+            counts = _counts(owner, None, tokens_per_expert)
+            _check_divides(owner, len(counts), self._communicator.size)
+            told = f"{len(counts)} experts"
         except Fp8CoreError as error:  # the other ranks wait for this one
-            problem, counts = error, ()
-        self._routes = _routes(owner, self._communicator, counts, num_experts, device, problem)
+            problem, counts, told = error, (), f"refused, {error}"
+        self._communicator.agree(told, "the number of experts")
+        if problem is not None:
+            raise problem
+        self._routes = _routes(owner, self._communicator, counts, len(counts), device, None)
         self.m_splits = list(self._routes.splits)
 
     def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
@@ -250,7 +247,8 @@ class TokenExchange:
         the order of all experts. Differentiable.
 
         Raises:
-            OperandError: other rows than the counts say; on this rank alone.
+            OperandError: other rows than the counts say, or of another dtype or size than those of
+                other ranks; raised on every rank.
         """
         return self._run(DispatchShape(self._communicator.group_name), rows, self._routes.sent)
 
@@ -259,8 +257,13 @@ class TokenExchange:
         return self._run(CombineShape(self._communicator.group_name), rows, self._routes.received)
 
     def _run(self, shape: LinkShape, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        told, problem = f"{rows.dtype} rows of {list(rows.shape[1:])}", None
         if rows.shape[0] != sum(counts):
-            raise OperandError(f"TokenExchange: {rows.shape[0]} rows; expected {sum(counts)}.")
+            problem = OperandError(f"TokenExchange: {rows.shape[0]} rows; expected {sum(counts)}.")
+            told = f"refused, {problem}"
+        self._communicator.agree_once(told, "the rows of TokenExchange")
+        if problem is not None:
+            raise problem
         binding = Binding(rows.device, rows.dtype)
         links = bind_chain((shape,), BindContext.of(HIGH_PRECISION, binding, "TokenExchange"))
         flat = rows.flatten(1) if rows.dim() != 2 else rows
@@ -310,31 +313,42 @@ def _check_layers(layers: Sequence[object]) -> int:
     return linears[0].num_gemms
 
 
+def _check_divides(owner: str, num_experts: int, size: int) -> None:
+    if not num_experts or num_experts % size:
+        raise OperandError(
+            f"{owner}: {num_experts} experts over {size} ranks, which do not divide them; give "
+            f"each rank as many experts."
+        )
+
+
 def _counts(
-    owner: str, rows: torch.Tensor | None, given: Counts, num_experts: int
+    owner: str, rows: torch.Tensor | None, given: Counts, num_experts: int | None = None
 ) -> tuple[int, ...]:
-    """Return the counts as integers, checked; waits for a device that has them."""
+    """Return the counts as integers, checked; waits for a device that has them.
+
+    ``num_experts``: how many there have to be; None: any number.
+    """
+    asked = "integers" if num_experts is None else f"{num_experts} integers"
     if isinstance(given, torch.Tensor):
-        if given.is_floating_point() or given.dtype == torch.bool or given.dim() != 1:
+        is_integer = not (given.is_floating_point() or given.dtype == torch.bool)
+        if not is_integer or given.dim() != 1 or given.is_meta:
             raise OperandError(
-                f"{owner}: tokens_per_expert is {given.dtype} {list(given.shape)}; expected "
-                f"integers [{num_experts}]."
+                f"{owner}: tokens_per_expert is {given.dtype} {list(given.shape)} on "
+                f"{given.device}; expected {asked} in one dimension, on a device that has values."
             )
         given = given.tolist()
     try:
         counts = tuple(index(count) for count in given)
     except TypeError:
-        raise OperandError(
-            f"{owner}: tokens_per_expert={given!r}; expected {num_experts} integers."
-        ) from None
-    expected = None if rows is None else rows.shape[0]
-    is_whole = expected is None or (
-        rows is not None and rows.dim() == 2 and sum(counts) == expected
-    )
-    if len(counts) != num_experts or min(counts, default=0) < 0 or not is_whole:
+        raise OperandError(f"{owner}: tokens_per_expert={given!r}; expected {asked}.") from None
+    is_right = num_experts is None or len(counts) == num_experts
+    if rows is not None:
+        is_right = is_right and rows.dim() == 2 and sum(counts) == rows.shape[0]
+    if not is_right or min(counts, default=0) < 0:
         shape = "" if rows is None else f" for rows {list(rows.shape)}"
+        number = "" if num_experts is None else f"{num_experts} "
         raise OperandError(
-            f"{owner}: tokens_per_expert={list(counts)}{shape}; expected {num_experts} counts >= "
+            f"{owner}: tokens_per_expert={list(counts)}{shape}; expected {number}counts >= "
             f"0, one for each expert of all ranks, that add up to the rows."
         )
     return counts

@@ -107,9 +107,9 @@ def agree(
     shared = "" if any(x.splits_experts for x in shapes) else _scales_text(scales)
     text = _joined({"": lasting, "delayed scales": shared}) if shared else lasting
     for communicator in communicators_of(shapes):
-        if not once or text not in communicator.agreed:
-            communicator.agree(text, f"the layer {label}")
-            communicator.agreed.add(text)
+        if not once:
+            communicator.agreed.discard(text)
+        communicator.agree_once(text, f"the layer {label}")
     return lasting
 
 

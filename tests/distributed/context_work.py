@@ -353,6 +353,9 @@ def helpers(group: dist.ProcessGroup) -> dict[str, Any]:
         "packed": mine,
         "whole packed": gather_from_cp_ranks(mine, group, 0, starts),
         "odd": raised(lambda: get_batch_on_this_cp_rank(tokens[:, :-2], group)),
+        "differing": raised(
+            lambda: gather_from_cp_ranks(tokens[: 1 + dist.get_rank(group)], group)
+        ),
     }
 
 

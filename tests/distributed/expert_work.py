@@ -136,6 +136,7 @@ def refused(group: dist.ProcessGroup, rank: int) -> dict[str, str]:
     x, _ = rows_of("ragged", rank)
     counts = list(COUNTS["ragged"][rank])
     few = experts(rank, 1 + rank, group=group)
+    tokens, meta = TokenExchange(counts, group), torch.tensor(counts, device="meta")
     return {
         "counts": raised(lambda: layer(x, counts if rank else [counts[0] + 1, *counts[1:]])),
         "no integers": raised(lambda: layer(x, counts if rank else [0.5, *counts[1:]])),
@@ -144,6 +145,10 @@ def refused(group: dist.ProcessGroup, rank: int) -> dict[str, str]:
         "experts": raised(lambda: few(x, counts)),
         "exchange": raised(lambda: TokenExchange(counts if rank else [-1, *counts[1:]], group)),
         "odd": raised(lambda: TokenExchange([1, 2, 3], group)),
+        "no number": raised(lambda: TokenExchange(counts if rank else None, group)),  # type: ignore[arg-type]
+        "no values": raised(lambda: layer(x, counts if rank else meta)),
+        "rows": raised(lambda: tokens.dispatch(x if rank else x[1:])),
+        "dtype": raised(lambda: tokens.dispatch(x if rank else x.float())),
         "no group": raised(lambda: experts(rank * 2, 2, group="experts")),
     }
 

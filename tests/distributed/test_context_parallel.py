@@ -5,6 +5,7 @@ One start of four ranks serves all tests: two groups of two, and one of four.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -243,6 +244,14 @@ def test_batches_are_split_and_joined_again(ranks: list[dict[str, Any]]) -> None
     assert first["packed"].tolist()[:8] == [0, 1, 2, 3, 12, 13, 14, 15]
     assert torch.equal(second["whole packed"], torch.arange(48))
     assert "2 ranks do not divide" in first["odd"]
+
+
+def test_tokens_to_join_that_differ_raise_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        said = rank["helpers"]["differing"]
+        assert re.search(r"rank 0: torch.int64 \[32, 1\]; rank 1: torch.int64 \[32, 2\]", said), (
+            said
+        )
 
 
 def test_packed_sequences_are_padded_for_two_chunks_a_rank() -> None:

@@ -178,8 +178,12 @@ MESSAGES = {
     "no counts": ("tokens_per_expert=None; expected 4 integers", "rank 0 of group"),
     "columns": ("has k=127", "rank 0 of group"),
     "experts": ("1 experts on each rank; rank 1: 2 experts", "differ in the layer Experts"),
-    "exchange": ("tokens_per_expert=[-1, 0, 31, 12]", "rank 0 of group"),
+    "exchange": ("tokens_per_expert=[-1, 0, 31, 12]", "rank 0: refused, TokenExchange: tokens"),
     "odd": ("3 experts over 2 ranks", "3 experts over 2 ranks"),
+    "no number": ("tokens_per_expert=None; expected integers", "rank 1: 4 experts"),
+    "no values": ("torch.int64 [4] on meta; expected 4 integers", "rank 0 of group"),
+    "rows": ("47 rows; expected 48", "rank 0: refused, TokenExchange: 47 rows"),
+    "dtype": ("rank 0: torch.float32 rows of [128]", "rank 1: torch.bfloat16 rows of [128]"),
     "no group": ("'experts' is no process group", "'experts' is no process group"),
 }
 
