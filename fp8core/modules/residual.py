@@ -8,6 +8,7 @@ import torch
 
 from fp8core.communicator import named
 from fp8core.errors import OperandError
+from fp8core.torch_ops.shapes import is_captured
 
 __all__ = ["DropPath", "SampleSplit", "check_rate"]
 
@@ -68,7 +69,8 @@ class DropPath(torch.nn.Module):
         ``cu_seqlens [b + 1]`` says which tokens of whole samples are a sample's.
 
         Raises:
-            OperandError: thd without ``cu_seqlens``.
+            OperandError: thd without ``cu_seqlens``; or, raised on every rank, other numbers of
+                samples on ranks that share them.
         """
         if not self.rate or not self.training:
             return branch
@@ -99,7 +101,10 @@ class DropPath(torch.nn.Module):
         """Return which samples are kept, the same on all ranks that share them."""
         drawn = torch.rand(num_samples, device=device)
         for group in split.groups:
-            drawn = named(group).gather(drawn, "dropped samples").wait()[:num_samples]
+            communicator = named(group)
+            if not (drawn.is_meta or is_captured(drawn)):
+                communicator.agree_once(f"{num_samples} samples", "samples to drop")
+            drawn = communicator.gather(drawn, "dropped samples").wait()[:num_samples]
         return drawn >= self.rate
 
     def extra_repr(self) -> str:

@@ -15,6 +15,7 @@ from fp8core.chain.sequence_chunks import Chunks
 from fp8core.communicator import of_group
 from fp8core.distributed import gather_from_cp_ranks, get_batch_on_this_cp_rank
 from fp8core.errors import Fp8CoreError
+from fp8core.modules.residual import DropPath, SampleSplit
 from fp8core.recipe import DelayedScaling, Float8CurrentScaling, Format
 
 SEED = 3
@@ -332,6 +333,12 @@ def kept_samples(pair: dist.ProcessGroup, rank: int, way: str, layout: str) -> l
     return [is_kept[sample == at].tolist() for at in range(8)]
 
 
+def other_samples(pair: dist.ProcessGroup, rank: int) -> str:
+    """The error where ranks that share samples have other numbers of them."""
+    split = SampleSplit((of_group(pair).group_name,))
+    return raised(lambda: DropPath(0.5, "sbhd")(torch.ones(2, 3 + rank, 4), None, split))
+
+
 def without_tokens(group: dist.ProcessGroup, way: str) -> list[int]:
     """The shape of the gradient of an input that has no tokens."""
     layer = layer_of(CASES["causal"])
@@ -393,6 +400,7 @@ def work(rank: int) -> dict[str, Any]:
     for way in ("context", "sequence"):
         for layout in ("thd", "sbhd"):
             found[f"kept {way} {layout}"] = kept_samples(pair, rank % 2, way, layout)
+    found["other samples"] = other_samples(pair, rank % 2)
     layer = block()
     layer.set_context_parallel_group(pair, None, None, "p2p")
     x = get_batch_on_this_cp_rank(block_input(), pair)

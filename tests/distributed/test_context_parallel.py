@@ -234,6 +234,10 @@ def test_a_dropped_path_drops_whole_samples(
     assert {one[0] for one in tokens} == {True, False}
 
 
+def test_ranks_with_other_numbers_of_samples_drop_none(ranks: list[dict[str, Any]]) -> None:
+    assert all("rank 0: 3 samples; rank 1: 4 samples" in rank["other samples"] for rank in ranks)
+
+
 def test_batches_are_split_and_joined_again(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["helpers"] for rank in ranks[:2])
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH)
