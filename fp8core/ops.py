@@ -20,7 +20,6 @@ import torch
 
 from fp8core.chain.pointwise import BiasShape, DropoutShape, QuantizeShape
 from fp8core.chain.shape import LinkShape
-from fp8core.errors import OperandError
 from fp8core.modules.activation import (
     GEGLU,
     GELU,
@@ -55,7 +54,14 @@ from fp8core.modules.linear import Linear as LinearLayer
 from fp8core.modules.norm import LayerNorm, RMSNorm
 from fp8core.modules.operation import Operation
 from fp8core.modules.parallel import Parallel
-from fp8core.modules.parameters import InitMethod, check_size, fill, make_parameter, resolve_device
+from fp8core.modules.parameters import (
+    InitMethod,
+    check_probability,
+    check_size,
+    fill,
+    make_parameter,
+    resolve_device,
+)
 from fp8core.modules.refusals import refuse_arguments
 from fp8core.modules.sequential import Sequential
 from fp8core.modules.tensor_operations import (
@@ -325,9 +331,7 @@ class Dropout(Operation):
 
     def __init__(self, p: float) -> None:
         super().__init__(None)
-        if not 0 <= p < 1:
-            raise OperandError(f"ops.Dropout(p={p!r}): expected 0 <= p < 1.")
-        self.p = p
+        self.p = check_probability("ops.Dropout", "p", p)
 
     def link_shapes(self) -> tuple[LinkShape, ...]:
         """Return the dropout's shape, whose probability is 0 in evaluation."""

@@ -167,6 +167,14 @@ def test_dropout_zeroes_and_scales() -> None:
     assert set(y.unique().tolist()) == {0.0, float(torch.ones(()) / 0.75)}
 
 
+def test_dropout_of_everything_gives_zeros_and_gradients_of_zero() -> None:
+    x = torch.randn(8, 8, requires_grad=True)
+    y = ops.Dropout(1.0)(x)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert not y.any()
+    assert not grad.any()
+
+
 def test_dropout_on_meta_gives_shapes() -> None:
     x = torch.randn(4, 32, device="meta", requires_grad=True)
     y = ops.Dropout(0.25)(x)

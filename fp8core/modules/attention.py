@@ -20,7 +20,6 @@ from fp8core.context.checkpoint import checkpoint
 from fp8core.errors import Fp8CoreError, OperandError, UnsupportedError
 from fp8core.modules.attention_arguments import (
     checked_choice,
-    checked_dropout,
     checked_heads,
     checked_scale,
     checked_softcap,
@@ -49,7 +48,7 @@ from fp8core.modules.bound import Bound
 from fp8core.modules.context_group import ContextGroup, check_context
 from fp8core.modules.inference import InferenceParams
 from fp8core.modules.parallel import ParallelModule, mark_weight
-from fp8core.modules.parameters import fill, resolve_device
+from fp8core.modules.parameters import check_probability, fill, resolve_device
 from fp8core.modules.run import remember, run_again, run_links
 from fp8core.recipe.plan import AttentionPlan
 from fp8core.reporting import log_once
@@ -142,7 +141,7 @@ class DotProductAttention(ParallelModule):
             heads=self.parallel.part_of(owner, "num_attention_heads", heads.heads),
             groups=self.parallel.part_of(owner, "num_gqa_groups", heads.groups),
         )
-        self.attention_dropout = checked_dropout(owner, attention_dropout)
+        self.attention_dropout = check_probability(owner, "attention_dropout", attention_dropout)
         self.qkv_format = check_layout(owner, qkv_format)
         self.attn_mask_type = mask_type_of(owner, attn_mask_type)
         self.window_size = window_size
@@ -281,7 +280,7 @@ class DotProductAttention(ParallelModule):
         # Compared with those of the call before at once. A captured graph is guarded by what is
         # read here.
         arguments: tuple[object, ...] | None = None
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not self.drops_all:
             arguments = (
                 *(attention_mask, qkv_format, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded),
                 *(cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size),
@@ -350,6 +349,11 @@ class DotProductAttention(ParallelModule):
         return output
 
     @property
+    def drops_all(self) -> bool:
+        """Whether every weight is dropped: attention to values of 0 without dropout is the same."""
+        return self.training and self.attention_dropout == 1
+
+    @property
     def options(self) -> tuple[object, ...]:
         """What a call depends on besides its arguments, plain values."""
         return (
@@ -383,6 +387,8 @@ class DotProductAttention(ParallelModule):
         if cache is not None:
             attention_mask = None
             qkv, lengths = with_cache(owner, self, cache, layout, qkv)
+        if self.drops_all:  # no backend scales by 1 / (1 - p)
+            qkv = qkv._replace(v=qkv.v * 0)
         lengths = self._lengths(layout, mask, qkv, attention_mask, lengths)
         check_pad_between(owner, options.pad_between_seqs, lengths)
         heads = self.heads.heads
@@ -531,7 +537,7 @@ class DotProductAttention(ParallelModule):
             bias_type,
             cap,
             self.softmax_type,
-            self.attention_dropout if self.training else 0.0,
+            self.attention_dropout if self.training and not self.drops_all else 0.0,
             self.return_max_logit,
             bf16_backward,
             self.context_group.context,

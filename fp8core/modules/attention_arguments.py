@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.modules.attention_inputs import Heads
-from fp8core.modules.parameters import check_size
+from fp8core.modules.parameters import check_size, is_number
 
 __all__ = [
     "checked_choice",
-    "checked_dropout",
     "checked_heads",
     "checked_scale",
     "checked_softcap",
@@ -50,29 +48,18 @@ def checked_heads(
     return Heads(heads, groups, *sizes)
 
 
-def checked_dropout(owner: object, dropout: float) -> float:
-    """Return the probability of dropout."""
-    if not _is_number(dropout) or not 0 <= dropout < 1:
-        raise OperandError(f"{owner}(attention_dropout={dropout!r}): expected 0 <= p < 1.")
-    return float(dropout)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real)
-
-
 def checked_scale(owner: object, scale: float | None, head_dim: int) -> float:
     """Return the factor of the logits; by default 1 over the root of a head's size."""
     if scale is None:
         return 1 / math.sqrt(head_dim)
-    if not _is_number(scale) or not math.isfinite(scale):
+    if not is_number(scale) or not math.isfinite(scale):
         raise OperandError(f"{owner}(softmax_scale={scale!r}): expected a finite number, or None.")
     return float(scale)
 
 
 def checked_softcap(owner: object, softcap: float) -> float:
     """Return the cap of the logits, 0 for none."""
-    if not _is_number(softcap) or not 0 <= softcap < math.inf:
+    if not is_number(softcap) or not 0 <= softcap < math.inf:
         raise OperandError(f"{owner}: softcap={softcap!r}; expected a finite number, 0 for none.")
     return float(softcap)
 

@@ -53,7 +53,7 @@ def attends_to_codes(layers: Sequence[torch.nn.Module]) -> bool:
             chosen = active(layer.outside_autocast).quantize
             if isinstance(chosen, PerLayer):
                 chosen = recipe_in(chosen, LayerRole(layer.kind, layer.name))
-            is_apart = layer.return_max_logit or layer.context_group.size > 1
+            is_apart = layer.return_max_logit or layer.drops_all or layer.context_group.size > 1
             if not getattr(chosen, "fp8_mha", False) or is_apart:
                 return False
     return not is_traced() and not is_transform_active() and all(map(may_join, layers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,9 +19,11 @@ __all__ = [
     "NORMALIZATIONS",
     "InitMethod",
     "check_normalization",
+    "check_probability",
     "check_size",
     "default_init_method",
     "fill",
+    "is_number",
     "make_parameter",
     "materialize",
     "resolve_device",
@@ -111,6 +114,22 @@ def check_size(owner: str, name: str, value: int) -> int:
     if not isinstance(value, int) or value < 1:
         raise OperandError(f"{owner}({name}={value!r}): expected an integer >= 1.")
     return value
+
+
+def is_number(value: object) -> bool:
+    """Return whether ``value`` is a real number of Python's or NumPy's."""
+    return isinstance(value, numbers.Real)
+
+
+def check_probability(owner: str, name: str, value: float) -> float:
+    """Return ``value`` if it is a probability, 0 and 1 included.
+
+    Raises:
+        OperandError: it is not.
+    """
+    if not is_number(value) or not 0 <= value <= 1:
+        raise OperandError(f"{owner}({name}={value!r}): expected 0 <= {name} <= 1.")
+    return float(value)
 
 
 def check_normalization(owner: str, name: str) -> str:

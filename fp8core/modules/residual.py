@@ -8,22 +8,12 @@ import torch
 
 from fp8core.communicator import named
 from fp8core.errors import OperandError
+from fp8core.modules.parameters import check_probability
 from fp8core.torch_ops.shapes import is_captured
 
-__all__ = ["DropPath", "SampleSplit", "check_rate"]
+__all__ = ["DropPath", "SampleSplit"]
 
 _BATCH_DIM = {"sbhd": 1, "bshd": 0}
-
-
-def check_rate(owner: str, name: str, value: float) -> float:
-    """Return ``value`` if it is a probability.
-
-    Raises:
-        OperandError: it is not.
-    """
-    if not 0 <= value <= 1:
-        raise OperandError(f"{owner}({name}={value!r}): expected 0 <= {name} <= 1.")
-    return value
 
 
 class SampleSplit(NamedTuple):
@@ -56,7 +46,7 @@ class DropPath(torch.nn.Module):
 
     def __init__(self, rate: float, layout: str) -> None:
         super().__init__()
-        self.rate = check_rate("DropPath", "rate", rate)
+        self.rate = check_probability("DropPath", "rate", rate)
         self.layout = layout
 
     def forward(

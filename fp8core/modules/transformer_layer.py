@@ -15,9 +15,9 @@ from fp8core.modules.layernorm_mlp import LayerNormMLP
 from fp8core.modules.multihead_attention import MultiheadAttention, check_main_grad
 from fp8core.modules.norm import LayerNorm, RMSNorm
 from fp8core.modules.parallel import set_group
-from fp8core.modules.parameters import InitMethod
+from fp8core.modules.parameters import InitMethod, check_probability
 from fp8core.modules.refusals import refuse_arguments
-from fp8core.modules.residual import DropPath, SampleSplit, check_rate
+from fp8core.modules.residual import DropPath, SampleSplit
 from fp8core.modules.transformer_chain import TransformerChain, TransformerParts
 
 __all__ = ["LAYER_TYPES", "TransformerLayer"]
@@ -152,7 +152,9 @@ class TransformerLayer(torch.nn.Module):
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp
         self._chain = TransformerChain()
-        self.hidden_dropout = check_rate("TransformerLayer", "hidden_dropout", hidden_dropout)
+        self.hidden_dropout = check_probability(
+            "TransformerLayer", "hidden_dropout", hidden_dropout
+        )
         common: dict[str, Any] = {
             "bias": bias,
             "normalization": normalization,

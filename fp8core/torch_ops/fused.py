@@ -124,7 +124,8 @@ def _dropped(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.
     is_plain = not (is_batched or is_transform_active())
     with contextlib.nullcontext() if is_plain else _outside_transforms():
         noise = torch.rand(x.shape, generator=generator, device=x.device)
-    return x * ((noise >= p).to(x.dtype) / (1 - p))
+    kept_rate = 1 - p or 1  # nothing is kept where it is 0
+    return x * ((noise >= p).to(x.dtype) / kept_rate)
 
 
 @define(

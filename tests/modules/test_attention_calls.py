@@ -225,6 +225,19 @@ def test_meta_gives_shapes() -> None:
     assert (out.shape, largest.shape, out.device.type) == ((5, 2, 32), (HEADS,), "meta")
 
 
+@pytest.mark.parametrize("options", [{}, {"fp8_dpa": True}, {"fp8_dpa": True, "fp8_mha": True}])
+def test_where_every_weight_is_dropped_results_and_gradients_are_zero(
+    options: dict[str, Any],
+) -> None:
+    block = fp8core.MultiheadAttention(32, HEADS, attention_dropout=1.0, bias=False)
+    x, chosen = torch.randn(5, 2, 32), fp8core.recipe.DelayedScaling(**options)
+    for _ in range(3):
+        x = x.detach().requires_grad_()
+        with fp8core.autocast(recipe=chosen):
+            out = block(x)
+        assert all(not one.any() for one in (out, *grads(out, x, *block.parameters())))
+
+
 def test_recipe_leaves_attention_in_high_precision() -> None:
     q, k, v = qkv(5, 2, dtype=torch.bfloat16)
     with fp8core.autocast(recipe=fp8core.recipe.DelayedScaling()):

@@ -26,7 +26,7 @@ CONSTRUCTED = {
     "window_size=\\(-2, 0\\)": {"window_size": (-2, 0)},
     "Put the window into attention_mask": {"window_size": (2, 2), "attn_mask_type": "arbitrary"},
     "Ask for 'causal_bottom_right'": {"window_size": (-1, 0), "attn_mask_type": "padding"},
-    "expected 0 <= p < 1": {"attention_dropout": 1.0},
+    "expected 0 <= attention_dropout <= 1": {"attention_dropout": 1.1},
     "softcap=-1.0; expected a finite number": {"softcap": -1.0},
     "softmax_scale=nan": {"softmax_scale": float("nan")},
     "softmax_scale='x'": {"softmax_scale": "x"},
