@@ -38,6 +38,7 @@ def parallel_cross_entropy(
     Computed in that precision: ``(1 - s) * (log_sum - inp[target]) + s * (log_sum - inp.mean())``
     with ``s = label_smoothing`` and the logarithm of the summed exponentials, from the differences
     of logits to the largest one. ``inp`` is kept for backward as it is, neither copied nor written.
+    With a ``label_smoothing``, differences whose sum overflows give no finite loss, as in torch.
 
     Args:
         inp: logits ``[..., classes]``.
