@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from fp8core.errors import OperandError
 from fp8core.optimizers.fused import FusedOptimizer
 from fp8core.optimizers.scaled_state import LARGEST, ScaledState
-from fp8core.tensors.checks import is_sharded, misfit
 from fp8core.tensors.quantized_tensor import QuantizedTensor
 from fp8core.tensors.sharded_weight import as_part_of, local_part
 
@@ -111,60 +109,28 @@ class AdamState(FusedOptimizer):
         # gloo and NCCL gather and broadcast no int16.
         return as_part_of(value.int() if value.dtype == torch.int16 else value, param)
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned; values are stored in the dtypes of this optimizer.
-
-        Masters of float32 parameters, which Transformer Engine saves, are their values and are left
-        out.
-
-        Raises:
-            OperandError: values of another shape or placement; a parameter has other states there
-                than here, as without ``master_weights``; or masters are remainders there and values
-                here, or the other way round. Nothing is loaded then.
-        """
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        loaded: list[tuple[torch.Tensor, str, torch.Tensor]] = []
-        for key, param in zip(saved, self._all_params(), strict=False):
-            state = self._given(param, state_dict["state"].get(key, {}))
-            loaded += [(param, name, value) for name, value in state.items()]
-        # Without the values, which torch would convert to the parameters' dtypes.
-        super().load_state_dict({**state_dict, "state": {}})
-        for param, name, value in loaded:
-            value = value if self._is_remainder(param, name) else value.float()
-            self.set_scaled_state(param, name, value.to(param.device))
-
     def _given(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return this rank's part of ``state``, saved for ``param``, or raise OperandError."""
-        state = {name: value for name, value in state.items() if value is not None}
+        """Masters of float32 parameters, which Transformer Engine saves, are their values and are
+        left out."""
         if not self._has_master(param) and param.dtype == torch.float32:
-            state.pop(MASTER, None)
-        expected = {*AVERAGES, MASTER} if self._has_master(param) else {*AVERAGES}
-        if state and set(state) != expected:
-            raise OperandError(
-                f"FusedAdam.load_state_dict: a parameter {list(param.shape)} of {param.dtype} has "
-                f"the states {sorted(state)}; with master_weights={self.master_weights} it has "
-                f"{sorted(expected)}. Make the optimizer with the options of the one that was "
-                f"saved."
-            )
-        return {name: self._placed(param, name, value) for name, value in state.items()}
+            state = {name: value for name, value in state.items() if name != MASTER}
+        return super()._given(param, state)
 
-    def _placed(self, param: torch.Tensor, name: str, value: Any) -> torch.Tensor:
-        """Return this rank's part of ``value``, or raise OperandError if it does not fit."""
-        is_remainder = self._is_remainder(param, name)
-        like = param.detach().view(torch.int16) if is_remainder else param
-        fault = misfit(value, like)
-        if fault is not None:
-            raise OperandError(
-                f"FusedAdam.load_state_dict: {name} {fault}, "
-                f"store_param_remainders={self.store_param_remainders}. Load the state of the same "
-                f"model and options; on other ranks by torch.distributed.checkpoint."
-            )
-        placed: Any = value
-        if is_sharded(value):
-            like_it: Any = param
-            placed = placed.redistribute(placements=like_it.placements)
-        return local_part(placed)
+    def _names_of_state(self, param: torch.Tensor) -> set[str]:
+        return {*AVERAGES, MASTER} if self._has_master(param) else {*AVERAGES}
+
+    def _like_of_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
+        return param.detach().view(torch.int16) if self._is_remainder(param, name) else param
+
+    def _options(self) -> str:
+        return (
+            f" with master_weights={self.master_weights}, "
+            f"store_param_remainders={self.store_param_remainders}"
+        )
+
+    def _store(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        value = value if self._is_remainder(param, name) else value.float()
+        self.set_scaled_state(param, name, value.to(param.device))
 
     def _is_remainder(self, param: torch.Tensor, name: str) -> bool:
         return name == MASTER and self._has_remainder(param)

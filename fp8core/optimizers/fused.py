@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from fp8core.errors import OperandError
+from fp8core.tensors.checks import is_sharded, misfit
+from fp8core.tensors.sharded_weight import local_part
 
 __all__ = ["FLOATS", "FusedOptimizer"]
 
@@ -32,6 +34,89 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _all_params(self) -> Iterator[torch.Tensor]:
         """Yield the parameters of all groups."""
         return chain.from_iterable(group["params"] for group in self.param_groups)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, as pre-hooks have left it; values are stored in
+        the dtypes of this optimizer.
+
+        Raises:
+            OperandError: values of another kind, shape or placement; or a parameter has other
+                states there than here, as by other options. Nothing is loaded then.
+        """
+        loaded: list[tuple[torch.Tensor, str, torch.Tensor]] = []
+
+        def take_values(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+            loaded.extend(self._values_of(given))
+            return {**given, "state": {}}  # torch would convert values to the parameters' dtypes
+
+        def store_values(_: Any) -> None:
+            for one in loaded:
+                self._store(*one)
+
+        last = self.register_load_state_dict_pre_hook(take_values)
+        first = self.register_load_state_dict_post_hook(store_values, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+            first.remove()
+
+    def _values_of(self, given: dict[str, Any]) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+        """Yield this rank's part of each state in ``given``: the parameter, its name, the value."""
+        saved = chain.from_iterable(group["params"] for group in given["param_groups"])
+        for key, param in zip(saved, self._all_params(), strict=False):
+            state = given["state"].get(key, {})
+            if not isinstance(state, dict):
+                raise OperandError(
+                    f"{type(self).__name__}.load_state_dict: the state of parameter {key!r} is a "
+                    f"{type(state).__name__}, expected a dict of tensors."
+                )
+            for name, value in self._given(param, state).items():
+                yield param, name, value
+
+    def _given(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return this rank's part of ``state``, saved for ``param``, or raise OperandError."""
+        state = {name: value for name, value in state.items() if value is not None}
+        expected = self._names_of_state(param)
+        if state and set(state) != expected:
+            raise OperandError(
+                f"{type(self).__name__}.load_state_dict: a parameter {list(param.shape)} of "
+                f"{param.dtype} has the states {sorted(state)}; here it has {sorted(expected)}"
+                f"{self._options()}. Make the optimizer with the options of the one that was "
+                f"saved."
+            )
+        return {name: self._placed(param, name, value) for name, value in state.items()}
+
+    def _placed(self, param: torch.Tensor, name: str, value: Any) -> torch.Tensor:
+        """Return this rank's part of ``value``, or raise OperandError if it does not fit."""
+        fault = misfit(value, self._like_of_state(param, name))
+        if fault is not None:
+            raise OperandError(
+                f"{type(self).__name__}.load_state_dict: {name} {fault}{self._options()}. Load the "
+                f"state of the same model and options; on other ranks by "
+                f"torch.distributed.checkpoint."
+            )
+        if is_sharded(value):
+            like_it: Any = param
+            value = value.redistribute(placements=like_it.placements)
+        return local_part(value)
+
+    def _names_of_state(self, param: torch.Tensor) -> set[str]:
+        """Return the names of the states of ``param``."""
+        raise NotImplementedError
+
+    def _like_of_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
+        """Return a tensor of the shape, kind and placement of a saved state."""
+        return param
+
+    def _options(self) -> str:
+        """Return how messages name the options that the states depend on."""
+        return ""
+
+    def _store(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        """Make ``value``, this rank's part, the state ``name`` of ``param``."""
+        raise NotImplementedError
 
     def _gradient(self, param: torch.Tensor) -> torch.Tensor | None:
         """Return what ``param`` is stepped by."""

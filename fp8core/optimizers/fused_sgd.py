@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -16,6 +16,7 @@ from fp8core.tensors.sharded_weight import ShardedWeight, local_part, plain_for_
 __all__ = ["FusedSGD"]
 
 _REQUIRED: Any = object()
+_MOMENTUM: Final = "momentum_buffer"
 _STEPPED = (torch.Tensor, torch.nn.Parameter, ShardedWeight)
 
 
@@ -78,6 +79,13 @@ class FusedSGD(FusedOptimizer):
                         f"quantized ones with fp8core.MasterWeights."
                     )
 
+    def _names_of_state(self, param: torch.Tensor) -> set[str]:
+        return {_MOMENTUM}
+
+    def _store(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        self.state[param][name] = torch.zeros_like(param.detach())
+        local_part(self.state[param][name]).copy_(value)
+
     def _step_group(self, group: dict[str, Any]) -> None:
         """Step the parameters of ``group`` that have a gradient, those of one kind at once."""
         batches: dict[tuple[SgdDesc, bool, torch.device], list[list[torch.Tensor]]] = {}
@@ -85,12 +93,12 @@ class FusedSGD(FusedOptimizer):
             grad = param.grad
             if grad is None:
                 continue
-            is_first = "momentum_buffer" not in self.state[param]
+            is_first = _MOMENTUM not in self.state[param]
             if is_first:
-                self.state[param]["momentum_buffer"] = torch.zeros_like(param.detach())
+                self.state[param][_MOMENTUM] = torch.zeros_like(param.detach())
             desc = SgdDesc(param.dtype, grad.dtype, decay_after_momentum=self.wd_after_momentum)
             lists = batches.setdefault((desc, is_first, param.device), [[], [], [], []])
-            momentum = self.state[param]["momentum_buffer"]
+            momentum = self.state[param][_MOMENTUM]
             stepped = plain_for_writing(local_part(param.detach()))
             for tensors, one in zip(
                 lists, (local_part(grad), stepped, local_part(momentum)), strict=False

@@ -87,6 +87,36 @@ def test_state_is_loaded() -> None:
     torch.testing.assert_close(again, ours, rtol=0, atol=0)
 
 
+def with_state(change: Any) -> Any:
+    """Return an optimizer, and its state with that of the second parameter changed."""
+    params = parameters()
+    optimizer = FusedSGD(params, 0.1, 0.9)
+    for param in params:
+        param.grad = torch.full(param.shape, 0.5)
+    optimizer.step()
+    stored = copy.deepcopy(optimizer.state_dict())
+    stored["state"][1] = change(stored["state"][1]["momentum_buffer"])
+    return optimizer, stored
+
+
+NO_STATE: dict[str, Any] = {
+    r"is \[66\] in the checkpoint": lambda own: {"momentum_buffer": own.repeat(2)},
+    "is torch.int32 in the checkpoint": lambda own: {"momentum_buffer": own.int()},
+    r"has the states \['exp_avg'\]": lambda own: {"exp_avg": own},
+    "the state of parameter 1 is a list": lambda own: [own],
+}
+
+
+@pytest.mark.parametrize("words", NO_STATE)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(words: str) -> None:
+    optimizer, stored = with_state(NO_STATE[words])
+    before = copy.deepcopy(optimizer.state_dict())
+    stored["param_groups"][0]["lr"] = 3.0
+    with pytest.raises(OperandError, match=f"FusedSGD.load_state_dict: .*{words}"):
+        optimizer.load_state_dict(stored)
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
 ERRORS: dict[str, Any] = {
     "lr is missing": lambda: FusedSGD(parameters()),
     "FusedSGD(momentum=-1": lambda: FusedSGD(parameters(), 0.1, -1.0),
