@@ -32,6 +32,7 @@ def lines() -> list[str]:
     # torch knows the names of some devices, "npu" for one, by their plug-ins alone.
     usable = [spec for spec in specs if registry.unusable(spec) is None]
     kinds = dict.fromkeys(kind for spec in usable for kind in spec.device_types if kind != "meta")
+    needs = matrix.needs_by_recipe()
     text: list[str] = []
     for spec in specs:
         reason = registry.unusable(spec)
@@ -41,7 +42,7 @@ def lines() -> list[str]:
         native = [kind for kind in kinds if kind in spec.device_types]
         others = [kind for kind in (*kinds, "cuda") if kind not in native] if spec.portable else []
         for kind in dict.fromkeys([*native, *others]):
-            answers = matrix.cells(spec, torch.device(kind))
+            answers = matrix.cells(spec, torch.device(kind), needs)
             heading, *rows = matrix.rows(answers)
             text += [f"**{spec.name}** on `{kind}`", ""]
             text += [_row(["operation", *heading[1:]]), _row(["---"] * len(heading))]

@@ -15,7 +15,7 @@ import torch
 from fp8core.backend_api import OPS, OPTIONAL_OPS, BackendSpec
 from fp8core.dispatch import plugins
 from fp8core.doctor import process
-from fp8core.doctor.matrix import Cell, cell_from, cells
+from fp8core.doctor.matrix import Cell, cell_from, cells, needs_by_recipe
 from fp8core.doctor.process import Record
 from fp8core.doctor.selftest import Check, check
 
@@ -89,13 +89,14 @@ def records(name: str, asked: torch.device | None, done: Collection[str] = ()) -
     devices = [torch.device(kind) for kind in spec.device_types if kind != "meta"]
     device = asked or next((one for one in devices if absent(one) is None), devices[0])
     yield {"begin": _DECLARING, "device": str(device)}
-    yield {"cells": [dataclasses.asdict(cell) for cell in cells(spec, device)]}
+    needs = needs_by_recipe()
+    yield {"cells": [dataclasses.asdict(cell) for cell in cells(spec, device, needs)]}
     reason = _why_untested(spec, device)
     yield {"untested": reason}
     for op in (*OPS, *OPTIONAL_OPS) if reason is None else ():
         if op not in done:
             yield {"begin": f"the self-test of {op}", "op": op}
-            result = check(spec, op, device)
+            result = check(spec, op, device, needs)
             yield {} if result is None else {"check": dataclasses.asdict(result)}
 
 

@@ -6,6 +6,7 @@ A cell holds the backend's answers to the descriptors that layers need under the
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,10 @@ from fp8core.backend_api import OPS, OPTIONAL_OPS, BackendSpec
 from fp8core.commands.arguments import NO_RECIPE
 from fp8core.dispatch import plugins, select
 from fp8core.dispatch.isolation import Failure, attempt
-from fp8core.inspect.descriptors import Need, op_needs
+from fp8core.inspect.descriptors import Need, recipe_needs
 from fp8core.recipe import PerLayer, Recipe
 
-__all__ = ["DTYPE", "Cell", "cell_from", "cells", "needs_of", "rows", "unanswered"]
+__all__ = ["DTYPE", "Cell", "cell_from", "cells", "needs_by_recipe", "rows", "unanswered"]
 
 DTYPE = torch.bfloat16
 """The dtype of activations and parameters in the matrix and in the self-test."""
@@ -49,24 +50,31 @@ def cell_from(entry: Mapping[str, Any]) -> Cell:
     return Cell(entry["recipe"], entry["op"], entry["state"], tuple(entry["reasons"]))
 
 
-def cells(spec: BackendSpec, device: torch.device) -> list[Cell]:
+def needs_by_recipe() -> dict[str, list[Need] | Failure]:
+    """Return the uses of all operations under each recipe, or how the recipe fails; the recipe
+    ``none`` is high precision."""
+    names = (NO_RECIPE, *recipe.names())
+    return {name: attempt(functools.partial(_needs, name)) for name in names}
+
+
+def _needs(name: str) -> list[Need]:
+    chosen: Recipe = PerLayer({}) if name == NO_RECIPE else recipe.by_name(name)
+    return recipe_needs(chosen, DTYPE)
+
+
+def cells(
+    spec: BackendSpec, device: torch.device, needs: Mapping[str, list[Need] | Failure]
+) -> list[Cell]:
     """Ask the backend of ``spec`` about every operation of every recipe on ``device``."""
     registry = plugins.load()
     answers = []
-    for name in (NO_RECIPE, *recipe.names()):
-        for op in (*OPS, *OPTIONAL_OPS):
-            needs = attempt(functools.partial(needs_of, op, name))
-            if isinstance(needs, Failure):
-                answers.append(Cell(name, op, "no", (str(needs),)))
-            else:
-                answers.append(_cell(name, op, needs, registry, spec, device))
+    for (name, uses), op in itertools.product(needs.items(), (*OPS, *OPTIONAL_OPS)):
+        if isinstance(uses, Failure):
+            answers.append(Cell(name, op, "no", (str(uses),)))
+        else:
+            of_op = [need for need in uses if need.desc.op == op]
+            answers.append(_cell(name, op, of_op, registry, spec, device))
     return answers
-
-
-def needs_of(op: str, name: str) -> list[Need]:
-    """Return the uses of ``op`` under the recipe called ``name``; ``none`` is high precision."""
-    chosen: Recipe = PerLayer({}) if name == NO_RECIPE else recipe.by_name(name)
-    return op_needs(op, chosen, DTYPE)
 
 
 def _cell(

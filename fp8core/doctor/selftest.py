@@ -1,35 +1,27 @@
 """A small test of each operation of a backend, which shows a faulty installation.
 
-It is no proof: the conformance kit tests the laws of the backend API. The judge is the reference
-backend on the CPU, in float64 for operations that take it. The reference backend on the CPU cannot
-judge its own casts, so they are tested by quantizing a second time.
+It runs the conformance kit's core laws for what the recipes need; the whole kit proves more.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from fp8core import recipe
 from fp8core.backend_api import BackendSpec
-from fp8core.commands.arguments import NO_RECIPE
 from fp8core.dispatch import plugins
-from fp8core.dispatch.isolation import Failure, attempt
-from fp8core.doctor import casts, fused, layers, products
-from fp8core.doctor.cases import Bench
-from fp8core.doctor.compare import Error
-from fp8core.doctor.matrix import needs_of
+from fp8core.dispatch.isolation import Failure, attempt, is_a
 from fp8core.inspect.descriptors import Need
-from fp8core.testing.training_calls import TRAINING_DESCS
+from fp8core.testing.catalogue import CatalogueEntry
+from fp8core.testing.checks import checks
+from fp8core.testing.compare import Broken, Unjudged
+from fp8core.testing.laws import LAWS
+from fp8core.testing.subject import JUDGE, Subject
 
 __all__ = ["Check", "check"]
-
-JUDGE = "reference"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +33,7 @@ class Check:
         cases: the number of descriptors that were run.
         worst: the largest error as a share of its bound; 0 is equal bit for bit, above 1 fails;
             None if no share is defined: a NaN, another shape, or no result.
-        judged_by: the expected values that the results were compared with, and the bound.
+        judged_by: what the law with that error, or the first one that is broken, demands.
         failure: why the test failed; None if it passed.
     """
 
@@ -52,68 +44,56 @@ class Check:
     failure: str | None = None
 
 
-def check(spec: BackendSpec, op: str, device: torch.device) -> Check | None:
-    """Test ``op`` of the backend of ``spec`` on ``device``, None if it supports no use of it."""
+def check(
+    spec: BackendSpec,
+    op: str,
+    device: torch.device,
+    needs: Mapping[str, Sequence[Need] | Failure],
+) -> Check | None:
+    """Test ``op`` of the backend of ``spec`` on ``device``, None if it supports no use of it.
+
+    ``needs`` are the uses of all operations by recipe, or how a recipe fails, which the matrix
+    tells. Of each recipe the first and the last use are tested.
+    """
     registry = plugins.load()
-    needs = [need for need in _needs(op) if registry.unsupported(spec, need.desc, device) is None]
-    if not needs:
+    chosen: dict[Need, None] = {}
+    for uses in needs.values():
+        supported = [
+            need
+            for need in (() if isinstance(uses, Failure) else uses)
+            if need.desc.op == op and registry.unsupported(spec, need.desc, device) is None
+        ]
+        chosen |= dict.fromkeys((*supported[:1], *supported[-1:]))
+    if not chosen:
         return None
     if JUDGE not in registry.backends:
         return Check(op, 0, None, "", f"the judge, backend {JUDGE!r}, is not installed")
-    bench = Bench(registry.instance(spec), registry.instance(registry.backends[JUDGE]), device)
-    worst, num_run = Error(0.0, ""), 0
-    for need in needs:
-        errors = attempt(functools.partial(_errors, op, bench, need))
-        if isinstance(errors, Failure):
-            reason = f"{need.step} {need.desc}: {errors}".strip()
-            return Check(op, num_run, None, worst.judged_by, reason)
-        num_run += bool(errors)
-        largest = max(errors, key=lambda error: error.share, default=worst)
-        worst = max(largest, worst, key=lambda error: error.share)
-        if largest.share > 1:
-            reason = f"{need.step} {need.desc}: {_amount(largest.share)}".strip()
-            amount = largest.share if math.isfinite(largest.share) else None
-            return Check(op, num_run, amount, largest.judged_by, reason)
-    return Check(op, num_run, worst.share, worst.judged_by)
+    judge = registry.instance(registry.backends[JUDGE])
+    return _held(op, Subject(spec.name, registry.instance(spec), device, judge, spec), [*chosen])
 
 
-def _errors(op: str, bench: Bench, need: Need) -> list[Error]:
-    return list(_RUNS[op](bench, need))
+def _held(op: str, subject: Subject, needs: Sequence[Need]) -> Check:
+    """Hold ``subject`` to the core laws for all of ``needs``, until one is broken."""
+    laws = [law for law in LAWS.values() if law.is_core]
+    entries = [CatalogueEntry(f"{need.step} {need.desc}".strip(), need.desc) for need in needs]
+    worst, judged_by, judged = 0.0, "nothing: the judge knows none of its uses", set[str]()
+    for each in checks(subject, laws, entries):
+        share = attempt(each.run)
+        if isinstance(share, Failure) and is_a(share.error, Unjudged):
+            continue
+        if isinstance(share, Failure):
+            amount, text = _broken(share)
+            return Check(op, len(judged), amount, each.law.meaning, f"{each.label}: {text}")
+        if not judged or (share or 0.0) > worst:
+            worst, judged_by = share or 0.0, each.law.meaning
+        judged.add(each.label)
+    return Check(op, len(judged), worst, judged_by)
 
 
-def _amount(error: float) -> str:
-    return f"{error:.3g} of the bound" if math.isfinite(error) else "not equal, or NaN"
-
-
-def _needs(op: str) -> list[Need]:
-    """Return the uses of ``op`` in all recipes, each once, without recipes that fail: the matrix
-    names those."""
-    answers = [
-        attempt(functools.partial(needs_of, op, name)) for name in (NO_RECIPE, *recipe.names())
-    ]
-    lists = [needs for needs in answers if not isinstance(needs, Failure)]
-    return list(dict.fromkeys(itertools.chain.from_iterable(lists)))
-
-
-_RUNS: dict[str, Callable[[Bench, Need], Iterator[Error]]] = {
-    "activation": layers.activation,
-    "activation_backward": layers.activation,
-    "activation_backward_quantize": fused.quantizing,
-    "activation_quantize": fused.quantizing,
-    "add_norm": fused.add_norm,
-    "amax": casts.amax,
-    "attention": layers.attention,
-    "attention_backward": layers.attention,
-    "column_sums": layers.column_sums,
-    "dequantize": casts.dequantize,
-    "gemm": products.gemm,
-    "grouped_gemm": products.grouped_gemm,
-    "norm": layers.norm,
-    "norm_backward": layers.norm,
-    "norm_backward_quantize": fused.quantizing,
-    "norm_quantize": fused.quantizing,
-    "quantize": casts.quantize,
-    "rotary": layers.rotary,
-    "scale_update": casts.scale_update,
-    **dict.fromkeys((desc.op for desc in TRAINING_DESCS), layers.training),
-}
+def _broken(failure: Failure) -> tuple[float | None, str]:
+    """Return the error as a share of its bound, where one is defined, and what is wrong."""
+    error = failure.error
+    if not isinstance(error, Broken):
+        return None, str(failure)
+    is_share = error.worst is not None and math.isfinite(error.worst)
+    return error.worst if is_share else None, str(error)

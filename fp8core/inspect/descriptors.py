@@ -38,7 +38,7 @@ from fp8core.recipe.base import plan_of
 from fp8core.recipe.plan import HIGH_PRECISION, AttentionPlan, LayerRole, LinearPlan, Plan
 from fp8core.tensors.scaling import update_desc
 
-__all__ = ["NORMS", "Need", "layer_needs", "op_needs"]
+__all__ = ["NORMS", "Need", "layer_needs", "recipe_needs"]
 
 NORMS = ("layernorm", "rmsnorm")
 _EPS = 1e-5
@@ -71,12 +71,12 @@ def layer_needs(layer: LowPrecisionModule, recipe: Recipe, dtype: torch.dtype) -
     return needs
 
 
-def op_needs(op: str, recipe: Recipe, dtype: torch.dtype) -> list[Need]:
-    """Return every use of ``op`` under ``recipe`` on activations of ``dtype``.
+def recipe_needs(recipe: Recipe, dtype: torch.dtype) -> list[Need]:
+    """Return every use of every operation under ``recipe`` on activations of ``dtype``.
 
-    It covers dense and grouped linears, norms, activations, causal attention, rotary embedding, and
-    what training needs around the layers; it is empty if the recipe has no use for the operation.
-    An optional operation has a need for each pair that it can replace.
+    They are those of dense and grouped linears, norms, activations, causal attention, rotary
+    embedding, and of what training needs around the layers. An optional operation has a need for
+    each pair that it can replace.
     """
     dense = plan_of(LinearPlan, recipe, LayerRole("linear"), dtype)
     grouped = plan_of(LinearPlan, recipe, LayerRole("grouped_linear"), dtype)
@@ -89,7 +89,7 @@ def op_needs(op: str, recipe: Recipe, dtype: torch.dtype) -> list[Need]:
         *_attention_needs(recipe, dtype),
         *(Need(variant, desc) for variant, desc in training_descs(dtype)),
     ]
-    return [need for need in dict.fromkeys(needs) if need.desc.op == op]
+    return list(dict.fromkeys(needs))
 
 
 def _linear(dtype: torch.dtype, groups: int = 0) -> LinearShape:

@@ -17,7 +17,7 @@ from fp8core.dispatch.isolation import Failure, attempt
 from fp8core.dispatch.select import Choice
 from fp8core.dispatch.settings import check_op
 from fp8core.errors import OperandError, PluginError, UnsupportedError
-from fp8core.inspect.descriptors import Need, layer_needs, op_needs
+from fp8core.inspect.descriptors import Need, layer_needs, recipe_needs
 from fp8core.inspect.held import Held, held_by
 from fp8core.inspect.sent import Sent, sent_by
 from fp8core.modules.base import LowPrecisionModule
@@ -126,7 +126,8 @@ def explain(
         chosen = asked or get_default_recipe()
         check_op(target, "explain()")
         where = torch.device(device) if device else select.default_device(policy.current())
-        return Explanation(tuple(_lines("", op_needs(target, chosen, dtype or _DTYPE), where)))
+        needs = [one for one in recipe_needs(chosen, dtype or _DTYPE) if one.desc.op == target]
+        return Explanation(tuple(_lines("", needs, where)))
     if not isinstance(target, torch.nn.Module):
         raise OperandError(f"explain({target!r}): expected an operation's name or a model.")
     lines: list[Line] = []

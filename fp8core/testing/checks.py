@@ -28,7 +28,8 @@ class Law:
 
     ``test(subject, desc)`` raises :class:`fp8core.testing.compare.Broken`, or returns the worst
     error as a share of the allowed error, None if it allows none. Without ``ops`` the test is about
-    the backend as a whole: ``test(subject)``. ``is_strict``: only strict mode runs it.
+    the backend as a whole: ``test(subject)``. ``is_strict``: only strict mode runs it. ``is_core``:
+    ``fp8core doctor`` runs it too, as it shows whether the operation computes what it should.
     """
 
     number: int
@@ -38,6 +39,7 @@ class Law:
     test: Callable[..., float | None]
     applies: Callable[..., bool]
     is_strict: bool
+    is_core: bool
 
     @property
     def full_name(self) -> str:
@@ -54,6 +56,7 @@ def law(
     *ops: str,
     applies: Callable[..., bool] = lambda desc: True,
     is_strict: bool = False,
+    is_core: bool = False,
 ) -> Callable[[Callable[..., float | None]], Callable[..., float | None]]:
     """Add a function to the kit's tests, for those descriptors of ``ops`` that ``applies`` accepts.
 
@@ -65,7 +68,7 @@ def law(
         name = test.__name__
         assert name not in LAWS, name
         meaning = (test.__doc__ or "").strip().partition("\n")[0]
-        LAWS[name] = Law(number, name, ops, meaning, test, applies, is_strict)
+        LAWS[name] = Law(number, name, ops, meaning, test, applies, is_strict, is_core)
         return test
 
     return add

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8core import recipe
-from fp8core.backend_api import OPS, FusedDesc, GemmDesc, OpDesc, QuantizeDesc
+from fp8core.backend_api import OPS, BackendSpec, FusedDesc, GemmDesc, OpDesc, QuantizeDesc
 from fp8core.dispatch import plugins
 from fp8core.doctor import matrix
 from tests.dispatch import toys
@@ -25,8 +25,12 @@ def isolated() -> Iterator[None]:
         yield
 
 
+def cells(spec: BackendSpec, device: torch.device) -> list[matrix.Cell]:
+    return matrix.cells(spec, device, matrix.needs_by_recipe())
+
+
 def states(name: str, device: torch.device = CPU) -> dict[tuple[str, str], str]:
-    found = matrix.cells(plugins.load().backends[name], device)
+    found = cells(plugins.load().backends[name], device)
     return {(cell.recipe, cell.op): cell.state for cell in found}
 
 
@@ -81,7 +85,7 @@ def test_refusal_of_some_uses_names_them() -> None:
     toys.register(toys.backend("toy", refuse=refuse))
     (cell,) = [
         cell
-        for cell in matrix.cells(plugins.load().backends["toy"], CPU)
+        for cell in cells(plugins.load().backends["toy"], CPU)
         if (cell.recipe, cell.op) == ("nvfp4", "quantize")
     ]
     assert cell.state == "partly"
@@ -95,7 +99,7 @@ def test_backend_of_another_device_runs_nothing() -> None:
 
 
 def test_table_has_a_row_for_each_operation_and_a_column_for_each_recipe() -> None:
-    found = matrix.cells(plugins.load().backends["reference"], CPU)
+    found = cells(plugins.load().backends["reference"], CPU)
     table = matrix.rows(found)
     assert table[0] == ["", "none", *recipe.names()]
     assert [row[0] for row in table[1:]] == list(OPS)  # fusions that nobody offers are left out
@@ -106,7 +110,7 @@ def test_fusions_that_are_offered_are_asked_as_layers_ask() -> None:
         return None if isinstance(desc, FusedDesc) else "fusions alone"
 
     toys.register(toys.backend("toy", refuse=refuse))
-    found = matrix.cells(plugins.load().backends["toy"], CPU)
+    found = cells(plugins.load().backends["toy"], CPU)
     offered = {row[0] for row in matrix.rows(found)} - {"", *OPS}
     assert offered == {
         "activation_backward_quantize",

@@ -46,7 +46,7 @@ SIZE = 96
 SPLIT = 37  # the length of the first of two parts, before it is rounded up to whole blocks
 
 
-@law(4, "amax")
+@law(4, "amax", is_core=True)
 def amax_is_exact(subject: Subject, desc: AmaxDesc) -> None:
     """Every amax has the reference's bits: without NaN, with inf, and 0 for an empty tensor."""
     for title, x, sizes in every_input(subject, desc.quantize):
@@ -102,7 +102,7 @@ def quantize_by_amax_is_supported_besides_quantize(
         require(reason is None, f"supports {desc}, but not {other}: {reason}")
 
 
-@law(6, BY_AMAX)
+@law(6, BY_AMAX, is_core=True)
 def quantize_by_its_amaxes_equals_quantize(subject: Subject, desc: QuantizeByAmaxDesc) -> None:
     """quantize(x, amax=amax(x)) has the bits of quantize(x)."""
     plain = desc.plain()

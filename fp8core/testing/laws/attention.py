@@ -74,7 +74,7 @@ def _with_dropout(desc: AttentionDesc | AttentionBackwardDesc) -> bool:
     return forward.dropout > 0 and not forward.low_precision
 
 
-@law(4, "attention", applies=_without_dropout)
+@law(4, "attention", applies=_without_dropout, is_core=True)
 def attention_is_within_the_bound(subject: Subject, desc: AttentionDesc) -> float:
     """Result, statistics and largest logit of float64, zeros and -inf where nothing is seen.
 
@@ -154,7 +154,7 @@ def _wide(keywords: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@law(4, "attention_backward", applies=_without_dropout)
+@law(4, "attention_backward", applies=_without_dropout, is_core=True)
 def attention_backward_is_within_the_bound(subject: Subject, desc: AttentionBackwardDesc) -> float:
     """The gradients of float64; zeros where nothing is seen, also of tensors without elements."""
     return max(_backward_within(subject, arguments(subject, desc, case)) for case in cases())

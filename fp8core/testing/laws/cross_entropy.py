@@ -18,7 +18,7 @@ from fp8core.testing.training_calls import sums_of
 F64 = torch.float64
 
 
-@law(4, "cross_entropy")
+@law(4, "cross_entropy", is_core=True)
 def cross_entropy_is_within_the_bound(subject: Subject, desc: CrossEntropyDesc) -> float:
     """Computed in float32, of any number of classes, ignored and unknown targets among them."""
     worst = 0.0
@@ -95,7 +95,7 @@ def cross_entropy_takes_the_largest_floats(
     within("grad_x", result, expected, 2.0**-18 + ulp(expected.double(), desc.dtype))
 
 
-@law(4, "cross_entropy_backward")
+@law(4, "cross_entropy_backward", is_core=True)
 def cross_entropy_backward_is_within_the_bound(
     subject: Subject, desc: CrossEntropyBackwardDesc
 ) -> float:

@@ -48,7 +48,7 @@ def _same(results: Any, expected: Any) -> None:
             same_bits(f"tensor {at} of the result", one, other)
 
 
-@law(6, *FUSED)
+@law(6, *FUSED, is_core=True)
 def fused_equals_its_unfused_pair(subject: Subject, desc: FusedDesc) -> float | None:
     """The producer and the cast in one call give the bits of two calls; column sums are float32."""
     worst = [_fused_equals_pair(subject, arguments(subject, desc, case)) for case in CASES]
@@ -115,7 +115,7 @@ def _chunks_equal_call(
     return within("column sums", sums[0], value.sum(0), bound)
 
 
-@law(6, "add_norm")
+@law(6, "add_norm", is_core=True)
 def add_norm_equals_its_unfused_pair(subject: Subject, desc: AddNormDesc) -> None:
     """The residual's sum is rounded to the norm's dtype before it is normalized."""
     call = arguments(subject, desc)

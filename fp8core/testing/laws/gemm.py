@@ -51,7 +51,7 @@ def aligned(subject: Subject, desc: GemmDesc, m: int, n: int, k: int) -> tuple[i
     return up(m, align.m), up(n, align.n), up(k, align.k)
 
 
-@law(4, "gemm", applies=lambda desc: not desc.accumulate)
+@law(4, "gemm", applies=lambda desc: not desc.accumulate, is_core=True)
 def gemm_product_is_within_the_bound(subject: Subject, desc: GemmDesc) -> float:
     """``a @ b.T`` in small and odd sizes, for rows of many magnitudes, in both orientations."""
     worst = 0.0

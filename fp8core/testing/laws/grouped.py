@@ -40,7 +40,7 @@ def each_within(
     return worst
 
 
-@law(4, "grouped_gemm", applies=lambda desc: not desc.accumulate)
+@law(4, "grouped_gemm", applies=lambda desc: not desc.accumulate, is_core=True)
 def grouped_gemm_product_of_each_group_is_within_the_bound(
     subject: Subject, desc: GroupedGemmDesc
 ) -> float:

@@ -21,7 +21,7 @@ SIZES = ((9, 70), (64, 64), (1, 1), (300, 8), (33, 1030), (3, 4100))
 EMPTY = ((0, 9), (9, 0), (0, 0))
 
 
-@law(4, "route")
+@law(4, "route", is_core=True)
 def route_equals_the_reference(subject: Subject, desc: RouteDesc) -> None:
     """Every number of tokens and experts, with rows that are too few and too many."""
     sizes = ((9, 6), (1, 1), (70, 3), (1030, 8), (33, 260), (0, 4), (5, 1), (4100, 2))
@@ -75,7 +75,7 @@ def _strange(route: Route) -> Route:
     return Route(index, sources)
 
 
-@law(4, "dispatch_rows")
+@law(4, "dispatch_rows", is_core=True)
 def dispatch_copies_the_rows(subject: Subject, desc: DispatchDesc) -> None:
     """Bit for bit, inf and NaN too; zeros where no token goes, or an improbable one."""
     for size in (*SIZES, *EMPTY):
@@ -99,7 +99,7 @@ def _same_rows(subject: Subject, call: OpCall, name: str) -> None:
         same_bits(f"probs of {name}", permuted, expected[1])
 
 
-@law(4, "combine_rows")
+@law(4, "combine_rows", is_core=True)
 def combine_is_within_the_bound(subject: Subject, desc: CombineDesc) -> float:
     """Added in float32, in the order of the slots, and rounded once; values are copied."""
     worst = 0.0
@@ -155,7 +155,7 @@ def combine_passes_on_nan_and_inf(subject: Subject, desc: CombineDesc) -> None:
         same_bits(f"the other values beside {value}", y, plain)
 
 
-@law(4, "combine_rows_backward")
+@law(4, "combine_rows_backward", is_core=True)
 def combine_backward_is_within_the_bound(subject: Subject, desc: CombineBackwardDesc) -> float:
     """Products and sums in float32, rounded once; zeros where no token goes."""
     worst = 0.0

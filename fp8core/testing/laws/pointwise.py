@@ -36,7 +36,7 @@ def _cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case(size=size)
 
 
-@law(4, "dequantize")
+@law(4, "dequantize", is_core=True)
 def dequantize_rounds_once(subject: Subject, desc: DequantizeDesc) -> float:
     """Element times scale in float32, rounded once to the output's dtype."""
     worst = 0.0
@@ -50,7 +50,7 @@ def dequantize_rounds_once(subject: Subject, desc: DequantizeDesc) -> float:
     return worst
 
 
-@law(4, "scale_update")
+@law(4, "scale_update", is_core=True)
 def scale_update_equals_the_reference(subject: Subject, desc: ScaleUpdateDesc) -> None:
     """Histories roll and scales follow, bit for bit; an amax of 0 or inf is not recorded."""
     few = arguments(subject, desc)
@@ -87,7 +87,7 @@ def _wide(desc: NormDesc) -> NormDesc:
     return replace(desc, dtype=F64, out_dtype=F64)
 
 
-@law(4, "norm")
+@law(4, "norm", is_core=True)
 def norm_is_within_the_bound(subject: Subject, desc: NormDesc) -> float:
     """Computed in float32 whatever the dtypes, rounded once; statistics in float32."""
     return max(
@@ -125,7 +125,7 @@ def _norm_within(subject: Subject, desc: NormDesc, call: OpCall) -> float:
     return max(worst)
 
 
-@law(4, "norm_backward")
+@law(4, "norm_backward", is_core=True)
 def norm_backward_is_within_the_bound(subject: Subject, desc: NormBackwardDesc) -> float:
     """Gradients computed in float32; those of the parameters are float32 sums over the rows."""
     return max(
@@ -176,7 +176,7 @@ def a_norm_adds_gradients_as_the_pair(subject: Subject, desc: NormBackwardDesc) 
                 same_bits(f"{name} {list(size)}", one, other)
 
 
-@law(4, "column_sums")
+@law(4, "column_sums", is_core=True)
 def column_sums_are_within_the_bound(subject: Subject, desc: ColumnSumsDesc) -> float:
     """Added in float32 whatever the dtype, of any number of rows and columns, none included."""
     empty = [Case(size=size) for size in ((0, 9), (9, 0), (0, 0))]
@@ -215,7 +215,7 @@ def _parts(desc: ActivationDesc | ActivationBackwardDesc, x: torch.Tensor) -> to
     return (1 + a) * (2 + b)
 
 
-@law(4, "activation")
+@law(4, "activation", is_core=True)
 def activation_is_within_the_bound(subject: Subject, desc: ActivationDesc) -> float:
     """Computed in float32 whatever the dtypes, rounded once."""
     return max(
@@ -233,7 +233,7 @@ def _activation_within(subject: Subject, desc: ActivationDesc, call: OpCall) -> 
     return within("y", y, expected, bound)
 
 
-@law(4, "activation_backward")
+@law(4, "activation_backward", is_core=True)
 def activation_backward_is_within_the_bound(
     subject: Subject, desc: ActivationBackwardDesc
 ) -> float:

@@ -52,13 +52,13 @@ def _is_plain(desc: QuantizeDesc) -> bool:
     )
 
 
-@law(1, "quantize", applies=is_nearest)
+@law(1, "quantize", applies=is_nearest, is_core=True)
 def quantize_codes_equal_the_reference(subject: Subject, desc: QuantizeDesc) -> float:
     """Every element has the reference's code."""
     return max(same_codes(subject, desc, title, judged) for title, judged in every(subject, desc))
 
 
-@law(1, "quantize")
+@law(1, "quantize", is_core=True)
 def quantize_scales_equal_the_reference(subject: Subject, desc: QuantizeDesc) -> float:
     """Every block has the reference's scale, and the tensor its global scale."""
     return max(same_scales(subject, desc, title, judged) for title, judged in every(subject, desc))
@@ -118,7 +118,7 @@ def _midpoints(dtype: torch.dtype) -> Callable[[OperandSpec], list[float]]:
     return fill
 
 
-@law(1, "quantize", applies=_is_plain)
+@law(1, "quantize", applies=_is_plain, is_core=True)
 def quantize_rounds_to_the_nearest_ties_to_even(subject: Subject, desc: QuantizeDesc) -> float:
     """Midpoints go to the even code, and the numbers next to them to the nearer one."""
     edges = _edges(subject, desc, _midpoints(desc.dtype))

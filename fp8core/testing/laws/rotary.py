@@ -21,7 +21,7 @@ LONG = ((4100, 1, 1, 4, 2), (1, 1100, 1, 4, 4), (2, 2, 530, 4, 2))
 VERY_LONG = ((70000, 1, 1, 2, 2),)  # above 65535; in bfloat16 alone, which costs less
 
 
-@law(4, "rotary")
+@law(4, "rotary", is_core=True)
 def rotary_is_within_the_bound(subject: Subject, desc: RotaryDesc) -> float:
     """The pairs are turned in float32, also by angles of many turns, and the rest is copied."""
     cases = (*SIZES, *EMPTY, *LONG, *(VERY_LONG if desc.dtype == torch.bfloat16 else ()))

@@ -29,7 +29,7 @@ def _apart(desc: RouterDesc, tokens: int, experts: int, seed: int) -> torch.Tens
     return (order / experts * 8 - 4).to(desc.dtype)
 
 
-@law(4, "router")
+@law(4, "router", is_core=True)
 def router_chooses_as_the_reference(subject: Subject, desc: RouterDesc) -> float:
     """The experts with the highest scores, of any number, and their probabilities."""
     worst = 0.0
@@ -93,7 +93,7 @@ def router_passes_on_nan(subject: Subject, desc: RouterDesc) -> None:
         require(bool(probs[::2].isfinite().all()), "the NaN of a token reaches another")
 
 
-@law(4, "router_backward")
+@law(4, "router_backward", is_core=True)
 def router_backward_is_within_the_bound(subject: Subject, desc: RouterBackwardDesc) -> float:
     """Computed in float32, rounded once; the choice has no gradient."""
     worst = 0.0
