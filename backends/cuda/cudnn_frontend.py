@@ -11,9 +11,8 @@ import importlib.util
 import threading
 from typing import Any, NamedTuple
 
-import torch
-
 from fp8core.backend_api import UnsupportedError
+from fp8core_backends.cuda.private import loaded_cudnn
 from fp8core_backends.cuda.stream import raw_stream
 
 __all__ = ["Execution", "execution", "load", "missing"]
@@ -39,12 +38,13 @@ def missing() -> str | None:
     version = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
     if not FIRST <= version < AFTER_LAST:
         return f"{PACKAGE} is {found}, expected {wanted}; {install}"
-    try:
-        release = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's
-    except RuntimeError as error:  # another cuDNN than torch's was loaded before it
-        return f"torch refuses the cuDNN of this process: {str(error).partition(chr(10))[0]}"
+    release = loaded_cudnn()
     if release is None or release < CUDNN:
-        return f"torch's cuDNN is {release}, expected at least {CUDNN}"
+        return (
+            f"cuDNN {release} is loaded in this process, expected at least {CUDNN}; torch brings "
+            f"its own, unless a package such as transformer_engine loads another one first: import "
+            f"torch or fp8core before it"
+        )
     return None
 
 

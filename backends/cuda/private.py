@@ -28,6 +28,7 @@ __all__ = [
     "current_device",
     "empty_strided",
     "group_of",
+    "loaded_cudnn",
     "raw_stream",
     "scaled_mm",
     "store_of",
@@ -99,3 +100,15 @@ def symmetric_empty(num_bytes: int, device: torch.device) -> torch.Tensor:
 def symmetric_handle(memory: torch.Tensor, group_name: str) -> Any:
     """Have the ranks of a group exchange such memory: a collective, which waits on the host."""
     return _symmetric_memory().rendezvous(memory, group_name)
+
+
+def loaded_cudnn() -> int | None:
+    """Return the release of the cuDNN in this process, such as 91900, None if there is none.
+
+    torch's public function refuses one that is older than the one torch was built with.
+    """
+    try:
+        release: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        release = torch._C._cudnn.getVersionInt()
+    return release

@@ -7,6 +7,8 @@ see nothing. What cuDNN computes from them is tested in test_attention.py, on a 
 from __future__ import annotations
 
 import dataclasses
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -51,26 +53,47 @@ def _runs_in_fp8(desc: AttentionDesc | AttentionBackwardDesc) -> bool:
     return desc.qkv.format == "e4m3" and is_dense and is_seen
 
 
-def test_a_cudnn_that_torch_refuses_leaves_its_own_operators(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def version() -> int:
-        raise RuntimeError("PyTorch was compiled against (9, 19, 0) but found (9, 14, 0)")
+@pytest.fixture
+def refused_cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """``refused_cudnn(release)`` loads a cuDNN that torch refuses, beside a frontend that fits."""
 
-    plain = AttentionDesc(torch.bfloat16, "sbhd", 4, 2, 64, 64, 0.125, window=(-1, 0))
+    def version() -> int:
+        raise RuntimeError("PyTorch was compiled against (9, 20, 0) but found an older one")
+
+    def load(release: int) -> None:
+        loaded = types.SimpleNamespace(getVersionInt=lambda: release)
+        monkeypatch.setattr(torch._C, "_cudnn", loaded, raising=False)
+
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", version)
     monkeypatch.setattr(cudnn_frontend.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(cudnn_frontend.importlib.metadata, "version", lambda name: "1.23.0")
     cudnn_frontend.missing.cache_clear()
-    try:
-        assert attention_problem(plain, CPU) is None
-        said = attention_problem(dataclasses.replace(plain, window=(7, 0)), CPU)
-    finally:
-        cudnn_frontend.missing.cache_clear()
+    yield load
+    cudnn_frontend.missing.cache_clear()
+
+
+CAUSAL = AttentionDesc(torch.bfloat16, "sbhd", 4, 2, 64, 64, 0.125, window=(-1, 0))
+WINDOW = dataclasses.replace(CAUSAL, window=(7, 0))
+
+
+def test_a_cudnn_that_is_too_old_leaves_torchs_operators_and_says_what_to_import_first(
+    refused_cudnn: Callable[[int], None],
+) -> None:
+    refused_cudnn(91400)
+    assert attention_problem(CAUSAL, CPU) is None
+    said = attention_problem(WINDOW, CPU)
     assert said is not None
-    assert "torch refuses the cuDNN of this process: PyTorch was compiled against" in said
+    assert "cuDNN 91400 is loaded in this process, expected at least 91900" in said
+    assert "import torch or fp8core before it" in said
+
+
+def test_a_cudnn_that_torch_refuses_is_used_where_it_is_new_enough(
+    refused_cudnn: Callable[[int], None],
+) -> None:
+    refused_cudnn(91901)
+    assert attention_problem(WINDOW, CPU) is None
 
 
 @pytest.mark.parametrize("label", [entry.label for entry in ENTRIES])
