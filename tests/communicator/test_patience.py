@@ -12,14 +12,13 @@ from fp8core.communicator.process_group import wait_patiently
 
 
 class Work:
-    """A collective that ends after ``waits`` waits, by ``error`` if there is one. With ``is_told``
-    it then says that it is completed."""
+    """A collective that ends after ``waits`` waits, by ``error`` if there is one."""
 
-    def __init__(self, waits: int, error: str = "", *, is_told: bool = True) -> None:
-        self.waits, self.error, self.is_told = waits, error, is_told
+    def __init__(self, waits: int, error: str = "") -> None:
+        self.waits, self.error = waits, error
 
     def is_completed(self) -> bool:
-        return self.is_told and self.waits <= 0
+        return self.waits <= 0
 
     def wait(self, timeout: timedelta | None = None) -> None:
         self.waits -= 1
@@ -38,8 +37,8 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_looks_each_time_that_the_collective_has_not_ended() -> None:
     looks: list[int] = []
-    wait_patiently(Work(3, is_told=False), lambda: looks.append(1))
-    assert len(looks) == 3
+    wait_patiently(Work(3), lambda: looks.append(1))
+    assert len(looks) == 2  # it has ended when the third wait is over
 
 
 def test_what_a_look_raises_ends_the_wait() -> None:
@@ -47,12 +46,11 @@ def test_what_a_look_raises_ends_the_wait() -> None:
         raise ValueError("another rank compares")
 
     with pytest.raises(ValueError, match="another rank compares"):
-        wait_patiently(Work(1, is_told=False), look)
+        wait_patiently(Work(2), look)
 
 
-@pytest.mark.parametrize("is_told", [True, False], ids=["completed", "never completed"])
 @pytest.mark.parametrize("waits", [0, 2])
-def test_a_collective_that_failed_raises(waits: int, *, is_told: bool) -> None:
-    work = Work(waits, "connection closed", is_told=is_told)
+def test_a_collective_that_failed_raises(waits: int) -> None:
+    work = Work(waits, "connection closed")
     with pytest.raises(RuntimeError, match="connection closed"):
         wait_patiently(work, lambda: None)

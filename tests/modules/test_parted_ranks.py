@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,16 @@ CASES: dict[str, Callable[[fp8core.Linear, int], None]] = {
 }
 
 
+def changes_rows_of_a_scatter(group: Any, rank: int) -> str:
+    layer, begun = new_linear(group, "row"), time.monotonic()
+    x = torch.ones(32 + 32 * rank, HIDDEN // 2, dtype=torch.bfloat16)
+    layer(x[:32])
+    with pytest.raises(fp8core.Fp8CoreError) as caught:
+        layer(x)
+    assert time.monotonic() - begun < TIMEOUT.total_seconds() / 2
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
 def alternates(group: Any) -> list[int]:
     """How many comparisons each round of training and evaluation takes."""
     layer, communicator, counts = new_linear(group), of_group(group), []
@@ -124,6 +135,8 @@ def program(rank: int) -> dict[str, Any]:
         with pytest.raises(fp8core.Fp8CoreError) as caught:
             case(new_linear(group), rank)
         said[name] = f"{type(caught.value).__name__}: {caught.value}"
+    of_scatter = dist.new_group(timeout=TIMEOUT)
+    said["changes_rows_of_a_scatter"] = changes_rows_of_a_scatter(of_scatter, rank)
     said["alternates"] = alternates(dist.new_group(timeout=TIMEOUT))
     short = dist.new_group(timeout=datetime.timedelta(seconds=1))
     said["missing"] = ""
@@ -151,6 +164,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("freezes", "of the input and parameters 1, 2", "of the input and parameter 2."),
         ("freezes_first", "of the input and parameters 1, 2", "of the input and parameter 2."),
         ("changes_rows", "32 rows", "64 rows"),
+        ("changes_rows_of_a_scatter", "waits in scatter", "64 rows"),
     ],
 )
 def test_every_rank_raises_what_differs(
