@@ -98,7 +98,7 @@ class LayerPadding:
         features = (("input features", self.in_features), ("output features", self.out_features))
         parts = [f"{name} by {added}" for name, added in features if added]
         rows = f"rows to a multiple of {multiple}{' in each group' if is_grouped else ''}"
-        first = f"{self.owner}: pads with zeros, as its recipe takes no such sizes"
+        first = f"{self.owner}: pads with zeros, as its products take no such sizes"
         if not parts:
             line = f"{first}: {rows}; other layers that pad rows do not say so again"
             log_once(line, about="padding of rows")

@@ -23,7 +23,9 @@ class Held(NamedTuple):
 
     Attributes:
         a_row: for each row of the input: activations, their codes and statistics. The input itself
-            is among them where backward reads it.
+            is among them where backward reads it. A call of other rows than whole blocks holds
+            more: where it is padded, as under MXFP8 to a multiple of 32 rows, the operands of a
+            product have the zero rows too, and a block that is not full has a whole scale.
         fixed: whatever the number of rows: the copies of the weights, and weights that forward
             computes from parameters. Parameters are not counted.
 

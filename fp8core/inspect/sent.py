@@ -29,7 +29,8 @@ class Sent(NamedTuple):
         group: the name of the process group, and ``ranks`` how many there are.
         format: how the tensor is quantized, or its dtype.
         calls: how often it is called in a step.
-        a_row: bytes that a rank sends for each row of its input.
+        a_row: bytes that a rank sends for each row of its input, in calls whose rows are whole
+            blocks on each rank; others may send a tensor in high precision.
         fixed: bytes that it sends whatever the number of rows.
         way: how it runs: ``plain``, a collective of the process group; ``beside products``, copies
             by the backend; ``in parts``, such copies while the product that reads or writes the

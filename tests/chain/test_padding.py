@@ -113,10 +113,10 @@ def test_rows_alone_are_reported_once_for_all_layers(
             for layer in layers:
                 layer(torch.ones(rows, 64))
     assert caplog.messages == [
-        "'rows_alone.0' (Linear(64, 64)): pads with zeros, as its recipe takes no such sizes: rows "
-        "to a multiple of 32; other layers that pad rows do not say so again",
-        "'rows_and_features' (Linear(64, 33)): pads with zeros, as its recipe takes no such sizes: "
-        "output features by 31, rows to a multiple of 32",
+        "'rows_alone.0' (Linear(64, 64)): pads with zeros, as its products take no such sizes: "
+        "rows to a multiple of 32; other layers that pad rows do not say so again",
+        "'rows_and_features' (Linear(64, 33)): pads with zeros, as its products take no such "
+        "sizes: output features by 31, rows to a multiple of 32",
     ]
 
 

@@ -38,7 +38,7 @@ LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
-def saved_bytes(layer: torch.nn.Module, name: str, chosen: recipe.Recipe) -> int:
+def saved_bytes(layer: torch.nn.Module, name: str, chosen: recipe.Recipe, rows: int = ROWS) -> int:
     """Return the bytes of the storages that autograd saves, but for parameters."""
     not_counted = {param.untyped_storage().data_ptr() for param in layer.parameters()}
     counted: dict[int, torch.UntypedStorage] = {}
@@ -49,7 +49,7 @@ def saved_bytes(layer: torch.nn.Module, name: str, chosen: recipe.Recipe) -> int
             counted[storage.data_ptr()] = storage
         return tensor
 
-    x = torch.randn(ROWS, K, dtype=BF16, requires_grad=True)
+    x = torch.randn(rows, K, dtype=BF16, requires_grad=True)
     more: tuple[object, ...] = ()
     if name == "GroupedLinear":
         more = ([ROWS // GROUPS] * GROUPS,)
@@ -79,6 +79,20 @@ def test_explain_says_what_autograd_saves(name: str, recipe_name: str, requantiz
             # The delayed scale of each weight; explain knows of no delayed state.
             saved -= 4 * sum(one.dim() == 2 for one in layer.parameters())
     assert saved <= held.a_row * ROWS + held.fixed <= saved * (1 + room)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "padded"),
+    [
+        (recipe.MXFP8BlockScaling(), 32),
+        (recipe.NVFP4BlockScaling(), 16),
+        (recipe.Float8CurrentScaling(), 5),
+    ],
+)
+def test_rows_of_padding_count_as_rows(chosen: recipe.Recipe, padded: int) -> None:
+    layer = fp8core.Linear(K, N, params_dtype=BF16)
+    ((_, held),) = fp8core.explain(layer, chosen).held
+    assert saved_bytes(layer, "Linear", chosen, 5) == held.a_row * padded + held.fixed
 
 
 @pytest.mark.parametrize("chosen", [recipe.PerLayer({}), recipe.Float8CurrentScaling()])
