@@ -37,7 +37,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, as pre-hooks have left it; values are stored in
+        """Load what ``state_dict()`` returned, as pre-hooks have left it; values are stored in
         the dtypes of this optimizer.
 
         Raises:
