@@ -14,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import fp8core
 from fp8core import recipe
 from fp8core.distributed import gather_quantized
-from fp8core.distributed.gathered_weight import local_part
-from fp8core.tensors.sharded_weight import ShardedWeight
+from fp8core.tensors.sharded_weight import ShardedWeight, local_part
 
 CURRENT = recipe.Float8CurrentScaling()
 HIDDEN = 64
