@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -288,9 +289,16 @@ class DelayedModule(torch.nn.Module):
         error_msgs: list[str],
     ) -> None:
         messages = (missing_keys, unexpected_keys, error_msgs)
-        with load_pre_hooks_called(self, state_dict, prefix, local_metadata, strict, *messages):
-            assigns = bool(local_metadata.get("assign_to_params_buffers", False))
-            errors = self.load_errors(state_dict, prefix, assigns=assigns)
+        assigns = bool(local_metadata.get("assign_to_params_buffers", False))
+        errors = self.load_errors(state_dict, prefix, assigns=assigns)
+        is_saved = any(key in state_dict for key in self._state_keys(prefix))
+        with contextlib.ExitStack() as stack:
+            # Hooks repair or bring what does not fit. What fits is taken before they see it, as
+            # those for Transformer Engine's layers, Megatron's of experts, would unpickle it.
+            if errors or not is_saved:
+                given = (state_dict, prefix, local_metadata, strict, *messages)
+                stack.enter_context(load_pre_hooks_called(self, *given))
+                errors = self.load_errors(state_dict, prefix, assigns=assigns)
             if errors:  # a layer is loaded whole or not at all
                 error_msgs.extend(errors)
                 return
