@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -23,6 +24,7 @@ from fp8core.backend_api import (
     Recording,
     hookimpl,
 )
+from fp8core.dispatch import plugins
 from fp8core_backends.reference.backend import ReferenceBackend
 from tests.overlapping_backend import Backend as OverlappingBackend
 
@@ -42,6 +44,14 @@ def fp8core_register_backends(register: Callable[[BackendSpec], None]) -> None:
                 operand_fields=("row_scaled", "four_over_six", "scale_max"),
             )
         )
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add the backends to those of the plug-ins, until the test ends."""
+    specs: list[BackendSpec] = []
+    fp8core_register_backends(specs.append)
+    for spec in specs:
+        monkeypatch.setitem(plugins.load().backends, spec.name, spec)
 
 
 class _Number(NamedTuple):

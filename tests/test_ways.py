@@ -17,13 +17,11 @@ import torch
 
 import fp8core
 from fp8core import recipe
-from fp8core.backend_api import BackendSpec
 from fp8core.chain import run as chain
 from fp8core.cpu_offload import selection
-from fp8core.dispatch import plugins
 from fp8core.modules.transformer_chain import TransformerChain
 from tests.recording_backend import NAME as RECORDING
-from tests.recording_backend import fp8core_register_backends
+from tests.recording_backend import Program, install
 
 DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 BF16 = torch.bfloat16
@@ -247,10 +245,7 @@ def run(kind: str, name: str, way: Way) -> Run:
 
 @pytest.fixture(autouse=True)
 def recording_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    specs: list[BackendSpec] = []
-    fp8core_register_backends(specs.append)
-    for spec in specs:
-        monkeypatch.setitem(plugins.load().backends, spec.name, spec)
+    install(monkeypatch)
 
 
 @functools.cache
@@ -259,18 +254,17 @@ def ran(kind: str, name: str, way: str) -> Run:
     return run(kind, name, WAYS[way])
 
 
-NOT_OFFERED = {
-    ("DotProductAttention", "monitored"): "a layer without a GEMM",
-    **{(kind, "delayed", "compiled"): "scales change outside the graph" for kind in LAYERS},
-}
-CASES = [
-    case
-    for case in itertools.product(LAYERS, RECIPES, [way for way in WAYS if way != "plain"])
-    if case not in NOT_OFFERED and (case[0], case[2]) not in NOT_OFFERED
-]
+def is_offered(kind: str, name: str, way: str) -> bool:
+    """Monitors watch GEMMs; scales that change outside of a graph are refused in one."""
+    has_gemm = kind != "DotProductAttention"
+    return {"monitored": has_gemm, "compiled": name != "delayed"}.get(way, True)
 
 
-@pytest.mark.parametrize(("kind", "name", "way"), CASES)
+def cases(*ways: str) -> list[tuple[str, str, str]]:
+    return [case for case in itertools.product(LAYERS, RECIPES, ways) if is_offered(*case)]
+
+
+@pytest.mark.parametrize(("kind", "name", "way"), cases(*(way for way in WAYS if way != "plain")))
 def test_a_way_gives_the_bits_of_the_plain_one(kind: str, name: str, way: str) -> None:
     ours, theirs = ran(kind, name, way), ran(kind, name, "plain")
     for at, (mine, wanted) in enumerate(zip(ours.results, theirs.results, strict=True)):
@@ -279,12 +273,28 @@ def test_a_way_gives_the_bits_of_the_plain_one(kind: str, name: str, way: str) -
             torch.testing.assert_close(mine, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("way", ["hooked", "monitored"])
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(("kind", "name", "way"), cases("hooked", "monitored"))
 def test_a_watched_layer_holds_what_the_plain_one_holds(kind: str, name: str, way: str) -> None:
-    if (kind, way) not in NOT_OFFERED:
-        assert ran(kind, name, way).held == ran(kind, name, "plain").held
+    assert ran(kind, name, way).held == ran(kind, name, "plain").held
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="counts the runs of a backend for the CPU")
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8", "rowwise"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "TransformerLayer"])
+def test_calls_are_repeated_from_a_recording(
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repeats, repeat = [], Program.__call__
+
+    def noted(program: Program, *arguments: Any) -> Any:
+        repeats.append(program)
+        return repeat(program, *arguments)
+
+    monkeypatch.setattr(Program, "__call__", noted)
+    run(kind, name, plain)
+    assert not repeats
+    run(kind, name, recorded)
+    assert len(repeats) > len({*map(id, repeats)}) >= 2  # forward's and backward's
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -298,11 +308,8 @@ def test_a_remembered_layer_holds_no_more_than_the_plain_one(kind: str, name: st
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_checkpoint_holds_the_inputs_alone_and_offloading_nothing(kind: str, name: str) -> None:
-    element = (
-        2
-        if arguments(kind, name).get("params_dtype") == BF16 or kind == "DotProductAttention"
-        else 4
-    )
+    in_bf16 = arguments(kind, name).get("params_dtype", kind) in (BF16, "DotProductAttention")
+    element = 2 if in_bf16 else 4
     inputs = MICROBATCHES * element * sum(map(math.prod, LAYERS[kind].shapes))
     assert ran(kind, name, "checkpointed").held == inputs
     assert ran(kind, name, "offloaded").held == 0

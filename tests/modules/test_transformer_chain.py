@@ -13,13 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8core
 from fp8core import recipe
-from fp8core.backend_api import BackendSpec
 from fp8core.chain.repeated import Repeated
-from fp8core.dispatch import plugins
 from fp8core.errors import UnsupportedError
 from fp8core.modules import transformer_chain
 from fp8core.modules.transformer_chain import TransformerChain
-from tests.recording_backend import fp8core_register_backends
+from tests.recording_backend import install
 
 torch.set_num_threads(1)
 SEQUENCES, LENGTH, HIDDEN, FFN, HEADS = 2, 16, 64, 96, 4
@@ -324,10 +322,7 @@ def test_a_second_derivative_is_refused() -> None:
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have a backend compute that records runs and repeats them."""
-    specs: list[BackendSpec] = []
-    fp8core_register_backends(specs.append)
-    for spec in specs:
-        monkeypatch.setitem(plugins.load().backends, spec.name, spec)
+    install(monkeypatch)
     with fp8core.use_backend("recording"):
         yield
 
